@@ -1,0 +1,371 @@
+"""GRPO, all weights: sample, grade, pack, train, publish, repeat. One device, or N under torchrun.
+
+    tune run grpo_full --config grpo/tiny
+    tune run --nproc_per_node 8 grpo_full --config grpo/qwen2_5_7B_full
+
+The whole algorithm is in `train()`. To change it: `tune cp grpo_full my_grpo.py`, edit, `tune run my_grpo.py --config ...`.
+Rank 0 owns the engine, the graders and the files; every rank trains on its share of the packed rows.
+"""
+
+import sys
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from torchtune_ext.advantages import Group, with_advantages
+from torchtune_ext.config import build, instantiate, load_config
+from torchtune_ext.evaluation import accuracy
+from torchtune_ext.grading import Grader
+from torchtune_ext.packing import Row, pack
+from torchtune_ext.plugin import parse
+from torchtune_ext.policy.memory import estimate
+from torchtune_ext.policy.shard import build_policy
+from torchtune_ext.policy.weights import HFModel, named_hf_tensors
+from torchtune_ext.rollout import sample_groups
+from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
+from torchtune_ext.tasks.order import problem_index
+from torchtune_ext.telemetry.metrics import Metrics
+from torchtune_ext.telemetry.progress import Progress
+from torchtune_ext.telemetry.rollouts import RolloutStore
+from torchtune_ext.telemetry.summary import Stopwatch, memory_metrics, rollout_metrics
+from torchtune_ext.training.agreement import require_agreement
+from torchtune_ext.training.distributed import close_ranks, init_ranks
+from torchtune_ext.training.publish import Publisher
+from torchtune_ext.training.schedule import make_schedule
+from torchtune_ext.training.state import Checkpoints
+from torchtune_ext.training.step import Reference, forward_backward, optimizer_step, score
+
+SEED_STRIDE = 1 << 20  # sampling seeds of one step start here times the step
+
+
+@dataclass
+class Config:
+    """Every knob of the recipe."""
+
+    output_dir: str = MISSING  # folder of the run: metrics, rollouts, checkpoints
+    model_dir: str = MISSING  # starting weights and tokenizer, Hugging Face format
+    model: Any = MISSING  # torchtune model builder that fits model_dir
+    tokenizer: Any = MISSING  # messages -> ids
+    task: Any = MISSING  # problems to train on, with their grader
+    eval_task: Any = None  # held-out problems, all of them used; null: no evaluation
+    loss: Any = MISSING  # objective per label
+    optimizer: Any = MISSING  # any torch optimizer
+    engine: dict[str, Any] = field(default_factory=dict)  # fields of EngineConfig
+    sampling: dict[str, Any] = field(default_factory=dict)  # fields of SamplingConfig: max_tokens, temperature, ...
+    grader_workers: int = 1  # processes that grade
+    grader_timeout_s: float = 10.0  # seconds for one text
+    seed: int = 0  # of problem order, sampling and torch
+    device: str = "auto"  # "cpu", "cuda", or "auto"
+    dtype: str = "bfloat16"  # of the trainer's forward and backward; master weights are float32
+    max_steps: int = MISSING  # steps of sample -> train -> publish
+    prompts_per_step: int = 32  # groups a step
+    samples_per_prompt: int = 16  # completions of a group
+    refill_rounds: int = 0  # further sampling, up to so many times, to replace groups without signal
+    updates_per_step: int = 1  # optimizer updates on the samples of one step
+    row_tokens: int = 16384  # capacity of a packed row
+    advantage: str = "std"  # "std" (GRPO) or "none" (Dr.GRPO)
+    aggregation: str = "token"  # "token" or "sequence" mean, or "constant" (by max_tokens, Dr.GRPO)
+    truncated: str = "keep"  # samples cut by max_tokens: "keep", "mask" or "penalise"
+    truncated_penalty: float = 1.0  # taken off their reward by "penalise"
+    lr_schedule: str = "constant"  # "constant", "linear" or "cosine", to zero at the last update
+    lr_warmup: int = 0  # updates until the full learning rate
+    max_grad_norm: float | None = 1.0  # null: not clipped
+    activation_checkpointing: bool = False  # recompute layers in the backward
+    compile: bool = False  # torch.compile each layer
+    max_mismatch: float = 0.05  # mean |trainer - sampler log-prob| above which the run stops
+    eval_every: int = 10  # steps; also before the first and after the last
+    eval_samples: int = 1  # samples per held-out problem at the training temperature, beside a greedy one
+    save_every: int = 50  # steps between checkpoints; also after the last
+    keep_last: int = 2  # checkpoints kept, beside the best
+    resume_from_checkpoint: bool = False  # go on from the newest checkpoint in output_dir
+    metrics: list[str] = field(default_factory=list)  # beside metrics.jsonl: "wandb", "tensorboard"
+    dry_run: bool = False  # print the memory that the run needs, then stop
+
+
+class GRPOFullRecipe:
+    def __init__(self, cfg: Config):
+        self.cfg = cfg
+        self.engine: Engine | None = None
+        self.grader: Grader | None = None
+        self.metrics: Metrics | None = None
+        self.step = self.cursor = self.version = 0
+        self.best = self.last_eval = None
+
+    def setup(self) -> None:
+        cfg = self.cfg
+        self.ranks = init_ranks(cfg.device)
+        torch.manual_seed(cfg.seed)
+        self.source = HFModel(cfg.model_dir)
+        self.tokenizer = instantiate(cfg.tokenizer)
+        self.task = instantiate(cfg.task)
+        self.eval_task = instantiate(cfg.eval_task) if cfg.eval_task else None
+        self.loss = instantiate(cfg.loss)
+        stops = tuple(self.tokenizer.stop_token_ids)
+        self.sampling = build(SamplingConfig, cfg.sampling, "sampling", stop_token_ids=stops)
+        engine_config = build(EngineConfig, cfg.engine, "engine")
+        self.checkpoints = Checkpoints(f"{cfg.output_dir}/checkpoints", cfg.keep_last)
+        resume = self.checkpoints.latest() if cfg.resume_from_checkpoint else None
+        if self.ranks.is_main:
+            self.engine = Engine(cfg.model_dir, engine_config, cfg.output_dir)
+            self.engine.start()  # loads in a process of its own while the policy is built here
+            self.grader = Grader(self.task, cfg.grader_workers, cfg.grader_timeout_s)
+        self.policy = build_policy(
+            partial(instantiate, cfg.model),
+            self.source,
+            self.ranks.device,
+            getattr(torch, cfg.dtype),
+            self.ranks.world_size,
+            cfg.activation_checkpointing,
+            cfg.compile,
+        )
+        kl_coef = cfg.loss.get("kl_coef", 0.0)
+        self.reference = Reference(self.policy.model) if kl_coef else None
+        self.optimizer = instantiate(cfg.optimizer, params=list(self.policy.model.parameters()))
+        updates = cfg.max_steps * cfg.updates_per_step
+        self.schedule = make_schedule(self.optimizer, cfg.lr_schedule, cfg.lr_warmup, updates)
+        if resume:
+            self.load_checkpoint(resume)
+        if self.ranks.is_main:
+            settings, from_step = OmegaConf.to_container(cfg), self.step if resume else None
+            self.metrics = Metrics(cfg.output_dir, list(cfg.metrics), settings, resume_step=from_step)
+            self.rollouts = RolloutStore(cfg.output_dir, resume_step=from_step)
+            self.engine.wait_ready()
+        self.progress = Progress(cfg.max_steps, self.ranks.rank)
+        canary = [self.tokenizer.prompt_ids(list(self.task[i].messages)) for i in range(min(4, len(self.task)))]
+        self.publisher = Publisher(
+            self.engine,
+            self.policy,
+            self.source,
+            getattr(torch, engine_config.dtype),
+            self.ranks,
+            canary,
+            self.sampling,
+            cfg.max_mismatch,
+        )
+
+    def train(self) -> None:
+        cfg = self.cfg
+        self.publisher.publish(self.version)
+        if self.step == 0:
+            self.log({"groups/used": 0.0} | self.evaluate())
+        while self.step < cfg.max_steps:
+            watch = Stopwatch()
+            groups, values = self.sample(watch)
+            with watch("pack"):
+                updates, packed = self.pack(groups)
+            values |= packed
+            with watch("train"):
+                values |= self.update(updates)
+            with watch("publish"):
+                values |= self.publisher.publish(self.version)
+            self.step += 1
+            if self.step % cfg.eval_every == 0 or self.step == cfg.max_steps:
+                with watch("eval"):
+                    values |= self.evaluate()
+            if self.step % cfg.save_every == 0 or self.step == cfg.max_steps:
+                with watch("save"):
+                    self.save_checkpoint()
+            self.log(values | watch.metrics() | memory_metrics())
+
+    def sample(self, watch: Stopwatch) -> tuple[list[Group], dict[str, float]]:
+        """Rank 0: the groups of this step with advantages, stored and measured. Other ranks: nothing."""
+        cfg, groups, values = self.cfg, [], {}
+        wanted = cfg.prompts_per_step
+        for sampling_round in range(1 + cfg.refill_rounds if self.ranks.is_main else 0):
+            indices = [problem_index(self.cursor + i, len(self.task), cfg.seed) for i in range(wanted)]
+            self.cursor += wanted
+            sampling = replace(self.sampling, seed=(cfg.seed + self.step * SEED_STRIDE) * 16 + sampling_round)
+            with watch("sample"), self.progress.sampling(wanted * cfg.samples_per_prompt) as bar:
+                problems = [self.task[i] for i in indices]
+                groups += sample_groups(
+                    problems,
+                    cfg.samples_per_prompt,
+                    sampling,
+                    self.engine,
+                    self.tokenizer,
+                    self.grader,
+                    bar.on_completion,
+                )
+            groups, stats = with_advantages(groups, cfg.advantage, cfg.truncated, cfg.truncated_penalty)
+            wanted = cfg.prompts_per_step - stats.groups
+            if wanted <= 0:
+                break
+        if self.ranks.is_main:
+            self.rollouts.write(self.step, groups)
+            engine = self.engine.stats()
+            values = rollout_metrics(groups) | {
+                "groups/used": float(stats.groups),
+                "groups/no_signal": float(stats.no_signal),
+                "groups/infra_failed": float(stats.infra_failed),
+                "engine/prefix_hit_rate": engine.prefix_hit_rate,
+                "engine/preemptions": float(engine.preemptions),
+                "engine/kv_max": engine.max_kv_usage,
+                "engine/concurrency": float(engine.concurrency),
+                "engine/restarts": float(engine.restarts),
+            }
+            values["speed/sampled_tokens_s"] = values["length/tokens"] / watch.seconds["sample"]
+        return groups, values
+
+    def pack(self, groups: list[Group]) -> tuple[list[list[Row]], dict[str, float]]:
+        """This rank's rows for every update, and how well they are used. Updates without a label are left out."""
+        cfg, updates, values = self.cfg, [], {}
+        if self.ranks.is_main:
+            used = [group for group in groups if any(s.trained for s in group.samples)]
+            packed = [
+                pack(
+                    used[i :: cfg.updates_per_step],
+                    cfg.row_tokens,
+                    cfg.aggregation,
+                    self.sampling.max_tokens,
+                    self.tokenizer.pad_id,
+                    cfg.row_tokens if self.ranks.device.type == "cuda" else None,
+                    self.ranks.world_size,
+                )
+                for i in range(cfg.updates_per_step)
+            ]
+            packed = [(rows, stats) for rows, stats in packed if stats.labels]
+            updates = [rows for rows, _ in packed]
+            tokens = sum(stats.tokens for _, stats in packed)
+            if tokens:
+                values = {
+                    "pack/rho": sum(stats.rho * stats.tokens for _, stats in packed) / tokens,
+                    "pack/rows": float(sum(stats.rows for _, stats in packed)),
+                    "pack/fill": sum(stats.fill * stats.rows for _, stats in packed) / sum(s.rows for _, s in packed),
+                    "pack/tokens": float(tokens),
+                }
+        return [self.ranks.share(rows) for rows in self.ranks.broadcast(updates)], values
+
+    def update(self, updates: list[list[Row]]) -> dict[str, float]:
+        """Optimizer updates on the rows of this step; the policy's version grows by one."""
+        cfg, device, temperature = self.cfg, self.ranks.device, self.sampling.temperature
+        rows = [row for rows in updates for row in rows]
+        old = score(self.policy, rows, temperature, device) if len(updates) > 1 else None
+        ref = None
+        if self.reference:
+            with self.reference.swapped_in():
+                ref = score(self.policy, rows, temperature, device)
+        values: dict[str, float] = {}
+        at = 0
+        with self.progress.training(len(rows)) as bar:
+            for update in updates:
+                part = slice(at, at := at + len(update))
+                loss, metrics, scored = forward_backward(
+                    self.policy,
+                    update,
+                    self.loss,
+                    temperature,
+                    device,
+                    old and old[part],
+                    ref and ref[part],
+                    self.ranks.world_size,
+                    lambda row: bar.add(1, row.num_labels),
+                )
+                if part.start == 0:  # before the first update of the step, so that a wrong one is never made
+                    rescore = partial(self.rescore, update)
+                    when = f"step {self.step}, before its first update"
+                    found = require_agreement(update, scored, cfg.max_mismatch, temperature, rescore, when)
+                    values |= found.metrics("mismatch")
+                try:
+                    values["optim/grad_norm"] = optimizer_step(
+                        self.policy, self.optimizer, self.schedule, cfg.max_grad_norm
+                    )
+                except FloatingPointError as error:
+                    raise FloatingPointError(
+                        f"step {self.step}: {error}, loss {loss}; nothing was updated. The samples are in "
+                        f"{cfg.output_dir}/rollouts, the newest checkpoint is {self.checkpoints.latest()}. Lower the "
+                        "learning rate or the loss coefficients, then resume with resume_from_checkpoint=True"
+                    ) from error
+                values |= {"loss/total": loss} | {f"loss/{name}": value for name, value in metrics.items()}
+        self.version += 1
+        return values | {"optim/lr": self.schedule.get_last_lr()[0]}
+
+    def rescore(self, rows: list[Row], temperature: float) -> list[torch.Tensor]:
+        return score(self.policy, rows, temperature, self.ranks.device)
+
+    def evaluate(self) -> dict[str, float]:
+        """Accuracy on all held-out problems, sampled and greedy, by rank 0."""
+        if self.eval_task is None or not self.ranks.is_main:
+            return {}
+        problems = [self.eval_task[i] for i in range(len(self.eval_task))]
+        ways = {
+            "sampled": (self.sampling, self.cfg.eval_samples),
+            "greedy": (replace(self.sampling, temperature=0.0), 1),
+        }
+        values = {}
+        for name, (sampling, n) in ways.items():
+            seeded = replace(sampling, seed=self.cfg.seed)
+            with self.progress.sampling(len(problems) * n, f"evaluate {name}") as bar:
+                groups = sample_groups(problems, n, seeded, self.engine, self.tokenizer, self.grader, bar.on_completion)
+            found = accuracy(groups)
+            values |= {f"eval/accuracy_{name}": found.mean, f"eval/solved_{name}": found.pass_at[1]}
+            if name == "sampled":
+                values |= {"eval/low": found.low, "eval/high": found.high}
+        self.last_eval = values["eval/accuracy_sampled"]
+        return values
+
+    def log(self, values: dict[str, float]) -> None:
+        if self.ranks.is_main:
+            self.metrics.log(self.step, values)
+            self.progress.summary(self.step, values)
+
+    def save_checkpoint(self) -> None:
+        recipe = {"cursor": self.cursor, "version": self.version, "schedule": self.schedule.state_dict()}
+        if self.ranks.is_main:
+            recipe["throttle"] = self.engine.state_dict()
+        tensors = named_hf_tensors(self.policy.model, self.source, getattr(torch, self.cfg.dtype))
+        self.checkpoints.save(
+            self.step, self.policy.model, self.optimizer, tensors, self.source.path, recipe, self.last_eval
+        )
+
+    def load_checkpoint(self, path) -> None:
+        recipe = self.checkpoints.load(path, self.policy.model, self.optimizer)
+        self.step, self.cursor, self.version = recipe["step"], recipe["cursor"], recipe["version"]
+        self.schedule.load_state_dict(recipe["schedule"])
+        self.last_eval = recipe["score"]
+        if self.engine:
+            self.engine.load_state_dict(recipe["throttle"])
+
+    def cleanup(self) -> None:
+        for part in (self.engine, self.grader, self.metrics):
+            if part is not None:
+                part.close()
+        close_ranks()
+
+
+@parse
+def recipe_main(cfg: DictConfig) -> None:
+    cfg = load_config(Config, cfg)
+    if cfg.dry_run:
+        print(dry_run(cfg))
+        return
+    recipe = GRPOFullRecipe(cfg)
+    try:
+        recipe.setup()
+        recipe.train()
+    finally:
+        recipe.cleanup()
+
+
+def dry_run(cfg: Config) -> str:
+    """Checks what can be checked without weights, and estimates the memory."""
+    instantiate(cfg.loss)
+    build(SamplingConfig, cfg.sampling, "sampling")
+    engine = build(EngineConfig, cfg.engine, "engine")
+    return str(
+        estimate(
+            partial(instantiate, cfg.model),
+            cfg.row_tokens,
+            getattr(torch, cfg.dtype),
+            init_ranks(cfg.device).world_size,
+            cfg.activation_checkpointing,
+            bool(cfg.loss.get("kl_coef", 0.0)),
+            engine.tensor_parallel_size,
+        )
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(recipe_main())

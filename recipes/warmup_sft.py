@@ -1,0 +1,183 @@
+"""Supervised warm-up on a task's own solutions: makes a model that can begin, so that GRPO has something to reward.
+
+    tune run warmup_sft --config warmup/tiny          # a small Qwen2 model and its tokenizer from nothing
+
+With `model_dir` it continues an existing model instead. The rows, the log-probs and the step are those of GRPO; the loss
+is the negative log-likelihood of the solution. Writes a Hugging Face model directory to `output_dir`/model.
+"""
+
+import sys
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from torchtune_ext.advantages import Group, Sample
+from torchtune_ext.chat import ChatTokenizer
+from torchtune_ext.config import build, instantiate, load_config
+from torchtune_ext.grading import Outcome
+from torchtune_ext.objective.loss import NLLLoss
+from torchtune_ext.packing import pack
+from torchtune_ext.plugin import parse
+from torchtune_ext.policy.scratch import Shape, make_tokenizer, write_model
+from torchtune_ext.policy.shard import build_policy
+from torchtune_ext.policy.weights import HFModel, named_hf_tensors
+from torchtune_ext.tasks.order import problem_index
+from torchtune_ext.telemetry.metrics import Metrics
+from torchtune_ext.telemetry.progress import Progress
+from torchtune_ext.telemetry.summary import Stopwatch, memory_metrics
+from torchtune_ext.training.distributed import close_ranks, init_ranks
+from torchtune_ext.training.schedule import make_schedule
+from torchtune_ext.training.state import save_model
+from torchtune_ext.training.step import forward_backward, optimizer_step
+
+
+@dataclass
+class Config:
+    """Every knob of the recipe."""
+
+    output_dir: str = MISSING  # folder of the run; the model goes to output_dir/model
+    model_dir: str | None = None  # model to continue; null: a new one of `shape`
+    shape: dict[str, Any] = field(default_factory=dict)  # fields of Shape, for a new model
+    model: Any = MISSING  # torchtune model builder
+    tokenizer: Any = MISSING  # messages -> ids
+    task: Any = MISSING  # problems with solutions
+    optimizer: Any = MISSING  # any torch optimizer
+    num_problems: int = MISSING  # different problems to train on: the first ones of the task
+    epochs: float = 1.0  # passes over them
+    batch_problems: int = 64  # problems of one update
+    row_tokens: int = 4096  # capacity of a packed row
+    tokenizer_problems: int = 1000  # problems whose text trains the tokenizer of a new model
+    lr_schedule: str = "cosine"  # "constant", "linear" or "cosine", to zero at the last update
+    lr_warmup: int = 20  # updates until the full learning rate
+    max_grad_norm: float | None = 1.0  # null: not clipped
+    seed: int = 0  # of weights and order
+    device: str = "auto"  # "cpu", "cuda", or "auto"
+    dtype: str = "bfloat16"  # of forward and backward, and of the saved weights
+    activation_checkpointing: bool = False  # recompute layers in the backward
+    compile: bool = False  # torch.compile each layer
+    log_every: int = 10  # updates
+    metrics: list[str] = field(default_factory=list)  # beside metrics.jsonl: "wandb", "tensorboard"
+
+
+class WarmupRecipe:
+    def __init__(self, cfg: Config):
+        self.cfg = cfg
+        self.metrics: Metrics | None = None
+
+    def setup(self) -> None:
+        cfg = self.cfg
+        self.ranks = init_ranks(cfg.device)
+        torch.manual_seed(cfg.seed)
+        self.task = instantiate(cfg.task)
+        if cfg.num_problems > len(self.task):
+            raise ValueError(f"num_problems={cfg.num_problems}, but the task has {len(self.task)} problems")
+        self.start = Path(cfg.model_dir or f"{cfg.output_dir}/start")
+        if cfg.model_dir is None and self.ranks.is_main:
+            self.make_model(self.start)
+        self.ranks.broadcast(None)  # the others wait for the files
+        self.source = HFModel(self.start)
+        self.tokenizer: ChatTokenizer = instantiate(cfg.tokenizer, path=str(self.start))
+        model = OmegaConf.merge(cfg.model, {"model_dir": str(self.start)}) if cfg.model_dir is None else cfg.model
+        self.dtype = getattr(torch, cfg.dtype)
+        self.policy = build_policy(
+            partial(instantiate, model),
+            self.source,
+            self.ranks.device,
+            self.dtype,
+            self.ranks.world_size,
+            cfg.activation_checkpointing,
+            cfg.compile,
+        )
+        self.optimizer = instantiate(cfg.optimizer, params=list(self.policy.model.parameters()))
+        self.updates = max(1, round(cfg.num_problems * cfg.epochs / cfg.batch_problems))
+        self.schedule = make_schedule(self.optimizer, cfg.lr_schedule, cfg.lr_warmup, self.updates)
+        self.metrics = Metrics(cfg.output_dir, list(cfg.metrics), OmegaConf.to_container(cfg), rank=self.ranks.rank)
+        self.progress = Progress(self.updates, self.ranks.rank)
+
+    def make_model(self, folder: Path) -> None:
+        """A tokenizer from the task's text and random weights."""
+        cfg = self.cfg
+        shape = build(Shape, cfg.shape, "shape")
+        problems = [self.task[i] for i in range(min(cfg.tokenizer_problems, cfg.num_problems))]
+        prompts = [message["content"] for problem in problems for message in problem.messages]
+        solutions = [self.task.solution(problem) for problem in problems]
+        answers = {str(value) for p in problems for value in (p.answer.values() if isinstance(p.answer, dict) else [])}
+        tokenizer = make_tokenizer(prompts, solutions, answers, shape.vocab_size)
+        write_model(folder, tokenizer, shape, cfg.seed)
+
+    def train(self) -> None:
+        cfg, loss = self.cfg, NLLLoss()
+        groups = [self.group(i) for i in range(cfg.num_problems)]
+        with self.progress.training(self.updates, "warm-up") as bar:
+            for update in range(self.updates):
+                watch = Stopwatch()
+                at = range(update * cfg.batch_problems, (update + 1) * cfg.batch_problems)
+                batch = [groups[problem_index(i, len(groups), cfg.seed)] for i in at]
+                pad_to = cfg.row_tokens if self.ranks.device.type == "cuda" else None
+                rows, stats = pack(
+                    batch,
+                    cfg.row_tokens,
+                    pad_id=self.tokenizer.pad_id,
+                    pad_to=pad_to,
+                    num_rows_multiple=self.ranks.world_size,
+                )
+                total, values, _ = forward_backward(
+                    self.policy, self.ranks.share(rows), loss, 1.0, self.ranks.device, world_size=self.ranks.world_size
+                )
+                norm = optimizer_step(self.policy, self.optimizer, self.schedule, cfg.max_grad_norm)
+                bar.add(1, stats.tokens)
+                if (update + 1) % cfg.log_every == 0 or update + 1 == self.updates:
+                    seconds = watch.metrics()
+                    values = {f"loss/{name}": value for name, value in values.items()} | seconds | memory_metrics()
+                    values |= {"loss/total": total, "optim/grad_norm": norm, "optim/lr": self.schedule.get_last_lr()[0]}
+                    values["speed/trained_tokens_s"] = stats.tokens / seconds["time/step"]
+                    self.metrics.log(update + 1, values)
+
+    def group(self, index: int) -> Group:
+        """One problem with its solution as the only sample; the end of the turn is trained too."""
+        problem = self.task[index]
+        turn = [*problem.messages, {"role": "assistant", "content": self.task.solution(problem)}]
+        ids, mask = self.tokenizer.conversation_ids(turn)
+        first = mask.index(True)
+        last = len(mask) - mask[::-1].index(True)
+        tokens = np.asarray(ids[first:last], dtype=np.int32)
+        sample = Sample(
+            tokens=tokens,
+            logprobs=np.zeros(len(tokens), np.float32),
+            versions=np.zeros(len(tokens), np.int32),
+            text="",
+            finish_reason="stop",
+            outcome=Outcome("scored", None, ""),
+            advantage=1.0,
+            trained=True,
+        )
+        return Group(problem, np.asarray(ids[:first], dtype=np.int32), (sample,))
+
+    def save(self) -> Path:
+        tensors = named_hf_tensors(self.policy.model, self.source, self.dtype)
+        return save_model(Path(self.cfg.output_dir) / "model", tensors, self.start, self.ranks.is_main)
+
+    def cleanup(self) -> None:
+        if self.metrics is not None:
+            self.metrics.close()
+        close_ranks()
+
+
+@parse
+def recipe_main(cfg: DictConfig) -> None:
+    recipe = WarmupRecipe(load_config(Config, cfg))
+    try:
+        recipe.setup()
+        recipe.train()
+        print(f"model: {recipe.save()}")
+    finally:
+        recipe.cleanup()
+
+
+if __name__ == "__main__":
+    sys.exit(recipe_main())

@@ -1,0 +1,49 @@
+"""What every test shares: no network, one thread a process, and the rings (slow, gpu, learns) of setup.cfg."""
+
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Before anything imports torch, transformers or vLLM; child processes inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("WANDB_MODE", "offline")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+# `python -m pytest` puts the repository root on sys.path, and there `recipes` (torchtune's wheel has one) and `kernels`
+# (Hugging Face's package) would be ours. The tests use the installed names, torchtune_ext.recipes and .kernels.
+sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
+
+import pytest  # noqa: E402  (after the environment is set)
+
+
+def pytest_collection_modifyitems(items):
+    """Folders imply rings: tests/gpu is `gpu`, tests/learns is `learns`. `gpu` is skipped without a CUDA device."""
+    for item in items:
+        for ring in ("gpu", "learns"):
+            if ROOT / "tests" / ring in item.path.parents:
+                item.add_marker(ring)
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_items:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in gpu_items:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def repo_root() -> Path:
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """Folder of the data sets: TORCHTUNE_EXT_DATA, or ../shared/data from here; skips where there is none."""
+    path = Path(os.environ.get("TORCHTUNE_EXT_DATA", ROOT.parent / "shared" / "data"))
+    if not path.is_dir():
+        pytest.skip(f"no data in {path}; set TORCHTUNE_EXT_DATA")
+    return path

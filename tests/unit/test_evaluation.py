@@ -1,0 +1,61 @@
+"""pass@k against enumeration; intervals against their coverage."""
+
+import itertools
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from torchtune_ext.advantages import Group, Sample
+from torchtune_ext.evaluation import accuracy, pass_at_k
+from torchtune_ext.grading import Outcome
+from torchtune_ext.tasks.order import problem_index
+from torchtune_ext.tasks.task import Problem, Score
+
+
+def group(rewards):
+    empty = np.zeros(1, np.int32)
+    samples = tuple(
+        Sample(empty, empty, empty, "", "stop", Outcome("scored", Score(r, {}), "") if r is not None else Outcome("infra_failed", None, "x"))
+        for r in rewards
+    )
+    return Group(Problem("p", (), None), empty, samples)
+
+
+@pytest.mark.parametrize("n", range(1, 7))
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(n):
+    for c in range(n + 1):
+        for k in range(1, n + 1):
+            subsets = list(itertools.combinations([1] * c + [0] * (n - c), k))
+            assert pass_at_k(n, c, k) == pytest.approx(float(Fraction(sum(any(s) for s in subsets), len(subsets))))
+
+
+def test_accuracy_counts_problems_and_leaves_failed_gradings_out():
+    found = accuracy([group([1.0, 0.5]), group([None, 0.0]), group([None])], ks=[1, 2])
+    assert found.mean == pytest.approx((0.75 + 0.0) / 2)
+    assert found.problems == 2 and found.ungraded == 2
+    assert found.pass_at == {1: pytest.approx(0.25)}  # k = 2 needs two graded samples of every problem
+
+
+def test_interval_covers_the_mean_95_percent_of_the_time():
+    rng = np.random.default_rng(0)
+    covered = 0
+    for _ in range(400):
+        found = accuracy([group([float(x)]) for x in rng.random(256) < 0.3])
+        covered += found.low <= 0.3 <= found.high
+    # binomial(400, 0.95): mean 380, standard deviation 4.4; four of them
+    assert 362 <= covered <= 398
+
+
+def test_nothing_graded_is_an_error():
+    with pytest.raises(ValueError, match="none of 1 samples"):
+        accuracy([group([None])])
+
+
+def test_problem_order_is_a_permutation_each_epoch_and_depends_on_the_seed():
+    first = [problem_index(i, 10, 0) for i in range(10)]
+    second = [problem_index(i, 10, 0) for i in range(10, 20)]
+    assert sorted(first) == sorted(second) == list(range(10))
+    assert first != second
+    assert first != [problem_index(i, 10, 1) for i in range(10)]
+    assert problem_index(12, 1 << 30, 0) == 12

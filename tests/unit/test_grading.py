@@ -1,0 +1,281 @@
+"""grading.py: every kind of outcome, with real worker processes; the task is defined here and travels by value or name."""
+
+import logging
+import os
+import re
+import signal
+import sys
+import threading
+import time
+
+import pytest
+
+from torchtune_ext.grading import Grader
+from torchtune_ext.tasks.task import Problem, Score
+
+PROBLEM = Problem("p", ({"role": "user", "content": "?"},), answer=None)
+
+
+class Scripted:
+    """Does what the text says."""
+
+    def grade(self, problem: Problem, text: str) -> Score:
+        verb, _, rest = text.partition(" ")
+        return getattr(self, verb)(problem, rest)
+
+    def reward(self, problem, rest):
+        return Score(float(rest), {"accuracy": float(rest)})
+
+    def nothing_to_grade(self, problem, rest):
+        return Score(-1.0, {"failed": 1.0})
+
+    def answer(self, problem, rest):
+        return Score(float(problem.answer), {})
+
+    def none(self, problem, rest):
+        return None
+
+    def part(self, problem, rest):
+        return Score(1.0, {"speed": float(rest)})
+
+    def raises(self, problem, rest):
+        raise ValueError(rest)
+
+    def sys_exit(self, problem, rest):
+        sys.exit(5)
+
+    def os_exit(self, problem, rest):
+        os._exit(int(rest))
+
+    def segfault(self, problem, rest):
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    def sleeps(self, problem, rest):
+        time.sleep(float(rest))
+        return Score(1.0, {})
+
+    def backtracks(self, problem, rest):
+        return Score(float(bool(re.match(r"(a+)+$", "a" * 60 + "b"))), {})  # holds the interpreter lock for years
+
+    def forks(self, problem, rest):
+        os.fork()
+        return Score(3.0, {})
+
+    def pid(self, problem, rest):
+        return Score(float(os.getpid()), {})
+
+    def imported(self, problem, rest):
+        return Score(float(rest in sys.modules), {})
+
+
+def graded(texts: list[str], workers: int = 1, timeout_s: float = 10.0):
+    with Grader(Scripted(), workers, timeout_s) as grader:
+        return grader.grade([(PROBLEM, text) for text in texts])
+
+
+def test_scores_come_back_in_order():
+    rewards = [i % 7 + 0.25 for i in range(500)]
+    outcomes = graded([f"reward {reward}" for reward in rewards], workers=3)
+    assert [outcome.score.reward for outcome in outcomes] == rewards
+    assert all(o.kind == "scored" and o.cause == "" and o.score.parts == {"accuracy": o.score.reward} for o in outcomes)
+
+
+def test_each_text_is_graded_with_its_own_problem():
+    problems = [Problem(f"p{i}", PROBLEM.messages, answer=i) for i in range(40)]
+    with Grader(Scripted(), workers=2) as grader:
+        outcomes = grader.grade([(problem, "answer") for problem in problems])
+        assert grader.grade([]) == []
+    assert [outcome.score.reward for outcome in outcomes] == list(range(40))
+
+
+def test_policy_failed_is_what_the_task_marks():
+    failed, wrong = graded(["nothing_to_grade", "reward 0"])
+    assert (failed.kind, failed.score.reward, failed.cause) == ("policy_failed", -1.0, "")
+    assert (wrong.kind, wrong.score.reward) == ("scored", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("raises no digits", r"^ValueError: no digits \(test_grading.py:\d+\)$"),
+        ("no_such_method", "AttributeError: 'Scripted' object has no attribute"),
+        ("sys_exit", "SystemExit: 5"),
+        ("os_exit 3", "the grading process died: exit code 3"),
+        ("os_exit 0", "the grading process died: exit code 0"),
+        ("segfault", "the grading process died: signal SIGSEGV"),
+        ("reward nan", "reward=nan, which is not finite"),
+        ("reward -inf", "reward=-inf"),
+        ("part nan", "speed=nan"),
+        ("none", "returned NoneType, not a Score"),
+        ("reward x" + "y" * 10_000, "could not convert"),
+    ],
+)
+def test_infra_failed(text, cause):
+    before, failed, after = graded(["reward 1", text, "reward 2"])
+    assert failed.kind == "infra_failed" and failed.score is None
+    assert re.search(cause, failed.cause) and len(failed.cause) < 1200
+    assert (before.score.reward, after.score.reward) == (1.0, 2.0)
+
+
+@pytest.mark.parametrize("text", ["sleeps 60", "backtracks"])
+def test_timed_out(text):
+    begin = time.monotonic()
+    outcomes = graded(["reward 1", text, *["reward 2"] * 20], timeout_s=0.4)
+    assert time.monotonic() - begin < 5
+    assert (outcomes[1].kind, outcomes[1].score) == ("timed_out", None)
+    assert "0.4 s" in outcomes[1].cause
+    assert [o.score.reward for i, o in enumerate(outcomes) if i != 1] == [1.0, *[2.0] * 20]
+
+
+def test_deadline_is_each_items_own():
+    """Items in one chunk take longer together than the deadline, and none is late."""
+    outcomes = graded(["reward 1"] * 400 + ["sleeps 0.3"] * 6, timeout_s=1.0)
+    assert {outcome.kind for outcome in outcomes} == {"scored"}
+
+
+def test_the_first_item_does_not_pay_for_the_start():
+    class SlowToLoad(Scripted):
+        def __setstate__(self, state):
+            time.sleep(1.0)
+
+        def __getstate__(self):
+            return {"x": 1}
+
+    with Grader(SlowToLoad(), timeout_s=0.3) as grader:
+        assert grader.grade([(PROBLEM, "reward 1")])[0].kind == "scored"
+
+
+def test_a_forking_grader_answers_once():
+    outcomes = graded(["forks", "reward 1", "forks", "reward 2"])
+    assert [outcome.score.reward for outcome in outcomes] == [3.0, 1.0, 3.0, 2.0]
+
+
+def test_workers_stay_and_have_no_torch():
+    with Grader(Scripted(), workers=1) as grader:
+        first, second = (grader.grade([(PROBLEM, "pid")])[0].score.reward for _ in range(2))
+        assert first == second != os.getpid()
+        for module in ("torch", "transformers", "vllm"):
+            assert grader.grade([(PROBLEM, f"imported {module}")])[0].score.reward == 0.0
+
+
+def test_a_worker_killed_while_idle_costs_nothing():
+    with Grader(Scripted(), workers=2) as grader:
+        outcomes = grader.grade([(PROBLEM, "pid")] * 10)
+        for pid in {int(outcome.score.reward) for outcome in outcomes}:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.1)
+        assert {o.kind for o in grader.grade([(PROBLEM, "reward 1")] * 50)} == {"scored"}
+
+
+def test_a_stopped_worker_is_replaced():
+    with Grader(Scripted(), workers=1, timeout_s=0.5) as grader:
+        os.kill(int(grader.grade([(PROBLEM, "pid")])[0].score.reward), signal.SIGSTOP)
+        first, second = grader.grade([(PROBLEM, "reward 1"), (PROBLEM, "reward 2")])
+    assert first.kind == "timed_out" and second.score.reward == 2.0
+
+
+def test_workers_outlive_the_thread_that_made_the_grader():
+    made: list[Grader] = []
+    maker = threading.Thread(target=lambda: made.append(Grader(Scripted())))
+    maker.start()
+    maker.join(timeout=30)
+    with made[0] as grader:
+        pids = []
+        for _ in range(2):
+            thread = threading.Thread(target=lambda: pids.append(grader.grade([(PROBLEM, "pid")])[0].score.reward))
+            thread.start()
+            thread.join(timeout=30)
+    assert pids[0] == pids[1]
+
+
+def test_threads_share_a_grader():
+    results: dict[int, list[float]] = {}
+    with Grader(Scripted(), workers=2) as grader:
+
+        def work(base: int) -> None:
+            items = [(PROBLEM, f"reward {base + i}") for i in range(100)]
+            results[base] = [outcome.score.reward for outcome in grader.grade(items)]
+
+        threads = [threading.Thread(target=work, args=(1000 * t,)) for t in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=30)
+    assert results == {base: [base + i for i in range(100)] for base in (0, 1000, 2000)}
+
+
+def test_an_interrupted_call_leaves_no_stale_answers(monkeypatch):
+    """Ctrl-C in the middle of a call: the answers of that call must not become those of the next."""
+    from torchtune_ext import grading
+
+    with Grader(Scripted(), workers=2) as grader:
+        calls, real_wait = [], grading.wait
+
+        def interrupted(*args, **kwargs):
+            calls.append(1)
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+            return real_wait(*args, **kwargs)
+
+        monkeypatch.setattr(grading, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            grader.grade([(PROBLEM, "reward 1")] * 200)
+        monkeypatch.undo()
+        assert [o.score.reward for o in grader.grade([(PROBLEM, "reward 2")] * 50)] == [2.0] * 50
+
+
+def test_failures_are_logged_with_their_causes(caplog):
+    with caplog.at_level(logging.WARNING):
+        graded(["raises a"] * 3 + ["raises b", "reward 1"])
+    assert "4 of 5 texts infra_failed: 3 x ValueError: a (test_grading.py" in caplog.text
+    caplog.clear()
+    graded(["reward 1", "nothing_to_grade"])
+    assert caplog.text == ""
+
+
+def test_knobs_and_tasks_that_cannot_work_raise():
+    with pytest.raises(ValueError, match="workers=0"):
+        Grader(Scripted(), workers=0)
+    with pytest.raises(ValueError, match="timeout_s=0"):
+        Grader(Scripted(), timeout_s=0)
+    task = Scripted()
+    task.lock = threading.Lock()
+    with pytest.raises(ValueError, match="task Scripted cannot be sent.*lock"):
+        Grader(task)
+
+    class RefusesToLoad(Scripted):
+        def __reduce__(self):
+            return (int, ("not a number",))
+
+    with (
+        Grader(RefusesToLoad()) as grader,
+        pytest.raises(RuntimeError, match="could not start .*ValueError: invalid lit"),
+    ):
+        grader.grade([(PROBLEM, "reward 1")])
+
+    class DiesOnLoading(Scripted):
+        def __reduce__(self):
+            return (os._exit, (9,))
+
+    with Grader(DiesOnLoading()) as grader, pytest.raises(RuntimeError, match="could not start .*exit code 9"):
+        grader.grade([(PROBLEM, "reward 1")])
+
+
+def test_close_twice_and_use_after():
+    grader = Grader(Scripted())
+    grader.close()
+    grader.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        grader.grade([(PROBLEM, "reward 1")])
+
+
+def test_throughput_of_a_regular_expression():
+    """5,000 texts a second is the promise; a busy machine gets a factor of two."""
+    items = [(PROBLEM, f"reward {i % 2} " + " " * 800) for i in range(10_000)]
+    with Grader(Scripted(), workers=2) as grader:
+        grader.grade(items[:100])
+        begin = time.monotonic()
+        outcomes = grader.grade(items)
+        seconds = time.monotonic() - begin
+    assert [outcome.score.reward for outcome in outcomes[:4]] == [0.0, 1.0, 0.0, 1.0]
+    assert len(outcomes) / seconds > 2_500

@@ -1,0 +1,63 @@
+"""linear_logprob against whole logits and finite differences."""
+
+import pytest
+import torch
+
+from torchtune_ext.kernels import linear_logprob as module
+from torchtune_ext.kernels.linear_logprob import linear_logprob, linear_logprob_reference
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+@pytest.mark.parametrize("chunk_elements", [1, 60, 1 << 27])  # one label a chunk, a ragged last chunk, all at once
+def test_equals_whole_logits(monkeypatch, temperature, chunk_elements):
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk_elements)
+    torch.manual_seed(0)
+    hidden = torch.randn(11, 8, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(23, 8, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(0, 23, (11,))
+    upstream = torch.randn(2, 11, dtype=torch.float64)
+    want = torch.stack(linear_logprob_reference(hidden, weight, labels, temperature))
+    got = torch.stack(linear_logprob(hidden, weight, labels, temperature))
+    assert (want - got).abs().max() < 1e-12
+    for a, b in zip(
+        torch.autograd.grad(want, (hidden, weight), upstream),
+        torch.autograd.grad(got, (hidden, weight), upstream),
+        strict=True,
+    ):
+        assert (a - b).abs().max() < 1e-12
+
+
+def test_gradcheck(monkeypatch):
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 10)
+    torch.manual_seed(0)
+    hidden = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda h, w: linear_logprob(h, w, torch.arange(5), 0.8), (hidden, weight))
+
+
+def test_bfloat16_states_get_float32_sums():
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(64, 32).bfloat16(), (torch.randn(500, 32) * 0.5).bfloat16()
+    labels = torch.randint(0, 500, (64,))
+    got, entropy = linear_logprob(hidden, weight, labels)
+    want, want_entropy = linear_logprob_reference(hidden.double(), weight.double(), labels)
+    assert got.dtype == entropy.dtype == torch.float32
+    # the logits are rounded to bfloat16 (8 bits): half an ulp of a logit below 16 is 2^-5, once for z_y and once in logsumexp
+    assert (got - want).abs().max() < 2 * 2**-5
+    assert (entropy - want_entropy).abs().max() < 4 * 2**-5
+
+
+def test_extreme_logits_stay_finite():
+    hidden = torch.tensor([[80.0, 0.0], [-80.0, 0.0]], requires_grad=True)
+    weight = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0]], requires_grad=True)
+    logprobs, entropy = linear_logprob(hidden, weight, torch.tensor([1, 0]))
+    (logprobs + entropy).sum().backward()
+    assert logprobs.tolist() == pytest.approx([-160.0, -160.0])
+    assert torch.isfinite(hidden.grad).all() and torch.isfinite(weight.grad).all()
+
+
+def test_no_labels():
+    hidden, weight = torch.randn(0, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
+    logprobs, entropy = linear_logprob(hidden, weight, torch.empty(0, dtype=torch.int64))
+    (logprobs.sum() + entropy.sum()).backward()
+    assert logprobs.shape == (0,) and weight.grad.abs().max() == 0

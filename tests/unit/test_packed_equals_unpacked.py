@@ -1,0 +1,242 @@
+"""Packed rows against the plain computation: one sample at a time, stock torchtune forward, whole logits, no mask tricks."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torchtune import training
+from torchtune.models.llama3_2 import llama3_2
+from torchtune.models.qwen2 import qwen2
+from torchtune.modules import TransformerSelfAttentionLayer
+
+from torchtune_ext.advantages import Group, Sample
+from torchtune_ext.grading import Outcome
+from torchtune_ext.kernels.packed_attention import dense_mask, packed_attention, segment_mask
+from torchtune_ext.objective.loss import GRPOLoss
+from torchtune_ext.packing import pack
+from torchtune_ext.policy.logprobs import PackedPolicy
+from torchtune_ext.tasks.task import Problem, Score
+from torchtune_ext.training.step import forward_backward
+
+VOCAB, PAD = 61, 2  # PAD is also the stop token: nothing may depend on its value
+CPU = torch.device("cpu")
+
+
+def tiny_model(tied=True, builder=qwen2):
+    torch.manual_seed(0)
+    extra = {} if builder is qwen2 else {"scale_factor": 8}
+    if builder is qwen2:
+        extra["tie_word_embeddings"] = tied
+    model = builder(
+        vocab_size=VOCAB,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        embed_dim=32,
+        intermediate_dim=48,
+        max_seq_len=64,
+        **extra,
+    )
+    for p in model.parameters():
+        if p.dim() > 1:
+            torch.nn.init.normal_(p, std=0.2)
+    return model
+
+
+def make_groups(rng, shapes, untrained=0.0):
+    """shapes: list of (prompt length, [completion lengths])."""
+    groups = []
+    for g, (prompt, completions) in enumerate(shapes):
+        samples = tuple(
+            Sample(
+                tokens=rng.integers(0, VOCAB, n).astype(np.int32),
+                logprobs=rng.normal(-3, 1, n).astype(np.float32),
+                versions=np.zeros(n, np.int32),
+                text="",
+                finish_reason="stop",
+                outcome=Outcome("scored", Score(0.0, {}), ""),
+                advantage=float(rng.normal()),
+                trained=bool(rng.random() >= untrained),
+            )
+            for n in completions
+        )
+        prompt_tokens = rng.integers(0, VOCAB, prompt).astype(np.int32)
+        groups.append(Group(Problem(f"p{g}", (), None), prompt_tokens, samples))
+    return groups
+
+
+def trained_samples(groups):
+    return [(g, s) for g in groups for s in g.samples if s.trained]
+
+
+def reference(model, groups, loss, aggregation, temperature, ref_model=None):
+    """Loss, gradients and log-probs from one forward per sample."""
+
+    def logprobs_and_entropy(m, group, sample):
+        ids = torch.tensor(np.concatenate([group.prompt_tokens, sample.tokens]), dtype=torch.long)
+        logp = torch.log_softmax(m(ids[None, :-1])[0].double() / temperature, -1)[len(group.prompt_tokens) - 1 :]
+        labels = ids[len(group.prompt_tokens) :]
+        return logp.gather(1, labels[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+    model.zero_grad()
+    pairs = trained_samples(groups)
+    total, scored = 0.0, {}
+    labels = sum(len(s.tokens) for _, s in pairs)
+    for group, sample in pairs:
+        logp, entropy = logprobs_and_entropy(model, group, sample)
+        ratio = (logp - logp.detach()).exp()
+        importance = (logp.detach() - torch.tensor(sample.logprobs).double()).exp().clamp(max=loss.importance_cap)
+        per_token = -importance * ratio * sample.advantage - loss.entropy_coef * entropy
+        if ref_model is not None:
+            with torch.no_grad():
+                d = logprobs_and_entropy(ref_model, group, sample)[0] - logp.detach()
+            d = d - (logp - logp.detach())
+            per_token = per_token + loss.kl_coef * (d.exp() - 1 - d)
+        mean = {"token": per_token.sum() / labels, "sequence": per_token.mean() / len(pairs)}[aggregation]
+        mean.backward()
+        total += mean.item()
+        scored[id(sample)] = logp.detach()
+    grads = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    return total, grads, scored
+
+
+def packed_logprobs_by_sample(rows, scored_rows, groups):
+    """Finds each sample's log-probs again by its tokens and behaviour log-probs; every label exactly once."""
+    by_key = {}
+    for row, scores in zip(rows, scored_rows, strict=True):
+        for i in range(int(row.samples_L.max()) + 1 if row.num_labels else 0):
+            at = row.samples_L == i
+            key = (tuple(row.labels_L[at].tolist()), tuple(row.logprobs_L[at].tolist()))
+            by_key.setdefault(key, []).append(scores[at])
+    result = {}
+    for _, s in trained_samples(groups):
+        result[id(s)] = by_key[(tuple(s.tokens.tolist()), tuple(s.logprobs.tolist()))].pop()
+    assert not any(by_key.values()), "a label was counted that no sample has"
+    return result
+
+
+def relative_error(grads, reference_grads):
+    scale = max(g.abs().max().item() for g in reference_grads.values())
+    return max((grads[n] - reference_grads[n]).abs().max().item() / max(reference_grads[n].abs().max().item(), 1e-3 * scale)
+               for n in reference_grads)  # fmt: skip
+
+
+shapes_strategy = st.lists(
+    st.tuples(st.integers(1, 9), st.lists(st.integers(1, 12), min_size=1, max_size=6)), min_size=1, max_size=4
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(shapes=shapes_strategy, seed=st.integers(0, 2**31), slack=st.integers(0, 30), aggregation=st.sampled_from(["token", "sequence"]),
+       pad=st.booleans(), kl=st.booleans())  # fmt: skip
+def test_logprobs_and_gradients(shapes, seed, slack, aggregation, pad, kl):
+    rng = np.random.default_rng(seed)
+    groups = make_groups(rng, shapes, untrained=0.2)
+    if not trained_samples(groups):
+        return
+    row_tokens = max(p + max(c) - 1 for p, c in shapes) + slack  # small slack: groups are split over rows
+    loss = GRPOLoss(kl_coef=0.1 if kl else 0.0, entropy_coef=0.01)
+    model, ref_model = tiny_model(), None
+    if kl:
+        ref_model = tiny_model()
+        with torch.no_grad():
+            for p in ref_model.parameters():
+                p.add_(0.05 * torch.randn_like(p))
+    want_loss, want_grads, want_logprobs = reference(model, groups, loss, aggregation, 0.9, ref_model)
+
+    rows, stats = pack(groups, row_tokens, aggregation, pad_id=PAD, pad_to=row_tokens if pad else None)
+    assert stats.labels == sum(len(s.tokens) for _, s in trained_samples(groups))
+    assert sum(row.weights_L.sum().item() for row in rows) == pytest.approx(1.0, abs=1e-5)
+    policy = PackedPolicy(model)
+    ref_logprobs = None
+    if kl:
+        with torch.no_grad():
+            ref_logprobs = [PackedPolicy(ref_model)(row, 0.9).logprobs_L for row in rows]
+    got_loss, _, scored = forward_backward(policy, rows, loss, 0.9, CPU, ref_logprobs=ref_logprobs)
+
+    got_logprobs = packed_logprobs_by_sample(rows, scored, groups)
+    assert got_logprobs.keys() == want_logprobs.keys()
+    for key, want in want_logprobs.items():
+        assert (got_logprobs[key].double() - want).abs().max() < 1e-5
+    assert got_loss == pytest.approx(want_loss, rel=1e-5, abs=1e-5)
+    got_grads = {n: p.grad for n, p in model.named_parameters()}
+    assert relative_error(got_grads, want_grads) < 1e-5
+
+
+@pytest.mark.parametrize("variant", ["untied", "llama", "checkpointing", "dense"])
+def test_variants(variant):
+    rng = np.random.default_rng(3)
+    groups = make_groups(rng, [(7, [5, 1, 9, 3]), (4, [12, 11]), (1, [1, 1])])
+    loss = GRPOLoss()
+    model = tiny_model(tied=variant != "untied", builder=llama3_2 if variant == "llama" else qwen2)
+    want_loss, want_grads, _ = reference(model, groups, loss, "token", 1.0)
+    rows, _ = pack(groups, 64)
+    policy = PackedPolicy(model)
+    if variant == "checkpointing":
+        training.set_activation_checkpointing(model, auto_wrap_policy={TransformerSelfAttentionLayer})
+    if variant == "dense":  # the reference mask itself, through the stock SDPA call
+        import torchtune_ext.policy.logprobs as module
+
+        original = module.packed_mask
+        module.packed_mask = lambda row: dense_mask(row.group_ids_T, row.parent_ids_T)[None]
+    try:
+        got_loss, _, _ = forward_backward(policy, rows, loss, 1.0, CPU)
+    finally:
+        if variant == "dense":
+            module.packed_mask = original
+    got = {n.replace("_checkpoint_wrapped_module.", ""): p.grad for n, p in model.named_parameters()}
+    assert got_loss == pytest.approx(want_loss, rel=1e-5)
+    assert relative_error(got, want_grads) < 1e-5
+
+
+@settings(max_examples=40, deadline=None)
+@given(shapes=shapes_strategy, seed=st.integers(0, 2**31), pad=st.integers(0, 5))
+def test_segment_attention_equals_dense_mask_in_float64(shapes, seed, pad):
+    groups = make_groups(np.random.default_rng(seed), shapes)
+    row_tokens = sum(p + sum(c) - len(c) for p, c in shapes)
+    rows, _ = pack(groups, row_tokens, pad_to=row_tokens + pad)
+    (row,) = rows
+    T = row.tokens_T.numel()
+    torch.manual_seed(seed)
+    q, k, v = (torch.randn(1, 2, T, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    upstream = torch.randn(1, 2, T, 8, dtype=torch.float64)
+    upstream[:, :, row.group_ids_T == -1] = 0.0  # nobody reads padding
+    dense = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=dense_mask(row.group_ids_T, row.parent_ids_T)[None, None]
+    )
+    fast = packed_attention(q, k, v, segment_mask(row.segments, T), 0.0, True)
+    real = row.group_ids_T != -1
+    assert (dense[:, :, real] - fast[:, :, real]).abs().max() < 1e-12
+    for a, b in zip(
+        torch.autograd.grad(dense, (q, k, v), upstream), torch.autograd.grad(fast, (q, k, v), upstream), strict=True
+    ):
+        assert (a - b).abs().max() < 1e-11
+
+
+def test_too_long_a_sample_is_an_error_that_names_the_knob():
+    groups = make_groups(np.random.default_rng(0), [(5, [8])])
+    with pytest.raises(ValueError, match=r"row_tokens=11 .*at least 12"):
+        pack(groups, 11)
+    assert pack(groups, 12)[1].rows == 1
+
+
+def test_rho_is_the_saving_of_shared_prompts():
+    groups = make_groups(np.random.default_rng(0), [(100, [51] * 16)])
+    _, stats = pack(groups, 4096)
+    assert stats.rho == pytest.approx(16 * 150 / (100 + 16 * 50))
+    assert stats.fill == pytest.approx(900 / 4096)
+
+
+def test_empty_rows_keep_ranks_in_step_and_change_nothing():
+    groups = make_groups(np.random.default_rng(0), [(5, [8, 3])])
+    rows, _ = pack(groups, 64, num_rows_multiple=4)
+    assert len(rows) == 4 and [r.num_labels for r in rows] == [11, 0, 0, 0]
+    model = tiny_model()
+    policy = PackedPolicy(model)
+    alone = forward_backward(policy, rows[:1], GRPOLoss(), 1.0, CPU)[0]
+    grads = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    assert forward_backward(policy, rows, GRPOLoss(), 1.0, CPU)[0] == alone
+    assert all(torch.equal(a, p.grad) for a, p in zip(grads, model.parameters(), strict=True))

@@ -1,0 +1,8 @@
+"""`python -m torchtune_ext` is `torchtune-ext`, also where the scripts of this environment are not on PATH."""
+
+import sys
+
+from torchtune_ext.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""YAML -> checked settings. Called by recipes only; nothing below them sees a config."""
+
+import difflib
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
+from torchtune import config as torchtune_config
+
+T = TypeVar("T")
+
+
+def load_config(schema: type, cfg: DictConfig) -> DictConfig:
+    """Merges a recipe's YAML and overrides into its `Config` dataclass.
+
+    Raises:
+        ValueError: an unknown key (with the nearest known one), a wrong type, or a missing required value.
+    """
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(schema), cfg)
+    except ConfigKeyError as error:
+        raise ValueError(unknown_key(str(error.full_key or error.key), [f.name for f in fields(schema)])) from None
+    except ValidationError as error:
+        raise ValueError(f"{error.full_key}: {error.msg or error}".split("\n")[0]) from None
+    missing = sorted(OmegaConf.missing_keys(merged))
+    if missing:
+        raise ValueError(f"{missing[0]} has no value; set it in the YAML or on the command line as {missing[0]}=...")
+    try:
+        OmegaConf.resolve(merged)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
+    return merged
+
+
+def unknown_key(key: str, known: list[str], where: str = "the config") -> str:
+    """The sentence for a key that nobody knows."""
+    near = difflib.get_close_matches(key.split(".")[-1], known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
+    return f"unknown key {key!r} in {where}; {hint}"
+
+
+def build(record: type[T], values: DictConfig | dict | None, where: str, **extra: Any) -> T:
+    """A frozen settings record from a nested YAML node.
+
+    Raises:
+        ValueError: an unknown key in the node; whatever the record's own checks say.
+    """
+    plain = OmegaConf.to_object(values) if isinstance(values, DictConfig) else dict(values or {})
+    known = [f.name for f in fields(record)]
+    for key in plain:
+        if key not in known:
+            raise ValueError(unknown_key(f"{where}.{key}", known, f"`{where}:`"))
+    return record(**plain, **extra)
+
+
+def instantiate(node: DictConfig, **extra: Any) -> Any:
+    """Builds what `_component_` names: a dotted path, or a bare name defined in the (copied) recipe itself.
+
+    Raises:
+        ValueError: no such component, or arguments that it does not take.
+    """
+    where = node._key() or "component"
+    if not isinstance(node, DictConfig) or "_component_" not in node:
+        raise ValueError(f"`{where}:` needs a `_component_`, the dotted path of a class or function")
+    path = node._component_
+    if "." not in path:
+        node = OmegaConf.merge(node, {"_component_": f"__main__.{path}"})
+    try:
+        return torchtune_config.instantiate(node, **extra)
+    except TypeError as error:
+        raise ValueError(f"`{where}:` {path} was given arguments that it does not take: {error}") from error
+    except torchtune_config._errors.InstantiationError as error:
+        raise ValueError(f"`{where}._component_`: {' '.join(str(error).split())}") from error

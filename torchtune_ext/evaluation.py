@@ -1,0 +1,55 @@
+"""Accuracy of graded groups: means with 95% intervals, and the unbiased pass@k."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from torchtune_ext.advantages import Group
+
+SOLVED = 1.0 - 1e-9  # a reward from here on counts as solved in pass@k
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """Mean reward over problems, with what is needed to trust it."""
+
+    mean: float  # mean over problems of the mean reward of their graded samples
+    low: float  # 95% interval of the mean over problems (normal approximation, clustered by problem)
+    high: float
+    pass_at: dict[int, float]  # k -> probability that one of k samples is fully right
+    problems: int  # problems with at least one graded sample
+    ungraded: int  # samples that the infrastructure failed to grade
+
+
+def accuracy(groups: Sequence[Group], ks: Sequence[int] = (1,)) -> Accuracy:
+    """Scores groups.
+
+    Args:
+        groups: graded groups.
+        ks: for which k to estimate pass@k; each at most the number of graded samples of every group.
+    """
+    rewards = [[s.outcome.score.reward for s in g.samples if s.outcome.score is not None] for g in groups]
+    ungraded = sum(len(g.samples) for g in groups) - sum(map(len, rewards))
+    rewards = [r for r in rewards if r]
+    if not rewards:
+        raise ValueError(f"none of {ungraded} samples could be graded; see the causes in the rollout store")
+    means = np.array([np.mean(r) for r in rewards])
+    half = 1.96 * means.std(ddof=1) / math.sqrt(len(means)) if len(means) > 1 else math.inf
+    pass_at = {
+        k: float(np.mean([pass_at_k(len(r), sum(x >= SOLVED for x in r), k) for r in rewards]))
+        for k in ks
+        if all(len(r) >= k for r in rewards)
+    }
+    mean = float(means.mean())
+    return Accuracy(mean, max(mean - half, -math.inf), mean + half, pass_at, len(rewards), ungraded)
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """1 - C(n - c, k) / C(n, k): unbiased for the chance that k draws hold a right one (Chen et al., arXiv 2107.03374)."""
+    if not 1 <= k <= n:
+        raise ValueError(f"pass@k with k={k} needs 1 <= k <= n={n} samples")
+    if n - c < k:
+        return 1.0
+    return 1.0 - math.prod((n - c - i) / (n - i) for i in range(k))

@@ -1,0 +1,235 @@
+"""Groups -> rows. A prompt stands once in a row, its completions follow it, and every label says where it is predicted from.
+
+A row is one flat sequence that holds several groups::
+
+    tokens      p0 p1 p2 | a0 a1 | b0 b1 b2 | q0 q1 | c0 ...
+    group id     0  0  0    1  1    2  2  2    3  3    4
+    parent id    0  0  0    0  0    0  0  0    3  3    3
+    position     0  1  2    3  4    3  4  5    0  1    2
+
+Query i sees key j when j <= i and (group[i] == group[j] or parent[i] == group[j]), so siblings are blind to each other.
+
+The last token of a completion predicts nothing, so it is a label but never an input: a completion of R tokens costs
+R - 1 places. Its first token is predicted from the last *prompt* token, whatever stands before it in the row. Nothing
+outside this file shifts labels.
+
+Weights make the aggregation: the loss of an optimizer step is the sum over all its rows of weight * token loss, and
+the weights of a step sum to one (token and sequence mean), however the groups fell into rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchtune_ext.advantages import Group, Sample
+
+PAD_ID = -1  # group and parent id of padding: it sees only padding
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Where one prompt and its completions lie in a row, as half-open [start, stop) intervals."""
+
+    prompt: tuple[int, int]
+    completions: tuple[tuple[int, int], ...]  # may be empty intervals (completions of one token)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One packed sequence of T tokens with L labels. All tensors lie on the CPU until the step moves them."""
+
+    tokens_T: Tensor  # int64, input ids
+    positions_T: Tensor  # int64, position of the token in its own unpacked sequence
+    group_ids_T: Tensor  # int32, id of the prompt or of the completion; PAD_ID on padding
+    parent_ids_T: Tensor  # int32, id of the prompt; PAD_ID on padding
+    segments: tuple[Segment, ...]  # the same structure as intervals
+    labels_L: Tensor  # int64, the token to be predicted
+    sources_L: Tensor  # int64, index into T of the hidden state that predicts the label
+    logprobs_L: Tensor  # float32, log-prob of the label under the policy that sampled it, as the sampler reported
+    advantages_L: Tensor  # float32
+    weights_L: Tensor  # float32, share of the label in the loss of the optimizer step
+    versions_L: Tensor  # int32, policy version that sampled the label
+    samples_L: Tensor  # int64, index of the label's completion in the row, 0 .. number of completions - 1
+
+    @property
+    def num_labels(self) -> int:
+        return self.labels_L.numel()
+
+    def to(self, device: torch.device) -> "Row":
+        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in _TENSORS}
+        return Row(segments=self.segments, **moved)
+
+
+_TENSORS = tuple(name for name in Row.__slots__ if name != "segments")
+
+
+@dataclass(frozen=True, slots=True)
+class PackStats:
+    """How well the rows are used."""
+
+    rows: int  # rows that hold labels
+    tokens: int  # input tokens in the rows, without padding
+    labels: int  # labels in the rows
+    rho: float  # unpacked tokens / packed tokens: what sharing prompts saves, at most N(P+R)/(P+NR)
+    fill: float  # tokens / (rows * row length)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A prompt with as many of its completions as go into one row."""
+
+    prompt_tokens: np.ndarray
+    samples: tuple[Sample, ...]
+    num_tokens: int
+
+
+def pack(
+    groups: Sequence[Group],
+    row_tokens: int,
+    aggregation: str = "token",
+    aggregation_constant: int | None = None,
+    pad_id: int = 0,
+    pad_to: int | None = None,
+    num_rows_multiple: int = 1,
+) -> tuple[list[Row], PackStats]:
+    """Packs the trained samples of `groups` into rows, best-fit decreasing; a group larger than a row is split.
+
+    Args:
+        groups: groups with advantages; samples with `trained=False` are left out.
+        row_tokens: capacity of a row in input tokens.
+        aggregation: "token" (every label weighs the same), "sequence" (every completion weighs the same) or
+            "constant" (labels / (completions * `aggregation_constant`), Dr.GRPO).
+        pad_id: token id written on padding.
+        pad_to: pad rows to this length (fixed shapes for compiled kernels); None leaves rows as long as they are.
+        num_rows_multiple: append empty rows until their number is a multiple of this (one share for every rank).
+
+    Returns:
+        The rows in a deterministic order, and how well they are used.
+
+    Raises:
+        ValueError: a prompt with one of its completions is longer than a row, or an unknown aggregation.
+    """
+    pieces = [piece for group in groups for piece in _pieces(group, row_tokens)]
+    weight_of = _weights([s for piece in pieces for s in piece.samples], aggregation, aggregation_constant)
+    rows = [_build(bin_, weight_of, pad_id, pad_to) for bin_ in _bins(pieces, row_tokens)]
+    tokens = sum(piece.num_tokens for piece in pieces)
+    unpacked = sum(len(p.prompt_tokens) + len(s.tokens) - 1 for p in pieces for s in p.samples)
+    stats = PackStats(
+        rows=len(rows),
+        tokens=tokens,
+        labels=sum(row.num_labels for row in rows),
+        rho=unpacked / tokens if tokens else 1.0,
+        fill=tokens / (len(rows) * row_tokens) if rows else 0.0,
+    )
+    while len(rows) % num_rows_multiple or not rows:
+        rows.append(_build([], weight_of, pad_id, pad_to))
+    return rows, stats
+
+
+def _pieces(group: Group, row_tokens: int) -> list[_Piece]:
+    samples = [s for s in group.samples if s.trained and len(s.tokens)]
+    prompt = len(group.prompt_tokens)
+    pieces, current, used = [], [], prompt
+    for sample in samples:
+        cost = len(sample.tokens) - 1
+        if prompt + cost > row_tokens:
+            raise ValueError(
+                f"row_tokens={row_tokens} cannot hold problem {group.problem.id!r}: its prompt has {prompt} tokens and a "
+                f"completion {len(sample.tokens)}; raise row_tokens to at least {prompt + cost}, or lower max_tokens"
+            )
+        if current and used + cost > row_tokens:
+            pieces.append(_Piece(group.prompt_tokens, tuple(current), used))
+            current, used = [], prompt
+        current.append(sample)
+        used += cost
+    if current:
+        pieces.append(_Piece(group.prompt_tokens, tuple(current), used))
+    return pieces
+
+
+def _bins(pieces: list[_Piece], row_tokens: int) -> list[list[_Piece]]:
+    """Best-fit decreasing: at most 11/9 of the optimal number of rows (Johnson 1973)."""
+    bins: list[list[_Piece]] = []
+    free: list[int] = []
+    for piece in sorted(pieces, key=lambda p: -p.num_tokens):  # stable: equal sizes keep their order
+        fitting = [i for i, room in enumerate(free) if room >= piece.num_tokens]
+        if fitting:
+            best = min(fitting, key=lambda i: free[i])
+        else:
+            best = len(bins)
+            bins.append([])
+            free.append(row_tokens)
+        bins[best].append(piece)
+        free[best] -= piece.num_tokens
+    return bins
+
+
+def _weights(samples: list[Sample], aggregation: str, constant: int | None):
+    """Function from a completion's length to the weight of each of its labels."""
+    labels = sum(len(s.tokens) for s in samples)
+    if aggregation == "token":
+        return lambda length: 1.0 / labels
+    if aggregation == "sequence":
+        return lambda length: 1.0 / (len(samples) * length)
+    if aggregation == "constant":
+        if not constant or constant < 1:
+            raise ValueError(f"aggregation_constant={constant!r} must be a positive number of tokens, e.g. max_tokens")
+        return lambda length: 1.0 / (len(samples) * constant)
+    raise ValueError(f"aggregation={aggregation!r} is unknown; use 'token', 'sequence' or 'constant'")
+
+
+def _build(pieces: list[_Piece], weight_of, pad_id: int, pad_to: int | None) -> Row:
+    tokens, positions, group_ids, parent_ids, segments = [], [], [], [], []
+    labels, sources, logprobs, advantages, weights, versions, sample_ids = [], [], [], [], [], [], []
+    at = next_id = next_sample = 0
+    for piece in pieces:
+        prompt_len, prompt_id = len(piece.prompt_tokens), next_id
+        prompt = (at, at + prompt_len)
+        tokens.append(piece.prompt_tokens)
+        positions.append(np.arange(prompt_len))
+        group_ids.append(np.full(prompt_len, prompt_id))
+        parent_ids.append(np.full(prompt_len, prompt_id))
+        at, next_id = at + prompt_len, next_id + 1
+        intervals = []
+        for sample in piece.samples:
+            length = len(sample.tokens)
+            tokens.append(sample.tokens[:-1])
+            positions.append(np.arange(prompt_len, prompt_len + length - 1))
+            group_ids.append(np.full(length - 1, next_id))
+            parent_ids.append(np.full(length - 1, prompt_id))
+            labels.append(sample.tokens)
+            sources.append(np.concatenate([[prompt[1] - 1], np.arange(at, at + length - 1)]))
+            logprobs.append(sample.logprobs)
+            advantages.append(np.full(length, sample.advantage))
+            weights.append(np.full(length, weight_of(length)))
+            versions.append(sample.versions)
+            sample_ids.append(np.full(length, next_sample))
+            intervals.append((at, at + length - 1))
+            at, next_id, next_sample = at + length - 1, next_id + 1, next_sample + 1
+        segments.append(Segment(prompt, tuple(intervals)))
+    padding = max((pad_to or 0) - at, 0 if at else 1)  # an empty row still holds one token, so that a model can run it
+    tokens.append(np.full(padding, pad_id))
+    positions.append(np.zeros(padding))
+    group_ids.append(np.full(padding, PAD_ID))
+    parent_ids.append(np.full(padding, PAD_ID))
+    return Row(
+        tokens_T=_tensor(tokens, torch.int64),
+        positions_T=_tensor(positions, torch.int64),
+        group_ids_T=_tensor(group_ids, torch.int32),
+        parent_ids_T=_tensor(parent_ids, torch.int32),
+        segments=tuple(segments),
+        labels_L=_tensor(labels, torch.int64),
+        sources_L=_tensor(sources, torch.int64),
+        logprobs_L=_tensor(logprobs, torch.float32),
+        advantages_L=_tensor(advantages, torch.float32),
+        weights_L=_tensor(weights, torch.float32),
+        versions_L=_tensor(versions, torch.int32),
+        samples_L=_tensor(sample_ids, torch.int64),
+    )
+
+
+def _tensor(parts: list[np.ndarray], dtype: torch.dtype) -> Tensor:
+    return torch.from_numpy(np.concatenate(parts)).to(dtype) if parts else torch.empty(0, dtype=dtype)

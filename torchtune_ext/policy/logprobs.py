@@ -1,0 +1,63 @@
+"""A torchtune decoder that maps packed rows to log-probs of their labels."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torchtune.modules import TiedLinear, TransformerDecoder
+
+from torchtune_ext.kernels.linear_logprob import linear_logprob
+from torchtune_ext.kernels.packed_attention import packed_mask, use_packed_attention
+from torchtune_ext.packing import Row
+
+
+@dataclass(frozen=True, slots=True)
+class LabelScores:
+    """What the policy says of the labels of one row."""
+
+    logprobs_L: Tensor  # float32, log-prob of each label under the temperature
+    entropy_L: Tensor  # float32, entropy of the distribution it was drawn from, nats
+
+
+class PackedPolicy:
+    """Wraps a torchtune decoder: packed attention in every layer, log-probs of the labels in place of logits.
+
+    Both are put in as instance attributes (`attn._attention_call`, `model.unembed`), so parameters, their names and
+    what is wrapped around the model later (FSDP2, activation checkpointing, compile) stay as torchtune has them.
+    """
+
+    def __init__(self, model: TransformerDecoder):
+        self.model = model
+        self.max_positions = model.max_seq_len  # rows of the RoPE cache: bounds a position, not the length of a row
+        self._row: Row | None = None
+        self._temperature = 1.0
+        use_packed_attention(model)
+        model.unembed = self._unembed
+
+    def __call__(self, row: Row, temperature: float = 1.0) -> LabelScores:
+        """Scores the labels of a row that lies on the model's device.
+
+        Raises:
+            ValueError: a sequence of the row is longer than the model's `max_seq_len`.
+        """
+        longest = int(row.positions_T.max()) + 1
+        if longest > self.max_positions:
+            raise ValueError(
+                f"model.max_seq_len={self.max_positions} is too short for a sequence of {longest} tokens; "
+                "raise it, or lower max_tokens"
+            )
+        # torchtune compares the *row* with max_seq_len, but only positions index the RoPE cache
+        self.model.max_seq_len = max(self.max_positions, row.tokens_T.numel())
+        self._row, self._temperature = row, temperature
+        try:
+            scores = self.model(row.tokens_T[None], mask=packed_mask(row), input_pos=row.positions_T[None])
+        finally:
+            self._row = None
+        return LabelScores(scores[0], scores[1])
+
+    def _unembed(self, hidden_BTD: Tensor) -> Tensor:
+        """[1, T, D] -> [2, L]: stands in for `TransformerDecoder.unembed` inside its forward, where weights are whole."""
+        output = self.model.output
+        weight_VD = output.tied_module.weight if isinstance(output, TiedLinear) else output.weight
+        hidden_LD = self.model.norm(hidden_BTD)[0][self._row.sources_L]
+        return torch.stack(linear_logprob(hidden_LD, weight_VD, self._row.labels_L, self._temperature))

@@ -1,0 +1,154 @@
+"""A small model from nothing: a tokenizer trained on a task's own text and random Qwen2 weights, as a Hugging Face directory."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torchtune.models.qwen2 import qwen2
+from torchtune.modules import TransformerDecoder
+
+from torchtune_ext.chat import CHATML
+from torchtune_ext.policy.weights import HFModel
+
+SPECIAL = ("<|im_end|>", "<|im_start|>", "<|pad|>")
+COMMON = 0.5  # a line that this share of the prompts has becomes one token
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of a Qwen2 model with tied embeddings."""
+
+    hidden_size: int = 128
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
+    intermediate_size: int = 384
+    max_position_embeddings: int = 1024
+    rope_theta: float = 10000.0
+    vocab_size: int = 1024  # upper bound for the tokenizer
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % self.num_attention_heads or self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"shape: hidden_size={self.hidden_size} must be a multiple of num_attention_heads="
+                f"{self.num_attention_heads}, and that of num_key_value_heads={self.num_key_value_heads}"
+            )
+
+
+def make_tokenizer(
+    prompts: Sequence[str], solutions: Sequence[str], answers: Iterable[str], vocab_size: int
+) -> Tokenizer:
+    """Byte-level BPE that knows the task's words.
+
+    Answer values (names, rooms, ...) and lines that most prompts share are tokens of their own; the rest of the text is
+    split at line ends only, so that a phrase like " was in the room just west of the " can become one token. Any text
+    can be encoded and decodes to itself.
+    """
+    lines = Counter(line for prompt in prompts for line in set(re.findall(r"[^\n]+\n*", prompt)))
+    common = sorted(line for line, count in lines.items() if count >= COMMON * len(prompts) and len(line) > 3)
+    words = sorted(set(answers))
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"[^\n]*\n*"), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    cut = re.compile("|".join(re.escape(s) for s in sorted([*common, *words], key=len, reverse=True)) or r"(?!)")
+    pieces = [piece for text in [*prompts, *solutions] for piece in cut.split(text) if piece]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - len(SPECIAL) - len(words) - len(common),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        min_frequency=max(2, len(prompts) // 200),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(pieces, trainer)
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in [*words, *common]])
+    return tokenizer
+
+
+def write_model(folder: Path, tokenizer: Tokenizer, shape: Shape, seed: int) -> None:
+    """Writes a model directory with random weights: normal, standard deviation 0.02 (residual outputs scaled by depth)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    end, start, pad = (tokenizer.token_to_id(token) for token in SPECIAL)
+    vocab = (tokenizer.get_vocab_size() + 63) // 64 * 64
+    config = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "vocab_size": vocab,
+        "hidden_size": shape.hidden_size,
+        "num_hidden_layers": shape.num_hidden_layers,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_key_value_heads": shape.num_key_value_heads,
+        "intermediate_size": shape.intermediate_size,
+        "max_position_embeddings": shape.max_position_embeddings,
+        "rope_theta": shape.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "eos_token_id": end,
+        "pad_token_id": pad,
+        "torch_dtype": "float32",
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": SPECIAL[0],
+        "pad_token": SPECIAL[2],
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": shape.max_position_embeddings,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
+    (folder / "chat_template.jinja").write_text(CHATML)
+    save_file(_random_weights(shape, vocab, seed), folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _random_weights(shape: Shape, vocab: int, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    width, ffn = shape.hidden_size, shape.intermediate_size
+    kv = width // shape.num_attention_heads * shape.num_key_value_heads
+
+    def normal(*size: int, std: float = 0.02) -> torch.Tensor:
+        return torch.randn(*size, generator=generator) * std
+
+    weights = {"model.embed_tokens.weight": normal(vocab, width), "model.norm.weight": torch.ones(width)}
+    residual = 0.02 / (2 * shape.num_hidden_layers) ** 0.5
+    for i in range(shape.num_hidden_layers):
+        at = f"model.layers.{i}."
+        for name, rows in (("q", width), ("k", kv), ("v", kv)):
+            weights[f"{at}self_attn.{name}_proj.weight"] = normal(rows, width)
+            weights[f"{at}self_attn.{name}_proj.bias"] = torch.zeros(rows)
+        weights[f"{at}self_attn.o_proj.weight"] = normal(width, width, std=residual)
+        weights[f"{at}mlp.gate_proj.weight"] = normal(ffn, width)
+        weights[f"{at}mlp.up_proj.weight"] = normal(ffn, width)
+        weights[f"{at}mlp.down_proj.weight"] = normal(width, ffn, std=residual)
+        weights[f"{at}input_layernorm.weight"] = torch.ones(width)
+        weights[f"{at}post_attention_layernorm.weight"] = torch.ones(width)
+    return weights
+
+
+def qwen2_from_config(model_dir: str) -> TransformerDecoder:
+    """The torchtune model that a Qwen2 directory's `config.json` describes (for public models the YAML names a builder)."""
+    config = HFModel(model_dir).config
+    return qwen2(
+        vocab_size=config["vocab_size"],
+        num_layers=config["num_hidden_layers"],
+        num_heads=config["num_attention_heads"],
+        num_kv_heads=config["num_key_value_heads"],
+        embed_dim=config["hidden_size"],
+        intermediate_dim=config["intermediate_size"],
+        max_seq_len=config["max_position_embeddings"],
+        norm_eps=config["rms_norm_eps"],
+        rope_base=config["rope_theta"],
+        tie_word_embeddings=config["tie_word_embeddings"],
+    )

@@ -1,0 +1,118 @@
+"""Weights between Hugging Face directories, torchtune models and the sampler. One name map serves all three."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torchtune.models.convert_weights import hf_to_tune, tune_to_hf
+from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune, qwen2_tune_to_hf
+
+# model_type of config.json -> (from HF, to HF). Llama's q and k are permuted (torchtune rotates interleaved pairs).
+_CONVERTERS = {"qwen2": (qwen2_hf_to_tune, qwen2_tune_to_hf), "llama": (hf_to_tune, tune_to_hf)}
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # what activation checkpointing and compile add to names
+
+
+class HFModel:
+    """A model directory in Hugging Face format: `config.json` and safetensors files.
+
+    Raises:
+        ValueError: no such directory, no config or weights in it, or an architecture that is not supported.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        config = self.path / "config.json"
+        if not config.is_file():
+            raise ValueError(
+                f"model_dir={str(path)!r} has no config.json; give a directory in Hugging Face format (for the tiny "
+                "model: `tune run warmup_sft --config warmup/tiny` makes one)"
+            )
+        self.config: dict[str, Any] = json.loads(config.read_text())
+        family = self.config.get("model_type")
+        if family not in _CONVERTERS:
+            raise ValueError(f"model_type={family!r} in {config} is not supported; supported: {sorted(_CONVERTERS)}")
+        self._from_hf, self._to_hf = _CONVERTERS[family]
+        heads, width = self.config["num_attention_heads"], self.config["hidden_size"]
+        self._shape = dict(
+            num_heads=heads,
+            num_kv_heads=self.config["num_key_value_heads"],
+            dim=width,
+            head_dim=self.config.get("head_dim") or width // heads,
+        )
+        self.tied: bool = bool(self.config.get("tie_word_embeddings", False))
+
+    def files(self) -> list[Path]:
+        """The safetensors files, in order."""
+        files = sorted(self.path.glob("*.safetensors"))
+        if not files:
+            raise ValueError(
+                f"model_dir={str(self.path)!r} has no *.safetensors file; other weight formats are not read"
+            )
+        return files
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(torchtune name, tensor) of every weight, one at a time."""
+        for file in self.files():
+            with safe_open(file, framework="pt") as f:
+                for name in f.keys():
+                    if self.tied and name == "lm_head.weight":
+                        continue
+                    yield from self._from_hf({name: f.get_tensor(name)}, **self._shape).items()
+
+    def to_hf(self, name: str, tensor: Tensor) -> tuple[str, Tensor]:
+        """A torchtune weight under its Hugging Face name and layout."""
+        return next(iter(self._to_hf({name: tensor}, **self._shape).items()))
+
+
+def clean_name(name: str) -> str:
+    """Parameter name without what wrappers add to it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, source: HFModel) -> None:
+    """Copies the weights of `source` into a (sharded) model; every rank reads the files and keeps its part.
+
+    Raises:
+        ValueError: names or shapes that do not fit the model that the config builds.
+    """
+    params = {clean_name(name): p for name, p in model.named_parameters()}
+    missing = set(params)
+    for name, tensor in source.tensors():
+        param = params.get(name)
+        if param is None or tuple(param.shape) != tuple(tensor.shape):
+            found = "no such weight" if param is None else f"shape {tuple(param.shape)}"
+            raise ValueError(
+                f"model does not fit model_dir={str(source.path)!r}: {name} has shape {tuple(tensor.shape)} there, "
+                f"the built model has {found}; compare `model:` in the YAML with {source.path / 'config.json'}"
+            )
+        if isinstance(param, DTensor):
+            full = tensor.to(device=param.device, dtype=param.dtype)
+            tensor = distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None).to_local()
+            param.to_local().copy_(tensor)
+        else:
+            param.copy_(tensor)
+        missing.discard(name)
+    if missing:
+        raise ValueError(
+            f"model_dir={str(source.path)!r} lacks {len(missing)} weights of the model: {sorted(missing)[:4]} ..."
+        )
+
+
+@torch.no_grad()
+def named_hf_tensors(model: nn.Module, names: HFModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, whole tensor) of every parameter, in `dtype`, in the same order on every rank.
+
+    Gathers one sharded parameter at a time: a collective, so all ranks must exhaust it together.
+    """
+    for name, param in model.named_parameters():
+        param = param.detach()
+        full = param.full_tensor() if isinstance(param, DTensor) else param
+        yield names.to_hf(clean_name(name), full.to(dtype))

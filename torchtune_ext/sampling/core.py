@@ -1,0 +1,378 @@
+"""One life of a vLLM engine: `AsyncLLM` in this process, its EngineCore in a process of its own.
+
+Made, used and ended by the supervisor, always in the engine's asyncio thread. What goes wrong in here comes out as
+`CoreLost`: this life is over, another one may begin.
+"""
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchtune_ext.sampling.core_process import CoreContext, CoreProcess
+from torchtune_ext.sampling.early_stop import RunningLogprob
+from torchtune_ext.sampling.records import Completion, EngineConfig, SamplingConfig
+
+log = logging.getLogger(__name__)
+
+UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"  # by its full name, else vLLM makes two processes on CPU
+LOADER = "torchtune_ext.sampling.worker.WeightLoader"
+# What importing and configuring vLLM writes into os.environ; it belongs to the core, not to the trainer.
+VLLM_ENVIRONMENT = (
+    *("VLLM_", "TORCHINDUCTOR_", "NUMEXPR_MAX_", "PYTORCH_NVML_", "TRITON_CACHE_", "TILELANG_", "AITER_", "NCCL_"),
+    *("LD_PRELOAD", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES"),
+)
+CPU_KV_CACHE = 1 << 30  # bytes
+
+
+class CoreLost(RuntimeError):
+    """The engine's process is gone, does not answer, or holds half-loaded weights."""
+
+
+@dataclass(slots=True)
+class Call:
+    """One request on its way through the engine."""
+
+    id: str  # unique in the run
+    prompt: list[int]
+    sampling: SamplingConfig
+    seed: int | None
+    give_up_at: float = float("inf")  # on time.monotonic()
+    ended_by: str = ""  # "deadline", "early_stop" or "abort" once we asked the engine to end it
+    task: asyncio.Task | None = None  # that waits for it
+    lost: bool = False  # the engine ended under it
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The engine's counters after one of its steps."""
+
+    usage: float  # share of the KV cache in use
+    running: int
+    waiting: int
+    preempted: int  # in this step
+    prefix_queries: int  # tokens, in this step
+    prefix_hits: int
+
+
+def on_cpu() -> bool:
+    """Whether the installed torch, and so the vLLM beside it, is the CPU build."""
+    return torch.version.cuda is None and torch.version.hip is None
+
+
+@contextmanager
+def environment_kept() -> Iterator[None]:
+    """Undoes what vLLM does to this process's environment."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for key in [key for key in os.environ if key.startswith(VLLM_ENVIRONMENT)]:
+            if key not in before:
+                del os.environ[key]
+            elif os.environ[key] != before[key]:
+                os.environ[key] = before[key]
+
+
+class LocalCore:
+    """A vLLM engine of our own."""
+
+    def __init__(
+        self, model_dir: str, config: EngineConfig, log_path: Path, temp_dir: str, on_step: Callable[[Step], None]
+    ):
+        """Starts the engine's process; it imports vLLM in the background. `launch` waits for it."""
+        self.config, self.model_dir, self.temp_dir, self.on_step = config, model_dir, temp_dir, on_step
+        self.llm: Any = None
+        self.cache_tokens = 0  # size of the KV cache, known after the launch
+        self.calls: dict[str, Call] = {}
+        self.sign_of_life = time.monotonic()
+        environ = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "TMPDIR": temp_dir}
+        if on_cpu():
+            environ |= {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+        if config.devices is not None:
+            environ["CUDA_VISIBLE_DEVICES"] = config.devices
+        self.process = CoreProcess(environ, log_path)
+
+    @property
+    def group(self) -> int:
+        """Process group of the engine's process and its workers."""
+        return self.process.pid
+
+    @property
+    def dead(self) -> bool:
+        return not self.process.is_alive() or (self.llm is not None and self.llm.errored)
+
+    def engine_args(self) -> dict[str, Any]:
+        """Arguments of vLLM's AsyncEngineArgs."""
+        config = self.config
+        args: dict[str, Any] = {
+            "model": self.model_dir,
+            "dtype": config.dtype,
+            "max_model_len": config.max_model_len,
+            "seed": config.seed,
+            "load_format": config.load_format,
+            "tensor_parallel_size": config.tensor_parallel_size,
+            "max_num_seqs": config.max_num_seqs or (256 if on_cpu() else 1024),
+            "max_num_batched_tokens": config.max_num_batched_tokens,
+            "enable_prefix_caching": True,
+            "generation_config": "vllm",  # else the model's file changes temperature and top_k in silence
+            "logprobs_mode": "processed_logprobs",  # under the sampling temperature
+            "skip_tokenizer_init": True,  # ids in, ids out
+            "worker_extension_cls": LOADER,
+            "weight_transfer_config": {"backend": "shm"},
+            "disable_log_stats": True,  # the default loggers; ours counts
+        }
+        if on_cpu():
+            args |= {
+                "enforce_eager": True,
+                "distributed_executor_backend": UNIPROC,
+                "block_size": config.block_size or 32,
+                "kv_cache_memory_bytes": config.kv_cache_bytes or CPU_KV_CACHE,
+            }
+        else:
+            args |= {"gpu_memory_utilization": config.gpu_memory_utilization, "enable_sleep_mode": config.sleep}
+            args |= {"kv_cache_memory_bytes": config.kv_cache_bytes} if config.kv_cache_bytes else {}
+            args |= {"block_size": config.block_size} if config.block_size else {}
+        return args | config.extra_args
+
+    def launch(self) -> None:
+        """Brings the engine up. Blocks the calling thread, for 8 to 15 s with a small model, and until
+        `start_deadline_s` at most. Raises CoreLost; ValueError when vLLM refuses the configuration."""
+        timer = threading.Timer(self.config.start_deadline_s, self.process.kill)
+        timer.daemon = True
+        timer.start()
+        try:
+            with environment_kept():
+                os.environ["VLLM_RPC_BASE_PATH"] = self.temp_dir
+                os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")  # here; the core's log says what happened
+                import vllm.v1.engine.async_llm  # noqa: F401  (not in _launch: vLLM keeps an error with its frames in it)
+
+                self.llm = self._launch()
+        except (RuntimeError, OSError) as error:
+            late = " within start_deadline_s" if not timer.is_alive() else ""
+            raise CoreLost(f"the engine did not start{late}: {error}") from error
+        finally:
+            timer.cancel()
+        cache = self.llm.vllm_config.cache_config
+        self.cache_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
+        self.sign_of_life = time.monotonic()
+
+    def _launch(self) -> Any:
+        import vllm.v1.engine.utils as engine_utils
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        config = AsyncEngineArgs(**self.engine_args()).create_engine_config()
+        make_context = engine_utils.get_mp_context
+        engine_utils.get_mp_context = lambda: CoreContext(self.process, make_context())
+        try:
+            llm = AsyncLLM.from_vllm_config(config, stat_loggers=[self._stat_logger], disable_log_stats=True)
+        finally:
+            engine_utils.get_mp_context = make_context
+        llm.logger_manager.stat_loggers = llm.logger_manager.stat_loggers[:1]  # ours; without the Prometheus one
+        return llm
+
+    def _stat_logger(self, vllm_config: Any, engine_index: int = 0) -> Any:
+        from vllm.v1.metrics.loggers import StatLoggerBase
+
+        core = self
+
+        class StepLogger(StatLoggerBase):
+            """Hands every scheduler step's counters on."""
+
+            def __init__(self):
+                pass
+
+            def record(self, scheduler_stats=None, iteration_stats=None, mm_cache_stats=None, engine_idx=0):
+                core.sign_of_life = time.monotonic()
+                if scheduler_stats is not None:
+                    prefix = scheduler_stats.prefix_cache_stats
+                    core.on_step(
+                        Step(
+                            usage=scheduler_stats.kv_cache_usage,
+                            running=scheduler_stats.num_running_reqs,
+                            waiting=scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs,
+                            preempted=iteration_stats.num_preempted_reqs if iteration_stats else 0,
+                            prefix_queries=prefix.queries,
+                            prefix_hits=prefix.hits,
+                        )
+                    )
+
+            def log_engine_initialized(self):
+                pass
+
+        return StepLogger()
+
+    async def generate(self, call: Call, first_version: int) -> Completion:
+        """Runs one request to its end. Raises CoreLost, or ValueError when vLLM refuses the request."""
+        from vllm.exceptions import VLLMClientError
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        call.task = asyncio.current_task()
+        if call.sampling.deadline_s is not None:
+            call.give_up_at = time.monotonic() + call.sampling.deadline_s
+        self.calls[call.id] = call
+        try:
+            return await self._generate(call, first_version)
+        except EngineDeadError as error:
+            raise CoreLost("the engine's process died") from error
+        except EngineGenerateError as error:
+            raise CoreLost(f"the engine failed in a request: {error.__cause__!r}") from error
+        except VLLMClientError as error:
+            raise ValueError(f"vLLM refuses the request: {error}") from error
+        except asyncio.CancelledError:
+            if call.lost and call.task is not None and call.task.uncancel() == 0:
+                raise CoreLost("the engine was ended") from None
+            raise
+        finally:
+            del self.calls[call.id]
+
+    async def _generate(self, call: Call, first_version: int) -> Completion:
+        sampling = call.sampling
+        watch = None
+        if sampling.early_stop_logprob is not None:
+            watch = RunningLogprob(
+                sampling.early_stop_logprob, sampling.early_stop_decay, sampling.early_stop_min_tokens
+            )
+        prompt = {"type": "token", "prompt_token_ids": call.prompt}
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        keep = None
+        async for output in self.llm.generate(prompt, self._params(call, watch is not None), call.id):
+            part = output.outputs[0]
+            if watch is None:
+                tokens, logprobs = part.token_ids, part.logprobs.logprobs
+                continue
+            new = part.logprobs.logprobs
+            tokens.extend(part.token_ids)
+            logprobs.extend(new)
+            if keep is None and (keep := watch.update(new)) is not None and not output.finished:
+                call.ended_by = call.ended_by or "early_stop"
+                await self.llm.abort(call.id)  # one more output follows, with what was sampled until now
+        versions = np.full(len(tokens), first_version, np.int32)
+        for span in part.weight_versions or ():
+            versions[span.start : span.end] = first_version if span.version == "default" else int(span.version)
+        reason = part.finish_reason
+        if reason == "abort":
+            reason = call.ended_by or "abort"
+        if keep is not None and reason != "deadline":
+            reason = "early_stop"
+        return Completion(
+            tokens=np.array(tokens[:keep], np.int32),
+            logprobs=np.array(logprobs[:keep], np.float32),
+            versions=versions[:keep],
+            finish_reason=reason,
+            cached_prompt_tokens=output.num_cached_tokens or 0,
+        )
+
+    def _params(self, call: Call, stream: bool) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = call.sampling
+        params = SamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=call.seed,
+            stop_token_ids=list(sampling.stop_token_ids),
+            logprobs=0,  # of the sampled token, no others
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
+        )
+        params.flat_logprobs = True
+        return params
+
+    async def end(self, call: Call, reason: str) -> None:
+        """Asks for the end of a running request; it returns what was sampled until now."""
+        if not call.ended_by:
+            call.ended_by = reason
+            await self._bounded(self.llm.abort(call.id))
+
+    async def ping(self, deadline_s: float) -> None:
+        """Returns once the engine's main loop has answered. Raises CoreLost after `deadline_s`."""
+        await self._bounded(self.llm.is_paused(), deadline_s)
+        self.sign_of_life = time.monotonic()
+
+    async def load(self, path: str, manifest: dict[str, list] | None, version: int) -> tuple[float, float]:
+        """Replaces the weights between two steps; requests in flight go on with the new ones.
+
+        Args: path, manifest: of the shared memory; no manifest: only the label `version` is set.
+        Returns: seconds of pause, seconds of loading in it. Raises CoreLost: the engine must not be used further.
+        """
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+
+        llm, started = self.llm, time.monotonic()
+        if manifest is None:
+            await self._bounded(llm.update_weight_version(str(version)))
+            return 0.0, 0.0
+        await self._bounded(llm.init_weight_transfer_engine(WeightTransferInitRequest({"path": path})))
+        started = time.monotonic()
+        # clear_cache: the KV cache of the old weights is computed again, also that of requests in flight
+        await self._bounded(llm.pause_generation(mode="keep", clear_cache=True))
+        loading = time.monotonic()
+        await self._bounded(llm.start_weight_update())
+        await self._bounded(llm.update_weights(WeightTransferUpdateRequest(manifest)))
+        await self._bounded(llm.finish_weight_update(str(version)))
+        loaded = time.monotonic()
+        await self._bounded(llm.resume_generation())
+        return time.monotonic() - started, loaded - loading
+
+    async def sleep(self, level: int) -> None:
+        """Gives the GPU's memory back; level 1 keeps the weights in host memory, level 2 drops them."""
+        await self._bounded(self.llm.sleep(level=level, mode="keep"))
+
+    async def wake(self, tags: list[str] | None = None) -> None:
+        await self._bounded(self.llm.wake_up(tags))
+
+    async def _bounded(self, call: Coroutine[Any, Any, Any], deadline_s: float | None = None) -> Any:
+        """Awaits a call into the engine, which by itself would never return when the engine dies meanwhile."""
+        deadline_s = deadline_s or self.config.rpc_deadline_s
+        give_up_at = time.monotonic() + deadline_s
+        name = getattr(call, "__name__", "call")
+        task = asyncio.ensure_future(call)
+        try:
+            while True:
+                await asyncio.wait({task}, timeout=0.2)
+                if task.done():
+                    return task.result()
+                if self.dead:
+                    raise CoreLost(f"the engine's process died during {name}")
+                if time.monotonic() > give_up_at:
+                    raise CoreLost(f"the engine did not answer {name} within {deadline_s:g} s")
+        except CoreLost:
+            raise
+        except Exception as error:  # vLLM wraps what happened in its process in a bare Exception
+            raise CoreLost(f"the engine failed in {name}: {error}") from error
+        finally:
+            task.cancel()
+
+    def log_tail(self) -> str:
+        return self.process.log_tail()
+
+    async def stop(self) -> None:
+        """Ends this life and everything that waits for it. The waiting requests end with CoreLost."""
+        self.process.kill()
+        if self.llm is not None:
+            give_up_at = time.monotonic() + 5.0
+            while not self.llm.errored and time.monotonic() < give_up_at:
+                await asyncio.sleep(0.02)  # vLLM's own monitor notices the death and fails the requests
+            await asyncio.sleep(0.05)
+            llm, self.llm = self.llm, None
+            llm.shutdown(timeout=1)
+        for call in list(self.calls.values()):
+            call.lost = True
+            if call.task is not None:
+                call.task.cancel()
+        self.process.close()

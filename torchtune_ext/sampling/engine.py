@@ -1,0 +1,370 @@
+"""The sampler: one vLLM engine for the whole run, behind plain blocking calls.
+
+    engine = Engine(model_dir, EngineConfig(), run_dir)
+    engine.start()                                   # returns at once; the engine comes up beside the trainer's own set-up
+    engine.wait_ready(600)
+    completions = engine.sample(prompts, n=16, sampling=SamplingConfig(max_tokens=256, seed=1))
+    engine.publish(named_tensors, version=1)         # the next tokens come from the new weights
+    engine.close()
+
+Inside lives one thread with an asyncio loop. It holds vLLM's client, feeds it as many requests as the throttle allows, and
+the supervisor keeps the engine's process alive. All methods may be called from any thread, also at the same time.
+"""
+
+import asyncio
+import atexit
+import gc
+import itertools
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchtune_ext.sampling import janitor
+from torchtune_ext.sampling.core import Call, CoreLost, LocalCore, Step
+from torchtune_ext.sampling.records import (
+    Completion,
+    EngineConfig,
+    EngineFailed,
+    EngineStats,
+    PublishReport,
+    SamplingConfig,
+)
+from torchtune_ext.sampling.supervisor import Supervisor
+from torchtune_ext.sampling.throttle import Controller, Throttle
+from torchtune_ext.sampling.weights import WeightBuffer
+
+__all__ = ["Completion", "Engine", "EngineConfig", "EngineFailed", "EngineStats", "PublishReport", "SamplingConfig"]
+
+log = logging.getLogger(__name__)
+
+OnCompletion = Callable[[int, int, Completion], None]
+SOCKET_PATH_MAX = 107  # bytes of a unix socket's path; vLLM appends 37
+
+
+class Batch:
+    """One call of `sample`."""
+
+    def __init__(self, sampling: SamplingConfig, on_completion: OnCompletion | None):
+        self.sampling, self.on_completion = sampling, on_completion
+        self.cancelled = False
+
+
+def request_seed(seed: int, prompt: int, sample: int) -> int:
+    """Seed of one request (63 bits), spread by SplitMix64 so that neighbours have nothing in common."""
+    mask, value = (1 << 64) - 1, seed & ((1 << 64) - 1)
+    for part in (prompt, sample):
+        value = (value + 0x9E3779B97F4A7C15 * (part + 1)) & mask
+        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
+        value ^= value >> 31
+    return value >> 1
+
+
+class Engine:
+    """A vLLM engine and everything around it."""
+
+    def __init__(self, model_dir: str, config: EngineConfig, run_dir: str, version: int = 0):
+        """Args: model_dir: Hugging Face model; config: how to run it; run_dir: takes the engine's log, `engine.log`;
+        version: policy version of the weights in `model_dir`."""
+        self.config = config
+        self.model_dir = str(model_dir)
+        self.log_path = Path(run_dir) / "engine.log"
+        self._weights = WeightBuffer()
+        self._weights_lock = threading.Lock()  # held while the buffer is written
+        self._publish_lock = threading.Lock()  # one publication at a time
+        self._first_version = version
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run_loop, name="torchtune-ext-engine", daemon=True)
+        self._temp_dir = ""
+        self._janitor: subprocess.Popen | None = None
+        self._started: Any = None  # future of the first start
+        self._closed = False
+        self._ids = itertools.count()
+        self._batches: set[Batch] = set()
+        self._counts = dict.fromkeys(("queries", "hits", "preemptions", "completed", "tokens"), 0)
+        self._max_usage = 0.0
+        self._last_step = Step(0.0, 0, 0, 0, 0, 0)
+        ceiling = config.max_num_seqs or 1024
+        self._controller = Controller(ceiling, config.max_concurrency)
+        self._throttle = Throttle(self._controller.limit)
+        self._supervisor: Supervisor | None = None
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begins to bring the engine up and returns."""
+        if self._started is not None or self._closed:
+            raise RuntimeError("Engine.start: an engine is started once; make a new one")
+        # vLLM would import these in its thread, under its own environment variables; the trainer needs them as they are
+        import torch._dynamo  # noqa: F401
+        import torch._inductor.config  # noqa: F401
+
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        base = tempfile.gettempdir()
+        self._temp_dir = tempfile.mkdtemp(prefix="tte-", dir=base if len(base) < SOCKET_PATH_MAX - 60 else "/tmp")
+        command = [sys.executable, "-I", "-S", janitor.__file__, str(os.getpid()), self._temp_dir]
+        self._janitor = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        close = weakref.WeakMethod(self.close)
+        atexit.register(lambda: (method := close()) and method())
+        self._thread.start()
+        self._started = self._submit(self._start())
+
+    def wait_ready(self, timeout: float | None = None) -> None:
+        """Waits until the engine can sample. Raises EngineFailed when it cannot start, TimeoutError after `timeout` seconds
+        (None: `start_deadline_s`)."""
+        if self._started is None:
+            raise RuntimeError("Engine.wait_ready: call start() first")
+        timeout = self.config.start_deadline_s if timeout is None else timeout
+        give_up_at = time.monotonic() + timeout
+        while not self._started.done():
+            if time.monotonic() > give_up_at:
+                raise TimeoutError(f"the engine was not ready after {timeout:g} s; see {self.log_path}")
+            time.sleep(0.02)
+        self._started.result()
+        self._call(self._supervisor.ready())
+
+    def close(self) -> None:
+        """Ends the engine and everything that belongs to it. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._thread.is_alive():
+            supervisor = self._supervisor
+            if supervisor is not None and supervisor.core is not None and not self._started.done():
+                supervisor.core.process.kill()  # the loop waits for it to come up
+            try:
+                self._call(self._close(), timeout=30.0)
+            finally:
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._thread.join(5.0)
+        self._weights.close()
+        if self._janitor is not None:
+            self._janitor.stdin.close()  # type: ignore[union-attr]
+            self._janitor.wait(10.0)
+        if self._temp_dir:
+            shutil.rmtree(self._temp_dir, ignore_errors=True)
+        gc.collect()  # vLLM's client complains when it is still there at the end of the interpreter
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # -- work ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """Version of the policy that samples now."""
+        return self._supervisor.version if self._supervisor is not None else self._first_version
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        sampling: SamplingConfig,
+        on_completion: OnCompletion | None = None,
+        seeds: Sequence[Sequence[int]] | None = None,
+    ) -> list[list[Completion]]:
+        """Draws `n` completions of each prompt.
+
+        Args: prompts: token ids, P lists; sampling: how; on_completion: called with (prompt index, sample index,
+        completion) as each one is done, in the engine's thread; seeds: [P, n], instead of those made from sampling.seed.
+        Returns: P lists of n completions, in order.
+        Raises: ValueError for prompts that do not fit, before anything is sent; EngineFailed when the engine is beyond help.
+        """
+        prompts = [np.asarray(prompt).tolist() for prompt in prompts]
+        if n < 1:
+            raise ValueError(f"sample: n is {n}; it has to be 1 or more")
+        for index, prompt in enumerate(prompts):
+            if not prompt:
+                raise ValueError(f"sample: prompt {index} is empty; it needs at least one token")
+            if len(prompt) + sampling.max_tokens > self.config.max_model_len:
+                raise ValueError(
+                    f"sample: prompt {index} has {len(prompt)} tokens, and sampling.max_tokens is {sampling.max_tokens}: "
+                    f"together more than engine.max_model_len = {self.config.max_model_len}; "
+                    f"shorten the prompt, lower max_tokens or raise max_model_len"
+                )
+        if seeds is None and sampling.seed is not None:
+            seeds = [[request_seed(sampling.seed, p, s) for s in range(n)] for p in range(len(prompts))]
+        if seeds is not None and [len(row) for row in seeds] != [n] * len(prompts):
+            raise ValueError(f"sample: seeds has to hold {n} numbers for each of the {len(prompts)} prompts")
+        return self._call(self._sample(prompts, n, Batch(sampling, on_completion), seeds))
+
+    def cancel(self) -> None:
+        """Ends all running calls of `sample` early: they return what they have, with finish reason "abort"."""
+        self._call(self._cancel(), timeout=30.0)
+
+    def publish(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> PublishReport:
+        """Gives the engine new weights. Requests in flight go on with them, from their next token.
+
+        Args: named_tensors: (Hugging Face name, tensor), the whole model, without tied copies; it may be a generator;
+        version: of the policy, larger than the last one.
+        Raises: ValueError; EngineFailed when the engine takes them neither now nor after a restart.
+        """
+        with self._publish_lock:
+            if version <= self.version and self._weights.manifest is not None:
+                raise ValueError(
+                    f"publish: version {version} after {self.version}; versions grow with every publication"
+                )
+            with self._weights_lock:
+                copy_s = self._weights.write(named_tensors)
+                if self._supervisor is not None:
+                    self._supervisor.version = version
+            pause_s, load_s = self._call(self._load(version))
+            return PublishReport(version, self._weights.bytes, copy_s, pause_s, load_s)
+
+    def stats(self) -> EngineStats:
+        """Counters of the run until now."""
+        counts, supervisor = self._counts, self._supervisor
+        return EngineStats(
+            prefix_queries=counts["queries"],
+            prefix_hits=counts["hits"],
+            preemptions=counts["preemptions"],
+            max_kv_usage=self._max_usage,
+            running=self._last_step.running,
+            waiting=self._last_step.waiting,
+            concurrency=self._throttle.size,
+            completed=counts["completed"],
+            tokens=counts["tokens"],
+            restarts=supervisor.restarts if supervisor is not None else 0,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run should know: the throttle's findings."""
+        return self._controller.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._controller.load_state_dict(state)
+        self._throttle.size = self._controller.limit
+
+    # -- inside the loop's thread -------------------------------------------------------------------------------------
+
+    def _run_loop(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        self._loop.close()
+
+    def _submit(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _call(self, work: Coroutine[Any, Any, Any], timeout: float | None = None) -> Any:
+        """Runs `work` in the loop and waits. The work bounds its own waits; this one ends when the thread does."""
+        if not self._thread.is_alive():
+            work.close()
+            raise EngineFailed("the engine is not running: call start() first, and nothing after close()")
+        future = self._submit(work)
+        give_up_at = time.monotonic() + (float("inf") if timeout is None else timeout)
+        try:
+            while True:
+                try:
+                    return future.result(timeout=0.5)
+                except TimeoutError:
+                    if future.done():
+                        raise
+                if not self._thread.is_alive():
+                    raise EngineFailed("the engine was closed")
+                if time.monotonic() > give_up_at:
+                    raise TimeoutError(f"the engine's thread did not answer within {timeout:g} s")
+        finally:
+            future.cancel()  # nothing when it is done; else the caller is going away (Ctrl-C)
+
+    async def _start(self) -> None:
+        self._supervisor = Supervisor(self.config, self._make_core, self._weights, self._weights_lock)
+        self._supervisor.version = self._first_version
+        await self._supervisor.start()
+
+    def _make_core(self) -> LocalCore:
+        core = LocalCore(self.model_dir, self.config, self.log_path, self._temp_dir, self._on_step)
+        self._janitor.stdin.write(f"{core.group}\n".encode())  # type: ignore[union-attr]
+        self._janitor.stdin.flush()  # type: ignore[union-attr]
+        return core
+
+    async def _close(self) -> None:
+        if self._supervisor is not None:
+            await self._supervisor.close()
+
+    async def _cancel(self) -> None:
+        for batch in self._batches:
+            batch.cancelled = True
+        core = self._supervisor.core
+        for call in list(core.calls.values()) if core is not None else ():
+            await core.end(call, "abort")
+
+    async def _load(self, version: int) -> tuple[float, float]:
+        return await self._supervisor.load(version)
+
+    async def _sample(self, prompts: list[list[int]], n: int, batch: Batch, seeds: Any) -> list[list[Completion]]:
+        core = await self._supervisor.ready()
+        longest = max((len(prompt) for prompt in prompts), default=1) + batch.sampling.max_tokens
+        self._controller.expect(core.cache_tokens, longest)
+        self._resize()
+        self._batches.add(batch)
+        # prompt by prompt: the first sample of a group fills the prefix cache in the step in which its siblings arrive
+        tasks = [
+            asyncio.create_task(self._one(batch, p, s, prompt, None if seeds is None else int(seeds[p][s])))
+            for p, prompt in enumerate(prompts)
+            for s in range(n)
+        ]
+        try:
+            flat = await asyncio.gather(*tasks)
+        finally:
+            self._batches.discard(batch)
+            for task in tasks:
+                task.cancel()
+        return [flat[p * n : (p + 1) * n] for p in range(len(prompts))]
+
+    async def _one(self, batch: Batch, p: int, s: int, prompt: list[int], seed: int | None) -> Completion:
+        """One completion, over as many engines as it takes."""
+        await self._throttle.acquire()
+        try:
+            while True:
+                core = await self._supervisor.ready()
+                if batch.cancelled:
+                    nothing = np.zeros(0, np.int32)
+                    return Completion(nothing, np.zeros(0, np.float32), nothing, "abort", 0)
+                call = Call(f"r{next(self._ids)}", prompt, batch.sampling, seed)
+                try:
+                    completion = await core.generate(call, self._first_version)
+                except CoreLost as error:
+                    await self._supervisor.report_lost(core, error)
+                    continue
+                break
+        finally:
+            self._throttle.release()
+        self._supervisor.report_finished()
+        self._counts["completed"] += 1
+        self._counts["tokens"] += len(completion.tokens)
+        if self.config.max_concurrency is None:
+            self._controller.done()
+            self._resize()
+        if batch.on_completion is not None:
+            batch.on_completion(p, s, completion)
+        return completion
+
+    def _on_step(self, step: Step) -> None:
+        counts = self._counts
+        counts["queries"] += step.prefix_queries
+        counts["hits"] += step.prefix_hits
+        counts["preemptions"] += step.preempted
+        self._max_usage = max(self._max_usage, step.usage)
+        self._last_step = step
+        if self.config.max_concurrency is None:
+            self._controller.step(step.usage, step.running, step.waiting, step.preempted, self._throttle.blocked)
+            self._resize()
+
+    def _resize(self) -> None:
+        if self._throttle.size != self._controller.limit:
+            self._throttle.resize(self._controller.limit)

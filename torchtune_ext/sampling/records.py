@@ -1,0 +1,139 @@
+"""Records of the sampling stage: what goes in (configs), what comes out (completions, reports, counters), what can fail."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+FINISH_REASONS = ("stop", "length", "early_stop", "deadline", "abort")
+
+
+class EngineFailed(RuntimeError):
+    """The engine could not be brought back; the message holds the cause and the end of the core's log."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How the engine is built. Everything that changes from one call to the next is in `SamplingConfig`."""
+
+    dtype: str = "bfloat16"  # of weights and KV cache inside the engine; "float32" for exact tests on CPU
+    max_model_len: int = 4096  # tokens, prompt + completion of one request
+    kv_cache_bytes: int | None = None  # size of the KV cache; None: 1 GiB on CPU, a share of the memory on GPU
+    gpu_memory_utilization: float = 0.85  # share of the GPU for weights + KV cache, when kv_cache_bytes is None
+    tensor_parallel_size: int = 1  # GPUs of one engine
+    max_concurrency: int | None = None  # requests in flight; None: follow the engine's own counters
+    max_num_seqs: int | None = None  # rows of one engine step; None: 256 on CPU, 1024 on GPU
+    max_num_batched_tokens: int | None = None  # tokens of one engine step; None: vLLM's choice
+    block_size: int | None = None  # tokens in a KV block; None: 32 on CPU, vLLM's choice on GPU
+    devices: str | None = None  # CUDA_VISIBLE_DEVICES of the engine's process; None: inherited
+    sleep: bool = False  # engine shares the trainer's GPU: give memory back between sampling and publishing
+    address: str | None = None  # "http://host:port" of a running vLLM server; None: an engine of our own
+    load_format: str = "auto"  # "dummy": random weights until the first publication
+    seed: int = 0  # of requests that bring no seed of their own, and of "dummy" weights
+    start_deadline_s: float = 600.0  # seconds until the engine has to answer after its start
+    rpc_deadline_s: float = 300.0  # seconds for one call into the engine (weights, pause, resume)
+    probe_interval_s: float = 2.0  # seconds without a sign of life before a pending engine is asked for one
+    probe_deadline_s: float = 30.0  # seconds it has to answer; longer than its slowest single step
+    max_failures: int = 3  # failures in a row, without a finished request between, before giving up
+    extra_args: dict[str, Any] = field(default_factory=dict)  # further arguments of vLLM's AsyncEngineArgs
+
+    def __post_init__(self):
+        if self.dtype not in ("bfloat16", "float16", "float32", "auto"):
+            raise ValueError(f"engine.dtype is {self.dtype!r}: use 'bfloat16', 'float16', 'float32' or 'auto'")
+        for name in ("max_model_len", "tensor_parallel_size", "max_failures"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"engine.{name} is {getattr(self, name)}: it has to be 1 or more")
+        for name in ("kv_cache_bytes", "max_concurrency", "max_num_seqs", "max_num_batched_tokens", "block_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"engine.{name} is {value}: it has to be 1 or more, or null for the default")
+        for name in ("start_deadline_s", "rpc_deadline_s", "probe_interval_s", "probe_deadline_s"):
+            value = getattr(self, name)
+            if not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"engine.{name} is {value}: it has to be a positive number of seconds")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(
+                f"engine.gpu_memory_utilization is {self.gpu_memory_utilization}: it is a share of the GPU in (0, 1]"
+            )
+        if self.address is not None and not self.address.startswith(("http://", "https://")):
+            raise ValueError(f"engine.address is {self.address!r}: write it as 'http://host:port'")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingConfig:
+    """How completions are drawn in one call of `sample`."""
+
+    max_tokens: int  # tokens of a completion at most
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0  # below 1 the log-probs are of the renormalised distribution
+    top_k: int = 0  # 0: off
+    stop_token_ids: tuple[int, ...] = ()  # a completion ends with (and contains) the first of these
+    seed: int | None = None  # requests' seeds come from (seed, prompt index, sample index); None: not reproducible
+    early_stop_logprob: float | None = None  # stop a completion whose mean log-prob falls below; None: off
+    early_stop_decay: float = 0.992  # of the running mean: 0.992 looks back about 125 tokens
+    early_stop_min_tokens: int = 64  # no early stop before so many tokens
+    deadline_s: float | None = None  # seconds a request may run in the engine; None: no limit
+
+    def __post_init__(self):
+        if self.max_tokens < 1:
+            raise ValueError(f"sampling.max_tokens is {self.max_tokens}: it has to be 1 or more")
+        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
+            raise ValueError(f"sampling.temperature is {self.temperature}: it has to be 0 (greedy) or more")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"sampling.top_p is {self.top_p}: it is a probability in (0, 1], 1 is off")
+        if self.top_k < 0:
+            raise ValueError(f"sampling.top_k is {self.top_k}: it has to be 0 (off) or more")
+        if not 0 < self.early_stop_decay < 1:
+            raise ValueError(f"sampling.early_stop_decay is {self.early_stop_decay}: it lies in (0, 1), e.g. 0.992")
+        if self.early_stop_min_tokens < 1:
+            raise ValueError(f"sampling.early_stop_min_tokens is {self.early_stop_min_tokens}: it has to be 1 or more")
+        if self.early_stop_logprob is not None and not self.early_stop_logprob < 0:
+            raise ValueError(
+                f"sampling.early_stop_logprob is {self.early_stop_logprob}: a mean log-prob is negative, e.g. -3.0"
+            )
+        if self.deadline_s is not None and not self.deadline_s > 0:
+            raise ValueError(f"sampling.deadline_s is {self.deadline_s}: it has to be a positive number of seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One sampled completion."""
+
+    tokens: np.ndarray  # [R] int32, ids as sampled, with the stop token when it was sampled
+    logprobs: np.ndarray  # [R] float32, of the sampled tokens under the sampling temperature
+    versions: np.ndarray  # [R] int32, policy version that produced each token
+    finish_reason: str  # one of FINISH_REASONS
+    cached_prompt_tokens: int  # prompt tokens that came out of the prefix cache
+
+
+@dataclass(frozen=True, slots=True)
+class PublishReport:
+    """What one publication of weights took."""
+
+    version: int  # of the policy, from now on in the engine
+    bytes: int  # size of the published tensors
+    copy_s: float  # seconds to copy them into shared memory; the engine goes on sampling meanwhile
+    pause_s: float  # seconds in which the engine sampled nothing, with load_s in it
+    load_s: float  # seconds the engine took to load them
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters since the start of the run (they go on over a restart of the engine)."""
+
+    prefix_queries: int  # prompt tokens looked up in the prefix cache
+    prefix_hits: int  # of these, found
+    preemptions: int  # requests thrown out of a full KV cache and computed again later
+    max_kv_usage: float  # highest share of the KV cache in use
+    running: int  # requests in the engine's last step
+    waiting: int  # requests in the engine's queue then
+    concurrency: int  # limit of requests in flight now
+    completed: int  # requests finished, whatever the reason
+    tokens: int  # tokens sampled in finished requests
+    restarts: int  # times the engine was started again after a failure
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Share of the prompt tokens that were not computed again."""
+        return self.prefix_hits / self.prefix_queries if self.prefix_queries else 0.0

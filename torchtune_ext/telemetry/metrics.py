@@ -1,0 +1,278 @@
+"""Scalars of a run: one JSON line a step in `metrics.jsonl`, always; Weights & Biases and TensorBoard when asked for.
+
+The file is the record and the other sinks are copies. So a full disk under `metrics.jsonl` is an error, while a sink that
+fails is reported once and dropped. Names are `group/name`; everything the clock decides lies under `time/` and `speed/`,
+so that two runs of the same seed can be compared without them.
+"""
+
+import json
+import logging
+import math
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from torchtune_ext.telemetry.files import set_aside, write_atomic
+
+log = logging.getLogger(__name__)
+
+CLOCK_PREFIXES = ("time/", "speed/", "memory/")  # differ between two identical runs
+_RESERVED = ("step", "nonfinite")
+
+
+class Metrics:
+    """Writes the scalars of each step to `run_dir/metrics.jsonl` and to the named sinks.
+
+    Args:
+        run_dir: folder of the run; made when missing.
+        sinks: any of "wandb" and "tensorboard".
+        config: knobs of the run, kept in `run.json`, shown by W&B and by the report. JSON-able.
+        run_name: name shown by W&B and by the report; the folder's name when None.
+        resume_step: None for a fresh run (an earlier run's files in the folder are set aside, not deleted);
+            otherwise the first step that will be logged again: lines at or after it are cut.
+        project, group: W&B's.
+        rank: only rank 0 writes; on other ranks every method does nothing.
+
+    Raises:
+        ValueError: unknown sink, or W&B without credentials.
+        ImportError: the package of a sink is missing (raised here, before any work is lost).
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        sinks: Sequence[str] = ("wandb", "tensorboard"),
+        config: Mapping[str, Any] | None = None,
+        run_name: str | None = None,
+        resume_step: int | None = None,
+        project: str = "torchtune-ext",
+        group: str | None = None,
+        rank: int = 0,
+    ):
+        self._sinks: dict[str, _Sink] = {}
+        self._fd: int | None = None
+        unknown = sorted(set(sinks) - set(_SINKS))
+        if unknown:
+            raise ValueError(f"sinks={list(sinks)}: no sink is called {unknown[0]!r}; choose from {sorted(_SINKS)}")
+        if rank != 0:
+            return
+        for name in sinks:
+            _require_package(name)
+        run_dir = Path(run_dir)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        run = _open_run_file(run_dir, config or {}, run_name, resume_step)
+        self.path = run_dir / "metrics.jsonl"
+        self._last_step = -1
+        if resume_step is None:
+            if (old := set_aside(self.path)) is not None:
+                log.warning("%s belongs to an earlier run; kept as %s", self.path, old.name)
+        else:
+            cut_metrics(self.path, resume_step)
+        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        for name in sinks:
+            try:
+                self._sinks[name] = _SINKS[name](run_dir, run, resume_step, project, group)
+            except Exception as error:
+                if isinstance(error, ValueError):  # a knob: say so now, while nothing is lost
+                    self.close()
+                    raise
+                self._drop(name, error)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Write one line for `step`. Several lines of one step are allowed; readers merge them.
+
+        Values are anything `float()` takes. NaN and infinities become null, their names go into a list `nonfinite`.
+
+        Raises: ValueError for a step that goes back or a reserved name; OSError when `metrics.jsonl` cannot be written.
+        """
+        if self._fd is None:
+            return
+        if step < self._last_step:
+            raise ValueError(
+                f"step={step} after step {self._last_step}: steps only grow; resume with resume_step={step}"
+            )
+        for name in _RESERVED:
+            if name in values:
+                raise ValueError(f"values[{name!r}]: this name is reserved; use 'group/{name}'")
+        numbers = {name: v if type(v) is int else float(v) for name, v in values.items()}
+        record: dict[str, Any] = {"step": step}
+        record.update({name: v if math.isfinite(v) else None for name, v in numbers.items()})
+        nonfinite = [name for name, v in numbers.items() if not math.isfinite(v)]
+        if nonfinite:
+            record["nonfinite"] = nonfinite
+        self._append(json.dumps(record, allow_nan=False) + "\n")
+        self._last_step = step
+        for name, sink in list(self._sinks.items()):
+            try:
+                sink.log(step, numbers)
+            except Exception as error:
+                self._drop(name, error)
+
+    def close(self) -> None:
+        """Finish the sinks. The file needs no closing to be readable."""
+        for name, sink in list(self._sinks.items()):
+            try:
+                sink.close()
+            except Exception as error:
+                self._drop(name, error)
+        self._sinks.clear()
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def __enter__(self) -> "Metrics":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def _append(self, line: str) -> None:
+        """One write and one fdatasync; a line that did not fit is taken back, so that the file stays valid."""
+        data = line.encode()
+        size = os.fstat(self._fd).st_size
+        try:
+            written = os.write(self._fd, data)
+            if written != len(data):
+                raise OSError(f"only {written} of {len(data)} bytes fitted")
+            os.fdatasync(self._fd)
+        except OSError as error:
+            os.ftruncate(self._fd, size)
+            raise OSError(
+                f"cannot write {self.path}: {error}. Free disk space and resume the run; the lines before are intact"
+            ) from error
+
+    def _drop(self, name: str, error: Exception) -> None:
+        """Report a failed sink once and go on without it."""
+        self._sinks.pop(name, None)
+        log.warning("metrics sink %s failed and is dropped for the rest of the run: %r. "
+                    "metrics.jsonl goes on", name, error)  # fmt: skip
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """Lines of `metrics.jsonl` in order, lines of one step merged. A torn last line (a killed run) is left out.
+
+    Raises: FileNotFoundError; ValueError for a broken line elsewhere.
+    """
+    records: list[dict[str, Any]] = []
+    for record in _lines(Path(path)):
+        if records and records[-1]["step"] == record["step"]:
+            nonfinite = records[-1].get("nonfinite", []) + record.get("nonfinite", [])
+            records[-1].update(record)
+            if nonfinite:
+                records[-1]["nonfinite"] = nonfinite
+        else:
+            records.append(record)
+    return records
+
+
+def cut_metrics(path: Path, resume_step: int) -> None:
+    """Atomically drop the lines at or after `resume_step`, and a torn last line. No file: nothing to do."""
+    if path.exists():
+        kept = [json.dumps(record) + "\n" for record in _lines(path) if record["step"] < resume_step]
+        write_atomic(path, "".join(kept).encode())
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    *lines, tail = path.read_bytes().split(b"\n")  # `tail` is empty, or a line the run was killed in
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            records.append(json.loads(line))
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: not a JSON object ({error}); remove the line") from error
+    if tail:
+        log.warning("%s: the last line is torn and was left out", path)
+    return records
+
+
+def _open_run_file(run_dir: Path, config: Mapping[str, Any], name: str | None, resume_step: int | None) -> dict:
+    """`run.json`: name, W&B id and knobs. A resumed run keeps its id, so that W&B continues the same curves."""
+    path = run_dir / "run.json"
+    run = {"name": name or run_dir.resolve().name, "id": secrets.token_hex(4), "started": time.time()}
+    if resume_step is not None and path.exists():
+        run |= {key: value for key, value in json.loads(path.read_text()).items() if key in ("id", "started")}
+    run["config"] = dict(config)
+    write_atomic(path, (json.dumps(run, indent=1, default=str) + "\n").encode())
+    return run
+
+
+def _require_package(sink: str) -> None:
+    try:
+        __import__(sink)
+    except ImportError as error:
+        raise ImportError(
+            f"sinks names {sink!r}, whose package is missing ({error}): "
+            f"run `pip install {sink}` or take {sink!r} out of sinks"
+        ) from error
+
+
+class _Sink(Protocol):
+    def log(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _Wandb:
+    """Weights & Biases. The step is a logged value of its own: W&B's internal step refuses to go back on resume."""
+
+    def __init__(self, run_dir: Path, run: dict, resume_step: int | None, project: str, group: str | None):
+        import wandb
+
+        try:
+            self._run = wandb.init(
+                dir=str(run_dir), project=project, group=group, name=run["name"], id=run["id"], config=run["config"],
+                resume=None if resume_step is None else "allow",
+            )  # fmt: skip
+        except wandb.errors.UsageError as error:
+            raise ValueError(
+                f"sinks names 'wandb', which cannot start: {error}. Run `wandb login`, set WANDB_MODE=offline, "
+                f"or take 'wandb' out of sinks"
+            ) from error
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **values})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _TensorBoard:
+    """TensorBoard events, written in this thread: torch's SummaryWriter loses errors in a thread of its own."""
+
+    def __init__(self, run_dir: Path, run: dict, resume_step: int | None, project: str, group: str | None):
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event, self._summary = event_pb2, summary_pb2
+        folder = run_dir / "tensorboard"
+        if resume_step is None:
+            set_aside(folder)
+        folder.mkdir(exist_ok=True)
+        host = socket.gethostname()
+        path = folder / f"events.out.tfevents.{time.time_ns() // 1000:016d}.{host}.{os.getpid()}"
+        self._writer = RecordWriter(open(path, "wb"))
+        self._write(file_version="brain.Event:2")
+        if resume_step is not None:  # readers drop what earlier files hold at or after this step
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._write(step=resume_step, session_log=start)
+
+    def _write(self, **fields) -> None:
+        event = self._event.Event(wall_time=time.time(), **fields)
+        self._writer.write(event.SerializeToString())
+        self._writer.flush()
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        scalars = [self._summary.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._write(step=step, summary=self._summary.Summary(value=scalars))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+_SINKS: dict[str, type] = {"wandb": _Wandb, "tensorboard": _TensorBoard}

@@ -1,0 +1,284 @@
+// Curves as inline SVG. One cursor, one zoom and one smoothing for all of them.
+
+const SVG = "http://www.w3.org/2000/svg";
+const HEIGHT = 190, LEFT = 52, RIGHT = 10, TOP = 8, BOTTOM = 22;
+
+function el(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [key, value] of Object.entries(attributes)) {
+    if (key === "class") node.className = value;
+    else if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
+    else if (value === true) node.setAttribute(key, "");
+    else if (value !== false && value != null) node.setAttribute(key, value);
+  }
+  node.append(...children.filter((child) => child != null)); // strings become text nodes, never markup
+  return node;
+}
+
+function svg(tag, attributes = {}) {
+  const node = document.createElementNS(SVG, tag);
+  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+  return node;
+}
+
+function plain(value) {
+  const size = Math.abs(value);
+  if (size === 0) return "0";
+  if (size < 1e-3 || size >= 1e7) return value.toExponential(2).replace("e+", "e").replace(/\.?0+e/, "e");
+  if (size >= 1000) return Math.round(value).toLocaleString("en");
+  return String(+value.toPrecision(size >= 100 ? 4 : 3));
+}
+
+function format(value, unit) {
+  if (value == null) return "–";
+  if (unit === "percent") return `${+(100 * value).toPrecision(3)}%`;
+  if (unit === "seconds") return value >= 120 ? `${+(value / 60).toPrecision(3)} min` : value < 0.1 && value > 0 ? `${+(1000 * value).toPrecision(2)} ms` : `${+value.toPrecision(3)} s`;
+  if (unit === "bytes") return value >= 2 ** 30 ? `${+(value / 2 ** 30).toPrecision(3)} GiB` : value >= 2 ** 20 ? `${+(value / 2 ** 20).toPrecision(3)} MiB` : `${+(value / 1024).toPrecision(3)} KiB`;
+  if (unit === "gib") return `${+value.toPrecision(3)} GiB`;
+  if (unit === "int" || unit === "tok/s") return value >= 20 ? Math.round(value).toLocaleString("en") : String(+value.toPrecision(3));
+  return plain(value);
+}
+
+function linearTicks(low, high, wanted, base = 1) {
+  const rough = (high - low) / wanted / base, power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 2.5, 5, 10].map((m) => m * power).reduce((a, b) => (Math.abs(Math.log(b / rough)) < Math.abs(Math.log(a / rough)) ? b : a)) * base;
+  const ticks = [];
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + 1e-9 * step; i++) ticks.push(+(i * step).toPrecision(12));
+  return ticks;
+}
+
+function logTicks(low, high) {
+  if (high / low < 6) return linearTicks(low, high, 4);
+  const ticks = [], decades = Math.log10(high / low), each = Math.max(1, Math.ceil(decades / 5));
+  for (let e = Math.floor(Math.log10(low)); e <= Math.ceil(Math.log10(high)); e++) {
+    if (decades >= 1.5 && e % each) continue;
+    for (const m of decades < 1.5 ? [1, 2, 5] : [1]) ticks.push(m * 10 ** e);
+  }
+  return ticks.filter((tick) => tick >= low * 0.999 && tick <= high * 1.001);
+}
+
+// Exponential moving average over the values that are there, without the bias towards the first one.
+function smooth(values, weight) {
+  if (!weight) return values;
+  let sum = 0, total = 0;
+  return values.map((value) => {
+    if (value == null) return null;
+    sum = weight * sum + (1 - weight) * value;
+    total = weight * total + (1 - weight);
+    return sum / total;
+  });
+}
+
+const cursor = {
+  charts: [], steps: [], index: null, zoom: null, weight: 0, onPick: null,
+  move(index) {
+    if (index === this.index) return;
+    this.index = index;
+    for (const chart of this.charts) chart.point(index);
+  },
+  redraw() {
+    document.getElementById("reset-zoom").hidden = !this.zoom;
+    for (const chart of this.charts) chart.draw();
+  },
+};
+
+class Chart {
+  constructor(panel, series, steps) {
+    this.panel = panel;
+    this.steps = steps;
+    this.lines = panel.series.map(([metric, label], i) => ({ label, raw: series[metric], color: `var(--c${(i % 6) + 1})`,
+      sparse: series[metric].filter((value) => value != null).length < steps.length / 2 })); // an evaluation every few steps
+    if (panel.band) {
+      const [how, a, b] = panel.band;
+      this.band = how === "range" ? [series[a], series[b]] : [-1, 1].map((sign) =>
+        series[a].map((mean, i) => (mean == null || series[b][i] == null ? null : mean + sign * series[b][i])));
+    }
+    this.at = el("span", { class: "at" });
+    this.numbers = this.lines.map(() => el("span", { class: "number" }));
+    const keys = this.lines.map((line, i) => el("span", {}, el("i", { class: "key", style: `background:${line.color}` }),
+      el("span", { class: "name" }, line.label), this.numbers[i]));
+    this.plot = el("div", { class: "plot" });
+    this.node = el("figure", { class: "panel" }, el("h3", {}, panel.title, this.at),
+      panel.note ? el("p", { class: "note" }, panel.note) : null, el("div", { class: "legend" }, ...keys), this.plot);
+    this.width = 0;
+    new ResizeObserver(() => {
+      const width = Math.round(this.plot.clientWidth);
+      if (width && width !== this.width) { this.width = width; this.draw(); }
+    }).observe(this.plot);
+  }
+
+  // First and last index inside the zoom.
+  span() {
+    if (!cursor.zoom) return [0, this.steps.length - 1];
+    const [low, high] = cursor.zoom;
+    return [this.steps.findIndex((s) => s >= low), this.steps.length - 1 - [...this.steps].reverse().findIndex((s) => s <= high)];
+  }
+
+  domainY(first, last) {
+    const { scale, zero, baseline, style, unit } = this.panel;
+    let low = Infinity, high = -Infinity;
+    const take = (value) => {
+      if (value == null || (scale === "log" && value <= 0)) return;
+      low = Math.min(low, value);
+      high = Math.max(high, value);
+    };
+    for (let i = first; i <= last; i++) {
+      if (style === "stack") take(this.lines.reduce((sum, line) => sum + (line.raw[i] ?? 0), 0));
+      else for (const line of this.lines) take(line.raw[i]);
+      if (this.band) for (const side of this.band) take(side[i]);
+    }
+    if (low > high) return [0, 1];
+    if (baseline != null) take(baseline);
+    if (scale === "log") return low === high ? [low / 2, high * 2] : [low / 1.15, high * 1.15];
+    if (zero) low = Math.min(0, low);
+    if (low === high) return zero ? [0, high || 1] : [low - (Math.abs(low) || 1) * 0.1, high + (Math.abs(high) || 1) * 0.1];
+    const pad = 0.06 * (high - low), top = unit === "percent" && high <= 1 ? Math.min(1, high + pad) : high + pad;
+    return [zero && low === 0 ? 0 : low - pad, top];
+  }
+
+  draw() {
+    if (!this.width) return;
+    const [first, last] = this.span(), { scale, unit, style, baseline } = this.panel;
+    const [x0, x1] = [this.steps[first], Math.max(this.steps[last], this.steps[first] + 1)];
+    const [y0, y1] = this.domainY(first, last), bottom = HEIGHT - BOTTOM, right = this.width - RIGHT;
+    const warp = scale === "log" ? Math.log : (value) => value;
+    this.x = (step) => LEFT + ((step - x0) / (x1 - x0)) * (right - LEFT);
+    this.y = (value) => bottom - ((warp(value) - warp(y0)) / (warp(y1) - warp(y0))) * (bottom - TOP);
+    this.stepAt = (px) => x0 + ((px - LEFT) / (right - LEFT)) * (x1 - x0);
+    const root = svg("svg", { viewBox: `0 0 ${this.width} ${HEIGHT}`, role: "img", "aria-label": this.panel.title });
+    const add = (tag, attributes, text) => {
+      const node = root.appendChild(svg(tag, attributes));
+      if (text != null) node.textContent = text;
+    };
+    const base = unit === "bytes" ? 1024 ** Math.floor(Math.log(Math.max(y1, 1)) / Math.log(1024)) : 1;
+    for (const tick of scale === "log" ? logTicks(y0, y1) : linearTicks(y0, y1, 4, base)) {
+      const y = this.y(tick);
+      add("line", { class: "gridline", x1: LEFT, x2: right, y1: y, y2: y });
+      add("text", { x: LEFT - 7, y: y + 4, "text-anchor": "end" }, format(tick, unit));
+    }
+    for (const tick of linearTicks(x0, x1, Math.max(2, Math.floor(this.width / 90))).filter(Number.isInteger)) {
+      const near = right - this.x(tick) < 16;
+      add("text", { x: near ? right : this.x(tick), y: HEIGHT - 6, "text-anchor": near ? "end" : "middle" }, tick.toLocaleString("en"));
+    }
+    add("line", { class: "axis", x1: LEFT, x2: right, y1: bottom, y2: bottom });
+    if (baseline != null) add("line", { class: "baseline", x1: LEFT, x2: right, y1: this.y(baseline), y2: this.y(baseline) });
+    if (style === "stack") this.drawStack(add, first, last);
+    else this.drawLines(add, first, last);
+    this.clip(root);
+    this.marks = root.appendChild(svg("g"));
+    this.plot.replaceChildren(root);
+    this.root = root;
+    this.listen(root);
+    this.point(cursor.index);
+  }
+
+  // A smoothed curve may leave the range of the values it was drawn for.
+  clip(root) {
+    const id = `clip-${cursor.charts.indexOf(this)}`, clip = root.appendChild(svg("clipPath", { id }));
+    clip.appendChild(svg("rect", { x: LEFT - 3, y: 0, width: this.width - LEFT - RIGHT + 6, height: HEIGHT - BOTTOM + 3 }));
+    for (const path of root.querySelectorAll("path")) path.setAttribute("clip-path", `url(#${id})`);
+  }
+
+  drawLines(add, first, last) {
+    if (this.band) {
+      const high = this.points(this.band[1], first, last), low = this.points(this.band[0], first, last);
+      if (high.length && low.length) add("path", { class: "band", d: `M${high.join("L")}L${low.reverse().join("L")}Z`, style: `fill:${this.lines[0].color}` });
+    }
+    for (const line of this.lines) {
+      const weight = line.sparse ? 0 : cursor.weight;
+      if (weight) this.trace(add, line.raw, first, last, line.color, "series raw", false);
+      this.trace(add, smooth(line.raw, weight), first, last, line.color, "series", true);
+    }
+  }
+
+  trace(add, values, first, last, color, name, dots) {
+    const points = this.points(values, first, last);
+    if (!points.length) return;
+    add("path", { class: name, d: `M${points.join("L")}`, style: `stroke:${color}` });
+    if (dots && points.length <= 40) for (const [x, y] of points) add("circle", { cx: x, cy: y, r: 2.4, style: `fill:${color}` });
+  }
+
+  // Pixels of the values that are there; at most lowest and highest per pixel column.
+  points(values, first, last) {
+    const all = [];
+    for (let i = first; i <= last; i++) {
+      if (values[i] == null || (this.panel.scale === "log" && values[i] <= 0)) continue;
+      all.push([+this.x(this.steps[i]).toFixed(1), +this.y(values[i]).toFixed(1)]);
+    }
+    if (all.length < 3 * this.width) return all;
+    const columns = new Map();
+    for (const point of all) {
+      const column = Math.round(point[0]), kept = columns.get(column);
+      if (!kept) columns.set(column, [point, point]);
+      else if (point[1] < kept[0][1]) kept[0] = point;
+      else if (point[1] > kept[1][1]) kept[1] = point;
+    }
+    return [...columns.values()].flat();
+  }
+
+  drawStack(add, first, last) {
+    let below = this.steps.map(() => 0);
+    const each = Math.max(1, Math.floor((last - first) / (2 * this.width)));
+    for (const line of this.lines) {
+      const own = smooth(line.raw.map((value) => value ?? 0), cursor.weight);
+      const above = below.map((value, i) => value + own[i]), up = [], down = [];
+      for (let i = first; i <= last; i += each) {
+        const x = this.x(this.steps[i]).toFixed(1);
+        up.push(`${x},${this.y(above[i]).toFixed(1)}`);
+        down.push(`${x},${this.y(below[i]).toFixed(1)}`);
+      }
+      add("path", { class: "area", d: `M${up.join("L")}L${down.reverse().join("L")}Z`, style: `fill:${line.color}` });
+      below = above;
+    }
+  }
+
+  // Read-outs at one step, or of the last step that has a value.
+  point(index) {
+    if (!this.marks) return;
+    this.at.textContent = index == null ? "" : `step ${this.steps[index].toLocaleString("en")}`;
+    this.marks.replaceChildren();
+    const visible = index != null && this.steps[index] >= this.stepAt(LEFT) - 1e-9 && this.steps[index] <= this.stepAt(this.width - RIGHT) + 1e-9;
+    if (visible) {
+      const x = this.x(this.steps[index]);
+      this.marks.appendChild(svg("line", { class: "cursor", x1: x, x2: x, y1: TOP, y2: HEIGHT - BOTTOM }));
+    }
+    this.lines.forEach((line, i) => {
+      const known = (value, i) => value != null && (index == null || i <= index);
+      const place = index == null || line.sparse ? line.raw.findLastIndex(known) : index, value = line.raw[place];
+      this.numbers[i].textContent = format(value, this.panel.unit);
+      if (visible && value != null && this.panel.style !== "stack" && !(this.panel.scale === "log" && value <= 0) && this.x(this.steps[place]) >= LEFT) {
+        this.marks.appendChild(svg("circle", { class: "dot", cx: this.x(this.steps[place]), cy: this.y(value), r: 4, style: `fill:${line.color}` }));
+      }
+    });
+  }
+
+  listen(root) {
+    let start = null, box = null;
+    const at = (event) => event.clientX - root.getBoundingClientRect().left;
+    const nearest = (px) => {
+      const step = this.stepAt(px), [first, last] = this.span();
+      let best = first;
+      for (let i = first; i <= last; i++) if (Math.abs(this.steps[i] - step) < Math.abs(this.steps[best] - step)) best = i;
+      return best;
+    };
+    root.addEventListener("pointermove", (event) => {
+      cursor.move(nearest(at(event)));
+      if (start == null || Math.abs(at(event) - start) < 6) return;
+      box ??= this.root.appendChild(svg("rect", { class: "zoom", y: TOP, height: HEIGHT - TOP - BOTTOM }));
+      box.setAttribute("x", Math.min(start, at(event)));
+      box.setAttribute("width", Math.abs(at(event) - start));
+    });
+    root.addEventListener("pointerdown", (event) => { start = at(event); if (event.pointerType === "mouse") root.setPointerCapture(event.pointerId); });
+    root.addEventListener("pointerup", (event) => {
+      const from = start, to = at(event);
+      start = null;
+      if (!box) { if (from != null && cursor.onPick) cursor.onPick(this.steps[nearest(to)]); return; }
+      const range = [from, to].map(this.stepAt).sort((a, b) => a - b);
+      box.remove();
+      box = null;
+      if (this.steps.filter((step) => step >= range[0] && step <= range[1]).length >= 2) { cursor.zoom = range; cursor.redraw(); }
+    });
+    root.addEventListener("pointerleave", () => { if (start == null) cursor.move(null); });
+    root.addEventListener("dblclick", () => { cursor.zoom = null; cursor.redraw(); });
+  }
+}

@@ -1,0 +1,242 @@
+// Browser of groups and samples. All text of the run is set as text nodes; nothing is ever parsed as HTML.
+
+const fixed = (value) => (value == null ? "–" : Math.abs(value) < 100 ? value.toFixed(3) : plain(value));
+
+class Browser {
+  constructor(root, overview, load) {
+    this.index = overview.rollouts;
+    this.load = load; // step -> promise of its groups
+    this.place = 0; // in this.index
+    this.groups = [];
+    this.id = null; // of the group shown
+    this.view = "text";
+    this.filter = "all";
+    this.query = "";
+    this.turn = 0; // counts loads and searches, so that a late answer is dropped
+    this.build(root, overview);
+  }
+
+  build(root, overview) {
+    const stored = overview.stored === this.index.length ? "" : ` of ${overview.stored} stored`;
+    this.output = el("output");
+    this.slider = el("input", { type: "range", min: 0, max: this.index.length - 1, value: 0, "aria-label": "step", oninput: () => this.go(+this.slider.value) });
+    const button = (label, title, action) => el("button", { title, onclick: action }, label);
+    this.search = el("input", { type: "search", placeholder: "search texts", "aria-label": "search in prompts and samples", oninput: () => this.find() });
+    this.filters = el("select", { "aria-label": "which groups", onchange: () => { this.filter = this.filters.value; this.list(); } },
+      ...[["all", "all groups"], ["signal", "with signal"], ["silent", "no signal"], ["failed", "with failures"]].map(([value, label]) => el("option", { value }, label)));
+    this.views = [["text", "text"], ["tokens", "log-probs"]].map(([view, label]) => {
+      const node = button(label, view === "text" ? "plain text" : "tokens, coloured by how surprising they were", () => this.show(view));
+      node.setAttribute("aria-pressed", String(view === this.view));
+      return [view, node];
+    });
+    this.elsewhere = el("div", { class: "elsewhere", hidden: true });
+    this.side = el("div", { class: "groups" });
+    this.pane = el("div", { class: "detail-pane" });
+    this.tip = document.body.appendChild(el("div", { class: "hover-tip", hidden: true }));
+    this.pane.addEventListener("pointermove", (event) => this.hover(event));
+    this.pane.addEventListener("pointerleave", () => { this.tip.hidden = true; });
+    root.append(el("div", { class: "browser" },
+      el("div", { class: "controls" },
+        el("div", { class: "step" }, button("‹", "step before (←)", () => this.go(this.place - 1)), this.slider, button("›", "next step (→)", () => this.go(this.place + 1)), this.output),
+        this.filters, this.search, el("span", {}, ...this.views.map(([, node]) => node)),
+        el("span", { class: "heat-key", title: "background of a token: its log-prob" }, "p = 1", el("i"), "p < 1%")),
+      this.elsewhere, el("div", { class: "columns" }, this.side, this.pane)),
+      el("p", { class: "muted", style: "font-size:12.5px;margin-top:8px" },
+        `Rollouts of ${this.index.length}${stored} steps are in this page; the rest lie in the folder rollouts/ of the run. Keys: ← → step, j k group, t text or log-probs.`));
+    document.addEventListener("keydown", (event) => this.key(event));
+  }
+
+  key(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, select, textarea")) return;
+    const around = (by) => {
+      const shown = this.shown(), place = shown.findIndex((group) => group.id === this.id);
+      if (shown[place + by]) this.pick(shown[place + by].id);
+    };
+    const actions = { ArrowLeft: () => this.go(this.place - 1), ArrowRight: () => this.go(this.place + 1), j: () => around(1), k: () => around(-1), t: () => this.show(this.view === "text" ? "tokens" : "text") };
+    if (actions[event.key]) { event.preventDefault(); actions[event.key](); }
+  }
+
+  async go(place, id = null) {
+    if (!this.index[place]) return;
+    this.place = place;
+    this.slider.value = place;
+    const { step, groups } = this.index[place], turn = ++this.turn;
+    this.output.textContent = `step ${step.toLocaleString("en")}`;
+    const loaded = await this.load(step);
+    if (turn !== this.turn) return;
+    this.groups = loaded;
+    this.total = groups;
+    this.id = id ?? (loaded.some((group) => group.id === this.id) ? this.id : null);
+    this.list();
+    if (this.query) this.searchAll();
+  }
+
+  goStep(step) {
+    let best = 0;
+    this.index.forEach((entry, i) => { if (Math.abs(entry.step - step) < Math.abs(this.index[best].step - step)) best = i; });
+    return this.go(best);
+  }
+
+  show(view) {
+    this.view = view;
+    for (const [name, node] of this.views) node.setAttribute("aria-pressed", String(name === view));
+    this.detail();
+  }
+
+  silent(group) { return group.trained === 0; }
+
+  matches(group) {
+    const query = this.query.toLowerCase();
+    const has = (text) => text.toLowerCase().includes(query);
+    return has(group.id) || group.messages.some((m) => has(m.content)) || group.samples.some((s) => has(s.text));
+  }
+
+  shown() {
+    const keep = { all: () => true, signal: (g) => !this.silent(g), silent: (g) => this.silent(g), failed: (g) => g.failed > 0 }[this.filter];
+    return this.groups.filter((group) => keep(group) && (!this.query || this.matches(group)));
+  }
+
+  find() {
+    clearTimeout(this.timer);
+    this.timer = setTimeout(() => {
+      this.query = this.search.value.trim();
+      this.list();
+      this.searchAll();
+    }, 200);
+  }
+
+  async searchAll() {
+    const turn = ++this.turn, query = this.query, hits = [];
+    this.elsewhere.hidden = !query;
+    if (!query) return;
+    this.elsewhere.replaceChildren("searching the other steps …");
+    for (const [place, entry] of this.index.entries()) {
+      const count = (await this.load(entry.step)).filter((group) => this.matches(group)).length;
+      if (turn !== this.turn || query !== this.query) return;
+      if (count) hits.push(el("button", { "aria-pressed": String(place === this.place), onclick: () => this.go(place) }, `${entry.step} (${count})`));
+    }
+    const few = hits.slice(0, 60);
+    this.elsewhere.replaceChildren(hits.length ? "groups that match, by step:" : "no group in this page matches", ...few, hits.length > 60 ? ` and ${hits.length - 60} steps more` : "");
+  }
+
+  list() {
+    const shown = this.shown();
+    if (!shown.some((group) => group.id === this.id)) this.id = shown[0]?.id ?? null;
+    const every = this.groups.flatMap((group) => group.rewards).filter((reward) => reward != null);
+    const low = Math.min(0, ...every), high = Math.max(low + 1e-9, ...every);
+    const part = this.groups.length < this.total ? `${this.groups.length} of the step's ${this.total} groups, ` : `${this.total} groups, `;
+    this.side.replaceChildren(el("div", { class: "head" }, `${part}widest reward spread first`), ...shown.map((group) => this.entry(group, low, high)));
+    if (!shown.length) this.side.append(el("p", { class: "empty" }, "No group fits."));
+    this.detail();
+  }
+
+  entry(group, low, high) {
+    const strip = svg("svg", { class: "strip" });
+    strip.appendChild(svg("line", { class: "strip-line", x1: 0, x2: "100%", y1: 8, y2: 8 }));
+    for (const reward of group.rewards) {
+      if (reward != null) strip.appendChild(svg("circle", { class: "strip-dot", cx: `${(100 * (reward - low)) / (high - low)}%`, cy: 8, r: 5 }));
+    }
+    return el("button", { class: this.silent(group) ? "group silent" : "group", "aria-pressed": String(group.id === this.id), "data-id": group.id, onclick: () => this.pick(group.id) },
+      el("div", { class: "first" }, el("span", { class: "id", title: group.id }, group.id), el("span", { class: "mean" }, fixed(group.mean))), strip,
+      el("div", { class: "second" }, el("span", {}, `± ${fixed(group.spread)}`), el("span", {}, `${group.count} samples`),
+        this.silent(group) ? el("span", { class: "chip" }, "no signal") : null, group.failed ? el("span", { class: "chip bad" }, `${group.failed} failed`) : null));
+  }
+
+  pick(id) {
+    this.id = id;
+    for (const node of this.side.querySelectorAll(".group")) {
+      node.setAttribute("aria-pressed", String(node.dataset.id === id));
+      if (node.dataset.id === id) node.scrollIntoView({ block: "nearest" });
+    }
+    this.detail();
+  }
+
+  detail() {
+    this.tip.hidden = true;
+    const group = this.groups.find((other) => other.id === this.id);
+    if (!group) return this.pane.replaceChildren(el("p", { class: "empty" }, "No group is chosen."));
+    const chip = (label, value, kind = "") => el("span", { class: `chip ${kind}` }, `${label} `, el("b", {}, value));
+    const also = this.index.flatMap((entry, place) => (place !== this.place && entry.ids.includes(group.id) ? [[place, entry.step]] : []));
+    const prompt = group.messages.flatMap((m) => [el("div", { class: "role" }, m.role), el("pre", { class: "text" }, ...this.marked(m.content))]);
+    const largest = Math.max(1e-9, ...group.samples.map((sample) => Math.abs(sample.advantage ?? 0)));
+    const hidden = group.count - group.samples.length;
+    const children = [
+      el("h3", {}, group.id),
+      el("div", { class: "facts" }, chip("mean reward", fixed(group.mean)), chip("spread", fixed(group.spread)), chip("samples", group.count), chip("trained", group.trained),
+        chip("prompt", `${group.prompt_tokens} tokens`), this.silent(group) ? el("span", { class: "chip warn" }, "no signal: not trained on") : null),
+      also.length ? el("div", { class: "also" }, "same problem at step", ...also.slice(0, 30).map(([place, step]) => el("button", { onclick: () => this.go(place, group.id) }, step))) : null,
+      el("details", { open: group.messages.reduce((n, m) => n + m.content.length, 0) < 900 || this.marksPrompt(group) }, el("summary", {}, "prompt"), ...prompt),
+      el("details", {}, el("summary", {}, "hidden answer"), el("pre", { class: "text" }, group.answer)),
+      ...group.samples.map((sample) => this.sample(sample, largest)),
+      hidden > 0 ? el("p", { class: "muted", style: "margin-top:10px" }, `${hidden} more samples of this group are in the run's folder.`) : null];
+    this.pane.replaceChildren(...children.filter((child) => child != null));
+    for (const body of this.pane.querySelectorAll(".sample > .text")) this.clip(body);
+  }
+
+  marksPrompt(group) {
+    return Boolean(this.query) && group.messages.some((m) => m.content.toLowerCase().includes(this.query.toLowerCase()));
+  }
+
+  clip(body) {
+    if (body.scrollHeight <= 420) return;
+    body.classList.add("clipped");
+    const more = el("button", { class: "more", onclick: () => { body.classList.remove("clipped"); more.remove(); } }, "show all");
+    body.after(more);
+  }
+
+  sample(sample, largest) {
+    const parts = Object.entries(sample.parts).map(([name, value]) => el("span", { class: "chip" }, `${name} `, el("b", {}, format(value, ""))));
+    const kinds = { stop: "", length: "warn", deadline: "warn", abort: "bad" };
+    const versions = sample.versions.length > 1 ? el("span", { class: "chip", title: sample.versions.map(([v, n]) => `version ${v}: ${n} tokens`).join("\n") }, `versions ${sample.versions[0][0]}–${sample.versions.at(-1)[0]}`) : null;
+    return el("article", { class: sample.trained ? "sample" : "sample unused" },
+      el("div", { class: "bar" }, el("span", { class: "reward", title: "reward" }, fixed(sample.reward)), this.advantage(sample.advantage, largest), ...parts,
+        sample.outcome === "scored" ? null : el("span", { class: "chip bad" }, sample.outcome.replace("_", " ")),
+        el("span", { class: `chip ${kinds[sample.finish] ?? ""}`, title: "why it ended" }, sample.finish), versions,
+        el("span", { class: "chip" }, `${sample.count} tokens`), el("span", { class: "chip", title: "mean log-prob of a token" }, `log-prob ${format(sample.logprob, "")}`),
+        sample.trained ? null : el("span", { class: "chip" }, "not trained")),
+      sample.cause ? el("div", { class: "cause" }, sample.cause) : null,
+      this.view === "text" ? el("pre", { class: "text" }, ...this.marked(sample.text)) : this.tokens(sample));
+  }
+
+  advantage(value, largest) {
+    if (value == null) return null;
+    const bar = svg("svg", { viewBox: "-36 0 72 10" }), width = (34 * Math.abs(value)) / largest;
+    bar.append(svg("rect", { class: "track", x: -34, y: 4, width: 68, height: 2 }), svg("rect", { class: value < 0 ? "minus" : "plus", x: value < 0 ? -width : 0, y: 1, width, height: 8, rx: 1.5 }), svg("line", { x1: 0, x2: 0, y1: 0, y2: 10 }));
+    return el("span", { class: "advantage", title: "advantage" }, bar, `${value > 0 ? "+" : value < 0 ? "−" : ""}${fixed(Math.abs(value))}`);
+  }
+
+  tokens(sample) {
+    const body = el("pre", { class: sample.pieces ? "text tokens" : "text tokens ids" });
+    const limits = [];
+    for (const [version, count] of sample.versions) limits.push([version, (limits.at(-1)?.[1] ?? 0) + count]);
+    sample.ids.forEach((id, i) => {
+      if (i === sample.gap) body.append(el("span", { class: "gap" }, ` [… ${sample.count - sample.ids.length} tokens left out …] `));
+      const nats = sample.nats[i] / 1000, place = sample.gap != null && i >= sample.gap ? i + sample.count - sample.ids.length : i;
+      const heat = Math.min(1, nats / 4.6) ** 0.7; // full colour at p = 1%
+      const node = el("span", { class: "token", style: heat > 0.02 ? `background:rgba(var(--heat),${(0.75 * heat).toFixed(2)})` : null }, sample.pieces ? sample.pieces[i] : String(id));
+      node.about = { id, nats, place, piece: sample.pieces?.[i], version: limits.find(([, end]) => place < end)?.[0] };
+      body.append(node);
+    });
+    return body;
+  }
+
+  hover(event) {
+    const about = event.target.about;
+    this.tip.hidden = !about;
+    if (!about) return;
+    const p = Math.exp(-about.nats), piece = about.piece == null ? "" : `${JSON.stringify(about.piece)}  `;
+    this.tip.textContent = `${piece}id ${about.id}  token ${about.place}\nlog-prob ${about.nats ? "−" : ""}${about.nats.toFixed(3)}  p ${p < 0.001 ? p.toExponential(1) : `${+(100 * p).toPrecision(3)}%`}  version ${about.version ?? "–"}`;
+    this.tip.style.left = `${Math.min(event.clientX + 12, innerWidth - this.tip.offsetWidth - 8)}px`;
+    this.tip.style.top = `${event.clientY + 18}px`;
+  }
+
+  // Text nodes with the matches of the search in <mark>.
+  marked(text) {
+    if (!this.query) return [text];
+    const parts = [], low = text.toLowerCase(), query = this.query.toLowerCase();
+    if (low.length !== text.length) return [text]; // a case fold that changes lengths: places would be off
+    let from = 0;
+    for (let at; (at = low.indexOf(query, from)) >= 0; from = at + query.length) parts.push(text.slice(from, at), el("mark", {}, text.slice(at, at + query.length)));
+    return [...parts, text.slice(from)];
+  }
+}

@@ -1,0 +1,63 @@
+"""Token ids -> the piece of text each of them stands for."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+_BROKEN = "\ufffd"  # what a decoder writes for bytes that are no character yet
+_LONGEST = 6  # ids that may have to come together to make one character
+
+
+class _Decoder(Protocol):
+    def decode(self, ids: list[int], skip_special_tokens: bool = ...) -> str: ...
+
+
+class TokenPieces:
+    """Splits a text along its tokens. Each id is decoded once, behind a fixed ASCII token, because some tokenizers
+    drop the space at the start of a text. A character of several tokens is given to the last of them."""
+
+    def __init__(self, tokenizer: _Decoder, anchor: int):
+        self._tokenizer, self._anchor = tokenizer, anchor
+        self._prefix = len(self._decode([anchor]))
+        self._cache: dict[int, str] = {}
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> "TokenPieces":
+        """From a model folder or a `tokenizer.json`. Raises FileNotFoundError."""
+        from tokenizers import Tokenizer
+
+        path = Path(folder)
+        path = path / "tokenizer.json" if path.is_dir() else path
+        if not path.exists():
+            raise FileNotFoundError(f"--tokenizer {folder}: no tokenizer.json there; name a model folder that has one")
+        tokenizer = Tokenizer.from_file(str(path))
+        return cls(tokenizer, tokenizer.encode("a", add_special_tokens=False).ids[-1])
+
+    def split(self, ids: Sequence[int]) -> list[str]:
+        """One piece an id; joined they are the text."""
+        pieces: list[str] = []
+        held: list[int] = []
+        for token in map(int, ids):
+            if not held:
+                piece = self._cache.get(token)
+                if piece is None:
+                    piece = self._cache[token] = self._piece([token])
+                if _BROKEN not in piece:
+                    pieces.append(piece)
+                    continue
+            held.append(token)
+            piece = self._piece(held)
+            if _BROKEN in piece and len(held) < _LONGEST:
+                pieces.append("")
+            else:
+                pieces.append(piece)
+                held = []
+        if held:
+            pieces[-1] = self._piece(held)
+        return pieces
+
+    def _piece(self, ids: list[int]) -> str:
+        return self._decode([self._anchor, *ids])[self._prefix :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)

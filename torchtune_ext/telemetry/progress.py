@@ -1,0 +1,165 @@
+"""Progress of a step on the terminal: bars while sampling and training, and one aligned line a step.
+
+On a terminal rank 0 shows tqdm bars. Elsewhere (other ranks, a log file) a bar becomes a log line every `log_every_s`
+seconds, so that a log stays short and a stall still shows.
+"""
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sized
+from typing import Protocol, TextIO
+
+from tqdm import tqdm
+
+log = logging.getLogger(__name__)
+
+_HEADER_EVERY = 25  # summary lines between two headers
+
+
+class Completion(Protocol):
+    """What a bar needs of `sampling.engine.Completion`."""
+
+    tokens: Sized
+
+
+class Bar:
+    """Counts items, tokens and rewards of one phase. Safe to update from other threads. A context manager.
+
+    Args:
+        label: name of the phase.
+        total: how many items will come.
+        unit: what an item is ("sample", "row").
+        file: where a tqdm bar is drawn; None for log lines.
+        log_every_s: seconds between log lines when no bar is drawn.
+    """
+
+    def __init__(self, label: str, total: int, unit: str, file: TextIO | None, log_every_s: float = 30.0,
+                 clock: Callable[[], float] = time.monotonic):  # fmt: skip
+        self.label, self.total, self.unit = label, total, unit
+        self.count = self.tokens = self.rewards = 0
+        self.reward_sum = 0.0
+        self._clock, self._log_every_s = clock, log_every_s
+        self._start = self._last_log = clock()
+        self._lock = threading.Lock()
+        self._tqdm = None
+        if file is not None:
+            self._tqdm = tqdm(total=total, desc=label, unit=unit, file=file, leave=False, dynamic_ncols=True)
+
+    def add(self, count: int = 1, tokens: int = 0) -> None:
+        """`count` more items are done; together they have `tokens` tokens."""
+        with self._lock:
+            self.count += count
+            self.tokens += tokens
+            self._show(count)
+
+    def on_completion(self, prompt: int, sample: int, completion: Completion) -> None:
+        """For `sample_groups(..., on_completion=bar.on_completion)`."""
+        self.add(1, len(completion.tokens))
+
+    def add_reward(self, reward: float) -> None:
+        """One more sample was graded."""
+        with self._lock:
+            self.rewards += 1
+            self.reward_sum += reward
+            self._show(0)
+
+    def close(self) -> None:
+        if self._tqdm is not None:
+            self._tqdm.close()
+
+    def __enter__(self) -> "Bar":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    @property
+    def tokens_s(self) -> float:
+        """Tokens per second since the phase began."""
+        return self.tokens / max(self._clock() - self._start, 1e-9)
+
+    def read_out(self) -> str:
+        """What is known so far, e.g. "reward 0.412, length 83, 5,120 tok/s"."""
+        parts = []
+        if self.rewards:
+            parts.append(f"reward {self.reward_sum / self.rewards:.3f}")
+        if self.tokens:
+            parts += [f"length {self.tokens / self.count:.0f}", f"{self.tokens_s:,.0f} tok/s"]
+        return ", ".join(parts)
+
+    def _show(self, count: int) -> None:
+        if self._tqdm is not None:
+            self._tqdm.set_postfix_str(self.read_out(), refresh=False)
+            self._tqdm.update(count)
+            return
+        now = self._clock()
+        if now - self._last_log >= self._log_every_s:
+            self._last_log = now
+            log.info("%s: %d of %d %ss after %.0f s, %s", self.label, self.count, self.total, self.unit,
+                     now - self._start, self.read_out() or "-")  # fmt: skip
+
+
+class Progress:
+    """Bars and the table of steps.
+
+    Args:
+        total_steps: for "12/200" in the table; None when unknown.
+        rank: only rank 0 draws bars and prints the table; other ranks log.
+        bars: draw bars; None: when `sys.stderr` is a terminal.
+        log_every_s: seconds between the log lines that stand in for a bar.
+        file: where the table goes; None: `sys.stdout`.
+    """
+
+    def __init__(self, total_steps: int | None = None, rank: int = 0, bars: bool | None = None,
+                 log_every_s: float = 30.0, file: TextIO | None = None):  # fmt: skip
+        self._total, self._rank, self._log_every_s, self._file = total_steps, rank, log_every_s, file
+        self._bars = rank == 0 and (sys.stderr.isatty() if bars is None else bars)
+        self._lines = 0
+
+    def sampling(self, num_samples: int, label: str = "sample") -> Bar:
+        return self._bar(label, num_samples, "sample")
+
+    def training(self, num_rows: int, label: str = "train") -> Bar:
+        return self._bar(label, num_rows, "row")
+
+    def summary(self, step: int, values: Mapping[str, float]) -> None:
+        """Print one line of the table from the metrics of a step; absent ones show as a dash."""
+        if self._rank != 0:
+            return
+        if self._lines % _HEADER_EVERY == 0:
+            self._print("  ".join(f"{title:>{width}}" for title, width, *_ in _COLUMNS))
+        self._lines += 1
+        name = f"{step}" if self._total is None else f"{step}/{self._total}"
+        cells = [f"{name:>{_COLUMNS[0][1]}}"]
+        for _, width, text, names in _COLUMNS[1:]:
+            value = next((values[name] for name in names if name in values), None)
+            cells.append(f"{'-' if value is None else text.format(value):>{width}}")
+        self._print("  ".join(cells))
+
+    def _bar(self, label: str, total: int, unit: str) -> Bar:
+        if self._rank != 0:
+            label = f"rank {self._rank} {label}"
+        return Bar(label, total, unit, sys.stderr if self._bars else None, self._log_every_s)
+
+    def _print(self, line: str) -> None:
+        file = self._file or sys.stdout
+        tqdm.write(line, file=file)  # moves a bar out of the way first
+        file.flush()
+
+
+# title, width, format, metric names (the first one present is shown)
+_COLUMNS = (
+    ("step", 9, "", ()),
+    ("reward", 7, "{:.4f}", ("reward/mean",)),
+    ("±", 6, "{:.3f}", ("reward/std",)),
+    ("eval", 6, "{:.1%}", ("eval/accuracy_sampled", "eval/accuracy_greedy")),
+    ("length", 6, "{:.0f}", ("length/mean",)),
+    ("cut", 6, "{:.1%}", ("length/truncated",)),
+    ("grad", 7, "{:.3g}", ("optim/grad_norm",)),
+    ("mismatch", 8, "{:.1e}", ("mismatch/mean_abs",)),
+    ("tok/s", 8, "{:,.0f}", ("speed/sampled_tokens_s",)),
+    ("rho", 5, "{:.2f}", ("pack/rho",)),
+    ("seconds", 7, "{:.1f}", ("time/step",)),
+)

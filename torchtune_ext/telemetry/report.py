@@ -1,0 +1,323 @@
+"""`torchtune-ext report RUN`: one HTML file with the curves of a run and a browser of its rollouts.
+
+The file needs no network and no server. Everything that came from the run is embedded as base64 of gzipped JSON and
+written into the page as text nodes only, so that no completion can break or script the page.
+"""
+
+import argparse
+import base64
+import gzip
+import html
+import json
+import logging
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from torchtune_ext.advantages import Group, Sample
+from torchtune_ext.telemetry.metrics import read_metrics
+from torchtune_ext.telemetry.panels import panels_for
+from torchtune_ext.telemetry.pieces import TokenPieces
+from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths, run_lengths
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much of the rollouts a page carries; the curves are always whole."""
+
+    max_steps: int = 80  # steps with rollouts, evenly spaced, first and last among them
+    groups_per_step: int = 12  # evenly spaced over the reward spread, widest and narrowest among them
+    samples_per_group: int = 16  # evenly spaced over the reward, best and worst among them
+    max_tokens: int = 2000  # of one sample; the middle of a longer one is left out
+    max_mib: float = 16.0  # of all rollouts in the page
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was written."""
+
+    path: Path
+    num_bytes: int
+    steps: int  # with metrics
+    rollout_steps: int  # with rollouts in the page
+    stored_steps: int  # with rollouts in the run
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="folder of a run (it holds metrics.jsonl)")
+    parser.add_argument("--out", metavar="FILE", help="the page to write (default: RUN/report.html)")
+    parser.add_argument(
+        "--tokenizer", metavar="DIR", help="model folder; shows the text of each token with its log-prob"
+    )
+    defaults = Limits()
+    for name, text in (
+        ("max_steps", "steps whose rollouts go into the page"),
+        ("groups_per_step", "groups of a step that go into the page"),
+        ("samples_per_group", "samples of a group that go into the page"),
+        ("max_tokens", "tokens of a sample that go into the page"),
+        ("max_mib", "bound on the rollouts in the page, in MiB; 0 leaves them out"),
+    ):
+        default = getattr(defaults, name)
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=type(default), default=default, help=f"{text} (default: {default:g})")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Write the page; 0, or 1 with a message when the run cannot be read."""
+    try:
+        limits = Limits(args.max_steps, args.groups_per_step, args.samples_per_group, args.max_tokens, args.max_mib)
+        report = build_report(args.run, args.out, limits, args.tokenizer)
+    except (OSError, ValueError) as error:
+        print(f"torchtune-ext report: {error}", file=sys.stderr)
+        return 1
+    print(f"{report.path}: {report.num_bytes / 2**20:.1f} MiB, {report.steps} steps, "
+          f"rollouts of {report.rollout_steps} of {report.stored_steps} stored steps")  # fmt: skip
+    return 0
+
+
+def build_report(
+    run_dir: str | Path, out: str | Path | None = None, limits: Limits = Limits(), tokenizer: str | Path | None = None
+) -> Report:
+    """Write the page of `run_dir` to `out`. Raises FileNotFoundError and ValueError with the cause and the fix."""
+    for name, value in asdict(limits).items():
+        if value < (0 if name == "max_mib" else 1):
+            raise ValueError(f"{name}={value}: must be positive")
+    run_dir = Path(run_dir)
+    if not run_dir.is_dir():
+        raise FileNotFoundError(f"{run_dir}: no such folder; name the folder of a run")
+    metrics_path = run_dir / "metrics.jsonl"
+    records = read_metrics(metrics_path) if metrics_path.exists() else []
+    if not records:
+        raise FileNotFoundError(f"{metrics_path}: no metrics yet; a run writes its first line at the end of a step")
+    out = Path(out) if out is not None else run_dir / "report.html"
+    paths = rollout_paths(run_dir)
+    pieces = TokenPieces.from_folder(tokenizer) if tokenizer is not None else None
+    blobs, index = _rollout_blobs(paths, limits, pieces)
+    page = _page(_overview(run_dir, records, index, len(paths)), blobs)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(page, encoding="utf-8")
+    return Report(out, len(page.encode()), len(records), len(blobs), len(paths))
+
+
+# ---------------------------------------------------------------- curves
+
+
+def _overview(run_dir: Path, records: list[dict], index: list[dict], stored: int) -> dict[str, Any]:
+    """Everything but the rollouts: the series as columns, the panels, and which rollouts the page has."""
+    names = {name for record in records for name in record if name not in ("step", "nonfinite")}
+    series = {name: [_short(record.get(name)) for record in records] for name in sorted(names)}
+    series = {name: values for name, values in series.items() if any(value is not None for value in values)}
+    run_path = run_dir / "run.json"
+    run = json.loads(run_path.read_text()) if run_path.exists() else {}
+    return {
+        "name": run.get("name", run_dir.resolve().name),
+        "config": _flat(run.get("config", {})),
+        "started": run.get("started"),
+        "written": time.time(),
+        "steps": [record["step"] for record in records],
+        "series": series,
+        "panels": [asdict(panel) for panel in panels_for(series)],
+        "notices": _notices(records),
+        "rollouts": index,
+        "stored": stored,
+    }
+
+
+def _notices(records: list[dict]) -> list[str]:
+    """What a reader should look at first."""
+    notices = []
+    broken: dict[str, list[int]] = {}
+    for record in records:
+        for name in record.get("nonfinite", ()):
+            broken.setdefault(name, []).append(record["step"])
+    for name, steps in broken.items():
+        notices.append(f"{name} was not finite at {_count(len(steps), 'step')}, first at step {steps[0]}.")
+    last = records[-max(1, len(records) // 10) :]  # the last tenth of the run
+
+    def recent(name: str) -> float:
+        values = [record[name] for record in last if record.get(name) is not None]
+        return sum(values) / len(values) if values else 0.0
+
+    infra = sum(record.get("groups/infra_failed") or 0 for record in records)
+    if infra:
+        notices.append(f"The infrastructure failed in {_count(int(infra), 'group')}; they were not trained on.")
+    restarts = max(record.get("engine/restarts") or 0 for record in records)
+    if restarts:
+        notices.append(f"The engine was restarted {_count(int(restarts), 'time')}.")
+    groups = recent("groups/used") + recent("groups/no_signal")
+    if groups and recent("groups/no_signal") > 0.5 * groups:
+        share = recent("groups/no_signal") / groups
+        notices.append(
+            f"{share:.0%} of the latest groups carry no signal: the problems are too easy or too hard by now."
+        )
+    if recent("length/truncated") > 0.2:
+        notices.append(f"{recent('length/truncated'):.0%} of the latest samples hit the token limit.")
+    return notices
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _flat(config: dict, prefix: str = "") -> list[tuple[str, str]]:
+    rows: list[tuple[str, str]] = []
+    for key, value in config.items():
+        if isinstance(value, dict) and value:
+            rows += _flat(value, f"{prefix}{key}.")
+        else:
+            rows.append((f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value)))
+    return rows
+
+
+def _short(value: float | None, digits: int = 6) -> float | None:
+    """Six digits are more than a screen shows, and half the bytes."""
+    return value if value is None or isinstance(value, int) else float(f"{value:.{digits}g}")
+
+
+# ---------------------------------------------------------------- rollouts
+
+
+def _rollout_blobs(
+    paths: dict[int, Path], limits: Limits, pieces: TokenPieces | None
+) -> tuple[dict[int, str], list[dict]]:
+    """Step -> packed groups, and for each such step what it holds. Steps share the budget; what one leaves, others use."""
+    blobs: dict[int, str] = {}
+    index: list[dict] = []
+    steps = _spaced(sorted(paths), limits.max_steps) if limits.max_mib > 0 else []
+    left = limits.max_mib * 2**20
+    for number, step in enumerate(steps):
+        try:
+            groups = read_rollouts(paths[step])
+        except ValueError as error:
+            log.warning("left out of the report: %s", error)
+            continue
+        blob, chosen = _fit(groups, limits, pieces, left / (len(steps) - number))
+        left -= len(blob)
+        blobs[step] = blob
+        index.append({"step": step, "groups": len(groups), "ids": [group.problem.id for group in chosen]})
+    return blobs, index
+
+
+def _fit(groups: list[Group], limits: Limits, pieces: TokenPieces | None, budget: float) -> tuple[str, list[Group]]:
+    """As many groups as `budget` bytes hold, at least one; then fewer samples, then fewer tokens of each."""
+    ranked = sorted(groups, key=_spread, reverse=True)
+    num_groups, num_samples, num_tokens = limits.groups_per_step, limits.samples_per_group, limits.max_tokens
+    while True:
+        chosen = _spaced(ranked, num_groups)
+        blob = _pack([_group_record(group, num_samples, num_tokens, pieces) for group in chosen])
+        ratio = budget / len(blob)
+        if ratio >= 1:
+            return blob, chosen
+        if num_groups > 1:
+            num_groups = max(1, min(num_groups - 1, int(len(chosen) * ratio)))
+        elif num_samples > 2:
+            num_samples = max(2, min(num_samples - 1, int(num_samples * ratio)))
+        elif num_tokens > 32:
+            num_tokens = max(32, num_tokens // 2)
+        else:
+            return blob, chosen
+
+
+def _rewards(group: Group) -> list[float]:
+    return [sample.outcome.score.reward for sample in group.samples if sample.outcome.score is not None]
+
+
+def _spread(group: Group) -> float:
+    rewards = _rewards(group)
+    return float(np.std(rewards)) if rewards else 0.0
+
+
+def _group_record(group: Group, num_samples: int, num_tokens: int, pieces: TokenPieces | None) -> dict[str, Any]:
+    def order(sample: Sample) -> float:
+        return -np.inf if sample.outcome.score is None else sample.outcome.score.reward
+
+    rewards = _rewards(group)
+    samples = _spaced(sorted(group.samples, key=order, reverse=True), num_samples)
+    answer = group.problem.answer
+    return {
+        "id": group.problem.id,
+        "messages": [{"role": m["role"], "content": _cut_text(str(m["content"]), 8 * num_tokens)}
+                     for m in group.problem.messages],
+        "answer": answer if isinstance(answer, str) else json.dumps(answer, default=repr),
+        "prompt_tokens": len(group.prompt_tokens),
+        "count": len(group.samples),
+        "trained": sum(sample.trained for sample in group.samples),
+        "failed": sum(sample.outcome.score is None for sample in group.samples),
+        "mean": _finite(float(np.mean(rewards))) if rewards else None,
+        "spread": _finite(_spread(group)),
+        "rewards": [_finite(reward) for reward in rewards],
+        "samples": [_sample_record(sample, num_tokens, pieces) for sample in samples],
+    }  # fmt: skip
+
+
+def _sample_record(sample: Sample, num_tokens: int, pieces: TokenPieces | None) -> dict[str, Any]:
+    outcome, count = sample.outcome, len(sample.tokens)
+    head = count if count <= num_tokens else num_tokens // 2
+    keep = np.r_[0:head, max(head, count - num_tokens // 2) : count] if count > num_tokens else np.arange(count)
+    logprobs = np.nan_to_num(sample.logprobs[keep].astype(np.float64), nan=-99.0, posinf=0.0, neginf=-99.0)
+    record: dict[str, Any] = {
+        "text": sample.text if count <= num_tokens else _cut_text(sample.text, 8 * num_tokens),
+        "ids": sample.tokens[keep].tolist(),
+        "nats": np.rint(-1000 * logprobs).astype(int).tolist(),  # thousandths, positive
+        "count": count,
+        "gap": head if count > num_tokens else None,  # where tokens were left out
+        "reward": None if outcome.score is None else _finite(outcome.score.reward),
+        "parts": {} if outcome.score is None else {k: _finite(v) for k, v in outcome.score.parts.items()},
+        "outcome": outcome.kind,
+        "cause": _cut_text(outcome.cause, 2000),
+        "advantage": _finite(sample.advantage),
+        "trained": bool(sample.trained),
+        "finish": sample.finish_reason,
+        "versions": run_lengths(sample.versions),
+        "logprob": _finite(float(np.mean(sample.logprobs, dtype=np.float64))) if count else None,
+    }
+    if pieces is not None:
+        record["pieces"] = pieces.split(sample.tokens)[:head] + pieces.split(sample.tokens[keep[head:]])
+    return record
+
+
+def _cut_text(text: str, limit: int) -> str:
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit // 2]}\n[… {len(text) - limit:,} characters left out …]\n{text[-(limit // 2) :]}"
+
+
+def _finite(value: float) -> float | None:
+    return _short(float(value)) if np.isfinite(value) else None
+
+
+def _spaced(items: Sequence, number: int) -> list:
+    """At most `number` of `items`, evenly spaced, first and last among them (only the first when `number` is 1)."""
+    if len(items) <= number:
+        return list(items)
+    return [items[round(i * (len(items) - 1) / max(1, number - 1))] for i in range(number)]
+
+
+# ---------------------------------------------------------------- page
+
+
+def _pack(data: Any) -> str:
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return base64.b64encode(gzip.compress(text.encode(), 9, mtime=0)).decode()
+
+
+def _page(overview: dict[str, Any], blobs: dict[int, str]) -> str:
+    folder = resources.files("torchtune_ext.telemetry") / "page"
+    data = {"overview": _pack(overview)} | {f"rollouts-{step}": blob for step, blob in blobs.items()}
+    parts = {
+        "title": html.escape(overview["name"]),
+        "css": (folder / "page.css").read_text(encoding="utf-8"),
+        "js": "\n".join((folder / f"{name}.js").read_text(encoding="utf-8") for name in ("charts", "rollouts", "main")),
+        "data": "\n".join(f'<script type="text/plain" id="{key}">{blob}</script>' for key, blob in data.items()),
+    }
+    template = (folder / "page.html").read_text(encoding="utf-8")
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)

@@ -1,0 +1,59 @@
+"""What the groups of a step say in numbers, and how long its phases took."""
+
+import resource
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from torchtune_ext.advantages import Group
+
+
+class Stopwatch:
+    """Seconds by phase: `with watch("sample"): ...`."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._begin = time.monotonic()
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[phase] += time.monotonic() - begin
+
+    def metrics(self) -> dict[str, float]:
+        values = {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
+        return values | {"time/step": time.monotonic() - self._begin}
+
+
+def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Rewards with their parts, and lengths, over all samples of the groups (graded ones for the rewards)."""
+    samples = [s for g in groups for s in g.samples]
+    scores = [s.outcome.score for s in samples if s.outcome.score is not None]
+    lengths = np.array([len(s.tokens) for s in samples])
+    values = {
+        "length/mean": float(lengths.mean()),
+        "length/max": float(lengths.max()),
+        "length/truncated": sum(s.finish_reason == "length" for s in samples) / len(samples),
+        "length/tokens": float(lengths.sum()),
+    }
+    if scores:
+        rewards = np.array([score.reward for score in scores])
+        values |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
+        for name in scores[0].parts:
+            values[f"reward/{name}"] = float(np.mean([score.parts[name] for score in scores if name in score.parts]))
+    return values
+
+
+def memory_metrics() -> dict[str, float]:
+    """Peak memory of this process since its start, GiB."""
+    values = {"memory/rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)}
+    if torch.cuda.is_available():
+        values["memory/gpu_gib"] = torch.cuda.max_memory_allocated() / (1 << 30)
+    return values

@@ -1,0 +1,48 @@
+"""Makes torchtune 0.6.1 importable with torchao 0.16 to 0.18, which removed or moved five names that it imports.
+
+`apply` must run before `torchtune` is executed (`plugin.install` sees to that). With torchao <= 0.15 it changes
+nothing. What the removed names did stays unavailable: torchtune's post-training int4 and int8 quantizers.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable
+from types import ModuleType
+
+
+def _removed(name: str) -> Callable:
+    def stub(*args, **kwargs):
+        raise NotImplementedError(
+            f'{name} was removed from the installed torchao: pip install "torchao<0.16" to use it'
+        )
+
+    stub.__name__ = name
+    return stub
+
+
+def apply(_module: ModuleType | None = None) -> None:
+    """Put back the names that torchtune 0.6.1 imports. Idempotent. Raises ImportError without torchao."""
+    from torchao import dtypes, quantization
+
+    # 0.18 moved NF4
+    try:
+        importlib.import_module("torchao.dtypes.nf4tensor")
+    except ModuleNotFoundError:
+        nf4 = importlib.import_module("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
+        sys.modules["torchao.dtypes.nf4tensor"] = nf4
+        dtypes.nf4tensor = nf4
+        for name in ("NF4Tensor", "to_nf4"):
+            if name not in vars(dtypes):
+                setattr(dtypes, name, vars(nf4)[name])
+
+    # 0.16 replaced functions by configuration classes
+    for name, successor in (
+        ("int4_weight_only", "Int4WeightOnlyConfig"),
+        ("int8_dynamic_activation_int4_weight", "Int8DynamicActivationInt4WeightConfig"),
+    ):
+        if name not in vars(quantization):
+            setattr(quantization, name, vars(quantization).get(successor) or _removed(name))
+
+    # 0.18 removed the tensor-core layout
+    if "TensorCoreTiledLayout" not in vars(dtypes):
+        dtypes.TensorCoreTiledLayout = _removed("TensorCoreTiledLayout")

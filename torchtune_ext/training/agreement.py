@@ -1,0 +1,122 @@
+"""Do trainer and sampler agree on the tokens that were sampled? Measured raw, before any clipping or masking."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtune_ext.packing import Row
+
+TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 2.0)  # what a wrong one is looked for among
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """Differences d = trainer - sampler log-prob over sampled tokens, all ranks."""
+
+    mean_abs: float
+    p99_abs: float
+    max_abs: float
+    mean: float  # signed: far from zero means that one side renormalises
+    k3: float  # mean of exp(d) - 1 - d: estimates KL(sampler || trainer)
+    first_abs: float  # mean |d| over the first token of each completion
+    tokens: int
+
+    def metrics(self, prefix: str) -> dict[str, float]:
+        return {f"{prefix}/{name}": getattr(self, name) for name in ("mean_abs", "p99_abs", "max_abs", "k3")}
+
+
+class Disagreement(RuntimeError):
+    """Trainer and sampler do not run the same policy."""
+
+
+def mismatch(rows: Sequence[Row], scored: Sequence[Tensor]) -> Mismatch:
+    """Compares the trainer's log-probs `scored` ([L] per row) with those the sampler reported in `rows`; a collective."""
+    parts = []
+    for row, logprobs_L in zip(rows, scored, strict=True):
+        first_L = torch.ones_like(row.samples_L, dtype=torch.bool)
+        first_L[1:] = row.samples_L[1:] != row.samples_L[:-1]
+        parts.append(torch.stack([logprobs_L.cpu().double() - row.logprobs_L.double(), first_L.double()]))
+    both = torch.cat(parts, dim=1) if parts else torch.empty(2, 0, dtype=torch.float64)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        gathered: list[Tensor | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, both)
+        both = torch.cat(gathered, dim=1)
+    d, first = both[0], both[1].bool()
+    if not d.numel():
+        return Mismatch(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0)
+    size = d.abs()
+    p99 = size.kthvalue(max(1, round(0.99 * d.numel()))).values
+    k3 = torch.expm1(d.clamp(max=20.0)) - d
+    return Mismatch(
+        mean_abs=size.mean().item(),
+        p99_abs=p99.item(),
+        max_abs=size.max().item(),
+        mean=d.mean().item(),
+        k3=k3.mean().item(),
+        first_abs=size[first].mean().item(),
+        tokens=d.numel(),
+    )
+
+
+def require_agreement(
+    rows: Sequence[Row],
+    scored: Sequence[Tensor],
+    limit: float,
+    temperature: float,
+    rescore: Callable[[float], list[Tensor]],
+    when: str,
+) -> Mismatch:
+    """Measures the mismatch and stops the run if its mean is above `limit` (or not a number).
+
+    Args:
+        rescore: scores the same rows under another temperature; used to find the cause.
+        when: "before the first update", "after publishing version 7": opens the message.
+
+    Raises:
+        Disagreement: with the figures and the likely cause.
+    """
+    found = mismatch(rows, scored)
+    if found.tokens == 0 or found.mean_abs <= limit:
+        return found
+    cause = diagnose(found, limit, temperature, lambda t: mismatch(rows, rescore(t)))
+    raise Disagreement(
+        f"{when}: trainer and sampler disagree on {found.tokens} sampled tokens: mean |d log-prob| {found.mean_abs:.4g} "
+        f"(max_mismatch={limit:g}), 99th percentile {found.p99_abs:.4g}, max {found.max_abs:.4g}, signed mean "
+        f"{found.mean:+.4g}. Likely cause: {cause}"
+    )
+
+
+def diagnose(found: Mismatch, limit: float, temperature: float, at: Callable[[float], Mismatch]) -> str:
+    """Names the likely cause of a mismatch by trying the known ones; `at(T)` measures it under temperature T."""
+    tried = {t: at(t).mean_abs for t in TEMPERATURES if abs(t - temperature) > 1e-6}
+    best = min(tried, key=tried.__getitem__)
+    if tried[best] <= max(limit, 0.1 * found.mean_abs):
+        return (
+            f"temperature: the sampler's log-probs are those of temperature {best:g}, the trainer scores at "
+            f"{temperature:g}. Check `temperature`, that the engine reports processed log-probs "
+            "(logprobs_mode=processed_logprobs), and that no generation_config.json overrides it"
+        )
+    if found.mean < 0 and abs(found.mean) > 0.9 * found.mean_abs:
+        return (
+            "top-p / top-k: the sampler's log-probs are higher than the trainer's on nearly every token, as after "
+            "renormalising over a part of the vocabulary. Sample with top_p=1 and top_k off, and see that the engine "
+            "does not take them from generation_config.json (generation_config='vllm')"
+        )
+    if found.first_abs > 5 * found.mean_abs:
+        return (
+            "prompt or chat template: the first tokens of the completions disagree far more than the rest, so the "
+            "engine saw other prompt ids than the trainer (template, added BOS, re-tokenised text)"
+        )
+    if found.mean_abs < 0.2 and abs(found.mean) < 0.3 * found.mean_abs:
+        return (
+            "dtype: small errors of both signs, as from different precision. Give engine and trainer the same dtype "
+            "(engine.dtype, dtype), or raise max_mismatch if this model is known to be that noisy"
+        )
+    return (
+        "weights: no change of sampling parameters explains it, so the engine runs other weights than the trainer: a "
+        "publication or adapter that was not applied, a stale prefix cache, another checkpoint, or a model definition "
+        "that differs (rope_base, norm_eps, tied embeddings)"
+    )

@@ -1,0 +1,62 @@
+"""The ranks of a run. One process without torchrun is rank 0 of 1, and every call here works there too."""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchtune import training
+
+WAIT = timedelta(hours=4)  # the other ranks wait this long for rank 0, which samples, grades and saves meanwhile
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among those that train."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value on every rank (pickled; small things and packed rows)."""
+        if self.world_size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]
+
+    def share(self, items: list) -> list:
+        """This rank's share of a list whose length is a multiple of the number of ranks."""
+        return items[self.rank :: self.world_size]
+
+
+def init_ranks(device: str) -> Ranks:
+    """Joins the process group that torchrun set up, if any.
+
+    Args:
+        device: "cpu", "cuda" or "auto" (cuda where there is one).
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device={device!r} is unknown; use 'auto', 'cpu' or 'cuda' (torchrun numbers the devices)")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device='cuda', but torch sees no CUDA device; use device=cpu or run `torchtune-ext doctor`")
+    kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    here = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device("cpu")
+    if kind == "cuda":
+        torch.cuda.set_device(here)
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    if world_size > 1 and not dist.is_initialized():
+        dist.init_process_group(training.get_distributed_backend(kind), timeout=WAIT)
+    return Ranks(int(os.environ.get("RANK", 0)), world_size, here)
+
+
+def close_ranks() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

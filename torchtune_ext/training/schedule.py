@@ -1,0 +1,22 @@
+"""Learning rate over the updates of a run."""
+
+import math
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+
+def make_schedule(optimizer: Optimizer, name: str, warmup: int, total: int) -> LambdaLR:
+    """Linear warm-up over `warmup` updates, then "constant", or "linear" / "cosine" to zero at update `total`."""
+    if name not in ("constant", "linear", "cosine"):
+        raise ValueError(f"lr_schedule={name!r} is unknown; use 'constant', 'linear' or 'cosine'")
+    if not 0 <= warmup <= total:
+        raise ValueError(f"lr_warmup={warmup} must lie between 0 and the number of updates, {total}")
+
+    def factor(update: int) -> float:
+        if update < warmup:
+            return (update + 1) / warmup
+        progress = (update - warmup) / max(1, total - warmup)
+        return {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}[name]
+
+    return LambdaLR(optimizer, factor)

@@ -1,0 +1,153 @@
+"""Rows -> gradients -> updated weights. Blind to the algorithm: the objective and the weights arrive from outside."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from torchtune_ext.objective.loss import Tokens
+from torchtune_ext.packing import Row
+from torchtune_ext.policy.logprobs import PackedPolicy
+
+Loss = Callable[[Tokens], tuple[Tensor, dict[str, Tensor]]]
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """What one optimizer step did; every figure is over all ranks."""
+
+    loss: float  # sum over labels of weight * loss
+    metrics: dict[str, float]  # the objective's metrics, weighted mean over labels (maximum for `*_max`)
+    grad_norm: float  # before clipping
+
+
+@torch.no_grad()
+def score(policy: PackedPolicy, rows: Sequence[Row], temperature: float, device: torch.device) -> list[Tensor]:
+    """Log-probs [L] of every row under the current weights, without gradient."""
+    return [policy(row.to(device), temperature).logprobs_L for row in rows]
+
+
+def forward_backward(
+    policy: PackedPolicy,
+    rows: Sequence[Row],
+    loss: Loss,
+    temperature: float,
+    device: torch.device,
+    old_logprobs: Sequence[Tensor] | None = None,
+    ref_logprobs: Sequence[Tensor] | None = None,
+    world_size: int = 1,
+    on_row: Callable[[Row], None] | None = None,
+) -> tuple[float, dict[str, float], list[Tensor]]:
+    """Accumulates the gradient of sum(weight * loss) over the rows of all ranks.
+
+    Args:
+        rows: this rank's share; every rank must bring the same number.
+        old_logprobs: [L] per row under the proximal policy; None: the policy as it is now (ratio 1, gradient kept).
+        ref_logprobs: [L] per row under the reference, if the loss wants one.
+        on_row: called after each row, for progress.
+
+    Returns:
+        Loss and metrics over all ranks, and the log-probs [L] of this rank's rows under the policy as it was.
+    """
+    total, sums, peaks, scored = 0.0, {}, {}, []
+    for i, cpu_row in enumerate(rows):
+        row = cpu_row.to(device)
+        scores = policy(row, temperature)
+        current_L = scores.logprobs_L.detach()
+        token_loss_L, metrics = loss(
+            Tokens(
+                logprobs_L=scores.logprobs_L,
+                entropy_L=scores.entropy_L,
+                old_logprobs_L=current_L if old_logprobs is None else old_logprobs[i],
+                behavior_logprobs_L=row.logprobs_L,
+                ref_logprobs_L=None if ref_logprobs is None else ref_logprobs[i],
+                advantages_L=row.advantages_L,
+                versions_L=row.versions_L,
+                samples_L=row.samples_L,
+            )
+        )
+        if token_loss_L.shape != row.labels_L.shape:
+            raise ValueError(
+                f"loss {type(loss).__name__} returned shape {tuple(token_loss_L.shape)}; it must return one value per "
+                f"label, shape {tuple(row.labels_L.shape)} (the step does the weighted sum)"
+            )
+        row_loss = (row.weights_L * token_loss_L).sum()
+        (row_loss * world_size).backward()  # FSDP averages over ranks; the weights sum to one over all of them
+        total += row_loss.item()
+        for name, values_L in metrics.items():
+            if name.endswith("_max"):
+                peaks[name] = max(
+                    peaks.get(name, -torch.inf), values_L.max().item() if values_L.numel() else -torch.inf
+                )
+            else:
+                sums[name] = sums.get(name, 0.0) + (row.weights_L * values_L).sum().item()
+        scored.append(current_L)
+        if on_row:
+            on_row(cpu_row)
+    reduced = reduce({"loss": total, **sums}, "sum", device) | reduce(peaks, "max", device)
+    return reduced.pop("loss"), reduced, scored
+
+
+def optimizer_step(
+    policy: PackedPolicy,
+    optimizer: torch.optim.Optimizer,
+    scheduler: torch.optim.lr_scheduler.LRScheduler,
+    max_grad_norm: float | None,
+) -> float:
+    """Clips, steps, clears. Returns the gradient's norm before clipping.
+
+    Raises:
+        FloatingPointError: the gradient is not finite; weights and optimizer state are as before.
+    """
+    norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), max_grad_norm or torch.inf)
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    if not torch.isfinite(norm):
+        optimizer.zero_grad(set_to_none=True)
+        raise FloatingPointError(f"gradient norm is {norm.item()}")
+    optimizer.step()
+    scheduler.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm.item()
+
+
+def reduce(values: dict[str, float], how: str, device: torch.device) -> dict[str, float]:
+    """Sum or maximum of each value over ranks; the same names on every rank."""
+    if not values or not dist.is_initialized() or dist.get_world_size() == 1:
+        return dict(values)
+    names = sorted(values)
+    tensor = torch.tensor([values[name] for name in names], dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX)
+    return dict(zip(names, tensor.tolist(), strict=True))
+
+
+class Reference:
+    """The frozen reference policy: a copy of the weights on the CPU that takes the model's place while it is scored."""
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self._weights = [_local(p).detach().to("cpu", copy=True) for p in model.parameters()]
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """Inside, the model has the reference's weights; afterwards its own, bit for bit."""
+        params = [_local(p).detach() for p in self._model.parameters()]
+        own = [p.to("cpu", copy=True) for p in params]
+        self._copy(params, self._weights)
+        try:
+            yield
+        finally:
+            self._copy(params, own)
+
+    @staticmethod
+    def _copy(params: list[Tensor], weights: list[Tensor]) -> None:
+        with torch.no_grad():
+            for param, weight in zip(params, weights, strict=True):
+                param.copy_(weight)
+
+
+def _local(param: nn.Parameter) -> Tensor:
+    return param.to_local() if isinstance(param, DTensor) else param
