@@ -21,7 +21,7 @@ from torchtune_ext.evaluation import accuracy
 from torchtune_ext.grading import Grader
 from torchtune_ext.packing import Row, pack
 from torchtune_ext.plugin import parse
-from torchtune_ext.policy.memory import estimate
+from torchtune_ext.policy.memory import estimate, table
 from torchtune_ext.policy.shard import build_policy
 from torchtune_ext.policy.weights import HFModel, named_hf_tensors
 from torchtune_ext.rollout import sample_groups
@@ -350,21 +350,13 @@ def recipe_main(cfg: DictConfig) -> None:
 
 
 def dry_run(cfg: Config) -> str:
-    """Checks what can be checked without weights, and estimates the memory."""
+    """Checks what can be checked without weights, and estimates the memory on 1 to 8 training devices."""
     instantiate(cfg.loss)
     build(SamplingConfig, cfg.sampling, "sampling")
-    engine = build(EngineConfig, cfg.engine, "engine")
-    return str(
-        estimate(
-            partial(instantiate, cfg.model),
-            cfg.row_tokens,
-            getattr(torch, cfg.dtype),
-            init_ranks(cfg.device).world_size,
-            cfg.activation_checkpointing,
-            bool(cfg.loss.get("kl_coef", 0.0)),
-            engine.tensor_parallel_size,
-        )
-    )
+    parallel = build(EngineConfig, cfg.engine, "engine").tensor_parallel_size
+    model, dtype, reference = partial(instantiate, cfg.model), getattr(torch, cfg.dtype), bool(cfg.loss.get("kl_coef"))
+    shape = (cfg.row_tokens, dtype)
+    return table({n: estimate(model, *shape, n, cfg.activation_checkpointing, reference, parallel) for n in (1, 2, 4, 8)})
 
 
 if __name__ == "__main__":

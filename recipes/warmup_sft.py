@@ -50,6 +50,7 @@ class Config:
     num_problems: int = MISSING  # different problems to train on: the first ones of the task
     epochs: float = 1.0  # passes over them
     batch_problems: int = 64  # problems of one update
+    train_on_prompt: bool = False  # learn the problems' text too: for a new model, which must learn to read first
     row_tokens: int = 4096  # capacity of a packed row
     tokenizer_problems: int = 1000  # problems whose text trains the tokenizer of a new model
     lr_schedule: str = "cosine"  # "constant", "linear" or "cosine", to zero at the last update
@@ -143,7 +144,7 @@ class WarmupRecipe:
         problem = self.task[index]
         turn = [*problem.messages, {"role": "assistant", "content": self.task.solution(problem)}]
         ids, mask = self.tokenizer.conversation_ids(turn)
-        first = mask.index(True)
+        first = 1 if self.cfg.train_on_prompt else mask.index(True)
         last = len(mask) - mask[::-1].index(True)
         tokens = np.asarray(ids[first:last], dtype=np.int32)
         sample = Sample(

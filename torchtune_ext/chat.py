@@ -4,11 +4,11 @@ This is where text ends. A prompt becomes ids once, here; from then on a complet
 `decode` is for graders and people: its text never becomes training ids again, because encoding a decoded text can give
 other ids than were sampled ("ab" may have been sampled as "a", "b"), and log-probs belong to ids.
 
-Which tokens are generated? After the generation prompt (`<|im_start|>assistant\\n`) the engine samples the turn's text
-and then the token that ends the turn (`<|im_end|>`), where it stops. Those are the tokens that `conversation_ids` marks:
-the end token is trained, the newline that templates write behind it is not, nor is any part of the generation prompt.
-With `sampled_only=False` the mask covers exactly the template's generation block, as `apply_chat_template` counts it;
-for Qwen's templates that is also the newline behind the turn (and, for Qwen2.5, the one before it).
+Which tokens are generated? After the generation prompt (`<|im_start|>assistant\\n`) the engine samples the turn's
+text and then the token that ends the turn (`<|im_end|>`), where it stops. These `conversation_ids` marks: the end token
+is trained; the newline that templates write behind it is not, nor is any part of the generation prompt. With
+`sampled_only=False` the mask covers exactly the template's generation block, as `apply_chat_template` counts it; for
+Qwen's templates that is also the newline behind the turn (and, for Qwen2.5, the one before it).
 """
 
 import json
@@ -128,12 +128,12 @@ class ChatTokenizer:
         if not stop_ids:
             raise ValueError(
                 f"{str(self.path)!r} names no end token: no `eos_token` in tokenizer_config.json, no `eos_token_id` in "
-                f"generation_config.json, and template {self.template.name!r} ends a turn with no special token; add one"
+                f"generation_config.json, and template {self.template.name!r} ends no turn with one; add one"
             )
         return stop_ids
 
     def _turn_end_id(self) -> int | None:
-        """The last special token of an assistant turn; None where the template has no assistant turn or no such token."""
+        """The last special token of an assistant turn; None where the template has no such turn or token."""
         try:
             conversation = self.template.conversation(
                 [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]

@@ -1,11 +1,11 @@
 """Chat templates: messages -> text, and which characters of the text the assistant wrote.
 
-A template that carries `{% generation %}...{% endgeneration %}` tags says itself what the assistant wrote. Most published
-templates carry none, and some rewrite the past (Qwen3 drops the thinking of every turn but the newest), so a model
-trained on their text would see turns that it never sampled. Such a template is not edited here: it is *rendered around*.
-Every assistant turn is rendered as the newest message of the conversation that ends with it, which is the form in which
-it was sampled, and the pieces are joined. What is needed for that is checked on every conversation; where it does not
-hold, a ValueError says what was looked for and asks for tags.
+A template that carries `{% generation %}...{% endgeneration %}` tags says itself what the assistant wrote. Most
+published templates carry none, and some rewrite the past (Qwen3 drops the thinking of every turn but the newest), so a
+model trained on their text would see turns that it never sampled. Such a template is not edited here: it is *rendered
+around*. Every assistant turn is rendered as the newest message of the conversation that ends with it, which is the form
+in which it was sampled, and the pieces are joined. What is needed for that is checked on every conversation; where it
+does not hold, a ValueError says what was looked for and asks for tags.
 """
 
 import re
@@ -19,8 +19,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 Message = dict[str, Any]
 
-# ChatML with nothing to spare: four tokens around a message (<|im_start|>, role, newline, <|im_end|>), no default system
-# message, no newline after a turn. For models made from scratch by the supervised warm-up.
+# ChatML with nothing to spare: four tokens around a message (<|im_start|>, role, newline, <|im_end|>), no default
+# system message, no newline after a turn. For models made from scratch by the supervised warm-up.
 CHATML = """\
 {%- for message in messages -%}
     {{- '<|im_start|>' + message.role + '\\n' -}}
@@ -161,15 +161,15 @@ class ChatTemplate:
         past = [*messages[:previous], marked]
         now = self.render([*past, *messages[previous + 1 : index]], tools, generation_prompt).rpartition(_MARK)
         then = self.render(past, tools).rpartition(_MARK)
-        if not now[1] or not then[1] or not now[2].startswith(then[2]):
+        if not now[2].startswith(then[2]):
             raise self._no_place(f"the end of the turn of message {previous} (assistant): {then[2]!r} after its text")
         return now[2][len(then[2]) :]
 
     def _frame_texts(self) -> tuple[str, str]:
-        """(generation prompt, header): what asks for a turn, and how much of that *every* form of a turn begins with.
+        """(generation prompt, header): what asks for a turn, and how much of it *every* form of a turn begins with.
 
-        The two differ where a form of the turn leaves something out: Qwen2.5 writes the newline after "assistant" together
-        with the text, so a turn of tool calls alone has none there. The header is then shorter than the prompt.
+        The two differ where a form of the turn leaves something out: Qwen2.5 writes the newline after "assistant"
+        together with what follows, so its barest turn has none. The header is then shorter than the prompt.
         """
         if self._frame is not None:
             return self._frame

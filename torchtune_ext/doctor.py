@@ -115,7 +115,7 @@ def check_torchao(facts: Facts) -> list[Finding]:
             Finding(FAIL, "torchao", text, 'pip install "torchao<0.16", or use torchtune-ext instead of tune')
         )
     if at_least(facts, "peft", "0.21") and before(facts, "torchao", "0.16"):
-        text = f"peft {facts.versions['peft']} refuses torchao {facts.versions['torchao']} (only tests use PEFT)"
+        text = f"peft {facts.versions['peft']} refuses torchao {facts.versions['torchao']}"
         findings.append(Finding(WARN, "peft", text, 'pip install "torchao>=0.16,<0.19"'))
     return findings
 
@@ -251,7 +251,9 @@ def table(findings: Sequence[Finding]) -> str:
     marks = [finding.mark for finding in findings]
     fails, warns = marks.count(FAIL), marks.count(WARN)
     verdict = "recipes will not run" if fails else "recipes can run"
-    return "\n".join([*lines, "", f"{verdict}: {fails} failed, {warns} warnings, {marks.count(OK)} ok"])
+    return "\n".join(
+        [*lines, "", f"{verdict}: {fails} failed, {warns} warning{'s' * (warns != 1)}, {marks.count(OK)} ok"]
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

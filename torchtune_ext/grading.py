@@ -8,8 +8,8 @@ kind             what happened                                                  
 "timed_out"      the grader was still busy after the deadline, and was killed       None    no, kept out of the baseline
 
 Graders run in worker processes that can be killed at any moment, also inside C code that holds the interpreter lock
-(a regular expression that backtracks for ever). Each item has its own deadline though items travel in chunks: the
-worker answers each at once, so the silence of a worker is the time that its current item has taken.
+(a regular expression that backtracks for ever). A worker holds one text at a time: what it does to itself concerns no
+other, and a round trip takes some 0.1 ms, so there is little to gain from chunks.
 """
 
 import logging
@@ -40,8 +40,6 @@ log = logging.getLogger(__name__)
 
 START_DEADLINE_S = 120.0  # for a worker to import the task's module
 MAX_START_FAILURES = 3  # in a row, before `grade` raises
-CHUNK_S = 0.05  # chunks grow while a chunk takes less than this
-MAX_CHUNK = 256
 _LOST = (EOFError, OSError, pickle.UnpicklingError)  # how the end of a worker looks from here
 
 
@@ -57,8 +55,8 @@ class Outcome:
 class Grader:
     """Grades texts with `task.grade` in `workers` processes, each item within `timeout_s` seconds.
 
-    The task travels by cloudpickle, so its class may live in the user's copied recipe (`__main__`). The processes start at
-    once, import no torch unless the task does, and do not outlive this process or `close`.
+    The task travels by cloudpickle, so its class may live in the user's copied recipe (`__main__`). The processes start
+    at once, import no torch unless the task does, and do not outlive this process or `close`.
     Raises ValueError for a knob out of range or a task that cannot be pickled, RuntimeError when workers cannot start.
     """
 
@@ -77,7 +75,7 @@ class Grader:
         self.timeout_s = timeout_s
         self._hello = pickle.dumps((list(sys.path), payload))
         self._lock = threading.Lock()
-        # The kernel ties a worker's life to the *thread* that started it, so that is one that lives as long as this object.
+        # The kernel ties a worker's life to the *thread* that started it: one that lives as long as this object.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="grading-starter")
         self._closed = False
         self._start_failures = 0  # in a row
@@ -117,11 +115,12 @@ class Grader:
         try:
             while len(outcomes) < len(items):
                 for slot, worker in enumerate(self._workers):
-                    if queue and worker.ready and not worker.pending:
-                        share = max(len(queue) // (2 * len(self._workers)), 1)  # the others get some too
-                        if not worker.take(items, queue, share, self.timeout_s):
-                            self._replace(slot, queue)  # it died while idle: nothing of ours was lost
-                busy = [worker for worker in self._workers if worker.pending or not worker.ready]
+                    if queue and worker.ready and worker.item is None:
+                        if worker.take(queue[0], items, self.timeout_s):
+                            queue.popleft()
+                        else:
+                            self._replace(slot)  # it died while idle: nothing of ours was lost
+                busy = [worker for worker in self._workers if worker.item is not None or not worker.ready]
                 left_s = min(worker.deadline for worker in busy) - time.monotonic()
                 answered = set(wait([worker.connection for worker in busy], timeout=max(left_s, 0.0)))
                 for slot, worker in enumerate(self._workers):
@@ -133,32 +132,30 @@ class Grader:
                         failure = Outcome("timed_out", None, cause)
                     if failure is not None:
                         self._blame(worker, failure, outcomes)
-                        self._replace(slot, queue)
+                        self._replace(slot)
         finally:
             for slot, worker in enumerate(self._workers):  # only after an exception: no answer may reach the next call
-                if worker.pending:
-                    self._replace(slot, queue)
+                if worker.item is not None:
+                    self._replace(slot)
         return [outcomes[index] for index in range(len(items))]
 
     def _blame(self, worker: "_Worker", failure: Outcome, outcomes: dict[int, Outcome]) -> None:
         """The failure of a worker belongs to the item it had in hand, or, before it was ready, to the task."""
         if worker.ready:
             self._start_failures = 0
-            outcomes[worker.pending.popleft()] = failure
+            outcomes[worker.item], worker.item = failure, None
             return
         self._start_failures += 1
         if worker.refused or self._start_failures == MAX_START_FAILURES:
             raise RuntimeError(f"a grading process could not start with this task: {failure.cause}")
 
-    def _replace(self, slot: int, queue: deque[int]) -> None:
-        """Kills a worker, gives what it had not begun back to the queue, and starts another in its place."""
+    def _replace(self, slot: int) -> None:
         self._workers[slot].kill()
-        queue.extendleft(reversed(self._workers[slot].pending))
         self._workers[slot] = self._start()
 
 
 class _Worker:
-    """One worker process with what it has been given and has not answered yet."""
+    """One worker process, as this side sees it."""
 
     def __init__(self, hello: bytes):
         ours, theirs = socket.socketpair()
@@ -172,30 +169,23 @@ class _Worker:
             self.connection = Connection(ours.detach())
         self.ready = False  # has imported the task
         self.refused = False  # says itself why it cannot
-        self.pending: deque[int] = deque()  # items given to it; the first is being graded
+        self.item: int | None = None  # what it is grading
         self.allowed_s = START_DEADLINE_S  # for its next answer
         self.deadline = time.monotonic() + self.allowed_s
-        self._chunk, self._chunk_began = 1, 0.0
         try:
             self.connection.send_bytes(hello)
         except _LOST:
             pass  # it died at once; `receive` finds out and reports it
 
-    def take(self, items: Sequence[tuple[Problem, str]], queue: deque[int], share: int, timeout_s: float) -> bool:
-        """Sends it the next chunk of the queue, `share` at most; False, with the queue as it was, when it is dead."""
-        now = time.monotonic()
-        quick = self._chunk_began and now - self._chunk_began < CHUNK_S
-        self._chunk = min(2 * self._chunk, MAX_CHUNK) if quick else max(self._chunk // 2, 1)
-        chunk = [queue.popleft() for _ in range(min(self._chunk, share))]
+    def take(self, item: int, items: Sequence[tuple[Problem, str]], timeout_s: float) -> bool:
+        """Gives it an item; False when it is dead."""
         try:
-            self.connection.send_bytes(cloudpickle.dumps([items[index] for index in chunk]))
+            self.connection.send_bytes(cloudpickle.dumps(items[item]))
         except _LOST:
-            queue.extendleft(reversed(chunk))
             return False
-        self.pending.extend(chunk)
-        self._chunk_began = time.monotonic()
+        self.item = item
         self.allowed_s = timeout_s
-        self.deadline = self._chunk_began + timeout_s
+        self.deadline = time.monotonic() + timeout_s
         return True
 
     def receive(self, outcomes: dict[int, Outcome]) -> Outcome | None:
@@ -209,8 +199,7 @@ class _Worker:
         except _LOST as error:
             return Outcome("infra_failed", None, f"the grading process died: {self._epitaph(error)}")
         score = Score(reward=reward, parts=parts) if kind in ("scored", "policy_failed") else None
-        outcomes[self.pending.popleft()] = Outcome(kind, score, cause)
-        self.deadline = time.monotonic() + self.allowed_s
+        outcomes[self.item], self.item = Outcome(kind, score, cause), None
         return None
 
     def kill(self) -> None:

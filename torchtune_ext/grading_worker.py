@@ -2,11 +2,11 @@
 
     python -P grading_worker.py FD PARENT_PID
 
-It is a plain subprocess and not a `multiprocessing` one, because that would import the trainer's `__main__` (the recipe,
-and with it torch) a second time. Messages: first (sys.path, task), answered by ("ready", "") or ("failed", traceback);
-then lists of (problem, text), each item answered at once by (kind, reward, parts, cause), so that the parent always knows
-which item is being graded. The kernel kills this process when the parent's starting thread ends, however it ends. It
-leads a session of its own, so that Ctrl-C in the trainer's terminal does not reach it.
+It is a plain subprocess and not a `multiprocessing` one, because that would import the trainer's `__main__` (the
+recipe, and with it torch) a second time. Messages: first (sys.path, task), answered by ("ready", "") or ("failed",
+cause); then (problem, text) one at a time, each answered by (kind, reward, parts, cause). The kernel kills this process
+when the thread that started it ends, however it ends. It leads a session of its own, so that Ctrl-C in the trainer's
+terminal does not reach it.
 """
 
 import ctypes
@@ -66,17 +66,16 @@ def main(fd: int, parent_pid: int) -> None:
     pid = os.getpid()
     while True:
         try:
-            items = pickle.loads(parent.recv_bytes())
+            problem, text = pickle.loads(parent.recv_bytes())
         except (EOFError, ConnectionError):
             return  # the parent closed the socket
-        for problem, text in items:
-            try:
-                answer = checked(task.grade(problem, text))
-            except (Exception, SystemExit) as error:  # noqa: BLE001 (reported as infra_failed)
-                answer = "infra_failed", 0.0, {}, last_line(error)
-            if os.getpid() != pid:
-                os._exit(0)  # a grader forked, and this is the child that came back: it has no say
-            parent.send(answer)
+        try:
+            answer = checked(task.grade(problem, text))
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (reported as infra_failed)
+            answer = "infra_failed", 0.0, {}, last_line(error)
+        if os.getpid() != pid:
+            os._exit(0)  # a grader forked, and this is the child that came back: it has no say
+        parent.send(answer)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""chat.py against recorded `apply_chat_template` results, transformers' own masks, and templates made to be difficult."""
+"""chat.py against recorded `apply_chat_template` results, transformers' own masks, and difficult templates."""
 
 import gzip
 import json
@@ -26,7 +26,8 @@ PLAIN = """{% for m in messages %}<|im_start|>{{ m.role }}
 {% endif %}"""
 # Past turns lose their thinking; the newest always gets a thinking block. No prefix of one rendering is one of another.
 FORGETS = """{% for m in messages %}{% set c = m.content %}{% set t = '' %}
-{%- if '</think>' in c %}{% set t = c.split('</think>')[0].split('<think>')[-1] %}{% set c = c.split('</think>')[-1] %}{% endif -%}
+{%- if '</think>' in c %}{% set t = c.split('</think>')[0].split('<think>')[-1] %}
+{%- set c = c.split('</think>')[-1] %}{% endif -%}
 <|im_start|>{{ m.role }}|{% if m.role == 'assistant' and loop.last %}<think>{{ t }}</think>{% endif %}{{ c }}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant|{% endif %}"""
 # No branch for any role: one expression renders all of them.
@@ -195,7 +196,7 @@ def test_two_assistant_messages_in_a_row_and_none(model_dir):
 @given(question=st.text(max_size=12), answer=st.text(max_size=12))
 @pytest.mark.parametrize("template", ["chatml", PLAIN], ids=["chatml", "plain"])
 def test_training_ids_continue_the_prompt(model_dir, template, question, answer):
-    """Whatever the texts (a newline at a seam, half an emoji), the ids begin with the prompt's and end with the answer's."""
+    """Whatever the texts (a newline at a seam, say), the ids begin with the prompt's and end with the answer's."""
     tokenizer = _cached(model_dir, template)
     messages = conversation(question, answer)
     ids, mask = tokenizer.conversation_ids(messages)
@@ -275,6 +276,12 @@ def test_import_and_use_need_no_torch(model_dir):
         (ALWAYS_DROPS, conversation("a", "<think>1</think>b"), ["message 1", "drops part", "{% generation %}"]),
         (COUNTS, conversation("a", "b"), ["looked for", "{% generation %}", "docs/chat_templates.md"]),
         (PLAIN + "{% if messages[-1].role == 'user' %}?{% endif %}", conversation("a", "b"), ["looked for"]),
+        # what an assistant said is gone from the next prompt, so nothing tells where its turn ended
+        (
+            FORGETS.replace("{{ c }}<|im_end|>", "{{ c if loop.last or m.role == 'user' else '...' }}<|im_end|>"),
+            conversation("a", "b", "c", "d"),
+            ["the end of the turn of message 1"],
+        ),
         # tags are there, and hold nothing of the assistant's
         ("{% if false %}{% generation %}{% endgeneration %}{% endif %}" + PLAIN, conversation("a", "b"), ["found 0"]),
         (PLAIN + "{% generation %}{% endgeneration %}", conversation("a", "b"), ["with text in it"]),

@@ -1,4 +1,4 @@
-"""grading.py: every kind of outcome, with real worker processes; the task is defined here and travels by value or name."""
+"""grading.py: every kind of outcome, with real worker processes."""
 
 import logging
 import os
@@ -128,9 +128,16 @@ def test_timed_out(text):
 
 
 def test_deadline_is_each_items_own():
-    """Items in one chunk take longer together than the deadline, and none is late."""
-    outcomes = graded(["reward 1"] * 400 + ["sleeps 0.3"] * 6, timeout_s=1.0)
+    """The items of a call take longer together than the deadline, and none is late."""
+    outcomes = graded(["sleeps 0.3"] * 4, timeout_s=0.8)
     assert {outcome.kind for outcome in outcomes} == {"scored"}
+
+
+def test_a_hang_holds_up_nobody_else():
+    begin = time.monotonic()
+    outcomes = graded(["sleeps 60", "reward 1", "sleeps 60", *["reward 1"] * 50], workers=2, timeout_s=2.0)
+    assert time.monotonic() - begin < 3.5
+    assert [outcome.kind for outcome in outcomes] == ["timed_out", "scored", "timed_out", *["scored"] * 50]
 
 
 def test_the_first_item_does_not_pay_for_the_start():
@@ -159,12 +166,10 @@ def test_workers_stay_and_have_no_torch():
 
 
 def test_a_worker_killed_while_idle_costs_nothing():
-    with Grader(Scripted(), workers=2) as grader:
-        outcomes = grader.grade([(PROBLEM, "pid")] * 10)
-        for pid in {int(outcome.score.reward) for outcome in outcomes}:
-            os.kill(pid, signal.SIGKILL)
+    with Grader(Scripted(), workers=1) as grader:
+        os.kill(int(grader.grade([(PROBLEM, "pid")])[0].score.reward), signal.SIGKILL)
         time.sleep(0.1)
-        assert {o.kind for o in grader.grade([(PROBLEM, "reward 1")] * 50)} == {"scored"}
+        assert {o.kind for o in grader.grade([(PROBLEM, "reward 1")] * 20)} == {"scored"}
 
 
 def test_a_stopped_worker_is_replaced():
@@ -175,17 +180,28 @@ def test_a_stopped_worker_is_replaced():
 
 
 def test_workers_outlive_the_thread_that_made_the_grader():
+    """The kernel's death signal is tied to a thread, not to the process."""
     made: list[Grader] = []
-    maker = threading.Thread(target=lambda: made.append(Grader(Scripted())))
-    maker.start()
-    maker.join(timeout=30)
-    with made[0] as grader:
-        pids = []
-        for _ in range(2):
-            thread = threading.Thread(target=lambda: pids.append(grader.grade([(PROBLEM, "pid")])[0].score.reward))
-            thread.start()
-            thread.join(timeout=30)
-    assert pids[0] == pids[1]
+    pids: list[float] = []
+
+    def in_a_thread(work) -> None:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join(timeout=30)
+        time.sleep(0.2)  # a thread ends for Python a moment before it ends for the kernel
+
+    def make() -> None:
+        made.append(Grader(Scripted()))
+        ask()
+
+    def ask() -> None:
+        pids.append(made[0].grade([(PROBLEM, "pid")])[0].score.reward)
+
+    in_a_thread(make)
+    with made[0]:
+        in_a_thread(ask)
+        in_a_thread(ask)
+    assert len(pids) == 3 and len(set(pids)) == 1
 
 
 def test_threads_share_a_grader():
@@ -205,23 +221,19 @@ def test_threads_share_a_grader():
 
 
 def test_an_interrupted_call_leaves_no_stale_answers(monkeypatch):
-    """Ctrl-C in the middle of a call: the answers of that call must not become those of the next."""
+    """Ctrl-C in the middle of a call: the answer of that call must not become one of the next."""
     from torchtune_ext import grading
 
-    with Grader(Scripted(), workers=2) as grader:
-        calls, real_wait = [], grading.wait
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
 
-        def interrupted(*args, **kwargs):
-            calls.append(1)
-            if len(calls) == 3:
-                raise KeyboardInterrupt
-            return real_wait(*args, **kwargs)
-
-        monkeypatch.setattr(grading, "wait", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            grader.grade([(PROBLEM, "reward 1")] * 200)
-        monkeypatch.undo()
-        assert [o.score.reward for o in grader.grade([(PROBLEM, "reward 2")] * 50)] == [2.0] * 50
+    with Grader(Scripted(), workers=1) as grader:
+        grader.grade([(PROBLEM, "reward 1")])
+        with monkeypatch.context() as patch:
+            patch.setattr(grading, "wait", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                grader.grade([(PROBLEM, "sleeps 0.3")])
+        assert [o.score.reward for o in grader.grade([(PROBLEM, "reward 2")])] == [2.0]
 
 
 def test_failures_are_logged_with_their_causes(caplog):

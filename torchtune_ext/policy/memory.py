@@ -17,16 +17,8 @@ class MemoryNeed:
 
     parameters: int  # of the model, a count
     device: dict[str, int]  # what -> bytes per training device
-    host: dict[str, int]  # what -> bytes in main memory, all ranks of the machine together
     engine: dict[str, int]  # what -> bytes per engine device, KV cache aside
-
-    def __str__(self) -> str:
-        lines = [f"model: {self.parameters / 1e9:.3f} B parameters"]
-        for title, table in (("training device", self.device), ("engine device", self.engine), ("host", self.host)):
-            lines.append(f"{title}:")
-            lines += [f"  {name:<46} {size / GIB:9.2f} GiB" for name, size in table.items()]
-            lines.append(f"  {'total':<46} {sum(table.values()) / GIB:9.2f} GiB")
-        return "\n".join(lines)
+    host: dict[str, int]  # what -> bytes in main memory, all ranks of the machine together
 
 
 def estimate(
@@ -63,19 +55,29 @@ def estimate(
     return MemoryNeed(
         parameters=total,
         device={
-            "weights, float32 master, sharded": 4 * total // world_size,
-            "gradients, float32, sharded": 4 * total // world_size,
-            "AdamW moments, float32, sharded": 8 * total // world_size,
+            "weights, float32 master": 4 * total // world_size,
+            "gradients, float32": 4 * total // world_size,
+            "AdamW moments, float32": 8 * total // world_size,
             f"gathered weights, {str(compute_dtype)[6:]}": unsharded,
             f"activations of a row of {row_tokens} tokens": kept,
-            "logits of one chunk, float32, with gradient": logits,
+            "logits of one chunk with gradient, float32": logits,
         },
+        engine={f"weights, {str(compute_dtype)[6:]} (KV cache comes on top)": size * total // engine_tensor_parallel},
         host={
             "published weights in shared memory": size * total,
-            "reference weights, float32": 4 * total * reference,
-            "weights while a reference is swapped in": 4 * total * reference,
-        },
-        engine={
-            f"weights, {str(compute_dtype)[6:]} (the KV cache comes on top)": size * total // engine_tensor_parallel
+            "reference and weights swapped out, float32": 8 * total * reference,
         },
     )
+
+
+def table(needs: dict[int, MemoryNeed]) -> str:
+    """Needs by number of training devices, as columns in GiB."""
+    first = next(iter(needs.values()))
+    lines = [f"{first.parameters / 1e9:.3f} B parameters; GiB by number of training devices"]
+    lines.append(f"{'':<50}" + "".join(f"{n:>9}" for n in needs))
+    for part in ("device", "engine", "host"):
+        lines.append({"device": "each training device", "engine": "each engine device", "host": "host"}[part])
+        columns = [getattr(need, part) for need in needs.values()]
+        lines += [f"  {name:<48}" + "".join(f"{c[name] / GIB:>9.2f}" for c in columns) for name in columns[0]]
+        lines.append(f"  {'total':<48}" + "".join(f"{sum(c.values()) / GIB:>9.2f}" for c in columns))
+    return "\n".join(lines)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torchtune.models.qwen2 import qwen2
 from torchtune.modules import TransformerDecoder
 
@@ -17,6 +17,7 @@ from torchtune_ext.chat import CHATML
 from torchtune_ext.policy.weights import HFModel
 
 SPECIAL = ("<|im_end|>", "<|im_start|>", "<|pad|>")
+ROLES = ("user\n", "assistant\n", "system\n")  # as the template writes them
 COMMON = 0.5  # a line that this share of the prompts has becomes one token
 
 
@@ -46,20 +47,15 @@ def make_tokenizer(
 ) -> Tokenizer:
     """Byte-level BPE that knows the task's words.
 
-    Answer values (names, rooms, ...) and lines that most prompts share are tokens of their own; the rest of the text is
-    split at line ends only, so that a phrase like " was in the room just west of the " can become one token. Any text
-    can be encoded and decodes to itself.
+    Answer values (names, rooms, ...) and lines that most prompts share are tokens of their own; what stands between them
+    is not split any further, so that a phrase like " was in the room just west of the " can become one token. Any text can
+    be encoded and decodes to itself.
     """
     lines = Counter(line for prompt in prompts for line in set(re.findall(r"[^\n]+\n*", prompt)))
     common = sorted(line for line, count in lines.items() if count >= COMMON * len(prompts) and len(line) > 3)
-    words = sorted(set(answers))
+    words = sorted({*answers, *ROLES})
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(r"[^\n]*\n*"), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     cut = re.compile("|".join(re.escape(s) for s in sorted([*common, *words], key=len, reverse=True)) or r"(?!)")
     pieces = [piece for text in [*prompts, *solutions] for piece in cut.split(text) if piece]
@@ -76,7 +72,7 @@ def make_tokenizer(
 
 
 def write_model(folder: Path, tokenizer: Tokenizer, shape: Shape, seed: int) -> None:
-    """Writes a model directory with random weights: normal, standard deviation 0.02 (residual outputs scaled by depth)."""
+    """Writes a model directory with random weights: normal, scaled by fan-in, outputs into the residual stream by depth."""
     folder.mkdir(parents=True, exist_ok=True)
     end, start, pad = (tokenizer.token_to_id(token) for token in SPECIAL)
     vocab = (tokenizer.get_vocab_size() + 63) // 64 * 64
@@ -118,20 +114,21 @@ def _random_weights(shape: Shape, vocab: int, seed: int) -> dict[str, torch.Tens
     width, ffn = shape.hidden_size, shape.intermediate_size
     kv = width // shape.num_attention_heads * shape.num_key_value_heads
 
-    def normal(*size: int, std: float = 0.02) -> torch.Tensor:
+    def normal(*size: int, std: float) -> torch.Tensor:
         return torch.randn(*size, generator=generator) * std
 
-    weights = {"model.embed_tokens.weight": normal(vocab, width), "model.norm.weight": torch.ones(width)}
-    residual = 0.02 / (2 * shape.num_hidden_layers) ** 0.5
+    # unit-variance inputs stay unit-variance: 0.02 is made for widths of thousands and leaves a narrow model's attention flat
+    std, residual = width**-0.5, (2 * shape.num_hidden_layers) ** -0.5
+    weights = {"model.embed_tokens.weight": normal(vocab, width, std=std), "model.norm.weight": torch.ones(width)}
     for i in range(shape.num_hidden_layers):
         at = f"model.layers.{i}."
         for name, rows in (("q", width), ("k", kv), ("v", kv)):
-            weights[f"{at}self_attn.{name}_proj.weight"] = normal(rows, width)
+            weights[f"{at}self_attn.{name}_proj.weight"] = normal(rows, width, std=std)
             weights[f"{at}self_attn.{name}_proj.bias"] = torch.zeros(rows)
-        weights[f"{at}self_attn.o_proj.weight"] = normal(width, width, std=residual)
-        weights[f"{at}mlp.gate_proj.weight"] = normal(ffn, width)
-        weights[f"{at}mlp.up_proj.weight"] = normal(ffn, width)
-        weights[f"{at}mlp.down_proj.weight"] = normal(width, ffn, std=residual)
+        weights[f"{at}self_attn.o_proj.weight"] = normal(width, width, std=residual * std)
+        weights[f"{at}mlp.gate_proj.weight"] = normal(ffn, width, std=std)
+        weights[f"{at}mlp.up_proj.weight"] = normal(ffn, width, std=std)
+        weights[f"{at}mlp.down_proj.weight"] = normal(width, ffn, std=residual * ffn**-0.5)
         weights[f"{at}input_layernorm.weight"] = torch.ones(width)
         weights[f"{at}post_attention_layernorm.weight"] = torch.ones(width)
     return weights

@@ -18,11 +18,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchtune_ext.sampling.core_process import CoreContext, CoreProcess
+from torchtune_ext.sampling.core_process import LOG_FORMAT, LOG_LEVEL, CoreContext, CoreProcess
 from torchtune_ext.sampling.early_stop import RunningLogprob
 from torchtune_ext.sampling.records import Completion, EngineConfig, SamplingConfig
 
 log = logging.getLogger(__name__)
+
+
+def on_cpu() -> bool:
+    """Whether the installed torch, and so the vLLM beside it, is the CPU build."""
+    return torch.version.cuda is None and torch.version.hip is None
+
 
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"  # by its full name, else vLLM makes two processes on CPU
 LOADER = "torchtune_ext.sampling.worker.WeightLoader"
@@ -32,6 +38,8 @@ VLLM_ENVIRONMENT = (
     *("LD_PRELOAD", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES"),
 )
 CPU_KV_CACHE = 1 << 30  # bytes
+CPU_STEP = 4096  # tokens
+DEFAULT_MAX_NUM_SEQS = 256 if on_cpu() else 1024
 
 
 class CoreLost(RuntimeError):
@@ -64,11 +72,6 @@ class Step:
     prefix_hits: int
 
 
-def on_cpu() -> bool:
-    """Whether the installed torch, and so the vLLM beside it, is the CPU build."""
-    return torch.version.cuda is None and torch.version.hip is None
-
-
 @contextmanager
 def environment_kept() -> Iterator[None]:
     """Undoes what vLLM does to this process's environment."""
@@ -92,10 +95,11 @@ class LocalCore:
         """Starts the engine's process; it imports vLLM in the background. `launch` waits for it."""
         self.config, self.model_dir, self.temp_dir, self.on_step = config, model_dir, temp_dir, on_step
         self.llm: Any = None
-        self.cache_tokens = 0  # size of the KV cache, known after the launch
+        self.cache_tokens = self.block = 0  # size of the KV cache and of its blocks, known after the launch
+        self.vocabulary = 0  # token ids the model has, known then, too
         self.calls: dict[str, Call] = {}
         self.sign_of_life = time.monotonic()
-        environ = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "TMPDIR": temp_dir}
+        environ = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CONFIGURE_LOGGING": "0", "TMPDIR": temp_dir}
         if on_cpu():
             environ |= {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
         if config.devices is not None:
@@ -121,7 +125,7 @@ class LocalCore:
             "seed": config.seed,
             "load_format": config.load_format,
             "tensor_parallel_size": config.tensor_parallel_size,
-            "max_num_seqs": config.max_num_seqs or (256 if on_cpu() else 1024),
+            "max_num_seqs": config.max_num_seqs or DEFAULT_MAX_NUM_SEQS,
             "max_num_batched_tokens": config.max_num_batched_tokens,
             "enable_prefix_caching": True,
             "generation_config": "vllm",  # else the model's file changes temperature and top_k in silence
@@ -137,6 +141,10 @@ class LocalCore:
                 "distributed_executor_backend": UNIPROC,
                 "block_size": config.block_size or 32,
                 "kv_cache_memory_bytes": config.kv_cache_bytes or CPU_KV_CACHE,
+                # vLLM 0.32 on CPU dies when it splits the prompt of a request with a seed ("CPU Generator does not use
+                # offset"): whole prompts only, and a step large enough for the longest
+                "enable_chunked_prefill": False,
+                "max_num_batched_tokens": max(config.max_num_batched_tokens or CPU_STEP, config.max_model_len),
             }
         else:
             args |= {"gpu_memory_utilization": config.gpu_memory_utilization, "enable_sleep_mode": config.sleep}
@@ -152,8 +160,8 @@ class LocalCore:
         timer.start()
         try:
             with environment_kept():
-                os.environ["VLLM_RPC_BASE_PATH"] = self.temp_dir
-                os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")  # here; the core's log says what happened
+                os.environ |= {"VLLM_RPC_BASE_PATH": self.temp_dir, "VLLM_CONFIGURE_LOGGING": "0"}
+                self._redirect_log()
                 import vllm.v1.engine.async_llm  # noqa: F401  (not in _launch: vLLM keeps an error with its frames in it)
 
                 self.llm = self._launch()
@@ -163,8 +171,22 @@ class LocalCore:
         finally:
             timer.cancel()
         cache = self.llm.vllm_config.cache_config
-        self.cache_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
+        self.block = cache.block_size
+        self.cache_tokens = (cache.num_gpu_blocks or 0) * self.block
+        self.vocabulary = self.llm.model_config.get_vocab_size()
         self.sign_of_life = time.monotonic()
+
+    def _redirect_log(self) -> None:
+        """Sends what vLLM logs in this process to the engine's log; what matters of it comes as exceptions."""
+        logger = logging.getLogger("vllm")
+        logger.setLevel(LOG_LEVEL)
+        logger.propagate = False
+        for handler in logger.handlers[:]:
+            logger.removeHandler(handler)
+            handler.close()
+        handler = logging.FileHandler(self.process.log)
+        handler.setFormatter(logging.Formatter(LOG_FORMAT.replace("core", "client")))
+        logger.addHandler(handler)
 
     def _launch(self) -> Any:
         import vllm.v1.engine.utils as engine_utils

@@ -11,6 +11,7 @@ parent, imports vLLM at once, and waits on stdin for the pickled function that `
 """
 
 import ctypes
+import logging
 import os
 import pickle
 import signal
@@ -22,6 +23,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+LOG_LEVEL = os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")
+LOG_FORMAT = "(core) %(asctime)s %(levelname)s %(name)s: %(message)s"
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 TORCHRUN = (
     "RANK",
@@ -65,7 +68,8 @@ class CoreProcess:
     def start(self) -> None:
         """Sends the function to call. Raises BrokenPipeError when the process has ended."""
         assert self._work is not None and self._popen.stdin is not None
-        changed = {k: v for k, v in os.environ.items() if k.startswith(("VLLM_", "TORCHINDUCTOR_", "NUMEXPR_"))}
+        settings = ("VLLM_", "TORCHINDUCTOR_", "NUMEXPR_")  # made for the core by vLLM's configuration
+        changed = {k: v for k, v in os.environ.items() if k.startswith(settings)}
         payload = pickle.dumps(self._work)
         with self._popen.stdin as pipe:
             pipe.write(pickle.dumps(changed) + payload)
@@ -136,6 +140,7 @@ def die_with_parent(parent: int) -> None:
 def main(parent: int) -> None:
     """The life of the core: imports, then whatever the trainer sends."""
     die_with_parent(parent)
+    logging.basicConfig(level=LOG_LEVEL, format=LOG_FORMAT)
     started = time.monotonic()
     import vllm.v1.engine.core  # noqa: F401  (seconds; meanwhile the trainer imports its own half)
 

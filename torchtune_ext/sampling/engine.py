@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from torchtune_ext.sampling import janitor
-from torchtune_ext.sampling.core import Call, CoreLost, LocalCore, Step
+from torchtune_ext.sampling.core import DEFAULT_MAX_NUM_SEQS, Call, CoreLost, LocalCore, Step
 from torchtune_ext.sampling.records import (
     Completion,
     EngineConfig,
@@ -80,7 +80,7 @@ class Engine:
         version: policy version of the weights in `model_dir`."""
         self.config = config
         self.model_dir = str(model_dir)
-        self.log_path = Path(run_dir) / "engine.log"
+        self.log_path = Path(run_dir).absolute() / "engine.log"
         self._weights = WeightBuffer()
         self._weights_lock = threading.Lock()  # held while the buffer is written
         self._publish_lock = threading.Lock()  # one publication at a time
@@ -96,9 +96,9 @@ class Engine:
         self._counts = dict.fromkeys(("queries", "hits", "preemptions", "completed", "tokens"), 0)
         self._max_usage = 0.0
         self._last_step = Step(0.0, 0, 0, 0, 0, 0)
-        ceiling = config.max_num_seqs or 1024
-        self._controller = Controller(ceiling, config.max_concurrency)
-        self._throttle = Throttle(self._controller.limit)
+        self._controller = Controller(config.max_num_seqs or DEFAULT_MAX_NUM_SEQS)
+        self._fixed = config.max_concurrency
+        self._throttle = Throttle(self._fixed or self._controller.allowed)
         self._supervisor: Supervisor | None = None
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -226,6 +226,12 @@ class Engine:
             pause_s, load_s = self._call(self._load(version))
             return PublishReport(version, self._weights.bytes, copy_s, pause_s, load_s)
 
+    def limit_concurrency(self, limit: int | None) -> None:
+        """Fixes how many requests may be in flight; None: follow the engine's counters, from the beginning."""
+        if limit is not None and limit < 1:
+            raise ValueError(f"limit_concurrency: {limit} requests in flight; use 1 or more, or None to follow the engine")
+        self._call(self._limit_concurrency(limit))
+
     def stats(self) -> EngineStats:
         """Counters of the run until now."""
         counts, supervisor = self._counts, self._supervisor
@@ -236,7 +242,7 @@ class Engine:
             max_kv_usage=self._max_usage,
             running=self._last_step.running,
             waiting=self._last_step.waiting,
-            concurrency=self._throttle.size,
+            concurrency=self._fixed or self._controller.limit,
             completed=counts["completed"],
             tokens=counts["tokens"],
             restarts=supervisor.restarts if supervisor is not None else 0,
@@ -248,7 +254,8 @@ class Engine:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._controller.load_state_dict(state)
-        self._throttle.size = self._controller.limit
+        if self._fixed is None:
+            self._throttle.size = self._controller.allowed
 
     # -- inside the loop's thread -------------------------------------------------------------------------------------
 
@@ -308,8 +315,14 @@ class Engine:
 
     async def _sample(self, prompts: list[list[int]], n: int, batch: Batch, seeds: Any) -> list[list[Completion]]:
         core = await self._supervisor.ready()
-        longest = max((len(prompt) for prompt in prompts), default=1) + batch.sampling.max_tokens
-        self._controller.expect(core.cache_tokens, longest)
+        for p, prompt in enumerate(prompts):
+            if not 0 <= min(prompt) <= max(prompt) < core.vocabulary:  # vLLM does not look, and dies of it
+                raise ValueError(
+                    f"sample: prompt {p} holds token ids from {min(prompt)} to {max(prompt)}, but the model has only the "
+                    f"ids 0 to {core.vocabulary - 1}: tokenizer and model do not belong together"
+                )
+        longest = max((len(prompt) for prompt in prompts), default=1)
+        self._controller.expect(core.cache_tokens, longest, batch.sampling.max_tokens, n, core.block)
         self._resize()
         self._batches.add(batch)
         # prompt by prompt: the first sample of a group fills the prefix cache in the step in which its siblings arrive
@@ -344,12 +357,13 @@ class Engine:
                 break
         finally:
             self._throttle.release()
+            if not self._throttle.held:
+                self._controller.start_round()
         self._supervisor.report_finished()
         self._counts["completed"] += 1
         self._counts["tokens"] += len(completion.tokens)
-        if self.config.max_concurrency is None:
-            self._controller.done()
-            self._resize()
+        self._controller.done()
+        self._resize()
         if batch.on_completion is not None:
             batch.on_completion(p, s, completion)
         return completion
@@ -361,10 +375,15 @@ class Engine:
         counts["preemptions"] += step.preempted
         self._max_usage = max(self._max_usage, step.usage)
         self._last_step = step
-        if self.config.max_concurrency is None:
-            self._controller.step(step.usage, step.running, step.waiting, step.preempted, self._throttle.blocked)
-            self._resize()
+        self._controller.step(step.usage, step.running, step.waiting, step.preempted, self._throttle.blocked)
+        self._resize()
+
+    async def _limit_concurrency(self, limit: int | None) -> None:
+        self._fixed = limit
+        self._controller = Controller(self._controller.ceiling)
+        self._resize()
 
     def _resize(self) -> None:
-        if self._throttle.size != self._controller.limit:
-            self._throttle.resize(self._controller.limit)
+        limit = self._fixed or self._controller.allowed
+        if self._throttle.size != limit:
+            self._throttle.resize(limit)

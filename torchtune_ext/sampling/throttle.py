@@ -10,8 +10,10 @@ semaphore of that size.
 The rule. Requests that have just begun use little, so the use at one moment says nothing; but over a *round* (as many
 completions as the limit allows requests, so every one of them was new once and finished once) the highest use does. If
 `n` requests used at most a share `u` of the cache, then about `n * target / u` use the share `target`. Growth is bounded by
-`MAX_GROWTH` a round, since the first rounds have seen only the first prompts. A preemption shows a limit that was too
-high: the limit falls at once, and the target falls a little and comes back slowly, so that the same limit is not tried again.
+`MAX_GROWTH` a round, since the first rounds have seen only the first prompts. When chance brings many long completions
+together, a brake holds: when the cache is nearly full, places that become free are not given away. How nearly depends on how
+many requests there are, since the use of many fluctuates less. A preemption shows a limit that was too high: it falls at once,
+and the target falls a little and comes back slowly, so that the same is not tried again soon.
 """
 
 import asyncio
@@ -23,7 +25,10 @@ SHRINK = 0.85  # of the requests that ran when one was preempted
 TARGET = 0.92  # share of the KV cache to use
 TARGET_MIN = 0.7  # after many preemptions
 TARGET_DOWN = 0.04  # a preemption costs
-TARGET_UP = 0.004  # a round without gives back
+TARGET_UP = 0.0005  # a round without gives back
+MEMORY = 4  # rounds whose worst decides
+HEADROOM = 1.2  # over the square root of the requests: share of the cache to leave free for the growth of those inside
+HEADROOM_MIN, HEADROOM_MAX = 0.05, 0.2
 TOLERANCE = 0.05  # smaller changes of the limit are not made
 
 
@@ -37,24 +42,34 @@ class Controller:
         self.limit = min(limit or 1, ceiling)
         self.known = limit is not None  # False: the limit is a placeholder until `expect`
         self.target = TARGET
-        self._start_round()
+        self.costs: deque[tuple[int, float]] = deque(maxlen=MEMORY)  # of rounds: requests, share of the cache for each
+        self.allowed = self.limit  # the limit of this moment: lower while the brake is on
+        self.settling = False  # after a preemption, until no more requests are in flight than the new limit
+        self.start_round()
 
-    def _start_round(self) -> None:
+    def start_round(self) -> None:
+        """Forgets what this round has seen. Also to be called when nothing is in flight any more: the requests that come
+        then are all new."""
         self.finished = 0  # completions in this round
         self.peak = 0.0  # highest KV-cache use
         self.in_flight = 0  # most requests running at one time
         self.binding = False  # whether requests had to wait for the limit
         self.crowded = False  # whether requests waited inside the engine because the cache was full
 
-    def expect(self, cache_tokens: int, request_tokens: int) -> None:
-        """Sets a first limit, on the safe side: every request takes its longest possible length and shares nothing.
+    def expect(self, cache_tokens: int, prompt_tokens: int, max_tokens: int, samples: int, block: int) -> None:
+        """Sets a first limit, on the safe side: every completion takes its longest possible length.
 
-        Args: cache_tokens: size of the KV cache; request_tokens: prompt + max_tokens of the longest request.
+        Args: cache_tokens: size of the KV cache; prompt_tokens: of the longest prompt; max_tokens: of a completion; samples:
+        requests that share a prompt; block: tokens of a block of the cache.
         """
         if not self.known:
-            self.limit = min(self.ceiling, max(1, cache_tokens // request_tokens))
+            shared = prompt_tokens // block * block  # whole blocks are shared, the rest of the prompt is not
+            own = -(-(prompt_tokens - shared + max_tokens) // block) * block
+            room = TARGET * cache_tokens - shared  # one prompt more: its first samples come while others still run
+            self.limit = max(1, min(self.ceiling, int(room / (own + shared / samples))))
             self.known = True
-            self._start_round()
+            self.allowed = self.limit
+            self.start_round()
 
     def step(self, usage: float, running: int, waiting: int, preempted: int, blocked: bool) -> None:
         """One step of the engine.
@@ -64,15 +79,21 @@ class Controller:
         """
         if not running and not preempted:
             return
+        if running + waiting <= self.limit:
+            self.settling = False
         self.peak = max(self.peak, usage)
         self.in_flight = max(self.in_flight, running)
         self.binding = self.binding or blocked
         self.crowded = self.crowded or (waiting > 0 and usage >= self.target)
-        if preempted:
+        if preempted and not self.settling:  # one that follows from the same excess teaches nothing new
             self.target = max(TARGET_MIN, self.target - TARGET_DOWN)
+            self.costs.append((running, 1.0 / running))
             self.limit = max(1, min(self.limit, math.floor(running * SHRINK)))
-            self.known = True
-            self._start_round()
+            self.known = self.settling = True
+        if self.settling:
+            self.start_round()
+        free = min(HEADROOM_MAX, max(HEADROOM_MIN, HEADROOM / math.sqrt(max(running, 1))))
+        self.allowed = min(self.limit, max(1, running + waiting)) if usage >= 1.0 - free else self.limit
 
     def done(self) -> None:
         """One request has finished."""
@@ -82,13 +103,16 @@ class Controller:
 
     def _end_round(self) -> None:
         self.target = min(TARGET, self.target + TARGET_UP)
-        wanted = self.in_flight * self.target / max(self.peak, 1e-6)
+        self.costs.append((self.in_flight, self.peak / self.in_flight))
+        # what few requests cost says little about many: they share fewer prompts, and chance weighs more
+        cost = max(cost for in_flight, cost in self.costs if 2 * in_flight >= self.in_flight)
+        wanted = self.target / max(cost, 1e-9)
         wanted = max(1, min(math.floor(wanted), self.ceiling, math.floor(self.limit * MAX_GROWTH)))
         grow = wanted > self.limit * (1 + TOLERANCE) and self.binding and not self.crowded
         shrink = wanted < self.limit * (1 - TOLERANCE) and self.peak > self.target
         if grow or shrink:
-            self.limit = wanted
-        self._start_round()
+            self.limit = self.allowed = wanted
+        self.start_round()
 
     def state_dict(self) -> dict[str, float | int | bool]:
         """What a resumed run needs to go on with the limit that this one had found."""
@@ -98,7 +122,8 @@ class Controller:
         self.limit = max(1, min(int(state["limit"]), self.ceiling))
         self.known = bool(state["known"])
         self.target = min(TARGET, max(TARGET_MIN, float(state["target"])))
-        self._start_round()
+        self.allowed = self.limit
+        self.start_round()
 
 
 class Throttle:

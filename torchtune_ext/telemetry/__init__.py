@@ -1,1 +1,1 @@
-"""What a run says about itself: metrics, stored rollouts, progress lines and an HTML report. Light: imports no torch."""
+"""What a run says about itself: metrics, stored rollouts, progress lines and an HTML report."""

@@ -1,8 +1,8 @@
 """Scalars of a run: one JSON line a step in `metrics.jsonl`, always; Weights & Biases and TensorBoard when asked for.
 
-The file is the record and the other sinks are copies. So a full disk under `metrics.jsonl` is an error, while a sink that
-fails is reported once and dropped. Names are `group/name`; everything the clock decides lies under `time/` and `speed/`,
-so that two runs of the same seed can be compared without them.
+The file is the record and the other sinks are copies. So a full disk under `metrics.jsonl` is an error, while a sink
+that fails is reported once and dropped. Names are `group/name`; what two runs of the same seed need not share lies
+under `time/`, `speed/` and `memory/` (`CLOCK_PREFIXES`), so that they can be compared without it.
 """
 
 import json

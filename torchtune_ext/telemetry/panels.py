@@ -1,7 +1,7 @@
 """Which metric is drawn where in the report. Panels and series without data are left out; unknown metrics come last."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +18,7 @@ class Panel:
     band: tuple[str, str, str] | None = None  # (how, a, b): ("range", low, high) or ("spread", mean, std)
     zero: bool = False  # the axis begins at zero
     baseline: float | None = None  # a dashed line, e.g. 1 for rho
+    quiet: bool = False  # left out of the report while all its values are zero
 
 
 PANELS = (
@@ -26,17 +27,20 @@ PANELS = (
     Panel("Learning", "Evaluation", "Held-out accuracy; the band is the 95% interval.",
           (("eval/accuracy_sampled", "sampled"), ("eval/accuracy_greedy", "greedy")), unit="percent",
           band=("range", "eval/low", "eval/high")),
+    Panel("Learning", "Solved", "Share of held-out problems with a full score.",
+          (("eval/solved_sampled", "sampled"), ("eval/solved_greedy", "greedy")), unit="percent"),
     Panel("Learning", "Reward parts", "Named components of the reward.", (("reward/*", ""),)),
     Panel("Learning", "Completion length", "Tokens of a completion.",
           (("length/mean", "mean"), ("length/max", "max")), unit="int", zero=True),
     Panel("Learning", "Truncated", "Share of samples that hit the token limit.",
           (("length/truncated", "truncated"),), unit="percent", zero=True),
-    Panel("Learning", "Groups", "Groups trained on, without signal (all rewards equal), and lost to the infrastructure.",
-          (("groups/used", "used"), ("groups/no_signal", "no signal"), ("groups/infra_failed", "infra failed")),
-          unit="int", zero=True),
+    Panel("Learning", "Groups", "Trained on, and without signal (all rewards equal).",
+          (("groups/used", "used"), ("groups/no_signal", "no signal")), unit="int", zero=True),
+    Panel("Learning", "Samples without a grade", "The grader raised, hung or crashed; kept out of the baseline.",
+          (("groups/infra_failed", "ungraded"),), unit="int", zero=True, quiet=True),
     Panel("Policy change", "Loss", "Its level means little in GRPO; jumps do.", (("loss/total", "loss"),)),
-    Panel("Policy change", "KL", "To the reference (k3) and to the behaviour policy (k1 estimate).",
-          (("loss/kl_ref", "reference"), ("loss/approx_kl", "behaviour"))),
+    Panel("Policy change", "KL", "To the reference policy and to the one that sampled (k3 estimates).",
+          (("loss/kl_ref", "reference"), ("loss/approx_kl", "sampling policy"))),
     Panel("Policy change", "Entropy", "Nats per token; a fall to zero is collapse.", (("loss/entropy", "entropy"),),
           zero=True),
     Panel("Policy change", "Clip fraction", "Share of tokens whose gradient the constraint cuts.",
@@ -44,6 +48,7 @@ PANELS = (
     Panel("Policy change", "Largest ratio", "Before any clipping.", (("loss/ratio_max", "max ratio"),), scale="log"),
     Panel("Policy change", "Gradient norm", "Before clipping.", (("optim/grad_norm", "norm"),), zero=True),
     Panel("Policy change", "Learning rate", "", (("optim/lr", "lr"),), zero=True),
+    Panel("Policy change", "Other terms of the loss", "", (("loss/*", ""),)),
     Panel("Agreement", "Trainer against sampler", "|Δ log-prob| of sampled tokens in nats, before any truncation. "
           "A rise means the two no longer compute the same policy.",
           (("mismatch/mean_abs", "mean"), ("mismatch/p99_abs", "p99"), ("mismatch/max_abs", "max"),
@@ -52,20 +57,25 @@ PANELS = (
           (("canary/mean_abs", "mean"),), scale="log"),
     Panel("Speed", "Time per phase", "Seconds of each step by phase, stacked.",
           (("time/sample", "sample"), ("time/train", "train"), ("time/grade", "grade"), ("time/pack", "pack"),
-           ("time/publish", "publish"), ("time/eval", "eval")), unit="seconds", style="stack", zero=True),
+           ("time/publish", "publish"), ("time/eval", "eval"), ("time/save", "save")),
+          unit="seconds", style="stack", zero=True),
     Panel("Speed", "Step time", "Whole step.", (("time/step", "step"),), unit="seconds", zero=True),
     Panel("Speed", "Throughput", "Tokens per second while sampling and while training.",
           (("speed/sampled_tokens_s", "sampled"), ("speed/trained_tokens_s", "trained")), unit="tok/s", zero=True),
+    Panel("Speed", "Tokens of a step", "Sampled, and put into the packed rows (prompts once).",
+          (("length/tokens", "sampled"), ("pack/tokens", "packed")), unit="int", zero=True),
     Panel("Speed", "Token reduction by shared prompts (ρ)", "Tokens without sharing over tokens with; 1 saves nothing.",
           (("pack/rho", "ρ"),), baseline=1.0),
     Panel("Speed", "Row fill", "Share of the packed rows that holds tokens.", (("pack/fill", "fill"),),
           unit="percent", zero=True),
     Panel("Speed", "Rows", "Packed rows of a step.", (("pack/rows", "rows"),), unit="int", zero=True),
-    Panel("Machine", "Engine caches", "Prefix-cache hits and the peak of the KV cache.",
+    Panel("Machine", "Engine caches", "Share of prompt tokens found in the prefix cache; peak of the KV cache.",
           (("engine/prefix_hit_rate", "prefix hits"), ("engine/kv_max", "KV peak")), unit="percent", zero=True),
-    Panel("Machine", "Engine load", "Requests in flight, and those thrown out of the cache and done again.",
-          (("engine/concurrency", "in flight"), ("engine/preemptions", "preemptions"),
-           ("engine/restarts", "restarts")), unit="int", zero=True),
+    Panel("Machine", "Requests in flight", "Limit set by the throttle.", (("engine/concurrency", "limit"),),
+          unit="int", zero=True),
+    Panel("Machine", "Engine trouble", "Since the run began. A preempted request left the cache and was done again.",
+          (("engine/preemptions", "preemptions"), ("engine/restarts", "restarts")), unit="int", zero=True,
+          quiet=True),
     Panel("Machine", "Publication", "Seconds to bring the weights to the sampler.", (("publish/seconds", "seconds"),),
           unit="seconds", zero=True),
     Panel("Machine", "Published bytes", "", (("publish/bytes", "bytes"),), unit="bytes", zero=True),
@@ -90,11 +100,10 @@ def panels_for(names: Collection[str]) -> list[Panel]:
                 series.append((metric, label))
         if series:
             panels.append(_with(panel, tuple(series), names))
-    panels += [Panel("Other", name, "", ((name, name.rpartition("/")[2]),)) for name in sorted(set(names) - known)]
-    return panels
+    other = sorted(set(names) - known)
+    return panels + [Panel("Other", name, "", ((name, name.rpartition("/")[2]),)) for name in other]
 
 
 def _with(panel: Panel, series: tuple[tuple[str, str], ...], names: Collection[str]) -> Panel:
     band = panel.band if panel.band and set(panel.band[1:]) <= set(names) else None
-    return Panel(panel.section, panel.title, panel.note, series, panel.unit, panel.scale, panel.style, band,
-                 panel.zero, panel.baseline)  # fmt: skip
+    return replace(panel, series=series, band=band)

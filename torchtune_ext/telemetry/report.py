@@ -23,7 +23,7 @@ import numpy as np
 
 from torchtune_ext.advantages import Group, Sample
 from torchtune_ext.telemetry.metrics import read_metrics
-from torchtune_ext.telemetry.panels import panels_for
+from torchtune_ext.telemetry.panels import Panel, panels_for
 from torchtune_ext.telemetry.pieces import TokenPieces
 from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths, run_lengths
 
@@ -125,11 +125,15 @@ def _overview(run_dir: Path, records: list[dict], index: list[dict], stored: int
         "written": time.time(),
         "steps": [record["step"] for record in records],
         "series": series,
-        "panels": [asdict(panel) for panel in panels_for(series)],
+        "panels": [asdict(panel) for panel in panels_for(series) if not panel.quiet or _any(panel, series)],
         "notices": _notices(records),
         "rollouts": index,
         "stored": stored,
     }
+
+
+def _any(panel: Panel, series: dict[str, list]) -> bool:
+    return any(value for metric, _ in panel.series for value in series[metric])
 
 
 def _notices(records: list[dict]) -> list[str]:
@@ -149,7 +153,7 @@ def _notices(records: list[dict]) -> list[str]:
 
     infra = sum(record.get("groups/infra_failed") or 0 for record in records)
     if infra:
-        notices.append(f"The infrastructure failed in {_count(int(infra), 'group')}; they were not trained on.")
+        notices.append(f"{_count(int(infra), 'sample')} could not be graded (grader raised, hung or crashed).")
     restarts = max(record.get("engine/restarts") or 0 for record in records)
     if restarts:
         notices.append(f"The engine was restarted {_count(int(restarts), 'time')}.")
@@ -189,7 +193,7 @@ def _short(value: float | None, digits: int = 6) -> float | None:
 def _rollout_blobs(
     paths: dict[int, Path], limits: Limits, pieces: TokenPieces | None
 ) -> tuple[dict[int, str], list[dict]]:
-    """Step -> packed groups, and for each such step what it holds. Steps share the budget; what one leaves, others use."""
+    """Step -> packed groups, and for each such step what it holds. What one step leaves of the budget, others use."""
     blobs: dict[int, str] = {}
     index: list[dict] = []
     steps = _spaced(sorted(paths), limits.max_steps) if limits.max_mib > 0 else []
@@ -307,7 +311,7 @@ def _spaced(items: Sequence, number: int) -> list:
 
 def _pack(data: Any) -> str:
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    return base64.b64encode(gzip.compress(text.encode(), 9, mtime=0)).decode()
+    return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
 
 
 def _page(overview: dict[str, Any], blobs: dict[int, str]) -> str:

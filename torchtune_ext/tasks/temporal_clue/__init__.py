@@ -1,0 +1,5 @@
+"""Temporal Clue: a task of deduction puzzles, its generator, solver and graders."""
+
+from torchtune_ext.tasks.temporal_clue.task import TemporalClue
+
+__all__ = ["TemporalClue"]

@@ -86,7 +86,7 @@ class Chart {
   constructor(panel, series, steps) {
     this.panel = panel;
     this.steps = steps;
-    this.lines = panel.series.map(([metric, label], i) => ({ label, raw: series[metric], color: `var(--c${(i % 6) + 1})`,
+    this.lines = panel.series.map(([metric, label], i) => ({ label, raw: series[metric], color: `var(--c${(i % 7) + 1})`,
       sparse: series[metric].filter((value) => value != null).length < steps.length / 2 })); // an evaluation every few steps
     if (panel.band) {
       const [how, a, b] = panel.band;
@@ -152,6 +152,7 @@ class Chart {
     };
     const base = unit === "bytes" ? 1024 ** Math.floor(Math.log(Math.max(y1, 1)) / Math.log(1024)) : 1;
     for (const tick of scale === "log" ? logTicks(y0, y1) : linearTicks(y0, y1, 4, base)) {
+      if (unit === "int" && !Number.isInteger(tick)) continue;
       const y = this.y(tick);
       add("line", { class: "gridline", x1: LEFT, x2: right, y1: y, y2: y });
       add("text", { x: LEFT - 7, y: y + 4, "text-anchor": "end" }, format(tick, unit));

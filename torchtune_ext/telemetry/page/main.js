@@ -52,13 +52,16 @@ function charts(overview) {
   for (const [id, label] of [["rollouts", "Rollouts"], ["configuration", "Configuration"]]) if (document.getElementById(id)) nav.append(el("a", { href: `#${id}` }, label));
 }
 
-function tools() {
+function tools(steps) {
   const slider = document.getElementById("smoothing"), theme = document.getElementById("theme");
-  slider.addEventListener("input", () => {
+  const weigh = () => {
     cursor.weight = +slider.value;
     document.getElementById("smoothing-value").textContent = cursor.weight ? cursor.weight.toFixed(2) : "off";
     cursor.redraw();
-  });
+  };
+  slider.addEventListener("input", weigh);
+  if (steps.length > 600) slider.value = 0.9; // so many points are a smear
+  weigh();
   document.getElementById("reset-zoom").addEventListener("click", () => { cursor.zoom = null; cursor.redraw(); });
   const set = (name) => {
     document.documentElement.dataset.theme = name;
@@ -100,8 +103,8 @@ function configuration(rows) {
 }
 
 async function start() {
-  tools();
   const overview = await unpack("overview"), { steps } = overview;
+  tools(steps);
   const day = (seconds) => new Date(1000 * seconds).toISOString().slice(0, 16).replace("T", " ") + " UTC";
   document.getElementById("subtitle").textContent = `${steps.length.toLocaleString("en")} steps, ${steps[0].toLocaleString("en")} to ${steps.at(-1).toLocaleString("en")}${overview.started ? `, started ${day(overview.started)}` : ""}`;
   document.getElementById("footer").textContent = `Written ${day(overview.written)} by torchtune-ext report. Hover reads all curves at one step, dragging zooms, a double click shows the whole run, a click opens the rollouts of the step.`;

@@ -29,6 +29,7 @@ class Browser {
       node.setAttribute("aria-pressed", String(view === this.view));
       return [view, node];
     });
+    this.heatKey = el("span", { class: "heat-key", hidden: true, title: "background of a token: its log-prob" }, "p = 1", el("i"), "p < 1%");
     this.elsewhere = el("div", { class: "elsewhere", hidden: true });
     this.side = el("div", { class: "groups" });
     this.pane = el("div", { class: "detail-pane" });
@@ -39,7 +40,7 @@ class Browser {
       el("div", { class: "controls" },
         el("div", { class: "step" }, button("‹", "step before (←)", () => this.go(this.place - 1)), this.slider, button("›", "next step (→)", () => this.go(this.place + 1)), this.output),
         this.filters, this.search, el("span", {}, ...this.views.map(([, node]) => node)),
-        el("span", { class: "heat-key", title: "background of a token: its log-prob" }, "p = 1", el("i"), "p < 1%")),
+        this.heatKey),
       this.elsewhere, el("div", { class: "columns" }, this.side, this.pane)),
       el("p", { class: "muted", style: "font-size:12.5px;margin-top:8px" },
         `Rollouts of ${this.index.length}${stored} steps are in this page; the rest lie in the folder rollouts/ of the run. Keys: ← → step, j k group, t text or log-probs.`));
@@ -79,6 +80,7 @@ class Browser {
 
   show(view) {
     this.view = view;
+    this.heatKey.hidden = view === "text";
     for (const [name, node] of this.views) node.setAttribute("aria-pressed", String(name === view));
     this.detail();
   }

@@ -1,0 +1,285 @@
+"""The sampler with the real vLLM and a tiny random model."""
+
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+import tiny_model  # noqa: E402
+
+from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig, request_seed  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+CONFIG = EngineConfig(dtype="float32", max_model_len=1024, kv_cache_bytes=64 << 20)
+
+
+@pytest.fixture(scope="module")
+def models():
+    return tiny_model.build(0), tiny_model.build(1)
+
+
+@pytest.fixture(scope="module")
+def model_dirs(models, tmp_path_factory):
+    return [tiny_model.save(model, tmp_path_factory.mktemp("model")) for model in models]
+
+
+@pytest.fixture(scope="module")
+def engine(model_dirs, tmp_path_factory):
+    """One float32 engine for all tests of this module; version 0 is model A from the disk."""
+    engine = Engine(model_dirs[0], CONFIG, str(tmp_path_factory.mktemp("run")))
+    engine.start()
+    before = dict(os.environ), torch.get_rng_state(), torch.get_num_threads(), np.random.get_state()[1].copy()
+    engine.wait_ready(120)
+    engine.before = before
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def back_to_a(engine, models):
+    """For tests that publish: the engine has model A again when they are over."""
+    yield
+    engine.publish(models[0].named_parameters(), engine.version + 1)
+
+
+def flat(groups):
+    return [completion for group in groups for completion in group]
+
+
+def worst(model, prompts, groups, temperature=1.0):
+    """Largest difference between the engine's log-probs and the reference's."""
+    return max(
+        np.abs(tiny_model.logprobs(model, prompt, c.tokens, temperature) - c.logprobs).max()
+        for prompt, group in zip(prompts, groups)
+        for c in group
+    )
+
+
+def test_trainer_is_untouched(engine):
+    environment, rng, threads, numpy_rng = engine.before
+    now = dict(os.environ)
+    for variables in (now, environment):
+        variables.pop("PYTEST_CURRENT_TEST", None)
+    assert now == environment
+    assert torch.equal(rng, torch.get_rng_state())
+    assert np.array_equal(numpy_rng, np.random.get_state()[1])
+    assert torch.get_num_threads() == threads
+    assert not torch._dynamo.config.disable
+    assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)).item() == 2
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.3, 0.0])
+def test_logprobs_agree_with_transformers(engine, models, temperature):
+    prompts = tiny_model.prompts(3, 40)
+    sampling = SamplingConfig(max_tokens=48, temperature=temperature, seed=1)
+    groups = engine.sample(prompts, 4, sampling)
+    assert [len(group) for group in groups] == [4, 4, 4]
+    assert worst(models[0], prompts, groups, temperature) < 1e-4
+    for c in flat(groups):
+        assert (c.tokens.dtype, c.logprobs.dtype, c.versions.dtype) == (np.int32, np.float32, np.int32)
+        assert c.finish_reason == "length" and len(c.tokens) == len(c.logprobs) == len(c.versions) == 48
+        assert set(c.versions) == {engine.version}
+
+
+def test_seeds_decide_and_nothing_else_does(engine):
+    prompts = tiny_model.prompts(4, 30)
+    sampling = SamplingConfig(max_tokens=24, seed=5)
+    first = [c.tokens.tolist() for c in flat(engine.sample(prompts, 4, sampling))]
+    assert first == [c.tokens.tolist() for c in flat(engine.sample(prompts, 4, sampling))]
+    assert len(set(map(tuple, first))) == 16
+    other = [c.tokens.tolist() for c in flat(engine.sample(prompts, 4, SamplingConfig(max_tokens=24, seed=6)))]
+    assert all(a != b for a, b in zip(first, other))
+    seeds = [[request_seed(5, 2, 3)]]  # the last prompt but one alone, with the seed of its fourth sample
+    alone = engine.sample(prompts[2:3], 1, sampling, seeds=seeds)
+    assert alone[0][0].tokens.tolist() == first[2 * 4 + 3]
+
+
+def test_sample_frequencies_follow_the_distribution(engine, models):
+    """256 draws of one token: mean log-prob within four standard errors of minus the entropy."""
+    prompt = tiny_model.prompts(1, 20)[0]
+    draws = engine.sample([prompt], 256, SamplingConfig(max_tokens=1, seed=9))[0]
+    with torch.no_grad():
+        p = models[0](torch.tensor([prompt])).logits[0, -1].float().softmax(-1).numpy()
+    entropy = -(p * np.log(p)).sum()
+    spread = np.sqrt((p * (np.log(p) + entropy) ** 2).sum() / 256)
+    assert abs(np.mean([c.logprobs[0] for c in draws]) + entropy) < 4 * spread
+
+
+def test_a_group_computes_its_prompt_once(engine):
+    before, prompts = engine.stats(), tiny_model.prompts(4, 300, seed=77)
+    groups = engine.sample(prompts, 16, SamplingConfig(max_tokens=8, seed=1))
+    after = engine.stats()
+    queries, hits = after.prefix_queries - before.prefix_queries, after.prefix_hits - before.prefix_hits
+    assert queries == 4 * 16 * 300
+    assert hits / queries >= 0.95 * 15 / 16
+    assert sorted(c.cached_prompt_tokens for c in groups[0])[:2] == [0, 288]  # 9 blocks of 32
+    assert after.completed - before.completed == 64 and after.tokens - before.tokens == 64 * 8
+    assert after.preemptions == 0 and 0 < after.max_kv_usage < 1
+
+
+def test_stop_tokens_end_a_completion_and_stay_in_it(engine):
+    prompts = tiny_model.prompts(1, 20)
+    free = engine.sample(prompts, 1, SamplingConfig(max_tokens=32, seed=2))[0][0]
+    stop = int(free.tokens[10])
+    cut = engine.sample(prompts, 1, SamplingConfig(max_tokens=32, seed=2, stop_token_ids=(stop,)))[0][0]
+    end = free.tokens.tolist().index(stop) + 1
+    assert cut.finish_reason == "stop"
+    assert cut.tokens.tolist() == free.tokens.tolist()[:end] and len(cut.logprobs) == end
+
+
+def test_a_prompt_that_does_not_fit_is_refused(engine):
+    with pytest.raises(ValueError, match=r"prompt 1 has 1000 tokens.*max_tokens is 100.*max_model_len = 1024"):
+        engine.sample([[1] * 10, [1] * 1000], 2, SamplingConfig(max_tokens=100))
+    with pytest.raises(ValueError, match="prompt 0 is empty"):
+        engine.sample([[]], 2, SamplingConfig(max_tokens=100))
+    with pytest.raises(ValueError, match="holds token ids from 517 to 517.*only the ids 0 to 511"):
+        engine.sample([[tiny_model.VOCABULARY + 5]], 1, SamplingConfig(max_tokens=2))
+    assert len(engine.sample([[1] * 1000], 1, SamplingConfig(max_tokens=24))[0][0].tokens) == 24
+
+
+def test_deadline_gives_what_there_is(engine, models):
+    prompts = tiny_model.prompts(2, 20)
+    started = time.monotonic()
+    groups = engine.sample(prompts, 4, SamplingConfig(max_tokens=1000, seed=3, deadline_s=0.3))
+    assert time.monotonic() - started < 5
+    for c in flat(groups):
+        assert c.finish_reason == "deadline" and 0 < len(c.tokens) < 1000
+        assert len(c.tokens) == len(c.logprobs) == len(c.versions)
+    assert worst(models[0], prompts, groups) < 1e-4
+
+
+def test_early_stop_cuts_at_the_token_where_the_rule_fires(engine, models):
+    prompts = tiny_model.prompts(2, 20)
+    free = flat(engine.sample(prompts, 2, SamplingConfig(max_tokens=200, seed=4)))
+    stopped = engine.sample(
+        prompts,
+        2,
+        SamplingConfig(max_tokens=200, seed=4, early_stop_logprob=-1.0, early_stop_min_tokens=20),
+    )
+    for a, b in zip(free, flat(stopped)):
+        assert b.finish_reason == "early_stop" and len(b.tokens) == 20
+        assert b.tokens.tolist() == a.tokens.tolist()[:20]
+    assert worst(models[0], prompts, stopped) < 1e-4
+    never = SamplingConfig(max_tokens=200, seed=4, early_stop_logprob=-50.0)
+    for a, b in zip(free, flat(engine.sample(prompts, 2, never))):
+        assert b.finish_reason == "length" and np.array_equal(a.tokens, b.tokens)
+        assert np.abs(a.logprobs - b.logprobs).max() < 1e-5
+
+
+def test_callback_sees_every_completion_once(engine):
+    seen = {}
+    groups = engine.sample(
+        tiny_model.prompts(3, 10), 5, SamplingConfig(max_tokens=4), lambda p, s, c: seen.__setitem__((p, s), c)
+    )
+    assert seen == {(p, s): groups[p][s] for p in range(3) for s in range(5)}
+    with pytest.raises(ZeroDivisionError):
+        engine.sample(tiny_model.prompts(1, 10), 2, SamplingConfig(max_tokens=4), lambda p, s, c: 1 / 0)
+    assert engine.stats().running == 0 or engine.sample([[1]], 1, SamplingConfig(max_tokens=1))
+
+
+def test_cancel_returns_partial_completions(engine):
+    result = []
+    sampling = SamplingConfig(max_tokens=1000, seed=3)
+    thread = threading.Thread(target=lambda: result.append(engine.sample(tiny_model.prompts(2, 20), 4, sampling)))
+    thread.start()
+    time.sleep(0.4)
+    engine.cancel()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert all(c.finish_reason == "abort" and 0 < len(c.tokens) < 1000 for c in flat(result[0]))
+
+
+def test_two_threads_may_sample_at_once(engine):
+    prompts, results = tiny_model.prompts(2, 20), {}
+
+    def work(seed):
+        results[seed] = [
+            c.tokens.tolist() for c in flat(engine.sample(prompts, 4, SamplingConfig(max_tokens=64, seed=seed)))
+        ]
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    together = dict(results)
+    for seed in (1, 2):
+        work(seed)
+    assert results == together
+
+
+def test_publish_there_and_back(engine, models, back_to_a):
+    """A -> B -> A on the same prompts: neither the output head nor the prefix cache may be stale."""
+    prompts, sampling = tiny_model.prompts(3, 100), SamplingConfig(max_tokens=32, seed=1)
+    at_a = engine.sample(prompts, 4, sampling)
+    for model, before in ((models[1], at_a), (models[0], None), (models[1], None)):
+        version = engine.version + 1
+        report = engine.publish(model.named_parameters(), version)
+        size = sum(p.numel() * p.element_size() for p in model.parameters())
+        assert report.version == version == engine.version and report.bytes == size
+        assert 0 < report.load_s < report.pause_s < 5
+        groups = engine.sample(prompts, 4, sampling)
+        assert worst(model, prompts, groups) < 1e-4
+        assert {v for c in flat(groups) for v in c.versions} == {version}
+        same = [np.array_equal(a.tokens, b.tokens) for a, b in zip(flat(at_a), flat(groups))]
+        assert all(same) if model is models[0] else not any(same)
+
+
+def test_publish_in_flight_marks_every_token(engine, models, back_to_a):
+    """The tokens before the publication are of the old policy, those after of the new one, and both are exact."""
+    prompts, result = tiny_model.prompts(2, 50), []
+    old = engine.version
+    thread = threading.Thread(
+        target=lambda: result.append(engine.sample(prompts, 4, SamplingConfig(max_tokens=900, seed=8)))
+    )
+    thread.start()
+    time.sleep(0.5)
+    engine.publish(models[1].named_parameters(), old + 1)
+    thread.join(60)
+    for prompt, group in zip(prompts, result[0]):
+        for c in group:
+            split = int((c.versions == old).sum())
+            assert c.versions.tolist() == [old] * split + [old + 1] * (900 - split) and 0 < split < 900
+            by_old, by_new = (tiny_model.logprobs(model, prompt, c.tokens) for model in models)
+            assert np.abs(by_old[:split] - c.logprobs[:split]).max() < 1e-4
+            assert np.abs(by_new[split:] - c.logprobs[split:]).max() < 1e-4
+
+
+def test_publish_refuses_what_cannot_be_right(engine, models):
+    engine.publish(models[0].named_parameters(), engine.version + 1)
+    with pytest.raises(ValueError, match="versions grow"):
+        engine.publish(models[0].named_parameters(), engine.version)
+    with pytest.raises(ValueError, match="twice"):
+        engine.publish([("a", torch.ones(2)), ("a", torch.ones(2))], engine.version + 1)
+    with pytest.raises(ValueError, match="empty"):
+        engine.publish([], engine.version + 2)
+    engine.publish(models[0].named_parameters(), engine.version + 3)  # the buffer is whole again
+
+
+def test_bfloat16_and_a_fresh_engine(models, model_dirs, tmp_path):
+    """bfloat16 agrees with float32 to 0.01 in the mean; publishing B equals starting with B."""
+    config = EngineConfig(dtype="bfloat16", max_model_len=512, kv_cache_bytes=32 << 20)
+    prompts, sampling = tiny_model.prompts(3, 60), SamplingConfig(max_tokens=48, seed=3)
+    with Engine(model_dirs[1], config, str(tmp_path), version=7) as engine:
+        engine.start()
+        engine.wait_ready(120)
+        fresh = flat(engine.sample(prompts, 4, sampling))
+        assert {v for c in fresh for v in c.versions} == {7}
+        difference = [
+            np.abs(tiny_model.logprobs(models[1], prompts[i // 4], c.tokens) - c.logprobs).mean()
+            for i, c in enumerate(fresh)
+        ]
+        assert np.mean(difference) < 0.01
+        for model, version in ((models[0], 8), (models[1], 9)):
+            engine.publish(((n, p.bfloat16()) for n, p in model.named_parameters()), version)
+            published = flat(engine.sample(prompts, 4, sampling))
+            same = [np.array_equal(a.tokens, b.tokens) for a, b in zip(fresh, published)]
+            assert all(same) if model is models[1] else not any(same)
+    with pytest.raises(RuntimeError, match="not running"):
+        engine.sample(prompts, 1, sampling)

@@ -1,0 +1,205 @@
+"""The engine's process is killed, stopped, killed again and again; the trainer is killed. Nothing hangs, nothing is left."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+import tiny_model  # noqa: E402
+
+from torchtune_ext.sampling.engine import Engine, EngineConfig, EngineFailed, SamplingConfig  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+CONFIG = EngineConfig(
+    dtype="float32", max_model_len=1024, kv_cache_bytes=64 << 20, probe_interval_s=0.5, probe_deadline_s=2.0
+)
+LONG = SamplingConfig(max_tokens=900, seed=3)
+
+
+@pytest.fixture(scope="module")
+def models():
+    return tiny_model.build(0), tiny_model.build(1)
+
+
+@pytest.fixture(scope="module")
+def model_dir(models, tmp_path_factory):
+    return tiny_model.save(models[0], tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def engine(model_dir, models, tmp_path_factory):
+    """An engine that samples with model B, version 1, while model A is on the disk."""
+    with Engine(model_dir, CONFIG, str(tmp_path_factory.mktemp("run"))) as engine:
+        engine.start()
+        engine.wait_ready(120)
+        engine.publish(models[1].named_parameters(), 1)
+        yield engine
+
+
+def core_pid(engine) -> int:
+    return engine._supervisor.core.process.pid
+
+
+def sample_and(engine, action, prompts=None):
+    """Starts a long `sample` in a thread, runs `action` in the midst of it, returns its result or its error."""
+    outcome = []
+
+    def work():
+        try:
+            outcome.append(engine.sample(prompts or tiny_model.prompts(2, 20), 4, LONG))
+        except EngineFailed as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    time.sleep(0.5)
+    action()
+    thread.join(120)
+    assert not thread.is_alive() and outcome
+    return outcome[0]
+
+
+def wait_until(condition, seconds):
+    give_up_at = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < give_up_at, "did not happen in time"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGSTOP])
+def test_sampling_goes_on_with_the_current_weights(engine, models, kill):
+    prompts = tiny_model.prompts(2, 20)
+    undisturbed = engine.sample(prompts, 4, LONG)
+    pid, restarts = core_pid(engine), engine.stats().restarts
+    noticed = []
+
+    def strike():
+        struck = time.monotonic()
+        os.kill(pid, kill)
+        wait_until(lambda: engine._supervisor.core is None or core_pid(engine) != pid, 10)
+        noticed.append(time.monotonic() - struck)
+
+    groups = sample_and(engine, strike, prompts)
+    assert noticed[0] < 6.0
+    assert engine.stats().restarts == restarts + 1 and core_pid(engine) != pid
+    for prompt, group, before in zip(prompts, groups, undisturbed):
+        for c, d in zip(group, before):
+            assert c.finish_reason == "length" and set(c.versions) == {1}
+            assert np.array_equal(c.tokens, d.tokens)  # the same seeds
+            assert np.abs(tiny_model.logprobs(models[1], prompt, c.tokens) - c.logprobs).max() < 1e-4
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_death_while_idle_is_noticed_too(engine, models):
+    pid = core_pid(engine)
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: engine._supervisor.core is None or core_pid(engine) != pid, 5)
+    groups = engine.sample(tiny_model.prompts(1, 20), 2, SamplingConfig(max_tokens=8, seed=1))
+    assert set(groups[0][0].versions) == {1}
+
+
+def test_a_failed_update_restarts_the_engine_with_the_new_weights(engine, models):
+    """The engine dies while it loads: after the restart it has the weights that were being published."""
+    supervisor = engine._supervisor
+    load, pid = supervisor.core.load, core_pid(engine)
+
+    async def die_in_load(*args):
+        os.kill(pid, signal.SIGKILL)
+        return await load(*args)
+
+    supervisor.core.load = die_in_load
+    engine.publish(models[0].named_parameters(), 2)
+    assert core_pid(engine) != pid and engine.version == 2
+    prompts = tiny_model.prompts(1, 20)
+    c = engine.sample(prompts, 1, SamplingConfig(max_tokens=16, seed=1))[0][0]
+    assert set(c.versions) == {2}
+    assert np.abs(tiny_model.logprobs(models[0], prompts[0], c.tokens) - c.logprobs).max() < 1e-4
+
+
+def test_three_failures_in_a_row_are_final(engine):
+    def strike():
+        for _ in range(3):
+            wait_until(lambda: engine._supervisor.core is not None and engine._supervisor.core.calls, 60)
+            os.kill(core_pid(engine), signal.SIGKILL)
+            pid = core_pid(engine)
+            wait_until(lambda: engine._supervisor.core is None or core_pid(engine) != pid, 10)
+
+    error = sample_and(engine, strike)
+    assert isinstance(error, EngineFailed)
+    assert "failed 3 times in a row" in str(error) and "vLLM imported" in str(error)
+    with pytest.raises(EngineFailed, match="3 times"):
+        engine.sample([[1]], 1, SamplingConfig(max_tokens=1))
+
+
+def test_a_first_start_that_fails_says_why(tmp_path, models):
+    (tmp_path / "empty").mkdir()
+    with Engine(str(tmp_path / "empty"), CONFIG, str(tmp_path)) as engine:
+        engine.start()
+        with pytest.raises(EngineFailed, match="did not start"):
+            engine.wait_ready(120)
+    with pytest.raises(ValueError, match="probe_deadline_s is 0"):
+        EngineConfig(probe_deadline_s=0)
+
+
+TRAINER = """
+    import sys, threading, time
+    from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
+    raise_in_main = sys.argv[3] == "exception"
+    engine = Engine(sys.argv[1], EngineConfig(dtype="float32", max_model_len=1024, kv_cache_bytes=64 << 20), sys.argv[2])
+    engine.start()
+    while engine._supervisor is None or engine._supervisor.core is None:
+        time.sleep(0.01)
+    print(engine._supervisor.core.process.pid, engine._janitor.pid, engine._temp_dir, flush=True)
+    if sys.argv[3] != "starting":
+        engine.wait_ready(120)
+        if raise_in_main:
+            raise SystemExit(3)
+        threading.Timer(0.3, lambda: print("sampling", flush=True)).start()
+        engine.sample([[1, 2, 3]] * 8, 8, SamplingConfig(max_tokens=1000))
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("moment", ["starting", "sampling", "exception"])
+def test_nothing_is_left_of_a_trainer_that_ended(model_dir, tmp_path, moment):
+    script = tmp_path / "trainer.py"
+    script.write_text(textwrap.dedent(TRAINER))
+    (tmp_path / "tmp").mkdir()
+    in_memory = set(os.listdir("/dev/shm"))
+    environ = {**os.environ, "TMPDIR": str(tmp_path / "tmp"), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    trainer = subprocess.Popen(
+        [sys.executable, str(script), model_dir, str(tmp_path), moment], stdout=subprocess.PIPE, env=environ, text=True
+    )
+    core, janitor, temp_dir = trainer.stdout.readline().split()
+    assert Path(temp_dir).is_dir() and Path(f"/proc/{core}").exists() and Path(f"/proc/{janitor}").exists()
+    if moment == "sampling":
+        assert trainer.stdout.readline() == "sampling\n"
+        assert any(Path(temp_dir).iterdir())  # sockets
+    if moment != "exception":
+        time.sleep(1.0)
+        trainer.kill()
+    trainer.wait(60)
+    assert trainer.returncode == (3 if moment == "exception" else -signal.SIGKILL)
+    gone = [Path(f"/proc/{core}"), Path(f"/proc/{janitor}"), Path(temp_dir)]
+    wait_until(lambda: not any(path.exists() and not is_zombie(path) for path in gone), 5)
+    assert set(os.listdir("/dev/shm")) <= in_memory
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def is_zombie(path: Path) -> bool:
+    """Ended, but not yet fetched by whoever inherited it."""
+    try:
+        return (path / "stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except FileNotFoundError:
+        return False

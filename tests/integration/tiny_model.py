@@ -1,0 +1,52 @@
+"""A tiny random Qwen2 in a folder, and log-probs of it from transformers, against which the engine is checked."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+VOCABULARY = 512
+
+
+def build(seed: int) -> Qwen2ForCausalLM:
+    """2 layers, 64 wide, tied embeddings, float32; spread enough that its samples differ and its log-probs vary."""
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,  # vLLM on CPU wants heads of 32 or more
+        num_key_value_heads=1,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    generator = torch.Generator().manual_seed(seed)
+    model = Qwen2ForCausalLM(config).float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                scale = 0.15 if "embed" in name else 0.1
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+    return model
+
+
+def save(model: Qwen2ForCausalLM, path: Path) -> str:
+    model.save_pretrained(path)
+    return str(path)
+
+
+def logprobs(model: Qwen2ForCausalLM, prompt: list[int], tokens: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+    """Log-probs [R] of `tokens` after `prompt`, float32."""
+    ids = torch.tensor([[*prompt, *tokens.tolist()]])
+    with torch.no_grad():
+        logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
+    logits = logits / temperature if temperature else logits
+    return logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0].numpy()
+
+
+def prompts(count: int, length: int, seed: int = 0) -> list[list[int]]:
+    generator = np.random.default_rng(seed)
+    return generator.integers(0, VOCABULARY, (count, length)).tolist()

@@ -1,0 +1,248 @@
+"""Metrics: the file is valid JSON whatever happens, a resumed run has the same lines, and sinks never stop a run."""
+
+import json
+import logging
+import math
+import os
+import resource
+import struct
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from torchtune_ext.telemetry import metrics as module
+from torchtune_ext.telemetry.metrics import CLOCK_PREFIXES, Metrics, cut_metrics, read_metrics
+
+
+def strict_lines(path):
+    def refuse(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def test_one_json_line_a_step(tmp_path):
+    with Metrics(tmp_path / "a" / "run", sinks=()) as metrics:
+        metrics.log(1, {"reward/mean": np.float32(0.5), "groups/used": 7, "loss/total": torch.tensor(0.25)})
+        assert strict_lines(metrics.path) == [{"step": 1, "reward/mean": 0.5, "groups/used": 7, "loss/total": 0.25}]
+        metrics.log(2, {"reward/mean": math.nan, "loss/kl_ref": math.inf, "optim/lr": -math.inf, "pack/rho": 2.0})
+    assert strict_lines(metrics.path)[1] == {
+        "step": 2, "reward/mean": None, "loss/kl_ref": None, "optim/lr": None, "pack/rho": 2.0,
+        "nonfinite": ["reward/mean", "loss/kl_ref", "optim/lr"],
+    }  # fmt: skip
+
+
+def test_lines_of_one_step_are_merged(tmp_path):
+    with Metrics(tmp_path, sinks=()) as metrics:
+        metrics.log(3, {"a/x": math.nan})
+        metrics.log(3, {"a/y": math.nan, "a/z": 1})
+        metrics.log(4, {"a/x": 2})
+    assert read_metrics(metrics.path) == [
+        {"step": 3, "a/x": None, "a/y": None, "a/z": 1, "nonfinite": ["a/x", "a/y"]},
+        {"step": 4, "a/x": 2},
+    ]
+
+
+def test_refuses_steps_that_go_back_and_reserved_names(tmp_path):
+    with Metrics(tmp_path, sinks=()) as metrics:
+        metrics.log(5, {})
+        with pytest.raises(ValueError, match="step=4 after step 5"):
+            metrics.log(4, {})
+        with pytest.raises(ValueError, match="'step'"):
+            metrics.log(6, {"step": 1.0})
+    assert len(read_metrics(metrics.path)) == 1
+
+
+def values_of(step):
+    return {"reward/mean": math.sin(step), "time/step": np.random.default_rng().random()}
+
+
+def without_clock(records):
+    return [{k: v for k, v in record.items() if not k.startswith(CLOCK_PREFIXES)} for record in records]
+
+
+def test_killed_and_resumed_equals_uninterrupted(tmp_path):
+    with Metrics(tmp_path / "whole", sinks=()) as whole:
+        for step in range(1, 11):
+            whole.log(step, values_of(step))
+    killed = Metrics(tmp_path / "killed", sinks=())
+    for step in range(1, 8):
+        killed.log(step, values_of(step))
+    with open(killed.path, "a") as file:
+        file.write('{"step": 8, "rew')  # killed inside a write
+    with Metrics(tmp_path / "killed", sinks=(), resume_step=6) as resumed:  # the checkpoint is older than the last line
+        for step in range(6, 11):
+            resumed.log(step, values_of(step))
+    assert without_clock(strict_lines(resumed.path)) == without_clock(strict_lines(whole.path))
+    assert sorted(os.listdir(tmp_path / "killed")) == ["metrics.jsonl", "run.json"]
+
+
+def test_cut_leaves_the_file_alone_when_it_cannot_write(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+    monkeypatch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError("disk")))
+    with pytest.raises(OSError, match="disk"):
+        cut_metrics(path, 2)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n' and os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
+def test_a_broken_line_in_the_middle_is_an_error_with_its_place(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
+    with pytest.raises(ValueError, match="line 2"):
+        read_metrics(path)
+
+
+def test_fresh_run_sets_an_old_one_aside(tmp_path):
+    for step in (1, 2):
+        with Metrics(tmp_path, sinks=()) as metrics:
+            metrics.log(step, {})
+    assert read_metrics(metrics.path) == [{"step": 2}]
+    assert read_metrics(tmp_path / "metrics.jsonl.old-1") == [{"step": 1}]
+
+
+def test_resume_keeps_the_run_id(tmp_path):
+    def run():
+        return json.loads((tmp_path / "run.json").read_text())
+
+    Metrics(tmp_path, sinks=(), config={"lr": 1}, run_name="mine").close()
+    first = run()
+    Metrics(tmp_path, sinks=(), config={"lr": 2}, run_name="mine", resume_step=1).close()
+    assert (run()["id"], run()["started"], run()["config"]) == (first["id"], first["started"], {"lr": 2})
+    Metrics(tmp_path, sinks=()).close()
+    assert run()["id"] != first["id"]
+
+
+def test_other_ranks_write_nothing(tmp_path):
+    with Metrics(tmp_path / "run", sinks=("tensorboard",), rank=1) as metrics:
+        metrics.log(1, {"a/b": 1.0})
+    assert os.listdir(tmp_path) == []
+
+
+def test_unknown_sink_and_missing_package(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="'wnadb'"):
+        Metrics(tmp_path / "run", sinks=("wnadb",))
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ImportError, match="pip install wandb"):
+        Metrics(tmp_path / "run", sinks=("wandb",))
+    assert os.listdir(tmp_path) == []
+
+
+class FailingSink:
+    def __init__(self, *args):
+        self.closed = False
+
+    def log(self, step, values):
+        if step == 2:
+            raise RuntimeError("the network is down")
+
+    def close(self):
+        raise AssertionError("a dropped sink is not touched again")
+
+
+def test_a_failing_sink_is_reported_once_and_dropped(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(module._SINKS, "tensorboard", FailingSink)
+    with caplog.at_level(logging.WARNING), Metrics(tmp_path, sinks=("tensorboard",)) as metrics:
+        for step in range(1, 5):
+            metrics.log(step, {"a/b": 1})
+    assert [record["step"] for record in read_metrics(metrics.path)] == [1, 2, 3, 4]
+    assert [m for m in caplog.messages if "tensorboard" in m and "network is down" in m] == caplog.messages
+
+
+@pytest.fixture
+def full_disk():
+    """No file of this process may grow beyond the given size; the kernel then writes what fits, like a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_full_disk_is_an_error_and_the_lines_before_stay_valid(tmp_path, full_disk):
+    with Metrics(tmp_path, sinks=()) as metrics:
+        metrics.log(1, {"a/b": 1})
+        full_disk(metrics.path.stat().st_size + 10)
+        with pytest.raises(OSError, match="Free disk space"):
+            metrics.log(2, {"a/b": 1})
+        full_disk(2**20)
+        metrics.log(2, {"a/b": 2})
+    assert strict_lines(metrics.path) == [{"step": 1, "a/b": 1}, {"step": 2, "a/b": 2}]
+
+
+def test_full_disk_drops_tensorboard_only(tmp_path, full_disk, caplog):
+    with Metrics(tmp_path, sinks=("tensorboard",)) as metrics:
+        full_disk(1000)
+        for step in range(12):
+            metrics.log(step, {"a/b": 1.0, "a/c": 2.0, "a/d": 3.0, "a/with_a_long_name": 4.0})
+    assert len(strict_lines(metrics.path)) == 12
+    assert len([m for m in caplog.messages if "tensorboard failed" in m]) == 1
+
+
+def scalars(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_tensorboard_reads_it_and_a_resume_purges(tmp_path):
+    with Metrics(tmp_path, sinks=("tensorboard",)) as metrics:
+        for step in range(1, 6):
+            metrics.log(step, {"reward/mean": step / 4})
+    assert scalars(tmp_path / "tensorboard") == {"reward/mean": [(step, step / 4) for step in range(1, 6)]}
+    with Metrics(tmp_path, sinks=("tensorboard",), resume_step=4) as metrics:
+        metrics.log(4, {"reward/mean": 10.0})
+    expected = [(1, 0.25), (2, 0.5), (3, 0.75), (4, 10.0)]
+    assert scalars(tmp_path / "tensorboard") == {"reward/mean": expected}
+    assert [(r["step"], r["reward/mean"]) for r in read_metrics(metrics.path)] == expected
+
+
+def leveldb_log(data, block=32768, head=7):
+    """Records of a LevelDB log behind W&B's 7 bytes: (crc, length, first/middle/last) and data, in blocks."""
+    assert data[:4] == b":W&B"
+    place, record = head, b""
+    while place + head <= len(data):
+        if block - place % block < head:  # too short for a header: padding
+            place += block - place % block
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, place)
+        record += data[place + head : place + head + length]
+        place += head + length
+        if kind in (1, 4):  # whole, or the last part
+            yield record
+            record = b""
+
+
+def wandb_history(run_folder):
+    """step -> values, read from the file that `wandb sync` would send."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    history, run_id = {}, None
+    for data in leveldb_log(next(run_folder.glob("*.wandb")).read_bytes()):
+        record = Record.FromString(data)
+        if record.WhichOneof("record_type") == "run":
+            run_id = record.run.run_id
+        elif record.WhichOneof("record_type") == "history":
+            values = {
+                item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item
+            }
+            history[values["step"]] = values
+    return run_id, history
+
+
+def test_wandb_offline_and_resume(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    with Metrics(tmp_path, sinks=("wandb",), config={"lr": 1e-3}, project="test", group="group") as metrics:
+        for step in (1, 2, 3):
+            metrics.log(step, {"reward/mean": step / 4, "loss/kl_ref": math.nan})
+    with Metrics(tmp_path, sinks=("wandb",), project="test", group="group", resume_step=3) as metrics:
+        metrics.log(3, {"reward/mean": 5.0})
+    folders = sorted((tmp_path / "wandb").glob("offline-run-*"), key=lambda path: path.stat().st_ctime_ns)
+    (first_id, first), (second_id, second) = map(wandb_history, folders)
+    assert first_id == second_id == json.loads((tmp_path / "run.json").read_text())["id"]
+    assert {step: values["reward/mean"] for step, values in first.items()} == {1: 0.25, 2: 0.5, 3: 0.75}
+    assert {step: values["reward/mean"] for step, values in second.items()} == {3: 5.0}

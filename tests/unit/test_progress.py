@@ -1,0 +1,77 @@
+"""Bars and the table of steps."""
+
+import io
+import logging
+import threading
+import time
+from types import SimpleNamespace
+
+from torchtune_ext.telemetry.progress import Bar, Progress
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_log_lines_are_sparse(caplog):
+    clock = Clock()
+    with caplog.at_level(logging.INFO), Bar("sample", 100, "sample", None, log_every_s=30, clock=clock) as bar:
+        for i in range(100):
+            clock.now = float(i)
+            bar.on_completion(0, i, SimpleNamespace(tokens=[1] * 50))
+            bar.add_reward(0.25)
+    assert len(caplog.messages) == 3
+    assert caplog.messages[0] == "sample: 31 of 100 samples after 30 s, reward 0.250, length 50, 52 tok/s"
+
+
+def test_a_bar_shows_reward_length_and_speed():
+    clock, file = Clock(), io.StringIO()
+    with Bar("sample", 4, "sample", file, clock=clock) as bar:
+        clock.now = 2.0
+        time.sleep(0.15)  # tqdm draws ten times a second at most
+        bar.add_reward(0.5)
+        time.sleep(0.15)
+        bar.add(4, tokens=400)
+    assert bar.read_out() == "reward 0.500, length 100, 200 tok/s"
+    assert "4/4" in file.getvalue() and "200 tok/s" in file.getvalue()
+
+
+def test_updates_from_threads_are_not_lost():
+    bar = Bar("sample", 4000, "sample", None)
+    threads = [threading.Thread(target=lambda: [bar.add(1, 2) for _ in range(1000)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert (bar.count, bar.tokens) == (4000, 8000)
+
+
+def test_summary_reads_as_a_table():
+    file = io.StringIO()
+    progress = Progress(total_steps=200, bars=False, file=file)
+    progress.summary(1, {"reward/mean": 0.25, "length/mean": 83.4, "speed/sampled_tokens_s": 4100.2, "time/step": 61.2})
+    progress.summary(200, {"reward/mean": -0.125, "eval/accuracy_greedy": 0.5, "mismatch/mean_abs": 0.00612})
+    header, first, second = file.getvalue().splitlines()
+    assert len(header) == len(first) == len(second)
+    for title, value in (
+        ("reward", "0.2500"),
+        ("length", "83"),
+        ("tok/s", "4,100"),
+        ("seconds", "61.2"),
+        ("step", "1/200"),
+    ):
+        assert header.index(title) + len(title) == first.index(f" {value} " if value != "61.2" else " 61.2") + 1 + len(
+            value
+        )
+    assert second.split() == ["200/200", "-0.1250", "-", "50.0%", "-", "-", "-", "6.1e-03", "-", "-", "-"]
+
+
+def test_other_ranks_print_no_table(capsys):
+    progress = Progress(rank=1, bars=True)
+    progress.summary(1, {"reward/mean": 0.5})
+    with progress.training(3) as bar:
+        bar.add()
+    assert capsys.readouterr() == ("", "")

@@ -1,0 +1,281 @@
+"""The report: everything embedded can be read back, nothing in a run can break the page, errors are clear."""
+
+import argparse
+import base64
+import gzip
+import json
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from torchtune_ext.advantages import Group, Sample
+from torchtune_ext.grading import Outcome
+from torchtune_ext.tasks.task import Problem, Score
+from torchtune_ext.telemetry import report as module
+from torchtune_ext.telemetry.metrics import Metrics
+from torchtune_ext.telemetry.panels import panels_for
+from torchtune_ext.telemetry.pieces import TokenPieces
+from torchtune_ext.telemetry.report import Limits, build_report
+from torchtune_ext.telemetry.rollouts import RolloutStore
+
+HOSTILE = (
+    "</script></pre><script>document.title='broken'</script><!-- <img src=x onerror=\"document.title='broken'\"> {{js}}"
+)
+RECIPE_METRICS = (
+    "reward/mean reward/std reward/accuracy eval/accuracy_sampled eval/accuracy_greedy eval/low eval/high loss/total "
+    "loss/clip_fraction loss/kl_ref loss/entropy loss/ratio_max loss/approx_kl mismatch/mean_abs mismatch/p99_abs "
+    "mismatch/max_abs mismatch/k3 length/mean length/max length/truncated groups/used groups/no_signal "
+    "groups/infra_failed pack/rho pack/rows pack/fill engine/prefix_hit_rate engine/preemptions engine/kv_max "
+    "engine/concurrency engine/restarts optim/grad_norm optim/lr publish/seconds publish/bytes canary/mean_abs "
+    "time/sample time/grade time/pack time/train time/publish time/eval time/step speed/sampled_tokens_s "
+    "speed/trained_tokens_s memory/rss_gib memory/gpu_gib eval/solved_sampled eval/solved_greedy length/tokens "
+    "pack/tokens time/save loss/weight_mean"
+).split()
+
+
+def make_group(step, number, num_samples=6, length=20, spread=1.0):
+    rng = np.random.default_rng(100 * step + number)
+    samples = []
+    for i in range(num_samples):
+        reward = 0.5 + spread * (i / num_samples - 0.5)
+        outcome = Outcome("scored", Score(reward, {"accuracy": reward}), "")
+        if i == 0 and number == 1:
+            outcome = Outcome("infra_failed", None, HOSTILE)
+        samples.append(Sample(
+            tokens=rng.integers(0, 9, length).astype(np.int32),
+            logprobs=(-rng.gamma(0.4, 1.0, length)).astype(np.float32),
+            versions=np.r_[np.full(length // 2, step), np.full(length - length // 2, step + 1)].astype(np.int32),
+            text=f"sample {i} {HOSTILE}", finish_reason="stop", outcome=outcome,
+            advantage=reward - 0.5, trained=spread > 0 and outcome.score is not None,
+        ))  # fmt: skip
+    problem = Problem(f"problem-{number} {HOSTILE}", ({"role": "user", "content": HOSTILE},), {"A": HOSTILE})
+    return Group(problem, np.arange(11, dtype=np.int32), tuple(samples))
+
+
+def make_run(folder, steps=12, groups=4, keep_every=3, **shape):
+    with Metrics(
+        folder, sinks=(), config={"task": {"path": HOSTILE}, "lr": 1e-6}, run_name=f"run {HOSTILE}"
+    ) as metrics:
+        store = RolloutStore(folder, keep_every)
+        for step in range(1, steps + 1):
+            values = {
+                "reward/mean": step / steps,
+                "loss/kl_ref": float("nan") if step == 2 else 0.1,
+                f"odd/{HOSTILE}": 1.0,
+            }
+            metrics.log(step, values)
+            store.write(step, [make_group(step, n, spread=n / groups, **shape) for n in range(groups)])
+    return folder
+
+
+class Scripts(HTMLParser):
+    """The script elements of a page as a browser splits it, and its title."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.scripts, self.title, self.tag, self.tags = [], "", None, []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.tag = tag
+        self.tags.append(tag)
+        if tag == "script":
+            self.scripts.append([dict(attrs).get("id"), ""])
+
+    def handle_endtag(self, tag):
+        self.tag = None
+
+    def handle_data(self, data):
+        if self.tag == "script":
+            self.scripts[-1][1] += data
+        if self.tag == "title":
+            self.title += data
+
+    def data(self):
+        return {name: json.loads(gzip.decompress(base64.b64decode(text))) for name, text in self.scripts if name}
+
+
+def test_embeds_the_run(tmp_path):
+    run = make_run(tmp_path / "run")
+    report = build_report(run)
+    assert report.path == run / "report.html"
+    assert (report.steps, report.rollout_steps, report.stored_steps) == (12, 4, 4)
+    page = report.path.read_text()
+    assert report.num_bytes == report.path.stat().st_size
+    assert "http://" not in page.replace("http://www.w3.org/2000/svg", "") and "https://" not in page
+    data = Scripts(page).data()
+    overview = data["overview"]
+    assert overview["steps"] == list(range(1, 13))
+    assert overview["series"]["reward/mean"][2] == 0.25
+    assert overview["series"]["loss/kl_ref"][:3] == [0.1, None, 0.1]
+    assert "loss/kl_ref was not finite at 1 step, first at step 2." in overview["notices"]
+    assert ["task.path", HOSTILE] in overview["config"]
+    assert [entry["step"] for entry in overview["rollouts"]] == [3, 6, 9, 12]
+    groups = data["rollouts-6"]
+    assert [group["id"][:9] for group in groups] == [
+        "problem-3",
+        "problem-2",
+        "problem-1",
+        "problem-0",
+    ]  # widest spread first
+    source = make_group(6, 3, spread=3 / 4)
+    sample = next(sample for sample in groups[0]["samples"] if sample["text"] == source.samples[0].text)
+    assert sample["ids"] == source.samples[0].tokens.tolist()
+    np.testing.assert_allclose(sample["nats"], -1000 * source.samples[0].logprobs, atol=0.51)
+    assert sample["versions"] == [[6, 10], [7, 10]]
+    assert groups[3]["trained"] == 0
+    failed = next(sample for sample in groups[2]["samples"] if sample["outcome"] == "infra_failed")
+    assert failed["reward"] is None and failed["cause"] == HOSTILE and groups[2]["failed"] == 1
+
+
+def test_nothing_in_a_run_breaks_the_page(tmp_path):
+    page = build_report(make_run(tmp_path / "run", steps=3)).path.read_text()
+    scripts = Scripts(page)
+    assert [name for name, _ in scripts.scripts] == ["overview", "rollouts-3", None]
+    assert scripts.title == f"run {HOSTILE} · torchtune-ext"
+    assert "img" not in scripts.tags and HOSTILE not in page and 'onerror="document' not in page
+    code = scripts.scripts[-1][1]
+    for unsafe in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
+        assert unsafe not in code
+    assert "class Chart" in code and "class Browser" in code
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium")
+def test_a_browser_shows_it(tmp_path):
+    report = build_report(make_run(tmp_path / "run"))
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
+               f"--user-data-dir={tmp_path}/profile", "--virtual-time-budget=5000", "--dump-dom",
+               f"file://{report.path}#step=6&view=tokens"]  # fmt: skip
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "<title>run &lt;/script&gt;" in dom
+    assert 'id="trouble" class="notice" hidden' in dom
+    assert dom.count('class="series"') >= 3 and "step 6</output>" in dom
+    assert dom.count('class="token"') > 100 and dom.count("<article") == 6
+    assert "&lt;img src=x" in dom and "<img" not in dom
+
+
+def test_limits(tmp_path):
+    run = make_run(tmp_path / "run", steps=20, groups=9, keep_every=1, num_samples=8, length=40)
+    limits = Limits(max_steps=5, groups_per_step=3, samples_per_group=4, max_tokens=10)
+    data = Scripts(build_report(run, tmp_path / "out" / "page.html", limits).path.read_text()).data()
+    assert [entry["step"] for entry in data["overview"]["rollouts"]] == [1, 6, 11, 15, 20]
+    for step in (1, 6, 20):
+        groups = data[f"rollouts-{step}"]
+        assert [group["id"][:9] for group in groups] == ["problem-8", "problem-4", "problem-0"]
+        assert all(len(group["samples"]) == 4 and group["count"] == 8 for group in groups)
+        for sample in groups[0]["samples"]:
+            assert len(sample["ids"]) == 10 and sample["count"] == 40 and sample["gap"] == 5
+        rewards = [sample["reward"] for sample in groups[0]["samples"]]
+        assert rewards[0] == max(groups[0]["rewards"]) and rewards[-1] == min(groups[0]["rewards"])
+
+
+def test_the_budget_holds(tmp_path):
+    run = make_run(tmp_path / "run", steps=6, groups=9, keep_every=1, num_samples=16, length=300)
+    whole = build_report(run, tmp_path / "whole.html").num_bytes
+    bare = build_report(run, tmp_path / "bare.html", Limits(max_mib=0)).num_bytes
+    budget = (whole - bare) // 5
+    small = build_report(run, tmp_path / "small.html", Limits(max_mib=budget / 2**20))
+    assert small.rollout_steps == 6 and bare < small.num_bytes < bare + 1.05 * budget
+    data = Scripts(small.path.read_text()).data()
+    assert all(data[f"rollouts-{step}"] for step in range(1, 7))
+
+
+def test_metrics_without_rollouts_and_a_single_step(tmp_path):
+    with Metrics(tmp_path / "run", sinks=()) as metrics:
+        metrics.log(7, {"reward/mean": 0.5})
+    report = build_report(tmp_path / "run")
+    assert (report.steps, report.rollout_steps) == (1, 0)
+
+
+def test_panels_that_are_all_zero_and_only_matter_otherwise_are_left_out(tmp_path):
+    def titles(failed):
+        with Metrics(tmp_path / "run", sinks=()) as metrics:
+            metrics.log(1, {"groups/used": 0.0, "groups/infra_failed": failed})
+        overview = Scripts(build_report(tmp_path / "run").path.read_text()).data()["overview"]
+        return [panel["title"] for panel in overview["panels"]], overview["notices"]
+
+    assert titles(0.0) == (["Groups"], [])
+    assert titles(1.0) == (
+        ["Groups", "Samples without a grade"],
+        ["1 sample could not be graded (grader raised, hung or crashed)."],
+    )
+
+
+def test_a_damaged_rollout_file_is_left_out(tmp_path, caplog):
+    run = make_run(tmp_path / "run")
+    (run / "rollouts" / "step_000006.jsonl.gz").write_bytes(b"torn")
+    report = build_report(run)
+    assert report.rollout_steps == 3 and "step_000006" in caplog.text
+
+
+def run_main(*words):
+    parser = argparse.ArgumentParser()
+    module.add_arguments(parser)
+    return module.main(parser.parse_args(list(map(str, words))))
+
+
+def test_command_line(tmp_path, capsys):
+    run = make_run(tmp_path / "run")
+    assert run_main(run, "--out", tmp_path / "page.html", "--max-steps", 2) == 0
+    assert "rollouts of 2 of 4 stored steps" in capsys.readouterr().out
+    for words, message in (
+        ((tmp_path / "nowhere",), "no such folder"),
+        ((tmp_path,), "no metrics yet"),
+        ((run, "--groups-per-step", 0), "groups_per_step=0"),
+        ((run, "--tokenizer", tmp_path), "no tokenizer.json"),
+    ):
+        assert run_main(*words) == 1
+        assert message in capsys.readouterr().err
+
+
+def test_every_metric_of_the_recipes_has_a_panel():
+    panels = panels_for(RECIPE_METRICS)
+    drawn = {metric for panel in panels for metric, _ in panel.series} | {
+        m for p in panels if p.band for m in p.band[1:]
+    }
+    assert drawn == set(RECIPE_METRICS)
+    assert "Other" not in {panel.section for panel in panels}
+    assert [p.title for p in panels_for(["reward/format", "mine/x"])] == ["Reward parts", "mine/x"]
+    assert panels_for(["reward/mean"])[0].band is None
+    assert panels_for([]) == []
+
+
+def byte_tokenizer(texts, size=300):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
+    )
+    return tokenizer
+
+
+def test_token_pieces(tmp_path):
+    tokenizer = byte_tokenizer(["the cat sat on the mat, the end"] * 3)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    pieces = TokenPieces.from_folder(tmp_path)
+    for text in (" the cat sat", "the\n\n  end ", "我们 🙂 know", "é", ""):
+        ids = tokenizer.encode(text).ids
+        split = pieces.split(ids)
+        assert len(split) == len(ids) and "".join(split) == text
+    smile = tokenizer.encode("🙂").ids
+    assert len(smile) == 4 and pieces.split(smile) == ["", "", "", "🙂"]
+    assert "�" in "".join(pieces.split(smile[:2]))  # a character cut off shows as such
+    end = tokenizer.encode(" the end").ids
+    assert "".join(pieces.split([*smile[:1], *end])).endswith("end")  # one broken byte does not eat what follows
+
+
+def test_pieces_keep_the_space_that_a_decoder_strips():
+    class Stripping:  # like SentencePiece: no space at the start of a text
+        words = ("▁a", "▁cat", "s", "▁sat")
+
+        def decode(self, ids, skip_special_tokens=True):
+            return "".join(self.words[i] for i in ids).replace("▁", " ").removeprefix(" ")
+
+    assert TokenPieces(Stripping(), anchor=0).split([1, 2, 3, 1]) == [" cat", "s", " sat", " cat"]

@@ -1,0 +1,225 @@
+"""The controller against a small simulated KV cache, and the semaphore that it sizes."""
+
+import asyncio
+import math
+
+import numpy as np
+import pytest
+
+from torchtune_ext.sampling.throttle import MAX_GROWTH, TARGET, Controller, Throttle
+
+
+class Cache:
+    """A paged KV cache as vLLM runs it: whole blocks, shared prompts, the newest request preempted when it is full."""
+
+    def __init__(self, blocks, block=32, rows=256):
+        self.blocks, self.block, self.rows = blocks, block, rows
+        self.running, self.waiting = [], []  # [group, prompt, made, length]
+        self.preemptions = self.steps = self.finished = 0
+
+    def used(self):
+        shared = {group: prompt // self.block for group, prompt, _, _ in self.running}
+        own = sum(-(-(p + made + 1) // self.block) - p // self.block for _, p, made, _ in self.running)
+        return own + sum(shared.values())
+
+    def step(self):
+        """Returns (usage, running, waiting, preempted, finished)."""
+        self.steps += 1
+        while self.waiting and len(self.running) < self.rows:
+            self.running.append(self.waiting.pop(0))
+            if self.used() > self.blocks:
+                self.waiting.insert(0, self.running.pop())
+                break
+        preempted = 0
+        while self.used() > self.blocks and len(self.running) > 1:
+            self.waiting.insert(0, self.running.pop())
+            preempted += 1
+        for request in self.running:
+            request[2] += 1
+        done = [request for request in self.running if request[2] >= request[3]]
+        self.running = [request for request in self.running if request[2] < request[3]]
+        self.preemptions += preempted
+        self.finished += len(done)
+        # counted as vLLM does: after the finished requests have left
+        return self.used() / self.blocks, len(self.running), len(self.waiting), preempted, len(done)
+
+
+def run(cache, controller, requests):
+    """Feeds the requests as the engine does; returns (steps, preemptions, limits after each finished request)."""
+    queue, limits, steps, preemptions = list(requests), [], cache.steps, cache.preemptions
+    while queue or cache.running or cache.waiting:
+        while queue and len(cache.running) + len(cache.waiting) < controller.allowed:
+            cache.waiting.append(list(queue.pop(0)))
+        usage, running, waiting, preempted, done = cache.step()
+        controller.step(usage, running, waiting, preempted, bool(queue))
+        for _ in range(done):
+            controller.done()
+            limits.append(controller.limit)
+    controller.start_round()
+    return cache.steps - steps, cache.preemptions - preemptions, limits
+
+
+def groups(prompts, samples, prompt, lengths, first=0):
+    lengths = iter(lengths)
+    return [(first + p, prompt, 0, next(lengths)) for p in range(prompts) for _ in range(samples)]
+
+
+def fixed_steps(blocks, size, requests):
+    """Steps and preemptions with a fixed number in flight."""
+    controller = Controller(ceiling=10**6, limit=size)
+    controller.step = lambda *args: None
+    controller.done = lambda: None
+    steps, preemptions, _ = run(Cache(blocks), controller, requests)
+    return steps, preemptions
+
+
+@pytest.mark.parametrize("blocks", [256, 512])
+def test_equal_lengths_no_preemption_and_nearly_the_best_fixed_size(blocks):
+    """12 prompts x 16 samples, 300 + 128 tokens, caches of 8192 and 16384 tokens."""
+    requests = groups(12, 16, 300, [128] * 192)
+    fixed = [fixed_steps(blocks, size, requests) for size in (8, 16, 24, 32, 40, 48, 64, 96, 128, 192)]
+    best = min(steps for steps, preemptions in fixed if not preemptions)
+    assert any(preemptions for _, preemptions in fixed), "the cache is not too small"
+    cache, controller = Cache(blocks), Controller(ceiling=256)
+    controller.expect(blocks * 32, 300, 128, 16, 32)
+    for _ in range(6):
+        steps, preemptions, _ = run(cache, controller, requests)
+        assert preemptions == 0
+        assert steps <= best / 0.95
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_unknown_lengths_the_limit_finds_its_size(seed):
+    """Completions may have 2000 tokens and have 120 in the mean: the safe first limit is far too low."""
+    generator = np.random.default_rng(seed)
+    batches = [
+        groups(16, 16, 300, np.minimum(2000, 1 + generator.geometric(1 / 120, 256)), first=100 * number)
+        for number in range(14)
+    ]
+    cache, controller = Cache(512), Controller(ceiling=256)
+    controller.expect(512 * 32, 300, 2000, 16, 32)
+    first = controller.limit
+    assert first <= 8
+    for batch in batches[:2]:
+        run(cache, controller, batch)
+    assert controller.limit > 6 * first
+    results = [run(cache, controller, batch) for batch in batches[2:]]  # the steady state: 3072 requests
+    assert sum(preemptions for _, preemptions, _ in results) == 0
+    fixed = {
+        size: np.sum([fixed_steps(512, size, batch) for batch in batches[2:]], axis=0) for size in (40, 48, 56, 64, 72, 80)
+    }
+    best = min(steps for steps, preemptions in fixed.values() if not preemptions)
+    assert sum(steps for steps, _, _ in results) <= best / 0.95
+
+
+def test_longer_completions_shrink_the_limit():
+    """Training makes answers four times longer: at most a few preemptions, then none."""
+    cache, controller = Cache(512), Controller(ceiling=256)
+    generator = np.random.default_rng(0)
+    for number in range(4):
+        run(cache, controller, groups(16, 16, 100, generator.integers(60, 100, 256), first=100 * number))
+    short = controller.limit
+    history = []
+    for number in range(8):
+        steps, preemptions, _ = run(cache, controller, groups(16, 16, 100, generator.integers(240, 400, 256)))
+        history.append(preemptions)
+    assert controller.limit < short / 2
+    assert sum(history[1:]) == 0
+
+
+def test_one_excess_shrinks_once():
+    """A burst of preemptions follows from one limit that was too high, and costs one reduction."""
+    controller = Controller(ceiling=256, limit=100)
+    for running in (100, 99, 98, 97):
+        controller.step(1.0, running, 100 - running, 1, True)
+    assert controller.limit == 85 and controller.target == pytest.approx(TARGET - 0.04)
+    controller.step(0.8, 60, 0, 0, True)
+    controller.step(1.0, 85, 0, 2, True)
+    assert controller.limit == 72
+
+
+def test_growth_needs_demand_room_and_is_bounded():
+    def after_round(usage, running, waiting, blocked, limit=10, ceiling=1000):
+        controller = Controller(ceiling=ceiling, limit=limit)
+        for _ in range(limit):
+            controller.step(usage, running, waiting, 0, blocked)
+            controller.done()
+        return controller.limit
+
+    assert after_round(0.5, 10, 0, True) == math.floor(10 * TARGET / 0.5)
+    assert after_round(0.01, 10, 0, True) == 10 * MAX_GROWTH
+    assert after_round(0.01, 10, 0, True, ceiling=25) == 25
+    assert after_round(0.5, 10, 0, False) == 10  # nobody waits
+    assert after_round(0.5, 3, 0, True) == 10  # 3 used half of it: 10 would be too many, but nothing is wrong yet
+    assert after_round(0.99, 10, 0, True) == 9  # close to the brim
+    assert after_round(TARGET, 10, 5, True) == 10
+
+
+def test_state_survives_a_checkpoint():
+    controller = Controller(ceiling=256, limit=100)
+    controller.step(1.0, 100, 3, 1, True)
+    other = Controller(ceiling=256)
+    other.load_state_dict(controller.state_dict())
+    assert (other.limit, other.target, other.known) == (85, controller.target, True)
+    other.expect(10**6, 10, 10, 1, 32)
+    assert other.limit == 85
+    small = Controller(ceiling=16)
+    small.load_state_dict(controller.state_dict())
+    assert small.limit == 16
+
+
+def test_throttle_is_fair_and_bounded():
+    async def scenario():
+        throttle, order, most = Throttle(3), [], 0
+
+        async def work(number):
+            nonlocal most
+            await throttle.acquire()
+            order.append(number)
+            most = max(most, throttle.held)
+            await asyncio.sleep(0)
+            throttle.release()
+
+        await asyncio.wait_for(asyncio.gather(*[work(number) for number in range(50)]), 5)
+        assert order == list(range(50)) and most == 3 and throttle.held == 0 and not throttle.blocked
+
+    asyncio.run(scenario())
+
+
+def test_throttle_resizes_while_in_use():
+    async def scenario():
+        throttle = Throttle(1)
+        await throttle.acquire()
+        waiters = [asyncio.create_task(throttle.acquire()) for _ in range(4)]
+        await asyncio.sleep(0)
+        assert throttle.blocked and throttle.held == 1
+        throttle.resize(3)
+        await asyncio.sleep(0)
+        assert [task.done() for task in waiters] == [True, True, False, False]
+        throttle.resize(1)
+        throttle.release()
+        throttle.release()
+        await asyncio.sleep(0)
+        assert throttle.held == 1 and not waiters[2].done()
+        throttle.release()
+        await asyncio.sleep(0)
+        assert waiters[2].done() and not waiters[3].done()
+        waiters[3].cancel()
+
+    asyncio.run(scenario())
+
+
+def test_throttle_loses_no_place_when_a_waiter_is_cancelled():
+    async def scenario():
+        throttle = Throttle(1)
+        await throttle.acquire()
+        waiting, next_one = (asyncio.create_task(throttle.acquire()) for _ in range(2))
+        await asyncio.sleep(0)
+        throttle.release()  # gives the place to `waiting`...
+        waiting.cancel()  # ...which is cancelled before it has run
+        await asyncio.wait_for(next_one, 5)
+        assert waiting.cancelled() and throttle.held == 1
+        throttle.release()
+        assert throttle.held == 0
+
+    asyncio.run(scenario())

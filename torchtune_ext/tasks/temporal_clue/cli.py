@@ -1,0 +1,46 @@
+"""`torchtune-ext clue`: writes a file of puzzles.
+
+torchtune-ext clue --seed 7 --count 1000 --size suspects=2-3,weapons=2,rooms=2-4 --out puzzles.jsonl
+"""
+
+import argparse
+import os
+import sys
+
+from tqdm import tqdm
+
+from torchtune_ext.tasks.temporal_clue.files import generate, write_jsonl
+from torchtune_ext.tasks.temporal_clue.size import PRESETS, parse_size
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `torchtune-ext clue`."""
+    parser.add_argument("--seed", type=int, default=0, help="of the puzzles (default 0)")
+    parser.add_argument("--count", type=int, default=100, help="how many puzzles (default 100)")
+    parser.add_argument("--first", type=int, default=0, help="index of the first one (default 0)")
+    sizes = f"a preset ({', '.join(PRESETS)}) or numbers such as suspects=2-3,weapons=2,rooms=3,clues=direct+or"
+    parser.add_argument("--size", default="small", help=f"{sizes} (default small)")
+    parser.add_argument("--out", required=True, help="file to write, one JSON object a line; whole or not at all")
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--workers", type=int, default=cores, help=f"processes (default: every core, {cores})")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Exit status: 0, 2 for a wrong argument, 1 where OR-Tools is missing or the file cannot be written."""
+    try:
+        size = parse_size(args.size)
+        for name, least in (("count", 1), ("first", 0), ("workers", 1)):
+            if getattr(args, name) < least:
+                raise ValueError(f"--{name} {getattr(args, name)}: give a number from {least} on")
+    except ValueError as error:
+        print(f"torchtune-ext clue: {error}", file=sys.stderr)
+        return 2
+    puzzles = generate(args.seed, args.count, size, min(args.workers, args.count), args.first)
+    try:
+        with tqdm(puzzles, total=args.count, unit="puzzle", smoothing=0.05) as bar:
+            count = write_jsonl(args.out, bar)
+    except (RuntimeError, OSError) as error:
+        print(f"torchtune-ext clue: {error}", file=sys.stderr)
+        return 1
+    print(f"{count} puzzles -> {args.out}")
+    return 0

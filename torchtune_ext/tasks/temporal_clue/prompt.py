@@ -1,0 +1,185 @@
+"""The words of a puzzle, those of the public puzzles to the letter ("occured" included)."""
+
+from torchtune_ext.tasks.temporal_clue.clues import (
+    Beside,
+    Either,
+    HasMotive,
+    Iff,
+    Moved,
+    Murder,
+    Place,
+    SameRoom,
+    Statement,
+    Together,
+)
+from torchtune_ext.tasks.temporal_clue.scenario import MURDER_WEAPON, MURDERER, Scenario
+
+OPENING = (
+    "On a dark winter night, wealthy and enigmatic Mr. John Q. Boddy hosted a small, but lavish, dinner party for some "
+    "of his closest associates. However, the night ended in tragedy when Mr. Boddy was found dead in one of the rooms "
+    "of Tudor Mansion in the early hours of the morning. The following persons of interest have been identified as "
+    "suspects:"
+)
+TIMES = "The exact time of the murder is a bit uncertain, but it has been narrowed down to one of the following times:"
+MOVEMENT = (
+    "At every time the suspects and Mr. Boddy either stayed in their current room or moved to an orthogonally adjacent "
+    "room (north, south, east, or west). Weapons could be moved by suspects between rooms as well."
+)
+ALONE = "For the murder to occur, the murderer and Mr. Boddy must have been alone in a room with at least one weapon"
+WHEREABOUTS = (
+    " at some point in the night. Any clue about Mr. Boddy's whereabouts should be read as "
+    '"Mr. Boddy (dead or alive) ..."'
+)
+MAIN_QUESTIONS = {
+    "murderer": "Who murdered Mr. Boddy?",
+    "weapon": "What weapon did the murderer use?",
+    "room": "Where was the murder committed?",
+    "time": "When did the murder occur?",
+    "motive": "Why did the murderer do it?",
+}
+
+
+def name(scenario: Scenario, who: int) -> str:
+    """A piece or a role in the middle of a sentence."""
+    if who == MURDERER:
+        return "the murderer"
+    if who == MURDER_WEAPON:
+        return "the murder weapon"
+    if who < 0:
+        motive = -3 - who
+        article = "the" if scenario.holders(motive) == 1 else "a"
+        return f"{article} suspect motivated by {scenario.motives[motive]}"
+    if who == scenario.boddy:
+        return "Mr. Boddy"
+    suspects = len(scenario.suspects)
+    return scenario.suspects[who] if who < suspects else f"the {scenario.weapons[who - suspects]}"
+
+
+def when(scenario: Scenario, time: int) -> str:
+    return f" at {scenario.times[time]}" if len(scenario.times) > 1 else ""
+
+
+def inside(scenario: Scenario, room: int) -> str:
+    room_name = scenario.rooms[room]
+    return f"{'at' if room_name == 'Fountain' else 'in'} the {room_name}"
+
+
+def sentence(scenario: Scenario, clue: Statement) -> str:
+    """A clue as the prompt has it."""
+    words = _words(scenario, clue)
+    return words[0].upper() + words[1:]
+
+
+def _words(scenario: Scenario, clue: Statement) -> str:
+    match clue:
+        case Place(who, time, room):
+            return f"{name(scenario, who)} was {inside(scenario, room)}{when(scenario, time)}"
+        case Either(first, second):
+            return f"{_words(scenario, first)} or {_words(scenario, second)}"
+        case Iff(first, second):
+            return f"{_words(scenario, first)} if and only if {_words(scenario, second)}"
+        case SameRoom(who, other, time):
+            return f"{name(scenario, who)} was in the same room as {name(scenario, other)}{when(scenario, time)}"
+        case Together(who, other, room):
+            both = f"{name(scenario, who)} and {name(scenario, other)}"
+            return f"{both} were {inside(scenario, room)} together at least once"
+        case Beside(who, other, time, direction, _):
+            there = f"was in the room just {direction} of"
+            return f"{name(scenario, who)} {there} {name(scenario, other)}{when(scenario, time)}"
+        case Moved(who, cargo, time, start, end):
+            what = "" if cargo is None else f" {name(scenario, cargo)}"
+            way = f"from the {scenario.rooms[start]} to the {scenario.rooms[end]}"
+            return f"{name(scenario, who)} moved{what} {way}{when(scenario, time)}"
+        case HasMotive(suspect, motive):
+            return f"{name(scenario, suspect)} is motivated by {scenario.motives[motive]}"
+        case Murder():
+            return f"Mr. Boddy was {_murder_words(scenario, clue)}"
+    raise TypeError(f"no such statement: {clue!r}")
+
+
+def _murder_words(scenario: Scenario, clue: Murder) -> str:
+    value = clue.value
+    return {
+        "murderer": lambda: f"murdered by {name(scenario, value)}",
+        "weapon": lambda: f"killed with {name(scenario, value)}",
+        "room": lambda: f"murdered {inside(scenario, value)}",
+        "time": lambda: f"murdered at {scenario.times[value]}",
+        "motive": lambda: f"murdered by {name(scenario, -3 - value)}",
+    }[clue.fact]()
+
+
+def question(scenario: Scenario, asked: Statement, ask_who: bool = False) -> tuple[str, str, str]:
+    """(question, answer, word for the kind of answer) about a fact; `ask_who` turns a motive's question round."""
+    match asked:
+        case Murder(fact, value):
+            answer = name(scenario, value).removeprefix("the ") if fact in ("murderer", "weapon") else None
+            answer = answer or {"room": scenario.rooms, "time": scenario.times, "motive": scenario.motives}[fact][value]
+            return MAIN_QUESTIONS[fact], answer, "SUSPECT" if fact == "murderer" else fact.upper()
+        case Place(who, time, room):
+            return f"Where was {name(scenario, who)}{when(scenario, time)}?", scenario.rooms[room], "ROOM"
+        case HasMotive(suspect, motive) if ask_who:
+            return f"Who is motivated by {scenario.motives[motive]}?", scenario.suspects[suspect], "SUSPECT"
+        case HasMotive(suspect, motive):
+            return f"What motivates {scenario.suspects[suspect]}?", scenario.motives[motive], "MOTIVE"
+    raise TypeError(f"no question asks for {asked!r}")
+
+
+def board(scenario: Scenario) -> str:
+    """The drawing of the rooms, row by row, with the compass around it."""
+    digits = 2 if len(scenario.rooms) > 9 else 1
+    columns = scenario.columns
+    cells = [f"{number + 1:0{digits}d}" for number in range(len(scenario.rooms))]
+    cells += ["-"] * (-len(cells) % columns)
+    rows = ["W " + "|".join(cells[start : start + columns]) + " E" for start in range(0, len(cells), columns)]
+    edges = ["  " + " ".join([letter * digits] * columns) + "  " for letter in "NS"]
+    return "\n".join([edges[0], *rows, edges[1]])
+
+
+def prompt(scenario: Scenario, clues: list[Statement], questions: list[tuple[str, str, str]], num_main: int) -> str:
+    """The whole text that the policy reads. `questions` holds the main ones first."""
+    digits = 2 if len(scenario.rooms) > 9 else 1
+    letters = [chr(ord("A") + number) for number in range(len(questions))]
+    asked = [f"{letter}. {text}" for letter, (text, _, _) in zip(letters, questions, strict=True)]
+    timed = len(scenario.times) > 1
+    parts = [
+        OPENING,
+        _bullets(scenario.suspects),
+        "And the following weapons were found on the premises:",
+        _bullets(scenario.weapons),
+        "The murder could only have occured in one of the following rooms:",
+        "\n".join(f"{number:0{digits}d}. {room}" for number, room in enumerate(scenario.rooms, start=1)),
+        "The rooms are laid out as follows:",
+        board(scenario),
+    ]
+    parts += [TIMES, _bullets(scenario.times), MOVEMENT] if timed else []
+    if scenario.motives:
+        uniquely = "uniquely " if scenario.unique_motives() else ""
+        parts.append(f"Each suspect {uniquely}had one of the following possible motives for killing Mr. Boddy:")
+        parts.append(_motives(scenario))
+    parts += [
+        ALONE + (WHEREABOUTS if timed else "."),
+        "The available clues are as follows:",
+        "\n".join(f"- {sentence(scenario, clue)}" for clue in clues),
+        "Please answer the following question(s):",
+        "\n".join(asked[:num_main]),
+    ]
+    if asked[num_main:]:
+        parts += ["And the following bonus question(s):", "\n".join(asked[num_main:])]
+    parts += [
+        "Fill out your final answers in the following format:",
+        "\n".join(f"{letter}. {kind}" for letter, (_, _, kind) in zip(letters, questions, strict=True)),
+        "Best of luck, detective.",
+    ]
+    return "\n\n".join(parts)
+
+
+def _bullets(items: tuple[str, ...]) -> str:
+    return "\n".join(f"• {item}" for item in items)
+
+
+def _motives(scenario: Scenario) -> str:
+    if scenario.unique_motives():
+        return _bullets(scenario.motives)
+    counts = [scenario.holders(motive) for motive in range(len(scenario.motives))]
+    shares = ["1 suspect" if count == 1 else f"{count} suspects" for count in counts]
+    return _bullets(tuple(f"{motive} ({share})" for motive, share in zip(scenario.motives, shares, strict=True)))

@@ -1,0 +1,194 @@
+"""What happened on the night. Produces `World` (who was where, and the murder) and `Scenario` (the board, the truth).
+
+Pieces are numbers: the suspects first, then the weapons, then Mr. Boddy. A clue may also speak of somebody by role:
+`MURDERER`, `MURDER_WEAPON`, or `motivated_by(m)`, the suspect or suspects who have motive m. Rooms, times and motives
+are numbers too, positions in the lists of the scenario.
+"""
+
+import random
+from dataclasses import dataclass
+
+from torchtune_ext.tasks.temporal_clue.size import Dims
+
+SUSPECTS = (
+    "Miss Scarlet", "Colonel Mustard", "Mrs. White", "Mr. Green", "Mrs. Peacock",
+    "Professor Plum", "Madame Rose", "Sgt. Gray", "Monsieur Brunette", "Miss Peach",
+)  # fmt: skip
+WEAPONS = ("Candlestick", "Rope", "Wrench", "Lead Pipe", "Revolver", "Knife", "Horseshoe", "Poison")
+ROOMS = (
+    "Kitchen", "Ballroom", "Conservatory", "Dining Room", "Billiard Room", "Library", "Lounge", "Hall", "Study",
+    "Carriage House", "Cloak Room", "Trophy Room", "Drawing Room", "Gazebo", "Courtyard", "Fountain", "Studio",
+)  # fmt: skip
+MOTIVES = ("Anger", "Betrayal", "Fear", "Greed", "Hatred", "Jealousy", "Power", "Pride", "Revenge", "Ambition")
+
+MURDERER = -1
+MURDER_WEAPON = -2
+STEPS = {"north": (0, -1), "south": (0, 1), "west": (-1, 0), "east": (1, 0)}
+MOVE_CHANCE = 0.5  # that a character changes rooms between two times
+CARRY_CHANCE = 0.8  # that a suspect who leaves takes along the weapon in hand
+
+
+def motivated_by(motive: int) -> int:
+    return -3 - motive
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """One way the night may have gone."""
+
+    places: tuple[tuple[int, ...], ...]  # [piece][time] room
+    motives: tuple[int, ...]  # [suspect] motive; empty when the puzzle has none
+    murderer: int  # suspect
+    weapon: int  # piece number of the murder weapon
+    room: int  # of the murder
+    time: int  # of the murder
+
+    def members(self, who: int) -> list[int]:
+        """The pieces that a piece number or a role stands for."""
+        if who >= 0:
+            return [who]
+        if who == MURDERER:
+            return [self.murderer]
+        if who == MURDER_WEAPON:
+            return [self.weapon]
+        return [suspect for suspect, motive in enumerate(self.motives) if motive == -3 - who]
+
+    def rooms(self, who: int, time: int) -> int:
+        """The rooms where `who` was, as a bit mask (several suspects may share a motive)."""
+        if who >= 0:
+            return 1 << self.places[who][time]
+        mask = 0
+        for piece in self.members(who):
+            mask |= 1 << self.places[piece][time]
+        return mask
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """The board, the names, and what is true."""
+
+    suspects: tuple[str, ...]
+    weapons: tuple[str, ...]
+    rooms: tuple[str, ...]
+    columns: int  # of the board; rooms fill it row by row from the north-west
+    times: tuple[str, ...]  # ("12:00 AM",) when the puzzle does not mention time
+    motives: tuple[str, ...]  # empty when the puzzle has none
+    truth: World
+
+    @property
+    def boddy(self) -> int:
+        return len(self.suspects) + len(self.weapons)
+
+    @property
+    def weapon_pieces(self) -> range:
+        return range(len(self.suspects), self.boddy)
+
+    def holders(self, motive: int) -> int:
+        """How many suspects have this motive: the prompt says so."""
+        return self.truth.motives.count(motive)
+
+    def unique_motives(self) -> bool:
+        return len(self.motives) == len(self.suspects)
+
+    def neighbour(self, room: int, direction: str) -> int | None:
+        return neighbour(len(self.rooms), self.columns, room, direction)
+
+
+def neighbour(num_rooms: int, columns: int, room: int, direction: str) -> int | None:
+    """The room next to `room` in that direction, None at the edge of the board."""
+    column, row = room % columns, room // columns
+    dx, dy = STEPS[direction]
+    column, row = column + dx, row + dy
+    other = row * columns + column
+    return other if 0 <= column < columns and row >= 0 and other < num_rooms else None
+
+
+def draw_scenario(rng: random.Random, dims: Dims) -> Scenario:
+    """A night with a murder that keeps the rules of the prompt."""
+    suspects = tuple(rng.sample(SUSPECTS, dims.suspects))
+    weapons = tuple(rng.sample(WEAPONS, dims.weapons))
+    rooms = tuple(rng.sample(ROOMS, dims.rooms))
+    columns = _columns(rng, dims.rooms)
+    motives, motive_of = _draw_motives(rng, dims)
+    next_to = [
+        [room, *(n for n in (neighbour(dims.rooms, columns, room, d) for d in STEPS) if n is not None)]
+        for room in range(dims.rooms)
+    ]
+    while True:  # a night without a possible murder is drawn again; almost every night has one
+        walks = [_walk(rng, next_to, rng.randrange(dims.rooms), dims.times) for _ in suspects]
+        carried = [_carry(rng, walks, dims) for _ in weapons]
+        chances = _possible_murders(walks, carried, dims)
+        if chances:
+            break
+    murderer, weapon, room, time = rng.choice(chances)
+    before = _walk(rng, next_to, room, time + 1)[::-1]  # Mr. Boddy walks to the murder room and stays there
+    boddy = before + [room] * (dims.times - time - 1)
+    places = tuple(tuple(walk) for walk in [*walks, *carried, boddy])
+    truth = World(places, motive_of, murderer, dims.suspects + weapon, room, time)
+    return Scenario(suspects, weapons, rooms, columns, _draw_times(rng, dims.times), motives, truth)
+
+
+def _columns(rng: random.Random, num_rooms: int) -> int:
+    """Board widths of the public puzzles: near a square."""
+    if num_rooms == 2:
+        return rng.choice((1, 2))
+    if num_rooms in (5, 6):
+        return rng.choice((2, 3))
+    if num_rooms in (10, 11, 12):
+        return rng.choice((3, 4))
+    return 2 if num_rooms < 5 else 3 if num_rooms < 10 else 4
+
+
+def _draw_times(rng: random.Random, count: int) -> tuple[str, ...]:
+    """Times at even distance around midnight."""
+    if count == 1:
+        return ("12:00 AM",)
+    step = rng.choice((15, 30, 60))
+    early = 1 + sum(rng.random() < 0.5 for _ in range(count - 2))
+    minutes = [(index - early) * step % (24 * 60) for index in range(count)]
+    return tuple(f"{(m // 60 + 11) % 12 + 1:02d}:{m % 60:02d} {'AM' if m < 720 else 'PM'}" for m in minutes)
+
+
+def _draw_motives(rng: random.Random, dims: Dims) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Names of the motives, and the motive of each suspect."""
+    names = rng.sample(MOTIVES, dims.motives)
+    if dims.motives == dims.suspects:
+        return tuple(names), tuple(rng.sample(range(dims.motives), dims.motives))
+    drawn = [rng.randrange(dims.motives) for _ in range(dims.suspects)] if dims.motives > 1 else []
+    used = [motive for motive in range(dims.motives) if motive in drawn]
+    if len(used) < 2:  # a motive that all share says nothing
+        return (), ()
+    return tuple(names[motive] for motive in used), tuple(used.index(motive) for motive in drawn)
+
+
+def _walk(rng: random.Random, next_to: list[list[int]], room: int, steps: int) -> list[int]:
+    """A character's rooms, `steps` of them, from `room` on."""
+    walk = [room]
+    while len(walk) < steps:
+        if rng.random() < MOVE_CHANCE:
+            room = rng.choice(next_to[room][1:])
+        walk.append(room)
+    return walk
+
+
+def _carry(rng: random.Random, walks: list[list[int]], dims: Dims) -> list[int]:
+    """A weapon's rooms: at each time one of the suspects in its room holds it and may take it along."""
+    places = [rng.randrange(dims.rooms)]
+    for time in range(1, dims.times):
+        room = places[-1]
+        near = [walk for walk in walks if walk[time - 1] == room]
+        if near and rng.random() < CARRY_CHANCE:
+            room = rng.choice(near)[time]
+        places.append(room)
+    return places
+
+
+def _possible_murders(walks: list[list[int]], carried: list[list[int]], dims: Dims) -> list[tuple[int, int, int, int]]:
+    """(suspect, weapon, room, time) wherever a suspect was alone with a weapon."""
+    found = []
+    for time in range(dims.times):
+        rooms = [walk[time] for walk in walks]
+        for suspect, room in enumerate(rooms):
+            if rooms.count(room) == 1:
+                found += [(suspect, weapon, room, time) for weapon, way in enumerate(carried) if way[time] == room]
+    return found

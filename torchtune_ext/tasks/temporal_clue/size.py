@@ -1,0 +1,156 @@
+"""How big and how hard a puzzle is. Produces `Size` (ranges, as a user writes them) and `Dims` (one puzzle's)."""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+KINDS = ("direct", "or", "iff", "same_room", "together", "beside", "moved", "carried")
+LIMITS = {"suspects": (2, 10), "weapons": (2, 8), "rooms": (2, 17), "times": (1, 12), "motives": (0, 10)}
+LIMITS |= {"bonus": (0, 20), "players": (1, 6)}
+
+Range = int | tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """What puzzles to draw. Each number is an int or (low, high), both ends included."""
+
+    suspects: Range = 2  # 2 to 10
+    weapons: Range = 2  # 2 to 8
+    rooms: Range = 2  # 2 to 17
+    times: Range = 1  # 1 to 12; 1 means that the puzzle does not mention time
+    motives: Range = 0  # 0 to 10; cut to the number of suspects (each has one of its own then); 0 and 1 mean none
+    bonus: Range = 0  # most bonus questions asked; fewer where a clue would state the answer
+    clues: tuple[str, ...] = KINDS  # kinds of clue in use, "direct" always among them; fewer kinds are easier puzzles
+    whole_world: bool = False  # True: the clues settle every position, as in the public puzzles, not only what is asked
+    players: Range | None = None  # 1 to 6: draws all the numbers from this one instead, as the public puzzles do
+
+    def __post_init__(self) -> None:
+        for name in LIMITS:
+            if name != "players" or self.players is not None:
+                _check_range(name, getattr(self, name))
+        if not isinstance(self.whole_world, bool):
+            raise ValueError(f"size: whole_world={self.whole_world!r}: write true or false")
+        if not isinstance(self.clues, tuple):
+            raise ValueError(f"size: clues={self.clues!r}: write a list such as [direct, or]")
+        unknown = [kind for kind in self.clues if kind not in KINDS]
+        if unknown or "direct" not in self.clues:
+            raise ValueError(
+                f"size: clues={list(self.clues)}: choose from {', '.join(KINDS)}, 'direct' always among them "
+                "(it is what makes every puzzle solvable)"
+            )
+
+    def draw(self, rng: random.Random) -> "Dims":
+        """The numbers of one puzzle."""
+        if self.players is not None:
+            return _draw_as_public(rng, _pick(rng, self.players))
+        suspects = _pick(rng, self.suspects)
+        return Dims(
+            suspects,
+            _pick(rng, self.weapons),
+            _pick(rng, self.rooms),
+            _pick(rng, self.times),
+            min(_pick(rng, self.motives), suspects),
+            _pick(rng, self.bonus),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Dims:
+    """The numbers of one puzzle."""
+
+    suspects: int
+    weapons: int
+    rooms: int
+    times: int  # 1: no times
+    motives: int  # equal to suspects: one each; otherwise suspects may share, and a motive nobody got is dropped
+    bonus: int | None  # most bonus questions; None: as many as make eight questions in all
+
+
+def parse_size(value: Size | str | Mapping) -> Size:
+    """A `Size` from what YAML or the command line holds: a preset ("small"), "suspects=2,rooms=2-3", or a mapping.
+
+    Raises ValueError with the knob, the value and the fix.
+    """
+    if isinstance(value, Size):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)
+    if isinstance(value, str):
+        if value in PRESETS:
+            return PRESETS[value]
+        value = _split(value)
+    if not isinstance(value, Mapping):
+        raise ValueError(f"size={value!r}: {HOW_TO}")
+    value = dict(value)
+    base = value.pop("preset", None)
+    if base is not None and str(base) not in PRESETS:
+        raise ValueError(f"size: preset={base!r}: choose from {', '.join(PRESETS)}")
+    names = [field.name for field in fields(Size)]
+    unknown = [name for name in value if name not in names]
+    if unknown:
+        raise ValueError(f"size: no knob called {unknown[0]!r}; there are {', '.join(names)}, and preset")
+    plain = {name: _plain(name, item) for name, item in value.items()}
+    return replace(Size() if base is None else PRESETS[str(base)], **plain)
+
+
+def _plain(name: str, item: object) -> object:
+    """A knob as `Size` keeps it: lists become tuples, and one kind of clue a tuple of one."""
+    if name == "clues":
+        item = [item] if isinstance(item, str) else item
+    if isinstance(item, Sequence) and not isinstance(item, str):
+        return tuple(item)
+    return item
+
+
+def _split(text: str) -> dict[str, object]:
+    """The mapping that "suspects=2,rooms=2-3,clues=direct+or" stands for."""
+    result: dict[str, object] = {}
+    for part in text.split(","):
+        name, equals, item = (word.strip() for word in part.partition("="))
+        if not equals or not name or not item:
+            raise ValueError(f"size={text!r}: {HOW_TO}")
+        if name == "clues":
+            result[name] = tuple(item.split("+"))
+        elif name == "whole_world" and item.lower() in ("true", "false"):
+            result[name] = item.lower() == "true"
+        elif name == "preset":
+            result[name] = item
+        else:
+            try:
+                numbers = [int(number) for number in item.split("-")]
+            except ValueError:
+                raise ValueError(f"size: {name}={item!r}: write a number or low-high, such as {name}=2-3") from None
+            result[name] = numbers[0] if len(numbers) == 1 else tuple(numbers)
+    return result
+
+
+def _check_range(name: str, value: object) -> None:
+    least, most = LIMITS[name]
+    ends = (value, value) if not isinstance(value, tuple) else value
+    whole = len(ends) == 2 and all(isinstance(end, int) and not isinstance(end, bool) for end in ends)
+    if not whole or not least <= ends[0] <= ends[1] <= most:
+        raise ValueError(f"size: {name}={value!r}: write a number from {least} to {most}, or [low, high] within that")
+
+
+def _pick(rng: random.Random, value: Range) -> int:
+    return value if isinstance(value, int) else rng.randint(*value)
+
+
+def _draw_as_public(rng: random.Random, players: int) -> Dims:
+    """The public puzzles' way to draw all numbers from a number of players (read off their generator)."""
+    weapons = max(2, min(players + rng.randint(-1, 5), int(2.125 * players), 8))
+    suspects = min(weapons + rng.randint(0, weapons - 1), int(2.5 * players), 10)
+    rooms = min(suspects + rng.randint(0, suspects - 2), 3 * players, 17)
+    times = rng.randint(1, 2 * players)
+    motives = suspects if rng.random() < 0.5 else rng.randint(1, suspects)
+    return Dims(suspects, weapons, rooms, times, motives, None)
+
+
+PRESETS = {
+    "2": Size(2, 2, 2, 2, 2, bonus=2),
+    "3": Size(3, 3, 3, 3, 3, bonus=2),
+    "small": Size(2, 2, (2, 3), 1, (0, 2)),
+    "public": Size(players=(1, 6), whole_world=True),
+}
+HOW_TO = f"write a preset ({', '.join(PRESETS)}) or numbers such as suspects=2,rooms=2-3"

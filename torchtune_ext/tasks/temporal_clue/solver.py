@@ -1,0 +1,239 @@
+"""Is there another world that fits the clues? Produces counterexamples, with OR-Tools CP-SAT (extra `clue`).
+
+One model for a scenario: the rules of the prompt as clauses over "piece p was in room r at time t", the motives and the
+facts of the murder. A clue becomes a literal when it is first asked for; a question to the solver is a set of literals
+to assume, with one more that says "something differs from the truth".
+"""
+
+from collections.abc import Iterable
+from importlib import import_module
+from itertools import product
+from types import ModuleType
+
+from torchtune_ext.tasks.temporal_clue.clues import (
+    Beside,
+    Either,
+    HasMotive,
+    Iff,
+    Moved,
+    Murder,
+    Place,
+    SameRoom,
+    Statement,
+    Together,
+)
+from torchtune_ext.tasks.temporal_clue.scenario import MURDER_WEAPON, MURDERER, STEPS, Scenario, World
+
+SECONDS = 120.0  # longest time for one question to the solver; the public sizes need well under one second
+
+
+def ortools() -> ModuleType:
+    """OR-Tools' `cp_model`, imported when the first puzzle is made: reading and grading puzzles works without it."""
+    try:
+        return import_module("ortools.sat.python.cp_model")
+    except ImportError as error:
+        raise RuntimeError(
+            "making Temporal Clue puzzles needs OR-Tools: pip install 'torchtune-ext[clue]' (reading them does not)"
+        ) from error
+
+
+class Solver:
+    """Answers whether a world differs from the truth in a goal and fits some clues."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        cp_model = ortools()
+        self.scenario = scenario
+        self.model = cp_model.CpModel()
+        self._known: dict = {}  # statement, conjunction or disjunction -> its literal
+        self._add_variables()
+        self._add_murder()
+        self._add_walks()
+        # Search towards the truth: a counterexample that breaks few clues says more about which clues are needed.
+        self.model.add_decision_strategy(self._truths(), cp_model.CHOOSE_FIRST, cp_model.SELECT_MAX_VALUE)
+        self.engine = cp_model.CpSolver()
+        parameters = self.engine.parameters
+        parameters.num_workers = 1
+        parameters.search_branching = cp_model.FIXED_SEARCH
+        parameters.cp_model_presolve = False
+        parameters.cp_model_probing_level = 0
+        parameters.linearization_level = 0
+        parameters.symmetry_level = 0
+        parameters.max_time_in_seconds = SECONDS
+
+    def differs(self, truths: Iterable[Statement]):
+        """A literal: at least one of these statements (true in the scenario) does not hold."""
+        goal = self.model.new_bool_var("")
+        self.model.add_bool_or(goal.negated(), *(self.literal(truth).negated() for truth in truths))
+        return goal
+
+    def find(self, clues: Iterable[Statement], goal) -> World | None:
+        """A world in which all the clues hold and the goal too; None when there is none."""
+        literals = [self.literal(clue) for clue in clues]
+        self.model.clear_assumptions()
+        self.model.add_assumptions([goal, *literals])
+        status = self.engine.solve(self.model)
+        name = self.engine.status_name(status)
+        if name == "INFEASIBLE":
+            return None
+        if name not in ("OPTIMAL", "FEASIBLE"):
+            raise TimeoutError(f"CP-SAT said {name} within {SECONDS:.0f} s; draw smaller puzzles (size)")
+        return self._world(list(self.engine.response_proto.solution))
+
+    # ---- the rules
+
+    def _one_of(self, count: int) -> list:
+        literals = [self.model.new_bool_var("") for _ in range(count)]
+        self.model.add_exactly_one(literals)
+        return literals
+
+    def _add_variables(self) -> None:
+        """The world's variables first, in an order that `_world` reads back."""
+        s = self.scenario
+        self.at = [[self._one_of(len(s.rooms)) for _ in s.times] for _ in s.truth.places]  # [piece][time][room]
+        self.motive = [self._one_of(len(s.motives)) for _ in s.suspects] if s.motives else []
+        self.murderer = self._one_of(len(s.suspects))
+        self.weapon = self._one_of(len(s.weapons))
+        self.room = self._one_of(len(s.rooms))
+        self.time = self._one_of(len(s.times))
+        for motive in range(len(s.motives)):
+            self.model.add(sum(row[motive] for row in self.motive) == s.holders(motive))
+
+    def _truths(self) -> list:
+        """The variables that are true in the scenario."""
+        truth, suspects = self.scenario.truth, len(self.scenario.suspects)
+        facts = [self.murderer[truth.murderer], self.weapon[truth.weapon - suspects]]
+        facts += [self.room[truth.room], self.time[truth.time]]
+        facts += [row[motive] for row, motive in zip(self.motive, truth.motives, strict=True)]
+        ways = zip(self.at, truth.places, strict=True)
+        return facts + [at[time][room] for at, way in ways for time, room in enumerate(way)]
+
+    def _world(self, values: list[int]) -> World:
+        s = self.scenario
+        position = 0
+
+        def chosen(count: int) -> int:
+            nonlocal position
+            found = values.index(1, position, position + count) - position
+            position += count
+            return found
+
+        places = tuple(tuple(chosen(len(s.rooms)) for _ in s.times) for _ in s.truth.places)
+        motives = tuple(chosen(len(s.motives)) for _ in s.suspects) if s.motives else ()
+        murderer, weapon = chosen(len(s.suspects)), len(s.suspects) + chosen(len(s.weapons))
+        return World(places, motives, murderer, weapon, chosen(len(s.rooms)), chosen(len(s.times)))
+
+    def _add_murder(self) -> None:
+        """The murderer alone with Mr. Boddy and the weapon; from then on Mr. Boddy stays."""
+        s, clause = self.scenario, self.model.add_bool_or
+        for time, room in product(range(len(s.times)), range(len(s.rooms))):
+            elsewhere = [self.time[time].negated(), self.room[room].negated()]
+            for suspect, is_murderer in enumerate(self.murderer):
+                here = self.at[suspect][time][room]
+                clause(*elsewhere, is_murderer.negated(), here)
+                clause(*elsewhere, is_murderer, here.negated())
+            for weapon, is_weapon in zip(s.weapon_pieces, self.weapon, strict=True):
+                clause(*elsewhere, is_weapon.negated(), self.at[weapon][time][room])
+            for later in range(time, len(s.times)):
+                clause(*elsewhere, self.at[s.boddy][later][room])
+
+    def _add_walks(self) -> None:
+        """Characters stay or go to a room next to theirs; a weapon moves only with a suspect who moves so."""
+        s, clause = self.scenario, self.model.add_bool_or
+        rooms = range(len(s.rooms))
+        next_to = [[n for n in (s.neighbour(room, d) for d in STEPS) if n is not None] for room in rooms]
+        for time in range(1, len(s.times)):
+            for piece, room in product(range(len(self.at)), rooms):
+                before, now = self.at[piece][time - 1], self.at[piece][time]
+                clause(before[room].negated(), now[room], *(now[near] for near in next_to[room]))
+                clause(now[room].negated(), before[room], *(before[near] for near in next_to[room]))
+            for start in rooms:
+                for end in next_to[start]:
+                    suspects = self.at[: len(s.suspects)]
+                    moves = [self.all_of(at[time - 1][start], at[time][end]) for at in suspects]
+                    for weapon in s.weapon_pieces:
+                        way = self.at[weapon]
+                        clause(way[time - 1][start].negated(), way[time][end].negated(), *moves)
+
+    # ---- clues as literals
+
+    def all_of(self, *literals):
+        """A literal that is true exactly where all of these are."""
+        if len(literals) == 1:
+            return literals[0]
+        key = ("all", tuple(literal.index for literal in literals))
+        if key not in self._known:
+            whole = self._known[key] = self.model.new_bool_var("")
+            for literal in literals:
+                self.model.add_implication(whole, literal)
+            self.model.add_bool_or(whole, *(literal.negated() for literal in literals))
+        return self._known[key]
+
+    def any_of(self, literals: list):
+        """A literal that is true exactly where at least one of these is."""
+        if len(literals) == 1:
+            return literals[0]
+        return self.all_of(*(literal.negated() for literal in literals)).negated()
+
+    def _options(self, who: int) -> list[tuple[list, int]]:
+        """What a piece number or a role may stand for: (literals that make it so, piece)."""
+        s = self.scenario
+        if who >= 0:
+            return [([], who)]
+        if who == MURDERER:
+            return [([literal], suspect) for suspect, literal in enumerate(self.murderer)]
+        if who == MURDER_WEAPON:
+            return [([literal], weapon) for weapon, literal in zip(s.weapon_pieces, self.weapon, strict=True)]
+        return [([row[-3 - who]], suspect) for suspect, row in enumerate(self.motive)]
+
+    def _in(self, who: int, time: int, room: int):
+        return self.any_of([self.all_of(*so, self.at[piece][time][room]) for so, piece in self._options(who)])
+
+    def literal(self, statement: Statement):
+        """A literal that is true exactly where the statement holds."""
+        if statement not in self._known:
+            self._known[statement] = self._encode(statement)
+        return self._known[statement]
+
+    def _encode(self, statement: Statement):
+        rooms = range(len(self.scenario.rooms))
+        match statement:
+            case Place(who, time, room):
+                return self._in(who, time, room)
+            case Either(first, second):
+                return self._same(self.literal(first), self.literal(second)).negated()
+            case Iff(first, second):
+                return self._same(self.literal(first), self.literal(second))
+            case SameRoom(who, other, time):
+                return self.any_of([self.all_of(self._in(who, time, r), self.at[other][time][r]) for r in rooms])
+            case Together(who, other, room):
+                times = range(len(self.scenario.times))
+                return self.any_of([self.all_of(self._in(who, t, room), self.at[other][t][room]) for t in times])
+            case Beside(who, other, time, _, pairs):
+                return self.any_of([self.all_of(self.at[who][time][a], self.at[other][time][b]) for a, b in pairs])
+            case Moved(who, cargo, time, start, end):
+                return self._moved(who, cargo, time, start, end)
+            case HasMotive(suspect, motive):
+                return self.motive[suspect][motive]
+            case Murder(fact, value):
+                return self._murder(fact, value)
+        raise TypeError(f"no such statement: {statement!r}")
+
+    def _same(self, first, second):
+        return self.any_of([self.all_of(first, second), self.all_of(first.negated(), second.negated())])
+
+    def _moved(self, who: int, cargo: int | None, time: int, start: int, end: int):
+        cargoes = [([], None)] if cargo is None else self._options(cargo)
+        ways = []
+        for (so, piece), (with_so, weapon) in product(self._options(who), cargoes):
+            steps = [self.at[piece][time - 1][start], self.at[piece][time][end]]
+            if weapon is not None:
+                steps += [self.at[weapon][time - 1][start], self.at[weapon][time][end]]
+            ways.append(self.all_of(*so, *with_so, *steps))
+        return self.any_of(ways)
+
+    def _murder(self, fact: str, value: int):
+        if fact == "motive":
+            return self.any_of([self.all_of(m, row[value]) for m, row in zip(self.murderer, self.motive, strict=True)])
+        if fact == "weapon":
+            return self.weapon[value - len(self.scenario.suspects)]
+        return {"murderer": self.murderer, "room": self.room, "time": self.time}[fact][value]

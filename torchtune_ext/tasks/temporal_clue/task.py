@@ -1,0 +1,87 @@
+"""Temporal Clue: deduction puzzles after the board game, generated without end or read from a file."""
+
+from collections.abc import Mapping
+from functools import lru_cache
+from hashlib import sha256
+from pathlib import Path
+
+from torchtune_ext.tasks.task import Problem, Score
+from torchtune_ext.tasks.temporal_clue.files import read_puzzles, write_jsonl
+from torchtune_ext.tasks.temporal_clue.grade import ANSWER_LETTERS, answered, right_answers
+from torchtune_ext.tasks.temporal_clue.puzzle import EDITION, Puzzle, make_puzzle
+from torchtune_ext.tasks.temporal_clue.size import Size, parse_size
+
+ENDLESS = 2**31 - 1  # the length of a generated task without a count
+
+
+class TemporalClue:
+    """The task. The reward is the fraction of the questions that are answered right.
+
+    Args:
+        seed: of the generated puzzles; puzzle i depends on (seed, i, size) alone.
+        count: how many puzzles; None: without end, or the rest of the file.
+        size: a `Size`, a preset ("2", "3", "small", "public"), or a mapping such as {suspects: [2, 3], weapons: 2}.
+        grader: "exact", or "published" (under which a time never scores).
+        path: a JSON or JSONL file of puzzles to read in place of generating.
+        cache_dir: a folder where generated puzzles are kept, for sizes that take seconds each; made when it is missing.
+        first: index of the first puzzle, to keep training and held-out puzzles apart.
+    """
+
+    def __init__(
+        self,
+        seed: int = 0,
+        count: int | None = None,
+        size: Size | str | Mapping = "small",
+        grader: str = "exact",
+        path: str | None = None,
+        cache_dir: str | None = None,
+        first: int = 0,
+    ) -> None:
+        if grader not in ANSWER_LETTERS:
+            raise ValueError(f"grader={grader!r}: choose 'exact' or 'published'")
+        if first < 0 or (count is not None and count < 1):
+            raise ValueError(f"first={first}, count={count}: first counts from 0, count from 1")
+        self.seed, self.first, self.grader = seed, first, grader
+        self.size = parse_size(size)
+        self.puzzles = None if path is None else read_puzzles(path, first, count)
+        self.kept_in: Path | None = None
+        if cache_dir is not None:
+            which = sha256(f"{EDITION} {seed} {self.size}".encode()).hexdigest()[:16]
+            self.kept_in = Path(cache_dir) / f"clue-{seed}-{which}"
+        self.prefix = f"clue-{seed}" if path is None else "clue-file"
+        self.length = (ENDLESS if count is None else count) if self.puzzles is None else len(self.puzzles)
+        if self.puzzles is not None and (not self.puzzles or len(self.puzzles) < (count or 0)):
+            raise ValueError(f"path={path!r}: {len(self.puzzles)} puzzles from first={first} on, not count={count}")
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Problem:
+        if not 0 <= index < self.length:
+            raise IndexError(f"puzzle {index} of {self.length}")
+        if self.puzzles is not None:
+            puzzle = self.puzzles[index]
+        else:
+            puzzle = _made(self.seed, self.first + index, self.size, self.kept_in)
+        message = {"role": "user", "content": puzzle.prompt}
+        return Problem(f"{self.prefix}-{self.first + index:06d}", (message,), puzzle.solution)
+
+    def grade(self, problem: Problem, text: str) -> Score:
+        right = right_answers(problem.answer, text, self.grader).values()
+        reward = sum(right) / len(right)
+        parts = {"accuracy": reward, "solved": float(all(right)), "format": answered(problem.answer, text)}
+        return Score(reward, parts)
+
+    def solution(self, problem: Problem) -> str:
+        """The answers in the format that the prompt asks for; scores 1.0 ("published": but for times)."""
+        return "\n".join(f"{letter}. {answer}" for letter, answer in problem.answer.items())
+
+
+@lru_cache(maxsize=4096)
+def _made(seed: int, index: int, size: Size, kept_in: Path | None) -> Puzzle:
+    if kept_in is None:
+        return make_puzzle(seed, index, size)
+    path = kept_in / f"{index:06d}.jsonl"
+    if not path.exists():
+        write_jsonl(path, [make_puzzle(seed, index, size)])
+    return read_puzzles(path)[0]
