@@ -19,9 +19,9 @@ from torchtune_ext.advantages import Group, with_advantages
 from torchtune_ext.config import build, instantiate, load_config
 from torchtune_ext.evaluation import accuracy
 from torchtune_ext.grading import Grader
-from torchtune_ext.packing import Row, pack
+from torchtune_ext.packing import Row, pack_updates
 from torchtune_ext.plugin import parse
-from torchtune_ext.policy.memory import estimate, table
+from torchtune_ext.policy.memory import memory_table
 from torchtune_ext.policy.shard import build_policy
 from torchtune_ext.policy.weights import HFModel, named_hf_tensors
 from torchtune_ext.rollout import sample_groups
@@ -30,7 +30,8 @@ from torchtune_ext.tasks.order import problem_index
 from torchtune_ext.telemetry.metrics import Metrics
 from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.telemetry.rollouts import RolloutStore
-from torchtune_ext.telemetry.summary import Stopwatch, memory_metrics, rollout_metrics
+from torchtune_ext.tasks.task import Problem
+from torchtune_ext.telemetry.summary import Stopwatch, engine_metrics, memory_metrics, rollout_metrics
 from torchtune_ext.training.agreement import require_agreement
 from torchtune_ext.training.distributed import close_ranks, init_ranks
 from torchtune_ext.training.publish import Publisher
@@ -92,7 +93,7 @@ class GRPOFullRecipe:
         self.grader: Grader | None = None
         self.metrics: Metrics | None = None
         self.step = self.cursor = self.version = 0
-        self.best = self.last_eval = None
+        self.last_eval: float | None = None
 
     def setup(self) -> None:
         cfg = self.cfg
@@ -113,176 +114,116 @@ class GRPOFullRecipe:
             self.engine.start()  # loads in a process of its own while the policy is built here
             self.grader = Grader(self.task, cfg.grader_workers, cfg.grader_timeout_s)
         self.policy = build_policy(
-            partial(instantiate, cfg.model),
-            self.source,
-            self.ranks.device,
-            getattr(torch, cfg.dtype),
-            self.ranks.world_size,
-            cfg.activation_checkpointing,
-            cfg.compile,
-        )
-        kl_coef = cfg.loss.get("kl_coef", 0.0)
-        self.reference = Reference(self.policy.model) if kl_coef else None
+            partial(instantiate, cfg.model), self.source, self.ranks.device, getattr(torch, cfg.dtype),
+            self.ranks.world_size, cfg.activation_checkpointing, cfg.compile,
+        )  # fmt: skip
+        self.reference = Reference(self.policy.model) if cfg.loss.get("kl_coef") else None
         self.optimizer = instantiate(cfg.optimizer, params=list(self.policy.model.parameters()))
         updates = cfg.max_steps * cfg.updates_per_step
         self.schedule = make_schedule(self.optimizer, cfg.lr_schedule, cfg.lr_warmup, updates)
         if resume:
             self.load_checkpoint(resume)
         if self.ranks.is_main:
-            settings, from_step = OmegaConf.to_container(cfg), self.step if resume else None
+            settings, from_step = OmegaConf.to_container(cfg), self.step + 1 if resume else None
             self.metrics = Metrics(cfg.output_dir, list(cfg.metrics), settings, resume_step=from_step)
             self.rollouts = RolloutStore(cfg.output_dir, resume_step=from_step)
             self.engine.wait_ready()
         self.progress = Progress(cfg.max_steps, self.ranks.rank)
         canary = [self.tokenizer.prompt_ids(list(self.task[i].messages)) for i in range(min(4, len(self.task)))]
         self.publisher = Publisher(
-            self.engine,
-            self.policy,
-            self.source,
-            getattr(torch, engine_config.dtype),
-            self.ranks,
-            canary,
-            self.sampling,
-            cfg.max_mismatch,
-        )
+            self.engine, self.policy, self.source, getattr(torch, engine_config.dtype), self.ranks, canary,
+            self.sampling, cfg.max_mismatch,
+        )  # fmt: skip
 
     def train(self) -> None:
         cfg = self.cfg
         self.publisher.publish(self.version)
         if self.step == 0:
-            self.log({"groups/used": 0.0} | self.evaluate())
+            self.log(self.evaluate())
         while self.step < cfg.max_steps:
+            self.step += 1
             watch = Stopwatch()
             groups, values = self.sample(watch)
             with watch("pack"):
                 updates, packed = self.pack(groups)
-            values |= packed
             with watch("train"):
-                values |= self.update(updates)
+                values |= packed | self.update(updates)
             with watch("publish"):
                 values |= self.publisher.publish(self.version)
-            self.step += 1
-            if self.step % cfg.eval_every == 0 or self.step == cfg.max_steps:
+            last = self.step == cfg.max_steps
+            if last or self.step % cfg.eval_every == 0:
                 with watch("eval"):
                     values |= self.evaluate()
-            if self.step % cfg.save_every == 0 or self.step == cfg.max_steps:
-                with watch("save"):
-                    self.save_checkpoint()
             self.log(values | watch.metrics() | memory_metrics())
+            if last or self.step % cfg.save_every == 0:
+                self.save_checkpoint()
 
     def sample(self, watch: Stopwatch) -> tuple[list[Group], dict[str, float]]:
         """Rank 0: the groups of this step with advantages, stored and measured. Other ranks: nothing."""
-        cfg, groups, values = self.cfg, [], {}
-        wanted = cfg.prompts_per_step
-        for sampling_round in range(1 + cfg.refill_rounds if self.ranks.is_main else 0):
+        cfg, groups, wanted = self.cfg, [], self.cfg.prompts_per_step
+        if not self.ranks.is_main:
+            return [], {}
+        for sampling_round in range(1 + cfg.refill_rounds):
             indices = [problem_index(self.cursor + i, len(self.task), cfg.seed) for i in range(wanted)]
             self.cursor += wanted
-            sampling = replace(self.sampling, seed=(cfg.seed + self.step * SEED_STRIDE) * 16 + sampling_round)
-            with watch("sample"), self.progress.sampling(wanted * cfg.samples_per_prompt) as bar:
-                problems = [self.task[i] for i in indices]
-                groups += sample_groups(
-                    problems,
-                    cfg.samples_per_prompt,
-                    sampling,
-                    self.engine,
-                    self.tokenizer,
-                    self.grader,
-                    bar.on_completion,
-                )
+            sampling = replace(self.sampling, seed=(cfg.seed * SEED_STRIDE + self.step) * SEED_STRIDE + sampling_round)
+            with watch("sample"):
+                groups += self.rollout([self.task[i] for i in indices], cfg.samples_per_prompt, sampling, "sample")
             groups, stats = with_advantages(groups, cfg.advantage, cfg.truncated, cfg.truncated_penalty)
             wanted = cfg.prompts_per_step - stats.groups
             if wanted <= 0:
                 break
-        if self.ranks.is_main:
-            self.rollouts.write(self.step, groups)
-            engine = self.engine.stats()
-            values = rollout_metrics(groups) | {
-                "groups/used": float(stats.groups),
-                "groups/no_signal": float(stats.no_signal),
-                "groups/infra_failed": float(stats.infra_failed),
-                "engine/prefix_hit_rate": engine.prefix_hit_rate,
-                "engine/preemptions": float(engine.preemptions),
-                "engine/kv_max": engine.max_kv_usage,
-                "engine/concurrency": float(engine.concurrency),
-                "engine/restarts": float(engine.restarts),
-            }
-            values["speed/sampled_tokens_s"] = values["length/tokens"] / watch.seconds["sample"]
+        self.rollouts.write(self.step, groups)
+        values = rollout_metrics(groups) | stats.metrics() | engine_metrics(self.engine.stats())
+        values["speed/sampled_tokens_s"] = values["length/tokens"] / watch.seconds["sample"]
         return groups, values
 
+    def rollout(self, problems: list[Problem], n: int, sampling: SamplingConfig, label: str) -> list[Group]:
+        with self.progress.sampling(len(problems) * n, label) as bar:
+            return sample_groups(problems, n, sampling, self.engine, self.tokenizer, self.grader, bar.on_completion)
+
     def pack(self, groups: list[Group]) -> tuple[list[list[Row]], dict[str, float]]:
-        """This rank's rows for every update, and how well they are used. Updates without a label are left out."""
+        """This rank's rows for every update of the step, and how well they are used."""
         cfg, updates, values = self.cfg, [], {}
         if self.ranks.is_main:
-            used = [group for group in groups if any(s.trained for s in group.samples)]
-            packed = [
-                pack(
-                    used[i :: cfg.updates_per_step],
-                    cfg.row_tokens,
-                    cfg.aggregation,
-                    self.sampling.max_tokens,
-                    self.tokenizer.pad_id,
-                    cfg.row_tokens if self.ranks.device.type == "cuda" else None,
-                    self.ranks.world_size,
-                )
-                for i in range(cfg.updates_per_step)
-            ]
-            packed = [(rows, stats) for rows, stats in packed if stats.labels]
-            updates = [rows for rows, _ in packed]
-            tokens = sum(stats.tokens for _, stats in packed)
-            if tokens:
-                values = {
-                    "pack/rho": sum(stats.rho * stats.tokens for _, stats in packed) / tokens,
-                    "pack/rows": float(sum(stats.rows for _, stats in packed)),
-                    "pack/fill": sum(stats.fill * stats.rows for _, stats in packed) / sum(s.rows for _, s in packed),
-                    "pack/tokens": float(tokens),
-                }
+            updates, stats = pack_updates(
+                groups, cfg.updates_per_step, cfg.row_tokens, aggregation=cfg.aggregation,
+                aggregation_constant=self.sampling.max_tokens, pad_id=self.tokenizer.pad_id,
+                pad_to=cfg.row_tokens if self.ranks.device.type == "cuda" else None,
+                num_rows_multiple=self.ranks.world_size,
+            )  # fmt: skip
+            values = stats.metrics()
         return [self.ranks.share(rows) for rows in self.ranks.broadcast(updates)], values
 
     def update(self, updates: list[list[Row]]) -> dict[str, float]:
         """Optimizer updates on the rows of this step; the policy's version grows by one."""
         cfg, device, temperature = self.cfg, self.ranks.device, self.sampling.temperature
         rows = [row for rows in updates for row in rows]
-        old = score(self.policy, rows, temperature, device) if len(updates) > 1 else None
+        old = self.score(rows, temperature) if len(updates) > 1 else None
         ref = None
         if self.reference:
             with self.reference.swapped_in():
-                ref = score(self.policy, rows, temperature, device)
-        values: dict[str, float] = {}
-        at = 0
+                ref = self.score(rows, temperature)
+        values, at = {}, 0
         with self.progress.training(len(rows)) as bar:
             for update in updates:
                 part = slice(at, at := at + len(update))
                 loss, metrics, scored = forward_backward(
-                    self.policy,
-                    update,
-                    self.loss,
-                    temperature,
-                    device,
-                    old and old[part],
-                    ref and ref[part],
-                    self.ranks.world_size,
-                    lambda row: bar.add(1, row.num_labels),
-                )
-                if part.start == 0:  # before the first update of the step, so that a wrong one is never made
-                    rescore = partial(self.rescore, update)
-                    when = f"step {self.step}, before its first update"
+                    self.policy, update, self.loss, temperature, device, old and old[part], ref and ref[part],
+                    self.ranks.world_size, lambda row: bar.add(1, row.num_labels),
+                )  # fmt: skip
+                if part.start == 0:  # before the step's first update, so that a wrong one is never made
+                    rescore, when = partial(self.score, update), f"step {self.step}, before its first update"
                     found = require_agreement(update, scored, cfg.max_mismatch, temperature, rescore, when)
                     values |= found.metrics("mismatch")
-                try:
-                    values["optim/grad_norm"] = optimizer_step(
-                        self.policy, self.optimizer, self.schedule, cfg.max_grad_norm
-                    )
-                except FloatingPointError as error:
-                    raise FloatingPointError(
-                        f"step {self.step}: {error}, loss {loss}; nothing was updated. The samples are in "
-                        f"{cfg.output_dir}/rollouts, the newest checkpoint is {self.checkpoints.latest()}. Lower the "
-                        "learning rate or the loss coefficients, then resume with resume_from_checkpoint=True"
-                    ) from error
-                values |= {"loss/total": loss} | {f"loss/{name}": value for name, value in metrics.items()}
+                advice = f"step {self.step} stopped before this update. {self.checkpoints.advice()}"
+                norm = optimizer_step(self.policy, self.optimizer, self.schedule, cfg.max_grad_norm, loss, advice)
+                values |= {"loss/total": loss, "optim/grad_norm": norm}
+                values |= {f"loss/{name}": value for name, value in metrics.items()}
         self.version += 1
         return values | {"optim/lr": self.schedule.get_last_lr()[0]}
 
-    def rescore(self, rows: list[Row], temperature: float) -> list[torch.Tensor]:
+    def score(self, rows: list[Row], temperature: float) -> list[torch.Tensor]:
         return score(self.policy, rows, temperature, self.ranks.device)
 
     def evaluate(self) -> dict[str, float]:
@@ -290,21 +231,18 @@ class GRPOFullRecipe:
         if self.eval_task is None or not self.ranks.is_main:
             return {}
         problems = [self.eval_task[i] for i in range(len(self.eval_task))]
-        ways = {
-            "sampled": (self.sampling, self.cfg.eval_samples),
-            "greedy": (replace(self.sampling, temperature=0.0), 1),
+        seeded = replace(self.sampling, seed=self.cfg.seed)
+        sampled = accuracy(self.rollout(problems, self.cfg.eval_samples, seeded, "evaluate"))
+        greedy = accuracy(self.rollout(problems, 1, replace(seeded, temperature=0.0), "evaluate greedy"))
+        self.last_eval = sampled.mean
+        return {
+            "eval/accuracy_sampled": sampled.mean,
+            "eval/low": sampled.low,
+            "eval/high": sampled.high,
+            "eval/solved_sampled": sampled.pass_at[1],
+            "eval/accuracy_greedy": greedy.mean,
+            "eval/solved_greedy": greedy.pass_at[1],
         }
-        values = {}
-        for name, (sampling, n) in ways.items():
-            seeded = replace(sampling, seed=self.cfg.seed)
-            with self.progress.sampling(len(problems) * n, f"evaluate {name}") as bar:
-                groups = sample_groups(problems, n, seeded, self.engine, self.tokenizer, self.grader, bar.on_completion)
-            found = accuracy(groups)
-            values |= {f"eval/accuracy_{name}": found.mean, f"eval/solved_{name}": found.pass_at[1]}
-            if name == "sampled":
-                values |= {"eval/low": found.low, "eval/high": found.high}
-        self.last_eval = values["eval/accuracy_sampled"]
-        return values
 
     def log(self, values: dict[str, float]) -> None:
         if self.ranks.is_main:
@@ -339,7 +277,9 @@ class GRPOFullRecipe:
 def recipe_main(cfg: DictConfig) -> None:
     cfg = load_config(Config, cfg)
     if cfg.dry_run:
-        print(dry_run(cfg))
+        reference, parallel = bool(cfg.loss.get("kl_coef")), cfg.engine.get("tensor_parallel_size", 1)
+        shape = (cfg.row_tokens, getattr(torch, cfg.dtype), cfg.activation_checkpointing)
+        print(memory_table(partial(instantiate, cfg.model), *shape, reference, parallel))
         return
     recipe = GRPOFullRecipe(cfg)
     try:
@@ -347,16 +287,6 @@ def recipe_main(cfg: DictConfig) -> None:
         recipe.train()
     finally:
         recipe.cleanup()
-
-
-def dry_run(cfg: Config) -> str:
-    """Checks what can be checked without weights, and estimates the memory on 1 to 8 training devices."""
-    instantiate(cfg.loss)
-    build(SamplingConfig, cfg.sampling, "sampling")
-    parallel = build(EngineConfig, cfg.engine, "engine").tensor_parallel_size
-    model, dtype, reference = partial(instantiate, cfg.model), getattr(torch, cfg.dtype), bool(cfg.loss.get("kl_coef"))
-    shape = (cfg.row_tokens, dtype)
-    return table({n: estimate(model, *shape, n, cfg.activation_checkpointing, reference, parallel) for n in (1, 2, 4, 8)})
 
 
 if __name__ == "__main__":

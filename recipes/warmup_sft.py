@@ -130,7 +130,9 @@ class WarmupRecipe:
                 total, values, _ = forward_backward(
                     self.policy, self.ranks.share(rows), loss, 1.0, self.ranks.device, world_size=self.ranks.world_size
                 )
-                norm = optimizer_step(self.policy, self.optimizer, self.schedule, cfg.max_grad_norm)
+                norm = optimizer_step(
+                    self.policy, self.optimizer, self.schedule, cfg.max_grad_norm, total, "lower the learning rate"
+                )
                 bar.add(1, stats.tokens)
                 if (update + 1) % cfg.log_every == 0 or update + 1 == self.updates:
                     seconds = watch.metrics()

@@ -7,6 +7,8 @@ import numpy as np
 from torchtune_ext.grading import Outcome
 from torchtune_ext.tasks.task import Problem
 
+TIE = 1e-9  # rewards of a group that lie this close, relative to their size, carry no signal
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -40,6 +42,10 @@ class AdvantageStats:
     infra_failed: int  # samples that could not be graded (raised, hung or crashed); not in the baseline
     truncated: int  # samples cut by max_tokens
 
+    def metrics(self) -> dict[str, float]:
+        names = ("no_signal", "infra_failed")
+        return {"groups/used": float(self.groups)} | {f"groups/{name}": float(getattr(self, name)) for name in names}
+
 
 def with_advantages(
     groups: list[Group], normalize: str = "std", truncated: str = "keep", truncated_penalty: float = 0.0
@@ -67,8 +73,8 @@ def with_advantages(
         gradable = [s for s in group.samples if s.outcome.score is not None]
         penalty = truncated_penalty if truncated == "penalise" else 0.0
         rewards = np.array([s.outcome.score.reward - penalty * _cut(s) for s in gradable], dtype=np.float64)
-        # max == min and not std == 0: the mean of equal floats need not be that float, which makes tiny advantages
-        if len(rewards) < 2 or rewards.max() == rewards.min():
+        # not std == 0: rounding makes equal rewards differ in their last bits, and dividing by std would blow that up
+        if len(rewards) < 2 or np.ptp(rewards) <= TIE * max(1.0, np.abs(rewards).max()):
             no_signal += 1
             done.append(replace(group, samples=tuple(replace(s, advantage=0.0, trained=False) for s in group.samples)))
             continue

@@ -76,6 +76,9 @@ class PackStats:
     rho: float  # unpacked tokens / packed tokens: what sharing prompts saves, at most N(P+R)/(P+NR)
     fill: float  # tokens / (rows * row length)
 
+    def metrics(self) -> dict[str, float]:
+        return {f"pack/{name}": float(getattr(self, name)) for name in self.__slots__}
+
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
@@ -127,6 +130,29 @@ def pack(
     while len(rows) % num_rows_multiple or not rows:
         rows.append(_build([], weight_of, pad_id, pad_to))
     return rows, stats
+
+
+def pack_updates(
+    groups: Sequence[Group], num_updates: int, row_tokens: int, **options
+) -> tuple[list[list[Row]], PackStats]:
+    """Deals groups out to `num_updates` optimizer updates and packs each; `options` as in `pack`.
+
+    Returns:
+        The rows of every update that has labels, and the statistics of all of them together.
+    """
+    trained = [group for group in groups if any(s.trained for s in group.samples)]
+    packed = [pack(trained[i::num_updates], row_tokens, **options) for i in range(num_updates)]
+    packed = [(rows, stats) for rows, stats in packed if stats.labels]
+    tokens = sum(stats.tokens for _, stats in packed)
+    num_rows = sum(stats.rows for _, stats in packed)
+    total = PackStats(
+        rows=num_rows,
+        tokens=tokens,
+        labels=sum(stats.labels for _, stats in packed),
+        rho=sum(stats.rho * stats.tokens for _, stats in packed) / tokens if tokens else 1.0,
+        fill=tokens / (num_rows * row_tokens) if num_rows else 0.0,
+    )
+    return [rows for rows, _ in packed], total
 
 
 def _pieces(group: Group, row_tokens: int) -> list[_Piece]:

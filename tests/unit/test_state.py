@@ -130,7 +130,9 @@ def test_wrong_models_are_named(tmp_path, source):
     wide = Shape(**{**{f: getattr(SHAPE, f) for f in SHAPE.__slots__}, "intermediate_size": 64})
     write_model(tmp_path / "wide", make_tokenizer(["x\n"] * 9, ["y"], [], 300), wide, seed=1)
     with pytest.raises(ValueError, match="compare `model:` in the YAML"):
-        build_policy(lambda: qwen2_from_config(str(source.path)), HFModel(tmp_path / "wide"), torch.device("cpu"), torch.float32)
+        build_policy(
+            lambda: qwen2_from_config(str(source.path)), HFModel(tmp_path / "wide"), torch.device("cpu"), torch.float32
+        )
 
 
 def test_schedule():

@@ -48,7 +48,12 @@ def test_every_night_tried_leaves_one_set_of_answers_and_no_clue_is_idle(size, c
     size = parse_size(size)
     for index in range(count):
         puzzle = make_puzzle(11, index, size)
-        assert len(read(puzzle.prompt).clues) == puzzle.num_clues
+        r = read(puzzle.prompt)
+        assert len(r.clues) == puzzle.num_clues
+        translate = Translator(r)
+        stated = [translate.clue(clue) for clue in r.clues]
+        asked = [translate.asked(words, puzzle.solution[letter])[0] for letter, words in r.questions.items()]
+        assert not set(stated) & set(asked)  # no question which a clue answers word for word
         nights = check_by_trying(puzzle.prompt, puzzle.solution, minimal=True, whole=size.whole_world)
         assert nights > 4
 

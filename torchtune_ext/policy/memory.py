@@ -70,13 +70,21 @@ def estimate(
     )
 
 
-def table(needs: dict[int, MemoryNeed]) -> str:
-    """Needs by number of training devices, as columns in GiB."""
-    first = next(iter(needs.values()))
-    lines = [f"{first.parameters / 1e9:.3f} B parameters; GiB by number of training devices"]
+def memory_table(
+    make_model: Callable[[], TransformerDecoder],
+    row_tokens: int,
+    compute_dtype: torch.dtype,
+    activation_checkpointing: bool,
+    reference: bool,
+    engine_tensor_parallel: int = 1,
+) -> str:
+    """The estimates for 1, 2, 4 and 8 training devices, as columns in GiB."""
+    options = (activation_checkpointing, reference, engine_tensor_parallel)
+    needs = {n: estimate(make_model, row_tokens, compute_dtype, n, *options) for n in (1, 2, 4, 8)}
+    lines = [f"{needs[1].parameters / 1e9:.3f} B parameters; GiB by number of training devices"]
     lines.append(f"{'':<50}" + "".join(f"{n:>9}" for n in needs))
-    for part in ("device", "engine", "host"):
-        lines.append({"device": "each training device", "engine": "each engine device", "host": "host"}[part])
+    for part, title in (("device", "each training device"), ("engine", "each engine device"), ("host", "host")):
+        lines.append(title)
         columns = [getattr(need, part) for need in needs.values()]
         lines += [f"  {name:<48}" + "".join(f"{c[name] / GIB:>9.2f}" for c in columns) for name in columns[0]]
         lines.append(f"  {'total':<48}" + "".join(f"{sum(c.values()) / GIB:>9.2f}" for c in columns))

@@ -11,16 +11,15 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
+from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded
 from torchtune_ext.sampling.core_process import LOG_FORMAT, LOG_LEVEL, CoreContext, CoreProcess
-from torchtune_ext.sampling.early_stop import RunningLogprob
-from torchtune_ext.sampling.records import Completion, EngineConfig, SamplingConfig
+from torchtune_ext.sampling.records import Completion, EngineConfig
+from torchtune_ext.sampling.weights import WeightBuffer
 
 log = logging.getLogger(__name__)
 
@@ -40,36 +39,6 @@ VLLM_ENVIRONMENT = (
 CPU_KV_CACHE = 1 << 30  # bytes
 CPU_STEP = 4096  # tokens
 DEFAULT_MAX_NUM_SEQS = 256 if on_cpu() else 1024
-
-
-class CoreLost(RuntimeError):
-    """The engine's process is gone, does not answer, or holds half-loaded weights."""
-
-
-@dataclass(slots=True)
-class Call:
-    """One request on its way through the engine."""
-
-    id: str  # unique in the run
-    prompt: list[int]
-    sampling: SamplingConfig
-    seed: int | None
-    give_up_at: float = float("inf")  # on time.monotonic()
-    ended_by: str = ""  # "deadline", "early_stop" or "abort" once we asked the engine to end it
-    task: asyncio.Task | None = None  # that waits for it
-    lost: bool = False  # the engine ended under it
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """The engine's counters after one of its steps."""
-
-    usage: float  # share of the KV cache in use
-    running: int
-    waiting: int
-    preempted: int  # in this step
-    prefix_queries: int  # tokens, in this step
-    prefix_hits: int
 
 
 @contextmanager
@@ -97,6 +66,7 @@ class LocalCore:
         self.llm: Any = None
         self.cache_tokens = self.block = 0  # size of the KV cache and of its blocks, known after the launch
         self.vocabulary = 0  # token ids the model has, known then, too
+        self.asleep = 0  # level of sleep
         self.calls: dict[str, Call] = {}
         self.sign_of_life = time.monotonic()
         environ = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CONFIGURE_LOGGING": "0", "TMPDIR": temp_dir}
@@ -152,7 +122,7 @@ class LocalCore:
             args |= {"block_size": config.block_size} if config.block_size else {}
         return args | config.extra_args
 
-    def launch(self) -> None:
+    async def launch(self) -> None:
         """Brings the engine up. Blocks the calling thread, for 8 to 15 s with a small model, and until
         `start_deadline_s` at most. Raises CoreLost; ValueError when vLLM refuses the configuration."""
         timer = threading.Timer(self.config.start_deadline_s, self.process.kill)
@@ -234,17 +204,21 @@ class LocalCore:
 
         return StepLogger()
 
-    async def generate(self, call: Call, first_version: int) -> Completion:
+    async def generate(self, call: Call) -> Completion:
         """Runs one request to its end. Raises CoreLost, or ValueError when vLLM refuses the request."""
         from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        call.task = asyncio.current_task()
-        if call.sampling.deadline_s is not None:
-            call.give_up_at = time.monotonic() + call.sampling.deadline_s
+        call.begin()
         self.calls[call.id] = call
+        prompt = {"type": "token", "prompt_token_ids": call.prompt}
         try:
-            return await self._generate(call, first_version)
+            async for output in self.llm.generate(prompt, self._params(call), call.id):
+                part = output.outputs[0]
+                if call.add(part.token_ids, part.logprobs.logprobs) and not output.finished:
+                    await self.llm.abort(call.id)  # one more output follows
+            spans = [(span.version, span.start, span.end) for span in part.weight_versions or ()]
+            return call.completion(part.finish_reason, spans, output.num_cached_tokens or 0)
         except EngineDeadError as error:
             raise CoreLost("the engine's process died") from error
         except EngineGenerateError as error:
@@ -252,51 +226,13 @@ class LocalCore:
         except VLLMClientError as error:
             raise ValueError(f"vLLM refuses the request: {error}") from error
         except asyncio.CancelledError:
-            if call.lost and call.task is not None and call.task.uncancel() == 0:
+            if call.was_lost():
                 raise CoreLost("the engine was ended") from None
             raise
         finally:
             del self.calls[call.id]
 
-    async def _generate(self, call: Call, first_version: int) -> Completion:
-        sampling = call.sampling
-        watch = None
-        if sampling.early_stop_logprob is not None:
-            watch = RunningLogprob(
-                sampling.early_stop_logprob, sampling.early_stop_decay, sampling.early_stop_min_tokens
-            )
-        prompt = {"type": "token", "prompt_token_ids": call.prompt}
-        tokens: list[int] = []
-        logprobs: list[float] = []
-        keep = None
-        async for output in self.llm.generate(prompt, self._params(call, watch is not None), call.id):
-            part = output.outputs[0]
-            if watch is None:
-                tokens, logprobs = part.token_ids, part.logprobs.logprobs
-                continue
-            new = part.logprobs.logprobs
-            tokens.extend(part.token_ids)
-            logprobs.extend(new)
-            if keep is None and (keep := watch.update(new)) is not None and not output.finished:
-                call.ended_by = call.ended_by or "early_stop"
-                await self.llm.abort(call.id)  # one more output follows, with what was sampled until now
-        versions = np.full(len(tokens), first_version, np.int32)
-        for span in part.weight_versions or ():
-            versions[span.start : span.end] = first_version if span.version == "default" else int(span.version)
-        reason = part.finish_reason
-        if reason == "abort":
-            reason = call.ended_by or "abort"
-        if keep is not None and reason != "deadline":
-            reason = "early_stop"
-        return Completion(
-            tokens=np.array(tokens[:keep], np.int32),
-            logprobs=np.array(logprobs[:keep], np.float32),
-            versions=versions[:keep],
-            finish_reason=reason,
-            cached_prompt_tokens=output.num_cached_tokens or 0,
-        )
-
-    def _params(self, call: Call, stream: bool) -> Any:
+    def _params(self, call: Call) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -310,7 +246,7 @@ class LocalCore:
             stop_token_ids=list(sampling.stop_token_ids),
             logprobs=0,  # of the sampled token, no others
             detokenize=False,
-            output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
+            output_kind=RequestOutputKind.DELTA if call.watch is not None else RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
         )
         params.flat_logprobs = True
@@ -327,58 +263,50 @@ class LocalCore:
         await self._bounded(self.llm.is_paused(), deadline_s)
         self.sign_of_life = time.monotonic()
 
-    async def load(self, path: str, manifest: dict[str, list] | None, version: int) -> tuple[float, float]:
+    async def load(self, weights: WeightBuffer, version: int) -> tuple[float, float]:
         """Replaces the weights between two steps; requests in flight go on with the new ones.
 
-        Args: path, manifest: of the shared memory; no manifest: only the label `version` is set.
+        Args: weights: when nothing was published yet, only the label `version` is set.
         Returns: seconds of pause, seconds of loading in it. Raises CoreLost: the engine must not be used further.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 
-        llm, started = self.llm, time.monotonic()
-        if manifest is None:
+        llm = self.llm
+        if weights.manifest is None:
             await self._bounded(llm.update_weight_version(str(version)))
             return 0.0, 0.0
-        await self._bounded(llm.init_weight_transfer_engine(WeightTransferInitRequest({"path": path})))
+        await self._bounded(llm.init_weight_transfer_engine(WeightTransferInitRequest(weights.address())))
+        if self.asleep:
+            await self._bounded(llm.wake_up(["weights"]))
         started = time.monotonic()
         # clear_cache: the KV cache of the old weights is computed again, also that of requests in flight
         await self._bounded(llm.pause_generation(mode="keep", clear_cache=True))
         loading = time.monotonic()
         await self._bounded(llm.start_weight_update())
-        await self._bounded(llm.update_weights(WeightTransferUpdateRequest(manifest)))
+        await self._bounded(llm.update_weights(WeightTransferUpdateRequest(weights.manifest)))
         await self._bounded(llm.finish_weight_update(str(version)))
         loaded = time.monotonic()
+        if self.asleep:
+            await self._bounded(llm.wake_up(["kv_cache", "scheduling"]))
+            self.asleep = 0
         await self._bounded(llm.resume_generation())
         return time.monotonic() - started, loaded - loading
 
     async def sleep(self, level: int) -> None:
         """Gives the GPU's memory back; level 1 keeps the weights in host memory, level 2 drops them."""
         await self._bounded(self.llm.sleep(level=level, mode="keep"))
+        self.asleep = level
 
-    async def wake(self, tags: list[str] | None = None) -> None:
-        await self._bounded(self.llm.wake_up(tags))
+    async def wake(self) -> None:
+        """Takes the memory again after a sleep of level 1; after level 2 only `load` wakes it."""
+        await self._bounded(self.llm.wake_up())
+        self.asleep = 0
 
     async def _bounded(self, call: Coroutine[Any, Any, Any], deadline_s: float | None = None) -> Any:
-        """Awaits a call into the engine, which by itself would never return when the engine dies meanwhile."""
-        deadline_s = deadline_s or self.config.rpc_deadline_s
-        give_up_at = time.monotonic() + deadline_s
-        name = getattr(call, "__name__", "call")
-        task = asyncio.ensure_future(call)
-        try:
-            while True:
-                await asyncio.wait({task}, timeout=0.2)
-                if task.done():
-                    return task.result()
-                if self.dead:
-                    raise CoreLost(f"the engine's process died during {name}")
-                if time.monotonic() > give_up_at:
-                    raise CoreLost(f"the engine did not answer {name} within {deadline_s:g} s")
-        except CoreLost:
-            raise
-        except Exception as error:  # vLLM wraps what happened in its process in a bare Exception
-            raise CoreLost(f"the engine failed in {name}: {error}") from error
-        finally:
-            task.cancel()
+        return await bounded(self, call, deadline_s or self.config.rpc_deadline_s)
+
+    def kill(self) -> None:
+        self.process.kill()
 
     def log_tail(self) -> str:
         return self.process.log_tail()
@@ -394,7 +322,5 @@ class LocalCore:
             llm, self.llm = self.llm, None
             llm.shutdown(timeout=1)
         for call in list(self.calls.values()):
-            call.lost = True
-            if call.task is not None:
-                call.task.cancel()
+            call.lose()
         self.process.close()

@@ -32,7 +32,8 @@ import numpy as np
 import torch
 
 from torchtune_ext.sampling import janitor
-from torchtune_ext.sampling.core import DEFAULT_MAX_NUM_SEQS, Call, CoreLost, LocalCore, Step
+from torchtune_ext.sampling.calls import Call, Core, CoreLost, Step
+from torchtune_ext.sampling.core import DEFAULT_MAX_NUM_SEQS, LocalCore
 from torchtune_ext.sampling.records import (
     Completion,
     EngineConfig,
@@ -41,6 +42,7 @@ from torchtune_ext.sampling.records import (
     PublishReport,
     SamplingConfig,
 )
+from torchtune_ext.sampling.server import ServerCore
 from torchtune_ext.sampling.supervisor import Supervisor
 from torchtune_ext.sampling.throttle import Controller, Throttle
 from torchtune_ext.sampling.weights import WeightBuffer
@@ -143,7 +145,7 @@ class Engine:
         if self._thread.is_alive():
             supervisor = self._supervisor
             if supervisor is not None and supervisor.core is not None and not self._started.done():
-                supervisor.core.process.kill()  # the loop waits for it to come up
+                supervisor.core.kill()  # the loop waits for it to come up
             try:
                 self._call(self._close(), timeout=30.0)
             finally:
@@ -226,6 +228,12 @@ class Engine:
             pause_s, load_s = self._call(self._load(version))
             return PublishReport(version, self._weights.bytes, copy_s, pause_s, load_s)
 
+    def sleep(self) -> None:
+        """On a GPU that trainer and engine share (`engine.sleep`): gives the engine's memory back. `publish` and `sample` wake
+        it. Without `engine.sleep` nothing happens."""
+        if self.config.sleep:
+            self._call(self._sleep())
+
     def limit_concurrency(self, limit: int | None) -> None:
         """Fixes how many requests may be in flight; None: follow the engine's counters, from the beginning."""
         if limit is not None and limit < 1:
@@ -293,7 +301,9 @@ class Engine:
         self._supervisor.version = self._first_version
         await self._supervisor.start()
 
-    def _make_core(self) -> LocalCore:
+    def _make_core(self) -> Core:
+        if self.config.address is not None:
+            return ServerCore(self.config, self._on_step)
         core = LocalCore(self.model_dir, self.config, self.log_path, self._temp_dir, self._on_step)
         self._janitor.stdin.write(f"{core.group}\n".encode())  # type: ignore[union-attr]
         self._janitor.stdin.flush()  # type: ignore[union-attr]
@@ -310,11 +320,14 @@ class Engine:
         for call in list(core.calls.values()) if core is not None else ():
             await core.end(call, "abort")
 
+    async def _sleep(self) -> None:
+        await self._supervisor.sleep()
+
     async def _load(self, version: int) -> tuple[float, float]:
         return await self._supervisor.load(version)
 
     async def _sample(self, prompts: list[list[int]], n: int, batch: Batch, seeds: Any) -> list[list[Completion]]:
-        core = await self._supervisor.ready()
+        core = await self._supervisor.awake()
         for p, prompt in enumerate(prompts):
             if not 0 <= min(prompt) <= max(prompt) < core.vocabulary:  # vLLM does not look, and dies of it
                 raise ValueError(
@@ -344,13 +357,13 @@ class Engine:
         await self._throttle.acquire()
         try:
             while True:
-                core = await self._supervisor.ready()
+                core = await self._supervisor.awake()
                 if batch.cancelled:
                     nothing = np.zeros(0, np.int32)
                     return Completion(nothing, np.zeros(0, np.float32), nothing, "abort", 0)
-                call = Call(f"r{next(self._ids)}", prompt, batch.sampling, seed)
+                call = Call(f"{os.getpid()}-{next(self._ids)}", prompt, batch.sampling, seed, self._first_version)
                 try:
-                    completion = await core.generate(call, self._first_version)
+                    completion = await core.generate(call)
                 except CoreLost as error:
                     await self._supervisor.report_lost(core, error)
                     continue

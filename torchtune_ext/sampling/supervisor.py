@@ -17,9 +17,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
-from torchtune_ext.sampling.core import CoreLost
+from torchtune_ext.sampling.calls import Core, CoreLost
 from torchtune_ext.sampling.records import EngineConfig, EngineFailed
 from torchtune_ext.sampling.weights import WeightBuffer
 
@@ -32,12 +31,12 @@ class Supervisor:
     """Owns the engine's present life. All methods run in the engine's asyncio thread."""
 
     def __init__(
-        self, config: EngineConfig, make_core: Callable[[], Any], weights: WeightBuffer, weights_lock: threading.Lock
+        self, config: EngineConfig, make_core: Callable[[], Core], weights: WeightBuffer, weights_lock: threading.Lock
     ):
         """Args: make_core: begins a new life (`LocalCore` or `ServerCore`); weights, weights_lock: the current weights, held
         by the publisher while it writes them."""
         self.config, self._make_core, self._weights, self._weights_lock = config, make_core, weights, weights_lock
-        self.core: Any = None  # the present life; None while there is none
+        self.core: Core | None = None  # the present life; None while there is none
         self.version = 0  # of the weights in the buffer, or on the disk before the first publication
         self.restarts = 0
         self.failures = 0  # in a row
@@ -52,13 +51,13 @@ class Supervisor:
         async with self._control:
             try:
                 self.core = self._make_core()
-                self.core.launch()
+                await self.core.launch()
                 self._changed.set()
             except (CoreLost, ValueError, OSError, ImportError) as error:
                 await self._give_up(f"the engine did not start: {error}")
         self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._end_late_requests())]
 
-    async def ready(self) -> Any:
+    async def ready(self) -> Core:
         """Waits for a working engine. Raises EngineFailed."""
         # every start is bounded by its own deadlines, so this wait needs only a distant one
         limit = self.config.max_failures * (self.config.start_deadline_s + 4 * self.config.rpc_deadline_s)
@@ -76,7 +75,7 @@ class Supervisor:
         """A request has finished: the engine works."""
         self.failures = 0
 
-    async def report_lost(self, core: Any, cause: Exception) -> None:
+    async def report_lost(self, core: Core | None, cause: Exception) -> None:
         """A request has lost its engine. Waits until there is another one. Raises EngineFailed."""
         await self._replace(core, str(cause))
 
@@ -91,7 +90,7 @@ class Supervisor:
             core = self.core
             if core is not None:
                 try:
-                    return await core.load(self._weights.path, self._weights.manifest, version)
+                    return await core.load(self._weights, version)
                 except CoreLost as error:
                     cause = str(error)
         started = time.monotonic()
@@ -99,6 +98,29 @@ class Supervisor:
             await self._replace(core, f"publication of version {version}: {cause}")
         await self.ready()  # a new engine begins with the weights of the buffer
         return time.monotonic() - started, 0.0
+
+    async def sleep(self) -> None:
+        """Makes the engine give its GPU memory back, until weights are loaded or somebody samples."""
+        core = await self.ready()
+        async with self._control:
+            if core is self.core and not core.asleep:
+                # with published weights in host memory already, the engine need not keep a copy
+                await core.sleep(2 if self._weights.manifest is not None and self._weights.complete else 1)
+
+    async def awake(self) -> Core:
+        """Waits for an engine that can sample. Raises EngineFailed."""
+        while True:
+            core = await self.ready()
+            if not core.asleep:
+                return core
+            try:
+                async with self._control:
+                    if core is self.core and core.asleep == 1:
+                        await core.wake()
+                    elif core is self.core and core.asleep:
+                        await core.load(self._weights, self.version)
+            except CoreLost as error:
+                await self._replace(core, str(error))
 
     async def close(self) -> None:
         self.closed = True
@@ -109,7 +131,7 @@ class Supervisor:
             await core.stop()
         self._changed.set()
 
-    async def _replace(self, core: Any, cause: str) -> None:
+    async def _replace(self, core: Core | None, cause: str) -> None:
         async with self._control:
             if core is not self.core or self.closed or self.failed is not None:
                 return  # somebody else has seen to it
@@ -128,10 +150,10 @@ class Supervisor:
                 core, self.core = None, None
                 try:
                     core = self.core = self._make_core()
-                    core.launch()
+                    await core.launch()
                     await self._wait_for_writer()
                     if self._weights.manifest is not None or self.version:
-                        await core.load(self._weights.path, self._weights.manifest, self.version)
+                        await core.load(self._weights, self.version)
                     self.restarts += 1
                     self._changed.set()
                     return

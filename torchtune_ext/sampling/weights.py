@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import torch
 
 ALIGNMENT = 64  # bytes; every tensor starts at a multiple
+TOKEN = 64  # bytes at the start, by which the reader knows that the file is ours
 CHUNK = 1 << 30  # bytes of one write: the kernel takes at most 2 GiB at a time
 
 
@@ -19,14 +20,14 @@ class WeightBuffer:
 
     def __init__(self):
         self._fd = os.memfd_create("torchtune-ext-weights", os.MFD_CLOEXEC)
+        self._token = os.urandom(TOKEN)
         self.manifest: dict[str, list] | None = None  # None before the first publication
         self.bytes = 0  # of the tensors in it
         self.complete = True  # False while a copy is under way or was cut short
 
-    @property
-    def path(self) -> str:
-        """Where another process of this user opens the memory."""
-        return f"/proc/{os.getpid()}/fd/{self._fd}"
+    def address(self) -> dict[str, str]:
+        """Where another process of this user, on this machine, opens the memory, and how it knows that it is the right one."""
+        return {"path": f"/proc/{os.getpid()}/fd/{self._fd}", "token": self._token.hex()}
 
     def write(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> float:
         """Copies the tensors, one after the other, so that they may come out of a generator that gathers each of them.
@@ -35,8 +36,9 @@ class WeightBuffer:
         Returns: seconds it took. Raises ValueError on an empty or doubled set of names.
         """
         started = time.monotonic()
-        names, dtypes, shapes, offsets, end, size = [], [], [], [], 0, 0
+        names, dtypes, shapes, offsets, end, size = [], [], [], [], TOKEN, 0
         self.complete = False
+        self._write(memoryview(self._token), 0)
         for name, tensor in named_tensors:
             flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
             names.append(name)

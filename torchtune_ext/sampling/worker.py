@@ -27,6 +27,7 @@ class SharedMemory(WeightTransferInitInfo):
     """Where the weights lie."""
 
     path: str  # of a memory file of the trainer: /proc/<pid>/fd/<number>
+    token: str  # hexadecimal; the file begins with these bytes
 
 
 @dataclass
@@ -67,6 +68,17 @@ class SharedMemoryTransfer(WeightTransferEngine):
     update_info_cls = Manifest
 
     def init_transfer_engine(self, init_info: SharedMemory) -> None:
+        token = bytes.fromhex(init_info.token)
+        try:
+            with open(init_info.path, "rb") as file:
+                ours = file.read(len(token)) == token
+        except OSError:
+            ours = False
+        if not ours:
+            raise ValueError(
+                f"cannot read the trainer's weights at {init_info.path}: vLLM has to run on the trainer's machine, "
+                f"as the same user and in the same PID namespace"
+            )
         self.path = init_info.path
 
     def start_weight_update(self) -> None:

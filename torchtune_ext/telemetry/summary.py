@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from torchtune_ext.advantages import Group
+from torchtune_ext.sampling.records import EngineStats
 
 
 class Stopwatch:
@@ -49,6 +50,16 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         for name in scores[0].parts:
             values[f"reward/{name}"] = float(np.mean([score.parts[name] for score in scores if name in score.parts]))
     return values
+
+
+def engine_metrics(stats: EngineStats) -> dict[str, float]:
+    return {
+        "engine/prefix_hit_rate": stats.prefix_hit_rate,
+        "engine/preemptions": float(stats.preemptions),
+        "engine/kv_max": stats.max_kv_usage,
+        "engine/concurrency": float(stats.concurrency),
+        "engine/restarts": float(stats.restarts),
+    }
 
 
 def memory_metrics() -> dict[str, float]:

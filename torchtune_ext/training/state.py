@@ -40,6 +40,13 @@ class Checkpoints:
     def latest(self) -> Path | None:
         return next(reversed(self.all()), None)
 
+    def advice(self) -> str:
+        """What to do after a step that cannot be used."""
+        return (
+            f"Its samples are in {self.folder.parent / 'rollouts'}, the newest checkpoint is {self.latest()}; lower the "
+            "learning rate or the loss coefficients and go on from there with resume_from_checkpoint=True"
+        )
+
     def save(
         self,
         step: int,

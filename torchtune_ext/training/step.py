@@ -1,8 +1,8 @@
 """Rows -> gradients -> updated weights. Blind to the algorithm: the objective and the weights arrive from outside."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -14,15 +14,6 @@ from torchtune_ext.packing import Row
 from torchtune_ext.policy.logprobs import PackedPolicy
 
 Loss = Callable[[Tokens], tuple[Tensor, dict[str, Tensor]]]
-
-
-@dataclass(frozen=True, slots=True)
-class StepStats:
-    """What one optimizer step did; every figure is over all ranks."""
-
-    loss: float  # sum over labels of weight * loss
-    metrics: dict[str, float]  # the objective's metrics, weighted mean over labels (maximum for `*_max`)
-    grad_norm: float  # before clipping
 
 
 @torch.no_grad()
@@ -97,17 +88,23 @@ def optimizer_step(
     optimizer: torch.optim.Optimizer,
     scheduler: torch.optim.lr_scheduler.LRScheduler,
     max_grad_norm: float | None,
+    loss: float,
+    advice: str,
 ) -> float:
     """Clips, steps, clears. Returns the gradient's norm before clipping.
 
+    Args:
+        loss: value whose gradient this is, for the message.
+        advice: what to tell the user when it is not finite.
+
     Raises:
-        FloatingPointError: the gradient is not finite; weights and optimizer state are as before.
+        FloatingPointError: loss or gradient is not finite; weights and optimizer state are as before.
     """
     norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), max_grad_norm or torch.inf)
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    if not torch.isfinite(norm):
+    if not (torch.isfinite(norm) and math.isfinite(loss)):
         optimizer.zero_grad(set_to_none=True)
-        raise FloatingPointError(f"gradient norm is {norm.item()}")
+        raise FloatingPointError(f"loss is {loss}, gradient norm {norm.item()}: {advice}")
     optimizer.step()
     scheduler.step()
     optimizer.zero_grad(set_to_none=True)

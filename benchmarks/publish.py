@@ -1,0 +1,98 @@
+"""How long does a publication of weights take, and how long does the engine stand still for it?
+
+    python benchmarks/publish.py [--sizes 2.5M 100M] [--repeats 10]
+
+Random models in the shape of Qwen2, bfloat16, published into an engine that is idle and into one that is sampling. "copy" is
+the trainer's copy into shared memory, during which the engine samples on; "pause" is the time in which it does not,
+and holds "load". The first publication also pays for the pages of the shared memory.
+"""
+
+import argparse
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from torchtune_ext.sampling.engine import Engine, EngineConfig, PublishReport, SamplingConfig
+
+SHAPES = {  # name: vocabulary, width, feed-forward width, layers, heads, key-value heads
+    "2.5M": (4096, 256, 512, 2, 4, 2),
+    "100M": (32000, 768, 3072, 9, 12, 4),
+    "500M": (151936, 896, 4864, 24, 14, 2),
+}
+
+
+def make_model(size: str) -> Qwen2ForCausalLM:
+    torch.manual_seed(0)
+    vocabulary, width, inner, layers, heads, kv_heads = SHAPES[size]
+    config = Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        tie_word_embeddings=True,
+    )
+    return Qwen2ForCausalLM(config).bfloat16()
+
+
+def show(name: str, reports: list[PublishReport]) -> None:
+    def middle(values: list[float]) -> str:
+        return f"{1e3 * np.median(values):7.1f} ms (max {1e3 * max(values):6.1f})"
+
+    print(
+        f"  {name:10s} copy {middle([r.copy_s for r in reports])}  pause {middle([r.pause_s for r in reports])}  "
+        f"load {middle([r.load_s for r in reports])}",
+        flush=True,
+    )
+
+
+def run(size: str, repeats: int, folder: Path) -> None:
+    model = make_model(size)
+    model.save_pretrained(folder / size)
+    parameters = sum(p.numel() for p in model.parameters())
+    config = EngineConfig(max_model_len=2048, kv_cache_bytes=256 << 20)
+    with Engine(str(folder / size), config, str(folder)) as engine:
+        engine.start()
+        engine.wait_ready()
+        versions = iter(range(1, 10**6))
+
+        def publish() -> PublishReport:
+            return engine.publish(model.named_parameters(), next(versions))
+
+        engine.sample([[1, 2, 3]], 1, SamplingConfig(max_tokens=4))
+        first = publish()
+        print(f"\n{size}: {parameters / 1e6:.1f}M parameters, {first.bytes / 1e6:.0f} MB")
+        show("first", [first])
+        show("idle", [publish() for _ in range(repeats)])
+        sampling = threading.Thread(
+            target=lambda: engine.sample([[1, 2, 3]] * 4, 8, SamplingConfig(max_tokens=2000, deadline_s=3.0 + repeats))
+        )
+        sampling.start()
+        time.sleep(0.5)
+        reports = []
+        for _ in range(repeats):
+            reports.append(publish())
+            time.sleep(0.2)
+        show("sampling", reports)
+        engine.cancel()
+        sampling.join(60)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", choices=list(SHAPES), default=["2.5M", "100M"])
+    parser.add_argument("--repeats", type=int, default=10)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        for size in args.sizes:
+            run(size, args.repeats, Path(folder))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""The CUDA path of packed rows against the dense mask, and of the policy against the CPU."""
+
+import numpy as np
+import pytest
+import torch
+
+from torchtune_ext.advantages import Group, Sample
+from torchtune_ext.grading import Outcome
+from torchtune_ext.kernels.packed_attention import dense_mask, packed_attention, packed_mask
+from torchtune_ext.objective.loss import GRPOLoss
+from torchtune_ext.packing import pack
+from torchtune_ext.policy.scratch import Shape, make_tokenizer, qwen2_from_config, write_model
+from torchtune_ext.policy.shard import build_policy
+from torchtune_ext.policy.weights import HFModel
+from torchtune_ext.tasks.task import Problem
+from torchtune_ext.training.step import forward_backward
+
+T = 1024
+
+
+def row(seed=0):
+    rng = np.random.default_rng(seed)
+    groups = []
+    for g in range(3):
+        samples = tuple(
+            Sample(rng.integers(0, 200, n).astype(np.int32), rng.normal(-4, 1, n).astype(np.float32), np.zeros(n, np.int32), "",
+                   "stop", Outcome("scored", None, ""), float(rng.normal()), True)
+            for n in rng.integers(1, 60, 6)
+        )  # fmt: skip
+        groups.append(Group(Problem(f"p{g}", (), None), rng.integers(0, 200, 100).astype(np.int32), samples))
+    return pack(groups, T, pad_to=T)[0][0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_flex_attention_equals_the_dense_mask(dtype):
+    cuda = row().to(torch.device("cuda"))
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 4, T, 64, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
+    upstream = torch.randn(1, 4, T, 64, device="cuda", dtype=dtype)
+    upstream[:, :, cuda.group_ids_T == -1] = 0
+    dense = torch.nn.functional.scaled_dot_product_attention(
+        q.double(), k.double(), v.double(), attn_mask=dense_mask(cuda.group_ids_T, cuda.parent_ids_T)[None, None]
+    )
+    fast = packed_attention(q, k, v, packed_mask(cuda), 0.0, True)
+    # one rounding of inputs to TF32 / of the result to bfloat16: 2^-10 and 2^-8 of values below 4
+    bound = 4 * (2**-8 if dtype == torch.bfloat16 else 2**-9)
+    real = cuda.group_ids_T != -1
+    assert (dense[:, :, real] - fast[:, :, real]).abs().max() < bound
+    want = torch.autograd.grad(dense, (q, k, v), upstream.double())
+    got = torch.autograd.grad(fast, (q, k, v), upstream)
+    for a, b in zip(want, got, strict=True):
+        assert (a.double() - b.double()).norm() / a.double().norm() < 4 * bound
+
+
+def test_policy_on_cuda_equals_cpu(tmp_path):
+    shape = Shape(hidden_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=256, vocab_size=400)
+    write_model(tmp_path / "m", make_tokenizer(["some text\n"] * 9, ["x"], [], 400), shape, seed=0)
+    source = HFModel(tmp_path / "m")
+    values = {}
+    for device in ("cpu", "cuda"):
+        policy = build_policy(lambda: qwen2_from_config(str(source.path)), source, torch.device(device), torch.float32)
+        loss, _, scored = forward_backward(policy, [row()], GRPOLoss(), 1.0, torch.device(device))
+        grads = torch.cat([p.grad.flatten().cpu() for p in policy.model.parameters()])
+        values[device] = loss, scored[0].cpu(), grads
+    assert values["cuda"][0] == pytest.approx(values["cpu"][0], rel=1e-3)
+    assert (values["cuda"][1] - values["cpu"][1]).abs().max() < 1e-2
+    assert (values["cuda"][2] - values["cpu"][2]).norm() / values["cpu"][2].norm() < 1e-2

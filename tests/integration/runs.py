@@ -1,0 +1,94 @@
+"""Runs recipes as a user does, on a random model and a task whose reward always varies."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from torchtune_ext.policy.scratch import Shape, make_tokenizer, write_model
+
+TASK = '''
+import hashlib
+from torchtune_ext.tasks.task import Problem, Score
+
+class Letters:
+    """Asks for nothing in particular and rewards what the text hashes to: signal in every group, whatever the model."""
+
+    def __init__(self, count=64):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        if not 0 <= index < self.count:
+            raise IndexError(index)
+        return Problem(f"letters-{index}", ({"role": "user", "content": f"Write about {index}. " + "Go on. " * (index % 5)},), index)
+
+    def grade(self, problem, text):
+        value = hashlib.sha256(f"{problem.answer}/{text}".encode()).digest()[0] / 255
+        return Score(value, {"hash": value})
+
+    def solution(self, problem):
+        return "x"
+'''
+
+CONFIG = """
+output_dir: ???
+model_dir: model
+device: cpu
+dtype: float32
+model: {_component_: torchtune_ext.policy.scratch.qwen2_from_config, model_dir: "${model_dir}"}
+tokenizer: {_component_: torchtune_ext.chat.ChatTokenizer, path: "${model_dir}"}
+task: {_component_: letters.Letters}
+eval_task: {_component_: letters.Letters, count: 4}
+loss: {_component_: torchtune_ext.objective.loss.GRPOLoss}
+optimizer: {_component_: torch.optim.AdamW, lr: 1.0e-3}
+max_steps: 3
+prompts_per_step: 4
+samples_per_prompt: 4
+updates_per_step: 2
+row_tokens: 256
+max_mismatch: 1.0e-4
+sampling: {max_tokens: 12}
+engine: {dtype: float32, max_model_len: 128, kv_cache_bytes: 16777216}
+eval_every: 2
+save_every: 1
+"""
+CLOCK = ("time/", "speed/", "memory/", "publish/seconds", "engine/")  # differ between two runs of the same seed
+
+
+def make_workplace(folder: Path) -> Path:
+    """A folder with a model, a task and a config, to run recipes in."""
+    text = ["Write about something. Go on. " * 3 + "The quick brown fox jumps over the lazy dog.\n"] * 8
+    shape = Shape(hidden_size=32, num_hidden_layers=2, intermediate_size=64, max_position_embeddings=256, vocab_size=400)
+    write_model(folder / "model", make_tokenizer(text, ["x"], [], 400), shape, seed=3)
+    (folder / "letters.py").write_text(TASK)
+    (folder / "run.yaml").write_text(CONFIG)
+    return folder
+
+
+def command(recipe: str, *args: str, ranks: int = 1) -> list[str]:
+    launch = ["--nproc_per_node", str(ranks)] if ranks > 1 else []
+    return [sys.executable, "-m", "torchtune_ext", "run", *launch, recipe, "--config", "run.yaml", *args]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def run(folder: Path, recipe: str, *args: str, ranks: int = 1, ok: bool = True, timeout: float = 240) -> str:
+    """Runs a recipe to its end and returns what it printed."""
+    done = subprocess.run(
+        command(recipe, *args, ranks=ranks), cwd=folder, env=environment(), capture_output=True, text=True, timeout=timeout
+    )
+    output = done.stdout + done.stderr
+    assert (done.returncode == 0) == ok, output[-6000:]
+    return output
+
+
+def metrics(run_dir: Path) -> list[dict[str, float]]:
+    """The metrics of a run without what the clock decides."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith(CLOCK)} for line in lines]

@@ -1,0 +1,88 @@
+"""Two FSDP2 ranks on gloo give the gradients of one process, with and without checkpointing, KL and empty rows."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = '''
+import sys
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from torchtune_ext.advantages import Group, Sample
+from torchtune_ext.grading import Outcome
+from torchtune_ext.objective.loss import GRPOLoss
+from torchtune_ext.packing import pack
+from torchtune_ext.policy.scratch import qwen2_from_config
+from torchtune_ext.policy.shard import build_policy
+from torchtune_ext.policy.weights import HFModel, clean_name, named_hf_tensors
+from torchtune_ext.tasks.task import Problem
+from torchtune_ext.training.distributed import init_ranks
+from torchtune_ext.training.step import Reference, forward_backward, score
+
+folder, checkpointing, row_tokens = sys.argv[1], sys.argv[2] == "1", int(sys.argv[3])
+rng = np.random.default_rng(0)
+groups = []
+for g, (prompt, lengths) in enumerate([(9, [5, 1, 12]), (4, [20, 3]), (15, [2, 2, 2, 2]), (6, [9])]):
+    samples = tuple(
+        Sample(rng.integers(0, 300, n).astype(np.int32), rng.normal(-4, 1, n).astype(np.float32), np.zeros(n, np.int32), "", "stop",
+               Outcome("scored", None, ""), float(rng.normal()), True)
+        for n in lengths
+    )
+    groups.append(Group(Problem(f"p{g}", (), None), rng.integers(0, 300, prompt).astype(np.int32), samples))
+loss = GRPOLoss(kl_coef=0.2, entropy_coef=0.01)
+
+
+def gradients(ranks, world_size):
+    source = HFModel(folder)
+    policy = build_policy(lambda: qwen2_from_config(folder), source, ranks.device, torch.float32, world_size, checkpointing)
+    reference = Reference(policy.model)
+    with torch.no_grad():
+        for i, p in enumerate(policy.model.parameters()):  # move away from the reference, the same on one and on two ranks
+            p.mul_(1.0 + 0.01 * (i % 7))
+    before = {n: t.clone() for n, t in named_hf_tensors(policy.model, source, torch.float32)}
+    rows, _ = pack(groups, row_tokens, num_rows_multiple=world_size)
+    share = rows[ranks.rank :: world_size] if world_size > 1 else rows
+    with reference.swapped_in():
+        ref = score(policy, share, 1.0, ranks.device)
+    after = dict(named_hf_tensors(policy.model, source, torch.float32))
+    assert all(torch.equal(before[n], after[n]) for n in before), "the reference did not give the weights back"
+    value, metrics, _ = forward_backward(policy, share, loss, 1.0, ranks.device, ref_logprobs=ref, world_size=world_size)
+    grads = {clean_name(n): (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad) for n, p in policy.model.named_parameters()}
+    return value, metrics, grads
+
+
+ranks = init_ranks("cpu")
+two = gradients(ranks, 2)
+dist.barrier()
+if ranks.is_main:
+    one = gradients(ranks, 1)
+    assert abs(one[0] - two[0]) < 1e-6, (one[0], two[0])
+    for name in one[1]:
+        assert abs(one[1][name] - two[1][name]) <= 1e-5 * max(1, abs(one[1][name])), name
+    scale = max(g.abs().max() for g in one[2].values())
+    worst = max(((one[2][n] - two[2][n]).abs().max() / max(one[2][n].abs().max(), 1e-3 * scale)).item() for n in one[2])
+    assert worst < 1e-5, worst
+    print("worst relative gradient error", worst)
+dist.barrier()
+dist.destroy_process_group()
+'''
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("checkpointing", "row_tokens"), [(0, 40), (1, 40), (0, 400)])  # 400: rank 1 has an empty row
+def test_two_ranks_equal_one(tmp_path, checkpointing, row_tokens):
+    from runs import make_workplace
+
+    make_workplace(tmp_path)
+    (tmp_path / "ranks.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "ranks.py"]
+    done = subprocess.run(
+        [*command, str(tmp_path / "model"), str(checkpointing), str(row_tokens)],
+        cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0 and "worst relative gradient error" in done.stdout, done.stdout + done.stderr[-4000:]

@@ -1,0 +1,135 @@
+"""The recipe as a user runs it: a real vLLM, real torchtune, real processes."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from torchtune_ext.cli import main
+from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
+import runs
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """A folder in which `reference`, a run of three steps, has ended well."""
+    folder = runs.make_workplace(tmp_path_factory.mktemp("work"))
+    runs.run(folder, "grpo_full", "output_dir=reference")
+    return folder
+
+
+def weights(folder, run, step=3):
+    return load_file(folder / run / "checkpoints" / f"step_{step:06d}" / "model-00001-of-00001.safetensors")
+
+
+def test_a_run_leaves_metrics_rollouts_checkpoints_and_a_report(workplace):
+    lines = runs.metrics(workplace / "reference")
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert all(line["groups/used"] == 4 and line["mismatch/mean_abs"] < 1e-5 for line in lines[1:])
+    assert all(line["canary/mean_abs"] < 1e-5 for line in lines[1:])
+    assert "eval/accuracy_sampled" in lines[0] and "eval/accuracy_greedy" in lines[2] and "eval/low" not in lines[1]
+    assert lines[1]["pack/rho"] > 1.2
+
+    paths = rollout_paths(workplace / "reference")
+    assert sorted(paths) == [1, 2, 3]
+    samples = [s for g in read_rollouts(paths[2]) for s in g.samples]
+    assert len(samples) == 16 and {int(v) for s in samples for v in s.versions} == {1}
+    assert max(abs(s.advantage) for s in samples) > 0.5
+
+    before, after = load_file(workplace / "model" / "model.safetensors"), weights(workplace, "reference")
+    assert before.keys() == after.keys() and any(not torch.equal(before[n], after[n]) for n in before)
+    recipe = json.loads((workplace / "reference" / "checkpoints" / "step_000003" / "recipe.json").read_text())
+    assert recipe["step"] == 3 and recipe["cursor"] == 12 and recipe["version"] == 3
+    assert main(["report", str(workplace / "reference")]) == 0
+    assert "<svg" in (workplace / "reference" / "report.html").read_text() or (workplace / "reference" / "report.html").stat().st_size > 10_000
+
+
+def test_two_ranks_train_what_one_trains(workplace):
+    runs.run(workplace, "grpo_full", "output_dir=ranks", ranks=2)
+    one, two = runs.metrics(workplace / "reference"), runs.metrics(workplace / "ranks")
+    for a, b in zip(one, two, strict=True):
+        assert a["step"] == b["step"] and a.get("reward/mean") == b.get("reward/mean")
+        # float32 sums in another order; AdamW's first steps are sign-like, which magnifies them by lr / eps at most
+        for name in ("loss/total", "optim/grad_norm", "loss/entropy"):
+            if name in a:
+                assert b[name] == pytest.approx(a[name], rel=1e-3, abs=1e-4), (a["step"], name)
+
+
+def test_killed_five_times_and_resumed_equals_uninterrupted(workplace):
+    rng = random.Random(0)
+    command = runs.command("grpo_full", "output_dir=killed", "resume_from_checkpoint=True")
+    run_dir = workplace / "killed"
+    for _ in range(5):
+        process = subprocess.Popen(
+            command, cwd=workplace, env=runs.environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        time.sleep(rng.uniform(6.0, 22.0))
+        children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(10)
+        _, alive = psutil.wait_procs(children, timeout=10)
+        assert not alive, f"left running: {alive}"
+    runs.run(workplace, "grpo_full", "output_dir=killed", "resume_from_checkpoint=True")
+    assert runs.metrics(run_dir) == runs.metrics(workplace / "reference")
+    want, got = weights(workplace, "reference"), weights(workplace, "killed")
+    assert all(torch.equal(want[n], got[n]) for n in want)
+
+
+def test_a_copied_recipe_with_a_loss_of_its_own(workplace, tmp_path):
+    main(["cp", "grpo_full", str(workplace / "my_grpo.py")])
+    source = (workplace / "my_grpo.py").read_text()
+    loss = '''class Reinforce:
+    def __call__(self, t):
+        print("MY LOSS")
+        return -t.advantages_L * t.logprobs_L, {}
+
+
+@parse
+def recipe_main'''
+    (workplace / "my_grpo.py").write_text(source.replace("@parse\ndef recipe_main", loss))
+    output = runs.run(workplace, "my_grpo.py", "output_dir=mine", "max_steps=1", "loss._component_=Reinforce")
+    assert "MY LOSS" in output
+    assert "loss/clip_fraction" not in runs.metrics(workplace / "mine")[1]
+
+
+def test_the_kl_term_and_refills(workplace):
+    args = ["output_dir=kl", "loss.kl_coef=0.1", "refill_rounds=2", "truncated=mask", "updates_per_step=1", "max_steps=2"]
+    runs.run(workplace, "grpo_full", *args)
+    lines = runs.metrics(workplace / "kl")
+    assert lines[1]["loss/kl_ref"] == pytest.approx(0.0, abs=1e-9)  # before the first update the policy is the reference
+    assert lines[2]["loss/kl_ref"] > 1e-6
+
+
+def test_bfloat16_trains_on_float32_masters(workplace):
+    args = ["output_dir=bf16", "dtype=bfloat16", "engine.dtype=bfloat16", "max_mismatch=0.05", "max_steps=2"]
+    runs.run(workplace, "grpo_full", *args)
+    assert runs.metrics(workplace / "bf16")[2]["mismatch/mean_abs"] < 0.02
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["prompts_per_steps=4"], "unknown key 'prompts_per_steps' in the config; did you mean 'prompts_per_step'"),
+        (["sampling.max_token=4"], "unknown key 'sampling.max_token' in `sampling:`; did you mean 'max_tokens'"),
+        (["max_steps=many"], "max_steps: Value 'many'"),
+        (["model_dir=nowhere"], "model_dir='nowhere' has no config.json"),
+        (["task._component_=letters.Lettres"], "`task._component_`"),
+        (["loss.clip_low=2.0"], "loss.clip_low=2.0 must lie in (0, 1]"),
+        (["sampling.max_tokens=500"], "max_model_len"),
+        (["optimizer.learning_rate=1"], "given arguments that it does not take"),
+        (["optimizer.lr=1e30"], "lower the learning rate"),
+        (["sampling.top_k=3"], "top-p / top-k"),
+    ],
+)
+def test_bad_input_is_named(workplace, args, message):
+    output = runs.run(workplace, "grpo_full", "output_dir=bad", "max_steps=2", *args, ok=False)
+    assert message in output, output[-3000:]

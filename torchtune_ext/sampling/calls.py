@@ -1,0 +1,153 @@
+"""What both kinds of engine, one of our own and a server, share: a request, its result, a step's counters, the way to fail."""
+
+import asyncio
+import time
+from collections.abc import Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from torchtune_ext.sampling.early_stop import RunningLogprob
+from torchtune_ext.sampling.records import Completion, SamplingConfig
+
+
+class CoreLost(RuntimeError):
+    """The engine is gone, does not answer, or holds half-loaded weights: this life of it is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The engine's counters after one of its steps."""
+
+    usage: float  # share of the KV cache in use
+    running: int  # requests
+    waiting: int  # requests
+    preempted: int  # requests, in this step
+    prefix_queries: int  # tokens, in this step
+    prefix_hits: int  # tokens, in this step
+
+
+@dataclass(slots=True)
+class Call:
+    """One request on its way through one life of the engine."""
+
+    id: str  # unique in the run
+    prompt: list[int]
+    sampling: SamplingConfig
+    seed: int | None
+    first_version: int  # of weights that were never published
+    give_up_at: float = float("inf")  # on time.monotonic()
+    ended_by: str = ""  # "deadline", "early_stop" or "abort" once we asked the engine to end it
+    task: asyncio.Task | None = None  # that waits for it
+    lost: bool = False  # the engine ended under it
+    watch: RunningLogprob | None = None  # of the early stop
+    keep: int | None = None  # tokens to keep once the early stop has fired
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """Starts the clock, in the task that waits for the result."""
+        sampling = self.sampling
+        self.task = asyncio.current_task()
+        if sampling.deadline_s is not None:
+            self.give_up_at = time.monotonic() + sampling.deadline_s
+        if sampling.early_stop_logprob is not None:
+            self.watch = RunningLogprob(
+                sampling.early_stop_logprob, sampling.early_stop_decay, sampling.early_stop_min_tokens
+            )
+
+    def add(self, tokens: Sequence[int], logprobs: Sequence[float]) -> bool:
+        """Takes what was sampled; returns whether the request shall end now."""
+        self.tokens.extend(tokens)
+        self.logprobs.extend(logprobs)
+        if self.watch is None or self.keep is not None:
+            return False
+        self.keep = self.watch.update(logprobs)
+        if self.keep is None:
+            return False
+        self.ended_by = self.ended_by or "early_stop"
+        return True
+
+    def completion(self, reason: str, spans: Iterable[tuple[str, int, int]], cached: int) -> Completion:
+        """Puts the result together. Args: reason: the engine's; spans: (version, first token, last token + 1)."""
+        versions = np.full(len(self.tokens), self.first_version, np.int32)
+        for version, start, end in spans:
+            versions[start:end] = self.first_version if version == "default" else int(version)
+        if reason == "abort":
+            reason = self.ended_by or "abort"
+        if self.keep is not None and reason != "deadline":
+            reason = "early_stop"
+        return Completion(
+            tokens=np.array(self.tokens[: self.keep], np.int32),
+            logprobs=np.array(self.logprobs[: self.keep], np.float32),
+            versions=versions[: self.keep],
+            finish_reason=reason,
+            cached_prompt_tokens=cached,
+        )
+
+    def lose(self) -> None:
+        """Ends the wait: the task gets CancelledError, which `was_lost` tells from a real one."""
+        self.lost = True
+        if self.task is not None:
+            self.task.cancel()
+
+    def was_lost(self) -> bool:
+        return self.lost and self.task is not None and self.task.uncancel() == 0
+
+
+class Core(Protocol):
+    """One life of an engine, as the supervisor sees it. Everything happens in the engine's asyncio thread."""
+
+    calls: dict[str, Call]  # requests under way
+    sign_of_life: float  # time.monotonic() of the last one
+    cache_tokens: int  # size of the KV cache
+    block: int  # tokens in a block of it
+    vocabulary: int  # token ids the model has
+    asleep: int  # level of sleep; 0: awake
+    group: int  # process group to kill when we die; 0: none
+
+    @property
+    def dead(self) -> bool: ...
+
+    async def launch(self) -> None: ...  # until it can work; CoreLost, ValueError
+
+    async def generate(self, call: Call) -> Completion: ...  # CoreLost, ValueError
+
+    async def end(self, call: Call, reason: str) -> None: ...  # asks; the result comes out of generate
+
+    async def ping(self, deadline_s: float) -> None: ...
+
+    async def load(self, weights: Any, version: int) -> tuple[float, float]: ...  # seconds of pause, of loading
+
+    async def sleep(self, level: int) -> None: ...
+
+    async def wake(self) -> None: ...
+
+    def kill(self) -> None: ...  # from any thread
+
+    def log_tail(self) -> str: ...
+
+    async def stop(self) -> None: ...
+
+
+async def bounded(core: Core, call: Coroutine[Any, Any, Any], deadline_s: float) -> Any:
+    """Awaits a call into the engine, which by itself would never return when the engine dies meanwhile."""
+    give_up_at = time.monotonic() + deadline_s
+    name = getattr(call, "__name__", "call")
+    task = asyncio.ensure_future(call)
+    try:
+        while True:
+            await asyncio.wait({task}, timeout=0.2)
+            if task.done():
+                return task.result()
+            if core.dead:
+                raise CoreLost(f"the engine's process died during {name}")
+            if time.monotonic() > give_up_at:
+                raise CoreLost(f"the engine did not answer {name} within {deadline_s:g} s")
+    except (CoreLost, ValueError):
+        raise
+    except Exception as error:  # vLLM wraps what happened in its process in a bare Exception
+        raise CoreLost(f"the engine failed in {name}: {error}") from error
+    finally:
+        task.cancel()

@@ -1,0 +1,268 @@
+"""A vLLM server that somebody else started, behind the same interface as an engine of our own.
+
+Completions go over HTTP (`/inference/v1/generate`: token ids in, token ids, log-probs and versions out). Weights do not: the
+server reads them out of the trainer's shared memory, so it has to run on the trainer's machine, and to know our loader.
+`server_command` gives the command line that starts such a server.
+"""
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded
+from torchtune_ext.sampling.core import LOADER, UNIPROC, on_cpu
+from torchtune_ext.sampling.records import Completion, EngineConfig
+from torchtune_ext.sampling.weights import WeightBuffer
+
+METRICS_S = 0.5  # seconds between two looks at the server's counters
+METRICS = {  # of vLLM's Prometheus page
+    "vllm:kv_cache_usage_perc": "usage",
+    "vllm:num_requests_running": "running",
+    "vllm:num_requests_waiting": "waiting",
+    "vllm:num_preemptions_total": "preempted",
+    "vllm:prefix_cache_queries_total": "queries",
+    "vllm:prefix_cache_hits_total": "hits",
+}
+
+
+def server_command(model_dir: str, config: EngineConfig, host: str, port: int) -> tuple[list[str], dict[str, str]]:
+    """How to start a server that this class can use: (command line, environment variables to add)."""
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model_dir]
+    command += ["--host", host, "--port", str(port), "--dtype", config.dtype, "--max-model-len", str(config.max_model_len)]
+    command += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+    command += ["--skip-tokenizer-init", "--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
+    command += ["--worker-extension-cls", LOADER, "--weight-transfer-config", json.dumps({"backend": "shm"})]
+    environ = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}  # the weight routes are in the "dev mode"
+    if on_cpu():
+        command += ["--enforce-eager", "--distributed-executor-backend", UNIPROC, "--no-enable-chunked-prefill"]
+        command += ["--block-size", str(config.block_size or 32)]
+        command += ["--max-num-batched-tokens", str(max(4096, config.max_model_len))]
+        command += ["--kv-cache-memory-bytes", str(config.kv_cache_bytes or 1 << 30)]
+        environ |= {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+    return command, environ
+
+
+class ServerCore:
+    """One connection to a server; ends (`CoreLost`) with the first thing that goes wrong, and another one is tried."""
+
+    group = 0
+    asleep = 0
+
+    def __init__(self, config: EngineConfig, on_step: Callable[[Step], None]):
+        assert config.address is not None
+        self.config, self.address, self.on_step = config, config.address.rstrip("/"), on_step
+        self.calls: dict[str, Call] = {}
+        self.sign_of_life = time.monotonic()
+        self.cache_tokens = self.block = self.vocabulary = 0
+        self.dead = False
+        self._session: Any = None
+        self._poll: asyncio.Task | None = None
+        self._last: dict[str, float] | None = None
+
+    async def launch(self) -> None:
+        """Waits until the server answers. Raises CoreLost when it does not; ValueError when it is the wrong kind."""
+        import aiohttp
+
+        timeout = aiohttp.ClientTimeout(total=None)  # every call has its own deadline
+        self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+        give_up_at = time.monotonic() + self.config.start_deadline_s
+        while True:
+            try:
+                info = await asyncio.wait_for(self._get("/server_info?config_format=json"), 30.0)
+                break
+            except (CoreLost, TimeoutError) as error:
+                if time.monotonic() > give_up_at:
+                    raise CoreLost(f"no answer from {self.address} within start_deadline_s: {error}") from error
+                await asyncio.sleep(0.5)
+        self.dead = False
+        self._check(info["vllm_config"])
+        await self._bounded(self._post("/resume"))  # a trainer before us may have died in a publication
+        self._poll = asyncio.create_task(self._poll_metrics())
+        self.sign_of_life = time.monotonic()
+
+    def _check(self, config: dict[str, Any]) -> None:
+        model, cache = config["model_config"], config["cache_config"]
+        command, environ = server_command(model["model"], self.config, "127.0.0.1", 8000)
+        how = f"start it like this: {' '.join(f'{k}={v}' for k, v in environ.items())} {' '.join(command)}"
+        if model["logprobs_mode"] != "processed_logprobs":
+            raise ValueError(
+                f"engine.address: {self.address} gives log-probs of the kind {model['logprobs_mode']!r}, not those under the "
+                f"sampling temperature; {how}"
+            )
+        if (config.get("weight_transfer_config") or {}).get("backend") != "shm":
+            raise ValueError(f"engine.address: {self.address} cannot take weights from shared memory; {how}")
+        if model["max_model_len"] < self.config.max_model_len:
+            raise ValueError(
+                f"engine.max_model_len is {self.config.max_model_len}, but {self.address} was started with "
+                f"{model['max_model_len']}; lower the one or raise the other"
+            )
+        self.block = cache["block_size"]
+        self.cache_tokens = (cache["num_gpu_blocks"] or 0) * self.block
+        text = model["hf_text_config"] if isinstance(model.get("hf_text_config"), dict) else {}
+        self.vocabulary = text.get("vocab_size") or sys.maxsize  # else the server refuses what is too large
+
+    async def generate(self, call: Call) -> Completion:
+        """Runs one request to its end. Raises CoreLost, or ValueError when the server refuses it."""
+        call.begin()
+        self.calls[call.id] = call
+        sampling = call.sampling
+        body = {
+            "request_id": call.id,
+            "token_ids": call.prompt,
+            "stream": call.watch is not None,
+            "stream_options": {"include_usage": True} if call.watch is not None else None,
+            "sampling_params": {
+                "max_tokens": sampling.max_tokens,
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
+                "seed": call.seed,
+                "stop_token_ids": list(sampling.stop_token_ids),
+                "logprobs": 0,
+                "detokenize": False,
+            },
+        }
+        try:
+            return await self._generate(call, body)
+        except asyncio.CancelledError:
+            if call.was_lost():
+                raise CoreLost("the connection was ended") from None
+            raise
+        finally:
+            del self.calls[call.id]
+
+    async def _generate(self, call: Call, body: dict[str, Any]) -> Completion:
+        reason, spans, cached = "abort", [], 0
+        async for part in self._parts("/inference/v1/generate", body):
+            self.sign_of_life = time.monotonic()
+            if "error" in part:
+                raise CoreLost(f"{self.address} failed in a request: {part['error']}")
+            details = (part.get("usage") or {}).get("prompt_tokens_details") or {}
+            cached = details.get("cached_tokens") or cached
+            for choice in part["choices"]:
+                logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+                if call.add(choice["token_ids"], logprobs) and choice["finish_reason"] is None:
+                    await self._abort(call)
+                reason = choice["finish_reason"] or reason
+                spans += [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"] or ()]
+        return call.completion(reason, spans, cached)
+
+    async def end(self, call: Call, reason: str) -> None:
+        """Asks for the end of a running request; `generate` then returns what was sampled until now."""
+        if not call.ended_by:
+            call.ended_by = reason
+            await self._bounded(self._abort(call))
+
+    async def _abort(self, call: Call) -> None:
+        await self._post("/inference/v1/abort_requests", {"request_ids": [f"generate-tokens-{call.id}"]})
+
+    async def ping(self, deadline_s: float) -> None:
+        """Returns once the server's engine has answered. Raises CoreLost after `deadline_s`."""
+        await bounded(self, self._get("/is_paused"), deadline_s)
+        self.sign_of_life = time.monotonic()
+
+    async def load(self, weights: WeightBuffer, version: int) -> tuple[float, float]:
+        """Replaces the server's weights; requests in flight go on with the new ones. Returns seconds of pause, of loading.
+        Raises CoreLost."""
+        if weights.manifest is None:
+            await self._bounded(self._post("/update_weight_version", {"new_version": str(version)}))
+            return 0.0, 0.0
+        await self._bounded(self._post("/init_weight_transfer_engine", {"init_info": weights.address()}))
+        started = time.monotonic()
+        await self._bounded(self._post("/pause?mode=keep&clear_cache=true"))
+        loading = time.monotonic()
+        await self._bounded(self._post("/start_weight_update"))
+        await self._bounded(self._post("/update_weights", {"update_info": weights.manifest}))
+        await self._bounded(self._post("/finish_weight_update", {"weight_version": str(version)}))
+        loaded = time.monotonic()
+        await self._bounded(self._post("/resume"))
+        return time.monotonic() - started, loaded - loading
+
+    async def sleep(self, level: int) -> None:
+        """Nothing: the server has its own GPU."""
+
+    async def wake(self) -> None:
+        """Nothing."""
+
+    def kill(self) -> None:
+        self.dead = True  # the server is not ours to kill
+
+    def log_tail(self) -> str:
+        return f"(in the log of the server {self.address})"
+
+    async def stop(self) -> None:
+        """Ends the connection and everything that waits for it; the server ends the requests when we hang up."""
+        self.dead = True
+        if self._poll is not None:
+            self._poll.cancel()
+        for call in list(self.calls.values()):
+            call.lose()
+        if self._session is not None:
+            await self._session.close()
+
+    async def _poll_metrics(self) -> None:
+        while not self.dead:
+            await asyncio.sleep(METRICS_S)
+            try:
+                text = await self._bounded(self._get("/metrics"), 30.0)
+            except CoreLost:
+                continue  # the watch finds out
+            now = dict.fromkeys(METRICS.values(), 0.0)
+            for line in text.splitlines():
+                name = METRICS.get(line.split("{")[0].split(" ")[0])
+                if name is not None:
+                    now[name] += float(line.rsplit(" ", 1)[1])
+            last = self._last or now
+            self.on_step(
+                Step(
+                    usage=now["usage"],
+                    running=int(now["running"]),
+                    waiting=int(now["waiting"]),
+                    preempted=int(now["preempted"] - last["preempted"]),
+                    prefix_queries=int(now["queries"] - last["queries"]),
+                    prefix_hits=int(now["hits"] - last["hits"]),
+                )
+            )
+            self._last = now
+
+    async def _bounded(self, call: Any, deadline_s: float | None = None) -> Any:
+        return await bounded(self, call, deadline_s or self.config.rpc_deadline_s)
+
+    async def _get(self, path: str) -> Any:
+        return await self._request("GET", path, None)
+
+    async def _post(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        return await self._request("POST", path, body or {})
+
+    async def _request(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
+        async for part in self._open(method, path, body):
+            return part
+
+    async def _parts(self, path: str, body: dict[str, Any]) -> Any:
+        async for part in self._open("POST", path, body):
+            yield part
+
+    async def _open(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
+        """Yields the answer: one JSON object or text, or the objects of an event stream."""
+        import aiohttp
+
+        try:
+            async with self._session.request(method, self.address + path, json=body) as response:
+                if response.status in (400, 404, 422):
+                    raise ValueError(f"{self.address}{path} refuses the request: {(await response.text())[:500]}")
+                if response.status >= 400:
+                    raise CoreLost(f"{self.address}{path} failed ({response.status}): {(await response.text())[:500]}")
+                if response.content_type == "application/json":
+                    yield await response.json()
+                elif response.content_type != "text/event-stream":
+                    yield await response.text()
+                else:
+                    async for line in response.content:
+                        if line.startswith(b"data: {"):
+                            yield json.loads(line[6:])
+        except (aiohttp.ClientError, OSError) as error:
+            self.dead = True
+            raise CoreLost(f"no connection to {self.address}: {error!r}") from error
