@@ -2,9 +2,9 @@
 
     python benchmarks/publish.py [--sizes 2.5M 100M] [--repeats 10]
 
-Random models in the shape of Qwen2, bfloat16, published into an engine that is idle and into one that is sampling. "copy" is
-the trainer's copy into shared memory, during which the engine samples on; "pause" is the time in which it does not,
-and holds "load". The first publication also pays for the pages of the shared memory.
+Random models in the shape of Qwen2, bfloat16, published into an engine that is idle and into one that is sampling.
+"copy" is the trainer's copy into shared memory, during which the engine samples on; "pause" is the time in which it
+does not, and holds "load". The first publication also pays for the pages of the shared memory.
 """
 
 import argparse

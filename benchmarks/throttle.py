@@ -2,10 +2,11 @@
 
     python benchmarks/throttle.py [--passes 3] [--sizes 8 32 64 128 192]
 
-12 prompts x 16 samples on KV caches that are too small for all of them at once: a tiny random model, so that what counts is
-the engine, not the arithmetic. Every line is the mean of some passes, each over prompts of its own; "adaptive" is shown for
-its first pass, in which it still learns, and for the ones after it. Shares are of the best fixed size that preempts nothing.
-On a machine that others use too, the speed per second of the engine's CPU time is the steadier of the two.
+12 prompts x 16 samples on KV caches that are too small for all of them at once: a tiny random model, so that what
+counts is the engine, not the arithmetic. Every line is the mean of some passes, each over prompts of its own;
+"adaptive" is shown for its first pass, in which it still learns, and for the ones after it. Shares are of the best
+fixed size that preempts nothing. On a machine that others use too, the speed per second of the engine's CPU time is the
+steadier of the two.
 """
 
 import argparse

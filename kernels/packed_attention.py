@@ -100,7 +100,9 @@ def _stacks(segment: Segment) -> list[_Stack]:
 
 @torch.compiler.disable(recursive=False)
 def _segment_attention(q: Tensor, k: Tensor, v: Tensor, mask: SegmentMask) -> Tensor:
-    """q, k, v: [1, H, T, D] -> [1, H, T, D]."""
+    """q, k, v: [1, H, T, D] -> [1, H, T, D]; zero on padding."""
+    if not mask.prompts:  # a row of padding alone: every parameter must still get a gradient, or ranks fall out of step
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     q, k, v = q[0], k[0], v[0]  # [H, T, D]
     results = []
     for a, b in mask.prompts:

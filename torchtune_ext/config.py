@@ -1,12 +1,16 @@
 """YAML -> checked settings. Called by recipes only; nothing below them sees a config."""
 
 import difflib
+import inspect
+import os
+import sys
 from dataclasses import fields
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
-from torchtune import config as torchtune_config
+from torchtune.config._errors import InstantiationError
+from torchtune.config._utils import _get_component_from_path
 
 T = TypeVar("T")
 
@@ -60,15 +64,35 @@ def instantiate(node: DictConfig, **extra: Any) -> Any:
     Raises:
         ValueError: no such component, or arguments that it does not take.
     """
-    where = node._key() or "component"
+    where = f"`{node._key()}:`" if isinstance(node, DictConfig) else repr(node)
     if not isinstance(node, DictConfig) or "_component_" not in node:
-        raise ValueError(f"`{where}:` needs a `_component_`, the dotted path of a class or function")
-    path = node._component_
-    if "." not in path:
-        node = OmegaConf.merge(node, {"_component_": f"__main__.{path}"})
+        raise ValueError(f"{where} needs a `_component_`, the dotted path of a class or function")
+    arguments = OmegaConf.to_container(node, resolve=True)
+    path = arguments.pop("_component_")
+    component = _in_recipe(path) if "." not in path else _by_path(path, where)
+    if component is None:
+        raise ValueError(f"{where} the recipe that runs defines no {path!r}; give a dotted path, or define it there")
     try:
-        return torchtune_config.instantiate(node, **extra)
+        inspect.signature(component).bind(**arguments, **extra)
     except TypeError as error:
-        raise ValueError(f"`{where}:` {path} was given arguments that it does not take: {error}") from error
-    except torchtune_config._errors.InstantiationError as error:
-        raise ValueError(f"`{where}._component_`: {' '.join(str(error).split())}") from error
+        raise ValueError(f"{where} {path} was given arguments that it does not take: {error}") from error
+    return component(**arguments, **extra)
+
+
+def _by_path(path: str, where: str) -> Any:
+    if os.getcwd() not in sys.path:  # a module beside the config may be named
+        sys.path.append(os.getcwd())
+    try:
+        return _get_component_from_path(path)
+    except (InstantiationError, ValueError) as error:
+        raise ValueError(f"{where} _component_={path}: {' '.join(str(error).split())}") from error
+
+
+def _in_recipe(name: str) -> Any:
+    """Looks a name up in the recipe that runs. `tune` runs it as `__main__` without entering it in sys.modules."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "__main__" and name in frame.f_globals:
+            return frame.f_globals[name]
+        frame = frame.f_back
+    return None

@@ -1,4 +1,5 @@
-"""The engine's process is killed, stopped, killed again and again; the trainer is killed. Nothing hangs, nothing is left."""
+"""The engine's process is killed, stopped, killed again and again; the trainer is killed. Nothing hangs, nothing is
+left."""
 
 import os
 import signal
@@ -93,8 +94,8 @@ def test_sampling_goes_on_with_the_current_weights(engine, models, kill):
     groups = sample_and(engine, strike, prompts)
     assert noticed[0] < 6.0
     assert engine.stats().restarts == restarts + 1 and core_pid(engine) != pid
-    for prompt, group, before in zip(prompts, groups, undisturbed):
-        for c, d in zip(group, before):
+    for prompt, group, before in zip(prompts, groups, undisturbed, strict=True):
+        for c, d in zip(group, before, strict=True):
             assert c.finish_reason == "length" and set(c.versions) == {1}
             assert np.array_equal(c.tokens, d.tokens)  # the same seeds
             assert np.abs(tiny_model.logprobs(models[1], prompt, c.tokens) - c.logprobs).max() < 1e-4
@@ -131,9 +132,9 @@ def test_three_failures_in_a_row_are_final(engine):
     def strike():
         for _ in range(3):
             wait_until(lambda: engine._supervisor.core is not None and engine._supervisor.core.calls, 60)
-            os.kill(core_pid(engine), signal.SIGKILL)
             pid = core_pid(engine)
-            wait_until(lambda: engine._supervisor.core is None or core_pid(engine) != pid, 10)
+            os.kill(pid, signal.SIGKILL)
+            wait_until(lambda pid=pid: engine._supervisor.core is None or core_pid(engine) != pid, 10)
 
     error = sample_and(engine, strike)
     assert isinstance(error, EngineFailed)
@@ -156,7 +157,8 @@ TRAINER = """
     import sys, threading, time
     from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
     raise_in_main = sys.argv[3] == "exception"
-    engine = Engine(sys.argv[1], EngineConfig(dtype="float32", max_model_len=1024, kv_cache_bytes=64 << 20), sys.argv[2])
+    config = EngineConfig(dtype="float32", max_model_len=1024, kv_cache_bytes=64 << 20)
+    engine = Engine(sys.argv[1], config, sys.argv[2])
     engine.start()
     while engine._supervisor is None or engine._supervisor.core is None:
         time.sleep(0.01)

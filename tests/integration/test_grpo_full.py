@@ -102,7 +102,7 @@ def recipe_main'''
 
 
 def test_the_kl_term_and_refills(workplace):
-    args = ["output_dir=kl", "loss.kl_coef=0.1", "refill_rounds=2", "truncated=mask", "updates_per_step=1", "max_steps=2"]
+    args = ["output_dir=kl", "loss.kl_coef=0.1", "refill_rounds=2", "truncated=penalise", "updates_per_step=1", "max_steps=2"]
     runs.run(workplace, "grpo_full", *args)
     lines = runs.metrics(workplace / "kl")
     assert lines[1]["loss/kl_ref"] == pytest.approx(0.0, abs=1e-9)  # before the first update the policy is the reference

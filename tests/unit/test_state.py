@@ -14,7 +14,7 @@ from torchtune_ext.training import state as module
 from torchtune_ext.training.schedule import make_schedule
 from torchtune_ext.training.state import Checkpoints
 
-SHAPE = Shape(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
+SHAPE = Shape(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=48,
               max_position_embeddings=64, vocab_size=400)  # fmt: skip
 
 
@@ -68,7 +68,7 @@ def test_a_checkpoint_is_a_model_directory(tmp_path, source):
     path = save(Checkpoints(tmp_path / "c"), 1, model, optimizer, source)
     ids = torch.arange(20)[None]
     hf = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    again = qwen2(vocab_size=hf.config.vocab_size, num_layers=2, num_heads=4, num_kv_heads=2, embed_dim=32, intermediate_dim=48,
+    again = qwen2(vocab_size=hf.config.vocab_size, num_layers=2, num_heads=2, num_kv_heads=1, embed_dim=64, intermediate_dim=48,
                   max_seq_len=64, norm_eps=1e-6, rope_base=10000.0, tie_word_embeddings=True)  # fmt: skip
     load_weights(again, HFModel(path))
     with torch.no_grad():

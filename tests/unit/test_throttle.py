@@ -106,7 +106,8 @@ def test_unknown_lengths_the_limit_finds_its_size(seed):
     results = [run(cache, controller, batch) for batch in batches[2:]]  # the steady state: 3072 requests
     assert sum(preemptions for _, preemptions, _ in results) == 0
     fixed = {
-        size: np.sum([fixed_steps(512, size, batch) for batch in batches[2:]], axis=0) for size in (40, 48, 56, 64, 72, 80)
+        size: np.sum([fixed_steps(512, size, batch) for batch in batches[2:]], axis=0)
+        for size in (40, 48, 56, 64, 72, 80)
     }
     best = min(steps for steps, preemptions in fixed.values() if not preemptions)
     assert sum(steps for steps, _, _ in results) <= best / 0.95
@@ -120,7 +121,7 @@ def test_longer_completions_shrink_the_limit():
         run(cache, controller, groups(16, 16, 100, generator.integers(60, 100, 256), first=100 * number))
     short = controller.limit
     history = []
-    for number in range(8):
+    for _ in range(8):
         steps, preemptions, _ = run(cache, controller, groups(16, 16, 100, generator.integers(240, 400, 256)))
         history.append(preemptions)
     assert controller.limit < short / 2

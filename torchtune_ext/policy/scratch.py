@@ -40,6 +40,11 @@ class Shape:
                 f"shape: hidden_size={self.hidden_size} must be a multiple of num_attention_heads="
                 f"{self.num_attention_heads}, and that of num_key_value_heads={self.num_key_value_heads}"
             )
+        if self.hidden_size // self.num_attention_heads % 32:
+            raise ValueError(
+                f"shape: heads of {self.hidden_size // self.num_attention_heads} (hidden_size / num_attention_heads) are "
+                "unknown to vLLM's attention kernels; make it a multiple of 32"
+            )
 
 
 def make_tokenizer(

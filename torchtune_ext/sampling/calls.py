@@ -1,4 +1,5 @@
-"""What both kinds of engine, one of our own and a server, share: a request, its result, a step's counters, the way to fail."""
+"""What both kinds of engine, one of our own and a server, share: a request, its result, a step's counters, the way to
+fail."""
 
 import asyncio
 import time
@@ -10,6 +11,17 @@ import numpy as np
 
 from torchtune_ext.sampling.early_stop import RunningLogprob
 from torchtune_ext.sampling.records import Completion, SamplingConfig
+
+
+def request_seed(seed: int, prompt: int, sample: int) -> int:
+    """Seed of one request (63 bits), spread by SplitMix64 so that neighbours have nothing in common."""
+    mask, value = (1 << 64) - 1, seed & ((1 << 64) - 1)
+    for part in (prompt, sample):
+        value = (value + 0x9E3779B97F4A7C15 * (part + 1)) & mask
+        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
+        value ^= value >> 31
+    return value >> 1
 
 
 class CoreLost(RuntimeError):

@@ -55,6 +55,21 @@ def environment_kept() -> Iterator[None]:
                 os.environ[key] = before[key]
 
 
+def import_vllm(config: EngineConfig) -> None:
+    """Imports what the engine's thread will use, in the thread that calls. Import it in two threads at once, and Python
+    sees half-made modules: Transformers, Accelerate and torch are imported by the trainer, too."""
+    with environment_kept():
+        os.environ["VLLM_CONFIGURE_LOGGING"] = "0"
+        if config.address is None:
+            import torch._dynamo  # before vLLM, which changes their environment variables
+            import torch._inductor.config  # noqa: F401
+            import vllm.engine.arg_utils
+            import vllm.renderers.hf
+            import vllm.v1.engine.async_llm  # noqa: F401
+        else:
+            import aiohttp  # noqa: F401
+
+
 class LocalCore:
     """A vLLM engine of our own."""
 
@@ -132,8 +147,6 @@ class LocalCore:
             with environment_kept():
                 os.environ |= {"VLLM_RPC_BASE_PATH": self.temp_dir, "VLLM_CONFIGURE_LOGGING": "0"}
                 self._redirect_log()
-                import vllm.v1.engine.async_llm  # noqa: F401  (not in _launch: vLLM keeps an error with its frames in it)
-
                 self.llm = self._launch()
         except (RuntimeError, OSError) as error:
             late = " within start_deadline_s" if not timer.is_alive() else ""

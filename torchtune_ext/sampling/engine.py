@@ -1,14 +1,14 @@
 """The sampler: one vLLM engine for the whole run, behind plain blocking calls.
 
     engine = Engine(model_dir, EngineConfig(), run_dir)
-    engine.start()                                   # returns at once; the engine comes up beside the trainer's own set-up
-    engine.wait_ready(600)
+    engine.start()                                   # returns at once; the engine comes up beside the trainer's own
+    set-up engine.wait_ready(600)
     completions = engine.sample(prompts, n=16, sampling=SamplingConfig(max_tokens=256, seed=1))
     engine.publish(named_tensors, version=1)         # the next tokens come from the new weights
     engine.close()
 
-Inside lives one thread with an asyncio loop. It holds vLLM's client, feeds it as many requests as the throttle allows, and
-the supervisor keeps the engine's process alive. All methods may be called from any thread, also at the same time.
+Inside lives one thread with an asyncio loop. It holds vLLM's client, feeds it as many requests as the throttle allows,
+and the supervisor keeps the engine's process alive. All methods may be called from any thread, also at the same time.
 """
 
 import asyncio
@@ -32,8 +32,8 @@ import numpy as np
 import torch
 
 from torchtune_ext.sampling import janitor
-from torchtune_ext.sampling.calls import Call, Core, CoreLost, Step
-from torchtune_ext.sampling.core import DEFAULT_MAX_NUM_SEQS, LocalCore
+from torchtune_ext.sampling.calls import Call, Core, CoreLost, Step, request_seed
+from torchtune_ext.sampling.core import DEFAULT_MAX_NUM_SEQS, LocalCore, import_vllm
 from torchtune_ext.sampling.records import (
     Completion,
     EngineConfig,
@@ -61,17 +61,6 @@ class Batch:
     def __init__(self, sampling: SamplingConfig, on_completion: OnCompletion | None):
         self.sampling, self.on_completion = sampling, on_completion
         self.cancelled = False
-
-
-def request_seed(seed: int, prompt: int, sample: int) -> int:
-    """Seed of one request (63 bits), spread by SplitMix64 so that neighbours have nothing in common."""
-    mask, value = (1 << 64) - 1, seed & ((1 << 64) - 1)
-    for part in (prompt, sample):
-        value = (value + 0x9E3779B97F4A7C15 * (part + 1)) & mask
-        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
-        value ^= value >> 31
-    return value >> 1
 
 
 class Engine:
@@ -106,13 +95,10 @@ class Engine:
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begins to bring the engine up and returns."""
+        """Begins to bring the engine up and returns. On the way it imports vLLM (3 to 5 s, once in a process): here,
+        not beside the trainer's own imports. The engine's process does the same in the meantime."""
         if self._started is not None or self._closed:
             raise RuntimeError("Engine.start: an engine is started once; make a new one")
-        # vLLM would import these in its thread, under its own environment variables; the trainer needs them as they are
-        import torch._dynamo  # noqa: F401
-        import torch._inductor.config  # noqa: F401
-
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         base = tempfile.gettempdir()
         self._temp_dir = tempfile.mkdtemp(prefix="tte-", dir=base if len(base) < SOCKET_PATH_MAX - 60 else "/tmp")
@@ -121,11 +107,13 @@ class Engine:
         close = weakref.WeakMethod(self.close)
         atexit.register(lambda: (method := close()) and method())
         self._thread.start()
-        self._started = self._submit(self._start())
+        self._call(self._prepare(), timeout=30.0)
+        import_vllm(self.config)
+        self._started = self._submit(self._supervisor.start())
 
     def wait_ready(self, timeout: float | None = None) -> None:
-        """Waits until the engine can sample. Raises EngineFailed when it cannot start, TimeoutError after `timeout` seconds
-        (None: `start_deadline_s`)."""
+        """Waits until the engine can sample. Raises EngineFailed when it cannot start, TimeoutError after `timeout`
+        seconds (None: `start_deadline_s`)."""
         if self._started is None:
             raise RuntimeError("Engine.wait_ready: call start() first")
         timeout = self.config.start_deadline_s if timeout is None else timeout
@@ -144,7 +132,7 @@ class Engine:
         self._closed = True
         if self._thread.is_alive():
             supervisor = self._supervisor
-            if supervisor is not None and supervisor.core is not None and not self._started.done():
+            if supervisor is not None and supervisor.core is not None and not (self._started and self._started.done()):
                 supervisor.core.kill()  # the loop waits for it to come up
             try:
                 self._call(self._close(), timeout=30.0)
@@ -183,9 +171,11 @@ class Engine:
         """Draws `n` completions of each prompt.
 
         Args: prompts: token ids, P lists; sampling: how; on_completion: called with (prompt index, sample index,
-        completion) as each one is done, in the engine's thread; seeds: [P, n], instead of those made from sampling.seed.
+        completion) as each one is done, in the engine's thread; seeds: [P, n], instead of those made from
+        sampling.seed.
         Returns: P lists of n completions, in order.
-        Raises: ValueError for prompts that do not fit, before anything is sent; EngineFailed when the engine is beyond help.
+        Raises: ValueError for prompts that do not fit, before anything is sent; EngineFailed when the engine is beyond
+        help.
         """
         prompts = [np.asarray(prompt).tolist() for prompt in prompts]
         if n < 1:
@@ -195,7 +185,7 @@ class Engine:
                 raise ValueError(f"sample: prompt {index} is empty; it needs at least one token")
             if len(prompt) + sampling.max_tokens > self.config.max_model_len:
                 raise ValueError(
-                    f"sample: prompt {index} has {len(prompt)} tokens, and sampling.max_tokens is {sampling.max_tokens}: "
+                    f"sample: prompt {index} has {len(prompt)} tokens, sampling.max_tokens is {sampling.max_tokens}: "
                     f"together more than engine.max_model_len = {self.config.max_model_len}; "
                     f"shorten the prompt, lower max_tokens or raise max_model_len"
                 )
@@ -229,15 +219,17 @@ class Engine:
             return PublishReport(version, self._weights.bytes, copy_s, pause_s, load_s)
 
     def sleep(self) -> None:
-        """On a GPU that trainer and engine share (`engine.sleep`): gives the engine's memory back. `publish` and `sample` wake
-        it. Without `engine.sleep` nothing happens."""
+        """On a GPU that trainer and engine share (`engine.sleep`): gives the engine's memory back. `publish` and
+        `sample` wake it. Without `engine.sleep` nothing happens."""
         if self.config.sleep:
             self._call(self._sleep())
 
     def limit_concurrency(self, limit: int | None) -> None:
         """Fixes how many requests may be in flight; None: follow the engine's counters, from the beginning."""
         if limit is not None and limit < 1:
-            raise ValueError(f"limit_concurrency: {limit} requests in flight; use 1 or more, or None to follow the engine")
+            raise ValueError(
+                f"limit_concurrency: {limit} requests in flight; use 1 or more, or None to follow the engine"
+            )
         self._call(self._limit_concurrency(limit))
 
     def stats(self) -> EngineStats:
@@ -296,10 +288,10 @@ class Engine:
         finally:
             future.cancel()  # nothing when it is done; else the caller is going away (Ctrl-C)
 
-    async def _start(self) -> None:
+    async def _prepare(self) -> None:
         self._supervisor = Supervisor(self.config, self._make_core, self._weights, self._weights_lock)
         self._supervisor.version = self._first_version
-        await self._supervisor.start()
+        await self._supervisor.prepare()
 
     def _make_core(self) -> Core:
         if self.config.address is not None:
@@ -331,8 +323,8 @@ class Engine:
         for p, prompt in enumerate(prompts):
             if not 0 <= min(prompt) <= max(prompt) < core.vocabulary:  # vLLM does not look, and dies of it
                 raise ValueError(
-                    f"sample: prompt {p} holds token ids from {min(prompt)} to {max(prompt)}, but the model has only the "
-                    f"ids 0 to {core.vocabulary - 1}: tokenizer and model do not belong together"
+                    f"sample: prompt {p} holds token ids from {min(prompt)} to {max(prompt)}, but the model has only "
+                    f"the ids 0 to {core.vocabulary - 1}: tokenizer and model do not belong together"
                 )
         longest = max((len(prompt) for prompt in prompts), default=1)
         self._controller.expect(core.cache_tokens, longest, batch.sampling.max_tokens, n, core.block)

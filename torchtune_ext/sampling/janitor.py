@@ -1,8 +1,8 @@
 """Cleans up after a trainer that can no longer do it itself, whatever ended it.
 
-Runs as its own tiny process in its own session (`python -I -S janitor.py PARENT_PID DIRECTORY`), so that neither Ctrl-C nor
-a kill of the trainer's process group reaches it. It reads the process groups of the engine cores from stdin, one number a
-line (0: none), and waits until the trainer is gone. Then it kills the last group and removes the directory.
+Runs as its own tiny process in its own session (`python -I -S janitor.py PARENT_PID DIRECTORY`), so that neither Ctrl-C
+nor a kill of the trainer's process group reaches it. It reads the process groups of the engine cores from stdin, one
+number a line (0: none), and waits until the trainer is gone. Then it kills the last group and removes the directory.
 """
 
 import os
@@ -14,7 +14,8 @@ import time
 
 
 def wait_for_end(parent: int) -> int:
-    """Waits until `parent` has ended or stdin is closed; returns the last process group read from stdin, 0 without any."""
+    """Waits until `parent` has ended or stdin is closed; returns the last process group read from stdin, 0 without
+    any."""
     group, text = 0, b""
     poll = select.poll()
     poll.register(0, select.POLLIN | select.POLLHUP)

@@ -1,4 +1,5 @@
-"""Records of the sampling stage: what goes in (configs), what comes out (completions, reports, counters), what can fail."""
+"""Records of the sampling stage: what goes in (configs), what comes out (completions, reports, counters), what can
+fail."""
 
 import math
 from dataclasses import dataclass, field

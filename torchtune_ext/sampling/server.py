@@ -1,12 +1,13 @@
 """A vLLM server that somebody else started, behind the same interface as an engine of our own.
 
-Completions go over HTTP (`/inference/v1/generate`: token ids in, token ids, log-probs and versions out). Weights do not: the
-server reads them out of the trainer's shared memory, so it has to run on the trainer's machine, and to know our loader.
-`server_command` gives the command line that starts such a server.
+Completions go over HTTP (`/inference/v1/generate`: token ids in, token ids, log-probs and versions out). Weights do
+not: the server reads them out of the trainer's shared memory, so it has to run on the trainer's machine, and to know
+our loader. `server_command` gives the command line that starts such a server.
 """
 
 import asyncio
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -31,7 +32,16 @@ METRICS = {  # of vLLM's Prometheus page
 def server_command(model_dir: str, config: EngineConfig, host: str, port: int) -> tuple[list[str], dict[str, str]]:
     """How to start a server that this class can use: (command line, environment variables to add)."""
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model_dir]
-    command += ["--host", host, "--port", str(port), "--dtype", config.dtype, "--max-model-len", str(config.max_model_len)]
+    command += [
+        "--host",
+        host,
+        "--port",
+        str(port),
+        "--dtype",
+        config.dtype,
+        "--max-model-len",
+        str(config.max_model_len),
+    ]
     command += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     command += ["--skip-tokenizer-init", "--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
     command += ["--worker-extension-cls", LOADER, "--weight-transfer-config", json.dumps({"backend": "shm"})]
@@ -60,14 +70,16 @@ class ServerCore:
         self.dead = False
         self._session: Any = None
         self._poll: asyncio.Task | None = None
+        self._model = "MODEL_DIR"  # known after the launch
         self._last: dict[str, float] | None = None
 
     async def launch(self) -> None:
         """Waits until the server answers. Raises CoreLost when it does not; ValueError when it is the wrong kind."""
         import aiohttp
 
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)  # a kept connection may be closed as we use it
         timeout = aiohttp.ClientTimeout(total=None)  # every call has its own deadline
-        self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+        self._session = aiohttp.ClientSession(timeout=timeout, connector=connector)
         give_up_at = time.monotonic() + self.config.start_deadline_s
         while True:
             try:
@@ -83,17 +95,23 @@ class ServerCore:
         self._poll = asyncio.create_task(self._poll_metrics())
         self.sign_of_life = time.monotonic()
 
+    def _how(self) -> str:
+        command, environ = server_command(self._model, self.config, "127.0.0.1", 8000)
+        return " ".join([f"{key}={value}" for key, value in environ.items()] + [shlex.quote(word) for word in command])
+
     def _check(self, config: dict[str, Any]) -> None:
         model, cache = config["model_config"], config["cache_config"]
-        command, environ = server_command(model["model"], self.config, "127.0.0.1", 8000)
-        how = f"start it like this: {' '.join(f'{k}={v}' for k, v in environ.items())} {' '.join(command)}"
+        self._model = model["model"]
         if model["logprobs_mode"] != "processed_logprobs":
             raise ValueError(
-                f"engine.address: {self.address} gives log-probs of the kind {model['logprobs_mode']!r}, not those under the "
-                f"sampling temperature; {how}"
+                f"engine.address: {self.address} gives log-probs of the kind {model['logprobs_mode']!r}, not those "
+                f"under the sampling temperature; start it like this: {self._how()}"
             )
         if (config.get("weight_transfer_config") or {}).get("backend") != "shm":
-            raise ValueError(f"engine.address: {self.address} cannot take weights from shared memory; {how}")
+            raise ValueError(
+                f"engine.address: {self.address} cannot take weights from shared memory; "
+                f"start it like this: {self._how()}"
+            )
         if model["max_model_len"] < self.config.max_model_len:
             raise ValueError(
                 f"engine.max_model_len is {self.config.max_model_len}, but {self.address} was started with "
@@ -165,12 +183,20 @@ class ServerCore:
         self.sign_of_life = time.monotonic()
 
     async def load(self, weights: WeightBuffer, version: int) -> tuple[float, float]:
-        """Replaces the server's weights; requests in flight go on with the new ones. Returns seconds of pause, of loading.
-        Raises CoreLost."""
+        """Replaces the server's weights; requests in flight go on with the new ones. Returns seconds of pause, of
+        loading. Raises CoreLost."""
         if weights.manifest is None:
             await self._bounded(self._post("/update_weight_version", {"new_version": str(version)}))
             return 0.0, 0.0
-        await self._bounded(self._post("/init_weight_transfer_engine", {"init_info": weights.address()}))
+        try:
+            await self._bounded(self._post("/init_weight_transfer_engine", {"init_info": weights.address()}))
+        except CoreLost as error:
+            if self.dead:
+                raise
+            raise ValueError(
+                f"publish: {self.address} cannot read this process's memory ({error}); the server has to run on this "
+                f"machine, as the same user and in the same PID namespace, started like this: {self._how()}"
+            ) from error
         started = time.monotonic()
         await self._bounded(self._post("/pause?mode=keep&clear_cache=true"))
         loading = time.monotonic()

@@ -33,8 +33,8 @@ class Supervisor:
     def __init__(
         self, config: EngineConfig, make_core: Callable[[], Core], weights: WeightBuffer, weights_lock: threading.Lock
     ):
-        """Args: make_core: begins a new life (`LocalCore` or `ServerCore`); weights, weights_lock: the current weights, held
-        by the publisher while it writes them."""
+        """Args: make_core: begins a new life (`LocalCore` or `ServerCore`); weights, weights_lock: the current weights,
+        held by the publisher while it writes them."""
         self.config, self._make_core, self._weights, self._weights_lock = config, make_core, weights, weights_lock
         self.core: Core | None = None  # the present life; None while there is none
         self.version = 0  # of the weights in the buffer, or on the disk before the first publication
@@ -46,11 +46,14 @@ class Supervisor:
         self._control = asyncio.Lock()  # one restart or weight update at a time
         self._tasks: list[asyncio.Task] = []
 
+    async def prepare(self) -> None:
+        """Begins the first life; its process does what it can without us."""
+        self.core = self._make_core()
+
     async def start(self) -> None:
-        """First start. Its failure is final."""
+        """Brings the first life up. Its failure is final."""
         async with self._control:
             try:
-                self.core = self._make_core()
                 await self.core.launch()
                 self._changed.set()
             except (CoreLost, ValueError, OSError, ImportError) as error:

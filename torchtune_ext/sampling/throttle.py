@@ -9,11 +9,12 @@ semaphore of that size.
 
 The rule. Requests that have just begun use little, so the use at one moment says nothing; but over a *round* (as many
 completions as the limit allows requests, so every one of them was new once and finished once) the highest use does. If
-`n` requests used at most a share `u` of the cache, then about `n * target / u` use the share `target`. Growth is bounded by
-`MAX_GROWTH` a round, since the first rounds have seen only the first prompts. When chance brings many long completions
-together, a brake holds: when the cache is nearly full, places that become free are not given away. How nearly depends on how
-many requests there are, since the use of many fluctuates less. A preemption shows a limit that was too high: it falls at once,
-and the target falls a little and comes back slowly, so that the same is not tried again soon.
+`n` requests used at most a share `u` of the cache, then about `n * target / u` use the share `target`. Growth is
+bounded by `MAX_GROWTH` a round, since the first rounds have seen only the first prompts. When chance brings many long
+completions together, a brake holds: when the cache is nearly full, places that become free are not given away. How
+nearly depends on how many requests there are, since the use of many fluctuates less. A preemption shows a limit that
+was too high: it falls at once, and the target falls a little and comes back slowly, so that the same is not tried again
+soon.
 """
 
 import asyncio
@@ -48,8 +49,8 @@ class Controller:
         self.start_round()
 
     def start_round(self) -> None:
-        """Forgets what this round has seen. Also to be called when nothing is in flight any more: the requests that come
-        then are all new."""
+        """Forgets what this round has seen. Also to be called when nothing is in flight any more: the requests that
+        come then are all new."""
         self.finished = 0  # completions in this round
         self.peak = 0.0  # highest KV-cache use
         self.in_flight = 0  # most requests running at one time
@@ -59,8 +60,8 @@ class Controller:
     def expect(self, cache_tokens: int, prompt_tokens: int, max_tokens: int, samples: int, block: int) -> None:
         """Sets a first limit, on the safe side: every completion takes its longest possible length.
 
-        Args: cache_tokens: size of the KV cache; prompt_tokens: of the longest prompt; max_tokens: of a completion; samples:
-        requests that share a prompt; block: tokens of a block of the cache.
+        Args: cache_tokens: size of the KV cache; prompt_tokens: of the longest prompt; max_tokens: of a completion;
+        samples: requests that share a prompt; block: tokens of a block of the cache.
         """
         if not self.known:
             shared = prompt_tokens // block * block  # whole blocks are shared, the rest of the prompt is not

@@ -26,7 +26,8 @@ class WeightBuffer:
         self.complete = True  # False while a copy is under way or was cut short
 
     def address(self) -> dict[str, str]:
-        """Where another process of this user, on this machine, opens the memory, and how it knows that it is the right one."""
+        """Where another process of this user, on this machine, opens the memory, and how it knows that it is the right
+        one."""
         return {"path": f"/proc/{os.getpid()}/fd/{self._fd}", "token": self._token.hex()}
 
     def write(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> float:

@@ -1,7 +1,8 @@
 """Code that runs inside vLLM's process: loads weights out of the trainer's shared memory.
 
 Named in the engine's arguments as `worker_extension_cls="torchtune_ext.sampling.worker.WeightLoader"`; importing it
-registers the weight-transfer backend "shm". The same two arguments make any vLLM server on this machine able to take our weights.
+registers the weight-transfer backend "shm". The same two arguments make any vLLM server on this machine able to take
+our weights.
 """
 
 import math
@@ -42,15 +43,17 @@ class Manifest(WeightTransferUpdateInfo):
 
 def tensors(path: str, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (name, tensor); the tensors are views of the shared memory, good until the generator is dropped."""
+    columns = (manifest.names, manifest.dtypes, manifest.shapes, manifest.offsets)
     memory = torch.from_file(path, shared=True, size=os.stat(path).st_size, dtype=torch.uint8)
-    for name, dtype, shape, offset in zip(manifest.names, manifest.dtypes, manifest.shapes, manifest.offsets):
+    for name, dtype, shape, offset in zip(*columns, strict=True):
         kind = getattr(torch, dtype)
         yield name, memory[offset : offset + math.prod(shape) * kind.itemsize].view(kind).view(shape)
 
 
 def retie_lm_head(model: torch.nn.Module) -> None:
-    """Packs a tied output head again. On CPU vLLM 0.32 copies linear weights into oneDNN's own layout, and its layer-by-
-    layer reload skips a head that shares its weight with the embedding: the head would go on with the old weights."""
+    """Packs a tied output head again. On CPU vLLM 0.32 copies linear weights into oneDNN's own layout, and its
+    layer-by- layer reload skips a head that shares its weight with the embedding: the head would go on with the old
+    weights."""
     if not current_platform.is_cpu():
         return
     inner, head = getattr(model, "model", None), getattr(model, "lm_head", None)

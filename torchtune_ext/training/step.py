@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from torchtune_ext.objective.loss import Tokens
@@ -19,7 +20,9 @@ Loss = Callable[[Tokens], tuple[Tensor, dict[str, Tensor]]]
 @torch.no_grad()
 def score(policy: PackedPolicy, rows: Sequence[Row], temperature: float, device: torch.device) -> list[Tensor]:
     """Log-probs [L] of every row under the current weights, without gradient."""
-    return [policy(row.to(device), temperature).logprobs_L for row in rows]
+    scored = [policy(row.to(device), temperature).logprobs_L for row in rows]
+    _reshard(policy.model)
+    return scored
 
 
 def forward_backward(
@@ -121,6 +124,13 @@ def reduce(values: dict[str, float], how: str, device: torch.device) -> dict[str
     return dict(zip(names, tensor.tolist(), strict=True))
 
 
+def _reshard(model: nn.Module) -> None:
+    """FSDP2 leaves the root's weights gathered after a forward; without a backward, changes of the shards would not show."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 class Reference:
     """The frozen reference policy: a copy of the weights on the CPU that takes the model's place while it is scored."""
 
@@ -131,12 +141,14 @@ class Reference:
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
         """Inside, the model has the reference's weights; afterwards its own, bit for bit."""
+        _reshard(self._model)
         params = [_local(p).detach() for p in self._model.parameters()]
         own = [p.to("cpu", copy=True) for p in params]
         self._copy(params, self._weights)
         try:
             yield
         finally:
+            _reshard(self._model)
             self._copy(params, own)
 
     @staticmethod

@@ -1,0 +1,196 @@
+"""The sampler with a vLLM server that was started beside it."""
+
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+import tiny_model  # noqa: E402
+
+from torchtune_ext.sampling.engine import Engine, EngineConfig, EngineFailed, SamplingConfig  # noqa: E402
+from torchtune_ext.sampling.server import server_command  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Server:
+    """A server process, and its group with it when it ends."""
+
+    def __init__(self, model_dir, config, port, log, without=()):
+        command, environ = server_command(model_dir, config, "127.0.0.1", port)
+        command = [word for word in command if word not in without]
+        self.address, self.log = f"http://127.0.0.1:{port}", log
+        environ["TMPDIR"] = str(log.parent)
+        with open(log, "ab") as out:
+            self.process = subprocess.Popen(
+                command, env={**os.environ, **environ}, stdout=out, stderr=out, start_new_session=True
+            )
+
+    def wait(self):
+        give_up_at = time.monotonic() + 120
+        while time.monotonic() < give_up_at:
+            assert self.process.poll() is None, self.log.read_text()[-3000:]
+            try:
+                urllib.request.urlopen(self.address + "/health", timeout=5).close()
+                return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.3)
+        raise AssertionError("the server did not come up")
+
+    def kill(self):
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.process.wait(10)
+
+
+@pytest.fixture(scope="module")
+def models():
+    return tiny_model.build(0), tiny_model.build(1)
+
+
+@pytest.fixture(scope="module")
+def server(models, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("server")
+    config = EngineConfig(dtype="float32", max_model_len=1024, kv_cache_bytes=64 << 20)
+    server = Server(tiny_model.save(models[0], folder / "model"), config, free_port(), folder / "server.log")
+    try:
+        server.wait()
+        yield server
+    finally:
+        server.kill()
+
+
+@pytest.fixture
+def engine(server, tmp_path):
+    config = EngineConfig(address=server.address, max_model_len=1024, probe_interval_s=0.5, probe_deadline_s=3.0)
+    with Engine("", config, str(tmp_path)) as engine:
+        engine.start()
+        engine.wait_ready(60)
+        yield engine
+
+
+def check(model, prompts, groups):
+    for prompt, group in zip(prompts, groups, strict=True):
+        for c in group:
+            assert np.abs(tiny_model.logprobs(model, prompt, c.tokens) - c.logprobs).max() < 1e-4
+
+
+def test_samples_and_takes_weights_like_an_engine_of_our_own(engine, models):
+    prompts, sampling = tiny_model.prompts(3, 100), SamplingConfig(max_tokens=32, seed=1)
+    first = engine.sample(prompts, 4, sampling)
+    check(models[0], prompts, first)
+    assert {v for group in first for c in group for v in c.versions} == {0}
+    assert sorted(c.cached_prompt_tokens for c in first[0]) == [0, 96, 96, 96]
+    report = engine.publish(models[1].named_parameters(), 1)
+    assert report.bytes > 0 and report.load_s < report.pause_s
+    second = engine.sample(prompts, 4, sampling)
+    check(models[1], prompts, second)
+    assert {v for group in second for c in group for v in c.versions} == {1}
+    engine.publish(models[0].named_parameters(), 2)
+    again = engine.sample(prompts, 4, sampling)
+    for a, b in zip(first, again, strict=True):
+        assert [c.tokens.tolist() for c in a] == [c.tokens.tolist() for c in b]
+    time.sleep(1.2)  # two looks at the counters
+    assert engine.stats().max_kv_usage >= 0 and engine.stats().completed == 36
+
+
+def test_deadline_early_stop_and_publication_in_flight(engine, models):
+    prompts = tiny_model.prompts(2, 20)
+    engine.publish(models[0].named_parameters(), 1)
+    late = engine.sample(prompts, 2, SamplingConfig(max_tokens=1000, seed=3, deadline_s=0.5))
+    check(models[0], prompts, late)
+    assert all(c.finish_reason == "deadline" and 0 < len(c.tokens) < 1000 for group in late for c in group)
+    early = SamplingConfig(max_tokens=200, seed=3, early_stop_logprob=-1.0, early_stop_min_tokens=20)
+    stopped = engine.sample(prompts, 2, early)
+    check(models[0], prompts, stopped)
+    for a, b in zip(late, stopped, strict=True):
+        for c, d in zip(a, b, strict=True):
+            assert d.finish_reason == "early_stop" and d.tokens.tolist() == c.tokens[:20].tolist()
+    result = []
+    thread = threading.Thread(
+        target=lambda: result.append(engine.sample(prompts, 4, SamplingConfig(max_tokens=900, seed=8)))
+    )
+    thread.start()
+    time.sleep(0.7)
+    engine.publish(models[1].named_parameters(), 2)
+    thread.join(60)
+    for prompt, group in zip(prompts, result[0], strict=True):
+        for c in group:
+            split = int((c.versions == 1).sum())
+            assert 0 < split < 900 and set(c.versions[split:]) == {2}
+            by_old, by_new = (tiny_model.logprobs(model, prompt, c.tokens) for model in models)
+            assert np.abs(by_old[:split] - c.logprobs[:split]).max() < 1e-4
+            assert np.abs(by_new[split:] - c.logprobs[split:]).max() < 1e-4
+
+
+def test_a_server_of_the_wrong_kind_is_refused(server, tmp_path):
+    config = EngineConfig(address=server.address, max_model_len=4096)
+    with Engine("", config, str(tmp_path)) as engine:
+        engine.start()
+        with pytest.raises(EngineFailed, match="max_model_len is 4096.*was started with 1024"):
+            engine.wait_ready(60)
+
+
+def test_a_server_that_cannot_read_our_memory_says_so(engine, models, monkeypatch):
+    """As on another machine: the path leads nowhere, or to somebody else's file."""
+    address = engine._weights.address()
+    for wrong in ({**address, "path": "/proc/1/fd/12345"}, {**address, "token": "00" * 64}):
+        monkeypatch.setattr(engine._weights, "address", lambda wrong=wrong: wrong)
+        with pytest.raises(ValueError, match="has to run on this machine.*--worker-extension-cls"):
+            engine.publish(models[0].named_parameters(), engine.version + 1)
+    groups = engine.sample([[1, 2, 3]], 1, SamplingConfig(max_tokens=4))
+    assert len(groups[0][0].tokens) == 4
+
+
+def test_no_server(tmp_path):
+    config = EngineConfig(address=f"http://127.0.0.1:{free_port()}", start_deadline_s=2.0)
+    with Engine("", config, str(tmp_path)) as engine:
+        engine.start()
+        with pytest.raises(EngineFailed, match="no answer from .* within start_deadline_s"):
+            engine.wait_ready(60)
+
+
+def test_a_server_that_was_started_again_gets_the_current_weights(models, tmp_path):
+    """The server dies in the midst of sampling; somebody starts it again; the trainer goes on, with its weights."""
+    config = EngineConfig(dtype="float32", max_model_len=1024, kv_cache_bytes=64 << 20)
+    port, model_dir = free_port(), tiny_model.save(models[0], tmp_path / "model")
+    server = Server(model_dir, config, port, tmp_path / "1.log")
+    try:
+        server.wait()
+        client = EngineConfig(address=server.address, max_model_len=1024, start_deadline_s=120.0)
+        with Engine("", client, str(tmp_path)) as engine:
+            engine.start()
+            engine.wait_ready(60)
+            engine.publish(models[1].named_parameters(), 5)
+            prompts, result = tiny_model.prompts(2, 20), []
+            thread = threading.Thread(
+                target=lambda: result.append(engine.sample(prompts, 2, SamplingConfig(max_tokens=900, seed=8)))
+            )
+            thread.start()
+            time.sleep(0.5)
+            server.kill()
+            server = Server(model_dir, config, port, tmp_path / "2.log")
+            thread.join(120)
+            assert not thread.is_alive() and engine.stats().restarts == 1
+            check(models[1], prompts, result[0])
+            assert {v for group in result[0] for c in group for v in c.versions} == {5}
+    finally:
+        server.kill()
