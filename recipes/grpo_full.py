@@ -27,10 +27,10 @@ from torchtune_ext.policy.weights import HFModel, named_hf_tensors
 from torchtune_ext.rollout import sample_groups
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.tasks.order import problem_index
+from torchtune_ext.tasks.task import Problem
 from torchtune_ext.telemetry.metrics import Metrics
 from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.telemetry.rollouts import RolloutStore
-from torchtune_ext.tasks.task import Problem
 from torchtune_ext.telemetry.summary import Stopwatch, engine_metrics, memory_metrics, rollout_metrics
 from torchtune_ext.training.agreement import require_agreement
 from torchtune_ext.training.distributed import close_ranks, init_ranks

@@ -53,7 +53,14 @@ def test_flex_attention_equals_the_dense_mask(dtype):
 
 
 def test_policy_on_cuda_equals_cpu(tmp_path):
-    shape = Shape(hidden_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=256, vocab_size=400)
+    shape = Shape(
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=256,
+        vocab_size=400,
+    )
     write_model(tmp_path / "m", make_tokenizer(["some text\n"] * 9, ["x"], [], 400), shape, seed=0)
     source = HFModel(tmp_path / "m")
     values = {}

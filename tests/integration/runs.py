@@ -84,7 +84,12 @@ def environment() -> dict[str, str]:
 def run(folder: Path, recipe: str, *args: str, ranks: int = 1, ok: bool = True, timeout: float = 240) -> str:
     """Runs a recipe to its end and returns what it printed."""
     done = subprocess.run(
-        command(recipe, *args, ranks=ranks), cwd=folder, env=environment(), capture_output=True, text=True, timeout=timeout
+        command(recipe, *args, ranks=ranks),
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
     )
     output = done.stdout + done.stderr
     assert (done.returncode == 0) == ok, output[-6000:]

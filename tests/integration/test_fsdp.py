@@ -6,7 +6,7 @@ import sys
 import pytest
 import runs
 
-SCRIPT = '''
+SCRIPT = """
 import sys
 import numpy as np
 import torch
@@ -72,7 +72,7 @@ elif ranks.is_main:
 if ranks.world_size > 1:
     dist.barrier()
     dist.destroy_process_group()
-'''
+"""
 
 
 @pytest.mark.slow
@@ -83,7 +83,12 @@ def test_two_ranks_equal_one(tmp_path, checkpointing, row_tokens):
     arguments = ["ranks.py", str(tmp_path / "model"), str(checkpointing), str(row_tokens)]
     for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]):
         done = subprocess.run(
-            [sys.executable, *launcher, *arguments], cwd=tmp_path, env=runs.environment(), capture_output=True, text=True, timeout=120
+            [sys.executable, *launcher, *arguments],
+            cwd=tmp_path,
+            env=runs.environment(),
+            capture_output=True,
+            text=True,
+            timeout=120,
         )
         assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     assert "worst relative gradient error" in done.stdout

@@ -9,12 +9,12 @@ import time
 
 import psutil
 import pytest
+import runs
 import torch
 from safetensors.torch import load_file
 
 from torchtune_ext.cli import main
 from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
-import runs
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +50,10 @@ def test_a_run_leaves_metrics_rollouts_checkpoints_and_a_report(workplace):
     recipe = json.loads((workplace / "reference" / "checkpoints" / "step_000003" / "recipe.json").read_text())
     assert recipe["step"] == 3 and recipe["cursor"] == 12 and recipe["version"] == 3
     assert main(["report", str(workplace / "reference")]) == 0
-    assert "<svg" in (workplace / "reference" / "report.html").read_text() or (workplace / "reference" / "report.html").stat().st_size > 10_000
+    assert (
+        "<svg" in (workplace / "reference" / "report.html").read_text()
+        or (workplace / "reference" / "report.html").stat().st_size > 10_000
+    )
 
 
 def test_two_ranks_train_what_one_trains(workplace):
@@ -70,7 +73,12 @@ def test_killed_five_times_and_resumed_equals_uninterrupted(workplace):
     run_dir = workplace / "killed"
     for _ in range(5):
         process = subprocess.Popen(
-            command, cwd=workplace, env=runs.environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+            command,
+            cwd=workplace,
+            env=runs.environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
         )
         time.sleep(rng.uniform(6.0, 22.0))
         children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
@@ -87,14 +95,14 @@ def test_killed_five_times_and_resumed_equals_uninterrupted(workplace):
 def test_a_copied_recipe_with_a_loss_of_its_own(workplace, tmp_path):
     main(["cp", "grpo_full", str(workplace / "my_grpo.py")])
     source = (workplace / "my_grpo.py").read_text()
-    loss = '''class Reinforce:
+    loss = """class Reinforce:
     def __call__(self, t):
         print("MY LOSS")
         return -t.advantages_L * t.logprobs_L, {}
 
 
 @parse
-def recipe_main'''
+def recipe_main"""
     (workplace / "my_grpo.py").write_text(source.replace("@parse\ndef recipe_main", loss))
     output = runs.run(workplace, "my_grpo.py", "output_dir=mine", "max_steps=1", "loss._component_=Reinforce")
     assert "MY LOSS" in output
@@ -102,10 +110,19 @@ def recipe_main'''
 
 
 def test_the_kl_term_and_refills(workplace):
-    args = ["output_dir=kl", "loss.kl_coef=0.1", "refill_rounds=2", "truncated=penalise", "updates_per_step=1", "max_steps=2"]
+    args = [
+        "output_dir=kl",
+        "loss.kl_coef=0.1",
+        "refill_rounds=2",
+        "truncated=penalise",
+        "updates_per_step=1",
+        "max_steps=2",
+    ]
     runs.run(workplace, "grpo_full", *args)
     lines = runs.metrics(workplace / "kl")
-    assert lines[1]["loss/kl_ref"] == pytest.approx(0.0, abs=1e-9)  # before the first update the policy is the reference
+    assert lines[1]["loss/kl_ref"] == pytest.approx(
+        0.0, abs=1e-9
+    )  # before the first update the policy is the reference
     assert lines[2]["loss/kl_ref"] > 1e-6
 
 

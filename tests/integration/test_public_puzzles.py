@@ -12,8 +12,8 @@ from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.grading import Grader, Outcome
 from torchtune_ext.objective.loss import GRPOLoss
 from torchtune_ext.packing import pack
-from torchtune_ext.policy.shard import build_policy
 from torchtune_ext.policy.scratch import qwen2_from_config
+from torchtune_ext.policy.shard import build_policy
 from torchtune_ext.policy.weights import HFModel
 from torchtune_ext.rollout import sample_groups
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
@@ -40,8 +40,12 @@ def model_dir(data_dir, tmp_path_factory):
     Qwen2ForCausalLM(config).float().save_pretrained(folder)
     written = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**written, "rope_theta": 1e6}))
-    (folder / "tokenizer.json").write_bytes(gzip.decompress((data_dir / "tokenizer-qwen" / "tokenizer.json.gz").read_bytes()))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}))
+    (folder / "tokenizer.json").write_bytes(
+        gzip.decompress((data_dir / "tokenizer-qwen" / "tokenizer.json.gz").read_bytes())
+    )
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"})
+    )
     (folder / "chat_template.jinja").write_text((data_dir / "chat-templates" / "qwen2_5.jinja").read_text())
     return folder
 
@@ -66,14 +70,21 @@ def test_public_puzzles_go_through(model_dir, data_dir, tmp_path):
 
     # a random model never answers right: give the samples of a group different rewards to have something to train on
     groups = [
-        replace(g, samples=tuple(replace(s, outcome=Outcome("scored", Score(float(i), {}), "")) for i, s in enumerate(g.samples)))
+        replace(
+            g,
+            samples=tuple(
+                replace(s, outcome=Outcome("scored", Score(float(i), {}), "")) for i, s in enumerate(g.samples)
+            ),
+        )
         for g in groups
     ]
     groups, stats = with_advantages(groups)
     assert stats.groups == 64
     rows, packed = pack(groups, 4096, pad_id=tokenizer.pad_id)
     assert packed.labels == sum(len(s.tokens) for g in groups for s in g.samples)
-    policy = build_policy(lambda: qwen2_from_config(str(model_dir)), HFModel(model_dir), torch.device("cpu"), torch.float32)
+    policy = build_policy(
+        lambda: qwen2_from_config(str(model_dir)), HFModel(model_dir), torch.device("cpu"), torch.float32
+    )
     loss, metrics, scored = forward_backward(policy, rows, GRPOLoss(), 1.0, torch.device("cpu"))
     assert mismatch(rows, scored).mean_abs < 1e-4
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=1e-3)

@@ -43,7 +43,9 @@ class Table:
 
 def check(reported, table, temperature=1.0, limit=1e-3):
     rows = table.rows(reported)
-    return require_agreement(rows, [table.score(temperature)], limit, temperature, lambda t: [table.score(t)], "before step 0")
+    return require_agreement(
+        rows, [table.score(temperature)], limit, temperature, lambda t: [table.score(t)], "before step 0"
+    )
 
 
 def test_agreement_passes_and_measures():
@@ -59,7 +61,9 @@ def test_agreement_passes_and_measures():
 @pytest.mark.parametrize(("sampled", "scored"), [(1.0, 0.7), (0.7, 1.0), (1.3, 1.0)])
 def test_temperature(sampled, scored):
     table = Table()
-    with pytest.raises(Disagreement, match=f"temperature: .* of temperature {sampled:g}, the trainer scores at {scored:g}"):
+    with pytest.raises(
+        Disagreement, match=f"temperature: .* of temperature {sampled:g}, the trainer scores at {scored:g}"
+    ):
         check(table.score(sampled), table, temperature=scored)
 
 

@@ -16,7 +16,14 @@ from torchtune_ext.tasks.task import Problem, Score
 def group(rewards):
     empty = np.zeros(1, np.int32)
     samples = tuple(
-        Sample(empty, empty, empty, "", "stop", Outcome("scored", Score(r, {}), "") if r is not None else Outcome("infra_failed", None, "x"))
+        Sample(
+            empty,
+            empty,
+            empty,
+            "",
+            "stop",
+            Outcome("scored", Score(r, {}), "") if r is not None else Outcome("infra_failed", None, "x"),
+        )
         for r in rewards
     )
     return Group(Problem("p", (), None), empty, samples)

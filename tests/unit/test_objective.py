@@ -43,7 +43,14 @@ def test_by_hand():
 
 
 def test_kl_entropy_and_importance_by_hand():
-    t = tokens([-1.0, -2.0], old=[-1.0, -2.0], behavior=[-1.5, -4.0], ref=[-1.2, -1.0], advantages=[1.0, 1.0], entropy=[0.5, 0.7])
+    t = tokens(
+        [-1.0, -2.0],
+        old=[-1.0, -2.0],
+        behavior=[-1.5, -4.0],
+        ref=[-1.2, -1.0],
+        advantages=[1.0, 1.0],
+        entropy=[0.5, 0.7],
+    )
     loss, metrics = GRPOLoss(kl_coef=0.1, entropy_coef=0.01, importance_cap=2.0)(t)
     k3 = [math.exp(-0.2) - 1 + 0.2, math.exp(1.0) - 1 - 1.0]
     importance = [math.exp(0.5), 2.0]  # exp(2) is cut at 2
@@ -72,7 +79,12 @@ def test_gradcheck():
 
 
 def test_wide_log_ratios_stay_finite():
-    t = tokens([-80.0, 0.0, -80.0, 0.0], old=[0.0, -80.0, 0.0, -80.0], ref=[0.0, -80.0, -80.0, 0.0], advantages=[1.0, 1.0, -1.0, -1.0])
+    t = tokens(
+        [-80.0, 0.0, -80.0, 0.0],
+        old=[0.0, -80.0, 0.0, -80.0],
+        ref=[0.0, -80.0, -80.0, 0.0],
+        advantages=[1.0, 1.0, -1.0, -1.0],
+    )
     loss, _ = GRPOLoss(kl_coef=0.1)(t)
     loss.sum().backward()
     assert torch.isfinite(loss).all() and torch.isfinite(t.logprobs_L.grad).all()
@@ -91,7 +103,8 @@ def test_clip_is_symmetric_in_its_arguments():
 
 
 @pytest.mark.parametrize(
-    ("knob", "value"), [("clip_low", 0.0), ("clip_low", 1.5), ("clip_high", -0.1), ("kl_coef", -1.0), ("importance_cap", 0.0)]
+    ("knob", "value"),
+    [("clip_low", 0.0), ("clip_low", 1.5), ("clip_high", -0.1), ("kl_coef", -1.0), ("importance_cap", 0.0)],
 )
 def test_a_bad_knob_is_named(knob, value):
     with pytest.raises(ValueError, match=f"loss.{knob}={value}"):

@@ -1,4 +1,4 @@
-"""A small model from nothing: a tokenizer trained on a task's own text and random Qwen2 weights, as a Hugging Face directory."""
+"""A small model from nothing: a tokenizer trained on a task's own text, and random Qwen2 weights in Hugging Face format."""
 
 import json
 import re
