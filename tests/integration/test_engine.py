@@ -53,6 +53,13 @@ def flat(groups):
     return [completion for group in groups for completion in group]
 
 
+def wait_until_running(engine, count):
+    give_up_at = time.monotonic() + 20
+    while engine.stats().running < count:
+        assert time.monotonic() < give_up_at
+        time.sleep(0.005)
+
+
 def worst(model, prompts, groups, temperature=1.0):
     """Largest difference between the engine's log-probs and the reference's."""
     return max(
@@ -197,11 +204,12 @@ def test_cancel_returns_partial_completions(engine):
     sampling = SamplingConfig(max_tokens=1000, seed=3)
     thread = threading.Thread(target=lambda: result.append(engine.sample(tiny_model.prompts(2, 20), 4, sampling)))
     thread.start()
-    time.sleep(0.4)
+    wait_until_running(engine, 8)
     engine.cancel()
     thread.join(10)
     assert not thread.is_alive()
-    assert all(c.finish_reason == "abort" and 0 < len(c.tokens) < 1000 for c in flat(result[0]))
+    assert all(c.finish_reason == "abort" and len(c.tokens) < 1000 for c in flat(result[0]))
+    assert any(len(c.tokens) for c in flat(result[0]))
 
 
 def test_two_threads_may_sample_at_once(engine):
@@ -248,7 +256,7 @@ def test_publish_in_flight_marks_every_token(engine, models, back_to_a):
         target=lambda: result.append(engine.sample(prompts, 4, SamplingConfig(max_tokens=900, seed=8)))
     )
     thread.start()
-    time.sleep(0.5)
+    wait_until_running(engine, 8)
     engine.publish(models[1].named_parameters(), old + 1)
     thread.join(60)
     for prompt, group in zip(prompts, result[0], strict=True):

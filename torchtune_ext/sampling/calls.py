@@ -122,6 +122,8 @@ class Core(Protocol):
     @property
     def dead(self) -> bool: ...
 
+    def configure(self) -> None: ...  # ValueError
+
     async def launch(self) -> None: ...  # until it can work; CoreLost, ValueError
 
     async def generate(self, call: Call) -> Completion: ...  # CoreLost, ValueError

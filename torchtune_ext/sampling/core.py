@@ -42,17 +42,19 @@ DEFAULT_MAX_NUM_SEQS = 256 if on_cpu() else 1024
 
 
 @contextmanager
-def environment_kept() -> Iterator[None]:
-    """Undoes what vLLM does to this process's environment."""
-    before = dict(os.environ)
+def environment_kept() -> Iterator[dict[str, str]]:
+    """Undoes what vLLM does to this process's environment; what it was, the dictionary holds afterwards."""
+    before, changed = dict(os.environ), {}
     try:
-        yield
+        yield changed
     finally:
-        for key in [key for key in os.environ if key.startswith(VLLM_ENVIRONMENT)]:
-            if key not in before:
-                del os.environ[key]
-            elif os.environ[key] != before[key]:
-                os.environ[key] = before[key]
+        for key, value in list(os.environ.items()):
+            if key.startswith(VLLM_ENVIRONMENT) and before.get(key) != value:
+                changed[key] = value
+                if key in before:
+                    os.environ[key] = before[key]
+                else:
+                    del os.environ[key]
 
 
 def import_vllm(config: EngineConfig) -> None:
@@ -79,6 +81,7 @@ class LocalCore:
         """Starts the engine's process; it imports vLLM in the background. `launch` waits for it."""
         self.config, self.model_dir, self.temp_dir, self.on_step = config, model_dir, temp_dir, on_step
         self.llm: Any = None
+        self._vllm_config: Any = None
         self.cache_tokens = self.block = 0  # size of the KV cache and of its blocks, known after the launch
         self.vocabulary = 0  # token ids the model has, known then, too
         self.asleep = 0  # level of sleep
@@ -144,9 +147,10 @@ class LocalCore:
         timer.daemon = True
         timer.start()
         try:
+            if self._vllm_config is None:
+                self.configure()
             with environment_kept():
                 os.environ |= {"VLLM_RPC_BASE_PATH": self.temp_dir, "VLLM_CONFIGURE_LOGGING": "0"}
-                self._redirect_log()
                 self.llm = self._launch()
         except (RuntimeError, OSError) as error:
             late = " within start_deadline_s" if not timer.is_alive() else ""
@@ -158,6 +162,17 @@ class LocalCore:
         self.cache_tokens = (cache.num_gpu_blocks or 0) * self.block
         self.vocabulary = self.llm.model_config.get_vocab_size()
         self.sign_of_life = time.monotonic()
+
+    def configure(self) -> None:
+        """Makes vLLM's configuration: quick, but it writes into the environment, so not while others read it.
+        Raises ValueError."""
+        self._redirect_log()
+        with environment_kept() as changed:
+            from vllm.engine.arg_utils import AsyncEngineArgs
+
+            os.environ["VLLM_CONFIGURE_LOGGING"] = "0"
+            self._vllm_config = AsyncEngineArgs(**self.engine_args()).create_engine_config()
+        self.process.settings = changed
 
     def _redirect_log(self) -> None:
         """Sends what vLLM logs in this process to the engine's log; what matters of it comes as exceptions."""
@@ -173,14 +188,12 @@ class LocalCore:
 
     def _launch(self) -> Any:
         import vllm.v1.engine.utils as engine_utils
-        from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        config = AsyncEngineArgs(**self.engine_args()).create_engine_config()
         make_context = engine_utils.get_mp_context
         engine_utils.get_mp_context = lambda: CoreContext(self.process, make_context())
         try:
-            llm = AsyncLLM.from_vllm_config(config, stat_loggers=[self._stat_logger], disable_log_stats=True)
+            llm = AsyncLLM.from_vllm_config(self._vllm_config, stat_loggers=[self._stat_logger], disable_log_stats=True)
         finally:
             engine_utils.get_mp_context = make_context
         llm.logger_manager.stat_loggers = llm.logger_manager.stat_loggers[:1]  # ours; without the Prometheus one

@@ -58,6 +58,7 @@ class CoreProcess:
         self.pid = self._popen.pid
         self.sentinel = os.pidfd_open(self.pid)  # readable once the process has ended
         weakref.finalize(self, os.close, self.sentinel)  # not in close(): vLLM's monitor may still look at it
+        self.settings: dict[str, str] = {}  # environment variables that vLLM's configuration asks for
         self._work: tuple[Callable, dict[str, Any]] | None = None
 
     def assign(self, target: Callable, kwargs: dict[str, Any]) -> "CoreProcess":
@@ -68,11 +69,9 @@ class CoreProcess:
     def start(self) -> None:
         """Sends the function to call. Raises BrokenPipeError when the process has ended."""
         assert self._work is not None and self._popen.stdin is not None
-        settings = ("VLLM_", "TORCHINDUCTOR_", "NUMEXPR_")  # made for the core by vLLM's configuration
-        changed = {k: v for k, v in os.environ.items() if k.startswith(settings)}
         payload = pickle.dumps(self._work)
         with self._popen.stdin as pipe:
-            pipe.write(pickle.dumps(changed) + payload)
+            pipe.write(pickle.dumps(self.settings) + payload)
 
     @property
     def exitcode(self) -> int | None:

@@ -109,6 +109,7 @@ class Engine:
         self._thread.start()
         self._call(self._prepare(), timeout=30.0)
         import_vllm(self.config)
+        self._supervisor.core.configure()
         self._started = self._submit(self._supervisor.start())
 
     def wait_ready(self, timeout: float | None = None) -> None:

@@ -73,6 +73,9 @@ class ServerCore:
         self._model = "MODEL_DIR"  # known after the launch
         self._last: dict[str, float] | None = None
 
+    def configure(self) -> None:
+        """Nothing: the server is configured by whoever starts it."""
+
     async def launch(self) -> None:
         """Waits until the server answers. Raises CoreLost when it does not; ValueError when it is the wrong kind."""
         import aiohttp

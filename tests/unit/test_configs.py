@@ -1,0 +1,72 @@
+"""Every shipped config fits the recipe it belongs to, and the models it names can be built."""
+
+import importlib
+
+import pytest
+from omegaconf import OmegaConf
+
+from torchtune_ext.catalog import config_files, folder, recipe_of
+from torchtune_ext.config import build, load_config
+from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
+
+CONFIGS = config_files(folder("configs"))
+
+
+def loaded(name):
+    path = CONFIGS[name]
+    module = importlib.import_module(f"torchtune_ext.recipes.{recipe_of(name, path)}")
+    return module, load_config(module.Config, OmegaConf.load(path))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_config_fits_its_recipe(name):
+    _, cfg = loaded(name)
+    if "engine" in cfg:
+        engine = build(EngineConfig, cfg.engine, "engine")
+        sampling = build(SamplingConfig, cfg.sampling, "sampling")
+        assert sampling.max_tokens < engine.max_model_len
+        if "row_tokens" in cfg:
+            assert engine.max_model_len <= cfg.row_tokens, "a sequence that can be sampled must fit into a row"
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("grpo/qwen2_5_0_5B_full", 0.494),
+        ("grpo/qwen2_5_7B_full", 7.616),
+        ("grpo/qwen2_5_14B_full", 14.770),
+        ("grpo/qwen2_5_32B_full", 32.764),
+        ("grpo/llama3_1_8B_full", 8.030),
+    ],
+)
+def test_dry_run_knows_the_published_sizes(name, billions, capsys):
+    module, cfg = loaded(name)
+    cfg.dry_run = True
+    run = module.recipe_main.__wrapped__
+    run(cfg)
+    out = capsys.readouterr().out
+    assert out.startswith(f"{billions:.3f} B parameters")
+    assert "AdamW moments" in out and "published weights" in out
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_step": 3}, "unknown key 'max_step' in the config; did you mean 'max_steps'"),
+        ({"seed": "one"}, "seed"),
+        ({"model_dir": "${nothing}"}, "nothing"),
+    ],
+)
+def test_mistakes_are_named(change, message):
+    module, _ = loaded("grpo/tiny")
+    cfg = OmegaConf.merge(OmegaConf.load(CONFIGS["grpo/tiny"]), OmegaConf.create(change))
+    with pytest.raises(ValueError, match=message):
+        load_config(module.Config, cfg)
+
+
+def test_a_missing_value_is_named():
+    module, _ = loaded("grpo/tiny")
+    cfg = OmegaConf.load(CONFIGS["grpo/tiny"])
+    del cfg["output_dir"]
+    with pytest.raises(ValueError, match="output_dir has no value; set it in the YAML"):
+        load_config(module.Config, cfg)
