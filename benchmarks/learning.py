@@ -1,6 +1,6 @@
 """How far GRPO carries the tiny model: one warm-up, then GRPO with several seeds. Prints a table; about ten minutes a seed.
 
-    python benchmarks/learning.py --out runs/learning --seeds 0 1 2
+python benchmarks/learning.py --out runs/learning --seeds 0 1 2
 """
 
 import argparse
@@ -31,7 +31,8 @@ def main() -> None:
     for seed in args.seeds:
         run = args.out / f"grpo_{seed}"
         seconds = tune(
-            *("grpo_full", "--config", "grpo/tiny", f"seed={seed}", f"output_dir={run}", f"model_dir={warm}/model"), *args.grpo
+            *("grpo_full", "--config", "grpo/tiny", f"seed={seed}", f"output_dir={run}", f"model_dir={warm}/model"),
+            *args.grpo,
         )
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         first, last = lines[0], lines[-1]
@@ -42,7 +43,18 @@ def main() -> None:
             cells += [f"{before:.3f}", f"{after:.3f}", f"{after - before:+.3f}"]
         worst = max(line.get("mismatch/mean_abs", 0.0) for line in lines)
         rows.append([*cells, f"{half:.3f}", f"{worst:.1e}", f"{seconds:.0f}"])
-    head = ["seed", "sampled before", "after", "rise", "greedy before", "after", "rise", "± 95%", "worst mismatch", "seconds"]
+    head = [
+        "seed",
+        "sampled before",
+        "after",
+        "rise",
+        "greedy before",
+        "after",
+        "rise",
+        "± 95%",
+        "worst mismatch",
+        "seconds",
+    ]
     print("| " + " | ".join(head) + " |")
     print("|" + "---|" * len(head))
     for row in rows:

@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -143,11 +144,14 @@ def test_three_failures_in_a_row_are_final(engine):
         engine.sample([[1]], 1, SamplingConfig(max_tokens=1))
 
 
-def test_a_first_start_that_fails_says_why(tmp_path, models):
+def test_a_first_start_that_fails_says_why(tmp_path, model_dir):
     (tmp_path / "empty").mkdir()
     with Engine(str(tmp_path / "empty"), CONFIG, str(tmp_path)) as engine:
-        engine.start()
         with pytest.raises(EngineFailed, match="did not start"):
+            engine.start()
+    with Engine(model_dir, replace(CONFIG, kv_cache_bytes=1000), str(tmp_path)) as engine:
+        engine.start()
+        with pytest.raises(EngineFailed, match="did not start(.|\n)*No available memory"):
             engine.wait_ready(120)
     with pytest.raises(ValueError, match="probe_deadline_s is 0"):
         EngineConfig(probe_deadline_s=0)

@@ -135,14 +135,9 @@ def test_bfloat16_trains_on_float32_masters(workplace):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["prompts_per_steps=4"], "unknown key 'prompts_per_steps' in the config; did you mean 'prompts_per_step'"),
         (["sampling.max_token=4"], "unknown key 'sampling.max_token' in `sampling:`; did you mean 'max_tokens'"),
-        (["max_steps=many"], "max_steps: Value 'many'"),
-        (["model_dir=nowhere"], "model_dir='nowhere' has no config.json"),
-        (["task._component_=letters.Lettres"], "`task._component_`"),
-        (["loss.clip_low=2.0"], "loss.clip_low=2.0 must lie in (0, 1]"),
+        (["task._component_=letters.Lettres"], "`task:` _component_=letters.Lettres"),
         (["sampling.max_tokens=500"], "max_model_len"),
-        (["optimizer.learning_rate=1"], "given arguments that it does not take"),
         (["optimizer.lr=1e30"], "lower the learning rate"),
         (["sampling.top_k=3"], "top-p / top-k"),
     ],

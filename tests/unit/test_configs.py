@@ -6,7 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from torchtune_ext.catalog import config_files, folder, recipe_of
-from torchtune_ext.config import build, load_config
+from torchtune_ext.config import build, instantiate, load_config
 from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
 
 CONFIGS = config_files(folder("configs"))
@@ -53,7 +53,7 @@ def test_dry_run_knows_the_published_sizes(name, billions, capsys):
     ("change", "message"),
     [
         ({"max_step": 3}, "unknown key 'max_step' in the config; did you mean 'max_steps'"),
-        ({"seed": "one"}, "seed"),
+        ({"seed": "one"}, "seed: Value 'one'"),
         ({"model_dir": "${nothing}"}, "nothing"),
     ],
 )
@@ -70,3 +70,27 @@ def test_a_missing_value_is_named():
     del cfg["output_dir"]
     with pytest.raises(ValueError, match="output_dir has no value; set it in the YAML"):
         load_config(module.Config, cfg)
+
+
+@pytest.mark.parametrize(
+    ("node", "message"),
+    [
+        (
+            {"_component_": "torchtune_ext.objective.loss.GRPOLoss", "clip_low": 2.0},
+            r"loss.clip_low=2.0 must lie in \(0, 1\]",
+        ),
+        (
+            {"_component_": "torchtune_ext.objective.loss.GRPOLoss", "clip": 0.2},
+            "`loss:` .*arguments that it does not take: .*'clip'",
+        ),
+        (
+            {"_component_": "torchtune_ext.objective.loss.GPROLoss"},
+            "`loss:` _component_=torchtune_ext.objective.loss.GPROLoss",
+        ),
+        ({"_component_": "Mine"}, "`loss:` the recipe that runs defines no 'Mine'"),
+        ({"clip_low": 0.2}, "`loss:` needs a `_component_`"),
+    ],
+)
+def test_components_that_cannot_be_built_are_named(node, message):
+    with pytest.raises(ValueError, match=message):
+        instantiate(OmegaConf.create({"loss": node}).loss)

@@ -154,7 +154,7 @@ class LocalCore:
                 self.llm = self._launch()
         except (RuntimeError, OSError) as error:
             late = " within start_deadline_s" if not timer.is_alive() else ""
-            raise CoreLost(f"the engine did not start{late}: {error}") from error
+            raise CoreLost(f"its process did not come up{late}: {error}") from error
         finally:
             timer.cancel()
         cache = self.llm.vllm_config.cache_config

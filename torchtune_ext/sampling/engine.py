@@ -109,7 +109,11 @@ class Engine:
         self._thread.start()
         self._call(self._prepare(), timeout=30.0)
         import_vllm(self.config)
-        self._supervisor.core.configure()
+        try:
+            self._supervisor.core.configure()
+        except (ValueError, OSError) as error:
+            self.close()
+            raise EngineFailed(f"the engine did not start: {error}") from error
         self._started = self._submit(self._supervisor.start())
 
     def wait_ready(self, timeout: float | None = None) -> None:
