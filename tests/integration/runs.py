@@ -72,19 +72,27 @@ def make_workplace(folder: Path) -> Path:
     return folder
 
 
-def command(recipe: str, *args: str, ranks: int = 1) -> list[str]:
+def command(recipe: str, *args: str, ranks: int = 1, config: str = "run.yaml") -> list[str]:
     launch = ["--nproc_per_node", str(ranks)] if ranks > 1 else []
-    return [sys.executable, "-m", "torchtune_ext", "run", *launch, recipe, "--config", "run.yaml", *args]
+    return [sys.executable, "-m", "torchtune_ext", "run", *launch, recipe, "--config", config, *args]
 
 
 def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-def run(folder: Path, recipe: str, *args: str, ranks: int = 1, ok: bool = True, timeout: float = 240) -> str:
+def run(
+    folder: Path,
+    recipe: str,
+    *args: str,
+    ranks: int = 1,
+    ok: bool = True,
+    timeout: float = 240,
+    config: str = "run.yaml",
+) -> str:
     """Runs a recipe to its end and returns what it printed."""
     done = subprocess.run(
-        command(recipe, *args, ranks=ranks),
+        command(recipe, *args, ranks=ranks, config=config),
         cwd=folder,
         env=environment(),
         capture_output=True,

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torchtune_ext.cli import main
 from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -92,21 +92,50 @@ def test_killed_five_times_and_resumed_equals_uninterrupted(workplace):
     assert all(torch.equal(want[n], got[n]) for n in want)
 
 
-def test_a_copied_recipe_with_a_loss_of_its_own(workplace, tmp_path):
+def test_a_copied_recipe_with_a_loss_and_a_reward_of_its_own(workplace):
     main(["cp", "grpo_full", str(workplace / "my_grpo.py")])
     source = (workplace / "my_grpo.py").read_text()
-    loss = """class Reinforce:
+    mine = """
+from letters import Letters
+from torchtune_ext.tasks.task import Score
+
+
+class Reinforce:
     def __call__(self, t):
-        print("MY LOSS")
-        return -t.advantages_L * t.logprobs_L, {}
+        return -t.advantages_L * t.logprobs_L, {"mine_max": t.advantages_L}
+
+
+class Short(Letters):
+    def grade(self, problem, text):
+        return Score(-len(text) / 100, {"characters": len(text)})
 
 
 @parse
 def recipe_main"""
-    (workplace / "my_grpo.py").write_text(source.replace("@parse\ndef recipe_main", loss))
-    output = runs.run(workplace, "my_grpo.py", "output_dir=mine", "max_steps=1", "loss._component_=Reinforce")
-    assert "MY LOSS" in output
-    assert "loss/clip_fraction" not in runs.metrics(workplace / "mine")[1]
+    (workplace / "my_grpo.py").write_text(source.replace("@parse\ndef recipe_main", mine))
+    names = ["loss._component_=Reinforce", "task._component_=Short", "eval_task=null"]
+    runs.run(workplace, "my_grpo.py", "output_dir=mine", "max_steps=1", *names)
+    line = runs.metrics(workplace / "mine")[1]
+    assert line["loss/mine_max"] > 0 and "loss/clip_fraction" not in line
+    assert line["reward/mean"] == pytest.approx(-line["reward/characters"] / 100)
+
+
+def test_evaluate_prints_and_writes_a_table(workplace):
+    config = """
+output_dir: evaluation
+model_dir: reference/checkpoints/step_000003
+tokenizer: {_component_: torchtune_ext.chat.ChatTokenizer, path: "${model_dir}"}
+task: {_component_: letters.Letters, count: 6}
+sampling: {max_tokens: 8}
+samples_per_problem: 4
+pass_at: [1, 4]
+engine: {dtype: float32, max_model_len: 128, kv_cache_bytes: 16777216}
+"""
+    (workplace / "eval.yaml").write_text(config)
+    output = runs.run(workplace, "evaluate", config="eval.yaml")
+    assert "pass@4" in output and "greedy" in output
+    written = json.loads((workplace / "evaluation" / "evaluation.json").read_text())
+    assert written["greedy"]["problems"] == 6 and 0 < written["temperature 1"]["mean"] < 1
 
 
 def test_the_kl_term_and_refills(workplace):
