@@ -37,7 +37,7 @@ from torchtune_ext.training.distributed import close_ranks, init_ranks
 from torchtune_ext.training.publish import Publisher
 from torchtune_ext.training.schedule import make_schedule
 from torchtune_ext.training.state import Checkpoints
-from torchtune_ext.training.step import Reference, forward_backward, optimizer_step, score
+from torchtune_ext.training.step import Reference, forward_backward, optimizer_step, over_updates, score
 
 SEED_STRIDE = 1 << 20  # sampling seeds of one step start here times the step
 
@@ -106,6 +106,8 @@ class GRPOFullRecipe:
         self.loss = instantiate(cfg.loss)
         stops = tuple(self.tokenizer.stop_token_ids)
         self.sampling = build(SamplingConfig, cfg.sampling, "sampling", stop_token_ids=stops)
+        if self.sampling.temperature <= 0:
+            raise ValueError(f"sampling.temperature={self.sampling.temperature} leaves nothing to learn from; use 1.0")
         engine_config = build(EngineConfig, cfg.engine, "engine")
         self.checkpoints = Checkpoints(f"{cfg.output_dir}/checkpoints", cfg.keep_last)
         resume = self.checkpoints.latest() if cfg.resume_from_checkpoint else None
@@ -173,6 +175,7 @@ class GRPOFullRecipe:
             wanted = cfg.prompts_per_step - stats.groups
             if wanted <= 0:
                 break
+        self.engine.sleep()  # where it shares the trainer's GPU
         self.rollouts.write(self.step, groups)
         values = rollout_metrics(groups) | stats.metrics() | engine_metrics(self.engine.stats())
         values["speed/sampled_tokens_s"] = values["length/tokens"] / watch.seconds["sample"]
@@ -204,7 +207,7 @@ class GRPOFullRecipe:
         if self.reference:
             with self.reference.swapped_in():
                 ref = self.score(rows, temperature)
-        values, at = {}, 0
+        values, per_update, at = {}, [], 0
         with self.progress.training(len(rows)) as bar:
             for update in updates:
                 part = slice(at, at := at + len(update))
@@ -218,10 +221,9 @@ class GRPOFullRecipe:
                     values |= found.metrics("mismatch")
                 advice = f"step {self.step} stopped before this update. {self.checkpoints.advice()}"
                 norm = optimizer_step(self.policy, self.optimizer, self.schedule, cfg.max_grad_norm, loss, advice)
-                values |= {"loss/total": loss, "optim/grad_norm": norm}
-                values |= {f"loss/{name}": value for name, value in metrics.items()}
+                per_update.append({"loss/total": loss, "optim/grad_norm": norm, **metrics})
         self.version += 1
-        return values | {"optim/lr": self.schedule.get_last_lr()[0]}
+        return values | over_updates(per_update) | {"optim/lr": self.schedule.get_last_lr()[0]}
 
     def score(self, rows: list[Row], temperature: float) -> list[torch.Tensor]:
         return score(self.policy, rows, temperature, self.ranks.device)

@@ -136,7 +136,7 @@ class WarmupRecipe:
                 bar.add(1, stats.tokens)
                 if (update + 1) % cfg.log_every == 0 or update + 1 == self.updates:
                     seconds = watch.metrics()
-                    values = {f"loss/{name}": value for name, value in values.items()} | seconds | memory_metrics()
+                    values |= seconds | memory_metrics()
                     values |= {"loss/total": total, "optim/grad_norm": norm, "optim/lr": self.schedule.get_last_lr()[0]}
                     values["speed/trained_tokens_s"] = stats.tokens / seconds["time/step"]
                     self.metrics.log(update + 1, values)

@@ -45,7 +45,7 @@ def forward_backward(
         on_row: called after each row, for progress.
 
     Returns:
-        Loss and metrics over all ranks, and the log-probs [L] of this rank's rows under the policy as it was.
+        Loss, metrics ("loss/...") over all ranks, and the log-probs [L] of this rank's rows under the policy as it was.
     """
     total, sums, peaks, scored = 0.0, {}, {}, []
     for i, cpu_row in enumerate(rows):
@@ -82,8 +82,9 @@ def forward_backward(
         scored.append(current_L)
         if on_row:
             on_row(cpu_row)
-    reduced = reduce({"loss": total, **sums}, "sum", device) | reduce(peaks, "max", device)
-    return reduced.pop("loss"), reduced, scored
+    total = reduce({"loss": total}, "sum", device)["loss"]
+    reduced = reduce(sums, "sum", device) | reduce(peaks, "max", device)
+    return total, {f"loss/{name}": value for name, value in reduced.items()}, scored
 
 
 def optimizer_step(
@@ -112,6 +113,15 @@ def optimizer_step(
     scheduler.step()
     optimizer.zero_grad(set_to_none=True)
     return norm.item()
+
+
+def over_updates(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Metrics of the updates of one step as one: the mean, and for `*_max` the maximum."""
+    names = metrics[0] if metrics else {}
+    return {
+        name: max(m[name] for m in metrics) if name.endswith("_max") else sum(m[name] for m in metrics) / len(metrics)
+        for name in names
+    }
 
 
 def reduce(values: dict[str, float], how: str, device: torch.device) -> dict[str, float]:
