@@ -67,25 +67,33 @@ def test_two_ranks_train_what_one_trains(workplace):
                 assert b[name] == pytest.approx(a[name], rel=1e-3, abs=1e-4), (a["step"], name)
 
 
+def logged(run_dir):
+    """Steps in the metrics of a run that may not have begun."""
+    file = run_dir / "metrics.jsonl"
+    return file.read_text().count("\n") if file.is_file() else 0
+
+
 def test_killed_five_times_and_resumed_equals_uninterrupted(workplace):
-    rng = random.Random(0)
+    rng, kills = random.Random(0), 0
     command = runs.command("grpo_full", "output_dir=killed", "resume_from_checkpoint=True")
     run_dir = workplace / "killed"
-    for _ in range(5):
-        process = subprocess.Popen(
-            command,
-            cwd=workplace,
-            env=runs.environment(),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        time.sleep(rng.uniform(6.0, 22.0))
-        children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-        os.kill(process.pid, signal.SIGKILL)
+    for lines in (0, 1, 2, 2, 3):  # while it sets up, then a random moment after so many lines of metrics
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        process = subprocess.Popen(command, cwd=workplace, env=runs.environment(), start_new_session=True, **quiet)
+        if logged(run_dir) >= lines:
+            time.sleep(rng.uniform(3.0, 9.0))
+        deadline = time.monotonic() + 120
+        while logged(run_dir) < lines and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(rng.uniform(0.0, 0.6))
+        if process.poll() is None:
+            children = psutil.Process(process.pid).children(recursive=True)
+            os.kill(process.pid, signal.SIGKILL)
+            _, alive = psutil.wait_procs(children, timeout=10)
+            assert not alive, f"left running: {alive}"
+            kills += 1
         process.wait(10)
-        _, alive = psutil.wait_procs(children, timeout=10)
-        assert not alive, f"left running: {alive}"
+    assert kills >= 4, "the run ended before it could be killed"
     runs.run(workplace, "grpo_full", "output_dir=killed", "resume_from_checkpoint=True")
     assert runs.metrics(run_dir) == runs.metrics(workplace / "reference")
     want, got = weights(workplace, "reference"), weights(workplace, "killed")

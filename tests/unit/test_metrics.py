@@ -7,6 +7,7 @@ import os
 import resource
 import struct
 import sys
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -151,28 +152,31 @@ def test_a_failing_sink_is_reported_once_and_dropped(tmp_path, monkeypatch, capl
     assert [m for m in caplog.messages if "tensorboard" in m and "network is down" in m] == caplog.messages
 
 
-@pytest.fixture
-def full_disk():
-    """No file of this process may grow beyond the given size; the kernel then writes what fits, like a full disk."""
+@contextmanager
+def full_disk(size):
+    """Inside, no file of this process may grow beyond `size`; the kernel then writes what fits, like a full disk.
+
+    The limit ends with the block: pytest itself writes its report to a file where its output is redirected.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_full_disk_is_an_error_and_the_lines_before_stay_valid(tmp_path, full_disk):
+def test_full_disk_is_an_error_and_the_lines_before_stay_valid(tmp_path):
     with Metrics(tmp_path, sinks=()) as metrics:
         metrics.log(1, {"a/b": 1})
-        full_disk(metrics.path.stat().st_size + 10)
-        with pytest.raises(OSError, match="Free disk space"):
+        with full_disk(metrics.path.stat().st_size + 10), pytest.raises(OSError, match="Free disk space"):
             metrics.log(2, {"a/b": 1})
-        full_disk(2**20)
         metrics.log(2, {"a/b": 2})
     assert strict_lines(metrics.path) == [{"step": 1, "a/b": 1}, {"step": 2, "a/b": 2}]
 
 
-def test_full_disk_drops_tensorboard_only(tmp_path, full_disk, caplog):
-    with Metrics(tmp_path, sinks=("tensorboard",)) as metrics:
-        full_disk(1000)
+def test_full_disk_drops_tensorboard_only(tmp_path, caplog):
+    with Metrics(tmp_path, sinks=("tensorboard",)) as metrics, full_disk(1000):
         for step in range(12):
             metrics.log(step, {"a/b": 1.0, "a/c": 2.0, "a/d": 3.0, "a/with_a_long_name": 4.0})
     assert len(strict_lines(metrics.path)) == 12
