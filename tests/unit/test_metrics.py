@@ -7,6 +7,7 @@ import os
 import resource
 import struct
 import sys
+import time
 from contextlib import contextmanager
 
 import numpy as np
@@ -243,9 +244,10 @@ def test_wandb_offline_and_resume(tmp_path, monkeypatch):
     with Metrics(tmp_path, sinks=("wandb",), config={"lr": 1e-3}, project="test", group="group") as metrics:
         for step in (1, 2, 3):
             metrics.log(step, {"reward/mean": step / 4, "loss/kl_ref": math.nan})
+    time.sleep(1.1)  # W&B names a run's folder by the second and the id: the resumed one needs a second of its own
     with Metrics(tmp_path, sinks=("wandb",), project="test", group="group", resume_step=3) as metrics:
         metrics.log(3, {"reward/mean": 5.0})
-    folders = sorted((tmp_path / "wandb").glob("offline-run-*"), key=lambda path: path.stat().st_ctime_ns)
+    folders = sorted((tmp_path / "wandb").glob("offline-run-*"))
     (first_id, first), (second_id, second) = map(wandb_history, folders)
     assert first_id == second_id == json.loads((tmp_path / "run.json").read_text())["id"]
     assert {step: values["reward/mean"] for step, values in first.items()} == {1: 0.25, 2: 0.5, 3: 0.75}
