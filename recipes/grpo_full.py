@@ -16,7 +16,7 @@ import torch
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from torchtune_ext.advantages import Group, with_advantages
-from torchtune_ext.config import build, instantiate, load_config
+from torchtune_ext.config import build, has_component, instantiate, load_config
 from torchtune_ext.evaluation import accuracy
 from torchtune_ext.grading import Grader
 from torchtune_ext.packing import Row, pack_updates
@@ -102,7 +102,7 @@ class GRPOFullRecipe:
         self.source = HFModel(cfg.model_dir)
         self.tokenizer = instantiate(cfg.tokenizer)
         self.task = instantiate(cfg.task)
-        self.eval_task = instantiate(cfg.eval_task) if cfg.eval_task else None
+        self.eval_task = instantiate(cfg.eval_task) if has_component(cfg.eval_task) else None
         self.loss = instantiate(cfg.loss)
         stops = tuple(self.tokenizer.stop_token_ids)
         self.sampling = build(SamplingConfig, cfg.sampling, "sampling", stop_token_ids=stops)

@@ -58,6 +58,11 @@ def build(record: type[T], values: DictConfig | dict | None, where: str, **extra
     return record(**plain, **extra)
 
 
+def has_component(node: DictConfig | None) -> bool:
+    """Whether an optional node names something. `tune run ... key=null` arrives as `key._component_=null`."""
+    return isinstance(node, DictConfig) and node.get("_component_") is not None
+
+
 def instantiate(node: DictConfig, **extra: Any) -> Any:
     """Builds what `_component_` names: a dotted path, or a bare name defined in the (copied) recipe itself.
 
@@ -65,7 +70,7 @@ def instantiate(node: DictConfig, **extra: Any) -> Any:
         ValueError: no such component, or arguments that it does not take.
     """
     where = f"`{node._key()}:`" if isinstance(node, DictConfig) else repr(node)
-    if not isinstance(node, DictConfig) or "_component_" not in node:
+    if not has_component(node):
         raise ValueError(f"{where} needs a `_component_`, the dotted path of a class or function")
     arguments = OmegaConf.to_container(node, resolve=True)
     path = arguments.pop("_component_")
