@@ -1,7 +1,7 @@
 """GRPO, all weights: sample, grade, pack, train, publish, repeat. One device, or N under torchrun.
 
     tune run grpo_full --config grpo/tiny
-    tune run --nproc_per_node 8 grpo_full --config grpo/qwen2_5_7B_full
+    CUDA_VISIBLE_DEVICES=0,1,2,3 tune run --nproc_per_node 4 grpo_full --config grpo/qwen2_5_7B_full
 
 The whole algorithm is in `train()`. To change it: `tune cp grpo_full my_grpo.py`, edit, `tune run my_grpo.py --config ...`.
 Rank 0 owns the engine, the graders and the files; every rank trains on its share of the packed rows.
@@ -10,6 +10,7 @@ Rank 0 owns the engine, the graders and the files; every rank trains on its shar
 import sys
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,9 +34,10 @@ from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.telemetry.rollouts import RolloutStore
 from torchtune_ext.telemetry.summary import Stopwatch, engine_metrics, memory_metrics, rollout_metrics
 from torchtune_ext.training.agreement import require_agreement
+from torchtune_ext.training.checks import at_least, check_sampling, release_memory, training_dtypes
 from torchtune_ext.training.distributed import close_ranks, init_ranks
 from torchtune_ext.training.publish import Publisher
-from torchtune_ext.training.schedule import make_schedule
+from torchtune_ext.training.schedule import make_schedule, resume_schedule
 from torchtune_ext.training.state import Checkpoints
 from torchtune_ext.training.step import Reference, forward_backward, optimizer_step, over_updates, score
 
@@ -58,7 +60,7 @@ class Config:
     sampling: dict[str, Any] = field(default_factory=dict)  # fields of SamplingConfig: max_tokens, temperature, ...
     grader_workers: int = 1  # processes that grade
     grader_timeout_s: float = 10.0  # seconds for one text
-    seed: int = 0  # of problem order, sampling and torch
+    seed: int = 0  # of sampling, torch, and the order of a finite task (generated tasks have a seed of their own)
     device: str = "auto"  # "cpu", "cuda", or "auto"
     dtype: str = "bfloat16"  # of the trainer's forward and backward; master weights are float32
     max_steps: int = MISSING  # steps of sample -> train -> publish
@@ -104,37 +106,39 @@ class GRPOFullRecipe:
         self.task = instantiate(cfg.task)
         self.eval_task = instantiate(cfg.eval_task) if has_component(cfg.eval_task) else None
         self.loss = instantiate(cfg.loss)
-        stops = tuple(self.tokenizer.stop_token_ids)
-        self.sampling = build(SamplingConfig, cfg.sampling, "sampling", stop_token_ids=stops)
-        if self.sampling.temperature <= 0:
-            raise ValueError(f"sampling.temperature={self.sampling.temperature} leaves nothing to learn from; use 1.0")
+        self.sampling = build(SamplingConfig, cfg.sampling, "sampling", stop_token_ids=self.tokenizer.stop_token_ids)
         engine_config = build(EngineConfig, cfg.engine, "engine")
+        at_least(cfg, prompts_per_step=1, samples_per_prompt=2, updates_per_step=1, eval_every=1, save_every=1)
+        at_least(cfg, row_tokens=engine_config.max_model_len)
+        compute_dtype, engine_dtype = training_dtypes(cfg.dtype, engine_config.dtype)
+        check_sampling(self.sampling)
         self.checkpoints = Checkpoints(f"{cfg.output_dir}/checkpoints", cfg.keep_last)
         resume = self.checkpoints.latest() if cfg.resume_from_checkpoint else None
         if self.ranks.is_main:
+            from_step, settings = resume and self.checkpoints.step_of(resume) + 1, OmegaConf.to_container(cfg)
+            self.metrics = Metrics(cfg.output_dir, list(cfg.metrics), settings, resume_step=from_step)
+            self.rollouts = RolloutStore(cfg.output_dir, resume_step=from_step)
             self.engine = Engine(cfg.model_dir, engine_config, cfg.output_dir)
             self.engine.start()  # loads in a process of its own while the policy is built here
             self.grader = Grader(self.task, cfg.grader_workers, cfg.grader_timeout_s)
         self.policy = build_policy(
-            partial(instantiate, cfg.model), self.source, self.ranks.device, getattr(torch, cfg.dtype),
+            partial(instantiate, cfg.model), self.source, self.ranks.device, compute_dtype,
             self.ranks.world_size, cfg.activation_checkpointing, cfg.compile,
         )  # fmt: skip
         self.reference = Reference(self.policy.model) if cfg.loss.get("kl_coef") else None
         self.optimizer = instantiate(cfg.optimizer, params=list(self.policy.model.parameters()))
-        updates = cfg.max_steps * cfg.updates_per_step
-        self.schedule = make_schedule(self.optimizer, cfg.lr_schedule, cfg.lr_warmup, updates)
+        total = cfg.max_steps * cfg.updates_per_step
+        self.schedule = make_schedule(self.optimizer, cfg.lr_schedule, cfg.lr_warmup, total)
         if resume:
             self.load_checkpoint(resume)
-        if self.ranks.is_main:
-            settings, from_step = OmegaConf.to_container(cfg), self.step + 1 if resume else None
-            self.metrics = Metrics(cfg.output_dir, list(cfg.metrics), settings, resume_step=from_step)
-            self.rollouts = RolloutStore(cfg.output_dir, resume_step=from_step)
+        if self.engine:
             self.engine.wait_ready()
         self.progress = Progress(cfg.max_steps, self.ranks.rank)
+        self.row_length = cfg.row_tokens if self.ranks.device.type == "cuda" else None  # fixed, for compiled kernels
         canary = [self.tokenizer.prompt_ids(list(self.task[i].messages)) for i in range(min(4, len(self.task)))]
         self.publisher = Publisher(
-            self.engine, self.policy, self.source, getattr(torch, engine_config.dtype), self.ranks, canary,
-            self.sampling, cfg.max_mismatch,
+            self.engine, self.policy, self.source, engine_dtype, self.ranks, canary, self.sampling,
+            cfg.max_mismatch, self.row_length,
         )  # fmt: skip
 
     def train(self) -> None:
@@ -144,12 +148,14 @@ class GRPOFullRecipe:
             self.log(self.evaluate())
         while self.step < cfg.max_steps:
             self.step += 1
+            self.last_eval = None  # a checkpoint is scored by an evaluation of its own weights alone
             watch = Stopwatch()
             groups, values = self.sample(watch)
             with watch("pack"):
                 updates, packed = self.pack(groups)
             with watch("train"):
                 values |= packed | self.update(updates)
+            release_memory()  # an engine that shares this GPU wakes up now
             with watch("publish"):
                 values |= self.publisher.publish(self.version)
             last = self.step == cfg.max_steps
@@ -192,7 +198,7 @@ class GRPOFullRecipe:
             updates, stats = pack_updates(
                 groups, cfg.updates_per_step, cfg.row_tokens, aggregation=cfg.aggregation,
                 aggregation_constant=self.sampling.max_tokens, pad_id=self.tokenizer.pad_id,
-                pad_to=cfg.row_tokens if self.ranks.device.type == "cuda" else None,
+                pad_to=self.row_length,
                 num_rows_multiple=self.ranks.world_size,
             )  # fmt: skip
             values = stats.metrics()
@@ -252,7 +258,7 @@ class GRPOFullRecipe:
             self.progress.summary(self.step, values)
 
     def save_checkpoint(self) -> None:
-        recipe = {"cursor": self.cursor, "version": self.version, "schedule": self.schedule.state_dict()}
+        recipe = {"cursor": self.cursor, "version": self.version, "updates": self.schedule.last_epoch}
         if self.ranks.is_main:
             recipe["throttle"] = self.engine.state_dict()
         tensors = named_hf_tensors(self.policy.model, self.source, getattr(torch, self.cfg.dtype))
@@ -260,11 +266,10 @@ class GRPOFullRecipe:
             self.step, self.policy.model, self.optimizer, tensors, self.source.path, recipe, self.last_eval
         )
 
-    def load_checkpoint(self, path) -> None:
+    def load_checkpoint(self, path: Path) -> None:
         recipe = self.checkpoints.load(path, self.policy.model, self.optimizer)
         self.step, self.cursor, self.version = recipe["step"], recipe["cursor"], recipe["version"]
-        self.schedule.load_state_dict(recipe["schedule"])
-        self.last_eval = recipe["score"]
+        resume_schedule(self.schedule, recipe["updates"])
         if self.engine:
             self.engine.load_state_dict(recipe["throttle"])
 
@@ -272,7 +277,6 @@ class GRPOFullRecipe:
         for part in (self.engine, self.grader, self.metrics):
             if part is not None:
                 part.close()
-        close_ranks()
 
 
 @parse
@@ -289,6 +293,7 @@ def recipe_main(cfg: DictConfig) -> None:
         recipe.train()
     finally:
         recipe.cleanup()
+    close_ranks()  # after success only: otherwise it would wait for ranks that are stuck, and torchrun ends those
 
 
 if __name__ == "__main__":

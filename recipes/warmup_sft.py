@@ -168,7 +168,6 @@ class WarmupRecipe:
     def cleanup(self) -> None:
         if self.metrics is not None:
             self.metrics.close()
-        close_ranks()
 
 
 @parse
@@ -180,6 +179,7 @@ def recipe_main(cfg: DictConfig) -> None:
         print(f"model: {recipe.save()}")
     finally:
         recipe.cleanup()
+    close_ranks()  # after success only: otherwise it would wait for ranks that are stuck, and torchrun ends those
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ class AdvantageStats:
     groups: int  # groups that carry signal
     no_signal: int  # groups whose gradable samples all have the same reward
     infra_failed: int  # samples that could not be graded (raised, hung or crashed); not in the baseline
-    truncated: int  # samples cut by max_tokens
+    truncated: int  # samples cut by max_tokens or a deadline
 
     def metrics(self) -> dict[str, float]:
         names = ("no_signal", "infra_failed")
@@ -58,8 +58,8 @@ def with_advantages(
     Args:
         groups: as graded; samples whose outcome has no score are left out of the baseline.
         normalize: "std" or "none".
-        truncated: what happens to samples that `max_tokens` cut: "keep" (trained as they are), "mask" (in the baseline,
-            not trained) or "penalise" (`truncated_penalty` is taken off the reward).
+        truncated: what happens to samples that `max_tokens` or a deadline cut: "keep" (trained as they are), "mask" (in
+            the baseline, not trained) or "penalise" (`truncated_penalty` is taken off the reward).
 
     Returns:
         All groups in order, those without signal with no trained sample, and the counts.
@@ -93,7 +93,7 @@ def with_advantages(
 
 
 def _cut(sample: Sample) -> bool:
-    return sample.finish_reason == "length"
+    return sample.finish_reason in ("length", "deadline")
 
 
 def _set(sample: Sample, advantage: float | None, truncated: str) -> Sample:

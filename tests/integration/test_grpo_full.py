@@ -177,7 +177,8 @@ def test_bfloat16_trains_on_float32_masters(workplace):
         (["task._component_=letters.Lettres"], "`task:` _component_=letters.Lettres"),
         (["sampling.max_tokens=500"], "max_model_len"),
         (["optimizer.lr=1e30"], "lower the learning rate"),
-        (["sampling.top_k=3"], "top-p / top-k"),
+        (["sampling.top_k=3"], "use top_p=1 and top_k=0"),
+        (["samples_per_prompt=1"], "samples_per_prompt=1 must be at least 2"),
     ],
 )
 def test_bad_input_is_named(workplace, args, message):

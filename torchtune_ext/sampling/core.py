@@ -136,6 +136,8 @@ class LocalCore:
             }
         else:
             args |= {"gpu_memory_utilization": config.gpu_memory_utilization, "enable_sleep_mode": config.sleep}
+            if config.tensor_parallel_size > 1:  # else vLLM counts the GPUs that the trainer sees, not the engine's
+                args["distributed_executor_backend"] = "mp"
             args |= {"kv_cache_memory_bytes": config.kv_cache_bytes} if config.kv_cache_bytes else {}
             args |= {"block_size": config.block_size} if config.block_size else {}
         return args | config.extra_args

@@ -30,6 +30,7 @@ class Publisher:
         engine: on rank 0; None on the others, which take part in the gathers and in scoring.
         dtype: in which weights are sent; the engine's.
         limit: mean |d log-prob| above which a publication counts as failed.
+        row_length: length of packed rows where it is fixed (compiled kernels); None: as long as needed.
     """
 
     def __init__(
@@ -42,9 +43,10 @@ class Publisher:
         canary_prompts: Sequence[list[int]],
         sampling: SamplingConfig,
         limit: float,
+        row_length: int | None = None,
     ):
         self._engine, self._policy, self._names, self._dtype, self._ranks = engine, policy, names, dtype, ranks
-        self._prompts, self._limit = list(canary_prompts), limit
+        self._prompts, self._limit, self._row_length = list(canary_prompts), limit, row_length
         self._sampling = replace(sampling, max_tokens=min(CANARY_TOKENS, sampling.max_tokens), early_stop_logprob=None)
 
     def publish(self, version: int) -> dict[str, float]:
@@ -76,7 +78,8 @@ class Publisher:
             completions = self._engine.sample(self._prompts, 1, sampling)
             groups = [_as_group(p, c) for p, (c,) in zip(self._prompts, completions, strict=True)]
             longest = sum(len(g.prompt_tokens) + CANARY_TOKENS for g in groups)
-            rows = pack(groups, longest, num_rows_multiple=self._ranks.world_size)[0]
+            size = self._row_length or longest
+            rows = pack(groups, size, pad_to=self._row_length, num_rows_multiple=self._ranks.world_size)[0]
         rows = self._ranks.share(self._ranks.broadcast(rows))
         temperature = self._sampling.temperature
 

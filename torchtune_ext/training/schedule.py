@@ -20,3 +20,12 @@ def make_schedule(optimizer: Optimizer, name: str, warmup: int, total: int) -> L
         return {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}[name]
 
     return LambdaLR(optimizer, factor)
+
+
+def resume_schedule(schedule: LambdaLR, updates: int) -> None:
+    """Sets a new schedule, and its optimizer's learning rates, to where `updates` updates bring it."""
+    schedule.last_epoch = updates
+    rates = [base * factor(updates) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
+    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    schedule._last_lr = rates

@@ -40,6 +40,10 @@ class Checkpoints:
     def latest(self) -> Path | None:
         return next(reversed(self.all()), None)
 
+    @staticmethod
+    def step_of(path: Path) -> int:
+        return json.loads((path / "recipe.json").read_text())["step"]
+
     def advice(self) -> str:
         """What to do after a step that cannot be used."""
         return (
@@ -95,13 +99,23 @@ class Checkpoints:
         return final
 
     def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Restores weights, optimizer and RNG in place and returns what `recipe` held."""
+        """Restores weights, optimizer moments and RNG in place and returns what `recipe` held.
+
+        The optimizer keeps the settings (learning rate, betas, ...) that it was built with. On more ranks than saved, or on
+        another kind of device, the random states that do not exist are left as they are.
+        """
+        settings = [{name: value for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
         model_state, optimizer_state = get_state_dict(model, optimizer)
-        state = {"model": model_state, "optimizer": optimizer_state, **_rng()}
+        saved = dcp.FileSystemReader(path / "state").read_metadata().state_dict_metadata
+        mine = f"rng_{_rank()}"
+        rng = {name: value for name, value in _rng()[mine].items() if f"{mine}.{name}" in saved}
+        state = {"model": model_state, "optimizer": optimizer_state} | ({mine: rng} if rng else {})
         dcp.load(state, checkpoint_id=path / "state", no_dist=not _distributed())
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-        rng = state[f"rng_{_rank()}"]
-        torch.set_rng_state(rng["cpu"])
+        for group, own in zip(optimizer.param_groups, settings, strict=True):
+            group.update(own)
+        if "cpu" in rng:
+            torch.set_rng_state(rng["cpu"])
         if "cuda" in rng:
             torch.cuda.set_rng_state(rng["cuda"])
         return json.loads((path / "recipe.json").read_text())

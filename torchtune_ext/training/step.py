@@ -82,8 +82,10 @@ def forward_backward(
         scored.append(current_L)
         if on_row:
             on_row(cpu_row)
-    total = reduce({"loss": total}, "sum", device)["loss"]
-    reduced = reduce(sums, "sum", device) | reduce(peaks, "max", device)
+    whole = reduce({"loss": total, "weight": sum(row.weights_L.sum().item() for row in rows)}, "sum", device)
+    total, weight = whole["loss"], whole["weight"] or 1.0  # the weight is one, but for aggregation by a constant
+    means = {name: value / weight for name, value in reduce(sums, "sum", device).items()}
+    reduced = means | reduce(peaks, "max", device)
     return total, {f"loss/{name}": value for name, value in reduced.items()}, scored
 
 

@@ -1,0 +1,43 @@
+"""Settings that would only fail late, or train silently wrong: refused before anything is loaded."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from torchtune_ext.sampling.records import SamplingConfig
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def at_least(settings: Mapping[str, Any], **least: int) -> None:
+    """Raises ValueError for the first named setting that is below its bound."""
+    for name, bound in least.items():
+        if settings[name] < bound:
+            raise ValueError(f"{name}={settings[name]} must be at least {bound}")
+
+
+def training_dtypes(trainer: str, engine: str) -> tuple[torch.dtype, torch.dtype]:
+    """The trainer's compute dtype, and that in which weights go to the engine ("auto": the trainer's)."""
+    if trainer not in DTYPES:
+        raise ValueError(f"dtype={trainer!r}: use 'bfloat16' or 'float32' (float16 would need a loss scale)")
+    return DTYPES[trainer], DTYPES[trainer] if engine == "auto" else getattr(torch, engine)
+
+
+def check_sampling(sampling: SamplingConfig) -> None:
+    """Training needs samples of the policy itself, not of a part of its distribution."""
+    if sampling.temperature <= 0:
+        raise ValueError(f"sampling.temperature={sampling.temperature} leaves nothing to learn from; use 1.0")
+    if sampling.top_p < 1 or sampling.top_k:
+        raise ValueError(
+            f"sampling.top_p={sampling.top_p}, top_k={sampling.top_k}: the engine would renormalise over a part of the "
+            "vocabulary, and its log-probs would not be the policy's; use top_p=1 and top_k=0"
+        )
+    if sampling.seed is not None:
+        raise ValueError(f"sampling.seed={sampling.seed}: a run draws its own seeds for every step; set `seed`")
+
+
+def release_memory() -> None:
+    """Gives cached device memory back, so that another process on the device can have it."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
