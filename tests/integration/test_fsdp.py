@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-import runs
+import recipe_runs as runs
 
 SCRIPT = """
 import os

@@ -9,7 +9,7 @@ import time
 
 import psutil
 import pytest
-import runs
+import recipe_runs as runs
 import torch
 from safetensors.torch import load_file
 
