@@ -206,22 +206,20 @@ class GRPOFullRecipe:
 
     def update(self, updates: list[list[Row]]) -> dict[str, float]:
         """Optimizer updates on the rows of this step; the policy's version grows by one."""
-        cfg, device, temperature = self.cfg, self.ranks.device, self.sampling.temperature
-        rows = [row for rows in updates for row in rows]
-        old = self.score(rows, temperature) if len(updates) > 1 else None
-        ref = None
+        cfg, temperature = self.cfg, self.sampling.temperature
+        old = [self.score(update, temperature) if i else None for i, update in enumerate(updates)]
+        ref = [None] * len(updates)
         if self.reference:
             with self.reference.swapped_in():
-                ref = self.score(rows, temperature)
-        values, per_update, at = {}, [], 0
-        with self.progress.training(len(rows)) as bar:
-            for update in updates:
-                part = slice(at, at := at + len(update))
+                ref = [self.score(update, temperature) for update in updates]
+        values, per_update = {}, []
+        with self.progress.training(sum(map(len, updates))) as bar:
+            for update, old_logprobs, ref_logprobs in zip(updates, old, ref, strict=True):
                 loss, metrics, scored = forward_backward(
-                    self.policy, update, self.loss, temperature, device, old and old[part], ref and ref[part],
+                    self.policy, update, self.loss, temperature, self.ranks.device, old_logprobs, ref_logprobs,
                     self.ranks.world_size, lambda row: bar.add(1, row.num_labels),
                 )  # fmt: skip
-                if part.start == 0:  # before the step's first update, so that a wrong one is never made
+                if not per_update:  # before the step's first update, so that a wrong one is never made
                     rescore, when = partial(self.score, update), f"step {self.step}, before its first update"
                     found = require_agreement(update, scored, cfg.max_mismatch, temperature, rescore, when)
                     values |= found.metrics("mismatch")

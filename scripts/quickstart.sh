@@ -8,8 +8,9 @@ if [ -n "${VENV:-}" ]; then
     export PATH
 fi
 
-# Threads that wait for work must not spin: beside the engine, or anything else on a small machine, that costs tenfold.
-export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"
+# A thread that waits for work spins for microseconds, then sleeps: spinning on beside the engine costs tenfold on a small
+# machine, sleeping at once (OMP_WAIT_POLICY=passive) twofold.
+export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-10000}"
 
 # Where the run goes: the config's output_dir, or the one among the arguments.
 run_dir=$(torchtune-ext cat grpo/tiny 2>/dev/null | sed -n 's/^output_dir: *//p' | sed 's/ *#.*//')
