@@ -21,10 +21,12 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from torchtune_ext.packing import Row, Segment
 
+TILE = 128  # FlexAttention's block of queries, and of keys
+TILES_AT_ONCE = 8  # query tiles whose mask is looked at together while a block mask is made
 MAX_PADDING = 0.25  # completions are stacked while the shortest has at least this share less padding than its length
 
 
@@ -41,8 +43,26 @@ def block_mask(group_ids_T: Tensor, parent_ids_T: Tensor) -> BlockMask:
     def allowed(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return (j <= i) & ((group_ids_T[i] == group_ids_T[j]) | (parent_ids_T[i] == group_ids_T[j]))
 
-    T = group_ids_T.numel()
-    return create_block_mask(allowed, None, None, T, T, device=group_ids_T.device)
+    T, device = group_ids_T.numel(), group_ids_T.device
+    num_tiles = -(-T // TILE)
+    columns = torch.arange(T, device=device)[None]
+    counts = torch.empty(num_tiles, num_tiles, dtype=torch.int64, device=device)  # of allowed pairs in each tile
+    for start in range(0, T, TILES_AT_ONCE * TILE):  # a strip of queries at a time: memory grows with T, not with T^2
+        rows = torch.arange(start, min(start + TILES_AT_ONCE * TILE, T), device=device)[:, None]
+        strip = F.pad(allowed(None, None, rows, columns), (0, -T % TILE, 0, -rows.numel() % TILE))
+        tiles = strip.view(-1, TILE, num_tiles, TILE)
+        counts[start // TILE : start // TILE + tiles.shape[0]] = tiles.sum(dim=(1, 3))
+    full = counts == TILE * TILE
+    partial = (counts > 0) & ~full
+    return BlockMask.from_kv_blocks(
+        *_ordered(partial), *_ordered(full), BLOCK_SIZE=TILE, mask_mod=allowed, seq_lengths=(T, T)
+    )
+
+
+def _ordered(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """Which key tiles each query tile needs, as FlexAttention wants it: how many, [1, 1, n], and which, [1, 1, n, n]."""
+    which = tiles.int().argsort(dim=1, descending=True, stable=True)
+    return tiles.sum(dim=1).int()[None, None], which.int()[None, None]
 
 
 @dataclass(frozen=True, slots=True)

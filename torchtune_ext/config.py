@@ -45,17 +45,25 @@ def unknown_key(key: str, known: list[str], where: str = "the config") -> str:
 
 
 def build(record: type[T], values: DictConfig | dict | None, where: str, **extra: Any) -> T:
-    """A frozen settings record from a nested YAML node.
+    """A frozen settings record from a nested YAML node. What the node leaves out comes from `extra`, then the defaults.
 
     Raises:
-        ValueError: an unknown key in the node; whatever the record's own checks say.
+        ValueError: an unknown key in the node, a wrong type; whatever the record's own checks say.
     """
-    plain = OmegaConf.to_object(values) if isinstance(values, DictConfig) else dict(values or {})
     known = [f.name for f in fields(record)]
-    for key in plain:
+    node = OmegaConf.create({where: values or {}})
+    for key in node[where]:
         if key not in known:
             raise ValueError(unknown_key(f"{where}.{key}", known, f"`{where}:`"))
-    return record(**plain, **extra)
+    schema = OmegaConf.structured(record)
+    OmegaConf.set_readonly(schema, False)
+    try:
+        checked = OmegaConf.merge({where: schema}, node)[where]
+    except ValidationError as error:
+        raise ValueError(f"{error.full_key}: {error.msg}".split("\n")[0]) from None
+    plain = OmegaConf.to_container(checked)
+    given = {key: tuple(plain[key]) if isinstance(plain[key], list) else plain[key] for key in node[where]}
+    return record(**{**extra, **given})
 
 
 def has_component(node: DictConfig | None) -> bool:

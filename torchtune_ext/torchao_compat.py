@@ -5,6 +5,7 @@ nothing. What the removed names did stays unavailable: torchtune's post-training
 """
 
 import importlib
+import logging
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -20,8 +21,14 @@ def _removed(name: str) -> Callable:
     return stub
 
 
+def _of_interest(record: logging.LogRecord) -> bool:
+    """torchao's C++ extensions fit one torch version each; nothing here uses them: nobody need read that they are skipped."""
+    return "Skipping import of cpp extensions" not in record.getMessage()
+
+
 def apply(_module: ModuleType | None = None) -> None:
     """Put back the names that torchtune 0.6.1 imports. Idempotent. Raises ImportError without torchao."""
+    logging.getLogger("torchao").addFilter(_of_interest)
     from torchao import dtypes, quantization
 
     # 0.18 moved NF4

@@ -1,6 +1,7 @@
 """Every shipped config fits the recipe it belongs to, and the models it names can be built."""
 
 import importlib
+import re
 
 import pytest
 from omegaconf import OmegaConf
@@ -94,3 +95,29 @@ def test_a_missing_value_is_named():
 def test_components_that_cannot_be_built_are_named(node, message):
     with pytest.raises(ValueError, match=message):
         instantiate(OmegaConf.create({"loss": node}).loss)
+
+
+@pytest.mark.parametrize(
+    ("record", "values", "message"),
+    [
+        (SamplingConfig, {"max_tokens": "many"}, "sampling.max_tokens: Value 'many'"),
+        (SamplingConfig, {"max_tokens": 1.5}, "sampling.max_tokens: Value '1.5'"),
+        (SamplingConfig, {"max_tokens": 8, "stop_token_ids": "x"}, "sampling.stop_token_ids"),
+        (
+            SamplingConfig,
+            {"max_token": 8},
+            "unknown key 'sampling.max_token' in `sampling:`; did you mean 'max_tokens'",
+        ),
+    ],
+)
+def test_nested_settings_are_checked(record, values, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build(record, OmegaConf.create(values), "sampling")
+
+
+def test_nested_settings_keep_their_types_and_win_over_what_the_recipe_brings():
+    engine = build(EngineConfig, OmegaConf.create({"devices": 4, "extra_args": {"a": [1]}}), "engine")
+    assert engine.devices == "4" and engine.extra_args == {"a": [1]}
+    values = OmegaConf.create({"max_tokens": 8, "stop_token_ids": [5, 6]})
+    sampling = build(SamplingConfig, values, "sampling", stop_token_ids=(1,), seed=3)
+    assert sampling.stop_token_ids == (5, 6) and sampling.seed == 3

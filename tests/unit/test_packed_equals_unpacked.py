@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_block_mask
 from torchtune import training
 from torchtune.models.llama3_2 import llama3_2
 from torchtune.models.qwen2 import qwen2
@@ -12,7 +13,7 @@ from torchtune.modules import TransformerSelfAttentionLayer
 
 from torchtune_ext.advantages import Group, Sample
 from torchtune_ext.grading import Outcome
-from torchtune_ext.kernels.packed_attention import dense_mask, packed_attention, segment_mask
+from torchtune_ext.kernels.packed_attention import block_mask, dense_mask, packed_attention, segment_mask
 from torchtune_ext.objective.loss import GRPOLoss
 from torchtune_ext.packing import pack
 from torchtune_ext.policy.logprobs import PackedPolicy
@@ -240,3 +241,17 @@ def test_empty_rows_keep_ranks_in_step_and_change_nothing():
     model.zero_grad()
     assert forward_backward(policy, rows, GRPOLoss(), 1.0, CPU)[0] == alone
     assert all(torch.equal(a, p.grad) for a, p in zip(grads, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 127, 128, 300, 1024, 2500])
+def test_block_mask_is_the_one_that_torch_makes_of_a_whole_mask(num_tokens):
+    groups = torch.randint(0, 6, (num_tokens,)).sort().values
+    parents = torch.where(torch.rand(num_tokens) < 0.5, groups - 1, groups)
+    dense = dense_mask(groups, parents)
+    whole = create_block_mask(lambda b, h, i, j: dense[i, j], None, None, num_tokens, num_tokens, device="cpu")
+    ours = block_mask(groups, parents)
+    for table in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "q_num_blocks", "q_indices"):
+        assert torch.equal(getattr(ours, table), getattr(whole, table)), table
+    assert ours.seq_lengths == whole.seq_lengths
+    places = torch.arange(num_tokens)
+    assert torch.equal(ours.mask_mod(None, None, places[:, None], places[None]), dense)

@@ -24,6 +24,30 @@ def request_seed(seed: int, prompt: int, sample: int) -> int:
     return value >> 1
 
 
+def request_seeds(seed: int | None, prompts: int, n: int) -> list[list[int]] | None:
+    """Seeds [prompts, n] of a call of `sample`; None stays None."""
+    return None if seed is None else [[request_seed(seed, p, s) for s in range(n)] for p in range(prompts)]
+
+
+def check_prompts(
+    prompts: Sequence[Sequence[int]], n: int, sampling: SamplingConfig, max_model_len: int
+) -> list[list[int]]:
+    """The prompts as lists. Raises ValueError for what does not fit, before anything is sent."""
+    prompts = [np.asarray(prompt).tolist() for prompt in prompts]
+    if n < 1:
+        raise ValueError(f"sample: n is {n}; it has to be 1 or more")
+    for index, prompt in enumerate(prompts):
+        if not prompt:
+            raise ValueError(f"sample: prompt {index} is empty; it needs at least one token")
+        if len(prompt) + sampling.max_tokens > max_model_len:
+            raise ValueError(
+                f"sample: prompt {index} has {len(prompt)} tokens, sampling.max_tokens is {sampling.max_tokens}: "
+                f"together more than engine.max_model_len = {max_model_len}; "
+                f"shorten the prompt, lower max_tokens or raise max_model_len"
+            )
+    return prompts
+
+
 class CoreLost(RuntimeError):
     """The engine is gone, does not answer, or holds half-loaded weights: this life of it is over."""
 

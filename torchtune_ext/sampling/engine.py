@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from torchtune_ext.sampling import janitor
-from torchtune_ext.sampling.calls import Call, Core, CoreLost, Step, request_seed
+from torchtune_ext.sampling.calls import Call, Core, CoreLost, Step, check_prompts, request_seeds
 from torchtune_ext.sampling.core import DEFAULT_MAX_NUM_SEQS, LocalCore, import_vllm
 from torchtune_ext.sampling.records import (
     Completion,
@@ -95,8 +95,11 @@ class Engine:
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begins to bring the engine up and returns. On the way it imports vLLM (3 to 5 s, once in a process): here,
-        not beside the trainer's own imports. The engine's process does the same in the meantime."""
+        """Begins to bring the engine up and returns (with `engine.sleep`: once it is up and sleeps).
+
+        On the way it imports vLLM (3 to 5 s, once in a process): here, not beside the trainer's own imports. The engine's
+        process does the same in the meantime.
+        """
         if self._started is not None or self._closed:
             raise RuntimeError("Engine.start: an engine is started once; make a new one")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -115,6 +118,11 @@ class Engine:
             self.close()
             raise EngineFailed(f"the engine did not start: {error}") from error
         self._started = self._submit(self._supervisor.start())
+        if (
+            self.config.sleep
+        ):  # the trainer finds its GPU free, and the engine measured it before the trainer took its part
+            self.wait_ready()
+            self.sleep()
 
     def wait_ready(self, timeout: float | None = None) -> None:
         """Waits until the engine can sample. Raises EngineFailed when it cannot start, TimeoutError after `timeout`
@@ -182,20 +190,8 @@ class Engine:
         Raises: ValueError for prompts that do not fit, before anything is sent; EngineFailed when the engine is beyond
         help.
         """
-        prompts = [np.asarray(prompt).tolist() for prompt in prompts]
-        if n < 1:
-            raise ValueError(f"sample: n is {n}; it has to be 1 or more")
-        for index, prompt in enumerate(prompts):
-            if not prompt:
-                raise ValueError(f"sample: prompt {index} is empty; it needs at least one token")
-            if len(prompt) + sampling.max_tokens > self.config.max_model_len:
-                raise ValueError(
-                    f"sample: prompt {index} has {len(prompt)} tokens, sampling.max_tokens is {sampling.max_tokens}: "
-                    f"together more than engine.max_model_len = {self.config.max_model_len}; "
-                    f"shorten the prompt, lower max_tokens or raise max_model_len"
-                )
-        if seeds is None and sampling.seed is not None:
-            seeds = [[request_seed(sampling.seed, p, s) for s in range(n)] for p in range(len(prompts))]
+        prompts = check_prompts(prompts, n, sampling, self.config.max_model_len)
+        seeds = request_seeds(sampling.seed, len(prompts), n) if seeds is None else seeds
         if seeds is not None and [len(row) for row in seeds] != [n] * len(prompts):
             raise ValueError(f"sample: seeds has to hold {n} numbers for each of the {len(prompts)} prompts")
         return self._call(self._sample(prompts, n, Batch(sampling, on_completion), seeds))

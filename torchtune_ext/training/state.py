@@ -9,7 +9,9 @@ checkpoints/step_000040/
 import json
 import os
 import shutil
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +112,8 @@ class Checkpoints:
         mine = f"rng_{_rank()}"
         rng = {name: value for name, value in _rng()[mine].items() if f"{mine}.{name}" in saved}
         state = {"model": model_state, "optimizer": optimizer_state} | ({mine: rng} if rng else {})
-        dcp.load(state, checkpoint_id=path / "state", no_dist=not _distributed())
+        with _one_process_is_fine():
+            dcp.load(state, checkpoint_id=path / "state", no_dist=not _distributed())
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         for group, own in zip(optimizer.param_groups, settings, strict=True):
             group.update(own)
@@ -191,7 +194,16 @@ def _save_hf(tensors: Iterable[tuple[str, Tensor]], folder: Path | None) -> None
 def _save_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state, **_rng()}
-    dcp.save(state, checkpoint_id=folder, no_dist=not _distributed())
+    with _one_process_is_fine():
+        dcp.save(state, checkpoint_id=folder, no_dist=not _distributed())
+
+
+@contextmanager
+def _one_process_is_fine() -> Iterator[None]:
+    """DCP warns that nobody else takes part; a run of one process means it so."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
+        yield
 
 
 def _rng() -> dict[str, dict[str, Tensor]]:
