@@ -18,27 +18,26 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from torchtune_ext.advantages import Group, with_advantages
 from torchtune_ext.config import build, has_component, instantiate, load_config
-from torchtune_ext.evaluation import accuracy
 from torchtune_ext.grading import Grader
 from torchtune_ext.packing import Row, pack_updates
 from torchtune_ext.plugin import parse
 from torchtune_ext.policy.memory import memory_table
 from torchtune_ext.policy.shard import build_policy
-from torchtune_ext.policy.weights import HFModel, named_hf_tensors
+from torchtune_ext.policy.weights import HFModel
 from torchtune_ext.rollout import sample_groups
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.tasks.order import problem_index
 from torchtune_ext.tasks.task import Problem
+from torchtune_ext.telemetry import summary
 from torchtune_ext.telemetry.metrics import Metrics
 from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.telemetry.rollouts import RolloutStore
-from torchtune_ext.telemetry.summary import Stopwatch, engine_metrics, memory_metrics, rollout_metrics
 from torchtune_ext.training.agreement import require_agreement
 from torchtune_ext.training.checks import at_least, check_sampling, release_memory, training_dtypes
 from torchtune_ext.training.distributed import close_ranks, init_ranks
 from torchtune_ext.training.publish import Publisher
 from torchtune_ext.training.schedule import make_schedule, resume_schedule
-from torchtune_ext.training.state import Checkpoints
+from torchtune_ext.training.state import Checkpoints, export_model
 from torchtune_ext.training.step import Reference, forward_backward, optimizer_step, over_updates, score
 
 SEED_STRIDE = 1 << 20  # sampling seeds of one step start here times the step
@@ -126,7 +125,7 @@ class GRPOFullRecipe:
             self.ranks.world_size, cfg.activation_checkpointing, cfg.compile,
         )  # fmt: skip
         self.reference = Reference(self.policy.model) if cfg.loss.get("kl_coef") else None
-        self.optimizer = instantiate(cfg.optimizer, params=list(self.policy.model.parameters()))
+        self.optimizer = instantiate(cfg.optimizer, params=self.policy.trainable())
         total = cfg.max_steps * cfg.updates_per_step
         self.schedule = make_schedule(self.optimizer, cfg.lr_schedule, cfg.lr_warmup, total)
         if resume:
@@ -149,7 +148,7 @@ class GRPOFullRecipe:
         while self.step < cfg.max_steps:
             self.step += 1
             self.last_eval = None  # a checkpoint is scored by an evaluation of its own weights alone
-            watch = Stopwatch()
+            watch = summary.Stopwatch()
             groups, values = self.sample(watch)
             with watch("pack"):
                 updates, packed = self.pack(groups)
@@ -162,11 +161,11 @@ class GRPOFullRecipe:
             if last or self.step % cfg.eval_every == 0:
                 with watch("eval"):
                     values |= self.evaluate()
-            self.log(values | watch.metrics() | memory_metrics())
+            self.log(values | watch.metrics() | summary.memory_metrics())
             if last or self.step % cfg.save_every == 0:
                 self.save_checkpoint()
 
-    def sample(self, watch: Stopwatch) -> tuple[list[Group], dict[str, float]]:
+    def sample(self, watch: summary.Stopwatch) -> tuple[list[Group], dict[str, float]]:
         """Rank 0: the groups of this step with advantages, stored and measured. Other ranks: nothing."""
         cfg, groups, wanted = self.cfg, [], self.cfg.prompts_per_step
         if not self.ranks.is_main:
@@ -183,7 +182,7 @@ class GRPOFullRecipe:
                 break
         self.engine.sleep()  # where it shares the trainer's GPU
         self.rollouts.write(self.step, groups)
-        values = rollout_metrics(groups) | stats.metrics() | engine_metrics(self.engine.stats())
+        values = summary.rollout_metrics(groups) | stats.metrics() | summary.engine_metrics(self.engine.stats())
         values["speed/sampled_tokens_s"] = values["length/tokens"] / watch.seconds["sample"]
         return groups, values
 
@@ -238,17 +237,11 @@ class GRPOFullRecipe:
             return {}
         problems = [self.eval_task[i] for i in range(len(self.eval_task))]
         seeded = replace(self.sampling, seed=self.cfg.seed)
-        sampled = accuracy(self.rollout(problems, self.cfg.eval_samples, seeded, "evaluate"))
-        greedy = accuracy(self.rollout(problems, 1, replace(seeded, temperature=0.0), "evaluate greedy"))
-        self.last_eval = sampled.mean
-        return {
-            "eval/accuracy_sampled": sampled.mean,
-            "eval/low": sampled.low,
-            "eval/high": sampled.high,
-            "eval/solved_sampled": sampled.pass_at[1],
-            "eval/accuracy_greedy": greedy.mean,
-            "eval/solved_greedy": greedy.pass_at[1],
-        }
+        sampled = self.rollout(problems, self.cfg.eval_samples, seeded, "evaluate")
+        greedy = self.rollout(problems, 1, replace(seeded, temperature=0.0), "evaluate greedy")
+        values = summary.evaluation_metrics(sampled, greedy)
+        self.last_eval = values["eval/accuracy_sampled"]
+        return values
 
     def log(self, values: dict[str, float]) -> None:
         if self.ranks.is_main:
@@ -259,10 +252,9 @@ class GRPOFullRecipe:
         recipe = {"cursor": self.cursor, "version": self.version, "updates": self.schedule.last_epoch}
         if self.ranks.is_main:
             recipe["throttle"] = self.engine.state_dict()
-        tensors = named_hf_tensors(self.policy.model, self.source, getattr(torch, self.cfg.dtype))
-        self.checkpoints.save(
-            self.step, self.policy.model, self.optimizer, tensors, self.source.path, recipe, self.last_eval
-        )
+        model, dtype = self.policy.model, getattr(torch, self.cfg.dtype)
+        export = partial(export_model, model=model, source=self.source, dtype=dtype)
+        self.checkpoints.save(self.step, model, self.optimizer, export, recipe, self.last_eval)
 
     def load_checkpoint(self, path: Path) -> None:
         recipe = self.checkpoints.load(path, self.policy.model, self.optimizer)
@@ -291,6 +283,7 @@ def recipe_main(cfg: DictConfig) -> None:
         recipe.train()
     finally:
         recipe.cleanup()
+    del recipe  # with the model, which holds the process group
     close_ranks()  # after success only: otherwise it would wait for ranks that are stuck, and torchrun ends those
 
 

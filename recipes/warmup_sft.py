@@ -25,7 +25,7 @@ from torchtune_ext.packing import pack
 from torchtune_ext.plugin import parse
 from torchtune_ext.policy.scratch import Shape, make_tokenizer, write_model
 from torchtune_ext.policy.shard import build_policy
-from torchtune_ext.policy.weights import HFModel, named_hf_tensors
+from torchtune_ext.policy.weights import HFModel
 from torchtune_ext.tasks.order import problem_index
 from torchtune_ext.telemetry.metrics import Metrics
 from torchtune_ext.telemetry.progress import Progress
@@ -94,7 +94,7 @@ class WarmupRecipe:
             cfg.activation_checkpointing,
             cfg.compile,
         )
-        self.optimizer = instantiate(cfg.optimizer, params=list(self.policy.model.parameters()))
+        self.optimizer = instantiate(cfg.optimizer, params=self.policy.trainable())
         self.updates = max(1, round(cfg.num_problems * cfg.epochs / cfg.batch_problems))
         self.schedule = make_schedule(self.optimizer, cfg.lr_schedule, cfg.lr_warmup, self.updates)
         self.metrics = Metrics(cfg.output_dir, list(cfg.metrics), OmegaConf.to_container(cfg), rank=self.ranks.rank)
@@ -162,8 +162,9 @@ class WarmupRecipe:
         return Group(problem, np.asarray(ids[:first], dtype=np.int32), (sample,))
 
     def save(self) -> Path:
-        tensors = named_hf_tensors(self.policy.model, self.source, self.dtype)
-        return save_model(Path(self.cfg.output_dir) / "model", tensors, self.start, self.ranks.is_main)
+        return save_model(
+            Path(self.cfg.output_dir) / "model", self.policy.model, self.source, self.dtype, self.ranks.is_main
+        )
 
     def cleanup(self) -> None:
         if self.metrics is not None:
@@ -179,6 +180,7 @@ def recipe_main(cfg: DictConfig) -> None:
         print(f"model: {recipe.save()}")
     finally:
         recipe.cleanup()
+    del recipe  # with the model, which holds the process group
     close_ranks()  # after success only: otherwise it would wait for ranks that are stuck, and torchrun ends those
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -9,10 +10,10 @@ from torchtune.models.qwen2 import qwen2
 
 from torchtune_ext.policy.scratch import Shape, make_tokenizer, qwen2_from_config, write_model
 from torchtune_ext.policy.shard import build_policy
-from torchtune_ext.policy.weights import HFModel, load_weights, named_hf_tensors
+from torchtune_ext.policy.weights import HFModel, load_weights
 from torchtune_ext.training import state as module
 from torchtune_ext.training.schedule import make_schedule
-from torchtune_ext.training.state import Checkpoints
+from torchtune_ext.training.state import Checkpoints, export_model
 
 SHAPE = Shape(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=48,
               max_position_embeddings=64, vocab_size=400)  # fmt: skip
@@ -39,8 +40,8 @@ def train(model, optimizer, steps, seed):
 
 
 def save(checkpoints, step, model, optimizer, source, score=None):
-    tensors = named_hf_tensors(model, source, torch.float32)
-    return checkpoints.save(step, model, optimizer, tensors, source.path, {"cursor": 7 * step}, score)
+    export = partial(export_model, model=model, source=source, dtype=torch.float32)
+    return checkpoints.save(step, model, optimizer, export, {"cursor": 7 * step}, score)
 
 
 def test_resume_equals_going_on(tmp_path, source):

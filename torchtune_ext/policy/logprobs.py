@@ -3,12 +3,13 @@
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchtune.modules import TiedLinear, TransformerDecoder
 
 from torchtune_ext.kernels.linear_logprob import linear_logprob
 from torchtune_ext.kernels.packed_attention import packed_mask, use_packed_attention
 from torchtune_ext.packing import Row
+from torchtune_ext.policy.lora import effective_weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,10 @@ class PackedPolicy:
         use_packed_attention(model)
         model.unembed = self._unembed
 
+    def trainable(self) -> list[nn.Parameter]:
+        """What an optimizer gets: all parameters, or those of the adapters."""
+        return [param for param in self.model.parameters() if param.requires_grad]
+
     def __call__(self, row: Row, temperature: float = 1.0) -> LabelScores:
         """Scores the labels of a row that lies on the model's device.
 
@@ -58,6 +63,6 @@ class PackedPolicy:
     def _unembed(self, hidden_BTD: Tensor) -> Tensor:
         """[1, T, D] -> [2, L]: stands in for `TransformerDecoder.unembed` inside its forward, where weights are whole."""
         output = self.model.output
-        weight_VD = output.tied_module.weight if isinstance(output, TiedLinear) else output.weight
+        weight_VD = output.tied_module.weight if isinstance(output, TiedLinear) else effective_weight(output)
         hidden_LD = self.model.norm(hidden_BTD)[0][self._row.sources_L]
         return torch.stack(linear_logprob(hidden_LD, weight_VD, self._row.labels_L, self._temperature))

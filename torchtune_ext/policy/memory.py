@@ -4,9 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune.modules import TransformerDecoder
 
 from torchtune_ext.kernels.linear_logprob import CHUNK_ELEMENTS
+from torchtune_ext.policy import lora
 
 GIB = 1 << 30
 
@@ -16,6 +19,7 @@ class MemoryNeed:
     """Bytes on each training device, line by line, and in main memory."""
 
     parameters: int  # of the model, a count
+    trained: int  # of these
     device: dict[str, int]  # what -> bytes per training device
     engine: dict[str, int]  # what -> bytes per engine device, KV cache aside
     host: dict[str, int]  # what -> bytes in main memory, all ranks of the machine together
@@ -29,6 +33,7 @@ def estimate(
     activation_checkpointing: bool,
     reference: bool,
     engine_tensor_parallel: int = 1,
+    publishes_all: bool = True,
 ) -> MemoryNeed:
     """Estimates from shapes on the meta device; an optimizer with two moments (AdamW) is assumed.
 
@@ -37,7 +42,11 @@ def estimate(
     """
     with torch.device("meta"):
         model = make_model()
+    if lora.adapter_names(model):
+        lora.prepare(model, compute_dtype)
     total = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    frozen = sum(_bytes(p) for p in model.parameters() if not p.requires_grad)
     width = model.tok_embeddings.embedding_dim
     vocab = model.tok_embeddings.num_embeddings
     layer = model.layers[0]
@@ -54,20 +63,27 @@ def estimate(
     unsharded = (outer + 2 * layer_parameters) * size if world_size > 1 or size < 4 else 0
     return MemoryNeed(
         parameters=total,
+        trained=trained,
         device={
-            "weights, float32 master": 4 * total // world_size,
-            "gradients, float32": 4 * total // world_size,
-            "AdamW moments, float32": 8 * total // world_size,
+            **({"frozen weights, as they are held": frozen // world_size} if frozen else {}),
+            "weights, float32 master": 4 * trained // world_size,
+            "gradients, float32": 4 * trained // world_size,
+            "AdamW moments, float32": 8 * trained // world_size,
             f"gathered weights, {str(compute_dtype)[6:]}": unsharded,
             f"activations of a row of {row_tokens} tokens": kept,
             "logits of one chunk with gradient, float32": logits,
         },
         engine={f"weights, {str(compute_dtype)[6:]} (KV cache comes on top)": size * total // engine_tensor_parallel},
         host={
-            "published weights in shared memory": size * total,
-            "reference and weights swapped out, float32": 8 * total * reference,
+            "published weights in shared memory": size * (total if publishes_all or not frozen else trained),
+            "reference and weights swapped out, float32": 8 * total * (reference and not frozen),
         },
     )
+
+
+def _bytes(param: Tensor) -> int:
+    """Of NF4: 4 bits a value, 8 bits a block of 64, a float32 for 256 of these (Dettmers et al. 2023, section 3)."""
+    return int(param.numel() * (0.5 + 1 / 64 + 4 / (64 * 256))) if isinstance(param, NF4Tensor) else param.nbytes
 
 
 def memory_table(
@@ -77,11 +93,14 @@ def memory_table(
     activation_checkpointing: bool,
     reference: bool,
     engine_tensor_parallel: int = 1,
+    publishes_all: bool = True,
 ) -> str:
     """The estimates for 1, 2, 4 and 8 training devices, as columns in GiB."""
-    options = (activation_checkpointing, reference, engine_tensor_parallel)
+    options = (activation_checkpointing, reference, engine_tensor_parallel, publishes_all)
     needs = {n: estimate(make_model, row_tokens, compute_dtype, n, *options) for n in (1, 2, 4, 8)}
-    lines = [f"{needs[1].parameters / 1e9:.3f} B parameters; GiB by number of training devices"]
+    share = needs[1].trained / needs[1].parameters
+    adapters = f" ({share:.2%} of them trained)" if share < 1 else ""
+    lines = [f"{needs[1].parameters / 1e9:.3f} B parameters{adapters}; GiB by number of training devices"]
     lines.append(f"{'':<50}" + "".join(f"{n:>9}" for n in needs))
     for part, title in (("device", "each training device"), ("engine", "each engine device"), ("host", "host")):
         lines.append(title)

@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from torchtune.models.qwen2 import qwen2
+from torchtune.models.qwen2 import lora_qwen2, qwen2
 from torchtune.modules import TransformerDecoder
 
 from torchtune_ext.chat import CHATML
@@ -141,8 +142,37 @@ def _random_weights(shape: Shape, vocab: int, seed: int) -> dict[str, torch.Tens
 
 def qwen2_from_config(model_dir: str) -> TransformerDecoder:
     """The torchtune model that a Qwen2 directory's `config.json` describes (for public models the YAML names a builder)."""
+    return qwen2(**_arguments(model_dir))
+
+
+def lora_qwen2_from_config(
+    model_dir: str,
+    lora_attn_modules: list[str],
+    apply_lora_to_mlp: bool = False,
+    apply_lora_to_output: bool = False,
+    lora_rank: int = 8,
+    lora_alpha: float = 16.0,
+    lora_dropout: float = 0.0,
+    use_dora: bool = False,
+    quantize_base: bool = False,
+) -> TransformerDecoder:
+    """The same with adapters; the arguments are those of torchtune's `lora_qwen2`."""
+    return lora_qwen2(
+        lora_attn_modules,
+        apply_lora_to_mlp,
+        apply_lora_to_output,
+        lora_rank=lora_rank,
+        lora_alpha=lora_alpha,
+        lora_dropout=lora_dropout,
+        use_dora=use_dora,
+        quantize_base=quantize_base,
+        **_arguments(model_dir),
+    )
+
+
+def _arguments(model_dir: str) -> dict[str, Any]:
     config = HFModel(model_dir).config
-    return qwen2(
+    return dict(
         vocab_size=config["vocab_size"],
         num_layers=config["num_hidden_layers"],
         num_heads=config["num_attention_heads"],

@@ -3,12 +3,12 @@
 from collections.abc import Callable
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torchtune import training
-from torchtune.modules import TransformerDecoder, TransformerSelfAttentionLayer
+from torchtune.modules import TiedLinear, TransformerDecoder, TransformerSelfAttentionLayer
 
+from torchtune_ext.policy import lora
 from torchtune_ext.policy.logprobs import PackedPolicy
 from torchtune_ext.policy.weights import HFModel, load_weights
 
@@ -21,11 +21,13 @@ def build_policy(
     world_size: int = 1,
     activation_checkpointing: bool = False,
     compile_layers: bool = False,
+    seed: int = 0,
 ) -> PackedPolicy:
     """Builds the policy with float32 master weights, computing in `compute_dtype`.
 
     Built on the meta device and sharded before any weight exists, so no rank ever holds the whole model. Pure bfloat16
-    weights would swallow updates smaller than 2^-9 of a weight; the float32 masters cost 2 bytes a parameter more.
+    weights would swallow updates smaller than 2^-9 of a weight; the float32 masters cost 2 bytes a parameter more. Of a
+    model with adapters (`lora.py`) only these are trained and have masters; the rest is held in `compute_dtype`.
 
     Args:
         make_model: returns the torchtune decoder (called under the meta device).
@@ -35,14 +37,18 @@ def build_policy(
         world_size: more than one: the default process group must exist.
         activation_checkpointing: recompute each layer in the backward.
         compile_layers: `torch.compile` each layer.
+        seed: of adapters.
     """
     with torch.device("meta"):
         model = make_model()
-    if source.tied != (not isinstance(model.output, nn.Linear)):
+    if source.tied != isinstance(model.output, TiedLinear):
         raise ValueError(
             f"tie_word_embeddings={source.tied} in {source.path / 'config.json'}, but the model of the YAML has "
             f"{'untied' if source.tied else 'tied'} embeddings; change `model:`"
         )
+    adapters = lora.adapter_names(model)
+    if adapters:
+        lora.prepare(model, compute_dtype)
     policy = PackedPolicy(model)
     if compile_layers:
         for layer in model.layers:
@@ -56,7 +62,9 @@ def build_policy(
         for module in model.modules():
             if hasattr(module, "rope_init"):  # buffers that no checkpoint holds
                 module.rope_init()
-    load_weights(model, source)
+    load_weights(model, source, new=adapters)
+    if adapters:
+        lora.initialise(model, seed)
     return policy
 
 

@@ -1,16 +1,17 @@
 """Weights between Hugging Face directories, torchtune models and the sampler. One name map serves all three."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtune.models.convert_weights import hf_to_tune, tune_to_hf
 from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune, qwen2_tune_to_hf
+
+from torchtune_ext.policy.sharded import fill, whole
 
 # model_type of config.json -> (from HF, to HF). Llama's q and k are permuted (torchtune rotates interleaved pairs).
 _CONVERTERS = {"qwen2": (qwen2_hf_to_tune, qwen2_tune_to_hf), "llama": (hf_to_tune, tune_to_hf)}
@@ -65,8 +66,9 @@ class HFModel:
                     yield from self._from_hf({name: f.get_tensor(name)}, **self._shape).items()
 
     def to_hf(self, name: str, tensor: Tensor) -> tuple[str, Tensor]:
-        """A torchtune weight under its Hugging Face name and layout."""
-        return next(iter(self._to_hf({name: tensor}, **self._shape).items()))
+        """A torchtune weight under its Hugging Face name and layout; it may have fewer columns (an adapter's B)."""
+        shape = self._shape | {"dim": tensor.shape[-1]}
+        return next(iter(self._to_hf({name: tensor}, **shape).items()))
 
 
 def clean_name(name: str) -> str:
@@ -77,14 +79,17 @@ def clean_name(name: str) -> str:
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, source: HFModel) -> None:
+def load_weights(model: nn.Module, source: HFModel, new: Collection[str] = ()) -> None:
     """Copies the weights of `source` into a (sharded) model; every rank reads the files and keeps its part.
+
+    Args:
+        new: names of parameters that no model directory holds (those of adapters).
 
     Raises:
         ValueError: names or shapes that do not fit the model that the config builds.
     """
     params = {clean_name(name): p for name, p in model.named_parameters()}
-    missing = set(params)
+    missing = set(params) - set(new)
     for name, tensor in source.tensors():
         param = params.get(name)
         if param is None or tuple(param.shape) != tuple(tensor.shape):
@@ -93,12 +98,7 @@ def load_weights(model: nn.Module, source: HFModel) -> None:
                 f"model does not fit model_dir={str(source.path)!r}: {name} has shape {tuple(tensor.shape)} there, "
                 f"the built model has {found}; compare `model:` in the YAML with {source.path / 'config.json'}"
             )
-        if isinstance(param, DTensor):
-            full = tensor.to(device=param.device, dtype=param.dtype)
-            tensor = distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None).to_local()
-            param.to_local().copy_(tensor)
-        else:
-            param.copy_(tensor)
+        fill(param, tensor)
         missing.discard(name)
     if missing:
         raise ValueError(
@@ -113,6 +113,4 @@ def named_hf_tensors(model: nn.Module, names: HFModel, dtype: torch.dtype) -> It
     Gathers one sharded parameter at a time: a collective, so all ranks must exhaust it together.
     """
     for name, param in model.named_parameters():
-        param = param.detach()
-        full = param.full_tensor() if isinstance(param, DTensor) else param
-        yield names.to_hf(clean_name(name), full.to(dtype))
+        yield names.to_hf(clean_name(name), whole(param).to(dtype))

@@ -156,7 +156,9 @@ class Core(Protocol):
 
     async def ping(self, deadline_s: float) -> None: ...
 
-    async def load(self, weights: Any, version: int) -> tuple[float, float]: ...  # seconds of pause, of loading
+    async def load(
+        self, buffers: Sequence[Any], version: int
+    ) -> tuple[float, float]: ...  # seconds of pause, of loading
 
     async def sleep(self, level: int) -> None: ...
 

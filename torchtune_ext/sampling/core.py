@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ import torch
 
 from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded
 from torchtune_ext.sampling.core_process import LOG_FORMAT, LOG_LEVEL, CoreContext, CoreProcess
-from torchtune_ext.sampling.records import Completion, EngineConfig
-from torchtune_ext.sampling.weights import WeightBuffer
+from torchtune_ext.sampling.records import LORA_RANKS, Completion, EngineConfig
+from torchtune_ext.sampling.weights import ADAPTER_ID, WeightBuffer
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,9 @@ def import_vllm(config: EngineConfig) -> None:
     """Imports what the engine's thread will use, in the thread that calls. Import it in two threads at once, and Python
     sees half-made modules: Transformers, Accelerate and torch are imported by the trainer, too."""
     if on_cpu():
-        logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # that there is no Triton, which nobody expects
+        logging.getLogger("torch._library.triton").setLevel(
+            logging.ERROR
+        )  # that there is no Triton, which nobody expects
     with environment_kept():
         os.environ["VLLM_CONFIGURE_LOGGING"] = "0"
         if config.address is None:
@@ -87,6 +89,7 @@ class LocalCore:
         self.cache_tokens = self.block = 0  # size of the KV cache and of its blocks, known after the launch
         self.vocabulary = 0  # token ids the model has, known then, too
         self.asleep = 0  # level of sleep
+        self._lora_request: Any = None  # goes with every request once an adapter is loaded
         self.calls: dict[str, Call] = {}
         self.sign_of_life = time.monotonic()
         environ = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CONFIGURE_LOGGING": "0", "TMPDIR": temp_dir}
@@ -125,6 +128,10 @@ class LocalCore:
             "weight_transfer_config": {"backend": "shm"},
             "disable_log_stats": True,  # the default loggers; ours counts
         }
+        if config.lora_rank:
+            slots = next(rank for rank in LORA_RANKS if rank >= config.lora_rank)
+            args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": slots}
+            args |= {"lora_target_modules": list(config.lora_targets)} if config.lora_targets else {}
         if on_cpu():
             args |= {
                 "enforce_eager": True,
@@ -243,7 +250,7 @@ class LocalCore:
         self.calls[call.id] = call
         prompt = {"type": "token", "prompt_token_ids": call.prompt}
         try:
-            async for output in self.llm.generate(prompt, self._params(call), call.id):
+            async for output in self.llm.generate(prompt, self._params(call), call.id, lora_request=self._lora_request):
                 part = output.outputs[0]
                 if call.add(part.token_ids, part.logprobs.logprobs) and not output.finished:
                     await self.llm.abort(call.id)  # one more output follows
@@ -293,34 +300,47 @@ class LocalCore:
         await self._bounded(self.llm.is_paused(), deadline_s)
         self.sign_of_life = time.monotonic()
 
-    async def load(self, weights: WeightBuffer, version: int) -> tuple[float, float]:
-        """Replaces the weights between two steps; requests in flight go on with the new ones.
+    async def load(self, buffers: Sequence[WeightBuffer], version: int) -> tuple[float, float]:
+        """Replaces weights between two steps; requests in flight go on with the new ones.
 
-        Args: weights: when nothing was published yet, only the label `version` is set.
+        Args: buffers: what to load, the model before its adapter; empty: only the label `version` is set.
         Returns: seconds of pause, seconds of loading in it. Raises CoreLost: the engine must not be used further.
         """
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
-
         llm = self.llm
-        if weights.manifest is None:
+        if not buffers:
             await self._bounded(llm.update_weight_version(str(version)))
             return 0.0, 0.0
-        await self._bounded(llm.init_weight_transfer_engine(WeightTransferInitRequest(weights.address())))
         if self.asleep:
             await self._bounded(llm.wake_up(["weights"]))
         started = time.monotonic()
         # clear_cache: the KV cache of the old weights is computed again, also that of requests in flight
         await self._bounded(llm.pause_generation(mode="keep", clear_cache=True))
         loading = time.monotonic()
-        await self._bounded(llm.start_weight_update())
-        await self._bounded(llm.update_weights(WeightTransferUpdateRequest(weights.manifest)))
-        await self._bounded(llm.finish_weight_update(str(version)))
+        for buffer in buffers:
+            await (self._load_model(buffer, version) if buffer.adapter is None else self._load_adapter(buffer, version))
         loaded = time.monotonic()
         if self.asleep:
             await self._bounded(llm.wake_up(["kv_cache", "scheduling"]))
             self.asleep = 0
         await self._bounded(llm.resume_generation())
         return time.monotonic() - started, loaded - loading
+
+    async def _load_model(self, buffer: WeightBuffer, version: int) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+
+        await self._bounded(self.llm.init_weight_transfer_engine(WeightTransferInitRequest(buffer.address())))
+        await self._bounded(self.llm.start_weight_update())
+        await self._bounded(self.llm.update_weights(WeightTransferUpdateRequest(buffer.manifest)))
+        await self._bounded(self.llm.finish_weight_update(str(version)))
+
+    async def _load_adapter(self, buffer: WeightBuffer, version: int) -> None:
+        from vllm.lora.request import LoRARequest
+
+        arguments = (buffer.address(), buffer.manifest, buffer.adapter)
+        await self._bounded(self.llm.collective_rpc("load_adapter", args=arguments))
+        await self._bounded(self.llm.update_weight_version(str(version)))
+        # a path has to be named; nothing is read there, since the adapter is in the engine already
+        self._lora_request = LoRARequest("policy", ADAPTER_ID, "memory")
 
     async def sleep(self, level: int) -> None:
         """Gives the GPU's memory back; level 1 keeps the weights in host memory, level 2 drops them."""

@@ -72,8 +72,8 @@ class Engine:
         self.config = config
         self.model_dir = str(model_dir)
         self.log_path = Path(run_dir).absolute() / "engine.log"
-        self._weights = WeightBuffer()
-        self._weights_lock = threading.Lock()  # held while the buffer is written
+        self._weights, self._adapter = WeightBuffer(), WeightBuffer()
+        self._weights_lock = threading.Lock()  # held while a buffer is written
         self._publish_lock = threading.Lock()  # one publication at a time
         self._first_version = version
         self._loop = asyncio.new_event_loop()
@@ -139,7 +139,7 @@ class Engine:
         self._call(self._supervisor.ready())
 
     def close(self) -> None:
-        """Ends the engine and everything that belongs to it. May be called twice."""
+        """Ends the engine and all that belongs to it. May be called twice."""
         if self._closed:
             return
         self._closed = True
@@ -152,7 +152,8 @@ class Engine:
             finally:
                 self._loop.call_soon_threadsafe(self._loop.stop)
                 self._thread.join(5.0)
-        self._weights.close()
+        for buffer in (self._weights, self._adapter):
+            buffer.close()
         if self._janitor is not None:
             self._janitor.stdin.close()  # type: ignore[union-attr]
             self._janitor.wait(10.0)
@@ -200,24 +201,29 @@ class Engine:
         """Ends all running calls of `sample` early: they return what they have, with finish reason "abort"."""
         self._call(self._cancel(), timeout=30.0)
 
-    def publish(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> PublishReport:
+    def publish(
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int, adapter: dict[str, Any] | None = None
+    ) -> PublishReport:
         """Gives the engine new weights. Requests in flight go on with them, from their next token.
 
         Args: named_tensors: (Hugging Face name, tensor), the whole model, without tied copies; it may be a generator;
-        version: of the policy, larger than the last one.
+        version: of the policy, larger than the last one; adapter: PEFT's config, when the tensors are those of an adapter
+        (the engine needs `lora_rank`), which all requests use from now on, over the model as it is.
         Raises: ValueError; EngineFailed when the engine takes them neither now nor after a restart.
         """
+        if adapter is not None and self.config.lora_rank is None:
+            raise ValueError("publish: an adapter, but the engine was started without engine.lora_rank")
+        buffer = self._weights if adapter is None else self._adapter
         with self._publish_lock:
-            if version <= self.version and self._weights.manifest is not None:
-                raise ValueError(
-                    f"publish: version {version} after {self.version}; versions grow with every publication"
-                )
+            if version < self.version or version <= buffer.version:
+                raise ValueError(f"publish: version {version} after {max(self.version, buffer.version)}; versions grow")
             with self._weights_lock:
-                copy_s = self._weights.write(named_tensors)
+                copy_s = buffer.write(named_tensors)
+                buffer.adapter, buffer.version = adapter, version
                 if self._supervisor is not None:
                     self._supervisor.version = version
-            pause_s, load_s = self._call(self._load(version))
-            return PublishReport(version, self._weights.bytes, copy_s, pause_s, load_s)
+            pause_s, load_s = self._call(self._load(buffer, version))
+            return PublishReport(version, buffer.bytes, copy_s, pause_s, load_s)
 
     def sleep(self) -> None:
         """On a GPU that trainer and engine share (`engine.sleep`): gives the engine's memory back. `publish` and
@@ -228,9 +234,7 @@ class Engine:
     def limit_concurrency(self, limit: int | None) -> None:
         """Fixes how many requests may be in flight; None: follow the engine's counters, from the beginning."""
         if limit is not None and limit < 1:
-            raise ValueError(
-                f"limit_concurrency: {limit} requests in flight; use 1 or more, or None to follow the engine"
-            )
+            raise ValueError(f"limit_concurrency: {limit} requests; use 1 or more, or None to follow the engine")
         self._call(self._limit_concurrency(limit))
 
     def stats(self) -> EngineStats:
@@ -290,7 +294,7 @@ class Engine:
             future.cancel()  # nothing when it is done; else the caller is going away (Ctrl-C)
 
     async def _prepare(self) -> None:
-        self._supervisor = Supervisor(self.config, self._make_core, self._weights, self._weights_lock)
+        self._supervisor = Supervisor(self.config, self._make_core, (self._weights, self._adapter), self._weights_lock)
         self._supervisor.version = self._first_version
         await self._supervisor.prepare()
 
@@ -316,8 +320,8 @@ class Engine:
     async def _sleep(self) -> None:
         await self._supervisor.sleep()
 
-    async def _load(self, version: int) -> tuple[float, float]:
-        return await self._supervisor.load(version)
+    async def _load(self, buffer: WeightBuffer, version: int) -> tuple[float, float]:
+        return await self._supervisor.load(buffer, version)
 
     async def _sample(self, prompts: list[list[int]], n: int, batch: Batch, seeds: Any) -> list[list[Completion]]:
         core = await self._supervisor.awake()

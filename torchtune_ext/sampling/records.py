@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM has room; smaller ranks are padded
 FINISH_REASONS = ("stop", "length", "early_stop", "deadline", "abort")
 
 
@@ -30,6 +31,8 @@ class EngineConfig:
     devices: str | None = None  # CUDA_VISIBLE_DEVICES of the engine's process; None: inherited
     sleep: bool = False  # engine shares the trainer's GPU: give memory back between sampling and publishing
     address: str | None = None  # "http://host:port" of a running vLLM server; None: an engine of our own
+    lora_rank: int | None = None  # of an adapter that will be published; the recipe sets it
+    lora_targets: tuple[str, ...] = ()  # layers that have one: "q_proj", ...; empty: all that vLLM can adapt
     load_format: str = "auto"  # "dummy": random weights until the first publication
     seed: int = 0  # of requests that bring no seed of their own, and of "dummy" weights
     start_deadline_s: float = 600.0  # seconds until the engine has to answer after its start
@@ -49,6 +52,13 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"engine.{name} is {value}: it has to be 1 or more, or null for the default")
+        if self.lora_rank is not None and not 1 <= self.lora_rank <= LORA_RANKS[-1]:
+            raise ValueError(f"engine.lora_rank is {self.lora_rank}: vLLM takes adapters of rank 1 to {LORA_RANKS[-1]}")
+        if self.lora_rank is not None and self.address is not None:
+            raise ValueError(
+                f"engine.address={self.address} with an adapter to publish: a server takes whole models only; set "
+                "publish=merged, or let the run start an engine of its own (address: null)"
+            )
         for name in ("start_deadline_s", "rpc_deadline_s", "probe_interval_s", "probe_deadline_s"):
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):

@@ -10,7 +10,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded
@@ -185,12 +185,13 @@ class ServerCore:
         await bounded(self, self._get("/is_paused"), deadline_s)
         self.sign_of_life = time.monotonic()
 
-    async def load(self, weights: WeightBuffer, version: int) -> tuple[float, float]:
+    async def load(self, buffers: Sequence[WeightBuffer], version: int) -> tuple[float, float]:
         """Replaces the server's weights; requests in flight go on with the new ones. Returns seconds of pause, of
         loading. Raises CoreLost."""
-        if weights.manifest is None:
+        if not buffers:
             await self._bounded(self._post("/update_weight_version", {"new_version": str(version)}))
             return 0.0, 0.0
+        (weights,) = buffers  # never an adapter: EngineConfig sees to it
         try:
             await self._bounded(self._post("/init_weight_transfer_engine", {"init_info": weights.address()}))
         except CoreLost as error:

@@ -16,7 +16,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torchtune_ext.sampling.calls import Core, CoreLost
 from torchtune_ext.sampling.records import EngineConfig, EngineFailed
@@ -31,11 +31,15 @@ class Supervisor:
     """Owns the engine's present life. All methods run in the engine's asyncio thread."""
 
     def __init__(
-        self, config: EngineConfig, make_core: Callable[[], Core], weights: WeightBuffer, weights_lock: threading.Lock
+        self,
+        config: EngineConfig,
+        make_core: Callable[[], Core],
+        buffers: Sequence[WeightBuffer],
+        weights_lock: threading.Lock,
     ):
-        """Args: make_core: begins a new life (`LocalCore` or `ServerCore`); weights, weights_lock: the current weights,
-        held by the publisher while it writes them."""
-        self.config, self._make_core, self._weights, self._weights_lock = config, make_core, weights, weights_lock
+        """Args: make_core: begins a new life (`LocalCore` or `ServerCore`); buffers: the current weights, the model's and
+        the adapter's; weights_lock: held by the publisher while it writes them."""
+        self.config, self._make_core, self._buffers, self._weights_lock = config, make_core, buffers, weights_lock
         self.core: Core | None = None  # the present life; None while there is none
         self.version = 0  # of the weights in the buffer, or on the disk before the first publication
         self.restarts = 0
@@ -82,8 +86,8 @@ class Supervisor:
         """A request has lost its engine. Waits until there is another one. Raises EngineFailed."""
         await self._replace(core, str(cause))
 
-    async def load(self, version: int) -> tuple[float, float]:
-        """Brings the published weights into the engine. Returns the seconds of pause and of loading.
+    async def load(self, buffer: WeightBuffer, version: int) -> tuple[float, float]:
+        """Brings newly published weights into the engine. Returns the seconds of pause and of loading.
 
         When the update fails, the engine is started again, and takes the weights then. Raises EngineFailed.
         """
@@ -93,13 +97,13 @@ class Supervisor:
             core = self.core
             if core is not None:
                 try:
-                    return await core.load(self._weights, version)
+                    return await core.load([buffer], version)
                 except CoreLost as error:
                     cause = str(error)
         started = time.monotonic()
         if core is not None:
             await self._replace(core, f"publication of version {version}: {cause}")
-        await self.ready()  # a new engine begins with the weights of the buffer
+        await self.ready()  # a new engine begins with the weights of the buffers
         return time.monotonic() - started, 0.0
 
     async def sleep(self) -> None:
@@ -108,7 +112,8 @@ class Supervisor:
         async with self._control:
             if core is self.core and not core.asleep:
                 # with published weights in host memory already, the engine need not keep a copy
-                await core.sleep(2 if self._weights.manifest is not None and self._weights.complete else 1)
+                model = self._buffers[0]
+                await core.sleep(2 if model.manifest is not None and model.complete else 1)
 
     async def awake(self) -> Core:
         """Waits for an engine that can sample. Raises EngineFailed."""
@@ -121,7 +126,7 @@ class Supervisor:
                     if core is self.core and core.asleep == 1:
                         await core.wake()
                     elif core is self.core and core.asleep:
-                        await core.load(self._weights, self.version)
+                        await core.load(self._published(), self.version)
             except CoreLost as error:
                 await self._replace(core, str(error))
 
@@ -155,13 +160,16 @@ class Supervisor:
                     core = self.core = self._make_core()
                     await core.launch()
                     await self._wait_for_writer()
-                    if self._weights.manifest is not None or self.version:
-                        await core.load(self._weights, self.version)
+                    if self._published() or self.version:
+                        await core.load(self._published(), self.version)
                     self.restarts += 1
                     self._changed.set()
                     return
                 except (CoreLost, ValueError, OSError) as error:
                     cause = str(error)
+
+    def _published(self) -> list[WeightBuffer]:
+        return [buffer for buffer in self._buffers if buffer.manifest is not None]
 
     async def _wait_for_writer(self) -> None:
         """Waits until no publication is writing into the buffer."""
@@ -171,7 +179,7 @@ class Supervisor:
                 raise CoreLost(f"a publication did not finish its copy within {self.config.rpc_deadline_s:g} s")
             await asyncio.sleep(0.05)
         self._weights_lock.release()
-        if not self._weights.complete:
+        if not all(buffer.complete for buffer in self._buffers):
             raise CoreLost("the last publication broke off while copying: there are no complete weights to start with")
 
     async def _give_up(self, cause: str, tail: str | None = None) -> None:

@@ -7,18 +7,22 @@ again finds the current weights there, not those of the disk.
 import os
 import time
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
+ADAPTER_ID = 1  # by which vLLM knows the one adapter of a run
 ALIGNMENT = 64  # bytes; every tensor starts at a multiple
 TOKEN = 64  # bytes at the start, by which the reader knows that the file is ours
 CHUNK = 1 << 30  # bytes of one write: the kernel takes at most 2 GiB at a time
 
 
 class WeightBuffer:
-    """Holds one full set of weights and the list of what lies where."""
+    """Holds one set of weights, of a model or of an adapter, and the list of what lies where."""
 
     def __init__(self):
+        self.adapter: dict[str, Any] | None = None  # PEFT's config, when the tensors are those of an adapter
+        self.version = -1  # of the policy whose weights these are; -1: never published
         self._fd = os.memfd_create("torchtune-ext-weights", os.MFD_CLOEXEC)
         self._token = os.urandom(TOKEN)
         self.manifest: dict[str, list] | None = None  # None before the first publication

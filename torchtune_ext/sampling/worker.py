@@ -7,8 +7,11 @@ our weights.
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from vllm.distributed.weight_transfer.base import (
@@ -17,8 +20,13 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.lora.layers import BaseLayerWithLoRA
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
+
+from torchtune_ext.sampling.weights import ADAPTER_ID
 
 BACKEND = "shm"
 
@@ -50,6 +58,39 @@ def tensors(path: str, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]
         yield name, memory[offset : offset + math.prod(shape) * kind.itemsize].view(kind).view(shape)
 
 
+def check_memory(path: str, token: str) -> None:
+    """Raises ValueError when the file is not the trainer's memory."""
+    expected = bytes.fromhex(token)
+    try:
+        with open(path, "rb") as file:
+            ours = file.read(len(expected)) == expected
+    except OSError:
+        ours = False
+    if not ours:
+        raise ValueError(
+            f"cannot read the trainer's weights at {path}: vLLM has to run on the trainer's machine, "
+            f"as the same user and in the same PID namespace"
+        )
+
+
+@contextmanager
+def without_lora(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, the layers that vLLM wrapped for LoRA stand in their old places, so that weights find their names."""
+    wrapped = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, BaseLayerWithLoRA)
+    ]
+    for parent, name, child in wrapped:
+        setattr(parent, name, child.base_layer)
+    try:
+        yield
+    finally:
+        for parent, name, child in wrapped:
+            setattr(parent, name, child)
+
+
 def retie_lm_head(model: torch.nn.Module) -> None:
     """Packs a tied output head again. On CPU vLLM 0.32 copies linear weights into oneDNN's own layout, and its
     layer-by- layer reload skips a head that shares its weight with the embedding: the head would go on with the old
@@ -71,34 +112,27 @@ class SharedMemoryTransfer(WeightTransferEngine):
     update_info_cls = Manifest
 
     def init_transfer_engine(self, init_info: SharedMemory) -> None:
-        token = bytes.fromhex(init_info.token)
-        try:
-            with open(init_info.path, "rb") as file:
-                ours = file.read(len(token)) == token
-        except OSError:
-            ours = False
-        if not ours:
-            raise ValueError(
-                f"cannot read the trainer's weights at {init_info.path}: vLLM has to run on the trainer's machine, "
-                f"as the same user and in the same PID namespace"
-            )
+        check_memory(init_info.path, init_info.token)
         self.path = init_info.path
 
     def start_weight_update(self) -> None:
-        initialize_layerwise_reload(self.model)
+        with without_lora(self.model):
+            initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: Manifest) -> None:
-        expected = {name for name, _ in self.model.named_parameters()}
-        if self.model_config.hf_text_config.tie_word_embeddings:
-            expected.discard("lm_head.weight")
-        loaded = self.model.load_weights(tensors(self.path, update_info))
+        with without_lora(self.model):
+            expected = {name for name, _ in self.model.named_parameters()}
+            if self.model_config.hf_text_config.tie_word_embeddings:
+                expected.discard("lm_head.weight")
+            loaded = self.model.load_weights(tensors(self.path, update_info))
         missing = sorted(expected - loaded) if loaded is not None else []
         if missing:
             raise ValueError(f"published weights leave out {len(missing)} parameters, e.g. {missing[:3]}")
 
     def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
-        retie_lm_head(self.model)
+        with without_lora(self.model):
+            finalize_layerwise_reload(self.model, self.model_config)
+            retie_lm_head(self.model)
 
     def shutdown(self) -> None:
         pass
@@ -109,4 +143,60 @@ if BACKEND not in WeightTransferEngineFactory._registry:
 
 
 class WeightLoader:
-    """vLLM mixes this class into its workers; its import has registered the backend, it needs no methods."""
+    """vLLM mixes this class into its workers; its import has registered the backend."""
+
+    def load_adapter(self, address: dict[str, str], manifest: dict[str, list], config: dict[str, Any]) -> None:
+        """Puts an adapter out of the trainer's memory where every request with `ADAPTER_ID` finds it, in place of the last.
+
+        vLLM's own way reads a directory. `config` is PEFT's.
+        """
+        if self.model_runner.lora_config is None:
+            raise ValueError("this engine has no LoRA: it was started without engine.lora_rank")
+        check_memory(**address)
+        manager = self.model_runner.lora_manager._adapter_manager
+        found = {name: tensor.clone() for name, tensor in tensors(address["path"], Manifest(**manifest))}
+        peft = PEFTHelper.from_dict(config)
+        peft.validate_legal(self.model_runner.lora_config)
+        dtype = self.model_runner.lora_config.lora_dtype
+        adapter = LoRAModel.from_lora_tensors(ADAPTER_ID, found, peft, device="cpu", dtype=dtype)
+        used = {name for name in adapter.loras if any(_serves(module, name, manager) for module in manager.modules)}
+        if unused := sorted(set(adapter.loras) - used):
+            raise ValueError(
+                f"this engine applies no adapter to {unused[:3]}; targets it has: {sorted(manager.modules)[:8]}"
+            )
+        manager.remove_adapter(ADAPTER_ID)
+        manager.add_adapter(adapter)
+        manager.activate_adapter(ADAPTER_ID)
+        if current_platform.is_cpu():
+            for wrapper in manager.punica_wrapper_mapping.values():
+                wrapper.add_lora_linear = partial(add_one_adapter, wrapper)
+
+
+def add_one_adapter(
+    wrapper: Any,
+    y: torch.Tensor,
+    x: torch.Tensor,
+    lora_a_stacked: Sequence[torch.Tensor],
+    lora_b_stacked: Sequence[torch.Tensor],
+    scale: float,
+    output_slices: Sequence[int],
+    **_: Any,
+) -> None:
+    """y [T, out] += scale * x A' B' for each slice of a packed layer. Args: A, B: [slots, 1, rank, in], [slots, 1, out, rank].
+
+    On CPU vLLM 0.32 copies A and B once for each token, [T, rank, in], since tokens may have different adapters. Ours all
+    have the same one, in slot 0.
+    """
+    if wrapper.no_lora:
+        return
+    start, y, x = 0, y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
+    for a, b, size in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
+        y[:, start : start + size] += scale * (x @ a[0, 0].T @ b[0, 0].T)
+        start += size
+
+
+def _serves(module: str, name: str, manager: Any) -> bool:
+    """Whether vLLM's (packed) module applies the adapter of the layer `name`: qkv_proj serves q_proj."""
+    stem, _, last = module.rpartition(".")
+    parts = manager.packed_modules_mapping.get(last, [last])
+    return name in {f"{stem}.{part}" if stem else part for part in parts}

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from torchtune_ext.advantages import Group
+from torchtune_ext.evaluation import accuracy
 from torchtune_ext.sampling.records import EngineStats
 
 
@@ -31,6 +32,19 @@ class Stopwatch:
     def metrics(self) -> dict[str, float]:
         values = {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
         return values | {"time/step": time.monotonic() - self._begin}
+
+
+def evaluation_metrics(sampled: Sequence[Group], greedy: Sequence[Group]) -> dict[str, float]:
+    """Accuracy on held-out problems, sampled at the training temperature (with its interval) and greedy."""
+    drawn, best = accuracy(sampled), accuracy(greedy)
+    return {
+        "eval/accuracy_sampled": drawn.mean,
+        "eval/low": drawn.low,
+        "eval/high": drawn.high,
+        "eval/solved_sampled": drawn.pass_at[1],
+        "eval/accuracy_greedy": best.mean,
+        "eval/solved_greedy": best.pass_at[1],
+    }
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:

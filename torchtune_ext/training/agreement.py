@@ -40,10 +40,7 @@ def mismatch(rows: Sequence[Row], scored: Sequence[Tensor]) -> Mismatch:
         first_L[1:] = row.samples_L[1:] != row.samples_L[:-1]
         parts.append(torch.stack([logprobs_L.cpu().double() - row.logprobs_L.double(), first_L.double()]))
     both = torch.cat(parts, dim=1) if parts else torch.empty(2, 0, dtype=torch.float64)
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        gathered: list[Tensor | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, both)
-        both = torch.cat(gathered, dim=1)
+    both = _gathered(both)
     d, first = both[0], both[1].bool()
     if not d.numel():
         return Mismatch(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0)
@@ -59,6 +56,40 @@ def mismatch(rows: Sequence[Row], scored: Sequence[Tensor]) -> Mismatch:
         first_abs=size[first].mean().item(),
         tokens=d.numel(),
     )
+
+
+def applied_share(rows: Sequence[Row], on: Sequence[Tensor], off: Sequence[Tensor]) -> tuple[float, float]:
+    """How much of an adapter the sampler applies, from log-probs of its tokens; a collective.
+
+    The least-squares slope of (sampler - off) on (on - off): 1 for a sampler that applies the adapter, 0 for one that samples
+    from the base model, whatever the size of the adapter's effect.
+
+    Args:
+        on, off: the trainer's log-probs [L] per row with and without the adapter.
+
+    Returns:
+        The slope and its standard error (infinite while the adapter has no effect).
+    """
+    sampler = [row.logprobs_L.double() for row in rows]
+    effect = torch.cat([a.cpu().double() - b.cpu().double() for a, b in zip(on, off, strict=True)])
+    seen = torch.cat([a - b.cpu().double() for a, b in zip(sampler, off, strict=True)])
+    both = _gathered(torch.stack([effect, seen]))
+    effect, seen = both[0], both[1]
+    size = effect.square().sum().item()
+    if size == 0.0:
+        return 0.0, float("inf")
+    slope = (effect * seen).sum().item() / size
+    noise = (seen - slope * effect).square().mean().item()
+    return slope, (noise / size) ** 0.5
+
+
+def _gathered(values: Tensor) -> Tensor:
+    """[K, n] of every rank as [K, sum of n]."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return values
+    parts: list[Tensor | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, values)
+    return torch.cat(parts, dim=1)
 
 
 def require_agreement(

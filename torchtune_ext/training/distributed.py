@@ -1,5 +1,6 @@
 """The ranks of a run. One process without torchrun is rank 0 of 1, and every call here works there too."""
 
+import gc
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -58,7 +59,13 @@ def init_ranks(device: str) -> Ranks:
 
 
 def close_ranks() -> None:
-    """Ends the group after a run that went well; every rank arrives first, so that none leaves another's collective."""
+    """Ends the group after a run that went well; every rank arrives first, so that none leaves another's collective.
+
+    Call it when nothing holds the model any more: its sharded weights keep the group alive, and a gloo thread that is alive
+    while the interpreter ends now and then aborts it ("terminate called without an active exception").
+    """
     if dist.is_initialized():
         dist.barrier()
+        gc.collect()
         dist.destroy_process_group()
+        gc.collect()

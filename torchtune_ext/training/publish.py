@@ -1,23 +1,31 @@
 """Weights to the sampler, in memory, and the proof that it samples with them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from torchtune_ext.advantages import Group, Sample
 from torchtune_ext.grading import Outcome
-from torchtune_ext.packing import pack
+from torchtune_ext.packing import Row, pack
 from torchtune_ext.policy.logprobs import PackedPolicy
+from torchtune_ext.policy.lora import AdapterOff, AdapterSpec, adapter_hf_tensors, base_hf_tensors, merged_hf_tensors
 from torchtune_ext.policy.weights import HFModel, named_hf_tensors
-from torchtune_ext.sampling.engine import Engine, SamplingConfig
+from torchtune_ext.sampling.engine import Engine, PublishReport, SamplingConfig
 from torchtune_ext.tasks.task import Problem
-from torchtune_ext.training.agreement import require_agreement
+from torchtune_ext.training.agreement import Disagreement, applied_share, require_agreement
 from torchtune_ext.training.distributed import Ranks
 from torchtune_ext.training.step import score
 
 CANARY_TOKENS = 16
+RESOLVED = 0.1  # standard error of the share of the adapter that is applied, above which nothing is concluded
+ADVICE = {
+    "adapter": "look for a request that does not name the adapter, or an engine that was replaced; `merged` needs neither",
+    "merged": "a weight of the engine's dtype cannot hold so small a change; use publish=adapter, or engine.dtype=float32",
+}
 
 
 class Publisher:
@@ -47,6 +55,7 @@ class Publisher:
     ):
         self._engine, self._policy, self._names, self._dtype, self._ranks = engine, policy, names, dtype, ranks
         self._prompts, self._limit, self._row_length = list(canary_prompts), limit, row_length
+        self._temperature = sampling.temperature
         self._sampling = replace(sampling, max_tokens=min(CANARY_TOKENS, sampling.max_tokens), early_stop_logprob=None)
 
     def publish(self, version: int) -> dict[str, float]:
@@ -55,23 +64,32 @@ class Publisher:
         Raises:
             Disagreement: the engine does not run these weights; says the likely cause.
         """
-        tensors = named_hf_tensors(self._policy.model, self._names, self._dtype)
-        if self._engine is None:
-            for _ in tensors:  # rank 0 gathers each weight: take part
-                pass
-            report = None
-        else:
-            report = self._engine.publish(tensors, version)
-        found = self._canary(version)
+        report = self._send(version)
+        rows = self._canary(version)
+        scored, when = self._scored(rows), f"after publishing version {version}"
+        found = require_agreement(rows, scored, self._limit, self._temperature, partial(self._scored, rows), when)
+        metrics = {"canary/mean_abs": found.mean_abs} | self._check(rows, scored, when)
         if report is None:
             return {}
-        return {
-            "publish/seconds": report.copy_s + report.pause_s,
-            "publish/bytes": float(report.bytes),
-            "canary/mean_abs": found.mean_abs,
-        }
+        sent = {"publish/seconds": report.copy_s + report.pause_s, "publish/bytes": float(report.bytes)}
+        return sent | metrics
 
-    def _canary(self, version: int):
+    def _send(self, version: int) -> PublishReport | None:
+        return self._stream(named_hf_tensors(self._policy.model, self._names, self._dtype), version)
+
+    def _stream(self, tensors: Iterable, version: int, adapter: dict | None = None) -> PublishReport | None:
+        if self._engine is not None:
+            return self._engine.publish(tensors, version, adapter)
+        for _ in tensors:  # rank 0 gathers each weight: take part
+            pass
+        return None
+
+    def _check(self, rows: list[Row], scored: list[Tensor], when: str) -> dict[str, float]:
+        """What else the canary has to show."""
+        return {}
+
+    def _canary(self, version: int) -> list[Row]:
+        """This rank's share of freshly sampled rows."""
         rows = None
         if self._engine is not None:
             sampling = replace(self._sampling, seed=version)
@@ -80,15 +98,46 @@ class Publisher:
             longest = sum(len(g.prompt_tokens) + CANARY_TOKENS for g in groups)
             size = self._row_length or longest
             rows = pack(groups, size, pad_to=self._row_length, num_rows_multiple=self._ranks.world_size)[0]
-        rows = self._ranks.share(self._ranks.broadcast(rows))
-        temperature = self._sampling.temperature
+        return self._ranks.share(self._ranks.broadcast(rows))
 
-        def scored(at: float) -> list[torch.Tensor]:
-            return score(self._policy, rows, at, self._ranks.device)
+    def _scored(self, rows: list[Row], temperature: float | None = None) -> list[Tensor]:
+        return score(self._policy, rows, temperature or self._temperature, self._ranks.device)
 
-        return require_agreement(
-            rows, scored(temperature), self._limit, temperature, scored, f"after publishing version {version}"
-        )
+
+class AdapterPublisher(Publisher):
+    """The same for a policy with adapters: `way` "adapter" sends them alone, "merged" the whole model with them merged.
+
+    The canary also proves that the engine applies the adapter and does not go on sampling from the base model, which by
+    itself would pass for a small mismatch while the adapter is young.
+    """
+
+    def __init__(self, *args, way: str, adapter: AdapterSpec, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._way, self._adapter, self._base_sent = way, adapter, False
+
+    def _send(self, version: int) -> PublishReport | None:
+        model, names, dtype = self._policy.model, self._names, self._dtype
+        if self._way == "merged":
+            return self._stream(merged_hf_tensors(model, names, dtype), version)
+        if self._adapter.quantised and not self._base_sent:  # sample with the very values that NF4 left
+            self._stream(base_hf_tensors(model, names, dtype), version)
+            self._base_sent = True
+        config = self._adapter.peft_config(str(names.path))
+        return self._stream(adapter_hf_tensors(model, names, dtype), version, config)
+
+    def _check(self, rows: list[Row], scored: list[Tensor], when: str) -> dict[str, float]:
+        with AdapterOff(self._policy.model).swapped_in():
+            off = self._scored(rows)
+        share, error = applied_share(rows, scored, off)
+        if error > RESOLVED:
+            return {}
+        if share < 0.5:
+            raise Disagreement(
+                f"{when}: the engine samples without the adapter, or with an old one: of its effect on the log-probs of "
+                f"{sum(row.num_labels for row in rows)} sampled tokens the engine shows {share:.2f} +- {error:.2f}. "
+                f"publish={self._way}: " + ADVICE[self._way]
+            )
+        return {"canary/adapter_applied": share}
 
 
 def _as_group(prompt: list[int], completion) -> Group:

@@ -2,6 +2,7 @@
 
 checkpoints/step_000040/
     config.json  model-00001-of-00001.safetensors  tokenizer files    a model directory for any other tool
+    (or adapter_config.json  adapter_model.safetensors  [merged/]     an adapter, and if asked for the merged model)
     recipe.json                                                       cursor, step, policy version, throttle, scores
     state/                                                            float32 weights, optimizer, RNG (DCP, resharding)
 """
@@ -10,7 +11,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+from torchtune_ext.policy.lora import AdapterSpec, adapter_hf_tensors, merged_hf_tensors
+from torchtune_ext.policy.weights import HFModel
 
 SHARD_BYTES = 4 << 30  # of one safetensors file
+TRAINED_ONLY = StateDictOptions(ignore_frozen_params=True, strict=False)  # what is frozen can be had from model_dir
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".index.json")  # weights of the source; its other files are kept
 
 
@@ -58,16 +63,15 @@ class Checkpoints:
         step: int,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        hf_tensors: Iterable[tuple[str, Tensor]],
-        source: Path,
+        export: Callable[[Path | None], None],
         recipe: dict[str, Any],
         score: float | None = None,
     ) -> Path:
         """Writes a checkpoint beside its final place and renames it there.
 
         Args:
-            hf_tensors: (name, whole tensor) of the model directory; a collective under FSDP.
-            source: model directory whose config and tokenizer files are copied.
+            export: writes what other tools read (`export_model`, `export_adapter`) into a folder; on ranks other than 0 it
+                gets None and only takes part in gathering the weights.
             recipe: JSON-able state of the recipe.
             score: the higher the better; the best checkpoint is kept.
 
@@ -80,8 +84,7 @@ class Checkpoints:
             if self._main:
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
-                _copy_files(source, partial)
-            _save_hf(hf_tensors, partial if self._main else None)
+            export(partial if self._main else None)
             _barrier()
             _save_state(partial / "state", model, optimizer)
             if self._main:
@@ -107,14 +110,20 @@ class Checkpoints:
         another kind of device, the random states that do not exist are left as they are.
         """
         settings = [{name: value for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
-        model_state, optimizer_state = get_state_dict(model, optimizer)
+        model_state, optimizer_state = get_state_dict(model, optimizer, options=TRAINED_ONLY)
         saved = dcp.FileSystemReader(path / "state").read_metadata().state_dict_metadata
         mine = f"rng_{_rank()}"
         rng = {name: value for name, value in _rng()[mine].items() if f"{mine}.{name}" in saved}
         state = {"model": model_state, "optimizer": optimizer_state} | ({mine: rng} if rng else {})
         with _one_process_is_fine():
             dcp.load(state, checkpoint_id=path / "state", no_dist=not _distributed())
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=TRAINED_ONLY,
+        )
         for group, own in zip(optimizer.param_groups, settings, strict=True):
             group.update(own)
         if "cpu" in rng:
@@ -135,20 +144,61 @@ class Checkpoints:
                 shutil.rmtree(path)
 
 
-def save_model(folder: Path, hf_tensors: Iterable[tuple[str, Tensor]], source: Path, is_main: bool) -> Path:
+def save_model(folder: Path, model: nn.Module, source: HFModel, dtype: torch.dtype, is_main: bool) -> Path:
     """Writes a model directory, replacing an earlier one only when it is complete. Called by all ranks together."""
     partial = folder.with_name(f".partial_{folder.name}")
     if is_main:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        _copy_files(source, partial)
-    _save_hf(hf_tensors, partial if is_main else None)
+    export_model(partial if is_main else None, model, source, dtype)
     if is_main:
         _fsync_tree(partial)
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(partial, folder)
     _barrier()
     return folder
+
+
+def export_model(folder: Path | None, model: nn.Module, source: HFModel, dtype: torch.dtype) -> None:
+    """A model directory for any other tool, with adapters merged, beside the config and tokenizer files of `source`.
+
+    A collective; folder: None on ranks other than 0.
+    """
+    if folder is not None:
+        _copy_files(source.path, folder)
+    _save_hf(merged_hf_tensors(model, source, dtype), folder)
+
+
+def export_adapter(
+    folder: Path | None, model: nn.Module, source: HFModel, adapter: AdapterSpec, merged: torch.dtype | None = None
+) -> None:
+    """An adapter for PEFT or vLLM, in float32, and, if asked for, the merged model in that dtype in the folder `merged`.
+
+    A collective; folder: None on ranks other than 0.
+    """
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in adapter_hf_tensors(model, source, torch.float32)}
+    inside = folder and folder / "merged"
+    if folder is not None:
+        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        (folder / "adapter_config.json").write_text(json.dumps(adapter.peft_config(str(source.path)), indent=1))
+    if merged is not None:
+        if inside is not None:
+            inside.mkdir()
+        export_model(inside, model, source, merged)
+
+
+def require_same_adapter(checkpoint: Path, adapter: AdapterSpec) -> None:
+    """Raises ValueError when a checkpoint holds another adapter than the one that the config builds."""
+    file = checkpoint / "adapter_config.json"
+    if not file.is_file():
+        raise ValueError(f"{checkpoint} holds no adapter: it was written by another recipe; choose another output_dir")
+    saved, wanted = json.loads(file.read_text()), adapter.peft_config("")
+    for name in ("r", "lora_alpha", "target_modules", "use_dora"):
+        if saved[name] != wanted[name]:
+            raise ValueError(
+                f"{checkpoint} holds an adapter with {name}={saved[name]}, `model:` asks for {wanted[name]}; set it back, "
+                "or begin a new run in another output_dir"
+            )
 
 
 def _copy_files(source: Path, folder: Path) -> None:
@@ -192,7 +242,7 @@ def _save_hf(tensors: Iterable[tuple[str, Tensor]], folder: Path | None) -> None
 
 
 def _save_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    model_state, optimizer_state = get_state_dict(model, optimizer)
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=TRAINED_ONLY)
     state = {"model": model_state, "optimizer": optimizer_state, **_rng()}
     with _one_process_is_fine():
         dcp.save(state, checkpoint_id=folder, no_dist=not _distributed())

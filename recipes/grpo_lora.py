@@ -1,0 +1,298 @@
+"""GRPO, low-rank adapters (LoRA, DoRA, QLoRA): the loop of grpo_full over a frozen model. One device, or N under torchrun.
+
+    tune run grpo_lora --config grpo/tiny_lora
+    CUDA_VISIBLE_DEVICES=0,1,2,3 tune run --nproc_per_node 4 grpo_lora --config grpo/qwen2_5_7B_lora
+
+The whole algorithm is in `train()`. To change it: `tune cp grpo_lora my_grpo.py`, edit, `tune run my_grpo.py --config ...`.
+Rank 0 owns the engine, the graders and the files; every rank trains on its share of the packed rows.
+"""
+
+import sys
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from torchtune_ext.advantages import Group, with_advantages
+from torchtune_ext.config import build, has_component, instantiate, load_config
+from torchtune_ext.grading import Grader
+from torchtune_ext.packing import Row, pack_updates
+from torchtune_ext.plugin import parse
+from torchtune_ext.policy.lora import AdapterOff, adapter_spec
+from torchtune_ext.policy.memory import memory_table
+from torchtune_ext.policy.shard import build_policy
+from torchtune_ext.policy.weights import HFModel
+from torchtune_ext.rollout import sample_groups
+from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
+from torchtune_ext.tasks.order import problem_index
+from torchtune_ext.tasks.task import Problem
+from torchtune_ext.telemetry import summary
+from torchtune_ext.telemetry.metrics import Metrics
+from torchtune_ext.telemetry.progress import Progress
+from torchtune_ext.telemetry.rollouts import RolloutStore
+from torchtune_ext.training.agreement import require_agreement
+from torchtune_ext.training.checks import at_least, check_adapter, check_sampling, release_memory, training_dtypes
+from torchtune_ext.training.distributed import close_ranks, init_ranks
+from torchtune_ext.training.publish import AdapterPublisher
+from torchtune_ext.training.schedule import make_schedule, resume_schedule
+from torchtune_ext.training.state import Checkpoints, export_adapter, require_same_adapter
+from torchtune_ext.training.step import forward_backward, optimizer_step, over_updates, score
+
+SEED_STRIDE = 1 << 20  # sampling seeds of one step start here times the step
+
+
+@dataclass
+class Config:
+    """Every knob of the recipe."""
+
+    output_dir: str = MISSING  # folder of the run: metrics, rollouts, checkpoints
+    model_dir: str = MISSING  # starting weights and tokenizer, Hugging Face format
+    model: Any = MISSING  # torchtune LoRA builder that fits model_dir, with rank, alpha, dropout, targets
+    publish: str = "adapter"  # what goes to the engine: "adapter" (vLLM applies it) or "merged" (whole weights)
+    save_merged: bool = False  # checkpoints hold the merged model, too
+    tokenizer: Any = MISSING  # messages -> ids
+    task: Any = MISSING  # problems to train on, with their grader
+    eval_task: Any = None  # held-out problems, all of them used; null: no evaluation
+    loss: Any = MISSING  # objective per label
+    optimizer: Any = MISSING  # any torch optimizer
+    engine: dict[str, Any] = field(default_factory=dict)  # fields of EngineConfig
+    sampling: dict[str, Any] = field(default_factory=dict)  # fields of SamplingConfig: max_tokens, temperature, ...
+    grader_workers: int = 1  # processes that grade
+    grader_timeout_s: float = 10.0  # seconds for one text
+    seed: int = 0  # of sampling, torch, and the order of a finite task (generated tasks have a seed of their own)
+    device: str = "auto"  # "cpu", "cuda", or "auto"
+    dtype: str = "bfloat16"  # of the trainer's forward and backward; master weights are float32
+    max_steps: int = MISSING  # steps of sample -> train -> publish
+    prompts_per_step: int = 32  # groups a step
+    samples_per_prompt: int = 16  # completions of a group
+    refill_rounds: int = 0  # further sampling, up to so many times, to replace groups without signal
+    updates_per_step: int = 1  # optimizer updates on the samples of one step
+    row_tokens: int = 16384  # capacity of a packed row
+    advantage: str = "std"  # "std" (GRPO) or "none" (Dr.GRPO)
+    aggregation: str = "token"  # "token" or "sequence" mean, or "constant" (by max_tokens, Dr.GRPO)
+    truncated: str = "keep"  # samples cut by max_tokens: "keep", "mask" or "penalise"
+    truncated_penalty: float = 1.0  # taken off their reward by "penalise"
+    lr_schedule: str = "constant"  # "constant", "linear" or "cosine", to zero at the last update
+    lr_warmup: int = 0  # updates until the full learning rate
+    max_grad_norm: float | None = 1.0  # null: not clipped
+    activation_checkpointing: bool = False  # recompute layers in the backward
+    compile: bool = False  # torch.compile each layer
+    max_mismatch: float = 0.05  # mean |trainer - sampler log-prob| above which the run stops
+    eval_every: int = 10  # steps; also before the first and after the last
+    eval_samples: int = 1  # samples per held-out problem at the training temperature, beside a greedy one
+    save_every: int = 50  # steps between checkpoints; also after the last
+    keep_last: int = 2  # checkpoints kept, beside the best
+    resume_from_checkpoint: bool = False  # go on from the newest checkpoint in output_dir
+    metrics: list[str] = field(default_factory=list)  # beside metrics.jsonl: "wandb", "tensorboard"
+    dry_run: bool = False  # print the memory that the run needs, then stop
+
+
+class GRPOLoRARecipe:
+    def __init__(self, cfg: Config):
+        self.cfg = cfg
+        self.engine: Engine | None = None
+        self.grader: Grader | None = None
+        self.metrics: Metrics | None = None
+        self.step = self.cursor = self.version = 0
+        self.last_eval: float | None = None
+
+    def setup(self) -> None:
+        cfg = self.cfg
+        self.ranks = init_ranks(cfg.device)
+        torch.manual_seed(cfg.seed)
+        self.source = HFModel(cfg.model_dir)
+        self.tokenizer = instantiate(cfg.tokenizer)
+        self.task = instantiate(cfg.task)
+        self.eval_task = instantiate(cfg.eval_task) if has_component(cfg.eval_task) else None
+        self.loss = instantiate(cfg.loss)
+        self.sampling = build(SamplingConfig, cfg.sampling, "sampling", stop_token_ids=self.tokenizer.stop_token_ids)
+        engine_config = build(EngineConfig, cfg.engine, "engine")
+        at_least(cfg, prompts_per_step=1, samples_per_prompt=2, updates_per_step=1, eval_every=1, save_every=1)
+        at_least(cfg, row_tokens=engine_config.max_model_len)
+        self.adapter = adapter_spec(partial(instantiate, cfg.model), self.source, cfg.model.get("lora_attn_modules"))
+        engine_config = check_adapter(self.adapter, cfg.publish, engine_config)
+        compute_dtype, engine_dtype = training_dtypes(cfg.dtype, engine_config.dtype)
+        check_sampling(self.sampling)
+        self.checkpoints = Checkpoints(f"{cfg.output_dir}/checkpoints", cfg.keep_last)
+        resume = self.checkpoints.latest() if cfg.resume_from_checkpoint else None
+        if self.ranks.is_main:
+            from_step, settings = resume and self.checkpoints.step_of(resume) + 1, OmegaConf.to_container(cfg)
+            self.metrics = Metrics(cfg.output_dir, list(cfg.metrics), settings, resume_step=from_step)
+            self.rollouts = RolloutStore(cfg.output_dir, resume_step=from_step)
+            self.engine = Engine(cfg.model_dir, engine_config, cfg.output_dir)
+            self.engine.start()  # loads in a process of its own while the policy is built here
+            self.grader = Grader(self.task, cfg.grader_workers, cfg.grader_timeout_s)
+        self.policy = build_policy(
+            partial(instantiate, cfg.model), self.source, self.ranks.device, compute_dtype,
+            self.ranks.world_size, cfg.activation_checkpointing, cfg.compile, cfg.seed,
+        )  # fmt: skip
+        self.reference = AdapterOff(self.policy.model) if cfg.loss.get("kl_coef") else None
+        self.optimizer = instantiate(cfg.optimizer, params=self.policy.trainable())
+        total = cfg.max_steps * cfg.updates_per_step
+        self.schedule = make_schedule(self.optimizer, cfg.lr_schedule, cfg.lr_warmup, total)
+        if resume:
+            self.load_checkpoint(resume)
+        if self.engine:
+            self.engine.wait_ready()
+        self.progress = Progress(cfg.max_steps, self.ranks.rank)
+        self.row_length = cfg.row_tokens if self.ranks.device.type == "cuda" else None  # fixed, for compiled kernels
+        canary = [self.tokenizer.prompt_ids(list(self.task[i].messages)) for i in range(min(4, len(self.task)))]
+        self.publisher = AdapterPublisher(
+            self.engine, self.policy, self.source, engine_dtype, self.ranks, canary, self.sampling,
+            cfg.max_mismatch, self.row_length, way=cfg.publish, adapter=self.adapter,
+        )  # fmt: skip
+
+    def train(self) -> None:
+        cfg = self.cfg
+        self.publisher.publish(self.version)
+        if self.step == 0:
+            self.log(self.evaluate())
+        while self.step < cfg.max_steps:
+            self.step += 1
+            self.last_eval = None  # a checkpoint is scored by an evaluation of its own weights alone
+            watch = summary.Stopwatch()
+            groups, values = self.sample(watch)
+            with watch("pack"):
+                updates, packed = self.pack(groups)
+            with watch("train"):
+                values |= packed | self.update(updates)
+            release_memory()  # an engine that shares this GPU wakes up now
+            with watch("publish"):
+                values |= self.publisher.publish(self.version)
+            last = self.step == cfg.max_steps
+            if last or self.step % cfg.eval_every == 0:
+                with watch("eval"):
+                    values |= self.evaluate()
+            self.log(values | watch.metrics() | summary.memory_metrics())
+            if last or self.step % cfg.save_every == 0:
+                self.save_checkpoint()
+
+    def sample(self, watch: summary.Stopwatch) -> tuple[list[Group], dict[str, float]]:
+        """Rank 0: the groups of this step with advantages, stored and measured. Other ranks: nothing."""
+        cfg, groups, wanted = self.cfg, [], self.cfg.prompts_per_step
+        if not self.ranks.is_main:
+            return [], {}
+        for sampling_round in range(1 + cfg.refill_rounds):
+            indices = [problem_index(self.cursor + i, len(self.task), cfg.seed) for i in range(wanted)]
+            self.cursor += wanted
+            sampling = replace(self.sampling, seed=(cfg.seed * SEED_STRIDE + self.step) * SEED_STRIDE + sampling_round)
+            with watch("sample"):
+                groups += self.rollout([self.task[i] for i in indices], cfg.samples_per_prompt, sampling, "sample")
+            groups, stats = with_advantages(groups, cfg.advantage, cfg.truncated, cfg.truncated_penalty)
+            wanted = cfg.prompts_per_step - stats.groups
+            if wanted <= 0:
+                break
+        self.engine.sleep()  # where it shares the trainer's GPU
+        self.rollouts.write(self.step, groups)
+        values = summary.rollout_metrics(groups) | stats.metrics() | summary.engine_metrics(self.engine.stats())
+        values["speed/sampled_tokens_s"] = values["length/tokens"] / watch.seconds["sample"]
+        return groups, values
+
+    def rollout(self, problems: list[Problem], n: int, sampling: SamplingConfig, label: str) -> list[Group]:
+        with self.progress.sampling(len(problems) * n, label) as bar:
+            return sample_groups(problems, n, sampling, self.engine, self.tokenizer, self.grader, bar.on_completion)
+
+    def pack(self, groups: list[Group]) -> tuple[list[list[Row]], dict[str, float]]:
+        """This rank's rows for every update of the step, and how well they are used."""
+        cfg, updates, values = self.cfg, [], {}
+        if self.ranks.is_main:
+            updates, stats = pack_updates(
+                groups, cfg.updates_per_step, cfg.row_tokens, aggregation=cfg.aggregation,
+                aggregation_constant=self.sampling.max_tokens, pad_id=self.tokenizer.pad_id,
+                pad_to=self.row_length,
+                num_rows_multiple=self.ranks.world_size,
+            )  # fmt: skip
+            values = stats.metrics()
+        return [self.ranks.share(rows) for rows in self.ranks.broadcast(updates)], values
+
+    def update(self, updates: list[list[Row]]) -> dict[str, float]:
+        """Optimizer updates on the rows of this step; the policy's version grows by one."""
+        cfg, temperature = self.cfg, self.sampling.temperature
+        old = [self.score(update, temperature) if i else None for i, update in enumerate(updates)]
+        ref = [None] * len(updates)
+        if self.reference:
+            with self.reference.swapped_in():
+                ref = [self.score(update, temperature) for update in updates]
+        values, per_update = {}, []
+        with self.progress.training(sum(map(len, updates))) as bar:
+            for update, old_logprobs, ref_logprobs in zip(updates, old, ref, strict=True):
+                loss, metrics, scored = forward_backward(
+                    self.policy, update, self.loss, temperature, self.ranks.device, old_logprobs, ref_logprobs,
+                    self.ranks.world_size, lambda row: bar.add(1, row.num_labels),
+                )  # fmt: skip
+                if not per_update:  # before the step's first update, so that a wrong one is never made
+                    rescore, when = partial(self.score, update), f"step {self.step}, before its first update"
+                    found = require_agreement(update, scored, cfg.max_mismatch, temperature, rescore, when)
+                    values |= found.metrics("mismatch")
+                advice = f"step {self.step} stopped before this update. {self.checkpoints.advice()}"
+                norm = optimizer_step(self.policy, self.optimizer, self.schedule, cfg.max_grad_norm, loss, advice)
+                per_update.append({"loss/total": loss, "optim/grad_norm": norm, **metrics})
+        self.version += 1
+        return values | over_updates(per_update) | {"optim/lr": self.schedule.get_last_lr()[0]}
+
+    def score(self, rows: list[Row], temperature: float) -> list[torch.Tensor]:
+        return score(self.policy, rows, temperature, self.ranks.device)
+
+    def evaluate(self) -> dict[str, float]:
+        """Accuracy on all held-out problems, sampled and greedy, by rank 0."""
+        if self.eval_task is None or not self.ranks.is_main:
+            return {}
+        problems = [self.eval_task[i] for i in range(len(self.eval_task))]
+        seeded = replace(self.sampling, seed=self.cfg.seed)
+        sampled = self.rollout(problems, self.cfg.eval_samples, seeded, "evaluate")
+        greedy = self.rollout(problems, 1, replace(seeded, temperature=0.0), "evaluate greedy")
+        values = summary.evaluation_metrics(sampled, greedy)
+        self.last_eval = values["eval/accuracy_sampled"]
+        return values
+
+    def log(self, values: dict[str, float]) -> None:
+        if self.ranks.is_main:
+            self.metrics.log(self.step, values)
+            self.progress.summary(self.step, values)
+
+    def save_checkpoint(self) -> None:
+        recipe = {"cursor": self.cursor, "version": self.version, "updates": self.schedule.last_epoch}
+        if self.ranks.is_main:
+            recipe["throttle"] = self.engine.state_dict()
+        model, dtype = self.policy.model, getattr(torch, self.cfg.dtype)
+        merged = dtype if self.cfg.save_merged else None
+        export = partial(export_adapter, model=model, source=self.source, adapter=self.adapter, merged=merged)
+        self.checkpoints.save(self.step, model, self.optimizer, export, recipe, self.last_eval)
+
+    def load_checkpoint(self, path: Path) -> None:
+        require_same_adapter(path, self.adapter)
+        recipe = self.checkpoints.load(path, self.policy.model, self.optimizer)
+        self.step, self.cursor, self.version = recipe["step"], recipe["cursor"], recipe["version"]
+        resume_schedule(self.schedule, recipe["updates"])
+        if self.engine:
+            self.engine.load_state_dict(recipe["throttle"])
+
+    def cleanup(self) -> None:
+        for part in (self.engine, self.grader, self.metrics):
+            if part is not None:
+                part.close()
+
+
+@parse
+def recipe_main(cfg: DictConfig) -> None:
+    cfg = load_config(Config, cfg)
+    if cfg.dry_run:
+        reference, parallel = bool(cfg.loss.get("kl_coef")), cfg.engine.get("tensor_parallel_size", 1)
+        shape = (cfg.row_tokens, getattr(torch, cfg.dtype), cfg.activation_checkpointing)
+        print(memory_table(partial(instantiate, cfg.model), *shape, reference, parallel, cfg.publish == "merged"))
+        return
+    recipe = GRPOLoRARecipe(cfg)
+    try:
+        recipe.setup()
+        recipe.train()
+    finally:
+        recipe.cleanup()
+    del recipe  # with the model, which holds the process group
+    close_ranks()  # after success only: otherwise it would wait for ranks that are stuck, and torchrun ends those
+
+
+if __name__ == "__main__":
+    sys.exit(recipe_main())

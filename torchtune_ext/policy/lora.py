@@ -1,0 +1,213 @@
+"""Low-rank adapters: what a model has of them, how they begin, what of them travels, and the model without them.
+
+    LoRA    y = W x + s B A x,                s = alpha / r          Hu et al. 2021, arXiv:2106.09685
+    DoRA    y = m / |V| * (V x),  V = W + s B A                      Liu et al. 2024, arXiv:2402.09353, eq. 5 and 11
+    QLoRA   one of these over a W stored in NF4                      Dettmers et al. 2023, arXiv:2305.14314
+
+|V| is the norm of each row and a constant in the backward. The modules are torchtune's (`LoRALinear`, `DoRALinear`), chosen
+in the YAML by its builders. Two things of torchtune 0.6.1 are replaced: its DoRA scales the bias of a linear layer, too
+(Qwen2 has biases, and neither PEFT nor a merged weight agrees with that), and its PEFT export permutes q and k of Qwen2.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchao.dtypes.nf4tensor import NF4Tensor, linear_nf4
+from torchtune.modules import TransformerDecoder
+from torchtune.modules.peft import DoRALinear, LoRALinear, disable_adapter
+
+from torchtune_ext.policy.sharded import dequantised, fill, whole
+from torchtune_ext.policy.weights import HFModel, clean_name
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSpec:
+    """The adapters of a model: all have one rank, one alpha, one dropout."""
+
+    rank: int
+    alpha: float
+    dropout: float
+    targets: tuple[str, ...]  # Hugging Face names of the adapted linear layers: "q_proj", "down_proj", ...
+    dora: bool
+    quantised: bool  # the weights below the adapters are NF4
+
+    def peft_config(self, base: str) -> dict[str, Any]:
+        """The content of PEFT's `adapter_config.json` for an adapter over the model `base`."""
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base,
+            "r": self.rank,
+            "lora_alpha": self.alpha,
+            "lora_dropout": self.dropout,
+            "target_modules": list(self.targets),
+            "use_dora": self.dora,
+            "bias": "none",
+            "inference_mode": True,
+        }
+
+
+def adapter_spec(
+    make_model: Callable[[], TransformerDecoder], source: HFModel, asked: Sequence[str] | None = None
+) -> AdapterSpec:
+    """Looks at the model that the YAML names, on the meta device.
+
+    Args:
+        asked: `lora_attn_modules` of the YAML; torchtune passes over names that it does not know.
+
+    Raises:
+        ValueError: no adapters, or targets that name nothing.
+    """
+    with torch.device("meta"):
+        model = make_model()
+    modules = adapted_modules(model)
+    attention = {name for name, module in model.layers[0].attn.named_children() if hasattr(module, "weight")}
+    unknown = sorted(set(asked or ()) - attention)
+    if unknown:
+        raise ValueError(f"model.lora_attn_modules names {unknown}, which no layer has; there are {sorted(attention)}")
+    if not modules:
+        raise ValueError(
+            "`model:` has no adapters; name a LoRA builder (torchtune.models.qwen2_5.lora_qwen2_5_7b_base, ...) with "
+            f"lora_attn_modules out of {sorted(attention)}, apply_lora_to_mlp or apply_lora_to_output"
+        )
+    first = next(iter(modules.values()))
+    rank = first.lora_a.weight.shape[0]
+    names = [source.to_hf(f"{name}.weight", module.lora_b.weight)[0] for name, module in modules.items()]
+    return AdapterSpec(
+        rank=rank,
+        alpha=_scaling(first) * rank,
+        dropout=getattr(first.dropout, "p", 0.0),
+        targets=tuple(dict.fromkeys(name.split(".")[-2] for name in names)),
+        dora=isinstance(first, DoRALinear),
+        quantised=any(isinstance(module.weight, NF4Tensor) for module in modules.values()),
+    )
+
+
+def adapted_modules(model: nn.Module) -> dict[str, LoRALinear | DoRALinear]:
+    """The linear layers with an adapter, by name."""
+    return {clean_name(n): m for n, m in model.named_modules() if isinstance(m, (LoRALinear, DoRALinear))}
+
+
+def adapter_names(model: nn.Module) -> set[str]:
+    """Names of the adapters' parameters; empty for a model without adapters."""
+    return {f"{name}.{p}" for name, module in adapted_modules(model).items() for p in module.adapter_params()}
+
+
+def prepare(model: nn.Module, base_dtype: torch.dtype) -> None:
+    """Before weights exist: freezes all but the adapters and holds what is frozen in `base_dtype` (NF4 stays NF4)."""
+    adapters = adapter_names(model)
+    for prefix, module in model.named_modules():
+        for name, param in module.named_parameters(recurse=False):
+            if clean_name(f"{prefix}.{name}") in adapters:
+                continue
+            param.requires_grad_(False)
+            if not isinstance(param, NF4Tensor):
+                setattr(module, name, nn.Parameter(param.to(base_dtype), requires_grad=False))
+    for module in adapted_modules(model).values():
+        if isinstance(module, DoRALinear):
+            module.forward = partial(_dora_forward, module)
+    model._state_dict_hooks.clear()  # torchtune's would dequantise the whole model for every checkpoint of the adapters
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, seed: int) -> None:
+    """A uniform in +-1/sqrt(width) (Kaiming, as in the paper's code), B zero, m the norm of W's rows: the model as it was.
+
+    The same bits on any number of ranks.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for module in adapted_modules(model).values():
+        rank, width = module.lora_a.weight.shape
+        fill(module.lora_a.weight, (2 * torch.rand(rank, width, generator=generator) - 1) * width**-0.5)
+        fill(module.lora_b.weight, torch.zeros(module.lora_b.weight.shape))
+        if isinstance(module, DoRALinear):
+            fill(module.magnitude, torch.linalg.norm(whole(module.weight).float(), dim=1))
+
+
+def merged(weight: Tensor, a: Tensor, b: Tensor, scaling: float, magnitude: Tensor | None = None) -> Tensor:
+    """The one matrix that does what a weight [out, in] and its adapter do together."""
+    v = weight + scaling * (b @ a)
+    return v if magnitude is None else (magnitude / torch.linalg.norm(v, dim=1).detach())[:, None] * v
+
+
+def effective_weight(module: nn.Linear | LoRALinear | DoRALinear) -> Tensor:
+    """The merged weight of a layer inside a forward, with gradient for the adapter; of a plain layer its weight."""
+    if not isinstance(module, (LoRALinear, DoRALinear)) or module.disabled:
+        return module.weight
+    magnitude = module.magnitude if isinstance(module, DoRALinear) else None
+    weight = dequantised(module.weight).to(module.lora_a.weight.dtype)
+    return merged(weight, module.lora_a.weight, module.lora_b.weight, _scaling(module), magnitude)
+
+
+@torch.no_grad()
+def base_hf_tensors(model: nn.Module, names: HFModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, whole tensor) of the model below the adapters, dequantised: a collective."""
+    adapters = adapter_names(model)
+    for name, param in model.named_parameters():
+        if clean_name(name) not in adapters:
+            yield names.to_hf(clean_name(name), whole(param).to(dtype))
+
+
+@torch.no_grad()
+def merged_hf_tensors(model: nn.Module, names: HFModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, whole tensor) of the model with its adapters merged, in float32, then rounded: a collective."""
+    adapters, modules = adapter_names(model), adapted_modules(model)
+    for name, param in model.named_parameters():
+        name = clean_name(name)
+        if name in adapters:
+            continue
+        full = whole(param)
+        module = modules.get(name.removesuffix(".weight"))
+        if module is not None:
+            a, b = whole(module.lora_a.weight).float(), whole(module.lora_b.weight).float()
+            magnitude = whole(module.magnitude).float() if isinstance(module, DoRALinear) else None
+            full = merged(full.float(), a, b, _scaling(module), magnitude)
+        yield names.to_hf(name, full.to(dtype))
+
+
+@torch.no_grad()
+def adapter_hf_tensors(model: nn.Module, names: HFModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """(PEFT name, whole tensor) of the adapters alone: a collective."""
+    for name, module in adapted_modules(model).items():
+        hf_name, b = names.to_hf(f"{name}.weight", whole(module.lora_b.weight).to(dtype))
+        stem = "base_model.model." + hf_name.removesuffix(".weight")
+        yield f"{stem}.lora_A.weight", whole(module.lora_a.weight).to(dtype)
+        yield f"{stem}.lora_B.weight", b
+        if isinstance(module, DoRALinear):
+            _, magnitude = names.to_hf(f"{name}.weight", whole(module.magnitude).to(dtype)[:, None])
+            yield f"{stem}.lora_magnitude_vector", magnitude[:, 0]
+
+
+class AdapterOff:
+    """The reference policy of an adapted model: the model itself with its adapters switched off. It costs no memory."""
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+
+    def swapped_in(self) -> AbstractContextManager[None]:
+        """Inside, the model is the one that the adapters were put on."""
+        return disable_adapter(self._model)
+
+
+def _scaling(module: LoRALinear | DoRALinear) -> float:
+    return module.scaling if isinstance(module, DoRALinear) else module.alpha / module.rank
+
+
+def _dora_forward(module: DoRALinear, x: Tensor) -> Tensor:
+    """In place of torchtune's: the bias is added after the rows are scaled, and no identity matrix is pushed through B A."""
+    quantised = isinstance(module.weight, NF4Tensor)
+    base = linear_nf4(input=x, weight=module.weight) if quantised else F.linear(x, module.weight)
+    if not module.disabled:
+        a, b = module.lora_a.weight, module.lora_b.weight
+        with torch.no_grad():
+            weight = dequantised(module.weight).to(a.dtype)
+            norm = torch.linalg.norm((weight + module.scaling * (b @ a)).float(), dim=1)
+        lora = module.scaling * module.lora_b(module.lora_a(module.dropout(x)))
+        base = (module.magnitude / norm).to(x.dtype) * (base + lora)
+    return base if module.bias is None else base + module.bias

@@ -1,0 +1,46 @@
+"""Whole tensors in and out of parameters that may be sharded (FSDP2), quantised (NF4), or both."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torchao.dtypes.nf4tensor import NF4Tensor, to_nf4
+
+
+@torch.no_grad()
+def fill(param: Tensor, full: Tensor) -> None:
+    """Writes `full`, the same on every rank, into a parameter; each rank keeps its part.
+
+    A quantised parameter quantises the whole tensor before it is cut, so that the bits do not depend on the number of ranks.
+    """
+    local = param.to_local() if isinstance(param, DTensor) else param
+    full = full.to(local.device, local.dtype)
+    if isinstance(local, NF4Tensor):
+        part = to_nf4(full, local.block_size, local.scaler_block_size)
+        if isinstance(param, DTensor):
+            part = torch.chunk(part, param.device_mesh.size(), dim=0)[param.device_mesh.get_local_rank()]
+        for name in part.__tensor_flatten__()[0]:  # copy_ would leave what is not sharded where it was: on "meta"
+            setattr(local, name, getattr(part, name))
+    elif isinstance(param, DTensor):
+        local.copy_(distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None).to_local())
+    else:
+        local.copy_(full)
+
+
+@torch.no_grad()
+def whole(param: Tensor) -> Tensor:
+    """The whole, dequantised tensor on every rank; a collective if the parameter is sharded."""
+    if not isinstance(param, DTensor):
+        return dequantised(param.detach())
+    local = param.to_local()
+    if not isinstance(local, NF4Tensor):
+        return param.full_tensor().detach()
+    mine = dequantised(local)
+    parts = [torch.empty_like(mine) for _ in range(param.device_mesh.size())]
+    dist.all_gather(parts, mine, group=param.device_mesh.get_group())
+    return torch.cat(parts)
+
+
+def dequantised(tensor: Tensor) -> Tensor:
+    """The values of an NF4 tensor in its own dtype; another tensor as it is."""
+    return tensor.get_original_weight().to(tensor.dtype) if isinstance(tensor, NF4Tensor) else tensor
