@@ -27,7 +27,7 @@ from torchtune_ext.policy.shard import build_policy
 from torchtune_ext.policy.weights import HFModel
 from torchtune_ext.rollout import sample_groups
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
-from torchtune_ext.tasks.order import problem_index
+from torchtune_ext.tasks.order import ProblemStream
 from torchtune_ext.tasks.task import Problem
 from torchtune_ext.telemetry import summary
 from torchtune_ext.telemetry.metrics import Metrics
@@ -96,7 +96,7 @@ class GRPOLoRARecipe:
         self.engine: Engine | None = None
         self.grader: Grader | None = None
         self.metrics: Metrics | None = None
-        self.step = self.cursor = self.version = 0
+        self.step = self.version = 0
         self.last_eval: float | None = None
 
     def setup(self) -> None:
@@ -106,13 +106,14 @@ class GRPOLoRARecipe:
         self.source = HFModel(cfg.model_dir)
         self.tokenizer = instantiate(cfg.tokenizer)
         self.task = instantiate(cfg.task)
+        self.problems = ProblemStream(self.task, cfg.seed)
         self.eval_task = instantiate(cfg.eval_task) if has_component(cfg.eval_task) else None
         self.loss = instantiate(cfg.loss)
         self.sampling = build(SamplingConfig, cfg.sampling, "sampling", stop_token_ids=self.tokenizer.stop_token_ids)
         engine_config = build(EngineConfig, cfg.engine, "engine")
         at_least(cfg, prompts_per_step=1, samples_per_prompt=2, updates_per_step=1, eval_every=1, save_every=1)
         at_least(cfg, row_tokens=engine_config.max_model_len)
-        self.adapter = adapter_spec(partial(instantiate, cfg.model), self.source, cfg.model.get("lora_attn_modules"))
+        self.adapter = adapter_spec(partial(instantiate, cfg.model), self.source, cfg.model)
         engine_config = check_adapter(self.adapter, cfg.publish, engine_config)
         compute_dtype, engine_dtype = training_dtypes(cfg.dtype, engine_config.dtype)
         check_sampling(self.sampling)
@@ -176,11 +177,9 @@ class GRPOLoRARecipe:
         if not self.ranks.is_main:
             return [], {}
         for sampling_round in range(1 + cfg.refill_rounds):
-            indices = [problem_index(self.cursor + i, len(self.task), cfg.seed) for i in range(wanted)]
-            self.cursor += wanted
             sampling = replace(self.sampling, seed=(cfg.seed * SEED_STRIDE + self.step) * SEED_STRIDE + sampling_round)
             with watch("sample"):
-                groups += self.rollout([self.task[i] for i in indices], cfg.samples_per_prompt, sampling, "sample")
+                groups += self.rollout(self.problems.take(wanted), cfg.samples_per_prompt, sampling, "sample")
             groups, stats = with_advantages(groups, cfg.advantage, cfg.truncated, cfg.truncated_penalty)
             wanted = cfg.prompts_per_step - stats.groups
             if wanted <= 0:
@@ -254,7 +253,7 @@ class GRPOLoRARecipe:
             self.progress.summary(self.step, values)
 
     def save_checkpoint(self) -> None:
-        recipe = {"cursor": self.cursor, "version": self.version, "updates": self.schedule.last_epoch}
+        recipe = {"cursor": self.problems.cursor, "version": self.version, "updates": self.schedule.last_epoch}
         if self.ranks.is_main:
             recipe["throttle"] = self.engine.state_dict()
         model, dtype = self.policy.model, getattr(torch, self.cfg.dtype)
@@ -265,7 +264,7 @@ class GRPOLoRARecipe:
     def load_checkpoint(self, path: Path) -> None:
         require_same_adapter(path, self.adapter)
         recipe = self.checkpoints.load(path, self.policy.model, self.optimizer)
-        self.step, self.cursor, self.version = recipe["step"], recipe["cursor"], recipe["version"]
+        self.step, self.problems.cursor, self.version = recipe["step"], recipe["cursor"], recipe["version"]
         resume_schedule(self.schedule, recipe["updates"])
         if self.engine:
             self.engine.load_state_dict(recipe["throttle"])

@@ -1,5 +1,6 @@
 """Two FSDP2 ranks on gloo give the gradients of one process, with and without checkpointing, KL and empty rows."""
 
+import json
 import subprocess
 import sys
 
@@ -7,25 +8,26 @@ import pytest
 import recipe_runs as runs
 
 SCRIPT = """
-import os
+import json
 import sys
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from torchtune_ext.advantages import Group, Sample
 from torchtune_ext.grading import Outcome
 from torchtune_ext.objective.loss import GRPOLoss
 from torchtune_ext.packing import pack
-from torchtune_ext.policy.scratch import qwen2_from_config
+from torchtune_ext.policy.lora import AdapterOff, merged_hf_tensors
+from torchtune_ext.policy.scratch import lora_qwen2_from_config, qwen2_from_config
 from torchtune_ext.policy.shard import build_policy
-from torchtune_ext.policy.weights import HFModel, clean_name, named_hf_tensors
+from torchtune_ext.policy.weights import HFModel, clean_name
 from torchtune_ext.tasks.task import Problem
-from torchtune_ext.training.distributed import init_ranks
+from torchtune_ext.training.distributed import close_ranks, init_ranks
 from torchtune_ext.training.step import Reference, forward_backward, score
 
-folder, checkpointing, row_tokens = sys.argv[1], sys.argv[2] == "1", int(sys.argv[3])
+folder, checkpointing, row_tokens, lora = sys.argv[1], sys.argv[2] == "1", int(sys.argv[3]), json.loads(sys.argv[4])
+builder = lora_qwen2_from_config if lora else qwen2_from_config
 rng = np.random.default_rng(0)
 groups = []
 for g, (prompt, lengths) in enumerate([(9, [5, 1, 12]), (4, [20, 3]), (15, [2, 2, 2, 2]), (6, [9])]):
@@ -40,49 +42,62 @@ loss = GRPOLoss(kl_coef=0.2, entropy_coef=0.01)
 
 def gradients(ranks, world_size):
     source = HFModel(folder)
-    policy = build_policy(lambda: qwen2_from_config(folder), source, ranks.device, torch.float32, world_size, checkpointing)
-    reference = Reference(policy.model)
+    policy = build_policy(lambda: builder(folder, **lora), source, ranks.device, torch.float32, world_size, checkpointing)
+    reference = AdapterOff(policy.model) if lora else Reference(policy.model)
     with torch.no_grad():
-        for i, p in enumerate(policy.model.parameters()):  # move away from the reference, the same on one and on two ranks
-            p.mul_(1.0 + 0.01 * (i % 7))
-    before = {n: t.clone() for n, t in named_hf_tensors(policy.model, source, torch.float32)}
+        for i, p in enumerate(policy.trainable()):  # move away from the reference, the same on one and on two ranks
+            p.add_(1e-3) if builder is lora_qwen2_from_config else p.mul_(1.0 + 0.01 * (i % 7))
+    before = {n: t.clone() for n, t in merged_hf_tensors(policy.model, source, torch.float32)}
     rows, _ = pack(groups, row_tokens, num_rows_multiple=world_size)
     share = rows[ranks.rank :: world_size] if world_size > 1 else rows
     with reference.swapped_in():
         ref = score(policy, share, 1.0, ranks.device)
-    after = dict(named_hf_tensors(policy.model, source, torch.float32))
+    after = dict(merged_hf_tensors(policy.model, source, torch.float32))
     assert all(torch.equal(before[n], after[n]) for n in before), "the reference did not give the weights back"
     value, metrics, _ = forward_backward(policy, share, loss, 1.0, ranks.device, ref_logprobs=ref, world_size=world_size)
-    grads = {clean_name(n): (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad) for n, p in policy.model.named_parameters()}
+    grads = {clean_name(n): (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad) for n, p in policy.model.named_parameters() if p.requires_grad}
     return value, metrics, grads
 
 
-ranks = init_ranks("cpu")
-found = gradients(ranks, ranks.world_size)
-if ranks.world_size == 1:
-    torch.save(found, "one.pt")
-elif ranks.is_main:
-    one = torch.load("one.pt")
-    assert abs(one[0] - found[0]) < 1e-6, (one[0], found[0])
-    for name in one[1]:
-        assert abs(one[1][name] - found[1][name]) <= 1e-5 * max(1, abs(one[1][name])), name
-    scale = max(g.abs().max() for g in one[2].values())
-    worst = max(((one[2][n] - found[2][n]).abs().max() / max(one[2][n].abs().max(), 1e-3 * scale)).item() for n in one[2])
-    assert worst < 1e-5, worst
-    print("worst relative gradient error", worst)
-if ranks.world_size > 1:
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads now and then abort a process that ends in the ordinary way
+def main():
+    ranks = init_ranks("cpu")
+    found = gradients(ranks, ranks.world_size)
+    if ranks.world_size == 1:
+        torch.save(found, "one.pt")
+    elif ranks.is_main:
+        one = torch.load("one.pt")
+        assert abs(one[0] - found[0]) < 1e-6, (one[0], found[0])
+        for name in one[1]:
+            assert abs(one[1][name] - found[1][name]) <= 1e-5 * max(1, abs(one[1][name])), name
+        scale = max(g.abs().max() for g in one[2].values())
+        worst = max(((one[2][n] - found[2][n]).abs().max() / max(one[2][n].abs().max(), 1e-3 * scale)).item() for n in one[2])
+        assert worst < 1e-5, worst
+        print("worst relative gradient error", worst)
+
+
+main()
+close_ranks()
 """
 
 
+LORA = {"lora_attn_modules": ["q_proj", "v_proj", "output_proj"], "apply_lora_to_mlp": True, "lora_rank": 4}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("checkpointing", "row_tokens"), [(0, 40), (1, 40), (0, 400)])  # 400: rank 1 has an empty row
-def test_two_ranks_equal_one(tmp_path, checkpointing, row_tokens):
+@pytest.mark.parametrize(
+    ("checkpointing", "row_tokens", "lora"),
+    [
+        (0, 40, {}),
+        (1, 40, {}),
+        (0, 400, {}),  # rank 1 has an empty row
+        (1, 40, LORA),
+        (0, 400, LORA | {"use_dora": True}),
+    ],
+)
+def test_two_ranks_equal_one(tmp_path, checkpointing, row_tokens, lora):
     runs.make_workplace(tmp_path)
     (tmp_path / "ranks.py").write_text(SCRIPT)
-    arguments = ["ranks.py", str(tmp_path / "model"), str(checkpointing), str(row_tokens)]
+    arguments = ["ranks.py", str(tmp_path / "model"), str(checkpointing), str(row_tokens), json.dumps(lora)]
     for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]):
         done = subprocess.run(
             [sys.executable, *launcher, *arguments],

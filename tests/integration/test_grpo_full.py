@@ -57,9 +57,7 @@ def test_a_run_leaves_metrics_rollouts_checkpoints_and_a_report(workplace):
 
 
 def test_two_ranks_train_what_one_trains(workplace):
-    # what the run left is checked to its end; gloo's threads now and then abort a process that has ended well
-    runs.run(workplace, "grpo_full", "output_dir=ranks", ranks=2, ok=None)
-    assert (workplace / "ranks" / "checkpoints" / "step_000003" / "recipe.json").is_file()
+    runs.run(workplace, "grpo_full", "output_dir=ranks", ranks=2)
     one, two = runs.metrics(workplace / "reference"), runs.metrics(workplace / "ranks")
     for a, b in zip(one, two, strict=True):
         assert a["step"] == b["step"] and a.get("reward/mean") == b.get("reward/mean")

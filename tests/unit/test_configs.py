@@ -38,6 +38,10 @@ def test_config_fits_its_recipe(name):
         ("grpo/qwen2_5_14B_full", 14.770),
         ("grpo/qwen2_5_32B_full", 32.764),
         ("grpo/llama3_1_8B_full", 8.030),
+        ("grpo/qwen2_5_7B_lora", 7.696),
+        ("grpo/qwen2_5_14B_lora", 14.908),
+        ("grpo/qwen2_5_32B_qlora", 33.032),
+        ("grpo/llama3_1_8B_lora", 8.114),
     ],
 )
 def test_dry_run_knows_the_published_sizes(name, billions, capsys):

@@ -9,7 +9,7 @@ import pytest
 from torchtune_ext.advantages import Group, Sample
 from torchtune_ext.evaluation import accuracy, pass_at_k
 from torchtune_ext.grading import Outcome
-from torchtune_ext.tasks.order import problem_index
+from torchtune_ext.tasks.order import ProblemStream, problem_index
 from torchtune_ext.tasks.task import Problem, Score
 
 
@@ -66,3 +66,26 @@ def test_problem_order_is_a_permutation_each_epoch_and_depends_on_the_seed():
     assert first != second
     assert first != [problem_index(i, 10, 1) for i in range(10)]
     assert problem_index(12, 1 << 30, 0) == 12
+
+
+class Counting:
+    def __init__(self, length):
+        self.length, self.made = length, []
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        self.made.append(index)
+        return index
+
+
+@pytest.mark.parametrize("length", [10, 1 << 30])
+def test_a_stream_hands_out_what_the_order_says_whatever_is_taken(length):
+    task = Counting(length)
+    stream = ProblemStream(task, seed=3)
+    got = stream.take(4) + stream.take(4) + stream.take(2) + stream.take(7)
+    assert got == [problem_index(i, length, 3) for i in range(17)] and stream.cursor == 17
+    again = ProblemStream(task, seed=3)
+    again.cursor = 8
+    assert again.take(9) == got[8:]

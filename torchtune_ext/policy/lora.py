@@ -9,7 +9,7 @@ in the YAML by its builders. Two things of torchtune 0.6.1 are replaced: its DoR
 (Qwen2 has biases, and neither PEFT nor a merged weight agrees with that), and its PEFT export permutes q and k of Qwen2.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -54,21 +54,30 @@ class AdapterSpec:
 
 
 def adapter_spec(
-    make_model: Callable[[], TransformerDecoder], source: HFModel, asked: Sequence[str] | None = None
+    make_model: Callable[[], TransformerDecoder], source: HFModel, asked: Mapping[str, Any]
 ) -> AdapterSpec:
     """Looks at the model that the YAML names, on the meta device.
 
     Args:
-        asked: `lora_attn_modules` of the YAML; torchtune passes over names that it does not know.
+        asked: `model:` of the YAML, for its `lora_rank` and `lora_attn_modules`; torchtune passes over names that it does
+            not know.
 
     Raises:
-        ValueError: no adapters, or targets that name nothing.
+        ValueError: no adapters, a rank of 0, targets that name nothing, weights that NF4 cannot hold.
     """
-    with torch.device("meta"):
-        model = make_model()
+    if asked.get("lora_rank", 1) < 1:
+        raise ValueError(f"model.lora_rank={asked['lora_rank']} must be at least 1")
+    try:
+        with torch.device("meta"):
+            model = make_model()
+    except AssertionError as error:
+        raise ValueError(
+            f"model.quantize_base: NF4 wants weights of a multiple of 256 blocks of 64 values, and torchao says: {error}. "
+            "Leave the small layers (k_proj and v_proj) out of lora_attn_modules"
+        ) from error
     modules = adapted_modules(model)
     attention = {name for name, module in model.layers[0].attn.named_children() if hasattr(module, "weight")}
-    unknown = sorted(set(asked or ()) - attention)
+    unknown = sorted(set(asked.get("lora_attn_modules") or ()) - attention)
     if unknown:
         raise ValueError(f"model.lora_attn_modules names {unknown}, which no layer has; there are {sorted(attention)}")
     if not modules:

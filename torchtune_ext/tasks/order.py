@@ -1,7 +1,10 @@
-"""In which order a run walks over the problems of a task: a pure function of the seed and a cursor."""
+"""The problems of a run, in an order that is a pure function of the seed and a cursor."""
 
 import random
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
+
+from torchtune_ext.tasks.task import Problem, Task
 
 SHUFFLE_LIMIT = 1 << 20  # longer tasks are generated ones, whose problems are independent draws already
 
@@ -12,6 +15,29 @@ def problem_index(cursor: int, length: int, seed: int) -> int:
     if length > SHUFFLE_LIMIT:
         return position
     return _permutation(length, seed, epoch)[position]
+
+
+class ProblemStream:
+    """Hands out the problems of a run. The next ones are made in a thread meanwhile: a generated puzzle takes milliseconds."""
+
+    def __init__(self, task: Task, seed: int):
+        self.cursor = 0  # problems handed out since the beginning of the run; may be set, to resume
+        self._task, self._seed = task, seed
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="problems")
+        self._ahead: tuple[int, Future[list[Problem]]] | None = None  # first cursor, problems from there on
+
+    def take(self, count: int) -> list[Problem]:
+        """The next `count` problems. Raises what the task raises."""
+        first, made = self._ahead or (self.cursor, None)
+        problems = made.result()[:count] if made is not None and first == self.cursor else []
+        problems += self._make(self.cursor + len(problems), count - len(problems))
+        self.cursor += count
+        self._ahead = self.cursor, self._thread.submit(self._make, self.cursor, count)
+        return problems
+
+    def _make(self, cursor: int, count: int) -> list[Problem]:
+        length = len(self._task)
+        return [self._task[problem_index(i, length, self._seed)] for i in range(cursor, cursor + count)]
 
 
 @lru_cache(maxsize=2)

@@ -1,0 +1,367 @@
+"""Adapters against the plain computation with one merged weight per layer, per sample, in stock torchtune modules."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import test_packed_equals_unpacked as unpacked
+import torch
+from safetensors.torch import load_file
+from torch.func import functional_call
+from torchao.dtypes.nf4tensor import NF4Tensor, to_nf4
+from torchtune.models.llama3_1 import lora_llama3_1
+from torchtune.models.llama3_2 import llama3_2
+from torchtune.models.qwen2 import lora_qwen2, qwen2
+
+from torchtune_ext.objective.loss import GRPOLoss
+from torchtune_ext.packing import pack
+from torchtune_ext.policy import lora
+from torchtune_ext.policy.logprobs import PackedPolicy
+from torchtune_ext.policy.scratch import Shape, lora_qwen2_from_config, make_tokenizer, write_model
+from torchtune_ext.policy.shard import build_policy
+from torchtune_ext.policy.sharded import fill, whole
+from torchtune_ext.policy.weights import HFModel
+from torchtune_ext.sampling.records import EngineConfig
+from torchtune_ext.training.agreement import applied_share
+from torchtune_ext.training.checks import check_adapter
+from torchtune_ext.training.state import export_adapter, require_same_adapter
+from torchtune_ext.training.step import forward_backward
+
+CPU = torch.device("cpu")
+SHAPES = [(7, [5, 1, 9, 3]), (4, [12, 11]), (1, [1, 1])]
+DIMS = dict(
+    vocab_size=unpacked.VOCAB,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    embed_dim=32,
+    intermediate_dim=48,
+    max_seq_len=64,
+)
+ATTENTION = ["q_proj", "k_proj", "v_proj", "output_proj"]
+
+
+def adapted(builder=lora_qwen2, rank=3, moved=True, attention=ATTENTION, **options):
+    """A model with adapters on every linear layer that have an effect."""
+    torch.manual_seed(0)
+    arguments = {"lora_rank": rank, "lora_alpha": 2.0 * rank, "apply_lora_to_mlp": True, **options}
+    model = builder(attention, **arguments, **DIMS)
+    lora.prepare(model, torch.float32)
+    for param in model.parameters():
+        if param.dim() > 1:
+            torch.nn.init.normal_(param, std=0.2)
+    lora.initialise(model, seed=1)
+    if moved:
+        with torch.no_grad():
+            for name in sorted(lora.adapter_names(model)):
+                model.get_parameter(name).add_(0.1 * torch.randn_like(model.get_parameter(name)))
+    return model
+
+
+def plain(model, builder):
+    """The stock model of the same size, and a function that makes its weights out of the adapters, with gradients."""
+    stock = builder(**DIMS, **({"tie_word_embeddings": True} if builder is qwen2 else {"scale_factor": 8}))
+    if builder is qwen2 and not lora_is_tied(model):
+        stock = builder(**DIMS)
+
+    def weights():
+        params = dict(model.named_parameters())
+        made = {name: p for name, p in params.items() if name not in lora.adapter_names(model)}
+        for name in lora.adapted_modules(model):
+            scaling = 2.0  # alpha / rank
+            v = params[f"{name}.weight"] + scaling * params[f"{name}.lora_b.weight"] @ params[f"{name}.lora_a.weight"]
+            if f"{name}.magnitude" in params:
+                v = params[f"{name}.magnitude"][:, None] * v / v.pow(2).sum(1, keepdim=True).sqrt().detach()
+            made[f"{name}.weight"] = v
+        return made
+
+    return stock, weights
+
+
+def lora_is_tied(model):
+    return not any(name.startswith("output.") for name, _ in model.named_parameters())
+
+
+class Plain(torch.nn.Module):
+    """What `unpacked.reference` takes for a model: the stock one, called with merged weights."""
+
+    def __init__(self, model, builder):
+        super().__init__()
+        self.adapted = [model]  # not a submodule
+        self.stock, self.weights = plain(model, builder)
+
+    def forward(self, ids):
+        return functional_call(self.stock, self.weights(), (ids,))
+
+    def named_parameters(self, *args, **kwargs):
+        return [(n, p) for n, p in self.adapted[0].named_parameters() if p.requires_grad]
+
+    def zero_grad(self):
+        self.adapted[0].zero_grad()
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("where", ["tied", "untied", "output", "llama", "checkpointing"])
+def test_packed_adapters_equal_merged_weights_sample_by_sample(dora, where):
+    builder, stock = (lora_llama3_1, llama3_2) if where == "llama" else (lora_qwen2, qwen2)
+    options = {"apply_lora_to_output": True} if where == "output" else {}
+    if where in ("tied", "checkpointing"):
+        options["tie_word_embeddings"] = True
+    if where == "llama":
+        stock = partial(untied_llama, tie=False)
+    model = adapted(builder, use_dora=dora, **options)
+    groups = unpacked.make_groups(np.random.default_rng(3), SHAPES)
+    loss = GRPOLoss(entropy_coef=0.01)
+    want_loss, want_grads, want_logprobs = unpacked.reference(Plain(model, stock), groups, loss, "token", 0.9)
+    rows, _ = pack(groups, 40)
+    policy = PackedPolicy(model)
+    if where == "checkpointing":
+        from torchtune import training
+        from torchtune.modules import TransformerSelfAttentionLayer
+
+        training.set_activation_checkpointing(model, auto_wrap_policy={TransformerSelfAttentionLayer})
+    got_loss, _, scored = forward_backward(policy, rows, loss, 0.9, CPU)
+    got_logprobs = unpacked.packed_logprobs_by_sample(rows, scored, groups)
+    assert all((got_logprobs[key].double() - want).abs().max() < 1e-5 for key, want in want_logprobs.items())
+    assert got_loss == pytest.approx(want_loss, rel=1e-5)
+    got = {n.replace("_checkpoint_wrapped_module.", ""): p.grad for n, p in model.named_parameters() if p.requires_grad}
+    assert got.keys() == want_grads.keys() == lora.adapter_names(model)
+    assert unpacked.relative_error(got, want_grads) < 1e-5
+
+
+def untied_llama(tie, scale_factor=None, **dims):
+    from torchtune.models.llama3_1 import llama3_1
+
+    return llama3_1(**dims)
+
+
+def test_a_full_rank_adapter_does_what_full_training_does():
+    """A of full rank held at the identity: y = W x + B x, so B learns what W would, and SGD gives the same model."""
+    rank = DIMS["intermediate_dim"]
+    model = adapted(rank=rank, moved=False, tie_word_embeddings=True, lora_alpha=float(rank))
+    for module in lora.adapted_modules(model).values():
+        module.lora_a.weight.data = torch.eye(rank, module.lora_a.weight.shape[1])
+        module.lora_a.weight.requires_grad_(False)
+    for name, param in model.named_parameters():
+        replaced = any(name == f"{n}.weight" for n in lora.adapted_modules(model))
+        param.requires_grad_("lora_a" not in name and not replaced)
+    full = qwen2(**DIMS, tie_word_embeddings=True)
+    full.load_state_dict({n: p for n, p in model.named_parameters() if n not in lora.adapter_names(model)})
+    groups = unpacked.make_groups(np.random.default_rng(5), SHAPES)
+    rows, _ = pack(groups, 64)
+    losses = []
+    for each in (model, full):
+        policy = PackedPolicy(each)
+        optimizer = torch.optim.SGD(policy.trainable(), lr=0.05)
+        found = []
+        for _ in range(3):
+            found.append(forward_backward(policy, rows, GRPOLoss(), 1.0, CPU)[0])
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(found)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert len({round(x, 6) for x in losses[1]}) == 3, "nothing was learned"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    text = ["Write about something. Go on. The quick brown fox jumps over the lazy dog.\n"] * 8
+    shape = Shape(hidden_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, intermediate_size=256,
+                  max_position_embeddings=128, vocab_size=400)  # fmt: skip
+    folder = tmp_path_factory.mktemp("source") / "model"
+    write_model(folder, make_tokenizer(text, ["x"], [], 400), shape, seed=3)
+    return HFModel(folder)
+
+
+def policy_of(source, dtype=torch.float32, **options):
+    arguments = {"lora_attn_modules": ATTENTION, "apply_lora_to_mlp": True, "lora_rank": 4, **options}
+    make = partial(lora_qwen2_from_config, str(source.path), **arguments)
+    return build_policy(make, source, CPU, dtype), lora.adapter_spec(make, source, arguments)
+
+
+def move(model):
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for name in sorted(lora.adapter_names(model)):
+            model.get_parameter(name).add_(0.1 * torch.randn_like(model.get_parameter(name)))
+
+
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"quantize_base": True}], ids=["lora", "dora", "qlora"])
+def test_a_fresh_adapter_changes_nothing_and_switched_off_it_is_gone(source, options):
+    policy, spec = policy_of(source, **options)
+    model = policy.model
+    assert spec.rank == 4 and spec.alpha == 16.0 and spec.dora == bool(options.get("use_dora"))
+    assert spec.targets == ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj", "up_proj")
+    base = dict(lora.base_hf_tensors(model, source, torch.float32))
+    fresh = dict(lora.merged_hf_tensors(model, source, torch.float32))
+    stored = load_file(source.path / "model.safetensors")
+    assert base.keys() == stored.keys() == fresh.keys()
+    for name, tensor in base.items():
+        # DoRA multiplies by norm / norm
+        assert torch.allclose(tensor, fresh[name], rtol=1e-6, atol=0)
+        if not spec.quantised or tensor.dim() < 2 or "embed" in name:
+            assert torch.equal(tensor, stored[name])
+        else:
+            assert torch.equal(tensor, to_nf4(stored[name]).get_original_weight().to(torch.float32))
+    ids = torch.arange(20)[None]
+    row = pack(unpacked.make_groups(np.random.default_rng(0), SHAPES), 64)[0][0]
+    with torch.no_grad():
+        before = policy(row).logprobs_L
+        move(model)
+        moved = policy(row).logprobs_L
+        with lora.AdapterOff(model).swapped_in():
+            off = policy(row).logprobs_L
+    assert ids is not None and (moved - before).abs().max() > 0.01
+    bound = 1e-5 if spec.dora else 0.0
+    assert (off - before).abs().max() <= bound
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_merged_weights_are_base_plus_scaled_product(source, dora):
+    policy, _ = policy_of(source, use_dora=dora)
+    move(policy.model)
+    stored = load_file(source.path / "model.safetensors")
+    merged = dict(lora.merged_hf_tensors(policy.model, source, torch.float32))
+    for name, module in lora.adapted_modules(policy.model).items():
+        hf_name, _ = source.to_hf(f"{name}.weight", module.lora_b.weight)
+        want = stored[hf_name].double() + 4.0 * module.lora_b.weight.double() @ module.lora_a.weight.double()
+        if dora:
+            want *= (module.magnitude.double() / want.norm(dim=1))[:, None]
+        # float32 rounding of a sum of rank + 1 terms
+        assert (merged[hf_name].double() - want).abs().max() <= 8 * 2**-24 * want.abs().max(), name
+
+
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"quantize_base": True}], ids=["lora", "dora", "qlora"])
+def test_peft_computes_the_same_from_the_saved_adapter(source, tmp_path, options):
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    policy, spec = policy_of(source, **options)
+    move(policy.model)
+    export_adapter(tmp_path, policy.model, source, spec, merged=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.float32)
+    if spec.quantised:  # the adapter belongs to the model that NF4 left
+        base.load_state_dict(dict(lora.base_hf_tensors(policy.model, source, torch.float32)), strict=False)
+    with_adapter = peft.PeftModel.from_pretrained(base, tmp_path).eval()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    group = unpacked.make_groups(np.random.default_rng(1), [(9, [14])])[0]
+    row = pack([group], 64)[0][0]
+    ids = torch.tensor(np.concatenate([group.prompt_tokens, group.samples[0].tokens]), dtype=torch.long)[None]
+    with torch.no_grad():
+        ours = policy(row).logprobs_L
+        for other in (with_adapter, merged):
+            logp = other(ids).logits[0, 8:-1].log_softmax(-1).gather(1, ids[0, 9:, None])[:, 0]
+            assert (logp - ours).abs().max() < 1e-4
+
+
+def test_vllm_reads_the_saved_adapter(source, tmp_path):
+    lora_model = pytest.importorskip("vllm.lora.lora_model")
+    from vllm.lora.peft_helper import PEFTHelper
+
+    policy, spec = policy_of(source)
+    move(policy.model)
+    export_adapter(tmp_path, policy.model, source, spec)
+    helper = PEFTHelper.from_local_dir(str(tmp_path), max_position_embeddings=None)
+    found = lora_model.LoRAModel.from_local_checkpoint(
+        str(tmp_path), set(spec.targets), helper, lora_model_id=1, device="cpu"
+    )
+    b = policy.model.get_parameter("layers.1.attn.q_proj.lora_b.weight")
+    loaded = found.loras["model.layers.1.self_attn.q_proj"]
+    assert torch.equal(loaded.lora_b, b) and loaded.scaling == 4.0 and len(found.loras) == 14
+
+
+def test_in_bfloat16_only_adapters_have_float32_masters(source):
+    policy, _ = policy_of(source, torch.bfloat16)
+    dtypes = {p.dtype for p in policy.trainable()}, {p.dtype for p in policy.model.parameters() if not p.requires_grad}
+    assert dtypes == ({torch.float32}, {torch.bfloat16})
+    row = pack(unpacked.make_groups(np.random.default_rng(0), SHAPES), 64)[0][0]
+    forward_backward(policy, [row], GRPOLoss(), 1.0, CPU)
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in policy.trainable())
+    torch.distributed.destroy_process_group()
+
+
+def test_fill_and_whole_of_a_quantised_parameter():
+    full = torch.randn(128, 256)
+    param = torch.nn.Parameter(to_nf4(torch.zeros(128, 256)), requires_grad=False)
+    fill(param, full)
+    assert isinstance(param, NF4Tensor)
+    assert torch.equal(whole(param), to_nf4(full).get_original_weight())
+
+
+def rows_of(logprobs):
+    groups = unpacked.make_groups(np.random.default_rng(0), [(4, [len(logprobs)])])
+    row = pack(groups, 200)[0][0]
+    row.logprobs_L[:] = logprobs
+    return [row]
+
+
+def test_the_applied_share_tells_the_adapter_from_the_base():
+    torch.manual_seed(0)
+    off = torch.randn(64)
+    effect = 0.01 * torch.randn(64)
+    noise = 0.001 * torch.randn(64)
+    share, error = applied_share(rows_of(off + effect + noise), [off + effect], [off])
+    assert abs(share - 1) < 4 * error < 0.2
+    share, error = applied_share(rows_of(off + noise), [off + effect], [off])
+    assert abs(share) < 4 * error < 0.2
+    _, error = applied_share(rows_of(off + 0.1 * torch.randn(64)), [off + effect], [off])
+    assert error > 0.5  # an effect below the noise proves nothing
+    assert applied_share(rows_of(off), [off], [off])[1] == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"lora_attn_modules": ["q_proj", "o_proj"]},
+            "lora_attn_modules names ['o_proj'], which no layer has; there are",
+        ),
+        ({"lora_rank": 0}, "lora_rank=0"),
+        ({"lora_rank": 0, "use_dora": True}, "lora_rank=0"),
+        ({"lora_attn_modules": []}, "Must pass one or more of"),
+    ],
+)
+def test_adapters_that_cannot_be_are_named(source, options, message):
+    arguments = {"lora_attn_modules": ["q_proj"], "lora_rank": 4, **options}
+    make = partial(lora_qwen2_from_config, str(source.path), **arguments)
+    with pytest.raises(ValueError) as error:
+        lora.adapter_spec(make, source, arguments)
+    assert message in str(error.value)
+
+
+def test_a_model_without_adapters_is_refused(source):
+    from torchtune_ext.policy.scratch import qwen2_from_config
+
+    with pytest.raises(ValueError, match="has no adapters; name a LoRA builder"):
+        lora.adapter_spec(partial(qwen2_from_config, str(source.path)), source, {})
+
+
+SPEC = lora.AdapterSpec(4, 8.0, 0.0, ("q_proj",), dora=False, quantised=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "way", "engine", "message"),
+    [
+        ({}, "disk", {}, "publish='disk' is unknown"),
+        ({"dora": True}, "adapter", {}, "vLLM applies no DoRA adapters; use publish=merged"),
+        ({"rank": 1024}, "adapter", {}, "rank 1 to 512"),
+        ({}, "adapter", {"address": "http://here:1"}, "a server takes whole models only; set publish=merged"),
+        ({}, "adapter", {"lora_rank": 8}, "follow from `model:`"),
+        ({"dropout": 0.1, "targets": ("lm_head",)}, "merged", {}, "apply_lora_to_output"),
+    ],
+)
+def test_publications_that_would_fail_are_refused_before_the_first_sample(changes, way, engine, message):
+    from dataclasses import replace
+
+    with pytest.raises(ValueError) as error:
+        check_adapter(replace(SPEC, **changes), way, EngineConfig(**engine))
+    assert message in str(error.value)
+
+
+def test_an_adapter_of_another_shape_is_not_resumed(source, tmp_path):
+    policy, spec = policy_of(source)
+    export_adapter(tmp_path, policy.model, source, spec)
+    require_same_adapter(tmp_path, spec)
+    _, other = policy_of(source, lora_rank=8)
+    with pytest.raises(ValueError, match="holds an adapter with r=4, `model:` asks for 8; set it back"):
+        require_same_adapter(tmp_path, other)
