@@ -4,7 +4,8 @@
 
 Random models in the shape of Qwen2, bfloat16, published into an engine that is idle and into one that is sampling.
 "copy" is the trainer's copy into shared memory, during which the engine samples on; "pause" is the time in which it
-does not, and holds "load". The first publication also pays for the pages of the shared memory.
+does not, and holds "load". The first publication also pays for the pages of the shared memory. At the end the same model
+gets adapters of rank 8 on every linear layer, alternating with the whole model, in an engine with LoRA.
 """
 
 import argparse
@@ -24,6 +25,7 @@ SHAPES = {  # name: vocabulary, width, feed-forward width, layers, heads, key-va
     "100M": (32000, 768, 3072, 9, 12, 4),
     "500M": (151936, 896, 4864, 24, 14, 2),
 }
+RANK = 8
 
 
 def make_model(size: str) -> Qwen2ForCausalLM:
@@ -50,6 +52,43 @@ def show(name: str, reports: list[PublishReport]) -> None:
         f"load {middle([r.load_s for r in reports])}",
         flush=True,
     )
+
+
+def adapter_of(model: Qwen2ForCausalLM) -> tuple[dict[str, torch.Tensor], dict]:
+    """PEFT tensors of a random adapter on every linear layer, and their config."""
+    tensors, targets = {}, set()
+    for name, weight in model.named_parameters():
+        if weight.dim() == 2 and "layers" in name:
+            stem = "base_model.model." + name.removesuffix(".weight")
+            targets.add(stem.rpartition(".")[2])
+            tensors[f"{stem}.lora_A.weight"] = torch.randn(RANK, weight.shape[1]).bfloat16()
+            tensors[f"{stem}.lora_B.weight"] = torch.randn(weight.shape[0], RANK).bfloat16() * 0.01
+    return tensors, {"r": RANK, "lora_alpha": RANK, "target_modules": sorted(targets)}
+
+
+def run_adapter(size: str, repeats: int, folder: Path) -> None:
+    model = make_model(size)
+    tensors, peft = adapter_of(model)
+    config = EngineConfig(
+        max_model_len=2048, kv_cache_bytes=256 << 20, lora_rank=RANK, lora_targets=tuple(peft["target_modules"])
+    )
+    with Engine(str(folder / size), config, str(folder)) as engine:
+        engine.start()
+        engine.wait_ready()
+        versions = iter(range(1, 10**6))
+        engine.sample([[1, 2, 3]], 1, SamplingConfig(max_tokens=4))
+        whole, adapters = [], []
+        for _ in range(repeats + 1):
+            whole.append(engine.publish(model.named_parameters(), next(versions)))
+            adapters.append(engine.publish(tensors.items(), next(versions), peft))
+        show("whole", whole[1:])
+        show("adapter", adapters[1:])
+        share = adapters[0].bytes / whole[0].bytes
+        seconds = [np.median([r.copy_s + r.pause_s for r in reports[1:]]) for reports in (adapters, whole)]
+        print(
+            f"  adapter of rank {RANK}: {share:.1%} of the bytes, {seconds[0] / seconds[1]:.0%} of the seconds",
+            flush=True,
+        )
 
 
 def run(size: str, repeats: int, folder: Path) -> None:
@@ -92,6 +131,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for size in args.sizes:
             run(size, args.repeats, Path(folder))
+            run_adapter(size, args.repeats, Path(folder))
 
 
 if __name__ == "__main__":

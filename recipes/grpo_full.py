@@ -205,7 +205,7 @@ class GRPOFullRecipe:
     def update(self, updates: list[list[Row]]) -> dict[str, float]:
         """Optimizer updates on the rows of this step; the policy's version grows by one."""
         cfg, temperature = self.cfg, self.sampling.temperature
-        old = [self.score(update, temperature) if i else None for i, update in enumerate(updates)]
+        old = [self.score(u, temperature) if i or self.policy.noisy else None for i, u in enumerate(updates)]
         ref = [None] * len(updates)
         if self.reference:
             with self.reference.swapped_in():

@@ -59,13 +59,11 @@ save_every: 1
 CLOCK = ("time/", "speed/", "memory/", "publish/seconds", "engine/")  # differ between two runs of the same seed
 
 
-def make_workplace(folder: Path) -> Path:
+def make_workplace(folder: Path, **larger: int) -> Path:
     """A folder with a model, a task and a config, to run recipes in."""
     text = ["Write about something. Go on. " * 3 + "The quick brown fox jumps over the lazy dog.\n"] * 8
-    shape = Shape(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=128,
-        max_position_embeddings=256, vocab_size=400,
-    )  # fmt: skip
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128, **larger}
+    shape = Shape(num_key_value_heads=1, max_position_embeddings=256, vocab_size=400, **sizes)
     write_model(folder / "model", make_tokenizer(text, ["x"], [], 400), shape, seed=3)
     (folder / "letters.py").write_text(TASK)
     (folder / "run.yaml").write_text(CONFIG)

@@ -29,6 +29,7 @@ class PackedPolicy:
 
     def __init__(self, model: TransformerDecoder):
         self.model = model
+        self.noisy = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())  # while it trains
         self.max_positions = model.max_seq_len  # rows of the RoPE cache: bounds a position, not the length of a row
         self._row: Row | None = None
         self._temperature = 1.0

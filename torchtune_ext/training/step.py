@@ -19,8 +19,10 @@ Loss = Callable[[Tokens], tuple[Tensor, dict[str, Tensor]]]
 
 @torch.no_grad()
 def score(policy: PackedPolicy, rows: Sequence[Row], temperature: float, device: torch.device) -> list[Tensor]:
-    """Log-probs [L] of every row under the current weights, without gradient."""
+    """Log-probs [L] of every row under the current weights, without gradient and without dropout."""
+    policy.model.eval()
     scored = [policy(row.to(device), temperature).logprobs_L for row in rows]
+    policy.model.train()
     _reshard(policy.model)
     return scored
 
@@ -45,7 +47,7 @@ def forward_backward(
         on_row: called after each row, for progress.
 
     Returns:
-        Loss, metrics ("loss/...") over all ranks, and the log-probs [L] of this rank's rows under the policy as it was.
+        Loss, metrics ("loss/...") over all ranks, and the log-probs [L] of this rank's rows under the proximal policy.
     """
     total, sums, peaks, scored = 0.0, {}, {}, []
     for i, cpu_row in enumerate(rows):
@@ -79,7 +81,7 @@ def forward_backward(
                 )
             else:
                 sums[name] = sums.get(name, 0.0) + (row.weights_L * values_L).sum().item()
-        scored.append(current_L)
+        scored.append(current_L if old_logprobs is None else old_logprobs[i])
         if on_row:
             on_row(cpu_row)
     whole = reduce({"loss": total, "weight": sum(row.weights_L.sum().item() for row in rows)}, "sum", device)

@@ -1,0 +1,93 @@
+"""Three updates of a fixed model on fixed samples, end to end from groups to weights, against numbers that are kept.
+
+The numbers say nothing about right and wrong (other tests compare with references): they make a change of the arithmetic
+visible that nobody meant. After one that was meant: `python tests/golden/test_three_steps.py` writes them again.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torchtune.models.qwen2 import qwen2
+
+from torchtune_ext.advantages import Group, Sample, with_advantages
+from torchtune_ext.grading import Outcome
+from torchtune_ext.objective.loss import GRPOLoss
+from torchtune_ext.packing import pack_updates
+from torchtune_ext.policy.logprobs import PackedPolicy
+from torchtune_ext.tasks.task import Problem, Score
+from torchtune_ext.training.step import forward_backward, score
+
+FILE = Path(__file__).with_name("three_steps.json")
+CPU = torch.device("cpu")
+VOCABULARY = 50
+
+
+def values(count: int, seed: int, low: float, high: float) -> np.ndarray:
+    """Numbers that are the same in every version of every library: a linear congruential sequence."""
+    state, found = seed, []
+    for _ in range(count):
+        state = (1664525 * state + 1013904223) % 2**32
+        found.append(low + (high - low) * state / 2**32)
+    return np.array(found)
+
+
+def fixed_model():
+    model = qwen2(VOCABULARY, 2, 4, 2, 32, 48, 64, tie_word_embeddings=True)
+    with torch.no_grad():
+        for seed, (name, param) in enumerate(sorted(model.named_parameters())):
+            if param.dim() > 1:
+                param.copy_(torch.tensor(values(param.numel(), seed, -0.3, 0.3)).view(param.shape))
+            elif name.endswith("bias"):
+                param.zero_()
+    return model
+
+
+def fixed_groups():
+    groups = []
+    for g, (prompt, lengths) in enumerate([(7, [5, 1, 9]), (4, [12, 11]), (2, [1, 6, 3, 2])]):
+        samples = []
+        for s, n in enumerate(lengths):
+            tokens = values(n, 100 * g + s, 0, VOCABULARY).astype(np.int32)
+            logprobs = values(n, 7 + 100 * g + s, -5, -3).astype(np.float32)
+            outcome = Outcome("scored", Score(float(s % 3) / 2, {}), "")
+            samples.append(Sample(tokens, logprobs, np.zeros(n, np.int32), "", "stop", outcome))
+        prompt_tokens = values(prompt, 50 + g, 0, VOCABULARY).astype(np.int32)
+        groups.append(Group(Problem(f"g{g}", (), None), prompt_tokens, tuple(samples)))
+    return groups
+
+
+def three_updates(**loss) -> list[dict[str, float]]:
+    policy = PackedPolicy(fixed_model())
+    groups, _ = with_advantages(fixed_groups(), "std", "keep", 1.0)
+    updates, _ = pack_updates(groups, 3, 40)
+    old = [score(policy, rows, 0.9, CPU) for rows in updates]
+    optimizer = torch.optim.SGD(policy.trainable(), lr=0.05)
+    found = []
+    for rows, proximal in zip(updates, old, strict=True):
+        reference = proximal if loss.get("kl_coef") else None
+        total, metrics, _ = forward_backward(policy, rows, GRPOLoss(**loss), 0.9, CPU, proximal, reference)
+        norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0).item()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append({"loss": total, "grad_norm": norm, **metrics})
+    return found
+
+
+CASES = {"plain": {}, "kl and entropy": {"kl_coef": 0.1, "entropy_coef": 0.01, "clip_high": 0.28}}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_numbers_are_those_that_were_kept(case):
+    kept = json.loads(FILE.read_text())[case]
+    for got, want in zip(three_updates(**CASES[case]), kept, strict=True):
+        assert got.keys() == want.keys()
+        for name in want:
+            # float32 sums over 50 tokens and 20,000 weights, in another order on another processor
+            assert got[name] == pytest.approx(want[name], rel=1e-4, abs=1e-6), name
+
+
+if __name__ == "__main__":
+    FILE.write_text(json.dumps({case: three_updates(**options) for case, options in CASES.items()}, indent=1) + "\n")

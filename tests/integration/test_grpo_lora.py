@@ -1,0 +1,160 @@
+"""The LoRA recipe as a user runs it: a real vLLM, real torchtune, real processes."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+import recipe_runs as runs
+import torch
+from safetensors.torch import load_file
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+ADAPTER = """
+  lora_attn_modules: [q_proj, k_proj, v_proj, output_proj]
+  apply_lora_to_mlp: true
+  lora_rank: 4
+  lora_alpha: 8
+"""
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """A folder in which `reference`, a run of three steps, has ended well."""
+    folder = runs.make_workplace(tmp_path_factory.mktemp("work"))
+    config = runs.CONFIG.replace(
+        'model: {_component_: torchtune_ext.policy.scratch.qwen2_from_config, model_dir: "${model_dir}"}',
+        'model:\n  _component_: torchtune_ext.policy.scratch.lora_qwen2_from_config\n  model_dir: "${model_dir}"'
+        + ADAPTER,
+    )
+    (folder / "lora.yaml").write_text(config)
+    run(folder, "output_dir=reference")
+    return folder
+
+
+def run(folder, *args, **kwargs):
+    return runs.run(folder, "grpo_lora", *args, config="lora.yaml", **kwargs)
+
+
+def adapter(folder, name, step=3):
+    return load_file(folder / name / "checkpoints" / f"step_{step:06d}" / "adapter_model.safetensors")
+
+
+def test_a_run_trains_adapters_alone_and_proves_that_they_are_applied(workplace):
+    lines = runs.metrics(workplace / "reference")
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert all(line["mismatch/mean_abs"] < 1e-5 and line["canary/mean_abs"] < 1e-5 for line in lines[1:])
+    assert all(line["canary/adapter_applied"] == pytest.approx(1.0, abs=1e-2) for line in lines[1:])
+    tensors = adapter(workplace, "reference")
+    assert len(tensors) == 2 * 7 * 2 and any(t.abs().max() > 0 for n, t in tensors.items() if "lora_B" in n)
+    assert lines[1]["publish/bytes"] == sum(t.nbytes for t in tensors.values())
+    step = workplace / "reference" / "checkpoints" / "step_000003"
+    assert sorted(p.name for p in step.iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "recipe.json",
+        "state",
+    ]
+    whole = (workplace / "model" / "model.safetensors").stat().st_size
+    assert sum(p.stat().st_size for p in step.rglob("*")) < whole, "a checkpoint holds frozen weights"
+
+
+@pytest.mark.parametrize("options", [[], ["model.use_dora=True"]], ids=["lora", "dora"])
+def test_merged_publication_trains_the_same(workplace, options):
+    name = f"merged{len(options)}"
+    run(workplace, f"output_dir={name}", "publish=merged", "save_merged=True", *options)
+    lines = runs.metrics(workplace / name)
+    assert all(line["canary/mean_abs"] < 1e-5 and line["canary/adapter_applied"] > 0.99 for line in lines[1:])
+    folder = workplace / name / "checkpoints" / "step_000003" / "merged"
+    saved, before = (
+        load_file(folder / "model-00001-of-00001.safetensors"),
+        load_file(workplace / "model/model.safetensors"),
+    )
+    assert saved.keys() == before.keys()
+    assert torch.equal(saved["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
+    if not options:
+        # the same samples, and so the same adapter but for the rounding of merged weights
+        assert lines[1]["reward/mean"] == runs.metrics(workplace / "reference")[1]["reward/mean"]
+        scaled = adapter(workplace, name)
+        stem = "model.layers.0.mlp.down_proj"
+        want = before[f"{stem}.weight"].double() + 2.0 * (
+            scaled[f"base_model.model.{stem}.lora_B.weight"].double()
+            @ scaled[f"base_model.model.{stem}.lora_A.weight"].double()
+        )
+        assert (saved[f"{stem}.weight"].double() - want).abs().max() < 1e-6
+
+
+def test_killed_and_resumed_equals_uninterrupted(workplace):
+    args = ("output_dir=killed", "resume_from_checkpoint=True")
+    command = runs.command("grpo_lora", *args, config="lora.yaml")
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(command, cwd=workplace, env=runs.environment(), start_new_session=True, **quiet)
+    file, deadline = workplace / "killed" / "metrics.jsonl", time.monotonic() + 120
+    while not (file.is_file() and file.read_text().count("\n") >= 3) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(10)
+    run(workplace, *args)
+    assert runs.metrics(workplace / "killed") == runs.metrics(workplace / "reference")
+    want, got = adapter(workplace, "reference"), adapter(workplace, "killed")
+    assert all(torch.equal(want[n], got[n]) for n in want)
+    output = run(workplace, *args, "model.lora_rank=8", ok=False)
+    assert "holds an adapter with r=4, `model:` asks for 8" in output, output[-2000:]
+
+
+def test_two_ranks_train_what_one_trains(workplace):
+    run(workplace, "output_dir=ranks", ranks=2)
+    one, two = runs.metrics(workplace / "reference"), runs.metrics(workplace / "ranks")
+    for a, b in zip(one, two, strict=True):
+        assert a.get("reward/mean") == b.get("reward/mean")
+        for name in ("loss/total", "optim/grad_norm"):
+            if name in a:
+                assert b[name] == pytest.approx(a[name], rel=1e-3, abs=1e-4), (a["step"], name)
+
+
+def test_the_reference_is_the_model_without_its_adapter(workplace):
+    run(workplace, "output_dir=kl", "loss.kl_coef=0.1", "updates_per_step=1", "max_steps=2")
+    lines = runs.metrics(workplace / "kl")
+    assert lines[1]["loss/kl_ref"] == pytest.approx(0.0, abs=1e-9) and lines[2]["loss/kl_ref"] > 1e-7
+
+
+def test_dropout_is_off_wherever_the_policy_is_compared(workplace):
+    run(workplace, "output_dir=dropout", "model.lora_dropout=0.3", "max_steps=2")
+    lines = runs.metrics(workplace / "dropout")
+    assert all(line["mismatch/mean_abs"] < 1e-5 and line["canary/mean_abs"] < 1e-5 for line in lines[1:])
+    assert lines[2]["loss/clip_fraction"] >= 0.0
+
+
+def test_qlora_samples_with_the_weights_that_nf4_left(tmp_path):
+    """A larger model: NF4 cuts weights into blocks of 64 values, 256 to a group."""
+    runs.make_workplace(tmp_path, hidden_size=128, intermediate_size=256)
+    config = runs.CONFIG.replace("qwen2_from_config", "lora_qwen2_from_config").replace(
+        'model_dir: "${model_dir}"}\ntokenizer',
+        'model_dir: "${model_dir}", lora_attn_modules: [q_proj, output_proj], apply_lora_to_mlp: true, lora_rank: 4, '
+        "quantize_base: true}\ntokenizer",
+    )
+    (tmp_path / "lora.yaml").write_text(config)
+    for way in ("adapter", "merged"):
+        run(tmp_path, f"output_dir={way}", f"publish={way}", "max_steps=2")
+        lines = runs.metrics(tmp_path / way)
+        assert all(line["mismatch/mean_abs"] < 1e-5 and line["canary/adapter_applied"] > 0.99 for line in lines[1:])
+    assert json.loads((tmp_path / "adapter/checkpoints/step_000002/adapter_config.json").read_text())["r"] == 4
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["model.lora_rank=0"], "model.lora_rank=0 must be at least 1"),
+        (["model.lora_attn_modules=[q_proj,o_proj]"], "names ['o_proj'], which no layer has; there are ['k_proj'"),
+        (["model.use_dora=True"], "use publish=merged"),
+        (["engine.address=http://127.0.0.1:1"], "a server takes whole models only"),
+        (["model.quantize_base=True"], "Leave the small layers"),
+    ],
+)
+def test_bad_input_is_named_before_the_first_sample(workplace, args, message):
+    output = run(workplace, "output_dir=bad", *args, ok=False)
+    assert message in output, output[-3000:]
+    assert not (workplace / "bad").exists()
