@@ -185,13 +185,14 @@ def add_one_adapter(
     """y [T, out] += scale * x A' B' for each slice of a packed layer. Args: A, B: [slots, 1, rank, in], [slots, 1, out, rank].
 
     On CPU vLLM 0.32 copies A and B once for each token, [T, rank, in], since tokens may have different adapters. Ours all
-    have the same one, in slot 0.
+    have the same one, in slot 0. The product is made in float64: in float32 its last bits would depend on how many requests
+    happen to share the step, and a run would not repeat itself.
     """
     if wrapper.no_lora:
         return
-    start, y, x = 0, y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
+    start, y, x = 0, y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1]).double()
     for a, b, size in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
-        y[:, start : start + size] += scale * (x @ a[0, 0].T @ b[0, 0].T)
+        y[:, start : start + size] += (scale * (x @ a[0, 0].T.double() @ b[0, 0].T.double())).to(y.dtype)
         start += size
 
 
