@@ -92,10 +92,11 @@ LORA = {"lora_attn_modules": ["q_proj", "v_proj", "output_proj"], "apply_lora_to
         (0, 400, {}),  # rank 1 has an empty row
         (1, 40, LORA),
         (0, 400, LORA | {"use_dora": True}),
+        (0, 40, LORA | {"quantize_base": True}),  # half of an NF4 tensor must hold whole groups of 256 x 64 values
     ],
 )
 def test_two_ranks_equal_one(tmp_path, checkpointing, row_tokens, lora):
-    runs.make_workplace(tmp_path)
+    runs.make_workplace(tmp_path, **({"hidden_size": 256, "intermediate_size": 256} if "quantize_base" in lora else {}))
     (tmp_path / "ranks.py").write_text(SCRIPT)
     arguments = ["ranks.py", str(tmp_path / "model"), str(checkpointing), str(row_tokens), json.dumps(lora)]
     for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]):

@@ -13,7 +13,7 @@ def fill(param: Tensor, full: Tensor) -> None:
 
     A quantised parameter quantises the whole tensor before it is cut, so that the bits do not depend on the number of ranks.
     """
-    local = param.to_local() if isinstance(param, DTensor) else param
+    local = param._local_tensor if isinstance(param, DTensor) else param  # to_local() makes a new object of an NF4 tensor
     full = full.to(local.device, local.dtype)
     if isinstance(local, NF4Tensor):
         part = to_nf4(full, local.block_size, local.scaler_block_size)
@@ -32,7 +32,7 @@ def whole(param: Tensor) -> Tensor:
     """The whole, dequantised tensor on every rank; a collective if the parameter is sharded."""
     if not isinstance(param, DTensor):
         return dequantised(param.detach())
-    local = param.to_local()
+    local = param._local_tensor
     if not isinstance(local, NF4Tensor):
         return param.full_tensor().detach()
     mine = dequantised(local)
