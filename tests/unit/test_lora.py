@@ -270,14 +270,15 @@ def test_vllm_reads_the_saved_adapter(source, tmp_path):
     assert torch.equal(loaded.lora_b, b) and loaded.scaling == 4.0 and len(found.loras) == 14
 
 
-def test_in_bfloat16_only_adapters_have_float32_masters(source):
-    policy, _ = policy_of(source, torch.bfloat16)
-    dtypes = {p.dtype for p in policy.trainable()}, {p.dtype for p in policy.model.parameters() if not p.requires_grad}
-    assert dtypes == ({torch.float32}, {torch.bfloat16})
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"quantize_base": True}], ids=["lora", "dora", "qlora"])
+def test_in_bfloat16_only_adapters_have_float32_masters(source, options):
+    policy, _ = policy_of(source, torch.bfloat16, **options)
+    frozen = [p for p in policy.model.parameters() if not p.requires_grad]
+    assert {p.dtype for p in policy.trainable()} == {torch.float32}
+    assert {p.dtype for p in frozen if not isinstance(p, NF4Tensor)} == {torch.bfloat16}
     row = pack(unpacked.make_groups(np.random.default_rng(0), SHAPES), 64)[0][0]
     forward_backward(policy, [row], GRPOLoss(), 1.0, CPU)
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in policy.trainable())
-    torch.distributed.destroy_process_group()
 
 
 def test_fill_and_whole_of_a_quantised_parameter():

@@ -66,4 +66,6 @@ class PackedPolicy:
         output = self.model.output
         weight_VD = output.tied_module.weight if isinstance(output, TiedLinear) else effective_weight(output)
         hidden_LD = self.model.norm(hidden_BTD)[0][self._row.sources_L]
-        return torch.stack(linear_logprob(hidden_LD, weight_VD, self._row.labels_L, self._temperature))
+        return torch.stack(
+            linear_logprob(hidden_LD, weight_VD.to(hidden_LD.dtype), self._row.labels_L, self._temperature)
+        )

@@ -119,6 +119,8 @@ def prepare(model: nn.Module, base_dtype: torch.dtype) -> None:
             if not isinstance(param, NF4Tensor):
                 setattr(module, name, nn.Parameter(param.to(base_dtype), requires_grad=False))
     for module in adapted_modules(model).values():
+        for linear in (module.lora_a, module.lora_b):
+            linear.forward = partial(_linear, linear)
         if isinstance(module, DoRALinear):
             module.forward = partial(_dora_forward, module)
     model._state_dict_hooks.clear()  # torchtune's would dequantise the whole model for every checkpoint of the adapters
@@ -206,6 +208,11 @@ class AdapterOff:
 
 def _scaling(module: LoRALinear | DoRALinear) -> float:
     return module.scaling if isinstance(module, DoRALinear) else module.alpha / module.rank
+
+
+def _linear(module: nn.Linear, x: Tensor) -> Tensor:
+    """With a float32 master that is rounded where it is used; FSDP2 hands out weights that are rounded already."""
+    return F.linear(x, module.weight.to(x.dtype))
 
 
 def _dora_forward(module: DoRALinear, x: Tensor) -> Tensor:

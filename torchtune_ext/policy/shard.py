@@ -55,7 +55,7 @@ def build_policy(
             layer.compile()
     if activation_checkpointing:
         training.set_activation_checkpointing(model, auto_wrap_policy={TransformerSelfAttentionLayer})
-    if world_size > 1 or compute_dtype != torch.float32:
+    if world_size > 1 or (compute_dtype != torch.float32 and not adapters):
         _shard(model, device, compute_dtype, world_size)
     model.to_empty(device=device)
     with device:
