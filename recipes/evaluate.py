@@ -60,7 +60,7 @@ def evaluate(cfg: Config) -> dict[str, Accuracy]:
         engine.wait_ready()
         for i, (name, (config, n)) in enumerate(ways.items()):
             with progress.sampling(len(problems) * n, name) as bar:
-                groups = sample_groups(problems, n, config, engine, tokenizer, grader, bar.on_completion)
+                groups = sample_groups(problems, n, config, engine, tokenizer, grader, bar)
             store.write(i, groups)
             found[name] = accuracy(groups, list(cfg.pass_at))
     finally:

@@ -187,7 +187,7 @@ class GRPOFullRecipe:
 
     def rollout(self, problems: list[Problem], n: int, sampling: SamplingConfig, label: str) -> list[Group]:
         with self.progress.sampling(len(problems) * n, label) as bar:
-            return sample_groups(problems, n, sampling, self.engine, self.tokenizer, self.grader, bar.on_completion)
+            return sample_groups(problems, n, sampling, self.engine, self.tokenizer, self.grader, bar)
 
     def pack(self, groups: list[Group]) -> tuple[list[list[Row]], dict[str, float]]:
         """This rank's rows for every update of the step, and how well they are used."""

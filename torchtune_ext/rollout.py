@@ -1,14 +1,25 @@
 """Problems -> graded groups: prompt ids, completions from the sampler, texts, outcomes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import Empty, SimpleQueue
+from typing import Protocol
 
 import numpy as np
 
 from torchtune_ext.advantages import Group, Sample
 from torchtune_ext.chat import ChatTokenizer
-from torchtune_ext.grading import Grader
+from torchtune_ext.grading import Grader, Outcome
 from torchtune_ext.sampling.engine import Completion, Engine, SamplingConfig
 from torchtune_ext.tasks.task import Problem
+
+
+class Watcher(Protocol):
+    """Who wants to see samples as they come: a progress bar. Called from threads."""
+
+    def on_completion(self, problem: int, sample: int, completion: Completion) -> None: ...
+
+    def add_reward(self, reward: float) -> None: ...
 
 
 def sample_groups(
@@ -18,29 +29,59 @@ def sample_groups(
     engine: Engine,
     tokenizer: ChatTokenizer,
     grader: Grader,
-    on_completion: Callable[[int, int, Completion], None] | None = None,
+    watcher: Watcher | None = None,
 ) -> list[Group]:
-    """Samples and grades `samples_per_prompt` completions of every problem.
-
-    Args:
-        on_completion: called with (problem index, sample index, completion) as each one arrives.
+    """Samples `samples_per_prompt` completions of every problem and grades each while others are still sampled.
 
     Returns:
         One group per problem, in order, without advantages.
     """
     prompts = [tokenizer.prompt_ids(list(problem.messages)) for problem in problems]
-    completions = engine.sample(prompts, samples_per_prompt, sampling, on_completion=on_completion)
-    texts = [[tokenizer.decode(c.tokens.tolist()) for c in group] for group in completions]
-    jobs = [(problem, text) for problem, group in zip(problems, texts, strict=True) for text in group]
-    outcomes = iter(grader.grade(jobs))
+    arrived: SimpleQueue[tuple[int, int, Completion] | None] = SimpleQueue()  # None: there will be no more
+    graded: dict[tuple[int, int], tuple[str, Outcome]] = {}
+
+    def on_completion(problem: int, sample: int, completion: Completion) -> None:
+        arrived.put((problem, sample, completion))
+        if watcher is not None:
+            watcher.on_completion(problem, sample, completion)
+
+    def grade() -> None:
+        while batch := _waiting(arrived):
+            texts = [tokenizer.decode(completion.tokens.tolist()) for _, _, completion in batch]
+            outcomes = grader.grade([(problems[p], text) for (p, _, _), text in zip(batch, texts, strict=True)])
+            for (p, s, _), text, outcome in zip(batch, texts, outcomes, strict=True):
+                graded[p, s] = text, outcome
+                if watcher is not None and outcome.score is not None:
+                    watcher.add_reward(outcome.score.reward)
+
+    with ThreadPoolExecutor(1, thread_name_prefix="grading") as thread:
+        grading = thread.submit(grade)
+        try:
+            completions = engine.sample(prompts, samples_per_prompt, sampling, on_completion)
+        finally:
+            arrived.put(None)
+        grading.result()  # the grader has a deadline for every text
     return [
         Group(
             problem=problem,
             prompt_tokens=np.asarray(prompt, dtype=np.int32),
             samples=tuple(
-                Sample(c.tokens, c.logprobs, c.versions, text, c.finish_reason, next(outcomes))
-                for c, text in zip(group, group_texts, strict=True)
+                Sample(c.tokens, c.logprobs, c.versions, graded[p, s][0], c.finish_reason, graded[p, s][1])
+                for s, c in enumerate(group)
             ),
         )
-        for problem, prompt, group, group_texts in zip(problems, prompts, completions, texts, strict=True)
+        for p, (problem, prompt, group) in enumerate(zip(problems, prompts, completions, strict=True))
     ]
+
+
+def _waiting(queue: SimpleQueue) -> list:
+    """All that waits in the queue, at least one item; empty after None."""
+    items = [queue.get()]
+    try:
+        while items[-1] is not None:
+            items.append(queue.get_nowait())
+    except Empty:
+        return items
+    if len(items) > 1:
+        queue.put(None)  # for the next call
+    return items[:-1]

@@ -3,7 +3,7 @@ fail."""
 
 import asyncio
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -11,6 +11,8 @@ import numpy as np
 
 from torchtune_ext.sampling.early_stop import RunningLogprob
 from torchtune_ext.sampling.records import Completion, SamplingConfig
+
+OnCompletion = Callable[[int, int, Completion], None]
 
 
 def request_seed(seed: int, prompt: int, sample: int) -> int:
@@ -46,6 +48,19 @@ def check_prompts(
                 f"shorten the prompt, lower max_tokens or raise max_model_len"
             )
     return prompts
+
+
+class Batch:
+    """One call of `sample`."""
+
+    def __init__(self, sampling: SamplingConfig, on_completion: OnCompletion | None):
+        self.sampling, self.on_completion = sampling, on_completion
+        self.cancelled = False
+
+    def notify(self, prompt: int, sample: int, completion: Completion) -> Completion:
+        if self.on_completion is not None:
+            self.on_completion(prompt, sample, completion)
+        return completion
 
 
 class CoreLost(RuntimeError):

@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from torchtune_ext.sampling import janitor
-from torchtune_ext.sampling.calls import Call, Core, CoreLost, Step, check_prompts, request_seeds
+from torchtune_ext.sampling.calls import Batch, Call, Core, CoreLost, OnCompletion, Step, check_prompts, request_seeds
 from torchtune_ext.sampling.core import DEFAULT_MAX_NUM_SEQS, LocalCore, import_vllm
 from torchtune_ext.sampling.records import (
     Completion,
@@ -51,16 +51,7 @@ __all__ = ["Completion", "Engine", "EngineConfig", "EngineFailed", "EngineStats"
 
 log = logging.getLogger(__name__)
 
-OnCompletion = Callable[[int, int, Completion], None]
 SOCKET_PATH_MAX = 107  # bytes of a unix socket's path; vLLM appends 37
-
-
-class Batch:
-    """One call of `sample`."""
-
-    def __init__(self, sampling: SamplingConfig, on_completion: OnCompletion | None):
-        self.sampling, self.on_completion = sampling, on_completion
-        self.cancelled = False
 
 
 class Engine:
@@ -357,7 +348,7 @@ class Engine:
                 core = await self._supervisor.awake()
                 if batch.cancelled:
                     nothing = np.zeros(0, np.int32)
-                    return Completion(nothing, np.zeros(0, np.float32), nothing, "abort", 0)
+                    return batch.notify(p, s, Completion(nothing, np.zeros(0, np.float32), nothing, "abort", 0))
                 call = Call(f"{os.getpid()}-{next(self._ids)}", prompt, batch.sampling, seed, self._first_version)
                 try:
                     completion = await core.generate(call)
@@ -374,9 +365,7 @@ class Engine:
         self._counts["tokens"] += len(completion.tokens)
         self._controller.done()
         self._resize()
-        if batch.on_completion is not None:
-            batch.on_completion(p, s, completion)
-        return completion
+        return batch.notify(p, s, completion)
 
     def _on_step(self, step: Step) -> None:
         counts = self._counts

@@ -55,7 +55,7 @@ class Bar:
             self._show(count)
 
     def on_completion(self, prompt: int, sample: int, completion: Completion) -> None:
-        """For `sample_groups(..., on_completion=bar.on_completion)`."""
+        """A completion has arrived (`rollout.Watcher`)."""
         self.add(1, len(completion.tokens))
 
     def add_reward(self, reward: float) -> None:
