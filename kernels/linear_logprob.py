@@ -72,7 +72,9 @@ class _LinearLogProb(torch.autograd.Function):
     def backward(ctx, d_logprobs_L: Tensor, d_entropy_L: Tensor):
         hidden_LD, weight_VD, labels_L, lse_L, entropy_L = ctx.saved_tensors
         d_hidden_LD = torch.empty_like(hidden_LD)
-        d_weight_VD = torch.zeros(weight_VD.shape, dtype=lse_L.dtype, device=weight_VD.device)
+        d_weight_VD = None  # a frozen head (adapters) needs none: it is as large as the head, and a third of the work
+        if ctx.needs_input_grad[1]:
+            d_weight_VD = torch.zeros(weight_VD.shape, dtype=lse_L.dtype, device=weight_VD.device)
         for c in _chunks(labels_L.numel(), weight_VD.shape[0]):
             logp = _upcast(hidden_LD[c] @ weight_VD.T).mul_(ctx.scale).sub_(lse_L[c, None])
             p = logp.exp()
@@ -82,5 +84,6 @@ class _LinearLogProb(torch.autograd.Function):
             dz.scatter_add_(1, labels_L[c, None], d_logprobs_L[c, None])
             dz = dz.mul_(ctx.scale).to(weight_VD.dtype)
             d_hidden_LD[c] = dz @ weight_VD
-            d_weight_VD += dz.T @ hidden_LD[c]
-        return d_hidden_LD, d_weight_VD.to(weight_VD.dtype), None, None
+            if d_weight_VD is not None:
+                d_weight_VD += dz.T @ hidden_LD[c]
+        return d_hidden_LD, None if d_weight_VD is None else d_weight_VD.to(weight_VD.dtype), None, None

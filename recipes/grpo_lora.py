@@ -8,7 +8,7 @@ Rank 0 owns the engine, the graders and the files; every rank trains on its shar
 """
 
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -113,7 +113,7 @@ class GRPOLoRARecipe:
         engine_config = build(EngineConfig, cfg.engine, "engine")
         at_least(cfg, prompts_per_step=1, samples_per_prompt=2, updates_per_step=1, eval_every=1, save_every=1)
         at_least(cfg, row_tokens=engine_config.max_model_len)
-        self.adapter = adapter_spec(partial(instantiate, cfg.model), self.source, cfg.model)
+        self.adapter = adapter_spec(partial(instantiate, cfg.model), self.source, cfg.model, self.ranks.world_size)
         engine_config = check_adapter(self.adapter, cfg.publish, engine_config)
         compute_dtype, engine_dtype = training_dtypes(cfg.dtype, engine_config.dtype)
         check_sampling(self.sampling)
@@ -254,6 +254,7 @@ class GRPOLoRARecipe:
 
     def save_checkpoint(self) -> None:
         recipe = {"cursor": self.problems.cursor, "version": self.version, "updates": self.schedule.last_epoch}
+        recipe["adapter"] = asdict(self.adapter)
         if self.ranks.is_main:
             recipe["throttle"] = self.engine.state_dict()
         model, dtype = self.policy.model, getattr(torch, self.cfg.dtype)

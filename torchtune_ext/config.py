@@ -7,7 +7,7 @@ import sys
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
 from torchtune.config._errors import InstantiationError
 from torchtune.config._utils import _get_component_from_path
@@ -62,6 +62,9 @@ def build(record: type[T], values: DictConfig | dict | None, where: str, **extra
     except ValidationError as error:
         raise ValueError(f"{error.full_key}: {error.msg}".split("\n")[0]) from None
     plain = OmegaConf.to_container(checked)
+    missing = [key for key, value in plain.items() if value == MISSING and key not in extra]
+    if missing:
+        raise ValueError(f"{where}.{missing[0]} has no value; set it in the YAML or as {where}.{missing[0]}=...")
     given = {key: tuple(plain[key]) if isinstance(plain[key], list) else plain[key] for key in node[where]}
     return record(**{**extra, **given})
 

@@ -85,6 +85,7 @@ def test_an_adapter_comes_over_a_published_base(engine):
     assert worst(merged(tensors, 1), prompts, engine.sample(prompts, 2, SAMPLING)) < 1e-4
     engine.publish(tiny_model.build(0).named_parameters(), engine.version + 1)
     assert worst(merged(tensors, 0), prompts, engine.sample(prompts, 2, SAMPLING)) < 1e-4
+    assert engine.stats().restarts == 0
 
 
 def test_requests_in_flight_go_on_with_the_new_adapter(engine):

@@ -12,7 +12,6 @@ in the YAML by its builders. Two things of torchtune 0.6.1 are replaced: its DoR
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -54,7 +53,7 @@ class AdapterSpec:
 
 
 def adapter_spec(
-    make_model: Callable[[], TransformerDecoder], source: HFModel, asked: Mapping[str, Any]
+    make_model: Callable[[], TransformerDecoder], source: HFModel, asked: Mapping[str, Any], world_size: int = 1
 ) -> AdapterSpec:
     """Looks at the model that the YAML names, on the meta device.
 
@@ -85,6 +84,12 @@ def adapter_spec(
             "`model:` has no adapters; name a LoRA builder (torchtune.models.qwen2_5.lora_qwen2_5_7b_base, ...) with "
             f"lora_attn_modules out of {sorted(attention)}, apply_lora_to_mlp or apply_lora_to_output"
         )
+    for name, module in modules.items():
+        if isinstance(module.weight, NF4Tensor) and module.weight.quantization_factor.numel() % world_size:
+            raise ValueError(
+                f"model.quantize_base: {name} has {module.weight.quantization_factor.numel()} groups of 256 NF4 blocks, which "
+                f"{world_size} ranks cannot share; leave it out of the targets, or run on another number of ranks"
+            )
     first = next(iter(modules.values()))
     rank = first.lora_a.weight.shape[0]
     names = [source.to_hf(f"{name}.weight", module.lora_b.weight)[0] for name, module in modules.items()]
@@ -120,9 +125,11 @@ def prepare(model: nn.Module, base_dtype: torch.dtype) -> None:
                 setattr(module, name, nn.Parameter(param.to(base_dtype), requires_grad=False))
     for module in adapted_modules(model).values():
         for linear in (module.lora_a, module.lora_b):
-            linear.forward = partial(_linear, linear)
+            linear.__class__ = (
+                _MasterLinear  # of the class, not of the instance: torch.compile shares it between layers
+            )
         if isinstance(module, DoRALinear):
-            module.forward = partial(_dora_forward, module)
+            module.__class__ = _DoRALinear
     model._state_dict_hooks.clear()  # torchtune's would dequantise the whole model for every checkpoint of the adapters
 
 
@@ -210,20 +217,24 @@ def _scaling(module: LoRALinear | DoRALinear) -> float:
     return module.scaling if isinstance(module, DoRALinear) else module.alpha / module.rank
 
 
-def _linear(module: nn.Linear, x: Tensor) -> Tensor:
+class _MasterLinear(nn.Linear):
     """With a float32 master that is rounded where it is used; FSDP2 hands out weights that are rounded already."""
-    return F.linear(x, module.weight.to(x.dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
 
 
-def _dora_forward(module: DoRALinear, x: Tensor) -> Tensor:
-    """In place of torchtune's: the bias is added after the rows are scaled, and no identity matrix is pushed through B A."""
-    quantised = isinstance(module.weight, NF4Tensor)
-    base = linear_nf4(input=x, weight=module.weight) if quantised else F.linear(x, module.weight)
-    if not module.disabled:
-        a, b = module.lora_a.weight, module.lora_b.weight
-        with torch.no_grad():
-            weight = dequantised(module.weight).to(a.dtype)
-            norm = torch.linalg.norm((weight + module.scaling * (b @ a)).float(), dim=1)
-        lora = module.scaling * module.lora_b(module.lora_a(module.dropout(x)))
-        base = (module.magnitude / norm).to(x.dtype) * (base + lora)
-    return base if module.bias is None else base + module.bias
+class _DoRALinear(DoRALinear):
+    """torchtune's, but for the bias, which is added after the rows are scaled, and an identity matrix that it pushes through
+    B A."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        base = linear_nf4(input=x, weight=self.weight) if self._quantize_base else F.linear(x, self.weight)
+        if not self.disabled:
+            a, b = self.lora_a.weight, self.lora_b.weight
+            with torch.no_grad():
+                weight = dequantised(self.weight).to(a.dtype)
+                norm = torch.linalg.norm((weight + self.scaling * (b @ a)).float(), dim=1)
+            lora = self.scaling * self.lora_b(self.lora_a(self.dropout(x)))
+            base = (self.magnitude / norm).to(x.dtype) * (base + lora)
+        return base if self.bias is None else base + self.bias

@@ -53,14 +53,16 @@ def estimate(
     layer_parameters = sum(p.numel() for p in layer.parameters())
     outer = total - layer_parameters * len(model.layers)
     size = compute_dtype.itemsize
-    attention, ffn = layer.attn.num_heads * layer.attn.head_dim, layer.mlp.w1.out_features
+    attention, ffn = layer.attn.num_heads * layer.attn.head_dim, layer.mlp.w1.weight.shape[0]
     # kept per token: inputs of two norms and of attention's and the MLP's linears, q k v as attention sees them (heads
     # expanded) and its output, gate, up, their product
     inside = row_tokens * size * (4 * width + 4 * attention + 4 * ffn)
     layers = len(model.layers)
     kept = layers * row_tokens * width * size + inside if activation_checkpointing else layers * inside
     logits = min(CHUNK_ELEMENTS, row_tokens * vocab) * 4 * 3
-    unsharded = (outer + 2 * layer_parameters) * size if world_size > 1 or size < 4 else 0
+    quantised = max((p.numel() for p in model.parameters() if isinstance(p, NF4Tensor)), default=0)
+    # one device: only float32 masters of a whole model go through FSDP2, adapters are rounded where they are used
+    unsharded = (outer + 2 * layer_parameters) * size if world_size > 1 or (size < 4 and not frozen) else 0
     return MemoryNeed(
         parameters=total,
         trained=trained,
@@ -72,10 +74,12 @@ def estimate(
             f"gathered weights, {str(compute_dtype)[6:]}": unsharded,
             f"activations of a row of {row_tokens} tokens": kept,
             "logits of one chunk with gradient, float32": logits,
+            **({"largest NF4 weight while it is dequantised": (8 + size) * quantised} if quantised else {}),
         },
         engine={f"weights, {str(compute_dtype)[6:]} (KV cache comes on top)": size * total // engine_tensor_parallel},
         host={
-            "published weights in shared memory": size * (total if publishes_all or not frozen else trained),
+            "published weights in shared memory": size
+            * (total if publishes_all or quantised or not frozen else trained),
             "reference and weights swapped out, float32": 8 * total * (reference and not frozen),
         },
     )
@@ -97,7 +101,9 @@ def memory_table(
 ) -> str:
     """The estimates for 1, 2, 4 and 8 training devices, as columns in GiB."""
     options = (activation_checkpointing, reference, engine_tensor_parallel, publishes_all)
-    needs = {n: estimate(make_model, row_tokens, compute_dtype, n, *options) for n in (1, 2, 4, 8)}
+    with torch.device("meta"):
+        model = make_model()  # once: NF4 takes seconds for 32B, even on the meta device
+    needs = {n: estimate(lambda: model, row_tokens, compute_dtype, n, *options) for n in (1, 2, 4, 8)}
     share = needs[1].trained / needs[1].parameters
     adapters = f" ({share:.2%} of them trained)" if share < 1 else ""
     lines = [f"{needs[1].parameters / 1e9:.3f} B parameters{adapters}; GiB by number of training devices"]

@@ -340,7 +340,7 @@ class LocalCore:
         await self._bounded(self.llm.collective_rpc("load_adapter", args=arguments))
         await self._bounded(self.llm.update_weight_version(str(version)))
         # a path has to be named; nothing is read there, since the adapter is in the engine already
-        self._lora_request = LoRARequest("policy", ADAPTER_ID, "memory")
+        self._lora_request = LoRARequest("policy", ADAPTER_ID, "/nowhere/the-adapter-is-in-memory")
 
     async def sleep(self, level: int) -> None:
         """Gives the GPU's memory back; level 1 keeps the weights in host memory, level 2 drops them."""

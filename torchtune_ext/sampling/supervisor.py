@@ -97,7 +97,10 @@ class Supervisor:
             core = self.core
             if core is not None:
                 try:
-                    return await core.load([buffer], version)
+                    # an adapter comes over the model that is there; a new model takes the adapter away (vLLM drops it), and
+                    # after a sleep of level 2 there is none
+                    alone = buffer.adapter is not None and core.asleep != 2
+                    return await core.load([buffer] if alone else self._published(), version)
                 except CoreLost as error:
                     cause = str(error)
         started = time.monotonic()

@@ -68,7 +68,9 @@ def applied_share(rows: Sequence[Row], on: Sequence[Tensor], off: Sequence[Tenso
         on, off: the trainer's log-probs [L] per row with and without the adapter.
 
     Returns:
-        The slope and its standard error (infinite while the adapter has no effect).
+        The slope, and the noise of a token around it in units of the effect (infinite while the adapter has no effect). On and
+        off share the noise of off, which draws the slope towards 1/2 where noise and effect are alike: believe it only where
+        the second value is small.
     """
     sampler = [row.logprobs_L.double() for row in rows]
     effect = torch.cat([a.cpu().double() - b.cpu().double() for a, b in zip(on, off, strict=True)])
@@ -80,7 +82,7 @@ def applied_share(rows: Sequence[Row], on: Sequence[Tensor], off: Sequence[Tenso
         return 0.0, float("inf")
     slope = (effect * seen).sum().item() / size
     noise = (seen - slope * effect).square().mean().item()
-    return slope, (noise / size) ** 0.5
+    return slope, (noise / effect.square().mean().item()) ** 0.5
 
 
 def _gathered(values: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from torchtune_ext.policy.lora import AdapterSpec
+from torchtune_ext.sampling.core import on_cpu
 from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -53,6 +54,11 @@ def check_adapter(adapter: AdapterSpec, way: str, engine: EngineConfig) -> Engin
         return engine
     if adapter.dora:
         raise ValueError("publish='adapter' with use_dora: vLLM applies no DoRA adapters; use publish=merged")
+    if engine.dtype == "float32" and not on_cpu():
+        raise ValueError(
+            "publish='adapter' with engine.dtype=float32: on a GPU vLLM applies adapters in half precision only; use "
+            "engine.dtype=bfloat16, or publish=merged"
+        )
     return replace(engine, lora_rank=adapter.rank, lora_targets=adapter.targets)
 
 

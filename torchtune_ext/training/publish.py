@@ -21,10 +21,10 @@ from torchtune_ext.training.distributed import Ranks
 from torchtune_ext.training.step import score
 
 CANARY_TOKENS = 16
-RESOLVED = 0.1  # standard error of the share of the adapter that is applied, above which nothing is concluded
+RESOLVED = 0.25  # noise of a token over the adapter's effect on it, above which nothing is concluded
 ADVICE = {
-    "adapter": "look for a request that does not name the adapter, or an engine that was replaced; `merged` needs neither",
-    "merged": "a weight of the engine's dtype cannot hold so small a change; use publish=adapter, or engine.dtype=float32",
+    "adapter": "publish=adapter: look for a request that does not name the adapter; publish=merged needs none",
+    "merged": "publish=merged: weights of the engine's dtype may not hold so small a change; set engine.dtype=float32",
 }
 
 
@@ -128,14 +128,13 @@ class AdapterPublisher(Publisher):
     def _check(self, rows: list[Row], scored: list[Tensor], when: str) -> dict[str, float]:
         with AdapterOff(self._policy.model).swapped_in():
             off = self._scored(rows)
-        share, error = applied_share(rows, scored, off)
-        if error > RESOLVED:
+        share, noise = applied_share(rows, scored, off)
+        if noise > RESOLVED:
             return {}
         if share < 0.5:
             raise Disagreement(
                 f"{when}: the engine samples without the adapter, or with an old one: of its effect on the log-probs of "
-                f"{sum(row.num_labels for row in rows)} sampled tokens the engine shows {share:.2f} +- {error:.2f}. "
-                f"publish={self._way}: " + ADVICE[self._way]
+                f"{sum(row.num_labels for row in rows)} sampled tokens the engine shows {share:.2f}. {ADVICE[self._way]}"
             )
         return {"canary/adapter_applied": share}
 

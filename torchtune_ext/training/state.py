@@ -13,6 +13,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -189,15 +190,14 @@ def export_adapter(
 
 def require_same_adapter(checkpoint: Path, adapter: AdapterSpec) -> None:
     """Raises ValueError when a checkpoint holds another adapter than the one that the config builds."""
-    file = checkpoint / "adapter_config.json"
-    if not file.is_file():
+    saved = json.loads((checkpoint / "recipe.json").read_text()).get("adapter")
+    if saved is None:
         raise ValueError(f"{checkpoint} holds no adapter: it was written by another recipe; choose another output_dir")
-    saved, wanted = json.loads(file.read_text()), adapter.peft_config("")
-    for name in ("r", "lora_alpha", "target_modules", "use_dora"):
-        if saved[name] != wanted[name]:
+    for name, wanted in json.loads(json.dumps(asdict(adapter))).items():
+        if saved[name] != wanted:
             raise ValueError(
-                f"{checkpoint} holds an adapter with {name}={saved[name]}, `model:` asks for {wanted[name]}; set it back, "
-                "or begin a new run in another output_dir"
+                f"{checkpoint} holds an adapter with {name}={saved[name]}, `model:` asks for {wanted}; set it back, or "
+                "begin a new run in another output_dir"
             )
 
 
