@@ -5,11 +5,23 @@ import os
 import signal
 import subprocess
 import time
+from functools import partial
 
 import pytest
 import recipe_runs as runs
 import torch
 from safetensors.torch import load_file
+
+from torchtune_ext.policy.lora import adapted_modules, adapter_spec
+from torchtune_ext.policy.scratch import lora_qwen2_from_config
+from torchtune_ext.policy.shard import build_policy
+from torchtune_ext.policy.weights import HFModel
+from torchtune_ext.sampling.core import LocalCore
+from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
+from torchtune_ext.training.agreement import Disagreement
+from torchtune_ext.training.checks import check_adapter
+from torchtune_ext.training.distributed import Ranks
+from torchtune_ext.training.publish import AdapterPublisher
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -142,6 +154,37 @@ def test_qlora_samples_with_the_weights_that_nf4_left(tmp_path):
         lines = runs.metrics(tmp_path / way)
         assert all(line["mismatch/mean_abs"] < 1e-5 and line["canary/adapter_applied"] > 0.99 for line in lines[1:])
     assert json.loads((tmp_path / "adapter/checkpoints/step_000002/adapter_config.json").read_text())["r"] == 4
+
+
+def test_the_canary_catches_an_engine_that_forgets_the_adapter(workplace, tmp_path, monkeypatch):
+    """With a young adapter: what the engine then samples from differs by less than `max_mismatch`."""
+    source = HFModel(workplace / "model")
+    arguments = {"lora_attn_modules": ["q_proj", "v_proj"], "lora_rank": 4}
+    make = partial(lora_qwen2_from_config, str(source.path), **arguments)
+    policy = build_policy(make, source, torch.device("cpu"), torch.float32)
+    spec, limit = adapter_spec(make, source, arguments), 0.05
+    with torch.no_grad():
+        for module in adapted_modules(policy.model).values():
+            module.lora_b.weight.normal_(std=1e-3)
+    config = EngineConfig(dtype="float32", max_model_len=128, kv_cache_bytes=1 << 24)
+    with Engine(str(source.path), check_adapter(spec, "adapter", config), str(tmp_path)) as engine:
+        engine.start()
+        engine.wait_ready(120)
+        ranks, sampling = Ranks(0, 1, torch.device("cpu")), SamplingConfig(max_tokens=12)
+        prompts = [[1, 2, 3, 4], [5, 6, 7]]
+        publisher = AdapterPublisher(
+            engine, policy, source, torch.float32, ranks, prompts, sampling, limit, way="adapter", adapter=spec
+        )
+        assert publisher.publish(0)["canary/adapter_applied"] == pytest.approx(1.0, abs=1e-2)
+        load = LocalCore._load_adapter
+
+        async def forget(self, buffer, version):
+            await load(self, buffer, version)
+            self._lora_request = None
+
+        monkeypatch.setattr(LocalCore, "_load_adapter", forget)
+        with pytest.raises(Disagreement, match="the engine samples without the adapter"):
+            publisher.publish(1)
 
 
 @pytest.mark.parametrize(
