@@ -148,6 +148,7 @@ def test_ctrl_c_prints_no_worker_traceback(tmp_path):
             grader.grade([(PROBLEM, "pid")] * 10)
             print(*[worker.process.pid for worker in grader._workers], flush=True)
             try:
+                print("now", flush=True)
                 grader.grade([(PROBLEM, "hang")] * 2)
             except KeyboardInterrupt:
                 print("interrupted", flush=True)
@@ -163,6 +164,7 @@ def test_ctrl_c_prints_no_worker_traceback(tmp_path):
     )
     try:
         pids = [int(word) for word in trainer.stdout.readline().split()]
+        assert trainer.stdout.readline() == "now\n"  # inside the try: an interrupt is caught from here on
         time.sleep(0.3)
         os.killpg(trainer.pid, signal.SIGINT)
         out, err = trainer.communicate(timeout=30)
