@@ -173,7 +173,7 @@ def test_bfloat16_trains_on_float32_masters(workplace):
     ("args", "message"),
     [
         (["sampling.max_token=4"], "unknown key 'sampling.max_token' in `sampling:`; did you mean 'max_tokens'"),
-        (["sampling.temperature=0"], "sampling.temperature=0 leaves nothing to learn from"),
+        (["sampling.temperature=0"], "sampling.temperature=0.0 leaves nothing to learn from"),
         (["task._component_=letters.Lettres"], "`task:` _component_=letters.Lettres"),
         (["sampling.max_tokens=500"], "max_model_len"),
         (["optimizer.lr=1e30"], "lower the learning rate"),
