@@ -8,8 +8,8 @@ if [ -n "${VENV:-}" ]; then
     export PATH
 fi
 
-# A thread that waits for work spins for microseconds, then sleeps: spinning on beside the engine costs tenfold on a small
-# machine, sleeping at once (OMP_WAIT_POLICY=passive) twofold.
+# A thread that waits for work spins for microseconds, then sleeps: to spin on takes the core from the engine, and to sleep at
+# once (OMP_WAIT_POLICY=passive) makes every small operation wait for a wake-up.
 export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-10000}"
 
 # Where the run goes: the config's output_dir, or the one among the arguments.

@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch.func import functional_call
 from torchao.dtypes.nf4tensor import NF4Tensor, to_nf4
-from torchtune.models.llama3_1 import lora_llama3_1
-from torchtune.models.llama3_2 import llama3_2
+from torchtune.models.llama3_1 import llama3_1, lora_llama3_1
 from torchtune.models.qwen2 import lora_qwen2, qwen2
 
 from torchtune_ext.objective.loss import GRPOLoss
@@ -61,11 +60,8 @@ def adapted(builder=lora_qwen2, rank=3, moved=True, attention=ATTENTION, **optio
     return model
 
 
-def plain(model, builder):
-    """The stock model of the same size, and a function that makes its weights out of the adapters, with gradients."""
-    stock = builder(**DIMS, **({"tie_word_embeddings": True} if builder is qwen2 else {"scale_factor": 8}))
-    if builder is qwen2 and not lora_is_tied(model):
-        stock = builder(**DIMS)
+def plain(model):
+    """A function that makes the weights of the stock model out of those with adapters, with gradients."""
 
     def weights():
         params = dict(model.named_parameters())
@@ -78,20 +74,16 @@ def plain(model, builder):
             made[f"{name}.weight"] = v
         return made
 
-    return stock, weights
-
-
-def lora_is_tied(model):
-    return not any(name.startswith("output.") for name, _ in model.named_parameters())
+    return weights
 
 
 class Plain(torch.nn.Module):
     """What `unpacked.reference` takes for a model: the stock one, called with merged weights."""
 
-    def __init__(self, model, builder):
+    def __init__(self, model, stock):
         super().__init__()
         self.adapted = [model]  # not a submodule
-        self.stock, self.weights = plain(model, builder)
+        self.stock, self.weights = stock, plain(model)
 
     def forward(self, ids):
         return functional_call(self.stock, self.weights(), (ids,))
@@ -106,13 +98,12 @@ class Plain(torch.nn.Module):
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 @pytest.mark.parametrize("where", ["tied", "untied", "output", "llama", "checkpointing"])
 def test_packed_adapters_equal_merged_weights_sample_by_sample(dora, where):
-    builder, stock = (lora_llama3_1, llama3_2) if where == "llama" else (lora_qwen2, qwen2)
-    options = {"apply_lora_to_output": True} if where == "output" else {}
-    if where in ("tied", "checkpointing"):
-        options["tie_word_embeddings"] = True
+    tied = where in ("tied", "checkpointing")
     if where == "llama":
-        stock = partial(untied_llama, tie=False)
-    model = adapted(builder, use_dora=dora, **options)
+        model, stock = adapted(lora_llama3_1, use_dora=dora), llama3_1(**DIMS)
+    else:
+        model = adapted(use_dora=dora, tie_word_embeddings=tied, apply_lora_to_output=where == "output")
+        stock = qwen2(**DIMS, tie_word_embeddings=tied)
     groups = unpacked.make_groups(np.random.default_rng(3), SHAPES)
     loss = GRPOLoss(entropy_coef=0.01)
     want_loss, want_grads, want_logprobs = unpacked.reference(Plain(model, stock), groups, loss, "token", 0.9)
@@ -130,12 +121,6 @@ def test_packed_adapters_equal_merged_weights_sample_by_sample(dora, where):
     got = {n.replace("_checkpoint_wrapped_module.", ""): p.grad for n, p in model.named_parameters() if p.requires_grad}
     assert got.keys() == want_grads.keys() == lora.adapter_names(model)
     assert unpacked.relative_error(got, want_grads) < 1e-5
-
-
-def untied_llama(tie, scale_factor=None, **dims):
-    from torchtune.models.llama3_1 import llama3_1
-
-    return llama3_1(**dims)
 
 
 def test_a_full_rank_adapter_does_what_full_training_does():
@@ -206,7 +191,6 @@ def test_a_fresh_adapter_changes_nothing_and_switched_off_it_is_gone(source, opt
             assert torch.equal(tensor, stored[name])
         else:
             assert torch.equal(tensor, to_nf4(stored[name]).get_original_weight().to(torch.float32))
-    ids = torch.arange(20)[None]
     row = pack(unpacked.make_groups(np.random.default_rng(0), SHAPES), 64)[0][0]
     with torch.no_grad():
         before = policy(row).logprobs_L
@@ -214,7 +198,7 @@ def test_a_fresh_adapter_changes_nothing_and_switched_off_it_is_gone(source, opt
         moved = policy(row).logprobs_L
         with lora.AdapterOff(model).swapped_in():
             off = policy(row).logprobs_L
-    assert ids is not None and (moved - before).abs().max() > 0.01
+    assert (moved - before).abs().max() > 0.01
     bound = 1e-5 if spec.dora else 0.0
     assert (off - before).abs().max() <= bound
 
