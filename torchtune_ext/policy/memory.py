@@ -55,8 +55,9 @@ def estimate(
     size = compute_dtype.itemsize
     attention, ffn = layer.attn.num_heads * layer.attn.head_dim, layer.mlp.w1.weight.shape[0]
     # kept per token: inputs of two norms and of attention's and the MLP's linears, q k v as attention sees them (heads
-    # expanded) and its output, gate, up, their product
-    inside = row_tokens * size * (4 * width + 4 * attention + 4 * ffn)
+    # expanded) and its output, gate, up, their product; of Qwen3 also q and k before their norms
+    normed = (layer.attn.num_heads + layer.attn.num_kv_heads) * layer.attn.head_dim if layer.attn.q_norm else 0
+    inside = row_tokens * size * (4 * width + 4 * attention + 4 * ffn + normed)
     layers = len(model.layers)
     kept = layers * row_tokens * width * size + inside if activation_checkpointing else layers * inside
     logits = min(CHUNK_ELEMENTS, row_tokens * vocab) * 4 * 3

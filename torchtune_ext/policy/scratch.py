@@ -1,4 +1,4 @@
-"""A small model from nothing: a tokenizer trained on a task's own text, and random Qwen2 weights in Hugging Face format."""
+"""A small model from nothing: a tokenizer trained on a task's own text, and random Qwen weights in Hugging Face format."""
 
 import json
 import re
@@ -15,21 +15,25 @@ from torchtune.models.qwen2 import lora_qwen2, qwen2
 from torchtune.modules import TransformerDecoder
 
 from torchtune_ext.chat import CHATML
+from torchtune_ext.policy.qwen3 import lora_qwen3, qwen3
 from torchtune_ext.policy.weights import HFModel
 
 SPECIAL = ("<|im_end|>", "<|im_start|>", "<|pad|>")
 ROLES = ("user\n", "assistant\n", "system\n")  # as the template writes them
+ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}  # model_type -> class of transformers
 COMMON = 0.5  # a line that this share of the prompts has becomes one token
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a Qwen2 model with tied embeddings."""
+    """Of a Qwen2 or Qwen3 model with tied embeddings."""
 
+    model_type: str = "qwen2"  # or "qwen3"
     hidden_size: int = 128
     num_hidden_layers: int = 4
     num_attention_heads: int = 4
     num_key_value_heads: int = 2
+    head_dim: int | None = None  # None: hidden_size / num_attention_heads, and always so for Qwen2
     intermediate_size: int = 384
     max_position_embeddings: int = 1024
     rope_theta: float = 10000.0
@@ -41,11 +45,23 @@ class Shape:
                 f"shape: hidden_size={self.hidden_size} must be a multiple of num_attention_heads="
                 f"{self.num_attention_heads}, and that of num_key_value_heads={self.num_key_value_heads}"
             )
-        if self.hidden_size // self.num_attention_heads % 32:
+        if self.model_type not in ARCHITECTURES:
+            raise ValueError(f"shape.model_type={self.model_type!r} is unknown; known: {sorted(ARCHITECTURES)}")
+        if self.model_type == "qwen2" and self.head_size * self.num_attention_heads != self.hidden_size:
             raise ValueError(
-                f"shape: heads of {self.hidden_size // self.num_attention_heads} (hidden_size / num_attention_heads) are "
-                "unknown to vLLM's attention kernels; make it a multiple of 32"
+                f"shape.head_dim={self.head_dim} must be hidden_size / num_attention_heads in Qwen2; leave it out, or set "
+                "shape.model_type=qwen3"
             )
+        if self.head_size % 32:
+            raise ValueError(
+                f"shape: heads of {self.head_size} (head_dim, or hidden_size / num_attention_heads) are unknown to vLLM's "
+                "attention kernels; make it a multiple of 32"
+            )
+
+    @property
+    def head_size(self) -> int:
+        """Of queries, keys and values."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
 
 
 def make_tokenizer(
@@ -83,13 +99,14 @@ def write_model(folder: Path, tokenizer: Tokenizer, shape: Shape, seed: int) -> 
     end, start, pad = (tokenizer.token_to_id(token) for token in SPECIAL)
     vocab = (tokenizer.get_vocab_size() + 63) // 64 * 64
     config = {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
+        "architectures": [ARCHITECTURES[shape.model_type]],
+        "model_type": shape.model_type,
         "vocab_size": vocab,
         "hidden_size": shape.hidden_size,
         "num_hidden_layers": shape.num_hidden_layers,
         "num_attention_heads": shape.num_attention_heads,
         "num_key_value_heads": shape.num_key_value_heads,
+        "head_dim": shape.head_size,
         "intermediate_size": shape.intermediate_size,
         "max_position_embeddings": shape.max_position_embeddings,
         "rope_theta": shape.rope_theta,
@@ -118,7 +135,7 @@ def write_model(folder: Path, tokenizer: Tokenizer, shape: Shape, seed: int) -> 
 def _random_weights(shape: Shape, vocab: int, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     width, ffn = shape.hidden_size, shape.intermediate_size
-    kv = width // shape.num_attention_heads * shape.num_key_value_heads
+    heads, kv = shape.head_size * shape.num_attention_heads, shape.head_size * shape.num_key_value_heads
 
     def normal(*size: int, std: float) -> torch.Tensor:
         return torch.randn(*size, generator=generator) * std
@@ -128,10 +145,13 @@ def _random_weights(shape: Shape, vocab: int, seed: int) -> dict[str, torch.Tens
     weights = {"model.embed_tokens.weight": normal(vocab, width, std=std), "model.norm.weight": torch.ones(width)}
     for i in range(shape.num_hidden_layers):
         at = f"model.layers.{i}."
-        for name, rows in (("q", width), ("k", kv), ("v", kv)):
+        for name, rows in (("q", heads), ("k", kv), ("v", kv)):
             weights[f"{at}self_attn.{name}_proj.weight"] = normal(rows, width, std=std)
-            weights[f"{at}self_attn.{name}_proj.bias"] = torch.zeros(rows)
-        weights[f"{at}self_attn.o_proj.weight"] = normal(width, width, std=residual * std)
+            if shape.model_type == "qwen2":
+                weights[f"{at}self_attn.{name}_proj.bias"] = torch.zeros(rows)
+            elif name != "v":
+                weights[f"{at}self_attn.{name}_norm.weight"] = torch.ones(shape.head_size)
+        weights[f"{at}self_attn.o_proj.weight"] = normal(width, heads, std=residual * heads**-0.5)
         weights[f"{at}mlp.gate_proj.weight"] = normal(ffn, width, std=std)
         weights[f"{at}mlp.up_proj.weight"] = normal(ffn, width, std=std)
         weights[f"{at}mlp.down_proj.weight"] = normal(width, ffn, std=residual * ffn**-0.5)
@@ -142,7 +162,12 @@ def _random_weights(shape: Shape, vocab: int, seed: int) -> dict[str, torch.Tens
 
 def qwen2_from_config(model_dir: str) -> TransformerDecoder:
     """The torchtune model that a Qwen2 directory's `config.json` describes (for public models the YAML names a builder)."""
-    return qwen2(**_arguments(model_dir))
+    return qwen2(**_arguments(model_dir, "qwen2"))
+
+
+def qwen3_from_config(model_dir: str) -> TransformerDecoder:
+    """The same for a Qwen3 directory."""
+    return qwen3(**_arguments(model_dir, "qwen3"))
 
 
 def lora_qwen2_from_config(
@@ -156,7 +181,7 @@ def lora_qwen2_from_config(
     use_dora: bool = False,
     quantize_base: bool = False,
 ) -> TransformerDecoder:
-    """The same with adapters; the arguments are those of torchtune's `lora_qwen2`."""
+    """A Qwen2 directory's model with adapters; the arguments are those of torchtune's `lora_qwen2`."""
     return lora_qwen2(
         lora_attn_modules,
         apply_lora_to_mlp,
@@ -166,13 +191,48 @@ def lora_qwen2_from_config(
         lora_dropout=lora_dropout,
         use_dora=use_dora,
         quantize_base=quantize_base,
-        **_arguments(model_dir),
+        **_arguments(model_dir, "qwen2"),
     )
 
 
-def _arguments(model_dir: str) -> dict[str, Any]:
-    config = HFModel(model_dir).config
-    return dict(
+def lora_qwen3_from_config(
+    model_dir: str,
+    lora_attn_modules: list[str],
+    apply_lora_to_mlp: bool = False,
+    apply_lora_to_output: bool = False,
+    lora_rank: int = 8,
+    lora_alpha: float = 16.0,
+    lora_dropout: float = 0.0,
+    use_dora: bool = False,
+    quantize_base: bool = False,
+) -> TransformerDecoder:
+    """The same for a Qwen3 directory."""
+    return lora_qwen3(
+        lora_attn_modules,
+        apply_lora_to_mlp,
+        apply_lora_to_output,
+        lora_rank=lora_rank,
+        lora_alpha=lora_alpha,
+        lora_dropout=lora_dropout,
+        use_dora=use_dora,
+        quantize_base=quantize_base,
+        **_arguments(model_dir, "qwen3"),
+    )
+
+
+def _arguments(model_dir: str, family: str) -> dict[str, Any]:
+    source = HFModel(model_dir)
+    config, file = source.config, source.path / "config.json"
+    if config["model_type"] != family:
+        raise ValueError(
+            f"`model:` names a builder of {family}, but {file} says model_type={config['model_type']!r}; name the builder of "
+            f"{config['model_type']}"
+        )
+    rope = config.get("rope_parameters") or config  # where transformers 5 keeps it, and where 4 does
+    scaling = config.get("rope_scaling") or rope
+    if scaling.get("rope_type", scaling.get("type", "default")) != "default" or config.get("use_sliding_window"):
+        raise ValueError(f"{file} asks for scaled RoPE or sliding windows, which the builders of {family} do not have")
+    arguments = dict(
         vocab_size=config["vocab_size"],
         num_layers=config["num_hidden_layers"],
         num_heads=config["num_attention_heads"],
@@ -181,6 +241,7 @@ def _arguments(model_dir: str) -> dict[str, Any]:
         intermediate_dim=config["intermediate_size"],
         max_seq_len=config["max_position_embeddings"],
         norm_eps=config["rms_norm_eps"],
-        rope_base=config["rope_theta"],
-        tie_word_embeddings=config["tie_word_embeddings"],
+        rope_base=rope["rope_theta"],
+        tie_word_embeddings=source.tied,
     )
+    return arguments | ({"head_dim": config.get("head_dim", 128)} if family == "qwen3" else {})

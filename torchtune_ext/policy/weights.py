@@ -2,19 +2,34 @@
 
 import json
 from collections.abc import Collection, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from torchtune.models.convert_weights import hf_to_tune, tune_to_hf
-from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune, qwen2_tune_to_hf
+from torchtune.models.convert_weights import get_mapped_key, hf_to_tune, tune_to_hf
+from torchtune.models.qwen2 import qwen2_hf_to_tune, qwen2_tune_to_hf
+from torchtune.models.qwen2._convert_weights import _FROM_HF
 
 from torchtune_ext.policy.sharded import fill, whole
 
+_QWEN3 = _FROM_HF | {  # HF name -> torchtune name: those of Qwen2, and the norms of q and k
+    f"model.layers.{{}}.self_attn.{x}_norm.weight": f"layers.{{}}.attn.{x}_norm.scale" for x in ("q", "k")
+}
+
+
+def _renamed(weights: dict[str, Tensor], names: dict[str, str], **_: int) -> dict[str, Tensor]:
+    return {get_mapped_key(name, names): weight for name, weight in weights.items()}
+
+
 # model_type of config.json -> (from HF, to HF). Llama's q and k are permuted (torchtune rotates interleaved pairs).
-_CONVERTERS = {"qwen2": (qwen2_hf_to_tune, qwen2_tune_to_hf), "llama": (hf_to_tune, tune_to_hf)}
+_CONVERTERS = {
+    "qwen2": (qwen2_hf_to_tune, qwen2_tune_to_hf),
+    "qwen3": (partial(_renamed, names=_QWEN3), partial(_renamed, names={ours: hf for hf, ours in _QWEN3.items()})),
+    "llama": (hf_to_tune, tune_to_hf),
+}
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # what activation checkpointing and compile add to names
 
 
