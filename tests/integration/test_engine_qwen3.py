@@ -1,0 +1,115 @@
+"""Qwen3 in the trainer and in the real vLLM: the same log-probs, whatever was published and in which way."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+import tiny_model  # noqa: E402
+from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
+
+from torchtune_ext.advantages import Group, Sample  # noqa: E402
+from torchtune_ext.grading import Outcome  # noqa: E402
+from torchtune_ext.packing import pack  # noqa: E402
+from torchtune_ext.policy import lora  # noqa: E402
+from torchtune_ext.policy.scratch import lora_qwen3_from_config  # noqa: E402
+from torchtune_ext.policy.shard import build_policy  # noqa: E402
+from torchtune_ext.policy.weights import HFModel  # noqa: E402
+from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig  # noqa: E402
+from torchtune_ext.tasks.task import Problem  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+ADAPTER = {
+    "lora_attn_modules": ["q_proj", "k_proj", "v_proj", "output_proj"],
+    "apply_lora_to_mlp": True,
+    "lora_rank": 4,
+}
+SAMPLING = SamplingConfig(max_tokens=24, seed=2)
+PROMPTS = tiny_model.prompts(3, 40)
+
+
+def save(folder, tied: bool) -> HFModel:
+    """A random model with heads wider than its width, and norms far from one."""
+    config = Qwen3Config(
+        vocab_size=tiny_model.VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=256,
+        tie_word_embeddings=tied,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(config).float()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.normal_(0.0, 0.12) if param.dim() > 1 else param.uniform_(0.5, 2.0)
+    model.save_pretrained(folder)
+    return HFModel(folder)
+
+
+def worst(policy, groups) -> float:
+    """Largest difference between the log-probs of the engine and those of the trainer over packed rows."""
+    packed = [
+        Group(
+            Problem(f"p{i}", (), None),
+            np.asarray(prompt, np.int32),
+            tuple(
+                Sample(c.tokens, c.logprobs, c.versions, "", c.finish_reason, Outcome("scored", None, ""), 1.0, True)
+                for c in completions
+            ),
+        )
+        for i, (prompt, completions) in enumerate(zip(PROMPTS, groups, strict=True))
+    ]
+    rows, _ = pack(packed, 256)
+    with torch.no_grad():
+        return max((policy(row).logprobs_L - row.logprobs_L).abs().max().item() for row in rows)
+
+
+@torch.no_grad()
+def change(params) -> None:
+    for param in params:
+        param.mul_(1 + 0.5 * torch.rand_like(param)) if param.dim() == 1 else param.add_(0.03 * torch.randn_like(param))
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_trainer_and_engine_agree(tied, tmp_path):
+    source = save(tmp_path / "model", tied)
+    make = partial(lora_qwen3_from_config, str(source.path), **ADAPTER)
+    policy = build_policy(make, source, torch.device("cpu"), torch.float32)
+    model, spec = policy.model, lora.adapter_spec(make, source, ADAPTER)
+    config = EngineConfig(
+        dtype="float32", max_model_len=128, kv_cache_bytes=16 << 20, lora_rank=spec.rank, lora_targets=spec.targets
+    )
+    adapters = lora.adapter_names(model)
+    named = dict(model.named_parameters())
+    norms = [param for name, param in named.items() if "q_norm" in name or "k_norm" in name]
+    assert len(norms) == 4
+    with Engine(str(source.path), config, str(tmp_path)) as engine:
+        engine.start()
+        engine.wait_ready(120)
+
+        def sampled():
+            return engine.sample(PROMPTS, 2, SAMPLING)
+
+        def publish(tensors, peft=None):
+            before = worst(policy, sampled())
+            engine.publish(tensors(model, source, torch.float32), engine.version + 1, peft)
+            assert worst(policy, sampled()) < 1e-4 < 0.05 < before
+
+        assert worst(policy, sampled()) < 1e-4  # as vLLM read them from the disk
+        change(norms)
+        publish(lora.base_hf_tensors)
+        change(param for name, param in named.items() if name not in adapters)
+        publish(lora.base_hf_tensors)
+        change(param for name, param in sorted(named.items()) if name in adapters)
+        publish(lora.merged_hf_tensors)
+        engine.publish(lora.base_hf_tensors(model, source, torch.float32), engine.version + 1)
+        publish(lora.adapter_hf_tensors, spec.peft_config(str(source.path)))
