@@ -10,7 +10,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
-EXTRAS := clue,wandb,tensorboard,dev
+EXTRAS := clue,math,wandb,tensorboard,dev
 REQUIREMENTS := $(wildcard scripts/requirements/*.txt)
 STAMP := $(VENV)/.installed
 

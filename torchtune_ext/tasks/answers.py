@@ -1,0 +1,280 @@
+r"""Is the answer in this text the right one? Extraction of the answer, and equality of two answers by math-verify.
+
+Where the answer stands, the first that is found counts:
+
+1. thinking is set aside: only what follows the last `</think>` is read, and nothing of a thought that never ends;
+2. the last \boxed{...} or \fbox{...}. The last one alone: a text cannot answer twice. One that is never closed, or empty,
+   is no answer, whatever stands before it;
+3. with `brackets`, the last [...];
+4. `#### 72` in the last line, the habit of GSM8K;
+5. the last "answer is ..." or "Answer: ...";
+6. math-verify's own extraction, from the last `TAIL_CHARS` characters. It settles on one expression as well.
+
+Two answers are equal when they are the same text, the same plain integer, or the same by math-verify: values (1/2 = 0.5, to
+six decimals), sets in any order, tuples, intervals, equations, units left out. `{1, 2, 3}` is not 3: to name candidates gains
+nothing.
+
+**Time.** math-verify's own time-outs work by signals, which fail in threads, so they are off. Some answers take for ever
+(10^{10^{10}}) or too much memory; `grade` therefore belongs into the processes of `torchtune_ext.grading`, which kill it at its
+deadline. That outcome is `timed_out`, not a reward of 0: nobody knows whether the answer was right. Can a policy use that?
+A hang is never reinforced: the sample has no advantage and is not trained on. But it is not discouraged either, where a
+wrong answer in a group with a right one is. So what can be ruled out without computing is ruled out at once and scored 0:
+more than `MAX_CHARS` characters, digits other than 0-9. The rest is counted with the outcomes of a run (`timed_out`): a count
+that grows means that the policy has found such answers; then subclass the task and score them yourself.
+"""
+
+import importlib.util
+import logging
+import re
+from functools import lru_cache
+from typing import Any
+
+from torchtune_ext.tasks.task import Score
+
+MAX_CHARS = 1000  # of an answer; a longer one is wrong, unless the right one is as long
+TAIL_CHARS = 2000  # of a text without a box or a phrase; its end is searched for an expression
+FORMATS = ("box", "think")
+
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:(?P<brace>\{)|(?<=\s)(?P<token>[^\s${}\\]+))")
+_BRACKETS = re.compile(r"(?<!\\)\[([^\[\]]*[^\[\]\\])\]")
+_HASHES = re.compile(r".*####\s*:?\s*(\S.*)")
+_PHRASE = re.compile(r"\banswer\b[*_\s]*(?:is|:|=)[*_:\s]*([^\n]+)", re.IGNORECASE)
+_CLAUSE_END = re.compile(r"[.!?](?=\s|$)|;\s|,?\s(?:because|since|so|which)\b")
+_GROUPED = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")  # 1,234,567
+_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,14}")
+_GROUPED_INTEGER = re.compile(r"-?[1-9][0-9]{0,2}(?:,[0-9]{3}){1,4}")
+_NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?|-?\.[0-9]+|-?[0-9]+/[0-9]+|-?\\frac\{[0-9]+\}\{[0-9]+\}")
+_WITH_UNIT = re.compile(rf"({_NUMBER.pattern})\s+([A-Za-z]{{2,}}(?:[ -][A-Za-z]{{2,}})*)")
+_STYLE = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
+_NO_UNITS = {"and", "or", "mod", "pi", "percent", "dozen", "hundred", "thousand", "million", "billion", "trillion"}
+
+
+# ---- extraction
+
+
+def spoken(text: str) -> str:
+    """What follows the thinking. Empty when a thought begins and never ends."""
+    return text.rpartition("</think>")[2].partition("<think>")[0]
+
+
+def last_box(text: str) -> str | None:
+    r"""What the last \boxed{...} or \fbox{...} holds ("\boxed 7": 7); None without one, or when it is never closed."""
+    box = _last(_BOX, text)
+    if box is None:
+        return None
+    if box["token"]:
+        return box["token"].rstrip(".,;")
+    depth, at = 1, box.end()
+    while at < len(text):
+        if text[at] == "\\":
+            at += 1  # \{ and \} are signs, not braces
+        elif text[at] in "{}":
+            depth += 1 if text[at] == "{" else -1
+            if depth == 0:
+                return text[box.end() : at].strip()
+        at += 1
+    return None
+
+
+def _last(pattern: re.Pattern, text: str) -> re.Match | None:
+    return max(pattern.finditer(text), key=re.Match.start, default=None)
+
+
+def after_hashes(text: str) -> str | None:
+    """What follows `####` in the last line that is not empty, without thousands separators. Earlier ones are headings."""
+    lines = text.rstrip().rsplit("\n", 1)
+    found = _HASHES.match(lines[-1])
+    return _GROUPED.sub("", found[1].strip()) if found else None
+
+
+def after_phrase(text: str) -> str | None:
+    """The clause after the last "answer is" or "answer:"."""
+    phrase = _last(_PHRASE, text)
+    return _CLAUSE_END.split(phrase[1].strip(), maxsplit=1)[0].strip() if phrase else None
+
+
+def extract(text: str, require_box: bool = False, brackets: bool = False) -> str | None:
+    """The answer in a text by rules 2 to 5 of this module; None: there is none, or only rule 6 can find it."""
+    if require_box or "\\boxed" in text or "\\fbox" in text:
+        return last_box(text)
+    if brackets and (found := _BRACKETS.findall(text)):
+        return found[-1].strip()
+    hashes = after_hashes(text)
+    return hashes if hashes is not None else after_phrase(text)
+
+
+def gold_answer(value: Any) -> str:
+    r"""The right answer in a field of a data set: a number, an answer, or a solution that ends in one (\boxed, ####, a phrase).
+
+    Raises:
+        ValueError: the field holds neither text nor a number, is empty, or has braces that do not match.
+    """
+    if isinstance(value, bool) or not isinstance(value, str | int | float) or value != value:
+        raise ValueError(f"is {value!r:.60}, neither text nor a number")
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # 145.0 of a table
+    found = extract(str(value))
+    answer = str(value).strip() if found is None else found
+    if not tidy(answer):
+        raise ValueError(f"is {value!r:.60}, which holds no answer")
+    if last_box(f"\\boxed{{{answer}}}") != answer:
+        raise ValueError(f"is {value!r:.60}: its braces do not match")
+    return answer
+
+
+def thinks(text: str) -> bool:
+    """One thought, from the first character on, closed, then the rest: <think>...</think>..."""
+    return text.lstrip().startswith("<think>") and text.count("<think>") == text.count("</think>") == 1
+
+
+# ---- equality
+
+
+def tidy(answer: str) -> str:
+    """An answer without what never changes its value: math signs, dollars, spacing commands, emphasis, a final full stop."""
+    for useless in ("\\$", "$", "\\(", "\\)", "\\!", "\\,", "\\;"):
+        answer = answer.replace(useless, "")
+    answer = answer.replace("{,}", ",").replace("\N{MINUS SIGN}", "-")
+    if "\\left" not in answer:  # \[ ... \]; in "\left\[" it would be a bracket
+        answer = answer.replace("\\[", "").replace("\\]", "")
+    answer = answer.strip().strip("*").strip()
+    return answer[:-1].rstrip() if answer.endswith((".", ",")) else answer
+
+
+def equal(gold: str, answer: str) -> bool:
+    """Whether `answer` is right where `gold` is. May take for ever, or kill the process: see the module."""
+    gold, answer = tidy(gold), tidy(answer)
+    if not gold or not answer:
+        return False
+    if _words(gold) == _words(answer):
+        return True
+    numbers = _integer(gold), _integer(answer)
+    if None not in numbers:
+        return numbers[0] == numbers[1]
+    if len(answer) > max(MAX_CHARS, 2 * len(gold)) or _foreign_digits(answer):
+        return False
+    return verified(gold, expressions(f"\\boxed{{{_without_unit(gold, answer)}}}"))
+
+
+def expressions(text: str) -> list:
+    """What math-verify reads in a text: sympy objects, at last the text itself. Empty when there is nothing."""
+    return _library().parse(text, parsing_timeout=None)
+
+
+def verified(gold: str, found: list) -> bool:
+    """math-verify's verdict on the first of what it found in a text; only one, so that there is no second guess."""
+    right = _gold_expressions(tidy(gold))
+    return _library().verify(right, found[:1], float_rounding=_decimals(right), timeout_seconds=None)
+
+
+def readable(gold: str) -> bool:
+    """Whether math-verify makes an expression of the right answer. One that it cannot read is compared as text."""
+    gold = tidy(gold)
+    return _integer(gold) is not None or any(not isinstance(e, str) for e in _gold_expressions(gold))
+
+
+def _words(answer: str) -> str:
+    """Text for comparison letter by letter: words without a style, and without case when they are words alone."""
+    plain = " ".join(_STYLE.sub(r"\1", answer).split())
+    return plain.casefold() if len(plain) > 1 and plain.replace(" ", "").isalpha() else plain
+
+
+def _without_unit(gold: str, answer: str) -> str:
+    """ "18 apples" is 18 where a bare number is asked for. Symbols are one letter: "18 x" stays."""
+    unit = _WITH_UNIT.fullmatch(" ".join(_STYLE.sub(r" \1", answer).split())) if _NUMBER.fullmatch(gold) else None
+    return unit[1] if unit and _NO_UNITS.isdisjoint(unit[2].lower().split()) else answer
+
+
+def _integer(answer: str) -> int | None:
+    """The value where no doubt is possible, so that most answers of GSM8K or AIME need no library."""
+    if _INTEGER.fullmatch(answer):
+        return int(answer)
+    return int(answer.replace(",", "")) if _GROUPED_INTEGER.fullmatch(answer) else None
+
+
+def _foreign_digits(text: str) -> bool:
+    return not text.isascii() and any(c.isdecimal() and not c.isascii() for c in text)
+
+
+def _decimals(right: list) -> int:
+    """math-verify rounds floats to six decimals, which makes 0 of 0.0000001. Small values keep three digits that count."""
+    if right and getattr(right[0], "is_number", False):
+        size = abs(right[0].evalf(3))
+        if size.is_finite and 0 < size < 1e-4:
+            return 3 + len(str(int(1 / size)))
+    return 6
+
+
+@lru_cache(maxsize=1024)
+def _gold_expressions(gold: str) -> list:
+    return expressions(f"\\boxed{{{gold}}}")
+
+
+@lru_cache(maxsize=1)
+def _library() -> Any:
+    """math-verify, imported when it is first needed: half a second, most of it sympy's."""
+    import math_verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time-outs are off, which is our doing
+    return math_verify
+
+
+# ---- the grader
+
+
+class MathGrader:
+    r"""A right answer and a text -> Score: 1.0 when the answer in the text is right, else 0.0.
+
+    Parts: "accuracy"; "format", 1.0 for an answer in a box (or, with format="think", one closed thought before the rest);
+    "failed", 1.0 when the text holds no answer.
+
+    Args:
+        require_box: only an answer in \boxed{} counts.
+        require_thinking: only an answer after `</think>` counts.
+        brackets: [45] is an answer, too, as Geometry3K's prompts ask for.
+        format: "box" or "think", what the part "format" looks for.
+        format_reward: share of the reward that the format earns: (1 - format_reward) * accuracy + format_reward * format.
+    """
+
+    def __init__(
+        self,
+        require_box: bool = False,
+        require_thinking: bool = False,
+        brackets: bool = False,
+        format: str = "box",
+        format_reward: float = 0.0,
+    ) -> None:
+        if format not in FORMATS:
+            raise ValueError(f"format={format!r}: choose one of {', '.join(FORMATS)}")
+        if not 0.0 <= format_reward < 1.0:
+            raise ValueError(f"format_reward={format_reward} must lie in [0, 1): it is a share of the reward")
+        if importlib.util.find_spec("math_verify") is None:
+            raise ValueError("grading mathematics needs math-verify: pip install 'torchtune-ext[math]'")
+        self.require_box, self.require_thinking, self.brackets = require_box, require_thinking, brackets
+        self.format, self.format_reward = format, format_reward
+
+    def __setstate__(self, state: dict) -> None:
+        """In a grading process: loads the library now, so that the first text does not pay for it."""
+        self.__dict__.update(state)
+        expressions("\\boxed{1}")
+
+    def __call__(self, gold: str, text: str) -> Score:
+        said = spoken(text) if not self.require_thinking or "</think>" in text else ""
+        answer = extract(said, self.require_box, self.brackets)
+        boxed = answer is not None and bool(tidy(answer)) and last_box(said) == answer
+        if answer is not None:
+            found, right = bool(tidy(answer)), equal(gold, answer)
+        elif self.require_box or "\\boxed" in said or "\\fbox" in said:
+            found, right = False, False
+        else:
+            tail = said[-TAIL_CHARS:]
+            read = [] if _foreign_digits(tail) else expressions(tail)
+            found, right = bool(read), bool(read) and verified(gold, read)
+        well_formed = float(boxed if self.format == "box" else thinks(text))
+        reward = (1.0 - self.format_reward) * right + self.format_reward * well_formed
+        return Score(reward, {"accuracy": float(right), "format": well_formed, "failed": float(not found)})
+
+
+def grade(answer: Any, text: str) -> Score:
+    """`MathGrader` with its defaults, for `grader:` of a task. `answer` is anything that `gold_answer` understands."""
+    return MathGrader()(gold_answer(answer), text)

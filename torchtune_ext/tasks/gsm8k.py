@@ -1,0 +1,42 @@
+"""GSM8K (Cobbe et al., arXiv 2110.14168): grade-school mathematics in words; 7,473 questions to train on and 1,319 to test."""
+
+import re
+
+from torchtune_ext.tasks.math import PROMPT, Math
+
+_CALCULATOR = re.compile(r"<<[^<>\n]*>>")  # the data marks what a calculator should do: "48/2 = <<48/2=24>>24"
+_FINAL = re.compile(r"\s*####[^\n]*\s*$")
+
+
+class GSM8K(Math):
+    r"""The task. The reward is 1 for the right number, else 0; the number may stand in \boxed{}, after #### or "answer is".
+
+    Args:
+        split: "train" or "test" of `openai/gsm8k` on the Hugging Face hub.
+        path: a local copy of one split in place of the hub: JSONL or parquet with the fields question and answer.
+        count, first, prompt, system: see `Jsonl`.
+        require_box, require_thinking, format, format_reward: see `MathGrader`.
+    """
+
+    def __init__(
+        self,
+        split: str = "train",
+        path: str | None = None,
+        count: int | None = None,
+        first: int = 0,
+        prompt: str = PROMPT,
+        system: str | None = None,
+        require_box: bool = False,
+        require_thinking: bool = False,
+        format: str = "box",
+        format_reward: float = 0.0,
+    ) -> None:
+        if split not in ("train", "test"):
+            raise ValueError(f"split={split!r}: GSM8K has 'train' and 'test'")
+        super().__init__(
+            "gsm8k", path, split=split, prompt=prompt, system=system, count=count, first=first, require_box=require_box,
+            require_thinking=require_thinking, format=format, format_reward=format_reward,
+        )  # fmt: skip
+
+    def explained(self, worked: str) -> str:
+        return _FINAL.sub("", _CALCULATOR.sub("", worked))

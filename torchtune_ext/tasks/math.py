@@ -1,0 +1,115 @@
+r"""Mathematics with verifiable answers: public data sets by name, or a file of one's own, graded by `answers.MathGrader`."""
+
+import logging
+from dataclasses import replace
+
+from torchtune_ext.tasks.answers import MathGrader, gold_answer, last_box, readable
+from torchtune_ext.tasks.jsonl import Questions, Source
+from torchtune_ext.tasks.task import Problem
+
+log = logging.getLogger(__name__)
+
+PROMPT = "{question}\n\nPlease reason step by step, and put your final answer within \\boxed{}."
+READ_AT_MOST = 1000  # right answers that are read with math-verify at the start, at some milliseconds each
+
+# What each page of the hub says. Licences: gsm8k, deepmath, svamp MIT; dapo_math_17k (of the original), aime2023 Apache-2.0;
+# the pages of math500 (from MATH, MIT), aime2024 and aime2025 state none.
+PRESETS = {
+    "gsm8k": Source("openai/gsm8k", "main", "train", solution="answer"),
+    "math500": Source("HuggingFaceH4/MATH-500", None, "test", question="problem", solution="solution"),
+    "deepmath": Source("zwhe99/DeepMath-103K", answer="final_answer"),
+    "dapo_math_17k": Source(
+        "open-r1/DAPO-Math-17k-Processed", "en", question="prompt", answer="solution",
+        remove=(
+            "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
+            "$Answer (without quotes) where $Answer is the answer to the problem.",
+            'Remember to put your answer on its own line after "Answer:".',
+        ),
+    ),  # without the 1.79 million repetitions of BytedTsinghua-SIA/DAPO-Math-17k
+    "aime2023": Source("AI-MO/aimo-validation-aime", question="problem", solution="solution", keep=("url", "2023_AIME")),
+    "aime2024": Source("HuggingFaceH4/aime_2024", question="problem", solution="solution"),
+    "aime2025": Source("math-ai/aime25", split="test", question="problem"),
+    "svamp": Source("ChilleD/SVAMP", question="{Body} {Question}", answer="Answer"),
+}  # fmt: skip
+
+
+class Math(Questions):
+    r"""The task. The reward is 1 for the right answer, else 0 (DeepSeek-R1, arXiv 2501.12948, section 2.2.2: accuracy rewards).
+
+    Args:
+        preset: a public data set: gsm8k, math500, deepmath, dapo_math_17k, aime2023, aime2024, aime2025, svamp. It gives the
+            id, the split and the fields; what is named beside it wins, so `path` reads a copy of it without a network.
+        path, hub, config, split, question, answer, solution, prompt, system, count, first: see `Jsonl`. The answer's field
+            may hold a number, an answer, or a solution that ends in one.
+        require_box, require_thinking, brackets, format, format_reward: see `MathGrader`.
+
+    Raises:
+        ValueError: as `Jsonl`, and for rows without a usable right answer: how many, and which. None is left out silently;
+            those that math-verify cannot read are counted in the log and compared as text.
+    """
+
+    def __init__(
+        self,
+        preset: str | None = None,
+        path: str | None = None,
+        hub: str | None = None,
+        config: str | None = None,
+        split: str | None = None,
+        question: str | None = None,
+        answer: str | None = None,
+        solution: str | None = None,
+        prompt: str = PROMPT,
+        system: str | None = None,
+        count: int | None = None,
+        first: int = 0,
+        require_box: bool = False,
+        require_thinking: bool = False,
+        brackets: bool = False,
+        format: str = "box",
+        format_reward: float = 0.0,
+    ) -> None:
+        if preset is not None and preset not in PRESETS:
+            raise ValueError(f"preset={preset!r}: choose one of {', '.join(PRESETS)}, or give path: or hub:")
+        if hub is not None and path is not None:
+            raise ValueError(f"hub={hub!r}, path={path!r}: give one of the two")
+        if hub is not None and preset is not None:
+            raise ValueError(f"preset={preset!r}, hub={hub!r}: give one of the two")
+        named = {"path": path, "hub": hub, "config": config, "split": split, "question": question, "answer": answer}
+        named |= {"solution": solution}
+        source = PRESETS[preset] if preset else Source()
+        source = replace(source, **{key: value for key, value in named.items() if value is not None})
+        grader = MathGrader(require_box, require_thinking, brackets, format, format_reward)
+        super().__init__(source, grader, prompt, system, count, first, f"{preset}-" if preset else "")
+        self._read_answers()
+
+    def _read_answers(self) -> None:
+        """The fields of the rows -> right answers."""
+        bad, rows = [], []
+        for index, (question, value) in enumerate(self.rows):
+            try:
+                rows.append((question, gold_answer(value)))
+            except ValueError as error:
+                bad.append(f"{self[index].id} {error}")
+        if bad:
+            cause = f"{self.name}: {len(bad)} of {len(self.rows)} right answers cannot be used: {'; '.join(bad[:3])}"
+            raise ValueError(f"{cause}. Mend or remove these rows, or name another field with answer:")
+        self.rows = rows
+        looked_at = [self[index] for index in range(min(len(rows), READ_AT_MOST))]
+        unread = [problem.id for problem in looked_at if not readable(problem.answer)]
+        if unread:
+            log.warning(
+                "%s: math-verify cannot read %d of the first %d right answers, which are compared as text: %s",
+                self.name, len(unread), len(looked_at), ", ".join(unread[:5]),
+            )  # fmt: skip
+
+    def solution(self, problem: Problem) -> str:
+        """The worked solution where the data has one, then the answer in a box; as a closed thought where that is asked for."""
+        worked = "" if self.worked is None else self.explained(str(self.worked[self.index_of(problem)])).strip()
+        box = f"The answer is $\\boxed{{{problem.answer}}}$."
+        if self.grader.require_thinking or self.grader.format == "think":
+            return f"<think>\n{worked}\n</think>\n\n{box}"
+        return worked if last_box(worked) == problem.answer else f"{worked}\n\n{box}".lstrip()
+
+    def explained(self, worked: str) -> str:
+        """What the policy should read of a worked solution; subclasses clean it."""
+        return worked
