@@ -42,6 +42,30 @@ def linear_logprob(
     return _LinearLogProb.apply(hidden_LD, weight_VD, labels_L, 1.0 / temperature)
 
 
+@torch.no_grad()
+def linear_top_k(hidden_LD: Tensor, weight_VD: Tensor, k: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """The k highest log-probs of every distribution, highest first, and their ids: (logprobs_LK, ids_LK int64). No gradient."""
+    k = min(k, weight_VD.shape[0])
+    num_labels = hidden_LD.shape[0]
+    logprobs_LK = _upcast(hidden_LD).new_empty(num_labels, k)
+    ids_LK = torch.empty(num_labels, k, dtype=torch.int64, device=hidden_LD.device)
+    for c in _chunks(num_labels, weight_VD.shape[0]):
+        z = _upcast(hidden_LD[c] @ weight_VD.T).mul_(1.0 / temperature)
+        top, ids_LK[c] = z.topk(k, dim=-1)
+        logprobs_LK[c] = top - torch.logsumexp(z, dim=-1, keepdim=True)
+    return logprobs_LK, ids_LK
+
+
+@torch.no_grad()
+def linear_gather(hidden_LD: Tensor, weight_VD: Tensor, ids_LK: Tensor, temperature: float = 1.0) -> Tensor:
+    """Log-probs [L, K] of given ids. No gradient."""
+    logprobs_LK = _upcast(hidden_LD).new_empty(ids_LK.shape)
+    for c in _chunks(hidden_LD.shape[0], weight_VD.shape[0]):
+        z = _upcast(hidden_LD[c] @ weight_VD.T).mul_(1.0 / temperature)
+        logprobs_LK[c] = z.gather(1, ids_LK[c]) - torch.logsumexp(z, dim=-1, keepdim=True)
+    return logprobs_LK
+
+
 def _upcast(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 

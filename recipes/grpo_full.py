@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from torchtune_ext.advantages import Group, with_advantages
+from torchtune_ext.advantages import AdvantageConfig, Group, with_advantages
 from torchtune_ext.config import build, has_component, instantiate, load_config
 from torchtune_ext.grading import Grader
 from torchtune_ext.packing import Row, pack_updates
 from torchtune_ext.plugin import parse
+from torchtune_ext.policy.logprobs import LabelScores
 from torchtune_ext.policy.memory import memory_table
 from torchtune_ext.policy.shard import build_policy
 from torchtune_ext.policy.weights import HFModel
@@ -53,6 +54,9 @@ class Config:
     tokenizer: Any = MISSING  # messages -> ids
     task: Any = MISSING  # problems to train on, with their grader
     eval_task: Any = None  # held-out problems, all of them used; null: no evaluation
+    preset: str = (
+        "grpo"  # a published method: loss, advantage, aggregation, ... as in configs/presets/, if not set here
+    )
     loss: Any = MISSING  # objective per label
     optimizer: Any = MISSING  # any torch optimizer
     engine: dict[str, Any] = field(default_factory=dict)  # fields of EngineConfig
@@ -68,10 +72,8 @@ class Config:
     refill_rounds: int = 0  # further sampling, up to so many times, to replace groups without signal
     updates_per_step: int = 1  # optimizer updates on the samples of one step
     row_tokens: int = 16384  # capacity of a packed row
-    advantage: str = "std"  # "std" (GRPO) or "none" (Dr.GRPO)
+    advantage: dict[str, Any] = field(default_factory=dict)  # fields of AdvantageConfig: baseline, scale, truncated
     aggregation: str = "token"  # "token" or "sequence" mean, or "constant" (by max_tokens, Dr.GRPO)
-    truncated: str = "keep"  # samples cut by max_tokens: "keep", "mask" or "penalise"
-    truncated_penalty: float = 1.0  # taken off their reward by "penalise"
     lr_schedule: str = "constant"  # "constant", "linear" or "cosine", to zero at the last update
     lr_warmup: int = 0  # updates until the full learning rate
     max_grad_norm: float | None = 1.0  # null: not clipped
@@ -107,9 +109,10 @@ class GRPOFullRecipe:
         self.eval_task = instantiate(cfg.eval_task) if has_component(cfg.eval_task) else None
         self.loss = instantiate(cfg.loss)
         self.sampling = build(SamplingConfig, cfg.sampling, "sampling", stop_token_ids=self.tokenizer.stop_token_ids)
+        self.advantage = build(AdvantageConfig, cfg.advantage, "advantage")
         engine_config = build(EngineConfig, cfg.engine, "engine")
-        at_least(cfg, prompts_per_step=1, samples_per_prompt=2, updates_per_step=1, eval_every=1, save_every=1)
-        at_least(cfg, row_tokens=engine_config.max_model_len)
+        at_least(cfg, prompts_per_step=1, samples_per_prompt=max(2, self.advantage.pass_k), updates_per_step=1)
+        at_least(cfg, row_tokens=engine_config.max_model_len, eval_every=1, save_every=1)
         compute_dtype, engine_dtype = training_dtypes(cfg.dtype, engine_config.dtype)
         check_sampling(self.sampling)
         self.checkpoints = Checkpoints(f"{cfg.output_dir}/checkpoints", cfg.keep_last)
@@ -175,7 +178,7 @@ class GRPOFullRecipe:
             sampling = replace(self.sampling, seed=(cfg.seed * SEED_STRIDE + self.step) * SEED_STRIDE + sampling_round)
             with watch("sample"):
                 groups += self.rollout(self.problems.take(wanted), cfg.samples_per_prompt, sampling, "sample")
-            groups, stats = with_advantages(groups, cfg.advantage, cfg.truncated, cfg.truncated_penalty)
+            groups, stats = with_advantages(groups, self.advantage, self.sampling.max_tokens)
             wanted = cfg.prompts_per_step - stats.groups
             if wanted <= 0:
                 break
@@ -204,31 +207,31 @@ class GRPOFullRecipe:
 
     def update(self, updates: list[list[Row]]) -> dict[str, float]:
         """Optimizer updates on the rows of this step; the policy's version grows by one."""
-        cfg, temperature = self.cfg, self.sampling.temperature
-        old = [self.score(u, temperature) if i or self.policy.noisy else None for i, u in enumerate(updates)]
+        cfg, temperature, top_k = self.cfg, self.sampling.temperature, self.cfg.loss.get("top_k") or 0
+        old = [self.score(u, temperature, top_k) if i or self.policy.noisy else None for i, u in enumerate(updates)]
         ref = [None] * len(updates)
         if self.reference:
             with self.reference.swapped_in():
                 ref = [self.score(update, temperature) for update in updates]
         values, per_update = {}, []
         with self.progress.training(sum(map(len, updates))) as bar:
-            for update, old_logprobs, ref_logprobs in zip(updates, old, ref, strict=True):
+            for update, old_scores, ref_scores in zip(updates, old, ref, strict=True):
                 loss, metrics, scored = forward_backward(
-                    self.policy, update, self.loss, temperature, self.ranks.device, old_logprobs, ref_logprobs,
-                    self.ranks.world_size, lambda row: bar.add(1, row.num_labels),
+                    self.policy, update, self.loss, temperature, self.ranks.device, old_scores, ref_scores,
+                    self.version, self.ranks.world_size, lambda row: bar.add(1, row.num_labels),
                 )  # fmt: skip
                 if not per_update:  # before the step's first update, so that a wrong one is never made
                     rescore, when = partial(self.score, update), f"step {self.step}, before its first update"
-                    found = require_agreement(update, scored, cfg.max_mismatch, temperature, rescore, when)
-                    values |= found.metrics("mismatch")
+                    gate = cfg.max_mismatch, temperature, rescore, when, self.version
+                    values |= require_agreement(update, scored, *gate).metrics("mismatch")
                 advice = f"step {self.step} stopped before this update. {self.checkpoints.advice()}"
                 norm = optimizer_step(self.policy, self.optimizer, self.schedule, cfg.max_grad_norm, loss, advice)
                 per_update.append({"loss/total": loss, "optim/grad_norm": norm, **metrics})
         self.version += 1
         return values | over_updates(per_update) | {"optim/lr": self.schedule.get_last_lr()[0]}
 
-    def score(self, rows: list[Row], temperature: float) -> list[torch.Tensor]:
-        return score(self.policy, rows, temperature, self.ranks.device)
+    def score(self, rows: list[Row], temperature: float, top_k: int = 0) -> list[LabelScores]:
+        return score(self.policy, rows, temperature, self.ranks.device, top_k)
 
     def evaluate(self) -> dict[str, float]:
         """Accuracy on all held-out problems, sampled and greedy, by rank 0."""

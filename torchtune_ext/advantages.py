@@ -1,5 +1,6 @@
 """Rewards of one group -> advantages. Groups without signal, and samples nobody could grade, are not trained on."""
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -47,56 +48,139 @@ class AdvantageStats:
         return {"groups/used": float(self.groups)} | {f"groups/{name}": float(getattr(self, name)) for name in names}
 
 
+@dataclass(frozen=True, slots=True)
+class AdvantageConfig:
+    """How rewards become advantages: A = (value - baseline) / scale.
+
+    name            baseline            scale          value                          source
+    GRPO            "mean"              "group_std"    R                              arXiv 2402.03300
+    Dr.GRPO         "mean"              "none"         R                              arXiv 2503.20783
+    RLOO            "leave_one_out"     "none"         R                              arXiv 2402.14740
+    LitePPO         "mean"              "batch_std"    R                              arXiv 2508.08221
+    pass@k          "mean"              "group_std"    mean best of k, pass_k = k     arXiv 2508.10751
+
+    Raises:
+        ValueError: an unknown word, options that exclude each other, or a value outside its range.
+    """
+
+    baseline: str = "mean"  # of the group: "mean", or "leave_one_out" (of the others)
+    scale: str = "group_std"  # "group_std", "batch_std" (of all rewards of the step) or "none"
+    pass_k: int = 1  # above 1: a sample is worth the mean best reward of k samples of its group, itself among them
+    truncated: str = (
+        "keep"  # samples cut by max_tokens or a deadline: "keep", "mask" (in the baseline only) or "penalise"
+    )
+    penalty: float = 1.0  # taken off the reward of a cut sample by "penalise"
+    overlong: float = 0.0  # last share of max_tokens over which "penalise" grows from 0 to `penalty` (DAPO: 0.2)
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("baseline", self.baseline, ("mean", "leave_one_out")),
+            ("scale", self.scale, ("group_std", "batch_std", "none")),
+            ("truncated", self.truncated, ("keep", "mask", "penalise")),
+        ):
+            if value not in known:
+                raise ValueError(f"advantage.{name}={value!r} is unknown; use one of {', '.join(known)}")
+        if self.pass_k < 1:
+            raise ValueError(f"advantage.pass_k={self.pass_k} must be at least 1, which means plain rewards")
+        if self.pass_k > 1 and (self.baseline, self.scale) not in (("mean", "group_std"), ("mean", "none")):
+            raise ValueError(
+                f"advantage.pass_k={self.pass_k} has a baseline and a deviation of its own; use baseline=mean, and "
+                f"scale=group_std or none, not baseline={self.baseline}, scale={self.scale}"
+            )
+        if not self.penalty >= 0.0:
+            raise ValueError(f"advantage.penalty={self.penalty} must not be negative")
+        if not 0.0 <= self.overlong <= 1.0:
+            raise ValueError(f"advantage.overlong={self.overlong} is a share of max_tokens, from 0 to 1")
+        if self.overlong and self.truncated != "penalise":
+            raise ValueError(f"advantage.overlong={self.overlong} belongs to truncated=penalise, not {self.truncated}")
+
+
 def with_advantages(
-    groups: list[Group], normalize: str = "std", truncated: str = "keep", truncated_penalty: float = 0.0
+    groups: list[Group], config: AdvantageConfig, max_tokens: int | None = None
 ) -> tuple[list[Group], AdvantageStats]:
     """Sets advantage and `trained` of every sample.
 
-    A = R - mean(R) over the gradable samples of the group, divided by their population standard deviation for
-    `normalize="std"` (GRPO, arXiv 2402.03300) or left so for "none" (Dr.GRPO, arXiv 2503.20783).
-
     Args:
         groups: as graded; samples whose outcome has no score are left out of the baseline.
-        normalize: "std" or "none".
-        truncated: what happens to samples that `max_tokens` or a deadline cut: "keep" (trained as they are), "mask" (in
-            the baseline, not trained) or "penalise" (`truncated_penalty` is taken off the reward).
+        config: see there. Standard deviations are those of the population (ddof 0).
+        max_tokens: of a completion; needed by `config.overlong`.
 
     Returns:
         All groups in order, those without signal with no trained sample, and the counts.
     """
-    if normalize not in ("std", "none"):
-        raise ValueError(f"advantage={normalize!r} is unknown; use 'std' (GRPO) or 'none' (Dr.GRPO)")
-    if truncated not in ("keep", "mask", "penalise"):
-        raise ValueError(f"truncated={truncated!r} is unknown; use 'keep', 'mask' or 'penalise'")
-    done, used, no_signal = [], 0, 0
-    for group in groups:
-        gradable = [s for s in group.samples if s.outcome.score is not None]
-        penalty = truncated_penalty if truncated == "penalise" else 0.0
-        rewards = np.array([s.outcome.score.reward - penalty * _cut(s) for s in gradable], dtype=np.float64)
-        # not std == 0: rounding makes equal rewards differ in their last bits, and dividing by std would blow that up
-        if len(rewards) < 2 or np.ptp(rewards) <= TIE * max(1.0, np.abs(rewards).max()):
-            no_signal += 1
+    gradable = [[s for s in group.samples if s.outcome.score is not None] for group in groups]
+    rewards = [np.array([_reward(s, config, max_tokens) for s in samples]) for samples in gradable]
+    batch_std = np.concatenate(rewards).std() if config.scale == "batch_std" and rewards else 1.0
+    done, used = [], 0
+    for group, samples, rewards_G in zip(groups, gradable, rewards, strict=True):
+        advantages_G = _advantages(rewards_G, config, batch_std)
+        if advantages_G is None:
             done.append(replace(group, samples=tuple(replace(s, advantage=0.0, trained=False) for s in group.samples)))
             continue
         used += 1
-        advantages = rewards - rewards.mean()
-        if normalize == "std":
-            advantages /= rewards.std()
-        by_sample = dict(zip(map(id, gradable), advantages.tolist(), strict=True))
-        done.append(replace(group, samples=tuple(_set(s, by_sample.get(id(s)), truncated) for s in group.samples)))
+        by_sample = dict(zip(map(id, samples), advantages_G.tolist(), strict=True))
+        done.append(replace(group, samples=tuple(_set(s, by_sample.get(id(s)), config) for s in group.samples)))
     return done, AdvantageStats(
         groups=used,
-        no_signal=no_signal,
+        no_signal=len(groups) - used,
         infra_failed=sum(s.outcome.score is None for g in groups for s in g.samples),
         truncated=sum(_cut(s) for g in groups for s in g.samples),
     )
+
+
+def _advantages(rewards_G: np.ndarray, config: AdvantageConfig, batch_std: float) -> np.ndarray | None:
+    """[G] float64; None for a group without signal."""
+    if len(rewards_G) < max(2, config.pass_k):
+        return None
+    values_G, mean, std = rewards_G, rewards_G.mean(), rewards_G.std()
+    if config.pass_k > 1:
+        values_G, mean, std = best_of_k(rewards_G, config.pass_k)
+    # not std == 0: rounding makes equal rewards differ in their last bits, and dividing by std would blow that up
+    if np.ptp(values_G) <= TIE * max(1.0, np.abs(rewards_G).max()):
+        return None
+    advantages_G = values_G - mean
+    if config.baseline == "leave_one_out":  # R_i - mean of the others = G / (G - 1) (R_i - mean of all)
+        advantages_G = advantages_G * len(rewards_G) / (len(rewards_G) - 1)
+    return advantages_G / {"group_std": std, "batch_std": batch_std, "none": 1.0}[config.scale]
+
+
+def best_of_k(rewards_G: np.ndarray, k: int) -> tuple[np.ndarray, float, float]:
+    """The best reward of k of the G samples, over all subsets: (its mean [G] where sample i is in, its mean, its deviation).
+
+    For rewards 0 and 1 this is the analytical form of pass@k training (arXiv 2508.10751); it holds for any rewards.
+    """
+    order = np.argsort(rewards_G, kind="stable")
+    r, n = rewards_G[order], len(rewards_G)
+    best = np.array([math.comb(i, k - 1) for i in range(n)]) / math.comb(n, k)  # P(the i-th smallest is the best)
+    mean = float(best @ r)
+    std = math.sqrt(max(0.0, float(best @ (r - mean) ** 2)))
+    total = math.comb(n - 1, k - 1)
+    own = np.array([math.comb(i, k - 1) for i in range(n)]) / total  # P(it is the best | it is in)
+    # P(j is the best | i is in), for i below j: the other k - 2 out of the j - 1 that are below j and not i
+    above = np.array([math.comb(j - 1, k - 2) if j and k > 1 else 0 for j in range(n)]) / total
+    later = np.concatenate([np.cumsum((above * r)[::-1])[::-1][1:], [0.0]])
+    values_G = np.empty(n)
+    values_G[order] = own * r + later
+    return values_G, mean, std
+
+
+def _reward(sample: Sample, config: AdvantageConfig, max_tokens: int | None) -> float:
+    """The grader's reward, less what "penalise" takes off (DAPO's soft overlong punishment, arXiv 2503.14476, eq. 13)."""
+    reward = sample.outcome.score.reward
+    if config.truncated != "penalise":
+        return reward
+    share = float(_cut(sample))
+    if config.overlong:
+        buffer = config.overlong * max_tokens
+        share = max(share, min(1.0, (len(sample.tokens) - (max_tokens - buffer)) / buffer))
+    return reward - config.penalty * share
 
 
 def _cut(sample: Sample) -> bool:
     return sample.finish_reason in ("length", "deadline")
 
 
-def _set(sample: Sample, advantage: float | None, truncated: str) -> Sample:
+def _set(sample: Sample, advantage: float | None, config: AdvantageConfig) -> Sample:
     if advantage is None:
         return replace(sample, advantage=0.0, trained=False)
-    return replace(sample, advantage=advantage, trained=not (truncated == "mask" and _cut(sample)))
+    return replace(sample, advantage=advantage, trained=not (config.truncated == "mask" and _cut(sample)))

@@ -12,16 +12,22 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationE
 from torchtune.config._errors import InstantiationError
 from torchtune.config._utils import _get_component_from_path
 
+from torchtune_ext.catalog import folder
+
 T = TypeVar("T")
 
 
 def load_config(schema: type, cfg: DictConfig) -> DictConfig:
-    """Merges a recipe's YAML and overrides into its `Config` dataclass.
+    """Merges a recipe's YAML and overrides into its `Config` dataclass. Where the recipe has the knob `preset`, the preset's
+    keys come first: what the YAML or the command line says itself wins.
 
     Raises:
-        ValueError: an unknown key (with the nearest known one), a wrong type, or a missing required value.
+        ValueError: an unknown key (with the nearest known one), a wrong type, a missing required value, an unknown preset.
     """
+    defaults = {f.name: f.default for f in fields(schema)}
     try:
+        if "preset" in defaults:
+            cfg = _over(load_preset(cfg.get("preset", defaults["preset"])), cfg)
         merged = OmegaConf.merge(OmegaConf.structured(schema), cfg)
     except ConfigKeyError as error:
         raise ValueError(unknown_key(str(error.full_key or error.key), [f.name for f in fields(schema)])) from None
@@ -34,6 +40,39 @@ def load_config(schema: type, cfg: DictConfig) -> DictConfig:
         OmegaConf.resolve(merged)
     except OmegaConfBaseException as error:
         raise ValueError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
+    return merged
+
+
+def load_preset(preset: str) -> DictConfig:
+    """The keys of a published method: configs/presets/NAME.yaml, or a YAML file of the user's (a path)."""
+    if str(preset).endswith((".yaml", ".yml")):
+        if not os.path.isfile(preset):
+            raise ValueError(
+                f"preset={preset}: no such file; give the path of a YAML file, or the name of a preset of ours"
+            )
+        return OmegaConf.load(preset)
+    known = {path.stem: path for path in sorted((folder("configs") / "presets").glob("*.yaml"))}
+    if preset not in known:
+        near = difflib.get_close_matches(str(preset), known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"preset={preset!r} is unknown; {hint} There are: {', '.join(known)}, or a path of your own")
+    return OmegaConf.load(known[preset])
+
+
+def _over(preset: DictConfig, cfg: DictConfig) -> DictConfig:
+    """`cfg` over `preset`, node by node. A node that names another component replaces the preset's as a whole."""
+    merged = preset.copy()
+    for key in cfg:
+        mine, theirs = cfg._get_node(key), merged.get(key)
+        component = mine.get("_component_") if isinstance(mine, DictConfig) else None
+        if (
+            isinstance(theirs, DictConfig)
+            and isinstance(mine, DictConfig)
+            and component in (None, theirs.get("_component_"))
+        ):
+            merged[key] = OmegaConf.merge(theirs, mine)
+        else:
+            merged[key] = mine
     return merged
 
 

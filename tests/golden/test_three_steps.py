@@ -12,9 +12,9 @@ import pytest
 import torch
 from torchtune.models.qwen2 import qwen2
 
-from torchtune_ext.advantages import Group, Sample, with_advantages
+from torchtune_ext.advantages import AdvantageConfig, Group, Sample, with_advantages
 from torchtune_ext.grading import Outcome
-from torchtune_ext.objective.loss import GRPOLoss
+from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.packing import pack_updates
 from torchtune_ext.policy.logprobs import PackedPolicy
 from torchtune_ext.tasks.task import Problem, Score
@@ -61,14 +61,16 @@ def fixed_groups():
 
 def three_updates(**loss) -> list[dict[str, float]]:
     policy = PackedPolicy(fixed_model())
-    groups, _ = with_advantages(fixed_groups(), "std", "keep", 1.0)
+    groups, _ = with_advantages(fixed_groups(), AdvantageConfig())
     updates, _ = pack_updates(groups, 3, 40)
     old = [score(policy, rows, 0.9, CPU) for rows in updates]
     optimizer = torch.optim.SGD(policy.trainable(), lr=0.05)
     found = []
     for rows, proximal in zip(updates, old, strict=True):
         reference = proximal if loss.get("kl_coef") else None
-        total, metrics, _ = forward_backward(policy, rows, GRPOLoss(**loss), 0.9, CPU, proximal, reference)
+        total, metrics, _ = forward_backward(
+            policy, rows, PolicyLoss(**{"importance": "tis", **loss}), 0.9, CPU, proximal, reference
+        )
         norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0).item()
         optimizer.step()
         optimizer.zero_grad()
@@ -76,7 +78,12 @@ def three_updates(**loss) -> list[dict[str, float]]:
     return found
 
 
-CASES = {"plain": {}, "kl and entropy": {"kl_coef": 0.1, "entropy_coef": 0.01, "clip_high": 0.28}}
+CASES = {
+    "plain": {},
+    "kl and entropy": {"kl_coef": 0.1, "entropy_coef": 0.01, "clip_high": 0.28},
+    "kl3": {"constraint": "kl3"},
+    "sequence": {"level": "sequence", "importance": "sequence_tis", "clip_low": 3e-4, "clip_high": 4e-4},
+}
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from torchtune_ext.advantages import Group, Sample
 from torchtune_ext.grading import Outcome
-from torchtune_ext.objective.loss import GRPOLoss
+from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.packing import pack
+from torchtune_ext.policy import scratch
 from torchtune_ext.policy.lora import AdapterOff, merged_hf_tensors
-from torchtune_ext.policy.scratch import lora_qwen2_from_config, qwen2_from_config
 from torchtune_ext.policy.shard import build_policy
 from torchtune_ext.policy.weights import HFModel, clean_name
 from torchtune_ext.tasks.task import Problem
@@ -27,7 +27,7 @@ from torchtune_ext.training.distributed import close_ranks, init_ranks
 from torchtune_ext.training.step import Reference, forward_backward, score
 
 folder, checkpointing, row_tokens, lora = sys.argv[1], sys.argv[2] == "1", int(sys.argv[3]), json.loads(sys.argv[4])
-builder = lora_qwen2_from_config if lora else qwen2_from_config
+builder = getattr(scratch, f"{'lora_' if lora else ''}{HFModel(folder).config['model_type']}_from_config")
 rng = np.random.default_rng(0)
 groups = []
 for g, (prompt, lengths) in enumerate([(9, [5, 1, 12]), (4, [20, 3]), (15, [2, 2, 2, 2]), (6, [9])]):
@@ -37,7 +37,7 @@ for g, (prompt, lengths) in enumerate([(9, [5, 1, 12]), (4, [20, 3]), (15, [2, 2
         for n in lengths
     )
     groups.append(Group(Problem(f"p{g}", (), None), rng.integers(0, 300, prompt).astype(np.int32), samples))
-loss = GRPOLoss(kl_coef=0.2, entropy_coef=0.01)
+loss = PolicyLoss(importance="tis", kl_coef=0.2, entropy_coef=0.01)
 
 
 def gradients(ranks, world_size):
@@ -46,7 +46,7 @@ def gradients(ranks, world_size):
     reference = AdapterOff(policy.model) if lora else Reference(policy.model)
     with torch.no_grad():
         for i, p in enumerate(policy.trainable()):  # move away from the reference, the same on one and on two ranks
-            p.add_(1e-3) if builder is lora_qwen2_from_config else p.mul_(1.0 + 0.01 * (i % 7))
+            p.add_(1e-3) if lora else p.mul_(1.0 + 0.01 * (i % 7))
     before = {n: t.clone() for n, t in merged_hf_tensors(policy.model, source, torch.float32)}
     rows, _ = pack(groups, row_tokens, num_rows_multiple=world_size)
     share = rows[ranks.rank :: world_size] if world_size > 1 else rows
@@ -80,23 +80,26 @@ close_ranks()
 """
 
 
+WIDE = {"hidden_size": 256, "intermediate_size": 256}  # half of an NF4 tensor must hold whole groups of 256 x 64 values
+QWEN3 = {"model_type": "qwen3", "head_dim": 64}
 LORA = {"lora_attn_modules": ["q_proj", "v_proj", "output_proj"], "apply_lora_to_mlp": True, "lora_rank": 4}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("checkpointing", "row_tokens", "lora"),
+    ("checkpointing", "row_tokens", "lora", "shape"),
     [
-        (0, 40, {}),
-        (1, 40, {}),
-        (0, 400, {}),  # rank 1 has an empty row
-        (1, 40, LORA),
-        (0, 400, LORA | {"use_dora": True}),
-        (0, 40, LORA | {"quantize_base": True}),  # half of an NF4 tensor must hold whole groups of 256 x 64 values
+        (0, 40, {}, {}),
+        (1, 40, {}, {}),
+        (0, 400, {}, {}),  # rank 1 has an empty row
+        (1, 40, {}, QWEN3),
+        (1, 40, LORA, {}),
+        (0, 400, LORA | {"use_dora": True}, {}),
+        (0, 40, LORA | {"quantize_base": True}, WIDE),
     ],
 )
-def test_two_ranks_equal_one(tmp_path, checkpointing, row_tokens, lora):
-    runs.make_workplace(tmp_path, **({"hidden_size": 256, "intermediate_size": 256} if "quantize_base" in lora else {}))
+def test_two_ranks_equal_one(tmp_path, checkpointing, row_tokens, lora, shape):
+    runs.make_workplace(tmp_path, **shape)
     (tmp_path / "ranks.py").write_text(SCRIPT)
     arguments = ["ranks.py", str(tmp_path / "model"), str(checkpointing), str(row_tokens), json.dumps(lora)]
     for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]):

@@ -151,7 +151,7 @@ def test_the_kl_term_and_refills(workplace):
         "output_dir=kl",
         "loss.kl_coef=0.1",
         "refill_rounds=2",
-        "truncated=penalise",
+        "advantage.truncated=penalise",
         "updates_per_step=1",
         "max_steps=2",
     ]

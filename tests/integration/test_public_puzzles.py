@@ -10,7 +10,7 @@ import torch
 from torchtune_ext.advantages import with_advantages
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.grading import Grader, Outcome
-from torchtune_ext.objective.loss import GRPOLoss
+from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.packing import pack
 from torchtune_ext.policy.scratch import qwen2_from_config
 from torchtune_ext.policy.shard import build_policy
@@ -85,7 +85,7 @@ def test_public_puzzles_go_through(model_dir, data_dir, tmp_path):
     policy = build_policy(
         lambda: qwen2_from_config(str(model_dir)), HFModel(model_dir), torch.device("cpu"), torch.float32
     )
-    loss, metrics, scored = forward_backward(policy, rows, GRPOLoss(), 1.0, torch.device("cpu"))
+    loss, metrics, scored = forward_backward(policy, rows, PolicyLoss(), 1.0, torch.device("cpu"))
     assert mismatch(rows, scored).mean_abs < 1e-4
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)

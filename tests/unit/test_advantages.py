@@ -1,13 +1,16 @@
 """advantages.py against Python's statistics module, and what is left out of a group."""
 
+import itertools
+import math
 import statistics
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtune_ext.advantages import Group, Sample, with_advantages
+from torchtune_ext.advantages import AdvantageConfig, Group, Sample, best_of_k, with_advantages
 from torchtune_ext.grading import Outcome
 from torchtune_ext.tasks.task import Problem, Score
 
@@ -28,13 +31,13 @@ def group(*samples: Sample) -> Group:
 
 
 def advantages(*rewards: float | Outcome, **options) -> list[float]:
-    (done,), _ = with_advantages([group(*map(sample, rewards))], **options)
+    (done,), _ = with_advantages([group(*map(sample, rewards))], AdvantageConfig(**options))
     return [s.advantage for s in done.samples]
 
 
 def test_by_hand():
     assert advantages(1.0, 0.0, 0.0, 1.0) == [1.0, -1.0, -1.0, 1.0]
-    assert advantages(4.0, 0.0, 2.0, normalize="none") == [2.0, -2.0, 0.0]
+    assert advantages(4.0, 0.0, 2.0, scale="none") == [2.0, -2.0, 0.0]
     # mean 1/4, variance 3/16: 3/4 over sqrt(3)/4, and -1/4 over it
     assert advantages(1.0, 0.0, 0.0, 0.0) == pytest.approx([3**0.5, *[-(3**-0.5)] * 3])
 
@@ -42,15 +45,15 @@ def test_by_hand():
 @settings(max_examples=200, deadline=None)
 @given(rewards=st.lists(REWARDS, min_size=1, max_size=16))
 def test_against_the_definition(rewards):
-    for normalize in ("std", "none"):
-        (done,), stats = with_advantages([group(*map(sample, rewards))], normalize)
+    for scaling in ("group_std", "none"):
+        (done,), stats = with_advantages([group(*map(sample, rewards))], AdvantageConfig(scale=scaling))
         found = [s.advantage for s in done.samples]
         if len(set(rewards)) == 1:  # a group of one, too
             assert found == [0.0] * len(rewards)
             assert not any(s.trained for s in done.samples)
             assert (stats.groups, stats.no_signal) == (0, 1)
             continue
-        scale = statistics.pstdev(rewards) if normalize == "std" else 1.0
+        scale = statistics.pstdev(rewards) if scaling == "group_std" else 1.0
         assert found == pytest.approx([(r - statistics.fmean(rewards)) / scale for r in rewards], rel=1e-9, abs=1e-9)
         assert all(s.trained for s in done.samples)
         assert (stats.groups, stats.no_signal) == (1, 0)
@@ -59,7 +62,7 @@ def test_against_the_definition(rewards):
 def test_equal_rewards_that_are_no_round_numbers_carry_no_signal():
     """The mean of ten times 0.1 is not 0.1: the deviations must not be blown up by their own size."""
     assert advantages(*[0.1] * 10) == [0.0] * 10
-    assert advantages(*[0.1] * 10, normalize="none") == [0.0] * 10
+    assert advantages(*[0.1] * 10, scale="none") == [0.0] * 10
 
 
 @settings(max_examples=100, deadline=None)
@@ -69,7 +72,7 @@ def test_samples_nobody_could_grade_change_nothing(rewards, places):
     mixed: list[float | Outcome] = list(rewards)
     for number, place in enumerate(places):
         mixed.insert(place, (FAILED, TIMED_OUT)[number % 2])
-    (done,), stats = with_advantages([group(*map(sample, mixed))])
+    (done,), stats = with_advantages([group(*map(sample, mixed))], AdvantageConfig())
     left_out = [s for s in done.samples if s.outcome.score is None]
     assert [s.advantage for s in done.samples if s.outcome.score is not None] == advantages(*rewards)
     assert len(left_out) == stats.infra_failed == len(places)
@@ -96,7 +99,7 @@ def test_policy_failed_is_trained_with_its_score():
 )
 def test_truncated_samples(truncated, expected, trained):
     samples = sample(2.0), sample(1.0, "early_stop"), sample(0.0, "length")
-    (done,), stats = with_advantages([group(*samples)], "none", truncated, truncated_penalty=1.5)
+    (done,), stats = with_advantages([group(*samples)], AdvantageConfig(scale="none", truncated=truncated, penalty=1.5))
     assert [s.advantage for s in done.samples] == pytest.approx(expected)
     assert [s.trained for s in done.samples] == trained
     assert stats.truncated == 1
@@ -104,13 +107,13 @@ def test_truncated_samples(truncated, expected, trained):
 
 def test_a_penalty_alone_is_a_signal():
     samples = sample(1.0), sample(1.0, "length")
-    (done,), _ = with_advantages([group(*samples)], "std", "penalise", truncated_penalty=0.5)
+    (done,), _ = with_advantages([group(*samples)], AdvantageConfig(truncated="penalise", penalty=0.5))
     assert [s.advantage for s in done.samples] == [1.0, -1.0]
 
 
 def test_groups_stay_in_order_and_whole():
     groups = [group(sample(1.0), sample(0.0)), group(sample(2.0), sample(2.0)), group(sample(0.0), sample(FAILED))]
-    done, stats = with_advantages(groups)
+    done, stats = with_advantages(groups, AdvantageConfig())
     assert [g.problem for g in done] == [g.problem for g in groups]
     for before, after in zip(groups, done, strict=True):
         assert [s.outcome for s in after.samples] == [s.outcome for s in before.samples]
@@ -118,11 +121,78 @@ def test_groups_stay_in_order_and_whole():
     assert [[s.trained for s in g.samples] for g in done] == [[True, True], [False, False], [False, False]]
     assert (stats.groups, stats.no_signal, stats.infra_failed, stats.truncated) == (1, 2, 1, 0)
     assert groups[0].samples[0].trained is False  # the records given are not touched
-    assert with_advantages([])[0] == []
+    assert with_advantages([], AdvantageConfig())[0] == []
 
 
-def test_unknown_words_raise():
-    with pytest.raises(ValueError, match="advantage='mean' is unknown"):
-        with_advantages([], normalize="mean")
-    with pytest.raises(ValueError, match="truncated='drop' is unknown"):
-        with_advantages([], truncated="drop")
+def test_leave_one_out_is_the_mean_of_the_others():
+    found = advantages(4.0, 0.0, 2.0, 1.0, baseline="leave_one_out", scale="none")
+    assert found == pytest.approx([4 - 3 / 3, 0 - 7 / 3, 2 - 5 / 3, 1 - 6 / 3])
+
+
+def test_batch_std_is_that_of_all_gradable_rewards():
+    groups = [
+        group(sample(1.0), sample(0.0), sample(FAILED)),
+        group(sample(1.0), sample(1.0)),
+        group(sample(3.0), sample(0.0)),
+    ]
+    done, _ = with_advantages(groups, AdvantageConfig(scale="batch_std"))
+    deviation = statistics.pstdev([1.0, 0.0, 1.0, 1.0, 3.0, 0.0])
+    assert [s.advantage for s in done[0].samples] == pytest.approx([0.5 / deviation, -0.5 / deviation, 0.0])
+    assert [s.advantage for s in done[2].samples] == pytest.approx([1.5 / deviation, -1.5 / deviation])
+
+
+@settings(max_examples=100, deadline=None)
+@given(rewards=st.lists(REWARDS, min_size=2, max_size=8), k=st.integers(1, 8))
+def test_best_of_k_against_all_subsets(rewards, k):
+    k = min(k, len(rewards))
+    subsets = list(itertools.combinations(range(len(rewards)), k))
+    best = [max(rewards[i] for i in subset) for subset in subsets]
+    values, mean, deviation = best_of_k(np.array(rewards), k)
+    for i in range(len(rewards)):
+        own = [b for subset, b in zip(subsets, best, strict=True) if i in subset]
+        assert values[i] == pytest.approx(statistics.fmean(own), abs=1e-9)
+    assert mean == pytest.approx(statistics.fmean(best), abs=1e-9)
+    assert deviation == pytest.approx(statistics.pstdev(best), rel=1e-9, abs=1e-5)  # the root of a rounded 0
+
+
+def test_pass_at_k_of_binary_rewards_is_the_published_formula():
+    n, wrong, k = 8, 6, 3
+    got = advantages(*[1.0] * (n - wrong), *[0.0] * wrong, pass_k=k)
+    mean = 1 - math.comb(wrong, k) / math.comb(n, k)
+    deviation = math.sqrt(mean * (1 - mean))
+    right = (1 - mean) / deviation
+    other = (1 - mean - math.comb(wrong - 1, k - 1) / math.comb(n - 1, k - 1)) / deviation
+    assert got == pytest.approx([right] * (n - wrong) + [other] * wrong)
+
+
+def test_pass_at_k_without_a_subset_of_wrong_samples_carries_no_signal():
+    assert advantages(1.0, 1.0, 1.0, 0.0, pass_k=2) == [0.0] * 4  # any two hold a right one
+    assert advantages(1.0, 0.0, pass_k=4) == [0.0, 0.0]  # fewer gradable samples than k
+
+
+@pytest.mark.parametrize(("length", "expected"), [(3, 0.0), (16, 0.0), (18, 0.5), (20, 1.0)])
+def test_overlong_penalty_grows_over_the_last_share(length, expected):
+    """max_tokens 20, overlong 0.2: from 16 tokens on (DAPO, eq. 13)."""
+    long = replace(sample(1.0), tokens=np.zeros(length, np.int32))
+    config = AdvantageConfig(scale="none", truncated="penalise", penalty=2.0, overlong=0.2)
+    (done,), _ = with_advantages([group(long, sample(0.0))], config, max_tokens=20)
+    assert done.samples[0].advantage == pytest.approx((1.0 - 2.0 * expected) / 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"baseline": "median"}, "advantage.baseline='median' is unknown; use one of mean, leave_one_out"),
+        ({"scale": "std"}, "advantage.scale='std' is unknown; use one of group_std"),
+        ({"truncated": "drop"}, "advantage.truncated='drop' is unknown"),
+        ({"pass_k": 0}, "advantage.pass_k=0 must be at least 1"),
+        ({"pass_k": 2, "baseline": "leave_one_out"}, "advantage.pass_k=2 has a baseline and a deviation of its own"),
+        ({"pass_k": 2, "scale": "batch_std"}, "advantage.pass_k=2 has a baseline"),
+        ({"penalty": -1.0}, "advantage.penalty=-1.0 must not be negative"),
+        ({"overlong": 1.5, "truncated": "penalise"}, "advantage.overlong=1.5 is a share"),
+        ({"overlong": 0.2}, "advantage.overlong=0.2 belongs to truncated=penalise, not keep"),
+    ],
+)
+def test_bad_options_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        AdvantageConfig(**options)

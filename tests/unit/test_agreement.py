@@ -1,5 +1,7 @@
 """The gate finds what it is told to find, and names the cause. The sampler is played by a table of logits."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ import torch
 from torchtune_ext.advantages import Group, Sample
 from torchtune_ext.grading import Outcome
 from torchtune_ext.packing import pack
+from torchtune_ext.policy.logprobs import LabelScores
 from torchtune_ext.tasks.task import Problem
 from torchtune_ext.training.agreement import Disagreement, mismatch, require_agreement
 
@@ -42,10 +45,10 @@ class Table:
 
 
 def check(reported, table, temperature=1.0, limit=1e-3):
-    rows = table.rows(reported)
-    return require_agreement(
-        rows, [table.score(temperature)], limit, temperature, lambda t: [table.score(t)], "before step 0"
-    )
+    def scores(t):
+        return [LabelScores(table.score(t), torch.zeros(SAMPLES * TOKENS))]
+
+    return require_agreement(table.rows(reported), scores(temperature), limit, temperature, scores, "before step 0")
 
 
 def test_agreement_passes_and_measures():
@@ -55,7 +58,27 @@ def test_agreement_passes_and_measures():
     assert found.mean_abs == pytest.approx(noise.abs().mean().item(), rel=1e-2)
     assert found.max_abs == pytest.approx(noise.abs().max().item(), rel=1e-2)
     assert found.k3 == pytest.approx((noise**2).mean().item() / 2, rel=0.05)
+    assert found.k1 == -found.mean == pytest.approx(noise.mean().item(), rel=1e-2)
+    weights = (-noise).exp()
+    assert found.ess == pytest.approx((weights.sum() ** 2 / (weights**2).sum()).item() / len(noise), rel=1e-6)
     assert found.tokens == SAMPLES * TOKENS
+
+
+def test_mismatch_by_place_and_age():
+    table = Table()
+    versions, errors = [3, 3, 1, 0], torch.zeros(SAMPLES, TOKENS, dtype=torch.float64)
+    errors[:, 0], errors[:, 1:16], errors[:, 16:] = 1e-2, 2e-3, 3e-4
+    errors[3::4] *= 10
+    row = table.rows(table.score(1.0) + errors.flatten())[0]
+    row = replace(row, versions_L=torch.tensor(versions).repeat(SAMPLES // 4).repeat_interleave(TOKENS).int())
+    scores = [LabelScores(table.score(1.0), torch.zeros(SAMPLES * TOKENS))]
+    found = mismatch([row], scores, version=4).by_bucket
+    by_place = {"at_0": 1e-2, "at_1_15": 2e-3, "at_16_255": 3e-4}
+    mean = errors.mean().item() / 3.25  # of a sample whose errors are not enlarged; every fourth is, tenfold
+    by_age = {"age_1": mean, "age_2_3": mean, "age_4_7": 10 * mean}
+    # float32 log-probs around -4 are stored to 2.4e-7
+    assert found == pytest.approx({name: 3.25 * v for name, v in by_place.items()} | by_age, abs=3e-7)
+    assert mismatch([row], scores).by_bucket.keys() == by_place.keys()  # one age only: nothing to compare
 
 
 @pytest.mark.parametrize(("sampled", "scored"), [(1.0, 0.7), (0.7, 1.0), (1.3, 1.0)])
@@ -105,4 +128,4 @@ def test_nan_is_a_disagreement():
 
 def test_no_labels_is_agreement():
     rows, _ = pack([], 16)
-    assert mismatch(rows, [torch.empty(0)]).tokens == 0
+    assert mismatch(rows, [LabelScores(torch.empty(0), torch.empty(0))]).tokens == 0

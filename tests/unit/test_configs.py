@@ -6,11 +6,17 @@ import re
 import pytest
 from omegaconf import OmegaConf
 
+from torchtune_ext.advantages import AdvantageConfig
 from torchtune_ext.catalog import config_files, folder, recipe_of
 from torchtune_ext.config import build, instantiate, load_config
+from torchtune_ext.objective.loss import PolicyLoss
+from torchtune_ext.recipes import grpo_full
 from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
 
-CONFIGS = config_files(folder("configs"))
+FILES = config_files(folder("configs"))
+CONFIGS = {name: path for name, path in FILES.items() if recipe_of(name, path)}
+PRESETS = [name.removeprefix("presets/") for name in FILES if name.startswith("presets/")]
+NEEDED = dict.fromkeys(("output_dir", "model_dir", "model", "tokenizer", "task", "optimizer"), "x") | {"max_steps": 1}
 
 
 def loaded(name):
@@ -42,6 +48,8 @@ def test_config_fits_its_recipe(name):
         ("grpo/qwen2_5_14B_lora", 14.908),
         ("grpo/qwen2_5_32B_qlora", 33.032),
         ("grpo/llama3_1_8B_lora", 8.114),
+        ("grpo/qwen3_1_7B_atr_grpo_lora", 1.755),
+        ("grpo/qwen3_8B_atr_grpo_lora", 8.278),
     ],
 )
 def test_dry_run_knows_the_published_sizes(name, billions, capsys):
@@ -69,6 +77,53 @@ def test_mistakes_are_named(change, message):
         load_config(module.Config, cfg)
 
 
+@pytest.mark.parametrize("name", ["grpo/tiny", "grpo/qwen2_5_7B_lora"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_fits(preset, name):
+    module = importlib.import_module(f"torchtune_ext.recipes.{recipe_of(name, CONFIGS[name])}")
+    cfg = load_config(module.Config, OmegaConf.merge(OmegaConf.load(CONFIGS[name]), {"preset": preset}))
+    loss = instantiate(cfg.loss)
+    assert isinstance(loss, PolicyLoss)
+    build(AdvantageConfig, cfg.advantage, "advantage")
+    if name == "grpo/tiny":
+        assert loss.entropy_coef == 0.03 and cfg.aggregation == "token"  # what the YAML says itself wins
+
+
+def test_presets_differ():
+    losses = [load_config(grpo_full.Config, OmegaConf.create({**NEEDED, "preset": preset})) for preset in PRESETS]
+    for cfg in losses:
+        cfg.preset = "-"
+    assert len({OmegaConf.to_yaml(cfg) for cfg in losses}) == len(PRESETS)
+
+
+def test_a_preset_may_be_a_file_and_gives_way_to_a_loss_of_ones_own(tmp_path):
+    (tmp_path / "mine.yaml").write_text("loss: {_component_: a.Loss, x: 1, y: 2}\nadvantage: {scale: none}\n")
+    given = {**NEEDED, "preset": str(tmp_path / "mine.yaml"), "loss": {"y": 3}}
+    cfg = load_config(grpo_full.Config, OmegaConf.create(given))
+    assert cfg.loss == {"_component_": "a.Loss", "x": 1, "y": 3} and cfg.advantage == {"scale": "none"}
+    cfg = load_config(grpo_full.Config, OmegaConf.create({**NEEDED, "loss": {"_component_": "Reinforce"}}))
+    assert cfg.loss == {"_component_": "Reinforce"}  # nothing is left of the default preset's
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"preset": "atr_grop"}, "preset='atr_grop' is unknown; did you mean 'atr_grpo'?"),
+        ({"preset": "nothing.yaml"}, "preset=nothing.yaml: no such file"),
+        ({"preset": "atr_grpo", "loss": {"clip_low": 0.2}}, "loss.clip_low=0.2 contradicts loss.constraint='kl3'"),
+        (
+            {"preset": "gspo", "loss": {"importance": "tis"}},
+            "loss.importance='tis' weighs tokens, but loss.level='sequence'",
+        ),
+        ({"preset": "atr_grpo", "loss": {"delta": 0}}, "loss.delta=0 must be positive"),
+        ({"preset": "atr_grpo", "loss": {"delta": "small"}}, "loss.delta='small' must be a number"),
+    ],
+)
+def test_contradictions_are_named(change, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        instantiate(load_config(grpo_full.Config, OmegaConf.create({**NEEDED, **change})).loss)
+
+
 def test_a_missing_value_is_named():
     module, _ = loaded("grpo/tiny")
     cfg = OmegaConf.load(CONFIGS["grpo/tiny"])
@@ -81,11 +136,11 @@ def test_a_missing_value_is_named():
     ("node", "message"),
     [
         (
-            {"_component_": "torchtune_ext.objective.loss.GRPOLoss", "clip_low": 2.0},
+            {"_component_": "torchtune_ext.objective.loss.PolicyLoss", "clip_low": 2.0},
             r"loss.clip_low=2.0 must lie in \(0, 1\]",
         ),
         (
-            {"_component_": "torchtune_ext.objective.loss.GRPOLoss", "clip": 0.2},
+            {"_component_": "torchtune_ext.objective.loss.PolicyLoss", "clip": 0.2},
             "`loss:` .*arguments that it does not take: .*'clip'",
         ),
         (

@@ -14,7 +14,7 @@ from torchao.dtypes.nf4tensor import NF4Tensor, to_nf4
 from torchtune.models.llama3_1 import llama3_1, lora_llama3_1
 from torchtune.models.qwen2 import lora_qwen2, qwen2
 
-from torchtune_ext.objective.loss import GRPOLoss
+from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.packing import pack
 from torchtune_ext.policy import lora
 from torchtune_ext.policy.logprobs import PackedPolicy
@@ -105,7 +105,7 @@ def test_packed_adapters_equal_merged_weights_sample_by_sample(dora, where):
         model = adapted(use_dora=dora, tie_word_embeddings=tied, apply_lora_to_output=where == "output")
         stock = qwen2(**DIMS, tie_word_embeddings=tied)
     groups = unpacked.make_groups(np.random.default_rng(3), SHAPES)
-    loss = GRPOLoss(entropy_coef=0.01)
+    loss = PolicyLoss(importance="tis", entropy_coef=0.01)
     want_loss, want_grads, want_logprobs = unpacked.reference(Plain(model, stock), groups, loss, "token", 0.9)
     rows, _ = pack(groups, 40)
     policy = PackedPolicy(model)
@@ -143,7 +143,7 @@ def test_a_full_rank_adapter_does_what_full_training_does():
         optimizer = torch.optim.SGD(policy.trainable(), lr=0.05)
         found = []
         for _ in range(3):
-            found.append(forward_backward(policy, rows, GRPOLoss(), 1.0, CPU)[0])
+            found.append(forward_backward(policy, rows, PolicyLoss(importance="tis"), 1.0, CPU)[0])
             optimizer.step()
             optimizer.zero_grad()
         losses.append(found)
@@ -264,7 +264,7 @@ def test_in_bfloat16_only_adapters_have_float32_masters(source, options):
     assert {p.dtype for p in policy.trainable()} == {torch.float32}
     assert {p.dtype for p in frozen if not isinstance(p, NF4Tensor)} == {torch.bfloat16}
     row = pack(unpacked.make_groups(np.random.default_rng(0), SHAPES), 64)[0][0]
-    forward_backward(policy, [row], GRPOLoss(), 1.0, CPU)
+    forward_backward(policy, [row], PolicyLoss(), 1.0, CPU)
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in policy.trainable())
 
 
@@ -388,7 +388,7 @@ def test_compiled_layers_share_their_code(dora, monkeypatch):
         layer.compile(backend="eager")
     rows, _ = pack(unpacked.make_groups(np.random.default_rng(3), SHAPES), 40)
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-        forward_backward(policy, rows, GRPOLoss(), 1.0, CPU)
+        forward_backward(policy, rows, PolicyLoss(), 1.0, CPU)
         score(policy, rows, 1.0, CPU)
         with lora.AdapterOff(model).swapped_in():
             score(policy, rows, 1.0, CPU)

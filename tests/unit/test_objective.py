@@ -1,11 +1,11 @@
-"""GRPOLoss against an example worked by hand in float64, finite differences, and the equivalences it must have."""
+"""PolicyLoss against an example worked by hand in float64, finite differences, and the equivalences it must have."""
 
 import math
 
 import pytest
 import torch
 
-from torchtune_ext.objective.loss import GRPOLoss, NLLLoss, Tokens, clipped_objective, kl_k3
+from torchtune_ext.objective.loss import PolicyLoss, NLLLoss, Tokens, clipped_objective, kl_k3
 
 
 def tokens(logprobs, old=None, advantages=None, behavior=None, ref=None, entropy=None):
@@ -31,7 +31,7 @@ def test_by_hand():
     ratios, advantages = [1.5, 1.5, 0.5, 0.5, 1.1], [2.0, -2.0, 2.0, -2.0, 1.0]
     old = [-1.0] * 5
     t = tokens([math.log(r) - 1.0 for r in ratios], old, advantages)
-    loss, metrics = GRPOLoss(clip_low=0.2, clip_high=0.28)(t)
+    loss, metrics = PolicyLoss(clip_low=0.2, clip_high=0.28)(t)
     #        min(3, 2.56)  min(-3, -2.56)  min(1, 1.6)  min(-1, -1.6)  1.1
     want = [-2.56, 3.0, -1.0, 1.6, -1.1]
     assert loss.tolist() == pytest.approx(want, abs=1e-12)
@@ -51,7 +51,7 @@ def test_kl_entropy_and_importance_by_hand():
         advantages=[1.0, 1.0],
         entropy=[0.5, 0.7],
     )
-    loss, metrics = GRPOLoss(kl_coef=0.1, entropy_coef=0.01, importance_cap=2.0)(t)
+    loss, metrics = PolicyLoss(kl_coef=0.1, entropy_coef=0.01, importance_cap=2.0)(t)
     k3 = [math.exp(-0.2) - 1 + 0.2, math.exp(1.0) - 1 - 1.0]
     importance = [math.exp(0.5), 2.0]  # exp(2) is cut at 2
     want = [-importance[i] + 0.1 * k3[i] - 0.01 * [0.5, 0.7][i] for i in range(2)]
@@ -61,7 +61,7 @@ def test_kl_entropy_and_importance_by_hand():
 
 def test_on_policy_gradient_is_the_policy_gradient():
     t = tokens([-0.3, -2.0, -5.0], advantages=[1.0, -0.5, 2.0])
-    GRPOLoss(importance_cap=None)(t)[0].sum().backward()
+    PolicyLoss(importance_cap=None)(t)[0].sum().backward()
     assert t.logprobs_L.grad.tolist() == [-1.0, 0.5, -2.0]
 
 
@@ -72,7 +72,7 @@ def test_gradcheck():
     def f(new, entropy):
         ids = torch.zeros(7, dtype=torch.int64)
         t = Tokens(new, entropy, fixed[0], fixed[1], fixed[2], fixed[3], ids.int(), ids)
-        return GRPOLoss(kl_coef=0.3, entropy_coef=0.2)(t)[0]
+        return PolicyLoss(kl_coef=0.3, entropy_coef=0.2)(t)[0]
 
     args = [torch.randn(7, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     assert torch.autograd.gradcheck(f, args)
@@ -85,7 +85,7 @@ def test_wide_log_ratios_stay_finite():
         ref=[0.0, -80.0, -80.0, 0.0],
         advantages=[1.0, 1.0, -1.0, -1.0],
     )
-    loss, _ = GRPOLoss(kl_coef=0.1)(t)
+    loss, _ = PolicyLoss(kl_coef=0.1)(t)
     loss.sum().backward()
     assert torch.isfinite(loss).all() and torch.isfinite(t.logprobs_L.grad).all()
 
@@ -108,12 +108,12 @@ def test_clip_is_symmetric_in_its_arguments():
 )
 def test_a_bad_knob_is_named(knob, value):
     with pytest.raises(ValueError, match=f"loss.{knob}={value}"):
-        GRPOLoss(**{knob: value})
+        PolicyLoss(**{knob: value})
 
 
 def test_kl_without_reference_is_an_error():
     with pytest.raises(ValueError, match="kl_coef"):
-        GRPOLoss(kl_coef=0.1)(tokens([-1.0]))
+        PolicyLoss(kl_coef=0.1)(tokens([-1.0]))
 
 
 def test_nll():

@@ -14,7 +14,7 @@ from torchtune.modules import TransformerSelfAttentionLayer
 from torchtune_ext.advantages import Group, Sample
 from torchtune_ext.grading import Outcome
 from torchtune_ext.kernels.packed_attention import block_mask, dense_mask, packed_attention, segment_mask
-from torchtune_ext.objective.loss import GRPOLoss
+from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.packing import pack
 from torchtune_ext.policy.logprobs import PackedPolicy
 from torchtune_ext.tasks.task import Problem, Score
@@ -87,7 +87,7 @@ def reference(model, groups, loss, aggregation, temperature, ref_model=None):
     for group, sample in pairs:
         logp, entropy = logprobs_and_entropy(model, group, sample)
         ratio = (logp - logp.detach()).exp()
-        importance = (logp.detach() - torch.tensor(sample.logprobs).double()).exp().clamp(max=loss.importance_cap)
+        importance = (logp.detach() - torch.tensor(sample.logprobs).double()).exp().clamp(max=2.0)  # TIS
         per_token = -importance * ratio * sample.advantage - loss.entropy_coef * entropy
         if ref_model is not None:
             with torch.no_grad():
@@ -110,7 +110,7 @@ def packed_logprobs_by_sample(rows, scored_rows, groups):
         for i in range(int(row.samples_L.max()) + 1 if row.num_labels else 0):
             at = row.samples_L == i
             key = (tuple(row.labels_L[at].tolist()), tuple(row.logprobs_L[at].tolist()))
-            by_key.setdefault(key, []).append(scores[at])
+            by_key.setdefault(key, []).append(scores.logprobs_L[at])
     result = {}
     for _, s in trained_samples(groups):
         result[id(s)] = by_key[(tuple(s.tokens.tolist()), tuple(s.logprobs.tolist()))].pop()
@@ -138,7 +138,7 @@ def test_logprobs_and_gradients(shapes, seed, slack, aggregation, pad, kl):
     if not trained_samples(groups):
         return
     row_tokens = max(p + max(c) - 1 for p, c in shapes) + slack  # small slack: groups are split over rows
-    loss = GRPOLoss(kl_coef=0.1 if kl else 0.0, entropy_coef=0.01)
+    loss = PolicyLoss(importance="tis", kl_coef=0.1 if kl else 0.0, entropy_coef=0.01)
     model, ref_model = tiny_model(), None
     if kl:
         ref_model = tiny_model()
@@ -154,8 +154,8 @@ def test_logprobs_and_gradients(shapes, seed, slack, aggregation, pad, kl):
     ref_logprobs = None
     if kl:
         with torch.no_grad():
-            ref_logprobs = [PackedPolicy(ref_model)(row, 0.9).logprobs_L for row in rows]
-    got_loss, _, scored = forward_backward(policy, rows, loss, 0.9, CPU, ref_logprobs=ref_logprobs)
+            ref_logprobs = [PackedPolicy(ref_model)(row, 0.9) for row in rows]
+    got_loss, _, scored = forward_backward(policy, rows, loss, 0.9, CPU, ref=ref_logprobs)
 
     got_logprobs = packed_logprobs_by_sample(rows, scored, groups)
     assert got_logprobs.keys() == want_logprobs.keys()
@@ -170,7 +170,7 @@ def test_logprobs_and_gradients(shapes, seed, slack, aggregation, pad, kl):
 def test_variants(variant):
     rng = np.random.default_rng(3)
     groups = make_groups(rng, [(7, [5, 1, 9, 3]), (4, [12, 11]), (1, [1, 1])])
-    loss = GRPOLoss()
+    loss = PolicyLoss(importance="tis")
     model = tiny_model(tied=variant != "untied", builder=llama3_2 if variant == "llama" else qwen2)
     want_loss, want_grads, _ = reference(model, groups, loss, "token", 1.0)
     rows, _ = pack(groups, 64)
@@ -236,10 +236,10 @@ def test_empty_rows_keep_ranks_in_step_and_change_nothing():
     assert len(rows) == 4 and [r.num_labels for r in rows] == [11, 0, 0, 0]
     model = tiny_model()
     policy = PackedPolicy(model)
-    alone = forward_backward(policy, rows[:1], GRPOLoss(), 1.0, CPU)[0]
+    alone = forward_backward(policy, rows[:1], PolicyLoss(), 1.0, CPU)[0]
     grads = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    assert forward_backward(policy, rows, GRPOLoss(), 1.0, CPU)[0] == alone
+    assert forward_backward(policy, rows, PolicyLoss(), 1.0, CPU)[0] == alone
     assert all(torch.equal(a, p.grad) for a, p in zip(grads, model.parameters(), strict=True))
 
 

@@ -1,12 +1,12 @@
 """A torchtune decoder that maps packed rows to log-probs of their labels."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torchtune.modules import TiedLinear, TransformerDecoder
 
-from torchtune_ext.kernels.linear_logprob import linear_logprob
+from torchtune_ext.kernels.linear_logprob import linear_gather, linear_logprob, linear_top_k
 from torchtune_ext.kernels.packed_attention import packed_mask, use_packed_attention
 from torchtune_ext.packing import Row
 from torchtune_ext.policy.lora import effective_weight
@@ -18,6 +18,12 @@ class LabelScores:
 
     logprobs_L: Tensor  # float32, log-prob of each label under the temperature
     entropy_L: Tensor  # float32, entropy of the distribution it was drawn from, nats
+    top_LK: Tensor | None = None  # float32, log-probs of the K tokens that were asked for, no gradient
+    top_ids_LK: Tensor | None = None  # int64, which these are
+
+    def detached(self) -> "LabelScores":
+        """The same values without gradient."""
+        return replace(self, logprobs_L=self.logprobs_L.detach(), entropy_L=self.entropy_L.detach())
 
 
 class PackedPolicy:
@@ -33,6 +39,8 @@ class PackedPolicy:
         self.max_positions = model.max_seq_len  # rows of the RoPE cache: bounds a position, not the length of a row
         self._row: Row | None = None
         self._temperature = 1.0
+        self._top: int | Tensor = 0
+        self._tops: tuple[Tensor | None, Tensor | None] = (None, None)
         use_packed_attention(model)
         model.unembed = self._unembed
 
@@ -40,8 +48,11 @@ class PackedPolicy:
         """What an optimizer gets: all parameters, or those of the adapters."""
         return [param for param in self.model.parameters() if param.requires_grad]
 
-    def __call__(self, row: Row, temperature: float = 1.0) -> LabelScores:
+    def __call__(self, row: Row, temperature: float = 1.0, top: int | Tensor = 0) -> LabelScores:
         """Scores the labels of a row that lies on the model's device.
+
+        Args:
+            top: also score the so many most likely tokens at every label, or those with the given ids [L, K].
 
         Raises:
             ValueError: a sequence of the row is longer than the model's `max_seq_len`.
@@ -54,18 +65,21 @@ class PackedPolicy:
             )
         # torchtune compares the *row* with max_seq_len, but only positions index the RoPE cache
         self.model.max_seq_len = max(self.max_positions, row.tokens_T.numel())
-        self._row, self._temperature = row, temperature
+        self._row, self._temperature, self._top = row, temperature, top
         try:
             scores = self.model(row.tokens_T[None], mask=packed_mask(row), input_pos=row.positions_T[None])
+            return LabelScores(scores[0], scores[1], *self._tops)
         finally:
-            self._row = None
-        return LabelScores(scores[0], scores[1])
+            self._row, self._top, self._tops = None, 0, (None, None)
 
     def _unembed(self, hidden_BTD: Tensor) -> Tensor:
         """[1, T, D] -> [2, L]: stands in for `TransformerDecoder.unembed` inside its forward, where weights are whole."""
         output = self.model.output
         weight_VD = output.tied_module.weight if isinstance(output, TiedLinear) else effective_weight(output)
         hidden_LD = self.model.norm(hidden_BTD)[0][self._row.sources_L]
-        return torch.stack(
-            linear_logprob(hidden_LD, weight_VD.to(hidden_LD.dtype), self._row.labels_L, self._temperature)
-        )
+        head = hidden_LD, weight_VD.to(hidden_LD.dtype)
+        if isinstance(self._top, Tensor):
+            self._tops = linear_gather(*head, self._top, self._temperature), self._top
+        elif self._top:
+            self._tops = linear_top_k(*head, self._top, self._temperature)
+        return torch.stack(linear_logprob(*head, self._row.labels_L, self._temperature))

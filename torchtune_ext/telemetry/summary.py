@@ -35,9 +35,11 @@ class Stopwatch:
 
 
 def evaluation_metrics(sampled: Sequence[Group], greedy: Sequence[Group]) -> dict[str, float]:
-    """Accuracy on held-out problems, sampled at the training temperature (with its interval) and greedy."""
-    drawn, best = accuracy(sampled), accuracy(greedy)
-    return {
+    """Accuracy on held-out problems, sampled at the training temperature (with its interval and pass@n of n samples) and greedy."""
+    most = max(len(group.samples) for group in sampled)
+    drawn, best = accuracy(sampled, (1, most)), accuracy(greedy)
+    several = {"eval/pass_at_" + str(most): drawn.pass_at[most]} if most > 1 and most in drawn.pass_at else {}
+    return several | {
         "eval/accuracy_sampled": drawn.mean,
         "eval/low": drawn.low,
         "eval/high": drawn.high,

@@ -7,7 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtune_ext.objective.kl import kl_k3
 from torchtune_ext.packing import Row
+from torchtune_ext.policy.logprobs import LabelScores
+from torchtune_ext.training.breakdown import bucket_means, buckets
 
 TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 2.0)  # what a wrong one is looked for among
 
@@ -20,52 +23,64 @@ class Mismatch:
     p99_abs: float
     max_abs: float
     mean: float  # signed: far from zero means that one side renormalises
-    k3: float  # mean of exp(d) - 1 - d: estimates KL(sampler || trainer)
-    first_abs: float  # mean |d| over the first token of each completion
+    k1: float  # mean of -d: estimates KL(sampler || trainer), of either sign
+    k3: float  # mean of exp(d) - 1 - d: estimates the same, never negative
+    ess: float  # effective sample size of the weights w = exp(d) as a share of the tokens: (sum w)^2 / (n sum w^2)
+    by_bucket: dict[str, float]  # mean |d| by place in the completion and by age, as in breakdown.py
     tokens: int
 
+    @property
+    def first_abs(self) -> float:
+        """Mean |d| over the first token of each completion."""
+        return self.by_bucket.get("at_0", 0.0)
+
     def metrics(self, prefix: str) -> dict[str, float]:
-        return {f"{prefix}/{name}": getattr(self, name) for name in ("mean_abs", "p99_abs", "max_abs", "k3")}
+        names = ("mean_abs", "p99_abs", "max_abs", "k1", "k3", "ess")
+        buckets = {f"{prefix}/mean_abs_{bucket}": value for bucket, value in self.by_bucket.items()}
+        return {f"{prefix}/{name}": getattr(self, name) for name in names} | buckets
 
 
 class Disagreement(RuntimeError):
     """Trainer and sampler do not run the same policy."""
 
 
-def mismatch(rows: Sequence[Row], scored: Sequence[Tensor]) -> Mismatch:
-    """Compares the trainer's log-probs `scored` ([L] per row) with those the sampler reported in `rows`; a collective."""
-    parts = []
-    for row, logprobs_L in zip(rows, scored, strict=True):
-        first_L = torch.ones_like(row.samples_L, dtype=torch.bool)
-        first_L[1:] = row.samples_L[1:] != row.samples_L[:-1]
-        parts.append(torch.stack([logprobs_L.cpu().double() - row.logprobs_L.double(), first_L.double()]))
-    both = torch.cat(parts, dim=1) if parts else torch.empty(2, 0, dtype=torch.float64)
-    both = _gathered(both)
-    d, first = both[0], both[1].bool()
+def mismatch(rows: Sequence[Row], scored: Sequence[LabelScores], version: int | None = None) -> Mismatch:
+    """Compares the trainer's log-probs with those the sampler reported in `rows`; a collective.
+
+    Args:
+        version: of the trainer's policy, for the age of the samples.
+    """
+    parts = [
+        torch.cat([(scores.logprobs_L.cpu().double() - row.logprobs_L.double())[None], buckets(row, version).double()])
+        for row, scores in zip(rows, scored, strict=True)
+    ]
+    found = _gathered(torch.cat(parts, dim=1) if parts else torch.empty(3, 0, dtype=torch.float64))
+    d, where = found[0], found[1:].long()
     if not d.numel():
-        return Mismatch(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0)
+        return Mismatch(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, {}, 0)
     size = d.abs()
-    p99 = size.kthvalue(max(1, round(0.99 * d.numel()))).values
-    k3 = torch.expm1(d.clamp(max=20.0)) - d
+    weights = (d - d.max()).exp()  # the share does not change when all weights are scaled
     return Mismatch(
         mean_abs=size.mean().item(),
-        p99_abs=p99.item(),
+        p99_abs=size.kthvalue(max(1, round(0.99 * d.numel()))).values.item(),
         max_abs=size.max().item(),
         mean=d.mean().item(),
-        k3=k3.mean().item(),
-        first_abs=size[first].mean().item(),
+        k1=-d.mean().item(),
+        k3=kl_k3(torch.zeros_like(d), d).mean().item(),
+        ess=(weights.sum().square() / (d.numel() * weights.square().sum())).item(),
+        by_bucket=bucket_means(size, where),
         tokens=d.numel(),
     )
 
 
-def applied_share(rows: Sequence[Row], on: Sequence[Tensor], off: Sequence[Tensor]) -> tuple[float, float]:
+def applied_share(rows: Sequence[Row], on: Sequence[LabelScores], off: Sequence[LabelScores]) -> tuple[float, float]:
     """How much of an adapter the sampler applies, from log-probs of its tokens; a collective.
 
     The least-squares slope of (sampler - off) on (on - off): 1 for a sampler that applies the adapter, 0 for one that samples
     from the base model, whatever the size of the adapter's effect.
 
     Args:
-        on, off: the trainer's log-probs [L] per row with and without the adapter.
+        on, off: what the trainer says of each row with and without the adapter.
 
     Returns:
         The slope, and the noise of a token around it in units of the effect (infinite while the adapter has no effect). On and
@@ -73,8 +88,9 @@ def applied_share(rows: Sequence[Row], on: Sequence[Tensor], off: Sequence[Tenso
         the second value is small.
     """
     sampler = [row.logprobs_L.double() for row in rows]
-    effect = torch.cat([a.cpu().double() - b.cpu().double() for a, b in zip(on, off, strict=True)])
-    seen = torch.cat([a - b.cpu().double() for a, b in zip(sampler, off, strict=True)])
+    base = [scores.logprobs_L.cpu().double() for scores in off]
+    effect = torch.cat([a.logprobs_L.cpu().double() - b for a, b in zip(on, base, strict=True)])
+    seen = torch.cat([a - b for a, b in zip(sampler, base, strict=True)])
     both = _gathered(torch.stack([effect, seen]))
     effect, seen = both[0], both[1]
     size = effect.square().sum().item()
@@ -96,11 +112,12 @@ def _gathered(values: Tensor) -> Tensor:
 
 def require_agreement(
     rows: Sequence[Row],
-    scored: Sequence[Tensor],
+    scored: Sequence[LabelScores],
     limit: float,
     temperature: float,
-    rescore: Callable[[float], list[Tensor]],
+    rescore: Callable[[float], list[LabelScores]],
     when: str,
+    version: int | None = None,
 ) -> Mismatch:
     """Measures the mismatch and stops the run if its mean is above `limit` (or not a number).
 
@@ -111,7 +128,7 @@ def require_agreement(
     Raises:
         Disagreement: with the figures and the likely cause.
     """
-    found = mismatch(rows, scored)
+    found = mismatch(rows, scored, version)
     if found.tokens == 0 or found.mean_abs <= limit:
         return found
     cause = diagnose(found, limit, temperature, lambda t: mismatch(rows, rescore(t)))

@@ -58,6 +58,16 @@ def init_ranks(device: str) -> Ranks:
     return Ranks(int(os.environ.get("RANK", 0)), world_size, here)
 
 
+def reduce(values: dict[str, float], how: str, device: torch.device) -> dict[str, float]:
+    """Sum or maximum of each value over ranks; the same names on every rank."""
+    if not values or not dist.is_initialized() or dist.get_world_size() == 1:
+        return dict(values)
+    names = sorted(values)
+    tensor = torch.tensor([values[name] for name in names], dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX)
+    return dict(zip(names, tensor.tolist(), strict=True))
+
+
 def close_ranks() -> None:
     """Ends the group after a run that went well; every rank arrives first, so that none leaves another's collective.
 

@@ -6,12 +6,11 @@ from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from torchtune_ext.advantages import Group, Sample
 from torchtune_ext.grading import Outcome
 from torchtune_ext.packing import Row, pack
-from torchtune_ext.policy.logprobs import PackedPolicy
+from torchtune_ext.policy.logprobs import LabelScores, PackedPolicy
 from torchtune_ext.policy.lora import AdapterOff, AdapterSpec, adapter_hf_tensors, base_hf_tensors, merged_hf_tensors
 from torchtune_ext.policy.weights import HFModel, named_hf_tensors
 from torchtune_ext.sampling.engine import Engine, PublishReport, SamplingConfig
@@ -84,7 +83,7 @@ class Publisher:
             pass
         return None
 
-    def _check(self, rows: list[Row], scored: list[Tensor], when: str) -> dict[str, float]:
+    def _check(self, rows: list[Row], scored: list[LabelScores], when: str) -> dict[str, float]:
         """What else the canary has to show."""
         return {}
 
@@ -100,7 +99,7 @@ class Publisher:
             rows = pack(groups, size, pad_to=self._row_length, num_rows_multiple=self._ranks.world_size)[0]
         return self._ranks.share(self._ranks.broadcast(rows))
 
-    def _scored(self, rows: list[Row], temperature: float | None = None) -> list[Tensor]:
+    def _scored(self, rows: list[Row], temperature: float | None = None) -> list[LabelScores]:
         return score(self._policy, rows, temperature or self._temperature, self._ranks.device)
 
 
@@ -125,7 +124,7 @@ class AdapterPublisher(Publisher):
         config = self._adapter.peft_config(str(names.path))
         return self._stream(adapter_hf_tensors(model, names, dtype), version, config)
 
-    def _check(self, rows: list[Row], scored: list[Tensor], when: str) -> dict[str, float]:
+    def _check(self, rows: list[Row], scored: list[LabelScores], when: str) -> dict[str, float]:
         with AdapterOff(self._policy.model).swapped_in():
             off = self._scored(rows)
         share, noise = applied_share(rows, scored, off)

@@ -5,23 +5,26 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from torchtune_ext.objective.loss import Tokens
 from torchtune_ext.packing import Row
-from torchtune_ext.policy.logprobs import PackedPolicy
+from torchtune_ext.policy.logprobs import LabelScores, PackedPolicy
+from torchtune_ext.training.breakdown import Breakdown
+from torchtune_ext.training.distributed import reduce
 
 Loss = Callable[[Tokens], tuple[Tensor, dict[str, Tensor]]]
 
 
 @torch.no_grad()
-def score(policy: PackedPolicy, rows: Sequence[Row], temperature: float, device: torch.device) -> list[Tensor]:
-    """Log-probs [L] of every row under the current weights, without gradient and without dropout."""
+def score(
+    policy: PackedPolicy, rows: Sequence[Row], temperature: float, device: torch.device, top_k: int = 0
+) -> list[LabelScores]:
+    """Scores every row under the current weights, without gradient and without dropout; also the `top_k` likeliest tokens."""
     policy.model.eval()
-    scored = [policy(row.to(device), temperature).logprobs_L for row in rows]
+    scored = [policy(row.to(device), temperature, top_k) for row in rows]
     policy.model.train()
     _reshard(policy.model)
     return scored
@@ -33,37 +36,43 @@ def forward_backward(
     loss: Loss,
     temperature: float,
     device: torch.device,
-    old_logprobs: Sequence[Tensor] | None = None,
-    ref_logprobs: Sequence[Tensor] | None = None,
+    old: Sequence[LabelScores] | None = None,
+    ref: Sequence[LabelScores] | None = None,
+    version: int | None = None,
     world_size: int = 1,
     on_row: Callable[[Row], None] | None = None,
-) -> tuple[float, dict[str, float], list[Tensor]]:
+) -> tuple[float, dict[str, float], list[LabelScores]]:
     """Accumulates the gradient of sum(weight * loss) over the rows of all ranks.
 
     Args:
         rows: this rank's share; every rank must bring the same number.
-        old_logprobs: [L] per row under the proximal policy; None: the policy as it is now (ratio 1, gradient kept).
-        ref_logprobs: [L] per row under the reference, if the loss wants one.
+        old: per row, what the proximal policy says; None: it is the policy as it is now (ratio 1, gradient kept).
+        ref: the same of the reference, if the loss wants one.
+        version: of the policy, for the age of its samples in the metrics.
         on_row: called after each row, for progress.
 
     Returns:
-        Loss, metrics ("loss/...") over all ranks, and the log-probs [L] of this rank's rows under the proximal policy.
+        Loss, metrics ("loss/...") over all ranks, and what the proximal policy says of this rank's rows.
     """
     total, sums, peaks, scored = 0.0, {}, {}, []
+    breakdown = Breakdown(("clip_fraction", "masked_fraction"))
     for i, cpu_row in enumerate(rows):
         row = cpu_row.to(device)
-        scores = policy(row, temperature)
-        current_L = scores.logprobs_L.detach()
+        stored_ids = None if old is None else old[i].top_ids_LK
+        scores = policy(row, temperature, 0 if stored_ids is None else stored_ids)
+        before = scores.detached() if old is None else old[i]
         token_loss_L, metrics = loss(
             Tokens(
                 logprobs_L=scores.logprobs_L,
                 entropy_L=scores.entropy_L,
-                old_logprobs_L=current_L if old_logprobs is None else old_logprobs[i],
+                old_logprobs_L=before.logprobs_L,
                 behavior_logprobs_L=row.logprobs_L,
-                ref_logprobs_L=None if ref_logprobs is None else ref_logprobs[i],
+                ref_logprobs_L=None if ref is None else ref[i].logprobs_L,
                 advantages_L=row.advantages_L,
                 versions_L=row.versions_L,
                 samples_L=row.samples_L,
+                old_top_LK=before.top_LK,
+                top_LK=scores.top_LK,
             )
         )
         if token_loss_L.shape != row.labels_L.shape:
@@ -81,13 +90,14 @@ def forward_backward(
                 )
             else:
                 sums[name] = sums.get(name, 0.0) + (row.weights_L * values_L).sum().item()
-        scored.append(current_L if old_logprobs is None else old_logprobs[i])
+        breakdown.add(row, metrics, version)
+        scored.append(before)
         if on_row:
             on_row(cpu_row)
     whole = reduce({"loss": total, "weight": sum(row.weights_L.sum().item() for row in rows)}, "sum", device)
     total, weight = whole["loss"], whole["weight"] or 1.0  # the weight is one, but for aggregation by a constant
     means = {name: value / weight for name, value in reduce(sums, "sum", device).items()}
-    reduced = means | reduce(peaks, "max", device)
+    reduced = means | reduce(peaks, "max", device) | breakdown.metrics(device)
     return total, {f"loss/{name}": value for name, value in reduced.items()}, scored
 
 
@@ -121,21 +131,11 @@ def optimizer_step(
 
 def over_updates(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
     """Metrics of the updates of one step as one: the mean, and for `*_max` the maximum."""
-    names = metrics[0] if metrics else {}
-    return {
-        name: max(m[name] for m in metrics) if name.endswith("_max") else sum(m[name] for m in metrics) / len(metrics)
-        for name in names
-    }
-
-
-def reduce(values: dict[str, float], how: str, device: torch.device) -> dict[str, float]:
-    """Sum or maximum of each value over ranks; the same names on every rank."""
-    if not values or not dist.is_initialized() or dist.get_world_size() == 1:
-        return dict(values)
-    names = sorted(values)
-    tensor = torch.tensor([values[name] for name in names], dtype=torch.float64, device=device)
-    dist.all_reduce(tensor, op=dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX)
-    return dict(zip(names, tensor.tolist(), strict=True))
+    values: dict[str, list[float]] = {}
+    for update in metrics:
+        for name, value in update.items():  # an update may lack a bucket of the breakdown
+            values.setdefault(name, []).append(value)
+    return {name: max(v) if name.endswith("_max") else sum(v) / len(v) for name, v in values.items()}
 
 
 def _reshard(model: nn.Module) -> None:

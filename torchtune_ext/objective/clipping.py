@@ -1,0 +1,111 @@
+"""Constraints: where the gradient of a ratio is cut. One frame, J = E[min(r A, clip_C(r) A)], after "A Unified Framework for
+Rethinking Policy Divergence Measures in GRPO" (arXiv 2602.05494): a test C says for every label whether the new policy is
+still close enough to the old one; outside, the ratio is replaced by a constant, so that no gradient is left, unless the
+minimum picks the unclipped branch, which leads back.
+
+constraint   C                                                        function
+"clip"       1 - low <= r <= 1 + high                                 `clip`
+"kl3"        r - 1 - log r <= delta, the same as an interval of r     `kl3_bounds`, then `clip`
+"kl"         KL(pi_old || pi) <= delta over the stored top k          `trust_region`
+"tv"         |p - p_old| <= delta                                     `trust_region`
+"cispo"      none: the weight of log pi is clipped, never its gradient    `cispo`
+"sapo"       none: a smooth gate takes its place                          `sapo`
+"none"       always true
+
+Each function takes one value per label, [L], and returns (objective_L to be maximised, cut_L bool: no gradient left, or for
+`cispo` a weight that was clipped).
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def clip(
+    ratio_L: Tensor, advantages_L: Tensor, lower: float, upper: float, dual: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """min(r A, clip(r, lower, upper) A) (PPO, arXiv 1707.06347; asymmetric: DAPO, arXiv 2503.14476).
+
+    With `dual` = c > upper, where A < 0 never below c A: max(min(r A, clip(r) A), c A) (dual clip, arXiv 1912.09729). The
+    two-sided clip of INTELLECT-2 (arXiv 2505.07291), min(min(r, c) A, clip(r) A), is the same function.
+    """
+    objective_L = torch.minimum(ratio_L * advantages_L, ratio_L.clamp(lower, upper) * advantages_L)
+    cut_L = outward(ratio_L < lower, ratio_L > upper, advantages_L)
+    if dual is not None:
+        negative_L = advantages_L < 0
+        objective_L = torch.where(negative_L, torch.maximum(objective_L, dual * advantages_L), objective_L)
+        cut_L = cut_L | (negative_L & (ratio_L > dual))
+    return objective_L, cut_L
+
+
+def outward(below_L: Tensor, above_L: Tensor, advantages_L: Tensor) -> Tensor:
+    """Labels that left the region on the side to which their advantage pushes: those that the minimum cuts."""
+    return (below_L & (advantages_L < 0)) | (above_L & (advantages_L > 0))
+
+
+def kl3_bounds(delta: float) -> tuple[float, float]:
+    """The ratios l < 1 < u at which KL3 = r - 1 - log r reaches delta: ATR-GRPO as an asymmetric clip that costs nothing.
+
+    KL3 is convex with its minimum 0 at r = 1, so KL3 <= delta exactly for l <= r <= u, with l = -W_0(-e^-(1 + delta)) and
+    u = -W_-1(-e^-(1 + delta)) (Lambert's W; the form follows from r e^-r = e^-(1 + delta)). Near the branch point W loses half
+    its digits, so d = log r is found by Newton's method on expm1(d) - d = delta, in float64.
+    """
+    found = []
+    for sign in (-1.0, 1.0):
+        d = sign * math.sqrt(2.0 * delta)
+        if sign < 0:
+            d -= delta  # convex: from outside Newton's method comes in on one side, without overshooting
+        for _ in range(100):
+            step = (math.expm1(d) - d - delta) / math.expm1(d)
+            d -= step
+            if abs(step) <= 1e-16 * abs(d):
+                break
+        found.append(math.exp(d))
+    return found[0], found[1]
+
+
+def trust_region(ratio_L: Tensor, advantages_L: Tensor, inside_L: Tensor) -> tuple[Tensor, Tensor]:
+    """min(r A, clip_C(r) A) for a test C that is no interval of r: clip_C(r) is r inside, and 1 outside.
+
+    The constant 1 is what makes the minimum right: outside it leaves r A where r moved against A (the way back), and the
+    constant A where it moved with it.
+    """
+    held_L = torch.where(inside_L, ratio_L, torch.ones_like(ratio_L))
+    cut_L = ~inside_L & outward(ratio_L < 1.0, ratio_L > 1.0, advantages_L)
+    return torch.minimum(ratio_L * advantages_L, held_L * advantages_L), cut_L
+
+
+def top_k_kl(old_top_LK: Tensor, top_LK: Tensor) -> Tensor:
+    """KL(old || new) [L] over K tokens and the rest of the vocabulary as one: a lower bound of the whole KL (data processing).
+
+    Args:
+        old_top_LK: log-probs of the old policy's K most likely tokens.
+        top_LK: log-probs of the same tokens under the new policy.
+    """
+    tail_L, old_tail_L = _rest(top_LK), _rest(old_top_LK)
+    head_L = (old_top_LK.exp() * (old_top_LK - top_LK)).sum(-1)
+    return (head_L + old_tail_L.exp() * (old_tail_L - tail_L)).clamp(min=0.0)
+
+
+def _rest(logprobs_LK: Tensor) -> Tensor:
+    """log of the probability that the K tokens leave over, at least what float32 resolves beside 1."""
+    return (1.0 - logprobs_LK.exp().sum(-1)).clamp(min=2.0**-24).log()
+
+
+def cispo(
+    logprobs_L: Tensor, ratio_L: Tensor, advantages_L: Tensor, lower: float, upper: float
+) -> tuple[Tensor, Tensor]:
+    """sg(clip(r, lower, upper)) A log pi (CISPO, arXiv 2506.13585): every label keeps a gradient, of bounded weight."""
+    weight_L = ratio_L.detach().clamp(lower, upper)
+    return weight_L * advantages_L * logprobs_L, (ratio_L < lower) | (ratio_L > upper)
+
+
+def sapo(ratio_L: Tensor, advantages_L: Tensor, tau_positive: float, tau_negative: float) -> tuple[Tensor, Tensor]:
+    """(4 / tau) sigmoid(tau (r - 1)) A, with tau by the sign of A (SAPO, arXiv 2511.20347).
+
+    Its slope in r is 1 at r = 1 and falls smoothly to 0 on both sides: nothing is cut.
+    """
+    tau_L = torch.where(advantages_L > 0, tau_positive, tau_negative).to(ratio_L.dtype)
+    gate_L = 4.0 / tau_L * torch.sigmoid(tau_L * (ratio_L - 1.0))
+    return gate_L * advantages_L, torch.zeros_like(ratio_L, dtype=torch.bool)

@@ -1,0 +1,85 @@
+"""Means over labels by their place in the completion and by the age of the policy that sampled them."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from torchtune_ext.packing import Row
+from torchtune_ext.training.distributed import reduce
+
+POSITIONS = (0, 1, 16, 256, 1024, 4096)  # first place of each bucket; 0 is the first token of a completion
+AGES = (0, 1, 2, 4, 8)  # first age of each bucket, in versions
+
+
+def bucket_names(word: str, edges: Sequence[int]) -> list[str]:
+    """ "at_0", "at_1_15", ..., "at_4096_up"."""
+    last = [f"_{stop - 1}" if stop - start > 1 else "" for start, stop in zip(edges, edges[1:], strict=False)]
+    return [f"{word}_{start}{end}" for start, end in zip(edges, [*last, "_up"], strict=True)]
+
+
+NAMES = [*bucket_names("at", POSITIONS), *bucket_names("age", AGES)]
+
+
+def places(samples_L: Tensor) -> Tensor:
+    """Place of every label in its completion, from 0; labels of a completion stand together."""
+    index_L = torch.arange(samples_L.numel(), device=samples_L.device)
+    first_L = torch.ones_like(samples_L, dtype=torch.bool)
+    first_L[1:] = samples_L[1:] != samples_L[:-1]
+    return index_L - torch.where(first_L, index_L, 0).cummax(0).values if samples_L.numel() else index_L
+
+
+def buckets(row: Row, version: int | None) -> Tensor:
+    """[2, L] int64: indices into NAMES of every label's place and age. Without a version every age is 0."""
+    age_L = torch.zeros_like(row.versions_L) if version is None else (version - row.versions_L).clamp(min=0)
+    place_L = torch.bucketize(places(row.samples_L), torch.tensor(POSITIONS[1:], device=age_L.device), right=True)
+    age_L = torch.bucketize(age_L, torch.tensor(AGES[1:], device=age_L.device), right=True)
+    return torch.stack([place_L, len(POSITIONS) + age_L])
+
+
+def bucket_means(values_L: Tensor, buckets_2L: Tensor) -> dict[str, float]:
+    """Mean of each bucket that holds a label; ages only where there is more than one."""
+    return _means("", *_sums(values_L, buckets_2L))
+
+
+def _sums(values_L: Tensor, buckets_2L: Tensor) -> tuple[Tensor, Tensor]:
+    flat, twice = buckets_2L.flatten().cpu(), values_L.detach().cpu().double().repeat(2)
+    size = torch.zeros(len(NAMES), dtype=torch.float64)
+    return size.index_add(0, flat, twice), size.index_add(0, flat, torch.ones_like(twice))
+
+
+def _means(prefix: str, sums: Tensor, counts: Tensor) -> dict[str, float]:
+    several_ages = int((counts[len(POSITIONS) :] > 0).sum()) > 1
+    return {
+        f"{prefix}{name}": (sums[i] / counts[i]).item()
+        for i, name in enumerate(NAMES)
+        if counts[i] > 0 and (several_ages or i < len(POSITIONS))
+    }
+
+
+class Breakdown:
+    """Collects some of a loss's metrics over the rows of an update: where does it clip, where does it mask?"""
+
+    def __init__(self, names: Sequence[str]):
+        self._names = names
+        self._seen: set[str] = set()
+        self._sums = {name: torch.zeros(len(NAMES), dtype=torch.float64) for name in names}
+        self._counts = torch.zeros(len(NAMES), dtype=torch.float64)
+
+    def add(self, row: Row, metrics: Mapping[str, Tensor], version: int | None) -> None:
+        where = buckets(row, version)
+        for name in self._names:
+            sums, counts = _sums(metrics.get(name, torch.zeros_like(row.weights_L)), where)
+            self._sums[name] += sums
+        self._counts += counts
+        self._seen |= metrics.keys()
+
+    def metrics(self, device: torch.device) -> dict[str, float]:
+        """ "clip_fraction_at_0", ...: over all ranks, a collective. Metrics that the loss does not have are left out."""
+        flat = {f"{name}/{i}": float(v) for name, sums in self._sums.items() for i, v in enumerate(sums)}
+        whole = reduce(flat | {f"/{i}": float(v) for i, v in enumerate(self._counts)}, "sum", device)
+        counts, found = torch.tensor([whole[f"/{i}"] for i in range(len(NAMES))]), {}
+        for name in self._names:
+            if name in self._seen:
+                found |= _means(f"{name}_", torch.tensor([whole[f"{name}/{i}"] for i in range(len(NAMES))]), counts)
+        return found
