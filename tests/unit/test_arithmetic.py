@@ -77,7 +77,16 @@ def test_worked_steps(question, values):
     assert steps(question) == values
 
 
-@pytest.mark.parametrize("level", [1, 3, 5, {2: 1.0, 8: 3.0}])
+def test_a_share_of_the_solutions_shows_the_steps():
+    """1,000 fair draws of 0.25 have a standard deviation of 0.0137."""
+    task = Arithmetic(level=4, worked=0.25)
+    shown = [task.solution(task[i]).split() for i in range(1000)]
+    assert all(words in ([str(v) for v in task[i].answer], [str(task[i].answer[-1])]) for i, words in enumerate(shown))
+    assert sum(len(words) > 1 for words in shown) / 1000 == pytest.approx(0.25, abs=4 * 0.0137)
+    assert all(task.grade(task[i], task.solution(task[i])).reward == 1.0 for i in range(1000))
+
+
+@pytest.mark.parametrize("level", [1, 3, 6, {2: 1.0, 8: 3.0}])
 def test_held_out_questions_are_never_trained_on(level):
     """Whatever the seeds: here both have the same one, and the small levels are drawn many times over."""
     trained, heldout = (
@@ -99,17 +108,17 @@ def test_the_split_loses_nothing():
 
 
 def test_one_question_in_eight_is_held_out():
-    """All 4,000 questions of level 3: the share of a fair hash has a standard deviation of sqrt(1/8 * 7/8 / 4000)."""
+    """4,000 questions of level 4: the share of a fair hash has a standard deviation of sqrt(1/8 * 7/8 / 4000)."""
     every = [f"{a}{s}{b}{t}{c}=" for a in range(10) for b in range(10) for c in range(10) for s in "+-" for t in "+-"]
     assert sum(map(held_out, every)) / len(every) == pytest.approx(1 / 8, abs=4 * 0.0052)
 
 
 def test_a_problem_depends_on_its_index_alone():
-    task = Arithmetic(seed=5, level=[3, 6])
-    later = Arithmetic(seed=5, level=[6, 3][::-1], first=10, count=4)
+    task = Arithmetic(seed=5, level=[3, 7])
+    later = Arithmetic(seed=5, level=[3, 7], first=10, count=4)
     assert [later[i] for i in range(4)] == [task[i] for i in range(10, 14)]
     assert pickle.loads(pickle.dumps(task))[7] == task[7]
-    assert task[0] != Arithmetic(seed=6, level=[3, 6])[0]
+    assert task[0] != Arithmetic(seed=6, level=[3, 7])[0]
     assert len({task[i].id for i in range(100)}) == 100
     assert len(task) == ENDLESS and len(later) == 4
     with pytest.raises(IndexError, match="question 4 of 4"):
@@ -117,8 +126,8 @@ def test_a_problem_depends_on_its_index_alone():
 
 
 def test_levels_are_mixed_by_weight():
-    """Brackets tell level 6 from 3: 1 in 4 of 4,000, with a standard deviation of sqrt(0.25 * 0.75 / 4000) = 0.0068."""
-    task = Arithmetic(level={3: 3, 6: 1})
+    """Brackets tell level 7 from 3: 1 in 4 of 4,000, with a standard deviation of sqrt(0.25 * 0.75 / 4000) = 0.0068."""
+    task = Arithmetic(level={3: 3, 7: 1})
     share = sum("(" in question_of(task[i]) for i in range(4000)) / 4000
     assert share == pytest.approx(0.25, abs=4 * 0.0068)
 
@@ -178,6 +187,7 @@ def test_settings_come_from_yaml():
         ({"split": "test"}, "split='test': choose one of train, heldout, all"),
         ({"first": -1}, "first=-1, count=None"),
         ({"count": 0}, "count from 1"),
+        ({"worked": 1.5}, "worked=1.5 is a share"),
         ({"prompt": "Compute"}, "prompt='Compute' shows no question"),
     ],
 )

@@ -31,11 +31,11 @@ class Form:
 LEVELS = {
     1: Form((2, 2), 10, "+"),  # 7+5=
     2: Form((2, 2), 100, "+-"),  # 17-25=
-    3: Form((3, 3), 10, "+-"),  # 7+5-9=
-    4: Form((2, 4), 20, "+-"),  # 17-9+3+12=
-    5: Form((2, 3), 10, "+-*"),  # 7-5*3=
-    6: Form((3, 3), 10, "+-*", brackets=True),  # 7*(5-9)=
-    7: Form((4, 5), 20, "+-*", brackets=True),  # 17-(5+12)*3-8=
+    3: Form((3, 4), 10, "+"),  # 7+5+9+3=
+    4: Form((3, 4), 10, "+-"),  # 7+5-9=
+    5: Form((2, 4), 20, "+-"),  # 17-9+3+12=
+    6: Form((2, 3), 10, "+-*"),  # 7-5*3=
+    7: Form((3, 4), 10, "+-*", brackets=True),  # 7*(5-9)+2=
     8: Form((5, 7), 100, "+-*", brackets=True),  # 17-25*(3+61)+88-4=
 }
 
@@ -51,6 +51,8 @@ class Arithmetic:
         split: "train", "heldout" or "all". The hash of a question decides on which side it stands, one in eight is held out:
             no seed, level or index makes a training question appear among the held-out ones.
         prompt: the user's message; {question} stands for "17+25=".
+        worked: share of the solutions that show the steps, the others are the answer alone. Warmed up on both, a policy
+            still has to find out that steps pay.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Arithmetic:
         level: int | Sequence[int] | Mapping[int, float] = 1,
         split: str = "train",
         prompt: str = "{question}",
+        worked: float = 1.0,
     ) -> None:
         if first < 0 or (count is not None and count < 1):
             raise ValueError(f"first={first}, count={count}: first counts from 0, count from 1")
@@ -68,7 +71,9 @@ class Arithmetic:
             raise ValueError(f"split={split!r}: choose one of {', '.join(SPLITS)}")
         if "{question}" not in prompt:
             raise ValueError(f"prompt={prompt!r} shows no question: write {{question}} where it belongs")
-        self.seed, self.first, self.split, self.prompt = seed, first, split, prompt
+        if not 0.0 <= worked <= 1.0:
+            raise ValueError(f"worked={worked} is a share of the solutions: give a number from 0 to 1")
+        self.seed, self.first, self.split, self.prompt, self.worked = seed, first, split, prompt, worked
         self.length = ENDLESS if count is None else count
         self.weights = _weights(level)
 
@@ -94,8 +99,9 @@ class Arithmetic:
         return Score(right, {"accuracy": right, "failed": float(said is None)})
 
     def solution(self, problem: Problem) -> str:
-        """The value after every operation, the answer last."""
-        return " ".join(map(str, problem.answer))
+        """The value after every operation, the answer last; for a share of the problems the answer alone."""
+        shown = problem.answer if random.Random(problem.id).random() < self.worked else problem.answer[-1:]
+        return " ".join(map(str, shown))
 
 
 def draw(rng: random.Random, form: Form) -> str:
