@@ -38,13 +38,14 @@ FORMATS = ("box", "think")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:(?P<brace>\{)|(?<=\s)(?P<token>[^\s${}\\]+))")
 _BRACKETS = re.compile(r"(?<!\\)\[([^\[\]]*[^\[\]\\])\]")
 _HASHES = re.compile(r".*####\s*:?\s*(\S.*)")
-_PHRASE = re.compile(r"\banswer\b[*_\s]*(?:is|:|=)[*_:\s]*([^\n]+)", re.IGNORECASE)
+_PHRASE = re.compile(r"\banswer\b[*_\s]*(?:is|:|=)[*_:\s]*", re.IGNORECASE)
 _CLAUSE_END = re.compile(r"[.!?](?=\s|$)|;\s|,?\s(?:because|since|so|which)\b")
 _GROUPED = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")  # 1,234,567
 _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,14}")
 _GROUPED_INTEGER = re.compile(r"-?[1-9][0-9]{0,2}(?:,[0-9]{3}){1,4}")
 _NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?|-?\.[0-9]+|-?[0-9]+/[0-9]+|-?\\frac\{[0-9]+\}\{[0-9]+\}")
 _WITH_UNIT = re.compile(rf"({_NUMBER.pattern})\s+([A-Za-z]{{2,}}(?:[ -][A-Za-z]{{2,}})*)")
+_SCIENTIFIC = re.compile(r"(-?[0-9]+(?:\.[0-9]+)?)[eE]([+-]?[0-9]{1,3})")
 _STYLE = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 _NO_UNITS = {"and", "or", "mod", "pi", "percent", "dozen", "hundred", "thousand", "million", "billion", "trillion"}
 
@@ -90,7 +91,9 @@ def after_hashes(text: str) -> str | None:
 def after_phrase(text: str) -> str | None:
     """The clause after the last "answer is" or "answer:"."""
     phrase = _last(_PHRASE, text)
-    return _CLAUSE_END.split(phrase[1].strip(), maxsplit=1)[0].strip() if phrase else None
+    if phrase is None:
+        return None
+    return _CLAUSE_END.split(text[phrase.end() :].partition("\n")[0], maxsplit=1)[0].strip()
 
 
 def extract(text: str, require_box: bool = False, brackets: bool = False) -> str | None:
@@ -131,14 +134,19 @@ def thinks(text: str) -> bool:
 
 
 def tidy(answer: str) -> str:
-    """An answer without what never changes its value: math signs, dollars, spacing commands, emphasis, a final full stop."""
+    r"""An answer without what never changes its value: math signs, dollars, spacing commands, emphasis, a full stop.
+
+    1.5e-7, as computers write it, becomes 1.5 \times 10^{-7}.
+    """
     for useless in ("\\$", "$", "\\(", "\\)", "\\!", "\\,", "\\;"):
         answer = answer.replace(useless, "")
     answer = answer.replace("{,}", ",").replace("\N{MINUS SIGN}", "-")
     if "\\left" not in answer:  # \[ ... \]; in "\left\[" it would be a bracket
         answer = answer.replace("\\[", "").replace("\\]", "")
     answer = answer.strip().strip("*").strip()
-    return answer[:-1].rstrip() if answer.endswith((".", ",")) else answer
+    answer = answer[:-1].rstrip() if answer.endswith((".", ",")) else answer
+    power = _SCIENTIFIC.fullmatch(answer)
+    return f"{power[1]} \\times 10^{{{int(power[2])}}}" if power else answer
 
 
 def equal(gold: str, answer: str) -> bool:
@@ -153,11 +161,17 @@ def equal(gold: str, answer: str) -> bool:
         return numbers[0] == numbers[1]
     if len(answer) > max(MAX_CHARS, 2 * len(gold)) or _foreign_digits(answer):
         return False
-    return verified(gold, expressions(f"\\boxed{{{_without_unit(gold, answer)}}}"))
+    return verified(gold, expression(_without_unit(gold, answer)))
 
 
-def expressions(text: str) -> list:
-    """What math-verify reads in a text: sympy objects, at last the text itself. Empty when there is nothing."""
+def expression(answer: str) -> list:
+    """What math-verify makes of an answer: a sympy object, then the text itself; the text alone when it cannot be read."""
+    library = _library()
+    return library.parse(f"\\boxed{{{answer}}}", [library.LatexExtractionConfig()], parsing_timeout=None)
+
+
+def search(text: str) -> list:
+    """What math-verify finds in a text, as `expression`. Empty when there is nothing."""
     return _library().parse(text, parsing_timeout=None)
 
 
@@ -207,7 +221,7 @@ def _decimals(right: list) -> int:
 
 @lru_cache(maxsize=1024)
 def _gold_expressions(gold: str) -> list:
-    return expressions(f"\\boxed{{{gold}}}")
+    return expression(gold)
 
 
 @lru_cache(maxsize=1)
@@ -256,7 +270,7 @@ class MathGrader:
     def __setstate__(self, state: dict) -> None:
         """In a grading process: loads the library now, so that the first text does not pay for it."""
         self.__dict__.update(state)
-        expressions("\\boxed{1}")
+        expression("1")
 
     def __call__(self, gold: str, text: str) -> Score:
         said = spoken(text) if not self.require_thinking or "</think>" in text else ""
@@ -268,7 +282,7 @@ class MathGrader:
             found, right = False, False
         else:
             tail = said[-TAIL_CHARS:]
-            read = [] if _foreign_digits(tail) else expressions(tail)
+            read = [] if _foreign_digits(tail) else search(tail)
             found, right = bool(read), bool(read) and verified(gold, read)
         well_formed = float(boxed if self.format == "box" else thinks(text))
         reward = (1.0 - self.format_reward) * right + self.format_reward * well_formed

@@ -1,0 +1,365 @@
+"""Answers in texts: where they stand, when two are equal, what cannot be won by tricks, and what a hang costs."""
+
+import resource
+import time
+from fractions import Fraction
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("math_verify")
+
+from torchtune_ext.grading import Grader
+from torchtune_ext.tasks.answers import (
+    MAX_CHARS,
+    TAIL_CHARS,
+    MathGrader,
+    after_hashes,
+    after_phrase,
+    equal,
+    expression,
+    extract,
+    gold_answer,
+    grade,
+    last_box,
+    readable,
+    spoken,
+    thinks,
+    tidy,
+    verified,
+)
+from torchtune_ext.tasks.task import Problem
+
+HANGS = "\\boxed{10^{10^{10}}}"  # sympy writes it out; math-verify has no limit of its own here
+quick = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+
+
+def by_library(gold, answer):
+    """math-verify's verdict, past our shortcuts."""
+    return verified(gold, expression(answer))
+
+
+def reward(gold, text, **options):
+    return MathGrader(**options)(gold, text).reward
+
+
+# ---- where the answer stands
+
+
+@pytest.mark.parametrize(
+    "text, answer",
+    [
+        (r"so \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (r"\boxed{1}, no: \boxed{2}", "2"),
+        (r"\boxed{1} \fbox{3}", "3"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{\left\{ x \right.}", r"\left\{ x \right."),
+        (r"\boxed {7}", "7"),
+        (r"\boxed 7.", "7"),
+        (r"$\boxed{}$", ""),
+        (r"\boxed{1} and \boxed{2", None),
+        ("2", None),
+    ],
+)
+def test_the_last_box(text, answer):
+    assert last_box(text) == answer
+
+
+@pytest.mark.parametrize(
+    "text, answer",
+    [
+        ("a\n#### 1,234,567\n", "1234567"),
+        ("####: 55", "55"),
+        ("#### Step 4\nthen 3 + 4 = 7", None),
+        ("####", None),
+        ("no", None),
+    ],
+)
+def test_hashes_count_in_the_last_line(text, answer):
+    assert after_hashes(text) == answer
+
+
+@pytest.mark.parametrize(
+    "text, answer",
+    [
+        ("The answer is 3. The answer is 4.", "4"),
+        ("**Answer:** 3.5 because 7/2 = 3.5", "3.5"),
+        ("Final answer:\n42", "42"),
+        ("the answer is $\\frac{1}{2}$; done", "$\\frac{1}{2}$"),
+        ("answers vary", None),
+    ],
+)
+def test_the_clause_after_the_phrase(text, answer):
+    assert after_phrase(text) == answer
+
+
+def test_the_order_of_the_places():
+    assert extract("#### 1\n\\boxed{2} and the answer is 3\n#### 4") == "2"
+    assert extract("the answer is 3\n#### 4") == "4"
+    assert extract("the answer is [5], see [6]", brackets=True) == "6"
+    assert extract("the answer is 3", require_box=True) is None
+    assert extract("\\[ x = [3] \\]", brackets=True) == "3"
+
+
+def test_a_thought_is_not_an_answer():
+    assert spoken("<think>\\boxed{1}</think>\\boxed{2}") == "\\boxed{2}"
+    assert spoken("it began in the prompt \\boxed{1}</think> I do not know") == " I do not know"
+    assert spoken("<think>\\boxed{1} and on") == ""
+    assert spoken("<think>a</think>\\boxed{1}<think>b") == "\\boxed{1}"
+    assert reward("1", "<think>so it is \\boxed{1}, I") == 0.0
+    assert reward("1", "\\boxed{1}") == 1.0 and reward("1", "\\boxed{1}", require_thinking=True) == 0.0
+    assert reward("1", "x</think>\\boxed{1}", require_thinking=True) == 1.0
+
+
+def test_parts_say_what_was_missing():
+    assert MathGrader()("7", "\\boxed{7}").parts == {"accuracy": 1.0, "format": 1.0, "failed": 0.0}
+    assert MathGrader()("7", "it is 7").parts == {"accuracy": 1.0, "format": 0.0, "failed": 0.0}
+    assert MathGrader()("7", "no idea").parts == {"accuracy": 0.0, "format": 0.0, "failed": 1.0}
+    assert MathGrader(require_box=True)("7", "it is 7").parts == {"accuracy": 0.0, "format": 0.0, "failed": 1.0}
+    assert MathGrader()("7", "\\boxed{}").parts == {"accuracy": 0.0, "format": 0.0, "failed": 1.0}
+    assert MathGrader()("7", "7 = \\boxed{7").parts == {"accuracy": 0.0, "format": 0.0, "failed": 1.0}
+
+
+def test_the_format_earns_its_share():
+    assert reward("7", "\\boxed{8}", format_reward=0.25) == 0.25
+    assert reward("7", "it is 7", format_reward=0.25) == 0.75
+    assert reward("7", "\\boxed{}", format_reward=0.25) == 0.0
+    assert reward("7", "<think>a</think>\\boxed{7}", format="think", format_reward=0.5) == 1.0
+    assert reward("7", "\\boxed{7}", format="think", format_reward=0.5) == 0.5
+    assert thinks("\n<think></think>x") and not thinks("a<think></think>x")
+
+
+# ---- when two are equal
+
+
+@pytest.mark.parametrize(
+    "gold, answer",
+    [
+        ("72", "$72$"), ("72", "\\$72.00"), ("72", "72 apples"), ("72", "**72**"), ("72", "72\\text{ km}"), ("1234", "1,234"),
+        ("10236", "10,\\!236"), ("-3", "\N{MINUS SIGN}3"), ("1/2", "\\frac12"), ("0.5", "\\frac{1}{2}"), ("\\frac13", "0.333333"),
+        ("\\{1,2\\}", "2, 1"), ("(3,\\frac{\\pi}{2})", "\\left(3, \\pi/2\\right)"), ("x^2-1", "(x-1)(x+1)"), ("\\text{even}", "Even"),
+        ("(C)", "\\text{C}"), ("5", "x = 5"), ("0.001", "1e-3"), ("1e-07", "10^{-7}"), ("90^\\circ", "90"), ("does not converge", "Does not converge"),
+    ],
+)  # fmt: skip
+def test_equal(gold, answer):
+    assert equal(gold, answer)
+
+
+@pytest.mark.parametrize(
+    "gold, answer",
+    [
+        ("72", "73"), ("72", "7 2"), ("72", "72 x"), ("72", "72 million"), ("72", "72 or more"), ("(1,2)", "(2,1)"), ("[0,1]", "[0,1)"),
+        ("0.0000001", "0"), ("0.0000001", "0.0000002"), ("1.6 \\times 10^{-19}", "0.0"), ("\\frac13", "0.333"), ("yes", "no"),
+        ("x", "y"), ("2^{2005}", "2^{2006}"), ("72", ""), ("72", "\\frac{0}{0}"), ("72", "\\infty"),
+    ],
+)  # fmt: skip
+def test_not_equal(gold, answer):
+    assert not equal(gold, answer)
+
+
+plain = st.integers(-(10**9), 10**9)
+
+
+@quick
+@given(plain, plain | st.none())
+def test_the_shortcut_for_integers_says_what_math_verify_says(gold, other):
+    other = gold if other is None else other
+    for spelled in (str(other), f"{other:,}"):
+        assert equal(str(gold), spelled) is by_library(str(gold), spelled) is (gold == other), spelled
+
+
+@quick
+@given(st.fractions(-1000, 1000, max_denominator=99), st.integers(2, 9))
+def test_the_shortcut_for_the_same_text_says_what_math_verify_says(value, factor):
+    spelled = f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
+    assert equal(spelled, spelled) and by_library(spelled, spelled)
+    assert equal(spelled, f"{value.numerator * factor}/{value.denominator * factor}")
+    moved = value + Fraction(1, 98)
+    assert not equal(spelled, f"\\frac{{{moved.numerator}}}{{{moved.denominator}}}")
+
+
+@quick
+@given(st.lists(st.integers(-99, 99), min_size=2, max_size=6, unique=True), st.data())
+def test_candidates_win_nothing(values, data):
+    """A text that names several values is right for none of them, however they are put together."""
+    one = str(data.draw(st.sampled_from(values)))
+    for join in (", ", "; ", " or ", " \\text{ or } ", " and "):
+        assert not equal(one, join.join(map(str, values))), join
+    assert not equal(one, f"\\{{{', '.join(map(str, values))}\\}}")
+    assert equal(", ".join(map(str, values)), ", ".join(map(str, reversed(values))))  # as a set it is right
+
+
+@quick
+@given(st.text(max_size=60), plain, plain)
+def test_the_last_box_alone_counts(before, first, last):
+    text = f"{before} \\boxed{{{first}}} or \\boxed{{{last}}}"
+    if "think>" not in before:
+        assert reward(str(last), text) == 1.0 and reward(str(first), text) == float(first == last)
+
+
+pieces = st.sampled_from(
+    ["\\boxed{", "}", "{", "$", "answer is ", "####", "[", "]", "\\frac", "\\sqrt", "<think>", "</think>", "\\", "7", "x=", "\n", "\x00", "٤", "\ud800", "=", "^2", "_", "\\text{", ",", "(", ")", "\\begin{matrix}", "&"]
+)  # fmt: skip
+
+
+@settings(deadline=None, max_examples=250, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.lists(pieces | st.text(max_size=8), max_size=14).map("".join),
+    st.sampled_from(["7", "\\frac{1}{2}", "(1,2)", "even"]),
+)
+def test_no_text_makes_it_raise(text, gold):
+    for options in ({}, {"require_box": True}, {"brackets": True, "require_thinking": True}):
+        score = MathGrader(**options)(gold, text)
+        assert score.reward in (0.0, 1.0) and set(score.parts) == {"accuracy", "format", "failed"}
+        assert score.parts["failed"] == 0.0 or score.reward == 0.0
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["9" * 5000, "1+" * 600 + "1", "٧", "７", "7" + "0" * 3000, "7." + "0" * 4000, "{7", "}7", "\\", "\\frac{7}{0}"],
+)
+def test_what_is_ruled_out_costs_no_time(answer):
+    start = time.process_time()
+    assert reward("7", f"\\boxed{{{answer}}}") == 0.0
+    assert time.process_time() - start < 2.0
+
+
+def test_an_answer_that_recurses_too_deeply_is_wrong():
+    assert reward("7", f"\\boxed{{{'(' * 300}7}}") == 0.0
+
+
+def test_an_answer_that_cannot_be_read_is_not_searched_for_numbers():
+    assert reward("7", "\\boxed{is it \\frac{1} or maybe see 7}") == 0.0
+    assert not equal("see \\frac{1} on page 7.", "7")
+
+
+def test_a_long_right_answer_may_be_met_by_a_long_one():
+    gold = ", ".join(map(str, range(MAX_CHARS // 4)))
+    assert len(gold) > MAX_CHARS
+    assert reward(gold, f"\\boxed{{{gold.replace(', ', ',')}}}") == 1.0
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "$",
+        "\\boxed{",
+        "answer is ",
+        "[",
+        "#### ",
+        "1 ",
+        "\\[ a ",
+        "(",
+        "answer = $",
+        "1/",
+        "<think>",
+        "{",
+        "\\frac{1}{",
+        " the ",
+    ],
+)
+def test_long_texts_are_read_in_bounded_time(piece):
+    start = time.process_time()
+    MathGrader(brackets=True)("7", piece * (100_000 // len(piece)))
+    assert time.process_time() - start < 5.0
+
+
+def test_only_the_end_of_a_text_without_a_box_is_searched():
+    assert reward("7", "it is 7 " + "or so " * 10) == 1.0
+    assert reward("7", "it is 7 " + "or so " * TAIL_CHARS) == 0.0
+
+
+# ---- right answers
+
+
+@pytest.mark.parametrize(
+    "field, answer",
+    [(72, "72"), (145.0, "145"), (0.5, "0.5"), (" 72 ", "72"), ("5 + 3 = <<5+3=8>>8\n#### 1,008", "1008"), ("so \\boxed{\\frac12}", "\\frac12"), ("The answer is 4.", "4"), ("$x$", "$x$")],
+)  # fmt: skip
+def test_right_answers_of_data_sets(field, answer):
+    assert gold_answer(field) == answer
+    assert grade(field, f"\\boxed{{{answer}}}").reward == 1.0
+
+
+@pytest.mark.parametrize("field, message", [(None, "neither"), (True, "neither"), ([1], "neither"), (float("nan"), "neither"), ("", "holds no answer"), ("$$", "holds no answer"), ("\\boxed{}", "holds no answer"), ("{1", "braces"), ("\\boxed{1", "braces")])  # fmt: skip
+def test_right_answers_that_are_none_are_refused(field, message):
+    with pytest.raises(ValueError, match=message):
+        gold_answer(field)
+
+
+def test_what_math_verify_cannot_read_is_compared_as_text():
+    assert readable("\\frac{1}{2}") and readable("72") and not readable("see \\frac{1} on page 7.")
+    assert equal("see \\frac{1} on page 7.", "See  \\frac{1} on page 7") is False  # as it stands, but for spaces
+    assert equal("see \\frac{1} on page 7.", "see  \\frac{1} on page 7")
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [({"format": "boxed"}, "format='boxed': choose"), ({"format_reward": 1.0}, "format_reward=1.0 must lie")],
+)
+def test_knobs_out_of_range(options, message):
+    with pytest.raises(ValueError, match=message):
+        MathGrader(**options)
+
+
+# ---- hangs and crashes, in the real processes
+
+
+class Sevens:
+    """A task whose right answer is always 7."""
+
+    def __init__(self):
+        self.grader = MathGrader()
+
+    def grade(self, problem, text):
+        return self.grader(problem.answer, text)
+
+
+class SevensOnLittleTime(Sevens):
+    """The kernel kills a grading process that has computed for some seconds: a crash in the middle of math-verify."""
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        used = time.process_time()
+        resource.setrlimit(resource.RLIMIT_CPU, (int(used) + 2, int(used) + 2))
+
+
+def item(text):
+    return Problem("p", ({"role": "user", "content": "?"},), "7"), text
+
+
+def test_a_hang_is_timed_out_at_its_deadline_and_stalls_nobody():
+    right, wrong = item("\\boxed{7.0}"), item("\\boxed{8.0}")  # not integers: math-verify is asked
+    timeout_s = 1.0
+    with Grader(Sevens(), workers=2, timeout_s=timeout_s) as grader:
+        grader.grade([right, right])
+        start = time.monotonic()
+        items = [item(HANGS), *[right, wrong] * 40, item(HANGS)]
+        outcomes = grader.grade(items)
+        seconds = time.monotonic() - start
+        restarted = time.monotonic()
+        assert grader.grade([right])[0].kind == "scored"  # a killed process was replaced
+        start_s = time.monotonic() - restarted
+    kinds = [outcome.kind for outcome in outcomes]
+    assert kinds == ["timed_out", *["scored"] * 80, "timed_out"]
+    assert all(outcomes[i].score is None and "killed" in outcomes[i].cause for i in (0, -1))  # never a reward of 0
+    assert [o.score.reward for o in outcomes[1:-1]] == [1.0, 0.0] * 40
+    # two deadlines one after the other at worst, beside the grading of the rest and a start of two processes
+    assert seconds < 2 * timeout_s + 10 * max(start_s, 1.0), (seconds, start_s)
+
+
+def test_a_killed_process_is_an_infrastructure_failure():
+    with Grader(SevensOnLittleTime(), workers=1, timeout_s=60.0) as grader:
+        outcomes = grader.grade([item("\\boxed{7.0}"), item(HANGS), item("\\boxed{8.0}")])
+    assert [outcome.kind for outcome in outcomes] == ["scored", "infra_failed", "scored"]
+    assert outcomes[1].score is None and "SIG" in outcomes[1].cause
+    assert [outcomes[i].score.reward for i in (0, 2)] == [1.0, 0.0]
+
+
+def test_a_hang_that_is_the_right_answer_is_scored_at_once():
+    assert equal("10^{10^{10}}", "$10^{10^{10}}$")
+
+
+def test_tidy_keeps_brackets():
+    assert tidy("\\[ x \\]") == "x" and tidy("\\left[0,1\\right]") == "\\left[0,1\\right]"

@@ -1,0 +1,272 @@
+"""Tasks over files and hub ids: fields, slices, prompts, solutions, graders of one's own, and every mistake with its fix."""
+
+import json
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("math_verify")
+
+from torchtune_ext.grading import Grader
+from torchtune_ext.tasks.gsm8k import GSM8K
+from torchtune_ext.tasks.jsonl import Jsonl
+from torchtune_ext.tasks.math import PRESETS, PROMPT, Math
+from torchtune_ext.tasks.task import Score
+
+ROWS = [
+    {"question": "1+1?", "answer": "2", "why": "One and one.", "meta": {"source": "a", "list": [{"truth": 2}]}},
+    {"question": "half of 1?", "answer": "\\frac{1}{2}", "why": "Halve it: \\boxed{\\frac{1}{2}}", "meta": {"source": "b", "list": [{"truth": 0.5}]}},
+    {"question": "2*3?", "answer": "6", "why": "Twice three.", "meta": {"source": "a", "list": [{"truth": 6}]}},
+]  # fmt: skip
+
+
+def jsonl(folder, rows, name="some.jsonl"):
+    path = folder / name
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "\n", encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return jsonl(tmp_path, ROWS)
+
+
+@pytest.fixture
+def parquet(tmp_path):
+    import pyarrow
+    from pyarrow.parquet import write_table
+
+    write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "some.parquet", row_group_size=2)
+    return str(tmp_path / "some.parquet")
+
+
+def closeness(answer, text):
+    """A grader of a user's: 1 for the right length, less for others."""
+    return 1.0 / (1 + abs(len(text) - answer))
+
+
+def strict(answer, text):
+    return Score(float(text == answer), {"exact": float(text == answer)})
+
+
+def test_rows_become_problems(path):
+    task = Math(path=path, solution="why")
+    assert len(task) == 3 and [task[i].id for i in range(3)] == ["some-000000", "some-000001", "some-000002"]
+    assert task[1].answer == "\\frac{1}{2}" and task[1] == task[1]
+    assert task[0].messages == ({"role": "user", "content": PROMPT.replace("{question}", "1+1?")},)
+    assert task[0].messages[0]["content"].endswith("put your final answer within \\boxed{}.")
+    for index in range(3):
+        assert task.grade(task[index], task.solution(task[index])).reward == 1.0
+        assert task.grade(task[index], task.solution(task[(index + 1) % 3])).reward == 0.0
+    assert task.solution(task[1]) == ROWS[1]["why"]  # it ends in the box already
+    with pytest.raises(IndexError):
+        task[3]
+
+
+def test_parquet_is_read_as_jsonl_is(path, parquet):
+    one, other = Math(path=path, solution="why"), Math(path=parquet, solution="why")
+    assert [one[i] for i in range(3)] == [other[i] for i in range(3)]
+    assert [one.solution(one[i]) for i in range(3)] == [other.solution(other[i]) for i in range(3)]
+
+
+def test_training_and_held_out_questions_stay_apart(path):
+    train, held_out = Math(path=path, count=2), Math(path=path, first=2)
+    assert [train[0].id, train[1].id, held_out[0].id] == ["some-000000", "some-000001", "some-000002"]
+    assert held_out.solution(held_out[0]) == "The answer is $\\boxed{6}$."
+    with pytest.raises(ValueError, match="3 rows, too few for first=2, count=2"):
+        Math(path=path, first=2, count=2)
+    with pytest.raises(ValueError, match="first=-1, count=None"):
+        Math(path=path, first=-1)
+
+
+@pytest.mark.parametrize("kind", ["path", "parquet"])
+def test_fields_below_others_and_templates(kind, request):
+    file = request.getfixturevalue(kind)
+    task = Math(path=file, question="From {meta.source}: {question} \\boxed{}", answer="meta.list.0.truth")
+    assert task[1].messages[0]["content"].startswith("From b: half of 1? \\boxed{}")
+    assert [task[i].answer for i in range(3)] == ["2", "0.5", "6"]
+
+
+def test_prompts(path):
+    task = Math(path=path, prompt="Q: {question}\nA:", system="Use \\boxed{}.")
+    assert [m["role"] for m in task[0].messages] == ["system", "user"]
+    assert task[0].messages[1]["content"] == "Q: 1+1?\nA:"
+    with pytest.raises(ValueError, match=r"prompt='Solve it' shows no question: write \{question\}"):
+        Math(path=path, prompt="Solve it")
+
+
+def test_a_solution_thinks_where_the_task_wants_it(path):
+    for options in ({"require_thinking": True}, {"format": "think", "format_reward": 0.2}):
+        task = Math(path=path, solution="why", **options)
+        assert task.solution(task[0]) == "<think>\nOne and one.\n</think>\n\nThe answer is $\\boxed{2}$."
+        assert task.grade(task[0], task.solution(task[0])).reward == 1.0
+        assert task.grade(task[0], "\\boxed{2}").reward < 1.0
+
+
+def test_gsm8k(tmp_path):
+    worked = "Half is 48/2 = <<48/2=24>>24.\nTogether 48+24 = <<48+24=72>>72.\n#### 1,072"
+    task = GSM8K(path=jsonl(tmp_path, [{"question": " How many? ", "answer": worked}], "train.jsonl"))
+    assert task[0].id == "gsm8k-train-000000" and task[0].answer == "1072"
+    assert task.solution(task[0]) == "Half is 48/2 = 24.\nTogether 48+24 = 72.\n\nThe answer is $\\boxed{1072}$."
+    for text, reward in (
+        ("#### 1072", 1.0),
+        ("\\boxed{1,072}", 1.0),
+        ("The answer is $1,072.", 1.0),
+        ("\\boxed{72}", 0.0),
+    ):
+        assert task.grade(task[0], text).reward == reward
+    with pytest.raises(ValueError, match="split='valid': GSM8K has 'train' and 'test'"):
+        GSM8K("valid")
+
+
+def test_a_grader_of_ones_own(path, tmp_path, monkeypatch):
+    (tmp_path / "my_grader.py").write_text(
+        "def half(answer, text):\n    return 0.5 if answer in text else 0\n\nlimit = 3\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    task = Jsonl("my_grader.half", path=path, prompt="Say {question}", solution="why")
+    with Grader(task) as grader:
+        outcomes = grader.grade([(task[0], "2"), (task[0], "3"), (task[2], "6")])
+    assert [outcome.score.reward for outcome in outcomes] == [0.5, 0.0, 0.5]
+    assert task.solution(task[0]) == "One and one." and task[0].messages[0]["content"] == "Say 1+1?"
+    for name, message in (
+        ("my_grader.third", "cannot be imported .*write MODULE.FUNCTION"),
+        ("no_module.f", "cannot be imported .*no_module"),
+        ("half", "cannot be imported"),
+        ("my_grader.limit", "is a int; name a function"),
+    ):
+        with pytest.raises(ValueError, match=f"grader='{name}' {message}"):
+            Jsonl(name, path=path)
+
+
+def test_answers_of_any_type_reach_the_grader(path):
+    task = Jsonl(closeness, path=path, answer="meta.list.0.truth")
+    assert task.grade(task[0], "ab") == Score(1.0, {}) and task.solution(task[0]) == "2"
+    task = Jsonl(strict, path=path, answer="meta")
+    assert task[0].answer == {"source": "a", "list": [{"truth": 2}]}
+
+
+def test_a_grading_process_gets_no_rows_and_imports_no_data_library(path):
+    task = Math(path=path)
+    assert b"half of 1" not in pickle.dumps(task)
+    code = (
+        "import sys\nfrom torchtune_ext.tasks.gsm8k import GSM8K\nfrom torchtune_ext.tasks.answers import grade\n"
+        "assert grade('0.5', '\\\\boxed{1/2}').reward == 1.0\n"
+        "print(sorted({'datasets', 'pyarrow', 'torch', 'transformers', 'pandas'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "[]\n" and done.stderr == ""  # nor does math-verify warn that its time-outs are off
+
+
+# ---- mistakes
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ('{"question": "a", "answer": 1}\n{"question": \n', r"bad.jsonl:2: no JSON \(Expecting value\); write one object a line"),
+        ('{"question": "a", "answer": 1}\n\n[1]\n', "bad.jsonl:3: a list, not an object"),
+        ("", "0 rows, too few"),
+        ('{"question": "", "answer": 1}', "bad.jsonl:1: 'question' is ''; write the text"),
+        ('{"question": 3, "answer": 1}', "bad.jsonl:1: 'question' is 3; write the text"),
+        ('{"question": "a", "answer": 1}\n{"question": "a", "final_answer": 1}', "bad.jsonl:2: no field 'answer'; there are: final_answer, question"),
+        ('{"question": "a", "answer": null}', "bad: 1 of 1 right answers cannot be used: bad-000000 is None, neither"),
+        ('{"question": "a", "answer": 1}\n' + '{"question": "a", "answer": ""}\n' * 5, "bad: 5 of 6 right answers cannot be used: bad-000001 is '', which holds no answer; bad-000002"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_a_file_are_named(tmp_path, text, message):
+    (tmp_path / "bad.jsonl").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        Math(path=str(tmp_path / "bad.jsonl"))
+
+
+def test_files_that_cannot_be_read(tmp_path, parquet):
+    (tmp_path / "latin.jsonl").write_bytes('{"question": "é"}'.encode("latin-1"))
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 and nothing else")
+    (tmp_path / "cut.parquet").write_bytes((tmp_path / "some.parquet").read_bytes()[:-20])
+    for name, message in (
+        ("latin.jsonl", "not UTF-8"),
+        ("broken.parquet", r"not a readable parquet file \("),
+        ("cut.parquet", r"not a readable parquet file \("),
+        ("none.jsonl", "no such file, seen from"),
+    ):
+        with pytest.raises(ValueError, match=f"{name}'.*{message}"):
+            Math(path=str(tmp_path / name))
+    with pytest.raises(ValueError, match="some.parquet, row 1: no field 'anser'; there are: answer, "):
+        Math(path=parquet, answer="anser")
+
+
+def test_a_hub_that_cannot_be_reached(monkeypatch, tmp_path):
+    import datasets.config
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    with pytest.raises(
+        ValueError,
+        match=r"hub='no-one/nothing', split='train' cannot be loaded \(.+\).*name a JSONL or parquet file with path:",
+    ):
+        Jsonl(strict, hub="no-one/nothing")
+    with pytest.raises(ValueError, match="hub='openai/gsm8k', config='main', split='test' cannot be loaded"):
+        GSM8K("test")
+
+
+def test_a_data_set_in_the_manner_of_the_hub(tmp_path):
+    """`load_dataset` takes a folder for an id as well: the real library, without a network."""
+    (tmp_path / "sums").mkdir()
+    jsonl(tmp_path / "sums", [{**row, "answer": "x"} for row in ROWS], "train.jsonl")
+    jsonl(tmp_path / "sums", ROWS, "test.jsonl")
+    task = Math(hub=str(tmp_path / "sums"), split="test", count=2)
+    assert [(task[i].id, task[i].answer) for i in range(2)] == [
+        ("sums-test-000000", "2"),
+        ("sums-test-000001", "\\frac{1}{2}"),
+    ]
+    with pytest.raises(ValueError, match="split='valid' cannot be loaded"):
+        Math(hub=str(tmp_path / "sums"), split="valid")
+    with pytest.raises(ValueError, match="sums train, row 0: no field 'problem'; there are: "):
+        Math(hub=str(tmp_path / "sums"), split="train", question="problem")
+
+
+def test_knobs_that_contradict_each_other(path):
+    for options, message in (
+        ({}, "name where the questions come from: path: FILE"),
+        ({"preset": "math5000"}, "preset='math5000': choose one of gsm8k, math500"),
+        ({"path": path, "hub": "a/b"}, "give one of the two"),
+        ({"preset": "svamp", "hub": "a/b"}, "give one of the two"),
+        ({"path": path, "format": "xml"}, "format='xml': choose one of box, think"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Math(**options)
+
+
+def test_presets_read_local_copies(tmp_path):
+    rows = {
+        "math500": {"problem": "a", "solution": "so \\boxed{3}", "answer": "3"},
+        "deepmath": {"question": "a", "final_answer": "3", "difficulty": 5.0},
+        "dapo_math_17k": {"prompt": f"{PRESETS['dapo_math_17k'].remove[0]}\n\na\n\n{PRESETS['dapo_math_17k'].remove[1]}", "solution": "3"},
+        "aime2024": {"problem": "a", "solution": "so 3", "answer": "003"},
+        "aime2025": {"problem": "a", "answer": 3},
+        "svamp": {"Body": "a", "Question": "", "Answer": 3.0},
+        "gsm8k": {"question": "a", "answer": "so\n#### 3"},
+    }  # fmt: skip
+    for preset, row in rows.items():
+        task = Math(preset, jsonl(tmp_path, [row], f"{preset}.jsonl"), prompt="{question}")
+        assert task[0].messages[0]["content"] == "a" and task.grade(task[0], "\\boxed{3}").reward == 1.0, preset
+        assert task.grade(task[0], task.solution(task[0])).reward == 1.0
+    years = [
+        {"problem": f"in {y}", "solution": "", "answer": "3", "url": f"wiki/{y}_AIME_I_Problems/Problem_1"}
+        for y in (2022, 2023)
+    ]
+    task = Math("aime2023", jsonl(tmp_path, years, "validation.jsonl"))
+    assert len(task) == 1 and "in 2023" in task[0].messages[0]["content"]
+
+
+def test_right_answers_that_cannot_be_read_are_counted(tmp_path, caplog):
+    rows = [{"question": "a", "answer": answer} for answer in ("3", "see \\frac{1} on page 7", "\\frac12")]
+    with caplog.at_level("WARNING"):
+        Math(path=jsonl(tmp_path, rows))
+    assert (
+        "some: math-verify cannot read 1 of the first 3 right answers, which are compared as text: some-000001"
+        in caplog.text
+    )
