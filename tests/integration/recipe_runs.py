@@ -43,7 +43,7 @@ model: {_component_: torchtune_ext.policy.scratch.qwen2_from_config, model_dir: 
 tokenizer: {_component_: torchtune_ext.chat.ChatTokenizer, path: "${model_dir}"}
 task: {_component_: letters.Letters}
 eval_task: {_component_: letters.Letters, count: 4}
-loss: {_component_: torchtune_ext.objective.loss.PolicyLoss}
+preset: grpo
 optimizer: {_component_: torch.optim.AdamW, lr: 1.0e-3}
 max_steps: 3
 prompts_per_step: 4

@@ -163,6 +163,24 @@ def test_the_kl_term_and_refills(workplace):
     assert lines[2]["loss/kl_ref"] > 1e-6
 
 
+@pytest.mark.parametrize(
+    ("preset", "more"),
+    [
+        ("kl_grpo", ["loss.delta=1e-6"]),
+        ("gspo", ["loss.clip_low=1e-6", "loss.clip_high=1e-6"]),
+        ("dapo", ["refill_rounds=1"]),
+    ],
+)
+def test_presets_run(workplace, preset, more):
+    """A trust region so narrow that the step's second update must be cut: the proximal policy's scores really arrive."""
+    runs.run(workplace, "grpo_full", f"output_dir={preset}", f"preset={preset}", "max_steps=1", *more)
+    line = runs.metrics(workplace / preset)[1]
+    if preset != "dapo":
+        assert line["loss/clip_fraction"] > 0.1
+    assert line["loss/masked_fraction"] == 0.0 and 0.99 < line["mismatch/ess"] <= 1.0
+    assert line["loss/clip_fraction_at_0"] >= 0.0 and line["mismatch/mean_abs_at_1_15"] < 1e-4
+
+
 def test_bfloat16_trains_on_float32_masters(workplace):
     args = ["output_dir=bf16", "dtype=bfloat16", "engine.dtype=bfloat16", "max_mismatch=0.05", "max_steps=2"]
     runs.run(workplace, "grpo_full", *args)
@@ -178,6 +196,8 @@ def test_bfloat16_trains_on_float32_masters(workplace):
         (["sampling.max_tokens=500"], "max_model_len"),
         (["optimizer.lr=1e30"], "lower the learning rate"),
         (["sampling.top_k=3"], "use top_p=1 and top_k=0"),
+        (["preset=gpro"], "preset='gpro' is unknown; did you mean 'grpo'?"),
+        (["preset=atr_grpo", "loss.clip_low=0.2"], "loss.clip_low=0.2 contradicts loss.constraint='kl3'"),
         (["samples_per_prompt=1"], "samples_per_prompt=1 must be at least 2"),
     ],
 )

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from torchtune_ext.kernels import linear_logprob as module
-from torchtune_ext.kernels.linear_logprob import linear_logprob, linear_logprob_reference
+from torchtune_ext.kernels.linear_logprob import linear_gather, linear_logprob, linear_logprob_reference, linear_top_k
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
@@ -61,3 +61,20 @@ def test_no_labels():
     logprobs, entropy = linear_logprob(hidden, weight, torch.empty(0, dtype=torch.int64))
     (logprobs.sum() + entropy.sum()).backward()
     assert logprobs.shape == (0,) and weight.grad.abs().max() == 0
+
+
+@pytest.mark.parametrize("k", [1, 5, 23, 40])  # 40: more than there are
+def test_top_k_and_gather(monkeypatch, k):
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 60)
+    torch.manual_seed(0)
+    hidden = torch.randn(11, 8, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(23, 8, dtype=torch.float64, requires_grad=True)
+    whole = torch.log_softmax(hidden @ weight.T / 0.7, -1).detach()
+    top, ids = linear_top_k(hidden, weight, k, 0.7)
+    want = whole.topk(min(k, 23), -1)
+    assert torch.equal(ids, want.indices) and (top - want.values).abs().max() < 1e-12
+    assert not top.requires_grad
+    other = torch.randn(11, 8, dtype=torch.float64)
+    got = linear_gather(other, weight, ids, 0.7)
+    assert (got - torch.log_softmax(other @ weight.T / 0.7, -1).gather(1, ids)).abs().max() < 1e-12
+    assert linear_gather(other[:0], weight, ids[:0]).shape == (0, min(k, 23))

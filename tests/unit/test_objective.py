@@ -1,121 +1,316 @@
-"""PolicyLoss against an example worked by hand in float64, finite differences, and the equivalences it must have."""
+"""PolicyLoss against each paper's formula worked out token by token in Python floats: values, gradients, and what is refused."""
 
 import math
+import re
 
 import pytest
 import torch
 
-from torchtune_ext.objective.loss import PolicyLoss, NLLLoss, Tokens, clipped_objective, kl_k3
+from torchtune_ext.objective.loss import NLLLoss, PolicyLoss, Tokens
+
+# Two completions, of three labels and of two, with an advantage each; ratios on both sides of every bound.
+RATIOS = [1.5, 0.7, 1.05, 0.5, 1.35]
+ADVANTAGES = [2.0, 2.0, 2.0, -1.5, -1.5]
+SAMPLES = [0, 0, 0, 1, 1]
+OLD = [-1.0, -2.0, -0.5, -0.9, -1.2]
+SAMPLER = [-1.2, -2.0, -0.1, -3.0, -0.7]  # pi_old / pi_sampler: 1.22, 1, 0.67, 8.2, 0.61
+REFERENCE = [-1.1, -1.0, -0.6, -2.5, -0.9]
+ENTROPY = [0.3, 0.9, 0.1, 1.1, 0.6]
+NEW = [old + math.log(r) for old, r in zip(OLD, RATIOS, strict=True)]
 
 
-def tokens(logprobs, old=None, advantages=None, behavior=None, ref=None, entropy=None):
-    def as_tensor(x, like):
-        return torch.tensor(x, dtype=torch.float64) if x is not None else like.detach().clone()
+def tokens(new=NEW, old=OLD, sampler=SAMPLER, ref=REFERENCE, advantages=ADVANTAGES, samples=SAMPLES, **top):
+    def tensor(values):
+        return torch.tensor(values, dtype=torch.float64)
 
-    new = torch.tensor(logprobs, dtype=torch.float64, requires_grad=True)
-    old = as_tensor(old, new)
+    entropy = (ENTROPY * len(new))[: len(new)]
     return Tokens(
-        logprobs_L=new,
-        entropy_L=as_tensor(entropy, torch.zeros_like(new)).requires_grad_(),
-        old_logprobs_L=old,
-        behavior_logprobs_L=as_tensor(behavior, old),
-        ref_logprobs_L=None if ref is None else torch.tensor(ref, dtype=torch.float64),
-        advantages_L=as_tensor(advantages, torch.ones_like(new)),
-        versions_L=torch.zeros(len(logprobs), dtype=torch.int32),
-        samples_L=torch.zeros(len(logprobs), dtype=torch.int64),
+        logprobs_L=tensor(new).requires_grad_(),
+        entropy_L=tensor(entropy).requires_grad_(),
+        old_logprobs_L=tensor(old),
+        behavior_logprobs_L=tensor(sampler),
+        ref_logprobs_L=None if ref is None else tensor(ref),
+        advantages_L=tensor(advantages),
+        versions_L=torch.zeros(len(new), dtype=torch.int32),
+        samples_L=torch.tensor(samples),
+        **top,
     )
 
 
-def test_by_hand():
-    # ratios 1.5, 1.5, 0.5, 0.5, 1.1 with advantages +2, -2, +2, -2, +1; clip to [0.8, 1.28]
-    ratios, advantages = [1.5, 1.5, 0.5, 0.5, 1.1], [2.0, -2.0, 2.0, -2.0, 1.0]
-    old = [-1.0] * 5
-    t = tokens([math.log(r) - 1.0 for r in ratios], old, advantages)
-    loss, metrics = PolicyLoss(clip_low=0.2, clip_high=0.28)(t)
-    #        min(3, 2.56)  min(-3, -2.56)  min(1, 1.6)  min(-1, -1.6)  1.1
-    want = [-2.56, 3.0, -1.0, 1.6, -1.1]
-    assert loss.tolist() == pytest.approx(want, abs=1e-12)
-    loss.sum().backward()
-    # the gradient -A r lives where the minimum takes the unclipped branch
-    assert t.logprobs_L.grad.tolist() == pytest.approx([0.0, 3.0, -1.0, 0.0, -1.1], abs=1e-12)
-    assert metrics["clip_fraction"].tolist() == [1.0, 0.0, 0.0, 1.0, 0.0]
-    assert metrics["ratio_max"].max().item() == pytest.approx(1.5)
+def value_and_gradient(loss, t):
+    values_L, metrics = loss(t)
+    values_L.sum().backward()
+    return values_L.tolist(), t.logprobs_L.grad.tolist(), {name: m.tolist() for name, m in metrics.items()}
 
 
-def test_kl_entropy_and_importance_by_hand():
-    t = tokens(
-        [-1.0, -2.0],
-        old=[-1.0, -2.0],
-        behavior=[-1.5, -4.0],
-        ref=[-1.2, -1.0],
-        advantages=[1.0, 1.0],
-        entropy=[0.5, 0.7],
-    )
-    loss, metrics = PolicyLoss(kl_coef=0.1, entropy_coef=0.01, importance_cap=2.0)(t)
-    k3 = [math.exp(-0.2) - 1 + 0.2, math.exp(1.0) - 1 - 1.0]
-    importance = [math.exp(0.5), 2.0]  # exp(2) is cut at 2
-    want = [-importance[i] + 0.1 * k3[i] - 0.01 * [0.5, 0.7][i] for i in range(2)]
-    assert loss.tolist() == pytest.approx(want, abs=1e-12)
-    assert metrics["kl_ref"].tolist() == pytest.approx(k3, abs=1e-12)
+def by_token(objective):
+    """(values, gradients in log pi) of the loss -objective(r, A), where objective returns its value and its slope in r."""
+    pairs = [objective(r, a) for r, a in zip(RATIOS, ADVANTAGES, strict=True)]
+    return [-v for v, _ in pairs], [-slope * r for (_, slope), r in zip(pairs, RATIOS, strict=True)]
 
 
-def test_on_policy_gradient_is_the_policy_gradient():
-    t = tokens([-0.3, -2.0, -5.0], advantages=[1.0, -0.5, 2.0])
-    PolicyLoss(importance_cap=None)(t)[0].sum().backward()
-    assert t.logprobs_L.grad.tolist() == [-1.0, 0.5, -2.0]
+def interval(low, high, dual=None):
+    def objective(r, a):
+        free, held = r * a, min(max(r, low), high) * a
+        value, slope = (free, a) if free <= held else (held, 0.0)
+        if dual is not None and a < 0 and dual * a > value:
+            value, slope = dual * a, 0.0
+        return value, slope
+
+    return objective
 
 
-def test_gradcheck():
-    torch.manual_seed(0)
-    fixed = [torch.randn(7, dtype=torch.float64) for _ in range(4)]
+def two_sided(low, high, bound):
+    """INTELLECT-2: min(min(r, bound) A, clip(r) A)."""
 
-    def f(new, entropy):
-        ids = torch.zeros(7, dtype=torch.int64)
-        t = Tokens(new, entropy, fixed[0], fixed[1], fixed[2], fixed[3], ids.int(), ids)
-        return PolicyLoss(kl_coef=0.3, entropy_coef=0.2)(t)[0]
+    def objective(r, a):
+        capped, held = min(r, bound) * a, min(max(r, low), high) * a
+        if capped <= held:
+            return capped, a if r < bound else 0.0
+        return held, 0.0
 
-    args = [torch.randn(7, dtype=torch.float64, requires_grad=True) for _ in range(2)]
-    assert torch.autograd.gradcheck(f, args)
-
-
-def test_wide_log_ratios_stay_finite():
-    t = tokens(
-        [-80.0, 0.0, -80.0, 0.0],
-        old=[0.0, -80.0, 0.0, -80.0],
-        ref=[0.0, -80.0, -80.0, 0.0],
-        advantages=[1.0, 1.0, -1.0, -1.0],
-    )
-    loss, _ = PolicyLoss(kl_coef=0.1)(t)
-    loss.sum().backward()
-    assert torch.isfinite(loss).all() and torch.isfinite(t.logprobs_L.grad).all()
+    return objective
 
 
-def test_k3_keeps_its_precision_near_zero():
-    d = 1e-4
-    got = kl_k3(torch.tensor([0.0]), torch.tensor([d])).item()  # float32; exp(d) - 1 - d would be all rounding
-    assert got == pytest.approx(d * d / 2 + d**3 / 6, rel=1e-2)
-
-
-def test_clip_is_symmetric_in_its_arguments():
-    ratio = torch.tensor([0.5, 1.0, 2.0])
-    assert clipped_objective(ratio, torch.ones(3), 0.2, 0.5).tolist() == pytest.approx([0.5, 1.0, 1.5])
-    assert clipped_objective(ratio, -torch.ones(3), 0.2, 0.5).tolist() == pytest.approx([-0.8, -1.0, -2.0])
+def soft_gate(r, a):
+    tau = 1.0 if a > 0 else 1.05
+    gate = 1 / (1 + math.exp(-tau * (r - 1)))
+    return 4 / tau * gate * a, 4 * gate * (1 - gate) * a
 
 
 @pytest.mark.parametrize(
-    ("knob", "value"),
-    [("clip_low", 0.0), ("clip_low", 1.5), ("clip_high", -0.1), ("kl_coef", -1.0), ("importance_cap", 0.0)],
+    ("settings", "objective"),
+    [
+        ({}, interval(0.8, 1.2)),
+        ({"clip_low": 0.2, "clip_high": 0.28}, interval(0.8, 1.28)),
+        ({"clip_low": 0.4, "clip_high": 0.6}, interval(0.6, 1.6)),
+        ({"dual_clip": 1.3}, interval(0.8, 1.2, dual=1.3)),
+        ({"dual_clip": 1.3}, two_sided(0.8, 1.2, 1.3)),
+        ({"constraint": "kl3", "delta": 0.02}, interval(0.813105115213116, 1.213549707151730)),
+        ({"constraint": "kl3", "delta": 0.1}, interval(0.616816831791706, 1.516221161425022)),
+        ({"constraint": "sapo"}, soft_gate),
+        ({"constraint": "none"}, lambda r, a: (r * a, a)),
+    ],
 )
-def test_a_bad_knob_is_named(knob, value):
-    with pytest.raises(ValueError, match=f"loss.{knob}={value}"):
-        PolicyLoss(**{knob: value})
+def test_constraints_of_token_ratios(settings, objective):
+    values, gradients, metrics = value_and_gradient(PolicyLoss(**settings), tokens())
+    want_values, want_gradients = by_token(objective)
+    assert values == pytest.approx(want_values, abs=1e-12)
+    assert gradients == pytest.approx(want_gradients, abs=1e-12)
+    assert metrics["clip_fraction"] == [float(g == 0.0) for g in want_gradients]
+
+
+def test_cispo_clips_the_weight_and_keeps_every_gradient():
+    values, gradients, metrics = value_and_gradient(
+        PolicyLoss(constraint="cispo", clip_low=0.4, clip_high=0.3), tokens()
+    )
+    weights = [min(max(r, 0.6), 1.3) for r in RATIOS]
+    assert values == pytest.approx(
+        [-w * a * new for w, a, new in zip(weights, ADVANTAGES, NEW, strict=True)], abs=1e-12
+    )
+    assert gradients == pytest.approx([-w * a for w, a in zip(weights, ADVANTAGES, strict=True)], abs=1e-12)
+    assert metrics["clip_fraction"] == [1.0, 0.0, 0.0, 1.0, 1.0]
+
+
+def test_total_variation_drops_what_moved_too_far_with_its_advantage():
+    moved = [math.exp(new) - math.exp(old) for new, old in zip(NEW, OLD, strict=True)]
+    assert [round(m, 3) for m in moved] == [0.184, -0.041, 0.03, -0.203, 0.105]
+    for delta, dropped in ((0.15, [1, 0, 0, 1, 0]), (0.19, [0, 0, 0, 1, 0]), (0.21, [0] * 5), (0.02, [1, 0, 1, 1, 0])):
+        _, gradients, metrics = value_and_gradient(PolicyLoss(constraint="tv", delta=delta), tokens())
+        want = [0.0 if d else -r * a for d, r, a in zip(dropped, RATIOS, ADVANTAGES, strict=True)]
+        assert gradients == pytest.approx(
+            want, abs=1e-12
+        )  # with delta 0.02 the second and the last are outside, on the way back
+        assert metrics["clip_fraction"] == dropped
+
+
+def test_exact_kl_over_the_stored_top_k():
+    old = torch.tensor([[0.7, 0.2], [0.5, 0.25], [0.6, 0.3], [0.9, 0.05], [0.4, 0.4]], dtype=torch.float64)
+    new = torch.tensor([[0.5, 0.3], [0.5, 0.25], [0.61, 0.3], [0.3, 0.6], [0.5, 0.3]], dtype=torch.float64)
+    kl = [
+        sum(p * math.log(p / q) for p, q in zip([*ps, 1 - sum(ps)], [*qs, 1 - sum(qs)], strict=True))
+        for ps, qs in zip(old.tolist(), new.tolist(), strict=True)
+    ]
+    delta = 0.03
+    outside = [d > delta for d in kl]
+    assert outside == [True, False, False, True, False]
+    t = tokens(old_top_LK=old.log(), top_LK=new.log())
+    values, gradients, metrics = value_and_gradient(PolicyLoss(constraint="kl", delta=delta, top_k=2), t)
+    # labels 0 and 3 moved with their advantages (1.5 and 2, 0.5 and -1.5): the constant A, no gradient
+    assert values == pytest.approx([-2.0, -1.4, -2.1, 1.5, 1.35 * 1.5], abs=1e-12)
+    assert gradients == pytest.approx([0.0, -1.4, -2.1, 0.0, 1.35 * 1.5], abs=1e-12)
+    assert metrics["clip_fraction"] == [1.0, 0.0, 0.0, 1.0, 0.0]
+    # the bound just above and below what was measured decides
+    for factor, cut in ((1.0 + 1e-9, 0.0), (1.0 - 1e-9, 1.0)):
+        tight = PolicyLoss(constraint="kl", delta=kl[0] * factor, top_k=2)
+        assert tight(t)[1]["clip_fraction"].tolist()[0] == cut
+
+
+def test_exact_kl_without_stored_log_probs():
+    loss = PolicyLoss(constraint="kl", top_k=2)
+    with pytest.raises(ValueError, match="needs the proximal policy's top-k"):
+        loss(tokens())
+    assert loss(tokens(new=OLD))[1]["clip_fraction"].tolist() == [0.0] * 5  # the policy is the old one
+
+
+def sequence_ratios():
+    first = math.exp(sum(math.log(r) for r in RATIOS[:3]) / 3)
+    second = math.exp(sum(math.log(r) for r in RATIOS[3:]) / 2)
+    return [first] * 3 + [second] * 2  # 1.033, 0.822
+
+
+@pytest.mark.parametrize(("low", "high", "cut"), [(0.2, 0.28, (0, 0)), (0.1, 0.28, (0, 1)), (3e-4, 4e-4, (1, 1))])
+def test_sequence_level_gspo(low, high, cut):
+    loss = PolicyLoss(level="sequence", clip_low=low, clip_high=high)
+    values, gradients, metrics = value_and_gradient(loss, tokens())
+    objective = interval(1 - low, 1 + high)
+    pairs = [objective(s, a) for s, a in zip(sequence_ratios(), ADVANTAGES, strict=True)]
+    assert values == pytest.approx([-v for v, _ in pairs], abs=1e-12)
+    # d s / d log r_t = s / |y|, and each of the |y| labels carries s once
+    want = [-slope * s for (_, slope), s in zip(pairs, sequence_ratios(), strict=True)]
+    assert gradients == pytest.approx(want, abs=1e-12)
+    assert metrics["clip_fraction"] == [cut[0]] * 3 + [cut[1]] * 2
+
+
+def test_geometric_level_gmpo():
+    """GMPO, eq. 4: tokens clipped in log space by the sign of the advantage, then their geometric mean."""
+    loss = PolicyLoss(level="geometric", clip_low=1 - math.exp(-0.2), clip_high=math.exp(0.2) - 1)
+    values, gradients, metrics = value_and_gradient(loss, tokens())
+    kept = []
+    for r, a in zip(RATIOS, ADVANTAGES, strict=True):
+        x, sign = math.log(r), math.copysign(1, a)
+        kept.append(sign * min(sign * x, sign * min(max(x, -0.2), 0.2)))
+    assert kept == pytest.approx([0.2, math.log(0.7), math.log(1.05), -0.2, math.log(1.35)])
+    means = [math.exp(sum(kept[:3]) / 3)] * 3 + [math.exp(sum(kept[3:]) / 2)] * 2
+    assert values == pytest.approx([-m * a for m, a in zip(means, ADVANTAGES, strict=True)], abs=1e-12)
+    cut = [1.0, 0.0, 0.0, 1.0, 0.0]
+    want = [0.0 if c else -m * a for c, m, a in zip(cut, means, ADVANTAGES, strict=True)]
+    assert gradients == pytest.approx(want, abs=1e-12)
+    assert metrics["clip_fraction"] == cut
+
+
+WEIGHTS = [math.exp(old - sampler) for old, sampler in zip(OLD, SAMPLER, strict=True)]
+PRODUCTS = [math.prod(WEIGHTS[:3])] * 3 + [math.prod(WEIGHTS[3:])] * 2  # 0.82, 4.95
+MEANS = [p ** (1 / n) for p, n in zip(PRODUCTS, [3, 3, 3, 2, 2], strict=True)]  # 0.94, 2.23
+
+
+@pytest.mark.parametrize(
+    ("settings", "weights"),
+    [
+        ({}, [1.0] * 5),
+        ({"importance": "full"}, WEIGHTS),
+        ({"importance": "tis"}, [min(w, 2.0) for w in WEIGHTS]),
+        ({"importance": "tis", "importance_high": 1.1}, [min(w, 1.1) for w in WEIGHTS]),
+        ({"importance": "mis"}, [w if w <= 3 else 0.0 for w in WEIGHTS]),
+        ({"importance": "icepop", "importance_low": 0.65}, [w if 0.65 <= w <= 5 else 0.0 for w in WEIGHTS]),
+        ({"importance": "icepop"}, [w if 0.5 <= w <= 5 else 0.0 for w in WEIGHTS]),
+        ({"importance": "sequence_tis"}, PRODUCTS),
+        ({"importance": "sequence_tis", "importance_high": 2.0}, [min(w, 2.0) for w in PRODUCTS]),
+        ({"importance": "sequence_mis"}, [*PRODUCTS[:3], 0.0, 0.0]),
+        ({"importance": "geometric_mask", "importance_low": 0.9, "importance_high": 1.1}, [1.0, 1.0, 1.0, 0.0, 0.0]),
+    ],
+)
+def test_importance_weights(settings, weights):
+    values, gradients, metrics = value_and_gradient(PolicyLoss(**settings), tokens())
+    want_values, want_gradients = by_token(interval(0.8, 1.2))
+    assert values == pytest.approx([w * v for w, v in zip(weights, want_values, strict=True)], abs=1e-12)
+    assert gradients == pytest.approx([w * g for w, g in zip(weights, want_gradients, strict=True)], abs=1e-12)
+    assert metrics["masked_fraction"] == [float(w == 0.0) for w in weights]
+
+
+def test_the_sampler_as_the_old_policy():
+    shifted = [sampler + math.log(r) for sampler, r in zip(SAMPLER, RATIOS, strict=True)]
+    got = value_and_gradient(PolicyLoss(old="sampler"), tokens(new=shifted))
+    want = value_and_gradient(PolicyLoss(), tokens())
+    assert got[0] == pytest.approx(want[0], abs=1e-12) and got[1] == pytest.approx(want[1], abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("kl", "value", "slope"),  # of d = log ref - log pi, and r = pi / pi_old; the slope in log pi
+    [
+        ("k1", lambda d, r: -r * d, lambda d, r: -r * d),
+        ("k2", lambda d, r: d * d / 2, lambda d, r: -d),
+        ("k3", lambda d, r: math.exp(d) - 1 - d, lambda d, r: 1 - math.exp(d)),
+        (
+            "k3_unbiased",
+            lambda d, r: r * (math.exp(d) - 1 - d),
+            lambda d, r: r * (math.exp(d) - 1 - d + 1 - math.exp(d)),
+        ),
+    ],
+)
+def test_kl_to_the_reference_and_to_the_old_policy(kl, value, slope):
+    plain_values, plain_gradients, _ = value_and_gradient(PolicyLoss(constraint="none"), tokens())
+    for name, other in (("kl_coef", REFERENCE), ("old_kl_coef", OLD)):
+        values, gradients, metrics = value_and_gradient(PolicyLoss(constraint="none", kl=kl, **{name: 0.1}), tokens())
+        pairs = [(o - new, r) for o, new, r in zip(other, NEW, RATIOS, strict=True)]
+        assert values == pytest.approx(
+            [p + 0.1 * value(*x) for p, x in zip(plain_values, pairs, strict=True)], abs=1e-12
+        )
+        want = [p + 0.1 * slope(*x) for p, x in zip(plain_gradients, pairs, strict=True)]
+        assert gradients == pytest.approx(want, abs=1e-12)
+        assert ("kl_ref" in metrics) == (name == "kl_coef")
+
+
+def test_entropy_bonus():
+    t = tokens()
+    values, _, metrics = value_and_gradient(PolicyLoss(entropy_coef=0.05), t)
+    plain, _, _ = value_and_gradient(PolicyLoss(), tokens())
+    assert values == pytest.approx([v - 0.05 * h for v, h in zip(plain, ENTROPY, strict=True)], abs=1e-12)
+    assert t.entropy_L.grad.tolist() == pytest.approx([-0.05] * 5)
+    assert metrics["entropy"] == ENTROPY
 
 
 def test_kl_without_reference_is_an_error():
     with pytest.raises(ValueError, match="kl_coef"):
-        PolicyLoss(kl_coef=0.1)(tokens([-1.0]))
+        PolicyLoss(kl_coef=0.1)(tokens(ref=None))
 
 
 def test_nll():
-    t = tokens([-1.0, -2.0], advantages=[1.0, 0.0])
-    assert NLLLoss()(t)[0].tolist() == [1.0, 0.0]
+    t = tokens(advantages=[1.0, 1.0, 0.0, 1.0, 0.5])
+    want = [-NEW[0], -NEW[1], 0.0, -NEW[3], -0.5 * NEW[4]]
+    assert NLLLoss()(t)[0].tolist() == pytest.approx(want, abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"clip_low": 0.0}, "loss.clip_low=0.0 must lie in (0, 1]"),
+        ({"clip_low": 1.5}, "loss.clip_low=1.5 must lie in (0, 1]"),
+        ({"clip_high": -0.1}, "loss.clip_high=-0.1 must be positive"),
+        ({"clip_high": "0.2"}, "loss.clip_high='0.2' must be a number"),
+        (
+            {"constraint": "kl3", "clip_low": 0.2},
+            "loss.clip_low=0.2 contradicts loss.constraint='kl3', whose options are delta",
+        ),
+        ({"constraint": "kl3", "delta": 0.0}, "loss.delta=0.0 must be positive; kl3 uses 0.02"),
+        ({"constraint": "kl3", "delta": -0.02}, "loss.delta=-0.02 must be positive"),
+        ({"constraint": "kl3", "delta": float("nan")}, "loss.delta=nan must be positive"),
+        ({"delta": 0.02}, "loss.delta=0.02 contradicts loss.constraint='clip'"),
+        ({"constraint": "tv", "delta": 1.0}, "loss.delta=1.0 never cuts"),
+        ({"constraint": "kl", "delta": 0.1}, "needs loss.top_k"),
+        ({"constraint": "sapo", "tau_positive": 0.0}, "loss.tau_positive=0.0 must be positive"),
+        ({"constraint": "kl4"}, "loss.constraint='kl4' is unknown; did you mean 'kl'?"),
+        ({"level": "tokens"}, "loss.level='tokens' is unknown; did you mean 'token'?"),
+        ({"level": "sequence", "importance": "tis"}, "loss.importance='tis' weighs tokens, but loss.level='sequence'"),
+        ({"level": "geometric", "importance": "full"}, "loss.importance='full' weighs tokens"),
+        ({"level": "sequence", "constraint": "tv"}, "loss.level='sequence' has no constraint='tv'"),
+        ({"level": "geometric", "constraint": "cispo"}, "loss.level='geometric' has no constraint='cispo'"),
+        ({"level": "geometric", "dual_clip": 3.0}, "loss.dual_clip=3.0 needs a ratio of its own"),
+        ({"dual_clip": 1.2}, "loss.dual_clip=1.2 must lie above the upper clip bound 1.2"),
+        ({"old": "sampler", "importance": "tis"}, "loss.importance='tis' contradicts loss.old='sampler'"),
+        ({"importance": "is"}, "loss.importance='is' is unknown; did you mean"),
+        ({"importance_high": 2.0}, "loss.importance_high=2.0: importance='none' has no such bound"),
+        ({"importance": "tis", "importance_low": 0.1}, "loss.importance_low=0.1: importance='tis' has no such bound"),
+        ({"importance": "tis", "importance_high": 0.0}, "loss.importance_high=0.0 must be positive"),
+        (
+            {"importance": "icepop", "importance_low": 6.0},
+            "loss.importance_low=6.0 must lie in [0, importance_high=5.0)",
+        ),
+        ({"kl": "k4"}, "loss.kl='k4' is unknown"),
+        ({"kl_coef": -1.0}, "loss.kl_coef=-1.0 must not be negative"),
+        ({"old_kl_coef": -1.0}, "loss.old_kl_coef=-1.0 must not be negative"),
+    ],
+)
+def test_contradictions_and_bad_values_are_named(settings, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        PolicyLoss(**settings)

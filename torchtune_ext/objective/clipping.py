@@ -106,6 +106,6 @@ def sapo(ratio_L: Tensor, advantages_L: Tensor, tau_positive: float, tau_negativ
 
     Its slope in r is 1 at r = 1 and falls smoothly to 0 on both sides: nothing is cut.
     """
-    tau_L = torch.where(advantages_L > 0, tau_positive, tau_negative).to(ratio_L.dtype)
+    tau_L = torch.where(advantages_L > 0, ratio_L.new_tensor(tau_positive), ratio_L.new_tensor(tau_negative))
     gate_L = 4.0 / tau_L * torch.sigmoid(tau_L * (ratio_L - 1.0))
     return gate_L * advantages_L, torch.zeros_like(ratio_L, dtype=torch.bool)

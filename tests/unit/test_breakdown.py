@@ -1,0 +1,56 @@
+"""Buckets by place and age against counting by hand."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from torchtune_ext.training.breakdown import NAMES, Breakdown, bucket_means, buckets, places
+
+
+def row(lengths, versions):
+    samples = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    return SimpleNamespace(
+        samples_L=samples,
+        versions_L=torch.tensor(versions, dtype=torch.int32)[samples],
+        weights_L=torch.ones(len(samples)),
+    )
+
+
+def test_places():
+    assert places(torch.tensor([0, 0, 0, 1, 2, 2])).tolist() == [0, 1, 2, 0, 0, 1]
+    assert places(torch.empty(0, dtype=torch.int64)).tolist() == []
+
+
+def test_every_place_and_age_has_its_bucket():
+    assert NAMES == ["at_0", "at_1_15", "at_16_255", "at_256_1023", "at_1024_4095", "at_4096_up",
+                     "age_0", "age_1", "age_2_3", "age_4_7", "age_8_up"]  # fmt: skip
+    place, age = buckets(row([5000], [3]), version=3)
+    assert [int((place == i).sum()) for i in range(6)] == [1, 15, 240, 768, 3072, 904]
+    ages = [int(buckets(row([1], [0]), version)[1]) - 6 for version in range(10)]
+    assert ages == [0, 1, 2, 2, 3, 3, 3, 3, 4, 4]
+    assert age.unique().tolist() == [6] and buckets(row([2], [7]), None)[1].tolist() == [6, 6]
+
+
+def test_means_over_rows_and_what_is_left_out():
+    first, second = row([2, 17], [4, 2]), row([1], [4])
+    clipped = [torch.tensor([1.0, 0.0, 1.0, *[0.5] * 15, 0.0]), torch.tensor([0.0])]
+    breakdown = Breakdown(("clip_fraction", "masked_fraction"))
+    for r, values in zip((first, second), clipped, strict=True):
+        breakdown.add(r, {"clip_fraction": values, "entropy": values}, version=4)
+    found = breakdown.metrics(torch.device("cpu"))
+    assert found == pytest.approx(
+        {
+            "clip_fraction_at_0": 2 / 3,
+            "clip_fraction_at_1_15": (0 + 15 * 0.5) / 16,
+            "clip_fraction_at_16_255": 0.0,
+            "clip_fraction_age_0": 1 / 3,
+            "clip_fraction_age_2_3": 8.5 / 17,
+        }
+    )
+
+
+def test_one_age_is_not_broken_down():
+    r = row([3], [1])
+    assert set(bucket_means(torch.ones(3), buckets(r, 5))) == {"at_0", "at_1_15"}
+    assert Breakdown(("clip_fraction",)).metrics(torch.device("cpu")) == {}
