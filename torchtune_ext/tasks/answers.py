@@ -10,7 +10,7 @@ Where the answer stands, the first that is found counts:
 5. the last "answer is ..." or "Answer: ...";
 6. math-verify's own extraction, from the last `TAIL_CHARS` characters. It settles on one expression as well.
 
-Two answers are equal when they are the same text, the same plain integer, or the same by math-verify: values (1/2 = 0.5, to
+Two answers are equal when they are the same text, the same plain number, or the same by math-verify: values (1/2 = 0.5, to
 six decimals), sets in any order, tuples, intervals, equations, units left out. `{1, 2, 3}` is not 3: to name candidates gains
 nothing.
 
@@ -26,6 +26,7 @@ that grows means that the policy has found such answers; then subclass the task 
 import importlib.util
 import logging
 import re
+from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
@@ -41,8 +42,7 @@ _HASHES = re.compile(r".*####\s*:?\s*(\S.*)")
 _PHRASE = re.compile(r"\banswer\b[*_\s]*(?:is|:|=)[*_:\s]*", re.IGNORECASE)
 _CLAUSE_END = re.compile(r"[.!?](?=\s|$)|;\s|,?\s(?:because|since|so|which)\b")
 _GROUPED = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")  # 1,234,567
-_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,14}")
-_GROUPED_INTEGER = re.compile(r"-?[1-9][0-9]{0,2}(?:,[0-9]{3}){1,4}")
+_PLAIN = re.compile(r"(?:0|-?[1-9][0-9]{0,14})|-?(?:0|[1-9][0-9]{0,8})\.[0-9]{1,5}|-?[1-9][0-9]{0,2}(?:,[0-9]{3}){1,4}")
 _NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?|-?\.[0-9]+|-?[0-9]+/[0-9]+|-?\\frac\{[0-9]+\}\{[0-9]+\}")
 _WITH_UNIT = re.compile(rf"({_NUMBER.pattern})\s+([A-Za-z]{{2,}}(?:[ -][A-Za-z]{{2,}})*)")
 _SCIENTIFIC = re.compile(r"(-?[0-9]+(?:\.[0-9]+)?)[eE]([+-]?[0-9]{1,3})")
@@ -156,7 +156,7 @@ def equal(gold: str, answer: str) -> bool:
         return False
     if _words(gold) == _words(answer):
         return True
-    numbers = _integer(gold), _integer(answer)
+    numbers = _plain(gold), _plain(answer)
     if None not in numbers:
         return numbers[0] == numbers[1]
     if len(answer) > max(MAX_CHARS, 2 * len(gold)) or _foreign_digits(answer):
@@ -184,7 +184,7 @@ def verified(gold: str, found: list) -> bool:
 def readable(gold: str) -> bool:
     """Whether math-verify makes an expression of the right answer. One that it cannot read is compared as text."""
     gold = tidy(gold)
-    return _integer(gold) is not None or any(not isinstance(e, str) for e in _gold_expressions(gold))
+    return _plain(gold) is not None or any(not isinstance(e, str) for e in _gold_expressions(gold))
 
 
 def _words(answer: str) -> str:
@@ -199,11 +199,10 @@ def _without_unit(gold: str, answer: str) -> str:
     return unit[1] if unit and _NO_UNITS.isdisjoint(unit[2].lower().split()) else answer
 
 
-def _integer(answer: str) -> int | None:
-    """The value where no doubt is possible, so that most answers of GSM8K or AIME need no library."""
-    if _INTEGER.fullmatch(answer):
-        return int(answer)
-    return int(answer.replace(",", "")) if _GROUPED_INTEGER.fullmatch(answer) else None
+def _plain(answer: str) -> Decimal | None:
+    """The value of an integer (15 digits) or a decimal (5 behind the point), where math-verify's rounding to six decimals
+    changes nothing: most answers of GSM8K or AIME need no library."""
+    return Decimal(answer.replace(",", "")) if _PLAIN.fullmatch(answer) else None
 
 
 def _foreign_digits(text: str) -> bool:
