@@ -40,6 +40,7 @@ def test_config_fits_its_recipe(name):
     ("name", "billions"),
     [
         ("grpo/qwen2_5_0_5B_full", 0.494),
+        ("grpo/qwen2_5_3B_gsm8k", 3.086),
         ("grpo/qwen2_5_7B_full", 7.616),
         ("grpo/qwen2_5_14B_full", 14.770),
         ("grpo/qwen2_5_32B_full", 32.764),
