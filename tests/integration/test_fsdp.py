@@ -54,7 +54,7 @@ def gradients(ranks, world_size):
         ref = score(policy, share, 1.0, ranks.device)
     after = dict(merged_hf_tensors(policy.model, source, torch.float32))
     assert all(torch.equal(before[n], after[n]) for n in before), "the reference did not give the weights back"
-    value, metrics, _ = forward_backward(policy, share, loss, 1.0, ranks.device, ref_logprobs=ref, world_size=world_size)
+    value, metrics, _ = forward_backward(policy, share, loss, 1.0, ranks.device, ref=ref, world_size=world_size)
     grads = {clean_name(n): (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad) for n, p in policy.model.named_parameters() if p.requires_grad}
     return value, metrics, grads
 
