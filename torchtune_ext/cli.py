@@ -16,6 +16,7 @@ from torchtune_ext import __version__, plugin
 OWN_WORDS = {
     "doctor": ("torchtune_ext.doctor", "check this environment and print what to change"),
     "clue": ("torchtune_ext.tasks.temporal_clue.cli", "make and grade Temporal Clue puzzles"),
+    "presets": ("torchtune_ext.presets", "list the published methods, or print one: presets [NAME]"),
     "report": ("torchtune_ext.telemetry.report", "write the HTML report of a run"),
 }
 TUNE_WORDS = {

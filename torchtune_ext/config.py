@@ -12,7 +12,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationE
 from torchtune.config._errors import InstantiationError
 from torchtune.config._utils import _get_component_from_path
 
-from torchtune_ext.catalog import folder
+from torchtune_ext.presets import preset_file
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ def load_config(schema: type, cfg: DictConfig) -> DictConfig:
     defaults = {f.name: f.default for f in fields(schema)}
     try:
         if "preset" in defaults:
-            cfg = _over(load_preset(cfg.get("preset", defaults["preset"])), cfg)
+            cfg = _over(OmegaConf.load(preset_file(cfg.get("preset", defaults["preset"]))), cfg)
         merged = OmegaConf.merge(OmegaConf.structured(schema), cfg)
     except ConfigKeyError as error:
         raise ValueError(unknown_key(str(error.full_key or error.key), [f.name for f in fields(schema)])) from None
@@ -41,22 +41,6 @@ def load_config(schema: type, cfg: DictConfig) -> DictConfig:
     except OmegaConfBaseException as error:
         raise ValueError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
     return merged
-
-
-def load_preset(preset: str) -> DictConfig:
-    """The keys of a published method: configs/presets/NAME.yaml, or a YAML file of the user's (a path)."""
-    if str(preset).endswith((".yaml", ".yml")):
-        if not os.path.isfile(preset):
-            raise ValueError(
-                f"preset={preset}: no such file; give the path of a YAML file, or the name of a preset of ours"
-            )
-        return OmegaConf.load(preset)
-    known = {path.stem: path for path in sorted((folder("configs") / "presets").glob("*.yaml"))}
-    if preset not in known:
-        near = difflib.get_close_matches(str(preset), known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"preset={preset!r} is unknown; {hint} There are: {', '.join(known)}, or a path of your own")
-    return OmegaConf.load(known[preset])
 
 
 def _over(preset: DictConfig, cfg: DictConfig) -> DictConfig:

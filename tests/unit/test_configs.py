@@ -8,6 +8,7 @@ from omegaconf import OmegaConf
 
 from torchtune_ext.advantages import AdvantageConfig
 from torchtune_ext.catalog import config_files, folder, recipe_of
+from torchtune_ext.cli import main
 from torchtune_ext.config import build, instantiate, load_config
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.recipes import grpo_full
@@ -123,6 +124,16 @@ def test_a_preset_may_be_a_file_and_gives_way_to_a_loss_of_ones_own(tmp_path):
 def test_contradictions_are_named(change, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         instantiate(load_config(grpo_full.Config, OmegaConf.create({**NEEDED, **change})).loss)
+
+
+def test_presets_are_listed_and_printed(capsys):
+    assert main(["presets"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in listed] == PRESETS and all(len(line) < 128 for line in listed)
+    assert main(["presets", "gspo"]) == 0
+    assert capsys.readouterr().out == FILES["presets/gspo"].read_text()
+    assert main(["presets", "gsop"]) == 2
+    assert "did you mean 'gspo'" in capsys.readouterr().err
 
 
 def test_a_missing_value_is_named():

@@ -14,6 +14,7 @@ ORDER = [
     "__init__",
     "torchao_compat",
     "catalog",
+    "presets",
     "plugin",
     "tasks",
     "chat_templates",

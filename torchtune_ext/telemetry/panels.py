@@ -1,5 +1,6 @@
 """Which metric is drawn where in the report. Panels and series without data are left out; unknown metrics come last."""
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
@@ -11,7 +12,9 @@ class Panel:
     section: str  # heading it stands under
     title: str
     note: str  # one line that says what a good curve looks like
-    series: tuple[tuple[str, str], ...]  # (metric, label); a metric "group/*" takes the rest of its group
+    series: tuple[
+        tuple[str, str], ...
+    ]  # (metric, label); a metric "group/x*" takes all that begin so and are not yet drawn
     unit: str = ""  # "", "percent", "seconds", "bytes", "gib", "int", "tok/s"
     scale: str = "linear"  # or "log"
     style: str = "line"  # or "stack": areas upon each other
@@ -28,7 +31,8 @@ PANELS = (
           (("eval/accuracy_sampled", "sampled"), ("eval/accuracy_greedy", "greedy")), unit="percent",
           band=("range", "eval/low", "eval/high")),
     Panel("Learning", "Solved", "Share of held-out problems with a full score.",
-          (("eval/solved_sampled", "sampled"), ("eval/solved_greedy", "greedy")), unit="percent"),
+          (("eval/solved_sampled", "sampled"), ("eval/solved_greedy", "greedy"), ("eval/pass_at_*", "pass at ")),
+          unit="percent"),
     Panel("Learning", "Reward parts", "Named components of the reward.", (("reward/*", ""),)),
     Panel("Learning", "Completion length", "Tokens of a completion.",
           (("length/mean", "mean"), ("length/max", "max")), unit="int", zero=True),
@@ -45,6 +49,12 @@ PANELS = (
           zero=True),
     Panel("Policy change", "Clip fraction", "Share of tokens whose gradient the constraint cuts.",
           (("loss/clip_fraction", "clipped"),), unit="percent", zero=True),
+    Panel("Policy change", "Clip fraction by place", "Of the tokens that stand so far into the completion.",
+          (("loss/clip_fraction_at_*", ""),), unit="percent", zero=True, quiet=True),
+    Panel("Policy change", "Clip fraction by age", "Of the tokens sampled by a policy so many versions old.",
+          (("loss/clip_fraction_age_*", ""),), unit="percent", zero=True, quiet=True),
+    Panel("Policy change", "Masked", "Share of tokens that the importance weights leave out; by place and age.",
+          (("loss/masked_fraction", "masked"), ("loss/masked_fraction_*", "")), unit="percent", zero=True, quiet=True),
     Panel("Policy change", "Largest ratio", "Before any clipping.", (("loss/ratio_max", "max ratio"),), scale="log"),
     Panel("Policy change", "Gradient norm", "Before clipping.", (("optim/grad_norm", "norm"),), zero=True),
     Panel("Policy change", "Learning rate", "", (("optim/lr", "lr"),), zero=True),
@@ -53,6 +63,14 @@ PANELS = (
           "A rise means the two no longer compute the same policy.",
           (("mismatch/mean_abs", "mean"), ("mismatch/p99_abs", "p99"), ("mismatch/max_abs", "max"),
            ("mismatch/k3", "k3")), scale="log"),
+    Panel("Agreement", "Mismatch by place", "Mean |Δ log-prob| of the tokens that stand so far into the completion.",
+          (("mismatch/mean_abs_at_*", ""),), scale="log"),
+    Panel("Agreement", "Mismatch by age", "Mean |Δ log-prob| of the tokens sampled by a policy so many versions old.",
+          (("mismatch/mean_abs_age_*", ""),), scale="log"),
+    Panel("Agreement", "Signed mismatch (k1)", "Mean of sampler minus trainer: estimates the KL divergence, of either sign.",
+          (("mismatch/k1", "k1"),)),
+    Panel("Agreement", "Effective sample size", "Of the importance weights, as a share of the tokens; 1 where the two agree.",
+          (("mismatch/ess", "share"),), unit="percent"),
     Panel("Agreement", "Canary", "|Δ log-prob| on fixed ids after each publication of weights.",
           (("canary/mean_abs", "mean"),), scale="log"),
     Panel("Speed", "Time per phase", "Seconds of each step by phase, stacked.",
@@ -92,9 +110,9 @@ def panels_for(names: Collection[str]) -> list[Panel]:
     for panel in PANELS:
         series = []
         for metric, label in panel.series:
-            if metric.endswith("/*"):
-                rest = sorted(name for name in names if name.startswith(metric[:-1]) and name not in known)
-                series += [(name, name.partition("/")[2]) for name in rest]
+            if metric.endswith("*"):
+                rest = sorted((n for n in names if n.startswith(metric[:-1]) and n not in known), key=_natural)
+                series += [(name, label + _words(name.removeprefix(metric[:-1]))) for name in rest]
                 known |= set(rest)
             elif metric in names:
                 series.append((metric, label))
@@ -102,6 +120,16 @@ def panels_for(names: Collection[str]) -> list[Panel]:
             panels.append(_with(panel, tuple(series), names))
     other = sorted(set(names) - known)
     return panels + [Panel("Other", name, "", ((name, name.rpartition("/")[2]),)) for name in other]
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sorts "x_2" before "x_16"."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _words(name: str) -> str:
+    """ "16_255" -> "16–255", "length_penalty" -> "length penalty"."""
+    return re.sub(r"(\d)_(\d)", r"\1–\2", name).replace("_", " ")
 
 
 def _with(panel: Panel, series: tuple[tuple[str, str], ...], names: Collection[str]) -> Panel:

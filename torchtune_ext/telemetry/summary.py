@@ -35,7 +35,7 @@ class Stopwatch:
 
 
 def evaluation_metrics(sampled: Sequence[Group], greedy: Sequence[Group]) -> dict[str, float]:
-    """Accuracy on held-out problems, sampled at the training temperature (with its interval and pass@n of n samples) and greedy."""
+    """Accuracy on held-out problems: sampled at the training temperature (interval, pass@n of n samples) and greedy."""
     most = max(len(group.samples) for group in sampled)
     drawn, best = accuracy(sampled, (1, most)), accuracy(greedy)
     several = {"eval/pass_at_" + str(most): drawn.pass_at[most]} if most > 1 and most in drawn.pass_at else {}
