@@ -79,7 +79,7 @@ class PolicyLoss:
             object.__setattr__(self, name, value)
 
     def __call__(self, t: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and metrics per label, all [L]. Metrics named `*_max` are reduced by maximum, others by weighted mean."""
+        """Loss and metrics per label, all [L]. Metrics named `*_max` are reduced by maximum, others by mean over labels."""
         old_L = t.old_logprobs_L if self.old == "trainer" else t.behavior_logprobs_L
         token_ratio_L = bounded_exp(t.logprobs_L - old_L)
         objective_L, cut_L = self._constrained(t, t.logprobs_L - old_L, token_ratio_L)

@@ -52,7 +52,8 @@ def forward_backward(
         on_row: called after each row, for progress.
 
     Returns:
-        Loss, metrics ("loss/...") over all ranks, and what the proximal policy says of this rank's rows.
+        Loss and metrics over all ranks ("loss/...", means over labels, whatever the aggregation), and what the proximal policy
+        says of this rank's rows.
     """
     total, sums, peaks, scored = 0.0, {}, {}, []
     breakdown = Breakdown(("clip_fraction", "masked_fraction"))
@@ -89,16 +90,16 @@ def forward_backward(
                     peaks.get(name, -torch.inf), values_L.max().item() if values_L.numel() else -torch.inf
                 )
             else:
-                sums[name] = sums.get(name, 0.0) + (row.weights_L * values_L).sum().item()
+                sums[name] = sums.get(name, 0.0) + values_L.sum().item()
         breakdown.add(row, metrics, version)
         scored.append(before)
         if on_row:
             on_row(cpu_row)
-    whole = reduce({"loss": total, "weight": sum(row.weights_L.sum().item() for row in rows)}, "sum", device)
-    total, weight = whole["loss"], whole["weight"] or 1.0  # the weight is one, but for aggregation by a constant
-    means = {name: value / weight for name, value in reduce(sums, "sum", device).items()}
+    whole = reduce({"loss": total, "labels": sum(row.num_labels for row in rows)}, "sum", device)
+    labels = whole["labels"] or 1.0
+    means = {name: value / labels for name, value in reduce(sums, "sum", device).items()}
     reduced = means | reduce(peaks, "max", device) | breakdown.metrics(device)
-    return total, {f"loss/{name}": value for name, value in reduced.items()}, scored
+    return whole["loss"], {f"loss/{name}": value for name, value in reduced.items()}, scored
 
 
 def optimizer_step(
