@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import subprocess
 import sys
 
@@ -270,3 +271,15 @@ def test_right_answers_that_cannot_be_read_are_counted(tmp_path, caplog):
         "some: math-verify cannot read 1 of the first 3 right answers, which are compared as text: some-000001"
         in caplog.text
     )
+
+
+def test_the_examples_of_the_page_run(repo_root, tmp_path, capsys):
+    blocks = re.findall(r"```python\n(.*?)```", (repo_root / "docs" / "mathematics.md").read_text(), re.DOTALL)
+    names: dict = {}
+    for block in blocks:
+        exec(block, names)
+    assert capsys.readouterr().out.startswith("Score(reward=1.0,")
+    assert names["unit_and_value"]({"unit": "m", "value": 3}, "3 km") == 1.0
+    task = names["NoTowers"](path=jsonl(tmp_path, [{"question": "a", "answer": "so\n#### 3"}]))
+    assert task.grade(task[0], "\\boxed{10^{10^{10}}}").parts["failed"] == 1.0
+    assert task.grade(task[0], "\\boxed{3}").reward == 1.0

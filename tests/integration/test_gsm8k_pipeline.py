@@ -1,0 +1,171 @@
+"""GSM8K through the whole recipe: all 1,319 test questions and some of the training set, real vLLM, the real Qwen vocabulary.
+
+The model is a random Qwen3. It never answers right, so a user's subclass pays for length as well; that gives signal.
+"""
+
+import gzip
+import json
+from collections import Counter
+
+import pytest
+import recipe_runs as runs
+import torch
+
+pytest.importorskip("math_verify")
+
+from safetensors.torch import load_file  # noqa: E402
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
+
+from torchtune_ext.chat import ChatTokenizer  # noqa: E402
+from torchtune_ext.cli import main  # noqa: E402
+from torchtune_ext.tasks.gsm8k import GSM8K  # noqa: E402
+from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+QUESTIONS, STEPS, PROMPTS, SAMPLES, TOKENS = 1319, 2, 4, 4, 2  # sampling from 151,936 logits is what costs time
+
+REWARD = '''
+import json
+
+from torchtune_ext.tasks.gsm8k import GSM8K
+from torchtune_ext.tasks.task import Score
+
+
+class Wordy(GSM8K):
+    """GSM8K that pays for characters, too, and notes what it has graded."""
+
+    def grade(self, problem, text):
+        score = super().grade(problem, text)
+        with open("graded.jsonl", "a") as file:
+            file.write(json.dumps([problem.id, problem.answer, text, score.reward]) + "\\n")
+        return Score(score.reward + len(text) / 100, {**score.parts, "characters": float(len(text))})
+
+
+@parse
+def recipe_main'''
+
+CONFIG = """
+output_dir: run
+model_dir: model
+device: cpu
+dtype: float32
+model: {_component_: torchtune_ext.policy.scratch.qwen3_from_config, model_dir: "${model_dir}"}
+tokenizer: {_component_: torchtune_ext.chat.ChatTokenizer, path: "${model_dir}"}
+task: {_component_: Wordy, path: TRAIN}
+eval_task: {_component_: Wordy, split: test, path: TEST}
+grader_workers: 2
+optimizer: {_component_: torch.optim.AdamW, lr: 1.0e-3}
+row_tokens: 1024
+max_mismatch: 1.0e-4
+engine: {dtype: float32, max_model_len: 512, kv_cache_bytes: 33554432}
+save_every: 1
+"""
+
+
+def write_qwen3(folder, data_dir) -> None:
+    """A random Qwen3 of two layers with Qwen's 151,936 rows of embeddings, its vocabulary and its chat template."""
+    config = Qwen3Config(
+        vocab_size=151936, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
+        intermediate_size=128, max_position_embeddings=1024, tie_word_embeddings=True, eos_token_id=151645,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).float().save_pretrained(folder)
+    written = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**written, "rope_theta": 1e6}))
+    packed = (data_dir / "tokenizer-qwen" / "tokenizer.json.gz").read_bytes()
+    (folder / "tokenizer.json").write_bytes(gzip.decompress(packed))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "chat_template.jinja").write_text((data_dir / "chat-templates" / "qwen3.jinja").read_text())
+
+
+@pytest.fixture(scope="module")
+def workplace(data_dir, tmp_path_factory):
+    """A folder in which a run has ended well."""
+    train, test = data_dir / "gsm8k" / "train.jsonl", data_dir / "gsm8k" / "test.jsonl"
+    if not (train.is_file() and test.is_file()):
+        pytest.skip(f"no GSM8K in {data_dir}")
+    folder = tmp_path_factory.mktemp("gsm8k")
+    write_qwen3(folder / "model", data_dir)
+    main(["cp", "grpo_full", str(folder / "my_grpo.py")])
+    recipe = (folder / "my_grpo.py").read_text()
+    assert recipe.count("@parse\ndef recipe_main") == 1
+    (folder / "my_grpo.py").write_text(recipe.replace("@parse\ndef recipe_main", REWARD.strip()))
+    (folder / "run.yaml").write_text(CONFIG.replace("TRAIN", str(train)).replace("TEST", str(test)))
+    sizes = [
+        f"max_steps={STEPS}",
+        f"prompts_per_step={PROMPTS}",
+        f"samples_per_prompt={SAMPLES}",
+        f"sampling.max_tokens={TOKENS}",
+    ]
+    runs.run(folder, "my_grpo.py", *sizes, timeout=500)
+    return folder
+
+
+def graded(workplace):
+    return [json.loads(line) for line in (workplace / "graded.jsonl").read_text().splitlines()]
+
+
+def test_every_question_was_asked_and_graded(workplace, data_dir):
+    asked = Counter(problem for problem, *_ in graded(workplace))
+    test = {name: count for name, count in asked.items() if "-test-" in name}
+    assert len(test) == QUESTIONS and set(test.values()) == {
+        4
+    }  # sampled and greedy, before the first step and after the last
+    train = {name: count for name, count in asked.items() if "-train-" in name}
+    assert len(train) == STEPS * PROMPTS and set(train.values()) == {SAMPLES}
+    gold = GSM8K("test", str(data_dir / "gsm8k" / "test.jsonl"))
+    answers = {gold[i].id: gold[i].answer for i in range(len(gold))}
+    assert {name: answer for name, answer, *_ in graded(workplace) if "-test-" in name} == answers
+
+
+def test_the_evaluation_is_the_mean_of_what_was_graded(workplace):
+    lines = runs.metrics(workplace / "run")
+    for line, part in ((lines[0], slice(None, 2 * QUESTIONS)), (lines[-1], slice(-2 * QUESTIONS, None))):
+        rewards = [right + len(text) / 100 for _, _, text, right in graded(workplace)[part]]
+        half = sum(rewards[:QUESTIONS]) / QUESTIONS, sum(rewards[QUESTIONS:]) / QUESTIONS
+        assert (line["eval/accuracy_sampled"], line["eval/accuracy_greedy"]) == pytest.approx(half, rel=1e-9)
+
+
+def test_trainer_and_engine_agree_and_the_weights_move(workplace):
+    lines = runs.metrics(workplace / "run")
+    assert [line["step"] for line in lines] == list(range(STEPS + 1))
+    for line in lines[1:]:
+        assert line["mismatch/mean_abs"] < 1e-4 and line["canary/mean_abs"] < 1e-4
+        assert line["groups/used"] == PROMPTS and line["optim/grad_norm"] > 0 and line["reward/std"] > 0
+    before = load_file(workplace / "model" / "model.safetensors")
+    after = load_file(workplace / "run" / "checkpoints" / f"step_{STEPS:06d}" / "model-00001-of-00001.safetensors")
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert before.keys() == after.keys() and moved == before.keys()
+
+
+def test_prompts_are_what_transformers_makes_of_them(workplace, data_dir):
+    theirs, ours = AutoTokenizer.from_pretrained(workplace / "model"), ChatTokenizer(workplace / "model")
+
+    def expected(problem):
+        return theirs.apply_chat_template(list(problem.messages), add_generation_prompt=True, return_dict=False)
+
+    test = GSM8K("test", str(data_dir / "gsm8k" / "test.jsonl"))
+    for index in range(QUESTIONS):
+        assert ours.prompt_ids(list(test[index].messages)) == expected(test[index])
+    for groups in map(read_rollouts, rollout_paths(workplace / "run").values()):
+        for group in groups:
+            assert group.prompt_tokens.tolist() == expected(group.problem)
+            for sample in group.samples:
+                assert sample.text == theirs.decode(sample.tokens, skip_special_tokens=True)
+
+
+def test_stored_rollouts_hold_what_was_graded(workplace):
+    paths = rollout_paths(workplace / "run")
+    assert sorted(paths) == list(range(1, STEPS + 1))
+    stored = [
+        (group.problem, sample) for path in paths.values() for group in read_rollouts(path) for sample in group.samples
+    ]
+    assert len(stored) == STEPS * PROMPTS * SAMPLES
+    seen = Counter((name, answer, text) for name, answer, text, _ in graded(workplace) if "-train-" in name)
+    assert Counter((problem.id, problem.answer, sample.text) for problem, sample in stored) == seen
+    for _, sample in stored:
+        assert 1 <= len(sample.tokens) <= TOKENS and sample.outcome.kind in ("scored", "policy_failed")
+        parts = sample.outcome.score.parts
+        assert sample.outcome.score.reward == pytest.approx(parts["accuracy"] + parts["characters"] / 100)
