@@ -19,8 +19,8 @@ nothing.
 deadline. That outcome is `timed_out`, not a reward of 0: nobody knows whether the answer was right. Can a policy use that?
 A hang is never reinforced: the sample has no advantage and is not trained on. But it is not discouraged either, where a
 wrong answer in a group with a right one is. So what can be ruled out without computing is ruled out at once and scored 0:
-more than `MAX_CHARS` characters, digits other than 0-9. The rest is counted (metric `groups/infra_failed`, with the cause in the
-log): a count that grows means that the policy has found such answers; then subclass the task and score them yourself.
+more than `MAX_CHARS` characters, digits other than 0-9. The rest is counted (metric `groups/infra_failed`, the cause is in
+the log): a count that grows means that the policy has found such answers; then subclass the task and score them yourself.
 """
 
 import importlib.util
