@@ -57,9 +57,7 @@ class Config:
     tokenizer: Any = MISSING  # messages -> ids
     task: Any = MISSING  # problems to train on, with their grader
     eval_task: Any = None  # held-out problems, all of them used; null: no evaluation
-    preset: str = (
-        "grpo"  # a published method: loss, advantage, aggregation, ... as in configs/presets/, if not set here
-    )
+    preset: str | None = "grpo"  # a published method: its loss, advantage, aggregation, ... where nothing is set here
     loss: Any = MISSING  # objective per label
     optimizer: Any = MISSING  # any torch optimizer
     engine: dict[str, Any] = field(default_factory=dict)  # fields of EngineConfig
@@ -76,7 +74,7 @@ class Config:
     updates_per_step: int = 1  # optimizer updates on the samples of one step
     row_tokens: int = 16384  # capacity of a packed row
     advantage: dict[str, Any] = field(default_factory=dict)  # fields of AdvantageConfig: baseline, scale, truncated
-    aggregation: str = "token"  # "token" or "sequence" mean, or "constant" (by max_tokens, Dr.GRPO)
+    aggregation: str = "token"  # "token" or "sequence" mean (preset grpo), or "constant" (by max_tokens)
     lr_schedule: str = "constant"  # "constant", "linear" or "cosine", to zero at the last update
     lr_warmup: int = 0  # updates until the full learning rate
     max_grad_norm: float | None = 1.0  # null: not clipped
@@ -115,10 +113,10 @@ class GRPOLoRARecipe:
         self.advantage = build(AdvantageConfig, cfg.advantage, "advantage")
         self.adapter = adapter_spec(partial(instantiate, cfg.model), self.source, cfg.model, self.ranks.world_size)
         engine_config = check_adapter(self.adapter, cfg.publish, build(EngineConfig, cfg.engine, "engine"))
-        at_least(cfg, prompts_per_step=1, samples_per_prompt=max(2, self.advantage.pass_k), updates_per_step=1)
+        at_least(cfg, prompts_per_step=1, samples_per_prompt=2, updates_per_step=1)
         at_least(cfg, row_tokens=engine_config.max_model_len, eval_every=1, save_every=1)
         compute_dtype, engine_dtype = training_dtypes(cfg.dtype, engine_config.dtype)
-        check_sampling(self.sampling)
+        check_sampling(self.sampling, cfg.samples_per_prompt, self.advantage)
         self.checkpoints = Checkpoints(f"{cfg.output_dir}/checkpoints", cfg.keep_last)
         resume = self.checkpoints.latest() if cfg.resume_from_checkpoint else None
         if self.ranks.is_main:

@@ -70,7 +70,10 @@ class AdvantageConfig:
         "keep"  # samples cut by max_tokens or a deadline: "keep", "mask" (in the baseline only) or "penalise"
     )
     penalty: float = 1.0  # taken off the reward of a cut sample by "penalise"
-    overlong: float = 0.0  # last share of max_tokens over which "penalise" grows from 0 to `penalty` (DAPO: 0.2)
+    overlong: float = (
+        0.0  # last share of max_tokens over which "penalise" grows from 0 to `penalty` (DAPO: 0.2); with it, a
+    )
+    # group carries a signal only if the grader's rewards differ: lengths alone would be normalised to full size
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -92,7 +95,10 @@ class AdvantageConfig:
         if not 0.0 <= self.overlong <= 1.0:
             raise ValueError(f"advantage.overlong={self.overlong} is a share of max_tokens, from 0 to 1")
         if self.overlong and self.truncated != "penalise":
-            raise ValueError(f"advantage.overlong={self.overlong} belongs to truncated=penalise, not {self.truncated}")
+            raise ValueError(
+                f"advantage.overlong={self.overlong} belongs to truncated=penalise, not {self.truncated}; set it to 0 "
+                "(it may come from `preset`)"
+            )
 
 
 def with_advantages(
@@ -108,12 +114,15 @@ def with_advantages(
     Returns:
         All groups in order, those without signal with no trained sample, and the counts.
     """
+    if config.overlong and max_tokens is None:
+        raise ValueError(f"advantage.overlong={config.overlong} is a share of max_tokens, which is not given")
     gradable = [[s for s in group.samples if s.outcome.score is not None] for group in groups]
     rewards = [np.array([_reward(s, config, max_tokens) for s in samples]) for samples in gradable]
     batch_std = np.concatenate(rewards).std() if config.scale == "batch_std" and rewards else 1.0
     done, used = [], 0
     for group, samples, rewards_G in zip(groups, gradable, rewards, strict=True):
-        advantages_G = _advantages(rewards_G, config, batch_std)
+        graded_G = np.array([s.outcome.score.reward for s in samples])
+        advantages_G = None if config.overlong and _all_equal(graded_G) else _advantages(rewards_G, config, batch_std)
         if advantages_G is None:
             done.append(replace(group, samples=tuple(replace(s, advantage=0.0, trained=False) for s in group.samples)))
             continue
@@ -135,13 +144,17 @@ def _advantages(rewards_G: np.ndarray, config: AdvantageConfig, batch_std: float
     values_G, mean, std = rewards_G, rewards_G.mean(), rewards_G.std()
     if config.pass_k > 1:
         values_G, mean, std = best_of_k(rewards_G, config.pass_k)
-    # not std == 0: rounding makes equal rewards differ in their last bits, and dividing by std would blow that up
-    if np.ptp(values_G) <= TIE * max(1.0, np.abs(rewards_G).max()):
+    if _all_equal(values_G):
         return None
     advantages_G = values_G - mean
     if config.baseline == "leave_one_out":  # R_i - mean of the others = G / (G - 1) (R_i - mean of all)
         advantages_G = advantages_G * len(rewards_G) / (len(rewards_G) - 1)
     return advantages_G / {"group_std": std, "batch_std": batch_std, "none": 1.0}[config.scale]
+
+
+def _all_equal(values_G: np.ndarray) -> bool:
+    """Not std == 0: rounding makes equal rewards differ in their last bits, and dividing by std would blow that up."""
+    return len(values_G) == 0 or np.ptp(values_G) <= TIE * max(1.0, np.abs(values_G).max())
 
 
 def best_of_k(rewards_G: np.ndarray, k: int) -> tuple[np.ndarray, float, float]:

@@ -7,6 +7,7 @@ import sys
 from dataclasses import fields
 from typing import Any, TypeVar
 
+import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
 from torchtune.config._errors import InstantiationError
@@ -25,15 +26,17 @@ def load_config(schema: type, cfg: DictConfig) -> DictConfig:
         ValueError: an unknown key (with the nearest known one), a wrong type, a missing required value, an unknown preset.
     """
     defaults = {f.name: f.default for f in fields(schema)}
+    preset = cfg.get("preset", defaults.get("preset"))
     try:
-        if "preset" in defaults:
-            cfg = _over(OmegaConf.load(preset_file(cfg.get("preset", defaults["preset"]))), cfg)
+        if preset is not None:
+            cfg = _over(_load_preset(preset, list(defaults)), cfg)
         merged = OmegaConf.merge(OmegaConf.structured(schema), cfg)
     except ConfigKeyError as error:
         raise ValueError(unknown_key(str(error.full_key or error.key), [f.name for f in fields(schema)])) from None
     except ValidationError as error:
         raise ValueError(f"{error.full_key}: {error.msg or error}".split("\n")[0]) from None
-    missing = sorted(OmegaConf.missing_keys(merged))
+    nothing = {name for name, default in defaults.items() if default == MISSING and merged._get_node(name)._is_none()}
+    missing = sorted(OmegaConf.missing_keys(merged) | nothing)
     if missing:
         raise ValueError(f"{missing[0]} has no value; set it in the YAML or on the command line as {missing[0]}=...")
     try:
@@ -43,20 +46,27 @@ def load_config(schema: type, cfg: DictConfig) -> DictConfig:
     return merged
 
 
+def _load_preset(preset: str, known: list[str]) -> DictConfig:
+    file = preset_file(preset)
+    try:
+        loaded = OmegaConf.load(file)
+    except yaml.YAMLError as error:
+        raise ValueError(f"preset={preset}: {file} is no YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(loaded, DictConfig):
+        raise ValueError(f"preset={preset}: {file} holds no keys of a recipe")
+    for key in loaded:
+        if key == "preset" or key not in known:
+            raise ValueError(unknown_key(str(key), [name for name in known if name != "preset"], f"preset {file}"))
+    return loaded
+
+
 def _over(preset: DictConfig, cfg: DictConfig) -> DictConfig:
-    """`cfg` over `preset`, node by node. A node that names another component replaces the preset's as a whole."""
+    """`cfg` over `preset`, node by node. A node that names its component replaces the preset's as a whole."""
     merged = preset.copy()
     for key in cfg:
         mine, theirs = cfg._get_node(key), merged.get(key)
-        component = mine.get("_component_") if isinstance(mine, DictConfig) else None
-        if (
-            isinstance(theirs, DictConfig)
-            and isinstance(mine, DictConfig)
-            and component in (None, theirs.get("_component_"))
-        ):
-            merged[key] = OmegaConf.merge(theirs, mine)
-        else:
-            merged[key] = mine
+        both = isinstance(theirs, DictConfig) and isinstance(mine, DictConfig)
+        merged[key] = OmegaConf.merge(theirs, mine) if both and "_component_" not in mine else mine
     return merged
 
 

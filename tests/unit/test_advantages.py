@@ -179,6 +179,16 @@ def test_overlong_penalty_grows_over_the_last_share(length, expected):
     assert done.samples[0].advantage == pytest.approx((1.0 - 2.0 * expected) / 2)
 
 
+def test_with_overlong_lengths_alone_are_no_signal():
+    """DAPO samples again when all answers are right or all are wrong; one token too many would get the largest advantage."""
+    long = replace(sample(1.0), tokens=np.zeros(17, np.int32))
+    config = AdvantageConfig(truncated="penalise", penalty=0.5, overlong=0.2)
+    (done,), stats = with_advantages([group(long, *[sample(1.0)] * 15)], config, max_tokens=20)
+    assert stats.no_signal == 1 and not any(s.trained for s in done.samples)
+    with pytest.raises(ValueError, match="advantage.overlong=0.2 is a share of max_tokens"):
+        with_advantages([], config)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

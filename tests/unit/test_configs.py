@@ -1,6 +1,7 @@
 """Every shipped config fits the recipe it belongs to, and the models it names can be built."""
 
 import importlib
+import math
 import re
 
 import pytest
@@ -91,6 +92,41 @@ def test_every_preset_fits(preset, name):
         assert loss.entropy_coef == 0.03 and cfg.aggregation == "token"  # what the YAML says itself wins
 
 
+# What the papers say, as (loss, advantage, the rest); the docs' table has the same.
+PUBLISHED = {
+    "grpo": (dict(constraint="clip", clip_low=0.2, clip_high=0.2, importance="tis"), {}, {"aggregation": "sequence"}),
+    "clip_higher": (dict(clip_low=0.2, clip_high=0.28), {}, {"aggregation": "sequence"}),
+    "atr_grpo": (dict(constraint="kl3", delta=0.02), {}, {"aggregation": "sequence"}),
+    "exact_kl": (dict(constraint="kl", delta=0.02, top_k=16), {}, {"aggregation": "sequence"}),
+    "dapo": (dict(clip_low=0.2, clip_high=0.28), {"truncated": "penalise", "penalty": 0.5, "overlong": 0.2},
+             {"aggregation": "token", "refill_rounds": 3}),
+    "dr_grpo": (dict(clip_low=0.2, clip_high=0.2), {"scale": "none"}, {"aggregation": "constant"}),
+    "gspo": (dict(level="sequence", clip_low=3e-4, clip_high=4e-4, importance="none"), {}, {"aggregation": "sequence"}),
+    "gmpo": (dict(level="geometric", clip_low=1 - math.exp(-0.4), clip_high=math.exp(0.4) - 1), {}, {}),
+    "cispo": (dict(constraint="cispo", clip_low=1.0, clip_high=4.0), {}, {"aggregation": "token"}),
+    "sapo": (dict(constraint="sapo", tau_positive=1.0, tau_negative=1.05), {}, {}),
+    "dppo": (dict(constraint="tv", delta=0.2, old="sampler", old_kl_coef=2e-3, kl="k2"), {"scale": "none"}, {}),
+    "two_sided": (dict(constraint="clip", dual_clip=4.0), {}, {}),
+    "decoupled_ppo": (dict(constraint="clip", clip_low=0.2, clip_high=0.2, importance="full"), {}, {}),
+    "icepop": (dict(importance="icepop", importance_low=None, importance_high=None), {}, {}),
+    "rloo": (dict(constraint="none"), {"baseline": "leave_one_out", "scale": "none"}, {"aggregation": "constant"}),
+    "lite_ppo": (dict(constraint="clip"), {"baseline": "mean", "scale": "batch_std"}, {"aggregation": "token"}),
+    "pass_at_k": (dict(constraint="clip"), {"pass_k": 4, "scale": "group_std"}, {}),
+}  # fmt: skip
+
+
+def test_presets_are_the_published_methods():
+    assert sorted(PUBLISHED) == PRESETS
+    for name, (loss_settings, advantage_settings, rest) in PUBLISHED.items():
+        cfg = load_config(grpo_full.Config, OmegaConf.create({**NEEDED, "preset": name}))
+        loss, advantage = instantiate(cfg.loss), build(AdvantageConfig, cfg.advantage, "advantage")
+        for record, wanted in ((loss, loss_settings), (advantage, advantage_settings)):
+            for key, value in wanted.items():
+                assert getattr(record, key) == (pytest.approx(value, rel=1e-4) if isinstance(value, float) else value)
+        assert {key: cfg[key] for key in rest} == rest
+        assert loss.kl_coef == loss.entropy_coef == 0.0
+
+
 def test_presets_differ():
     losses = [load_config(grpo_full.Config, OmegaConf.create({**NEEDED, "preset": preset})) for preset in PRESETS]
     for cfg in losses:
@@ -103,8 +139,28 @@ def test_a_preset_may_be_a_file_and_gives_way_to_a_loss_of_ones_own(tmp_path):
     given = {**NEEDED, "preset": str(tmp_path / "mine.yaml"), "loss": {"y": 3}}
     cfg = load_config(grpo_full.Config, OmegaConf.create(given))
     assert cfg.loss == {"_component_": "a.Loss", "x": 1, "y": 3} and cfg.advantage == {"scale": "none"}
-    cfg = load_config(grpo_full.Config, OmegaConf.create({**NEEDED, "loss": {"_component_": "Reinforce"}}))
-    assert cfg.loss == {"_component_": "Reinforce"}  # nothing is left of the default preset's
+    for name in ("Reinforce", "torchtune_ext.objective.loss.PolicyLoss"):
+        cfg = load_config(grpo_full.Config, OmegaConf.create({**NEEDED, "loss": {"_component_": name}}))
+        assert cfg.loss == {"_component_": name}  # nothing is left of the default preset's
+    cfg = load_config(grpo_full.Config, OmegaConf.create({**NEEDED, "preset": None, "loss": {"_component_": "A"}}))
+    assert cfg.aggregation == "token"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("preset: grpo\n", "unknown key 'preset' in preset"),
+        ("los: {}\n", "unknown key 'los' in preset"),
+        ("- 1\n", "holds no keys of a recipe"),
+        ("a: [\n", "is no YAML"),
+    ],
+)
+def test_bad_preset_files_are_named(tmp_path, text, message):
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_config(grpo_full.Config, OmegaConf.create({**NEEDED, "preset": str(file)}))
+    assert str(file) in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -118,6 +174,8 @@ def test_a_preset_may_be_a_file_and_gives_way_to_a_loss_of_ones_own(tmp_path):
             "loss.importance='tis' weighs tokens, but loss.level='sequence'",
         ),
         ({"preset": "atr_grpo", "loss": {"delta": 0}}, "loss.delta=0 must be positive"),
+        ({"preset": None}, "loss has no value"),
+        ({"loss": None}, "loss has no value"),
         ({"preset": "atr_grpo", "loss": {"delta": "small"}}, "loss.delta='small' must be a number"),
     ],
 )

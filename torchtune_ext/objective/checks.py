@@ -1,6 +1,7 @@
 """What the settings of a policy objective may be, and which of them exclude each other."""
 
 import difflib
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ CONSTRAINTS: dict[str, dict[str, Any]] = {
     "kl3": {"delta": 0.02, "dual_clip": None},
     "kl": {"delta": 0.02, "top_k": None},
     "tv": {"delta": 0.2},
-    "cispo": {"clip_low": 1.0, "clip_high": 5.0},
+    "cispo": {"clip_low": 1.0, "clip_high": 4.0},
     "sapo": {"tau_positive": 1.0, "tau_negative": 1.05},
     "none": {},
 }
@@ -46,19 +47,24 @@ def resolved(settings: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"loss.level={level!r} has no constraint={constraint!r}; use one of {', '.join(LEVEL_CONSTRAINTS[level])}"
         )
+    if constraint == "kl" and settings["old"] == "sampler":
+        raise ValueError(
+            "loss.old='sampler' has no constraint='kl': the sampler's whole distribution is not kept; use old=trainer"
+        )
     own = CONSTRAINTS[constraint]
     for option in OPTIONS:
         if settings[option] is not None and option not in own:
             raise ValueError(
                 f"loss.{option}={settings[option]} contradicts loss.constraint={constraint!r}, whose options are "
-                f"{', '.join(own) or 'none'}; remove it, or use constraint="
+                f"{', '.join(own) or 'none'}; set it to null (it may come from `preset`), or use constraint="
                 + " or ".join(repr(name) for name, options in CONSTRAINTS.items() if option in options)
             )
     for name in (*OPTIONS, "importance_low", "importance_high", "kl_coef", "old_kl_coef", "entropy_coef"):
-        if settings[name] is not None and (
-            isinstance(settings[name], bool) or not isinstance(settings[name], int | float)
-        ):
-            raise ValueError(f"loss.{name}={settings[name]!r} must be a number")
+        value = settings[name]
+        if value is None and not name.endswith("_coef"):
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(f"loss.{name}={value!r} must be a number")
     found = {option: default if settings[option] is None else settings[option] for option, default in own.items()}
     _check_ranges(constraint, level, found)
     _check_importance(settings)
@@ -69,7 +75,7 @@ def resolved(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _require_word(name: str, value: Any, known: Collection[str]) -> None:
-    if value not in known:
+    if not isinstance(value, str) or value not in known:
         near = difflib.get_close_matches(str(value), known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(known)}"
         raise ValueError(f"loss.{name}={value!r} is unknown; {hint}")
@@ -87,8 +93,12 @@ def _check_ranges(constraint: str, level: str, options: Mapping[str, Any]) -> No
             )
         if name == "delta" and constraint == "tv" and not value < 1.0:
             raise ValueError(f"loss.delta={value} never cuts: probabilities differ by at most 1; DPPO uses 0.2")
-        if name == "top_k" and not (value and value >= 1):  # no default: the recipe reads the setting, too
-            raise ValueError(f"loss.constraint='kl' needs loss.top_k, 1 or more tokens, often 16; it is {value}")
+        if name == "top_k" and not (
+            isinstance(value, int) and value >= 1
+        ):  # no default: the recipe reads the setting, too
+            raise ValueError(
+                f"loss.constraint='kl' needs loss.top_k, a whole number of tokens, often 16; it is {value}"
+            )
         if name.startswith("tau") and not value > 0.0:
             raise ValueError(f"loss.{name}={value} must be positive; SAPO uses 1.0 and 1.05")
         if name == "dual_clip" and value is not None:

@@ -51,11 +51,11 @@ def kl3_bounds(delta: float) -> tuple[float, float]:
     u = -W_-1(-e^-(1 + delta)) (Lambert's W; the form follows from r e^-r = e^-(1 + delta)). Near the branch point W loses half
     its digits, so d = log r is found by Newton's method on expm1(d) - d = delta, in float64.
     """
-    found = []
-    for sign in (-1.0, 1.0):
-        d = sign * math.sqrt(2.0 * delta)
-        if sign < 0:
-            d -= delta  # convex: from outside Newton's method comes in on one side, without overshooting
+    root, found = math.sqrt(2.0 * delta), []
+    for d in (
+        -root - delta,
+        math.log1p(root + delta),
+    ):  # outside of both roots: convex, so Newton's method never overshoots
         for _ in range(100):
             step = (math.expm1(d) - d - delta) / math.expm1(d)
             d -= step
@@ -71,9 +71,8 @@ def trust_region(ratio_L: Tensor, advantages_L: Tensor, inside_L: Tensor) -> tup
     The constant 1 is what makes the minimum right: outside it leaves r A where r moved against A (the way back), and the
     constant A where it moved with it.
     """
-    held_L = torch.where(inside_L, ratio_L, torch.ones_like(ratio_L))
     cut_L = ~inside_L & outward(ratio_L < 1.0, ratio_L > 1.0, advantages_L)
-    return torch.minimum(ratio_L * advantages_L, held_L * advantages_L), cut_L
+    return torch.where(cut_L, advantages_L, ratio_L * advantages_L), cut_L
 
 
 def top_k_kl(old_top_LK: Tensor, top_LK: Tensor) -> Tensor:

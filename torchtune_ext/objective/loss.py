@@ -58,7 +58,7 @@ class PolicyLoss:
     level: str = "token"  # of the ratio: "token", "sequence" (GSPO) or "geometric" (GMPO)
     constraint: str = "clip"  # "clip", "kl3", "kl", "tv", "cispo", "sapo" or "none"
     clip_low: float | None = None  # clip (0.2), cispo (1): epsilon below 1
-    clip_high: float | None = None  # clip (0.2), cispo (5): epsilon above 1
+    clip_high: float | None = None  # clip (0.2), cispo (4): epsilon above 1
     dual_clip: float | None = None  # clip, kl3: bound of the ratio where the advantage is negative
     delta: float | None = None  # kl3, kl (0.02), tv (0.2): the distance that is allowed
     top_k: int | None = None  # kl (required): tokens of the proximal policy that are stored
@@ -82,7 +82,7 @@ class PolicyLoss:
         """Loss and metrics per label, all [L]. Metrics named `*_max` are reduced by maximum, others by mean over labels."""
         old_L = t.old_logprobs_L if self.old == "trainer" else t.behavior_logprobs_L
         token_ratio_L = bounded_exp(t.logprobs_L - old_L)
-        objective_L, cut_L = self._constrained(t, t.logprobs_L - old_L, token_ratio_L)
+        objective_L, cut_L = self._constrained(t, old_L, token_ratio_L)
         method = METHODS[self.importance].within(self.importance_low, self.importance_high)
         weight_L, masked_L = importance_weights(t.old_logprobs_L - t.behavior_logprobs_L, t.samples_L, method)
         loss_L = -weight_L * objective_L
@@ -105,9 +105,9 @@ class PolicyLoss:
             metrics["kl_ref"] = kl_L.detach()
         return loss_L, metrics
 
-    def _constrained(self, t: Tokens, log_ratio_L: Tensor, token_ratio_L: Tensor) -> tuple[Tensor, Tensor]:
+    def _constrained(self, t: Tokens, old_L: Tensor, token_ratio_L: Tensor) -> tuple[Tensor, Tensor]:
         """(objective_L, cut_L) of the constraint at the level of the ratio."""
-        advantages_L, ratio_L = t.advantages_L, token_ratio_L
+        advantages_L, ratio_L, log_ratio_L = t.advantages_L, token_ratio_L, t.logprobs_L - old_L
         if self.level == "sequence":
             ratio_L = bounded_exp(sample_means(log_ratio_L, t.samples_L))
         match self.constraint:
@@ -119,7 +119,7 @@ class PolicyLoss:
             case "kl":
                 return trust_region(ratio_L, advantages_L, self._top_k_kl(t, log_ratio_L) <= self.delta)
             case "tv":
-                moved_L = (t.logprobs_L.exp() - (t.logprobs_L - log_ratio_L).exp()).abs()
+                moved_L = (t.logprobs_L.exp() - old_L.exp()).abs()
                 return trust_region(ratio_L, advantages_L, moved_L <= self.delta)
             case "cispo":
                 return cispo(t.logprobs_L, ratio_L, advantages_L, *self.interval())

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from torchtune_ext.advantages import AdvantageConfig
 from torchtune_ext.policy.lora import AdapterSpec
 from torchtune_ext.sampling.core import on_cpu
 from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
@@ -27,8 +28,13 @@ def training_dtypes(trainer: str, engine: str) -> tuple[torch.dtype, torch.dtype
     return DTYPES[trainer], DTYPES[trainer] if engine == "auto" else getattr(torch, engine)
 
 
-def check_sampling(sampling: SamplingConfig) -> None:
-    """Training needs samples of the policy itself, not of a part of its distribution."""
+def check_sampling(sampling: SamplingConfig, samples_per_prompt: int, advantage: AdvantageConfig) -> None:
+    """Training needs samples of the policy itself, not of a part of its distribution, and enough of them to compare."""
+    if 1 < advantage.pass_k >= samples_per_prompt:
+        raise ValueError(
+            f"advantage.pass_k={advantage.pass_k} compares the best of so many samples with others: samples_per_prompt="
+            f"{samples_per_prompt} must be larger"
+        )
     if sampling.temperature <= 0:
         raise ValueError(f"sampling.temperature={sampling.temperature} leaves nothing to learn from; use 1.0")
     if sampling.top_p < 1 or sampling.top_k:

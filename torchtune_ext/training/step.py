@@ -85,6 +85,11 @@ def forward_backward(
         (row_loss * world_size).backward()  # FSDP averages over ranks; the weights sum to one over all of them
         total += row_loss.item()
         for name, values_L in metrics.items():
+            if values_L.shape != row.labels_L.shape:
+                raise ValueError(
+                    f"metric {name!r} of loss {type(loss).__name__} has shape {tuple(values_L.shape)}; it must hold one value "
+                    f"per label, shape {tuple(row.labels_L.shape)}"
+                )
             if name.endswith("_max"):
                 peaks[name] = max(
                     peaks.get(name, -torch.inf), values_L.max().item() if values_L.numel() else -torch.inf
