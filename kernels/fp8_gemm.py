@@ -1,0 +1,246 @@
+"""The three GEMMs of a linear layer on FP8 blocks: y = x W^T and its two gradients.
+
+With x [M, K] (M tokens), W [N, K] and dy [M, N], each contracts another axis, which decides the blocks (fp8_quantize.py)::
+
+    FProp   y  = x W^T       over K, in-features     x   rows 1x128        W   tiles 128x128
+    DGrad   dx = dy W        over N, out-features    dy  rows 1x128        W^T tiles: FProp's own bits, transposed
+    WGrad   dW = dy^T x      over M, tokens          dy  columns 128x1     x   columns 128x1
+
+After transposing, all three are one product A B^T whose operands lie contiguous along the contracted axis, A in 1x128
+blocks and B in 128x128 or 1x128 blocks. A backend is one function that computes it:
+
+* `reference`: torch on any device. Dequantises to float32 and multiplies in float32. What the others are held against.
+* `scaled_mm`: torch.nn.functional.scaled_mm, that is cuBLASLt. Hopper only, CUDA 12.9 or later.
+* `deep_gemm`: DeepGEMM, from the package `deep_gemm` or from the copy inside a GPU build of vLLM. Hopper only.
+* `torchao`: the Triton GEMMs of torchao's prototype of block-wise training. Needs triton; the slowest on a GPU.
+
+On a GPU the products of 128 are summed in the tensor core's own accumulator before float32 takes over, so the fast
+backends agree with the reference to a tolerance, not in bits.
+"""
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchtune_ext.kernels.fp8_quantize import COLUMNS, ROWS, TILES, Fp8Blocks, dequantise
+
+GEMMS = {  # blocks of the two operands as the caller gives them
+    "fprop": (ROWS, TILES),
+    "dgrad": (ROWS, TILES),
+    "wgrad": (COLUMNS, COLUMNS),
+}
+SLACK = 256  # torchao's largest block of rows or columns: its kernels read that many scales, whatever the shape
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which backend runs a GEMM, and why: what spoke against those before it."""
+
+    backend: str
+    reason: str
+
+
+def fprop(x: Fp8Blocks, w: Fp8Blocks, out_dtype: torch.dtype = torch.bfloat16, backend: str = "auto") -> Tensor:
+    """y [M, N] = x W^T, from the rows of x [M, K] and the tiles of w [N, K]."""
+    return _run("fprop", x, w, out_dtype, backend)
+
+
+def dgrad(dy: Fp8Blocks, w: Fp8Blocks, out_dtype: torch.dtype = torch.bfloat16, backend: str = "auto") -> Tensor:
+    """dx [M, K] = dy W, from the rows of dy [M, N] and the same tiles of w [N, K] that FProp used."""
+    return _run("dgrad", dy, w, out_dtype, backend)
+
+
+def wgrad(dy: Fp8Blocks, x: Fp8Blocks, out_dtype: torch.dtype = torch.float32, backend: str = "auto") -> Tensor:
+    """dW [N, K] = dy^T x, from the columns of dy [M, N] and of x [M, K]; zero tokens pad both to whole blocks."""
+    return _run("wgrad", dy, x, out_dtype, backend)
+
+
+def choose_backend(gemm: str, first: Fp8Blocks, second: Fp8Blocks, out_dtype: torch.dtype) -> Choice:
+    """What `backend="auto"` takes for `gemm` ("fprop", "dgrad" or "wgrad") on these operands."""
+    a, b = _operands(gemm, first, second)
+    against = []
+    for name, backend in BACKENDS.items():
+        objection = backend.objection(a, b, out_dtype)
+        if objection is None:
+            return Choice(name, "; ".join([*against, f"{name} can run"]))
+        against.append(f"not {name}: {objection}")
+    raise AssertionError("the reference runs everywhere")
+
+
+def _run(gemm: str, first: Fp8Blocks, second: Fp8Blocks, out_dtype: torch.dtype, backend: str) -> Tensor:
+    a, b = _operands(gemm, first, second)
+    if backend == "auto":
+        backend = choose_backend(gemm, first, second, out_dtype).backend
+    elif backend not in BACKENDS:
+        raise ValueError(f"FP8 backend {backend!r} does not exist: choose auto or one of {', '.join(BACKENDS)}")
+    elif objection := BACKENDS[backend].objection(a, b, out_dtype):
+        raise ValueError(f"FP8 backend {backend!r} cannot run {gemm}: {objection}; or take backend='auto'")
+    if 0 in (*a.shape, *b.shape):  # no tokens: what a rank without data has
+        return a.values.new_zeros(a.shape[0], b.shape[0], dtype=out_dtype)
+    return BACKENDS[backend].run(a, b, out_dtype)
+
+
+def _operands(gemm: str, first: Fp8Blocks, second: Fp8Blocks) -> tuple[Fp8Blocks, Fp8Blocks]:
+    """A and B of A B^T."""
+    if gemm not in GEMMS:
+        raise ValueError(f"gemm {gemm!r} does not exist: choose one of {', '.join(GEMMS)}")
+    if (first.block, second.block) != GEMMS[gemm]:
+        raise ValueError(
+            f"{gemm} takes blocks {GEMMS[gemm]}, got {(first.block, second.block)}: activations and gradients come "
+            "from quantise_rows (fprop, dgrad) or quantise_columns (wgrad), weights from quantise_weight"
+        )
+    a = first.T if gemm == "wgrad" else first
+    b = second if gemm == "fprop" else second.T
+    if a.shape[1] != b.shape[1] or a.values.device != b.values.device:
+        raise ValueError(
+            f"{gemm} cannot contract {first.shape} on {first.values.device} with {second.shape} on "
+            f"{second.values.device}: both must come from one linear layer and one device"
+        )
+    return a, b
+
+
+def _reference(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> Tensor:
+    precision = torch.get_float32_matmul_precision()
+    if precision == "highest":
+        return (dequantise(a) @ dequantise(b).T).to(out_dtype)
+    torch.set_float32_matmul_precision("highest")  # TensorFloat-32 would keep 10 bits, and the oracle be wrong
+    try:
+        return (dequantise(a) @ dequantise(b).T).to(out_dtype)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+def _scaled_mm(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> Tensor:
+    if b.block == TILES:  # [K / 128 rounded up to 4, N / 128], contiguous along K: cuBLASLt's layout for 128x128
+        scale_b = _column_major(F.pad(b.scales, (0, -b.scales.shape[1] % 4)).T)
+        recipe_b = F.ScalingType.BlockWise128x128
+    else:
+        scale_b, recipe_b = _column_major(b.scales), F.ScalingType.BlockWise1x128
+    return F.scaled_mm(
+        a.values.contiguous(),
+        b.values.contiguous().T,
+        _column_major(a.scales),
+        F.ScalingType.BlockWise1x128,
+        scale_b,
+        recipe_b,
+        output_dtype=out_dtype,
+    )
+
+
+def _deep_gemm(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> Tensor:
+    gemm = _deep_gemm_module().fp8_gemm_nt
+    shape = a.shape[0], b.shape[0]
+    lhs = a.values.contiguous(), a.scales  # contiguous across the blocks: what its TMA loads, if M is a multiple of 4
+    if b.block == TILES:
+        out = a.values.new_empty(shape, dtype=torch.bfloat16)
+        gemm(lhs, (b.values.contiguous(), b.scales.contiguous()), out, disable_ue8m0_cast=True)
+        return out
+    out = a.values.new_zeros(shape, dtype=torch.float32)  # this kernel adds to what is there
+    gemm(lhs, (b.values.contiguous(), b.scales), out, c=out, recipe=(1, 1, 128), disable_ue8m0_cast=True)
+    return out.to(out_dtype)
+
+
+def _torchao(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> Tensor:
+    kernels = _torchao_module()
+    gemm = kernels.triton_fp8_gemm_1x128_128x1 if b.block == ROWS else kernels.triton_fp8_gemm_1x128_128x128
+    values = a.values.contiguous(), b.values.contiguous().T
+    return gemm(*values, _with_slack(a.scales), _with_slack(b.scales).T, out_dtype=out_dtype)
+
+
+def _with_slack(scales: Tensor) -> Tensor:
+    """The scales in the same layout, in memory that goes on: torchao's kernels read past a ragged end without a mask."""
+    column_major = scales.stride(0) == 1
+    rows, columns = scales.shape
+    stride = (1, rows) if column_major else (columns, 1)
+    memory = scales.new_zeros(scales.numel() + SLACK * max(stride))
+    return memory.as_strided(scales.shape, stride).copy_(scales)
+
+
+def _column_major(scales: Tensor) -> Tensor:
+    strides = (1, scales.shape[0])
+    if scales.stride() == strides:
+        return scales
+    return torch.empty_strided(scales.shape, strides, dtype=scales.dtype, device=scales.device).copy_(scales)
+
+
+def _no_objection(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> None:
+    return None
+
+
+def _against_scaled_mm(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> str | None:
+    if objection := _against_device(a, only_hopper=True):
+        return objection
+    if not hasattr(F, "scaled_mm"):
+        return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm; install torch 2.10 or later"
+    if torch.version.cuda is None or tuple(map(int, torch.version.cuda.split(".")[:2])) < (12, 9):
+        return f"torch is built for CUDA {torch.version.cuda}; install one built for CUDA 12.9 or later"
+    if out_dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"it cannot return {out_dtype}; ask for bfloat16 or float32"
+    return None
+
+
+def _against_deep_gemm(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> str | None:
+    if objection := _against_device(a, only_hopper=True):
+        return objection
+    if b.block == TILES and out_dtype != torch.bfloat16:
+        return f"its (1x128)x(128x128) kernel returns bfloat16, not {out_dtype}; ask for bfloat16"
+    try:
+        _deep_gemm_module()
+    except (ImportError, RuntimeError) as error:
+        return f"DeepGEMM cannot be imported ({error}); install sgl-deep-gemm, or a GPU build of vLLM, which has a copy"
+    return None
+
+
+def _against_torchao(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> str | None:
+    if objection := _against_device(a, only_hopper=False):
+        return objection
+    try:
+        _torchao_module()
+    except (ImportError, ValueError) as error:  # ValueError: torchao 0.13 to 0.15 under triton 3.9
+        return f"its kernels cannot be imported ({error}); install torchao 0.15 or later and a triton that fits torch"
+    return None
+
+
+def _against_device(a: Fp8Blocks, only_hopper: bool) -> str | None:
+    device = a.values.device
+    if device.type != "cuda":
+        return f"it needs a CUDA device, the operands are on {device}"
+    capability = torch.cuda.get_device_capability(device)
+    if (capability[0] != 9) if only_hopper else (capability < (8, 9)):
+        wanted = "9.0 (Hopper)" if only_hopper else "8.9 or later"
+        return f"it needs compute capability {wanted}, {device} has {capability[0]}.{capability[1]}"
+    return None
+
+
+@functools.cache
+def _deep_gemm_module() -> ModuleType:
+    """The installed package, else vLLM's copy. ImportError where neither is, RuntimeError where its JIT finds no CUDA."""
+    installed = importlib.util.find_spec("deep_gemm") is not None
+    return importlib.import_module("deep_gemm" if installed else "vllm.third_party.deep_gemm")
+
+
+@functools.cache
+def _torchao_module() -> ModuleType:
+    return importlib.import_module("torchao.prototype.blockwise_fp8_training.kernels")
+
+
+@dataclass(frozen=True, slots=True)
+class _Backend:
+    run: Callable[[Fp8Blocks, Fp8Blocks, torch.dtype], Tensor]  # (A, B, dtype of the result) -> A B^T
+    objection: Callable[[Fp8Blocks, Fp8Blocks, torch.dtype], str | None]  # why it cannot run and what to install
+
+
+# In the order in which `auto` asks. scaled_mm before deep_gemm: nothing to install, no compiler at run time.
+BACKENDS = {
+    "scaled_mm": _Backend(_scaled_mm, _against_scaled_mm),
+    "deep_gemm": _Backend(_deep_gemm, _against_deep_gemm),
+    "torchao": _Backend(_torchao, _against_torchao),
+    "reference": _Backend(_reference, _no_objection),
+}

@@ -1,0 +1,182 @@
+"""FP8 with one scale per block: E4M3 values and float32 multipliers, in the three forms that a linear layer's GEMMs need.
+
+For a block B of x (amax is its largest magnitude)::
+
+    scale = max(amax, 1e-12) / 448             448: the largest E4M3 number
+    value = E4M3(clamp(x / scale, -448, 448))  round to nearest, ties to even
+    x    ~= value * scale                      so `scale` is a multiplier, as everywhere (vLLM calls it weight_scale_inv)
+
+A GEMM can take a scale out of its sum only if the scale is constant over 128 places of the contracted axis. Hence
+
+* **rows**, 1x128 along the features: activations in FProp, output gradients in DGrad;
+* **columns**, 128x1 along the tokens: both operands of WGrad;
+* **tiles**, 128x128: weights. A tile's transpose has the same scale and the same bits, so DGrad needs no second copy.
+
+Every step is one IEEE operation in float32, and both paths below take the same steps, so their bits agree. The steps
+are those of vLLM's CUDA kernel for activations (per_token_group_quant.cu: `amax / 448`, then `x / scale`), since the
+sampler quantises its activations with it; DeepGEMM and torchao multiply by a reciprocal instead, which moves a few
+values to the neighbouring code. One thing differs: the floor of amax is 1e-10 in vLLM and 1e-4 in DeepGEMM, where small
+gradients would vanish. With 1e-12 a number keeps its three bits of mantissa down to 1e-12 / 448 * 2^-6 = 3.5e-17.
+
+`power_of_two` rounds a scale up to a power of two (UE8M0: an exponent and nothing else), what Blackwell wants.
+A block that holds a NaN or an infinity dequantises to NaN as a whole: the failure stays visible.
+
+This file is the reference, plain torch on any device. fp8_quantize_triton.py is the fast path on CUDA: one kernel reads
+the activation once and writes rows and columns.
+"""
+
+import importlib.util
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+AMAX_FLOOR = 1e-12
+BLOCK = 128
+ROWS, COLUMNS, TILES = (1, BLOCK), (BLOCK, 1), (BLOCK, BLOCK)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Blocks:
+    """A quantised matrix. Columns are padded with zero tokens to whole blocks; nothing else ever is.
+
+    The layouts are those that Hopper's GEMMs read without a copy: values contiguous along the blocks of rows and of
+    columns, and scales contiguous across them (the scales of rows have stride (1, M), those of columns (K, 1)).
+    """
+
+    values: Tensor  # float8_e4m3fn [M, K], for columns [M rounded up to 128, K]
+    scales: Tensor  # float32, one per block: value * scale is the number that is meant
+    block: tuple[int, int]  # ROWS, COLUMNS or TILES
+    shape: tuple[int, int]  # (M, K) without padding
+
+    @property
+    def T(self) -> "Fp8Blocks":
+        """The transpose, as views: rows become columns of the transposed matrix, tiles stay tiles."""
+        return Fp8Blocks(self.values.T, self.scales.T, self.block[::-1], self.shape[::-1])
+
+
+@torch.no_grad()
+def quantise_rows(x: Tensor, power_of_two: bool = False, backend: str = "auto") -> Fp8Blocks:
+    """1x128 along the features of x [M, K]; any M, K a multiple of 128.
+
+    Args:
+        x: bfloat16, float16 or float32, any strides.
+        power_of_two: scales are rounded up to powers of two (UE8M0).
+        backend: "torch", "triton" (CUDA, capability 8.9 or later) or "auto", Triton where it can run.
+    """
+    _check(x)
+    if _use_triton(x, backend):
+        return _triton().quantise_activation(x, power_of_two, rows=True, columns=False)[0]
+    return Fp8Blocks(*_quantise(x, ROWS, power_of_two), ROWS, tuple(x.shape))
+
+
+@torch.no_grad()
+def quantise_columns(x: Tensor, power_of_two: bool = False, backend: str = "auto") -> Fp8Blocks:
+    """128x1 along the tokens of x [M, K]; see `quantise_rows`. The last block is padded with zeros, which change nothing."""
+    _check(x)
+    if _use_triton(x, backend):
+        return _triton().quantise_activation(x, power_of_two, rows=False, columns=True)[1]
+    padded = F.pad(x, (0, 0, 0, -x.shape[0] % BLOCK))
+    return Fp8Blocks(*_quantise(padded.T, ROWS, power_of_two), ROWS, tuple(x.T.shape)).T
+
+
+@torch.no_grad()
+def quantise_rows_and_columns(
+    x: Tensor, power_of_two: bool = False, backend: str = "auto"
+) -> tuple[Fp8Blocks, Fp8Blocks]:
+    """Both forms of an activation or a gradient; on CUDA x is read once."""
+    _check(x)
+    if _use_triton(x, backend):
+        return _triton().quantise_activation(x, power_of_two, rows=True, columns=True)
+    return quantise_rows(x, power_of_two, "torch"), quantise_columns(x, power_of_two, "torch")
+
+
+@torch.no_grad()
+def quantise_weight(w: Tensor, power_of_two: bool = False, backend: str = "auto") -> Fp8Blocks:
+    """128x128 tiles of w [N, K], both multiples of 128. `values` and `scales` are vLLM's `weight` and `weight_scale_inv`."""
+    _check(w)
+    if w.shape[0] % BLOCK:
+        raise ValueError(
+            f"a weight of shape {tuple(w.shape)} has no whole 128x128 tiles: leave this layer in bfloat16, "
+            "here and in the sampler"
+        )
+    if _use_triton(w, backend):
+        return _triton().quantise_weight(w, power_of_two)
+    return Fp8Blocks(*_quantise(w, TILES, power_of_two), TILES, tuple(w.shape))
+
+
+def dequantise(q: Fp8Blocks, dtype: torch.dtype = torch.float32) -> Tensor:
+    """[M, K] of `q.shape`, padding cut off. value * scale is computed in float32 (float64 for float64), then cast."""
+    accumulate = torch.float64 if dtype == torch.float64 else torch.float32
+    tiles = _tiles(q.values.to(accumulate), q.block) * q.scales.to(accumulate)[:, None, :, None]
+    return tiles.flatten(2).flatten(0, 1)[: q.shape[0], : q.shape[1]].to(dtype)
+
+
+def _quantise(x: Tensor, block: tuple[int, int], power_of_two: bool) -> tuple[Tensor, Tensor]:
+    """Values (row-major) and scales of a matrix of whole blocks."""
+    tiles = _tiles(x.float(), block)
+    scales = _scale(tiles.abs().amax(dim=(1, 3)), power_of_two)
+    # Clamped because x / scale may round to just above 448, and because an older torch casts an overflow to NaN.
+    values = (tiles / scales[:, None, :, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+    values = values.flatten(2).flatten(0, 1).contiguous()
+    return values, scales if block == TILES else _column_major(scales)
+
+
+def _scale(amax: Tensor, power_of_two: bool) -> Tensor:
+    # Divided by a tensor: on CUDA, torch turns a division by a Python number into a product with its reciprocal.
+    scale = amax.clamp_min(AMAX_FLOOR) / torch.full((), FP8_MAX, device=amax.device)
+    if not power_of_two:
+        return scale
+    # The next power of two upwards: carry any bit of the mantissa into the exponent, then drop the mantissa.
+    rounded = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+    return torch.where(scale < torch.inf, rounded, scale)
+
+
+def _tiles(x: Tensor, block: tuple[int, int]) -> Tensor:
+    """[M, K] -> [M / block[0], block[0], K / block[1], block[1]], a view."""
+    (M, K), (m, k) = x.shape, block
+    return x.unflatten(1, (K // k, k)).unflatten(0, (M // m, m))
+
+
+def _column_major(scales: Tensor) -> Tensor:
+    M, K = scales.shape
+    return torch.empty_strided((M, K), (1, M), dtype=scales.dtype, device=scales.device).copy_(scales)
+
+
+def _check(x: Tensor) -> None:
+    if x.ndim != 2 or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(
+            f"FP8 blocks are made of a bfloat16, float16 or float32 matrix, got {x.dtype} of shape {tuple(x.shape)}: "
+            "flatten the leading dimensions"
+        )
+    if x.shape[1] % BLOCK:
+        raise ValueError(
+            f"{x.shape[1]} features are not a multiple of 128: leave this layer in bfloat16, here and in the sampler"
+        )
+
+
+def _use_triton(x: Tensor, backend: str) -> bool:
+    if backend not in ("auto", "torch", "triton"):
+        raise ValueError(f"backend of the quantiser is {backend!r}: choose auto, torch or triton")
+    if backend == "torch" or (backend == "auto" and not x.is_cuda):
+        return False
+    if not x.is_cuda:
+        problem = f"the tensor is on {x.device}; move it to a CUDA device"
+    elif torch.cuda.get_device_capability(x.device) < (8, 9):
+        problem = "casts to E4M3 need compute capability 8.9 or later"
+    elif importlib.util.find_spec("triton") is None:
+        problem = "it is not installed: pip install triton"
+    else:
+        return True
+    if backend == "triton":
+        raise ValueError(f"backend of the quantiser is 'triton', but {problem}, or take backend='torch'")
+    return False
+
+
+def _triton():
+    from torchtune_ext.kernels import fp8_quantize_triton  # needs triton, which a CPU environment lacks
+
+    return fp8_quantize_triton

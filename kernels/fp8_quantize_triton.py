@@ -1,0 +1,143 @@
+"""The fast path of fp8_quantize.py: Triton kernels with the same steps, bit for bit. Imports triton.
+
+One program holds one 128x128 tile in registers. The activation kernel reads it once and writes it twice, as 1x128 rows
+and as 128x1 columns; the columns go out transposed, so that the tokens, which WGrad contracts, are contiguous.
+
+Three things keep the bits equal to torch's: `div_rn` (a plain `/` becomes `div.full`, off by up to two ulps), amax as an
+integer maximum over the bits of |x| (the same order as the numbers', and NaN is the largest, where a float maximum would
+drop it), and a clamp that lets NaN through.
+"""
+
+import contextlib
+import struct
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torchtune_ext.kernels.fp8_quantize import AMAX_FLOOR, BLOCK, COLUMNS, FP8, FP8_MAX, ROWS, TILES, Fp8Blocks
+
+NUM_WARPS = 16  # a tile fills the registers of a multiprocessor either way; with 4 warps they spill
+_FLOOR_BITS = tl.constexpr(struct.unpack("<i", struct.pack("<f", AMAX_FLOOR))[0])
+_MAX = tl.constexpr(FP8_MAX)
+
+
+@triton.jit
+def _scale(amax_bits, POWER_OF_TWO: tl.constexpr):
+    """Bits of amax -> scale."""
+    amax = tl.maximum(amax_bits, _FLOOR_BITS).to(tl.float32, bitcast=True)
+    scale = tl.div_rn(amax, tl.full(amax.shape, _MAX, tl.float32))
+    if POWER_OF_TWO:
+        rounded = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+        scale = tl.where(scale < float("inf"), rounded, scale)
+    return scale
+
+
+@triton.jit
+def _values(x, scale):
+    """x and scale of one shape -> E4M3."""
+    return tl.clamp(tl.div_rn(x, scale), -_MAX, _MAX, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+
+
+@triton.jit
+def activation_kernel(
+    x_ptr,  # [M, K] with strides (stride_m, stride_k)
+    rows_ptr,  # E4M3 [M, K]
+    row_scales_ptr,  # float32 [K / 128, M]
+    columns_ptr,  # E4M3 [K, padded_M]
+    column_scales_ptr,  # float32 [padded_M / 128, K]
+    M,
+    K,
+    padded_M,
+    stride_m,
+    stride_k,
+    WRITE_ROWS: tl.constexpr,
+    WRITE_COLUMNS: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    SIZE: tl.constexpr,  # 128
+):
+    # Where a tile lies needs 64 bits (128k tokens of 27,648 features are more than 2^31 elements), a place in it does not.
+    tile_m, tile_k = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    m, k = tl.arange(0, SIZE), tl.arange(0, SIZE)
+    real = m < M - tile_m * SIZE
+    x_ptr += tile_m * SIZE * stride_m + tile_k * SIZE * stride_k
+    x = tl.load(x_ptr + m[:, None] * stride_m + k[None, :] * stride_k, mask=real[:, None], other=0.0).to(tl.float32)
+    bits = tl.abs(x).to(tl.int32, bitcast=True)
+    if WRITE_ROWS:
+        scale = _scale(tl.max(bits, axis=1), POWER_OF_TWO)
+        value = _values(x, tl.broadcast_to(scale[:, None], (SIZE, SIZE)))
+        tl.store(rows_ptr + (tile_m * K + tile_k) * SIZE + m[:, None] * K + k[None, :], value, mask=real[:, None])
+        tl.store(row_scales_ptr + tile_k * M + tile_m * SIZE + m, scale, mask=real)
+    if WRITE_COLUMNS:
+        scale = _scale(tl.max(bits, axis=0), POWER_OF_TWO)
+        value = _values(x, tl.broadcast_to(scale[None, :], (SIZE, SIZE)))
+        tl.store(
+            columns_ptr + (tile_k * padded_M + tile_m) * SIZE + k[:, None] * padded_M + m[None, :], tl.trans(value)
+        )
+        tl.store(column_scales_ptr + tile_m * K + tile_k * SIZE + k, scale)
+
+
+@triton.jit
+def weight_kernel(
+    w_ptr,  # [N, K] with strides (stride_n, stride_k)
+    values_ptr,  # E4M3 [N, K]
+    scales_ptr,  # float32 [N / 128, K / 128]
+    K,
+    stride_n,
+    stride_k,
+    POWER_OF_TWO: tl.constexpr,
+    SIZE: tl.constexpr,  # 128
+):
+    tile_n, tile_k = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    n, k = tl.arange(0, SIZE), tl.arange(0, SIZE)
+    w_ptr += tile_n * SIZE * stride_n + tile_k * SIZE * stride_k
+    w = tl.load(w_ptr + n[:, None] * stride_n + k[None, :] * stride_k).to(tl.float32)
+    amax_bits = tl.max(tl.max(tl.abs(w).to(tl.int32, bitcast=True), axis=1, keep_dims=True), axis=0, keep_dims=True)
+    scale = _scale(amax_bits, POWER_OF_TWO)  # [1, 1]
+    value = _values(w, tl.broadcast_to(scale, (SIZE, SIZE)))
+    tl.store(values_ptr + (tile_n * K + tile_k) * SIZE + n[:, None] * K + k[None, :], value)
+    one = tl.arange(0, 1)
+    tl.store(scales_ptr + tile_n * (K // SIZE) + tile_k + one[:, None] + one[None, :], scale)
+
+
+def quantise_activation(
+    x: Tensor, power_of_two: bool, rows: bool, columns: bool
+) -> tuple[Fp8Blocks | None, Fp8Blocks | None]:
+    """(rows, columns) of x [M, K], None for the form that is not wanted."""
+    M, K = x.shape
+    num_tiles = -(-M // BLOCK)
+    padded = num_tiles * BLOCK
+    row_values, row_scales = _outputs(x, (M, K), (K // BLOCK, M)) if rows else (None, None)
+    column_values, column_scales = _outputs(x, (K, padded), (num_tiles, K)) if columns else (None, None)
+    if x.numel():
+        with _on(x):
+            activation_kernel[(num_tiles, K // BLOCK)](
+                x, row_values, row_scales, column_values, column_scales, M, K, padded, *x.stride(),
+                rows, columns, power_of_two, BLOCK, num_warps=NUM_WARPS,
+            )  # fmt: skip
+    return (
+        Fp8Blocks(row_values, row_scales.T, ROWS, (M, K)) if rows else None,
+        Fp8Blocks(column_values.T, column_scales, COLUMNS, (M, K)) if columns else None,
+    )
+
+
+def quantise_weight(w: Tensor, power_of_two: bool) -> Fp8Blocks:
+    """Tiles of w [N, K], both multiples of 128."""
+    N, K = w.shape
+    values, scales = _outputs(w, (N, K), (N // BLOCK, K // BLOCK))
+    if w.numel():
+        with _on(w):
+            weight_kernel[(N // BLOCK, K // BLOCK)](
+                w, values, scales, K, *w.stride(), power_of_two, BLOCK, num_warps=NUM_WARPS
+            )
+    return Fp8Blocks(values, scales, TILES, (N, K))
+
+
+def _outputs(x: Tensor, values: tuple[int, int], scales: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    return x.new_empty(values, dtype=FP8), x.new_empty(scales, dtype=torch.float32)
+
+
+def _on(x: Tensor) -> contextlib.AbstractContextManager:
+    """Triton launches on the current device, which need not be the tensor's."""
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
