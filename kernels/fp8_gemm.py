@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtune_ext.kernels.fp8_quantize import COLUMNS, ROWS, TILES, Fp8Blocks, dequantise
+from torchtune_ext.kernels.fp8_quantize import COLUMNS, ROWS, TILES, Fp8Blocks, column_major, dequantise
 
 GEMMS = {  # blocks of the two operands as the caller gives them
     "fprop": (ROWS, TILES),
@@ -119,14 +119,14 @@ def _reference(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> Tensor:
 
 def _scaled_mm(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> Tensor:
     if b.block == TILES:  # [K / 128 rounded up to 4, N / 128], contiguous along K: cuBLASLt's layout for 128x128
-        scale_b = _column_major(F.pad(b.scales, (0, -b.scales.shape[1] % 4)).T)
+        scale_b = column_major(F.pad(b.scales, (0, -b.scales.shape[1] % 4)).T)
         recipe_b = F.ScalingType.BlockWise128x128
     else:
-        scale_b, recipe_b = _column_major(b.scales), F.ScalingType.BlockWise1x128
+        scale_b, recipe_b = column_major(b.scales), F.ScalingType.BlockWise1x128
     return F.scaled_mm(
-        a.values.contiguous(),
-        b.values.contiguous().T,
-        _column_major(a.scales),
+        _contiguous(a.values),
+        _contiguous(b.values).T,
+        column_major(a.scales),
         F.ScalingType.BlockWise1x128,
         scale_b,
         recipe_b,
@@ -137,20 +137,20 @@ def _scaled_mm(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> Tensor:
 def _deep_gemm(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> Tensor:
     gemm = _deep_gemm_module().fp8_gemm_nt
     shape = a.shape[0], b.shape[0]
-    lhs = a.values.contiguous(), a.scales  # contiguous across the blocks: what its TMA loads, if M is a multiple of 4
+    lhs = _contiguous(a.values), a.scales  # contiguous across the blocks: what its TMA loads, if M is a multiple of 4
     if b.block == TILES:
         out = a.values.new_empty(shape, dtype=torch.bfloat16)
-        gemm(lhs, (b.values.contiguous(), b.scales.contiguous()), out, disable_ue8m0_cast=True)
+        gemm(lhs, (_contiguous(b.values), _contiguous(b.scales)), out, disable_ue8m0_cast=True)
         return out
     out = a.values.new_zeros(shape, dtype=torch.float32)  # this kernel adds to what is there
-    gemm(lhs, (b.values.contiguous(), b.scales), out, c=out, recipe=(1, 1, 128), disable_ue8m0_cast=True)
+    gemm(lhs, (_contiguous(b.values), b.scales), out, c=out, recipe=(1, 1, 128), disable_ue8m0_cast=True)
     return out.to(out_dtype)
 
 
 def _torchao(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> Tensor:
     kernels = _torchao_module()
     gemm = kernels.triton_fp8_gemm_1x128_128x1 if b.block == ROWS else kernels.triton_fp8_gemm_1x128_128x128
-    values = a.values.contiguous(), b.values.contiguous().T
+    values = _contiguous(a.values), _contiguous(b.values).T
     return gemm(*values, _with_slack(a.scales), _with_slack(b.scales).T, out_dtype=out_dtype)
 
 
@@ -163,11 +163,8 @@ def _with_slack(scales: Tensor) -> Tensor:
     return memory.as_strided(scales.shape, stride).copy_(scales)
 
 
-def _column_major(scales: Tensor) -> Tensor:
-    strides = (1, scales.shape[0])
-    if scales.stride() == strides:
-        return scales
-    return torch.empty_strided(scales.shape, strides, dtype=scales.dtype, device=scales.device).copy_(scales)
+def _contiguous(values: Tensor) -> Tensor:
+    return values if values.is_contiguous() else values.clone(memory_format=torch.contiguous_format)
 
 
 def _no_objection(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> None:

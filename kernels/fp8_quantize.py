@@ -69,7 +69,7 @@ def quantise_rows(x: Tensor, power_of_two: bool = False, backend: str = "auto") 
     """
     _check(x)
     if _use_triton(x, backend):
-        return _triton().quantise_activation(x, power_of_two, rows=True, columns=False)[0]
+        return _triton_activation(x, power_of_two, columns=False)[0]
     return Fp8Blocks(*_quantise(x, ROWS, power_of_two), ROWS, tuple(x.shape))
 
 
@@ -78,7 +78,7 @@ def quantise_columns(x: Tensor, power_of_two: bool = False, backend: str = "auto
     """128x1 along the tokens of x [M, K]; see `quantise_rows`. The last block is padded with zeros, which change nothing."""
     _check(x)
     if _use_triton(x, backend):
-        return _triton().quantise_activation(x, power_of_two, rows=False, columns=True)[1]
+        return _triton_activation(x, power_of_two, rows=False)[1]
     padded = F.pad(x, (0, 0, 0, -x.shape[0] % BLOCK))
     return Fp8Blocks(*_quantise(padded.T, ROWS, power_of_two), ROWS, tuple(x.T.shape)).T
 
@@ -90,7 +90,7 @@ def quantise_rows_and_columns(
     """Both forms of an activation or a gradient; on CUDA x is read once."""
     _check(x)
     if _use_triton(x, backend):
-        return _triton().quantise_activation(x, power_of_two, rows=True, columns=True)
+        return _triton_activation(x, power_of_two)
     return quantise_rows(x, power_of_two, "torch"), quantise_columns(x, power_of_two, "torch")
 
 
@@ -104,7 +104,9 @@ def quantise_weight(w: Tensor, power_of_two: bool = False, backend: str = "auto"
             "here and in the sampler"
         )
     if _use_triton(w, backend):
-        return _triton().quantise_weight(w, power_of_two)
+        from torchtune_ext.kernels.fp8_quantize_triton import quantise_weight as kernel
+
+        return Fp8Blocks(*kernel(w, power_of_two, AMAX_FLOOR, FP8_MAX), TILES, tuple(w.shape))
     return Fp8Blocks(*_quantise(w, TILES, power_of_two), TILES, tuple(w.shape))
 
 
@@ -122,7 +124,7 @@ def _quantise(x: Tensor, block: tuple[int, int], power_of_two: bool) -> tuple[Te
     # Clamped because x / scale may round to just above 448, and because an older torch casts an overflow to NaN.
     values = (tiles / scales[:, None, :, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8)
     values = values.flatten(2).flatten(0, 1).contiguous()
-    return values, scales if block == TILES else _column_major(scales)
+    return values, scales if block == TILES else column_major(scales)
 
 
 def _scale(amax: Tensor, power_of_two: bool) -> Tensor:
@@ -141,9 +143,9 @@ def _tiles(x: Tensor, block: tuple[int, int]) -> Tensor:
     return x.unflatten(1, (K // k, k)).unflatten(0, (M // m, m))
 
 
-def _column_major(scales: Tensor) -> Tensor:
-    M, K = scales.shape
-    return torch.empty_strided((M, K), (1, M), dtype=scales.dtype, device=scales.device).copy_(scales)
+def column_major(x: Tensor) -> Tensor:
+    """The same matrix with strides (1, rows), copied only where they are others (also those of dimensions of size 1)."""
+    return x if x.stride() == (1, x.shape[0]) else x.T.clone(memory_format=torch.contiguous_format).T
 
 
 def _check(x: Tensor) -> None:
@@ -176,7 +178,16 @@ def _use_triton(x: Tensor, backend: str) -> bool:
     return False
 
 
-def _triton():
-    from torchtune_ext.kernels import fp8_quantize_triton  # needs triton, which a CPU environment lacks
+def _triton_activation(
+    x: Tensor, power_of_two: bool, rows: bool = True, columns: bool = True
+) -> tuple[Fp8Blocks | None, Fp8Blocks | None]:
+    from torchtune_ext.kernels.fp8_quantize_triton import (
+        quantise_activation as kernel,
+    )  # a CPU environment lacks triton
 
-    return fp8_quantize_triton
+    shape = tuple(x.shape)
+    row_form, column_form = kernel(x, power_of_two, rows, columns, AMAX_FLOOR, FP8_MAX)
+    return (
+        Fp8Blocks(*row_form, ROWS, shape) if rows else None,
+        Fp8Blocks(*column_form, COLUMNS, shape) if columns else None,
+    )

@@ -16,18 +16,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchtune_ext.kernels.fp8_quantize import AMAX_FLOOR, BLOCK, COLUMNS, FP8, FP8_MAX, ROWS, TILES, Fp8Blocks
-
+BLOCK = 128
 NUM_WARPS = 16  # a tile fills the registers of a multiprocessor either way; with 4 warps they spill
-_FLOOR_BITS = tl.constexpr(struct.unpack("<i", struct.pack("<f", AMAX_FLOOR))[0])
-_MAX = tl.constexpr(FP8_MAX)
 
 
 @triton.jit
-def _scale(amax_bits, POWER_OF_TWO: tl.constexpr):
+def _scale(amax_bits, FLOOR_BITS: tl.constexpr, MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     """Bits of amax -> scale."""
-    amax = tl.maximum(amax_bits, _FLOOR_BITS).to(tl.float32, bitcast=True)
-    scale = tl.div_rn(amax, tl.full(amax.shape, _MAX, tl.float32))
+    amax = tl.maximum(amax_bits, FLOOR_BITS).to(tl.float32, bitcast=True)
+    scale = tl.div_rn(amax, tl.full(amax.shape, MAX, tl.float32))
     if POWER_OF_TWO:
         rounded = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
         scale = tl.where(scale < float("inf"), rounded, scale)
@@ -35,9 +32,9 @@ def _scale(amax_bits, POWER_OF_TWO: tl.constexpr):
 
 
 @triton.jit
-def _values(x, scale):
+def _values(x, scale, MAX: tl.constexpr):
     """x and scale of one shape -> E4M3."""
-    return tl.clamp(tl.div_rn(x, scale), -_MAX, _MAX, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+    return tl.clamp(tl.div_rn(x, scale), -MAX, MAX, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
 
 
 @triton.jit
@@ -55,6 +52,8 @@ def activation_kernel(
     WRITE_ROWS: tl.constexpr,
     WRITE_COLUMNS: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
+    FLOOR_BITS: tl.constexpr,  # of the smallest amax, as int32
+    MAX: tl.constexpr,  # 448.0
     SIZE: tl.constexpr,  # 128
 ):
     # Where a tile lies needs 64 bits (128k tokens of 27,648 features are more than 2^31 elements), a place in it does not.
@@ -65,13 +64,13 @@ def activation_kernel(
     x = tl.load(x_ptr + m[:, None] * stride_m + k[None, :] * stride_k, mask=real[:, None], other=0.0).to(tl.float32)
     bits = tl.abs(x).to(tl.int32, bitcast=True)
     if WRITE_ROWS:
-        scale = _scale(tl.max(bits, axis=1), POWER_OF_TWO)
-        value = _values(x, tl.broadcast_to(scale[:, None], (SIZE, SIZE)))
+        scale = _scale(tl.max(bits, axis=1), FLOOR_BITS, MAX, POWER_OF_TWO)
+        value = _values(x, tl.broadcast_to(scale[:, None], (SIZE, SIZE)), MAX)
         tl.store(rows_ptr + (tile_m * K + tile_k) * SIZE + m[:, None] * K + k[None, :], value, mask=real[:, None])
         tl.store(row_scales_ptr + tile_k * M + tile_m * SIZE + m, scale, mask=real)
     if WRITE_COLUMNS:
-        scale = _scale(tl.max(bits, axis=0), POWER_OF_TWO)
-        value = _values(x, tl.broadcast_to(scale[None, :], (SIZE, SIZE)))
+        scale = _scale(tl.max(bits, axis=0), FLOOR_BITS, MAX, POWER_OF_TWO)
+        value = _values(x, tl.broadcast_to(scale[None, :], (SIZE, SIZE)), MAX)
         tl.store(
             columns_ptr + (tile_k * padded_M + tile_m) * SIZE + k[:, None] * padded_M + m[None, :], tl.trans(value)
         )
@@ -87,6 +86,8 @@ def weight_kernel(
     stride_n,
     stride_k,
     POWER_OF_TWO: tl.constexpr,
+    FLOOR_BITS: tl.constexpr,  # of the smallest amax, as int32
+    MAX: tl.constexpr,  # 448.0
     SIZE: tl.constexpr,  # 128
 ):
     tile_n, tile_k = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -94,17 +95,20 @@ def weight_kernel(
     w_ptr += tile_n * SIZE * stride_n + tile_k * SIZE * stride_k
     w = tl.load(w_ptr + n[:, None] * stride_n + k[None, :] * stride_k).to(tl.float32)
     amax_bits = tl.max(tl.max(tl.abs(w).to(tl.int32, bitcast=True), axis=1, keep_dims=True), axis=0, keep_dims=True)
-    scale = _scale(amax_bits, POWER_OF_TWO)  # [1, 1]
-    value = _values(w, tl.broadcast_to(scale, (SIZE, SIZE)))
+    scale = _scale(amax_bits, FLOOR_BITS, MAX, POWER_OF_TWO)  # [1, 1]
+    value = _values(w, tl.broadcast_to(scale, (SIZE, SIZE)), MAX)
     tl.store(values_ptr + (tile_n * K + tile_k) * SIZE + n[:, None] * K + k[None, :], value)
     one = tl.arange(0, 1)
     tl.store(scales_ptr + tile_n * (K // SIZE) + tile_k + one[:, None] + one[None, :], scale)
 
 
+Quantised = tuple[Tensor, Tensor]  # values and scales, laid out as fp8_quantize.Fp8Blocks says
+
+
 def quantise_activation(
-    x: Tensor, power_of_two: bool, rows: bool, columns: bool
-) -> tuple[Fp8Blocks | None, Fp8Blocks | None]:
-    """(rows, columns) of x [M, K], None for the form that is not wanted."""
+    x: Tensor, power_of_two: bool, rows: bool, columns: bool, amax_floor: float, fp8_max: float
+) -> tuple[Quantised | None, Quantised | None]:
+    """Rows and columns of x [M, K], K a multiple of 128; None for the form that is not wanted."""
     M, K = x.shape
     num_tiles = -(-M // BLOCK)
     padded = num_tiles * BLOCK
@@ -114,28 +118,30 @@ def quantise_activation(
         with _on(x):
             activation_kernel[(num_tiles, K // BLOCK)](
                 x, row_values, row_scales, column_values, column_scales, M, K, padded, *x.stride(),
-                rows, columns, power_of_two, BLOCK, num_warps=NUM_WARPS,
+                rows, columns, power_of_two, _bits(amax_floor), fp8_max, BLOCK, num_warps=NUM_WARPS,
             )  # fmt: skip
-    return (
-        Fp8Blocks(row_values, row_scales.T, ROWS, (M, K)) if rows else None,
-        Fp8Blocks(column_values.T, column_scales, COLUMNS, (M, K)) if columns else None,
-    )
+    return (row_values, row_scales.T) if rows else None, (column_values.T, column_scales) if columns else None
 
 
-def quantise_weight(w: Tensor, power_of_two: bool) -> Fp8Blocks:
+def quantise_weight(w: Tensor, power_of_two: bool, amax_floor: float, fp8_max: float) -> Quantised:
     """Tiles of w [N, K], both multiples of 128."""
     N, K = w.shape
     values, scales = _outputs(w, (N, K), (N // BLOCK, K // BLOCK))
     if w.numel():
         with _on(w):
             weight_kernel[(N // BLOCK, K // BLOCK)](
-                w, values, scales, K, *w.stride(), power_of_two, BLOCK, num_warps=NUM_WARPS
+                w, values, scales, K, *w.stride(), power_of_two, _bits(amax_floor), fp8_max, BLOCK, num_warps=NUM_WARPS
             )
-    return Fp8Blocks(values, scales, TILES, (N, K))
+    return values, scales
 
 
 def _outputs(x: Tensor, values: tuple[int, int], scales: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    return x.new_empty(values, dtype=FP8), x.new_empty(scales, dtype=torch.float32)
+    return x.new_empty(values, dtype=torch.float8_e4m3fn), x.new_empty(scales, dtype=torch.float32)
+
+
+def _bits(number: float) -> int:
+    """The bits of a float32 as an int32."""
+    return struct.unpack("<i", struct.pack("<f", number))[0]
 
 
 def _on(x: Tensor) -> contextlib.AbstractContextManager:
