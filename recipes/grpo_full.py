@@ -91,7 +91,7 @@ class GRPOFullRecipe:
     def __init__(self, cfg: Config):
         self.cfg = cfg
         self.engine: Engine | None = None
-        self.grader: Grader | None = None
+        self.graders: list[Grader] = []  # of the task, of the held-out task
         self.metrics: Metrics | None = None
         self.step = self.version = 0
         self.last_eval: float | None = None
@@ -121,7 +121,8 @@ class GRPOFullRecipe:
             self.rollouts = RolloutStore(cfg.output_dir, resume_step=from_step)
             self.engine = Engine(cfg.model_dir, engine_config, cfg.output_dir)
             self.engine.start()  # loads in a process of its own while the policy is built here
-            self.grader = Grader(self.task, cfg.grader_workers, cfg.grader_timeout_s)
+            tasks = [self.task] if self.eval_task is None else [self.task, self.eval_task]
+            self.graders = [Grader(task, cfg.grader_workers, cfg.grader_timeout_s) for task in tasks]
         self.policy = build_policy(
             partial(instantiate, cfg.model), self.source, self.ranks.device, compute_dtype,
             self.ranks.world_size, cfg.activation_checkpointing, cfg.compile,
@@ -174,8 +175,9 @@ class GRPOFullRecipe:
             return [], {}
         for sampling_round in range(1 + cfg.refill_rounds):
             sampling = replace(self.sampling, seed=(cfg.seed * SEED_STRIDE + self.step) * SEED_STRIDE + sampling_round)
+            problems = self.problems.take(wanted)
             with watch("sample"):
-                groups += self.rollout(self.problems.take(wanted), cfg.samples_per_prompt, sampling, "sample")
+                groups += self.rollout(problems, cfg.samples_per_prompt, sampling, self.graders[0], "sample")
             groups, stats = with_advantages(groups, self.advantage, self.sampling.max_tokens)
             wanted = cfg.prompts_per_step - stats.groups
             if wanted <= 0:
@@ -186,9 +188,9 @@ class GRPOFullRecipe:
         values["speed/sampled_tokens_s"] = values["length/tokens"] / watch.seconds["sample"]
         return groups, values
 
-    def rollout(self, problems: list[Problem], n: int, sampling: SamplingConfig, label: str) -> list[Group]:
+    def rollout(self, problems: list[Problem], n: int, sampling: SamplingConfig, by: Grader, label: str) -> list[Group]:
         with self.progress.sampling(len(problems) * n, label) as bar:
-            return sample_groups(problems, n, sampling, self.engine, self.tokenizer, self.grader, bar)
+            return sample_groups(problems, n, sampling, self.engine, self.tokenizer, by, bar)
 
     def pack(self, groups: list[Group]) -> tuple[list[list[Row]], dict[str, float]]:
         """This rank's rows for every update of the step, and how well they are used."""
@@ -237,8 +239,8 @@ class GRPOFullRecipe:
             return {}
         problems = [self.eval_task[i] for i in range(len(self.eval_task))]
         seeded = replace(self.sampling, seed=self.cfg.seed)
-        sampled = self.rollout(problems, self.cfg.eval_samples, seeded, "evaluate")
-        greedy = self.rollout(problems, 1, replace(seeded, temperature=0.0), "evaluate greedy")
+        sampled = self.rollout(problems, self.cfg.eval_samples, seeded, self.graders[1], "evaluate")
+        greedy = self.rollout(problems, 1, replace(seeded, temperature=0.0), self.graders[1], "evaluate greedy")
         values = summary.evaluation_metrics(sampled, greedy)
         self.last_eval = values["eval/accuracy_sampled"]
         return values
@@ -264,7 +266,7 @@ class GRPOFullRecipe:
             self.engine.load_state_dict(recipe["throttle"])
 
     def cleanup(self) -> None:
-        for part in (self.engine, self.grader, self.metrics):
+        for part in (self.engine, *self.graders, self.metrics):
             if part is not None:
                 part.close()
 

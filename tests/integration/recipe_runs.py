@@ -32,6 +32,11 @@ class Letters:
 
     def solution(self, problem):
         return "x"
+
+
+class Generous(Letters):
+    def grade(self, problem, text):
+        return Score(1.0, {})
 '''
 
 CONFIG = """

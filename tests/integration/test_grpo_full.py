@@ -166,7 +166,7 @@ def test_the_kl_term_and_refills(workplace):
 @pytest.mark.parametrize(
     ("preset", "more"),
     [
-        ("kl_grpo", ["loss.delta=1e-6"]),
+        ("exact_kl", ["loss.delta=1e-6"]),
         ("gspo", ["loss.clip_low=1e-6", "loss.clip_high=1e-6"]),
         ("dapo", ["refill_rounds=1"]),
     ],
@@ -179,6 +179,14 @@ def test_presets_run(workplace, preset, more):
         assert line["loss/clip_fraction"] > 0.1
     assert line["loss/masked_fraction"] == 0.0 and 0.99 < line["mismatch/ess"] <= 1.0
     assert line["loss/clip_fraction_at_0"] >= 0.0 and line["mismatch/mean_abs_at_1_15"] < 1e-4
+
+
+def test_held_out_problems_are_graded_by_their_own_task(workplace):
+    args = ["output_dir=generous", "eval_task._component_=letters.Generous", "max_steps=1"]
+    runs.run(workplace, "grpo_full", *args)
+    lines = runs.metrics(workplace / "generous")
+    assert lines[0]["eval/accuracy_sampled"] == lines[1]["eval/accuracy_greedy"] == 1.0
+    assert 0.0 < lines[1]["reward/mean"] < 1.0
 
 
 def test_bfloat16_trains_on_float32_masters(workplace):
