@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from torchtune_ext.config import instantiate
-from torchtune_ext.tasks.arithmetic import ENDLESS, LEVELS, Arithmetic, held_out, last_integer, steps
+from torchtune_ext.tasks.arithmetic import ENDLESS, LEVELS, NEAR, Arithmetic, held_out, last_integer, steps
+from torchtune_ext.tasks.task import Problem
 
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 TASK = Arithmetic()
@@ -77,13 +78,21 @@ def test_worked_steps(question, values):
     assert steps(question) == values
 
 
-def test_a_share_of_the_solutions_shows_the_steps():
-    """1,000 fair draws of 0.25 have a standard deviation of 0.0137."""
-    task = Arithmetic(level=4, worked=0.25)
-    shown = [task.solution(task[i]).split() for i in range(1000)]
-    assert all(words in ([str(v) for v in task[i].answer], [str(task[i].answer[-1])]) for i, words in enumerate(shown))
-    assert sum(len(words) > 1 for words in shown) / 1000 == pytest.approx(0.25, abs=4 * 0.0137)
-    assert all(task.grade(task[i], task.solution(task[i])).reward == 1.0 for i in range(1000))
+@pytest.mark.parametrize(("question", "text"), [("7+5=", "12"), ("7+5-9=", "(12) 3"), ("7*(5-9)+2=", "(-4 -28) -26")])
+def test_a_solution_shows_the_steps(question, text):
+    assert TASK.solution(Problem("one", ({"role": "user", "content": question},), steps(question))) == text
+
+
+def test_a_share_of_the_solutions_is_guessed():
+    """1,000 fair draws of 0.25 have a standard deviation of 0.0137; a guess is right in 1 of 7, as 250 draws show to 0.022."""
+    task = Arithmetic(level=4, guessed=0.25)
+    problems = [task[i] for i in range(1000)]
+    guesses = [(p, text) for p in problems if "(" not in (text := task.solution(p))]
+    assert len(guesses) / 1000 == pytest.approx(0.25, abs=4 * 0.0137)
+    assert {int(text) - p.answer[-1] for p, text in guesses} == set(range(-NEAR, NEAR + 1))
+    right = sum(task.grade(p, text).reward for p, text in guesses)
+    assert right / len(guesses) == pytest.approx(1 / 7, abs=4 * 0.022)
+    assert all(task.grade(p, task.solution(p)).reward == 1.0 for p in problems if "(" in task.solution(p))
 
 
 @pytest.mark.parametrize("level", [1, 3, 6, {2: 1.0, 8: 3.0}])
@@ -137,6 +146,8 @@ def test_levels_are_mixed_by_weight():
     [
         ("42", 42),
         ("12 -3", -3),
+        ("(12) -3", -3),
+        ("(12)", None),
         ("17+25=42", 42),
         ("17 + 25 = 42.\n", 42),
         ("It is 42", 42),
@@ -187,7 +198,7 @@ def test_settings_come_from_yaml():
         ({"split": "test"}, "split='test': choose one of train, heldout, all"),
         ({"first": -1}, "first=-1, count=None"),
         ({"count": 0}, "count from 1"),
-        ({"worked": 1.5}, "worked=1.5 is a share"),
+        ({"guessed": 1.5}, "guessed=1.5 is a share"),
         ({"prompt": "Compute"}, "prompt='Compute' shows no question"),
     ],
 )

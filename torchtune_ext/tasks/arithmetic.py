@@ -1,8 +1,8 @@
 """Arithmetic: generated without end, cheap to sample and to grade, so that a run takes a minute and can be repeated.
 
-A question is terse, "17+25=", and its worked solution is the value after every operation, the answer last: "7+5-9=" has
-"12 3". A character is a token for a tokenizer without merges, so a completion has 2 to about 12 of them. Only the last
-number is graded: whether to write the steps is the policy's affair.
+A question is terse, "7+5-9=", and its solution has the values on the way in brackets, then the answer: "(12) 3". A character is
+a token for a tokenizer without merges, so a completion has from 2 to about 12 of them. Only the last number is graded:
+whether to work before answering is the policy's affair.
 """
 
 import random
@@ -16,6 +16,7 @@ from torchtune_ext.tasks.task import Problem, Score
 ENDLESS = 2**31 - 1  # the length of the task without a count
 SPLITS = ("train", "heldout", "all")
 HELD_OUT = 8  # one question in so many is held out
+NEAR = 3  # of a guess
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,8 @@ class Arithmetic:
         split: "train", "heldout" or "all". The hash of a question decides on which side it stands, one in eight is held out:
             no seed, level or index makes a training question appear among the held-out ones.
         prompt: the user's message; {question} stands for "17+25=".
-        worked: share of the solutions that show the steps, the others are the answer alone. Warmed up on both, a policy
-            still has to find out that steps pay.
+        guessed: share of the solutions that are a guess: a number at most `NEAR` from the answer, without steps. A policy that
+            was warmed up on both is left to find out that working pays.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Arithmetic:
         level: int | Sequence[int] | Mapping[int, float] = 1,
         split: str = "train",
         prompt: str = "{question}",
-        worked: float = 1.0,
+        guessed: float = 0.0,
     ) -> None:
         if first < 0 or (count is not None and count < 1):
             raise ValueError(f"first={first}, count={count}: first counts from 0, count from 1")
@@ -71,9 +72,9 @@ class Arithmetic:
             raise ValueError(f"split={split!r}: choose one of {', '.join(SPLITS)}")
         if "{question}" not in prompt:
             raise ValueError(f"prompt={prompt!r} shows no question: write {{question}} where it belongs")
-        if not 0.0 <= worked <= 1.0:
-            raise ValueError(f"worked={worked} is a share of the solutions: give a number from 0 to 1")
-        self.seed, self.first, self.split, self.prompt, self.worked = seed, first, split, prompt, worked
+        if not 0.0 <= guessed <= 1.0:
+            raise ValueError(f"guessed={guessed} is a share of the solutions: give a number from 0 to 1")
+        self.seed, self.first, self.split, self.prompt, self.guessed = seed, first, split, prompt, guessed
         self.length = ENDLESS if count is None else count
         self.weights = _weights(level)
 
@@ -99,9 +100,11 @@ class Arithmetic:
         return Score(right, {"accuracy": right, "failed": float(said is None)})
 
     def solution(self, problem: Problem) -> str:
-        """The value after every operation, the answer last; for a share of the problems the answer alone."""
-        shown = problem.answer if random.Random(problem.id).random() < self.worked else problem.answer[-1:]
-        return " ".join(map(str, shown))
+        """The steps, then the answer, which scores 1.0; for the share `guessed` of the problems a guess."""
+        rng, (*way, answer) = random.Random(problem.id), problem.answer
+        if rng.random() < self.guessed:
+            return str(answer + rng.randint(-NEAR, NEAR))
+        return f"({' '.join(map(str, way))}) {answer}" if way else str(answer)
 
 
 def draw(rng: random.Random, form: Form) -> str:
