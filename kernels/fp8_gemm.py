@@ -36,7 +36,7 @@ GEMMS = {  # blocks of the two operands as the caller gives them
     "dgrad": (ROWS, TILES),
     "wgrad": (COLUMNS, COLUMNS),
 }
-SLACK = 256  # torchao's largest block of rows or columns: its kernels read that many scales, whatever the shape
+SLACK = 256  # the largest tile of torchao's kernels, which read a scale for each of its rows and columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,17 +150,16 @@ def _deep_gemm(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> Tensor:
 def _torchao(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> Tensor:
     kernels = _torchao_module()
     gemm = kernels.triton_fp8_gemm_1x128_128x1 if b.block == ROWS else kernels.triton_fp8_gemm_1x128_128x128
-    values = _contiguous(a.values), _contiguous(b.values).T
-    return gemm(*values, _with_slack(a.scales), _with_slack(b.scales).T, out_dtype=out_dtype)
+    scale_a = _with_slack(a.scales, column_major=True)
+    scale_b = _with_slack(b.scales, column_major=b.block == ROWS)
+    return gemm(_contiguous(a.values), _contiguous(b.values).T, scale_a, scale_b.T, out_dtype=out_dtype)
 
 
-def _with_slack(scales: Tensor) -> Tensor:
-    """The scales in the same layout, in memory that goes on: torchao's kernels read past a ragged end without a mask."""
-    column_major = scales.stride(0) == 1
+def _with_slack(scales: Tensor, column_major: bool) -> Tensor:
+    """A copy in memory that goes on: torchao's kernels read scales past a ragged end without a mask."""
     rows, columns = scales.shape
-    stride = (1, rows) if column_major else (columns, 1)
-    memory = scales.new_zeros(scales.numel() + SLACK * max(stride))
-    return memory.as_strided(scales.shape, stride).copy_(scales)
+    memory = scales.new_zeros(scales.numel() + SLACK + columns)
+    return memory.as_strided(scales.shape, (1, rows) if column_major else (columns, 1)).copy_(scales)
 
 
 def _contiguous(values: Tensor) -> Tensor:
