@@ -224,6 +224,22 @@ def test_vllm_reads_our_weights():
     assert torch.equal(quant_utils.scaled_dequantize(q.values, q.scales, group), dequantise(q))
 
 
+def test_rows_have_the_bits_of_vllms_own_path():
+    """The torch path of vLLM's activation quantiser; its CUDA kernel takes the same steps (tests/gpu)."""
+    quantiser = pytest.importorskip("vllm.model_executor.layers.quantization.input_quant_fp8")
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+
+    with set_current_vllm_config(VllmConfig()):
+        layer = quantiser.QuantFP8(static=False, group_shape=GroupShape(1, 128), use_ue8m0=False)
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.randn(300, 896, generator=torch.Generator().manual_seed(0)).to(dtype)
+        values, scales = layer.forward_native(x)
+        q = quantise_rows(x)
+        assert torch.equal(q.scales, scales)
+        np.testing.assert_array_equal(codes_of(q), values.view(torch.uint8).numpy())
+
+
 def test_refusals():
     x = torch.zeros(128, 128)
     for bad, message in (
@@ -242,7 +258,10 @@ def test_refusals():
 
 
 def needs_triton():
-    return pytest.importorskip("triton", reason="triton is not installed; pip install triton tests its kernels too")
+    return pytest.importorskip(
+        "triton",
+        reason="triton is not installed (no CPU environment has it); with it, the kernels are compiled and interpreted",
+    )
 
 
 ACTIVATION = {
