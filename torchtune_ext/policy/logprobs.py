@@ -9,6 +9,7 @@ from torchtune.modules import TiedLinear, TransformerDecoder
 from torchtune_ext.kernels.linear_logprob import linear_gather, linear_logprob, linear_top_k
 from torchtune_ext.kernels.packed_attention import packed_mask, use_packed_attention
 from torchtune_ext.packing import Row
+from torchtune_ext.policy.fp8 import Fp8Receipt
 from torchtune_ext.policy.lora import effective_weight
 
 
@@ -33,8 +34,9 @@ class PackedPolicy:
     what is wrapped around the model later (FSDP2, activation checkpointing, compile) stay as torchtune has them.
     """
 
-    def __init__(self, model: TransformerDecoder):
+    def __init__(self, model: TransformerDecoder, fp8: Fp8Receipt | None = None):
         self.model = model
+        self.fp8 = fp8  # which of its layers compute in FP8, if any does
         self.noisy = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())  # while it trains
         self.max_positions = model.max_seq_len  # rows of the RoPE cache: bounds a position, not the length of a row
         self._row: Row | None = None

@@ -9,6 +9,7 @@ from torchtune import training
 from torchtune.modules import TiedLinear, TransformerDecoder, TransformerSelfAttentionLayer
 
 from torchtune_ext.policy import lora
+from torchtune_ext.policy.fp8 import Fp8Config, convert
 from torchtune_ext.policy.logprobs import PackedPolicy
 from torchtune_ext.policy.weights import HFModel, load_weights
 
@@ -22,6 +23,7 @@ def build_policy(
     activation_checkpointing: bool = False,
     compile_layers: bool = False,
     seed: int = 0,
+    fp8: Fp8Config | None = None,
 ) -> PackedPolicy:
     """Builds the policy with float32 master weights, computing in `compute_dtype`.
 
@@ -38,6 +40,10 @@ def build_policy(
         activation_checkpointing: recompute each layer in the backward.
         compile_layers: `torch.compile` each layer.
         seed: of adapters.
+        fp8: linear layers compute in FP8; which ones and how, `PackedPolicy.fp8` says. None: none does.
+
+    Raises:
+        ValueError: model and checkpoint do not fit each other, or `fp8` fits neither them nor the device.
     """
     with torch.device("meta"):
         model = make_model()
@@ -49,7 +55,8 @@ def build_policy(
     adapters = lora.adapter_names(model)
     if adapters:
         lora.prepare(model, compute_dtype)
-    policy = PackedPolicy(model)
+    receipt = convert(model, source, fp8, compute_dtype, device) if fp8 else None
+    policy = PackedPolicy(model, receipt)
     if compile_layers:
         for layer in model.layers:
             layer.compile()

@@ -30,6 +30,8 @@ _CONVERTERS = {
     "qwen3": (partial(_renamed, names=_QWEN3), partial(_renamed, names={ours: hf for hf, ours in _QWEN3.items()})),
     "llama": (hf_to_tune, tune_to_hf),
 }
+_DTYPES = ("BF16", "F16", "F32", "F64")  # of weights, as safetensors writes them
+_UNQUANTISED = "take the model in bfloat16, which is quantised here where `fp8` asks for it"
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # what activation checkpointing and compile add to names
 
 
@@ -73,12 +75,23 @@ class HFModel:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(torchtune name, tensor) of every weight, one at a time."""
+        self.require_unquantised()
         for file in self.files():
             with safe_open(file, framework="pt") as f:
                 for name in f.keys():
                     if self.tied and name == "lm_head.weight":
                         continue
+                    if "_scale" in name.rpartition(".")[2] or f.get_slice(name).get_dtype() not in _DTYPES:
+                        raise ValueError(f"{name} in {file} is, or belongs to, a quantised weight: {_UNQUANTISED}")
                     yield from self._from_hf({name: f.get_tensor(name)}, **self._shape).items()
+
+    def require_unquantised(self) -> None:
+        """Raises ValueError where `config.json` says that the weights are quantised: without their scales they are others."""
+        if (found := self.config.get("quantization_config")) is not None:
+            raise ValueError(
+                f"model_dir={str(self.path)!r} holds quantised weights (quantization_config in config.json, quant_method="
+                f"{found.get('quant_method')!r}): {_UNQUANTISED}"
+            )
 
     def to_hf(self, name: str, tensor: Tensor) -> tuple[str, Tensor]:
         """A torchtune weight under its Hugging Face name and layout; it may have fewer columns (an adapter's B)."""

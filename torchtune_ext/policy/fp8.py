@@ -1,0 +1,297 @@
+"""Which linear layers compute in FP8, in the trainer and in the sampler, and the bytes that pass between the two.
+
+The list is made once, from Hugging Face names and shapes (`skip_reasons`). `convert` follows it in the trainer; the receipt
+states it as vLLM's `quantization_config`; `fp8_hf_tensors` sends FP8 weights for the same layers, rounded as the trainer's
+forward rounds them. So what samples is part of what trains, layer by layer (Jet-RL, arXiv:2601.14243).
+
+Embeddings, norms, attention itself and the output head stay in the compute dtype.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchao.dtypes.nf4tensor import NF4Tensor
+from torchtune.modules import TransformerDecoder
+from torchtune.modules.peft import DoRALinear, LoRALinear
+
+from torchtune_ext.kernels import fp8_gemm
+from torchtune_ext.kernels.fp8_gemm import Choice
+from torchtune_ext.kernels.fp8_quantize import BLOCK, COLUMNS, FP8, ROWS, TILES, Fp8Blocks, quantise_weight
+from torchtune_ext.policy.fp8_linear import Fp8BlockLinear, Fp8Config, Fp8LoRALinear
+from torchtune_ext.policy.lora import adapter_names
+from torchtune_ext.policy.weights import HFModel, clean_name
+
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # vLLM holds each as one layer: all in FP8, or none
+HEAD = "lm_head"
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Layer:
+    """A linear layer of the model and what becomes of it."""
+
+    name: str  # Hugging Face's, without ".weight"
+    shape: tuple[int, int]  # out-features, in-features
+    reason: str | None  # why it stays in the compute dtype; None: it computes in FP8
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Receipt:
+    """What a conversion did. It speaks for the sampler, too."""
+
+    config: Fp8Config
+    dtype: torch.dtype  # of the weights that a forward sees and quantises
+    layers: tuple[Fp8Layer, ...]  # in the order of the model; last the output head, tied or not
+    choices: tuple[tuple[str, tuple[int, int], Choice], ...] = ()  # GEMM, (out, in), backend; empty of a plan
+
+    @property
+    def converted(self) -> frozenset[str]:
+        """Hugging Face names of the layers in FP8."""
+        return frozenset(layer.name for layer in self.layers if layer.reason is None)
+
+    @property
+    def share(self) -> float:
+        """Of the parameters of all linear layers, output head included, and so of their FLOPs for a token, in FP8."""
+        sizes = {layer.name: layer.shape[0] * layer.shape[1] for layer in self.layers}
+        return sum(sizes[name] for name in self.converted) / sum(sizes.values())
+
+    def quantization_config(self) -> dict[str, Any]:
+        """`quantization_config` of a Hugging Face config.json, by which vLLM computes the same layers in the same blocks.
+
+        Raises:
+            ValueError: torchao's recipes have no counterpart in vLLM.
+        """
+        if self.config.recipe != "block":
+            raise ValueError(f"fp8.recipe={self.config.recipe}: no sampler computes like it; set fp8.recipe=block")
+        return {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "weight_block_size": [BLOCK, BLOCK],
+            "modules_to_not_convert": [layer.name for layer in self.layers if layer.reason is not None],
+            **({"scale_fmt": "ue8m0"} if self.config.power_of_two else {}),
+        }
+
+    def table(self) -> str:
+        """Layers by kind and fate, then the backends; a few lines for any model."""
+        lines = [
+            f"FP8 ({self.config.recipe}): {len(self.converted)} of {len(self.layers)} linear layers, {self.share:.1%} of their "
+            "parameters and of their FLOPs for a token"
+        ]
+        kinds = Counter((layer.name.rpartition(".")[2], layer.shape, layer.reason) for layer in self.layers)
+        for (kind, (out, features), reason), count in kinds.items():
+            fate = "FP8" if reason is None else f"{str(self.dtype)[6:]}: {reason}"
+            lines.append(f"  {count:>4} x {kind:<10} {out:>6} x {features:<6} {fate}")
+        for (gemm, choice), count in Counter((gemm, choice) for gemm, _, choice in self.choices).items():
+            lines.append(f"  {gemm}, {count} shapes: {choice.backend} ({choice.reason})")
+        return "\n".join(lines)
+
+
+def skip_reasons(
+    shapes: Mapping[str, tuple[int, int]], skip: Collection[str] = (), unfit: Mapping[str, str] | None = None
+) -> dict[str, str | None]:
+    """The one rule: for each linear layer why it stays as it is, or None if it computes in FP8.
+
+    Args:
+        shapes: Hugging Face name -> (out, in), all linear layers of the model.
+        skip: last parts of names, or whole names, of layers to leave alone.
+        unfit: further reasons, by name.
+
+    Raises:
+        ValueError: `skip` names no layer.
+    """
+    unknown = [asked for asked in skip if not any(asked in (name, _kind(name)) for name in shapes)]
+    if unknown:
+        raise ValueError(f"fp8.skip names {unknown}, which no layer is; there are {sorted(set(map(_kind, shapes)))}")
+
+    def own(name: str) -> str | None:
+        out, features = shapes[name]
+        if _kind(name) == HEAD:
+            return "output head, whose errors go straight into the log-probs"
+        if name in skip or _kind(name) in skip:
+            return "named in fp8.skip"
+        if out % BLOCK or features % BLOCK:
+            return f"no whole tiles of {BLOCK} x {BLOCK}"
+        return (unfit or {}).get(name)
+
+    reasons = {name: own(name) for name in shapes}
+    for name in shapes:
+        stem = name.removesuffix(_kind(name))
+        for part in next((parts for parts in FUSED if _kind(name) in parts), ()):
+            if reasons[name] is None and f"{stem}{part}" in shapes and own(f"{stem}{part}") is not None:
+                reasons[name] = f"vLLM fuses it with {part}, which stays"
+    return reasons
+
+
+def plan(model: TransformerDecoder, names: HFModel, config: Fp8Config, dtype: torch.dtype) -> Fp8Receipt:
+    """The list for a model, which may lie on the meta device and stays as it is: for a sampler in FP8 alone, too.
+
+    Args:
+        dtype: in which the forward sees the weights.
+
+    Raises:
+        ValueError: nothing can be converted, `config.skip` names no layer, or the checkpoint is quantised already.
+    """
+    return _plan(model, names, config, dtype)[0]
+
+
+def convert(
+    model: TransformerDecoder, names: HFModel, config: Fp8Config, dtype: torch.dtype, device: torch.device
+) -> Fp8Receipt:
+    """Lets the layers of `plan` compute in FP8. Parameters, their names and checkpoints stay as they are.
+
+    Before sharding, checkpointing and compile, and after `lora.prepare`.
+
+    Args:
+        device: where the model will compute; it decides the backends.
+
+    Raises:
+        ValueError: as `plan`; or a backend that cannot run on `device`, with the name of the first layer concerned.
+    """
+    receipt, modules = _plan(model, names, config, dtype)
+    if config.recipe != "block":
+        _convert_by_torchao(
+            model, {module for name, module in modules.items() if name in receipt.converted}, config, device
+        )
+        return receipt
+    choices = {}
+    for layer in receipt.layers:
+        if layer.reason is not None:
+            continue
+        module = modules[layer.name]
+        for gemm in ("fprop", "dgrad", "wgrad"):
+            runs = gemm == "fprop" or (config.backward == "fp8" and (gemm == "dgrad" or module.weight.requires_grad))
+            if runs and (gemm, layer.shape) not in choices:
+                choices[gemm, layer.shape] = _choice(gemm, layer, receipt, device)
+        module.__class__ = Fp8LoRALinear if isinstance(module, LoRALinear) else Fp8BlockLinear
+        module.fp8 = config
+    return replace(receipt, choices=tuple((*key, choice) for key, choice in choices.items()))
+
+
+@torch.no_grad()
+def fp8_hf_tensors(
+    tensors: Iterable[tuple[str, Tensor]], receipt: Fp8Receipt, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, tensor) for a sampler that was made with `receipt.quantization_config()`.
+
+    Of a converted layer `X.weight`, float8_e4m3fn [N, K], and `X.weight_scale_inv`, float32 [N/128, K/128], a multiplier;
+    everything else in `dtype`.
+
+    Args:
+        tensors: of `named_hf_tensors` or `lora.base_hf_tensors` in `receipt.dtype`, so that what is rounded here is what the
+            forward rounds. Consumed one at a time: still a collective if they are gathered.
+
+    Raises:
+        ValueError: tensors of another dtype, or not all that were converted.
+    """
+    receipt.quantization_config()  # of a recipe that has one
+    missing = set(receipt.converted)
+    for name, tensor in tensors:
+        layer = name.removesuffix(".weight")
+        if layer == name or layer not in receipt.converted:
+            yield name, tensor.to(dtype)
+            continue
+        if tensor.dtype != receipt.dtype:
+            raise ValueError(
+                f"{name} comes as {tensor.dtype}, the forward quantises {receipt.dtype}: gather it in that"
+            )
+        missing.discard(layer)
+        q = quantise_weight(tensor, receipt.config.power_of_two)
+        yield name, q.values
+        yield f"{name}_scale_inv", q.scales
+    if missing:
+        raise ValueError(f"{len(missing)} layers in FP8 were not among the tensors: {sorted(missing)[:4]} ...")
+
+
+def _kind(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _plan(
+    model: TransformerDecoder, names: HFModel, config: Fp8Config, dtype: torch.dtype
+) -> tuple[Fp8Receipt, dict[str, nn.Module]]:
+    """The receipt, and the modules by Hugging Face name."""
+    names.require_unquantised()
+    adapters = adapter_names(model)
+    modules, unfit = {}, {}
+    for ours, module in model.named_modules():
+        ours = clean_name(ours)
+        if isinstance(module, (nn.Linear, LoRALinear, DoRALinear)) and f"{ours}.weight" not in adapters:
+            # the places of the rows stand in for the weight: Llama's q and k have another order at Hugging Face
+            places = torch.arange(module.weight.shape[0], device="cpu")[:, None]
+            hf_name, order = names.to_hf(f"{ours}.weight", places)
+            hf_name = hf_name.removesuffix(".weight")
+            modules[hf_name] = module
+            if reason := _unfit(module, config) or _moved(order):
+                unfit[hf_name] = reason
+    head = modules.pop(HEAD, None)
+    shapes = {name: tuple(module.weight.shape) for name, module in modules.items()}
+    if head is not None:
+        modules[HEAD] = head
+    shapes[HEAD] = tuple((model.tok_embeddings if head is None else head).weight.shape)
+    reasons = skip_reasons(shapes, config.skip, unfit)
+    receipt = Fp8Receipt(config, dtype, tuple(Fp8Layer(name, shapes[name], reasons[name]) for name in shapes))
+    if not receipt.converted:
+        raise ValueError(
+            f"no layer of model_dir={str(names.path)!r} can compute in FP8; set precision=bf16, or take a model with widths "
+            f"that are multiples of {BLOCK}\n{receipt.table()}"
+        )
+    return receipt, modules
+
+
+def _unfit(module: nn.Module, config: Fp8Config) -> str | None:
+    if isinstance(module.weight, NF4Tensor):
+        return "its weight is NF4"
+    if isinstance(module, DoRALinear):
+        return "DoRA takes the norm of the whole weight: no sampler has it but merged, and then rounded as a whole"
+    if isinstance(module, LoRALinear) and config.recipe != "block":
+        return f"torchao's recipe {config.recipe} knows no adapters"
+    if type(module) not in (nn.Linear, LoRALinear):
+        return f"it is a {type(module).__name__}"
+    return None
+
+
+def _moved(order: Tensor) -> str | None:
+    """Rows may trade places inside their tile: its scale stays, and each value keeps its bits. Not across tiles."""
+    tiles = torch.arange(order.shape[0]) // BLOCK
+    if torch.equal(order[:, 0] // BLOCK, tiles):
+        return None
+    return f"Hugging Face has its rows in another order, across tiles of {BLOCK}: heads must divide {BLOCK}"
+
+
+def _choice(gemm: str, layer: Fp8Layer, receipt: Fp8Receipt, device: torch.device) -> Choice:
+    """The backend for one GEMM of a layer, asked with operands of no tokens."""
+    out, features = layer.shape
+
+    def blocks(rows: int, columns: int, block: tuple[int, int]) -> Fp8Blocks:
+        values, scales = torch.empty((), dtype=FP8, device=device), torch.empty((), device=device)
+        grid = rows // block[0], columns // block[1]
+        return Fp8Blocks(values.expand(rows, columns), scales.expand(grid), block, (rows, columns))
+
+    weight = blocks(out, features, TILES)
+    operands = {
+        "fprop": (blocks(0, features, ROWS), weight),
+        "dgrad": (blocks(0, out, ROWS), weight),
+        "wgrad": (blocks(0, out, COLUMNS), blocks(0, features, COLUMNS)),
+    }[gemm]
+    dtype = torch.float32 if gemm == "wgrad" else receipt.dtype
+    if receipt.config.backend == "auto":
+        return fp8_gemm.choose_backend(gemm, *operands, dtype)
+    try:
+        getattr(fp8_gemm, gemm)(*operands, dtype, receipt.config.backend)
+    except ValueError as error:
+        raise ValueError(f"fp8, layer {layer.name}: {error}") from error
+    return Choice(receipt.config.backend, "asked for")
+
+
+def _convert_by_torchao(model: nn.Module, chosen: set[nn.Module], config: Fp8Config, device: torch.device) -> None:
+    """One scale for a tensor or for a row of it; emulated where no tensor core can do it."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    options = replace(
+        Float8LinearConfig.from_recipe_name(config.recipe), emulate=device.type != "cuda", pad_inner_dim=True
+    )
+    convert_to_float8_training(model, config=options, module_filter_fn=lambda module, _: module in chosen)
