@@ -37,7 +37,7 @@ for g, (prompt, lengths) in enumerate([(9, [5, 1, 12]), (4, [20, 3]), (15, [2, 2
         for n in lengths
     )
     groups.append(Group(Problem(f"p{g}", (), None), rng.integers(0, 300, prompt).astype(np.int32), samples))
-loss = PolicyLoss(importance="tis", kl_coef=0.2, entropy_coef=0.01)
+loss = PolicyLoss(constraint="kl", delta=1e-4, top_k=8, importance="tis", kl_coef=0.2, entropy_coef=0.01)
 
 
 def gradients(ranks, world_size):
@@ -51,10 +51,11 @@ def gradients(ranks, world_size):
     rows, _ = pack(groups, row_tokens, num_rows_multiple=world_size)
     share = rows[ranks.rank :: world_size] if world_size > 1 else rows
     with reference.swapped_in():
-        ref = score(policy, share, 1.0, ranks.device)
+        ref = score(policy, share, 1.0, ranks.device, top_k=8)
     after = dict(merged_hf_tensors(policy.model, source, torch.float32))
     assert all(torch.equal(before[n], after[n]) for n in before), "the reference did not give the weights back"
-    value, metrics, _ = forward_backward(policy, share, loss, 1.0, ranks.device, ref=ref, world_size=world_size)
+    value, metrics, _ = forward_backward(policy, share, loss, 1.0, ranks.device, old=ref, ref=ref, world_size=world_size)
+    assert 0.0 < metrics["loss/clip_fraction"] < 1.0, "the constraint must cut some labels and leave others"
     grads = {clean_name(n): (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad) for n, p in policy.model.named_parameters() if p.requires_grad}
     return value, metrics, grads
 
