@@ -107,14 +107,18 @@ def _operands(gemm: str, first: Fp8Blocks, second: Fp8Blocks) -> tuple[Fp8Blocks
 
 
 def _reference(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> Tensor:
+    if torch.compiler.is_compiling():  # a graph can neither ask for the precision nor set it: the caller's holds
+        return _product(a, b, out_dtype)
     precision = torch.get_float32_matmul_precision()
-    if precision == "highest":
-        return (dequantise(a) @ dequantise(b).T).to(out_dtype)
     torch.set_float32_matmul_precision("highest")  # TensorFloat-32 would keep 10 bits, and the oracle be wrong
     try:
-        return (dequantise(a) @ dequantise(b).T).to(out_dtype)
+        return _product(a, b, out_dtype)
     finally:
         torch.set_float32_matmul_precision(precision)
+
+
+def _product(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> Tensor:
+    return (dequantise(a) @ dequantise(b).T).to(out_dtype)
 
 
 def _scaled_mm(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> Tensor:

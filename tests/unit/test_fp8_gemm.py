@@ -335,3 +335,39 @@ def test_refusals():
     ):
         with pytest.raises(ValueError, match=message):
             call()
+
+
+class Linear(torch.autograd.Function):
+    """The smallest layer on these kernels: FP8 activations are kept for the backward, the weight's bits are reused."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        rows, columns = quantise_rows_and_columns(x)
+        tiles = quantise_weight(w)
+        ctx.save_for_backward(columns.values, columns.scales, tiles.values, tiles.scales)
+        ctx.meta = (columns.block, columns.shape), (tiles.block, tiles.shape)
+        return fprop(rows, tiles, x.dtype)
+
+    @staticmethod
+    def backward(ctx, dy):
+        saved = ctx.saved_tensors
+        columns, tiles = Fp8Blocks(*saved[:2], *ctx.meta[0]), Fp8Blocks(*saved[2:], *ctx.meta[1])
+        dy_rows, dy_columns = quantise_rows_and_columns(dy)
+        return dgrad(dy_rows, tiles, dy.dtype), wgrad(dy_columns, columns)
+
+
+def test_a_layer_of_the_three_gemms_compiles_whole():
+    """Ragged tokens, a non-contiguous gradient; one graph, the same bits."""
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randn(200, 256, generator=rng).bfloat16().requires_grad_()
+    w = torch.randn(384, 256, generator=rng).requires_grad_()
+    upstream = torch.randn(384, 200, generator=rng).bfloat16().T
+    results = []
+    for layer in (Linear.apply, torch.compile(lambda x, w: Linear.apply(x, w), backend="eager", fullgraph=True)):
+        y = layer(x, w)
+        results.append((y.detach(), *torch.autograd.grad(y, (x, w), upstream)))
+    for eager, compiled in zip(*results, strict=True):
+        assert torch.equal(eager, compiled)
+    exact = (x.double() @ w.double().T, upstream.double() @ w.double(), upstream.double().T @ x.double())
+    for got, want in zip(results[0], exact, strict=True):  # the third bound above, and one rounding to bfloat16
+        assert (got.double() - want).norm() < ((2 / 3) ** 0.5 * 2**-4 + 2**-9) * want.norm()
