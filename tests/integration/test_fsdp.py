@@ -1,4 +1,4 @@
-"""Two FSDP2 ranks on gloo give the gradients of one process, with and without checkpointing, KL and empty rows."""
+"""Two FSDP2 ranks on gloo give the gradients of one process, with and without checkpointing, KL, empty rows and FP8."""
 
 import json
 import subprocess
@@ -19,7 +19,8 @@ from torchtune_ext.grading import Outcome
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.packing import pack
 from torchtune_ext.policy import scratch
-from torchtune_ext.policy.lora import AdapterOff, merged_hf_tensors
+from torchtune_ext.policy.fp8 import Fp8Config, fp8_hf_tensors
+from torchtune_ext.policy.lora import AdapterOff, base_hf_tensors, merged_hf_tensors
 from torchtune_ext.policy.shard import build_policy
 from torchtune_ext.policy.weights import HFModel, clean_name
 from torchtune_ext.tasks.task import Problem
@@ -27,6 +28,7 @@ from torchtune_ext.training.distributed import close_ranks, init_ranks
 from torchtune_ext.training.step import Reference, forward_backward, score
 
 folder, checkpointing, row_tokens, lora = sys.argv[1], sys.argv[2] == "1", int(sys.argv[3]), json.loads(sys.argv[4])
+fp8 = Fp8Config() if sys.argv[5] == "1" else None
 builder = getattr(scratch, f"{'lora_' if lora else ''}{HFModel(folder).config['model_type']}_from_config")
 rng = np.random.default_rng(0)
 groups = []
@@ -42,7 +44,7 @@ loss = PolicyLoss(constraint="kl", delta=1e-4, top_k=8, importance="tis", kl_coe
 
 def gradients(ranks, world_size):
     source = HFModel(folder)
-    policy = build_policy(lambda: builder(folder, **lora), source, ranks.device, torch.float32, world_size, checkpointing)
+    policy = build_policy(lambda: builder(folder, **lora), source, ranks.device, torch.float32, world_size, checkpointing, fp8=fp8)
     reference = AdapterOff(policy.model) if lora else Reference(policy.model)
     with torch.no_grad():
         for i, p in enumerate(policy.trainable()):  # move away from the reference, the same on one and on two ranks
@@ -57,7 +59,10 @@ def gradients(ranks, world_size):
     value, metrics, _ = forward_backward(policy, share, loss, 1.0, ranks.device, old=ref, ref=ref, world_size=world_size)
     assert 0.0 < metrics["loss/clip_fraction"] < 1.0, "the constraint must cut some labels and leave others"
     grads = {clean_name(n): (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad) for n, p in policy.model.named_parameters() if p.requires_grad}
-    return value, metrics, grads
+    sent = {}
+    if fp8:
+        sent = dict(fp8_hf_tensors(base_hf_tensors(policy.model, source, torch.float32), policy.fp8, torch.bfloat16))
+    return value, metrics, grads, sent
 
 
 def main():
@@ -73,6 +78,7 @@ def main():
         scale = max(g.abs().max() for g in one[2].values())
         worst = max(((one[2][n] - found[2][n]).abs().max() / max(one[2][n].abs().max(), 1e-3 * scale)).item() for n in one[2])
         assert worst < 1e-5, worst
+        assert one[3].keys() == found[3].keys() and all(torch.equal(one[3][n].float(), found[3][n].float()) for n in one[3])
         print("worst relative gradient error", worst)
 
 
@@ -88,21 +94,22 @@ LORA = {"lora_attn_modules": ["q_proj", "v_proj", "output_proj"], "apply_lora_to
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("checkpointing", "row_tokens", "lora", "shape"),
+    ("checkpointing", "row_tokens", "lora", "shape", "fp8"),
     [
-        (0, 40, {}, {}),
-        (1, 40, {}, {}),
-        (0, 400, {}, {}),  # rank 1 has an empty row
-        (1, 40, {}, QWEN3),
-        (1, 40, LORA, {}),
-        (0, 400, LORA | {"use_dora": True}, {}),
-        (0, 40, LORA | {"quantize_base": True}, WIDE),
+        (0, 40, {}, {}, 0),
+        (1, 40, {}, {}, 0),
+        (0, 400, {}, {}, 0),  # rank 1 has an empty row
+        (1, 40, {}, QWEN3, 0),
+        (1, 40, LORA, {}, 0),
+        (0, 400, LORA | {"use_dora": True}, {}, 0),
+        (0, 40, LORA | {"quantize_base": True}, WIDE, 0),
+        (1, 40, {}, WIDE, 1),
     ],
 )
-def test_two_ranks_equal_one(tmp_path, checkpointing, row_tokens, lora, shape):
+def test_two_ranks_equal_one(tmp_path, checkpointing, row_tokens, lora, shape, fp8):
     runs.make_workplace(tmp_path, **shape)
     (tmp_path / "ranks.py").write_text(SCRIPT)
-    arguments = ["ranks.py", str(tmp_path / "model"), str(checkpointing), str(row_tokens), json.dumps(lora)]
+    arguments = ["ranks.py", str(tmp_path / "model"), str(checkpointing), str(row_tokens), json.dumps(lora), str(fp8)]
     for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]):
         done = subprocess.run(
             [sys.executable, *launcher, *arguments],
