@@ -28,6 +28,7 @@ ORDER = [
     "buffer",
     "packing",
     "kernels",
+    "vllm_fp8",
     "policy",
     "objective",
     "training",

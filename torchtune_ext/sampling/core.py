@@ -95,6 +95,8 @@ class LocalCore:
         environ = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CONFIGURE_LOGGING": "0", "TMPDIR": temp_dir}
         if on_cpu():
             environ |= {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+        if config.quantization:  # else vLLM rounds the scales of published weights to powers of two, on Hopper, too
+            environ |= {"VLLM_USE_DEEP_GEMM_E8M0": "0", "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0"}
         if config.devices is not None:
             environ["CUDA_VISIBLE_DEVICES"] = config.devices
         self.process = CoreProcess(environ, log_path)
@@ -132,6 +134,8 @@ class LocalCore:
             slots = next(rank for rank in LORA_RANKS if rank >= config.lora_rank)
             args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": slots}
             args |= {"lora_target_modules": list(config.lora_targets)} if config.lora_targets else {}
+        if config.quantization:  # nothing of it is on the disk: random until the first publication
+            args |= {"hf_overrides": {"quantization_config": config.quantization}, "load_format": "dummy"}
         if on_cpu():
             args |= {
                 "enforce_eager": True,

@@ -34,6 +34,9 @@ class EngineConfig:
     lora_rank: int | None = None  # of an adapter that will be published; the recipe sets it
     lora_targets: tuple[str, ...] = ()  # layers that have one: "q_proj", ...; empty: all that vLLM can adapt
     load_format: str = "auto"  # "dummy": random weights until the first publication
+    quantization: dict[str, Any] = field(
+        default_factory=dict
+    )  # quantization_config of the weights that will be published
     seed: int = 0  # of requests that bring no seed of their own, and of "dummy" weights
     start_deadline_s: float = 600.0  # seconds until the engine has to answer after its start
     rpc_deadline_s: float = 300.0  # seconds for one call into the engine (weights, pause, resume)
@@ -58,6 +61,15 @@ class EngineConfig:
             raise ValueError(
                 f"engine.address={self.address} with an adapter to publish: a server takes whole models only; set "
                 "publish=merged, or let the run start an engine of its own (address: null)"
+            )
+        if self.quantization and self.address is not None:
+            raise ValueError(
+                f"engine.address={self.address} with quantised weights to publish: a server keeps the layers it was "
+                "started with; let the run start an engine of its own (address: null), or train with precision=bf16"
+            )
+        if self.quantization and self.dtype == "float32":
+            raise ValueError(
+                "engine.dtype=float32 with quantised weights: vLLM computes around them in bfloat16; set it so"
             )
         for name in ("start_deadline_s", "rpc_deadline_s", "probe_interval_s", "probe_deadline_s"):
             value = getattr(self, name)

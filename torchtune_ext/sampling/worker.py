@@ -7,10 +7,11 @@ our weights.
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ from vllm.platforms import current_platform
 from torchtune_ext.sampling.weights import ADAPTER_ID
 
 BACKEND = "shm"
+KV_SCALES = (".attn.q_scale", ".attn.k_scale", ".attn.v_scale", ".attn.prob_scale")
+SCALE = "weight_scale_inv"  # the block scales of a weight, multipliers in spite of the name
 
 
 @dataclass
@@ -71,6 +74,32 @@ def check_memory(path: str, token: str) -> None:
             f"cannot read the trainer's weights at {path}: vLLM has to run on the trainer's machine, "
             f"as the same user and in the same PID namespace"
         )
+
+
+def check_quantised(
+    manifest: Manifest, parameters: Mapping[str, torch.Tensor], packed: Mapping[str, list[str]]
+) -> None:
+    """vLLM copies bfloat16 into an FP8 weight without a word, and scales that are left out keep their last values: both are
+    wrong in silence. Raises ValueError for the first weight that does not come as the engine holds it.
+
+    Args:
+        parameters: of the engine's model. packed: its fused layers, "qkv_proj" -> ["q_proj", "k_proj", "v_proj"].
+    """
+    fused = {part: whole for whole, parts in packed.items() for part in parts}
+    sent = dict(zip(manifest.names, manifest.dtypes, strict=True))
+    for name, dtype in sent.items():
+        stem, _, kind = name.rpartition(".")
+        if kind != "weight":
+            continue
+        head, _, layer = stem.rpartition(".")
+        quantised = f"{head}.{fused.get(layer, layer)}.{SCALE}" in parameters
+        wanted = "float8_e4m3fn" if quantised else "a high precision"
+        if quantised != (dtype == "float8_e4m3fn"):
+            raise ValueError(
+                f"published {name} is {dtype}, but the engine holds it in {wanted}: the lists of layers differ"
+            )
+        if quantised and sent.get(f"{stem}.{SCALE}") != "float32":
+            raise ValueError(f"published {name} comes without {stem}.{SCALE} in float32; send both")
 
 
 @contextmanager
@@ -121,7 +150,10 @@ class SharedMemoryTransfer(WeightTransferEngine):
 
     def receive_weights(self, update_info: Manifest) -> None:
         with without_lora(self.model):
-            expected = {name for name, _ in self.model.named_parameters()}
+            parameters = dict(self.model.named_parameters())
+            check_quantised(update_info, parameters, getattr(self.model, "packed_modules_mapping", {}))
+            # scales of an FP8 KV cache, which a quantised model has whether its cache is FP8 or not; nobody publishes any
+            expected = {name for name in parameters if not name.endswith(KV_SCALES)}
             if self.model_config.hf_text_config.tie_word_embeddings:
                 expected.discard("lm_head.weight")
             loaded = self.model.load_weights(tensors(self.path, update_info))
@@ -144,6 +176,13 @@ if BACKEND not in WeightTransferEngineFactory._registry:
 
 class WeightLoader:
     """vLLM mixes this class into its workers; its import has registered the backend."""
+
+    def weight_digests(self) -> dict[str, str]:
+        """SHA-256 of the bytes of every parameter: to compare with what was published."""
+        with without_lora(self.model_runner.model):
+            parameters = dict(self.model_runner.model.named_parameters())
+        found = {name: p.detach().cpu().contiguous().view(torch.uint8).numpy() for name, p in parameters.items()}
+        return {name: sha256(data).hexdigest() for name, data in found.items()}
 
     def load_adapter(self, address: dict[str, str], manifest: dict[str, list], config: dict[str, Any]) -> None:
         """Puts an adapter out of the trainer's memory where every request with `ADAPTER_ID` finds it, in place of the last.
