@@ -267,6 +267,21 @@ def test_what_is_kept_for_the_backward(source):
     assert total["none"] == total["full"]
 
 
+def test_an_activation_is_quantised_once_for_the_layers_that_read_it(source, monkeypatch):
+    calls, quantise = [], fp8_linear.quantise_rows_and_columns
+    monkeypatch.setattr(fp8_linear, "quantise_rows_and_columns", lambda *a: (calls.append(a), quantise(*a))[1])
+    policy = policy_of(source)
+    scores = policy(some_rows()[0])
+    assert len(calls) == 2 * 4
+    scores.logprobs_L.sum().backward()
+    assert len(calls) == 2 * (4 + 7)  # each layer has an output gradient of its own
+    assert fp8_linear._last[2] is None, "forms outlive their activation"
+    linear, x = layer(), activations(5, IN)
+    before = linear(x)
+    x.mul_(2)  # a power of two
+    assert torch.equal(linear(x), 2 * before)
+
+
 def test_compiled_layers_give_the_bits_of_eager_ones(source):
     torch._dynamo.reset()
     linear, x, dy = layer(bias=True), activations(200, IN), activations(200, OUT, seed=2)
@@ -277,13 +292,13 @@ def test_compiled_layers_give_the_bits_of_eager_ones(source):
 
 def test_compiled_layers_share_their_code(tmp_path):
     torch._dynamo.reset()
-    source = directory(tmp_path / "deep", num_hidden_layers=10)
-    policy, rows = policy_of(source), some_rows()
+    source = directory(tmp_path / "deep", num_hidden_layers=9)
+    policy, rows = policy_of(source), some_rows()  # nine: dynamo compiles a piece of code eight times at most
     plain, scored = gradients(policy, rows)
     plain = {name: grad.clone() for name, grad in plain.items()}
     for block in policy.model.layers:
         # A backend that takes gradients of norms apart rounds them otherwise in the last bit; that moves a few FP8 codes by a
-        # whole step, which moves more of them in the next layer: ten layers of that are the noise of FP8 itself, no bound.
+        # whole step, which moves more of them in the next layer: nine layers of that are the noise of FP8 itself, no bound.
         block.compile(backend="eager")
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         compiled, again = gradients(policy, rows)
@@ -312,7 +327,7 @@ def hugging_face_linears(source):
         ({}, ("up_proj", "o_proj"), {"q_proj", "k_proj", "v_proj", "down_proj"}),
         ({"model_type": "qwen3", "head_dim": 128}, (), {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
     ],
-    ids=str,
+    ids=["whole", "narrow keys", "narrow mlp", "asked", "qwen3"],
 )  # fmt: skip
 def test_trainer_and_vllm_quantise_the_same_layers(tmp_path, changes, skip, converted):
     source = directory(tmp_path / "model", **changes)
@@ -474,6 +489,21 @@ def test_adapters_over_a_base_in_fp8(source):
     base = dict(fp8_hf_tensors(lora.base_hf_tensors(policy.model, source, F32), policy.fp8, BF16))
     full = dict(fp8_hf_tensors(named_hf_tensors(plain.model, source, F32), plain.fp8, BF16))
     assert base.keys() == full.keys() and all(torch.equal(base[n].float(), full[n].float()) for n in full)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"use_dora": True}, "DoRA takes the norm"), ({"quantize_base": True}, "its weight is NF4")],
+    ids=str,
+)
+def test_adapters_that_keep_their_layers_out(source, options, reason):
+    make = partial(
+        scratch.lora_qwen2_from_config, str(source.path), lora_attn_modules=["q_proj"], lora_rank=4, **options
+    )
+    receipt = build_policy(make, source, CPU, F32, fp8=Fp8Config()).fp8
+    reasons = {layer.name.rpartition(".")[2]: layer.reason for layer in receipt.layers}
+    assert reason in reasons["q_proj"] and "fuses it with q_proj" in reasons["k_proj"] == reasons["v_proj"]
+    assert {name.rpartition(".")[2] for name in receipt.converted} == {"o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
