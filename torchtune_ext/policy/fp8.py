@@ -85,8 +85,10 @@ class Fp8Receipt:
         for (kind, (out, features), reason), count in kinds.items():
             fate = "FP8" if reason is None else f"{str(self.dtype)[6:]}: {reason}"
             lines.append(f"  {count:>4} x {kind:<10} {out:>6} x {features:<6} {fate}")
-        for (gemm, choice), count in Counter((gemm, choice) for gemm, _, choice in self.choices).items():
-            lines.append(f"  {gemm}, {count} shapes: {choice.backend} ({choice.reason})")
+        for choice in dict.fromkeys(choice for *_, choice in self.choices):
+            counts = Counter(gemm for gemm, _, taken in self.choices if taken == choice)
+            gemms = ", ".join(f"{gemm} of {count} shapes" for gemm, count in counts.items())
+            lines.append(f"  {choice.backend} for {gemms} ({choice.reason})")
         return "\n".join(lines)
 
 
