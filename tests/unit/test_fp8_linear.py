@@ -124,6 +124,18 @@ def test_saved_in_fp8_or_in_full_gives_the_same_bits_and_the_backward_may_stay_f
     assert torch.equal(y, kept[0]) and torch.equal(dx, plain_dx) and torch.equal(dw, plain_dw)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"save_activations": "full"}, {"save_activations": "full", "backward": "full"}], ids=str
+)
+def test_either_gradient_alone(options):
+    linear, x, dy = layer(**options), activations(130, IN).requires_grad_(), activations(130, OUT)
+    _, dx, dw = run(linear, x.detach(), dy)
+    (only_dx,) = torch.autograd.grad(linear(x), x, dy)
+    (only_dw,) = torch.autograd.grad(linear(x), linear.weight, dy)
+    (not_from_x,) = torch.autograd.grad(linear(x.detach()), linear.weight, dy)
+    assert torch.equal(only_dx, dx) and torch.equal(only_dw, dw) and torch.equal(not_from_x, dw)
+
+
 def test_a_token_is_rounded_alone():
     """Blocks of 1x128 lie within a token: its codes do not depend on the row that it is packed in, nor does its output."""
     linear, x = layer(), activations(200, IN)
