@@ -17,7 +17,7 @@ from torchtune.models.qwen2 import lora_qwen2, qwen2
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.packing import pack
 from torchtune_ext.policy import lora
-from torchtune_ext.policy.logprobs import PackedPolicy
+from torchtune_ext.policy.logprobs import LabelScores, PackedPolicy
 from torchtune_ext.policy.scratch import Shape, lora_qwen2_from_config, make_tokenizer, write_model
 from torchtune_ext.policy.shard import build_policy
 from torchtune_ext.policy.sharded import fill, whole
@@ -283,18 +283,22 @@ def rows_of(logprobs):
     return [row]
 
 
+def share_of(sampler, on, off):
+    return applied_share(rows_of(sampler), *([LabelScores(x, torch.zeros(len(x)))] for x in (on, off)))
+
+
 def test_the_applied_share_tells_the_adapter_from_the_base():
     torch.manual_seed(0)
     off = torch.randn(64)
     effect = 0.01 * torch.randn(64)
     noise = 0.001 * torch.randn(64)
-    share, spread = applied_share(rows_of(off + effect + noise), [off + effect], [off])
+    share, spread = share_of(off + effect + noise, off + effect, off)
     assert (
         abs(share - 1) < 4 * spread / 8 and spread < RESOLVED
     )  # 64 tokens: the slope is 8 times steadier than one token
-    share, spread = applied_share(rows_of(off + noise), [off + effect], [off])
+    share, spread = share_of(off + noise, off + effect, off)
     assert abs(share) < 4 * spread / 8 and spread < RESOLVED
-    assert applied_share(rows_of(off), [off], [off])[1] == float("inf")
+    assert share_of(off, off, off)[1] == float("inf")
 
 
 @pytest.mark.parametrize("engine", [0.3, 1.0])  # noise of the engine, in that of the trainer
@@ -306,7 +310,7 @@ def test_a_sound_engine_is_not_stopped_whatever_the_noise(strength, engine):
         scale = torch.exp(0.7 * torch.randn(64, generator=generator))
         noise = [scale * torch.randn(64, generator=generator) for _ in range(3)]
         true = strength * torch.randn(64, generator=generator)
-        share, spread = applied_share(rows_of(true + engine * noise[0]), [true + noise[1]], [noise[2]])
+        share, spread = share_of(true + engine * noise[0], true + noise[1], noise[2])
         resolved += spread <= RESOLVED
         stopped += spread <= RESOLVED and share < 0.5
     assert stopped <= 3 and (resolved > 290 or strength < 20)
