@@ -1,7 +1,7 @@
 """Tables and plots of `objectives.py`, out of what its runs left: metrics.jsonl, and the last weights measured again.
 
-What a run logs while it trains (`loss/entropy`, `loss/approx_kl`) weighs tokens as the method's own aggregation does, over the
-groups that it trains on, and cannot be compared between methods. So entropy and KL are measured here on equal terms: the last
+What a run logs while it trains (`loss/entropy`, `loss/approx_kl`) is over the groups that it trains on, which differ between
+methods. So entropy and KL are measured here on equal terms: the last
 weights answer the held-out questions at temperature 1 under transformers, and at every token of these answers
 
     entropy = -sum_v p(v) log p(v)                    mean over tokens, nats
