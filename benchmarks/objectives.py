@@ -13,7 +13,8 @@ train on more groups and take longer; its penalty on answers near max_tokens fin
 One learning rate for all, because AdamW's step does not change with the scale of the gradients, which is what sets dr_grpo
 (no division by the deviation, and by a constant in place of the length) and dapo or cispo (mean over tokens) apart in size;
 the clipping of the norm spoils that a little. It was chosen with grpo alone, on other training questions, and no constant was
-tuned for any method: they are those of the presets. gspo's interval is 500 times narrower than grpo's because its ratio is a mean over a completion.
+tuned for any method: they are those of the presets. gspo's interval is 500 times narrower than grpo's because its ratio is a
+mean over a completion.
 
 One update a batch is on-policy: every ratio is 1, nothing is clipped, and grpo, clip_higher, atr_grpo and gspo are the same
 estimator (all four average over completions). There the others run with the first seed alone, to show it.

@@ -1,8 +1,8 @@
 """Tables and plots of `objectives.py`, out of what its runs left: metrics.jsonl, and the last weights measured again.
 
 What a run logs while it trains (`loss/entropy`, `loss/approx_kl`) is over the groups that it trains on, which differ between
-methods. So entropy and KL are measured here on equal terms: the last
-weights answer the held-out questions at temperature 1 under transformers, and at every token of these answers
+methods. So entropy and KL are measured here on equal terms: the last weights answer the held-out questions at temperature 1
+under transformers, and at every token of these answers
 
     entropy = -sum_v p(v) log p(v)                    mean over tokens, nats
     KL = sum_v p(v) (log p(v) - log p_0(v))           summed over the tokens of an answer, mean over answers, nats
