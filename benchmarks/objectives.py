@@ -5,16 +5,16 @@
 Trains `grpo/tiny_arithmetic` with the presets of `METHODS` from one warm-up, and writes table.md and two plots. Runs that are
 there already are read, not repeated, so that it may be stopped at any time and started again.
 
-Held equal: the model that is started from, the problems of a seed and the seeds of their sampling, steps, prompts, samples,
+Held equal: the model that is started from, the questions of a seed and the seeds of their sampling, steps, prompts, samples,
 temperature, AdamW with its learning rate, and the clipping of the gradient's norm to 1. A preset brings its loss, advantages,
-aggregation and, for dapo, further sampling in place of groups without signal (up to three rounds: its steps draw more samples,
-train on more groups and take longer; its penalty on answers near max_tokens finds next to none here).
+aggregation and, for dapo, further sampling in place of groups without signal (up to three rounds): its steps draw more
+samples, so that it meets other questions from its first such round on. Its penalty on answers near max_tokens is all but idle.
 
 One learning rate for all, because AdamW's step does not change with the scale of the gradients, which is what sets dr_grpo
 (no division by the deviation, and by a constant in place of the length) and dapo or cispo (mean over tokens) apart in size;
-the clipping of the norm spoils that a little. It was chosen with grpo alone, on other training questions, and no constant was
-tuned for any method: they are those of the presets. gspo's interval is 500 times narrower than grpo's because its ratio is a
-mean over a completion.
+the clipping of the norm spoils that a little. It was chosen with grpo alone, on other training questions but with the
+held-out ones in view. No constant was tuned for any method: they are those of the presets. gspo's interval is 500 times
+narrower than grpo's because its ratio is a mean over a completion.
 
 One update a batch is on-policy: every ratio is 1, nothing is clipped, and grpo, clip_higher, atr_grpo and gspo are the same
 estimator (all four average over completions). There the others run with the first seed alone, to show it.
