@@ -204,7 +204,7 @@ def test_bfloat16_trains_on_float32_masters(workplace):
         (["sampling.max_tokens=500"], "max_model_len"),
         (["optimizer.lr=1e30"], "lower the learning rate"),
         (["sampling.top_k=3"], "use top_p=1 and top_k=0"),
-        (["preset=gpro"], "preset='gpro' is unknown; did you mean 'grpo'?"),
+        (["preset=clip_highr"], "preset='clip_highr' is unknown; did you mean 'clip_higher'?"),
         (["preset=atr_grpo", "loss.clip_low=0.2"], "loss.clip_low=0.2 contradicts loss.constraint='kl3'"),
         (["samples_per_prompt=1"], "samples_per_prompt=1 must be at least 2"),
     ],

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from torchtune_ext.advantages import with_advantages
+from torchtune_ext.advantages import AdvantageConfig, with_advantages
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.grading import Grader, Outcome
 from torchtune_ext.objective.loss import PolicyLoss
@@ -78,7 +78,7 @@ def test_public_puzzles_go_through(model_dir, data_dir, tmp_path):
         )
         for g in groups
     ]
-    groups, stats = with_advantages(groups)
+    groups, stats = with_advantages(groups, AdvantageConfig())
     assert stats.groups == 64
     rows, packed = pack(groups, 4096, pad_id=tokenizer.pad_id)
     assert packed.labels == sum(len(s.tokens) for g in groups for s in g.samples)
