@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from test_fp8_gemm import quantisation_error
+from torch import library
 from torchtune.models.llama3_1 import llama3_1
 
 from torchtune_ext.kernels.fp8_quantize import (
@@ -303,9 +304,9 @@ def test_an_activation_is_quantised_once_for_the_layers_that_read_it(source, mon
 def test_operators_keep_what_they_promise_to_compilers(tokens):
     """Shapes, strides and dtypes of fake tensors; where inputs are not FP8, which torch cannot compare, aliases, too."""
     x, dy, w = activations(tokens, IN).to(BF16), activations(tokens, OUT).to(BF16), activations(OUT, IN)
-    check = partial(torch.library.opcheck, test_utils="test_faketensor")
+    check = partial(library.opcheck, test_utils="test_faketensor")
     for which in ((True, True), (True, False), (False, True)):
-        torch.library.opcheck(fp8_linear._quantise, (x, False, *which), test_utils=("test_schema", "test_faketensor"))
+        library.opcheck(fp8_linear._quantise, (x, False, *which), test_utils=("test_schema", "test_faketensor"))
     rows, row_scales, columns, column_scales = fp8_linear._quantise(x, False, True, True)
     check(fp8_linear._fprop, (rows, row_scales, w, BF16, False, "auto"))
     for which in ((True, True), (True, False), (False, True)):

@@ -19,7 +19,7 @@ import weakref
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torchtune.modules.peft import LoRALinear
 
 from torchtune_ext.kernels import fp8_gemm
@@ -160,7 +160,7 @@ def _forget(dead: weakref.ref) -> None:
 # a compiled model must be those of an eager one. Matrices travel contiguous: transposed where Fp8Blocks holds them transposed.
 
 
-@torch.library.custom_op("torchtune_ext::fp8_quantise", mutates_args=())
+@library.custom_op("torchtune_ext::fp8_quantise", mutates_args=())
 def _quantise(x: Tensor, power_of_two: bool, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x [M, K] -> rows [M, K] and their scales^T [K/128, M]; columns^T [K, M'] and their scales [M'/128, K]; or empty.
 
@@ -193,7 +193,7 @@ def _(x, power_of_two, rows, columns):
     )
 
 
-@torch.library.custom_op("torchtune_ext::fp8_fprop", mutates_args=())
+@library.custom_op("torchtune_ext::fp8_fprop", mutates_args=())
 def _fprop(
     rows: Tensor, row_scales: Tensor, weight: Tensor, dtype: torch.dtype, power_of_two: bool, backend: str
 ) -> Tensor:
@@ -207,7 +207,7 @@ def _(rows, row_scales, weight, dtype, power_of_two, backend):
     return weight.new_empty((rows.shape[0], weight.shape[0]), dtype=dtype)
 
 
-@torch.library.custom_op("torchtune_ext::fp8_backward", mutates_args=())
+@library.custom_op("torchtune_ext::fp8_backward", mutates_args=())
 def _backward(
     dy: Tensor,
     weight: Tensor,
