@@ -79,4 +79,7 @@ def main(fd: int, parent_pid: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    try:
+        main(int(sys.argv[1]), int(sys.argv[2]))
+    except ConnectionError:
+        pass  # the parent ended while this process was about to answer: nobody is left to hear of it
