@@ -65,12 +65,13 @@ def wgrad(dy: Fp8Blocks, x: Fp8Blocks, out_dtype: torch.dtype = torch.float32, b
 def choose_backend(gemm: str, first: Fp8Blocks, second: Fp8Blocks, out_dtype: torch.dtype) -> Choice:
     """What `backend="auto"` takes for `gemm` ("fprop", "dgrad" or "wgrad") on these operands."""
     a, b = _operands(gemm, first, second)
-    against = []
+    against: dict[str, list[str]] = {}
     for name, backend in BACKENDS.items():
         objection = backend.objection(a, b, out_dtype)
         if objection is None:
-            return Choice(name, "; ".join([*against, f"{name} can run"]))
-        against.append(f"not {name}: {objection}")
+            reasons = [f"not {', '.join(names)}: {why}" for why, names in against.items()]
+            return Choice(name, "; ".join(reasons) or "the first that can run")
+        against.setdefault(objection, []).append(name)
     raise AssertionError("the reference runs everywhere")
 
 

@@ -35,9 +35,10 @@ from torchtune_ext.telemetry.metrics import Metrics
 from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.telemetry.rollouts import RolloutStore
 from torchtune_ext.training.agreement import require_agreement
-from torchtune_ext.training.checks import at_least, check_adapter, check_sampling, release_memory, training_dtypes
+from torchtune_ext.training.checks import at_least, check_adapter, check_sampling, release_memory
 from torchtune_ext.training.distributed import close_ranks, init_ranks
-from torchtune_ext.training.publish import AdapterPublisher
+from torchtune_ext.training.precision import Precision, PrecisionConfig
+from torchtune_ext.training.publish import AdapterPublisher, canary_prompts
 from torchtune_ext.training.schedule import make_schedule, resume_schedule
 from torchtune_ext.training.state import Checkpoints, export_adapter, require_same_adapter
 from torchtune_ext.training.step import forward_backward, optimizer_step, over_updates, score
@@ -67,6 +68,7 @@ class Config:
     seed: int = 0  # of sampling, torch, and the order of a finite task (generated tasks have a seed of their own)
     device: str = "auto"  # "cpu", "cuda", or "auto"
     dtype: str = "bfloat16"  # of the trainer's forward and backward; master weights are float32
+    precision: Any = "bf16"  # "bf16", "fp8_rollout", "fp8_unified", or fields of PrecisionConfig: flow, skip, ...
     max_steps: int = MISSING  # steps of sample -> train -> publish
     prompts_per_step: int = 32  # groups a step
     samples_per_prompt: int = 16  # completions of a group
@@ -103,19 +105,19 @@ class GRPOLoRARecipe:
         cfg = self.cfg
         self.ranks = init_ranks(cfg.device)
         torch.manual_seed(cfg.seed)
-        self.source = HFModel(cfg.model_dir)
-        self.tokenizer = instantiate(cfg.tokenizer)
-        self.task = instantiate(cfg.task)
+        self.source, make_model = HFModel(cfg.model_dir), partial(instantiate, cfg.model)
+        self.tokenizer, self.task = instantiate(cfg.tokenizer), instantiate(cfg.task)
         self.problems = ProblemStream(self.task, cfg.seed)
         self.eval_task = instantiate(cfg.eval_task) if has_component(cfg.eval_task) else None
         self.loss = instantiate(cfg.loss)
         self.sampling = build(SamplingConfig, cfg.sampling, "sampling", stop_token_ids=self.tokenizer.stop_token_ids)
         self.advantage = build(AdvantageConfig, cfg.advantage, "advantage")
-        self.adapter = adapter_spec(partial(instantiate, cfg.model), self.source, cfg.model, self.ranks.world_size)
-        engine_config = check_adapter(self.adapter, cfg.publish, build(EngineConfig, cfg.engine, "engine"))
+        self.adapter = adapter_spec(make_model, self.source, cfg.model, self.ranks.world_size)
+        engine = check_adapter(self.adapter, cfg.publish, build(EngineConfig, cfg.engine, "engine"))
         at_least(cfg, prompts_per_step=1, samples_per_prompt=2, updates_per_step=1)
-        at_least(cfg, row_tokens=engine_config.max_model_len, eval_every=1, save_every=1)
-        compute_dtype, engine_dtype = training_dtypes(cfg.dtype, engine_config.dtype)
+        at_least(cfg, row_tokens=engine.max_model_len, eval_every=1, save_every=1)
+        precision = build(PrecisionConfig, cfg.precision, "precision", bare="flow")
+        self.precision = Precision(precision, make_model, self.source, cfg.dtype, engine, self.adapter, cfg.publish)
         check_sampling(self.sampling, cfg.samples_per_prompt, self.advantage)
         self.checkpoints = Checkpoints(f"{cfg.output_dir}/checkpoints", cfg.keep_last)
         resume = self.checkpoints.latest() if cfg.resume_from_checkpoint else None
@@ -123,28 +125,28 @@ class GRPOLoRARecipe:
             from_step, settings = resume and self.checkpoints.step_of(resume) + 1, OmegaConf.to_container(cfg)
             self.metrics = Metrics(cfg.output_dir, list(cfg.metrics), settings, resume_step=from_step)
             self.rollouts = RolloutStore(cfg.output_dir, resume_step=from_step)
-            self.engine = Engine(cfg.model_dir, engine_config, cfg.output_dir)
+            self.engine = Engine(cfg.model_dir, self.precision.engine, cfg.output_dir)
             self.engine.start()  # loads in a process of its own while the policy is built here
             tasks = [self.task] if self.eval_task is None else [self.task, self.eval_task]
             self.graders = [Grader(task, cfg.grader_workers, cfg.grader_timeout_s) for task in tasks]
         self.policy = build_policy(
-            partial(instantiate, cfg.model), self.source, self.ranks.device, compute_dtype,
-            self.ranks.world_size, cfg.activation_checkpointing, cfg.compile, cfg.seed,
+            make_model, self.source, self.ranks.device, self.precision.dtype,
+            self.ranks.world_size, cfg.activation_checkpointing, cfg.compile, cfg.seed, self.precision.trainer,
         )  # fmt: skip
         self.reference = AdapterOff(self.policy.model) if cfg.loss.get("kl_coef") else None
         self.optimizer = instantiate(cfg.optimizer, params=self.policy.trainable())
-        total = cfg.max_steps * cfg.updates_per_step
-        self.schedule = make_schedule(self.optimizer, cfg.lr_schedule, cfg.lr_warmup, total)
+        updates = cfg.max_steps * cfg.updates_per_step
+        self.schedule = make_schedule(self.optimizer, cfg.lr_schedule, cfg.lr_warmup, updates)
         if resume:
             self.load_checkpoint(resume)
         if self.engine:
+            self.precision.write_receipt(cfg.output_dir, self.policy, cfg.row_tokens, self.ranks.device)
             self.engine.wait_ready()
         self.progress = Progress(cfg.max_steps, self.ranks.rank)
         self.row_length = cfg.row_tokens if self.ranks.device.type == "cuda" else None  # fixed, for compiled kernels
-        canary = [self.tokenizer.prompt_ids(list(self.task[i].messages)) for i in range(min(4, len(self.task)))]
         self.publisher = AdapterPublisher(
-            self.engine, self.policy, self.source, engine_dtype, self.ranks, canary, self.sampling,
-            cfg.max_mismatch, self.row_length, way=cfg.publish, adapter=self.adapter,
+            self.engine, self.policy, self.source, self.precision, self.ranks, canary_prompts(self.task, self.tokenizer),
+            self.sampling, cfg.max_mismatch, self.row_length, way=cfg.publish, adapter=self.adapter,
         )  # fmt: skip
 
     def train(self) -> None:
@@ -201,10 +203,8 @@ class GRPOLoRARecipe:
         cfg, updates, values = self.cfg, [], {}
         if self.ranks.is_main:
             updates, stats = pack_updates(
-                groups, cfg.updates_per_step, cfg.row_tokens, aggregation=cfg.aggregation,
-                aggregation_constant=self.sampling.max_tokens, pad_id=self.tokenizer.pad_id,
-                pad_to=self.row_length,
-                num_rows_multiple=self.ranks.world_size,
+                groups, cfg.updates_per_step, cfg.row_tokens, aggregation=cfg.aggregation, pad_id=self.tokenizer.pad_id,
+                aggregation_constant=self.sampling.max_tokens, pad_to=self.row_length, num_rows_multiple=self.ranks.world_size,
             )  # fmt: skip
             values = stats.metrics()
         return [self.ranks.share(rows) for rows in self.ranks.broadcast(updates)], values
@@ -259,8 +259,7 @@ class GRPOLoRARecipe:
         recipe["adapter"] = asdict(self.adapter)
         if self.ranks.is_main:
             recipe["throttle"] = self.engine.state_dict()
-        model, dtype = self.policy.model, getattr(torch, self.cfg.dtype)
-        merged = dtype if self.cfg.save_merged else None
+        model, merged = self.policy.model, getattr(torch, self.cfg.dtype) if self.cfg.save_merged else None
         export = partial(export_adapter, model=model, source=self.source, adapter=self.adapter, merged=merged)
         self.checkpoints.save(self.step, model, self.optimizer, export, recipe, self.last_eval)
 
@@ -282,9 +281,10 @@ class GRPOLoRARecipe:
 def recipe_main(cfg: DictConfig) -> None:
     cfg = load_config(Config, cfg)
     if cfg.dry_run:
-        reference, parallel = bool(cfg.loss.get("kl_coef")), cfg.engine.get("tensor_parallel_size", 1)
-        shape = (cfg.row_tokens, getattr(torch, cfg.dtype), cfg.activation_checkpointing)
-        print(memory_table(partial(instantiate, cfg.model), *shape, reference, parallel, cfg.publish == "merged"))
+        precision = build(PrecisionConfig, cfg.precision, "precision", bare="flow")
+        shape = cfg.row_tokens, getattr(torch, cfg.dtype), cfg.activation_checkpointing, *precision.sides
+        options = bool(cfg.loss.get("kl_coef")), cfg.engine.get("tensor_parallel_size", 1), cfg.publish == "merged"
+        print(memory_table(partial(instantiate, cfg.model), *shape, *options))
         return
     recipe = GRPOLoRARecipe(cfg)
     try:

@@ -77,13 +77,20 @@ def unknown_key(key: str, known: list[str], where: str = "the config") -> str:
     return f"unknown key {key!r} in {where}; {hint}"
 
 
-def build(record: type[T], values: DictConfig | dict | None, where: str, **extra: Any) -> T:
+def build(record: type[T], values: Any, where: str, bare: str | None = None, **extra: Any) -> T:
     """A frozen settings record from a nested YAML node. What the node leaves out comes from `extra`, then the defaults.
+
+    Args:
+        bare: the field that a plain value in place of the node stands for.
 
     Raises:
         ValueError: an unknown key in the node, a wrong type; whatever the record's own checks say.
     """
     known = [f.name for f in fields(record)]
+    if values is not None and not isinstance(values, DictConfig | dict):
+        if bare is None:
+            raise ValueError(f"{where}={values!r} must be a mapping with some of the keys {', '.join(known)}")
+        values = {bare: values}
     node = OmegaConf.create({where: values or {}})
     for key in node[where]:
         if key not in known:

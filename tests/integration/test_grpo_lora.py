@@ -21,6 +21,7 @@ from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.training.agreement import Disagreement
 from torchtune_ext.training.checks import check_adapter
 from torchtune_ext.training.distributed import Ranks
+from torchtune_ext.training.precision import Precision, PrecisionConfig
 from torchtune_ext.training.publish import AdapterPublisher
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -172,8 +173,9 @@ def test_the_canary_catches_an_engine_that_forgets_the_adapter(workplace, tmp_pa
         engine.wait_ready(120)
         ranks, sampling = Ranks(0, 1, torch.device("cpu")), SamplingConfig(max_tokens=12)
         prompts = [[1, 2, 3, 4], [5, 6, 7]]
+        precision = Precision(PrecisionConfig(), make, source, "float32", config, spec)
         publisher = AdapterPublisher(
-            engine, policy, source, torch.float32, ranks, prompts, sampling, limit, way="adapter", adapter=spec
+            engine, policy, source, precision, ranks, prompts, sampling, limit, way="adapter", adapter=spec
         )
         assert publisher.publish(0)["canary/adapter_applied"] == pytest.approx(1.0, abs=1e-2)
         load = LocalCore._load_adapter

@@ -191,7 +191,7 @@ def test_settings_come_from_yaml():
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"level": 9}, "level={9: 1.0}: give a level from 1 to 8"),
+        ({"level": 10}, "level={10: 1.0}: give a level from 1 to 9"),
         ({"level": []}, "level={}: give a level"),
         ({"level": {3: -1, 4: 2}}, "level={3: -1, 4: 2}: give"),
         ({"level": {3: 0}}, "not all 0"),

@@ -295,7 +295,7 @@ def test_real_torchao_has_those_functions():
 @pytest.mark.parametrize(
     "capability, cuda, installed, gemm, dtype, backend, reason",
     [
-        ((9, 0), "13.0", True, "fprop", torch.bfloat16, "scaled_mm", "scaled_mm can run"),
+        ((9, 0), "13.0", True, "fprop", torch.bfloat16, "scaled_mm", "the first that can run"),
         ((9, 0), "12.8", True, "fprop", torch.bfloat16, "deep_gemm", "CUDA 12.9"),
         ((9, 0), "12.8", True, "fprop", torch.float32, "reference", "returns bfloat16"),
         ((9, 0), "12.8", True, "wgrad", torch.float32, "deep_gemm", "CUDA 12.9"),

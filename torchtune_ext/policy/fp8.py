@@ -65,7 +65,9 @@ class Fp8Receipt:
             ValueError: torchao's recipes have no counterpart in vLLM.
         """
         if self.config.recipe != "block":
-            raise ValueError(f"fp8.recipe={self.config.recipe}: no sampler computes like it; set fp8.recipe=block")
+            raise ValueError(
+                f"precision.recipe={self.config.recipe}: no sampler computes like it; set precision.recipe=block"
+            )
         return {
             "quant_method": "fp8",
             "activation_scheme": "dynamic",
@@ -85,10 +87,14 @@ class Fp8Receipt:
         for (kind, (out, features), reason), count in kinds.items():
             fate = "FP8" if reason is None else f"{str(self.dtype)[6:]}: {reason}"
             lines.append(f"  {count:>4} x {kind:<10} {out:>6} x {features:<6} {fate}")
-        for choice in dict.fromkeys(choice for *_, choice in self.choices):
-            counts = Counter(gemm for gemm, _, taken in self.choices if taken == choice)
-            gemms = ", ".join(f"{gemm} of {count} shapes" for gemm, count in counts.items())
-            lines.append(f"  {choice.backend} for {gemms} ({choice.reason})")
+        shapes: dict[tuple[Choice, str], list[str]] = {}
+        for gemm, (out, features), choice in self.choices:
+            shapes.setdefault((choice, gemm), []).append(f"{out}x{features}")
+        gemms: dict[tuple[Choice, str], list[str]] = {}
+        for (choice, gemm), found in shapes.items():
+            gemms.setdefault((choice, ", ".join(found)), []).append(gemm)
+        for (choice, found), which in gemms.items():
+            lines.append(f"  {choice.backend} for {', '.join(which)} of {found} ({choice.reason})")
         return "\n".join(lines)
 
 
@@ -107,14 +113,16 @@ def skip_reasons(
     """
     unknown = [asked for asked in skip if not any(asked in (name, _kind(name)) for name in shapes)]
     if unknown:
-        raise ValueError(f"fp8.skip names {unknown}, which no layer is; there are {sorted(set(map(_kind, shapes)))}")
+        raise ValueError(
+            f"precision.skip names {unknown}, which no layer is; there are {sorted(set(map(_kind, shapes)))}"
+        )
 
     def own(name: str) -> str | None:
         out, features = shapes[name]
         if _kind(name) == HEAD:
             return "output head, whose errors go straight into the log-probs"
         if name in skip or _kind(name) in skip:
-            return "named in fp8.skip"
+            return "named in precision.skip"
         if out % BLOCK or features % BLOCK:
             return f"no whole tiles of {BLOCK} x {BLOCK}"
         return (unfit or {}).get(name)

@@ -57,12 +57,16 @@ class Fp8Config:
     def __post_init__(self) -> None:
         for knob, known in CHOICES.items():
             if getattr(self, knob) not in known:
-                raise ValueError(f"fp8.{knob}={getattr(self, knob)!r} is unknown: choose one of {', '.join(known)}")
+                raise ValueError(
+                    f"precision.{knob}={getattr(self, knob)!r} is unknown: choose one of {', '.join(known)}"
+                )
         if isinstance(self.skip, str):
-            raise ValueError(f"fp8.skip={self.skip!r} must be a list of names: [{self.skip}]")
+            raise ValueError(f"precision.skip={self.skip!r} must be a list of names: [{self.skip}]")
         object.__setattr__(self, "skip", tuple(self.skip))
         if self.backward == "full" and self.save_activations == "fp8":
-            raise ValueError("fp8.backward=full needs the activations themselves: set fp8.save_activations=full")
+            raise ValueError(
+                "precision.backward=full needs the activations themselves: set precision.save_activations=full"
+            )
 
 
 class Fp8BlockLinear(nn.Linear):

@@ -2,14 +2,20 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune.modules import TransformerDecoder
+from torchtune.modules.peft import DoRALinear, LoRALinear
 
+from torchtune_ext.kernels.fp8_quantize import LINE_BYTES, TILE_BYTES
 from torchtune_ext.kernels.linear_logprob import CHUNK_ELEMENTS
 from torchtune_ext.policy import lora
+from torchtune_ext.policy.fp8 import HEAD, skip_reasons
+from torchtune_ext.policy.fp8_linear import Fp8Config
+from torchtune_ext.policy.weights import hf_name
 
 GIB = 1 << 30
 
@@ -31,14 +37,16 @@ def estimate(
     compute_dtype: torch.dtype,
     world_size: int,
     activation_checkpointing: bool,
-    reference: bool,
+    trainer_fp8: Fp8Config | None = None,
+    engine_fp8: Fp8Config | None = None,
+    reference: bool = False,
     engine_tensor_parallel: int = 1,
     publishes_all: bool = True,
 ) -> MemoryNeed:
     """Estimates from shapes on the meta device; an optimizer with two moments (AdamW) is assumed.
 
     Activations of a layer are what its linear layers, norms and fused attention keep for the backward; with
-    checkpointing, one input per layer and the inside of one layer.
+    checkpointing, one input per layer and the inside of one layer. Layers in FP8 keep their inputs as columns.
     """
     with torch.device("meta"):
         model = make_model()
@@ -59,11 +67,14 @@ def estimate(
     normed = (layer.attn.num_heads + layer.attn.num_kv_heads) * layer.attn.head_dim if layer.attn.q_norm else 0
     inside = row_tokens * size * (4 * width + 4 * attention + 4 * ffn + normed)
     layers = len(model.layers)
+    inside += row_tokens * _kept_by_fp8(model, trainer_fp8, size)
     kept = layers * row_tokens * width * size + inside if activation_checkpointing else layers * inside
     logits = min(CHUNK_ELEMENTS, row_tokens * vocab) * 4 * 3
     quantised = max((p.numel() for p in model.parameters() if isinstance(p, NF4Tensor)), default=0)
     # one device: only float32 masters of a whole model go through FSDP2, adapters are rounded where they are used
     unsharded = (outer + 2 * layer_parameters) * size if world_size > 1 or (size < 4 and not frozen) else 0
+    sent = size * total - (size - TILE_BYTES) * sum(out * width for out, width in _in_fp8(model, engine_fp8).values())
+    weights = f"weights, {'FP8 and ' if engine_fp8 else ''}{str(compute_dtype)[6:]}"
     return MemoryNeed(
         parameters=total,
         trained=trained,
@@ -77,13 +88,43 @@ def estimate(
             "logits of one chunk with gradient, float32": logits,
             **({"largest NF4 weight while it is dequantised": (8 + size) * quantised} if quantised else {}),
         },
-        engine={f"weights, {str(compute_dtype)[6:]} (KV cache comes on top)": size * total // engine_tensor_parallel},
+        engine={f"{weights} (KV cache comes on top)": int(sent) // engine_tensor_parallel},
         host={
-            "published weights in shared memory": size
-            * (total if publishes_all or quantised or not frozen else trained),
+            "published weights in shared memory": int(sent)
+            if publishes_all or quantised or engine_fp8 or not frozen
+            else size * trained,
             "reference and weights swapped out, float32": 8 * total * (reference and not frozen),
         },
     )
+
+
+def _in_fp8(model: TransformerDecoder, config: Fp8Config | None) -> dict[str, tuple[int, int]]:
+    """Hugging Face name -> (out, in) of the layers that compute in FP8; the names need no model directory here."""
+    if config is None:
+        return {}
+    shapes = {HEAD: tuple(model.tok_embeddings.weight.shape)}
+    adapters = lora.adapter_names(model)
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Linear, LoRALinear, DoRALinear)) and f"{name}.weight" not in adapters:
+            shapes[hf_name(f"{name}.weight").removesuffix(".weight")] = tuple(module.weight.shape)
+    return {name: shapes[name] for name, reason in skip_reasons(shapes, config.skip).items() if reason is None}
+
+
+def _kept_by_fp8(model: TransformerDecoder, config: Fp8Config | None, size: int) -> float:
+    """Bytes a token that the first layer keeps more than without FP8 (negative: less). Attention keeps its own output, which
+    output_proj reads, in any case."""
+    if config is None or config.save_activations != "fp8" or lora.adapter_names(model):
+        return 0.0
+    inputs = {
+        "q_proj": LINE_BYTES - size,
+        "o_proj": LINE_BYTES,
+        "gate_proj": LINE_BYTES - size,
+        "down_proj": LINE_BYTES - size,
+    }
+    found = {
+        name.rpartition(".")[2]: width for name, (_, width) in _in_fp8(model, config).items() if ".layers.0." in name
+    }
+    return sum(more * found[kind] for kind, more in inputs.items() if kind in found)
 
 
 def _bytes(param: Tensor) -> int:
@@ -95,13 +136,9 @@ def memory_table(
     make_model: Callable[[], TransformerDecoder],
     row_tokens: int,
     compute_dtype: torch.dtype,
-    activation_checkpointing: bool,
-    reference: bool,
-    engine_tensor_parallel: int = 1,
-    publishes_all: bool = True,
+    *options: Any,
 ) -> str:
-    """The estimates for 1, 2, 4 and 8 training devices, as columns in GiB."""
-    options = (activation_checkpointing, reference, engine_tensor_parallel, publishes_all)
+    """The estimates for 1, 2, 4 and 8 training devices, as columns in GiB; `options` are the further ones of `estimate`."""
     with torch.device("meta"):
         model = make_model()  # once: NF4 takes seconds for 32B, even on the meta device
     needs = {n: estimate(lambda: model, row_tokens, compute_dtype, n, *options) for n in (1, 2, 4, 8)}

@@ -20,6 +20,14 @@ _QWEN3 = _FROM_HF | {  # HF name -> torchtune name: those of Qwen2, and the norm
 }
 
 
+_TO_HF = {ours: hf for hf, ours in _QWEN3.items()}
+
+
+def hf_name(name: str) -> str:
+    """Hugging Face's name of a torchtune weight; Qwen2, Qwen3 and Llama agree."""
+    return get_mapped_key(name, _TO_HF)
+
+
 def _renamed(weights: dict[str, Tensor], names: dict[str, str], **_: int) -> dict[str, Tensor]:
     return {get_mapped_key(name, names): weight for name, weight in weights.items()}
 
@@ -27,7 +35,7 @@ def _renamed(weights: dict[str, Tensor], names: dict[str, str], **_: int) -> dic
 # model_type of config.json -> (from HF, to HF). Llama's q and k are permuted (torchtune rotates interleaved pairs).
 _CONVERTERS = {
     "qwen2": (qwen2_hf_to_tune, qwen2_tune_to_hf),
-    "qwen3": (partial(_renamed, names=_QWEN3), partial(_renamed, names={ours: hf for hf, ours in _QWEN3.items()})),
+    "qwen3": (partial(_renamed, names=_QWEN3), partial(_renamed, names=_TO_HF)),
     "llama": (hf_to_tune, tune_to_hf),
 }
 _DTYPES = ("BF16", "F16", "F32", "F64")  # of weights, as safetensors writes them

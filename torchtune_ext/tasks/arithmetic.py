@@ -1,7 +1,8 @@
 """Arithmetic: generated without end, cheap to sample and to grade, so that a run takes a minute and can be repeated.
 
 A question is terse, "7+5-9=", and its solution has the values on the way in brackets, then the answer: "(12) 3". A character is
-a token for a tokenizer without merges, so a completion has from 2 to about 12 of them. Only the last number is graded:
+a token for a tokenizer without merges, so a completion has from 2 to about 12 of them, about 45 at
+level 9. Only the last number is graded:
 whether to work before answering is the policy's affair.
 """
 
@@ -38,6 +39,7 @@ LEVELS = {
     6: Form((2, 3), 10, "+-*"),  # 7-5*3=
     7: Form((3, 4), 10, "+-*", brackets=True),  # 7*(5-9)+2=
     8: Form((5, 7), 100, "+-*", brackets=True),  # 17-25*(3+61)+88-4=
+    9: Form((12, 16), 10, "+"),  # 7+5+9+3+1+0+8+2+6+6+4+9=: long, not hard
 }
 
 
@@ -48,7 +50,7 @@ class Arithmetic:
         seed: of the questions; question i depends on (seed, first + i, level, split) alone.
         count: how many; None: without end. Low levels have few different questions (level 1 has 100), which repeat.
         first: index of the first one.
-        level: one of 1 to 8 (see `LEVELS`), several that are equally likely ([3, 4]), or {level: weight}.
+        level: one of 1 to 9 (see `LEVELS`), several that are equally likely ([3, 4]), or {level: weight}.
         split: "train", "heldout" or "all". The hash of a question decides on which side it stands, one in eight is held out:
             no seed, level or index makes a training question appear among the held-out ones.
         prompt: the user's message; {question} stands for "17+25=".

@@ -163,7 +163,8 @@ def diagnose(found: Mismatch, limit: float, temperature: float, at: Callable[[fl
     if found.mean_abs < 0.2 and abs(found.mean) < 0.3 * found.mean_abs:
         return (
             "dtype: small errors of both signs, as from different precision. Give engine and trainer the same dtype "
-            "(engine.dtype, dtype), or raise max_mismatch if this model is known to be that noisy"
+            "(engine.dtype, dtype; precision=fp8_unified where the engine is in FP8), or raise max_mismatch if this model is "
+            "known to be that noisy"
         )
     return (
         "weights: no change of sampling parameters explains it, so the engine runs other weights than the trainer: a "

@@ -11,21 +11,12 @@ from torchtune_ext.policy.lora import AdapterSpec
 from torchtune_ext.sampling.core import on_cpu
 from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-
 
 def at_least(settings: Mapping[str, Any], **least: int) -> None:
     """Raises ValueError for the first named setting that is below its bound."""
     for name, bound in least.items():
         if settings[name] < bound:
             raise ValueError(f"{name}={settings[name]} must be at least {bound}")
-
-
-def training_dtypes(trainer: str, engine: str) -> tuple[torch.dtype, torch.dtype]:
-    """The trainer's compute dtype, and that in which weights go to the engine ("auto": the trainer's)."""
-    if trainer not in DTYPES:
-        raise ValueError(f"dtype={trainer!r}: use 'bfloat16' or 'float32' (float16 would need a loss scale)")
-    return DTYPES[trainer], DTYPES[trainer] if engine == "auto" else getattr(torch, engine)
 
 
 def check_sampling(sampling: SamplingConfig, samples_per_prompt: int, advantage: AdvantageConfig) -> None:

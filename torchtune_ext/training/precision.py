@@ -1,25 +1,29 @@
 """`precision:` of a recipe: in what the trainer's linear layers compute, and in what the engine's do.
 
 flow             trainer          engine
-"bf16"           `dtype`          `dtype`
+"bf16"           `dtype`          `engine.dtype`     no FP8 anywhere
 "fp8_rollout"    `dtype`          FP8 blocks         the usual way, to compare with: two flows that drift apart
 "fp8_unified"    FP8 blocks       the same bytes     Jet-RL, arXiv 2601.14243: what samples is a part of what trains
 """
 
 import difflib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torchtune.modules import TransformerDecoder
 
+from torchtune_ext.policy import fp8_gain
 from torchtune_ext.policy.fp8 import Fp8Receipt, fp8_hf_tensors, plan
 from torchtune_ext.policy.fp8_linear import Fp8Config
+from torchtune_ext.policy.logprobs import PackedPolicy
+from torchtune_ext.policy.lora import AdapterSpec
 from torchtune_ext.policy.weights import HFModel
 from torchtune_ext.sampling.records import EngineConfig
 
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 FLOWS = ("bf16", "fp8_rollout", "fp8_unified")
 
 
@@ -35,53 +39,118 @@ class PrecisionConfig(Fp8Config):
             hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(FLOWS)}"
             raise ValueError(f"precision.flow={self.flow!r} is unknown; {hint}")
         Fp8Config.__post_init__(self)
-        if self.flow != "bf16" and self.recipe != "block":
+        if self.flow == "bf16":
+            for field in fields(Fp8Config):
+                if (value := getattr(self, field.name)) != field.default:
+                    raise ValueError(
+                        f"precision.{field.name}={value!r} with precision.flow=bf16, which has no FP8: name a flow, "
+                        "precision.flow=fp8_unified, or leave it out"
+                    )
+        elif self.recipe != "block":
             raise ValueError(f"precision.recipe={self.recipe!r}: the engine computes in blocks only; use recipe=block")
-        if self.flow != "bf16" and self.power_of_two:
+        elif self.power_of_two:
             raise ValueError(
                 "precision.power_of_two=true: the engine keeps float32 scales as they are published; leave it out"
             )
 
+    @property
+    def sides(self) -> tuple[Fp8Config | None, Fp8Config | None]:
+        """FP8 of the trainer's layers and of the engine's; None: none, and the side's dtype alone."""
+        return self if self.flow == "fp8_unified" else None, None if self.flow == "bf16" else self
 
-@dataclass(frozen=True, slots=True)
+
 class Precision:
-    """What a run makes of its setting."""
+    """What a run makes of its setting, layer by layer; decided before the engine starts and before weights exist.
 
-    trainer: Fp8Config | None  # of the policy; None: `dtype` alone
-    sampler: Fp8Receipt | None  # which layers the engine holds in FP8; None: none
-
-    def engine_config(self, config: EngineConfig) -> EngineConfig:
-        return config if self.sampler is None else replace(config, quantization=self.sampler.quantization_config())
-
-    def published(self, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterable[tuple[str, Tensor]]:
-        """Whole weights, as gathered in the trainer's dtype -> as the engine holds them."""
-        return tensors if self.sampler is None else fp8_hf_tensors(tensors, self.sampler, dtype)
-
-    def write_receipt(self, folder: str) -> None:
-        """Prints which layers are in FP8 and why the others are not, and keeps it in `folder`/fp8.txt."""
-        if self.sampler is None:
-            return
-        text = f"{self.sampler.table()}\n  trainer: {'the same' if self.trainer else 'none of them'}"
-        print(text, flush=True)
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        (Path(folder) / "fp8.txt").write_text(text + "\n", encoding="utf-8")
-
-
-def plan_precision(
-    config: PrecisionConfig, make_model: Callable[[], TransformerDecoder], source: HFModel, dtype: torch.dtype
-) -> Precision:
-    """Decides for every layer, before the engine starts and before weights exist.
+    Args:
+        dtype: of the trainer's forward and backward, "bfloat16" or "float32".
+        engine: as it stands in the YAML.
+        adapter: of a model that has one, with the `way` in which it is published.
 
     Raises:
-        ValueError: FP8 with a trainer in float32; a model without a layer that fits.
+        ValueError: another dtype; FP8 with a trainer or an engine in float32; adapters merged into weights that the trainer
+            keeps apart; a model without a layer that fits.
     """
-    if config.flow == "bf16":
-        return Precision(None, None)
-    if dtype != torch.bfloat16:
-        raise ValueError(
-            f"precision.flow={config.flow} with dtype={str(dtype)[6:]}: FP8 stands beside bfloat16; set dtype so"
-        )
-    with torch.device("meta"):
-        model = make_model()
-    receipt = plan(model, source, config, dtype)
-    return Precision(config if config.flow == "fp8_unified" else None, receipt)
+
+    def __init__(
+        self,
+        config: PrecisionConfig,
+        make_model: Callable[[], TransformerDecoder],
+        source: HFModel,
+        dtype: str,
+        engine: EngineConfig,
+        adapter: AdapterSpec | None = None,
+        way: str = "adapter",
+    ):
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype={dtype!r}: use 'bfloat16' or 'float32' (float16 would need a loss scale)")
+        self.dtype = DTYPES[dtype]  # of the trainer's forward and backward
+        self.engine_dtype = self.dtype if engine.dtype == "auto" else getattr(torch, engine.dtype)
+        self.trainer, sampler = config.sides  # of the policy
+        self.engine = engine  # as it has to be started
+        self.sampler: Fp8Receipt | None = None  # which layers the engine holds in FP8
+        self._file: Path | None = None
+        if sampler is None:
+            return
+        if dtype != "bfloat16":
+            raise ValueError(
+                f"precision.flow={config.flow} with dtype={dtype}: FP8 stands beside bfloat16; set dtype so"
+            )
+        if adapter and self.trainer and way == "merged":
+            raise ValueError(
+                "precision.flow=fp8_unified with publish=merged: the trainer adds the adapter to a base in FP8, the engine "
+                f"would round their sum; use publish=adapter{' with LoRA in place of DoRA' * adapter.dora}, or precision=bf16"
+            )
+        with torch.device("meta"):
+            model = make_model()
+        self.sampler = plan(model, source, config, self.dtype)
+        self.engine = replace(engine, quantization=self.sampler.quantization_config())
+
+    def published(
+        self, gathered: Callable[[torch.dtype], Iterable[tuple[str, Tensor]]]
+    ) -> Iterable[tuple[str, Tensor]]:
+        """Whole weights as the engine holds them.
+
+        Args:
+            gathered: dtype -> (Hugging Face name, whole tensor). What will be FP8 is asked for in the trainer's dtype, since
+                that is what its forward rounds.
+        """
+        if self.sampler is None:
+            return gathered(self.engine_dtype)
+        return fp8_hf_tensors(gathered(self.dtype), self.sampler, self.engine_dtype)
+
+    def write_receipt(self, folder: str, policy: PackedPolicy, tokens: int, device: torch.device) -> None:
+        """Prints which layers are in FP8 and why the others are not, by what they are computed, and what that gains; keeps it
+        in `folder`/fp8.txt. Nothing without FP8.
+
+        Args:
+            tokens: of a packed row: for that many the gain is measured.
+        """
+        if self.sampler is None:
+            return
+        lines = [
+            (policy.fp8 or self.sampler).table(),
+            f"  engine: {fp8_gain.engine_memory(policy.model, self.sampler)}",
+        ]
+        if policy.fp8 is None:
+            lines.append(f"  trainer: none of them, {str(self.dtype)[6:]}; it and the engine drift apart")
+        else:
+            lines += [f"  trainer: {line}" for line in fp8_gain.trainer_gain(policy.fp8, tokens, device)]
+        self._file = Path(folder) / "fp8.txt"
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._file.unlink(missing_ok=True)
+        self._note("\n".join(lines))
+
+    def write_mismatch(self, mean_abs: float, tokens: int, when: str) -> None:
+        """Adds the first agreement of trainer and engine to the receipt; those of later steps are metrics."""
+        if self._file is not None:
+            self._note(
+                f"  mismatch {when}: mean |trainer - sampler log-prob| {mean_abs:.3g} on {tokens} tokens; of every step: "
+                "mismatch/* in metrics.jsonl"
+            )
+            self._file = None
+
+    def _note(self, text: str) -> None:
+        print(text, flush=True)
+        with self._file.open("a", encoding="utf-8") as file:
+            file.write(text + "\n")

@@ -1,25 +1,26 @@
 """Weights to the sampler, in memory, and the proof that it samples with them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
-import torch
 
 from torchtune_ext.advantages import Group, Sample
+from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.grading import Outcome
 from torchtune_ext.packing import Row, pack
 from torchtune_ext.policy.logprobs import LabelScores, PackedPolicy
 from torchtune_ext.policy.lora import AdapterOff, AdapterSpec, adapter_hf_tensors, base_hf_tensors, merged_hf_tensors
 from torchtune_ext.policy.weights import HFModel, named_hf_tensors
 from torchtune_ext.sampling.engine import Engine, PublishReport, SamplingConfig
-from torchtune_ext.tasks.task import Problem
+from torchtune_ext.tasks.task import Problem, Task
 from torchtune_ext.training.agreement import Disagreement, applied_share, require_agreement
 from torchtune_ext.training.distributed import Ranks
+from torchtune_ext.training.precision import Precision
 from torchtune_ext.training.step import score
 
-CANARY_TOKENS = 16
+CANARY_PROMPTS, CANARY_TOKENS = 4, 16
 RESOLVED = 0.25  # noise of a token over the adapter's effect on it, above which nothing is concluded
 ADVICE = {
     "adapter": "publish=adapter: look for a request that does not name the adapter; publish=merged needs none",
@@ -35,7 +36,7 @@ class Publisher:
 
     Args:
         engine: on rank 0; None on the others, which take part in the gathers and in scoring.
-        dtype: in which weights are sent; the engine's.
+        precision: in which weights are sent.
         limit: mean |d log-prob| above which a publication counts as failed.
         row_length: length of packed rows where it is fixed (compiled kernels); None: as long as needed.
     """
@@ -45,14 +46,15 @@ class Publisher:
         engine: Engine | None,
         policy: PackedPolicy,
         names: HFModel,
-        dtype: torch.dtype,
+        precision: Precision,
         ranks: Ranks,
         canary_prompts: Sequence[list[int]],
         sampling: SamplingConfig,
         limit: float,
         row_length: int | None = None,
     ):
-        self._engine, self._policy, self._names, self._dtype, self._ranks = engine, policy, names, dtype, ranks
+        self._engine, self._policy, self._names, self._ranks = engine, policy, names, ranks
+        self._precision = precision
         self._prompts, self._limit, self._row_length = list(canary_prompts), limit, row_length
         self._temperature = sampling.temperature
         self._sampling = replace(sampling, max_tokens=min(CANARY_TOKENS, sampling.max_tokens), early_stop_logprob=None)
@@ -70,11 +72,15 @@ class Publisher:
         metrics = {"canary/mean_abs": found.mean_abs} | self._check(rows, scored, when)
         if report is None:
             return {}
+        self._precision.write_mismatch(found.mean_abs, found.tokens, when)
         sent = {"publish/seconds": report.copy_s + report.pause_s, "publish/bytes": float(report.bytes)}
         return sent | metrics
 
     def _send(self, version: int) -> PublishReport | None:
-        return self._stream(named_hf_tensors(self._policy.model, self._names, self._dtype), version)
+        return self._stream(self._whole(named_hf_tensors), version)
+
+    def _whole(self, gather: Callable) -> Iterable:
+        return self._precision.published(partial(gather, self._policy.model, self._names))
 
     def _stream(self, tensors: Iterable, version: int, adapter: dict | None = None) -> PublishReport | None:
         if self._engine is not None:
@@ -115,14 +121,13 @@ class AdapterPublisher(Publisher):
         self._way, self._adapter, self._base_sent = way, adapter, False
 
     def _send(self, version: int) -> PublishReport | None:
-        model, names, dtype = self._policy.model, self._names, self._dtype
         if self._way == "merged":
-            return self._stream(merged_hf_tensors(model, names, dtype), version)
-        if self._adapter.quantised and not self._base_sent:  # sample with the very values that NF4 left
-            self._stream(base_hf_tensors(model, names, dtype), version)
+            return self._stream(self._whole(merged_hf_tensors), version)
+        if (self._adapter.quantised or self._precision.sampler) and not self._base_sent:
+            self._stream(self._whole(base_hf_tensors), version)  # sample with the very values that NF4 or FP8 left
             self._base_sent = True
-        config = self._adapter.peft_config(str(names.path))
-        return self._stream(adapter_hf_tensors(model, names, dtype), version, config)
+        tensors = adapter_hf_tensors(self._policy.model, self._names, self._precision.engine_dtype)
+        return self._stream(tensors, version, self._adapter.peft_config(str(self._names.path)))
 
     def _check(self, rows: list[Row], scored: list[LabelScores], when: str) -> dict[str, float]:
         with AdapterOff(self._policy.model).swapped_in():
@@ -136,6 +141,11 @@ class AdapterPublisher(Publisher):
                 f"{sum(row.num_labels for row in rows)} sampled tokens the engine shows {share:.2f}. {ADVICE[self._way]}"
             )
         return {"canary/adapter_applied": share}
+
+
+def canary_prompts(task: Task, tokenizer: ChatTokenizer) -> list[list[int]]:
+    """The same few prompts for every publication of a run."""
+    return [tokenizer.prompt_ids(list(task[i].messages)) for i in range(min(CANARY_PROMPTS, len(task)))]
 
 
 def _as_group(prompt: list[int], completion) -> Group:

@@ -1,0 +1,209 @@
+"""What fp8_gpu.py measures and with which clock: widths of models, a timer, the two sides of a comparison."""
+
+import copy
+import importlib.util
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+if importlib.util.find_spec("torchtune_ext") is None:  # a bare checkout: kernels/ is found as where it is installed
+    sys.path.append(str(Path(__file__).resolve().parent.parent))
+    import torchtune_ext
+
+    torchtune_ext.__path__.append(sys.path.pop())
+    from torchtune_ext import torchao_compat
+
+    torchao_compat.apply()
+
+from torchtune.models.qwen2 import qwen2  # noqa: E402
+
+from torchtune_ext.kernels import fp8_gemm  # noqa: E402
+from torchtune_ext.kernels.fp8_quantize import (  # noqa: E402
+    BLOCK,
+    Fp8Blocks,
+    quantise_columns,
+    quantise_rows,
+    quantise_weight,
+)
+from torchtune_ext.policy.fp8_linear import Fp8BlockLinear, Fp8Config, fp8_linear  # noqa: E402
+from torchtune_ext.policy.qwen3 import qwen3  # noqa: E402
+
+HEAD_DIM = 128
+WARM_UP = 3
+CUT = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The widths of a decoder's layers; heads have 128 features."""
+
+    build: Callable[..., nn.Module]
+    hidden: int
+    heads: int
+    kv_heads: int
+    mlp: int
+    bias: bool  # of q, k and v
+
+    def linears(self) -> dict[tuple[int, int], tuple[str, bool]]:
+        """(out, in) -> names of the layers of this shape, and whether the first has a bias."""
+        q, kv = self.heads * HEAD_DIM, self.kv_heads * HEAD_DIM
+        shapes = {"q": (q, self.hidden), "k": (kv, self.hidden), "v": (kv, self.hidden), "o": (self.hidden, q)}
+        shapes |= dict.fromkeys(("gate", "up"), (self.mlp, self.hidden)) | {"down": (self.hidden, self.mlp)}
+        grouped = defaultdict(list)
+        for name, shape in shapes.items():
+            grouped[shape].append(name)
+        return {shape: (", ".join(names), self.bias and names[0] in "qkv") for shape, names in grouped.items()}
+
+
+MODELS = {
+    "qwen3_8b": Model(qwen3, hidden=4096, heads=32, kv_heads=8, mlp=12288, bias=False),
+    "qwen2_5_32b": Model(qwen2, hidden=5120, heads=40, kv_heads=8, mlp=27648, bias=True),
+}
+
+
+class Timer:
+    """Marks in the stream of a GPU, or on the wall clock of a CPU."""
+
+    def __init__(self, device: torch.device, repeats: int) -> None:
+        self.cuda, self.repeats = device.type == "cuda", repeats
+        self.scratch = torch.empty(256 << 20 if self.cuda else 0, dtype=torch.uint8, device=device)
+
+    def settle(self) -> None:
+        """Nothing of the operands is left in L2, and the host has about two milliseconds to queue what comes next."""
+        if self.cuda:
+            self.scratch.zero_()
+            torch.cuda._sleep(4_000_000)
+
+    def mark(self) -> torch.cuda.Event | float:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def measure(self, cases: dict[str, tuple[Callable, ...]]) -> dict[str, list[float]]:
+        """Median milliseconds of each stage of each case.
+
+        Args:
+            cases: name -> stages. The first prepares and is not timed; each gets what the one before it returned.
+        """
+        marks = {name: [] for name in cases}
+        for _ in range(WARM_UP + self.repeats):
+            for name, (prepare, *stages) in cases.items():
+                value = prepare()
+                self.settle()
+                times = [self.mark()]
+                for stage in stages:
+                    value = stage(value)
+                    times.append(self.mark())
+                marks[name].append(times)
+                value = None  # its memory is free for the next case
+        if self.cuda:
+            torch.cuda.synchronize()
+
+        def between(start, end) -> float:
+            return start.elapsed_time(end) if self.cuda else 1e3 * (end - start)
+
+        return {
+            name: [median(between(t[i], t[i + 1]) for t in runs[WARM_UP:]) for i in range(len(runs[0]) - 1)]
+            for name, runs in marks.items()
+        }
+
+    def one(self, **functions: Callable) -> list[float]:
+        """Median milliseconds of functions without arguments."""
+        cases = {name: (lambda: None, lambda _, f=f: f()) for name, f in functions.items()}
+        return [times[0] for times in self.measure(cases).values()]
+
+
+def gemm_sides(x: Tensor, w: Tensor, dy: Tensor, quantiser: str = "auto") -> dict[str, tuple[Callable, Callable]]:
+    """GEMM -> (quantises its two operands, the same product in bfloat16)."""
+    return {
+        "fprop": (
+            lambda: (quantise_rows(x, backend=quantiser), quantise_weight(w, backend=quantiser)),
+            lambda: x @ w.T,
+        ),
+        "dgrad": (
+            lambda: (quantise_rows(dy, backend=quantiser), quantise_weight(w, backend=quantiser)),
+            lambda: dy @ w,
+        ),
+        "wgrad": (
+            lambda: (quantise_columns(dy, backend=quantiser), quantise_columns(x, backend=quantiser)),
+            lambda: dy.T @ x,
+        ),
+    }
+
+
+def out_dtype(gemm: str) -> torch.dtype:
+    return torch.float32 if gemm == "wgrad" else torch.bfloat16  # as in a layer
+
+
+def relative_error(gemm: str, backend: str, first: Fp8Blocks, second: Fp8Blocks) -> float:
+    """||got - reference|| / ||reference|| of the first CUT rows of the result: the reference is slow."""
+    got = getattr(fp8_gemm, gemm)(first, second, out_dtype(gemm), backend)[:CUT].float()
+    if gemm == "wgrad":  # a row of dW is an out-feature, and sums over all tokens
+        values, scales, shape = first.values[:, :CUT], first.scales[:, :CUT], (first.shape[0], got.shape[0])
+    else:
+        values, scales, shape = first.values[:CUT], first.scales[:CUT], (got.shape[0], first.shape[1])
+    cut = Fp8Blocks(values, scales, first.block, shape)
+    want = getattr(fp8_gemm, gemm)(cut, second, torch.float32, "reference")
+    return ((got - want).norm() / want.norm()).item()
+
+
+def in_fp8(module: nn.Module, config: Fp8Config) -> nn.Module:
+    """A copy whose linear layers compute in FP8, as torchtune_ext.policy.fp8.convert makes them."""
+    module = copy.deepcopy(module)
+    for layer in module.modules():
+        if type(layer) is nn.Linear:
+            layer.__class__ = Fp8BlockLinear
+            layer.fp8 = config
+    return module
+
+
+def step(module: nn.Module, x: Tensor, dy: Tensor) -> tuple[Callable, ...]:
+    """Stages: a fresh input (a layer that sees a tensor again does not quantise it again), forward, backward."""
+    parameters = tuple(module.parameters())
+    return (
+        x.clone,
+        lambda fresh: (fresh, module(fresh)),
+        lambda both: torch.autograd.grad(both[1], (both[0], *parameters), dy),
+    )
+
+
+def memory(module: nn.Module, x: Tensor, dy: Tensor) -> list[str]:
+    """MiB that the module keeps between forward and backward, and its peak: above what there was before."""
+    if not x.is_cuda:
+        return ["-", "-"]
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    y = module(x.clone())  # nothing but the module holds this input
+    with torch.no_grad():  # the next layer's input takes the place of the last one that was quantised
+        fp8_linear(x.new_ones(1, BLOCK), x.new_ones(BLOCK, BLOCK), None, Fp8Config(backend="reference"))
+    kept = torch.cuda.memory_allocated() - before - y.nbytes  # the output is the next module's
+    torch.autograd.grad(y, (x, *module.parameters()), dy)
+    return [f"{size / 2**20:.0f}" for size in (kept, torch.cuda.max_memory_allocated() - before)]
+
+
+def build_block(model: Model, sequence: int, device: torch.device) -> nn.Module:
+    """One layer of the decoder in bfloat16, on the device, with random weights."""
+    widths = dict(num_heads=model.heads, num_kv_heads=model.kv_heads, embed_dim=model.hidden)
+    with torch.device("meta"):
+        decoder = model.build(128, 1, **widths, intermediate_dim=model.mlp, max_seq_len=sequence)
+    block = decoder.layers[0].to(torch.bfloat16).to_empty(device=device)
+    with device:
+        for module in block.modules():
+            if hasattr(module, "rope_init"):
+                module.rope_init()
+    with torch.no_grad():
+        for name, parameter in block.named_parameters():
+            if name.endswith("scale"):  # of an RMSNorm
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(std=0.02)
+    return block

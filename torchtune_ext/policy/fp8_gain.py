@@ -1,0 +1,85 @@
+"""What FP8 gains: bytes, counted from shapes, and time, measured on the device at hand. For the receipt of a run."""
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtune_ext.kernels.fp8_quantize import LINE_BYTES, TILE_BYTES
+from torchtune_ext.policy.fp8 import Fp8Receipt
+from torchtune_ext.policy.fp8_linear import Fp8Config, fp8_linear
+from torchtune_ext.policy.lora import adapter_names
+from torchtune_ext.policy.weights import clean_name
+
+CPU_TOKENS = 128  # measured with on a CPU, where FP8 is emulated: enough to say that it is slower
+REPEATS = 5
+
+
+def engine_memory(model: nn.Module, receipt: Fp8Receipt) -> str:
+    """Of an engine's weights, and of a publication of all of them."""
+    adapters = adapter_names(model)
+    total = sum(p.numel() for name, p in model.named_parameters() if clean_name(name) not in adapters)
+    size = receipt.dtype.itemsize
+    before, after = size * total, size * total - (size - TILE_BYTES) * converted_parameters(receipt)
+    unit, name = (1 << 30, "GiB") if before >= 1 << 30 else (1 << 20, "MiB")
+    return f"weights of {after / unit:.2f} {name} in place of {before / unit:.2f}, and as much a publication of the whole model"
+
+
+def converted_parameters(receipt: Fp8Receipt) -> int:
+    return sum(layer.shape[0] * layer.shape[1] for layer in receipt.layers if layer.reason is None)
+
+
+def trainer_gain(receipt: Fp8Receipt, tokens: int, device: torch.device) -> list[str]:
+    """What to expect of the linear layers, and what they do: forward and backward, one after the other, quantisation
+    included, against the dtype around them."""
+    share, trains = receipt.share, any(gemm == "wgrad" for gemm, *_ in receipt.choices)
+    dtype = str(receipt.dtype)[6:]
+    expected = (
+        f"expected of all linear layers at most {1 / (1 - share / 2):.2f}x {dtype}, if FP8 computes twice as fast"
+    )
+    if device.type == "cpu":
+        tokens = min(tokens, CPU_TOKENS)
+        expected += "; on a CPU it is emulated, and slower"
+    counts = Counter(layer.shape for layer in receipt.layers if layer.reason is None)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):  # the run's own draws stay as they are
+        times = {shape: _times(shape, tokens, receipt.config, receipt.dtype, trains, device) for shape in counts}
+    plain, fp8 = (sum(times[shape][i] * count for shape, count in counts.items()) for i in (0, 1))
+    lines = [expected, f"measured {plain / fp8:.2f}x with {tokens} tokens on {_name(device)}, the layers in FP8 alone"]
+    if trains and receipt.config.save_activations == "fp8":
+        lines.append(
+            f"inputs kept for the backward take {LINE_BYTES:.2f} bytes a number in place of {receipt.dtype.itemsize}"
+        )
+    return lines
+
+
+def _times(
+    shape: tuple[int, int], tokens: int, config: Fp8Config, dtype: torch.dtype, trains: bool, device: torch.device
+) -> tuple[float, float]:
+    """Median seconds of forward and backward of one layer, plain and in FP8, taken in turns."""
+    weight = (torch.randn(shape, device=device) * shape[1] ** -0.5).to(dtype).requires_grad_(trains)
+    x = torch.randn(tokens, shape[1], device=device, dtype=dtype)
+    dy = torch.randn(tokens, shape[0], device=device, dtype=dtype)
+
+    def seconds(forward: Callable[[Tensor], Tensor]) -> float:
+        _synchronise(device)
+        start = time.perf_counter()
+        forward(x.detach().requires_grad_()).backward(dy)  # a new tensor, whose blocks nobody has kept
+        _synchronise(device)
+        return time.perf_counter() - start
+
+    ways = (lambda x: F.linear(x, weight), lambda x: fp8_linear(x, weight, None, config))
+    rounds = [[seconds(way) for way in ways] for _ in range(1 + REPEATS)][1:]  # the first loads kernels
+    return tuple(statistics.median(column) for column in zip(*rounds, strict=True))
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU"
