@@ -1,0 +1,235 @@
+"""One precision flow or two: how far are trainer and engine apart, and what does it do to learning?
+
+    python benchmarks/precision_flow.py --out runs/precision_flow --jobs 2 [--parts mismatch curves] [--seeds 0 1 2]
+
+Makes the model of `warmup/tiny_fp8` and measures with it on a CPU, where FP8 is emulated: exact FP8 values and scales, sums
+in float32. What this shows is rounding, not the tensor core's own sums, and half a million parameters are not eight billion.
+
+**mismatch**: the engine samples answers to short (level 3) and long sums (level 9), once in bfloat16 and once in FP8;
+trainers in bfloat16, in FP8, and in FP8 with scales rounded to powers of two (UE8M0, the negative control: as close to the
+engine's blocks as can be without being them) score the very same tokens. d = trainer - engine log-prob of a sampled token.
+
+    k3 = mean(exp(d) - 1 - d)         estimates KL(engine || trainer), nats a token
+    ESS = (sum w)^2 / (n sum w^2)     of the answers, w = exp(sum of d over an answer)
+
+± is a standard error over questions, whose answers are not independent. Differences are of the same tokens. Below, one engine
+plays both parts: the trainer's FP8 forward without gradient against that with gradient, where every log-prob must be equal
+(else the exit status is 1), and against answers that stand alone in place of packed rows, where sums have another order.
+
+**curves**: `grpo/tiny_fp8` with bf16, fp8_rollout and fp8_unified, three seeds each, on short and on long answers. Equal are
+the model that is started from, the questions of a seed and the seeds of their sampling, and everything in the config. Runs
+that are there already are read, not repeated.
+"""
+
+import argparse
+import math
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import precision_flow_curves as curves
+import torch
+from objectives import tune
+
+from torchtune_ext.advantages import Group
+from torchtune_ext.chat import ChatTokenizer
+from torchtune_ext.grading import Grader
+from torchtune_ext.packing import pack
+from torchtune_ext.policy.fp8_linear import Fp8Config
+from torchtune_ext.policy.logprobs import PackedPolicy
+from torchtune_ext.policy.scratch import qwen2_from_config
+from torchtune_ext.policy.shard import build_policy
+from torchtune_ext.policy.weights import HFModel, named_hf_tensors
+from torchtune_ext.rollout import sample_groups
+from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
+from torchtune_ext.tasks.arithmetic import Arithmetic
+from torchtune_ext.training.breakdown import places
+from torchtune_ext.training.precision import Precision, PrecisionConfig
+from torchtune_ext.training.step import score
+
+CPU = torch.device("cpu")
+LEVELS = {3: "short", 9: "long"}
+TRAINERS = {"bf16": None, "fp8": Fp8Config(), "fp8 UE8M0": Fp8Config(power_of_two=True)}
+PAIRS = [  # (engine, trainer, trainer): the first is expected to be farther away
+    ("fp8", "bf16", "fp8"),
+    ("fp8", "fp8 UE8M0", "fp8"),
+    ("bf16", "fp8", "bf16"),
+]
+SAMPLES = 8  # answers to a question
+PLACES = (0, 1, 8, 24)  # first place of each bucket of tokens
+
+
+def sampled(model_dir: Path, flow: str, policy: PackedPolicy, questions: int, out: Path) -> dict[int, list[Group]]:
+    """Answers of a real engine that holds the policy's weights as `flow` has them, by level."""
+    source, tokenizer = HFModel(model_dir), ChatTokenizer(str(model_dir))
+    make = partial(qwen2_from_config, str(model_dir))
+    engine = EngineConfig(dtype="bfloat16", max_model_len=128, kv_cache_bytes=128 << 20)
+    precision = Precision(PrecisionConfig(flow=flow), make, source, "bfloat16", engine)
+    found = {}
+    with Engine(str(model_dir), precision.engine, str(out / f"engine_{flow}")) as engine:
+        engine.start()
+        engine.wait_ready()
+        engine.publish(precision.published(partial(named_hf_tensors, policy.model, source)), 0)
+        for level in LEVELS:
+            task = Arithmetic(seed=17, count=questions, level=level, split="heldout")
+            grader = Grader(task, 1, 10.0)
+            try:
+                sampling = SamplingConfig(max_tokens=64, seed=level, stop_token_ids=tuple(tokenizer.stop_token_ids))
+                problems = [task[i] for i in range(questions)]
+                groups = sample_groups(problems, SAMPLES, sampling, engine, tokenizer, grader)
+                found[level] = [replace(g, samples=tuple(replace(s, trained=True) for s in g.samples)) for g in groups]
+            finally:
+                grader.close()
+    return found
+
+
+def scored(policy: PackedPolicy, groups: list[Group], alone: bool = False, gradient: bool = False) -> list[np.ndarray]:
+    """Log-probs of the sampled tokens of each question, in the order of its answers.
+
+    Args:
+        alone: each answer in a row of its own, not packed with the others of its prompt.
+        gradient: by the forward that keeps what a backward needs.
+    """
+    found = []
+    for group in groups:
+        parts = [Group(group.problem, group.prompt_tokens, (s,)) for s in group.samples] if alone else [group]
+        rows = [row for part in parts for row in pack([part], 4096)[0]]
+        if gradient:
+            values = [policy(row).logprobs_L.detach() for row in rows]
+        else:
+            values = [scores.logprobs_L for scores in score(policy, rows, 1.0, CPU)]
+        found.append(torch.cat(values).double().numpy())
+    return found
+
+
+def engine_logprobs(groups: list[Group]) -> list[np.ndarray]:
+    return [pack([group], 4096)[0][0].logprobs_L.double().numpy() for group in groups]
+
+
+def by_question(values: list[np.ndarray]) -> tuple[float, float]:
+    """Mean over tokens, and its standard error with the questions as the independent units (linearised ratio)."""
+    sums, sizes = np.array([v.sum() for v in values]), np.array([len(v) for v in values])
+    mean = sums.sum() / sizes.sum()
+    rest = sums - mean * sizes
+    return mean, math.sqrt(len(values) / (len(values) - 1) * (rest**2).sum()) / sizes.sum()
+
+
+def k3(d: np.ndarray) -> np.ndarray:
+    return np.expm1(d) - d
+
+
+def ess(d: list[np.ndarray], groups: list[Group]) -> float:
+    """Effective share of the answers."""
+    sums = [part.sum() for q, g in zip(d, groups, strict=True) for part in np.split(q, np.cumsum(_lengths(g))[:-1])]
+    w = np.exp(np.array(sums) - max(sums))
+    return w.sum() ** 2 / (len(w) * (w**2).sum())
+
+
+def _lengths(group: Group) -> list[int]:
+    return [len(sample.tokens) for sample in group.samples]
+
+
+def pm(mean_and_error: tuple[float, float], unit: float = 1.0) -> str:
+    mean, error = mean_and_error
+    return f"{mean / unit:.2f} ± {error / unit:.2f}"
+
+
+def mismatch(model_dir: Path, questions: int, out: Path) -> tuple[str, bool]:
+    """The tables of the first part, and whether the same engine agrees with itself."""
+    make, source = partial(qwen2_from_config, str(model_dir)), HFModel(model_dir)
+    policies = {name: build_policy(make, source, CPU, torch.bfloat16, fp8=config) for name, config in TRAINERS.items()}
+    answers = {
+        engine: sampled(model_dir, flow, policies["bf16"], questions, out)
+        for engine, flow in (("bf16", "bf16"), ("fp8", "fp8_rollout"))
+    }
+    d = {
+        (level, engine, name): [
+            t - e for t, e in zip(scored(policy, groups), engine_logprobs(groups), strict=True)
+        ]
+        for engine, levels in answers.items()
+        for level, groups in levels.items()
+        for name, policy in policies.items()
+    }  # fmt: skip
+    lines = [
+        "| answers | engine | trainer | tokens | mean \\|d\\| / 1e-3 | k3 / 1e-4 | p99 \\|d\\| | max \\|d\\| | ESS |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for (level, engine, name), parts in sorted(d.items()):
+        size = np.abs(np.concatenate(parts))
+        absolute, kl = by_question([np.abs(p) for p in parts]), by_question([k3(p) for p in parts])
+        lines.append(
+            f"| {LEVELS[level]} | {engine} | {name} | {size.size:,} | {pm(absolute, 1e-3)} | {pm(kl, 1e-4)} | "
+            f"{np.quantile(size, 0.99):.3f} | {size.max():.2f} | {ess(parts, answers[engine][level]):.3f} |"
+        )
+    lines += ["", "| answers | engine | farther - nearer | mean \\|d\\| / 1e-3 | k3 / 1e-4 |", "|---|---|---|---|---|"]
+    for level in LEVELS:
+        for engine, far, near in PAIRS:
+            pairs = list(zip(d[level, engine, far], d[level, engine, near], strict=True))
+            absolute, kl = (by_question([f(a) - f(b) for a, b in pairs]) for f in (np.abs, k3))
+            lines.append(f"| {LEVELS[level]} | {engine} | {far} - {near} | {pm(absolute, 1e-3)} | {pm(kl, 1e-4)} |")
+    lines += ["", *_by_place(d, answers), "", *_same_engine(policies["fp8"], answers["fp8"])]
+    return "\n".join(lines), "| same rows, with gradient | 0.0 |" in "\n".join(lines)
+
+
+def _by_place(d: dict, answers: dict) -> list[str]:
+    """Does the distance grow along an answer?"""
+    names = [f"{a}-{b - 1}" if b - a > 1 else f"{a}" for a, b in zip(PLACES, PLACES[1:], strict=False)]
+    lines = ["| long answers: mean \\|d\\| / 1e-3 at token | " + " | ".join([*names, f"{PLACES[-1]}-"]) + " |"]
+    lines.append("|---" * (len(PLACES) + 1) + "|")
+    level = max(LEVELS)
+    for engine, name in (("bf16", "bf16"), ("fp8", "bf16"), ("fp8", "fp8")):
+        where = [places(pack([group], 4096)[0][0].samples_L).numpy() for group in answers[engine][level]]
+        cells = []
+        for low, high in zip(PLACES, [*PLACES[1:], 1 << 30], strict=True):
+            inside = [np.abs(q[(w >= low) & (w < high)]) for q, w in zip(d[level, engine, name], where, strict=True)]
+            cells.append(pm(by_question(inside), 1e-3))
+        lines.append(f"| engine {engine}, trainer {name} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _same_engine(policy: PackedPolicy, answers: dict[int, list[Group]]) -> list[str]:
+    groups = [group for level in LEVELS for group in answers[level]]
+    base = scored(policy, groups)
+    lines = ["| the trainer's FP8 forward against itself | largest \\|d\\| | mean \\|d\\| / 1e-3 |", "|---|---|---|"]
+    for name, other in (
+        ("same rows, with gradient", scored(policy, groups, gradient=True)),
+        ("each answer alone in its row", scored(policy, groups, alone=True)),
+    ):
+        size = [np.abs(a - b) for a, b in zip(base, other, strict=True)]
+        lines.append(f"| {name} | {max(s.max() for s in size)} | {pm(by_question(size), 1e-3)} |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/precision_flow"))
+    parser.add_argument("--parts", nargs="+", choices=("mismatch", "curves"), default=["mismatch", "curves"])
+    parser.add_argument("--questions", type=int, default=64, help="of each length, for the mismatch")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--jobs", type=int, default=1, help="runs side by side, with one OpenMP thread each")
+    parser.add_argument("--plots", type=Path, default=None, help="folder of the plot (default: --out)")
+    parser.add_argument("--grpo", nargs="*", default=[], help="key=value for every GRPO run")
+    args = parser.parse_args()
+    warm, same = args.out / "warmup", True
+    if not (warm / "done").is_file():
+        tune(args.out / "warmup.txt", 0, "warmup_sft", "--config", "warmup/tiny_fp8", f"output_dir={warm}")
+        (warm / "done").touch()
+    if "mismatch" in args.parts:
+        text, same = mismatch(warm / "model", args.questions, args.out)
+        (args.out / "mismatch.md").write_text(text + "\n")
+        print(text, flush=True)
+    if "curves" in args.parts:
+        threads = 1 if args.jobs > 1 else 0
+        runs = curves.train_all(args.out, LEVELS, args.seeds, warm / "model", threads, args.jobs, args.grpo)
+        text = curves.report(runs, LEVELS)
+        (args.out / "curves.md").write_text(text + "\n")
+        print(text)
+        curves.draw(runs, LEVELS, (args.plots or args.out) / "precision_flow.svg")
+        same = same and all(run.done for run in runs)
+    sys.exit(not same)
+
+
+if __name__ == "__main__":
+    main()
