@@ -33,21 +33,23 @@ import precision_flow_curves as curves
 import torch
 from objectives import tune
 
-from torchtune_ext.advantages import Group
+from torchtune_ext.advantages import AdvantageConfig, Group, with_advantages
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.grading import Grader
+from torchtune_ext.objective.loss import PolicyLoss, Tokens
 from torchtune_ext.packing import pack
 from torchtune_ext.policy.fp8_linear import Fp8Config
 from torchtune_ext.policy.logprobs import PackedPolicy
 from torchtune_ext.policy.scratch import qwen2_from_config
 from torchtune_ext.policy.shard import build_policy
+from torchtune_ext.policy.sharded import whole
 from torchtune_ext.policy.weights import HFModel, named_hf_tensors
 from torchtune_ext.rollout import sample_groups
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.tasks.arithmetic import Arithmetic
 from torchtune_ext.training.breakdown import places
 from torchtune_ext.training.precision import Precision, PrecisionConfig
-from torchtune_ext.training.step import score
+from torchtune_ext.training.step import forward_backward, score
 
 CPU = torch.device("cpu")
 LEVELS = {3: "short", 9: "long"}
@@ -58,6 +60,7 @@ PAIRS = [  # (engine, trainer, trainer): the first is expected to be farther awa
     ("bf16", "fp8", "bf16"),
 ]
 SAMPLES = 8  # answers to a question
+SMALL = 1e-5  # factor of a loss whose gradients a floor meant for activations would flush
 PLACES = (0, 1, 8, 24)  # first place of each bucket of tokens
 
 
@@ -65,7 +68,7 @@ def sampled(model_dir: Path, flow: str, policy: PackedPolicy, questions: int, ou
     """Answers of a real engine that holds the policy's weights as `flow` has them, by level."""
     source, tokenizer = HFModel(model_dir), ChatTokenizer(str(model_dir))
     make = partial(qwen2_from_config, str(model_dir))
-    engine = EngineConfig(dtype="bfloat16", max_model_len=128, kv_cache_bytes=128 << 20)
+    engine = EngineConfig(dtype="bfloat16", max_model_len=96, kv_cache_bytes=128 << 20)
     precision = Precision(PrecisionConfig(flow=flow), make, source, "bfloat16", engine)
     found = {}
     with Engine(str(model_dir), precision.engine, str(out / f"engine_{flow}")) as engine:
@@ -76,7 +79,7 @@ def sampled(model_dir: Path, flow: str, policy: PackedPolicy, questions: int, ou
             task = Arithmetic(seed=17, count=questions, level=level, split="heldout")
             grader = Grader(task, 1, 10.0)
             try:
-                sampling = SamplingConfig(max_tokens=64, seed=level, stop_token_ids=tuple(tokenizer.stop_token_ids))
+                sampling = SamplingConfig(max_tokens=48, seed=level, stop_token_ids=tuple(tokenizer.stop_token_ids))
                 problems = [task[i] for i in range(questions)]
                 groups = sample_groups(problems, SAMPLES, sampling, engine, tokenizer, grader)
                 found[level] = [replace(g, samples=tuple(replace(s, trained=True) for s in g.samples)) for g in groups]
@@ -169,7 +172,8 @@ def mismatch(model_dir: Path, questions: int, out: Path) -> tuple[str, bool]:
             pairs = list(zip(d[level, engine, far], d[level, engine, near], strict=True))
             absolute, kl = (by_question([f(a) - f(b) for a, b in pairs]) for f in (np.abs, k3))
             lines.append(f"| {LEVELS[level]} | {engine} | {far} - {near} | {pm(absolute, 1e-3)} | {pm(kl, 1e-4)} |")
-    lines += ["", *_by_place(d, answers), "", *_same_engine(policies["fp8"], answers["fp8"])]
+    lines += ["", *_by_place(d, answers), "", *_gradients(model_dir, policies, answers["fp8"])]
+    lines += ["", *_same_engine(policies["fp8"], answers["fp8"])]
     return "\n".join(lines), "| same rows, with gradient | 0.0 |" in "\n".join(lines)
 
 
@@ -186,6 +190,32 @@ def _by_place(d: dict, answers: dict) -> list[str]:
             inside = [np.abs(q[(w >= low) & (w < high)]) for q, w in zip(d[level, engine, name], where, strict=True)]
             cells.append(pm(by_question(inside), 1e-3))
         lines.append(f"| engine {engine}, trainer {name} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _gradients(model_dir: Path, policies: dict[str, PackedPolicy], answers: dict[int, list[Group]]) -> list[str]:
+    """The gradient of GRPO's loss on these answers against that of a trainer in float32."""
+    source = HFModel(model_dir)
+    exact = build_policy(partial(qwen2_from_config, str(model_dir)), source, CPU, torch.float32)
+    groups = with_advantages([g for level in LEVELS for g in answers[level]], AdvantageConfig(), 48)[0]
+    rows = pack(groups, 2048)[0]
+
+    def gradient(policy: PackedPolicy, factor: float = 1.0) -> torch.Tensor:
+        def loss(tokens: Tokens) -> tuple[torch.Tensor, dict]:
+            return factor * PolicyLoss()(tokens)[0], {}
+
+        policy.model.zero_grad()
+        forward_backward(policy, rows, loss, 1.0, CPU)
+        return torch.cat([whole(p.grad).flatten().double() / factor for p in policy.model.parameters()])
+
+    want = gradient(exact)
+    lines = ["| gradient of | cosine with float32's | relative error |", "|---|---|---|"]
+    cases = [(name, policy, 1.0) for name, policy in policies.items()]
+    cases += [(f"fp8, loss x {SMALL:g}", policies["fp8"], SMALL)]
+    for name, policy, factor in cases:
+        got = gradient(policy, factor)
+        cosine, error = got @ want / got.norm() / want.norm(), (got - want).norm() / want.norm()
+        lines.append(f"| {name} | {cosine:.4f} | {error:.1%} |")
     return lines
 
 

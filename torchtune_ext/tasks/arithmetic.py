@@ -1,7 +1,7 @@
 """Arithmetic: generated without end, cheap to sample and to grade, so that a run takes a minute and can be repeated.
 
 A question is terse, "7+5-9=", and its solution has the values on the way in brackets, then the answer: "(12) 3". A character is
-a token for a tokenizer without merges, so a completion has from 2 to about 12 of them, at level 9 about 30. Only the last
+a token for a tokenizer without merges, so a completion has from 2 to about 12 of them, at level 9 about 20. Only the last
 number is graded: whether to work before answering is the policy's affair.
 """
 
@@ -38,7 +38,7 @@ LEVELS = {
     6: Form((2, 3), 10, "+-*"),  # 7-5*3=
     7: Form((3, 4), 10, "+-*", brackets=True),  # 7*(5-9)+2=
     8: Form((5, 7), 100, "+-*", brackets=True),  # 17-25*(3+61)+88-4=
-    9: Form((8, 12), 10, "+"),  # 7+5+9+3+1+0+8+2+6+6=: long, not hard
+    9: Form((6, 8), 10, "+"),  # 7+5+9+3+1+0+8=: long, not hard
 }
 
 

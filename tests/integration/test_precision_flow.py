@@ -1,0 +1,99 @@
+"""`precision:` as a user sets it: real runs of both recipes, a real vLLM that holds the trainer's FP8 blocks."""
+
+import re
+
+import pytest
+import recipe_runs as runs
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+BFLOAT16 = ("dtype=bfloat16", "engine.dtype=bfloat16", "max_mismatch=0.2", "eval_task=null")
+WIDTHS = {"hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 384}  # keys and values: 64 features
+IN_FP8 = 2 * (256 * 256 + 3 * 256 * 384)  # o_proj and the MLP of two layers
+ADAPTER = (
+    "model._component_=torchtune_ext.policy.scratch.lora_qwen2_from_config",
+    "model.lora_attn_modules=[q_proj,v_proj,output_proj]",
+    "model.apply_lora_to_mlp=True",
+    "model.lora_rank=4",
+    "model.lora_alpha=8",
+)
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """A folder in which `unified`, a run of two steps in FP8, has ended well."""
+    folder = runs.make_workplace(tmp_path_factory.mktemp("fp8"), **WIDTHS)
+    runs.run(folder, "grpo_full", "output_dir=unified", "max_steps=2", "precision=fp8_unified", *BFLOAT16)
+    return folder
+
+
+def receipt(folder, name):
+    return (folder / name / "fp8.txt").read_text()
+
+
+def parameters(folder):
+    from safetensors.torch import load_file
+
+    return sum(tensor.numel() for tensor in load_file(folder / "model" / "model.safetensors").values())
+
+
+def test_unified_trains_and_samples_in_the_same_blocks(workplace):
+    lines, text = runs.metrics(workplace / "unified")[1:], receipt(workplace, "unified")
+    assert [line["step"] for line in lines] == [1, 2]
+    assert all(0 < line["mismatch/mean_abs"] < 0.2 and line["optim/grad_norm"] > 0 for line in lines)
+    numbers = parameters(workplace)
+    assert all(line["publish/bytes"] == 2 * (numbers - IN_FP8) + IN_FP8 + 4 * IN_FP8 // 128**2 for line in lines)
+    assert "8 of 15 linear layers" in text and "2 x o_proj        256 x 256    FP8" in text
+    assert re.search(r"2 x k_proj +64 x 256 +bfloat16: no whole tiles of 128 x 128", text)
+    assert re.search(r"2 x q_proj +256 x 256 +bfloat16: vLLM fuses it with k_proj, which stays", text)
+    assert "reference for fprop, dgrad, wgrad of" in text and re.search(r"measured [0-9.]+x with 128 tokens", text)
+    assert re.search(r"mismatch after publishing version 0: mean .* on \d+ tokens", text)
+
+
+def test_a_run_goes_on_in_another_flow(workplace):
+    """Masters are float32 in each: what was trained in bfloat16 with FP8 in the engine goes on in FP8."""
+    args = ("output_dir=resumed", *BFLOAT16)
+    runs.run(workplace, "grpo_full", "max_steps=1", "precision=fp8_rollout", *args)
+    assert "trainer: none of them" in receipt(workplace, "resumed")
+    runs.run(workplace, "grpo_full", "max_steps=2", "precision=fp8_unified", "resume_from_checkpoint=True", *args)
+    assert "reference for fprop" in (text := receipt(workplace, "resumed")) and "publishing version 1:" in text
+    assert [line["step"] for line in runs.metrics(workplace / "resumed")] == [0, 1, 2]
+
+
+def test_fp8_in_the_engine_alone_on_two_ranks(workplace):
+    args = ("output_dir=rollout", "precision={flow: fp8_rollout, skip: [down_proj]}", "max_steps=2", *BFLOAT16)
+    runs.run(workplace, "grpo_full", *args, ranks=2)
+    text = receipt(workplace, "rollout")
+    assert "6 of 15 linear layers" in text and "down_proj" in text and "named in precision.skip" in text
+    assert "trainer: none of them, bfloat16" in text and "reference for" not in text
+    converted = IN_FP8 - 2 * 256 * 384
+    want = 2 * (parameters(workplace) - converted) + converted + 4 * converted // 128**2
+    assert all(line["publish/bytes"] == want for line in runs.metrics(workplace / "rollout")[1:])
+
+
+@pytest.mark.parametrize(
+    ("flow", "publish"), [("fp8_unified", "adapter"), ("fp8_rollout", "merged")], ids=["adapter", "merged"]
+)
+def test_adapters_over_a_base_in_fp8(workplace, flow, publish):
+    args = (f"precision={flow}", f"publish={publish}", f"output_dir={publish}", "max_steps=2", *BFLOAT16, *ADAPTER)
+    runs.run(workplace, "grpo_lora", *args)
+    assert "8 of 15 linear layers" in receipt(workplace, publish)
+    lines = runs.metrics(workplace / publish)[1:]
+    whole = 2 * (parameters(workplace) - IN_FP8) + IN_FP8
+    assert all((line["publish/bytes"] > whole) == (publish == "merged") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "args", "message"),
+    [
+        ("grpo_full", ["precision=fp8_unify"], "precision.flow='fp8_unify' is unknown; did you mean 'fp8_unified'"),
+        ("grpo_full", ["precision.skip=[o_proj]"], "which has no FP8: name a flow"),
+        ("grpo_full", ["precision.flow=fp8_rollout", "precision.skips=[o_proj]"], "did you mean 'skip'"),
+        ("grpo_full", ["precision=fp8_unified", "dtype=float32"], "FP8 stands beside bfloat16; set dtype so"),
+        ("grpo_lora", ["precision=fp8_unified", "publish=merged", *ADAPTER], "use publish=adapter, or precision=bf16"),
+    ],
+    ids=["flow", "no flow", "key", "float32", "merged"],
+)
+def test_bad_settings_end_before_the_engine_starts(workplace, recipe, args, message):
+    output = runs.run(workplace, recipe, "output_dir=bad", *BFLOAT16, *args, ok=False)
+    assert message in output and not (workplace / "bad" / "engine.log").exists()
