@@ -5,6 +5,7 @@ import math
 import re
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from torchtune_ext.advantages import AdvantageConfig
@@ -12,8 +13,10 @@ from torchtune_ext.catalog import config_files, folder, recipe_of
 from torchtune_ext.cli import main
 from torchtune_ext.config import build, instantiate, load_config
 from torchtune_ext.objective.loss import PolicyLoss
+from torchtune_ext.policy import memory
 from torchtune_ext.recipes import grpo_full
 from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
+from torchtune_ext.training.precision import PrecisionConfig
 
 FILES = config_files(folder("configs"))
 CONFIGS = {name: path for name, path in FILES.items() if recipe_of(name, path)}
@@ -251,3 +254,25 @@ def test_nested_settings_keep_their_types_and_win_over_what_the_recipe_brings():
     values = OmegaConf.create({"max_tokens": 8, "stop_token_ids": [5, 6]})
     sampling = build(SamplingConfig, values, "sampling", stop_token_ids=(1,), seed=3)
     assert sampling.stop_token_ids == (5, 6) and sampling.seed == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "in_fp8"),
+    [("tiny_fp8", None, None), ("qwen3_8B_fp8", 253, 252), ("qwen2_5_7B_fp8", 197, 196), ("qwen2_5_32B_fp8", 449, 448)],
+)
+def test_fp8_configs_train_and_sample_all_but_the_head_in_fp8(name, layers, in_fp8):
+    _, cfg = loaded(f"grpo/{name}")
+    config = build(PrecisionConfig, cfg.precision, "precision", bare="flow")
+    assert config.flow == "fp8_unified" and cfg.dtype == cfg.engine.dtype == "bfloat16"
+    if layers is not None:  # the tiny model comes from its directory
+        with torch.device("meta"):
+            model = instantiate(cfg.model)
+        linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+        found = memory.in_fp8(model, config)
+        assert len(linear) == layers and len(found) == in_fp8 and "lm_head" not in found
+        tensor_parallel = cfg.engine.get(
+            "tensor_parallel_size", 1
+        )  # vLLM cuts whole blocks: in-features of o and down,
+        for kind, (out, features) in found.items():  # out-features of the others
+            cut = features if kind.endswith(("o_proj", "down_proj")) else out
+            assert cut % (128 * tensor_parallel) == 0, kind

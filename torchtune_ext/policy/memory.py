@@ -73,7 +73,7 @@ def estimate(
     quantised = max((p.numel() for p in model.parameters() if isinstance(p, NF4Tensor)), default=0)
     # one device: only float32 masters of a whole model go through FSDP2, adapters are rounded where they are used
     unsharded = (outer + 2 * layer_parameters) * size if world_size > 1 or (size < 4 and not frozen) else 0
-    sent = size * total - (size - TILE_BYTES) * sum(out * width for out, width in _in_fp8(model, engine_fp8).values())
+    sent = size * total - (size - TILE_BYTES) * sum(out * width for out, width in in_fp8(model, engine_fp8).values())
     weights = f"weights, {'FP8 and ' if engine_fp8 else ''}{str(compute_dtype)[6:]}"
     return MemoryNeed(
         parameters=total,
@@ -98,7 +98,7 @@ def estimate(
     )
 
 
-def _in_fp8(model: TransformerDecoder, config: Fp8Config | None) -> dict[str, tuple[int, int]]:
+def in_fp8(model: TransformerDecoder, config: Fp8Config | None) -> dict[str, tuple[int, int]]:
     """Hugging Face name -> (out, in) of the layers that compute in FP8; the names need no model directory here."""
     if config is None:
         return {}
@@ -122,7 +122,7 @@ def _kept_by_fp8(model: TransformerDecoder, config: Fp8Config | None, size: int)
         "down_proj": LINE_BYTES - size,
     }
     found = {
-        name.rpartition(".")[2]: width for name, (_, width) in _in_fp8(model, config).items() if ".layers.0." in name
+        name.rpartition(".")[2]: width for name, (_, width) in in_fp8(model, config).items() if ".layers.0." in name
     }
     return sum(more * found[kind] for kind, more in inputs.items() if kind in found)
 
