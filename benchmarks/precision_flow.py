@@ -5,9 +5,10 @@
 Makes the model of `warmup/tiny_fp8` and measures with it on a CPU, where FP8 is emulated: exact FP8 values and scales, sums
 in float32. What this shows is rounding, not the tensor core's own sums, and half a million parameters are not eight billion.
 
-**mismatch**: the engine samples answers to short (level 3) and long sums (level 9), once in bfloat16 and once in FP8;
-trainers in bfloat16, in FP8, and in FP8 with scales rounded to powers of two (UE8M0, the negative control: as close to the
-engine's blocks as can be without being them) score the very same tokens. d = trainer - engine log-prob of a sampled token.
+**mismatch**: the engine samples answers to short (level 3) and long sums (level 9), and such that may not stop but run on to
+200 tokens, to see whether the distance grows along an answer; once in bfloat16 and once in FP8. Trainers in bfloat16, in FP8,
+and in FP8 with scales rounded to powers of two (UE8M0, the negative control: as close to the engine's blocks as can be
+without being them) score the very same tokens. d = trainer - engine log-prob of a sampled token.
 
     k3 = mean(exp(d) - 1 - d)         estimates KL(engine || trainer), nats a token
     ESS = (sum w)^2 / (n sum w^2)     of the answers, w = exp(sum of d over an answer)
@@ -53,6 +54,7 @@ from torchtune_ext.training.step import forward_backward, score
 
 CPU = torch.device("cpu")
 LEVELS = {3: "short", 9: "long"}
+ANSWERS = {"short": (3, 48), "long": (9, 48), "run-on": (9, 200)}  # level and tokens at most
 TRAINERS = {"bf16": None, "fp8": Fp8Config(), "fp8 UE8M0": Fp8Config(power_of_two=True)}
 PAIRS = [  # (engine, trainer, trainer): the first is expected to be farther away
     ("fp8", "bf16", "fp8"),
@@ -61,28 +63,29 @@ PAIRS = [  # (engine, trainer, trainer): the first is expected to be farther awa
 ]
 SAMPLES = 8  # answers to a question
 SMALL = 1e-5  # factor of a loss whose gradients a floor meant for activations would flush
-PLACES = (0, 1, 8, 24)  # first place of each bucket of tokens
+PLACES = (0, 1, 8, 16, 64, 128)  # first place of each bucket of tokens
 
 
-def sampled(model_dir: Path, flow: str, policy: PackedPolicy, questions: int, out: Path) -> dict[int, list[Group]]:
-    """Answers of a real engine that holds the policy's weights as `flow` has them, by level."""
+def sampled(model_dir: Path, flow: str, policy: PackedPolicy, questions: int, out: Path) -> dict[str, list[Group]]:
+    """Answers of a real engine that holds the policy's weights as `flow` has them, by their kind."""
     source, tokenizer = HFModel(model_dir), ChatTokenizer(str(model_dir))
     make = partial(qwen2_from_config, str(model_dir))
-    engine = EngineConfig(dtype="bfloat16", max_model_len=96, kv_cache_bytes=128 << 20)
+    engine = EngineConfig(dtype="bfloat16", max_model_len=256, kv_cache_bytes=128 << 20)
     precision = Precision(PrecisionConfig(flow=flow), make, source, "bfloat16", engine)
     found = {}
     with Engine(str(model_dir), precision.engine, str(out / f"engine_{flow}")) as engine:
         engine.start()
         engine.wait_ready()
         engine.publish(precision.published(partial(named_hf_tensors, policy.model, source)), 0)
-        for level in LEVELS:
+        stops = tuple(tokenizer.stop_token_ids)
+        for kind, (level, tokens) in ANSWERS.items():
             task = Arithmetic(seed=17, count=questions, level=level, split="heldout")
             grader = Grader(task, 1, 10.0)
             try:
-                sampling = SamplingConfig(max_tokens=48, seed=level, stop_token_ids=tuple(tokenizer.stop_token_ids))
+                sampling = SamplingConfig(tokens, seed=level, stop_token_ids=() if kind == "run-on" else stops)
                 problems = [task[i] for i in range(questions)]
                 groups = sample_groups(problems, SAMPLES, sampling, engine, tokenizer, grader)
-                found[level] = [replace(g, samples=tuple(replace(s, trained=True) for s in g.samples)) for g in groups]
+                found[kind] = [replace(g, samples=tuple(replace(s, trained=True) for s in g.samples)) for g in groups]
             finally:
                 grader.close()
     return found
@@ -148,30 +151,30 @@ def mismatch(model_dir: Path, questions: int, out: Path) -> tuple[str, bool]:
         for engine, flow in (("bf16", "bf16"), ("fp8", "fp8_rollout"))
     }
     d = {
-        (level, engine, name): [
-            t - e for t, e in zip(scored(policy, groups), engine_logprobs(groups), strict=True)
+        (kind, engine, name): [
+            t - e for t, e in zip(scored(policy, groups[kind]), engine_logprobs(groups[kind]), strict=True)
         ]
-        for engine, levels in answers.items()
-        for level, groups in levels.items()
+        for kind in ANSWERS
+        for engine, groups in answers.items()
         for name, policy in policies.items()
     }  # fmt: skip
     lines = [
         "| answers | engine | trainer | tokens | mean \\|d\\| / 1e-3 | k3 / 1e-4 | p99 \\|d\\| | max \\|d\\| | ESS |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for (level, engine, name), parts in sorted(d.items()):
+    for (kind, engine, name), parts in d.items():
         size = np.abs(np.concatenate(parts))
         absolute, kl = by_question([np.abs(p) for p in parts]), by_question([k3(p) for p in parts])
         lines.append(
-            f"| {LEVELS[level]} | {engine} | {name} | {size.size:,} | {pm(absolute, 1e-3)} | {pm(kl, 1e-4)} | "
-            f"{np.quantile(size, 0.99):.3f} | {size.max():.2f} | {ess(parts, answers[engine][level]):.3f} |"
+            f"| {kind} | {engine} | {name} | {size.size:,} | {pm(absolute, 1e-3)} | {pm(kl, 1e-4)} | "
+            f"{np.quantile(size, 0.99):.3f} | {size.max():.2f} | {ess(parts, answers[engine][kind]):.3f} |"
         )
     lines += ["", "| answers | engine | farther - nearer | mean \\|d\\| / 1e-3 | k3 / 1e-4 |", "|---|---|---|---|---|"]
-    for level in LEVELS:
+    for kind in ANSWERS:
         for engine, far, near in PAIRS:
-            pairs = list(zip(d[level, engine, far], d[level, engine, near], strict=True))
+            pairs = list(zip(d[kind, engine, far], d[kind, engine, near], strict=True))
             absolute, kl = (by_question([f(a) - f(b) for a, b in pairs]) for f in (np.abs, k3))
-            lines.append(f"| {LEVELS[level]} | {engine} | {far} - {near} | {pm(absolute, 1e-3)} | {pm(kl, 1e-4)} |")
+            lines.append(f"| {kind} | {engine} | {far} - {near} | {pm(absolute, 1e-3)} | {pm(kl, 1e-4)} |")
     lines += ["", *_by_place(d, answers), "", *_gradients(model_dir, policies, answers["fp8"])]
     lines += ["", *_same_engine(policies["fp8"], answers["fp8"])]
     return "\n".join(lines), "| same rows, with gradient | 0.0 |" in "\n".join(lines)
@@ -180,24 +183,23 @@ def mismatch(model_dir: Path, questions: int, out: Path) -> tuple[str, bool]:
 def _by_place(d: dict, answers: dict) -> list[str]:
     """Does the distance grow along an answer?"""
     names = [f"{a}-{b - 1}" if b - a > 1 else f"{a}" for a, b in zip(PLACES, PLACES[1:], strict=False)]
-    lines = ["| long answers: mean \\|d\\| / 1e-3 at token | " + " | ".join([*names, f"{PLACES[-1]}-"]) + " |"]
+    lines = ["| run-on answers: mean \\|d\\| / 1e-3 at token | " + " | ".join([*names, f"{PLACES[-1]}-"]) + " |"]
     lines.append("|---" * (len(PLACES) + 1) + "|")
-    level = max(LEVELS)
     for engine, name in (("bf16", "bf16"), ("fp8", "bf16"), ("fp8", "fp8")):
-        where = [places(pack([group], 4096)[0][0].samples_L).numpy() for group in answers[engine][level]]
+        where = [places(pack([group], 4096)[0][0].samples_L).numpy() for group in answers[engine]["run-on"]]
         cells = []
         for low, high in zip(PLACES, [*PLACES[1:], 1 << 30], strict=True):
-            inside = [np.abs(q[(w >= low) & (w < high)]) for q, w in zip(d[level, engine, name], where, strict=True)]
+            inside = [np.abs(q[(w >= low) & (w < high)]) for q, w in zip(d["run-on", engine, name], where, strict=True)]
             cells.append(pm(by_question(inside), 1e-3))
         lines.append(f"| engine {engine}, trainer {name} | " + " | ".join(cells) + " |")
     return lines
 
 
-def _gradients(model_dir: Path, policies: dict[str, PackedPolicy], answers: dict[int, list[Group]]) -> list[str]:
+def _gradients(model_dir: Path, policies: dict[str, PackedPolicy], answers: dict[str, list[Group]]) -> list[str]:
     """The gradient of GRPO's loss on these answers against that of a trainer in float32."""
     source = HFModel(model_dir)
     exact = build_policy(partial(qwen2_from_config, str(model_dir)), source, CPU, torch.float32)
-    groups = with_advantages([g for level in LEVELS for g in answers[level]], AdvantageConfig(), 48)[0]
+    groups = with_advantages([g for kind in LEVELS.values() for g in answers[kind]], AdvantageConfig(), 48)[0]
     rows = pack(groups, 2048)[0]
 
     def gradient(policy: PackedPolicy, factor: float = 1.0) -> torch.Tensor:
@@ -219,8 +221,8 @@ def _gradients(model_dir: Path, policies: dict[str, PackedPolicy], answers: dict
     return lines
 
 
-def _same_engine(policy: PackedPolicy, answers: dict[int, list[Group]]) -> list[str]:
-    groups = [group for level in LEVELS for group in answers[level]]
+def _same_engine(policy: PackedPolicy, answers: dict[str, list[Group]]) -> list[str]:
+    groups = [group for groups in answers.values() for group in groups]
     base = scored(policy, groups)
     lines = ["| the trainer's FP8 forward against itself | largest \\|d\\| | mean \\|d\\| / 1e-3 |", "|---|---|---|"]
     for name, other in (
@@ -236,7 +238,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/precision_flow"))
     parser.add_argument("--parts", nargs="+", choices=("mismatch", "curves"), default=["mismatch", "curves"])
-    parser.add_argument("--questions", type=int, default=64, help="of each length, for the mismatch")
+    parser.add_argument("--questions", type=int, default=96, help="of each length, for the mismatch")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side, with one OpenMP thread each")
     parser.add_argument("--plots", type=Path, default=None, help="folder of the plot (default: --out)")

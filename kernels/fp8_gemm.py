@@ -192,20 +192,21 @@ def _against_deep_gemm(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> st
         return objection
     if b.block == TILES and out_dtype != torch.bfloat16:
         return f"its (1x128)x(128x128) kernel returns bfloat16, not {out_dtype}; ask for bfloat16"
-    try:
-        _deep_gemm_module()
-    except (ImportError, RuntimeError) as error:
-        return f"DeepGEMM cannot be imported ({error}); install sgl-deep-gemm, or a GPU build of vLLM, which has a copy"
+    if isinstance(module := _deep_gemm_module(), Exception):
+        return (
+            f"DeepGEMM cannot be imported ({module!r}); it compiles at run time and needs nvcc (CUDA_HOME); install "
+            "sgl-deep-gemm, or a GPU build of vLLM, which has a copy"
+        )
     return None
 
 
 def _against_torchao(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> str | None:
     if objection := _against_device(a, only_hopper=False):
         return objection
-    try:
-        _torchao_module()
-    except (ImportError, ValueError) as error:  # ValueError: torchao 0.13 to 0.15 under triton 3.9
-        return f"its kernels cannot be imported ({error}); install torchao 0.15 or later and a triton that fits torch"
+    if isinstance(module := _torchao_module(), Exception):
+        return (
+            f"its kernels cannot be imported ({module!r}); install torchao 0.15 or later and a triton that fits torch"
+        )
     return None
 
 
@@ -221,15 +222,24 @@ def _against_device(a: Fp8Blocks, only_hopper: bool) -> str | None:
 
 
 @functools.cache
-def _deep_gemm_module() -> ModuleType:
-    """The installed package, else vLLM's copy. ImportError where neither is, RuntimeError where its JIT finds no CUDA."""
-    installed = importlib.util.find_spec("deep_gemm") is not None
-    return importlib.import_module("deep_gemm" if installed else "vllm.third_party.deep_gemm")
+def _deep_gemm_module() -> ModuleType | Exception:
+    """The installed package, else vLLM's copy."""
+    return _imported("deep_gemm" if importlib.util.find_spec("deep_gemm") else "vllm.third_party.deep_gemm")
 
 
 @functools.cache
-def _torchao_module() -> ModuleType:
-    return importlib.import_module("torchao.prototype.blockwise_fp8_training.kernels")
+def _torchao_module() -> ModuleType | Exception:
+    return _imported("torchao.prototype.blockwise_fp8_training.kernels")
+
+
+def _imported(name: str) -> ModuleType | Exception:
+    """The module, or why there is none; asked for again before every GEMM, so the callers keep either."""
+    try:
+        return importlib.import_module(name)
+    except (
+        Exception
+    ) as error:  # not ImportError alone: DeepGEMM asserts that there is a CUDA_HOME, torchao raises ValueError
+        return error
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,10 +37,8 @@ FP8_MAX = 448.0
 AMAX_FLOOR = 1e-12
 BLOCK = 128
 ROWS, COLUMNS, TILES = (1, BLOCK), (BLOCK, 1), (BLOCK, BLOCK)
-LINE_BYTES, TILE_BYTES = (
-    1 + 4 / BLOCK,
-    1 + 4 / BLOCK**2,
-)  # of a number with its share of the scale, in rows or columns, in tiles
+LINE_BYTES = 1 + 4 / BLOCK  # of a number with its share of the scale, in rows or columns
+TILE_BYTES = 1 + 4 / BLOCK**2  # in tiles
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,8 +116,8 @@ class GRPOLoRARecipe:
         engine = check_adapter(self.adapter, cfg.publish, build(EngineConfig, cfg.engine, "engine"))
         at_least(cfg, prompts_per_step=1, samples_per_prompt=2, updates_per_step=1)
         at_least(cfg, row_tokens=engine.max_model_len, eval_every=1, save_every=1)
-        precision = build(PrecisionConfig, cfg.precision, "precision", bare="flow")
-        self.precision = Precision(precision, make_model, self.source, cfg.dtype, engine, self.adapter, cfg.publish)
+        options = build(PrecisionConfig, cfg.precision, "precision", bare="flow"), make_model, self.source, cfg.dtype
+        self.precision = Precision(*options, engine, self.ranks.device, self.adapter, cfg.publish)
         check_sampling(self.sampling, cfg.samples_per_prompt, self.advantage)
         self.checkpoints = Checkpoints(f"{cfg.output_dir}/checkpoints", cfg.keep_last)
         resume = self.checkpoints.latest() if cfg.resume_from_checkpoint else None
@@ -140,8 +140,8 @@ class GRPOLoRARecipe:
         if resume:
             self.load_checkpoint(resume)
         if self.engine:
-            self.precision.write_receipt(cfg.output_dir, self.policy, cfg.row_tokens, self.ranks.device)
             self.engine.wait_ready()
+            self.precision.write_receipt(cfg.output_dir, self.policy, cfg.row_tokens)
         self.progress = Progress(cfg.max_steps, self.ranks.rank)
         self.row_length = cfg.row_tokens if self.ranks.device.type == "cuda" else None  # fixed, for compiled kernels
         self.publisher = AdapterPublisher(
@@ -281,10 +281,10 @@ class GRPOLoRARecipe:
 def recipe_main(cfg: DictConfig) -> None:
     cfg = load_config(Config, cfg)
     if cfg.dry_run:
-        precision = build(PrecisionConfig, cfg.precision, "precision", bare="flow")
-        shape = cfg.row_tokens, getattr(torch, cfg.dtype), cfg.activation_checkpointing, *precision.sides
-        options = bool(cfg.loss.get("kl_coef")), cfg.engine.get("tensor_parallel_size", 1), cfg.publish == "merged"
-        print(memory_table(partial(instantiate, cfg.model), *shape, *options))
+        fp8 = build(PrecisionConfig, cfg.precision, "precision", bare="flow").sides
+        shape = partial(instantiate, cfg.model), cfg.row_tokens, getattr(torch, cfg.dtype), cfg.activation_checkpointing
+        options = dict(reference=bool(cfg.loss.get("kl_coef")), publishes_all=cfg.publish == "merged")
+        print(memory_table(*shape, engine_gpus=cfg.engine.get("tensor_parallel_size", 1), fp8=fp8, **options))
         return
     recipe = GRPOLoRARecipe(cfg)
     try:

@@ -46,7 +46,9 @@ def test_unified_trains_and_samples_in_the_same_blocks(workplace):
     assert "8 of 15 linear layers" in text and "2 x o_proj        256 x 256    FP8" in text
     assert re.search(r"2 x k_proj +64 x 256 +bfloat16: no whole tiles of 128 x 128", text)
     assert re.search(r"2 x q_proj +256 x 256 +bfloat16: vLLM fuses it with k_proj, which stays", text)
-    assert "reference for fprop, dgrad, wgrad of" in text and re.search(r"measured [0-9.]+x with 128 tokens", text)
+    assert "reference for fprop, dgrad, wgrad of" in text and re.search(
+        r"measured of these layers [0-9.]+x with 128", text
+    )
     assert re.search(r"mismatch after publishing version 0: mean .* on \d+ tokens", text)
 
 
@@ -87,12 +89,17 @@ def test_adapters_over_a_base_in_fp8(workplace, flow, publish):
     ("recipe", "args", "message"),
     [
         ("grpo_full", ["precision=fp8_unify"], "precision.flow='fp8_unify' is unknown; did you mean 'fp8_unified'"),
-        ("grpo_full", ["precision.skip=[o_proj]"], "which has no FP8: name a flow"),
+        ("grpo_full", ["precision.skip=[o_proj]"], "which has no FP8: give precision.flow=fp8_unified, too"),
         ("grpo_full", ["precision.flow=fp8_rollout", "precision.skips=[o_proj]"], "did you mean 'skip'"),
         ("grpo_full", ["precision=fp8_unified", "dtype=float32"], "FP8 stands beside bfloat16; set dtype so"),
+        (
+            "grpo_full",
+            ["precision={flow: fp8_unified, backend: deep_gemm}"],
+            "precision.backend=deep_gemm, layer model.",
+        ),
         ("grpo_lora", ["precision=fp8_unified", "publish=merged", *ADAPTER], "use publish=adapter, or precision=bf16"),
     ],
-    ids=["flow", "no flow", "key", "float32", "merged"],
+    ids=["flow", "no flow", "key", "float32", "backend", "merged"],
 )
 def test_bad_settings_end_before_the_engine_starts(workplace, recipe, args, message):
     output = runs.run(workplace, recipe, "output_dir=bad", *BFLOAT16, *args, ok=False)

@@ -268,7 +268,7 @@ def test_fp8_configs_train_and_sample_all_but_the_head_in_fp8(name, layers, in_f
         with torch.device("meta"):
             model = instantiate(cfg.model)
         linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
-        found = memory.in_fp8(model, config)
+        found = memory.in_fp8(model, config, trains=True)
         assert len(linear) == layers and len(found) == in_fp8 and "lm_head" not in found
         tensor_parallel = cfg.engine.get(
             "tensor_parallel_size", 1

@@ -306,7 +306,7 @@ def test_real_torchao_has_those_functions():
 )
 def test_auto_says_why(capability, cuda, installed, gemm, dtype, backend, reason, monkeypatch):
     def missing():
-        raise ImportError("No module named 'x'")
+        return ImportError("No module named 'x'")
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(torch.version, "cuda", cuda)
@@ -317,6 +317,27 @@ def test_auto_says_why(capability, cuda, installed, gemm, dtype, backend, reason
         first = a.T if gemm == "wgrad" else a
         choice = choose_backend(gemm, first, b if gemm == "fprop" else b.T, dtype)
     assert choice.backend == backend and reason in choice.reason
+
+
+def test_a_deep_gemm_that_asserts_is_an_objection_and_imported_once(tmp_path, monkeypatch):
+    """It asserts that there is an nvcc; asked for before every GEMM, a failed import must not be tried again."""
+    (tmp_path / "deep_gemm").mkdir()
+    body = (
+        "import pathlib\npathlib.Path(__file__).with_name('tries').open('a').write('x')\nassert False, 'no CUDA_HOME'"
+    )
+    (tmp_path / "deep_gemm" / "__init__.py").write_text(body)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    module._deep_gemm_module.cache_clear()
+    try:
+        with FakeTensorMode():
+            a, b = fake_operands("fprop", 128, 128, 128)
+            for _ in range(2):
+                objection = module._against_deep_gemm(a, b, torch.bfloat16)
+                assert "AssertionError('no CUDA_HOME')" in objection and "install sgl-deep-gemm" in objection
+    finally:
+        module._deep_gemm_module.cache_clear()
+    assert (tmp_path / "deep_gemm" / "tries").read_text() == "x"
 
 
 def test_refusals():

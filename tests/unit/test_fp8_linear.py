@@ -561,7 +561,7 @@ def test_recipes_of_torchao(source, recipe):
         ({"skip": ("w1",)}, r"precision.skip names \['w1'\], which no layer is; there are .*'down_proj'"),
         (
             {"backend": "scaled_mm"},
-            "fp8, layer model.layers.0.self_attn.q_proj: FP8 backend 'scaled_mm' cannot run fprop",
+            "precision.backend=scaled_mm, layer model.layers.0.self_attn.q_proj: FP8 backend 'scaled_mm' cannot run fprop",
         ),
     ],
 )

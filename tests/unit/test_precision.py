@@ -6,10 +6,13 @@ from functools import partial
 
 import pytest
 import torch
-from torchtune.models.qwen2 import qwen2
+from torch._subclasses import FakeTensorMode
+from torchtune.models.qwen2 import lora_qwen2, qwen2
 
+from torchtune_ext.kernels import fp8_gemm
 from torchtune_ext.kernels.fp8_quantize import quantise_weight
-from torchtune_ext.policy import scratch
+from torchtune_ext.policy import fp8, fp8_gain, scratch
+from torchtune_ext.policy.fp8 import linear_layers
 from torchtune_ext.policy.memory import estimate
 from torchtune_ext.policy.shard import build_policy
 from torchtune_ext.policy.weights import HFModel
@@ -26,12 +29,15 @@ def source(tmp_path):
     return HFModel(tmp_path)
 
 
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
 def make_model():
     return qwen2(100, 2, 4, 2, 256, 384, 64, tie_word_embeddings=True)
 
 
-def planned(source, dtype="bfloat16", engine=None, **settings):
-    return Precision(PrecisionConfig(**settings), make_model, source, dtype, engine or EngineConfig())
+def planned(source, dtype="bfloat16", engine=None, device=CPU, make=make_model, adapter=(), **settings):
+    return Precision(PrecisionConfig(**settings), make, source, dtype, engine or EngineConfig(), device, *adapter)
 
 
 def test_bf16_changes_nothing(source):
@@ -67,10 +73,10 @@ def test_receipt_of_a_run(flow, tmp_path, capsys):
     shape = scratch.Shape(**SHAPE, max_position_embeddings=256, vocab_size=300)
     scratch.write_model(tmp_path / "model", scratch.make_tokenizer(text, ["x"], [], 300), shape, seed=3)
     make, model = partial(scratch.qwen2_from_config, str(tmp_path / "model")), HFModel(tmp_path / "model")
-    found = Precision(PrecisionConfig(flow=flow), make, model, "bfloat16", EngineConfig())
-    policy = build_policy(make, model, torch.device("cpu"), found.dtype, fp8=found.trainer)
+    found = Precision(PrecisionConfig(flow=flow), make, model, "bfloat16", EngineConfig(), CPU)
+    policy = build_policy(make, model, CPU, found.dtype, fp8=found.trainer)
     before = torch.random.get_rng_state()
-    found.write_receipt(str(tmp_path / "run"), policy, 4096, torch.device("cpu"))
+    found.write_receipt(str(tmp_path / "run"), policy, 4096)
     assert torch.equal(torch.random.get_rng_state(), before)
     found.write_mismatch(0.0123, 64, "after publishing version 0")
     found.write_mismatch(9.9, 64, "after publishing version 1")  # the first is enough
@@ -85,8 +91,9 @@ def test_receipt_of_a_run(flow, tmp_path, capsys):
         assert "trainer: none of them, bfloat16" in lines and "reference for" not in lines
     else:
         assert "reference for fprop, dgrad, wgrad of 256x256, 128x256" in lines
-        assert f"at most {1 / (1 - policy.fp8.share / 2):.2f}x bfloat16" in lines
-        measured = float(re.search(r"measured ([0-9.]+)x with 128 tokens on this CPU", lines)[1])
+        share = policy.fp8.share
+        assert f"at most 2.00x bfloat16, of all linear layers at most {1 / (1 - share / 2):.2f}x" in lines
+        measured = float(re.search(r"measured of these layers ([0-9.]+)x with 128 tokens on this CPU", lines)[1])
         assert 0 < measured < 10
 
 
@@ -94,7 +101,7 @@ def test_a_dry_run_counts_what_fp8_takes(source):
     """Without a model directory, by the same rule as with one."""
 
     def need(trainer=None, engine=None, make=make_model):
-        return estimate(make, 1000, torch.bfloat16, 1, False, trainer, engine)
+        return estimate(make, 1000, torch.bfloat16, 1, False, (trainer, engine))
 
     config, plain = PrecisionConfig(flow="fp8_unified", skip=("o_proj",)), need()
     fp8 = need(*config.sides)
@@ -128,7 +135,15 @@ def test_a_dry_run_counts_what_fp8_takes(source):
         ({"dtype": "float16"}, "dtype='float16': use 'bfloat16' or 'float32'"),
         (
             {"flow": "fp8_rollout", "engine": EngineConfig(dtype="float32")},
-            "engine.dtype=float32 with quantised weights",
+            "precision.flow=fp8_rollout with engine.dtype=float32",
+        ),
+        (
+            {"flow": "fp8_unified", "engine": EngineConfig(dtype="float16")},
+            "engine.dtype=float16: FP8 stands beside bfloat16; set engine.dtype so",
+        ),
+        (
+            {"flow": "fp8_unified", "backend": "scaled_mm"},
+            "precision.backend=scaled_mm, layer model.layers.0.self_attn.q_proj: .* it needs a CUDA device",
         ),
         ({"flow": "fp8_unified", "dtype": "float32"}, "precision.flow=fp8_unified with dtype=float32"),
     ],
@@ -136,3 +151,89 @@ def test_a_dry_run_counts_what_fp8_takes(source):
 def test_bad_settings_are_named(source, settings, message):
     with pytest.raises(ValueError, match=message):
         planned(source, **settings)
+
+
+@pytest.mark.parametrize("flow", ["fp8_rollout", "fp8_unified"])
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0)])
+def test_another_gpu_than_hopper_is_refused(source, monkeypatch, flow, capability):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    with pytest.raises(ValueError, match=f"precision.flow={flow} on a Some GPU: .* Hopper .* set precision=bf16"):
+        planned(source, flow=flow, device=GPU)
+    assert planned(source, device=GPU).sampler is None
+
+
+def test_a_hopper_without_a_fast_backend_is_refused(source, monkeypatch):
+    """Emulation on a GPU is taken only when asked for."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for name in ("_deep_gemm_module", "_torchao_module"):
+        monkeypatch.setattr(fp8_gemm, name, lambda: ImportError("there is none"))
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(fp8, "_moved", lambda *_: None)  # compares values, which fake tensors have none of
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        with pytest.raises(
+            ValueError, match="precision.backend=auto: cuda:0 has nothing fast for fprop of .*CUDA 12.9"
+        ):
+            planned(source, flow="fp8_unified", device=GPU)
+        asked = planned(source, flow="fp8_unified", device=GPU, backend="reference")
+    assert {choice.backend for *_, choice in asked.sampler.choices} == {"reference"}
+    assert planned(source, flow="fp8_rollout", device=GPU).sampler.choices == ()
+
+
+@pytest.mark.parametrize(
+    ("settings", "frozen", "gemms", "expected"),
+    [
+        ({}, False, ("fprop", "dgrad", "wgrad"), "2.00"),
+        ({}, True, ("fprop", "dgrad"), "2.00"),
+        ({"backward": "full", "save_activations": "full"}, False, ("fprop",), "1.20"),
+        ({"backward": "full", "save_activations": "full"}, True, ("fprop",), "1.33"),
+    ],
+)
+def test_the_expected_gain_counts_the_gemms_in_fp8(source, monkeypatch, settings, frozen, gemms, expected):
+    """Of three GEMMs in a layer that is trained, of two in one that is frozen; what is measured has the same."""
+    trained = []
+
+    def spy(shape, tokens, config, dtype, trains, device):
+        trained.append(trains)
+        return 3.0, 2.0
+
+    monkeypatch.setattr(fp8_gain, "_times", spy)
+    found = planned(source, flow="fp8_unified", **settings).sampler
+    assert found.config.gemms(frozen) == gemms
+    lines = fp8_gain.trainer_gain(found, frozen, 999, CPU)
+    assert f"expected of these layers at most {expected}x bfloat16" in lines[0] and "1.50x with 128 tokens" in lines[1]
+    assert set(trained) == {not frozen} and len(lines) == (3 if gemms[-1] == "wgrad" else 2)
+
+
+def test_a_gain_that_does_not_fit_into_memory_ends_no_run(source, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(fp8_gain, "_times", full)
+    lines = fp8_gain.trainer_gain(planned(source, flow="fp8_unified").sampler, False, 64, CPU)
+    assert "measured of these layers nothing, there is no memory for another layer of 64 tokens" in lines[1]
+
+
+@pytest.mark.parametrize("kind", ["dora", "nf4"])
+def test_what_a_trainer_cannot_hold_in_fp8_the_engine_alone_can(source, kind):
+    """The weight that is published is a whole one, whatever the trainer makes it of."""
+
+    def make():
+        widths = dict(vocab_size=100, num_layers=2, num_heads=4, num_kv_heads=2, embed_dim=256, intermediate_dim=384)
+        options = dict(lora_rank=4, lora_alpha=8, use_dora=kind == "dora", quantize_base=kind == "nf4")
+        return lora_qwen2(["q_proj", "v_proj"], True, **widths, max_seq_len=64, tie_word_embeddings=True, **options)
+
+    way = "merged" if kind == "dora" else "adapter"
+    alone = planned(source, flow="fp8_rollout", make=make, adapter=(object(), way))
+    assert len(alone.sampler.converted) == 14
+    need = estimate(make, 1000, torch.bfloat16, 1, False, (None, alone.sampler.config))
+    adapters = sum(p.numel() for n, p in make().named_parameters() if "lora" in n or "magnitude" in n)
+    total = sum(p.numel() for p in make().parameters()) - adapters
+    (weights,) = need.engine.values()
+    assert weights >= 2 * total - alone.sampler.parameters * (1 - 4 / 128**2) - 1
+    config = PrecisionConfig(flow="fp8_unified")
+    with torch.device("meta"):
+        layers, _ = linear_layers(make(), config, trains=True)
+    reasons = {layer.name.rpartition(".")[2]: layer.reason for layer in layers}
+    assert reasons["o_proj"] is None and ("DoRA" if kind == "dora" else "NF4") in reasons["q_proj"]
+    assert "fuses it with q_proj" in reasons["k_proj"]

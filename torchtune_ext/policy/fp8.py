@@ -23,7 +23,7 @@ from torchtune_ext.kernels.fp8_gemm import Choice
 from torchtune_ext.kernels.fp8_quantize import BLOCK, COLUMNS, FP8, ROWS, TILES, Fp8Blocks, quantise_weight
 from torchtune_ext.policy.fp8_linear import Fp8BlockLinear, Fp8Config, Fp8LoRALinear
 from torchtune_ext.policy.lora import adapter_names
-from torchtune_ext.policy.weights import HFModel, clean_name
+from torchtune_ext.policy.weights import HFModel, clean_name, hf_name
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # vLLM holds each as one layer: all in FP8, or none
 HEAD = "lm_head"
@@ -53,10 +53,14 @@ class Fp8Receipt:
         return frozenset(layer.name for layer in self.layers if layer.reason is None)
 
     @property
+    def parameters(self) -> int:
+        """Of the weights in FP8."""
+        return sum(out * features for out, features in (layer.shape for layer in self.layers if layer.reason is None))
+
+    @property
     def share(self) -> float:
         """Of the parameters of all linear layers, output head included, and so of their FLOPs for a token, in FP8."""
-        sizes = {layer.name: layer.shape[0] * layer.shape[1] for layer in self.layers}
-        return sum(sizes[name] for name in self.converted) / sum(sizes.values())
+        return self.parameters / sum(layer.shape[0] * layer.shape[1] for layer in self.layers)
 
     def quantization_config(self) -> dict[str, Any]:
         """`quantization_config` of a Hugging Face config.json, by which vLLM computes the same layers in the same blocks.
@@ -136,16 +140,52 @@ def skip_reasons(
     return reasons
 
 
-def plan(model: TransformerDecoder, names: HFModel, config: Fp8Config, dtype: torch.dtype) -> Fp8Receipt:
-    """The list for a model, which may lie on the meta device and stays as it is: for a sampler in FP8 alone, too.
+def linear_layers(
+    model: TransformerDecoder, config: Fp8Config, trains: bool, names: HFModel | None = None
+) -> tuple[tuple[Fp8Layer, ...], dict[str, nn.Module]]:
+    """All linear layers in the order of the model, last the output head, and the modules by Hugging Face name.
+
+    Args:
+        model: may lie on the meta device.
+        trains: they compute in FP8 in the trainer, too, which then has to be able to.
+        names: of the model directory; without it nobody looks whether rows change places on their way to Hugging Face.
+
+    Raises:
+        ValueError: `config.skip` names no layer.
+    """
+    adapters = adapter_names(model)
+    modules, unfit = {}, {}
+    for ours, module in model.named_modules():
+        ours = clean_name(ours)
+        if isinstance(module, (nn.Linear, LoRALinear, DoRALinear)) and f"{ours}.weight" not in adapters:
+            name = hf_name(f"{ours}.weight").removesuffix(".weight")
+            modules[name] = module
+            reason = (_unfit(module, config) or (names and _moved(names, ours, module))) if trains else None
+            if reason:
+                unfit[name] = reason
+    head = modules.pop(HEAD, None)
+    shapes = {name: tuple(module.weight.shape) for name, module in modules.items()}
+    if head is not None:
+        modules[HEAD] = head
+    shapes[HEAD] = tuple((model.tok_embeddings if head is None else head).weight.shape)
+    reasons = skip_reasons(shapes, config.skip, unfit)
+    return tuple(Fp8Layer(name, shapes[name], reasons[name]) for name in shapes), modules
+
+
+def plan(
+    model: TransformerDecoder, names: HFModel, config: Fp8Config, dtype: torch.dtype, device: torch.device | None = None
+) -> Fp8Receipt:
+    """The list for a model, which may lie on the meta device and stays as it is.
 
     Args:
         dtype: in which the forward sees the weights.
+        device: where the trainer computes, which decides the backends; None: the sampler alone is in FP8.
 
     Raises:
-        ValueError: nothing can be converted, `config.skip` names no layer, or the checkpoint is quantised already.
+        ValueError: nothing can be converted, `config.skip` names no layer, the checkpoint is quantised already, or no backend
+            that was asked for can run on `device`.
     """
-    return _plan(model, names, config, dtype)[0]
+    return _plan(model, names, config, dtype, device)[0]
 
 
 def convert(
@@ -159,26 +199,19 @@ def convert(
         device: where the model will compute; it decides the backends.
 
     Raises:
-        ValueError: as `plan`; or a backend that cannot run on `device`, with the name of the first layer concerned.
+        ValueError: as `plan`.
     """
-    receipt, modules = _plan(model, names, config, dtype)
+    receipt, modules = _plan(model, names, config, dtype, device)
     if config.recipe != "block":
         _convert_by_torchao(
             model, {module for name, module in modules.items() if name in receipt.converted}, config, device
         )
         return receipt
-    choices = {}
-    for layer in receipt.layers:
-        if layer.reason is not None:
-            continue
-        module = modules[layer.name]
-        for gemm in ("fprop", "dgrad", "wgrad"):
-            runs = gemm == "fprop" or (config.backward == "fp8" and (gemm == "dgrad" or module.weight.requires_grad))
-            if runs and (gemm, layer.shape) not in choices:
-                choices[gemm, layer.shape] = _choice(gemm, layer, receipt, device)
+    for name in receipt.converted:
+        module = modules[name]
         module.__class__ = Fp8LoRALinear if isinstance(module, LoRALinear) else Fp8BlockLinear
         module.fp8 = config
-    return replace(receipt, choices=tuple((*key, choice) for key, choice in choices.items()))
+    return receipt
 
 
 @torch.no_grad()
@@ -221,35 +254,26 @@ def _kind(name: str) -> str:
 
 
 def _plan(
-    model: TransformerDecoder, names: HFModel, config: Fp8Config, dtype: torch.dtype
+    model: TransformerDecoder, names: HFModel, config: Fp8Config, dtype: torch.dtype, device: torch.device | None
 ) -> tuple[Fp8Receipt, dict[str, nn.Module]]:
     """The receipt, and the modules by Hugging Face name."""
     names.require_unquantised()
-    adapters = adapter_names(model)
-    modules, unfit = {}, {}
-    for ours, module in model.named_modules():
-        ours = clean_name(ours)
-        if isinstance(module, (nn.Linear, LoRALinear, DoRALinear)) and f"{ours}.weight" not in adapters:
-            # the places of the rows stand in for the weight: Llama's q and k have another order at Hugging Face
-            places = torch.arange(module.weight.shape[0], device="cpu")[:, None]
-            hf_name, order = names.to_hf(f"{ours}.weight", places)
-            hf_name = hf_name.removesuffix(".weight")
-            modules[hf_name] = module
-            if reason := _unfit(module, config) or _moved(order):
-                unfit[hf_name] = reason
-    head = modules.pop(HEAD, None)
-    shapes = {name: tuple(module.weight.shape) for name, module in modules.items()}
-    if head is not None:
-        modules[HEAD] = head
-    shapes[HEAD] = tuple((model.tok_embeddings if head is None else head).weight.shape)
-    reasons = skip_reasons(shapes, config.skip, unfit)
-    receipt = Fp8Receipt(config, dtype, tuple(Fp8Layer(name, shapes[name], reasons[name]) for name in shapes))
+    layers, modules = linear_layers(model, config, device is not None, names)
+    receipt = Fp8Receipt(config, dtype, layers)
     if not receipt.converted:
         raise ValueError(
-            f"no layer of model_dir={str(names.path)!r} can compute in FP8; set precision=bf16, or take a model with widths "
-            f"that are multiples of {BLOCK}\n{receipt.table()}"
+            f"no layer of model_dir={str(names.path)!r} can compute in FP8, for the reasons below; mend one, or set "
+            f"precision=bf16\n{receipt.table()}"
         )
-    return receipt, modules
+    if device is None or config.recipe != "block":
+        return receipt, modules
+    frozen, choices = bool(adapter_names(model)), {}
+    for layer in layers:
+        if layer.reason is None:
+            for gemm in config.gemms(frozen):
+                if (gemm, layer.shape) not in choices:
+                    choices[gemm, layer.shape] = _choice(gemm, layer, receipt, device)
+    return replace(receipt, choices=tuple((*key, choice) for key, choice in choices.items())), modules
 
 
 def _unfit(module: nn.Module, config: Fp8Config) -> str | None:
@@ -264,8 +288,10 @@ def _unfit(module: nn.Module, config: Fp8Config) -> str | None:
     return None
 
 
-def _moved(order: Tensor) -> str | None:
+def _moved(names: HFModel, ours: str, module: nn.Module) -> str | None:
     """Rows may trade places inside their tile: its scale stays, and each value keeps its bits. Not across tiles."""
+    places = torch.arange(module.weight.shape[0], device="cpu")[:, None]  # they stand in for the weight
+    _, order = names.to_hf(f"{ours}.weight", places)
     tiles = torch.arange(order.shape[0]) // BLOCK
     if torch.equal(order[:, 0] // BLOCK, tiles):
         return None
@@ -288,13 +314,20 @@ def _choice(gemm: str, layer: Fp8Layer, receipt: Fp8Receipt, device: torch.devic
         "wgrad": (blocks(0, out, COLUMNS), blocks(0, features, COLUMNS)),
     }[gemm]
     dtype = torch.float32 if gemm == "wgrad" else receipt.dtype
-    if receipt.config.backend == "auto":
-        return fp8_gemm.choose_backend(gemm, *operands, dtype)
+    asked = receipt.config.backend
+    if asked == "auto":
+        choice = fp8_gemm.choose_backend(gemm, *operands, dtype)
+        if device.type == "cuda" and choice.backend == "reference":
+            raise ValueError(
+                f"precision.backend=auto: {device} has nothing fast for {gemm} of {layer.name}, {choice.reason}; mend one of "
+                "these, set precision=bf16, or emulate FP8 with precision.backend=reference"
+            )
+        return choice
     try:
-        getattr(fp8_gemm, gemm)(*operands, dtype, receipt.config.backend)
+        getattr(fp8_gemm, gemm)(*operands, dtype, asked)
     except ValueError as error:
-        raise ValueError(f"fp8, layer {layer.name}: {error}") from error
-    return Choice(receipt.config.backend, "asked for")
+        raise ValueError(f"precision.backend={asked}, layer {layer.name}: {error}") from error
+    return Choice(asked, "asked for")
 
 
 def _convert_by_torchao(model: nn.Module, chosen: set[nn.Module], config: Fp8Config, device: torch.device) -> None:

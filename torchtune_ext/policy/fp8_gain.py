@@ -24,36 +24,48 @@ def engine_memory(model: nn.Module, receipt: Fp8Receipt) -> str:
     adapters = adapter_names(model)
     total = sum(p.numel() for name, p in model.named_parameters() if clean_name(name) not in adapters)
     size = receipt.dtype.itemsize
-    before, after = size * total, size * total - (size - TILE_BYTES) * converted_parameters(receipt)
+    before, after = size * total, size * total - (size - TILE_BYTES) * receipt.parameters
     unit, name = (1 << 30, "GiB") if before >= 1 << 30 else (1 << 20, "MiB")
     return f"weights of {after / unit:.2f} {name} in place of {before / unit:.2f}, and as much a publication of the whole model"
 
 
-def converted_parameters(receipt: Fp8Receipt) -> int:
-    return sum(layer.shape[0] * layer.shape[1] for layer in receipt.layers if layer.reason is None)
+def trainer_gain(receipt: Fp8Receipt, frozen: bool, tokens: int, device: torch.device) -> list[str]:
+    """What to expect of the layers in FP8, and what they do: forward and backward, one after the other, quantisation included,
+    against the dtype around them.
 
-
-def trainer_gain(receipt: Fp8Receipt, tokens: int, device: torch.device) -> list[str]:
-    """What to expect of the linear layers, and what they do: forward and backward, one after the other, quantisation
-    included, against the dtype around them."""
-    share, trains = receipt.share, any(gemm == "wgrad" for gemm, *_ in receipt.choices)
+    Args:
+        frozen: their weights have no gradient, as below adapters.
+        tokens: of the row that is measured; on a CPU at most `CPU_TOKENS`.
+    """
+    halved = len(receipt.config.gemms(frozen)) / (2 if frozen else 3) / 2  # of the GEMMs' time
     dtype = str(receipt.dtype)[6:]
     expected = (
-        f"expected of all linear layers at most {1 / (1 - share / 2):.2f}x {dtype}, if FP8 computes twice as fast"
+        f"expected of these layers at most {1 / (1 - halved):.2f}x {dtype}, of all linear layers at most "
+        f"{1 / (1 - receipt.share * halved):.2f}x, if FP8 computes twice as fast"
     )
     if device.type == "cpu":
         tokens = min(tokens, CPU_TOKENS)
         expected += "; on a CPU it is emulated, and slower"
-    counts = Counter(layer.shape for layer in receipt.layers if layer.reason is None)
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):  # the run's own draws stay as they are
-        times = {shape: _times(shape, tokens, receipt.config, receipt.dtype, trains, device) for shape in counts}
-    plain, fp8 = (sum(times[shape][i] * count for shape, count in counts.items()) for i in (0, 1))
-    lines = [expected, f"measured {plain / fp8:.2f}x with {tokens} tokens on {_name(device)}, the layers in FP8 alone"]
-    if trains and receipt.config.save_activations == "fp8":
+    try:
+        measured = (
+            f"{_measured(receipt, frozen, tokens, device):.2f}x with {tokens} tokens on {_name(device)}, not compiled"
+        )
+    except torch.OutOfMemoryError:
+        measured = f"nothing, there is no memory for another layer of {tokens} tokens on {_name(device)}"
+    lines = [expected, f"measured of these layers {measured}"]
+    if "wgrad" in receipt.config.gemms(frozen) and receipt.config.save_activations == "fp8":
         lines.append(
             f"inputs kept for the backward take {LINE_BYTES:.2f} bytes a number in place of {receipt.dtype.itemsize}"
         )
     return lines
+
+
+def _measured(receipt: Fp8Receipt, frozen: bool, tokens: int, device: torch.device) -> float:
+    counts = Counter(layer.shape for layer in receipt.layers if layer.reason is None)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):  # the run's own draws stay as they are
+        times = {shape: _times(shape, tokens, receipt.config, receipt.dtype, not frozen, device) for shape in counts}
+    plain, fp8 = (sum(times[shape][i] * count for shape, count in counts.items()) for i in (0, 1))
+    return plain / fp8
 
 
 def _times(

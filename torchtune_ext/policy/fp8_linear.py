@@ -68,6 +68,10 @@ class Fp8Config:
                 "precision.backward=full needs the activations themselves: set precision.save_activations=full"
             )
 
+    def gemms(self, frozen: bool) -> tuple[str, ...]:
+        """Those of a layer's GEMMs that are in FP8; a frozen weight has no WGrad."""
+        return ("fprop", "dgrad", "wgrad")[: 1 if self.backward == "full" else 2 if frozen else 3]
+
 
 class Fp8BlockLinear(nn.Linear):
     """nn.Linear in FP8 blocks. Features in and out are multiples of 128; any number of tokens, any leading dimensions."""

@@ -5,17 +5,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune.modules import TransformerDecoder
-from torchtune.modules.peft import DoRALinear, LoRALinear
 
 from torchtune_ext.kernels.fp8_quantize import LINE_BYTES, TILE_BYTES
 from torchtune_ext.kernels.linear_logprob import CHUNK_ELEMENTS
 from torchtune_ext.policy import lora
-from torchtune_ext.policy.fp8 import HEAD, skip_reasons
+from torchtune_ext.policy.fp8 import linear_layers
 from torchtune_ext.policy.fp8_linear import Fp8Config
-from torchtune_ext.policy.weights import hf_name
 
 GIB = 1 << 30
 
@@ -37,17 +35,22 @@ def estimate(
     compute_dtype: torch.dtype,
     world_size: int,
     activation_checkpointing: bool,
-    trainer_fp8: Fp8Config | None = None,
-    engine_fp8: Fp8Config | None = None,
+    fp8: tuple[Fp8Config | None, Fp8Config | None] = (None, None),
     reference: bool = False,
-    engine_tensor_parallel: int = 1,
+    engine_gpus: int = 1,
     publishes_all: bool = True,
 ) -> MemoryNeed:
     """Estimates from shapes on the meta device; an optimizer with two moments (AdamW) is assumed.
 
     Activations of a layer are what its linear layers, norms and fused attention keep for the backward; with
     checkpointing, one input per layer and the inside of one layer. Layers in FP8 keep their inputs as columns.
+
+    Args:
+        fp8: of the trainer's layers and of the engine's, as in `PrecisionConfig.sides`.
+        reference: a second set of weights is kept, for a KL term.
+        publishes_all: of a model with adapters, too, whole weights go to the engine.
     """
+    trainer_fp8, engine_fp8 = fp8
     with torch.device("meta"):
         model = make_model()
     if lora.adapter_names(model):
@@ -73,7 +76,8 @@ def estimate(
     quantised = max((p.numel() for p in model.parameters() if isinstance(p, NF4Tensor)), default=0)
     # one device: only float32 masters of a whole model go through FSDP2, adapters are rounded where they are used
     unsharded = (outer + 2 * layer_parameters) * size if world_size > 1 or (size < 4 and not frozen) else 0
-    sent = size * total - (size - TILE_BYTES) * sum(out * width for out, width in in_fp8(model, engine_fp8).values())
+    converted = in_fp8(model, engine_fp8, trainer_fp8 is not None).values()
+    sent = size * total - (size - TILE_BYTES) * sum(out * width for out, width in converted)
     weights = f"weights, {'FP8 and ' if engine_fp8 else ''}{str(compute_dtype)[6:]}"
     return MemoryNeed(
         parameters=total,
@@ -88,7 +92,7 @@ def estimate(
             "logits of one chunk with gradient, float32": logits,
             **({"largest NF4 weight while it is dequantised": (8 + size) * quantised} if quantised else {}),
         },
-        engine={f"{weights} (KV cache comes on top)": int(sent) // engine_tensor_parallel},
+        engine={f"{weights} (KV cache comes on top)": int(sent) // engine_gpus},
         host={
             "published weights in shared memory": int(sent)
             if publishes_all or quantised or engine_fp8 or not frozen
@@ -98,16 +102,10 @@ def estimate(
     )
 
 
-def in_fp8(model: TransformerDecoder, config: Fp8Config | None) -> dict[str, tuple[int, int]]:
-    """Hugging Face name -> (out, in) of the layers that compute in FP8; the names need no model directory here."""
-    if config is None:
-        return {}
-    shapes = {HEAD: tuple(model.tok_embeddings.weight.shape)}
-    adapters = lora.adapter_names(model)
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.Linear, LoRALinear, DoRALinear)) and f"{name}.weight" not in adapters:
-            shapes[hf_name(f"{name}.weight").removesuffix(".weight")] = tuple(module.weight.shape)
-    return {name: shapes[name] for name, reason in skip_reasons(shapes, config.skip).items() if reason is None}
+def in_fp8(model: TransformerDecoder, config: Fp8Config | None, trains: bool) -> dict[str, tuple[int, int]]:
+    """Hugging Face name -> (out, in) of the layers that compute in FP8, as `fp8.linear_layers` has them."""
+    layers = linear_layers(model, config, trains)[0] if config else ()
+    return {layer.name: layer.shape for layer in layers if layer.reason is None}
 
 
 def _kept_by_fp8(model: TransformerDecoder, config: Fp8Config | None, size: int) -> float:
@@ -122,7 +120,9 @@ def _kept_by_fp8(model: TransformerDecoder, config: Fp8Config | None, size: int)
         "down_proj": LINE_BYTES - size,
     }
     found = {
-        name.rpartition(".")[2]: width for name, (_, width) in in_fp8(model, config).items() if ".layers.0." in name
+        name.rpartition(".")[2]: width
+        for name, (_, width) in in_fp8(model, config, trains=True).items()
+        if ".layers.0." in name
     }
     return sum(more * found[kind] for kind, more in inputs.items() if kind in found)
 
@@ -136,12 +136,16 @@ def memory_table(
     make_model: Callable[[], TransformerDecoder],
     row_tokens: int,
     compute_dtype: torch.dtype,
-    *options: Any,
+    activation_checkpointing: bool,
+    **options: Any,
 ) -> str:
     """The estimates for 1, 2, 4 and 8 training devices, as columns in GiB; `options` are the further ones of `estimate`."""
     with torch.device("meta"):
         model = make_model()  # once: NF4 takes seconds for 32B, even on the meta device
-    needs = {n: estimate(lambda: model, row_tokens, compute_dtype, n, *options) for n in (1, 2, 4, 8)}
+    needs = {
+        n: estimate(lambda: model, row_tokens, compute_dtype, n, activation_checkpointing, **options)
+        for n in (1, 2, 4, 8)
+    }
     share = needs[1].trained / needs[1].parameters
     adapters = f" ({share:.2%} of them trained)" if share < 1 else ""
     lines = [f"{needs[1].parameters / 1e9:.3f} B parameters{adapters}; GiB by number of training devices"]

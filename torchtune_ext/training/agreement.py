@@ -169,5 +169,5 @@ def diagnose(found: Mismatch, limit: float, temperature: float, at: Callable[[fl
     return (
         "weights: no change of sampling parameters explains it, so the engine runs other weights than the trainer: a "
         "publication or adapter that was not applied, a stale prefix cache, another checkpoint, or a model definition "
-        "that differs (rope_base, norm_eps, tied embeddings); or, with FP8, rounding alone, which max_mismatch has to allow"
+        "that differs (rope_base, norm_eps, tied embeddings)"
     )

@@ -19,9 +19,10 @@ from torchtune_ext.policy import fp8_gain
 from torchtune_ext.policy.fp8 import Fp8Receipt, fp8_hf_tensors, plan
 from torchtune_ext.policy.fp8_linear import Fp8Config
 from torchtune_ext.policy.logprobs import PackedPolicy
-from torchtune_ext.policy.lora import AdapterSpec
+from torchtune_ext.policy.lora import AdapterSpec, adapter_names
 from torchtune_ext.policy.weights import HFModel
 from torchtune_ext.sampling.records import EngineConfig
+from torchtune_ext.training.checks import release_memory
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 FLOWS = ("bf16", "fp8_rollout", "fp8_unified")
@@ -43,8 +44,8 @@ class PrecisionConfig(Fp8Config):
             for field in fields(Fp8Config):
                 if (value := getattr(self, field.name)) != field.default:
                     raise ValueError(
-                        f"precision.{field.name}={value!r} with precision.flow=bf16, which has no FP8: name a flow, "
-                        "precision.flow=fp8_unified, or leave it out"
+                        f"precision.{field.name}={value!r} with precision.flow=bf16, which has no FP8: give "
+                        "precision.flow=fp8_unified, too (a bare precision: fp8_unified is replaced by it), or leave it out"
                     )
         elif self.recipe != "block":
             raise ValueError(f"precision.recipe={self.recipe!r}: the engine computes in blocks only; use recipe=block")
@@ -65,11 +66,12 @@ class Precision:
     Args:
         dtype: of the trainer's forward and backward, "bfloat16" or "float32".
         engine: as it stands in the YAML.
+        device: of this rank.
         adapter: of a model that has one, with the `way` in which it is published.
 
     Raises:
-        ValueError: another dtype; FP8 with a trainer or an engine in float32; adapters merged into weights that the trainer
-            keeps apart; a model without a layer that fits.
+        ValueError: another dtype; FP8 beside a trainer or an engine that is not in bfloat16, or on a GPU that is no Hopper;
+            adapters merged into weights that the trainer keeps apart; a model without a layer that fits; no backend.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Precision:
         source: HFModel,
         dtype: str,
         engine: EngineConfig,
+        device: torch.device,
         adapter: AdapterSpec | None = None,
         way: str = "adapter",
     ):
@@ -89,12 +92,19 @@ class Precision:
         self.trainer, sampler = config.sides  # of the policy
         self.engine = engine  # as it has to be started
         self.sampler: Fp8Receipt | None = None  # which layers the engine holds in FP8
+        self.device = device
         self._file: Path | None = None
         if sampler is None:
             return
-        if dtype != "bfloat16":
+        for key, found in (("dtype", self.dtype), ("engine.dtype", self.engine_dtype)):
+            if found != torch.bfloat16:
+                raise ValueError(
+                    f"precision.flow={config.flow} with {key}={str(found)[6:]}: FP8 stands beside bfloat16; set {key} so"
+                )
+        if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] != 9:
             raise ValueError(
-                f"precision.flow={config.flow} with dtype={dtype}: FP8 stands beside bfloat16; set dtype so"
+                f"precision.flow={config.flow} on a {torch.cuda.get_device_name(device)}: FP8 in blocks needs a Hopper GPU "
+                "(compute capability 9.0, as H100 and H200 have); set precision=bf16"
             )
         if adapter and self.trainer and way == "merged":
             raise ValueError(
@@ -103,7 +113,7 @@ class Precision:
             )
         with torch.device("meta"):
             model = make_model()
-        self.sampler = plan(model, source, config, self.dtype)
+        self.sampler = plan(model, source, config, self.dtype, device if self.trainer else None)
         self.engine = replace(engine, quantization=self.sampler.quantization_config())
 
     def published(
@@ -119,9 +129,10 @@ class Precision:
             return gathered(self.engine_dtype)
         return fp8_hf_tensors(gathered(self.dtype), self.sampler, self.engine_dtype)
 
-    def write_receipt(self, folder: str, policy: PackedPolicy, tokens: int, device: torch.device) -> None:
+    def write_receipt(self, folder: str, policy: PackedPolicy, tokens: int) -> None:
         """Prints which layers are in FP8 and why the others are not, by what they are computed, and what that gains; keeps it
-        in `folder`/fp8.txt. Nothing without FP8.
+        in `folder`/fp8.txt. Nothing without FP8. While the engine is idle: the gain is measured, on a GPU or on cores that
+        the two may share.
 
         Args:
             tokens: of a packed row: for that many the gain is measured.
@@ -135,7 +146,9 @@ class Precision:
         if policy.fp8 is None:
             lines.append(f"  trainer: none of them, {str(self.dtype)[6:]}; it and the engine drift apart")
         else:
-            lines += [f"  trainer: {line}" for line in fp8_gain.trainer_gain(policy.fp8, tokens, device)]
+            frozen = bool(adapter_names(policy.model))
+            lines += [f"  trainer: {line}" for line in fp8_gain.trainer_gain(policy.fp8, frozen, tokens, self.device)]
+            release_memory()  # of the measurement
         self._file = Path(folder) / "fp8.txt"
         self._file.parent.mkdir(parents=True, exist_ok=True)
         self._file.unlink(missing_ok=True)
