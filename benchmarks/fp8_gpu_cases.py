@@ -37,6 +37,7 @@ from torchtune_ext.policy.qwen3 import qwen3  # noqa: E402
 
 HEAD_DIM = 128
 WARM_UP = 3
+CYCLES_A_MS = 2_000_000  # of a GPU at 2 GHz, the fastest an H200 runs
 CUT = 512
 
 
@@ -73,13 +74,14 @@ class Timer:
 
     def __init__(self, device: torch.device, repeats: int) -> None:
         self.cuda, self.repeats = device.type == "cuda", repeats
+        self.remark = ""  # on the last measurement, for its row
         self.scratch = torch.empty(256 << 20 if self.cuda else 0, dtype=torch.uint8, device=device)
 
-    def settle(self) -> None:
-        """Nothing of the operands is left in L2, and the host has about two milliseconds to queue what comes next."""
+    def settle(self, queue_ms: float) -> None:
+        """Nothing of the operands is left in L2, and the host has about `queue_ms` to queue what comes next."""
         if self.cuda:
             self.scratch.zero_()
-            torch.cuda._sleep(4_000_000)
+            torch.cuda._sleep(int(queue_ms * CYCLES_A_MS))
 
     def mark(self) -> torch.cuda.Event | float:
         if not self.cuda:
@@ -88,25 +90,27 @@ class Timer:
         event.record()
         return event
 
-    def measure(self, cases: dict[str, tuple[Callable, ...]]) -> dict[str, list[float]]:
+    def measure(self, cases: dict[str, tuple[Callable, ...]], queue_ms: float = 2.0) -> dict[str, list[float]]:
         """Median milliseconds of each stage of each case.
 
         Args:
             cases: name -> stages. The first prepares and is not timed; each gets what the one before it returned.
         """
-        marks = {name: [] for name in cases}
+        marks, late = {name: [] for name in cases}, dict.fromkeys(cases, 0)
         for _ in range(WARM_UP + self.repeats):
             for name, (prepare, *stages) in cases.items():
                 value = prepare()
-                self.settle()
+                self.settle(queue_ms)
                 times = [self.mark()]
                 for stage in stages:
                     value = stage(value)
                     times.append(self.mark())
+                late[name] += self.cuda and times[0].query()  # the GPU was through with waiting before all was queued
                 marks[name].append(times)
                 value = None  # its memory is free for the next case
         if self.cuda:
             torch.cuda.synchronize()
+        self.remark = " host-bound" if max(late.values()) > self.repeats / 2 else ""
 
         def between(start, end) -> float:
             return start.elapsed_time(end) if self.cuda else 1e3 * (end - start)

@@ -71,7 +71,7 @@ def sampled(model_dir: Path, flow: str, policy: PackedPolicy, questions: int, ou
     source, tokenizer = HFModel(model_dir), ChatTokenizer(str(model_dir))
     make = partial(qwen2_from_config, str(model_dir))
     engine = EngineConfig(dtype="bfloat16", max_model_len=256, kv_cache_bytes=128 << 20)
-    precision = Precision(PrecisionConfig(flow=flow), make, source, "bfloat16", engine)
+    precision = Precision(PrecisionConfig(flow=flow), make, source, "bfloat16", engine, CPU)
     found = {}
     with Engine(str(model_dir), precision.engine, str(out / f"engine_{flow}")) as engine:
         engine.start()

@@ -79,7 +79,10 @@ def train_all(
 
 
 def train(run: Run, model: Path, threads: int, settings: list[str]) -> None:
+    made_with = "\n".join(settings)
     if run.done:
+        if (kept := (run.folder / "done").read_text()) != made_with:
+            sys.exit(f"{run.folder} was trained with --grpo {kept.split()}, not {settings}; take another --out")
         return
     shutil.rmtree(run.folder, ignore_errors=True)
     begin = time.monotonic()
@@ -92,7 +95,7 @@ def train(run: Run, model: Path, threads: int, settings: list[str]) -> None:
     except subprocess.CalledProcessError as error:
         print(f"{run.folder.name}: exit status {error.returncode}, see {run.folder}/log.txt", file=sys.stderr)
         return
-    (run.folder / "done").touch()
+    (run.folder / "done").write_text(made_with)
     print(f"{run.folder.name}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
 
 
@@ -104,7 +107,7 @@ def values(run: Run) -> dict[str, float]:
         if metric.startswith("eval/"):
             found[title] = lines[-1][metric]
         else:
-            found[title] = mean(line[metric] for line in lines[-LAST_STEPS:]) / UNITS.get(title, 1.0)
+            found[title] = mean(line[metric] for line in lines[-LAST_STEPS:] if metric in line) / UNITS.get(title, 1.0)
     return found
 
 

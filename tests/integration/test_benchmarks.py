@@ -1,19 +1,43 @@
-"""The benchmark for a Hopper GPU, tried on a CPU: that every part of it runs, not what it measures."""
+"""Benchmarks that take a GPU or half an hour, tried in small: that every part of them runs, not what it measures."""
 
 import subprocess
 import sys
 
 import pytest
+import recipe_runs as runs
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def script(repo_root, name, *args):
+    command = [sys.executable, str(repo_root / "benchmarks" / name), *args]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [line for line in done.stdout.splitlines() if line.startswith(("| ", "### "))]
 
 
 def test_fp8_gpu_in_small(repo_root):
-    command = [sys.executable, str(repo_root / "benchmarks" / "fp8_gpu.py"), "--smoke"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = [line for line in done.stdout.splitlines() if line.startswith("| qwen")]
+    """It ends with status 1 if a case fails, and has a row for each."""
+    lines = script(repo_root, "fp8_gpu.py", "--smoke")
+    rows = [row for row in lines if row.startswith("| qwen")]
     assert {"| qwen3_8b |", "| qwen2_5_32b |"} <= {" ".join(row.split()[:3]) for row in rows}
-    assert not [row for row in rows if "Error" in row or "left out" in row]
-    tables = [line for line in done.stdout.splitlines() if line.startswith("### ")]
+    # 11 matrices in 3 forms or 1; 3 GEMMs of 4 layers; 4 layers, two ways to save; 1 block, once compiled
+    assert len(rows) == 2 * (2 * 3 * 3 + 4 + 2 * 3 * 4 + 2 * 2 * 4 + 2 + 1) and not [r for r in rows if "left out" in r]
+    tables = [line for line in lines if line.startswith("### ")]
     assert len(tables) == 7 and all("smoke run, not a measurement" in line for line in tables)
+
+
+def test_precision_flow_in_small(repo_root, tmp_path):
+    """Two real engines and a hardly trained model: every table has its rows, and same rows give the same log-probs."""
+    few = ("num_problems=320", "lr_warmup=2", f"output_dir={tmp_path}/warmup")
+    runs.run(tmp_path, "warmup_sft", *few, config="warmup/tiny_fp8")
+    (tmp_path / "warmup" / "done").touch()
+    lines = script(repo_root, "precision_flow.py", "--out", str(tmp_path), "--parts", "mismatch", "--questions", "2")
+    table = [line.split(" | ") for line in lines]
+    kinds = [tuple(cells[:3]) for cells in table if cells[0] in ("| short", "| long", "| run-on")]
+    assert len(kinds) == 3 * 2 * 3 + 3 * 3
+    without_reward = [line for line in lines if "nan" in line]  # such a model is never right, and GRPO has no gradient
+    assert all(line.startswith(("| bf16 |", "| fp8")) for line in without_reward), without_reward
+    floor = next(cells for cells in table if cells[:3] == ["| run-on", "bf16", "bf16"])
+    assert int(floor[3].replace(",", "")) == 2 * 8 * 200
+    assert "| same rows, with gradient | 0.0 | 0.00 ± 0.00 |" in lines

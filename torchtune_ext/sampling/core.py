@@ -285,6 +285,7 @@ class LocalCore:
             top_k=sampling.top_k,
             seed=call.seed,
             stop_token_ids=list(sampling.stop_token_ids),
+            ignore_eos=True,  # the tokenizer's end token is one of these, or is meant not to end it
             logprobs=0,  # of the sampled token, no others
             detokenize=False,
             output_kind=RequestOutputKind.DELTA if call.watch is not None else RequestOutputKind.FINAL_ONLY,

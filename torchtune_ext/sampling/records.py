@@ -91,7 +91,7 @@ class SamplingConfig:
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0  # below 1 the log-probs are of the renormalised distribution
     top_k: int = 0  # 0: off
-    stop_token_ids: tuple[int, ...] = ()  # a completion ends with (and contains) the first of these
+    stop_token_ids: tuple[int, ...] = ()  # a completion ends with (and contains) the first of these; with nothing else
     seed: int | None = None  # requests' seeds come from (seed, prompt index, sample index); None: not reproducible
     early_stop_logprob: float | None = None  # stop a completion whose mean log-prob falls below; None: off
     early_stop_decay: float = 0.992  # of the running mean: 0.992 looks back about 125 tokens

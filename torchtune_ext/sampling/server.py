@@ -142,6 +142,7 @@ class ServerCore:
                 "top_k": sampling.top_k,
                 "seed": call.seed,
                 "stop_token_ids": list(sampling.stop_token_ids),
+                "ignore_eos": True,
                 "logprobs": 0,
                 "detokenize": False,
             },
