@@ -52,14 +52,17 @@ def test_unified_trains_and_samples_in_the_same_blocks(workplace):
     assert re.search(r"mismatch after publishing version 0: mean .* on \d+ tokens", text)
 
 
-def test_a_run_goes_on_in_another_flow(workplace):
+def test_a_run_goes_on_in_another_flow_and_on_two_ranks(workplace):
     """Masters are float32 in each: what was trained in bfloat16 with FP8 in the engine goes on in FP8."""
     args = ("output_dir=resumed", *BFLOAT16)
     runs.run(workplace, "grpo_full", "max_steps=1", "precision=fp8_rollout", *args)
     assert "trainer: none of them" in receipt(workplace, "resumed")
-    runs.run(workplace, "grpo_full", "max_steps=2", "precision=fp8_unified", "resume_from_checkpoint=True", *args)
+    runs.run(
+        workplace, "grpo_full", "max_steps=2", "precision=fp8_unified", "resume_from_checkpoint=True", *args, ranks=2
+    )
     assert "reference for fprop" in (text := receipt(workplace, "resumed")) and "publishing version 1:" in text
-    assert [line["step"] for line in runs.metrics(workplace / "resumed")] == [0, 1, 2]
+    lines = runs.metrics(workplace / "resumed")
+    assert [line["step"] for line in lines] == [0, 1, 2] and 0 < lines[-1]["mismatch/mean_abs"] < 0.2
 
 
 def test_fp8_in_the_engine_alone_on_two_ranks(workplace):
@@ -74,13 +77,33 @@ def test_fp8_in_the_engine_alone_on_two_ranks(workplace):
 
 
 @pytest.mark.parametrize(
-    ("flow", "publish"), [("fp8_unified", "adapter"), ("fp8_rollout", "merged")], ids=["adapter", "merged"]
+    ("name", "flow", "publish", "settings"),
+    [
+        ("adapter", "fp8_unified", "adapter", ()),
+        ("merged", "fp8_rollout", "merged", ()),
+        (
+            "qlora",
+            "fp8_rollout",
+            "adapter",
+            ("model.quantize_base=True", "model.lora_attn_modules=[q_proj,output_proj]"),
+        ),
+    ],
+    ids=["adapter", "merged", "qlora"],
 )
-def test_adapters_over_a_base_in_fp8(workplace, flow, publish):
-    args = (f"precision={flow}", f"publish={publish}", f"output_dir={publish}", "max_steps=2", *BFLOAT16, *ADAPTER)
+def test_adapters_over_a_base_in_fp8(workplace, name, flow, publish, settings):
+    args = (
+        f"precision={flow}",
+        f"publish={publish}",
+        f"output_dir={name}",
+        "max_steps=2",
+        *BFLOAT16,
+        *ADAPTER,
+        *settings,
+    )
     runs.run(workplace, "grpo_lora", *args)
-    assert "8 of 15 linear layers" in receipt(workplace, publish)
-    lines = runs.metrics(workplace / publish)[1:]
+    assert "8 of 15 linear layers" in receipt(workplace, name)
+    lines = runs.metrics(workplace / name)[1:]
+    assert all(0 < line["mismatch/mean_abs"] < 0.2 for line in lines)
     whole = 2 * (parameters(workplace) - IN_FP8) + IN_FP8
     assert all((line["publish/bytes"] > whole) == (publish == "merged") for line in lines)
 
