@@ -197,8 +197,11 @@ def _by_place(d: dict, answers: dict) -> list[str]:
 
 def _gradients(model_dir: Path, policies: dict[str, PackedPolicy], answers: dict[str, list[Group]]) -> list[str]:
     """The gradient of GRPO's loss on these answers against that of a trainer in float32."""
-    source = HFModel(model_dir)
-    exact = build_policy(partial(qwen2_from_config, str(model_dir)), source, CPU, torch.float32)
+    source, make = HFModel(model_dir), partial(qwen2_from_config, str(model_dir))
+    exact = build_policy(make, source, CPU, torch.float32)
+    forward_alone = build_policy(
+        make, source, CPU, torch.bfloat16, fp8=Fp8Config(save_activations="full", backward="full")
+    )
     groups = with_advantages([g for kind in LEVELS.values() for g in answers[kind]], AdvantageConfig(), 48)[0]
     rows = pack(groups, 2048)[0]
 
@@ -213,7 +216,7 @@ def _gradients(model_dir: Path, policies: dict[str, PackedPolicy], answers: dict
     want = gradient(exact)
     lines = ["| gradient of | cosine with float32's | relative error |", "|---|---|---|"]
     cases = [(name, policy, 1.0) for name, policy in policies.items()]
-    cases += [(f"fp8, loss x {SMALL:g}", policies["fp8"], SMALL)]
+    cases += [(f"fp8, loss x {SMALL:g}", policies["fp8"], SMALL), ("fp8 in the forward alone", forward_alone, 1.0)]
     for name, policy, factor in cases:
         got = gradient(policy, factor)
         cosine, error = got @ want / got.norm() / want.norm(), (got - want).norm() / want.norm()
