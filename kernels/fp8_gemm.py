@@ -64,25 +64,29 @@ def wgrad(dy: Fp8Blocks, x: Fp8Blocks, out_dtype: torch.dtype = torch.float32, b
 
 def choose_backend(gemm: str, first: Fp8Blocks, second: Fp8Blocks, out_dtype: torch.dtype) -> Choice:
     """What `backend="auto"` takes for `gemm` ("fprop", "dgrad" or "wgrad") on these operands."""
-    a, b = _operands(gemm, first, second)
     against: dict[str, list[str]] = {}
-    for name, backend in BACKENDS.items():
-        objection = backend.objection(a, b, out_dtype)
-        if objection is None:
+    for name in BACKENDS:
+        why = objection(name, gemm, first, second, out_dtype)
+        if why is None:
             reasons = [f"not {', '.join(names)}: {why}" for why, names in against.items()]
             return Choice(name, "; ".join(reasons) or "the first that can run")
-        against.setdefault(objection, []).append(name)
+        against.setdefault(why, []).append(name)
     raise AssertionError("the reference runs everywhere")
+
+
+def objection(backend: str, gemm: str, first: Fp8Blocks, second: Fp8Blocks, out_dtype: torch.dtype) -> str | None:
+    """Why `backend` cannot run `gemm` on these operands, and what to install; None: it can."""
+    if backend not in BACKENDS:
+        raise ValueError(f"FP8 backend {backend!r} does not exist: choose auto or one of {', '.join(BACKENDS)}")
+    return BACKENDS[backend].objection(*_operands(gemm, first, second), out_dtype)
 
 
 def _run(gemm: str, first: Fp8Blocks, second: Fp8Blocks, out_dtype: torch.dtype, backend: str) -> Tensor:
     a, b = _operands(gemm, first, second)
     if backend == "auto":
         backend = choose_backend(gemm, first, second, out_dtype).backend
-    elif backend not in BACKENDS:
-        raise ValueError(f"FP8 backend {backend!r} does not exist: choose auto or one of {', '.join(BACKENDS)}")
-    elif objection := BACKENDS[backend].objection(a, b, out_dtype):
-        raise ValueError(f"FP8 backend {backend!r} cannot run {gemm}: {objection}; or take backend='auto'")
+    elif why := objection(backend, gemm, first, second, out_dtype):
+        raise ValueError(f"FP8 backend {backend!r} cannot run {gemm}: {why}; or take backend='auto'")
     if 0 in (*a.shape, *b.shape):  # no tokens: what a rank without data has
         return a.values.new_zeros(a.shape[0], b.shape[0], dtype=out_dtype)
     return BACKENDS[backend].run(a, b, out_dtype)

@@ -100,6 +100,9 @@ def build(record: type[T], values: Any, where: str, bare: str | None = None, **e
     try:
         checked = OmegaConf.merge({where: schema}, node)[where]
     except ValidationError as error:
+        value = OmegaConf.select(node, error.full_key)
+        if isinstance(value, str) and "ListConfig" in str(error.msg):
+            raise ValueError(f"{error.full_key}={value!r} must be a list: {error.full_key}=[{value}]") from None
         raise ValueError(f"{error.full_key}: {error.msg}".split("\n")[0]) from None
     plain = OmegaConf.to_container(checked)
     missing = [key for key, value in plain.items() if value == MISSING and key not in extra]

@@ -46,8 +46,10 @@ def test_unified_trains_and_samples_in_the_same_blocks(workplace):
     assert "8 of 15 linear layers" in text and "2 x o_proj        256 x 256    FP8" in text
     assert re.search(r"2 x k_proj +64 x 256 +bfloat16: no whole tiles of 128 x 128", text)
     assert re.search(r"2 x q_proj +256 x 256 +bfloat16: vLLM fuses it with k_proj, which stays", text)
-    assert "reference for fprop, dgrad, wgrad of" in text and re.search(
-        r"measured of these layers [0-9.]+x with 128", text
+    assert (
+        "GEMMs: reference for fprop, dgrad, wgrad of" in text
+        and "sent after each step" in text
+        and re.search(r"measured: [0-9.]+x in these layers", text)
     )
     assert re.search(r"mismatch after publishing version 0: mean .* on \d+ tokens", text)
 
@@ -102,6 +104,7 @@ def test_adapters_over_a_base_in_fp8(workplace, name, flow, publish, settings):
     )
     runs.run(workplace, "grpo_lora", *args)
     assert "8 of 15 linear layers" in receipt(workplace, name)
+    assert ("sent once, adapters after each step" in receipt(workplace, name)) == (publish == "adapter")
     lines = runs.metrics(workplace / name)[1:]
     assert all(0 < line["mismatch/mean_abs"] < 0.2 for line in lines)
     whole = 2 * (parameters(workplace) - IN_FP8) + IN_FP8
@@ -114,13 +117,13 @@ def test_adapters_over_a_base_in_fp8(workplace, name, flow, publish, settings):
         ("grpo_full", ["precision=fp8_unify"], "precision.flow='fp8_unify' is unknown; did you mean 'fp8_unified'"),
         ("grpo_full", ["precision.skip=[o_proj]"], "which has no FP8: give precision.flow=fp8_unified, too"),
         ("grpo_full", ["precision.flow=fp8_rollout", "precision.skips=[o_proj]"], "did you mean 'skip'"),
-        ("grpo_full", ["precision=fp8_unified", "dtype=float32"], "FP8 stands beside bfloat16; set dtype so"),
+        ("grpo_full", ["precision=fp8_unified", "dtype=float32"], "FP8 stands beside bfloat16; set dtype=bfloat16"),
         (
             "grpo_full",
             ["precision={flow: fp8_unified, backend: deep_gemm}"],
-            "precision.backend=deep_gemm, layer model.",
+            "precision.backend=deep_gemm cannot run fprop of model.layers.0.",
         ),
-        ("grpo_lora", ["precision=fp8_unified", "publish=merged", *ADAPTER], "use publish=adapter, or precision=bf16"),
+        ("grpo_lora", ["precision=fp8_unified", "publish=merged", *ADAPTER], "set publish=adapter, or precision=bf16"),
     ],
     ids=["flow", "no flow", "key", "float32", "backend", "merged"],
 )

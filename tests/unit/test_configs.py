@@ -235,7 +235,7 @@ def test_components_that_cannot_be_built_are_named(node, message):
         (SamplingConfig, {"temperature": 1.0}, "sampling.max_tokens has no value; set it in the YAML"),
         (SamplingConfig, {"max_tokens": "many"}, "sampling.max_tokens: Value 'many'"),
         (SamplingConfig, {"max_tokens": 1.5}, "sampling.max_tokens: Value '1.5'"),
-        (SamplingConfig, {"max_tokens": 8, "stop_token_ids": "x"}, "sampling.stop_token_ids"),
+        (SamplingConfig, {"max_tokens": 8, "stop_token_ids": "7"}, "sampling.stop_token_ids='7' must be a list"),
         (
             SamplingConfig,
             {"max_token": 8},

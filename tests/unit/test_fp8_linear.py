@@ -526,7 +526,7 @@ def test_adapters_over_a_base_in_fp8(source):
 
 @pytest.mark.parametrize(
     ("options", "reason"),
-    [({"use_dora": True}, "DoRA takes the norm"), ({"quantize_base": True}, "its weight is NF4")],
+    [({"use_dora": True}, "DoRA: no sampler"), ({"quantize_base": True}, "its weight is NF4")],
     ids=str,
 )
 def test_adapters_that_keep_their_layers_out(source, options, reason):
@@ -558,10 +558,15 @@ def test_recipes_of_torchao(source, recipe):
         ({"recipe": "mx"}, "precision.recipe='mx' is unknown"),
         ({"backward": "full"}, "set precision.save_activations=full"),
         ({"skip": "o_proj"}, r"must be a list of names: \[o_proj\]"),
-        ({"skip": ("w1",)}, r"precision.skip names \['w1'\], which no layer is; there are .*'down_proj'"),
+        (
+            {"skip": ("w1",)},
+            "precision.skip names 'w1', which no layer is; give a kind, down_proj, .* like 'model.layers.0.self_attn.q_proj'",
+        ),
+        ({"skip": ("down_prj",)}, "precision.skip names 'down_prj', which no layer is; did you mean 'down_proj'?"),
+        ({"skip": ("model.layers.7.mlp.up_proj",)}, "did you mean 'model.layers.1.mlp.up_proj'?"),
         (
             {"backend": "scaled_mm"},
-            "precision.backend=scaled_mm, layer model.layers.0.self_attn.q_proj: FP8 backend 'scaled_mm' cannot run fprop",
+            "precision.backend=scaled_mm cannot run fprop of model.layers.0.self_attn.q_proj: it needs a CUDA device",
         ),
     ],
 )
@@ -573,7 +578,7 @@ def test_settings_that_cannot_be_are_named(source, options, message):
 def test_a_model_without_a_layer_that_fits_is_refused(tmp_path):
     source = directory(tmp_path / "narrow", hidden_size=64, num_attention_heads=2, num_key_value_heads=1)
     with pytest.raises(
-        ValueError, match="no layer of model_dir=.* can compute in FP8(.|\n)*2 x q_proj .*no whole tiles"
+        ValueError, match=r"2 x q_proj .*no whole tiles(.|\n)*no layer of model_dir=.* can compute in FP8"
     ):
         policy_of(source)
 

@@ -17,7 +17,7 @@ from torchtune_ext.policy.memory import estimate
 from torchtune_ext.policy.shard import build_policy
 from torchtune_ext.policy.weights import HFModel
 from torchtune_ext.sampling.records import EngineConfig
-from torchtune_ext.training.precision import Precision, PrecisionConfig
+from torchtune_ext.training.precision import FLOWS, Precision, PrecisionConfig
 
 SHAPE = dict(hidden_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=384)
 
@@ -92,8 +92,8 @@ def test_receipt_of_a_run(flow, tmp_path, capsys):
     else:
         assert "reference for fprop, dgrad, wgrad of 256x256, 128x256" in lines
         share = policy.fp8.share
-        assert f"at most 2.00x bfloat16, of all linear layers at most {1 / (1 - share / 2):.2f}x" in lines
-        measured = float(re.search(r"measured of these layers ([0-9.]+)x with 128 tokens on this CPU", lines)[1])
+        assert f"at most 2.00x the speed of bfloat16 in these layers, {1 / (1 - share / 2):.2f}x in all linear" in lines
+        measured = float(re.search(r"measured: ([0-9.]+)x in these layers with 128 tokens on this CPU", lines)[1])
         assert 0 < measured < 10
 
 
@@ -131,6 +131,18 @@ def test_a_dry_run_counts_what_fp8_takes(source):
             "precision.recipe='rowwise': the engine computes in blocks only",
         ),
         ({"flow": "fp8_rollout", "power_of_two": True}, "precision.power_of_two=true"),
+        (
+            {"flow": "fp8_rollout", "backend": "deep_gemm"},
+            "precision.backend='deep_gemm' with precision.flow=fp8_rollout, in which the trainer has no FP8",
+        ),
+        (
+            {"flow": "fp8_rollout", "engine": EngineConfig(tensor_parallel_size=2)},
+            "engine.tensor_parallel_size=2 cuts model.layers.0.self_attn.k_proj, 128 x 256, into pieces of 64 out-features",
+        ),
+        (
+            {"flow": "fp8_unified", "engine": EngineConfig(tensor_parallel_size=2), "skip": ("q_proj", "gate_proj")},
+            r"down_proj, 256 x 384, into pieces of 192 in-features.*or leave the layers out by precision.skip=\[down_proj\]",
+        ),
         ({"skip": ("down_proj",)}, r"precision.skip=\('down_proj',\) with precision.flow=bf16, which has no FP8"),
         ({"dtype": "float16"}, "dtype='float16': use 'bfloat16' or 'float32'"),
         (
@@ -139,11 +151,11 @@ def test_a_dry_run_counts_what_fp8_takes(source):
         ),
         (
             {"flow": "fp8_unified", "engine": EngineConfig(dtype="float16")},
-            "engine.dtype=float16: FP8 stands beside bfloat16; set engine.dtype so",
+            "engine.dtype=float16: FP8 stands beside bfloat16; set engine.dtype=bfloat16",
         ),
         (
             {"flow": "fp8_unified", "backend": "scaled_mm"},
-            "precision.backend=scaled_mm, layer model.layers.0.self_attn.q_proj: .* it needs a CUDA device",
+            "precision.backend=scaled_mm cannot run fprop of model.layers.0.self_attn.q_proj: it needs a CUDA device",
         ),
         ({"flow": "fp8_unified", "dtype": "float32"}, "precision.flow=fp8_unified with dtype=float32"),
     ],
@@ -201,7 +213,7 @@ def test_the_expected_gain_counts_the_gemms_in_fp8(source, monkeypatch, settings
     found = planned(source, flow="fp8_unified", **settings).sampler
     assert found.config.gemms(frozen) == gemms
     lines = fp8_gain.trainer_gain(found, frozen, 999, CPU)
-    assert f"expected of these layers at most {expected}x bfloat16" in lines[0] and "1.50x with 128 tokens" in lines[1]
+    assert f"expected: at most {expected}x the speed of bfloat16" in lines[0] and "1.50x in these layers" in lines[1]
     assert set(trained) == {not frozen} and len(lines) == (3 if gemms[-1] == "wgrad" else 2)
 
 
@@ -211,7 +223,7 @@ def test_a_gain_that_does_not_fit_into_memory_ends_no_run(source, monkeypatch):
 
     monkeypatch.setattr(fp8_gain, "_times", full)
     lines = fp8_gain.trainer_gain(planned(source, flow="fp8_unified").sampler, False, 64, CPU)
-    assert "measured of these layers nothing, there is no memory for another layer of 64 tokens" in lines[1]
+    assert lines[1] == "not measured: there is no memory for another layer with 64 tokens on this CPU"
 
 
 @pytest.mark.parametrize("kind", ["dora", "nf4"])
@@ -237,3 +249,21 @@ def test_what_a_trainer_cannot_hold_in_fp8_the_engine_alone_can(source, kind):
     reasons = {layer.name.rpartition(".")[2]: layer.reason for layer in layers}
     assert reasons["o_proj"] is None and ("DoRA" if kind == "dora" else "NF4") in reasons["q_proj"]
     assert "fuses it with q_proj" in reasons["k_proj"]
+
+
+@pytest.mark.parametrize("flow", FLOWS)
+def test_a_quantised_checkpoint_is_refused_in_every_flow(source, flow):
+    """Before the engine starts, which would sample with other weights than those that are trained."""
+    source.config["quantization_config"] = {"quant_method": "gptq"}
+    with pytest.raises(ValueError, match="holds quantised weights .*quant_method='gptq'.* take the model in bfloat16"):
+        planned(source, flow=flow)
+
+
+@pytest.mark.parametrize(
+    ("folder", "config"),
+    [("tiny_fp8/warmup/model", "warmup/tiny_fp8"), ("qwen3", "warmup/tiny")],
+    ids=["tiny", "other"],
+)
+def test_a_missing_model_says_how_to_make_a_tiny_one(tmp_path, folder, config):
+    with pytest.raises(ValueError, match=f"no config.json; .*`tune run warmup_sft --config {config}` makes it"):
+        HFModel(tmp_path / folder)

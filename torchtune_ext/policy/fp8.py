@@ -7,6 +7,7 @@ forward rounds them. So what samples is part of what trains, layer by layer (Jet
 Embeddings, norms, attention itself and the output head stay in the compute dtype.
 """
 
+import difflib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -98,7 +99,7 @@ class Fp8Receipt:
         for (choice, gemm), found in shapes.items():
             gemms.setdefault((choice, ", ".join(found)), []).append(gemm)
         for (choice, found), which in gemms.items():
-            lines.append(f"  {choice.backend} for {', '.join(which)} of {found} ({choice.reason})")
+            lines.append(f"  GEMMs: {choice.backend} for {', '.join(which)} of {found} ({choice.reason})")
         return "\n".join(lines)
 
 
@@ -115,11 +116,14 @@ def skip_reasons(
     Raises:
         ValueError: `skip` names no layer.
     """
-    unknown = [asked for asked in skip if not any(asked in (name, _kind(name)) for name in shapes)]
-    if unknown:
-        raise ValueError(
-            f"precision.skip names {unknown}, which no layer is; there are {sorted(set(map(_kind, shapes)))}"
-        )
+    known = sorted({_kind(name) for name in shapes} - {HEAD})
+    for asked in skip:
+        if not any(asked in (name, _kind(name)) for name in shapes):
+            near = difflib.get_close_matches(asked, [*known, *shapes], n=1)
+            raise ValueError(
+                f"precision.skip names {asked!r}, which no layer is; {f'did you mean {near[0]!r}? ' if near else ''}"
+                f"give a kind, {', '.join(known)}, or a whole name, like {next(iter(shapes))!r}"
+            )
 
     def own(name: str) -> str | None:
         out, features = shapes[name]
@@ -262,8 +266,8 @@ def _plan(
     receipt = Fp8Receipt(config, dtype, layers)
     if not receipt.converted:
         raise ValueError(
-            f"no layer of model_dir={str(names.path)!r} can compute in FP8, for the reasons below; mend one, or set "
-            f"precision=bf16\n{receipt.table()}"
+            f"{receipt.table()}\nprecision: no layer of model_dir={str(names.path)!r} can compute in FP8, for the reasons "
+            "above; take another model, or set precision=bf16"
         )
     if device is None or config.recipe != "block":
         return receipt, modules
@@ -278,9 +282,9 @@ def _plan(
 
 def _unfit(module: nn.Module, config: Fp8Config) -> str | None:
     if isinstance(module.weight, NF4Tensor):
-        return "its weight is NF4"
+        return "its weight is NF4 (model.quantize_base=False or precision=fp8_rollout would do)"
     if isinstance(module, DoRALinear):
-        return "DoRA takes the norm of the whole weight: no sampler has it but merged, and then rounded as a whole"
+        return "DoRA: no sampler has it but merged, and then rounded as a whole (precision=fp8_rollout would do)"
     if isinstance(module, LoRALinear) and config.recipe != "block":
         return f"torchao's recipe {config.recipe} knows no adapters"
     if type(module) not in (nn.Linear, LoRALinear):
@@ -323,10 +327,10 @@ def _choice(gemm: str, layer: Fp8Layer, receipt: Fp8Receipt, device: torch.devic
                 "these, set precision=bf16, or emulate FP8 with precision.backend=reference"
             )
         return choice
-    try:
-        getattr(fp8_gemm, gemm)(*operands, dtype, asked)
-    except ValueError as error:
-        raise ValueError(f"precision.backend={asked}, layer {layer.name}: {error}") from error
+    if objection := fp8_gemm.objection(asked, gemm, *operands, dtype):
+        raise ValueError(
+            f"precision.backend={asked} cannot run {gemm} of {layer.name}: {objection}; or set precision.backend=auto"
+        )
     return Choice(asked, "asked for")
 
 

@@ -20,13 +20,13 @@ REPEATS = 5
 
 
 def engine_memory(model: nn.Module, receipt: Fp8Receipt) -> str:
-    """Of an engine's weights, and of a publication of all of them."""
+    """Of an engine's weights."""
     adapters = adapter_names(model)
     total = sum(p.numel() for name, p in model.named_parameters() if clean_name(name) not in adapters)
     size = receipt.dtype.itemsize
     before, after = size * total, size * total - (size - TILE_BYTES) * receipt.parameters
     unit, name = (1 << 30, "GiB") if before >= 1 << 30 else (1 << 20, "MiB")
-    return f"weights of {after / unit:.2f} {name} in place of {before / unit:.2f}, and as much a publication of the whole model"
+    return f"weights of {after / unit:.2f} {name} in place of {before / unit:.2f}"
 
 
 def trainer_gain(receipt: Fp8Receipt, frozen: bool, tokens: int, device: torch.device) -> list[str]:
@@ -40,19 +40,18 @@ def trainer_gain(receipt: Fp8Receipt, frozen: bool, tokens: int, device: torch.d
     halved = len(receipt.config.gemms(frozen)) / (2 if frozen else 3) / 2  # of the GEMMs' time
     dtype = str(receipt.dtype)[6:]
     expected = (
-        f"expected of these layers at most {1 / (1 - halved):.2f}x {dtype}, of all linear layers at most "
-        f"{1 / (1 - receipt.share * halved):.2f}x, if FP8 computes twice as fast"
+        f"expected: at most {1 / (1 - halved):.2f}x the speed of {dtype} in these layers, "
+        f"{1 / (1 - receipt.share * halved):.2f}x in all linear layers"
     )
     if device.type == "cpu":
         tokens = min(tokens, CPU_TOKENS)
         expected += "; on a CPU it is emulated, and slower"
+    where = f"with {tokens} tokens on {_name(device)}"
     try:
-        measured = (
-            f"{_measured(receipt, frozen, tokens, device):.2f}x with {tokens} tokens on {_name(device)}, not compiled"
-        )
+        measured = f"measured: {_measured(receipt, frozen, tokens, device):.2f}x in these layers {where}, not compiled"
     except torch.OutOfMemoryError:
-        measured = f"nothing, there is no memory for another layer of {tokens} tokens on {_name(device)}"
-    lines = [expected, f"measured of these layers {measured}"]
+        measured = f"not measured: there is no memory for another layer {where}"
+    lines = [expected, measured]
     if "wgrad" in receipt.config.gemms(frozen) and receipt.config.save_activations == "fp8":
         lines.append(
             f"inputs kept for the backward take {LINE_BYTES:.2f} bytes a number in place of {receipt.dtype.itemsize}"

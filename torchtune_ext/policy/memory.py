@@ -12,7 +12,8 @@ from torchtune.modules import TransformerDecoder
 from torchtune_ext.kernels.fp8_quantize import LINE_BYTES, TILE_BYTES
 from torchtune_ext.kernels.linear_logprob import CHUNK_ELEMENTS
 from torchtune_ext.policy import lora
-from torchtune_ext.policy.fp8 import linear_layers
+from torchtune_ext.policy.fp8 import Fp8Receipt, linear_layers
+from torchtune_ext.policy.fp8_gain import engine_memory
 from torchtune_ext.policy.fp8_linear import Fp8Config
 
 GIB = 1 << 30
@@ -137,13 +138,15 @@ def memory_table(
     row_tokens: int,
     compute_dtype: torch.dtype,
     activation_checkpointing: bool,
+    fp8: tuple[Fp8Config | None, Fp8Config | None] = (None, None),
     **options: Any,
 ) -> str:
-    """The estimates for 1, 2, 4 and 8 training devices, as columns in GiB; `options` are the further ones of `estimate`."""
+    """The estimates for 1, 2, 4 and 8 training devices, as columns in GiB, and what FP8 there is; `options` are the further
+    ones of `estimate`."""
     with torch.device("meta"):
         model = make_model()  # once: NF4 takes seconds for 32B, even on the meta device
     needs = {
-        n: estimate(lambda: model, row_tokens, compute_dtype, n, activation_checkpointing, **options)
+        n: estimate(lambda: model, row_tokens, compute_dtype, n, activation_checkpointing, fp8, **options)
         for n in (1, 2, 4, 8)
     }
     share = needs[1].trained / needs[1].parameters
@@ -155,4 +158,8 @@ def memory_table(
         columns = [getattr(need, part) for need in needs.values()]
         lines += [f"  {name:<48}" + "".join(f"{c[name] / GIB:>9.2f}" for c in columns) for name in columns[0]]
         lines.append(f"  {'total':<48}" + "".join(f"{sum(c.values()) / GIB:>9.2f}" for c in columns))
+    trainer_fp8, engine_fp8 = fp8
+    if engine_fp8:
+        receipt = Fp8Receipt(engine_fp8, compute_dtype, linear_layers(model, engine_fp8, trainer_fp8 is not None)[0])
+        lines += [receipt.table(), f"  engine: {engine_memory(model, receipt)}"]
     return "\n".join(lines)

@@ -1,5 +1,6 @@
 """From a model builder to a trainable, sharded model on its device: FSDP2, activation checkpointing, compile."""
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -45,6 +46,8 @@ def build_policy(
     Raises:
         ValueError: model and checkpoint do not fit each other, or `fp8` fits neither them nor the device.
     """
+    # torchtune's RMSNorm computes in float32 with a scale in bfloat16, and means to
+    warnings.filterwarnings("ignore", "Mismatch dtype between input and weight", UserWarning)
     with torch.device("meta"):
         model = make_model()
     if source.tied != isinstance(model.output, TiedLinear):

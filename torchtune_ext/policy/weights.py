@@ -39,7 +39,7 @@ _CONVERTERS = {
     "llama": (hf_to_tune, tune_to_hf),
 }
 _DTYPES = ("BF16", "F16", "F32", "F64")  # of weights, as safetensors writes them
-_UNQUANTISED = "take the model in bfloat16, which is quantised here where `fp8` asks for it"
+_UNQUANTISED = "take the model in bfloat16 or float32; with precision=fp8_unified it is quantised here"
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # what activation checkpointing and compile add to names
 
 
@@ -54,9 +54,10 @@ class HFModel:
         self.path = Path(path)
         config = self.path / "config.json"
         if not config.is_file():
+            tiny = self.path.parts[-3] if self.path.parts[-2:] == ("warmup", "model") else "tiny"
             raise ValueError(
-                f"model_dir={str(path)!r} has no config.json; give a directory in Hugging Face format (for the tiny "
-                "model: `tune run warmup_sft --config warmup/tiny` makes one)"
+                f"model_dir={str(path)!r} has no config.json; give a directory in Hugging Face format (of the tiny models: "
+                f"`tune run warmup_sft --config warmup/{tiny}` makes it)"
             )
         self.config: dict[str, Any] = json.loads(config.read_text())
         family = self.config.get("model_type")

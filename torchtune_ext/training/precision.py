@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torchtune.modules import TransformerDecoder
 
+from torchtune_ext.kernels.fp8_quantize import BLOCK
 from torchtune_ext.policy import fp8_gain
 from torchtune_ext.policy.fp8 import Fp8Receipt, fp8_hf_tensors, plan
 from torchtune_ext.policy.fp8_linear import Fp8Config
@@ -40,18 +41,23 @@ class PrecisionConfig(Fp8Config):
             hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(FLOWS)}"
             raise ValueError(f"precision.flow={self.flow!r} is unknown; {hint}")
         Fp8Config.__post_init__(self)
-        if self.flow == "bf16":
-            for field in fields(Fp8Config):
-                if (value := getattr(self, field.name)) != field.default:
-                    raise ValueError(
-                        f"precision.{field.name}={value!r} with precision.flow=bf16, which has no FP8: give "
-                        "precision.flow=fp8_unified, too (a bare precision: fp8_unified is replaced by it), or leave it out"
-                    )
+        given = [field.name for field in fields(Fp8Config) if getattr(self, field.name) != field.default]
+        if self.flow == "bf16" and given:
+            raise ValueError(
+                f"precision.{given[0]}={getattr(self, given[0])!r} with precision.flow=bf16, which has no FP8: give "
+                "precision.flow=fp8_unified, too, or leave it out"
+            )
         elif self.recipe != "block":
             raise ValueError(f"precision.recipe={self.recipe!r}: the engine computes in blocks only; use recipe=block")
         elif self.power_of_two:
             raise ValueError(
                 "precision.power_of_two=true: the engine keeps float32 scales as they are published; leave it out"
+            )
+        elif self.flow == "fp8_rollout" and set(given) - {"skip"}:
+            name = next(name for name in given if name != "skip")
+            raise ValueError(
+                f"precision.{name}={getattr(self, name)!r} with precision.flow=fp8_rollout, in which the trainer has no FP8: "
+                "leave it out, or take precision.flow=fp8_unified"
             )
 
     @property
@@ -93,13 +99,18 @@ class Precision:
         self.engine = engine  # as it has to be started
         self.sampler: Fp8Receipt | None = None  # which layers the engine holds in FP8
         self.device = device
+        self._sent = (
+            "which are sent once, adapters after each step" if adapter and way == "adapter" else "sent after each step"
+        )
         self._file: Path | None = None
+        source.require_unquantised()
         if sampler is None:
             return
         for key, found in (("dtype", self.dtype), ("engine.dtype", self.engine_dtype)):
             if found != torch.bfloat16:
                 raise ValueError(
-                    f"precision.flow={config.flow} with {key}={str(found)[6:]}: FP8 stands beside bfloat16; set {key} so"
+                    f"precision.flow={config.flow} with {key}={str(found)[6:]}: FP8 stands beside bfloat16; set "
+                    f"{key}=bfloat16, or precision=bf16"
                 )
         if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] != 9:
             raise ValueError(
@@ -109,11 +120,13 @@ class Precision:
         if adapter and self.trainer and way == "merged":
             raise ValueError(
                 "precision.flow=fp8_unified with publish=merged: the trainer adds the adapter to a base in FP8, the engine "
-                f"would round their sum; use publish=adapter{' with LoRA in place of DoRA' * adapter.dora}, or precision=bf16"
+                f"would round their sum; set publish=adapter{' and model.use_dora=False' * adapter.dora}, or precision=bf16 or "
+                "fp8_rollout"
             )
         with torch.device("meta"):
             model = make_model()
         self.sampler = plan(model, source, config, self.dtype, device if self.trainer else None)
+        _require_whole_shards(self.sampler, engine.tensor_parallel_size, source.config["num_key_value_heads"])
         self.engine = replace(engine, quantization=self.sampler.quantization_config())
 
     def published(
@@ -141,7 +154,7 @@ class Precision:
             return
         lines = [
             (policy.fp8 or self.sampler).table(),
-            f"  engine: {fp8_gain.engine_memory(policy.model, self.sampler)}",
+            f"  engine: {fp8_gain.engine_memory(policy.model, self.sampler)}, {self._sent}",
         ]
         if policy.fp8 is None:
             lines.append(f"  trainer: none of them, {str(self.dtype)[6:]}; it and the engine drift apart")
@@ -167,3 +180,19 @@ class Precision:
         print(text, flush=True)
         with self._file.open("a", encoding="utf-8") as file:
             file.write(text + "\n")
+
+
+def _require_whole_shards(receipt: Fp8Receipt, gpus: int, kv_heads: int) -> None:
+    """vLLM cuts o_proj and down_proj along their in-features, the others along their out-features, keys and values by heads;
+    and it quantises by whole tiles."""
+    for layer in receipt.layers:
+        out, features = layer.shape
+        kind = layer.name.rpartition(".")[2]
+        axis, width = ("in", features) if kind in ("o_proj", "down_proj") else ("out", out)
+        parts = min(gpus, kv_heads) if kind in ("k_proj", "v_proj") else gpus
+        if layer.reason is None and width % (parts * BLOCK):
+            raise ValueError(
+                f"engine.tensor_parallel_size={gpus} cuts {layer.name}, {out} x {features}, into pieces of {width / parts:g} "
+                f"{axis}-features, which are no whole FP8 tiles of {BLOCK}: set it lower, or leave the layers out by "
+                f"precision.skip=[{kind}]"
+            )

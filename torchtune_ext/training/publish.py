@@ -13,14 +13,14 @@ from torchtune_ext.packing import Row, pack
 from torchtune_ext.policy.logprobs import LabelScores, PackedPolicy
 from torchtune_ext.policy.lora import AdapterOff, AdapterSpec, adapter_hf_tensors, base_hf_tensors, merged_hf_tensors
 from torchtune_ext.policy.weights import HFModel, named_hf_tensors
-from torchtune_ext.sampling.engine import Engine, PublishReport, SamplingConfig
+from torchtune_ext.sampling.engine import Completion, Engine, PublishReport, SamplingConfig
 from torchtune_ext.tasks.task import Problem, Task
 from torchtune_ext.training.agreement import Disagreement, applied_share, require_agreement
 from torchtune_ext.training.distributed import Ranks
 from torchtune_ext.training.precision import Precision
 from torchtune_ext.training.step import score
 
-CANARY_PROMPTS, CANARY_TOKENS = 4, 16
+CANARY_PROMPTS, CANARY_SAMPLES, CANARY_TOKENS = 4, 8, 16
 RESOLVED = 0.25  # noise of a token over the adapter's effect on it, above which nothing is concluded
 ADVICE = {
     "adapter": "publish=adapter: look for a request that does not name the adapter; publish=merged needs none",
@@ -98,9 +98,9 @@ class Publisher:
         rows = None
         if self._engine is not None:
             sampling = replace(self._sampling, seed=version)
-            completions = self._engine.sample(self._prompts, 1, sampling)
-            groups = [_as_group(p, c) for p, (c,) in zip(self._prompts, completions, strict=True)]
-            longest = sum(len(g.prompt_tokens) + CANARY_TOKENS for g in groups)
+            completions = self._engine.sample(self._prompts, CANARY_SAMPLES, sampling)
+            groups = [_as_group(p, found) for p, found in zip(self._prompts, completions, strict=True)]
+            longest = sum(len(g.prompt_tokens) + CANARY_SAMPLES * CANARY_TOKENS for g in groups)
             size = self._row_length or longest
             rows = pack(groups, size, pad_to=self._row_length, num_rows_multiple=self._ranks.world_size)[0]
         return self._ranks.share(self._ranks.broadcast(rows))
@@ -148,14 +148,9 @@ def canary_prompts(task: Task, tokenizer: ChatTokenizer) -> list[list[int]]:
     return [tokenizer.prompt_ids(list(task[i].messages)) for i in range(min(CANARY_PROMPTS, len(task)))]
 
 
-def _as_group(prompt: list[int], completion) -> Group:
-    sample = Sample(
-        tokens=completion.tokens,
-        logprobs=completion.logprobs,
-        versions=completion.versions,
-        text="",
-        finish_reason=completion.finish_reason,
-        outcome=Outcome("scored", None, ""),
-        trained=True,
+def _as_group(prompt: list[int], completions: Sequence[Completion]) -> Group:
+    outcome = Outcome("scored", None, "")
+    samples = (
+        Sample(c.tokens, c.logprobs, c.versions, "", c.finish_reason, outcome, trained=True) for c in completions
     )
-    return Group(Problem("canary", (), None), np.asarray(prompt, dtype=np.int32), (sample,))
+    return Group(Problem("canary", (), None), np.asarray(prompt, dtype=np.int32), tuple(samples))
