@@ -93,7 +93,7 @@ def test_receipt_of_a_run(flow, tmp_path, capsys):
         assert "reference for fprop, dgrad, wgrad of 256x256, 128x256" in lines
         share = policy.fp8.share
         assert f"at most 2.00x the speed of bfloat16 in these layers, {1 / (1 - share / 2):.2f}x in all linear" in lines
-        measured = float(re.search(r"measured: ([0-9.]+)x in these layers with 128 tokens on this CPU", lines)[1])
+        measured = float(re.search(r"measured ([0-9.]+)x in these layers with 128 tokens on this CPU", lines)[1])
         assert 0 < measured < 10
 
 
@@ -213,7 +213,7 @@ def test_the_expected_gain_counts_the_gemms_in_fp8(source, monkeypatch, settings
     found = planned(source, flow="fp8_unified", **settings).sampler
     assert found.config.gemms(frozen) == gemms
     lines = fp8_gain.trainer_gain(found, frozen, 999, CPU)
-    assert f"expected: at most {expected}x the speed of bfloat16" in lines[0] and "1.50x in these layers" in lines[1]
+    assert f"expected at most {expected}x the speed of bfloat16" in lines[0] and "1.50x in these layers" in lines[1]
     assert set(trained) == {not frozen} and len(lines) == (3 if gemms[-1] == "wgrad" else 2)
 
 
@@ -223,7 +223,7 @@ def test_a_gain_that_does_not_fit_into_memory_ends_no_run(source, monkeypatch):
 
     monkeypatch.setattr(fp8_gain, "_times", full)
     lines = fp8_gain.trainer_gain(planned(source, flow="fp8_unified").sampler, False, 64, CPU)
-    assert lines[1] == "not measured: there is no memory for another layer with 64 tokens on this CPU"
+    assert lines[1] == "not measured, there is no memory for another layer with 64 tokens on this CPU"
 
 
 @pytest.mark.parametrize("kind", ["dora", "nf4"])

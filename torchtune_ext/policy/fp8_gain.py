@@ -40,7 +40,7 @@ def trainer_gain(receipt: Fp8Receipt, frozen: bool, tokens: int, device: torch.d
     halved = len(receipt.config.gemms(frozen)) / (2 if frozen else 3) / 2  # of the GEMMs' time
     dtype = str(receipt.dtype)[6:]
     expected = (
-        f"expected: at most {1 / (1 - halved):.2f}x the speed of {dtype} in these layers, "
+        f"expected at most {1 / (1 - halved):.2f}x the speed of {dtype} in these layers, "
         f"{1 / (1 - receipt.share * halved):.2f}x in all linear layers"
     )
     if device.type == "cpu":
@@ -48,9 +48,9 @@ def trainer_gain(receipt: Fp8Receipt, frozen: bool, tokens: int, device: torch.d
         expected += "; on a CPU it is emulated, and slower"
     where = f"with {tokens} tokens on {_name(device)}"
     try:
-        measured = f"measured: {_measured(receipt, frozen, tokens, device):.2f}x in these layers {where}, not compiled"
+        measured = f"measured {_measured(receipt, frozen, tokens, device):.2f}x in these layers {where}, not compiled"
     except torch.OutOfMemoryError:
-        measured = f"not measured: there is no memory for another layer {where}"
+        measured = f"not measured, there is no memory for another layer {where}"
     lines = [expected, measured]
     if "wgrad" in receipt.config.gemms(frozen) and receipt.config.save_activations == "fp8":
         lines.append(
