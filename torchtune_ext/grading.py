@@ -39,6 +39,9 @@ __all__ = ["FAILED_PART", "Grader", "Outcome"]
 log = logging.getLogger(__name__)
 
 START_DEADLINE_S = 120.0  # for a worker to import the task's module
+WAKE_S = (
+    1.0  # after which a wait looks whether another thread took a Ctrl-C, which Python acts on in the main one alone
+)
 MAX_START_FAILURES = 3  # in a row, before `grade` raises
 _LOST = (EOFError, OSError, pickle.UnpicklingError)  # how the end of a worker looks from here
 
@@ -122,7 +125,8 @@ class Grader:
                             self._replace(slot)  # it died while idle: nothing of ours was lost
                 busy = [worker for worker in self._workers if worker.item is not None or not worker.ready]
                 left_s = min(worker.deadline for worker in busy) - time.monotonic()
-                answered = set(wait([worker.connection for worker in busy], timeout=max(left_s, 0.0)))
+                left_s = min(max(left_s, 0.0), WAKE_S)
+                answered = set(wait([worker.connection for worker in busy], timeout=left_s))
                 for slot, worker in enumerate(self._workers):
                     failure = None
                     if worker.connection in answered:

@@ -174,6 +174,27 @@ def test_ctrl_c_prints_no_worker_traceback(tmp_path):
     assert len(pids) == 2 and gone(pids)
 
 
+def test_an_interrupt_that_another_thread_takes_is_seen(tmp_path):
+    """The kernel may give SIGINT to any thread; Python acts on it in the main one, which has to wake up for it."""
+    trainer_file = script(
+        tmp_path / "trainer.py",
+        """
+        import signal, threading
+        with Grader(MyTask(), workers=1, timeout_s=600) as grader:
+            grader.grade([(PROBLEM, "pid")])
+            other = next(t for t in threading.enumerate() if t.name.startswith("grading-starter"))
+            threading.Timer(0.5, signal.pthread_kill, (other.ident, signal.SIGINT)).start()
+            try:
+                grader.grade([(PROBLEM, "hang")])
+            except KeyboardInterrupt:
+                print("interrupted")
+        """,
+    )
+    command = [sys.executable, trainer_file]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n", "")
+
+
 def test_task_of_a_recipe_run_by_runpy(tmp_path, monkeypatch, capfd):
     """`tune run recipe.py` runs the recipe as `__main__` by runpy; it must not run a second time in the workers."""
     recipe = script(
