@@ -81,16 +81,17 @@ def _status(pid: int) -> str:
 
 def test_twenty_kills_leak_nothing():
     me = psutil.Process()
+    others = {child.pid for child in me.children(recursive=True)}  # of tests that ran before: compilers' workers
     texts = [text for _ in range(10) for text in ("ok", "crash", "ok", "hang", "ok")]
     with Grader(Crashing(), workers=2, timeout_s=0.3) as grader:
         grader.grade([(PROBLEM, "ok")])
-        fds, processes = me.num_fds(), len(me.children(recursive=True))
+        fds = me.num_fds()
         outcomes = grader.grade([(PROBLEM, text) for text in texts])
         assert me.num_fds() == fds
-        assert len(me.children(recursive=True)) == processes == 2
+        assert len({child.pid for child in me.children(recursive=True)} - others) == 2
         expected = {"ok": "scored", "crash": "infra_failed", "hang": "timed_out"}
         assert [outcome.kind for outcome in outcomes] == [expected[text] for text in texts]
-    assert me.children(recursive=True) == []
+    assert {child.pid for child in me.children(recursive=True)} <= others
 
 
 def test_children_of_a_hung_grader_die_with_it(tmp_path):
