@@ -16,6 +16,7 @@ ORDER = [
     "catalog",
     "presets",
     "plugin",
+    "run",
     "tasks",
     "chat_templates",
     "chat",

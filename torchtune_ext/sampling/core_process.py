@@ -10,7 +10,6 @@ parent, imports vLLM at once, and waits on stdin for the pickled function that `
 `CoreProcess` is the trainer's end and looks to vLLM like a `multiprocessing.Process`.
 """
 
-import ctypes
 import logging
 import os
 import pickle
@@ -23,9 +22,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torchtune_ext.run.parent import die_with_parent
+
 LOG_LEVEL = os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")
 LOG_FORMAT = "(core) %(asctime)s %(levelname)s %(name)s: %(message)s"
-PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 TORCHRUN = (
     "RANK",
     "WORLD_SIZE",
@@ -125,15 +125,6 @@ class CoreContext:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
-
-
-def die_with_parent(parent: int) -> None:
-    """Asks the kernel for SIGKILL when the parent ends; ends at once if that has happened already."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def main(parent: int) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from torchtune_ext.telemetry.files import set_aside, write_atomic
+from torchtune_ext.run.files import set_aside, write_atomic
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ import numpy as np
 
 from torchtune_ext.advantages import Group, Sample
 from torchtune_ext.grading import Outcome
+from torchtune_ext.run.files import set_aside, write_atomic
 from torchtune_ext.tasks.task import Problem, Score
-from torchtune_ext.telemetry.files import set_aside, write_atomic
 
 log = logging.getLogger(__name__)
 

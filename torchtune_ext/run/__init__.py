@@ -1,0 +1,1 @@
+"""What every run needs, whatever it trains: its folder, its signals, its processes."""
