@@ -376,3 +376,21 @@ def test_command_refuses_wrong_numbers(tmp_path, capsys, words, message):
     out = tmp_path / "p.jsonl"
     assert command(*words, "--out", str(out)) == 2
     assert message in capsys.readouterr().err and not out.exists()
+
+
+@needs_ortools
+def test_ctrl_c_is_python_s_after_a_puzzle_too():
+    """CP-SAT would take SIGINT from Python with its first solve, and the next Ctrl-C would end the process without a word."""
+    script = """
+import os, signal, time
+from torchtune_ext.tasks.temporal_clue import TemporalClue
+signal.signal(signal.SIGINT, signal.default_int_handler)
+TemporalClue(seed=1, size="small")[0]
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(5)
+except KeyboardInterrupt:
+    print("heard")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "heard\n", (done.returncode, done.stderr)

@@ -53,6 +53,7 @@ class Solver:
         self.engine = cp_model.CpSolver()
         parameters = self.engine.parameters
         parameters.num_workers = 1
+        parameters.catch_sigint_signal = False  # else it takes Ctrl-C from Python and never gives it back
         parameters.search_branching = cp_model.FIXED_SEARCH
         parameters.cp_model_presolve = False
         parameters.cp_model_probing_level = 0

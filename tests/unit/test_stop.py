@@ -1,0 +1,157 @@
+"""Signals reach the run: at once, at the end of a step, or past a main thread that is stuck."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from torchtune_ext.run.stop import Stopped, StopSignals
+
+SCRIPT = """
+import ctypes, sys, time
+from torchtune_ext.run.stop import Stopped, StopSignals, say
+
+def stuck():
+    mutex = ctypes.create_string_buffer(64)  # a pthread mutex: locking it twice waits for ever, in C, whatever signals come
+    ctypes.CDLL(None).pthread_mutex_lock(mutex)
+    ctypes.CDLL(None).pthread_mutex_lock(mutex)
+
+def steps(seconds, count=100):
+    stop.begin_steps()
+    for step in range(count):
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            time.sleep(0.01)
+        print(f"step {step}", flush=True)
+        if stop.requested:
+            with stop.saving():
+                time.sleep(SAVING)
+                print("saved", flush=True)
+            stop.leave()
+
+def closing(seconds):
+    stop.begin_cleanup()
+    print("closing", flush=True)
+    time.sleep(seconds)
+
+SAVING = 0.0
+with StopSignals(GRACE, lambda: "It stood there.", reaction_s=0.3) as stop:
+    try:
+        print("ready", flush=True)
+        WORK
+    except Stopped as stopped:
+        closing(CLOSING)
+        say(f"{stopped.signal.name} orderly={stopped.orderly}")
+        sys.exit(128 + stopped.signal)
+print("well")
+"""
+
+
+def start(work, grace=5.0, closing=0.0, **more):
+    text = textwrap.dedent(SCRIPT).replace("WORK", work).replace("GRACE", str(grace)).replace("CLOSING", str(closing))
+    command = [sys.executable, "-c", text]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def end(process, within):
+    begin = time.monotonic()
+    out, err = process.communicate(timeout=30)
+    assert time.monotonic() - begin < within, (out, err)
+    return process.returncode, out, err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGTERM])
+def test_before_the_first_step_a_signal_ends_the_run_at_once(number):
+    process = start("time.sleep(60)")
+    process.send_signal(number)
+    assert end(process, 3)[::2] == (128 + number, f"{number.name} orderly=False\n")
+
+
+def test_sigterm_waits_for_the_end_of_the_step():
+    process = start("steps(0.5)")
+    process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    status, out, err = end(process, 3)
+    assert status == 143 and "saved" in out and "SIGTERM orderly=True" in err
+    assert "ends with this step, if the step ends within 5 s" in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_the_others_do_not_wait(number):
+    process = start("steps(30)")
+    time.sleep(0.2)
+    process.send_signal(number)
+    assert end(process, 3)[::2] == (128 + number, f"{number.name} orderly=False\n")
+
+
+def test_a_step_that_does_not_end_within_the_grace_time_is_left():
+    process = start("steps(30)", grace=0.5)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    status, out, err = end(process, 3)
+    assert status == 143 and "saved" not in out and "SIGTERM orderly=False" in err
+
+
+def test_a_checkpoint_that_is_being_written_may_take_longer_than_the_grace_time():
+    process = start("SAVING = 1.0; steps(0.3)", grace=0.6)
+    process.send_signal(signal.SIGTERM)
+    status, out, err = end(process, 4)
+    assert status == 143 and "saved" in out and "orderly=True" in err
+
+
+def test_ctrl_c_after_sigterm_no_longer_waits():
+    process = start("steps(30)", grace=20)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    status, _, err = end(process, 3)
+    assert status == 130 and "SIGINT orderly=False" in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_main_thread_that_is_stuck_in_c_does_not_hold_the_run(number):
+    process = start("stop.begin_steps(); stuck()", grace=0.5)
+    time.sleep(0.2)
+    process.send_signal(number)
+    status, _, err = end(process, 4)
+    assert status == 128 + number and "in the midst of a call. It stood there." in err
+
+
+def test_a_second_ctrl_c_skips_the_cleanup():
+    process = start("time.sleep(60)", closing=60)
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline() == "closing\n"
+    process.send_signal(signal.SIGINT)  # the same one, sent twice by a terminal and a launcher
+    time.sleep(1.2)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    status, _, err = end(process, 3)
+    assert status == 130 and "not all parts were closed" in err
+
+
+def test_what_was_ignored_stays_ignored_and_what_stood_there_comes_back():
+    process = start("time.sleep(0.5)", preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    process.send_signal(signal.SIGHUP)
+    assert end(process, 3)[:2] == (0, "well\n")
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    with StopSignals(1.0, str) as stop:
+        with pytest.raises(Stopped):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+        assert stop.requested
+    assert before == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+
+
+def test_nobody_reads_the_message():
+    process = start("steps(30)", grace=0.3)
+    process.stderr.close()
+    process.send_signal(signal.SIGTERM)
+    process.stdout.read()
+    assert process.wait(5) == 143

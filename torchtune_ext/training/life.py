@@ -1,0 +1,78 @@
+"""The life of a run from its first line to its exit status, whatever the recipe: signals, cleanup, ranks."""
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torchtune_ext.run.stop import NAMES, Stopped, StopSignals, say
+from torchtune_ext.training.distributed import close_ranks
+from torchtune_ext.training.state import Checkpoints
+
+log = logging.getLogger(__name__)
+
+
+class Recipe(Protocol):
+    """What `run_recipe` needs of a recipe; the names are torchtune's."""
+
+    stop: StopSignals
+
+    def setup(self) -> None: ...
+
+    def train(self) -> None: ...
+
+    def standing(self) -> str: ...  # where it stands and how to go on: for the message when it is stopped
+
+    def cleanup(self) -> None: ...  # may be called whatever was set up
+
+
+def run_recipe(make: Callable[[Any], Recipe], cfg: Any) -> None:
+    """Makes a recipe of `cfg`, sets it up, trains and cleans up.
+
+    Raises:
+        SystemExit: it was stopped by a signal (130, 143 or 129, see `run/stop.py`), after a message that says how to go on.
+        Whatever set-up and training raise, after cleanup.
+    """
+    recipe, stopped_by, orderly, message = make(cfg), None, True, ""
+    with recipe.stop as stop:
+        try:
+            recipe.setup()
+            recipe.train()
+        except Stopped as stopped:
+            stopped_by, orderly = stopped.signal, stopped.orderly
+        except Exception as error:
+            if not stop.requested:
+                raise
+            # A rank whose neighbour was stopped a moment earlier sees a broken connection first.
+            log.info("while the run was being stopped: %r", error)
+            stopped_by, orderly = stop.signal, False
+        finally:
+            stop.begin_cleanup()
+            message = recipe.standing()
+            recipe.cleanup()
+    del recipe  # and with it the model, whose sharded weights hold the process group
+    if orderly:  # else this would wait for ranks that are stuck; torchrun ends those
+        close_ranks()
+    if stopped_by is not None:
+        if stop.speaks:
+            say(f"Stopped by {NAMES[stopped_by]}. {message}")
+        sys.exit(128 + stopped_by)
+
+
+def standing(step: int, total: int, checkpoints: Checkpoints | None) -> str:
+    """Where a run stands and how to go on with it."""
+    newest = checkpoints.latest() if checkpoints is not None else None
+    where = f"It was at step {step} of {total}" if step else "It had not begun its first step"
+    if newest is None:
+        return f"{where}, and there is no checkpoint yet: start it again"
+    return f"{where}. The newest checkpoint is {newest}; go on from there with resume_from_checkpoint=True"
+
+
+def close_all(*parts: Any) -> None:
+    """Closes every part that is not None, whatever becomes of the others; a failure is logged."""
+    for part in parts:
+        if part is not None:
+            try:
+                part.close()
+            except Exception:
+                log.exception("%s was not closed properly", type(part).__name__)
