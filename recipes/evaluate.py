@@ -11,14 +11,18 @@ from typing import Any
 
 from omegaconf import MISSING, DictConfig
 
-from torchtune_ext.config import build, instantiate, load_config
+from torchtune_ext.config import build, instantiate, load_config, record
 from torchtune_ext.evaluation import Accuracy, accuracy
 from torchtune_ext.grading import Grader
 from torchtune_ext.plugin import parse
 from torchtune_ext.rollout import sample_groups
+from torchtune_ext.run.files import write_atomic
+from torchtune_ext.run.folder import RunFolder
+from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.telemetry.rollouts import RolloutStore
+from torchtune_ext.training.life import close_all, run_recipe
 
 SUPPORTS_DISTRIBUTED = False  # one engine; it spreads over GPUs by engine.tensor_parallel_size
 
@@ -41,32 +45,62 @@ class Config:
     seed: int = 0  # of sampling
 
 
-def evaluate(cfg: Config) -> dict[str, Accuracy]:
-    for k in cfg.pass_at:
-        if not 1 <= k <= cfg.samples_per_problem:
-            raise ValueError(f"pass_at holds {k}; each k must lie in 1..samples_per_problem={cfg.samples_per_problem}")
-    tokenizer, task = instantiate(cfg.tokenizer), instantiate(cfg.task)
-    stops = tuple(tokenizer.stop_token_ids)
-    sampling = build(SamplingConfig, cfg.sampling, "sampling", stop_token_ids=stops, seed=cfg.seed)
-    engine = Engine(cfg.model_dir, build(EngineConfig, cfg.engine, "engine"), cfg.output_dir)
-    grader = Grader(task, cfg.grader_workers, cfg.grader_timeout_s)
-    problems = [task[i] for i in range(len(task))]
-    ways = {f"temperature {sampling.temperature:g}": (sampling, cfg.samples_per_problem)}
-    if cfg.greedy:
-        ways["greedy"] = (replace(sampling, temperature=0.0), 1)
-    found, progress, store = {}, Progress(), RolloutStore(cfg.output_dir)
-    try:
-        engine.start()
-        engine.wait_ready()
-        for i, (name, (config, n)) in enumerate(ways.items()):
-            with progress.sampling(len(problems) * n, name) as bar:
-                groups = sample_groups(problems, n, config, engine, tokenizer, grader, bar)
-            store.write(i, groups)
+class EvaluateRecipe:
+    def __init__(self, cfg: Config):
+        self.cfg = cfg
+        self.stop = StopSignals(grace_s=0.0, standing=self.standing)
+        self.folder: RunFolder | None = None
+        self.engine: Engine | None = None
+        self.grader: Grader | None = None
+        self.store: RolloutStore | None = None
+
+    def setup(self) -> None:
+        cfg = self.cfg
+        self.folder = RunFolder(cfg.output_dir)
+        if cfg.samples_per_problem < 1:
+            raise ValueError(f"samples_per_problem={cfg.samples_per_problem} must be at least 1")
+        for k in cfg.pass_at:
+            if not 1 <= k <= cfg.samples_per_problem:
+                raise ValueError(
+                    f"pass_at holds {k}; each k must lie in 1..samples_per_problem={cfg.samples_per_problem}"
+                )
+        self.tokenizer, self.task = instantiate(cfg.tokenizer), instantiate(cfg.task)
+        stops = tuple(self.tokenizer.stop_token_ids)
+        self.sampling = build(SamplingConfig, cfg.sampling, "sampling", stop_token_ids=stops, seed=cfg.seed)
+        engine = build(EngineConfig, cfg.engine, "engine")
+
+        self.folder.begin(record(cfg), resuming=False, reads=[cfg.model_dir])
+        self.store = RolloutStore(cfg.output_dir)
+        self.engine = Engine(cfg.model_dir, engine, cfg.output_dir)
+        self.engine.start()
+        self.grader = Grader(self.task, cfg.grader_workers, cfg.grader_timeout_s)
+        self.progress = Progress()
+        self.engine.wait_ready()
+
+    def evaluate(self) -> None:
+        """Samples and grades every problem, prints the table and writes it."""
+        cfg = self.cfg
+        problems = [self.task[i] for i in range(len(self.task))]
+        ways = {f"temperature {self.sampling.temperature:g}": (self.sampling, cfg.samples_per_problem)}
+        if cfg.greedy:
+            ways["greedy"] = (replace(self.sampling, temperature=0.0), 1)
+        found = {}
+        for i, (name, (sampling, n)) in enumerate(ways.items()):
+            with self.progress.sampling(len(problems) * n, name) as bar:
+                groups = sample_groups(problems, n, sampling, self.engine, self.tokenizer, self.grader, bar)
+            self.store.write(i, groups)
             found[name] = accuracy(groups, list(cfg.pass_at))
-    finally:
-        engine.close()
-        grader.close()
-    return found
+        print(table(found))
+        file = Path(cfg.output_dir) / "evaluation.json"
+        written = {"model_dir": cfg.model_dir, **{name: asdict(a) for name, a in found.items()}}
+        write_atomic(file, json.dumps(written, indent=1).encode())
+        print(f"written to {file}")
+
+    def standing(self) -> str:
+        return "An evaluation keeps nothing until its end: start it again"
+
+    def cleanup(self) -> None:
+        close_all(self.store, self.engine, self.grader, self.folder)
 
 
 def table(found: dict[str, Accuracy]) -> str:
@@ -88,12 +122,7 @@ def table(found: dict[str, Accuracy]) -> str:
 
 @parse
 def recipe_main(cfg: DictConfig) -> None:
-    cfg = load_config(Config, cfg)
-    found = evaluate(cfg)
-    print(table(found))
-    file = Path(cfg.output_dir) / "evaluation.json"
-    file.write_text(json.dumps({"model_dir": cfg.model_dir, **{n: asdict(a) for n, a in found.items()}}, indent=1))
-    print(f"written to {file}")
+    run_recipe(EvaluateRecipe, load_config(Config, cfg), EvaluateRecipe.evaluate)
 
 
 if __name__ == "__main__":

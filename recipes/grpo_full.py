@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig
 
 from torchtune_ext.advantages import AdvantageConfig, Group, with_advantages
-from torchtune_ext.config import build, has_component, instantiate, load_config
+from torchtune_ext.config import build, has_component, instantiate, load_config, record
 from torchtune_ext.grading import Grader
 from torchtune_ext.packing import Row, pack_updates
 from torchtune_ext.plugin import parse
@@ -26,6 +26,8 @@ from torchtune_ext.policy.memory import memory_table
 from torchtune_ext.policy.shard import build_policy
 from torchtune_ext.policy.weights import HFModel
 from torchtune_ext.rollout import sample_groups
+from torchtune_ext.run.folder import RunFolder
+from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.tasks.order import ProblemStream
 from torchtune_ext.tasks.task import Problem
@@ -35,11 +37,13 @@ from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.telemetry.rollouts import RolloutStore
 from torchtune_ext.training.agreement import require_agreement
 from torchtune_ext.training.checks import at_least, check_sampling, release_memory
-from torchtune_ext.training.distributed import close_ranks, init_ranks
+from torchtune_ext.training.distributed import init_ranks
+from torchtune_ext.training.export import export_model
+from torchtune_ext.training.life import close_all, run_recipe, standing
 from torchtune_ext.training.precision import Precision, PrecisionConfig
 from torchtune_ext.training.publish import Publisher, canary_prompts
 from torchtune_ext.training.schedule import make_schedule, resume_schedule
-from torchtune_ext.training.state import Checkpoints, export_model
+from torchtune_ext.training.state import CheckpointConfig, Checkpoints
 from torchtune_ext.training.step import Reference, forward_backward, optimizer_step, over_updates, score
 
 SEED_STRIDE = 1 << 20  # sampling seeds of one step start here times the step
@@ -82,9 +86,9 @@ class Config:
     max_mismatch: float = 0.05  # mean |trainer - sampler log-prob| above which the run stops
     eval_every: int = 10  # steps; also before the first and after the last
     eval_samples: int = 1  # samples per held-out problem at the training temperature, beside a greedy one
-    save_every: int = 50  # steps between checkpoints; also after the last
-    keep_last: int = 2  # checkpoints kept, beside the best
+    checkpoints: dict[str, Any] = field(default_factory=dict)  # fields of CheckpointConfig: every, keep_last, ...
     resume_from_checkpoint: bool = False  # go on from the newest checkpoint in output_dir
+    rank_deadline_s: float = 300.0  # seconds without a sign of life after which a rank is given up
     metrics: list[str] = field(default_factory=list)  # beside metrics.jsonl: "wandb", "tensorboard"
     dry_run: bool = False  # print the memory that the run needs, then stop
 
@@ -92,43 +96,61 @@ class Config:
 class GRPOFullRecipe:
     def __init__(self, cfg: Config):
         self.cfg = cfg
+        self.saving = build(CheckpointConfig, cfg.checkpoints, "checkpoints")
+        self.stop = StopSignals(self.saving.stop_grace_s, self.standing)
+
+        # What rank 0 owns, and what a run that is stopped early may not have yet.
+        self.folder: RunFolder | None = None
         self.engine: Engine | None = None
         self.graders: list[Grader] = []  # of the task, of the held-out task
         self.metrics: Metrics | None = None
+        self.rollouts: RolloutStore | None = None
+        self.checkpoints: Checkpoints | None = None
+
         self.step = self.version = 0
         self.last_eval: float | None = None
 
     def setup(self) -> None:
+        """Checks what can be checked, opens the run's folder, starts the engine, and builds the policy meanwhile."""
         cfg = self.cfg
-        self.ranks = init_ranks(cfg.device)
+        self.ranks = init_ranks(cfg.device, cfg.rank_deadline_s)
+        if self.ranks.is_main:
+            self.folder = RunFolder(cfg.output_dir)  # its lock comes first: a second run in it is refused
+
         torch.manual_seed(cfg.seed)
-        self.source, make_model = HFModel(cfg.model_dir), partial(instantiate, cfg.model)
-        self.tokenizer, self.task = instantiate(cfg.tokenizer), instantiate(cfg.task)
-        self.problems = ProblemStream(self.task, cfg.seed)
+        self.source = HFModel(cfg.model_dir)
+        make_model = partial(instantiate, cfg.model)
+        self.tokenizer = instantiate(cfg.tokenizer)
+        self.task = instantiate(cfg.task)
         self.eval_task = instantiate(cfg.eval_task) if has_component(cfg.eval_task) else None
+        self.problems = ProblemStream(self.task, cfg.seed)
         self.loss = instantiate(cfg.loss)
         self.sampling = build(SamplingConfig, cfg.sampling, "sampling", stop_token_ids=self.tokenizer.stop_token_ids)
         self.advantage = build(AdvantageConfig, cfg.advantage, "advantage")
+        check_sampling(self.sampling, cfg.samples_per_prompt, self.advantage)
         engine = build(EngineConfig, cfg.engine, "engine")
-        at_least(cfg, prompts_per_step=1, samples_per_prompt=2, updates_per_step=1)
-        at_least(cfg, row_tokens=engine.max_model_len, eval_every=1, save_every=1)
+        at_least(cfg, prompts_per_step=1, samples_per_prompt=2, updates_per_step=1, eval_every=1)
+        at_least(cfg, row_tokens=engine.max_model_len)
         precision = build(PrecisionConfig, cfg.precision, "precision", bare="flow")
         self.precision = Precision(precision, make_model, self.source, cfg.dtype, engine, self.ranks.device)
-        check_sampling(self.sampling, cfg.samples_per_prompt, self.advantage)
-        self.checkpoints = Checkpoints(f"{cfg.output_dir}/checkpoints", cfg.keep_last)
-        resume = self.checkpoints.latest() if cfg.resume_from_checkpoint else None
+        self.row_length = cfg.row_tokens if self.ranks.device.type == "cuda" else None  # fixed, for compiled kernels
+
+        self.checkpoints = Checkpoints(f"{cfg.output_dir}/checkpoints", self.saving)
+        resume = self.checkpoints.choose() if cfg.resume_from_checkpoint else None
         if self.ranks.is_main:
-            from_step, settings = resume and self.checkpoints.step_of(resume) + 1, OmegaConf.to_container(cfg)
-            self.metrics = Metrics(cfg.output_dir, list(cfg.metrics), settings, resume_step=from_step)
-            self.rollouts = RolloutStore(cfg.output_dir, resume_step=from_step)
-            self.engine = Engine(cfg.model_dir, self.precision.engine, cfg.output_dir)
-            self.engine.start()  # loads in a process of its own while the policy is built here
-            tasks = [self.task] if self.eval_task is None else [self.task, self.eval_task]
-            self.graders = [Grader(task, cfg.grader_workers, cfg.grader_timeout_s) for task in tasks]
+            self.open_run(resume)
+
+        # The engine loads in a process of its own while the policy is built here.
         self.policy = build_policy(
-            make_model, self.source, self.ranks.device, self.precision.dtype,
-            self.ranks.world_size, cfg.activation_checkpointing, cfg.compile, fp8=self.precision.trainer,
-        )  # fmt: skip
+            make_model,
+            self.source,
+            self.ranks.device,
+            self.precision.dtype,
+            self.ranks.world_size,
+            cfg.activation_checkpointing,
+            cfg.compile,
+            fp8=self.precision.trainer,
+        )
         self.reference = Reference(self.policy.model) if cfg.loss.get("kl_coef") else None
         self.optimizer = instantiate(cfg.optimizer, params=self.policy.trainable())
         updates = cfg.max_steps * cfg.updates_per_step
@@ -139,21 +161,44 @@ class GRPOFullRecipe:
             self.engine.wait_ready()
             self.precision.write_receipt(cfg.output_dir, self.policy, cfg.row_tokens)
         self.progress = Progress(cfg.max_steps, self.ranks.rank)
-        self.row_length = cfg.row_tokens if self.ranks.device.type == "cuda" else None  # fixed, for compiled kernels
         self.publisher = Publisher(
-            self.engine, self.policy, self.source, self.precision, self.ranks, canary_prompts(self.task, self.tokenizer),
-            self.sampling, cfg.max_mismatch, self.row_length,
-        )  # fmt: skip
+            self.engine,
+            self.policy,
+            self.source,
+            self.precision,
+            self.ranks,
+            canary_prompts(self.task, self.tokenizer),
+            self.sampling,
+            cfg.max_mismatch,
+            self.row_length,
+        )
+
+    def open_run(self, resume: Path | None) -> None:
+        """Rank 0: the records of the run, its engine, and the graders."""
+        cfg = self.cfg
+        first_step = self.checkpoints.step_of(resume) + 1 if resume else None
+        settings = record(cfg)
+        self.folder.begin(settings, resuming=resume is not None, reads=[cfg.model_dir])
+        self.metrics = Metrics(cfg.output_dir, list(cfg.metrics), settings, resume_step=first_step)
+        self.rollouts = RolloutStore(cfg.output_dir, resume_step=first_step)
+        self.engine = Engine(cfg.model_dir, self.precision.engine, cfg.output_dir)
+        self.engine.start()
+        tasks = [self.task] if self.eval_task is None else [self.task, self.eval_task]
+        self.graders = [Grader(task, cfg.grader_workers, cfg.grader_timeout_s) for task in tasks]
 
     def train(self) -> None:
+        """Sample, grade, pack, train, publish, repeat. To change the algorithm, change the line that does it."""
         cfg = self.cfg
         self.publisher.publish(self.version)
         if self.step == 0:
             self.log(self.evaluate())
+
+        self.stop.begin_steps()  # from here on SIGTERM waits for the end of a step
         while self.step < cfg.max_steps:
             self.step += 1
             self.last_eval = None  # a checkpoint is scored by an evaluation of its own weights alone
             watch = summary.Stopwatch()
+
             groups, values = self.sample(watch)
             with watch("pack"):
                 updates, packed = self.pack(groups)
@@ -162,13 +207,19 @@ class GRPOFullRecipe:
             release_memory()  # an engine that shares this GPU wakes up now
             with watch("publish"):
                 values |= self.publisher.publish(self.version)
+
             last = self.step == cfg.max_steps
             if last or self.step % cfg.eval_every == 0:
                 with watch("eval"):
                     values |= self.evaluate()
             self.log(values | watch.metrics() | summary.memory_metrics())
-            if last or self.step % cfg.save_every == 0:
+
+            # The ranks agree on whether to stop: SIGTERM does not reach all of them in the same step.
+            stopping = self.ranks.any(self.stop.requested)
+            if last or stopping or self.step % self.saving.every == 0:
                 self.save_checkpoint()
+            if stopping and not last:
+                self.stop.leave()
 
     def sample(self, watch: summary.Stopwatch) -> tuple[list[Group], dict[str, float]]:
         """Rank 0: the groups of this step with advantages, stored and measured. Other ranks: nothing."""
@@ -199,28 +250,47 @@ class GRPOFullRecipe:
         cfg, updates, values = self.cfg, [], {}
         if self.ranks.is_main:
             updates, stats = pack_updates(
-                groups, cfg.updates_per_step, cfg.row_tokens, aggregation=cfg.aggregation, pad_id=self.tokenizer.pad_id,
-                aggregation_constant=self.sampling.max_tokens, pad_to=self.row_length, num_rows_multiple=self.ranks.world_size,
-            )  # fmt: skip
+                groups,
+                cfg.updates_per_step,
+                cfg.row_tokens,
+                aggregation=cfg.aggregation,
+                aggregation_constant=self.sampling.max_tokens,
+                pad_id=self.tokenizer.pad_id,
+                pad_to=self.row_length,
+                num_rows_multiple=self.ranks.world_size,
+            )
             values = stats.metrics()
         return [self.ranks.share(rows) for rows in self.ranks.broadcast(updates)], values
 
     def update(self, updates: list[list[Row]]) -> dict[str, float]:
         """Optimizer updates on the rows of this step; the policy's version grows by one."""
         cfg, temperature, top_k = self.cfg, self.sampling.temperature, self.cfg.loss.get("top_k") or 0
+
+        # The proximal policy is the policy of this moment. The first update starts from it, so its own forward pass says what
+        # the policy thinks; the later ones start from a policy that has moved, so it is asked beforehand.
         old = [self.score(u, temperature, top_k) if i or self.policy.noisy else None for i, u in enumerate(updates)]
         ref = [None] * len(updates)
         if self.reference:
             with self.reference.swapped_in():
                 ref = [self.score(update, temperature) for update in updates]
+
         values, per_update = {}, []
         with self.progress.training(sum(map(len, updates))) as bar:
             for update, old_scores, ref_scores in zip(updates, old, ref, strict=True):
                 loss, metrics, scored = forward_backward(
-                    self.policy, update, self.loss, temperature, self.ranks.device, old_scores, ref_scores,
-                    self.version, self.ranks.world_size, lambda row: bar.add(1, row.num_labels),
-                )  # fmt: skip
-                if not per_update:  # before the step's first update, so that a wrong one is never made
+                    self.policy,
+                    update,
+                    self.loss,
+                    temperature,
+                    self.ranks.device,
+                    old=old_scores,
+                    ref=ref_scores,
+                    version=self.version,
+                    world_size=self.ranks.world_size,
+                    on_row=lambda row: bar.add(1, row.num_labels),
+                )
+                if not per_update:
+                    # Trainer and engine must agree before the step's first update, so that a wrong one is never made.
                     rescore, when = partial(self.score, update), f"step {self.step}, before its first update"
                     gate = cfg.max_mismatch, temperature, rescore, when, self.version
                     values |= require_agreement(update, scored, *gate).metrics("mismatch")
@@ -256,7 +326,10 @@ class GRPOFullRecipe:
             recipe["throttle"] = self.engine.state_dict()
         model, dtype = self.policy.model, getattr(torch, self.cfg.dtype)
         export = partial(export_model, model=model, source=self.source, dtype=dtype)
-        self.checkpoints.save(self.step, model, self.optimizer, export, recipe, self.last_eval)
+        with self.stop.saving():
+            seconds = self.checkpoints.save(self.step, model, self.optimizer, export, recipe, self.last_eval)
+        if self.ranks.is_main:
+            self.metrics.log(self.step, seconds)
 
     def load_checkpoint(self, path: Path) -> None:
         recipe = self.checkpoints.load(path, self.policy.model, self.optimizer)
@@ -265,10 +338,11 @@ class GRPOFullRecipe:
         if self.engine:
             self.engine.load_state_dict(recipe["throttle"])
 
+    def standing(self) -> str:
+        return standing(self.step, self.cfg.max_steps, self.checkpoints)
+
     def cleanup(self) -> None:
-        for part in (self.engine, *self.graders, self.metrics):
-            if part is not None:
-                part.close()
+        close_all(self.rollouts, self.metrics, self.engine, *self.graders, self.folder)  # the lock goes last
 
 
 @parse
@@ -276,18 +350,18 @@ def recipe_main(cfg: DictConfig) -> None:
     cfg = load_config(Config, cfg)
     if cfg.dry_run:
         fp8 = build(PrecisionConfig, cfg.precision, "precision", bare="flow").sides
-        shape = partial(instantiate, cfg.model), cfg.row_tokens, getattr(torch, cfg.dtype), cfg.activation_checkpointing
-        options = dict(reference=bool(cfg.loss.get("kl_coef")))
-        print(memory_table(*shape, engine_gpus=cfg.engine.get("tensor_parallel_size", 1), fp8=fp8, **options))
+        table = memory_table(
+            partial(instantiate, cfg.model),
+            cfg.row_tokens,
+            getattr(torch, cfg.dtype),
+            cfg.activation_checkpointing,
+            engine_gpus=cfg.engine.get("tensor_parallel_size", 1),
+            fp8=fp8,
+            reference=bool(cfg.loss.get("kl_coef")),
+        )
+        print(table)
         return
-    recipe = GRPOFullRecipe(cfg)
-    try:
-        recipe.setup()
-        recipe.train()
-    finally:
-        recipe.cleanup()
-    del recipe  # with the model, which holds the process group
-    close_ranks()  # after success only: otherwise it would wait for ranks that are stuck, and torchrun ends those
+    run_recipe(GRPOFullRecipe, cfg)
 
 
 if __name__ == "__main__":

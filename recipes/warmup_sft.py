@@ -18,7 +18,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from torchtune_ext.advantages import Group, Sample
 from torchtune_ext.chat import ChatTokenizer
-from torchtune_ext.config import build, instantiate, load_config
+from torchtune_ext.config import build, instantiate, load_config, record
 from torchtune_ext.grading import Outcome
 from torchtune_ext.objective.loss import NLLLoss
 from torchtune_ext.packing import pack
@@ -26,13 +26,16 @@ from torchtune_ext.plugin import parse
 from torchtune_ext.policy.scratch import Shape, make_tokenizer, write_model
 from torchtune_ext.policy.shard import build_policy
 from torchtune_ext.policy.weights import HFModel
+from torchtune_ext.run.folder import RunFolder
+from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.tasks.order import problem_index
 from torchtune_ext.telemetry.metrics import Metrics
 from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.telemetry.summary import Stopwatch, memory_metrics
-from torchtune_ext.training.distributed import close_ranks, init_ranks
+from torchtune_ext.training.distributed import init_ranks
+from torchtune_ext.training.export import save_model
+from torchtune_ext.training.life import close_all, run_recipe
 from torchtune_ext.training.schedule import make_schedule
-from torchtune_ext.training.state import save_model
 from torchtune_ext.training.step import forward_backward, optimizer_step
 
 
@@ -68,15 +71,23 @@ class Config:
 class WarmupRecipe:
     def __init__(self, cfg: Config):
         self.cfg = cfg
+        self.stop = StopSignals(grace_s=0.0, standing=self.standing)
+        self.folder: RunFolder | None = None
         self.metrics: Metrics | None = None
+        self.finished = 0  # updates
 
     def setup(self) -> None:
         cfg = self.cfg
         self.ranks = init_ranks(cfg.device)
+        if self.ranks.is_main:
+            self.folder = RunFolder(cfg.output_dir)
         torch.manual_seed(cfg.seed)
         self.task = instantiate(cfg.task)
         if cfg.num_problems > len(self.task):
             raise ValueError(f"num_problems={cfg.num_problems}, but the task has {len(self.task)} problems")
+        settings = record(cfg)
+        if self.ranks.is_main:
+            self.folder.begin(settings, resuming=False, reads=[cfg.model_dir] if cfg.model_dir else [])
         self.start = Path(cfg.model_dir or f"{cfg.output_dir}/start")
         if cfg.model_dir is None and self.ranks.is_main:
             self.make_model(self.start)
@@ -97,7 +108,7 @@ class WarmupRecipe:
         self.optimizer = instantiate(cfg.optimizer, params=self.policy.trainable())
         self.updates = max(1, round(cfg.num_problems * cfg.epochs / cfg.batch_problems))
         self.schedule = make_schedule(self.optimizer, cfg.lr_schedule, cfg.lr_warmup, self.updates)
-        self.metrics = Metrics(cfg.output_dir, list(cfg.metrics), OmegaConf.to_container(cfg), rank=self.ranks.rank)
+        self.metrics = Metrics(cfg.output_dir, list(cfg.metrics), settings, rank=self.ranks.rank)
         self.progress = Progress(self.updates, self.ranks.rank)
 
     def make_model(self, folder: Path) -> None:
@@ -134,12 +145,16 @@ class WarmupRecipe:
                     self.policy, self.optimizer, self.schedule, cfg.max_grad_norm, total, "lower the learning rate"
                 )
                 bar.add(1, stats.tokens)
+                self.finished = update + 1
                 if (update + 1) % cfg.log_every == 0 or update + 1 == self.updates:
                     seconds = watch.metrics()
                     values |= seconds | memory_metrics()
                     values |= {"loss/total": total, "optim/grad_norm": norm, "optim/lr": self.schedule.get_last_lr()[0]}
                     values["speed/trained_tokens_s"] = stats.tokens / seconds["time/step"]
                     self.metrics.log(update + 1, values)
+        saved = self.save()
+        if self.ranks.is_main:
+            print(f"model: {saved}")
 
     def group(self, index: int) -> Group:
         """One problem with its solution as the only sample; the end of the turn is trained too."""
@@ -162,26 +177,19 @@ class WarmupRecipe:
         return Group(problem, np.asarray(ids[:first], dtype=np.int32), (sample,))
 
     def save(self) -> Path:
-        return save_model(
-            Path(self.cfg.output_dir) / "model", self.policy.model, self.source, self.dtype, self.ranks.is_main
-        )
+        folder = Path(self.cfg.output_dir) / "model"
+        return save_model(folder, self.policy.model, self.source, self.dtype, self.ranks.is_main)
+
+    def standing(self) -> str:
+        return f"It was at update {self.finished}, and a warm-up keeps nothing until its end: start it again"
 
     def cleanup(self) -> None:
-        if self.metrics is not None:
-            self.metrics.close()
+        close_all(self.metrics, self.folder)
 
 
 @parse
 def recipe_main(cfg: DictConfig) -> None:
-    recipe = WarmupRecipe(load_config(Config, cfg))
-    try:
-        recipe.setup()
-        recipe.train()
-        print(f"model: {recipe.save()}")
-    finally:
-        recipe.cleanup()
-    del recipe  # with the model, which holds the process group
-    close_ranks()  # after success only: otherwise it would wait for ranks that are stuck, and torchrun ends those
+    run_recipe(WarmupRecipe, load_config(Config, cfg))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """Runs recipes as a user does, on a random model and a task whose reward always varies."""
 
-import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from torchtune_ext.policy.scratch import Shape, make_tokenizer, write_model
+from torchtune_ext.telemetry.metrics import read_metrics
 
 TASK = '''
 import hashlib
@@ -59,7 +60,7 @@ max_mismatch: 1.0e-4
 sampling: {max_tokens: 12}
 engine: {dtype: float32, max_model_len: 128, kv_cache_bytes: 16777216}
 eval_every: 2
-save_every: 1
+checkpoints: {every: 1}
 """
 CLOCK = ("time/", "speed/", "memory/", "publish/seconds", "engine/")  # differ between two runs of the same seed
 
@@ -107,7 +108,17 @@ def run(
     return output
 
 
+def wait_for_lines(run_dir: Path, lines: int, process: subprocess.Popen, seconds: float = 120) -> None:
+    """Waits until the metrics of a run have so many lines."""
+    deadline = time.monotonic() + seconds
+    while not (run_dir / "metrics.jsonl").exists() or (run_dir / "metrics.jsonl").read_text().count("\n") < lines:
+        assert process.poll() is None, f"the run has ended with status {process.returncode}"
+        assert time.monotonic() < deadline, f"no {lines} lines of metrics within {seconds:g} s"
+        time.sleep(0.02)
+
+
 def metrics(run_dir: Path) -> list[dict[str, float]]:
-    """The metrics of a run without what the clock decides."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith(CLOCK)} for line in lines]
+    """The metrics of a run, one record a step, without what the clock decides."""
+    return [
+        {k: v for k, v in line.items() if not k.startswith(CLOCK)} for line in read_metrics(run_dir / "metrics.jsonl")
+    ]

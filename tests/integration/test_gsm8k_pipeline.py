@@ -58,7 +58,7 @@ optimizer: {_component_: torch.optim.AdamW, lr: 1.0e-3}
 row_tokens: 1024
 max_mismatch: 1.0e-4
 engine: {dtype: float32, max_model_len: 512, kv_cache_bytes: 33554432}
-save_every: 1
+checkpoints: {every: 1}
 """
 
 

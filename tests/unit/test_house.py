@@ -41,7 +41,8 @@ ORDER = [
     "__main__",
 ]
 OMEGACONF_ALLOWED = {"plugin", "config"}  # and the recipes
-MAX_FILE, MAX_FUNCTION, MAX_RECIPE, MAX_KNOBS = 400, 80, 300, 40
+MAX_FILE, MAX_FUNCTION, MAX_KNOBS = 400, 80, 40  # lines, lines, names
+MAX_RECIPE = 280  # statements: comments and blank lines cost nothing, and squeezing a line gains nothing
 RECIPE_DIFFS = [("grpo_full", "grpo_lora", 60), ("grpo_full", "grpo_async", 150)]
 MACHINE_PATH = re.compile(r"(?<![\w.])/(work|root|Users/\w+|home/\w+|opt/(wheels|pypi))/")
 
@@ -143,9 +144,14 @@ def test_omegaconf_stops_at_the_recipe(path):
 @pytest.mark.parametrize("path", WRITTEN, ids=lambda path: str(path.relative_to(ROOT)))
 def test_lengths(path):
     text = path.read_text(encoding="utf-8")
-    most = MAX_RECIPE if path in RECIPES else MAX_FILE
-    assert len(text.splitlines()) <= most, f"{path} has {len(text.splitlines())} lines, at most {most}"
-    for node in ast.walk(ast.parse(text)):
+    nodes = list(ast.walk(ast.parse(text)))
+    if path in RECIPES:
+        statements = sum(isinstance(node, ast.stmt) for node in nodes)
+        assert statements <= MAX_RECIPE, f"{path} has {statements} statements, at most {MAX_RECIPE}"
+        assert "fmt: skip" not in text, f"{path}: let the formatter lay it out; lines cost nothing"
+    else:
+        assert len(text.splitlines()) <= MAX_FILE, f"{path} has {len(text.splitlines())} lines, at most {MAX_FILE}"
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = node.end_lineno - node.lineno + 1
             assert length <= MAX_FUNCTION, (

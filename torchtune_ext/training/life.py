@@ -19,15 +19,19 @@ class Recipe(Protocol):
 
     def setup(self) -> None: ...
 
-    def train(self) -> None: ...
+    def train(self) -> None: ...  # unless `run_recipe` is given other work
 
     def standing(self) -> str: ...  # where it stands and how to go on: for the message when it is stopped
 
     def cleanup(self) -> None: ...  # may be called whatever was set up
 
 
-def run_recipe(make: Callable[[Any], Recipe], cfg: Any) -> None:
-    """Makes a recipe of `cfg`, sets it up, trains and cleans up.
+def _train(recipe: Recipe) -> None:
+    recipe.train()
+
+
+def run_recipe(make: Callable[[Any], Recipe], cfg: Any, work: Callable[[Any], None] = _train) -> None:
+    """Makes a recipe of `cfg`, sets it up, does its work (trains) and cleans up.
 
     Raises:
         SystemExit: it was stopped by a signal (130, 143 or 129, see `run/stop.py`), after a message that says how to go on.
@@ -37,7 +41,7 @@ def run_recipe(make: Callable[[Any], Recipe], cfg: Any) -> None:
     with recipe.stop as stop:
         try:
             recipe.setup()
-            recipe.train()
+            work(recipe)
         except Stopped as stopped:
             stopped_by, orderly = stopped.signal, stopped.orderly
         except Exception as error:

@@ -1,0 +1,136 @@
+"""Runs that are told to stop: what they say, what they keep, what they leave."""
+
+import re
+import signal
+import subprocess
+import time
+
+import psutil
+import pytest
+import recipe_runs as runs
+import torch
+from safetensors.torch import load_file
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+STEPS = "max_steps=4"
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """A folder in which `reference`, a run of four steps, has ended well."""
+    folder = runs.make_workplace(tmp_path_factory.mktemp("work"))
+    runs.run(folder, "grpo_full", "output_dir=reference", STEPS, "checkpoints.every=100")
+    return folder
+
+
+def hear_signals():
+    """Whoever was started by a shell in the background ignores SIGINT, and so would what it starts."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def stopped(folder, number, lines, *args, ranks=1, within=40.0):
+    """Starts a run, sends it a signal once its metrics have so many lines; returns (status, what it said)."""
+    log = folder / "said.txt"
+    command = runs.command("grpo_full", *args, ranks=ranks)
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=runs.environment(),
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+            preexec_fn=hear_signals,
+        )
+    run_dir = folder / next(word.removeprefix("output_dir=") for word in args if word.startswith("output_dir="))
+    runs.wait_for_lines(run_dir, lines, process)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(number)
+    begin = time.monotonic()
+    status = process.wait(90)
+    assert time.monotonic() - begin < within, log.read_text()
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive, f"left running: {alive}"
+    return status, log.read_text()
+
+
+def newest(run_dir):
+    return sorted((run_dir / "checkpoints").glob("step_*"))[-1]
+
+
+def same_as_reference(folder, run):
+    want, got = (load_file(newest(folder / name) / "model-00001-of-00001.safetensors") for name in ("reference", run))
+    return all(torch.equal(want[name], got[name]) for name in want)
+
+
+@pytest.mark.parametrize(("number", "name", "status"), [(signal.SIGINT, "Ctrl-C", 130), (signal.SIGHUP, "SIGHUP", 129)])
+def test_ctrl_c_says_where_the_run_stands_and_how_to_go_on(workplace, number, name, status):
+    run = f"output_dir=at_once_{status}"
+    found, said = stopped(workplace, number, 2, run, "max_steps=400", "metrics=[wandb]", within=20.0)
+    assert found == status and "Traceback" not in said, said
+    assert re.search(
+        rf"Stopped by {name}\. It was at step \d+ of 400\. The newest checkpoint is .*step_\d+; go on from there with resume_from_checkpoint=True",
+        said,
+    ), said
+    summary = list((workplace / f"at_once_{status}" / "wandb").glob("offline-run-*/files/wandb-summary.json"))
+    assert len(summary) == 1, "the run was not closed for W&B"
+
+
+def test_ctrl_c_while_it_sets_up(workplace):
+    log, run_dir = workplace / "set_up.txt", workplace / "set_up"
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            runs.command("grpo_full", "output_dir=set_up"), cwd=workplace, env=runs.environment(), stdout=out, stderr=out,
+            start_new_session=True, preexec_fn=hear_signals,
+        )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not (run_dir / "engine.log").exists():
+        assert time.monotonic() < deadline and process.poll() is None, log.read_text()
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(40) == 130
+    said = log.read_text()
+    assert "Stopped by Ctrl-C. It had not begun its first step, and there is no checkpoint yet: start it again" in said
+    assert "Traceback" not in said, said
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sigterm_keeps_the_step_and_the_resumed_run_is_the_one_never_stopped(workplace, ranks):
+    run = f"term_{ranks}"
+    args = [f"output_dir={run}", "max_steps=400", "checkpoints.every=1000"]
+    status, said = stopped(workplace, signal.SIGTERM, 2, *args, ranks=ranks)
+    assert status == (143 if ranks == 1 else status) and status != 0, said
+    assert "SIGTERM: the run ends with this step, if the step ends within 25 s (stop_grace_s)" in said
+    kept = newest(workplace / run)
+    assert f"The newest checkpoint is {run}/checkpoints/{kept.name}" in said, said
+    step = int(kept.name.removeprefix("step_"))
+    lines = runs.metrics(workplace / run)
+    assert lines[-1]["step"] == step >= 1  # nothing was done in vain
+    if ranks == 1:
+        total = max(4, step + 1)
+        runs.run(
+            workplace,
+            "grpo_full",
+            f"output_dir={run}",
+            f"max_steps={total}",
+            "resume_from_checkpoint=True",
+            "checkpoints.every=100",
+        )
+        if total == 4:
+            assert runs.metrics(workplace / run) == runs.metrics(workplace / "reference")
+            assert same_as_reference(workplace, run)
+        else:
+            assert [line["step"] for line in runs.metrics(workplace / run)] == list(range(total + 1))
+
+
+def test_a_step_that_is_too_long_names_the_last_checkpoint(workplace):
+    """Half a second is less than a step takes here, with 40 samples of each prompt."""
+    args = ["output_dir=late", "max_steps=400", "checkpoints={every: 1, stop_grace_s: 0.2}", "samples_per_prompt=40"]
+    status, said = stopped(workplace, signal.SIGTERM, 3, *args)
+    assert status == 143 and "within 0.2 s (stop_grace_s)" in said, said
+    assert re.search(
+        r"Stopped by SIGTERM\. It was at step \d+ of 400\. The newest checkpoint is late/checkpoints/step_\d+;", said
+    ), said
+    assert not list((workplace / "late" / "checkpoints").glob(".partial_*"))

@@ -1,0 +1,104 @@
+"""A folder that another run has used, or uses now, with the real recipe and engine."""
+
+import json
+import signal
+import subprocess
+import time
+
+import pytest
+import recipe_runs as runs
+import torch
+from safetensors.torch import load_file
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    return runs.make_workplace(tmp_path_factory.mktemp("work"))
+
+
+def contents(folder):
+    """Every file with its bytes, but for the lock."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != "run.lock"
+    }
+
+
+def steps(run_dir):
+    return sorted(path.name for path in (run_dir / "checkpoints").glob("step_*"))
+
+
+def model(run_dir, step):
+    return load_file(run_dir / "checkpoints" / f"step_{step:06d}" / "model-00001-of-00001.safetensors")
+
+
+def test_a_second_run_keeps_its_own_checkpoints_and_goes_on_from_them(workplace):
+    """Run A ends after four steps. Run B begins in the same folder with another seed, is killed, and resumed."""
+    folder = workplace / "shared"
+    a = ["output_dir=shared", "max_steps=4", "checkpoints.keep_last=4"]
+    runs.run(workplace, "grpo_full", *a)
+    before, a_id = contents(folder), json.loads((folder / "run.json").read_text())["id"]
+
+    b = ["output_dir=shared", "max_steps=400", "seed=7", "checkpoints.keep_last=2"]
+    process = subprocess.Popen(
+        runs.command("grpo_full", *b), cwd=workplace, env=runs.environment(),
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while steps(folder)[:1] == ["step_000001"] or not (folder / "old-1").exists() or len(steps(folder)) < 2:
+        assert time.monotonic() < deadline and process.poll() is None, "B did not come so far"
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait(10)
+    set_aside = contents(folder / "old-1")
+    assert {
+        name: data for name, data in before.items() if not name.startswith(("wandb/", "engine.log"))
+    }.items() <= set_aside.items()
+
+    reached = int(steps(folder)[-1].removeprefix("step_"))
+    said = runs.run(
+        workplace, "grpo_full", "output_dir=shared", f"max_steps={reached + 1}", "seed=7", "resume_from_checkpoint=True"
+    )
+    lines = runs.metrics(folder)
+    assert [line["step"] for line in lines] == list(range(reached + 2)), said
+    run = json.loads((folder / "run.json").read_text())
+    assert run["id"] != a_id and run["config"]["seed"] == 7
+    runs.run(workplace, "grpo_full", "output_dir=alone", f"max_steps={reached + 1}", "seed=7")
+    want, got = model(workplace / "alone", reached + 1), model(folder, reached + 1)
+    assert all(torch.equal(want[name], got[name]) for name in want), "B did not go on from its own weights"
+
+    # What was set aside is a run like any other.
+    runs.run(workplace, "grpo_full", "output_dir=shared/old-1", "max_steps=5", "resume_from_checkpoint=True")
+    assert [line["step"] for line in runs.metrics(folder / "old-1")] == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_folder_in_use_is_refused_at_once(workplace):
+    process = subprocess.Popen(
+        runs.command("grpo_full", "output_dir=busy", "max_steps=400"), cwd=workplace, env=runs.environment(),
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    try:
+        runs.wait_for_lines(workplace / "busy", 1, process)
+        for resume in ("False", "True"):
+            said = runs.run(workplace, "grpo_full", "output_dir=busy", f"resume_from_checkpoint={resume}", ok=False)
+            assert f"process {process.pid} " in said and "output_dir=busy" in said, said
+            assert "engine core" not in said
+        lines = len(runs.metrics(workplace / "busy"))
+        runs.wait_for_lines(workplace / "busy", lines + 1, process)  # the first one goes on undisturbed
+    finally:
+        process.kill()
+        process.wait(10)
+    runs.run(workplace, "grpo_full", "output_dir=busy", "max_steps=1")  # the lock went with its holder
+
+
+def test_another_model_or_another_base_is_refused_by_name(workplace):
+    runs.run(workplace, "grpo_full", "output_dir=mine", "max_steps=1")
+    other = workplace / "other"
+    runs.make_workplace(other, intermediate_size=96)
+    said = runs.run(
+        workplace, "grpo_full", "output_dir=mine", "model_dir=other/model", "resume_from_checkpoint=True", ok=False
+    )
+    assert "model" in said.splitlines()[-1] and "model_dir" in said.splitlines()[-1], said[-2000:]
