@@ -2,13 +2,16 @@
 
 import difflib
 import inspect
+import json
 import os
+import re
 import sys
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
 from torchtune.config._errors import InstantiationError
 from torchtune.config._utils import _get_component_from_path
@@ -16,6 +19,12 @@ from torchtune.config._utils import _get_component_from_path
 from torchtune_ext.presets import preset_file
 
 T = TypeVar("T")
+
+# `record` reads a config with this resolver in the place of oc.env: it gives itself, as text, and asks nobody.
+_MARK = "torchtune_ext.env"
+_ENV = re.compile(r"\$\{\s*oc\.env\s*:")
+_BARE = re.compile(r"[\w./+-]+")  # an argument of a resolver that needs no quotes
+_NO_READS = ("output_dir", "metrics")  # keys whose text never names what a run reads
 
 
 def load_config(schema: type, cfg: DictConfig) -> DictConfig:
@@ -39,11 +48,91 @@ def load_config(schema: type, cfg: DictConfig) -> DictConfig:
     missing = sorted(OmegaConf.missing_keys(merged) | nothing)
     if missing:
         raise ValueError(f"{missing[0]} has no value; set it in the YAML or on the command line as {missing[0]}=...")
+    written = OmegaConf.to_container(merged)
     try:
         OmegaConf.resolve(merged)
     except OmegaConfBaseException as error:
         raise ValueError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
+    OmegaConf.get_cache(merged)[_MARK] = _references(OmegaConf.create(_marked(written)))
     return merged
+
+
+def record(cfg: DictConfig) -> dict[str, Any]:
+    """The settings to keep and to show, from what `load_config` returned: all values but those that come from the environment.
+
+    A token may stand there, so their references, `${oc.env:NAME}`, are kept as they were written.
+    """
+    plain = OmegaConf.to_container(cfg)
+    for path, text in OmegaConf.get_cache(cfg).get(_MARK, {}).items():
+        *above, last = path
+        node = plain
+        for key in above:
+            node = node[key]
+        node[last] = text
+    return plain
+
+
+def named_paths(cfg: DictConfig) -> list[Path]:
+    """The existing files and folders that the settings name: what a run may read. Without `output_dir`."""
+    found: list[Path] = []
+
+    def walk(node: Any) -> None:
+        if isinstance(node, dict | list):
+            for value in node.values() if isinstance(node, dict) else node:
+                walk(value)
+        elif isinstance(node, str) and node and len(node) < 4096 and "\0" not in node and os.path.exists(node):
+            found.append(Path(node))
+
+    plain = OmegaConf.to_container(cfg)
+    walk({key: value for key, value in plain.items() if key not in _NO_READS})
+    return found
+
+
+def _marked(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {key: _marked(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_marked(value) for value in node]
+    return _ENV.sub(f"${{{_MARK}:", node) if isinstance(node, str) else node
+
+
+def _references(node: DictConfig | ListConfig) -> dict[tuple, str]:
+    """Path -> text of every value that asks for the environment; how it does so is seen by reading it."""
+    found: dict[tuple, str] = {}
+    for key in list(node) if isinstance(node, DictConfig) else range(len(node)):
+        if OmegaConf.is_missing(node, key):
+            continue
+        _asked.clear()
+        try:
+            value = node[key]
+        except (
+            Exception
+        ):  # whatever a resolver says to a reference in the place of a value; the settings are resolved already
+            value = None
+        if _asked:
+            whole = isinstance(value, str) and f"${{{_MARK}:" in value
+            text = value if whole else str(node._get_node(key)._value())
+            found[(key,)] = text.replace(f"${{{_MARK}:", "${oc.env:")
+        elif isinstance(value, DictConfig | ListConfig):
+            found |= {(key, *path): text for path, text in _references(value).items()}
+    return found
+
+
+_asked: list[str] = []  # what the resolver below was asked for since the list was cleared
+
+
+def _reference(*arguments: Any) -> str:
+    def written(value: Any) -> str:
+        if isinstance(value, str):
+            return value if _BARE.fullmatch(value) or "${" in value else json.dumps(value, ensure_ascii=False)
+        return json.dumps(value, default=str)
+
+    text = f"${{{_MARK}:{','.join(map(written, arguments))}}}"
+    _asked.append(text)
+    return text
+
+
+OmegaConf.register_new_resolver(_MARK, _reference, replace=True)
 
 
 def _load_preset(preset: str, known: list[str]) -> DictConfig:

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from torchtune_ext.policy.scratch import Shape, make_tokenizer, write_model
-from torchtune_ext.telemetry.metrics import read_metrics
+from torchtune_ext.telemetry.metrics import CLOCK_PREFIXES, read_metrics
 
 TASK = '''
 import hashlib
@@ -62,7 +62,6 @@ engine: {dtype: float32, max_model_len: 128, kv_cache_bytes: 16777216}
 eval_every: 2
 checkpoints: {every: 1}
 """
-CLOCK = ("time/", "speed/", "memory/", "publish/seconds", "engine/")  # differ between two runs of the same seed
 
 
 def make_workplace(folder: Path, **larger: int) -> Path:
@@ -120,5 +119,6 @@ def wait_for_lines(run_dir: Path, lines: int, process: subprocess.Popen, seconds
 def metrics(run_dir: Path) -> list[dict[str, float]]:
     """The metrics of a run, one record a step, without what the clock decides."""
     return [
-        {k: v for k, v in line.items() if not k.startswith(CLOCK)} for line in read_metrics(run_dir / "metrics.jsonl")
+        {k: v for k, v in line.items() if not k.startswith(CLOCK_PREFIXES)}
+        for line in read_metrics(run_dir / "metrics.jsonl")
     ]

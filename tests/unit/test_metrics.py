@@ -14,8 +14,11 @@ import numpy as np
 import pytest
 import torch
 
+from torchtune_ext.run.folder import RunFolder
 from torchtune_ext.telemetry import metrics as module
 from torchtune_ext.telemetry.metrics import CLOCK_PREFIXES, Metrics, cut_metrics, read_metrics
+from torchtune_ext.telemetry.report import build_report
+from torchtune_ext.telemetry.rollouts import RolloutStore
 
 
 def strict_lines(path):
@@ -78,7 +81,7 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path):
         for step in range(6, 11):
             resumed.log(step, values_of(step))
     assert without_clock(strict_lines(resumed.path)) == without_clock(strict_lines(whole.path))
-    assert sorted(os.listdir(tmp_path / "killed")) == ["metrics.jsonl", "run.json"]
+    assert sorted(os.listdir(tmp_path / "killed")) == ["metrics.jsonl"]
 
 
 def test_cut_leaves_the_file_alone_when_it_cannot_write(tmp_path, monkeypatch):
@@ -97,24 +100,41 @@ def test_a_broken_line_in_the_middle_is_an_error_with_its_place(tmp_path):
         read_metrics(path)
 
 
-def test_fresh_run_sets_an_old_one_aside(tmp_path):
-    for step in (1, 2):
-        with Metrics(tmp_path, sinks=()) as metrics:
-            metrics.log(step, {})
-    assert read_metrics(metrics.path) == [{"step": 2}]
-    assert read_metrics(tmp_path / "metrics.jsonl.old-1") == [{"step": 1}]
+def test_a_fresh_run_mixes_with_no_earlier_one(tmp_path):
+    with Metrics(tmp_path, sinks=()) as metrics:
+        metrics.log(1, {})
+    with pytest.raises(ValueError, match=r"metrics\.jsonl belongs to an earlier run"):
+        Metrics(tmp_path, sinks=())
+    assert read_metrics(metrics.path) == [{"step": 1}]
 
 
-def test_resume_keeps_the_run_id(tmp_path):
-    def run():
-        return json.loads((tmp_path / "run.json").read_text())
+def test_a_full_disk_at_a_resume_names_the_file_and_leaves_it_as_it_was(tmp_path):
+    with Metrics(tmp_path, sinks=()) as metrics:
+        for step in range(1, 30):
+            metrics.log(step, {"a/b": 1})
+    before = metrics.path.read_bytes()
+    with full_disk(100), pytest.raises(OSError, match=r"metrics\.jsonl back to step 20: .*Free disk space") as caught:
+        Metrics(tmp_path, sinks=(), resume_step=20)
+    assert "[Errno" not in str(caught.value)
+    assert metrics.path.read_bytes() == before and os.listdir(tmp_path) == ["metrics.jsonl"]
 
-    Metrics(tmp_path, sinks=(), config={"lr": 1}, run_name="mine").close()
-    first = run()
-    Metrics(tmp_path, sinks=(), config={"lr": 2}, run_name="mine", resume_step=1).close()
-    assert (run()["id"], run()["started"], run()["config"]) == (first["id"], first["started"], {"lr": 2})
-    Metrics(tmp_path, sinks=()).close()
-    assert run()["id"] != first["id"]
+
+@pytest.mark.parametrize("umask", [0o002, 0o077])
+def test_files_follow_the_umask(tmp_path, umask):
+    pytest.importorskip("tensorboard")
+    before = os.umask(umask)
+    try:
+        with RunFolder(tmp_path / "run") as folder:
+            run = folder.begin({}, resuming=False)
+            with Metrics(folder.path, ("tensorboard",), run) as metrics:
+                metrics.log(1, {"a/b": 1})
+            RolloutStore(folder.path).write(1, [])
+            build_report(folder.path)
+    finally:
+        os.umask(before)
+    files = [path for path in folder.path.rglob("*") if path.is_file()]
+    assert {path.name.split(".")[0] for path in files} == {"run", "metrics", "events", "step_000001", "report"}
+    assert {oct(path.stat().st_mode & 0o777) for path in files} == {oct(0o666 & ~umask)}
 
 
 def test_other_ranks_write_nothing(tmp_path):
@@ -251,11 +271,15 @@ def test_wandb_offline_and_resume(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    with Metrics(tmp_path, sinks=("wandb",), config={"lr": 1e-3}, project="test", group="group") as metrics:
+    with RunFolder(tmp_path) as folder:
+        run = folder.begin({"lr": 1e-3}, resuming=False)
+    with Metrics(tmp_path, ("wandb",), run, project="test", group="group") as metrics:
         for step in (1, 2, 3):
             metrics.log(step, {"reward/mean": step / 4, "loss/kl_ref": math.nan})
     time.sleep(1.1)  # W&B names a run's folder by the second and the id: the resumed one needs a second of its own
-    with Metrics(tmp_path, sinks=("wandb",), project="test", group="group", resume_step=3) as metrics:
+    with RunFolder(tmp_path) as folder:
+        run = folder.begin({"lr": 1e-3}, resuming=True)
+    with Metrics(tmp_path, ("wandb",), run, resume_step=3, project="test", group="group") as metrics:
         metrics.log(3, {"reward/mean": 5.0})
     folders = sorted((tmp_path / "wandb").glob("offline-run-*"))
     (first_id, first), (second_id, second) = map(written_history, folders)

@@ -29,7 +29,7 @@ RECIPE_METRICS = (
     "loss/clip_fraction loss/kl_ref loss/entropy loss/ratio_max loss/approx_kl mismatch/mean_abs mismatch/p99_abs "
     "mismatch/max_abs mismatch/k3 length/mean length/max length/truncated groups/used groups/no_signal "
     "groups/infra_failed pack/rho pack/rows pack/fill engine/prefix_hit_rate engine/preemptions engine/kv_max "
-    "engine/concurrency engine/restarts optim/grad_norm optim/lr publish/seconds publish/bytes canary/mean_abs "
+    "engine/concurrency engine/restarts optim/grad_norm optim/lr time/publish_engine publish/bytes canary/mean_abs "
     "time/sample time/grade time/pack time/train time/publish time/eval time/step speed/sampled_tokens_s "
     "speed/trained_tokens_s memory/rss_gib memory/gpu_gib eval/solved_sampled eval/solved_greedy length/tokens "
     "pack/tokens time/save loss/weight_mean"
@@ -56,9 +56,10 @@ def make_group(step, number, num_samples=6, length=20, spread=1.0):
 
 
 def make_run(folder, steps=12, groups=4, keep_every=3, **shape):
-    with Metrics(
-        folder, sinks=(), config={"task": {"path": HOSTILE}, "lr": 1e-6}, run_name=f"run {HOSTILE}"
-    ) as metrics:
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {"task": {"path": HOSTILE}, "lr": 1e-6}
+    (folder / "run.json").write_text(json.dumps({"id": "ab", "name": f"run {HOSTILE}", "config": settings}))
+    with Metrics(folder, sinks=()) as metrics:
         store = RolloutStore(folder, keep_every)
         for step in range(1, steps + 1):
             values = {
@@ -190,11 +191,20 @@ def test_metrics_without_rollouts_and_a_single_step(tmp_path):
     assert (report.steps, report.rollout_steps) == (1, 0)
 
 
+def test_a_damaged_run_file_is_left_out(tmp_path, caplog):
+    with Metrics(tmp_path / "run", sinks=()) as metrics:
+        metrics.log(1, {"reward/mean": 0.5})
+    (tmp_path / "run" / "run.json").write_text('{"id": "a')
+    assert build_report(tmp_path / "run").steps == 1
+    assert "run.json is damaged" in caplog.text
+
+
 def test_panels_that_are_all_zero_and_only_matter_otherwise_are_left_out(tmp_path):
     def titles(failed):
-        with Metrics(tmp_path / "run", sinks=()) as metrics:
+        run = tmp_path / f"run-{failed}"
+        with Metrics(run, sinks=()) as metrics:
             metrics.log(1, {"groups/used": 0.0, "groups/infra_failed": failed})
-        overview = Scripts(build_report(tmp_path / "run").path.read_text()).data()["overview"]
+        overview = Scripts(build_report(run).path.read_text()).data()["overview"]
         return [panel["title"] for panel in overview["panels"]], overview["notices"]
 
     assert titles(0.0) == (["Groups"], [])

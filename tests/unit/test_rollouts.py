@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import resource
 import time
 from dataclasses import replace
 
@@ -105,10 +106,10 @@ def test_keep_every_and_resume(tmp_path):
     assert written == list(rollout_paths(tmp_path)) == [2, 4, 6, 8]
     RolloutStore(tmp_path, keep_every=2, resume_step=6)
     assert list(rollout_paths(tmp_path)) == [2, 4]
-    RolloutStore(tmp_path)  # a fresh run
-    assert rollout_paths(tmp_path) == {}
-    assert len(list((tmp_path / "rollouts.old-1").iterdir())) == 2
-    assert RolloutStore(tmp_path, keep_every=0).write(0, []) is None
+    with pytest.raises(ValueError, match="step_000002.jsonl.gz belongs to an earlier run"):
+        RolloutStore(tmp_path)  # a fresh run mixes with no other
+    assert list(rollout_paths(tmp_path)) == [2, 4]
+    assert RolloutStore(tmp_path / "new", keep_every=0).write(0, []) is None
     with pytest.raises(ValueError, match="keep_every=-1"):
         RolloutStore(tmp_path, keep_every=-1)
 
@@ -133,15 +134,44 @@ def test_missing_groups_and_other_formats_are_errors(tmp_path):
             read_rollouts(path)
 
 
-def test_a_refusing_disk_turns_the_store_off(tmp_path, monkeypatch, caplog):
-    store = RolloutStore(tmp_path)
+def test_a_disk_that_refuses_for_a_moment(tmp_path, caplog):
+    store, groups = RolloutStore(tmp_path), [make_group([make_sample(2000)])]
+    full = (4, 5, 6, 8)
+    for step in range(1, 11):
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if step in full:  # the kernel writes 100 bytes and then refuses, as a full disk does
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+        try:
+            written = store.write(step, groups)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert (written is None) == (step in full)
+    assert list(rollout_paths(tmp_path)) == [1, 2, 3, 7, 9, 10]
+    assert len(list(store.folder.iterdir())) == 6  # nothing half
+    assert ["step_000004" in m for m in caplog.messages] == [True, False, False, False]
+    assert [m.split(";")[0] for m in caplog.messages if "again from" in m] == [
+        "rollouts are written again from step 7 on", "rollouts are written again from step 9 on",
+    ]  # fmt: skip
+    caplog.clear()
+    store.close()
+    assert caplog.messages == [f"{store.folder} lacks the steps 4 to 6, 8: they could not be written"]
+    caplog.clear()
+    store.close()
+    assert caplog.messages == []
+
+
+def test_missing_steps_in_a_row_are_those_that_would_have_been_kept(tmp_path, monkeypatch, caplog):
+    store = RolloutStore(tmp_path, keep_every=5)
 
     def refuse(*args, **kwargs):
         raise OSError("No space left on device")
 
     monkeypatch.setattr(module, "write_atomic", refuse)
-    assert store.write(1, []) is None and store.write(2, []) is None
-    assert len(caplog.messages) == 1 and "No space left" in caplog.messages[0]
+    for step in range(1, 21):
+        store.write(step, [])
+    store.close()
+    assert len(caplog.messages) == 2 and "No space left" in caplog.messages[0]
+    assert "lacks the steps 5 to 20:" in caplog.messages[1]
 
 
 def test_overhead(tmp_path):

@@ -1,7 +1,12 @@
 """Files that are whole or absent, however the process ends."""
 
 import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+_TEMPORARY = re.compile(r"\..+\.\d+\.tmp")  # what `write_atomic` calls its temporary files
 
 
 def write_atomic(path: Path, data: bytes, sync: bool = True) -> None:
@@ -21,12 +26,17 @@ def write_atomic(path: Path, data: bytes, sync: bool = True) -> None:
         temporary.unlink(missing_ok=True)  # only there when something above raised
 
 
-def set_aside(path: Path) -> Path | None:
-    """Rename a file or folder of an earlier run to `name.old-1` (or the next free number). Nothing is deleted."""
-    if not path.exists():
-        return None
-    number = 1
-    while (target := path.with_name(f"{path.name}.old-{number}")).exists():
-        number += 1
-    path.rename(target)
-    return target
+def sweep(folder: Path) -> None:
+    """Removes the temporary files that a killed `write_atomic` left in `folder`. No folder: nothing to do."""
+    for path in folder.glob(".*.tmp"):
+        if _TEMPORARY.fullmatch(path.name):
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def explained(what: str, fix: str) -> Iterator[None]:
+    """Turns an OSError in the block, a bare "[Errno 28]" say, into one that names the file and the fix."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"{what}: {error.strerror or error}. {fix}") from error

@@ -2,25 +2,28 @@
 
 The file is the record and the other sinks are copies. So a full disk under `metrics.jsonl` is an error, while a sink
 that fails is reported once and dropped. Names are `group/name`; what two runs of the same seed need not share lies
-under `time/`, `speed/` and `memory/` (`CLOCK_PREFIXES`), so that they can be compared without it.
+under `time/`, `speed/`, `memory/` and `engine/` (`CLOCK_PREFIXES`), so that they can be compared without it.
 """
 
 import json
 import logging
 import math
 import os
-import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from torchtune_ext.run.files import set_aside, write_atomic
+from torchtune_ext.run.files import explained, write_atomic
+from torchtune_ext.run.folder import Run
 
 log = logging.getLogger(__name__)
 
-CLOCK_PREFIXES = ("time/", "speed/", "memory/")  # differ between two identical runs
+# What differs between two identical runs. The engine's counters follow the moments at which requests come and end, and they
+# begin again where a run resumes.
+CLOCK_PREFIXES = ("time/", "speed/", "memory/", "engine/")
+_FIX = "Free disk space and resume the run; the lines before are intact"
 _RESERVED = ("step", "nonfinite")
 
 
@@ -30,24 +33,22 @@ class Metrics:
     Args:
         run_dir: folder of the run; made when missing.
         sinks: any of "wandb" and "tensorboard".
-        config: knobs of the run, kept in `run.json`, shown by W&B and by the report. JSON-able.
-        run_name: name shown by W&B and by the report; the folder's name when None.
-        resume_step: None for a fresh run (an earlier run's files in the folder are set aside, not deleted);
-            otherwise the first step that will be logged again: lines at or after it are cut.
+        run: from `RunFolder.begin`: the name, the id and the settings that W&B shows. None: the name of the folder, no more.
+        resume_step: None for a fresh run; otherwise the first step that will be logged again: lines at or after it are cut.
         project, group: W&B's.
         rank: only rank 0 writes; on other ranks every method does nothing.
 
     Raises:
-        ValueError: unknown sink, or W&B without credentials.
+        ValueError: unknown sink, W&B without credentials, or a fresh run where an earlier one left its metrics.
         ImportError: the package of a sink is missing (raised here, before any work is lost).
+        OSError: `metrics.jsonl` cannot be cut; it stays as it was.
     """
 
     def __init__(
         self,
         run_dir: str | Path,
         sinks: Sequence[str] = ("wandb", "tensorboard"),
-        config: Mapping[str, Any] | None = None,
-        run_name: str | None = None,
+        run: Run | None = None,
         resume_step: int | None = None,
         project: str = "torchtune-ext",
         group: str | None = None,
@@ -64,15 +65,16 @@ class Metrics:
             _require_package(name)
         run_dir = Path(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
-        run = _open_run_file(run_dir, config or {}, run_name, resume_step)
         self.path = run_dir / "metrics.jsonl"
         self._last_step = -1
-        if resume_step is None:
-            if (old := set_aside(self.path)) is not None:
-                log.warning("%s belongs to an earlier run; kept as %s", self.path, old.name)
-        else:
+        if resume_step is not None:
             cut_metrics(self.path, resume_step)
-        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        elif self.path.exists():
+            raise ValueError(
+                f"{self.path} belongs to an earlier run: RunFolder.begin sets it aside, resume_step goes on"
+            )
+        with explained(f"cannot write {self.path}", _FIX):
+            self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         for name in sinks:
             try:
                 self._sinks[name] = _SINKS[name](run_dir, run, resume_step, project, group)
@@ -141,9 +143,7 @@ class Metrics:
             os.fdatasync(self._fd)
         except OSError as error:
             os.ftruncate(self._fd, size)
-            raise OSError(
-                f"cannot write {self.path}: {error}. Free disk space and resume the run; the lines before are intact"
-            ) from error
+            raise OSError(f"cannot write {self.path}: {error}. {_FIX}") from error
 
     def _drop(self, name: str, error: Exception) -> None:
         """Report a failed sink once and go on without it."""
@@ -170,10 +170,14 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 def cut_metrics(path: Path, resume_step: int) -> None:
-    """Atomically drop the lines at or after `resume_step`, and a torn last line. No file: nothing to do."""
+    """Atomically drop the lines at or after `resume_step`, and a torn last line. No file: nothing to do.
+
+    Raises: OSError where the disk refuses (the file stays as it was); ValueError for a broken line.
+    """
     if path.exists():
         kept = [json.dumps(record) + "\n" for record in _lines(path) if record["step"] < resume_step]
-        write_atomic(path, "".join(kept).encode())
+        with explained(f"cannot cut {path} back to step {resume_step}", _FIX):
+            write_atomic(path, "".join(kept).encode())
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -187,17 +191,6 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     if tail:
         log.warning("%s: the last line is torn and was left out", path)
     return records
-
-
-def _open_run_file(run_dir: Path, config: Mapping[str, Any], name: str | None, resume_step: int | None) -> dict:
-    """`run.json`: name, W&B id and knobs. A resumed run keeps its id, so that W&B continues the same curves."""
-    path = run_dir / "run.json"
-    run = {"name": name or run_dir.resolve().name, "id": secrets.token_hex(4), "started": time.time()}
-    if resume_step is not None and path.exists():
-        run |= {key: value for key, value in json.loads(path.read_text()).items() if key in ("id", "started")}
-    run["config"] = dict(config)
-    write_atomic(path, (json.dumps(run, indent=1, default=str) + "\n").encode())
-    return run
 
 
 def _require_package(sink: str) -> None:
@@ -219,13 +212,14 @@ class _Sink(Protocol):
 class _Wandb:
     """Weights & Biases. The step is a logged value of its own: W&B's internal step refuses to go back on resume."""
 
-    def __init__(self, run_dir: Path, run: dict, resume_step: int | None, project: str, group: str | None):
+    def __init__(self, run_dir: Path, run: Run | None, resume_step: int | None, project: str, group: str | None):
         import wandb
 
         try:
             self._run = wandb.init(
-                dir=str(run_dir), project=project, group=group, name=run["name"], id=run["id"], config=run["config"],
-                resume=None if resume_step is None else "allow",
+                dir=str(run_dir), project=project, group=group,
+                name=run.name if run else run_dir.resolve().name, id=run.id if run else None,
+                config=dict(run.config) if run else None, resume=None if resume_step is None else "allow",
             )  # fmt: skip
         except wandb.errors.UsageError as error:
             raise ValueError(
@@ -245,14 +239,12 @@ class _Wandb:
 class _TensorBoard:
     """TensorBoard events, written in this thread: torch's SummaryWriter loses errors in a thread of its own."""
 
-    def __init__(self, run_dir: Path, run: dict, resume_step: int | None, project: str, group: str | None):
+    def __init__(self, run_dir: Path, run: Run | None, resume_step: int | None, project: str, group: str | None):
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event, self._summary = event_pb2, summary_pb2
         folder = run_dir / "tensorboard"
-        if resume_step is None:
-            set_aside(folder)
         folder.mkdir(exist_ok=True)
         host = socket.gethostname()
         path = folder / f"events.out.tfevents.{time.time_ns() // 1000:016d}.{host}.{os.getpid()}"

@@ -94,7 +94,7 @@ PANELS = (
     Panel("Machine", "Engine trouble", "Since the run began. A preempted request left the cache and was done again.",
           (("engine/preemptions", "preemptions"), ("engine/restarts", "restarts")), unit="int", zero=True,
           quiet=True),
-    Panel("Machine", "Publication", "Seconds to bring the weights to the sampler.", (("publish/seconds", "seconds"),),
+    Panel("Machine", "Publication", "Seconds to bring the weights to the sampler.", (("time/publish_engine", "seconds"),),
           unit="seconds", zero=True),
     Panel("Machine", "Published bytes", "", (("publish/bytes", "bytes"),), unit="bytes", zero=True),
     Panel("Machine", "Memory", "Resident memory of the trainer and peak on the device.",

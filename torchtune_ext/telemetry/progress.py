@@ -9,9 +9,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sized
-from typing import Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 from tqdm import tqdm
+
+from torchtune_ext.run.output import attempt, say
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +33,7 @@ class Bar:
         label: name of the phase.
         total: how many items will come.
         unit: what an item is ("sample", "row").
-        file: where a tqdm bar is drawn; None for log lines.
+        file: where a tqdm bar is drawn; None for log lines, which also follow when the file takes no more text.
         log_every_s: seconds between log lines when no bar is drawn.
     """
 
@@ -43,9 +45,9 @@ class Bar:
         self._clock, self._log_every_s = clock, log_every_s
         self._start = self._last_log = clock()
         self._lock = threading.Lock()
-        self._tqdm = None
+        self._file, self._tqdm = file, None
         if file is not None:
-            self._tqdm = tqdm(total=total, desc=label, unit=unit, file=file, leave=False, dynamic_ncols=True)
+            self._draw(self._open)
 
     def add(self, count: int = 1, tokens: int = 0) -> None:
         """`count` more items are done; together they have `tokens` tokens."""
@@ -67,7 +69,7 @@ class Bar:
 
     def close(self) -> None:
         if self._tqdm is not None:
-            self._tqdm.close()
+            self._draw(self._tqdm.close)
 
     def __enter__(self) -> "Bar":
         return self
@@ -92,13 +94,23 @@ class Bar:
     def _show(self, count: int) -> None:
         if self._tqdm is not None:
             self._tqdm.set_postfix_str(self.read_out(), refresh=False)
-            self._tqdm.update(count)
+            self._draw(lambda: self._tqdm.update(count))
             return
         now = self._clock()
         if now - self._last_log >= self._log_every_s:
             self._last_log = now
             log.info("%s: %d of %d %ss after %.0f s, %s", self.label, self.count, self.total, self.unit,
                      now - self._start, self.read_out() or "-")  # fmt: skip
+
+    def _open(self) -> None:
+        self._tqdm = tqdm(
+            total=self.total, desc=self.label, unit=self.unit, file=self._file, leave=False, dynamic_ncols=True
+        )
+
+    def _draw(self, draw: Callable[[], Any]) -> None:
+        if not attempt(self._file, draw) and self._tqdm is not None:
+            attempt(self._file, self._tqdm.close)  # also takes it out of the bars that tqdm moves for each line
+            self._tqdm = None
 
 
 class Progress:
@@ -115,7 +127,7 @@ class Progress:
     def __init__(self, total_steps: int | None = None, rank: int = 0, bars: bool | None = None,
                  log_every_s: float = 30.0, file: TextIO | None = None):  # fmt: skip
         self._total, self._rank, self._log_every_s, self._file = total_steps, rank, log_every_s, file
-        self._bars = rank == 0 and (sys.stderr.isatty() if bars is None else bars)
+        self._bars = rank == 0 and sys.stderr is not None and (sys.stderr.isatty() if bars is None else bars)
         self._lines = 0
 
     def sampling(self, num_samples: int, label: str = "sample") -> Bar:
@@ -129,24 +141,19 @@ class Progress:
         if self._rank != 0:
             return
         if self._lines % _HEADER_EVERY == 0:
-            self._print("  ".join(f"{title:>{width}}" for title, width, *_ in _COLUMNS))
+            say("  ".join(f"{title:>{width}}" for title, width, *_ in _COLUMNS), self._file)
         self._lines += 1
         name = f"{step}" if self._total is None else f"{step}/{self._total}"
         cells = [f"{name:>{_COLUMNS[0][1]}}"]
         for _, width, text, names in _COLUMNS[1:]:
             value = next((values[name] for name in names if name in values), None)
             cells.append(f"{'-' if value is None else text.format(value):>{width}}")
-        self._print("  ".join(cells))
+        say("  ".join(cells), self._file)
 
     def _bar(self, label: str, total: int, unit: str) -> Bar:
         if self._rank != 0:
             label = f"rank {self._rank} {label}"
         return Bar(label, total, unit, sys.stderr if self._bars else None, self._log_every_s)
-
-    def _print(self, line: str) -> None:
-        file = self._file or sys.stdout
-        tqdm.write(line, file=file)  # moves a bar out of the way first
-        file.flush()
 
 
 # title, width, format, metric names (the first one present is shown)

@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 
 from torchtune_ext.advantages import Group, Sample
+from torchtune_ext.run.files import explained
+from torchtune_ext.run.folder import read_record
 from torchtune_ext.telemetry.metrics import read_metrics
 from torchtune_ext.telemetry.panels import Panel, panels_for
 from torchtune_ext.telemetry.pieces import TokenPieces
@@ -104,7 +106,8 @@ def build_report(
     blobs, index = _rollout_blobs(paths, limits, pieces)
     page = _page(_overview(run_dir, records, index, len(paths)), blobs)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(page, encoding="utf-8")
+    with explained(f"cannot write {out}", "Free disk space, or name another file by --out"):
+        out.write_text(page, encoding="utf-8")  # in place: it may be a link, or no file at all
     return Report(out, len(page.encode()), len(records), len(blobs), len(paths))
 
 
@@ -116,8 +119,11 @@ def _overview(run_dir: Path, records: list[dict], index: list[dict], stored: int
     names = {name for record in records for name in record if name not in ("step", "nonfinite")}
     series = {name: [_short(record.get(name)) for record in records] for name in sorted(names)}
     series = {name: values for name, values in series.items() if any(value is not None for value in values)}
-    run_path = run_dir / "run.json"
-    run = json.loads(run_path.read_text()) if run_path.exists() else {}
+    try:
+        run = read_record(run_dir) or {}
+    except ValueError as error:
+        log.warning("left out of the report: %s", error)
+        run = {}
     return {
         "name": run.get("name", run_dir.resolve().name),
         "config": _flat(run.get("config", {})),

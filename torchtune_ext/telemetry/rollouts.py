@@ -18,7 +18,7 @@ import numpy as np
 
 from torchtune_ext.advantages import Group, Sample
 from torchtune_ext.grading import Outcome
-from torchtune_ext.run.files import set_aside, write_atomic
+from torchtune_ext.run.files import write_atomic
 from torchtune_ext.tasks.task import Problem, Score
 
 log = logging.getLogger(__name__)
@@ -35,8 +35,11 @@ class RolloutStore:
     Args:
         run_dir: folder of the run.
         keep_every: keep steps divisible by this; 0 keeps none.
-        resume_step: None for a fresh run (an earlier run's folder is set aside, not deleted); otherwise the first step
-            that will be written again: files at or after it are removed.
+        resume_step: None for a fresh run; otherwise the first step that will be written again: files at or after it are
+            removed.
+
+    Raises:
+        ValueError: a fresh run where an earlier one left its rollouts.
     """
 
     def __init__(self, run_dir: str | Path, keep_every: int = 1, resume_step: int | None = None):
@@ -44,18 +47,20 @@ class RolloutStore:
             raise ValueError(f"keep_every={keep_every}: must be 0 (keep none) or a number of steps")
         self.folder = Path(run_dir) / FOLDER
         self._keep_every = keep_every
-        if resume_step is None:
-            if (old := set_aside(self.folder)) is not None:
-                log.warning("%s belongs to an earlier run; kept as %s", self.folder, old.name)
-        else:
-            for step, path in rollout_paths(run_dir).items():
-                if step >= resume_step:
-                    path.unlink()
+        self._missing: list[int] = []  # steps that the disk refused
+        self._refused = False  # the last one among them
+        for step, path in rollout_paths(run_dir).items():
+            if resume_step is None:
+                raise ValueError(
+                    f"{path} belongs to an earlier run: RunFolder.begin sets it aside, resume_step goes on"
+                )
+            if step >= resume_step:
+                path.unlink()
 
     def write(self, step: int, groups: Sequence[Group]) -> Path | None:
         """Write the groups of `step` atomically; None when the step is not kept.
 
-        A disk that refuses is reported once and turns the store off: the rollouts are a record, not worth the run.
+        The rollouts are a record, not worth the run. So a disk that refuses is a warning, and the next step tries again.
         """
         if self._keep_every == 0 or step % self._keep_every:
             return None
@@ -64,10 +69,33 @@ class RolloutStore:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_atomic(path, pack_rollouts(step, groups), sync=False)
         except OSError as error:
-            self._keep_every = 0
-            log.warning("cannot write %s: %s. No more rollouts are kept in this run", path, error)
+            if not self._refused:
+                log.warning(
+                    "cannot write %s: %s. The run goes on, and each step tries again; free disk space", path, error
+                )
+            self._missing.append(step)
+            self._refused = True
             return None
+        if self._refused:
+            log.warning("rollouts are written again from step %d on; missing so far: %s", step, self._ranges())
+        self._refused = False
         return path
+
+    def close(self) -> None:
+        """Says which steps are missing because the disk refused them."""
+        if self._missing:
+            log.warning("%s lacks the steps %s: they could not be written", self.folder, self._ranges())
+            self._missing.clear()
+
+    def _ranges(self) -> str:
+        """[4, 5, 6, 8] -> "4 to 6, 8" """
+        ranges: list[list[int]] = []
+        for step in self._missing:
+            if ranges and step - ranges[-1][1] <= self._keep_every:
+                ranges[-1][1] = step
+            else:
+                ranges.append([step, step])
+        return ", ".join(f"{first}" if first == last else f"{first} to {last}" for first, last in ranges)
 
 
 def rollout_paths(run_dir: str | Path) -> dict[int, Path]:

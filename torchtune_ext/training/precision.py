@@ -22,6 +22,7 @@ from torchtune_ext.policy.fp8_linear import Fp8Config
 from torchtune_ext.policy.logprobs import PackedPolicy
 from torchtune_ext.policy.lora import AdapterSpec, adapter_names
 from torchtune_ext.policy.weights import HFModel
+from torchtune_ext.run.output import say
 from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.training.checks import release_memory
 
@@ -177,7 +178,7 @@ class Precision:
             self._file = None
 
     def _note(self, text: str) -> None:
-        print(text, flush=True)
+        say(text)
         with self._file.open("a", encoding="utf-8") as file:
             file.write(text + "\n")
 

@@ -73,7 +73,7 @@ class Publisher:
         if report is None:
             return {}
         self._precision.write_mismatch(found.mean_abs, found.tokens, when)
-        sent = {"publish/seconds": report.copy_s + report.pause_s, "publish/bytes": float(report.bytes)}
+        sent = {"time/publish_engine": report.copy_s + report.pause_s, "publish/bytes": float(report.bytes)}
         return sent | metrics
 
     def _send(self, version: int) -> PublishReport | None:

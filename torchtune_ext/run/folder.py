@@ -1,0 +1,251 @@
+"""The folder of a run: one process owns it, one run is in it, and earlier runs stand whole in `old-1`, `old-2`, ...
+
+folder = RunFolder(output_dir)                             # nobody else has it now
+run = folder.begin(settings, resuming=False, reads=[...])  # an earlier run is set aside, this one has an id
+folder.close()                                             # so does the end of the process, kill -9 too
+"""
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtune_ext.run.files import explained, sweep, write_atomic
+
+log = logging.getLogger(__name__)
+
+LOCK = "run.lock"
+RECORD = "run.json"
+# What recipes write into output_dir, but for two things: W&B gives each run a folder of its own in `wandb/`, and `model/` of
+# a warm-up, which the configs of other runs name, stays until a whole new one takes its place.
+CONTENTS = (
+    RECORD,
+    "metrics.jsonl",
+    "rollouts",
+    "checkpoints",
+    "tensorboard",
+    "engine.log",
+    "fp8.txt",
+    "evaluation.json",
+    "report.html",
+    "start",
+)
+_MOVING = ".old.partial"  # an earlier run on its way to old-N; it gets its number when it is whole
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+_ELSEWHERE = "Choose another output_dir"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Who a run is: what `run.json` holds."""
+
+    id: str  # also Weights & Biases'; a resumed run keeps it
+    name: str  # of the folder that the run began in
+    started: float  # seconds since 1970
+    config: Mapping[str, Any]  # the settings, JSON-able
+
+
+class RunFolder:
+    """Takes hold of the folder of a run, on rank 0, until `close` or the end of the process. Made when missing.
+
+    Only the lock is taken, so that this can come before anything expensive. Where a start was killed while it set an earlier
+    run aside, that is finished, too: until then the folder holds one half of a run.
+
+    Raises:
+        ValueError: another process has it; says which.
+        OSError: the folder cannot be made or written.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.run: Run | None = None  # the one that `begin` began
+        self._lock: int | None = None
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"output_dir={path} is no folder. {_ELSEWHERE}")
+        with explained(
+            f"output_dir={path} cannot be made or written", f"{_ELSEWHERE}, or make room and set its rights"
+        ):
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            os.register_at_fork(after_in_child=self._drop)  # a child that outlives this process must not keep it locked
+            try:
+                self._hold()
+                if os.path.lexists(self.path / _MOVING):
+                    self._set_aside()
+            except BaseException:
+                self._drop()
+                raise
+
+    @property
+    def id(self) -> str | None:
+        """Of the run that is in the folder; None when there is none, or its `run.json` is damaged."""
+        if self.run is not None:
+            return self.run.id
+        try:
+            record = read_record(self.path)
+        except ValueError:
+            return None
+        return record and record["id"]
+
+    def begin(self, settings: Mapping[str, Any], resuming: bool, reads: Iterable[str | Path] = ()) -> Run:
+        """Makes the folder ready for a run and writes its `run.json`.
+
+        Args:
+            settings: the settings of the run, kept for the reader. JSON-able.
+            resuming: whether the run that is in the folder goes on, and keeps its id. Otherwise all that it left is set aside
+                together, as `old-1` or the next free number, which is a run folder itself.
+            reads: what the new run reads (its model, its tasks' files).
+
+        Raises:
+            ValueError: a path in `reads` would be set aside; or, when resuming, nobody knows which run is in the folder.
+            OSError: the folder cannot be written.
+        """
+        with explained(f"output_dir={self.path} cannot be written", "Free disk space or choose another output_dir"):
+            for place in (".", "rollouts", "checkpoints", *self._checkpoints()):
+                sweep(self.path / place)
+            now, name = time.time(), self.path.resolve().name
+            if resuming:
+                earlier = self._resumed()
+                run = Run(earlier["id"], earlier.get("name", name), earlier.get("started", now), dict(settings))
+            else:
+                self._require_unread(reads)
+                self._set_aside()
+                run = Run(secrets.token_hex(4), name, now, dict(settings))
+            text = json.dumps(asdict(run), indent=1, default=str) + "\n"
+            write_atomic(self.path / RECORD, text.encode())
+        self.run = run
+        return run
+
+    def close(self) -> None:
+        """Lets another process have the folder. The file of the lock stays: removing it could split a lock in two."""
+        if self._lock is not None:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
+            self._drop()
+
+    def __enter__(self) -> "RunFolder":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def _hold(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"output_dir={self.path} is in use by another run: {_holder(self._lock)}. {_ELSEWHERE}, or stop that run"
+            ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            log.warning(
+                "%s: this file system has no locks (%s), so nothing keeps a second run out of the folder",
+                self.path,
+                error,
+            )
+        holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, (json.dumps(holder) + "\n").encode(), 0)
+
+    def _drop(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _checkpoints(self) -> list[Path]:
+        return sorted(path.relative_to(self.path) for path in self.path.glob("checkpoints/step_*"))
+
+    def _left(self) -> list[Path]:
+        """What an earlier run left. An empty folder holds nothing of a run: somebody prepared it for this one."""
+        return [path for name in CONTENTS if os.path.lexists(path := self.path / name) and not _empty_folder(path)]
+
+    def _require_unread(self, reads: Iterable[str | Path]) -> None:
+        for read in reads:
+            for left in self._left():
+                if Path(read).resolve().is_relative_to(left.resolve()):
+                    raise ValueError(
+                        f"output_dir={self.path} holds an earlier run, which a new one would set aside, and with it {read}, "
+                        f"which it reads. {_ELSEWHERE}, or copy {read} to a place outside it"
+                    )
+
+    def _set_aside(self) -> None:
+        """Whole or not yet: the earlier run is gathered under a name of its own, and gets its number by the last rename.
+
+        A new run writes nothing before that. So what lies at the top when a start finds a half-gathered run is its other half.
+        """
+        left, moving = self._left(), self.path / _MOVING
+        if not left and not moving.exists():
+            return
+        for path in left:
+            if path.is_symlink():
+                raise ValueError(
+                    f"output_dir={self.path}: {path} is a link, and what an earlier run left behind it cannot be set aside. "
+                    f"{_ELSEWHERE}, or move the earlier run away"
+                )
+        moving.mkdir(exist_ok=True)
+        for path in left:
+            os.rename(path, moving / path.name)
+        number = 1
+        while os.path.lexists(target := self.path / f"old-{number}"):
+            number += 1
+        os.rename(moving, target)
+        log.warning("%s held an earlier run; all of it is kept in %s", self.path, target)
+
+    def _resumed(self) -> dict[str, Any]:
+        """The record of the run that is there; where it is lost, what its checkpoints know."""
+        try:
+            if (record := read_record(self.path)) is not None:
+                return record
+            wrong = f"{self.path / RECORD} is missing"
+        except ValueError as error:
+            wrong = str(error)
+        ids = sorted({_run_of(self.path / step) or "none" for step in self._checkpoints()})
+        if len(ids) != 1 or ids == ["none"]:
+            raise ValueError(
+                f"{wrong}, and the checkpoints beside it do not say which run this is (they name {', '.join(ids) or 'none'}): "
+                f'leave those of one run in the folder, or write {{"id": "..."}} with its id to {self.path / RECORD}'
+            )
+        log.warning("%s: the run goes on as %s, as its checkpoints say", wrong, ids[0])
+        return {"id": ids[0]}
+
+
+def read_record(folder: str | Path) -> dict[str, Any] | None:
+    """What `run.json` in `folder` holds, the fields of `Run`; None where there is none. ValueError when it is damaged."""
+    path = Path(folder) / RECORD
+    try:
+        record = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error})") from error
+    if not isinstance(record, dict) or not isinstance(record.get("id"), str):
+        raise ValueError(f"{path} is damaged (it names no id)")
+    return record
+
+
+def _run_of(checkpoint: Path) -> str | None:
+    try:
+        return json.loads((checkpoint / "manifest.json").read_bytes()).get("run")
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _empty_folder(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
+
+
+def _holder(lock: int) -> str:
+    """What the lock's file says; the other process may be writing it."""
+    try:
+        holder = json.loads(os.pread(lock, 4096, 0))
+        return f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"see {LOCK} in it"
