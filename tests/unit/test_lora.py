@@ -25,8 +25,8 @@ from torchtune_ext.policy.weights import HFModel
 from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.training.agreement import applied_share
 from torchtune_ext.training.checks import check_adapter
+from torchtune_ext.training.export import export_adapter, require_same_adapter
 from torchtune_ext.training.publish import RESOLVED
-from torchtune_ext.training.state import export_adapter, require_same_adapter
 from torchtune_ext.training.step import forward_backward, score
 
 CPU = torch.device("cpu")

@@ -30,7 +30,7 @@ from torchtune_ext.policy.scratch import (
 )
 from torchtune_ext.policy.shard import build_policy
 from torchtune_ext.policy.weights import HFModel, load_weights
-from torchtune_ext.training.state import export_adapter, export_model
+from torchtune_ext.training.export import export_adapter, export_model
 from torchtune_ext.training.step import forward_backward
 
 CPU = torch.device("cpu")

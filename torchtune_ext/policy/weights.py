@@ -1,6 +1,8 @@
 """Weights between Hugging Face directories, torchtune models and the sampler. One name map serves all three."""
 
+import hashlib
 import json
+import os
 from collections.abc import Collection, Iterator
 from functools import partial
 from pathlib import Path
@@ -40,6 +42,7 @@ _CONVERTERS = {
 }
 _DTYPES = ("BF16", "F16", "F32", "F64")  # of weights, as safetensors writes them
 _UNQUANTISED = "take the model in bfloat16 or float32; with precision=fp8_unified it is quantised here"
+_SAMPLES, _SAMPLE_BYTES = 8, 1024  # of a tensor, for the fingerprint
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # what activation checkpointing and compile add to names
 
 
@@ -94,6 +97,33 @@ class HFModel:
                         raise ValueError(f"{name} in {file} is, or belongs to, a quantised weight: {_UNQUANTISED}")
                     yield from self._from_hf({name: f.get_tensor(name)}, **self._shape).items()
 
+    def fingerprint(self) -> str:
+        """Short text that tells these weights from others, in seconds also for tens of gigabytes.
+
+        It covers name, shape and dtype of every tensor and eight samples of 1,024 bytes, from its first bytes to its last; of
+        a tensor of 8 KiB or less all bytes. So it tells apart what was trained, rounded or converted differently, and
+        overlooks a change that touches only bytes between the samples. Path, order and number of the files do not count.
+
+        Raises:
+            ValueError: no safetensors file, or one that is cut or damaged.
+        """
+        tensors, total = {}, 0
+        for file in self.files():
+            with open(file, "rb") as f:
+                begin, header = _header(file)
+                for name, entry in header.items():
+                    if name == "__metadata__" or (self.tied and name == "lm_head.weight"):
+                        continue
+                    start, end = entry["data_offsets"]
+                    size, digest = end - start, hashlib.sha256(f"{entry['dtype']} {entry['shape']} ".encode())
+                    whole = size <= _SAMPLES * _SAMPLE_BYTES
+                    places = [0] if whole else [i * (size - _SAMPLE_BYTES) // (_SAMPLES - 1) for i in range(_SAMPLES)]
+                    for place in places:
+                        digest.update(os.pread(f.fileno(), size if whole else _SAMPLE_BYTES, begin + start + place))
+                    tensors[name], total = digest.hexdigest(), total + size
+        digest = hashlib.sha256(json.dumps(tensors, sort_keys=True).encode()).hexdigest()
+        return f"{len(tensors)} tensors of {total:,} bytes, {digest[:12]}"
+
     def require_unquantised(self) -> None:
         """Raises ValueError where `config.json` says that the weights are quantised: without their scales they are others."""
         if (found := self.config.get("quantization_config")) is not None:
@@ -106,6 +136,22 @@ class HFModel:
         """A torchtune weight under its Hugging Face name and layout; it may have fewer columns (an adapter's B)."""
         shape = self._shape | {"dim": tensor.shape[-1]}
         return next(iter(self._to_hf({name: tensor}, **shape).items()))
+
+
+def _header(file: Path) -> tuple[int, dict[str, Any]]:
+    """Where the data of a safetensors file begin, and its header: dtype, shape and place of each tensor."""
+    with open(file, "rb") as f:
+        length = int.from_bytes(f.read(8), "little")
+        try:
+            header = json.loads(f.read(length)) if 0 < length < file.stat().st_size else None
+            end = max((e["data_offsets"][1] for n, e in header.items() if n != "__metadata__"), default=0)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise ValueError(f"{file} is no safetensors file, or its header is damaged; copy it anew") from None
+    if 8 + length + end != file.stat().st_size:
+        raise ValueError(
+            f"{file} has {file.stat().st_size:,} bytes, its header says {8 + length + end:,}: copy it anew"
+        )
+    return 8 + length, header
 
 
 def clean_name(name: str) -> str:

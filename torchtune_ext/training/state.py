@@ -5,52 +5,143 @@ checkpoints/step_000040/
     (or adapter_config.json  adapter_model.safetensors  [merged/]     an adapter, and if asked for the merged model)
     recipe.json                                                       cursor, step, policy version, throttle, scores
     state/                                                            float32 weights, optimizer, RNG (DCP, resharding)
+    manifest.json                                                     what it belongs to; size and SHA-256 of every file
+
+Beside them: `.partial_*` is being written, `.pruned_*` is being deleted, `damaged_*` was found damaged and passed over.
 """
 
 import json
-import os
-import shutil
+import logging
+import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from torchtune_ext.policy.lora import AdapterSpec, adapter_hf_tensors, merged_hf_tensors
-from torchtune_ext.policy.weights import HFModel
+from torchtune_ext.run.files import set_aside
+from torchtune_ext.training import folders
+from torchtune_ext.training.export import export_adapter, export_model, require_same_adapter, save_model  # noqa: F401
+from torchtune_ext.training.identity import Identity
+from torchtune_ext.training.manifest import Checksums, DamagedCheckpoint, Manifest, all_files, state_writer
+from torchtune_ext.training.outcome import (
+    FAILURES,
+    describe,
+    distributed,
+    from_main,
+    gathered,
+    rank,
+    together,
+    true_cause,
+)
 
-SHARD_BYTES = 4 << 30  # of one safetensors file
+log = logging.getLogger(__name__)
 TRAINED_ONLY = StateDictOptions(ignore_frozen_params=True, strict=False)  # what is frozen can be had from model_dir
-_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".index.json")  # weights of the source; its other files are kept
+_STEP = re.compile(r"step_(\d{6,})")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """The node `checkpoints:` of a recipe."""
+
+    every: int = 50  # steps between checkpoints; also after the last
+    keep_last: int = 2  # checkpoints kept, beside the best
+    fall_back: bool = False  # when the newest is damaged, go on from the newest whole one
+    stop_grace_s: float = 25.0  # seconds after SIGTERM within which a step must end for a checkpoint to be written
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"checkpoints.every={self.every} must be at least 1 step")
+        if self.keep_last < 1:
+            raise ValueError(
+                f"checkpoints.keep_last={self.keep_last} must be at least 1: a run resumes from its last checkpoint"
+            )
+        if not 0 <= self.stop_grace_s < float("inf"):
+            raise ValueError(
+                f"checkpoints.stop_grace_s={self.stop_grace_s} must be a number of seconds, 0 or more; 0 writes none"
+            )
 
 
 class Checkpoints:
-    """The checkpoints of one run. Every method is called by all ranks together."""
+    """The checkpoints of one run.
 
-    def __init__(self, folder: str | Path, keep_last: int = 2, keep_best: bool = True):
-        if keep_last < 1:
-            raise ValueError(f"keep_last={keep_last} must be at least 1: a run resumes from its last checkpoint")
-        self.folder, self._keep_last, self._keep_best = Path(folder), keep_last, keep_best
-        self._main = not dist.is_initialized() or dist.get_rank() == 0
+    `choose`, `save` and `load` are collectives: all ranks call them together, and what fails on one of them raises on all.
+    `sweep` is for rank 0 alone. The rest only looks at names and manifests, on any rank.
+    """
+
+    def __init__(self, folder: str | Path, identity: Identity | None, config: CheckpointConfig | None = None):
+        """
+        Args:
+            identity: what the checkpoints belong to. Only rank 0 writes and checks it; it may be None on the others.
+        """
+        self.folder, self._identity, self._config = Path(folder), identity, config or CheckpointConfig()
+        self._main = rank() == 0
+        self._verified: Path | None = None
+        assert identity is not None or not self._main, "rank 0 has to know what the checkpoints belong to"
 
     def all(self) -> list[Path]:
-        """Complete checkpoints, oldest first."""
-        return sorted(p for p in self.folder.glob("step_*") if (p / "recipe.json").is_file())
+        """Every checkpoint, whole or not, oldest first."""
+        found = [path for path in self.folder.glob("step_*") if _STEP.fullmatch(path.name) and path.is_dir()]
+        return sorted(found, key=self.step_of)
 
     def latest(self) -> Path | None:
-        return next(reversed(self.all()), None)
+        """The newest checkpoint that looks whole: a quick look, which reads no tensors."""
+        return next((path for path in reversed(self.all()) if _glance(path) is not None), None)
+
+    def choose(self) -> Path | None:
+        """The checkpoint to go on from, every file of it verified; None where there is none at all. A collective.
+
+        With `checkpoints.fall_back`, damaged ones that are newer than it are renamed to `damaged_step_*`.
+
+        Raises:
+            DamagedCheckpoint: the newest one is damaged, and `checkpoints.fall_back` is not set or no other is whole.
+            ValueError: the newest one belongs to another run, model or base.
+        """
+        newest, *older = from_main(self.all)[::-1] or [None]
+        if newest is None:
+            return None
+        try:
+            self._verify(newest)
+            return newest
+        except DamagedCheckpoint as error:
+            damage = str(error)
+        tried = [newest]
+        for path in older:
+            try:
+                self._verify(path)
+                break
+            except ValueError:  # damaged, too, or of another run
+                tried.append(path)
+        else:
+            raise DamagedCheckpoint(
+                f"{damage}. No other checkpoint in {self.folder} can be used: put the files back from a copy, or begin a new "
+                "run in another output_dir"
+            )
+        if not self._config.fall_back:
+            raise DamagedCheckpoint(
+                f"{damage}. The newest whole checkpoint is {path}; set checkpoints.fall_back=True to go on from it (what is "
+                "newer is renamed to damaged_*, nothing is deleted), or put the files back from a copy"
+            )
+        aside = from_main(lambda: [folders.rename_to_free(p, f"damaged_{p.name}").name for p in tried])
+        if self._main:
+            log.warning("%s. Going on from %s; set aside: %s", damage, path, ", ".join(aside))
+        return path
+
+    def sweep(self) -> list[Path]:
+        """Removes what a killed run left half written or half deleted; returns what was found. Rank 0 calls it once, when
+        it holds the run's lock."""
+        return folders.sweep(self.folder)
 
     @staticmethod
     def step_of(path: Path) -> int:
-        return json.loads((path / "recipe.json").read_text())["step"]
+        return int(path.name.removeprefix("step_"))
 
     def advice(self) -> str:
         """What to do after a step that cannot be used."""
@@ -64,188 +155,157 @@ class Checkpoints:
         step: int,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        export: Callable[[Path | None], None],
+        export: Callable[..., None],
         recipe: dict[str, Any],
         score: float | None = None,
-    ) -> Path:
-        """Writes a checkpoint beside its final place and renames it there.
+    ) -> dict[str, float]:
+        """Writes a checkpoint beside its final place and renames it there. A collective.
 
         Args:
-            export: writes what other tools read (`export_model`, `export_adapter`) into a folder; on ranks other than 0 it
-                gets None and only takes part in gathering the weights.
+            export: writes what other tools read (`export_model`, `export_adapter`) into a folder, its argument; on ranks
+                other than 0 it gets None and only takes part in gathering the weights, which it has to finish on every rank
+                also when it fails. It is also called with `checksums=`, which it may tell of files that it has finished.
             recipe: JSON-able state of the recipe.
             score: the higher the better; the best checkpoint is kept.
 
+        Returns:
+            `time/save`: seconds that it took; `time/save_hash`: of these, seconds that some rank waited for checksums (what
+            threads take from the processor meanwhile is not in it).
+
         Raises:
-            OSError: nothing was saved (a full disk, say); earlier checkpoints are untouched.
+            OSError: nothing was saved, on any rank (a full disk, say); earlier checkpoints are untouched.
         """
+        began = perf_counter()
         final = self.folder / f"step_{step:06d}"
-        partial = self.folder / f".partial_{step:06d}"
-        try:
-            if self._main:
-                shutil.rmtree(partial, ignore_errors=True)
-                partial.mkdir(parents=True)
-            export(partial if self._main else None)
-            _barrier()
-            _save_state(partial / "state", model, optimizer)
-            if self._main:
-                (partial / "recipe.json").write_text(json.dumps({"step": step, "score": score, **recipe}))
-                _fsync_tree(partial)
-                shutil.rmtree(final, ignore_errors=True)
-                os.replace(partial, final)
-                self._prune()
-        except Exception as cause:  # DCP wraps a rank's error in its own type
-            if self._main:
-                shutil.rmtree(partial, ignore_errors=True)
-            raise OSError(
-                f"checkpoint of step {step} was not saved to {self.folder}: {_root(cause)}. Free space or change "
-                f"output_dir, then resume with resume_from_checkpoint=True; last complete checkpoint: {self.latest()}"
-            ) from cause
-        _barrier()
-        return final
+        partial = folders.partial_of(final)
+        with folders.written_aside(final, self._advice_on_saving), Checksums(partial) as checksums:
+            together(lambda: folders.make_empty(partial) if self._main else None)
+            together(lambda: export(partial if self._main else None, checksums=checksums))
+            state = together(lambda: _state(model, optimizer))
+            together(lambda: _save_state(partial / "state", state, checksums))
+            mine = together(checksums.finish)
+            known = {name: entry for entries in gathered(mine) for name, entry in entries.items()}
+            content = {"step": step, "score": score, **recipe}
+            together(lambda: self._complete(final, content, known, checksums) if self._main else None)
+            hashing = max(gathered(checksums.seconds))
+        if self._main:
+            self._prune()
+        return {"time/save": perf_counter() - began, "time/save_hash": hashing}
 
     def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Restores weights, optimizer moments and RNG in place and returns what `recipe` held.
+        """Restores weights, optimizer moments and RNG in place and returns what `recipe` held. A collective.
 
         The optimizer keeps the settings (learning rate, betas, ...) that it was built with. On more ranks than saved, or on
         another kind of device, the random states that do not exist are left as they are.
+
+        Raises:
+            DamagedCheckpoint: `path` was not chosen by `choose`, and is damaged.
+            ValueError: `path` was not chosen by `choose`, and belongs to another run, model or base.
+            OSError: it cannot be loaded, for example because it was saved with another kind of optimizer.
         """
-        settings = [{name: value for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
-        model_state, optimizer_state = get_state_dict(model, optimizer, options=TRAINED_ONLY)
-        saved = dcp.FileSystemReader(path / "state").read_metadata().state_dict_metadata
-        mine = f"rng_{_rank()}"
-        rng = {name: value for name, value in _rng()[mine].items() if f"{mine}.{name}" in saved}
-        state = {"model": model_state, "optimizer": optimizer_state} | ({mine: rng} if rng else {})
-        with _one_process_is_fine():
-            dcp.load(state, checkpoint_id=path / "state", no_dist=not _distributed())
-        set_state_dict(
-            model,
-            optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-            options=TRAINED_ONLY,
-        )
-        for group, own in zip(optimizer.param_groups, settings, strict=True):
-            group.update(own)
-        if "cpu" in rng:
-            torch.set_rng_state(rng["cpu"])
-        if "cuda" in rng:
-            torch.cuda.set_rng_state(rng["cuda"])
-        return json.loads((path / "recipe.json").read_text())
+        if path != self._verified:
+            self._verify(path)
+        try:
+            return together(lambda: _load(path, model, optimizer))
+        except FAILURES as error:
+            cause = true_cause(error)
+            if not isinstance(cause, Exception):
+                raise cause from None
+            raise OSError(
+                f"{path} could not be loaded: {describe(cause)}. Its files are whole: set `model:` and `optimizer:` "
+                "back to what it was saved with, or begin a new run in another output_dir"
+            ) from error
+
+    def _verify(self, path: Path) -> None:
+        """Every rank reads a share of the files, and all come to one verdict. A collective."""
+        manifest = from_main(lambda: self._inspect(path))
+        shares = len(gathered(None))
+        wrong = [text for text in gathered(manifest.wrong_with_bytes(path, rank(), shares)) if text is not None]
+        if wrong:
+            raise DamagedCheckpoint(f"{path} is damaged: {min(wrong)}")
+        self._verified = path
+
+    def _inspect(self, path: Path) -> Manifest:
+        """What can be seen without reading tensors."""
+        manifest = Manifest.read(path)
+        if (refusal := self._identity.refusal(manifest.identity)) is not None:
+            raise ValueError(f"{path} cannot be resumed: {refusal}")
+        if manifest.step != self.step_of(path):
+            raise DamagedCheckpoint(f"{path} is damaged: it holds step {manifest.step} and was renamed")
+        if (wrong := manifest.wrong_with_files(path)) is not None:
+            raise DamagedCheckpoint(f"{path} is damaged: {wrong}")
+        return manifest
+
+    def _complete(self, final: Path, recipe: dict[str, Any], known: dict, checksums: Checksums) -> None:
+        """On rank 0, when all tensors are written: the rest, and the name."""
+        partial = folders.partial_of(final)
+        (partial / "recipe.json").write_text(json.dumps(recipe))
+        with checksums.waiting():
+            files = all_files(partial, known)
+        Manifest(recipe["step"], recipe["score"], self._identity, files).write(partial)
+        if final.exists() and not self._is_mine(_glance(final)):
+            log.warning("%s is damaged or of another run: it is now %s", final, set_aside(final))
+        folders.put_in_place(final)
 
     def _prune(self) -> None:
-        found = self.all()
-        keep = set(found[-self._keep_last :])
-        if self._keep_best:
-            scores = {p: json.loads((p / "recipe.json").read_text()).get("score") for p in found}
-            scored = [p for p in found if scores[p] is not None]
-            keep |= {max(scored, key=lambda p: scores[p])} if scored else set()
-        for path in found:
+        """Damaged checkpoints and those of other runs are neither counted nor touched."""
+        mine = [(path, found) for path in self.all() if self._is_mine(found := _glance(path))]
+        keep = {path for path, _ in mine[-self._config.keep_last :]}
+        scored = [(path, found.score) for path, found in mine if found.score is not None]
+        if scored:
+            keep.add(max(scored, key=lambda pair: pair[1])[0])
+        for path, _ in mine:
             if path not in keep:
-                shutil.rmtree(path)
+                folders.discard(path)
+
+    def _is_mine(self, manifest: Manifest | None) -> bool:
+        return manifest is not None and manifest.identity.run == self._identity.run
+
+    def _advice_on_saving(self) -> str:
+        return f"Free space there, then resume with resume_from_checkpoint=True; the last whole checkpoint: {self.latest()}"
 
 
-def save_model(folder: Path, model: nn.Module, source: HFModel, dtype: torch.dtype, is_main: bool) -> Path:
-    """Writes a model directory, replacing an earlier one only when it is complete. Called by all ranks together."""
-    partial = folder.with_name(f".partial_{folder.name}")
-    if is_main:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    export_model(partial if is_main else None, model, source, dtype)
-    if is_main:
-        _fsync_tree(partial)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(partial, folder)
-    _barrier()
-    return folder
+def _glance(path: Path) -> Manifest | None:
+    """The manifest of a checkpoint that looks whole."""
+    try:
+        manifest = Manifest.read(path)
+        return manifest if manifest.wrong_with_files(path) is None else None
+    except (DamagedCheckpoint, OSError):  # it may be going away
+        return None
 
 
-def export_model(folder: Path | None, model: nn.Module, source: HFModel, dtype: torch.dtype) -> None:
-    """A model directory for any other tool, with adapters merged, beside the config and tokenizer files of `source`.
-
-    A collective; folder: None on ranks other than 0.
-    """
-    if folder is not None:
-        _copy_files(source.path, folder)
-    _save_hf(merged_hf_tensors(model, source, dtype), folder)
-
-
-def export_adapter(
-    folder: Path | None, model: nn.Module, source: HFModel, adapter: AdapterSpec, merged: torch.dtype | None = None
-) -> None:
-    """An adapter for PEFT or vLLM, in float32, and, if asked for, the merged model in that dtype in the folder `merged`.
-
-    A collective; folder: None on ranks other than 0.
-    """
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in adapter_hf_tensors(model, source, torch.float32)}
-    inside = folder and folder / "merged"
-    if folder is not None:
-        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        (folder / "adapter_config.json").write_text(json.dumps(adapter.peft_config(str(source.path)), indent=1))
-    if merged is not None:
-        if inside is not None:
-            inside.mkdir()
-        export_model(inside, model, source, merged)
-
-
-def require_same_adapter(checkpoint: Path, adapter: AdapterSpec) -> None:
-    """Raises ValueError when a checkpoint holds another adapter than the one that the config builds."""
-    saved = json.loads((checkpoint / "recipe.json").read_text()).get("adapter")
-    if saved is None:
-        raise ValueError(f"{checkpoint} holds no adapter: it was written by another recipe; choose another output_dir")
-    for name, wanted in json.loads(json.dumps(asdict(adapter))).items():
-        if saved[name] != wanted:
-            raise ValueError(
-                f"{checkpoint} holds an adapter with {name}={saved[name]}, `model:` asks for {wanted}; set it back, or "
-                "begin a new run in another output_dir"
-            )
-
-
-def _copy_files(source: Path, folder: Path) -> None:
-    """Config, tokenizer and template files of a model directory."""
-    for file in source.iterdir():
-        if file.is_file() and not file.name.endswith(_NOT_COPIED) and file.name != "recipe.json":
-            shutil.copyfile(file, folder / file.name)
-
-
-def _save_hf(tensors: Iterable[tuple[str, Tensor]], folder: Path | None) -> None:
-    """Streams tensors into safetensors files of at most SHARD_BYTES; folder None: only takes part in the gathers."""
-    shards: list[list[str]] = []
-    pending: dict[str, Tensor] = {}
-    size = total = 0
-
-    def flush() -> None:
-        nonlocal size
-        if pending and folder is not None:
-            save_file(pending, folder / f"shard-{len(shards)}", metadata={"format": "pt"})
-            shards.append(list(pending))
-        pending.clear()
-        size = 0
-
-    for name, tensor in tensors:
-        if folder is None:
-            continue
-        bytes_ = tensor.numel() * tensor.element_size()
-        if pending and size + bytes_ > SHARD_BYTES:
-            flush()
-        pending[name] = tensor.to("cpu", copy=True).contiguous()
-        size, total = size + bytes_, total + bytes_
-    flush()
-    if folder is None:
-        return
-    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    for i, name in enumerate(names):
-        os.replace(folder / f"shard-{i}", folder / name)
-    weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-
-
-def _save_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     model_state, optimizer_state = get_state_dict(model, optimizer, options=TRAINED_ONLY)
-    state = {"model": model_state, "optimizer": optimizer_state, **_rng()}
+    return {"model": model_state, "optimizer": optimizer_state}
+
+
+def _save_state(folder: Path, state: dict[str, Any], checksums: Checksums) -> None:
     with _one_process_is_fine():
-        dcp.save(state, checkpoint_id=folder, no_dist=not _distributed())
+        dcp.save(state | _rng(), storage_writer=state_writer(folder, checksums), no_dist=not distributed())
+
+
+def _load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    settings = [{name: value for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
+    saved = dcp.FileSystemReader(path / "state").read_metadata().state_dict_metadata
+    mine = f"rng_{rank()}"
+    rng = {name: value for name, value in _rng()[mine].items() if f"{mine}.{name}" in saved}
+    state = _state(model, optimizer) | ({mine: rng} if rng else {})
+    with _one_process_is_fine():
+        dcp.load(state, checkpoint_id=path / "state", no_dist=not distributed())
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+        options=TRAINED_ONLY,
+    )
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)
+    if "cpu" in rng:
+        torch.set_rng_state(rng["cpu"])
+    if "cuda" in rng:
+        torch.cuda.set_rng_state(rng["cuda"])
+    return json.loads((path / "recipe.json").read_text())
 
 
 @contextmanager
@@ -260,32 +320,4 @@ def _rng() -> dict[str, dict[str, Tensor]]:
     rng = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         rng["cuda"] = torch.cuda.get_rng_state()
-    return {f"rng_{_rank()}": rng}
-
-
-def _distributed() -> bool:
-    return dist.is_initialized() and dist.get_world_size() > 1
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _barrier() -> None:
-    if _distributed():
-        dist.barrier()
-
-
-def _root(error: BaseException) -> BaseException:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
-
-
-def _fsync_tree(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    return {f"rng_{rank()}": rng}

@@ -1,0 +1,156 @@
+"""What other tools read: Hugging Face model directories and adapters, from a model that may be sharded."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from torchtune_ext.policy.lora import AdapterSpec, adapter_hf_tensors, merged_hf_tensors
+from torchtune_ext.policy.weights import HFModel
+from torchtune_ext.training.folders import make_empty, partial_of, put_in_place, written_aside
+from torchtune_ext.training.manifest import NAME as MANIFEST
+from torchtune_ext.training.manifest import Checksums
+from torchtune_ext.training.outcome import together
+
+SHARD_BYTES = 4 << 30  # of one safetensors file
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json")  # of the source; its other files are copied
+_OF_CHECKPOINTS = ("recipe.json", MANIFEST)  # not copied either, where the source is a checkpoint
+
+
+def save_model(folder: Path, model: nn.Module, source: HFModel, dtype: torch.dtype, is_main: bool) -> Path:
+    """Writes a model directory, replacing an earlier one only when it is complete. Called by all ranks together.
+
+    Raises:
+        OSError: nothing was saved, on any rank; an earlier directory is untouched.
+    """
+    with written_aside(folder, lambda: "Free space there, or choose another output_dir"):
+        partial = partial_of(folder)
+        together(lambda: make_empty(partial) if is_main else None)
+        together(lambda: export_model(partial if is_main else None, model, source, dtype))
+        together(lambda: put_in_place(folder) if is_main else None)
+    return folder
+
+
+def export_model(
+    folder: Path | None, model: nn.Module, source: HFModel, dtype: torch.dtype, checksums: Checksums | None = None
+) -> None:
+    """A model directory for any other tool, with adapters merged, beside the config and tokenizer files of `source`.
+
+    A collective; folder: None on ranks other than 0. `checksums` is told of the large files.
+    """
+    tensors = merged_hf_tensors(model, source, dtype)
+    with _drained(tensors):
+        _write_model(folder, tensors, source, checksums)
+
+
+def export_adapter(
+    folder: Path | None,
+    model: nn.Module,
+    source: HFModel,
+    adapter: AdapterSpec,
+    merged: torch.dtype | None = None,
+    checksums: Checksums | None = None,
+) -> None:
+    """An adapter for PEFT or vLLM, in float32, and, if asked for, the merged model in that dtype in the folder `merged`.
+
+    A collective; folder: None on ranks other than 0. `checksums` is told of the large files.
+    """
+    small = {name: tensor.cpu().contiguous() for name, tensor in adapter_hf_tensors(model, source, torch.float32)}
+    large = merged_hf_tensors(model, source, merged) if merged is not None else iter(())
+    inside = folder / "merged" if folder is not None else None
+    with _drained(large):
+        if folder is not None:
+            _save_file(small, folder / "adapter_model.safetensors")
+            (folder / "adapter_config.json").write_text(json.dumps(adapter.peft_config(str(source.path)), indent=1))
+        if merged is not None:
+            if inside is not None:
+                inside.mkdir()
+            _write_model(inside, large, source, checksums)
+
+
+def require_same_adapter(checkpoint: Path, adapter: AdapterSpec) -> None:
+    """Raises ValueError when a checkpoint holds another adapter than the one that the config builds."""
+    saved = json.loads((checkpoint / "recipe.json").read_text()).get("adapter")
+    if saved is None:
+        raise ValueError(f"{checkpoint} holds no adapter: it was written by another recipe; choose another output_dir")
+    for name, wanted in json.loads(json.dumps(asdict(adapter))).items():
+        if saved[name] != wanted:
+            raise ValueError(
+                f"{checkpoint} holds an adapter with {name}={saved[name]}, `model:` asks for {wanted}; set it back, or "
+                "begin a new run in another output_dir"
+            )
+
+
+@contextmanager
+def _drained(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[None]:
+    """Rank 0 takes part in all gathers even when its disk is full: the other ranks would wait for it there."""
+    try:
+        yield
+    except Exception:
+        for _ in tensors:
+            pass
+        raise
+
+
+def _write_model(
+    folder: Path | None, tensors: Iterator[tuple[str, Tensor]], source: HFModel, checksums: Checksums | None
+) -> None:
+    """Streams tensors into safetensors files of at most SHARD_BYTES; folder None: only takes part in the gathers."""
+    if folder is None:
+        for _ in tensors:
+            pass
+        return
+    _copy_files(source.path, folder)
+    shards: list[tuple[Path, list[str]]] = []
+    pending: dict[str, Tensor] = {}
+    size = total = 0
+
+    def flush() -> None:
+        nonlocal size
+        if pending:
+            path = folder / f"shard-{len(shards)}"
+            _save_file(pending, path)
+            if checksums is not None:
+                checksums.read_back(path)
+            shards.append((path, list(pending)))
+        pending.clear()
+        size = 0
+
+    for name, tensor in tensors:
+        bytes_ = tensor.numel() * tensor.element_size()
+        if pending and size + bytes_ > SHARD_BYTES:
+            flush()
+        pending[name] = tensor.to("cpu", copy=True).contiguous()
+        size, total = size + bytes_, total + bytes_
+    flush()
+    weight_map = {}
+    for i, (path, names) in enumerate(shards):
+        final = folder / f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        os.replace(path, final)
+        if checksums is not None:
+            checksums.renamed(path, final)
+        weight_map |= dict.fromkeys(names, final.name)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+
+
+def _copy_files(source: Path, folder: Path) -> None:
+    """Config, tokenizer and template files of a model directory."""
+    for file in source.iterdir():
+        if file.is_file() and not file.name.endswith(_WEIGHTS) and file.name not in _OF_CHECKPOINTS:
+            shutil.copyfile(file, folder / file.name)
+
+
+def _save_file(tensors: dict[str, Tensor], path: Path) -> None:
+    """safetensors makes files that only the user can read; this one gets the mode that the user's umask gives."""
+    path.touch()
+    mode = path.stat().st_mode & 0o7777
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(mode)

@@ -1,0 +1,66 @@
+"""What a checkpoint belongs to: a run, a model, and the weights that the run began with."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchtune_ext.policy.lora import AdapterSpec, adapter_names
+from torchtune_ext.policy.weights import HFModel
+
+_WRITERS_NOTES = ("transformers_version", "torch_dtype", "dtype")  # of config.json: who wrote it, not what the model is
+_FIX = {
+    "run": "move it away, or give this run an output_dir of its own",
+    "model": "set `model:` and model_dir back, or begin a new run in another output_dir",
+    "base": "set model_dir to the weights that the run began with, or begin a new run in another output_dir",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Short texts that a person can read; two are the same when they are equal."""
+
+    run: str  # id of the run
+    model: str  # architecture, and names and shapes of what is saved
+    base: str  # fingerprint of the weights in model_dir: what adapters stand on, or the reference of the KL term
+
+    def refusal(self, saved: "Identity") -> str | None:
+        """Why a checkpoint of the identity `saved` is not one of this run, with the fix; None where it is."""
+        parts = [
+            f"it belongs to another {name} ({theirs}; this run has {ours}): {_FIX[name]}"
+            for name, ours in asdict(self).items()
+            if (theirs := asdict(saved)[name]) != ours
+        ]
+        return "; ".join(parts) or None
+
+
+def identify(
+    run: str, source: HFModel, make_model: Callable[[], nn.Module], adapter: AdapterSpec | None = None
+) -> Identity:
+    """Reads the headers and a sample of the weights in model_dir, and builds the model on the meta device."""
+    return Identity(run, model_text(source, make_model, adapter), source.fingerprint())
+
+
+def model_text(source: HFModel, make_model: Callable[[], nn.Module], adapter: AdapterSpec | None = None) -> str:
+    """Size, adapter and digest of a model; the digest covers all of config.json and every name and shape that is saved."""
+    with torch.device("meta"):
+        model = make_model()
+    adapters = adapter_names(model)
+    saved = {
+        name: ["float32", *param.shape]  # masters are float32, whatever the forward computes in
+        for name, param in model.named_parameters()
+        if not adapters or name in adapters
+    }
+    config = {name: value for name, value in source.config.items() if name[0] != "_" and name not in _WRITERS_NOTES}
+    settings: dict[str, Any] = asdict(adapter) if adapter is not None else {}
+    whole = json.dumps([config, saved, settings], sort_keys=True)
+    values = sum(torch.Size(shape[1:]).numel() for shape in saved.values())
+    text = f"{config['model_type']} of {config.get('num_hidden_layers')} layers, width {config['hidden_size']}"
+    if settings:
+        shown = {name: value if not isinstance(value, tuple) else "+".join(value) for name, value in settings.items()}
+        text += f", adapter {' '.join(f'{name}={value}' for name, value in shown.items())}"
+    return f"{text}, {len(saved)} tensors of {values:,} values, {hashlib.sha256(whole.encode()).hexdigest()[:12]}"

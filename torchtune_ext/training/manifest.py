@@ -1,0 +1,219 @@
+"""manifest.json of a checkpoint: what it belongs to, and size and SHA-256 of every file.
+
+It is written last and read first, so that damage is found before anything is loaded or unpickled. It has no key: whoever can
+write into the folder can write a manifest that fits.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import IO, Any
+
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+
+from torchtune_ext.run.files import write_atomic
+from torchtune_ext.training.identity import Identity
+from torchtune_ext.training.outcome import true_cause
+
+NAME = "manifest.json"
+FORMAT = 1
+BESIDE = 1 << 20  # bytes of a write from which on it is hashed by a thread beside it: below, the hand-over costs more
+Entry = tuple[int, str]  # size in bytes, SHA-256 in hex
+
+
+class DamagedCheckpoint(ValueError):
+    """A checkpoint is not what was written. The message names folder, file and what is wrong with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What is known of a checkpoint without reading its tensors."""
+
+    step: int
+    score: float | None  # the higher the better
+    identity: Identity
+    files: dict[str, Entry]  # by path below the checkpoint; all but the manifest itself
+
+    def write(self, folder: Path) -> None:
+        content = {"format": FORMAT, **asdict(self)}
+        whole = {"content": content, "sha256": _digest_of(content)}
+        write_atomic(folder / NAME, json.dumps(whole, indent=1).encode())
+
+    @classmethod
+    def read(cls, folder: Path) -> "Manifest":
+        """Raises DamagedCheckpoint: no manifest, or not as it was written."""
+        try:
+            whole = json.loads((folder / NAME).read_bytes())
+            content, digest = whole["content"], whole["sha256"]
+        except FileNotFoundError:
+            raise DamagedCheckpoint(
+                f"{folder} is damaged: {NAME} is missing; it was removed, or a version that wrote no manifests "
+                "saved this checkpoint"
+            ) from None
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise DamagedCheckpoint(f"{folder} is damaged: {NAME} cannot be read ({error})") from None
+        if _digest_of(content) != digest:
+            raise DamagedCheckpoint(f"{folder} is damaged: {NAME} has not the checksum that it was written with")
+        if content["format"] != FORMAT:
+            raise DamagedCheckpoint(
+                f"{folder} cannot be checked: {NAME} has format {content['format']}, this version reads {FORMAT}"
+            )
+        files = {name: (size, checksum) for name, (size, checksum) in content["files"].items()}
+        return cls(content["step"], content["score"], Identity(**content["identity"]), files)
+
+    def wrong_with_files(self, folder: Path) -> str | None:
+        """Names and sizes alone: the first file that is missing, of another size, or unknown."""
+        found = {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()} - {NAME}
+        for name in sorted(found | set(self.files)):
+            if name not in self.files:
+                return f"{name} is not in the manifest"
+            if name not in found:
+                return f"{name} is missing"
+            size = (folder / name).stat().st_size
+            if size != self.files[name][0]:
+                return f"{name} has {size:,} bytes instead of {self.files[name][0]:,}"
+        return None
+
+    def wrong_with_bytes(self, folder: Path, share: int = 0, shares: int = 1) -> str | None:
+        """Reads a share of the files whole; the first whose checksum differs or that cannot be read."""
+        by_size = sorted(self.files, key=lambda name: (-self.files[name][0], name))
+        for name in sorted(by_size[share::shares]):
+            try:
+                with open(folder / name, "rb") as file:
+                    checksum = hashlib.file_digest(file, "sha256").hexdigest()
+            except OSError as error:
+                return f"{name} cannot be read ({error})"
+            if checksum != self.files[name][1]:
+                return f"{name} has not the checksum that it was written with"
+        return None
+
+
+class Checksums:
+    """Sizes and checksums of the files that this process writes into a folder, taken while they are written."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.seconds = 0.0  # that writing waited for checksums
+        self._files: dict[Path, Future[Entry]] = {}
+        self._reader = ThreadPoolExecutor(1)  # reads finished files back while the next are made
+        self._beside = ThreadPoolExecutor(1)  # hashes the bytes that are just being written
+
+    def __enter__(self) -> "Checksums":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._reader.shutdown(cancel_futures=True)
+        self._beside.shutdown()
+
+    def read_back(self, path: Path) -> None:
+        """Takes the checksum of a finished file in the background. It may be renamed meanwhile."""
+        file = open(path, "rb")  # noqa: SIM115  (closed by the thread)
+        self._files[path] = self._reader.submit(_entry, file)
+
+    def renamed(self, old: Path, new: Path) -> None:
+        self._files[new] = self._files.pop(old)
+
+    def finish(self) -> dict[str, Entry]:
+        """By path below the folder."""
+        with self.waiting():
+            return {str(path.relative_to(self.folder)): entry.result() for path, entry in self._files.items()}
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        began = perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += perf_counter() - began
+
+    @contextmanager
+    def stream(self, raw: IO[bytes], path: Path) -> Iterator["_HashedStream"]:
+        """A stream that writes to `raw` and takes the checksum of what goes through."""
+        stream = _HashedStream(raw, self, self._beside)
+        try:
+            yield stream
+        except Exception as error:
+            # Errors of other ranks travel without what they were raised from, so the true one has to be on top.
+            cause = true_cause(error)
+            if cause is error:
+                raise
+            raise cause from None
+        done: Future[Entry] = Future()
+        done.set_result((stream.size, stream.checksum.hexdigest()))
+        self._files[path] = done
+
+
+def all_files(folder: Path, known: dict[str, Entry]) -> dict[str, Entry]:
+    """The entries of every file in a folder; those that are not in `known` are read.
+
+    Raises:
+        OSError: a known file is not there as it was written.
+    """
+    found = sorted(path for path in folder.rglob("*") if path.is_file())
+    names = {str(path.relative_to(folder)): path for path in found}
+    for name, (size, _) in known.items():
+        if name not in names or names[name].stat().st_size != size:
+            raise OSError(
+                f"{name} was written by another rank and is not to be seen here as it was written: all ranks need one "
+                "shared output_dir"
+            )
+    return {name: known[name] if name in known else _entry(open(path, "rb")) for name, path in names.items()}
+
+
+def state_writer(folder: Path, checksums: Checksums) -> FileSystemWriter:
+    """DCP's writer of files, which takes their checksums on the way."""
+    writer = FileSystemWriter(folder)
+    writer.fs = _HashingFileSystem(checksums)
+    return writer
+
+
+class _HashingFileSystem(FileSystem):
+    def __init__(self, checksums: Checksums):
+        self._checksums = checksums
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as raw, self._checksums.stream(raw, Path(path)) as stream:
+            yield stream
+
+    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
+        super().rename(path, new_path)
+        self._checksums.renamed(Path(path), Path(new_path))
+
+
+class _HashedStream:
+    """What DCP uses of a file that is open for writing."""
+
+    def __init__(self, raw: IO[bytes], checksums: Checksums, beside: ThreadPoolExecutor):
+        self._raw, self._checksums, self._beside = raw, checksums, beside
+        self.checksum, self.size = hashlib.sha256(), 0
+        self.tell, self.flush, self.fileno, self.close = raw.tell, raw.flush, raw.fileno, raw.close
+
+    def write(self, data: Any) -> int:
+        size = memoryview(data).nbytes
+        self.size += size
+        if size < BESIDE:
+            with self._checksums.waiting():
+                self.checksum.update(data)
+            return self._raw.write(data)
+        hashed = self._beside.submit(self.checksum.update, data)
+        try:
+            return self._raw.write(data)
+        finally:
+            with self._checksums.waiting():  # always: `data` is memory of the caller's, which it may free now
+                hashed.result()
+
+
+def _entry(file: IO[bytes]) -> Entry:
+    with file:
+        return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digest_of(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
