@@ -1,5 +1,6 @@
 """The sampler with a vLLM server that was started beside it."""
 
+import json
 import os
 import signal
 import socket
@@ -17,10 +18,19 @@ pytest.importorskip("vllm")
 
 import tiny_model  # noqa: E402
 
+from torchtune_ext.sampling.doors import KEY_VARIABLE  # noqa: E402
 from torchtune_ext.sampling.engine import Engine, EngineConfig, EngineFailed, SamplingConfig  # noqa: E402
 from torchtune_ext.sampling.server import server_command  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def key():
+    """The servers' key, in the environment of both sides."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(KEY_VARIABLE, "test-key-7f3b0c")
+        yield os.environ[KEY_VARIABLE]
 
 
 def free_port() -> int:
@@ -32,9 +42,8 @@ def free_port() -> int:
 class Server:
     """A server process, and its group with it when it ends."""
 
-    def __init__(self, model_dir, config, port, log, without=()):
-        command, environ = server_command(model_dir, config, "127.0.0.1", port)
-        command = [word for word in command if word not in without]
+    def __init__(self, model_dir, config, port, log):
+        command, environ = server_command(model_dir, config, port=port)
         self.address, self.log = f"http://127.0.0.1:{port}", log
         environ["TMPDIR"] = str(log.parent)
         with open(log, "ab") as out:
@@ -52,6 +61,18 @@ class Server:
             except (urllib.error.URLError, OSError):
                 time.sleep(0.3)
         raise AssertionError("the server did not come up")
+
+    def ask(self, path, method="GET", key=None):
+        """Status and text of the answer to a request, with or without a key."""
+        request = urllib.request.Request(self.address + path, b"{}" if method == "POST" else None, method=method)
+        if key is not None:
+            request.add_header("Authorization", f"Bearer {key}")
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
 
     def kill(self):
         try:
@@ -139,6 +160,56 @@ def test_deadline_early_stop_and_publication_in_flight(engine, models):
             by_old, by_new = (tiny_model.logprobs(model, prompt, c.tokens) for model in models)
             assert np.abs(by_old[:split] - c.logprobs[:split]).max() < 1e-4
             assert np.abs(by_new[split:] - c.logprobs[split:]).max() < 1e-4
+
+
+def test_every_route_wants_the_key(server, key):
+    """Also those that vLLM's own --api-key leaves open: its weights, its methods, its counters."""
+    status, text = server.ask("/openapi.json", key=key)
+    assert status == 200
+    routes = [(path, method.upper()) for path, methods in json.loads(text)["paths"].items() for method in methods]
+    routes += [
+        ("/openapi.json", "GET"),
+        ("/docs", "GET"),
+        ("/metrics", "GET"),
+        ("/nowhere", "GET"),
+        ("/pause", "OPTIONS"),
+    ]
+    assert {"/collective_rpc", "/update_weights", "/init_weight_transfer_engine"} <= {path for path, _ in routes}
+    for path, method in routes:
+        for wrong in (None, "", key[:-1], key + "0"):
+            allowed = 200 if path == "/health" else 401
+            assert server.ask(path, method, wrong)[0] == allowed, (path, method, wrong)
+    assert server.ask("/is_paused", key=key)[0] == 200
+
+
+def test_the_key_is_in_no_command_line_and_no_log(server, key):
+    session = [int(pid) for pid in os.listdir("/proc") if pid.isdigit() and in_session(int(pid), server.process.pid)]
+    assert len(session) >= 2  # the server and its engine
+    for pid in session:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            assert key.encode() not in file.read()
+    assert key not in server.log.read_text()
+
+
+def in_session(pid, leader):
+    try:
+        return os.getsid(pid) == leader
+    except ProcessLookupError:
+        return False
+
+
+def test_a_wrong_or_missing_key_ends_the_start_at_once(server, key, tmp_path, monkeypatch):
+    config = EngineConfig(address=server.address, max_model_len=1024, start_deadline_s=600.0)
+    monkeypatch.setenv(KEY_VARIABLE, "guessed")
+    with Engine("", config, str(tmp_path)) as engine:
+        engine.start()
+        with pytest.raises(EngineFailed, match=f"refuses the key in {KEY_VARIABLE}") as caught:
+            engine.wait_ready(30)
+        assert "guessed" not in str(caught.value)
+    monkeypatch.delenv(KEY_VARIABLE)
+    with Engine("", config, str(tmp_path)) as engine:
+        with pytest.raises(EngineFailed, match=f"{KEY_VARIABLE} is not set.*--middleware"):
+            engine.start()
 
 
 def test_a_server_of_the_wrong_kind_is_refused(server, tmp_path):

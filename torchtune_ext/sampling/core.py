@@ -18,6 +18,7 @@ import torch
 
 from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded
 from torchtune_ext.sampling.core_process import LOG_FORMAT, LOG_LEVEL, CoreContext, CoreProcess
+from torchtune_ext.sampling.doors import one_machine
 from torchtune_ext.sampling.records import LORA_RANKS, Completion, EngineConfig
 from torchtune_ext.sampling.weights import ADAPTER_ID, WeightBuffer
 
@@ -93,6 +94,7 @@ class LocalCore:
         self.calls: dict[str, Call] = {}
         self.sign_of_life = time.monotonic()
         environ = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CONFIGURE_LOGGING": "0", "TMPDIR": temp_dir}
+        environ |= one_machine()
         if on_cpu():
             environ |= {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
         if config.quantization:  # else vLLM rounds the scales of published weights to powers of two, on Hopper, too

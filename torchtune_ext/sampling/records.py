@@ -30,7 +30,8 @@ class EngineConfig:
     block_size: int | None = None  # tokens in a KV block; None: 32 on CPU, vLLM's choice on GPU
     devices: str | None = None  # CUDA_VISIBLE_DEVICES of the engine's process; None: inherited
     sleep: bool = False  # engine shares the trainer's GPU: give memory back between sampling and publishing
-    address: str | None = None  # "http://host:port" of a running vLLM server; None: an engine of our own
+    # "http://host:port" of a running vLLM server, whose key is in TORCHTUNE_EXT_API_KEY; None: an engine of our own
+    address: str | None = None
     lora_rank: int | None = None  # of an adapter that will be published; the recipe sets it
     lora_targets: tuple[str, ...] = ()  # layers that have one: "q_proj", ...; empty: all that vLLM can adapt
     load_format: str = "auto"  # "dummy": random weights until the first publication

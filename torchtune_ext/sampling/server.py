@@ -3,10 +3,14 @@
 Completions go over HTTP (`/inference/v1/generate`: token ids in, token ids, log-probs and versions out). Weights do
 not: the server reads them out of the trainer's shared memory, so it has to run on the trainer's machine, and to know
 our loader. `server_command` gives the command line that starts such a server.
+
+Whoever reaches the server's weight routes can replace the model, so every request carries a key. It lives in an
+environment variable on both sides (`doors.KEY_VARIABLE`), never in a config, a log or a command line.
 """
 
 import asyncio
 import json
+import secrets
 import shlex
 import sys
 import time
@@ -15,6 +19,7 @@ from typing import Any
 
 from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded
 from torchtune_ext.sampling.core import LOADER, UNIPROC, on_cpu
+from torchtune_ext.sampling.doors import GUARD, KEY_VARIABLE, authorization, one_machine, server_key
 from torchtune_ext.sampling.records import Completion, EngineConfig
 from torchtune_ext.sampling.weights import WeightBuffer
 
@@ -29,23 +34,28 @@ METRICS = {  # of vLLM's Prometheus page
 }
 
 
-def server_command(model_dir: str, config: EngineConfig, host: str, port: int) -> tuple[list[str], dict[str, str]]:
-    """How to start a server that this class can use: (command line, environment variables to add)."""
+def server_command(
+    model_dir: str, config: EngineConfig, host: str = "127.0.0.1", port: int = 8000
+) -> tuple[list[str], dict[str, str]]:
+    """How to start a server that this class can use: (command line, environment variables to add).
+
+    The environment holds the key that the server will ask for: the one of our own environment (`doors.KEY_VARIABLE`), or else
+    a fresh random one, which then has to get into the trainer's. Raises ValueError for a key that no header can carry.
+
+    Args:
+        host: address to listen on. The trainer has to be on the same machine, so there is little reason for another one,
+            and over a network the key would travel in the clear.
+    """
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model_dir]
-    command += [
-        "--host",
-        host,
-        "--port",
-        str(port),
-        "--dtype",
-        config.dtype,
-        "--max-model-len",
-        str(config.max_model_len),
-    ]
+    command += ["--host", host, "--port", str(port), "--middleware", GUARD]
+    command += ["--dtype", config.dtype, "--max-model-len", str(config.max_model_len)]
     command += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     command += ["--skip-tokenizer-init", "--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
     command += ["--worker-extension-cls", LOADER, "--weight-transfer-config", json.dumps({"backend": "shm"})]
-    environ = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}  # the weight routes are in the "dev mode"
+    key = server_key() or secrets.token_urlsafe(32)
+    environ = {KEY_VARIABLE: key, "VLLM_API_KEY": key}  # else a VLLM_API_KEY of the user's would ask for another one
+    environ |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}  # the weight routes are in the "dev mode"
+    environ |= one_machine()
     if on_cpu():
         command += ["--enforce-eager", "--distributed-executor-backend", UNIPROC, "--no-enable-chunked-prefill"]
         command += ["--block-size", str(config.block_size or 32)]
@@ -71,21 +81,33 @@ class ServerCore:
         self._session: Any = None
         self._poll: asyncio.Task | None = None
         self._model = "MODEL_DIR"  # known after the launch
+        self._headers: dict[str, str] = {}  # with the key, known then, too
         self._last: dict[str, float] | None = None
 
     def configure(self) -> None:
-        """Nothing: the server is configured by whoever starts it."""
+        """Reads the key; all else is configured by whoever starts the server. Raises ValueError without a key."""
+        key = server_key()
+        if key is None:
+            raise ValueError(
+                f"engine.address is {self.address}, but {KEY_VARIABLE} is not set: set it to the key of the server, which "
+                "is started like this, with the same variable in its environment (e.g. from `openssl rand -hex 32`): "
+                f"{self._how()}"
+            )
+        self._headers = {"Authorization": authorization(key)}
 
     async def launch(self) -> None:
-        """Waits until the server answers. Raises CoreLost when it does not; ValueError when it is the wrong kind."""
+        """Waits until the server answers. Raises CoreLost when it does not; ValueError when it is the wrong kind, or
+        its key is not ours."""
         import aiohttp
 
+        self.configure()
         connector = aiohttp.TCPConnector(limit=0, force_close=True)  # a kept connection may be closed as we use it
         timeout = aiohttp.ClientTimeout(total=None)  # every call has its own deadline
         self._session = aiohttp.ClientSession(timeout=timeout, connector=connector)
         give_up_at = time.monotonic() + self.config.start_deadline_s
         while True:
             try:
+                await asyncio.wait_for(self._check_guard(), 30.0)
                 info = await asyncio.wait_for(self._get("/server_info?config_format=json"), 30.0)
                 break
             except (CoreLost, TimeoutError) as error:
@@ -99,8 +121,27 @@ class ServerCore:
         self.sign_of_life = time.monotonic()
 
     def _how(self) -> str:
-        command, environ = server_command(self._model, self.config, "127.0.0.1", 8000)
-        return " ".join([f"{key}={value}" for key, value in environ.items()] + [shlex.quote(word) for word in command])
+        command, environ = server_command(self._model, self.config)
+        secret = environ[KEY_VARIABLE]  # this line goes into logs
+        pairs = {name: f'"${KEY_VARIABLE}"' if value == secret else value for name, value in environ.items()}
+        return " ".join([f"{name}={value}" for name, value in pairs.items()] + [shlex.quote(word) for word in command])
+
+    async def _check_guard(self) -> None:
+        """Raises ValueError when the server does not ask for a key: others then come in, too. Raises CoreLost."""
+        import aiohttp
+
+        try:
+            async with self._session.get(self.address + "/is_paused") as response:
+                status = response.status
+        except (aiohttp.ClientError, OSError) as error:
+            raise CoreLost(f"no connection to {self.address}: {error!r}") from error
+        if status >= 500:
+            raise CoreLost(f"{self.address} is not ready ({status})")
+        if status not in (401, 403):
+            raise ValueError(
+                f"engine.address: {self.address} asks for no key, so whoever reaches it may replace its weights; "
+                f"start it like this: {self._how()}"
+            )
 
     def _check(self, config: dict[str, Any]) -> None:
         model, cache = config["model_config"], config["cache_config"]
@@ -239,8 +280,8 @@ class ServerCore:
             await asyncio.sleep(METRICS_S)
             try:
                 text = await self._bounded(self._get("/metrics"), 30.0)
-            except CoreLost:
-                continue  # the watch finds out
+            except (CoreLost, ValueError):
+                continue  # the watch, or the next request, finds out
             now = dict.fromkeys(METRICS.values(), 0.0)
             for line in text.splitlines():
                 name = METRICS.get(line.split("{")[0].split(" ")[0])
@@ -281,7 +322,12 @@ class ServerCore:
         import aiohttp
 
         try:
-            async with self._session.request(method, self.address + path, json=body) as response:
+            async with self._session.request(method, self.address + path, json=body, headers=self._headers) as response:
+                if response.status in (401, 403):
+                    raise ValueError(
+                        f"engine.address: {self.address} refuses the key in {KEY_VARIABLE} (it says: "
+                        f"{(await response.text())[:200]}); set it to the same value here and where the server is started"
+                    )
                 if response.status in (400, 404, 422):
                     raise ValueError(f"{self.address}{path} refuses the request: {(await response.text())[:500]}")
                 if response.status >= 400:

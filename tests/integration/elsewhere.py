@@ -1,0 +1,107 @@
+"""A machine whose name leads to a network address, as seen by one process, and the TCP sockets that listen there.
+
+python elsewhere.py enter COMMAND ...   runs `python elsewhere.py COMMAND ...` there, or ends with 77 where that is not
+                                        permitted
+python elsewhere.py group               listeners of a process group of torch, as it comes, as JSON
+python elsewhere.py engine FOLDER       listeners while an engine of ours samples, as JSON
+"""
+
+import ctypes
+import errno
+import fcntl
+import ipaddress
+import json
+import os
+import socket
+import struct
+import sys
+import tempfile
+from pathlib import Path
+
+ADDRESS, NAME = "10.9.9.9", "elsewhere"
+NOT_PERMITTED = 77  # exit status
+NO_NAMESPACES = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.ENOSPC, errno.EINVAL, errno.ENOTTY, errno.EOPNOTSUPP)
+NEW_USER, NEW_MOUNTS, NEW_HOSTNAME, NEW_NETWORK = 0x10000000, 0x20000, 0x4000000, 0x40000000
+MS_BIND = 0x1000
+SIOCSIFFLAGS, SIOCSIFADDR, IFF_UP = 0x8914, 0x8916, 1
+LISTEN = "0A"
+
+
+def enter(hosts: Path) -> None:
+    """Gives this process a network of its own, with loopback and ADDRESS, where the machine is called NAME. It needs no
+    rights but those of a user namespace, which the next `exec` gives up. Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    uid, gid = os.getuid(), os.getgid()
+
+    def checked(result: int) -> None:
+        if result:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+    checked(libc.unshare(NEW_USER | NEW_MOUNTS | NEW_HOSTNAME | NEW_NETWORK))
+    for file, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+        Path("/proc/self", file).write_text(text)
+    hosts.write_text(f"127.0.0.1 localhost\n{ADDRESS} {NAME}\n")
+    checked(libc.mount(bytes(hosts), b"/etc/hosts", None, MS_BIND, None))
+    socket.sethostname(NAME)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        up = struct.pack("16sh14x", b"lo", IFF_UP)
+        fcntl.ioctl(any_socket, SIOCSIFFLAGS, up)
+        address = struct.pack("16sHH4s8x", b"lo:1", socket.AF_INET, 0, socket.inet_aton(ADDRESS))
+        fcntl.ioctl(any_socket, SIOCSIFADDR, address)
+
+
+def listeners() -> list[str]:
+    """Addresses on which somebody listens in this network, one for each TCP socket."""
+    found = []
+    for file in ("tcp", "tcp6"):
+        for line in Path("/proc/net", file).read_text().splitlines()[1:]:
+            _, local, _, state, *_ = line.split()
+            if state == LISTEN:
+                words = bytes.fromhex(local.split(":")[0])  # 32 bits each, in the machine's order of bytes
+                parts = [words[i : i + 4][:: -1 if sys.byteorder == "little" else 1] for i in range(0, len(words), 4)]
+                found.append(str(ipaddress.ip_address(b"".join(parts))))
+    return found
+
+
+def group() -> list[str]:
+    import torch.distributed as dist
+
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        found = listeners()
+        dist.destroy_process_group()
+    return found
+
+
+def engine(folder: str) -> list[str]:
+    import tiny_model
+
+    from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
+
+    model = tiny_model.build(0)
+    config = EngineConfig(dtype="float32", max_model_len=256, kv_cache_bytes=32 << 20)
+    with Engine(tiny_model.save(model, Path(folder, "model")), config, folder) as engine:
+        engine.start()
+        engine.wait_ready()
+        engine.publish(model.named_parameters(), 1)
+        engine.sample([[1, 2, 3]], 2, SamplingConfig(max_tokens=4))
+        return listeners()
+
+
+def main(command: str, *rest: str) -> None:
+    if command == "enter":
+        with tempfile.TemporaryDirectory() as folder:  # the mount outlives the name
+            try:
+                enter(Path(folder, "hosts"))
+            except OSError as error:
+                if error.errno not in NO_NAMESPACES:
+                    raise
+                print(f"a network of its own is not permitted here: {error}", file=sys.stderr)
+                sys.exit(NOT_PERMITTED)
+        os.execv(sys.executable, [sys.executable, __file__, *rest])
+    found = {"group": group, "engine": engine}[command](*rest)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

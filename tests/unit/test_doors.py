@@ -1,0 +1,201 @@
+"""Who may reach an engine: the key of a server, and where sockets listen."""
+
+import asyncio
+import os
+import threading
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torchtune_ext.sampling import core, doors  # noqa: E402
+from torchtune_ext.sampling.doors import KEY_VARIABLE, ONE_MACHINE, KeyGuard  # noqa: E402
+from torchtune_ext.sampling.records import EngineConfig  # noqa: E402
+from torchtune_ext.sampling.server import ServerCore, server_command  # noqa: E402
+
+KEY = "0123456789abcdef-the-right-key"
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch):
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    for name in (*ONE_MACHINE, "VLLM_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def ask(guard: KeyGuard, path: str, *authorization: str, kind: str = "http") -> list[dict]:
+    """What the guard, or the application behind it, sends."""
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    headers = [(b"host", b"x"), *((b"authorization", value.encode()) for value in authorization)]
+    asyncio.run(guard({"type": kind, "path": path, "method": "POST", "headers": headers}, None, send))
+    return sent
+
+
+async def application(scope, receive, send):
+    await send({"type": "reached"})
+
+
+def reached(sent: list[dict]) -> bool:
+    return sent == [{"type": "reached"}]
+
+
+def test_the_guard_lets_in_who_has_the_key():
+    guard = KeyGuard(application)
+    for path in ("/update_weights", "/inference/v1/generate", "/health"):
+        assert reached(ask(guard, path, f"Bearer {KEY}"))
+    assert reached(ask(guard, "/v1/realtime", f"Bearer {KEY}", kind="websocket"))
+    assert reached(ask(guard, "/health")) and reached(ask(guard, "", kind="lifespan"))
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        (),
+        ("",),
+        (KEY,),
+        ("Bearer ",),
+        (f"Bearer {KEY[:-1]}",),
+        (f"Bearer {KEY}x",),
+        (f"Bearer {KEY}", "Bearer x"),
+        ("ä",),
+    ],
+)
+def test_the_guard_keeps_all_others_out(sent):
+    guard = KeyGuard(application)
+    for path in ("/update_weights", "/metrics", "/", "", "/health/", "//health", "/healthz", "/health/../pause"):
+        start, body = ask(guard, path, *sent)
+        assert start["status"] == 401 and KEY_VARIABLE in body["body"].decode() and KEY not in body["body"].decode()
+    (close,) = ask(guard, "/v1/realtime", *sent, kind="websocket")
+    assert close["type"] == "websocket.close"
+
+
+def test_the_comparison_takes_the_same_time_for_every_wrong_key(monkeypatch):
+    compared = []
+    monkeypatch.setattr(doors.hmac, "compare_digest", lambda a, b: compared.append((a, b)))
+    ask(KeyGuard(application), "/pause", "Bearer wrong")
+    assert compared == [(b"Bearer wrong", f"Bearer {KEY}".encode())]
+
+
+@pytest.mark.parametrize("value", [None, ""])
+def test_a_server_without_a_key_lets_nobody_in(monkeypatch, value):
+    monkeypatch.delenv(KEY_VARIABLE) if value is None else monkeypatch.setenv(KEY_VARIABLE, value)
+    guard = KeyGuard(application)
+    for sent in ((), ("",), ("Bearer ",), ("Bearer None",)):
+        start, body = ask(guard, "/pause", *sent)
+        assert start["status"] == 401 and f"started without {KEY_VARIABLE}" in body["body"].decode()
+
+
+def test_the_command_of_a_server_keeps_its_key_and_its_address_to_itself(monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "of another server")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    command, environ = server_command("model", EngineConfig())
+    assert command[command.index("--host") + 1] == "127.0.0.1"
+    assert command[command.index("--middleware") + 1] == f"{KeyGuard.__module__}.{KeyGuard.__name__}"
+    assert environ[KEY_VARIABLE] == environ["VLLM_API_KEY"] == KEY and ONE_MACHINE.items() <= environ.items()
+    assert KEY not in " ".join(command)
+    monkeypatch.delenv(KEY_VARIABLE)
+    keys = {server_command("model", EngineConfig())[1][KEY_VARIABLE] for _ in range(3)}
+    assert len(keys) == 3 and min(map(len, keys)) >= 32 and KEY_VARIABLE not in os.environ
+    command, _ = server_command("model", EngineConfig(), "0.0.0.0", 1234)
+    assert command[command.index("--host") + 1] == "0.0.0.0" and command[command.index("--port") + 1] == "1234"
+
+
+@pytest.mark.parametrize("value", ["two words", "line\nbreak", "schlüssel", " "])
+def test_a_key_that_no_header_carries_is_refused_without_being_shown(monkeypatch, value):
+    monkeypatch.setenv(KEY_VARIABLE, value)
+    for use in (lambda: server_command("model", EngineConfig()), lambda: KeyGuard(application)):
+        with pytest.raises(ValueError, match=f"{KEY_VARIABLE} holds a space.*openssl rand") as caught:
+            use()
+        assert value.strip() == "" or value not in str(caught.value)
+
+
+def connection(address: str = "http://127.0.0.1:1", start_deadline_s: float = 600.0) -> ServerCore:
+    return ServerCore(EngineConfig(address=address, start_deadline_s=start_deadline_s), lambda step: None)
+
+
+def test_a_trainer_without_the_key_is_told_so_before_anything_starts(monkeypatch):
+    monkeypatch.delenv(KEY_VARIABLE)
+    with pytest.raises(ValueError, match=f"{KEY_VARIABLE} is not set.*--middleware {doors.GUARD}"):
+        connection().configure()
+
+
+def test_the_command_in_messages_holds_no_key():
+    assert KEY not in connection()._how() and f'{KEY_VARIABLE}="${KEY_VARIABLE}"' in connection()._how()
+
+
+class FakeServer:
+    """Answers every request with one status, in a thread; or as a guarded server would, for `status=None`."""
+
+    def __init__(self, status: int | None):
+        self.status, self.requests, self.loop = status, [], asyncio.new_event_loop()
+
+    def __enter__(self) -> str:
+        web = pytest.importorskip("aiohttp.web")
+
+        async def answer(request):
+            self.requests.append((request.path, request.headers.get("Authorization")))
+            known = request.headers.get("Authorization") == f"Bearer {KEY}"
+            return web.json_response({"vllm_config": {}}, status=self.status or (200 if known else 401))
+
+        async def serve():
+            self.runner = web.ServerRunner(web.Server(answer))
+            await self.runner.setup()
+            await web.TCPSite(self.runner, "127.0.0.1", 0).start()
+            return self.runner.addresses[0][1]
+
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+        return f"http://127.0.0.1:{asyncio.run_coroutine_threadsafe(serve(), self.loop).result(10)}"
+
+    def __exit__(self, *exc):
+        asyncio.run_coroutine_threadsafe(self.runner.cleanup(), self.loop).result(10)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+
+
+def launch(core: ServerCore) -> None:
+    async def both():
+        try:
+            await core.launch()
+        finally:
+            await core.stop()
+
+    asyncio.run(asyncio.wait_for(both(), 8.0))  # far less than start_deadline_s
+
+
+@pytest.mark.parametrize("status", [200, 404])
+def test_a_server_that_asks_for_no_key_is_refused_at_once_and_never_sees_ours(status):
+    server = FakeServer(status)
+    with server as address, pytest.raises(ValueError, match=f"asks for no key.*--middleware {doors.GUARD}"):
+        launch(connection(address))
+    assert server.requests == [("/is_paused", None)]
+
+
+def test_a_wrong_key_is_an_error_at_once(monkeypatch):
+    monkeypatch.setenv(KEY_VARIABLE, "wrong")
+    with FakeServer(None) as address, pytest.raises(ValueError, match=f"refuses the key in {KEY_VARIABLE}") as caught:
+        launch(connection(address))
+    assert "wrong" not in str(caught.value)
+
+
+def test_a_server_that_is_not_ready_is_waited_for():
+    from torchtune_ext.sampling.calls import CoreLost
+
+    server = FakeServer(503)
+    with server as address, pytest.raises(CoreLost, match="no answer.*within start_deadline_s.*not ready"):
+        launch(connection(address, start_deadline_s=0.6))
+    assert len(server.requests) >= 2
+
+
+def test_settings_of_the_trainers_network_stay_with_the_trainer(monkeypatch, tmp_path, caplog):
+    """Those of a run over several machines would send the engine's sockets there."""
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # says the same: nothing to warn of
+    started = []
+    monkeypatch.setattr(core, "CoreProcess", lambda environ, log: started.append(environ))
+    core.LocalCore("model", EngineConfig(), tmp_path / "engine.log", str(tmp_path), lambda step: None)
+    assert ONE_MACHINE.items() <= started[0].items() and os.environ["NCCL_SOCKET_IFNAME"] == "eth7"
+    (record,) = caplog.records
+    assert "NCCL_SOCKET_IFNAME=eth7 holds for the trainer only" in record.getMessage()
