@@ -1,4 +1,4 @@
-"""A machine whose name leads to a network address, as seen by one process, and the TCP sockets that listen there.
+"""A machine whose name leads to a network address, as seen by one process, and the sockets that listen there.
 
 python elsewhere.py enter COMMAND ...   runs `python elsewhere.py COMMAND ...` there, or ends with 77 where that is not
                                         permitted
@@ -13,6 +13,7 @@ import ipaddress
 import json
 import os
 import socket
+import stat
 import struct
 import sys
 import tempfile
@@ -24,7 +25,8 @@ NO_NAMESPACES = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.ENOSPC, errno.EI
 NEW_USER, NEW_MOUNTS, NEW_HOSTNAME, NEW_NETWORK = 0x10000000, 0x20000, 0x4000000, 0x40000000
 MS_BIND = 0x1000
 SIOCSIFFLAGS, SIOCSIFADDR, IFF_UP = 0x8914, 0x8916, 1
-LISTEN = "0A"
+LISTEN = "0A"  # state of a TCP socket
+ACCEPTS = "00010000"  # flag of a unix socket
 
 
 def enter(hosts: Path) -> None:
@@ -63,21 +65,33 @@ def listeners() -> list[str]:
     return found
 
 
-def group() -> list[str]:
+def socket_folders(pids: list[int]) -> list[tuple[str, int, int]]:
+    """For each unix socket in the file system at which these processes listen: its folder, that folder's mode and owner."""
+    links = [str(link.readlink()) for pid in pids for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()]
+    rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    paths = [row[7] for row in rows if len(row) == 8 and row[3] == ACCEPTS and f"socket:[{row[6]}]" in links]
+    folders = [Path(path).parent for path in paths]
+    return [(str(folder), stat.S_IMODE(folder.stat().st_mode), folder.stat().st_uid) for folder in folders]
+
+
+def group() -> dict:
+    """A process group of torch, as it comes."""
     import torch.distributed as dist
 
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         found = listeners()
         dist.destroy_process_group()
-    return found
+    return {"tcp": found}
 
 
-def engine(folder: str) -> list[str]:
+def engine(folder: str) -> dict:
+    """An engine of ours, which has sampled and taken weights."""
     import tiny_model
 
     from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 
+    os.umask(0)
     model = tiny_model.build(0)
     config = EngineConfig(dtype="float32", max_model_len=256, kv_cache_bytes=32 << 20)
     with Engine(tiny_model.save(model, Path(folder, "model")), config, folder) as engine:
@@ -85,7 +99,16 @@ def engine(folder: str) -> list[str]:
         engine.wait_ready()
         engine.publish(model.named_parameters(), 1)
         engine.sample([[1, 2, 3]], 2, SamplingConfig(max_tokens=4))
-        return listeners()
+        everybody = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit() and ours(path)]
+        return {"tcp": listeners(), "unix": socket_folders(everybody)}
+
+
+def ours(process: Path) -> bool:
+    """Whether a process lives in this network."""
+    try:
+        return (process / "ns/net").readlink() == Path("/proc/self/ns/net").readlink()
+    except OSError:
+        return False
 
 
 def main(command: str, *rest: str) -> None:

@@ -1,6 +1,7 @@
-"""Which TCP sockets an engine opens where the machine's name leads to its network address, as on most servers."""
+"""Which sockets an engine opens, and who may reach them, on a machine whose name leads to its network address."""
 
 import json
+import os
 import subprocess
 import sys
 from ipaddress import ip_address
@@ -15,8 +16,8 @@ import elsewhere  # noqa: E402
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-def run(*command: str) -> list[str]:
-    """Runs a command of elsewhere.py there; returns the addresses it prints."""
+def run(*command: str) -> dict:
+    """Runs a command of elsewhere.py there; returns what it found."""
     words = [sys.executable, elsewhere.__file__, "enter", *command]
     done = subprocess.run(words, capture_output=True, text=True, timeout=240)
     if done.returncode == elsewhere.NOT_PERMITTED:
@@ -25,12 +26,23 @@ def run(*command: str) -> list[str]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    return run("engine", str(tmp_path_factory.mktemp("run")))
+
+
 def test_the_machine_is_one_where_sockets_face_the_network():
     """Else the next test would pass whatever we do."""
-    assert run("group") == [elsewhere.ADDRESS]
+    assert run("group")["tcp"] == [elsewhere.ADDRESS]
 
 
-def test_an_engine_listens_on_loopback_only(tmp_path):
-    addresses = run("engine", str(tmp_path))
-    assert addresses, "the engine is said to have process groups, and each of them listens"
-    assert all(ip_address(address).is_loopback for address in addresses), addresses
+def test_an_engine_listens_on_loopback_only(engine):
+    assert engine["tcp"], "the engine is said to have process groups, and each of them listens"
+    assert all(ip_address(address).is_loopback for address in engine["tcp"]), engine["tcp"]
+
+
+def test_other_users_reach_no_unix_socket_of_an_engine(engine):
+    """All lie in one folder, which only its owner may enter, although the umask was 0."""
+    assert len(engine["unix"]) >= 2 and len({folder for folder, _, _ in engine["unix"]}) == 1, engine["unix"]
+    for folder, mode, owner in engine["unix"]:
+        assert (mode, owner) == (0o700, os.getuid()), folder
