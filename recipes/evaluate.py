@@ -6,18 +6,18 @@ tune run evaluate --config eval/tiny model_dir=...
 import json
 import sys
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING, DictConfig
 
-from torchtune_ext.config import build, instantiate, load_config, record
+from torchtune_ext.config import build, instantiate, load_config, named_paths, record
 from torchtune_ext.evaluation import Accuracy, accuracy
 from torchtune_ext.grading import Grader
 from torchtune_ext.plugin import parse
 from torchtune_ext.rollout import sample_groups
-from torchtune_ext.run.files import write_atomic
+from torchtune_ext.run.files import explained, write_atomic
 from torchtune_ext.run.folder import RunFolder
+from torchtune_ext.run.output import say
 from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.telemetry.progress import Progress
@@ -69,7 +69,7 @@ class EvaluateRecipe:
         self.sampling = build(SamplingConfig, cfg.sampling, "sampling", stop_token_ids=stops, seed=cfg.seed)
         engine = build(EngineConfig, cfg.engine, "engine")
 
-        self.folder.begin(record(cfg), resuming=False, reads=[cfg.model_dir])
+        self.run = self.folder.begin(record(cfg), resuming=False, reads=named_paths(cfg))
         self.store = RolloutStore(cfg.output_dir)
         self.engine = Engine(cfg.model_dir, engine, cfg.output_dir)
         self.engine.start()
@@ -90,11 +90,12 @@ class EvaluateRecipe:
                 groups = sample_groups(problems, n, sampling, self.engine, self.tokenizer, self.grader, bar)
             self.store.write(i, groups)
             found[name] = accuracy(groups, list(cfg.pass_at))
-        print(table(found))
-        file = Path(cfg.output_dir) / "evaluation.json"
-        written = {"model_dir": cfg.model_dir, **{name: asdict(a) for name, a in found.items()}}
-        write_atomic(file, json.dumps(written, indent=1).encode())
-        print(f"written to {file}")
+        say(table(found))
+        file = self.folder.path / "evaluation.json"
+        result = {"model_dir": self.run.config["model_dir"], **{name: asdict(a) for name, a in found.items()}}
+        with explained(f"cannot write {file}", "Free disk space; the table stands above"):
+            write_atomic(file, json.dumps(result, indent=1).encode())
+        say(f"written to {file}")
 
     def standing(self) -> str:
         return "An evaluation keeps nothing until its end: start it again"

@@ -17,7 +17,7 @@ import torch
 from omegaconf import MISSING, DictConfig
 
 from torchtune_ext.advantages import AdvantageConfig, Group, with_advantages
-from torchtune_ext.config import build, has_component, instantiate, load_config, record
+from torchtune_ext.config import build, has_component, instantiate, load_config, named_paths, record
 from torchtune_ext.grading import Grader
 from torchtune_ext.packing import Row, pack_updates
 from torchtune_ext.plugin import parse
@@ -26,7 +26,7 @@ from torchtune_ext.policy.memory import memory_table
 from torchtune_ext.policy.shard import build_policy
 from torchtune_ext.policy.weights import HFModel
 from torchtune_ext.rollout import sample_groups
-from torchtune_ext.run.folder import RunFolder
+from torchtune_ext.run.folder import Run, RunFolder
 from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.tasks.order import ProblemStream
@@ -39,6 +39,7 @@ from torchtune_ext.training.agreement import require_agreement
 from torchtune_ext.training.checks import at_least, check_sampling, release_memory
 from torchtune_ext.training.distributed import init_ranks
 from torchtune_ext.training.export import export_model
+from torchtune_ext.training.identity import identify
 from torchtune_ext.training.life import close_all, run_recipe, standing
 from torchtune_ext.training.precision import Precision, PrecisionConfig
 from torchtune_ext.training.publish import Publisher, canary_prompts
@@ -116,33 +117,23 @@ class GRPOFullRecipe:
         self.ranks = init_ranks(cfg.device, cfg.rank_deadline_s)
         if self.ranks.is_main:
             self.folder = RunFolder(cfg.output_dir)  # its lock comes first: a second run in it is refused
-
         torch.manual_seed(cfg.seed)
-        self.source = HFModel(cfg.model_dir)
-        make_model = partial(instantiate, cfg.model)
-        self.tokenizer = instantiate(cfg.tokenizer)
-        self.task = instantiate(cfg.task)
-        self.eval_task = instantiate(cfg.eval_task) if has_component(cfg.eval_task) else None
-        self.problems = ProblemStream(self.task, cfg.seed)
-        self.loss = instantiate(cfg.loss)
-        self.sampling = build(SamplingConfig, cfg.sampling, "sampling", stop_token_ids=self.tokenizer.stop_token_ids)
-        self.advantage = build(AdvantageConfig, cfg.advantage, "advantage")
-        check_sampling(self.sampling, cfg.samples_per_prompt, self.advantage)
-        engine = build(EngineConfig, cfg.engine, "engine")
-        at_least(cfg, prompts_per_step=1, samples_per_prompt=2, updates_per_step=1, eval_every=1)
-        at_least(cfg, row_tokens=engine.max_model_len)
-        precision = build(PrecisionConfig, cfg.precision, "precision", bare="flow")
-        self.precision = Precision(precision, make_model, self.source, cfg.dtype, engine, self.ranks.device)
-        self.row_length = cfg.row_tokens if self.ranks.device.type == "cuda" else None  # fixed, for compiled kernels
+        self.check()
 
-        self.checkpoints = Checkpoints(f"{cfg.output_dir}/checkpoints", self.saving)
+        # Nothing is wrong with the settings, so an earlier run in the folder may be set aside, or go on.
+        run = identity = None
+        if self.ranks.is_main:
+            resuming = self.folder.resumes(cfg.resume_from_checkpoint)
+            run = self.folder.begin(record(cfg), resuming, reads=named_paths(cfg))
+            identity = identify(run.id, self.source, self.make_model)
+        self.checkpoints = Checkpoints(f"{cfg.output_dir}/checkpoints", identity, self.saving)
         resume = self.checkpoints.choose() if cfg.resume_from_checkpoint else None
         if self.ranks.is_main:
-            self.open_run(resume)
+            self.open_run(run, resume)
 
         # The engine loads in a process of its own while the policy is built here.
         self.policy = build_policy(
-            make_model,
+            self.make_model,
             self.source,
             self.ranks.device,
             self.precision.dtype,
@@ -173,13 +164,32 @@ class GRPOFullRecipe:
             self.row_length,
         )
 
-    def open_run(self, resume: Path | None) -> None:
+    def check(self) -> None:
+        """Builds the parts that cost nothing: what is wrong with the settings is said before anything is touched."""
+        cfg = self.cfg
+        self.source = HFModel(cfg.model_dir)
+        self.make_model = partial(instantiate, cfg.model)
+        self.tokenizer = instantiate(cfg.tokenizer)
+        self.task = instantiate(cfg.task)
+        self.eval_task = instantiate(cfg.eval_task) if has_component(cfg.eval_task) else None
+        self.problems = ProblemStream(self.task, cfg.seed)
+        self.loss = instantiate(cfg.loss)
+        self.sampling = build(SamplingConfig, cfg.sampling, "sampling", stop_token_ids=self.tokenizer.stop_token_ids)
+        self.advantage = build(AdvantageConfig, cfg.advantage, "advantage")
+        check_sampling(self.sampling, cfg.samples_per_prompt, self.advantage)
+        engine = build(EngineConfig, cfg.engine, "engine")
+        at_least(cfg, prompts_per_step=1, samples_per_prompt=2, updates_per_step=1, eval_every=1)
+        at_least(cfg, row_tokens=engine.max_model_len)
+        precision = build(PrecisionConfig, cfg.precision, "precision", bare="flow")
+        self.precision = Precision(precision, self.make_model, self.source, cfg.dtype, engine, self.ranks.device)
+        self.row_length = cfg.row_tokens if self.ranks.device.type == "cuda" else None  # fixed, for compiled kernels
+
+    def open_run(self, run: Run, resume: Path | None) -> None:
         """Rank 0: the records of the run, its engine, and the graders."""
         cfg = self.cfg
+        self.checkpoints.sweep()
         first_step = self.checkpoints.step_of(resume) + 1 if resume else None
-        settings = record(cfg)
-        self.folder.begin(settings, resuming=resume is not None, reads=[cfg.model_dir])
-        self.metrics = Metrics(cfg.output_dir, list(cfg.metrics), settings, resume_step=first_step)
+        self.metrics = Metrics(cfg.output_dir, list(cfg.metrics), run, first_step)
         self.rollouts = RolloutStore(cfg.output_dir, resume_step=first_step)
         self.engine = Engine(cfg.model_dir, self.precision.engine, cfg.output_dir)
         self.engine.start()

@@ -18,7 +18,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from torchtune_ext.advantages import Group, Sample
 from torchtune_ext.chat import ChatTokenizer
-from torchtune_ext.config import build, instantiate, load_config, record
+from torchtune_ext.config import build, instantiate, load_config, named_paths, record
 from torchtune_ext.grading import Outcome
 from torchtune_ext.objective.loss import NLLLoss
 from torchtune_ext.packing import pack
@@ -27,6 +27,7 @@ from torchtune_ext.policy.scratch import Shape, make_tokenizer, write_model
 from torchtune_ext.policy.shard import build_policy
 from torchtune_ext.policy.weights import HFModel
 from torchtune_ext.run.folder import RunFolder
+from torchtune_ext.run.output import say
 from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.tasks.order import problem_index
 from torchtune_ext.telemetry.metrics import Metrics
@@ -85,9 +86,9 @@ class WarmupRecipe:
         self.task = instantiate(cfg.task)
         if cfg.num_problems > len(self.task):
             raise ValueError(f"num_problems={cfg.num_problems}, but the task has {len(self.task)} problems")
-        settings = record(cfg)
+        run = None
         if self.ranks.is_main:
-            self.folder.begin(settings, resuming=False, reads=[cfg.model_dir] if cfg.model_dir else [])
+            run = self.folder.begin(record(cfg), resuming=False, reads=named_paths(cfg))
         self.start = Path(cfg.model_dir or f"{cfg.output_dir}/start")
         if cfg.model_dir is None and self.ranks.is_main:
             self.make_model(self.start)
@@ -108,7 +109,7 @@ class WarmupRecipe:
         self.optimizer = instantiate(cfg.optimizer, params=self.policy.trainable())
         self.updates = max(1, round(cfg.num_problems * cfg.epochs / cfg.batch_problems))
         self.schedule = make_schedule(self.optimizer, cfg.lr_schedule, cfg.lr_warmup, self.updates)
-        self.metrics = Metrics(cfg.output_dir, list(cfg.metrics), settings, rank=self.ranks.rank)
+        self.metrics = Metrics(cfg.output_dir, list(cfg.metrics), run, rank=self.ranks.rank)
         self.progress = Progress(self.updates, self.ranks.rank)
 
     def make_model(self, folder: Path) -> None:
@@ -154,7 +155,7 @@ class WarmupRecipe:
                     self.metrics.log(update + 1, values)
         saved = self.save()
         if self.ranks.is_main:
-            print(f"model: {saved}")
+            say(f"model: {saved}")
 
     def group(self, index: int) -> Group:
         """One problem with its solution as the only sample; the end of the turn is trained too."""

@@ -113,7 +113,7 @@ def test_checkpoints_of_others_and_damaged_ones_are_not_counted(tmp_path, traine
     trained.save(mine, 3)
     assert names(tmp_path / "c") == ["step_000002", "step_000003", "step_000100"]
     trained.save(mine, 100)  # what is in the way is set aside
-    assert names(tmp_path / "c") == ["step_000002", "step_000100", "step_000100.old-1"]
+    assert names(tmp_path / "c") == ["old_step_000100", "step_000002", "step_000100"]
     assert mine.choose() == tmp_path / "c" / "step_000100"
 
 
@@ -218,7 +218,9 @@ def test_a_disk_that_is_really_full(tmp_path, trained, room):
         trained.save(checkpoints, 1)
         free = shutil.disk_usage(disk).free
         (disk / "fill").write_bytes(bytes(free - room))
-        with pytest.raises(OSError, match="step_000002 was not saved: .*No space left on device.*Free space.*step_000001"):
+        with pytest.raises(
+            OSError, match="step_000002 was not saved: .*No space left on device.*Free space.*step_000001"
+        ):
             trained.save(checkpoints, 2)
         assert names(disk / "c") == ["step_000001"] and checkpoints.choose() == disk / "c" / "step_000001"
         (disk / "fill").unlink()
@@ -291,13 +293,17 @@ def test_a_model_is_replaced_only_by_a_whole_one(tmp_path, source, trained, monk
         for where, name in ((export, "save_file"), (folders, "sync_tree")):
             with monkeypatch.context() as patch:
                 patch.setattr(where, name, raises)
-                with pytest.raises(expected, match=None if expected is KeyboardInterrupt else "not saved: .*No space left"):
+                with pytest.raises(
+                    expected, match=None if expected is KeyboardInterrupt else "not saved: .*No space left"
+                ):
                     save_model(folder, trained.model, source, torch.float32, is_main=True)
             assert names(tmp_path / "out") == ["model"]
             assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     save_model(folder, trained.model, source, torch.float32, is_main=True)
     assert names(tmp_path / "out") == ["model"]
-    assert all(torch.equal(a, b) for a, b in zip(trained.model.parameters(), build(HFModel(folder)).parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(trained.model.parameters(), build(HFModel(folder)).parameters(), strict=True)
+    )
 
 
 def test_another_optimizer_is_named(tmp_path, source, trained):
@@ -305,7 +311,9 @@ def test_another_optimizer_is_named(tmp_path, source, trained):
     model = build(source)
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
     checkpoints.save(1, model, plain, partial(export.export_model, model=model, source=source, dtype=torch.float32), {})
-    with pytest.raises(OSError, match="step_000001 could not be loaded: .*optimizer.* set `model:` and `optimizer:` back"):
+    with pytest.raises(
+        OSError, match="step_000001 could not be loaded: .*optimizer.* set `model:` and `optimizer:` back"
+    ):
         trained.load(checkpoints, checkpoints.choose())
 
 

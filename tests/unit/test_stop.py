@@ -12,8 +12,8 @@ import pytest
 from torchtune_ext.run.stop import Stopped, StopSignals
 
 SCRIPT = """
-import ctypes, sys, time
-from torchtune_ext.run.stop import Stopped, StopSignals, say
+import contextlib, ctypes, sys, time
+from torchtune_ext.run.stop import Stopped, StopSignals
 
 def stuck():
     mutex = ctypes.create_string_buffer(64)  # a pthread mutex: locking it twice waits for ever, in C, whatever signals come
@@ -45,7 +45,8 @@ with StopSignals(GRACE, lambda: "It stood there.", reaction_s=0.3) as stop:
         WORK
     except Stopped as stopped:
         closing(CLOSING)
-        say(f"{stopped.signal.name} orderly={stopped.orderly}")
+        with contextlib.suppress(OSError):
+            print(f"{stopped.signal.name} orderly={stopped.orderly}", file=sys.stderr)
         sys.exit(128 + stopped.signal)
 print("well")
 """

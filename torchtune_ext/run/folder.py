@@ -95,6 +95,13 @@ class RunFolder:
             return None
         return record and record["id"]
 
+    def resumes(self, wanted: bool) -> bool:
+        """Whether the run that is in the folder goes on: it is wanted, and there is a checkpoint, whole or not."""
+        found = bool(self._checkpoints())
+        if wanted and not found:
+            log.warning("resume_from_checkpoint: no checkpoint in %s, so the run begins at its first step", self.path)
+        return wanted and found
+
     def begin(self, settings: Mapping[str, Any], resuming: bool, reads: Iterable[str | Path] = ()) -> Run:
         """Makes the folder ready for a run and writes its `run.json`.
 
@@ -233,8 +240,8 @@ def read_record(folder: str | Path) -> dict[str, Any] | None:
 
 def _run_of(checkpoint: Path) -> str | None:
     try:
-        return json.loads((checkpoint / "manifest.json").read_bytes()).get("run")
-    except (OSError, ValueError, AttributeError):
+        return json.loads((checkpoint / "manifest.json").read_bytes())["content"]["identity"]["run"]
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 

@@ -160,17 +160,19 @@ class StopSignals:
                     self._end("in the midst of a call")
             elif self.requested and self.speaks and not told:
                 told = True
-                say(f"SIGTERM: the run ends with this step, if the step ends within {self._grace_s:g} s (stop_grace_s)")
+                _tell(
+                    f"SIGTERM: the run ends with this step, if the step ends within {self._grace_s:g} s (stop_grace_s)"
+                )
 
     def _end(self, how: str) -> None:
         """Ends the process from this thread; the kernel and the janitor end its children."""
         if self.speaks:
-            say(f"Stopped by {NAMES[self.signal]}, {how}. {self._standing()}")
+            _tell(f"Stopped by {NAMES[self.signal]}, {how}. {self._standing()}")
         os._exit(128 + self.signal)
 
 
-def say(line: str) -> None:
-    """A line on stderr, also when nobody is left to read it, as after SIGHUP."""
+def _tell(line: str) -> None:
+    """A line on stderr. Not `output.say`: the lock of the bars may be held by a main thread that is stuck."""
     try:
         print(line, file=sys.stderr, flush=True)
     except OSError:

@@ -5,7 +5,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from torchtune_ext.run.stop import NAMES, Stopped, StopSignals, say
+from torchtune_ext.run.output import say
+from torchtune_ext.run.stop import NAMES, Stopped, StopSignals
 from torchtune_ext.training.distributed import close_ranks
 from torchtune_ext.training.state import Checkpoints
 
@@ -59,7 +60,7 @@ def run_recipe(make: Callable[[Any], Recipe], cfg: Any, work: Callable[[Any], No
         close_ranks()
     if stopped_by is not None:
         if stop.speaks:
-            say(f"Stopped by {NAMES[stopped_by]}. {message}")
+            say(f"Stopped by {NAMES[stopped_by]}. {message}", sys.stderr)
         sys.exit(128 + stopped_by)
 
 

@@ -7,7 +7,8 @@ checkpoints/step_000040/
     state/                                                            float32 weights, optimizer, RNG (DCP, resharding)
     manifest.json                                                     what it belongs to; size and SHA-256 of every file
 
-Beside them: `.partial_*` is being written, `.pruned_*` is being deleted, `damaged_*` was found damaged and passed over.
+Beside them: `.partial_*` is being written, `.pruned_*` is being deleted, `damaged_*` was found damaged and passed
+over, `old_*` stood where this run had to write.
 """
 
 import json
@@ -26,7 +27,6 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from torchtune_ext.run.files import set_aside
 from torchtune_ext.training import folders
 from torchtune_ext.training.export import export_adapter, export_model, require_same_adapter, save_model  # noqa: F401
 from torchtune_ext.training.identity import Identity
@@ -244,7 +244,11 @@ class Checkpoints:
             files = all_files(partial, known)
         Manifest(recipe["step"], recipe["score"], self._identity, files).write(partial)
         if final.exists() and not self._is_mine(_glance(final)):
-            log.warning("%s is damaged or of another run: it is now %s", final, set_aside(final))
+            log.warning(
+                "%s is damaged or of another run: it is now %s",
+                final,
+                folders.rename_to_free(final, f"old_{final.name}"),
+            )
         folders.put_in_place(final)
 
     def _prune(self) -> None:
