@@ -5,10 +5,12 @@ import os
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch.distributed as dist
 
+from torchtune_ext.telemetry.summary import Stopwatch
 from torchtune_ext.training import distributed
 from torchtune_ext.training.distributed import Ranks, init_ranks
 from torchtune_ext.training.watch import Beat, Judge, Limits, Watch, main_place
@@ -241,6 +243,17 @@ def test_a_store_that_does_not_answer(server, caplog, monkeypatch, agent_holds_s
     assert "rank 1 gives" not in caplog.text, "nobody is blamed for the store's silence"
     answered_again.set()
     watch.close(), other.close()
+
+
+def test_a_stopwatch_tells_the_phase_that_it_times():
+    watch = Watch(0, 2, Limits(), lambda: None, "the store", False)
+    stopwatch = Stopwatch(partial(Ranks(0, 2, "cpu", watch).phase, step=3))
+    with stopwatch("sample"):
+        assert watch._phase == "sample, step 3"
+        with stopwatch("grade"):
+            assert watch._phase == "grade, step 3"
+        assert watch._phase == "sample, step 3"
+    assert watch._phase == "" and set(stopwatch.seconds) == {"sample", "grade"}
 
 
 def test_the_place_is_in_code_of_the_user():

@@ -3,8 +3,8 @@
 import resource
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -15,9 +15,14 @@ from torchtune_ext.sampling.records import EngineStats
 
 
 class Stopwatch:
-    """Seconds by phase: `with watch("sample"): ...`."""
+    """Seconds by phase: `with watch("sample"): ...`.
 
-    def __init__(self) -> None:
+    Args:
+        told: a context manager of the phase's name that is open during the phase, for instance `Ranks.phase`.
+    """
+
+    def __init__(self, told: Callable[[str], AbstractContextManager] = nullcontext) -> None:
+        self._told = told
         self.seconds: dict[str, float] = defaultdict(float)
         self._begin = time.monotonic()
 
@@ -25,7 +30,8 @@ class Stopwatch:
     def __call__(self, phase: str) -> Iterator[None]:
         begin = time.monotonic()
         try:
-            yield
+            with self._told(phase):
+                yield
         finally:
             self.seconds[phase] += time.monotonic() - begin
 
