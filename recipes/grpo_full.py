@@ -149,7 +149,8 @@ class GRPOFullRecipe:
         if resume:
             self.load_checkpoint(resume)
         if self.engine:
-            self.engine.wait_ready()
+            with self.ranks.phase("wait for the engine"):
+                self.engine.wait_ready()
             self.precision.write_receipt(cfg.output_dir, self.policy, cfg.row_tokens)
         self.progress = Progress(cfg.max_steps, self.ranks.rank)
         self.publisher = Publisher(
@@ -201,13 +202,14 @@ class GRPOFullRecipe:
         cfg = self.cfg
         self.publisher.publish(self.version)
         if self.step == 0:
-            self.log(self.evaluate())
+            with self.ranks.phase("evaluate"):
+                self.log(self.evaluate())
 
         self.stop.begin_steps()  # from here on SIGTERM waits for the end of a step
         while self.step < cfg.max_steps:
             self.step += 1
             self.last_eval = None  # a checkpoint is scored by an evaluation of its own weights alone
-            watch = summary.Stopwatch()
+            watch = summary.Stopwatch(partial(self.ranks.phase, step=self.step))  # other ranks see who is at what
 
             groups, values = self.sample(watch)
             with watch("pack"):
@@ -336,7 +338,7 @@ class GRPOFullRecipe:
             recipe["throttle"] = self.engine.state_dict()
         model, dtype = self.policy.model, getattr(torch, self.cfg.dtype)
         export = partial(export_model, model=model, source=self.source, dtype=dtype)
-        with self.stop.saving():
+        with self.stop.saving(), self.ranks.phase("save", self.step):
             seconds = self.checkpoints.save(self.step, model, self.optimizer, export, recipe, self.last_eval)
         if self.ranks.is_main:
             self.metrics.log(self.step, seconds)

@@ -153,7 +153,8 @@ class GRPOLoRARecipe:
         if resume:
             self.load_checkpoint(resume)
         if self.engine:
-            self.engine.wait_ready()
+            with self.ranks.phase("wait for the engine"):
+                self.engine.wait_ready()
             self.precision.write_receipt(cfg.output_dir, self.policy, cfg.row_tokens)
         self.progress = Progress(cfg.max_steps, self.ranks.rank)
         self.publisher = AdapterPublisher(
@@ -217,13 +218,14 @@ class GRPOLoRARecipe:
         cfg = self.cfg
         self.publisher.publish(self.version)
         if self.step == 0:
-            self.log(self.evaluate())
+            with self.ranks.phase("evaluate"):
+                self.log(self.evaluate())
 
         self.stop.begin_steps()  # from here on SIGTERM waits for the end of a step
         while self.step < cfg.max_steps:
             self.step += 1
             self.last_eval = None  # a checkpoint is scored by an evaluation of its own weights alone
-            watch = summary.Stopwatch()
+            watch = summary.Stopwatch(partial(self.ranks.phase, step=self.step))  # other ranks see who is at what
 
             groups, values = self.sample(watch)
             with watch("pack"):
@@ -353,7 +355,7 @@ class GRPOLoRARecipe:
         recipe["adapter"] = asdict(self.adapter)
         model, merged = self.policy.model, getattr(torch, self.cfg.dtype) if self.cfg.save_merged else None
         export = partial(export_adapter, model=model, source=self.source, adapter=self.adapter, merged=merged)
-        with self.stop.saving():
+        with self.stop.saving(), self.ranks.phase("save", self.step):
             seconds = self.checkpoints.save(self.step, model, self.optimizer, export, recipe, self.last_eval)
         if self.ranks.is_main:
             self.metrics.log(self.step, seconds)
