@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+import warnings
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -132,7 +133,9 @@ def _reference(*arguments: Any) -> str:
     return text
 
 
-OmegaConf.register_new_resolver(_MARK, _reference, replace=True)
+with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", "register_new_resolver", UserWarning)  # the name that all our versions know
+    OmegaConf.register_new_resolver(_MARK, _reference, replace=True)
 
 
 def _load_preset(preset: str, known: list[str]) -> DictConfig:

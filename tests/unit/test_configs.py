@@ -1,8 +1,10 @@
 """Every shipped config fits the recipe it belongs to, and the models it names can be built."""
 
 import importlib
+import json
 import math
 import re
+import warnings
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from omegaconf import OmegaConf
 from torchtune_ext.advantages import AdvantageConfig
 from torchtune_ext.catalog import config_files, folder, recipe_of
 from torchtune_ext.cli import main
-from torchtune_ext.config import build, instantiate, load_config
+from torchtune_ext.config import build, instantiate, load_config, named_paths, record
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.policy import memory
 from torchtune_ext.recipes import grpo_full
@@ -123,9 +125,9 @@ def test_presets_are_the_published_methods():
     for name, (loss_settings, advantage_settings, rest) in PUBLISHED.items():
         cfg = load_config(grpo_full.Config, OmegaConf.create({**NEEDED, "preset": name}))
         loss, advantage = instantiate(cfg.loss), build(AdvantageConfig, cfg.advantage, "advantage")
-        for record, wanted in ((loss, loss_settings), (advantage, advantage_settings)):
+        for built, wanted in ((loss, loss_settings), (advantage, advantage_settings)):
             for key, value in wanted.items():
-                assert getattr(record, key) == (pytest.approx(value, rel=1e-4) if isinstance(value, float) else value)
+                assert getattr(built, key) == (pytest.approx(value, rel=1e-4) if isinstance(value, float) else value)
         assert {key: cfg[key] for key in rest} == rest
         assert loss.kl_coef == loss.entropy_coef == 0.0
 
@@ -276,3 +278,85 @@ def test_fp8_configs_train_and_sample_all_but_the_head_in_fp8(name, layers, in_f
         for kind, (out, features) in found.items():  # out-features of the others
             cut = features if kind.endswith(("o_proj", "down_proj")) else out
             assert cut % (128 * tensor_parallel) == 0, kind
+
+
+def of_environment(monkeypatch, text, cli=()):
+    """(what the recipe gets, what is kept) of a YAML text, with a token in the environment."""
+    for name, value in {
+        "TTE_TOKEN": "s3cret",
+        "TTE_STEPS": "7",
+        "TTE_LIST": "[a, {b: s3cret}]",
+        "TTE_WHICH": "two",
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TTE_NOTHING", raising=False)
+    needed = {key: value for key, value in NEEDED.items() if f"\n{key}:" not in f"\n{text}"}
+    cfg = load_config(schema, OmegaConf.merge(needed, OmegaConf.create(text), OmegaConf.from_dotlist(list(cli))))
+    kept = record(cfg)
+    assert "s3cret" not in json.dumps(kept) and "torchtune_ext.env" not in json.dumps(kept)
+    return cfg, kept
+
+
+@pytest.mark.parametrize(
+    ("written", "value", "kept"),
+    [
+        ("${oc.env:TTE_TOKEN}", "s3cret", "${oc.env:TTE_TOKEN}"),
+        ("hf_${oc.env:TTE_TOKEN}/${seed}", "hf_s3cret/0", "hf_${oc.env:TTE_TOKEN}/0"),
+        ("${oc.decode:${oc.env:TTE_STEPS}}", 7, "${oc.env:TTE_STEPS}"),
+        ("${oc.decode:${oc.env:TTE_LIST}}", ["a", {"b": "s3cret"}], "${oc.env:TTE_LIST}"),
+        ("${oc.decode:${oc.env:TTE_TOKEN}}-${ oc.env : TTE_TOKEN }", "s3cret-s3cret", "${oc.env:TTE_TOKEN}-${oc.env:TTE_TOKEN}"),
+        ("${oc.env:TTE_NOTHING,default}", "default", "${oc.env:TTE_NOTHING,default}"),
+        ("${oc.env:TTE_NOTHING,null}", None, "${oc.env:TTE_NOTHING,null}"),
+        ("${oc.env:TTE_NOTHING,'a, b'}", "a, b", '${oc.env:TTE_NOTHING,"a, b"}'),
+        ("${oc.env:TTE_NOTHING,${oc.env:TTE_TOKEN}}", "s3cret", "${oc.env:TTE_NOTHING,${oc.env:TTE_TOKEN}}"),
+        ("${task.deep.0.token}", "s3cret", "${oc.env:TTE_TOKEN}"),
+        ("${task.deep}", [{"token": "s3cret", "plain": 1}], [{"token": "${oc.env:TTE_TOKEN}", "plain": 1}]),
+        ("${task.${oc.env:TTE_WHICH}}", 2, "${task.${oc.env:TTE_WHICH}}"),
+        ("${tte_shout:${oc.env:TTE_TOKEN}}", "S3CRET!", "${tte_shout:${oc.env:TTE_TOKEN}}"),
+        ("${tte_count:${oc.env:TTE_TOKEN}}", 6, "${tte_count:${oc.env:TTE_TOKEN}}"),
+        ("${output_dir}/x", "x/x", "x/x"),
+    ],
+)  # fmt: skip
+def test_values_of_the_environment_are_kept_as_references(monkeypatch, written, value, kept):
+    with warnings.catch_warnings(action="ignore"):  # of later versions, about the name of this function
+        OmegaConf.register_new_resolver("tte_shout", lambda text: text.upper() + "!", replace=True)
+        OmegaConf.register_new_resolver("tte_count", len, replace=True)
+    deep = 'task: {deep: [{token: "${oc.env:TTE_TOKEN}", plain: 1}], two: 2}\n'
+    cfg, found = of_environment(monkeypatch, f"{deep}engine: {{a: {{b: [0, {json.dumps(written)}]}}}}\n")
+    assert cfg.engine.a.b[1] == value
+    assert found["engine"] == {"a": {"b": [0, kept]}}
+    assert found["task"] == {"deep": [{"token": "${oc.env:TTE_TOKEN}", "plain": 1}], "two": 2}
+    rest = OmegaConf.to_container(cfg)
+    assert {k: v for k, v in found.items() if k not in ("engine", "task")} == {
+        k: v for k, v in rest.items() if k not in ("engine", "task")
+    }  # everything else is resolved
+
+
+def test_references_in_typed_keys_overrides_and_presets(monkeypatch, tmp_path):
+    (tmp_path / "mine.yaml").write_text("loss: {_component_: a.Loss, x: '${oc.env:TTE_TOKEN}', y: '${save_every}'}\n")
+    text = f'max_steps: "${{oc.env:TTE_STEPS}}"\nsave_every: "${{max_steps}}"\npreset: {tmp_path}/mine.yaml\n'
+    cfg, found = of_environment(
+        monkeypatch, text, cli=["model_dir=${oc.env:TTE_TOKEN}", "tokenizer.path=${model_dir}/t"]
+    )
+    assert (cfg.max_steps, cfg.save_every, cfg.model_dir, cfg.tokenizer.path) == (7, 7, "s3cret", "s3cret/t")
+    assert found["max_steps"] == found["save_every"] == "${oc.env:TTE_STEPS}"
+    assert (found["model_dir"], found["tokenizer"]) == ("${oc.env:TTE_TOKEN}", {"path": "${oc.env:TTE_TOKEN}/t"})
+    assert cfg.loss == {"_component_": "a.Loss", "x": "s3cret", "y": 7}
+    assert found["loss"] == {"_component_": "a.Loss", "x": "${oc.env:TTE_TOKEN}", "y": "${oc.env:TTE_STEPS}"}
+
+
+def test_a_missing_variable_is_still_named(monkeypatch):
+    with pytest.raises(ValueError, match="TTE_NOTHING"):
+        of_environment(monkeypatch, 'seed: "${oc.env:TTE_NOTHING}"\n')
+
+
+def test_the_paths_that_settings_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("model", "out", "data.jsonl", "tensorboard"):
+        (tmp_path / name).mkdir()
+    given = {**NEEDED, "output_dir": "out", "model_dir": "model", "metrics": ["tensorboard"]}
+    given |= {
+        "task": {"path": "${oc.env:PWD,x}/../data.jsonl", "more": [str(tmp_path / "data.jsonl"), "\0", "", "x" * 5000]}
+    }
+    found = named_paths(load_config(grpo_full.Config, OmegaConf.create(given)))
+    assert sorted(map(str, found)) == sorted(["model", str(tmp_path / "data.jsonl")])

@@ -1,0 +1,372 @@
+"""The folder of a run: one owner, one run, and earlier runs set aside whole, whenever the process is killed."""
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchtune_ext.run.folder import RunFolder
+from torchtune_ext.telemetry.metrics import Metrics, read_metrics
+from torchtune_ext.telemetry.report import build_report
+
+LEFT = ("metrics.jsonl", "rollouts/step_000001.jsonl.gz", "checkpoints/step_000002/recipe.json", "engine.log", "fp8.txt",
+        "tensorboard/events", "evaluation.json", "report.html", "start/config.json")  # fmt: skip
+
+
+def leave_a_run(folder, text="one"):
+    """All that recipes write, each file with `text` in it, and what stays where it is."""
+    with RunFolder(folder) as owned:
+        run = owned.begin({"text": text}, resuming=False)
+    for name in (*LEFT, "model/config.json", "wandb/run/x", "notes.txt"):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return run
+
+
+def tree(folder):
+    """Path -> text of every file, but for the lock's and those of earlier runs."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "run.lock"]
+    return {
+        str(p.relative_to(folder)): p.read_text() for p in files if not str(p.relative_to(folder)).startswith("old-")
+    }
+
+
+def test_an_earlier_run_is_set_aside_whole(tmp_path, caplog):
+    first = leave_a_run(tmp_path, "one")
+    first_tree = tree(tmp_path)
+    second = leave_a_run(tmp_path, "two")
+    assert [m for m in caplog.messages if "old-1" in m] == caplog.messages and len(caplog.messages) == 1
+    with RunFolder(tmp_path) as folder:
+        third = folder.begin({}, resuming=False)
+        assert folder.id == third.id
+    assert len({first.id, second.id, third.id}) == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "model", "notes.txt", "old-1", "old-2", "run.json", "run.lock", "wandb",
+    ]  # fmt: skip
+    stayed = {"model/config.json", "wandb/run/x", "notes.txt"}
+    assert tree(tmp_path / "old-1") == {name: text for name, text in first_tree.items() if name not in stayed}
+    assert set(tree(tmp_path / "old-2")) == {"run.json", *LEFT}
+    assert set(tree(tmp_path / "old-2").values()) - {"two"} == {(tmp_path / "old-2" / "run.json").read_text()}
+
+
+def test_an_earlier_run_is_a_run_folder_itself(tmp_path):
+    for text in ("one", "two"):
+        with RunFolder(tmp_path / "x") as folder:
+            run = folder.begin({"lr": text}, resuming=False)
+            with Metrics(folder.path, (), run) as metrics:
+                metrics.log(1, {"reward/mean": 0.5})
+                metrics.log(2, {"reward/mean": 0.5})
+    old = tmp_path / "x" / "old-1"
+    assert build_report(old).steps == 2
+    was = json.loads((old / "run.json").read_text())
+    with RunFolder(old) as folder:
+        run = folder.begin({"lr": "three"}, resuming=True)
+        with Metrics(folder.path, (), run, resume_step=2) as metrics:
+            metrics.log(2, {"reward/mean": 0.75})
+    assert (run.id, run.name, run.started) == (was["id"], "x", was["started"])
+    assert json.loads((old / "run.json").read_text())["config"] == {"lr": "three"}
+    assert [line["reward/mean"] for line in read_metrics(old / "metrics.jsonl")] == [0.5, 0.75]
+    assert [line["reward/mean"] for line in read_metrics(tmp_path / "x" / "metrics.jsonl")] == [0.5, 0.5]
+
+
+def test_a_used_folder_without_a_run_is_left_alone(tmp_path, caplog):
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "checkpoints").mkdir()  # prepared, perhaps as a link to a larger disk
+    (tmp_path / "log.txt").write_text("mine")
+    with RunFolder(tmp_path) as folder:
+        assert folder.id is None
+        folder.begin({}, resuming=False)
+    assert sorted(os.listdir(tmp_path)) == ["checkpoints", "log.txt", "run.json", "run.lock", "wandb"]
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("read", ["checkpoints/step_000002", "rollouts/../checkpoints", "start", "metrics.jsonl"])
+def test_what_the_new_run_reads_is_not_set_aside(tmp_path, read, monkeypatch):
+    leave_a_run(tmp_path / "run")
+    before = tree(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for folder, path in (("run", f"run/{read}"), (tmp_path / "run", f"run/{read}"), ("run", tmp_path / "run" / read)):
+        with RunFolder(folder) as owned, pytest.raises(ValueError) as caught:
+            owned.begin({}, resuming=False, reads=["elsewhere", path])
+        assert f"output_dir={folder}" in str(caught.value) and str(path) in str(caught.value)
+    assert tree(tmp_path) == before
+    with RunFolder("run") as owned:  # the model of a warm-up stays, and a resumed run sets nothing aside
+        owned.begin({}, resuming=True, reads=[f"run/{read}"])
+        owned.begin({}, resuming=False, reads=["run/model", "run-2/start", "run"])
+
+
+def test_what_a_link_leads_to_is_not_set_aside(tmp_path):
+    (tmp_path / "big" / "step_000002").mkdir(parents=True)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to("../big")
+    with RunFolder(tmp_path / "run") as folder, pytest.raises(ValueError, match="checkpoints is a link"):
+        folder.begin({}, resuming=False)
+    assert sorted(os.listdir(tmp_path / "run")) == ["checkpoints", "run.lock"]
+
+
+# ---------------------------------------------------------------- two starters
+
+HOLD = """
+import sys
+from torchtune_ext.run.folder import RunFolder
+folder = RunFolder(sys.argv[1])
+folder.begin({"who": "holder"}, resuming=False)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def holder(folder):
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_second_starter_is_told_who_holds_the_folder(tmp_path):
+    first = holder(tmp_path)
+    try:
+        before = (tmp_path / "run.json").read_text()
+        second = subprocess.run([sys.executable, "-c", HOLD, str(tmp_path)], capture_output=True, text=True, timeout=60)
+        assert second.returncode == 1 and second.stdout == ""
+        last = second.stderr.splitlines()[-1]
+        assert last.startswith(f"ValueError: output_dir={tmp_path} is in use by another run: process {first.pid} on ")
+        assert socket.gethostname() in last and "since 2" in last and "another output_dir, or stop that run" in last
+        with pytest.raises(ValueError, match=f"process {first.pid} on "):
+            RunFolder(tmp_path)
+        assert (tmp_path / "run.json").read_text() == before and not (tmp_path / "old-1").exists()
+    finally:
+        first.kill()
+        first.wait(timeout=30)
+    assert str(first.pid) in (tmp_path / "run.lock").read_text()  # stale, and no obstacle
+    with RunFolder(tmp_path) as folder:
+        assert folder.id == json.loads(before)["id"]
+
+
+def test_closing_and_forked_children_free_the_folder(tmp_path):
+    folder = RunFolder(tmp_path)
+    with pytest.raises(ValueError, match=f"process {os.getpid()} on "):
+        RunFolder(tmp_path)
+    read, write = os.pipe()
+    up, say_up = os.pipe()
+    child = os.fork()
+    if child == 0:  # lives on after the folder's owner has let go
+        os.close(write)
+        os.write(say_up, b"x")
+        os.read(read, 1)
+        os._exit(0)
+    os.close(read)
+    os.read(up, 1)
+    try:
+        os.close(folder._lock)  # as the end of this process would
+        folder._lock = None
+        RunFolder(tmp_path).close()
+    finally:
+        os.close(write)
+        os.waitpid(child, 0)
+    RunFolder(tmp_path).close()
+    assert not os.get_inheritable((folder := RunFolder(tmp_path))._lock)
+    folder.close()
+
+
+def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog):
+    def refuse(*_):
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    folder = RunFolder(tmp_path)
+    assert len(caplog.messages) == 1 and "no locks (" in caplog.messages[0] and str(tmp_path) in caplog.messages[0]
+    assert folder.begin({}, resuming=False).id == folder.id
+
+
+# ---------------------------------------------------------------- killed while setting aside
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from torchtune_ext.run.folder import RunFolder
+
+folder, left, after = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "after"
+calls = 0
+
+def counted(function):
+    def call(*args, **kwargs):
+        global calls
+        calls += 1
+        if calls == left and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = function(*args, **kwargs)
+        if calls == left:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+    return call
+
+for owner in (os, Path):
+    for name in ("rename", "replace"):
+        setattr(owner, name, counted(getattr(owner, name)))
+RunFolder(folder).begin({"text": "two"}, resuming=False)
+"""
+RENAMES = len(LEFT) + 3  # each thing that was left and run.json; the number; the new run.json
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_killed_at_every_rename(tmp_path, when):
+    for k in range(1, RENAMES + 2):
+        folder = tmp_path / str(k)
+        first = leave_a_run(folder)
+        kept = set(tree(folder)) - {"model/config.json", "wandb/run/x", "notes.txt"}
+        command = [sys.executable, "-c", KILLED, str(folder), str(k), when]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == (-signal.SIGKILL if k <= RENAMES else 0), done.stderr  # so every rename was tried
+        with RunFolder(folder) as owned:
+            run = owned.begin({"text": "three"}, resuming=False)
+        record = json.loads((folder / "old-1" / "run.json").read_text())
+        assert record["id"] == first.id, "the first number holds the first run"
+        assert set(tree(folder / "old-1")) == kept, "whole"
+        assert {text for name, text in tree(folder / "old-1").items() if name != "run.json"} == {"one"}
+        assert json.loads((folder / "run.json").read_text())["id"] == run.id != first.id
+        begun = k > RENAMES or (k == RENAMES and when == "after")  # the second run had its run.json
+        assert (folder / "old-2").exists() == begun and not (folder / "old-3").exists()
+        assert not any(path.name.endswith((".tmp", ".partial")) for path in folder.rglob("*")), "nothing half is left"
+
+
+def test_half_a_run_is_never_resumed(tmp_path):
+    """The user asked for a fresh run before, so what that start did not finish is finished, not taken for this run's."""
+    leave_a_run(tmp_path)
+    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), "2", "after"], timeout=60)
+    assert (tmp_path / "checkpoints").exists() and not (tmp_path / "run.json").exists()
+    with RunFolder(tmp_path) as folder:
+        assert folder.id is None and not (tmp_path / "checkpoints").exists()
+        assert set(tree(tmp_path / "old-1")) == {"run.json", *LEFT}
+
+
+# ---------------------------------------------------------------- resuming
+
+
+def test_a_resumed_run_keeps_its_id_and_leftovers_are_swept(tmp_path):
+    first = leave_a_run(tmp_path)
+    leftovers = [
+        ".run.json.7.tmp",
+        "rollouts/.step_000002.jsonl.gz.7.tmp",
+        "checkpoints/step_000002/.manifest.json.7.tmp",
+    ]
+    for name in leftovers:
+        (tmp_path / name).write_text("half")
+    (tmp_path / ".mine.tmp").write_text("not ours")
+    before = tree(tmp_path)
+    with RunFolder(tmp_path) as folder:
+        assert folder.id == first.id
+        run = folder.begin({"text": "new"}, resuming=True)
+    assert (run.id, run.started, run.config) == (first.id, first.started, {"text": "new"})
+    after = tree(tmp_path)
+    assert {name: text for name, text in before.items() if name not in (*leftovers, "run.json")} == {
+        name: text for name, text in after.items() if name != "run.json"
+    }
+
+
+@pytest.mark.parametrize("damage", [None, "", '{"id": "ab', "[]", '{"id": 3}'])
+@pytest.mark.parametrize(
+    ("runs", "adopted"), [(["ab", "ab"], "ab"), (["ab", "cd"], None), (["ab", None], None), ([None], None), ([], None)]
+)
+def test_a_lost_run_file(tmp_path, damage, runs, adopted, caplog):
+    for step, run in enumerate(runs):
+        path = tmp_path / f"checkpoints/step_{step:06d}"
+        path.mkdir(parents=True)
+        (path / "recipe.json").write_text("{}")
+        if run is not None:
+            (path / "manifest.json").write_text(json.dumps({"run": run, "files": {}}))
+    if damage is not None:
+        (tmp_path / "run.json").write_text(damage)
+    with RunFolder(tmp_path) as folder:
+        assert folder.id is None
+        if adopted is None:
+            with pytest.raises(ValueError, match=r"run\.json is (missing|damaged)") as caught:
+                folder.begin({}, resuming=True)
+            assert all(run in str(caught.value) for run in runs if run) and '{"id": "..."}' in str(caught.value)
+        else:
+            assert folder.begin({}, resuming=True).id == folder.id == adopted
+            assert len(caplog.messages) == 1 and "goes on as ab" in caplog.messages[0]
+            assert json.loads((tmp_path / "run.json").read_text())["id"] == adopted
+
+
+# ---------------------------------------------------------------- a folder that cannot be used
+
+
+def test_a_file_in_the_place_of_the_folder(tmp_path):
+    (tmp_path / "file").write_text("x")
+    for path in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises((OSError, ValueError), match=f"output_dir={path} .*Choose another output_dir"):
+            RunFolder(path)
+    assert (tmp_path / "file").read_text() == "x"
+
+
+AS_NOBODY = """
+import os, sys
+from torchtune_ext.run.folder import RunFolder
+if os.getuid() == 0:
+    os.setuid(65534)
+for path in sys.argv[1:]:
+    try:
+        RunFolder(path).begin({}, resuming=False)
+        print("taken")
+    except OSError as error:
+        print(error)
+"""
+
+
+def test_a_folder_without_permission(tmp_path):
+    parent = Path("/tmp") / f"test-folder-{os.getpid()}"  # pytest's own folders are closed to others
+    (parent / "run").mkdir(parents=True)
+    try:
+        parent.chmod(0o555)
+        (parent / "run").chmod(0o555)
+        command = [sys.executable, "-c", AS_NOBODY, str(parent / "run"), str(parent / "new")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        lines = done.stdout.splitlines()
+        assert [line.split(" cannot")[0] for line in lines] == [
+            f"output_dir={parent}/run",
+            f"output_dir={parent}/new",
+        ], done
+        assert all("Permission denied. Choose another output_dir, or" in line for line in lines)
+    finally:
+        (parent / "run").rmdir()
+        parent.rmdir()
+
+
+def test_a_full_disk(tmp_path):
+    first = leave_a_run(tmp_path)
+    before = tree(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    folder = RunFolder(tmp_path)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5, limits[1]))
+    try:
+        with pytest.raises(OSError, match=f"output_dir={tmp_path} cannot be written: .*Free disk space"):
+            folder.begin({}, resuming=True)
+        folder.close()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+        with pytest.raises(OSError, match=f"output_dir={tmp_path} cannot be made or written: .*make room"):
+            RunFolder(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert tree(tmp_path) == before
+    with RunFolder(tmp_path) as folder:  # the failed starts let go of it
+        assert folder.begin({}, resuming=True).id == first.id
+
+
+def test_nothing_is_written_before_begin(tmp_path, caplog):
+    leave_a_run(tmp_path)
+    before = tree(tmp_path)
+    with caplog.at_level(logging.WARNING), RunFolder(tmp_path):
+        pass
+    assert tree(tmp_path) == before and caplog.messages == []

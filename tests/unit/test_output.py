@@ -1,0 +1,84 @@
+"""A reader who goes away ends the text, not the run: real processes with a closed pipe."""
+
+import io
+import os
+import subprocess
+import sys
+
+import pytest
+
+from torchtune_ext.run.output import say
+
+TABLE = """
+import logging, os, sys
+logging.basicConfig(filename=sys.argv[1])
+from torchtune_ext.telemetry.progress import Progress
+os.write(2, b"begins")
+progress = Progress(total_steps=3, bars=len(sys.argv) > 2)
+progress.summary(1, {"reward/mean": 0.5})
+sys.stdin.readline()  # the reader is gone now
+for step in (2, 3):
+    with progress.sampling(4) as bar:
+        for _ in range(4):
+            bar.add(1, 10)
+    progress.summary(step, {"reward/mean": 0.5})
+assert bar.count == 4
+print("of others")  # into a buffer, which is written at the end of the interpreter
+open(sys.argv[1], "a").write("came to its end\\n")
+"""
+
+
+def run_without_reader(code, log, *args, streams=("stdout",), **kwargs):
+    """Runs `code` whose named streams are pipes that nobody reads after the first line. Returns the exit status, the log."""
+    read, write = os.pipe()
+    pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE) | dict.fromkeys(streams, write)
+    process = subprocess.Popen([sys.executable, "-c", code, str(log), *args], stdin=subprocess.PIPE, **pipes, **kwargs)
+    os.close(write)
+    os.read(read, 1)
+    os.close(read)
+    process.communicate(b"\n", timeout=60)
+    return process.returncode, log.read_text()
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    ("streams", "args"),
+    [(["stdout"], []), (["stdout"], ["bars"]), (["stderr"], ["bars"]), (["stdout", "stderr"], ["bars"])],
+)
+def test_a_run_outlives_the_reader_of_its_table(tmp_path, streams, args, unbuffered):
+    env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    status, log = run_without_reader(TABLE, tmp_path / "log", *args, streams=streams, env=env)
+    assert status == 0 and log.endswith("came to its end\n")
+    warnings = [line for line in log.splitlines() if "takes no more text" in line]
+    assert len(warnings) == len(streams), log
+    for stream in streams:
+        assert any(f"<{stream}>" in line and "Broken pipe" in line for line in warnings)
+
+
+def test_text_that_waits_in_a_buffer_does_not_change_the_exit_status(tmp_path):
+    code = """
+import sys
+from torchtune_ext.run.output import say
+say("first")
+sys.stdin.readline()
+print("of others")
+open(sys.argv[1], "w").write("end")
+"""
+    env = {**os.environ, "PYTHONUNBUFFERED": ""}
+    assert run_without_reader(code, tmp_path / "log", env=env) == (0, "end")
+
+
+def test_a_process_without_standard_output(tmp_path):
+    code = (
+        "from torchtune_ext.telemetry.progress import Progress; p = Progress(); p.summary(1, {}); p.sampling(1).add()"
+    )
+    done = subprocess.run(["sh", "-c", 'exec "$0" -c "$1" >&- 2>&-', sys.executable, code], timeout=60)
+    assert done.returncode == 0
+
+
+def test_text_comes_at_once_and_whole(capsys):
+    say("one\ntwo")
+    assert capsys.readouterr().out == "one\ntwo\n"
+    file = io.StringIO()
+    say("three", file)
+    assert file.getvalue() == "three\n"
