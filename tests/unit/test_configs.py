@@ -291,7 +291,9 @@ def of_environment(monkeypatch, text, cli=()):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TTE_NOTHING", raising=False)
     needed = {key: value for key, value in NEEDED.items() if f"\n{key}:" not in f"\n{text}"}
-    cfg = load_config(schema, OmegaConf.merge(needed, OmegaConf.create(text), OmegaConf.from_dotlist(list(cli))))
+    cfg = load_config(
+        grpo_full.Config, OmegaConf.merge(needed, OmegaConf.create(text), OmegaConf.from_dotlist(list(cli)))
+    )
     kept = record(cfg)
     assert "s3cret" not in json.dumps(kept) and "torchtune_ext.env" not in json.dumps(kept)
     return cfg, kept
