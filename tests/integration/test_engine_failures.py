@@ -164,9 +164,9 @@ TRAINER = """
     config = EngineConfig(dtype="float32", max_model_len=1024, kv_cache_bytes=64 << 20)
     engine = Engine(sys.argv[1], config, sys.argv[2])
     engine.start()
-    while engine._supervisor is None or engine._supervisor.core is None:
+    while engine._supervisor.core is None:
         time.sleep(0.01)
-    print(engine._supervisor.core.process.pid, engine._janitor.pid, engine._temp_dir, flush=True)
+    print(engine._supervisor.core.process.pid, engine._cleanup.pid, engine._cleanup.folder, flush=True)
     if sys.argv[3] != "starting":
         engine.wait_ready(120)
         if raise_in_main:

@@ -222,9 +222,9 @@ def test_a_server_of_the_wrong_kind_is_refused(server, tmp_path):
 
 def test_a_server_that_cannot_read_our_memory_says_so(engine, models, monkeypatch):
     """As on another machine: the path leads nowhere, or to somebody else's file."""
-    address = engine._weights.address()
+    address = engine._buffers.model.address()
     for wrong in ({**address, "path": "/proc/1/fd/12345"}, {**address, "token": "00" * 64}):
-        monkeypatch.setattr(engine._weights, "address", lambda wrong=wrong: wrong)
+        monkeypatch.setattr(engine._buffers.model, "address", lambda wrong=wrong: wrong)
         with pytest.raises(ValueError, match="has to run on this machine.*--worker-extension-cls"):
             engine.publish(models[0].named_parameters(), engine.version + 1)
     groups = engine.sample([[1, 2, 3]], 1, SamplingConfig(max_tokens=4))

@@ -3,7 +3,8 @@ fail."""
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -157,9 +158,12 @@ class Core(Protocol):
     vocabulary: int  # token ids the model has
     asleep: int  # level of sleep; 0: awake
     group: int  # process group to kill when we die; 0: none
+    broken: Exception | None  # what our own code raised over the engine's counters; the supervisor gives up
 
     @property
     def dead(self) -> bool: ...
+
+    def ending(self) -> str: ...  # of a dead one: how it ended, for a message
 
     def configure(self) -> None: ...  # ValueError
 
@@ -186,20 +190,47 @@ class Core(Protocol):
     async def stop(self) -> None: ...
 
 
-async def bounded(core: Core, call: Coroutine[Any, Any, Any], deadline_s: float) -> Any:
-    """Awaits a call into the engine, which by itself would never return when the engine dies meanwhile."""
-    give_up_at = time.monotonic() + deadline_s
+@contextmanager
+def paused() -> Iterator[None]:
+    """Inside, the engine stands still with weights that may be half loaded: whatever goes wrong, this life is over."""
+    try:
+        yield
+    except ValueError as error:
+        raise CoreLost(f"the engine refused an update that had begun: {error}") from error
+
+
+async def bounded(
+    core: Core,
+    call: Coroutine[Any, Any, Any],
+    deadline_s: float,
+    cpu_seconds: Callable[[], float] | None = None,
+    idle_s: float = float("inf"),
+) -> Any:
+    """Awaits a call into the engine, which by itself would never return when the engine dies meanwhile.
+
+    Args: cpu_seconds: what the engine's processes have used; idle_s: seconds without any more of it after which they count
+    as frozen, before the deadline of a long call has passed.
+    Raises: CoreLost; ValueError.
+    """
+    started = moved = looked = time.monotonic()
+    used = -1.0
     name = getattr(call, "__name__", "call")
     task = asyncio.ensure_future(call)
     try:
         while True:
             await asyncio.wait({task}, timeout=0.2)
+            now = time.monotonic()
             if task.done():
                 return task.result()
             if core.dead:
-                raise CoreLost(f"the engine's process died during {name}")
-            if time.monotonic() > give_up_at:
+                raise CoreLost(f"{core.ending()} during {name}")
+            if now > started + deadline_s:
                 raise CoreLost(f"the engine did not answer {name} within {deadline_s:g} s")
+            if cpu_seconds is not None and now > looked + min(2.0, idle_s / 4):
+                looked, before, used = now, used, cpu_seconds()
+                moved = now if used > before else moved
+                if now > moved + idle_s:
+                    raise CoreLost(f"the engine is frozen: no CPU time used for {idle_s:g} s in {name}")
     except (CoreLost, ValueError):
         raise
     except Exception as error:  # vLLM wraps what happened in its process in a bare Exception

@@ -9,72 +9,25 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded
+from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded, paused
 from torchtune_ext.sampling.core_process import LOG_FORMAT, LOG_LEVEL, CoreContext, CoreProcess
 from torchtune_ext.sampling.doors import one_machine
+from torchtune_ext.sampling.imports import environment_kept, on_cpu
 from torchtune_ext.sampling.records import LORA_RANKS, Completion, EngineConfig
 from torchtune_ext.sampling.weights import ADAPTER_ID, WeightBuffer
 
 log = logging.getLogger(__name__)
 
 
-def on_cpu() -> bool:
-    """Whether the installed torch, and so the vLLM beside it, is the CPU build."""
-    return torch.version.cuda is None and torch.version.hip is None
-
-
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"  # by its full name, else vLLM makes two processes on CPU
 LOADER = "torchtune_ext.sampling.worker.WeightLoader"
-# What importing and configuring vLLM writes into os.environ; it belongs to the core, not to the trainer.
-VLLM_ENVIRONMENT = (
-    *("VLLM_", "TORCHINDUCTOR_", "NUMEXPR_MAX_", "PYTORCH_NVML_", "TRITON_CACHE_", "TILELANG_", "AITER_", "NCCL_"),
-    *("LD_PRELOAD", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES"),
-)
 CPU_KV_CACHE = 1 << 30  # bytes
 CPU_STEP = 4096  # tokens
 DEFAULT_MAX_NUM_SEQS = 256 if on_cpu() else 1024
-
-
-@contextmanager
-def environment_kept() -> Iterator[dict[str, str]]:
-    """Undoes what vLLM does to this process's environment; what it was, the dictionary holds afterwards."""
-    before, changed = dict(os.environ), {}
-    try:
-        yield changed
-    finally:
-        for key, value in list(os.environ.items()):
-            if key.startswith(VLLM_ENVIRONMENT) and before.get(key) != value:
-                changed[key] = value
-                if key in before:
-                    os.environ[key] = before[key]
-                else:
-                    del os.environ[key]
-
-
-def import_vllm(config: EngineConfig) -> None:
-    """Imports what the engine's thread will use, in the thread that calls. Import it in two threads at once, and Python
-    sees half-made modules: Transformers, Accelerate and torch are imported by the trainer, too."""
-    if on_cpu():
-        logging.getLogger("torch._library.triton").setLevel(
-            logging.ERROR
-        )  # that there is no Triton, which nobody expects
-    with environment_kept():
-        os.environ["VLLM_CONFIGURE_LOGGING"] = "0"
-        if config.address is None:
-            import torch._dynamo  # before vLLM, which changes their environment variables
-            import torch._inductor.config  # noqa: F401
-            import vllm.engine.arg_utils
-            import vllm.renderers.hf
-            import vllm.v1.engine.async_llm  # noqa: F401
-        else:
-            import aiohttp  # noqa: F401
 
 
 class LocalCore:
@@ -90,6 +43,8 @@ class LocalCore:
         self.cache_tokens = self.block = 0  # size of the KV cache and of its blocks, known after the launch
         self.vocabulary = 0  # token ids the model has, known then, too
         self.asleep = 0  # level of sleep
+        self._stopping = False
+        self.broken: Exception | None = None  # what our own code raised over a step's counters
         self._lora_request: Any = None  # goes with every request once an adapter is loaded
         self.calls: dict[str, Call] = {}
         self.sign_of_life = time.monotonic()
@@ -111,6 +66,9 @@ class LocalCore:
     @property
     def dead(self) -> bool:
         return not self.process.is_alive() or (self.llm is not None and self.llm.errored)
+
+    def ending(self) -> str:
+        return self.process.ending()
 
     def engine_args(self) -> dict[str, Any]:
         """Arguments of vLLM's AsyncEngineArgs."""
@@ -171,7 +129,8 @@ class LocalCore:
                 self.llm = self._launch()
         except (RuntimeError, OSError) as error:
             late = " within start_deadline_s" if not timer.is_alive() else ""
-            raise CoreLost(f"its process did not come up{late}: {error}") from error
+            how = "" if late or self.process.is_alive() else f"; {self.ending()}"
+            raise CoreLost(f"its process did not come up{late}: {error}{how}") from error
         finally:
             timer.cancel()
         cache = self.llm.vllm_config.cache_config
@@ -229,7 +188,9 @@ class LocalCore:
 
             def record(self, scheduler_stats=None, iteration_stats=None, mm_cache_stats=None, engine_idx=0):
                 core.sign_of_life = time.monotonic()
-                if scheduler_stats is not None:
+                if scheduler_stats is None or core.broken is not None:
+                    return
+                try:
                     prefix = scheduler_stats.prefix_cache_stats
                     core.on_step(
                         Step(
@@ -241,6 +202,8 @@ class LocalCore:
                             prefix_hits=prefix.hits,
                         )
                     )
+                except Exception as error:  # in here it would end vLLM's client, which says "the engine died"
+                    core.broken = error
 
             def log_engine_initialized(self):
                 pass
@@ -263,7 +226,7 @@ class LocalCore:
             spans = [(span.version, span.start, span.end) for span in part.weight_versions or ()]
             return call.completion(part.finish_reason, spans, output.num_cached_tokens or 0)
         except EngineDeadError as error:
-            raise CoreLost("the engine's process died") from error
+            raise CoreLost(self.ending()) from error
         except EngineGenerateError as error:
             raise CoreLost(f"the engine failed in a request: {error.__cause__!r}") from error
         except VLLMClientError as error:
@@ -300,11 +263,11 @@ class LocalCore:
         """Asks for the end of a running request; it returns what was sampled until now."""
         if not call.ended_by:
             call.ended_by = reason
-            await self._bounded(self.llm.abort(call.id))
+            await self._quick(self.llm.abort(call.id))
 
     async def ping(self, deadline_s: float) -> None:
         """Returns once the engine's main loop has answered. Raises CoreLost after `deadline_s`."""
-        await self._bounded(self.llm.is_paused(), deadline_s)
+        await bounded(self, self.llm.is_paused(), deadline_s)
         self.sign_of_life = time.monotonic()
 
     async def load(self, buffers: Sequence[WeightBuffer], version: int) -> tuple[float, float]:
@@ -314,28 +277,31 @@ class LocalCore:
         Returns: seconds of pause, seconds of loading in it. Raises CoreLost: the engine must not be used further.
         """
         llm = self.llm
+        await self.ping(self.config.probe_deadline_s)
         if not buffers:
-            await self._bounded(llm.update_weight_version(str(version)))
+            await self._quick(llm.update_weight_version(str(version)))
             return 0.0, 0.0
         if self.asleep:
             await self._bounded(llm.wake_up(["weights"]))
         started = time.monotonic()
-        # clear_cache: the KV cache of the old weights is computed again, also that of requests in flight
-        await self._bounded(llm.pause_generation(mode="keep", clear_cache=True))
-        loading = time.monotonic()
-        for buffer in buffers:
-            await (self._load_model(buffer, version) if buffer.adapter is None else self._load_adapter(buffer, version))
-        loaded = time.monotonic()
-        if self.asleep:
-            await self._bounded(llm.wake_up(["kv_cache", "scheduling"]))
-            self.asleep = 0
-        await self._bounded(llm.resume_generation())
+        with paused():
+            # clear_cache: the KV cache of the old weights is computed again, also that of requests in flight
+            await self._quick(llm.pause_generation(mode="keep", clear_cache=True))
+            loading = time.monotonic()
+            for buffer in buffers:
+                load = self._load_model if buffer.adapter is None else self._load_adapter
+                await load(buffer, version)
+            loaded = time.monotonic()
+            if self.asleep:
+                await self._bounded(llm.wake_up(["kv_cache", "scheduling"]))
+                self.asleep = 0
+            await self._quick(llm.resume_generation())
         return time.monotonic() - started, loaded - loading
 
     async def _load_model(self, buffer: WeightBuffer, version: int) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 
-        await self._bounded(self.llm.init_weight_transfer_engine(WeightTransferInitRequest(buffer.address())))
+        await self._quick(self.llm.init_weight_transfer_engine(WeightTransferInitRequest(buffer.address())))
         await self._bounded(self.llm.start_weight_update())
         await self._bounded(self.llm.update_weights(WeightTransferUpdateRequest(buffer.manifest)))
         await self._bounded(self.llm.finish_weight_update(str(version)))
@@ -345,22 +311,30 @@ class LocalCore:
 
         arguments = (buffer.address(), buffer.manifest, buffer.adapter)
         await self._bounded(self.llm.collective_rpc("load_adapter", args=arguments))
-        await self._bounded(self.llm.update_weight_version(str(version)))
+        await self._quick(self.llm.update_weight_version(str(version)))
         # a path has to be named; nothing is read there, since the adapter is in the engine already
         self._lora_request = LoRARequest("policy", ADAPTER_ID, "/nowhere/the-adapter-is-in-memory")
 
     async def sleep(self, level: int) -> None:
         """Gives the GPU's memory back; level 1 keeps the weights in host memory, level 2 drops them."""
+        await self.ping(self.config.probe_deadline_s)
         await self._bounded(self.llm.sleep(level=level, mode="keep"))
         self.asleep = level
 
     async def wake(self) -> None:
         """Takes the memory again after a sleep of level 1; after level 2 only `load` wakes it."""
+        await self.ping(self.config.probe_deadline_s)
         await self._bounded(self.llm.wake_up())
         self.asleep = 0
 
-    async def _bounded(self, call: Coroutine[Any, Any, Any], deadline_s: float | None = None) -> Any:
-        return await bounded(self, call, deadline_s or self.config.rpc_deadline_s)
+    async def _quick(self, call: Coroutine[Any, Any, Any]) -> Any:
+        """A call that the engine answers between two steps."""
+        return await bounded(self, call, self.config.probe_deadline_s)
+
+    async def _bounded(self, call: Coroutine[Any, Any, Any]) -> Any:
+        """A call that moves weights: it may take long, but not stand still."""
+        config = self.config
+        return await bounded(self, call, config.rpc_deadline_s, self.process.cpu_seconds, config.probe_deadline_s)
 
     def kill(self) -> None:
         self.process.kill()
@@ -371,13 +345,15 @@ class LocalCore:
     async def stop(self) -> None:
         """Ends this life and everything that waits for it. The waiting requests end with CoreLost."""
         self.process.kill()
-        if self.llm is not None:
-            give_up_at = time.monotonic() + 5.0
-            while not self.llm.errored and time.monotonic() < give_up_at:
-                await asyncio.sleep(0.02)  # vLLM's own monitor notices the death and fails the requests
-            await asyncio.sleep(0.05)
-            llm, self.llm = self.llm, None
-            llm.shutdown(timeout=1)
-        for call in list(self.calls.values()):
-            call.lose()
-        self.process.close()
+        first, self._stopping = not self._stopping, True  # `close` and a restart that it ends may both come here
+        try:
+            if self.llm is not None and first:
+                give_up_at = time.monotonic() + 5.0
+                while not self.llm.errored and time.monotonic() < give_up_at:
+                    await asyncio.sleep(0.02)  # vLLM's own monitor notices the death and fails the requests
+                await asyncio.sleep(0.05)
+                self.llm.shutdown(timeout=1)
+        finally:
+            for call in list(self.calls.values()):
+                call.lose()
+            self.process.close()

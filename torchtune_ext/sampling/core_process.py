@@ -19,6 +19,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,11 @@ class CoreProcess:
                 command, stdin=subprocess.PIPE, stdout=out, stderr=out, env=env, start_new_session=True
             )
         self.pid = self._popen.pid
-        self.sentinel = os.pidfd_open(self.pid)  # readable once the process has ended
+        try:
+            self.sentinel = os.pidfd_open(self.pid)  # readable once the process has ended
+        except OSError:
+            self.close()  # nobody else knows of it yet
+            raise
         weakref.finalize(self, os.close, self.sentinel)  # not in close(): vLLM's monitor may still look at it
         self.settings: dict[str, str] = {}  # environment variables that vLLM's configuration asks for
         self._work: tuple[Callable, dict[str, Any]] | None = None
@@ -106,11 +111,37 @@ class CoreProcess:
             except BrokenPipeError:
                 pass
 
+    def ending(self) -> str:
+        """How the process ended, for a message. Ask before `kill`, whose signal it would name."""
+        code = self.exitcode
+        if code is None:
+            return "vLLM gave the engine up (the end of its log says why)"
+        if code >= 0:
+            return f"the engine's process ended with exit code {code}"
+        hint = ", perhaps by the kernel's out-of-memory killer (see dmesg)" if -code == signal.SIGKILL else ""
+        return f"the engine's process was killed by {signal.Signals(-code).name}{hint}"
+
+    def cpu_seconds(self) -> float:
+        """CPU time that the process and its workers have used until now."""
+        ticks = 0
+        for folder in os.scandir("/proc"):
+            if folder.name.isdigit():
+                try:
+                    fields = Path(folder.path, "stat").read_text().rsplit(")", 1)[1].split()
+                except OSError:
+                    continue  # ended meanwhile
+                if int(fields[3]) == self.pid:  # its session
+                    ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
+
     def log_tail(self, lines: int = 30) -> str:
         """The last lines that this process wrote."""
-        with open(self.log, "rb") as file:
-            file.seek(max(self.log_start, self.log.stat().st_size - 16384))
-            text = file.read().decode(errors="replace")
+        try:
+            with open(self.log, "rb") as file:
+                file.seek(max(self.log_start, self.log.stat().st_size - 16384))
+                text = file.read().decode(errors="replace")
+        except OSError as error:
+            return f"(cannot be read: {error})"
         return "\n".join(text.splitlines()[-lines:])
 
 
@@ -127,6 +158,34 @@ class CoreContext:
         return getattr(self._context, name)
 
 
+def forget_preemptions_of_pauses() -> None:
+    """Makes vLLM count only the preemptions of a KV cache that was full, not those of our own pauses.
+
+    A pause that clears the cache (`pause_generation(mode="keep", clear_cache=True)`, and `sleep`) ends in
+    `Scheduler.reset_prefix_cache(reset_running_requests=True)`, which throws out every running request by the same method as
+    a full cache. The request notes an event PREEMPTED, and the event travels with the request's next token. So the trainer
+    would count it after the pause, in whatever step the request happens to run again, next to real preemptions and not to be
+    told from them: only here, where it is noted, its reason is known. It is the last event of each request that ran, and it
+    is taken back.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine import EngineCoreEventType
+
+    original = Scheduler.reset_prefix_cache
+
+    @wraps(original)
+    def reset_prefix_cache(self: Any, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        thrown_out = list(self.running) if reset_running_requests else []
+        try:
+            return original(self, reset_running_requests, reset_connector)
+        finally:
+            for request in thrown_out:
+                if request.events and request.events[-1].type == EngineCoreEventType.PREEMPTED:
+                    request.events.pop()
+
+    Scheduler.reset_prefix_cache = reset_prefix_cache
+
+
 def main(parent: int) -> None:
     """The life of the core: imports, then whatever the trainer sends."""
     die_with_parent(parent)
@@ -134,6 +193,7 @@ def main(parent: int) -> None:
     started = time.monotonic()
     import vllm.v1.engine.core  # noqa: F401  (seconds; meanwhile the trainer imports its own half)
 
+    forget_preemptions_of_pauses()
     print(
         f"engine core {os.getpid()}: vLLM imported in {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True
     )

@@ -17,23 +17,21 @@ import gc
 import itertools
 import logging
 import os
-import shutil
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from torchtune_ext.sampling import janitor
 from torchtune_ext.sampling.calls import Batch, Call, Core, CoreLost, OnCompletion, Step, check_prompts, request_seeds
-from torchtune_ext.sampling.core import DEFAULT_MAX_NUM_SEQS, LocalCore, import_vllm
+from torchtune_ext.sampling.cleanup import Cleanup
+from torchtune_ext.sampling.core import DEFAULT_MAX_NUM_SEQS, LocalCore
+from torchtune_ext.sampling.imports import import_vllm
+from torchtune_ext.sampling.loop_thread import LoopThread
 from torchtune_ext.sampling.records import (
     Completion,
     EngineConfig,
@@ -45,13 +43,14 @@ from torchtune_ext.sampling.records import (
 from torchtune_ext.sampling.server import ServerCore
 from torchtune_ext.sampling.supervisor import Supervisor
 from torchtune_ext.sampling.throttle import Controller, Throttle
-from torchtune_ext.sampling.weights import WeightBuffer
+from torchtune_ext.sampling.weights import Buffers
 
 __all__ = ["Completion", "Engine", "EngineConfig", "EngineFailed", "EngineStats", "PublishReport", "SamplingConfig"]
 
 log = logging.getLogger(__name__)
 
-SOCKET_PATH_MAX = 107  # bytes of a unix socket's path; vLLM appends 37
+LOOK_S = 1.0  # seconds between two looks at the janitor
+CLOSE_S = 30.0  # seconds that the engine's thread has to end everything
 
 
 class Engine:
@@ -63,14 +62,13 @@ class Engine:
         self.config = config
         self.model_dir = str(model_dir)
         self.log_path = Path(run_dir).absolute() / "engine.log"
-        self._weights, self._adapter = WeightBuffer(), WeightBuffer()
-        self._weights_lock = threading.Lock()  # held while a buffer is written
+        self._buffers = Buffers(config.rpc_deadline_s)
         self._publish_lock = threading.Lock()  # one publication at a time
         self._first_version = version
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run_loop, name="torchtune-ext-engine", daemon=True)
-        self._temp_dir = ""
-        self._janitor: subprocess.Popen | None = None
+        self._thread = LoopThread("torchtune-ext-engine")
+        self._call = self._thread.call
+        self._cleanup: Cleanup | None = None
+        self._janitor_watch: asyncio.Task | None = None
         self._started: Any = None  # future of the first start
         self._closed = False
         self._ids = itertools.count()
@@ -81,7 +79,7 @@ class Engine:
         self._controller = Controller(config.max_num_seqs or DEFAULT_MAX_NUM_SEQS)
         self._fixed = config.max_concurrency
         self._throttle = Throttle(self._fixed or self._controller.allowed)
-        self._supervisor: Supervisor | None = None
+        self._supervisor = Supervisor(config, self._make_core, self._buffers, version)
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -94,10 +92,7 @@ class Engine:
         if self._started is not None or self._closed:
             raise RuntimeError("Engine.start: an engine is started once; make a new one")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        base = tempfile.gettempdir()
-        self._temp_dir = tempfile.mkdtemp(prefix="tte-", dir=base if len(base) < SOCKET_PATH_MAX - 60 else "/tmp")
-        command = [sys.executable, "-I", "-S", janitor.__file__, str(os.getpid()), self._temp_dir]
-        self._janitor = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        self._cleanup = Cleanup()
         close = weakref.WeakMethod(self.close)
         atexit.register(lambda: (method := close()) and method())
         self._thread.start()
@@ -108,7 +103,7 @@ class Engine:
         except (ValueError, OSError) as error:
             self.close()
             raise EngineFailed(f"the engine did not start: {error}") from error
-        self._started = self._submit(self._supervisor.start())
+        self._started = self._thread.submit(self._supervisor.start())
         if (
             self.config.sleep
         ):  # the trainer finds its GPU free, and the engine measured it before the trainer took its part
@@ -130,27 +125,34 @@ class Engine:
         self._call(self._supervisor.ready())
 
     def close(self) -> None:
-        """Ends the engine and all that belongs to it. May be called twice."""
+        """Ends the engine and all that belongs to it, also in the midst of a restart or a publication. May be called twice.
+
+        Calls that are under way in other threads end with EngineFailed. What goes wrong in here is logged, and the rest is
+        done; an error is raised only when a process of the engine is left."""
         if self._closed:
             return
+        self._thread.refuse_itself()
         self._closed = True
-        if self._thread.is_alive():
-            supervisor = self._supervisor
-            if supervisor is not None and supervisor.core is not None and not (self._started and self._started.done()):
-                supervisor.core.kill()  # the loop waits for it to come up
-            try:
-                self._call(self._close(), timeout=30.0)
-            finally:
-                self._loop.call_soon_threadsafe(self._loop.stop)
-                self._thread.join(5.0)
-        for buffer in (self._weights, self._adapter):
-            buffer.close()
-        if self._janitor is not None:
-            self._janitor.stdin.close()  # type: ignore[union-attr]
-            self._janitor.wait(10.0)
-        if self._temp_dir:
-            shutil.rmtree(self._temp_dir, ignore_errors=True)
+        supervisor = self._supervisor
+        supervisor.closed = True  # first: the restart of a lost engine then makes no further one
+        core = supervisor.core
+        if core is not None:
+            core.kill()  # the loop's thread stands still while an engine comes up
+        if self._thread.alive:
+            self._attempt("the engine", lambda: self._call(supervisor.close(), CLOSE_S))
+        self._attempt("its thread", self._thread.stop)
+        self._attempt("the shared memory", self._buffers.close)
+        if self._cleanup is not None:
+            self._attempt("the janitor", self._cleanup.close)
         gc.collect()  # vLLM's client complains when it is still there at the end of the interpreter
+        if core is not None and core.group and not core.dead:
+            raise EngineFailed(f"Engine.close: process {core.group} of the engine did not end")
+
+    def _attempt(self, what: str, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except Exception:
+            log.warning("Engine.close: %s was not closed properly", what, exc_info=True)
 
     def __enter__(self) -> "Engine":
         return self
@@ -162,8 +164,8 @@ class Engine:
 
     @property
     def version(self) -> int:
-        """Version of the policy that samples now."""
-        return self._supervisor.version if self._supervisor is not None else self._first_version
+        """Version of the weights that the engine holds: a new one counts once it is loaded."""
+        return self._supervisor.version
 
     def sample(
         self,
@@ -189,8 +191,14 @@ class Engine:
         return self._call(self._sample(prompts, n, Batch(sampling, on_completion), seeds))
 
     def cancel(self) -> None:
-        """Ends all running calls of `sample` early: they return what they have, with finish reason "abort"."""
-        self._call(self._cancel(), timeout=30.0)
+        """Ends all running calls of `sample` early: they return what they have, with finish reason "abort"; while the engine
+        is started again, they return once it is there."""
+        for batch in list(self._batches):
+            batch.cancelled = True  # here, since the loop's thread stands still while an engine comes up
+        try:
+            self._call(self._cancel(), timeout=30.0)
+        except TimeoutError:
+            log.warning("Engine.cancel: the engine is being started again; calls of sample end when it is there")
 
     def publish(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int, adapter: dict[str, Any] | None = None
@@ -204,23 +212,16 @@ class Engine:
         """
         if adapter is not None and self.config.lora_rank is None:
             raise ValueError("publish: an adapter, but the engine was started without engine.lora_rank")
-        buffer = self._weights if adapter is None else self._adapter
         with self._publish_lock:
-            if version < self.version or version <= buffer.version:
-                raise ValueError(f"publish: version {version} after {max(self.version, buffer.version)}; versions grow")
-            with self._weights_lock:
-                copy_s = buffer.write(named_tensors)
-                buffer.adapter, buffer.version = adapter, version
-                if self._supervisor is not None:
-                    self._supervisor.version = version
-            pause_s, load_s = self._call(self._load(buffer, version))
+            buffer, copy_s = self._buffers.write(named_tensors, version, adapter, self.version)
+            pause_s, load_s = self._call(self._supervisor.load())
             return PublishReport(version, buffer.bytes, copy_s, pause_s, load_s)
 
     def sleep(self) -> None:
         """On a GPU that trainer and engine share (`engine.sleep`): gives the engine's memory back. `publish` and
         `sample` wake it. Without `engine.sleep` nothing happens."""
         if self.config.sleep:
-            self._call(self._sleep())
+            self._call(self._supervisor.sleep())
 
     def limit_concurrency(self, limit: int | None) -> None:
         """Fixes how many requests may be in flight; None: follow the engine's counters, from the beginning."""
@@ -230,7 +231,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters of the run until now."""
-        counts, supervisor = self._counts, self._supervisor
+        counts = self._counts
         return EngineStats(
             prefix_queries=counts["queries"],
             prefix_hits=counts["hits"],
@@ -241,7 +242,7 @@ class Engine:
             concurrency=self._fixed or self._controller.limit,
             completed=counts["completed"],
             tokens=counts["tokens"],
-            restarts=supervisor.restarts if supervisor is not None else 0,
+            restarts=self._supervisor.restarts,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -255,64 +256,39 @@ class Engine:
 
     # -- inside the loop's thread -------------------------------------------------------------------------------------
 
-    def _run_loop(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
-        self._loop.close()
-
-    def _submit(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def _call(self, work: Coroutine[Any, Any, Any], timeout: float | None = None) -> Any:
-        """Runs `work` in the loop and waits. The work bounds its own waits; this one ends when the thread does."""
-        if not self._thread.is_alive():
-            work.close()
-            raise EngineFailed("the engine is not running: call start() first, and nothing after close()")
-        future = self._submit(work)
-        give_up_at = time.monotonic() + (float("inf") if timeout is None else timeout)
-        try:
-            while True:
-                try:
-                    return future.result(timeout=0.5)
-                except TimeoutError:
-                    if future.done():
-                        raise
-                if not self._thread.is_alive():
-                    raise EngineFailed("the engine was closed")
-                if time.monotonic() > give_up_at:
-                    raise TimeoutError(f"the engine's thread did not answer within {timeout:g} s")
-        finally:
-            future.cancel()  # nothing when it is done; else the caller is going away (Ctrl-C)
-
     async def _prepare(self) -> None:
-        self._supervisor = Supervisor(self.config, self._make_core, (self._weights, self._adapter), self._weights_lock)
-        self._supervisor.version = self._first_version
+        self._janitor_watch = asyncio.create_task(self._watch_janitor())
         await self._supervisor.prepare()
+
+    async def _watch_janitor(self) -> None:
+        """Replaces a janitor that died before it is needed."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                self._cleanup.look()
+            except OSError as error:
+                log.warning("the engine's janitor could not be started again (%s): trying it further", error)
 
     def _make_core(self) -> Core:
         if self.config.address is not None:
             return ServerCore(self.config, self._on_step)
-        core = LocalCore(self.model_dir, self.config, self.log_path, self._temp_dir, self._on_step)
-        self._janitor.stdin.write(f"{core.group}\n".encode())  # type: ignore[union-attr]
-        self._janitor.stdin.flush()  # type: ignore[union-attr]
+        core = LocalCore(self.model_dir, self.config, self.log_path, self._cleanup.folder, self._on_step)
+        try:
+            self._cleanup.guard(core.group)
+        except BaseException:
+            core.kill()  # nobody else knows of it yet
+            raise
         return core
-
-    async def _close(self) -> None:
-        if self._supervisor is not None:
-            await self._supervisor.close()
 
     async def _cancel(self) -> None:
         for batch in self._batches:
             batch.cancelled = True
         core = self._supervisor.core
-        for call in list(core.calls.values()) if core is not None else ():
-            await core.end(call, "abort")
-
-    async def _sleep(self) -> None:
-        await self._supervisor.sleep()
-
-    async def _load(self, buffer: WeightBuffer, version: int) -> tuple[float, float]:
-        return await self._supervisor.load(buffer, version)
+        try:
+            for call in list(core.calls.values()) if core is not None else ():
+                await core.end(call, "abort")
+        except CoreLost:
+            pass  # the watch sees to it, and a call that was cancelled is not repeated
 
     async def _sample(self, prompts: list[list[int]], n: int, batch: Batch, seeds: Any) -> list[list[Completion]]:
         core = await self._supervisor.awake()

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded
+from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded, paused
 from torchtune_ext.sampling.core import LOADER, UNIPROC, on_cpu
 from torchtune_ext.sampling.doors import GUARD, KEY_VARIABLE, authorization, one_machine, server_key
 from torchtune_ext.sampling.records import Completion, EngineConfig
@@ -78,6 +78,8 @@ class ServerCore:
         self.sign_of_life = time.monotonic()
         self.cache_tokens = self.block = self.vocabulary = 0
         self.dead = False
+        self.broken: Exception | None = None
+        self._resumed: float | None = None  # time.monotonic() of our last resume, until its preemptions have passed
         self._session: Any = None
         self._poll: asyncio.Task | None = None
         self._model = "MODEL_DIR"  # known after the launch
@@ -111,6 +113,8 @@ class ServerCore:
                 info = await asyncio.wait_for(self._get("/server_info?config_format=json"), 30.0)
                 break
             except (CoreLost, TimeoutError) as error:
+                if self._session.closed:
+                    raise CoreLost("the connection was ended") from error
                 if time.monotonic() > give_up_at:
                     raise CoreLost(f"no answer from {self.address} within start_deadline_s: {error}") from error
                 await asyncio.sleep(0.5)
@@ -222,6 +226,9 @@ class ServerCore:
     async def _abort(self, call: Call) -> None:
         await self._post("/inference/v1/abort_requests", {"request_ids": [f"generate-tokens-{call.id}"]})
 
+    def ending(self) -> str:
+        return f"the connection to {self.address} was lost"
+
     async def ping(self, deadline_s: float) -> None:
         """Returns once the server's engine has answered. Raises CoreLost after `deadline_s`."""
         await bounded(self, self._get("/is_paused"), deadline_s)
@@ -230,12 +237,13 @@ class ServerCore:
     async def load(self, buffers: Sequence[WeightBuffer], version: int) -> tuple[float, float]:
         """Replaces the server's weights; requests in flight go on with the new ones. Returns seconds of pause, of
         loading. Raises CoreLost."""
+        await self.ping(self.config.probe_deadline_s)
         if not buffers:
-            await self._bounded(self._post("/update_weight_version", {"new_version": str(version)}))
+            await self._quick(self._post("/update_weight_version", {"new_version": str(version)}))
             return 0.0, 0.0
         (weights,) = buffers  # never an adapter: EngineConfig sees to it
         try:
-            await self._bounded(self._post("/init_weight_transfer_engine", {"init_info": weights.address()}))
+            await self._quick(self._post("/init_weight_transfer_engine", {"init_info": weights.address()}))
         except CoreLost as error:
             if self.dead:
                 raise
@@ -244,14 +252,16 @@ class ServerCore:
                 f"machine, as the same user and in the same PID namespace, started like this: {self._how()}"
             ) from error
         started = time.monotonic()
-        await self._bounded(self._post("/pause?mode=keep&clear_cache=true"))
-        loading = time.monotonic()
-        await self._bounded(self._post("/start_weight_update"))
-        await self._bounded(self._post("/update_weights", {"update_info": weights.manifest}))
-        await self._bounded(self._post("/finish_weight_update", {"weight_version": str(version)}))
-        loaded = time.monotonic()
-        await self._bounded(self._post("/resume"))
-        return time.monotonic() - started, loaded - loading
+        with paused():
+            await self._quick(self._post("/pause?mode=keep&clear_cache=true"))
+            loading = time.monotonic()
+            await self._bounded(self._post("/start_weight_update"))
+            await self._bounded(self._post("/update_weights", {"update_info": weights.manifest}))
+            await self._bounded(self._post("/finish_weight_update", {"weight_version": str(version)}))
+            loaded = time.monotonic()
+            await self._quick(self._post("/resume"))
+        self._resumed = time.monotonic()
+        return self._resumed - started, loaded - loading
 
     async def sleep(self, level: int) -> None:
         """Nothing: the server has its own GPU."""
@@ -278,6 +288,7 @@ class ServerCore:
     async def _poll_metrics(self) -> None:
         while not self.dead:
             await asyncio.sleep(METRICS_S)
+            asked = time.monotonic()
             try:
                 text = await self._bounded(self._get("/metrics"), 30.0)
             except (CoreLost, ValueError):
@@ -288,17 +299,26 @@ class ServerCore:
                 if name is not None:
                     now[name] += float(line.rsplit(" ", 1)[1])
             last = self._last or now
-            self.on_step(
-                Step(
-                    usage=now["usage"],
-                    running=int(now["running"]),
-                    waiting=int(now["waiting"]),
-                    preempted=int(now["preempted"] - last["preempted"]),
-                    prefix_queries=int(now["queries"] - last["queries"]),
-                    prefix_hits=int(now["hits"] - last["hits"]),
-                )
+            step = Step(
+                usage=now["usage"],
+                running=int(now["running"]),
+                waiting=int(now["waiting"]),
+                # our own pause throws every request out, which the server counts as each of them runs again
+                preempted=int(now["preempted"] - last["preempted"]) if self._resumed is None else 0,
+                prefix_queries=int(now["queries"] - last["queries"]),
+                prefix_hits=int(now["hits"] - last["hits"]),
             )
+            if self._resumed is not None and asked > self._resumed + METRICS_S and not step.waiting:
+                self._resumed = None
             self._last = now
+            try:
+                self.on_step(step)
+            except Exception as error:
+                self.broken = error
+                return
+
+    async def _quick(self, call: Any) -> Any:
+        return await self._bounded(call, self.config.probe_deadline_s)
 
     async def _bounded(self, call: Any, deadline_s: float | None = None) -> Any:
         return await bounded(self, call, deadline_s or self.config.rpc_deadline_s)
@@ -340,6 +360,8 @@ class ServerCore:
                     async for line in response.content:
                         if line.startswith(b"data: {"):
                             yield json.loads(line[6:])
-        except (aiohttp.ClientError, OSError) as error:
+        except (aiohttp.ClientError, OSError, RuntimeError) as error:  # RuntimeError: our own `stop` closed the session
+            if isinstance(error, CoreLost):
+                raise
             self.dead = True
             raise CoreLost(f"no connection to {self.address}: {error!r}") from error

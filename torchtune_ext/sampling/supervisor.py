@@ -10,21 +10,44 @@ What can happen to the engine, and how it is noticed:
 
 Requests that were under way are repeated by their callers, with the same seeds. After `max_failures` failures without a
 finished request between them the supervisor gives up, and everybody who waits for the engine gets `EngineFailed`.
+
+Weights reach an engine through `_load_buffers` alone. It keeps the publisher out of the buffers while the engine reads
+them, and takes the version's label from the buffers, so that a label never names other weights than those.
 """
 
 import asyncio
+import gc
 import logging
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import wraps
+from typing import Any
 
 from torchtune_ext.sampling.calls import Core, CoreLost
 from torchtune_ext.sampling.records import EngineConfig, EngineFailed
-from torchtune_ext.sampling.weights import WeightBuffer
+from torchtune_ext.sampling.weights import Buffers, WeightBuffer
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.2
+# vLLM's client refers to itself: until it is collected, a lost one keeps descriptors and threads. First all who knew it, its
+# own threads, too, have to let go of it.
+COLLECT_S = 3.0
+
+
+def undisturbed(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Awaitable[Any]]:
+    """Lets a method run to its end also when its caller is cancelled (Ctrl-C in the trainer, another request of the batch
+    that failed). A restart or an update that broke off in the middle would leave an engine that is paused, half loaded,
+    or never announced, and nobody would notice."""
+
+    @wraps(method)
+    async def run(self: "Supervisor", *args: Any) -> Any:
+        task = asyncio.ensure_future(method(self, *args))
+        self._undisturbed.add(task)
+        task.add_done_callback(self._undisturbed.discard)
+        return await asyncio.shield(task)
+
+    return run
 
 
 class Supervisor:
@@ -34,21 +57,24 @@ class Supervisor:
         self,
         config: EngineConfig,
         make_core: Callable[[], Core],
-        buffers: Sequence[WeightBuffer],
-        weights_lock: threading.Lock,
+        buffers: Buffers,
+        version: int,
     ):
-        """Args: make_core: begins a new life (`LocalCore` or `ServerCore`); buffers: the current weights, the model's and
-        the adapter's; weights_lock: held by the publisher while it writes them."""
-        self.config, self._make_core, self._buffers, self._weights_lock = config, make_core, buffers, weights_lock
+        """Args: make_core: begins a new life (`LocalCore` or `ServerCore`); buffers: the current weights; version: of the
+        weights on the disk."""
+        self.config, self._make_core, self._buffers = config, make_core, buffers
         self.core: Core | None = None  # the present life; None while there is none
-        self.version = 0  # of the weights in the buffer, or on the disk before the first publication
+        self.version = version  # of the weights that the engine holds
         self.restarts = 0
         self.failures = 0  # in a row
         self.failed: EngineFailed | None = None  # why we have given up
-        self.closed = False
+        self.closed = False  # another thread may set it, to end a restart that is under way
+        self._held: dict[WeightBuffer, int] = {}  # what the present life has loaded -> version
+        self._collect_at = float("inf")  # time.monotonic() at which to free what a lost life holds
         self._changed = asyncio.Event()  # ready, failed or closed
         self._control = asyncio.Lock()  # one restart or weight update at a time
-        self._tasks: list[asyncio.Task] = []
+        self._watches: list[asyncio.Task] = []
+        self._undisturbed: set[asyncio.Future] = set()
 
     async def prepare(self) -> None:
         """Begins the first life; its process does what it can without us."""
@@ -60,9 +86,9 @@ class Supervisor:
             try:
                 await self.core.launch()
                 self._changed.set()
-            except (CoreLost, ValueError, OSError, ImportError) as error:
-                await self._give_up(f"the engine did not start: {error}")
-        self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._end_late_requests())]
+            except Exception as error:
+                await self._give_up(f"the engine did not start: {error}", cause=error)
+        self._watches = [asyncio.create_task(self._guarded(work)) for work in (self._watch, self._end_late_requests)]
 
     async def ready(self) -> Core:
         """Waits for a working engine. Raises EngineFailed."""
@@ -72,10 +98,10 @@ class Supervisor:
             await asyncio.wait_for(self._changed.wait(), limit)
         except TimeoutError:
             raise EngineFailed(f"the engine was not ready within {limit:g} s") from None
-        if self.failed is not None:
-            raise EngineFailed(str(self.failed)) from self.failed.__cause__
         if self.closed:
             raise EngineFailed("the engine is closed")
+        if self.failed is not None:
+            raise EngineFailed(str(self.failed)) from self.failed.__cause__
         return self.core
 
     def report_finished(self) -> None:
@@ -86,37 +112,44 @@ class Supervisor:
         """A request has lost its engine. Waits until there is another one. Raises EngineFailed."""
         await self._replace(core, str(cause))
 
-    async def load(self, buffer: WeightBuffer, version: int) -> tuple[float, float]:
+    @undisturbed
+    async def load(self) -> tuple[float, float]:
         """Brings newly published weights into the engine. Returns the seconds of pause and of loading.
 
-        When the update fails, the engine is started again, and takes the weights then. Raises EngineFailed.
+        When the update fails, the engine is started again, and takes the weights then. Raises EngineFailed; ValueError
+        when the engine refuses them and goes on with what it has.
         """
+        started = time.monotonic()
         await self.ready()
         async with self._control:
-            self.version = version
             core = self.core
             if core is not None:
                 try:
-                    # an adapter comes over the model that is there; a new model takes the adapter away (vLLM drops it), and
-                    # after a sleep of level 2 there is none
-                    alone = buffer.adapter is not None and core.asleep != 2
-                    return await core.load([buffer] if alone else self._published(), version)
+                    pause_s, load_s = await self._load_buffers(core)
+                    return pause_s or time.monotonic() - started, load_s  # 0: a restart has just loaded them
                 except CoreLost as error:
                     cause = str(error)
-        started = time.monotonic()
         if core is not None:
-            await self._replace(core, f"publication of version {version}: {cause}")
+            await self._replace(core, f"publication: {cause}")
         await self.ready()  # a new engine begins with the weights of the buffers
         return time.monotonic() - started, 0.0
 
+    @undisturbed
     async def sleep(self) -> None:
-        """Makes the engine give its GPU memory back, until weights are loaded or somebody samples."""
-        core = await self.ready()
-        async with self._control:
-            if core is self.core and not core.asleep:
-                # with published weights in host memory already, the engine need not keep a copy
-                model = self._buffers[0]
-                await core.sleep(2 if model.manifest is not None and model.complete else 1)
+        """Makes the engine give its GPU memory back, until weights are loaded or somebody samples. Raises EngineFailed."""
+        while True:
+            core = await self.ready()
+            try:
+                async with self._control:
+                    if core is self.core and not core.asleep:
+                        model = self._buffers.model
+                        async with self._buffers.reading():
+                            # with whole weights in host memory already, the engine need not keep a copy
+                            await core.sleep(2 if model.manifest is not None and model.complete else 1)
+                    if core is self.core:
+                        return
+            except CoreLost as error:
+                await self._replace(core, str(error))  # the new one is awake: once more
 
     async def awake(self) -> Core:
         """Waits for an engine that can sample. Raises EngineFailed."""
@@ -124,24 +157,33 @@ class Supervisor:
             core = await self.ready()
             if not core.asleep:
                 return core
-            try:
-                async with self._control:
-                    if core is self.core and core.asleep == 1:
-                        await core.wake()
-                    elif core is self.core and core.asleep:
-                        await core.load(self._published(), self.version)
-            except CoreLost as error:
-                await self._replace(core, str(error))
+            await self._wake(core)
+
+    @undisturbed
+    async def _wake(self, core: Core) -> None:
+        try:
+            async with self._control:
+                if core is self.core and core.asleep == 1:
+                    await core.wake()
+                elif core is self.core and core.asleep:
+                    await self._load_buffers(core)
+        except CoreLost as error:
+            await self._replace(core, str(error))
 
     async def close(self) -> None:
         self.closed = True
-        for task in self._tasks:
+        for task in self._watches:
             task.cancel()
         core, self.core = self.core, None
-        if core is not None:
-            await core.stop()
-        self._changed.set()
+        try:
+            if core is not None:
+                await core.stop()
+        finally:
+            self._changed.set()
+        if self._undisturbed:  # a restart or an update under way sees that its engine is gone
+            await asyncio.wait(set(self._undisturbed), timeout=5.0)
 
+    @undisturbed
     async def _replace(self, core: Core | None, cause: str) -> None:
         async with self._control:
             if core is not self.core or self.closed or self.failed is not None:
@@ -156,42 +198,69 @@ class Supervisor:
                     )
                     return
                 log.warning("engine lost (%s), failure %d in a row: starting it again", cause, self.failures)
-                if core is not None:
-                    await core.stop()
-                core, self.core = None, None
                 try:
-                    core = self.core = self._make_core()
-                    await core.launch()
-                    await self._wait_for_writer()
-                    if self._published() or self.version:
-                        await core.load(self._published(), self.version)
-                    self.restarts += 1
-                    self._changed.set()
-                    return
-                except (CoreLost, ValueError, OSError) as error:
-                    cause = str(error)
+                    if core is not None:
+                        await core.stop()
+                    core = self.core = None
+                    if not self.closed:
+                        core = self.core = self._make_core()
+                        await self._bring_up(core)
+                        return
+                except Exception as error:  # whatever it is, it is counted, and the last one is in EngineFailed
+                    cause = str(error) or repr(error)
+                if self.closed:
+                    if core is not None:
+                        await core.stop()
+                    return  # `close` has told everybody who waits
 
-    def _published(self) -> list[WeightBuffer]:
-        return [buffer for buffer in self._buffers if buffer.manifest is not None]
-
-    async def _wait_for_writer(self) -> None:
-        """Waits until no publication is writing into the buffer."""
-        give_up_at = time.monotonic() + self.config.rpc_deadline_s
-        while not self._weights_lock.acquire(blocking=False):
-            if time.monotonic() > give_up_at:
-                raise CoreLost(f"a publication did not finish its copy within {self.config.rpc_deadline_s:g} s")
-            await asyncio.sleep(0.05)
-        self._weights_lock.release()
-        if not all(buffer.complete for buffer in self._buffers):
-            raise CoreLost("the last publication broke off while copying: there are no complete weights to start with")
-
-    async def _give_up(self, cause: str, tail: str | None = None) -> None:
-        core, self.core = self.core, None
-        if core is not None:
-            tail = core.log_tail() if tail is None else tail
-            await core.stop()
-        self.failed = EngineFailed(f"{cause}\n--- end of the engine's log ---\n{tail or '(empty)'}")
+    async def _bring_up(self, core: Core) -> None:
+        """From a process that was started to an engine with the current weights. Raises CoreLost and what `launch`
+        raises."""
+        self._held = {}
+        if self.closed:  # `close` may have looked for an engine to kill before there was this one
+            raise CoreLost("the engine is closed")
+        await core.launch()
+        await self._load_buffers(core)
+        self.restarts += 1
+        self._collect_at = time.monotonic() + COLLECT_S
         self._changed.set()
+
+    async def _load_buffers(self, core: Core) -> tuple[float, float]:
+        """Brings the engine to what the buffers hold, and labels it so. Returns the seconds of pause and of loading."""
+        async with self._buffers.reading():
+            published = self._buffers.published
+            stale = [buffer for buffer in published if self._held.get(buffer) != buffer.version]
+            if self._buffers.model in stale or core.asleep == 2:
+                # an adapter comes over the model that is there; a new model takes the adapter away (vLLM drops it), and
+                # after a sleep of level 2 there is neither
+                stale = published
+            version = max((buffer.version for buffer in published), default=self.version)
+            times = await core.load(stale, version)
+            for buffer in stale:
+                self._held[buffer] = buffer.loaded = buffer.version
+            self.version = version
+            return times
+
+    async def _give_up(self, why: str, tail: str | None = None, cause: Exception | None = None) -> None:
+        core, self.core = self.core, None
+        self.failed = EngineFailed(why)
+        try:
+            if core is not None:
+                tail = core.log_tail() if tail is None else tail
+                await core.stop()
+        finally:
+            self.failed = EngineFailed(f"{why}\n--- end of the engine's log ---\n{tail or '(empty)'}")
+            self.failed.__cause__ = cause
+            self._changed.set()
+
+    async def _guarded(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Nobody waits for a watch, so its own errors would be lost, and the engine unwatched."""
+        try:
+            await work()
+        except Exception as error:
+            log.exception("the engine is no longer watched")
+            async with self._control:
+                await self._give_up(f"the engine is no longer watched: {error!r}", cause=error)
 
     async def _watch(self) -> None:
         """Looks after the engine until the end of the run."""
@@ -199,9 +268,16 @@ class Supervisor:
             await asyncio.sleep(TICK_S)
             core = self.core
             if core is None or self._control.locked():
-                continue
-            if core.dead:
-                await self._replace(core, "its process ended")
+                continue  # a restart or an update watches by itself
+            if time.monotonic() > self._collect_at:
+                self._collect_at = float("inf")
+                gc.collect()
+            if core.broken is not None:
+                async with self._control:
+                    why = f"the engine's counters could not be taken in: {core.broken!r}"
+                    await self._give_up(why, cause=core.broken)
+            elif core.dead:
+                await self._replace(core, core.ending())
             elif core.calls and time.monotonic() - core.sign_of_life > self.config.probe_interval_s:
                 try:
                     await core.ping(self.config.probe_deadline_s)

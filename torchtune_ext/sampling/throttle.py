@@ -78,7 +78,7 @@ class Controller:
         Args: usage: share of the KV cache in use; running, waiting: requests in the step and in the engine's queue;
         preempted: requests thrown out in it; blocked: whether requests wait for this throttle.
         """
-        if not running and not preempted:
+        if not running:  # a pause, or the last requests left in this step: nothing to learn, whatever else it says
             return
         if running + waiting <= self.limit:
             self.settling = False

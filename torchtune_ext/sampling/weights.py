@@ -4,17 +4,38 @@ Nothing has a name in a file system, so nothing is left when the trainer dies; a
 again finds the current weights there, not those of the disk.
 """
 
+import asyncio
 import os
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager
+from hashlib import sha256
 from typing import Any
 
 import torch
+
+from torchtune_ext.sampling.calls import CoreLost
+from torchtune_ext.sampling.records import EngineFailed
 
 ADAPTER_ID = 1  # by which vLLM knows the one adapter of a run
 ALIGNMENT = 64  # bytes; every tensor starts at a multiple
 TOKEN = 64  # bytes at the start, by which the reader knows that the file is ours
 CHUNK = 1 << 30  # bytes of one write: the kernel takes at most 2 GiB at a time
+TICK_S = 0.02  # seconds between two tries of a coroutine to get the lock
+
+
+def digest(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """SHA-256 of all names and bytes of a publication, in order, to compare with what an engine has loaded
+    (`worker.WeightLoader.record_loads`)."""
+    whole = sha256()
+    for name, tensor in named_tensors:
+        add_to_digest(whole, name, tensor)
+    return whole.hexdigest()
+
+
+def add_to_digest(whole: Any, name: str, tensor: torch.Tensor) -> None:
+    whole.update(name.encode() + tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
 class WeightBuffer:
@@ -23,6 +44,7 @@ class WeightBuffer:
     def __init__(self):
         self.adapter: dict[str, Any] | None = None  # PEFT's config, when the tensors are those of an adapter
         self.version = -1  # of the policy whose weights these are; -1: never published
+        self.loaded = -1  # last version of these that an engine has taken
         self._fd = os.memfd_create("torchtune-ext-weights", os.MFD_CLOEXEC)
         self._token = os.urandom(TOKEN)
         self.manifest: dict[str, list] | None = None  # None before the first publication
@@ -74,3 +96,99 @@ class WeightBuffer:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+class Buffers:
+    """The buffers of a run, the model's and the adapter's, and the lock between the thread that writes them and the engine
+    that reads them.
+
+    The publisher holds the lock while it copies and gives it back before it waits for the engine; the engine's loop holds it
+    while the engine loads, and waits for it without standing still. So neither waits for the other for ever, and no engine
+    loads what is half written.
+    """
+
+    def __init__(self, deadline_s: float):
+        """Args: deadline_s: seconds for one call into the engine, and for a copy that the engine waits for."""
+        self.model, self.adapter = WeightBuffer(), WeightBuffer()
+        self.deadline_s = deadline_s
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @property
+    def published(self) -> list[WeightBuffer]:
+        """Those with weights in them, the model before the adapter. Raises CoreLost when some are incomplete."""
+        found = [buffer for buffer in (self.model, self.adapter) if buffer.manifest is not None]
+        if not all(buffer.complete for buffer in found):
+            raise CoreLost("the last publication broke off while copying: there are no complete weights to load")
+        return found
+
+    def write(
+        self,
+        named_tensors: Iterable[tuple[str, torch.Tensor]],
+        version: int,
+        adapter: dict[str, Any] | None,
+        current: int,
+    ) -> tuple[WeightBuffer, float]:
+        """Copies a publication. Args: as of `Engine.publish`; current: version that the engine holds.
+
+        Returns the buffer and seconds. Raises ValueError; EngineFailed when the engine was closed or reads on and on.
+        """
+        buffer, other, kind = (
+            (self.model, self.adapter, "adapter") if adapter is None else (self.adapter, self.model, "model")
+        )
+        self._acquire()
+        try:
+            if self._closed:
+                raise EngineFailed("the engine was closed")
+            # a version counts once an engine has loaded it; one that none would take may be tried again
+            if version < current or version <= buffer.loaded:
+                raise ValueError(f"publish: version {version} after {max(current, buffer.loaded)}; versions grow")
+            if other.manifest is not None and not other.complete:
+                raise ValueError(f"publish: the last publication of the {kind} broke off; publish the {kind} first")
+            copy_s = buffer.write(self._until_closed(named_tensors))
+            buffer.adapter, buffer.version = adapter, version
+            return buffer, copy_s
+        finally:
+            self._lock.release()
+
+    def _acquire(self) -> None:
+        limit = 6 * self.deadline_s  # more than the calls of one load may take together
+        give_up_at = time.monotonic() + limit
+        while not self._lock.acquire(timeout=0.2):
+            if self._closed:
+                raise EngineFailed("the engine was closed")
+            if time.monotonic() > give_up_at:
+                raise EngineFailed(f"publish: the engine has not finished loading the last weights within {limit:g} s")
+
+    def _until_closed(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for pair in named_tensors:
+            if self._closed:
+                raise EngineFailed("the engine was closed in the midst of publish")
+            yield pair
+
+    @asynccontextmanager
+    async def reading(self) -> AsyncIterator[None]:
+        """Inside, nobody writes. Raises CoreLost after `deadline_s`."""
+        give_up_at = time.monotonic() + self.deadline_s
+        while not self._lock.acquire(blocking=False):
+            if self._closed:
+                raise CoreLost("the engine is closed")
+            if time.monotonic() > give_up_at:
+                raise CoreLost(f"a publication did not finish its copy within rpc_deadline_s = {self.deadline_s:g}")
+            await asyncio.sleep(TICK_S)
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def close(self) -> None:
+        """Frees the memory. Ends a copy that is under way; raises TimeoutError when it does not end: a file that is still
+        written has to keep its number."""
+        self._closed = True
+        if not self._lock.acquire(timeout=5.0):
+            raise TimeoutError("a publication is still copying; its memory is freed with this process")
+        try:
+            self.model.close()
+            self.adapter.close()
+        finally:
+            self._lock.release()

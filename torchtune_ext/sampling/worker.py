@@ -27,11 +27,12 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from torchtune_ext.sampling.weights import ADAPTER_ID
+from torchtune_ext.sampling.weights import ADAPTER_ID, add_to_digest
 
 BACKEND = "shm"
 KV_SCALES = (".attn.q_scale", ".attn.k_scale", ".attn.v_scale", ".attn.prob_scale")
 SCALE = "weight_scale_inv"  # the block scales of a weight, multipliers in spite of the name
+RECORD: list[str] | None = None  # digests of what was loaded, while `WeightLoader.record_loads` is on
 
 
 @dataclass
@@ -59,6 +60,17 @@ def tensors(path: str, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]
     for name, dtype, shape, offset in zip(*columns, strict=True):
         kind = getattr(torch, dtype)
         yield name, memory[offset : offset + math.prod(shape) * kind.itemsize].view(kind).view(shape)
+
+
+def recorded(named: Iterator[tuple[str, torch.Tensor]], record: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Passes copies of the tensors on, and appends their digest. What is digested is the very copy that is loaded, whatever
+    happens to the shared memory meanwhile."""
+    whole = sha256()
+    for name, tensor in named:
+        copy = tensor.clone()
+        add_to_digest(whole, name, copy)
+        yield name, copy
+    record.append(whole.hexdigest())
 
 
 def check_memory(path: str, token: str) -> None:
@@ -148,6 +160,9 @@ class SharedMemoryTransfer(WeightTransferEngine):
         with without_lora(self.model):
             initialize_layerwise_reload(self.model)
 
+    def _tensors(self, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
+        return tensors(self.path, manifest) if RECORD is None else recorded(tensors(self.path, manifest), RECORD)
+
     def receive_weights(self, update_info: Manifest) -> None:
         with without_lora(self.model):
             parameters = dict(self.model.named_parameters())
@@ -156,7 +171,7 @@ class SharedMemoryTransfer(WeightTransferEngine):
             expected = {name for name in parameters if not name.endswith(KV_SCALES)}
             if self.model_config.hf_text_config.tie_word_embeddings:
                 expected.discard("lm_head.weight")
-            loaded = self.model.load_weights(tensors(self.path, update_info))
+            loaded = self.model.load_weights(self._tensors(update_info))
         missing = sorted(expected - loaded) if loaded is not None else []
         if missing:
             raise ValueError(f"published weights leave out {len(missing)} parameters, e.g. {missing[:3]}")
@@ -183,6 +198,14 @@ class WeightLoader:
             parameters = dict(self.model_runner.model.named_parameters())
         found = {name: p.detach().cpu().contiguous().view(torch.uint8).numpy() for name, p in parameters.items()}
         return {name: sha256(data).hexdigest() for name, data in found.items()}
+
+    def record_loads(self, on: bool) -> list[str]:
+        """Switches on or off that digests of all published models are kept as they are loaded, one for each load, and returns
+        those kept until now (which are then forgotten). `torchtune_ext.sampling.weights.digest` computes the same from what
+        was published: equal means that this engine took these weights, whole. Off, which it is at first, it costs nothing."""
+        global RECORD
+        kept, RECORD = RECORD or [], [] if on else None
+        return kept
 
     def load_adapter(self, address: dict[str, str], manifest: dict[str, list], config: dict[str, Any]) -> None:
         """Puts an adapter out of the trainer's memory where every request with `ADAPTER_ID` finds it, in place of the last.

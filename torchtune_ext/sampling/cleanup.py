@@ -1,0 +1,73 @@
+"""What is left when the trainer is killed, and who removes it: the engine's temporary folder and its janitor."""
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+
+from torchtune_ext.sampling import janitor
+
+log = logging.getLogger(__name__)
+
+SOCKET_PATH_MAX = 107  # bytes of a unix socket's path; vLLM appends 37
+JANITOR_END_S = 10.0  # more than its own patience
+
+
+class Cleanup:
+    """The engine's temporary folder, and a janitor that knows it and the engine's process group. A janitor that died is
+    replaced."""
+
+    def __init__(self):
+        """Makes the folder and starts the janitor. Raises OSError."""
+        base = tempfile.gettempdir()
+        self.folder = tempfile.mkdtemp(prefix="tte-", dir=base if len(base) < SOCKET_PATH_MAX - 60 else "/tmp")
+        self._group = 0  # the last process group that was told
+        try:
+            self._start()
+        except OSError:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise
+
+    @property
+    def pid(self) -> int:
+        """Of the janitor."""
+        return self._janitor.pid
+
+    def guard(self, group: int) -> None:
+        """Makes `group` the process group to kill when the trainer ends. Raises OSError."""
+        self._group = group
+        try:
+            self._tell()
+        except OSError:  # it died since the last look
+            self._janitor.wait(JANITOR_END_S)
+            self.look()
+
+    def look(self) -> None:
+        """Replaces a janitor that has ended; the new one is told what the old one knew. Raises OSError."""
+        status = self._janitor.poll()
+        if status is not None:
+            log.warning("the engine's janitor ended (status %d): starting another one", status)
+            self._janitor.stdin.close()  # type: ignore[union-attr]
+            self._start()
+
+    def close(self) -> None:
+        """Ends the janitor, which kills what is left of the group, and removes the folder."""
+        try:
+            self._janitor.stdin.close()  # type: ignore[union-attr]
+            self._janitor.wait(JANITOR_END_S)
+        except subprocess.TimeoutExpired:
+            self._janitor.kill()
+            self._janitor.wait()
+        finally:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _start(self) -> None:
+        command = [sys.executable, "-I", "-S", janitor.__file__, str(os.getpid()), self.folder]
+        # unbuffered: else a write that failed would be tried again, and fail again, when the pipe is closed
+        self._janitor = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)
+        self._tell()
+
+    def _tell(self) -> None:
+        self._janitor.stdin.write(f"{self._group}\n".encode())  # type: ignore[union-attr]

@@ -1,0 +1,84 @@
+"""A thread with an asyncio loop, and calls into it that block the caller."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any
+
+from torchtune_ext.sampling.records import EngineFailed
+
+
+class LoopThread:
+    """Runs coroutines for other threads."""
+
+    def __init__(self, name: str):
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def refuse_itself(self) -> None:
+        """Raises RuntimeError in the loop's own thread, which would wait for itself for ever."""
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("on_completion may not call the engine: it runs in the engine's own thread")
+
+    def submit(self, work: Coroutine[Any, Any, Any]) -> Future:
+        """Begins `work` and returns. Raises EngineFailed when the thread does not run."""
+        try:
+            if self._thread.is_alive():
+                return asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError:
+            pass  # the loop was closed in this moment
+        work.close()
+        raise EngineFailed("the engine is not running: call start() first, and nothing after close()")
+
+    def call(self, work: Coroutine[Any, Any, Any], timeout: float | None = None) -> Any:
+        """Runs `work` and waits for its result. The work bounds its own waits; this one ends when the thread does.
+
+        Raises: EngineFailed when the thread does not run; TimeoutError; RuntimeError in the loop's own thread.
+        """
+        try:
+            self.refuse_itself()
+        except RuntimeError:
+            work.close()
+            raise
+        future = self.submit(work)
+        give_up_at = time.monotonic() + (float("inf") if timeout is None else timeout)
+        try:
+            while True:
+                try:
+                    return future.result(timeout=0.5)
+                except TimeoutError:
+                    if future.done():
+                        raise
+                if not self._thread.is_alive():
+                    raise EngineFailed("the engine was closed")
+                if time.monotonic() > give_up_at:
+                    raise TimeoutError(f"the engine's thread did not answer within {timeout:g} s")
+        finally:
+            future.cancel()  # nothing when it is done; else the caller is going away (Ctrl-C)
+
+    def stop(self) -> None:
+        """Ends the thread, and what still runs in it. Raises TimeoutError."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(5.0)
+            if self._thread.is_alive():
+                raise TimeoutError(f"the thread {self._thread.name} did not end")
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        rest = asyncio.all_tasks(self._loop)
+        for task in rest:
+            task.cancel()
+        if rest:
+            self._loop.run_until_complete(asyncio.wait(rest, timeout=2.0))
+        self._loop.close()
