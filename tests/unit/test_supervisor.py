@@ -360,7 +360,9 @@ def test_errors_of_our_own_come_out_as_themselves():
     async def scenario(bench):
         bench.lives[0].broken = ZeroDivisionError("division by zero")
         await until(lambda: bench.supervisor.failed is not None and bench.supervisor.core is None)
-        with pytest.raises(EngineFailed, match=r"counters could not be taken in: ZeroDivisionError\('division") as caught:
+        with pytest.raises(
+            EngineFailed, match=r"counters could not be taken in: ZeroDivisionError\('division"
+        ) as caught:
             await bench.supervisor.awake()
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
         assert len(bench.lives) == 1  # another engine would not help
@@ -370,7 +372,6 @@ def test_errors_of_our_own_come_out_as_themselves():
 
 def test_a_watch_that_fails_is_not_silent():
     async def scenario(bench):
-        type(bench.lives[0]).dead  # the property that is replaced for this object's class only
         bench.lives[0].__class__ = type("Strange", (FakeCore,), {"dead": property(lambda self: 1 / 0)})
         await until(lambda: bench.supervisor.failed is not None)
         with pytest.raises(EngineFailed, match="no longer watched: ZeroDivisionError"):

@@ -139,6 +139,14 @@ def test_one_excess_shrinks_once():
     assert controller.limit == 72
 
 
+def test_a_step_in_which_nothing_runs_teaches_nothing():
+    """As after a pause, whatever the other counters say: above all it is no error."""
+    controller = Controller(ceiling=256, limit=100)
+    before = controller.state_dict()
+    controller.step(0.0, 0, 100, 100, True)
+    assert controller.state_dict() == before and not controller.settling and controller.allowed == 100
+
+
 def test_growth_needs_demand_room_and_is_bounded():
     def after_round(usage, running, waiting, blocked, limit=10, ceiling=1000):
         controller = Controller(ceiling=ceiling, limit=limit)

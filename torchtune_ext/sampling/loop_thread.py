@@ -4,7 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Coroutine
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any
 
 from torchtune_ext.sampling.records import EngineFailed
@@ -55,6 +55,8 @@ class LoopThread:
             while True:
                 try:
                     return future.result(timeout=0.5)
+                except CancelledError:
+                    raise EngineFailed("the engine was closed") from None
                 except TimeoutError:
                     if future.done():
                         raise

@@ -1,0 +1,235 @@
+"""Is publishing sound while the engine samples: no restart, no mixed weights, no preemption that a pause invented?
+
+    python benchmarks/publish_under_load.py [--publications 200] [--requests 5000] [--kills 0]
+
+A tiny random model samples; the requests are queued at once, and a publication follows whenever a share of them has been
+answered. The engine takes the SHA-256 of the weights as it loads them (`WeightLoader.record_loads`), which has to be that of
+the version by which it was labelled. With `--kills` the engine is killed so often, as awkwardly as possible: in the midst
+of a copy, so that the engine that is started again finds a half-written buffer, and with the next publication beginning just
+when that engine loads. Then as many restarts belong to it. The exit status is 1 when something is wrong.
+"""
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from torchtune_ext.sampling import engine as engine_module
+from torchtune_ext.sampling.core import LocalCore
+from torchtune_ext.sampling.engine import Engine, EngineConfig, PublishReport, SamplingConfig
+from torchtune_ext.sampling.weights import digest
+
+VOCABULARY, PROMPT, TOKENS = 512, 24, 48
+WAIT_S = 300.0
+
+
+def make_model() -> Qwen2ForCausalLM:
+    torch.manual_seed(0)
+    shape = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2)
+    config = Qwen2Config(vocab_size=VOCABULARY, num_key_value_heads=1, tie_word_embeddings=True, **shape)
+    return Qwen2ForCausalLM(config).float()
+
+
+@dataclass
+class Log:
+    """What the engines have loaded, and the moments at which a test wants to strike."""
+
+    loads: list[tuple[int, str, str]] = field(default_factory=list)  # asked for, label in the engine, SHA-256
+    launches: int = 0
+    slow_restart: bool = False  # the next engine that is started again loads slowly
+    loading: threading.Event = field(default_factory=threading.Event)  # it is about to
+    loaded: threading.Event = field(default_factory=threading.Event)
+
+
+LOG = Log()
+
+
+class RecordedCore(LocalCore):
+    """An engine that says what it has loaded."""
+
+    fresh = True
+
+    async def launch(self) -> None:
+        await super().launch()
+        LOG.launches += 1
+
+    async def load(self, buffers, version):
+        if buffers:
+            await self.llm.collective_rpc("record_loads", args=(True,))
+            if LOG.slow_restart and self.fresh:
+                LOG.loading.set()
+                await asyncio.sleep(1.0)
+        self.fresh = False
+        times = await super().load(buffers, version)
+        if buffers:
+            (digests,) = await self.llm.collective_rpc("record_loads", args=(True,))
+            label = await self.llm.get_weight_version()
+            LOG.loads += [(version, label, found) for found in digests]
+        LOG.loaded.set()
+        return times
+
+
+def wait(condition) -> None:
+    give_up_at = time.monotonic() + WAIT_S
+    while not condition():
+        if time.monotonic() > give_up_at:
+            raise TimeoutError("the engine did not get there")
+        time.sleep(0.005)
+
+
+class Publisher:
+    """Publishes one version after the other; the weights of each differ from all others in every tensor."""
+
+    def __init__(self, engine: Engine, model: Qwen2ForCausalLM):
+        self.engine, self.model = engine, model
+        self.version = 0
+        self.reports: list[PublishReport] = []
+        self.digests: dict[int, str] = {}
+
+    def weights(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self.model.named_parameters():
+            yield name, tensor.detach() + 1e-4 * version
+
+    def publish(self, half_way=None) -> None:
+        """half_way: called when half of the tensors are copied."""
+        self.version += 1
+        version = self.version
+        self.digests[version] = digest(self.weights(version))
+
+        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+            named = list(self.weights(version))
+            for index, pair in enumerate(named):
+                if half_way is not None and index == len(named) // 2:
+                    half_way()
+                yield pair
+
+        self.reports.append(self.engine.publish(tensors(), version))
+
+    def kill_in_the_copy(self) -> None:
+        """The engine that is started again arrives at its load while the buffer is half written."""
+
+        def strike() -> None:
+            launches = LOG.launches
+            self.kill()
+            wait(lambda: LOG.launches > launches)
+            time.sleep(0.5)  # it would load now, if nothing kept it
+
+        self.publish(strike)
+
+    def kill_and_copy_in_the_load(self) -> None:
+        """A publication begins while the engine that is started again loads the last one."""
+        LOG.slow_restart = True
+        LOG.loading.clear()
+        LOG.loaded.clear()
+        self.kill()
+        LOG.loading.wait(WAIT_S)
+        self.publish(lambda: LOG.loaded.wait(10.0))  # half written, until the engine has loaded
+        LOG.slow_restart = False
+
+    def kill(self) -> None:
+        # after something was answered: a few failures in a row would be final
+        before = self.engine.stats().completed
+        wait(lambda: self.engine.stats().completed > before)
+        os.kill(self.engine._supervisor.core.process.pid, signal.SIGKILL)
+
+
+def run(publications: int, requests: int, kills: int, folder: Path) -> tuple[dict[str, str], list[str]]:
+    """Returns the table and what is wrong."""
+    model = make_model()
+    model.save_pretrained(folder / "model")
+    engine_module.LocalCore = RecordedCore
+    # room for all requests of a step: every preemption that is counted is one of a pause
+    config = EngineConfig(dtype="float32", max_model_len=256, kv_cache_bytes=256 << 20)
+    prompts = np.random.default_rng(0).integers(0, VOCABULARY, (requests // 4, PROMPT)).tolist()
+    kinds: Counter[int] = Counter()
+    answered, failed = [], []
+
+    with Engine(str(folder / "model"), config, str(folder)) as engine:
+        engine.start()
+        engine.wait_ready()
+        publisher = Publisher(engine, model)
+        publisher.publish()
+
+        def sample() -> None:
+            try:
+                groups = engine.sample(prompts, 4, SamplingConfig(max_tokens=TOKENS, seed=1))
+                answered.extend(completion for group in groups for completion in group)
+            except Exception as error:
+                failed.append(repr(error))
+
+        began = time.monotonic()
+        sampler = threading.Thread(target=sample)
+        sampler.start()
+        strikes = {round((k + 1) * publications / (kills + 1)): k for k in range(kills)}
+        for number in range(1, publications):
+            wait(lambda number=number: engine.stats().completed >= number * len(prompts) * 4 // publications or failed)
+            if number not in strikes:
+                publisher.publish()
+            elif strikes[number] % 2 == 0:
+                publisher.kill_in_the_copy()
+            else:
+                publisher.kill_and_copy_in_the_load()
+        sampler.join(WAIT_S)
+        seconds, stats = time.monotonic() - began, engine.stats()
+
+    for completion in answered:
+        kinds[len(set(completion.versions.tolist()))] += len(completion.tokens)
+    wrong = [load for load in LOG.loads if publisher.digests[load[0]] != load[2] or load[1] != str(load[0])]
+    unknown = {v for completion in answered for v in completion.versions.tolist()} - set(publisher.digests)
+    pauses = np.array([report.pause_s for report in publisher.reports])
+    table = {
+        "publications": f"{len(publisher.reports)}",
+        "requests answered": f"{len(answered)} in {seconds:.0f} s",
+        "engines killed": f"{kills}",
+        "restarts": f"{stats.restarts}",
+        "loads whose SHA-256 was compared": f"{len(LOG.loads)}",
+        "mixed or mislabelled loads": f"{len(wrong)}",
+        "preemptions counted": f"{stats.preemptions}",
+        "pause, ms, median": f"{1e3 * np.median(pauses):.0f}",
+        "pause, ms, max": f"{1e3 * pauses.max():.0f}",
+        "limit of requests at the end": f"{stats.concurrency}",
+    }
+    table |= {f"tokens in completions of {k} version{'s' * (k > 1)}": f"{kinds[k]}" for k in sorted(kinds)}
+    checks = {
+        f"sample failed: {failed}": failed,
+        f"{len(answered)} of {len(prompts) * 4} requests answered": len(answered) != len(prompts) * 4,
+        f"{stats.restarts} restarts, {kills} kills": stats.restarts != kills,
+        f"loads that are not what their label says: {wrong[:3]}": wrong,
+        f"only {len(LOG.loads)} loads recorded": len(LOG.loads) < publications,
+        f"tokens of versions that were never published: {sorted(unknown)}": unknown,
+        f"{stats.preemptions} preemptions counted, with room for all": stats.preemptions,
+        "no completion met a publication": sum(kinds.values()) == kinds[1],
+    }
+    return table, [text for text, bad in checks.items() if bad]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--publications", type=int, default=200)
+    parser.add_argument("--requests", type=int, default=5000, help="in groups of 4")
+    parser.add_argument("--kills", type=int, default=0)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        table, wrong = run(args.publications, args.requests, args.kills, Path(folder))
+    print("| | |\n|---|---|")
+    for name, value in table.items():
+        print(f"| {name} | {value} |")
+    for text in wrong:
+        print(f"WRONG: {text}")
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()
