@@ -1,6 +1,7 @@
 """The engine's process is killed, stopped, killed again and again; the trainer is killed. Nothing hangs, nothing is
 left."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ pytest.importorskip("vllm")
 import tiny_model  # noqa: E402
 
 from torchtune_ext.sampling.engine import Engine, EngineConfig, EngineFailed, SamplingConfig  # noqa: E402
+from torchtune_ext.sampling.supervisor import COLLECT_S  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -129,6 +131,67 @@ def test_a_failed_update_restarts_the_engine_with_the_new_weights(engine, models
     assert np.abs(tiny_model.logprobs(models[0], prompts[0], c.tokens) - c.logprobs).max() < 1e-4
 
 
+@pytest.mark.parametrize("moment", ["before", "in the load"])
+def test_an_engine_frozen_at_a_publication_is_noticed_in_time(engine, models, moment, caplog):
+    """After probe_deadline_s (2 s here), not after rpc_deadline_s (300 s)."""
+    version, core, struck = engine.version + 1, engine._supervisor.core, []
+
+    def freeze():
+        struck.append(time.monotonic())
+        os.killpg(core.group, signal.SIGSTOP)
+
+    if moment == "before":
+        freeze()
+    else:
+        update = core.llm.update_weights
+
+        async def update_weights(request):
+            freeze()
+            return await update(request)
+
+        core.llm.update_weights = update_weights
+    noticed = []
+    watcher = threading.Thread(
+        target=lambda: (
+            wait_until(lambda: struck and engine._supervisor.core is not core, 60),
+            noticed.append(time.monotonic() - struck[0]),
+        )
+    )
+    watcher.start()
+    engine.publish(models[0].named_parameters(), version)
+    watcher.join(60)
+    assert 2.0 <= noticed[0] < 8.0
+    assert engine.version == version and engine._supervisor.core is not core
+    assert ("did not answer is_paused within 2 s" if moment == "before" else "frozen: no CPU time used") in caplog.text
+    prompts = tiny_model.prompts(1, 20)
+    c = engine.sample(prompts, 1, SamplingConfig(max_tokens=16, seed=1))[0][0]
+    assert set(c.versions) == {version}
+    assert np.abs(tiny_model.logprobs(models[0], prompts[0], c.tokens) - c.logprobs).max() < 1e-4
+
+
+def test_the_janitor_dies_then_the_engine_and_nothing_leaks(engine, caplog):
+    """The message says how the engine ended; the lost life gives back its descriptors and threads."""
+    engine.sample([[1]], 1, SamplingConfig(max_tokens=1))
+    time.sleep(COLLECT_S)  # what the test before has left
+    gc.collect()
+    before, threads = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    restarts = engine.stats().restarts
+    gc.disable()  # so that nothing is freed by chance
+    try:
+        for _ in range(2):
+            os.kill(engine._cleanup.pid, signal.SIGKILL)
+            os.kill(core_pid(engine), signal.SIGKILL)
+            assert len(engine.sample([[1]], 1, SamplingConfig(max_tokens=1))[0]) == 1
+        assert engine.stats().restarts == restarts + 2
+        assert "killed by SIGKILL, perhaps by the kernel's out-of-memory killer" in caplog.text
+        assert Path(f"/proc/{engine._cleanup.pid}").exists() and Path(engine._cleanup.folder).is_dir()
+        wait_until(
+            lambda: len(os.listdir("/proc/self/fd")) <= before and len(os.listdir("/proc/self/task")) <= threads, 20
+        )
+    finally:
+        gc.enable()
+
+
 def test_three_failures_in_a_row_are_final(engine):
     def strike():
         for _ in range(3):
@@ -155,6 +218,23 @@ def test_a_first_start_that_fails_says_why(tmp_path, model_dir):
             engine.wait_ready(120)
     with pytest.raises(ValueError, match="probe_deadline_s is 0"):
         EngineConfig(probe_deadline_s=0)
+
+
+def test_close_while_a_lost_engine_restarts(model_dir, tmp_path):
+    """vLLM's launch blocks the engine's thread; `close` ends the process that comes up, and all the rest."""
+    with Engine(model_dir, CONFIG, str(tmp_path)) as engine:
+        engine.start()
+        engine.wait_ready(120)
+        lost = core_pid(engine)
+        os.kill(lost, signal.SIGKILL)
+        supervisor = engine._supervisor
+        wait_until(lambda: supervisor.core is not None and supervisor.core.process.pid != lost, 20)
+        coming_up, folder, janitor = core_pid(engine), engine._cleanup.folder, engine._cleanup.pid
+        time.sleep(1.0)  # in vLLM's hands by now
+        started = time.monotonic()
+        engine.close()
+        assert time.monotonic() - started < 10
+    assert not any(Path(path).exists() for path in (f"/proc/{coming_up}", f"/proc/{janitor}", folder))
 
 
 TRAINER = """
