@@ -1,5 +1,8 @@
 """A small model, its optimizer and its checkpoints, for the tests of checkpoints."""
 
+import os
+import traceback
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -60,3 +63,21 @@ class Trained:
     def tensors(self) -> list[torch.Tensor]:
         moments = [value for state in self.optimizer.state.values() for value in state.values()]
         return [t.detach().clone() for t in [*self.model.parameters(), *moments]]
+
+
+def fork(action: Callable[[], None], errors: Path) -> int:
+    """Runs `action` in a child process, which shares what is imported and built, and returns the child's process id.
+
+    The child ends with status 0, or with 1 and its traceback in the file `errors`.
+    """
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        action()
+        status = 0
+    except BaseException:
+        errors.write_text(traceback.format_exc())
+    finally:
+        os._exit(status)

@@ -1,0 +1,94 @@
+"""A process that saves and prunes is killed: every checkpoint that is listed afterwards is whole."""
+
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from functools import partial
+
+import pytest
+from checkpoint_runs import Trained, checkpoints_in, fork, make_source
+
+from torchtune_ext.training.manifest import Manifest
+
+CHANGES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")  # what Python tells of before it touches a file
+
+
+@pytest.fixture
+def trained(tmp_path):
+    trained = Trained(make_source(tmp_path / "model"))
+    trained.train(1, seed=0)
+    return trained
+
+
+def require_whole(checkpoints, at_least):
+    """Every file of every listed checkpoint, read whole."""
+    listed = checkpoints.all()
+    assert len(listed) >= at_least, os.listdir(checkpoints.folder)
+    for path in listed:
+        manifest = Manifest.read(path)
+        assert manifest.wrong_with_files(path) is None and manifest.wrong_with_bytes(path) is None
+    checkpoints.sweep()
+    assert sorted(os.listdir(checkpoints.folder)) == [path.name for path in listed]
+
+
+def test_killed_before_any_change_of_a_file(tmp_path, trained):
+    """A save that also prunes, killed before its n-th change: each of the last thirty, and every third before."""
+    trained.save(checkpoints_in(tmp_path / "old"), 1)
+    old = tmp_path / "old" / "step_000001"
+
+    def changes_of_a_save(kill_at: int, checkpoints) -> None:
+        seen = 0
+
+        def watch(event, args):
+            nonlocal seen
+            seen += event in CHANGES
+            if seen == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(watch)
+        trained.save(checkpoints, 2)
+        (tmp_path / "changes").write_text(str(seen))
+
+    def listed_after(kill_at: int) -> list[str]:
+        checkpoints = checkpoints_in(tmp_path / f"killed_{kill_at}", keep_last=1)
+        shutil.copytree(old, checkpoints.folder / old.name, copy_function=os.link)
+        child = fork(partial(changes_of_a_save, kill_at, checkpoints), tmp_path / "errors")
+        _, status = os.waitpid(child, 0)
+        assert status == (signal.SIGKILL if kill_at else 0), (tmp_path / "errors").read_text()
+        require_whole(checkpoints, at_least=1)
+        return [path.name for path in checkpoints.all()]
+
+    assert listed_after(0) == ["step_000002"]  # not killed
+    changes = int((tmp_path / "changes").read_text())
+    assert changes > 50
+    found = [listed_after(n) for n in (*range(1, changes - 30, 3), *range(changes - 30, changes))]
+    before, both, after = ["step_000001"], ["step_000001", "step_000002"], ["step_000002"]
+    assert found == [before] * found.count(before) + [both] * found.count(both) + [after] * found.count(after)
+    assert found.count(before) > 10 and found.count(both) >= 1 and found.count(after) > 5
+
+
+def test_killed_at_random_moments(tmp_path, trained):
+    """A loop of saves that is killed and begun again, twenty times."""
+    rng, folder, step = random.Random(0), tmp_path / "c", 0
+    checkpoints = checkpoints_in(folder, keep_last=2)
+    took = min(trained.save(checkpoints, step)["time/save"] for _ in range(3))
+    for kill in range(20):
+
+        def save_on(step=step):
+            for i in range(1, 1000):
+                trained.save(checkpoints, step + i, score=float(-i))
+
+        child = fork(save_on, tmp_path / "errors")
+        seen, deadline = folder / f"step_{step + rng.randrange(2):06d}", time.monotonic() + 60
+        while not seen.exists() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(rng.uniform(0.0, took))
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status), (tmp_path / "errors").read_text()
+        require_whole(checkpoints, at_least=min(kill, 1))
+        step = checkpoints.step_of(checkpoints.latest())
+    assert step > 0
