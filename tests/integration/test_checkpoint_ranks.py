@@ -1,0 +1,150 @@
+"""Checkpoints of two ranks: one verdict on both, whatever fails on one of them, and they load on one rank, too."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import recipe_runs as runs
+
+SCRIPT = """
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint.filesystem as dcp_files
+from checkpoint_runs import MINE, HFModel, Trained, checkpoints_in, make_model
+from torch.distributed.tensor import DTensor
+
+from torchtune_ext.policy.shard import build_policy
+from torchtune_ext.training import export, folders, state
+from torchtune_ext.training.distributed import close_ranks, init_ranks
+from torchtune_ext.training.export import save_model
+from torchtune_ext.training.manifest import DamagedCheckpoint
+
+folder = Path("c")
+
+
+class Shared(Trained):
+    def __init__(self, source, ranks):
+        self.source = source
+        self.model = build_policy(partial(make_model, source), source, ranks.device, torch.float32, ranks.world_size).model
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+
+    def whole(self):
+        return [t.full_tensor() if isinstance(t, DTensor) else t for t in self.tensors()]
+
+
+def refused(kind, action, *parts):
+    try:
+        action()
+    except BaseException as error:
+        assert type(error) is kind, repr(error)
+        for part in parts:
+            assert part in str(error), (part, error)
+    else:
+        raise AssertionError("nothing was raised")
+    if torch.distributed.get_rank() == 0:  # which removes what is left, before it raises
+        assert not list(folder.glob(".*")), list(folder.glob(".*"))
+    torch.distributed.barrier()
+
+
+def fail(error):
+    def raise_it(*args, **kwargs):
+        raise error
+    return raise_it
+
+
+def on(rank, ranks, module, name, error):
+    # Puts a function that fails into one rank; returns what puts the old one back.
+    old = getattr(module, name)
+    if ranks.rank == rank:
+        setattr(module, name, fail(error))
+    return lambda: setattr(module, name, old)
+
+
+def main(ranks):
+    trained = Shared(HFModel("model"), ranks)
+    trained.train(2, seed=1)
+    mine = MINE if ranks.is_main else None  # the run's id is known to rank 0 alone
+    chosen = partial(checkpoints_in, folder, mine)
+    for step in (1, 2):
+        times = trained.save(chosen(), step)
+        assert times["time/save"] > times["time/save_hash"] > 0
+    assert chosen().choose() == folder / "step_000002"
+    assert chosen().latest() == folder / "step_000002"
+
+    full = OSError(28, "No space left on device")
+    for rank, module, name in (
+        (0, export, "_copy_files"), (0, export, "save_file"), (0, state, "all_files"), (0, folders, "sync_tree"),
+        (0, folders, "make_empty"), (0, dcp_files, "_write_item"), (1, dcp_files, "_write_item"), (1, state, "get_state_dict"),
+    ):  # fmt: skip
+        back = on(rank, ranks, module, name, full)
+        refused(OSError, lambda: trained.save(chosen(), 3), "step_000003 was not saved", "No space left on device", "step_000002")
+        back()
+    back = on(0, ranks, export, "save_file", full)
+    refused(OSError, lambda: save_model(Path("new"), trained.model, trained.source, torch.float32, ranks.is_main), "No space")
+    assert not Path("new").exists()
+    back()
+    back = on(1, ranks, dcp_files, "_write_item", KeyboardInterrupt())
+    refused(KeyboardInterrupt, lambda: trained.save(chosen(), 3))
+    back()
+
+    other = replace(MINE, run="run-b") if ranks.is_main else None
+    refused(ValueError, checkpoints_in(folder, other).choose, "another run (run-a; this run has run-b)")
+
+    shard = folder / "step_000002" / "state" / "__1_0.distcp"
+    if ranks.is_main:
+        data = bytearray(shard.read_bytes())
+        data[len(data) // 2] ^= 1
+        shard.write_bytes(data)
+    torch.distributed.barrier()
+    parts = "step_000002 is damaged: state/__1_0.distcp has not the checksum", "whole checkpoint is c/step_000001; set"
+    refused(DamagedCheckpoint, chosen().choose, *parts)
+    refused(DamagedCheckpoint, lambda: trained.load(chosen(), folder / "step_000002"), *parts[:1])
+    checkpoints = chosen(fall_back=True)
+    path = checkpoints.choose()
+    assert path == folder / "step_000001", path
+    assert (folder / "damaged_step_000002").is_dir()
+    before = trained.whole()
+    trained.train(1, seed=2)
+    assert trained.load(checkpoints, path)["step"] == 1
+    assert all(torch.equal(a, b) for a, b in zip(before, trained.whole(), strict=True))
+    if ranks.is_main:
+        torch.save(before, "before.pt")
+    print("both agree")
+
+
+ranks = init_ranks("cpu")
+main(ranks)
+close_ranks()
+"""
+
+
+@pytest.mark.slow
+def test_two_ranks_come_to_one_verdict(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "unit"))
+    from checkpoint_runs import Trained, checkpoints_in, make_source
+
+    source = make_source(tmp_path / "model")
+    (tmp_path / "ranks.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "ranks.py"],
+        cwd=tmp_path,
+        env=runs.environment() | {"PYTHONPATH": os.pathsep.join(sys.path[:1])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-6000:]
+    assert done.stdout.count("both agree") == 2
+
+    import torch
+
+    alone, checkpoints = Trained(source), checkpoints_in(tmp_path / "c")
+    assert alone.load(checkpoints, checkpoints.choose())["step"] == 1
+    want = torch.load(tmp_path / "before.pt")
+    assert all(torch.equal(a, b) for a, b in zip(want, alone.tensors(), strict=True))
