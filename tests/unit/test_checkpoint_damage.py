@@ -5,16 +5,19 @@ import logging
 import random
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from checkpoint_runs import MINE, SHAPE, Trained, checkpoints_in, make_model, make_source
 from safetensors.torch import load_file, save_file
 
-from torchtune_ext.policy.lora import AdapterSpec
-from torchtune_ext.policy.scratch import Shape
+from torchtune_ext.policy.lora import AdapterSpec, adapter_spec
+from torchtune_ext.policy.scratch import Shape, lora_qwen2_from_config
+from torchtune_ext.policy.shard import build_policy
 from torchtune_ext.policy.weights import HFModel
 from torchtune_ext.training import identity
+from torchtune_ext.training.export import export_adapter
 from torchtune_ext.training.identity import Identity, identify
 from torchtune_ext.training.manifest import DamagedCheckpoint, Manifest
 
@@ -243,3 +246,27 @@ def test_a_manifest_comes_back_as_it_was(tmp_path):
     manifest = Manifest(3, 0.25, Identity("a", "ü", "c"), {"state/x": (5, "ab"), "y": (0, "cd")})
     manifest.write(tmp_path)
     assert Manifest.read(tmp_path) == manifest
+
+
+def test_adapters_with_their_merged_model(source, tmp_path):
+    """What is saved of an adapted model are its adapters: the merged model in a folder below is verified, too."""
+    asked = {"lora_attn_modules": ["q_proj", "v_proj"], "lora_rank": 4, "lora_alpha": 8.0}
+    make = partial(lora_qwen2_from_config, str(source.path), **asked)
+    spec = adapter_spec(make, source, asked)
+    mine = identify("r", source, make, spec)
+    assert "adapter rank=4 alpha=8.0" in mine.model and " 8 tensors of " in mine.model
+    assert mine.refusal(identify("r", source, partial(make_model, source))).startswith(
+        "it belongs to another model (qwen2"
+    )
+
+    model = build_policy(make, source, torch.device("cpu"), torch.float32).model
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    export = partial(export_adapter, model=model, source=source, adapter=spec, merged=torch.bfloat16)
+    checkpoints = checkpoints_in(tmp_path / "c", mine)
+    checkpoints.save(1, model, optimizer, export, {})
+    path = checkpoints.choose()
+    assert checkpoints.load(path, model, optimizer)["step"] == 1
+    assert "merged/model-00001-of-00001.safetensors" in Manifest.read(path).files
+    (path / "merged" / "model-00001-of-00001.safetensors").write_bytes(b"")
+    with pytest.raises(DamagedCheckpoint, match="merged/model-00001-of-00001.safetensors has 0 bytes"):
+        checkpoints.choose()
