@@ -8,7 +8,7 @@ Rank 0 owns the engine, the graders and the files; every rank trains on its shar
 """
 
 import sys
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from torchtune_ext.telemetry.rollouts import RolloutStore
 from torchtune_ext.training.agreement import require_agreement
 from torchtune_ext.training.checks import at_least, check_adapter, check_sampling, release_memory
 from torchtune_ext.training.distributed import init_ranks
-from torchtune_ext.training.export import export_adapter, require_same_adapter
+from torchtune_ext.training.export import export_adapter
 from torchtune_ext.training.identity import identify
 from torchtune_ext.training.life import close_all, run_recipe, standing
 from torchtune_ext.training.precision import Precision, PrecisionConfig
@@ -352,7 +352,6 @@ class GRPOLoRARecipe:
         recipe = {"cursor": self.problems.cursor, "version": self.version, "updates": self.schedule.last_epoch}
         if self.ranks.is_main:
             recipe["throttle"] = self.engine.state_dict()
-        recipe["adapter"] = asdict(self.adapter)
         model, merged = self.policy.model, getattr(torch, self.cfg.dtype) if self.cfg.save_merged else None
         export = partial(export_adapter, model=model, source=self.source, adapter=self.adapter, merged=merged)
         with self.stop.saving(), self.ranks.phase("save", self.step):
@@ -361,7 +360,6 @@ class GRPOLoRARecipe:
             self.metrics.log(self.step, seconds)
 
     def load_checkpoint(self, path: Path) -> None:
-        require_same_adapter(path, self.adapter)
         recipe = self.checkpoints.load(path, self.policy.model, self.optimizer)
         self.step, self.problems.cursor, self.version = recipe["step"], recipe["cursor"], recipe["version"]
         resume_schedule(self.schedule, recipe["updates"])

@@ -17,6 +17,8 @@ import pytest
 from torchtune_ext.run.folder import RunFolder
 from torchtune_ext.telemetry.metrics import Metrics, read_metrics
 from torchtune_ext.telemetry.report import build_report
+from torchtune_ext.training.identity import Identity
+from torchtune_ext.training.manifest import Manifest
 
 LEFT = ("metrics.jsonl", "rollouts/step_000001.jsonl.gz", "checkpoints/step_000002/recipe.json", "engine.log", "fp8.txt",
         "tensorboard/events", "evaluation.json", "report.html", "start/config.json")  # fmt: skip
@@ -285,7 +287,7 @@ def test_a_lost_run_file(tmp_path, damage, runs, adopted, caplog):
         path.mkdir(parents=True)
         (path / "recipe.json").write_text("{}")
         if run is not None:
-            (path / "manifest.json").write_text(json.dumps({"run": run, "files": {}}))
+            Manifest(1, None, Identity(run, "a model", "a base"), {}).write(path)
     if damage is not None:
         (tmp_path / "run.json").write_text(damage)
     with RunFolder(tmp_path) as folder:

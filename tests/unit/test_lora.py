@@ -1,7 +1,6 @@
 """Adapters against the plain computation with one merged weight per layer, per sample, in stock torchtune modules."""
 
-import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -25,7 +24,7 @@ from torchtune_ext.policy.weights import HFModel
 from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.training.agreement import applied_share
 from torchtune_ext.training.checks import check_adapter
-from torchtune_ext.training.export import export_adapter, require_same_adapter
+from torchtune_ext.training.export import export_adapter
 from torchtune_ext.training.publish import RESOLVED
 from torchtune_ext.training.step import forward_backward, score
 
@@ -363,22 +362,6 @@ def test_publications_that_would_fail_are_refused_before_the_first_sample(change
     with pytest.raises(ValueError) as error:
         check_adapter(replace(SPEC, **changes), way, EngineConfig(**engine))
     assert message in str(error.value)
-
-
-def test_an_adapter_of_another_shape_is_not_resumed(source, tmp_path):
-    _, spec = policy_of(source)
-    (tmp_path / "recipe.json").write_text(json.dumps({"step": 1, "adapter": asdict(spec)}))
-    require_same_adapter(tmp_path, spec)
-    for change, message in (
-        ({"lora_rank": 8}, "rank=4, `model:` asks for 8"),
-        ({"quantize_base": True}, "quantised=False"),
-    ):
-        _, other = policy_of(source, **change)
-        with pytest.raises(ValueError, match=f"holds an adapter with {message}.*set it back"):
-            require_same_adapter(tmp_path, other)
-    (tmp_path / "recipe.json").write_text(json.dumps({"step": 1}))
-    with pytest.raises(ValueError, match="holds no adapter: it was written by another recipe"):
-        require_same_adapter(tmp_path, spec)
 
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])

@@ -18,8 +18,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded, paused
-from torchtune_ext.sampling.core import LOADER, UNIPROC, on_cpu
+from torchtune_ext.sampling.core import LOADER, UNIPROC
 from torchtune_ext.sampling.doors import GUARD, KEY_VARIABLE, authorization, one_machine, server_key
+from torchtune_ext.sampling.imports import on_cpu
 from torchtune_ext.sampling.records import Completion, EngineConfig
 from torchtune_ext.sampling.weights import WeightBuffer
 

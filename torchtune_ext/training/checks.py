@@ -8,7 +8,7 @@ import torch
 
 from torchtune_ext.advantages import AdvantageConfig
 from torchtune_ext.policy.lora import AdapterSpec
-from torchtune_ext.sampling.core import on_cpu
+from torchtune_ext.sampling.imports import on_cpu
 from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
 
 

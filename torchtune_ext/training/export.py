@@ -5,7 +5,6 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -73,19 +72,6 @@ def export_adapter(
             if inside is not None:
                 inside.mkdir()
             _write_model(inside, large, source, checksums)
-
-
-def require_same_adapter(checkpoint: Path, adapter: AdapterSpec) -> None:
-    """Raises ValueError when a checkpoint holds another adapter than the one that the config builds."""
-    saved = json.loads((checkpoint / "recipe.json").read_text()).get("adapter")
-    if saved is None:
-        raise ValueError(f"{checkpoint} holds no adapter: it was written by another recipe; choose another output_dir")
-    for name, wanted in json.loads(json.dumps(asdict(adapter))).items():
-        if saved[name] != wanted:
-            raise ValueError(
-                f"{checkpoint} holds an adapter with {name}={saved[name]}, `model:` asks for {wanted}; set it back, or "
-                "begin a new run in another output_dir"
-            )
 
 
 @contextmanager

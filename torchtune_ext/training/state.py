@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from torchtune_ext.training import folders
-from torchtune_ext.training.export import export_adapter, export_model, require_same_adapter, save_model  # noqa: F401
 from torchtune_ext.training.identity import Identity
 from torchtune_ext.training.manifest import Checksums, DamagedCheckpoint, Manifest, all_files, state_writer
 from torchtune_ext.training.outcome import (
