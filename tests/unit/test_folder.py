@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtune_ext.run.folder import RunFolder
+from torchtune_ext.run.folder import RunFolder, read_record
 from torchtune_ext.telemetry.metrics import Metrics, read_metrics
 from torchtune_ext.telemetry.report import build_report
 from torchtune_ext.training.identity import Identity
@@ -238,8 +238,7 @@ def test_killed_at_every_rename(tmp_path, when):
         assert set(tree(folder / "old-1")) == kept, "whole"
         assert {text for name, text in tree(folder / "old-1").items() if name != "run.json"} == {"one"}
         assert json.loads((folder / "run.json").read_text())["id"] == run.id != first.id
-        begun = k > RENAMES or (k == RENAMES and when == "after")  # the second run had its run.json
-        assert (folder / "old-2").exists() == begun and not (folder / "old-3").exists()
+        assert not (folder / "old-2").exists()  # the second run did nothing but begin
         assert not any(path.name.endswith((".tmp", ".partial")) for path in folder.rglob("*")), "nothing half is left"
 
 
@@ -372,3 +371,17 @@ def test_nothing_is_written_before_begin(tmp_path, caplog):
     with caplog.at_level(logging.WARNING), RunFolder(tmp_path):
         pass
     assert tree(tmp_path) == before and caplog.messages == []
+
+
+def test_starts_that_did_nothing_do_not_pile_up(tmp_path):
+    """A start that fails while its engine comes up leaves its papers and an empty list of metrics."""
+    for _ in range(3):
+        with RunFolder(tmp_path) as folder:
+            run = folder.begin({}, resuming=False)
+            (tmp_path / "engine.log").write_text("no such model")
+            (tmp_path / "metrics.jsonl").touch()
+    assert read_record(tmp_path)["id"] == run.id and not list(tmp_path.glob("old-*"))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    with RunFolder(tmp_path) as folder:
+        folder.begin({}, resuming=False)
+    assert sorted(path.name for path in (tmp_path / "old-1").iterdir()) == ["engine.log", "metrics.jsonl", "run.json"]

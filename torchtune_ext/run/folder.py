@@ -38,6 +38,7 @@ CONTENTS = (
     "report.html",
     "start",
 )
+PAPERS = (RECORD, "engine.log", "fp8.txt")  # what a run writes before its first line of metrics
 _MOVING = ".old.partial"  # an earlier run on its way to old-N; it gets its number when it is whole
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _ELSEWHERE = "Choose another output_dir"
@@ -171,8 +172,11 @@ class RunFolder:
         return sorted(path.relative_to(self.path) for path in self.path.glob("checkpoints/step_*"))
 
     def _left(self) -> list[Path]:
-        """What an earlier run left. An empty folder holds nothing of a run: somebody prepared it for this one."""
-        return [path for name in CONTENTS if os.path.lexists(path := self.path / name) and not _empty_folder(path)]
+        """What an earlier run left. An empty folder holds nothing of a run: somebody prepared it for this one. And a start
+        that failed before it did anything is no run: the next one writes over its papers."""
+        left = [path for name in CONTENTS if os.path.lexists(path := self.path / name) and not _empty(path)]
+        half = os.path.lexists(self.path / _MOVING)  # then these may be the papers of a run whose other half has moved
+        return left if half or any(path.name not in PAPERS for path in left) else []
 
     def _require_unread(self, reads: Iterable[str | Path]) -> None:
         for read in reads:
@@ -245,8 +249,8 @@ def _run_of(checkpoint: Path) -> str | None:
         return None
 
 
-def _empty_folder(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
+def _empty(path: Path) -> bool:
+    return not any(path.iterdir()) if path.is_dir() else path.name == "metrics.jsonl" and path.stat().st_size == 0
 
 
 def _holder(lock: int) -> str:

@@ -69,7 +69,7 @@ class Metrics:
         self._last_step = -1
         if resume_step is not None:
             cut_metrics(self.path, resume_step)
-        elif self.path.exists():
+        elif self.path.exists() and self.path.stat().st_size:
             raise ValueError(
                 f"{self.path} belongs to an earlier run: RunFolder.begin sets it aside, resume_step goes on"
             )
