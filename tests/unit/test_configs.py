@@ -335,13 +335,13 @@ def test_values_of_the_environment_are_kept_as_references(monkeypatch, written, 
 
 
 def test_references_in_typed_keys_overrides_and_presets(monkeypatch, tmp_path):
-    (tmp_path / "mine.yaml").write_text("loss: {_component_: a.Loss, x: '${oc.env:TTE_TOKEN}', y: '${save_every}'}\n")
-    text = f'max_steps: "${{oc.env:TTE_STEPS}}"\nsave_every: "${{max_steps}}"\npreset: {tmp_path}/mine.yaml\n'
+    (tmp_path / "mine.yaml").write_text("loss: {_component_: a.Loss, x: '${oc.env:TTE_TOKEN}', y: '${eval_every}'}\n")
+    text = f'max_steps: "${{oc.env:TTE_STEPS}}"\neval_every: "${{max_steps}}"\npreset: {tmp_path}/mine.yaml\n'
     cfg, found = of_environment(
         monkeypatch, text, cli=["model_dir=${oc.env:TTE_TOKEN}", "tokenizer.path=${model_dir}/t"]
     )
-    assert (cfg.max_steps, cfg.save_every, cfg.model_dir, cfg.tokenizer.path) == (7, 7, "s3cret", "s3cret/t")
-    assert found["max_steps"] == found["save_every"] == "${oc.env:TTE_STEPS}"
+    assert (cfg.max_steps, cfg.eval_every, cfg.model_dir, cfg.tokenizer.path) == (7, 7, "s3cret", "s3cret/t")
+    assert found["max_steps"] == found["eval_every"] == "${oc.env:TTE_STEPS}"
     assert (found["model_dir"], found["tokenizer"]) == ("${oc.env:TTE_TOKEN}", {"path": "${oc.env:TTE_TOKEN}/t"})
     assert cfg.loss == {"_component_": "a.Loss", "x": "s3cret", "y": 7}
     assert found["loss"] == {"_component_": "a.Loss", "x": "${oc.env:TTE_TOKEN}", "y": "${oc.env:TTE_STEPS}"}
