@@ -5,6 +5,7 @@ that fails is reported once and dropped. Names are `group/name`; what two runs o
 under `time/`, `speed/`, `memory/` and `engine/` (`CLOCK_PREFIXES`), so that they can be compared without it.
 """
 
+import errno
 import json
 import logging
 import math
@@ -139,7 +140,7 @@ class Metrics:
         try:
             written = os.write(self._fd, data)
             if written != len(data):
-                raise OSError(f"only {written} of {len(data)} bytes fitted")
+                raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} (only {written} of {len(data)} bytes fitted)")
             os.fdatasync(self._fd)
         except OSError as error:
             os.ftruncate(self._fd, size)
