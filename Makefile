@@ -1,6 +1,7 @@
 # make quickstart   install, then warm up a small model, train it with GRPO and write a report (CPU or GPU)
 # make test         install, then check the style and run every test but the learning ones
 # make learns       the tests that train until the reward rises (minutes to hours)
+# make chaos        faults at random moments on real runs (about 90 minutes; CHAOS_ARGS="--rounds 10 --seed 2" for less)
 # make install      only the environment
 #
 # PYTHON=python3.12   interpreter of the environment (3.11 or later)
@@ -10,6 +11,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
+CHAOS_ARGS ?= --rounds 100 --seed 1
 EXTRAS := clue,math,wandb,tensorboard,dev
 REQUIREMENTS := $(wildcard scripts/requirements/*.txt)
 STAMP := $(VENV)/.installed
@@ -19,7 +21,7 @@ TRITON := $(VENV)/triton
 unexport PYTHONDONTWRITEBYTECODE
 unexport PYTHONPATH
 
-.PHONY: quickstart test learns install clean
+.PHONY: quickstart test learns chaos install clean
 
 quickstart: $(STAMP)
 	VENV="$(VENV)" scripts/quickstart.sh
@@ -31,6 +33,9 @@ test: $(STAMP) $(TRITON)
 
 learns: $(STAMP)
 	PATH="$(abspath $(VENV))/bin:$$PATH" "$(VENV)/bin/pytest" -m learns --timeout 7200 $(PYTEST_ARGS)
+
+chaos: $(STAMP)
+	"$(VENV)/bin/python" benchmarks/chaos.py --out runs/chaos --table runs/chaos/table.md $(CHAOS_ARGS)
 
 install: $(STAMP)
 

@@ -1,13 +1,12 @@
 """Runs recipes as a user does, on a random model and a task whose reward always varies."""
 
-import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 
-from torchtune_ext.policy.scratch import Shape, make_tokenizer, write_model
-from torchtune_ext.telemetry.metrics import CLOCK_PREFIXES, read_metrics
+from tiny_runs import command, environment, metrics, write_tiny_model
+
+__all__ = ["command", "environment", "make_workplace", "metrics", "run", "wait_for_lines"]
 
 TASK = '''
 import hashlib
@@ -66,22 +65,10 @@ checkpoints: {every: 1}
 
 def make_workplace(folder: Path, **larger: int) -> Path:
     """A folder with a model, a task and a config, to run recipes in."""
-    text = ["Write about something. Go on. " * 3 + "The quick brown fox jumps over the lazy dog.\n"] * 8
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128, **larger}
-    shape = Shape(num_key_value_heads=1, max_position_embeddings=256, vocab_size=400, **sizes)
-    write_model(folder / "model", make_tokenizer(text, ["x"], [], 400), shape, seed=3)
+    write_tiny_model(folder / "model", **larger)
     (folder / "letters.py").write_text(TASK)
     (folder / "run.yaml").write_text(CONFIG)
     return folder
-
-
-def command(recipe: str, *args: str, ranks: int = 1, config: str = "run.yaml") -> list[str]:
-    launch = ["--nproc_per_node", str(ranks)] if ranks > 1 else []
-    return [sys.executable, "-m", "torchtune_ext", "run", *launch, recipe, "--config", config, *args]
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def run(
@@ -114,11 +101,3 @@ def wait_for_lines(run_dir: Path, lines: int, process: subprocess.Popen, seconds
         assert process.poll() is None, f"the run has ended with status {process.returncode}"
         assert time.monotonic() < deadline, f"no {lines} lines of metrics within {seconds:g} s"
         time.sleep(0.02)
-
-
-def metrics(run_dir: Path) -> list[dict[str, float]]:
-    """The metrics of a run, one record a step, without what the clock decides."""
-    return [
-        {k: v for k, v in line.items() if not k.startswith(CLOCK_PREFIXES)}
-        for line in read_metrics(run_dir / "metrics.jsonl")
-    ]

@@ -1,0 +1,138 @@
+"""Faults at random moments, on real runs of the recipe: does a run keep what it promises, whatever happens to it?
+
+    python benchmarks/chaos.py --rounds 100 --seed 1 --table chaos.md
+    python benchmarks/chaos.py --rounds 100 --seed 1 --list         # the drawn rounds
+    python benchmarks/chaos.py --rounds 100 --seed 1 --only 17      # one of them, alone and again
+
+A round is a run of four small steps (a random model, a real vLLM), one fault in a drawn phase, and what then has to happen:
+either the run goes on, or it ends in time with the right status and a message that names the cause, and goes on with
+`resume_from_checkpoint=True`. In the end weights, metrics and rollouts are those of a run that nobody disturbed, bit for
+bit, and no process, temporary folder or half-written file is left. Rounds that are over are kept in OUT/rounds.jsonl, and
+a later call goes on after them; a round that failed keeps its folder. The exit status is 1 when a round failed.
+
+The phase is told from outside: task and optimizer of these runs are a user's components that note in a journal when they are
+called, and the rest follows from the files of the run. "Hit" is the phase at the fault, "drawn" the one that was aimed at.
+"""
+
+import argparse
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from chaos_draw import NAMES, Drawn, draw
+from chaos_play import RUN_S, Play, last_line
+from chaos_run import Round, make_workplace
+from chaos_table import table
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def commit() -> str:
+    done = subprocess.run(["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
+
+
+def reference(out: Path, ranks: int) -> Path:
+    """The folder of a run that nobody disturbs, made once per OUT and commit."""
+    folder, mark = out / f"reference_{ranks}", out / f"reference_{ranks}" / "commit.txt"
+    if mark.exists() and mark.read_text() == commit():
+        return folder / "run"
+    shutil.rmtree(folder, ignore_errors=True)
+    home = Round(out / "workplace", folder)
+    try:
+        run = home.start(ranks=ranks)
+        if (code := run.wait(RUN_S)) != 0:
+            sys.exit(f"the reference run with {ranks} ranks ended with {code}: {last_line(run)}; see {run.log}")
+    finally:
+        home.end()
+    mark.write_text(commit())
+    return folder / "run"
+
+
+def play(drawn: Drawn, out: Path) -> dict[str, Any]:
+    """Plays a round and returns its record."""
+    undisturbed, folder = reference(out, drawn.fault.ranks), out / f"round_{drawn.number:04d}"
+    shutil.rmtree(folder, ignore_errors=True)
+    started = time.monotonic()
+    result = Play(drawn, out / "workplace", undisturbed, folder).run()
+    seconds = round(time.monotonic() - started, 1)
+    if not result.problems:
+        shutil.rmtree(folder)
+    names = {"round": drawn.number, "fault": drawn.fault.name, "phase": drawn.phase, "step": drawn.step}
+    return {**names, "drawn": str(drawn), **asdict(result), "seconds": seconds, "commit": commit()}
+
+
+def show(record: dict[str, Any], again: str, folder: Path) -> None:
+    verdict = "skipped" if record["skipped"] else "FAILED" if record["problems"] else "survived"
+    print(
+        f"round {record['round']:3d}  {record['fault']:18s} {record['hit'] or '-':26s} {verdict:9s} lost {record['lost']}, "
+        f"recovered in {record['recovery_s']:.1f} s, {record['seconds']:.0f} s in all  {record['allowed']}{record['skipped']}"
+    )
+    for problem in record["problems"]:
+        print(f"    {problem}")
+    if record["problems"]:
+        print(f"    kept in {folder}; again: {again}")
+    sys.stdout.flush()
+
+
+def kept(file: Path, drawn: list[Drawn]) -> dict[int, dict[str, Any]]:
+    """Rounds that are over, by number. A round that would be drawn otherwise today does not count."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    records = {record["round"]: record for record in map(json.loads, lines)}  # the last one of a number is valid
+    return {d.number: records[d.number] for d in drawn if records.get(d.number, {}).get("drawn") == str(d)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path("runs/chaos"), help="folder for the runs (runs/chaos)")
+    parser.add_argument(
+        "--faults", nargs="+", choices=NAMES, default=NAMES, metavar="FAULT", help="draw from these only"
+    )
+    parser.add_argument("--only", type=int, nargs="+", metavar="N", help="play these rounds, also when they are over")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="write the table to this file, too")
+    parser.add_argument("--list", action="store_true", help="print the drawn rounds and stop")
+    args = parser.parse_args()
+    drawn = [draw(args.seed, number, tuple(args.faults)) for number in range(1, args.rounds + 1)]
+    if args.list:
+        print("\n".join(map(str, drawn)))
+        return 0
+    for number in (
+        signal.SIGINT,
+        signal.SIGHUP,
+        signal.SIGTERM,
+    ):  # a signal that is ignored here would be so in the runs
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    args.out = args.out.absolute()
+    if not (args.out / "workplace").exists():
+        make_workplace(args.out / "workplace")
+    file = args.out / "rounds.jsonl"
+    records = kept(file, drawn)
+    if args.only:
+        records = {number: record for number, record in records.items() if number not in args.only}
+    faults = f" --faults {' '.join(args.faults)}" if tuple(args.faults) != NAMES else ""
+    for d in drawn:
+        if d.number in records or (args.only and d.number not in args.only):
+            continue
+        records[d.number] = record = play(d, args.out)
+        with open(file, "a") as lines:
+            lines.write(json.dumps(record) + "\n")
+        again = f"python benchmarks/chaos.py --rounds {args.rounds} --seed {args.seed} --out {args.out}{faults}"
+        show(record, f"{again} --only {d.number}", args.out / f"round_{d.number:04d}")
+    done = [records[number] for number in sorted(records)]
+    text = table(args.seed, done)
+    print(f"\n{text}")
+    if args.table:
+        args.table.write_text(text)
+    return 1 if any(record["problems"] for record in done) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,382 @@
+"""Plays one round of `chaos.py`: a run, its fault, what it promises, and the run that goes on."""
+
+import contextlib
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import chaos_check as check
+from chaos_draw import PHASES, SET_UP, Drawn
+from chaos_run import RESUME, STEPS, UPDATES, Moment, Round, Run
+
+RUN_S = 300.0  # a whole run may take so long, a slow machine included
+DISK_MB = 24  # of the small file system, which holds a dozen checkpoints
+
+
+class Failed(Exception):
+    """A promise was not kept."""
+
+
+class Skipped(Exception):
+    """This machine does not allow the fault."""
+
+
+@dataclass
+class Result:
+    """What came out of a round."""
+
+    hit: str = ""  # the phase that was really hit
+    problems: list[str] = field(default_factory=list)  # empty: survived
+    skipped: str = ""  # why it could not be played
+    allowed: str = ""  # a loss that is by design
+    lost: int = 0  # steps made again
+    recovery_s: float = 0.0  # from the fault to the next new line of metrics (or to the end, after the last one)
+    message: str = ""  # what the run said
+
+
+class Play:
+    """One round: `run()` plays it, `result` says what came out."""
+
+    def __init__(self, drawn: Drawn, workplace: Path, reference: Path, folder: Path):
+        self.drawn, self.fault, self.reference = drawn, drawn.fault, reference
+        self.home, self.result, self.rng = Round(workplace, folder), Result(), random.Random(drawn.seed)
+        self.struck = 0.0  # when the fault came
+        self.newest = 0  # step of the newest checkpoint when the disturbed run had ended
+
+    def run(self) -> Result:
+        own = {
+            "disk_full": self.disk_full,
+            "second_starter": self.second_starter,
+            "fresh_run": self.fresh_run,
+        }
+        try:
+            if self.fault.name.startswith("damage_"):
+                self.damage()
+            else:
+                own.get(self.fault.name, self.plain)()
+            self.check_end()
+        except Failed as failure:
+            self.result.problems.append(str(failure))
+        except Skipped as reason:
+            self.result.skipped = str(reason)
+        finally:
+            self.home.end()
+        return self.result
+
+    # -- plays --------------------------------------------------------------------------------------------------------
+
+    def plain(self) -> None:
+        """Faults that are a signal or a closed pipe."""
+        run = self.start(piped=self.fault.name == "stdout_closed")
+        self.aim(run)
+        self.strike(run)
+        if self.fault.kind == "goes on":
+            self.goes_on(run)
+        else:
+            self.ends(run)
+            self.resume()
+
+    def disk_full(self) -> None:
+        """The disk is full but for a few blocks: for good, or for a moment."""
+        disk, free = self.home.output_dir, self.rng.choice([0, 0, self.rng.randint(1, 1200)])
+        disk.mkdir(parents=True)
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "tmpfs", str(disk)]
+        done = subprocess.run(mount, capture_output=True, text=True)
+        if done.returncode:
+            raise Skipped(f"no small file system: {done.stderr.strip()}")
+        balloon = disk / "balloon"
+        try:
+            run = self.start()
+            self.aim(run)
+            self.note_hit(run)
+            with open(balloon, "wb") as file:
+                room = os.statvfs(disk)
+                os.posix_fallocate(file.fileno(), 0, max(room.f_bavail * room.f_frsize - free * 1024, 4096))
+            if self.rng.random() < 0.3:
+                time.sleep(0.5)
+                balloon.unlink()
+            code = run.wait(self.fault.within_s)
+            balloon.unlink(missing_ok=True)
+            self.first_end(run, code, allow_success=True)
+            if code:
+                self.resume()
+        finally:
+            shutil.copytree(disk, disk.with_name("copy"))
+            subprocess.run(["umount", "--lazy", str(disk)], check=True)
+            disk.rmdir()
+            disk.with_name("copy").rename(disk)
+
+    def damage(self) -> None:
+        """A file of the newest checkpoint is damaged: it is refused by name, then the one before is used."""
+        shutil.copytree(self.reference, self.home.output_dir)
+        newest = check.last_checkpoint(self.home.output_dir)
+        victim = self.rng.choice(sorted(path for path in newest.rglob("*") if path.is_file()))
+        size = victim.stat().st_size
+        how = self.fault.name.removeprefix("damage_")
+        self.result.hit = f"{how} {victim.relative_to(newest)}"
+        if how == "flip":
+            data, place = bytearray(victim.read_bytes()), self.rng.randrange(size)
+            data[place] ^= 1 << self.rng.randrange(8)
+            victim.write_bytes(data)
+        elif how == "remove":
+            victim.unlink()
+        else:
+            os.truncate(victim, self.rng.randrange(1, size) if how == "cut" else 0)
+        before = check.digests(self.home.output_dir / "checkpoints")
+        self.struck = time.monotonic()
+        run = self.start(RESUME)
+        code = run.wait(self.fault.within_s)
+        self.say(run, re.escape(victim.name))
+        if code is None:
+            raise Failed(f"a damaged checkpoint was not refused within {self.fault.within_s:g} s")
+        if code == 0:
+            raise Failed(f"a damaged checkpoint was loaded without a word ({self.result.hit})")
+        if victim.name not in run.output():
+            self.result.problems.append(f"the message does not name {victim.name}")
+        if check.digests(self.home.output_dir / "checkpoints") != before:
+            self.result.problems.append("a refused checkpoint was changed")
+        self.newest = STEPS - 1
+        self.resume("checkpoints.fall_back=True")
+        if not list((self.home.output_dir / "checkpoints").glob("damaged_step_*")):
+            self.result.problems.append("the damaged checkpoint was not kept as damaged_step_*")
+
+    def second_starter(self) -> None:
+        """Somebody starts another run in the folder of one that is running."""
+        run = self.start()
+        self.aim(run)
+        os.kill(run.pid, signal.SIGSTOP)  # else it would be over before the other has begun
+        self.note_hit(run)
+        second = self.home.start(*self.rng.choice([(), (RESUME,)]))
+        code = second.wait(self.fault.within_s)
+        os.kill(run.pid, signal.SIGCONT)
+        self.say(second, rf"\b{run.pid}\b")
+        if code is None:
+            self.result.problems.append(f"the second starter still runs after {self.fault.within_s:g} s")
+            second.process.kill()
+        elif code == 0:
+            self.result.problems.append("the second starter ended with status 0")
+        elif not re.search(rf"\b{run.pid}\b", second.output()) or socket.gethostname() not in second.output():
+            self.result.problems.append(f"the second starter does not name process {run.pid} and this host")
+        self.goes_on(run)
+
+    def fresh_run(self) -> None:
+        """A new run in a folder that is used; it is killed and goes on. The earlier run has to stay whole."""
+        shutil.copytree(self.reference, self.home.output_dir)
+        before = check.digests(self.home.output_dir)
+        run = self.start()
+        self.aim(run)
+        os.kill(run.pid, signal.SIGKILL)
+        run.wait(10)
+        self.note_hit(run)
+        self.first_end(run, 137, status=(137,))
+        self.resume()
+        earlier = check.digests(self.home.output_dir / "old-1")
+        if broken := sorted(name for name in before if earlier.get(name) != before[name]):
+            self.result.problems.append(
+                f"the earlier run is not whole in old-1: {broken[0]} and {len(broken) - 1} more"
+            )
+
+    # -- parts --------------------------------------------------------------------------------------------------------
+
+    def start(self, *args: str, piped: bool = False) -> Run:
+        run = self.home.start(f"checkpoints.every={self.drawn.every}", *args, ranks=self.fault.ranks, piped=piped)
+        run.watch.every = self.drawn.every
+        return run
+
+    def aim(self, run: Run) -> None:
+        """Waits for the drawn phase of the drawn step, then for the drawn delay."""
+        wanted = PHASES.index(self.drawn.phase)
+        give_up_at = time.monotonic() + RUN_S
+        while True:
+            now = run.watch.moment()
+            if (now.step, PHASES.index(now.phase)) >= (self.drawn.step, wanted) or now.step > self.drawn.step:
+                break
+            if run.process.poll() is not None:
+                raise Failed(f"the run ended with {run.wait(0)} before its fault: {last_line(run)}")
+            if time.monotonic() > give_up_at:
+                raise Failed(f"the run was still at {now} after {RUN_S:g} s, before its fault")
+            time.sleep(0.0005 if now.step == self.drawn.step else 0.005)
+        time.sleep(self.drawn.delay_s)
+
+    def note_hit(self, run: Run) -> Moment:
+        self.struck = self.struck or time.monotonic()
+        moment = run.watch.moment()
+        self.result.hit = str(moment)
+        return moment
+
+    def strike(self, run: Run) -> None:
+        kinds: dict[str, Callable[[Run], None]] = {
+            "trainer_kill": lambda run: os.kill(run.pid, signal.SIGKILL),
+            "trainer_pause": lambda run: self.pause(run.pid, self.rng.uniform(2, 8)),
+            "core_kill": lambda run: os.kill(self.find(run, "core"), signal.SIGKILL),
+            "core_stop": lambda run: os.kill(self.find(run, "core"), signal.SIGSTOP),
+            "grader_kill": lambda run: os.kill(self.find(run, "grader"), signal.SIGKILL),
+            "grader_stop": lambda run: os.kill(self.find(run, "grader"), signal.SIGSTOP),
+            "grader_pause": lambda run: self.pause(self.find(run, "grader"), self.rng.uniform(0.2, 2)),
+            "janitor_kill": lambda run: os.kill(self.find(run, "janitor"), signal.SIGKILL),
+            "janitor_core_kill": self.kill_janitor_and_core,
+            "rank_kill": lambda run: os.kill(run.trainer(self.rng.randrange(2)), signal.SIGKILL),
+            "rank_stop": lambda run: os.kill(run.trainer(self.rng.randrange(2)), signal.SIGSTOP),
+            "agent_kill": lambda run: os.kill(run.pid, signal.SIGKILL),
+            "sigterm": lambda run: os.kill(run.pid, signal.SIGTERM),
+            "sigint": lambda run: os.killpg(run.pid, signal.SIGINT),  # as Ctrl-C does
+            "sighup": lambda run: os.killpg(run.pid, signal.SIGHUP),  # as a terminal that is closed does
+            "stdout_closed": lambda run: run.reader_leaves.set(),
+        }
+        self.note_hit(run)
+        name = self.fault.name if self.fault.name in kinds else self.fault.name.removeprefix("agent_")
+        try:
+            kinds[name](run)
+        except (LookupError, ProcessLookupError) as missing:
+            if run.wait(10) is None:
+                raise Failed(f"nothing to disturb: {missing}; {last_line(run)}") from None
+            self.result.hit = "after the end"  # this machine was busy; the run has to be a whole one all the same
+        if self.fault.name in ("trainer_kill", "agent_kill"):
+            run.wait(10)
+            self.note_hit(run)  # nothing changes any more: this is the moment
+
+    def find(self, run: Run, role: str) -> int:
+        """A process of that role; the grading process that has a text in hand, if any."""
+        give_up_at = time.monotonic() + 20
+        while not (found := [p.pid for p in run.of(role)]):
+            if time.monotonic() > give_up_at or run.process.poll() is not None:
+                raise LookupError(f"there is no {role}")
+            time.sleep(0.01)
+        self.note_hit(run)
+        return run.watch.last_pid if run.watch.last_pid in found else self.rng.choice(found)
+
+    def pause(self, pid: int, seconds: float) -> None:
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(seconds)
+        with contextlib.suppress(ProcessLookupError):  # nobody needed it any more, and the run is over
+            os.kill(pid, signal.SIGCONT)
+
+    def kill_janitor_and_core(self, run: Run) -> None:
+        os.kill(self.find(run, "janitor"), signal.SIGKILL)
+        time.sleep(self.rng.choice([0.0, 0.2]))
+        os.kill(self.find(run, "core"), signal.SIGKILL)
+
+    def goes_on(self, run: Run) -> None:
+        """Waits for the end of a run that has to survive."""
+        code = self.recovered(run, run.watch.logged())
+        if code is None:
+            raise Failed(f"still running {RUN_S:g} s after the fault; it stands at {run.watch.moment()}")
+        self.say(run, r"engine lost|grad\w+ process|WARNING")
+        if code == 0:
+            return
+        starting = self.result.hit in SET_UP and "the engine did not start" in run.output()
+        if not (starting and self.fault.name.startswith("core_")):
+            raise Failed(f"ended with status {code}: {last_line(run)}")
+        self.result.allowed = "an engine that fails at its very first start ends the run"
+        self.first_end(run, code, status=(1,))
+        self.resume()
+
+    def ends(self, run: Run) -> None:
+        code = run.wait(max(self.struck + self.fault.within_s - time.monotonic(), 0.1))
+        self.first_end(run, code, allow_success=True)
+
+    def first_end(self, run: Run, code: int | None, status: tuple[int, ...] = (), allow_success: bool = False) -> None:
+        """Checks how the disturbed run ended, and what it left."""
+        if code is None:
+            raise Failed(f"still running {self.fault.within_s:g} s after the fault; it stands at {run.watch.moment()}")
+        self.newest = max(run.watch.saved(), default=0)
+        if code != 137:  # kill -9 leaves no time for words
+            self.say(run, self.fault.message)
+        if code == 0 and allow_success and self.newest == STEPS:
+            return  # the fault came too late to matter
+        if code not in (status or self.fault.status):
+            self.result.problems.append(f"status {code}, not {' or '.join(map(str, status or self.fault.status))}")
+        early = self.result.hit == "imports"  # nobody listens to signals yet
+        if self.fault.message and not early and not re.search(self.fault.message, run.output()):
+            self.result.problems.append(f"no message like {self.fault.message!r}; the last line is: {last_line(run)}")
+        self.check_left(run.home.output_dir, partial=self.fault.name == "disk_full")
+        due = max(run.watch.logged() - 1, 0) // self.drawn.every * self.drawn.every
+        if self.newest < due:
+            self.result.problems.append(f"the newest checkpoint is of step {self.newest}, though step {due} was over")
+
+    def check_left(self, folder: Path, partial: bool) -> None:
+        """Nothing may be left: processes, temporary folders, shared memory; and no half-written files if `partial`."""
+        left = self.home.left_running()
+        if left:
+            names = ", ".join(f"{p.pid} ({p.role or 'other'})" for p in left)
+            raise Failed(f"left running: {names}")
+        self.result.problems += check.left_outside(self.home.temp, self.home.shared)
+        self.result.problems += check.left_in(folder) if partial else []
+
+    def resume(self, *args: str) -> None:
+        """Starts the run again as the message says, and waits for its end."""
+        run = self.start(RESUME, *args)
+        run.watch.first_step = self.newest
+        code = self.recovered(run, self.newest or -1)
+        if code is None:
+            raise Failed(f"the resumed run still runs after {RUN_S:g} s; it stands at {run.watch.moment()}")
+        if code:
+            raise Failed(f"the resumed run ended with status {code}: {last_line(run)}")
+        run.watch.follow()
+        steps = run.watch.updates / UPDATES
+        if steps != STEPS - self.newest:
+            self.result.problems.append(f"resumed, it made {steps:g} steps after the checkpoint of step {self.newest}")
+
+    def recovered(self, run: Run, logged: int) -> int | None:
+        """Waits for the end of a run, and notes when it first logged something new. Returns the exit status."""
+        give_up_at = time.monotonic() + RUN_S
+        while run.process.poll() is None and time.monotonic() < give_up_at:
+            run.watch.follow()
+            if not self.result.recovery_s and run.watch.scene and run.watch.logged() > logged:  # no line of before
+                self.result.recovery_s = time.monotonic() - self.struck
+            time.sleep(0.02)
+        self.result.recovery_s = self.result.recovery_s or time.monotonic() - self.struck
+        return run.wait(0)
+
+    def check_end(self) -> None:
+        """What has to hold when all is over."""
+        folder = self.home.output_dir
+        self.check_left(folder, partial=True)
+        made = 0
+        for run in self.home.runs:
+            run.watch.follow()
+            made += run.watch.updates
+        known = STEPS if self.fault.name.startswith("damage_") else 0  # by the run whose folder was copied
+        self.result.lost = max(0, -(-made // UPDATES) + known - STEPS)
+        if self.fault.name == "sigterm" and self.result.lost and self.result.hit not in SET_UP:
+            self.result.problems.append(
+                f"{self.result.lost} steps made again: SIGTERM has to save at the next boundary"
+            )
+        wrong = check.differences(folder, self.reference)
+        if wrong and self.fault.name in ("grader_kill", "grader_stop"):
+            wrong = self.without_grade(folder, wrong)
+        if wrong and self.fault.name == "disk_full" and all(w.startswith("no rollouts of step") for w in wrong):
+            if "cannot write" in self.home.runs[0].output():
+                self.result.allowed, wrong = f"{len(wrong)} steps without rollouts, as the run had warned", []
+        self.result.problems += wrong
+
+    def without_grade(self, folder: Path, wrong: list[str]) -> list[str]:
+        """A grading process that is lost with a text in hand costs that text its grade, by design."""
+        step, wrong_before = check.lost_sample(folder, self.reference)
+        if step is not None:
+            self.result.allowed = f"one sample of step {step} without a grade"
+            return wrong_before
+        if all(re.match(r"metrics of step \d+: eval/", w) for w in wrong):
+            self.result.allowed = "one sample of an evaluation without a grade"
+            return []
+        return wrong
+
+    def say(self, run: Run, pattern: str) -> None:
+        """Keeps what the run said: the last line that the pattern finds, or else its last line."""
+        found = [line for line in run.output().splitlines() if pattern and re.search(pattern, line)]
+        self.result.message = (found[-1] if found else last_line(run)).strip()[:300]
+
+
+def last_line(run: Run) -> str:
+    """The error that a run ended with, or else the last line of its output."""
+    lines = [line.strip() for line in run.output().splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Failed|Exception|DamagedCheckpoint): ", line)]
+    return (errors or lines or ["(no output)"])[-1][:300]

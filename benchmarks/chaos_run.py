@@ -1,0 +1,273 @@
+"""One run of the recipe for `chaos.py`: started as a user starts it, watched from outside, and found again in /proc."""
+
+import json
+import os
+import re
+import select
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import tiny_runs
+
+CONFIG = """
+output_dir: ???
+model_dir: model
+device: cpu
+dtype: float32
+model: {_component_: torchtune_ext.policy.scratch.qwen2_from_config, model_dir: "${model_dir}"}
+tokenizer: {_component_: torchtune_ext.chat.ChatTokenizer, path: "${model_dir}"}
+task: {_component_: chaos_task.Letters}
+eval_task: {_component_: chaos_task.Letters, count: 4, name: held-out}
+preset: grpo
+optimizer: {_component_: chaos_optimizer.AdamW, lr: 1.0e-3}
+max_steps: 4
+prompts_per_step: 4
+samples_per_prompt: 4
+updates_per_step: 2
+row_tokens: 256
+max_mismatch: 1.0e-4
+sampling: {max_tokens: 40}
+grader_timeout_s: 4
+engine:
+  dtype: float32
+  max_model_len: 128
+  kv_cache_bytes: 16777216
+  start_deadline_s: 60
+  probe_interval_s: 1
+  probe_deadline_s: 5
+eval_every: 2
+checkpoints: {every: 1, keep_last: 2, stop_grace_s: 25}
+rank_deadline_s: 10
+"""
+STEPS, UPDATES, GRADER_TIMEOUT_S = 4, 2, 4.0  # as above: max_steps, updates_per_step
+RESUME = "resume_from_checkpoint=True"
+ROLES = {"core_process": "core", "grading_worker.py": "grader", "janitor.py": "janitor", "grpo_full.py": "rank"}
+
+
+def make_workplace(folder: Path) -> None:
+    """A folder to run the recipe in: a model, the config, and the task and optimizer that keep the journal."""
+    folder.mkdir(parents=True)
+    tiny_runs.write_tiny_model(folder / "model")
+    (folder / "run.yaml").write_text(CONFIG)
+    for name in ("chaos_task.py", "chaos_optimizer.py"):
+        shutil.copyfile(Path(__file__).with_name(name), folder / name)
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process that descends from one of our runs."""
+
+    pid: int
+    role: str  # "core", "grader", "janitor", "rank", "" for others
+    rank: int  # of a rank
+
+
+def processes(mark: str) -> list[Process]:
+    """Every living process whose environment holds the mark, by number. Zombies have ended and do not count."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                environ = (entry / "environ").read_bytes()
+                if (
+                    f"CHAOS_MARK={mark}".encode() not in environ
+                    or (entry / "stat").read_text().rsplit(")")[-1][1] == "Z"
+                ):
+                    continue
+                words = (entry / "cmdline").read_bytes().decode(errors="replace")
+            except OSError:
+                continue  # it has ended meanwhile, or is not ours to see
+            role = next((role for text, role in ROLES.items() if text in words), "")
+            rank = next((int(v[5:]) for v in environ.decode(errors="replace").split("\0") if v.startswith("RANK=")), 0)
+            found.append(Process(int(entry.name), role, rank))
+    return sorted(found, key=lambda p: p.pid)
+
+
+class Round:
+    """What all runs of one round share: the folder, the mark in their environment, and a temporary folder of their own."""
+
+    def __init__(self, workplace: Path, folder: Path):
+        self.workplace, self.folder, self.mark = workplace, folder, uuid.uuid4().hex
+        self.output_dir = folder / "run"
+        self.runs: list[Run] = []
+        self.temp = Path(tempfile.mkdtemp(prefix="ch", dir="/tmp"))  # a short path: the engine puts sockets there
+        self.shared: set[str] = set()  # files in /dev/shm that our processes had open
+        self._over = threading.Event()
+        folder.mkdir(parents=True, exist_ok=True)
+        threading.Thread(target=self._note_shared, daemon=True).start()
+
+    def start(self, *args: str, ranks: int = 1, piped: bool = False) -> "Run":
+        self.runs.append(Run(self, len(self.runs), args, ranks, piped))
+        return self.runs[-1]
+
+    def left_running(self, patience_s: float = 15.0) -> list[Process]:
+        """Processes of this round that are still there after `patience_s`."""
+        give_up_at = time.monotonic() + patience_s
+        while (left := processes(self.mark)) and time.monotonic() < give_up_at:
+            time.sleep(0.05)
+        return left
+
+    def _note_shared(self) -> None:
+        """Looks again and again which files in shared memory are ours: other programs make and leave some, too."""
+        while not self._over.wait(0.5):
+            for process in processes(self.mark):
+                try:
+                    maps = Path(f"/proc/{process.pid}/maps").read_text(errors="replace")
+                except OSError:
+                    continue  # it has ended meanwhile
+                self.shared |= set(re.findall(r"/dev/shm/([^\s/]+)", maps))
+
+    def end(self) -> None:
+        """Ends whatever is left, and removes the temporary folder."""
+        self._over.set()
+        for process in processes(self.mark):
+            try:
+                os.kill(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        shutil.rmtree(self.temp, ignore_errors=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Where a run stands, as seen from outside."""
+
+    phase: str
+    step: int  # the step that it works on; 0 before the first
+
+    def __str__(self) -> str:
+        return f"{self.phase}, step {self.step}" if self.step else self.phase
+
+
+class Run:
+    """A run that was started. Its output goes to a file."""
+
+    def __init__(self, home: Round, number: int, args: tuple[str, ...], ranks: int, piped: bool):
+        self.home, self.ranks = home, ranks
+        self.log, self.journal = home.folder / f"output_{number}.txt", home.folder / f"journal_{number}.txt"
+        self.journal.touch()
+        environ = {"CHAOS_MARK": home.mark, "CHAOS_JOURNAL": str(self.journal), "TMPDIR": str(home.temp)}
+        command = tiny_runs.command("grpo_full", f"output_dir={home.output_dir}", *args, ranks=ranks)
+        self.started = time.monotonic()
+        with open(self.log, "wb") as log:
+            self.process = subprocess.Popen(
+                command, cwd=home.workplace, env={**tiny_runs.environment(), **environ}, start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE if piped else log, stderr=log,
+            )  # fmt: skip
+        self.pid, self.watch = self.process.pid, Watch(home.output_dir, self.journal)
+        self.reader_leaves = threading.Event()
+        if piped:
+            threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        """Reads stdout until it ends, or until its reader leaves, which is one of the faults."""
+        with self.process.stdout as pipe, open(self.log, "ab") as log:
+            while not self.reader_leaves.is_set():
+                if select.select([pipe], [], [], 0.05)[0]:
+                    if not (data := os.read(pipe.fileno(), 65536)):
+                        return
+                    log.write(data)
+                    log.flush()
+
+    def wait(self, seconds: float) -> int | None:
+        """Exit status as a shell gives it (128 + signal); None when it still runs after so many seconds."""
+        try:
+            code = self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        return code if code >= 0 else 128 - code
+
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def of(self, role: str) -> list[Process]:
+        return [p for p in processes(self.home.mark) if p.role == role]
+
+    def trainer(self, rank: int = 0) -> int:
+        """Process id of a rank; without torchrun, of the command itself. Raises LookupError before it has begun."""
+        if self.ranks == 1:
+            return self.pid
+        found = [p.pid for p in self.of("rank") if p.rank == rank]
+        if not found:
+            raise LookupError(f"rank {rank} is not there")
+        return found[0]
+
+
+@dataclass
+class Watch:
+    """Tells the phase of a run by its journal and by the files in its folder."""
+
+    output_dir: Path
+    journal: Path
+    updates: int = 0  # optimizer updates of this run
+    last: str = ""  # the last event
+    last_pid: int = 0
+    scene: str = ""  # "sampling", "evaluation" or "training": what the events belong to
+    first_step: int = 0  # step after which this run began (the checkpoint that it resumed)
+    every: int = 1  # steps between checkpoints
+    _read: int = field(default=0, repr=False)
+
+    def follow(self) -> None:
+        """Reads what was appended to the journal."""
+        with open(self.journal, "rb") as file:
+            file.seek(self._read)
+            data = file.read()
+        data = data[: data.rfind(b"\n") + 1]
+        self._read += len(data)
+        for line in data.decode().splitlines():
+            _, pid, event = line.split()
+            self.last, self.last_pid = event, int(pid)
+            if event == "update":
+                self.updates += 1
+            if event != "grade":
+                self.scene = {"problem": "sampling", "held-out": "evaluation", "update": "training"}[event]
+
+    def logged(self) -> int:
+        """The last step in metrics.jsonl, -1 without any."""
+        try:
+            lines = (self.output_dir / "metrics.jsonl").read_bytes().split(b"\n")[:-1]
+            return json.loads(lines[-1])["step"] if lines else -1
+        except FileNotFoundError:
+            return -1
+
+    def saved(self) -> list[int]:
+        """Steps of the checkpoints in their final place."""
+        try:
+            names = os.listdir(self.output_dir / "checkpoints")
+        except FileNotFoundError:
+            return []
+        return sorted(int(name[5:]) for name in names if name.startswith("step_") and name[5:].isdigit())
+
+    def moment(self) -> Moment:
+        self.follow()
+        if self.scene == "" or (self.scene == "sampling" and self.last == "problem" and not self._begun()):
+            return Moment("engine" if (self.output_dir / "engine.log").exists() else "imports", 0)
+        step, part = divmod(self.updates, UPDATES)
+        step += self.first_step
+        if self.scene == "training" and part:
+            return Moment("training", step + 1)
+        if self.scene == "sampling":
+            if (self.output_dir / "rollouts" / f"step_{step + 1:06d}.jsonl.gz").exists():
+                return Moment("training", step + 1)
+            return Moment("grading" if self.last == "grade" else "sampling", step + 1)
+        if self.logged() < step:
+            return Moment("publishing" if self.scene == "training" else "evaluation", step)
+        if step == 0:
+            return Moment("between", 0)
+        saved = self.saved()
+        if step not in saved and (step % self.every == 0 or step == STEPS):
+            return Moment("checkpoint", step)
+        one_more = len(saved) > 3 or (len(saved) == 3 and step == 3)  # the last two are kept, and the best
+        hidden = list((self.output_dir / "checkpoints").glob(".*"))
+        return Moment("pruning" if one_more or hidden else "between", step)
+
+    def _begun(self) -> bool:
+        """Whether the first publication is over: the canary's problems are taken before it."""
+        return self.logged() >= self.first_step

@@ -1,0 +1,33 @@
+"""Real runs in small, for benchmarks and tests: a random model of 0.1 million parameters and the command that a user types."""
+
+import os
+import sys
+from pathlib import Path
+
+from torchtune_ext.policy.scratch import Shape, make_tokenizer, write_model
+from torchtune_ext.telemetry.metrics import CLOCK_PREFIXES, read_metrics
+
+
+def write_tiny_model(folder: Path, **larger: int) -> None:
+    """A random Qwen2 with its tokenizer, in Hugging Face format. `larger`: fields of `Shape` to set otherwise."""
+    text = ["Write about something. Go on. " * 3 + "The quick brown fox jumps over the lazy dog.\n"] * 8
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128, **larger}
+    shape = Shape(num_key_value_heads=1, max_position_embeddings=256, vocab_size=400, **sizes)
+    write_model(folder, make_tokenizer(text, ["x"], [], 400), shape, seed=3)
+
+
+def command(recipe: str, *args: str, ranks: int = 1, config: str = "run.yaml") -> list[str]:
+    launch = ["--nproc_per_node", str(ranks)] if ranks > 1 else []
+    return [sys.executable, "-m", "torchtune_ext", "run", *launch, recipe, "--config", config, *args]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def metrics(run_dir: Path) -> list[dict[str, float]]:
+    """The metrics of a run, one record a step, without what the clock decides."""
+    return [
+        {k: v for k, v in line.items() if not k.startswith(CLOCK_PREFIXES)}
+        for line in read_metrics(run_dir / "metrics.jsonl")
+    ]

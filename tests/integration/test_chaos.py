@@ -1,0 +1,94 @@
+"""benchmarks/chaos.py in small: three faults on real runs, and that it draws evenly and sees what is wrong."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections import Counter
+
+import chaos_check as check
+import pytest
+import torch
+from chaos_draw import FAULTS, draw
+from chaos_run import STEPS, Round
+from safetensors.torch import save_file
+
+from torchtune_ext.telemetry.rollouts import RolloutStore
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_kill_a_signal_and_a_damaged_checkpoint_are_survived(repo_root, tmp_path):
+    faults = ["trainer_kill", "sigterm", "damage_flip"]
+    command = [sys.executable, str(repo_root / "benchmarks" / "chaos.py"), "--rounds", "3", "--seed", "293"]
+    command += ["--out", str(tmp_path / "out"), "--table", str(tmp_path / "table.md"), "--faults", *faults]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=580)
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = [json.loads(line) for line in (tmp_path / "out" / "rounds.jsonl").read_text().splitlines()]
+    assert {r["fault"]: r["problems"] for r in records} == {name: [] for name in faults}
+    hit = {r["fault"]: r["hit"].split(",")[0] for r in records}
+    assert hit["trainer_kill"] == "training"
+    rows = [line.split(" | ") for line in (tmp_path / "table.md").read_text().splitlines() if line.startswith("| ")]
+    assert [row[1:3] for row in rows] == [["rounds", "survived"], *[["1", "1"]] * 3]
+
+
+def test_all_faults_and_phases_come_up_evenly():
+    block = sum(fault.weight for fault in FAULTS)
+    drawn = [draw(7, number) for number in range(1, 4 * block + 1)]
+    assert (
+        drawn
+        == [draw(7, number) for number in range(1, 4 * block + 1)]
+        != [draw(8, n) for n in range(1, 4 * block + 1)]
+    )
+    assert Counter(d.fault.name for d in drawn[block : 2 * block]) == {f.name: f.weight for f in FAULTS}
+    assert len({d.fault.name for d in drawn[: len(FAULTS)]}) == len(FAULTS)
+    for fault in FAULTS:
+        phases = Counter(d.phase for d in drawn if d.fault is fault)
+        assert max(phases.values()) - min(phases.get(p, 0) for p in fault.phases) <= 1, fault.name
+    assert all(0 <= d.step <= STEPS for d in drawn)
+
+
+def write_run(folder, metrics):
+    """What an undisturbed run leaves, as far as it is compared."""
+    checkpoint = folder / "checkpoints" / f"step_{STEPS:06d}"
+    checkpoint.mkdir(parents=True)
+    save_file({"w": torch.arange(4.0)}, checkpoint / "model.safetensors")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
+    store = RolloutStore(folder, resume_step=1)
+    for step in range(1, STEPS + 1):
+        store.write(step, [])
+    return folder
+
+
+def test_a_run_that_went_another_way_is_noticed(tmp_path):
+    metrics = [{"step": step, "loss/total": 0.5, "time/total": 1.0} for step in range(STEPS + 1)]
+    want = write_run(tmp_path / "want", metrics)
+    same = write_run(tmp_path / "same", [{**line, "time/total": 2.0} for line in metrics])
+    assert check.differences(same, want) == []
+
+    save_file({"w": torch.tensor([0.0, 1.0, 2.0, 3.0000002])}, check.last_checkpoint(same) / "model.safetensors")
+    (same / "metrics.jsonl").write_text((same / "metrics.jsonl").read_text().replace("0.5", "0.25", 1))
+    (same / "rollouts" / "step_000002.jsonl.gz").write_bytes(b"other")
+    (same / "rollouts" / "step_000003.jsonl.gz").unlink()
+    wrong = check.differences(same, want)
+    assert [text.split(" ")[0] for text in wrong] == ["weights", "metrics", "no", "rollouts"], wrong
+    shutil.rmtree(check.last_checkpoint(same))
+    assert "there is no" in check.differences(same, want)[0]
+
+
+def test_what_is_left_of_a_round_is_found_and_ended(tmp_path):
+    home = Round(tmp_path, tmp_path / "round")
+    child = subprocess.Popen(["sleep", "60"], env={"CHAOS_MARK": home.mark})
+    stranger = subprocess.Popen(["sleep", "60"])
+    (home.temp / "tte-1").mkdir()
+    (home.output_dir / "checkpoints" / ".partial_000001").mkdir(parents=True)
+    try:
+        assert [p.pid for p in home.left_running(patience_s=0)] == [child.pid]
+        assert check.left_outside(home.temp, home.shared) == [f"left over: {home.temp / 'tte-1'}"]
+        assert check.left_in(home.output_dir) == ["left over: checkpoints/.partial_000001"]
+        home.end()
+        assert child.wait(5) == -9 and stranger.poll() is None and not home.temp.exists()
+        assert home.left_running(patience_s=0) == []
+    finally:
+        stranger.kill()
+        stranger.wait()
