@@ -1,5 +1,6 @@
 # make quickstart   install, then warm up a small model, train it with GRPO and write a report (CPU or GPU)
-# make test         install, then check the style and run every test but the learning ones
+# make test         install, then check the style and run every test but the long and the learning ones
+# make long         the tests that take minutes each, and 200 publications under 5,000 requests
 # make learns       the tests that train until the reward rises (minutes to hours)
 # make chaos        faults at random moments on real runs (about 90 minutes; CHAOS_ARGS="--rounds 10 --seed 2" for less)
 # make install      only the environment
@@ -21,15 +22,20 @@ TRITON := $(VENV)/triton
 unexport PYTHONDONTWRITEBYTECODE
 unexport PYTHONPATH
 
-.PHONY: quickstart test learns chaos install clean
+.PHONY: quickstart test long learns chaos install clean
 
 quickstart: $(STAMP)
 	VENV="$(VENV)" scripts/quickstart.sh
 
 test: $(STAMP) $(TRITON)
 	"$(VENV)/bin/ruff" check .
-	PATH="$(abspath $(VENV))/bin:$$PATH" "$(VENV)/bin/pytest" -m "not learns" $(PYTEST_ARGS)
+	PATH="$(abspath $(VENV))/bin:$$PATH" "$(VENV)/bin/pytest" -m "not learns and not long" $(PYTEST_ARGS)
 	PYTHONPATH="$(abspath $(TRITON))" "$(VENV)/bin/pytest" tests/unit/test_fp8_triton.py
+
+long: $(STAMP)
+	PATH="$(abspath $(VENV))/bin:$$PATH" "$(VENV)/bin/pytest" -m long --timeout 1800 $(PYTEST_ARGS)
+	"$(VENV)/bin/python" benchmarks/publish_under_load.py --publications 200 --requests 5000
+	"$(VENV)/bin/python" benchmarks/publish_under_load.py --publications 200 --requests 5000 --kills 3
 
 learns: $(STAMP)
 	PATH="$(abspath $(VENV))/bin:$$PATH" "$(VENV)/bin/pytest" -m learns --timeout 7200 $(PYTEST_ARGS)

@@ -1,4 +1,4 @@
-"""What every test shares: no network, one thread a process, and the rings (slow, gpu, learns) of setup.cfg."""
+"""What every test shares: no network, one thread a process, and the rings (slow, long, gpu, learns) of setup.cfg."""
 
 import os
 import sys

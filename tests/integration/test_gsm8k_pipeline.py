@@ -21,7 +21,7 @@ from torchtune_ext.cli import main  # noqa: E402
 from torchtune_ext.tasks.gsm8k import GSM8K  # noqa: E402
 from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths  # noqa: E402
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
 QUESTIONS, STEPS, PROMPTS, SAMPLES, TOKENS = 1319, 2, 4, 4, 2  # sampling from 151,936 logits is what costs time
 
 REWARD = '''
