@@ -59,7 +59,7 @@ FAULTS = (
         "own",
         ("sampling", "training", "evaluation", "checkpoint"),
         (1,),
-        r"No space left on device|Free disk space",
+        r"No space left on device",
     ),
     Fault("damage_flip", "own", ("stopped",)),
     Fault("damage_cut", "own", ("stopped",)),
