@@ -14,6 +14,7 @@ from torchtune_ext.config import build, instantiate, load_config, named_paths, r
 from torchtune_ext.evaluation import Accuracy, accuracy
 from torchtune_ext.grading import Grader
 from torchtune_ext.plugin import parse
+from torchtune_ext.policy.weights import HFModel
 from torchtune_ext.rollout import sample_groups
 from torchtune_ext.run.files import explained, write_atomic
 from torchtune_ext.run.folder import RunFolder
@@ -22,6 +23,7 @@ from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.telemetry.rollouts import RolloutStore
+from torchtune_ext.training.checks import at_least
 from torchtune_ext.training.life import close_all, run_recipe
 
 SUPPORTS_DISTRIBUTED = False  # one engine; it spreads over GPUs by engine.tensor_parallel_size
@@ -57,8 +59,7 @@ class EvaluateRecipe:
     def setup(self) -> None:
         cfg = self.cfg
         self.folder = RunFolder(cfg.output_dir)
-        if cfg.samples_per_problem < 1:
-            raise ValueError(f"samples_per_problem={cfg.samples_per_problem} must be at least 1")
+        at_least(cfg, samples_per_problem=1, grader_workers=1)
         for k in cfg.pass_at:
             if not 1 <= k <= cfg.samples_per_problem:
                 raise ValueError(
@@ -68,6 +69,7 @@ class EvaluateRecipe:
         stops = tuple(self.tokenizer.stop_token_ids)
         self.sampling = build(SamplingConfig, cfg.sampling, "sampling", stop_token_ids=stops, seed=cfg.seed)
         engine = build(EngineConfig, cfg.engine, "engine")
+        HFModel(cfg.model_dir).files()  # there are weights
 
         self.run = self.folder.begin(record(cfg), resuming=False, reads=named_paths(cfg))
         self.store = RolloutStore(cfg.output_dir)

@@ -26,13 +26,13 @@ from torchtune_ext.policy.memory import memory_table
 from torchtune_ext.policy.shard import build_policy
 from torchtune_ext.policy.weights import HFModel
 from torchtune_ext.rollout import sample_groups
-from torchtune_ext.run.folder import Run, RunFolder
+from torchtune_ext.run.folder import RunFolder
 from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.tasks.order import ProblemStream
 from torchtune_ext.tasks.task import Problem
 from torchtune_ext.telemetry import summary
-from torchtune_ext.telemetry.metrics import Metrics
+from torchtune_ext.telemetry.metrics import Metrics, check_sinks
 from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.telemetry.rollouts import RolloutStore
 from torchtune_ext.training.agreement import require_agreement
@@ -43,7 +43,7 @@ from torchtune_ext.training.identity import identify
 from torchtune_ext.training.life import close_all, run_recipe, standing
 from torchtune_ext.training.precision import Precision, PrecisionConfig
 from torchtune_ext.training.publish import Publisher, canary_prompts
-from torchtune_ext.training.schedule import make_schedule, resume_schedule
+from torchtune_ext.training.schedule import check_schedule, make_schedule, resume_schedule
 from torchtune_ext.training.state import CheckpointConfig, Checkpoints
 from torchtune_ext.training.step import Reference, forward_backward, optimizer_step, over_updates, score
 
@@ -121,7 +121,7 @@ class GRPOFullRecipe:
         self.check()
 
         # Nothing is wrong with the settings, so an earlier run in the folder may be set aside, or go on.
-        run = identity = None
+        identity = None
         if self.ranks.is_main:
             resuming = self.folder.resumes(cfg.resume_from_checkpoint)
             run = self.folder.begin(record(cfg), resuming, reads=named_paths(cfg))
@@ -129,7 +129,9 @@ class GRPOFullRecipe:
         self.checkpoints = Checkpoints(f"{cfg.output_dir}/checkpoints", identity, self.saving)
         resume = self.checkpoints.choose() if cfg.resume_from_checkpoint else None
         if self.ranks.is_main:
-            self.open_run(run, resume)
+            self.start_engine()
+            if not resume:
+                self.open_records()
 
         # The engine loads in a process of its own while the policy is built here.
         self.policy = build_policy(
@@ -148,6 +150,8 @@ class GRPOFullRecipe:
         self.schedule = make_schedule(self.optimizer, cfg.lr_schedule, cfg.lr_warmup, updates)
         if resume:
             self.load_checkpoint(resume)
+            if self.ranks.is_main:
+                self.open_records()  # cut to the checkpoint, now that nothing can be wrong with it
         if self.engine:
             with self.ranks.phase("wait for the engine"):
                 self.engine.wait_ready()
@@ -169,6 +173,7 @@ class GRPOFullRecipe:
         """Builds the parts that cost nothing: what is wrong with the settings is said before anything is touched."""
         cfg = self.cfg
         self.source = HFModel(cfg.model_dir)
+        self.source.files()  # there are weights
         self.make_model = partial(instantiate, cfg.model)
         self.tokenizer = instantiate(cfg.tokenizer)
         self.task = instantiate(cfg.task)
@@ -179,19 +184,24 @@ class GRPOFullRecipe:
         self.advantage = build(AdvantageConfig, cfg.advantage, "advantage")
         check_sampling(self.sampling, cfg.samples_per_prompt, self.advantage)
         engine = build(EngineConfig, cfg.engine, "engine")
-        at_least(cfg, prompts_per_step=1, samples_per_prompt=2, updates_per_step=1, eval_every=1)
+        at_least(cfg, prompts_per_step=1, samples_per_prompt=2, updates_per_step=1, eval_every=1, grader_workers=1)
         at_least(cfg, row_tokens=engine.max_model_len)
+        check_schedule(cfg.lr_schedule, cfg.lr_warmup, cfg.max_steps * cfg.updates_per_step)
+        check_sinks(cfg.metrics)
         precision = build(PrecisionConfig, cfg.precision, "precision", bare="flow")
         self.precision = Precision(precision, self.make_model, self.source, cfg.dtype, engine, self.ranks.device)
         self.row_length = cfg.row_tokens if self.ranks.device.type == "cuda" else None  # fixed, for compiled kernels
 
-    def open_run(self, run: Run, resume: Path | None) -> None:
-        """Rank 0: the records of the run, its engine, and the graders."""
+    def open_records(self) -> None:
+        """Rank 0: what the run writes beside its checkpoints. One that goes on cuts it to the step that it goes on from."""
+        first_step = self.step + 1 if self.step else None
+        self.folder.write_record()
+        self.metrics = Metrics(self.cfg.output_dir, list(self.cfg.metrics), self.folder.run, first_step)
+        self.rollouts = RolloutStore(self.cfg.output_dir, resume_step=first_step)
+
+    def start_engine(self) -> None:
+        """Rank 0: the engine and the graders come up in processes of their own."""
         cfg = self.cfg
-        self.checkpoints.sweep()
-        first_step = self.checkpoints.step_of(resume) + 1 if resume else None
-        self.metrics = Metrics(cfg.output_dir, list(cfg.metrics), run, first_step)
-        self.rollouts = RolloutStore(cfg.output_dir, resume_step=first_step)
         self.engine = Engine(cfg.model_dir, self.precision.engine, cfg.output_dir)
         self.engine.start()
         tasks = [self.task] if self.eval_task is None else [self.task, self.eval_task]
@@ -227,7 +237,7 @@ class GRPOFullRecipe:
             self.log(values | watch.metrics() | summary.memory_metrics())
 
             # The ranks agree on whether to stop: SIGTERM does not reach all of them in the same step.
-            stopping = self.ranks.any(self.stop.requested)
+            stopping = self.stop.agreed(self.ranks.any)
             if last or stopping or self.step % self.saving.every == 0:
                 self.save_checkpoint()
             if stopping and not last:
@@ -306,7 +316,7 @@ class GRPOFullRecipe:
                     rescore, when = partial(self.score, update), f"step {self.step}, before its first update"
                     gate = cfg.max_mismatch, temperature, rescore, when, self.version
                     values |= require_agreement(update, scored, *gate).metrics("mismatch")
-                advice = f"step {self.step} stopped before this update. {self.checkpoints.advice()}"
+                advice = partial(self.checkpoints.advice, self.step)
                 norm = optimizer_step(self.policy, self.optimizer, self.schedule, cfg.max_grad_norm, loss, advice)
                 per_update.append({"loss/total": loss, "optim/grad_norm": norm, **metrics})
         self.version += 1

@@ -30,13 +30,13 @@ from torchtune_ext.run.folder import RunFolder
 from torchtune_ext.run.output import say
 from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.tasks.order import problem_index
-from torchtune_ext.telemetry.metrics import Metrics
+from torchtune_ext.telemetry.metrics import Metrics, check_sinks
 from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.telemetry.summary import Stopwatch, memory_metrics
 from torchtune_ext.training.distributed import init_ranks
 from torchtune_ext.training.export import save_model
 from torchtune_ext.training.life import close_all, run_recipe
-from torchtune_ext.training.schedule import make_schedule
+from torchtune_ext.training.schedule import check_schedule, make_schedule
 from torchtune_ext.training.step import forward_backward, optimizer_step
 
 
@@ -84,14 +84,20 @@ class WarmupRecipe:
             self.folder = RunFolder(cfg.output_dir)
         torch.manual_seed(cfg.seed)
         self.task = instantiate(cfg.task)
+        self.updates = max(1, round(cfg.num_problems * cfg.epochs / cfg.batch_problems))
         if cfg.num_problems > len(self.task):
             raise ValueError(f"num_problems={cfg.num_problems}, but the task has {len(self.task)} problems")
+        check_schedule(cfg.lr_schedule, cfg.lr_warmup, self.updates)
+        check_sinks(cfg.metrics)
+        if cfg.model_dir is not None:
+            HFModel(cfg.model_dir).files()  # there are weights
+        shape = build(Shape, cfg.shape, "shape")
         run = None
         if self.ranks.is_main:
             run = self.folder.begin(record(cfg), resuming=False, reads=named_paths(cfg))
         self.start = Path(cfg.model_dir or f"{cfg.output_dir}/start")
         if cfg.model_dir is None and self.ranks.is_main:
-            self.make_model(self.start)
+            self.make_model(self.start, shape)
         self.ranks.broadcast(None)  # the others wait for the files
         self.source = HFModel(self.start)
         self.tokenizer: ChatTokenizer = instantiate(cfg.tokenizer, path=str(self.start))
@@ -107,15 +113,13 @@ class WarmupRecipe:
             cfg.compile,
         )
         self.optimizer = instantiate(cfg.optimizer, params=self.policy.trainable())
-        self.updates = max(1, round(cfg.num_problems * cfg.epochs / cfg.batch_problems))
         self.schedule = make_schedule(self.optimizer, cfg.lr_schedule, cfg.lr_warmup, self.updates)
         self.metrics = Metrics(cfg.output_dir, list(cfg.metrics), run, rank=self.ranks.rank)
         self.progress = Progress(self.updates, self.ranks.rank)
 
-    def make_model(self, folder: Path) -> None:
+    def make_model(self, folder: Path, shape: Shape) -> None:
         """A tokenizer from the task's text and random weights."""
         cfg = self.cfg
-        shape = build(Shape, cfg.shape, "shape")
         problems = [self.task[i] for i in range(min(cfg.tokenizer_problems, cfg.num_problems))]
         prompts = [message["content"] for problem in problems for message in problem.messages]
         solutions = [self.task.solution(problem) for problem in problems]
@@ -143,7 +147,12 @@ class WarmupRecipe:
                     self.policy, self.ranks.share(rows), loss, 1.0, self.ranks.device, world_size=self.ranks.world_size
                 )
                 norm = optimizer_step(
-                    self.policy, self.optimizer, self.schedule, cfg.max_grad_norm, total, "lower the learning rate"
+                    self.policy,
+                    self.optimizer,
+                    self.schedule,
+                    cfg.max_grad_norm,
+                    total,
+                    lambda: "lower the learning rate",
                 )
                 bar.add(1, stats.tokens)
                 self.finished = update + 1

@@ -28,6 +28,9 @@ _BARE = re.compile(r"[\w./+-]+")  # an argument of a resolver that needs no quot
 _NO_READS = ("output_dir", "metrics")  # keys whose text never names what a run reads
 
 
+MOVED = {"save_every": "checkpoints.every", "keep_last": "checkpoints.keep_last"}  # old key -> new one
+
+
 def load_config(schema: type, cfg: DictConfig) -> DictConfig:
     """Merges a recipe's YAML and overrides into its `Config` dataclass. Where the recipe has the knob `preset`, the preset's
     keys come first: what the YAML or the command line says itself wins.
@@ -164,6 +167,8 @@ def _over(preset: DictConfig, cfg: DictConfig) -> DictConfig:
 
 def unknown_key(key: str, known: list[str], where: str = "the config") -> str:
     """The sentence for a key that nobody knows."""
+    if key in MOVED:
+        return f"unknown key {key!r} in {where}; it is {MOVED[key]} now"
     near = difflib.get_close_matches(key.split(".")[-1], known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
     return f"unknown key {key!r} in {where}; {hint}"

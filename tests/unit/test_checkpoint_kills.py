@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from checkpoint_runs import Trained, checkpoints_in, fork, make_source
 
+from torchtune_ext.run.files import sweep
 from torchtune_ext.training.manifest import Manifest
 
 CHANGES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")  # what Python tells of before it touches a file
@@ -30,12 +31,12 @@ def errors_of(folder: Path) -> str:
 
 def require_whole(checkpoints, at_least):
     """Every file of every listed checkpoint, read whole."""
+    sweep(checkpoints.folder)
     listed = checkpoints.all()
     assert len(listed) >= at_least, os.listdir(checkpoints.folder)
     for path in listed:
         manifest = Manifest.read(path)
         assert manifest.wrong_with_files(path) is None and manifest.wrong_with_bytes(path) is None
-    checkpoints.sweep()
     assert sorted(os.listdir(checkpoints.folder)) == [path.name for path in listed]
 
 

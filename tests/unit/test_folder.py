@@ -73,6 +73,8 @@ def test_an_earlier_run_is_a_run_folder_itself(tmp_path):
     was = json.loads((old / "run.json").read_text())
     with RunFolder(old) as folder:
         run = folder.begin({"lr": "three"}, resuming=True)
+        assert json.loads((old / "run.json").read_text())["config"] == {"lr": "one"}  # not accepted yet
+        folder.write_record()
         with Metrics(folder.path, (), run, resume_step=2) as metrics:
             metrics.log(2, {"reward/mean": 0.75})
     assert (run.id, run.name, run.started) == (was["id"], "x", was["started"])
@@ -297,6 +299,7 @@ def test_a_lost_run_file(tmp_path, damage, runs, adopted, caplog):
             assert all(run in str(caught.value) for run in runs if run) and '{"id": "..."}' in str(caught.value)
         else:
             assert folder.begin({}, resuming=True).id == folder.id == adopted
+            folder.write_record()
             assert len(caplog.messages) == 1 and "goes on as ab" in caplog.messages[0]
             assert json.loads((tmp_path / "run.json").read_text())["id"] == adopted
 
@@ -354,6 +357,7 @@ def test_a_full_disk(tmp_path):
     try:
         with pytest.raises(OSError, match=f"output_dir={tmp_path} cannot be written: .*Free disk space"):
             folder.begin({}, resuming=True)
+            folder.write_record()
         folder.close()
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
         with pytest.raises(OSError, match=f"output_dir={tmp_path} cannot be made or written: .*make room"):

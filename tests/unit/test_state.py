@@ -21,6 +21,7 @@ from torchtune_ext.policy.lora import AdapterSpec
 from torchtune_ext.policy.scratch import Shape, make_tokenizer, qwen2_from_config, write_model
 from torchtune_ext.policy.shard import build_policy
 from torchtune_ext.policy.weights import HFModel, load_weights
+from torchtune_ext.run.files import sweep
 from torchtune_ext.training import export, folders, state
 from torchtune_ext.training.export import save_model
 from torchtune_ext.training.schedule import make_schedule
@@ -140,12 +141,14 @@ def test_what_cannot_be_deleted_is_a_warning(tmp_path, trained, monkeypatch, cap
         trained.save(checkpoints, 2)
     assert "Device or resource busy" in caplog.text
     assert names(tmp_path / "c") == [".pruned_step_000001", "step_000002"]
-    assert checkpoints.sweep() == [tmp_path / "c" / ".pruned_step_000001"] and names(tmp_path / "c") == ["step_000002"]
+    assert sweep(tmp_path / "c") == [tmp_path / "c" / ".pruned_step_000001"] and names(tmp_path / "c") == [
+        "step_000002"
+    ]
 
 
 def test_a_sweep_removes_what_a_killed_run_left_and_nothing_else(tmp_path, trained):
     checkpoints = checkpoints_in(tmp_path / "c")
-    assert checkpoints.sweep() == [] and checkpoints.choose() is None
+    assert sweep(tmp_path / "c") == [] and checkpoints.choose() is None
     trained.save(checkpoints, 1)
     for stray in (".partial_step_000002", ".pruned_step_000000"):
         shutil.copytree(tmp_path / "c" / "step_000001", tmp_path / "c" / stray)
@@ -153,7 +156,7 @@ def test_a_sweep_removes_what_a_killed_run_left_and_nothing_else(tmp_path, train
     (tmp_path / "c" / "damaged_step_000000").mkdir()
     (tmp_path / "c" / "notes").write_text("mine")
     assert checkpoints.choose() == tmp_path / "c" / "step_000001"
-    assert len(checkpoints.sweep()) == 3
+    assert len(sweep(tmp_path / "c")) == 3
     assert names(tmp_path / "c") == ["damaged_step_000000", "notes", "step_000001"]
 
 

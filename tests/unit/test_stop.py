@@ -1,6 +1,7 @@
 """Signals reach the run: at once, at the end of a step, or past a main thread that is stuck."""
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -27,10 +28,11 @@ def steps(seconds, count=100):
         while time.monotonic() < end:
             time.sleep(0.01)
         print(f"step {step}", flush=True)
-        if stop.requested:
+        if stop.agreed(lambda mine: mine):
             with stop.saving():
                 time.sleep(SAVING)
                 print("saved", flush=True)
+            time.sleep(0.3)  # other work after it, such as a line of metrics
             stop.leave()
 
 def closing(seconds):
@@ -104,6 +106,34 @@ def test_a_checkpoint_that_is_being_written_may_take_longer_than_the_grace_time(
     process.send_signal(signal.SIGTERM)
     status, out, err = end(process, 4)
     assert status == 143 and "saved" in out and "orderly=True" in err
+
+
+def test_a_signal_of_a_child_is_not_ours():
+    """A forked child has our handlers and our wake-up socket, into which C would write its signals."""
+    work = """
+        import os, signal
+        for _ in range(20):
+            child = os.fork()
+            if not child:
+                time.sleep(5)
+                os._exit(0)
+            time.sleep(0.02)
+            os.kill(child, signal.SIGTERM)
+            assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM"""
+    process = start(textwrap.dedent(work).replace("\n", "\n        "))
+    assert end(process, 5)[:2] == (0, "well\n")
+
+
+def test_the_error_travels_between_ranks():
+    stopped = pickle.loads(pickle.dumps(Stopped(signal.SIGTERM, orderly=True)))
+    assert (stopped.signal, stopped.orderly, str(stopped)) == (signal.SIGTERM, True, "stopped by SIGTERM")
+
+
+def test_an_end_that_cannot_say_where_it_stands_is_an_end_all_the_same():
+    process = start("stop._standing = lambda: 1 / 0; stop.begin_steps(); stuck()", grace=0.3)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    assert end(process, 4)[0] == 143
 
 
 def test_ctrl_c_after_sigterm_no_longer_waits():

@@ -10,6 +10,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import secrets
 import socket
 import time
@@ -38,6 +39,7 @@ CONTENTS = (
     "report.html",
     "start",
 )
+CHECKPOINT = re.compile(r"step_(\d{6,})")  # name of a checkpoint's folder
 PAPERS = (RECORD, "engine.log", "fp8.txt")  # what a run writes before its first line of metrics
 _MOVING = ".old.partial"  # an earlier run on its way to old-N; it gets its number when it is whole
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -100,11 +102,15 @@ class RunFolder:
         """Whether the run that is in the folder goes on: it is wanted, and there is a checkpoint, whole or not."""
         found = bool(self._checkpoints())
         if wanted and not found:
-            log.warning("resume_from_checkpoint: no checkpoint in %s, so the run begins at its first step", self.path)
+            aside = sorted({str(path.parent.parent) for path in self.path.glob("old-*/checkpoints/step_*")})
+            hint = f"; earlier runs have some: output_dir={', output_dir='.join(aside)}" if aside else ""
+            log.warning(
+                "resume_from_checkpoint: no checkpoint in %s, so the run begins at its first step%s", self.path, hint
+            )
         return wanted and found
 
     def begin(self, settings: Mapping[str, Any], resuming: bool, reads: Iterable[str | Path] = ()) -> Run:
-        """Makes the folder ready for a run and writes its `run.json`.
+        """Makes the folder ready for a run. A fresh one has its `run.json` then, another after `write_record`.
 
         Args:
             settings: the settings of the run, kept for the reader. JSON-able.
@@ -127,10 +133,16 @@ class RunFolder:
                 self._require_unread(reads)
                 self._set_aside()
                 run = Run(secrets.token_hex(4), name, now, dict(settings))
-            text = json.dumps(asdict(run), indent=1, default=str) + "\n"
-            write_atomic(self.path / RECORD, text.encode())
         self.run = run
+        if not resuming:
+            self.write_record()
         return run
+
+    def write_record(self) -> None:
+        """Writes `run.json`. A run that goes on does so once its checkpoint is accepted: refused settings never ran."""
+        with explained(f"output_dir={self.path} cannot be written", "Free disk space or choose another output_dir"):
+            text = json.dumps(asdict(self.run), indent=1, default=str) + "\n"
+            write_atomic(self.path / RECORD, text.encode())
 
     def close(self) -> None:
         """Lets another process have the folder. The file of the lock stays: removing it could split a lock in two."""
@@ -169,11 +181,14 @@ class RunFolder:
             self._lock = None
 
     def _checkpoints(self) -> list[Path]:
-        return sorted(path.relative_to(self.path) for path in self.path.glob("checkpoints/step_*"))
+        found = [
+            path for path in self.path.glob("checkpoints/step_*") if CHECKPOINT.fullmatch(path.name) and path.is_dir()
+        ]
+        return sorted(path.relative_to(self.path) for path in found)
 
     def _left(self) -> list[Path]:
         """What an earlier run left. An empty folder holds nothing of a run: somebody prepared it for this one. And a start
-        that failed before it did anything is no run: the next one writes over its papers."""
+        that failed before it did anything is no run: the next one takes over its papers."""
         left = [path for name in CONTENTS if os.path.lexists(path := self.path / name) and not _empty(path)]
         half = os.path.lexists(self.path / _MOVING)  # then these may be the papers of a run whose other half has moved
         return left if half or any(path.name not in PAPERS for path in left) else []

@@ -39,8 +39,11 @@ class Stopped(KeyboardInterrupt):
     """
 
     def __init__(self, number: signal.Signals, orderly: bool = False):
-        super().__init__(f"stopped by {NAMES[number]}")
+        super().__init__(number, orderly)  # these arguments: the error is pickled when ranks tell each other of it
         self.signal, self.orderly = number, orderly
+
+    def __str__(self) -> str:
+        return f"stopped by {NAMES[self.signal]}"
 
 
 class StopSignals:
@@ -57,6 +60,7 @@ class StopSignals:
         self._came_at = NEVER  # on time.monotonic()
         self._stepping = False  # SIGTERM waits for the end of a step
         self._saving = False  # a checkpoint is being written: the grace time does not cut it short
+        self._agreed = False  # all ranks end with this step: nor what is left to do
         self._closing_at = NEVER  # when the parts began to be closed
         self.speaks = os.environ.get("RANK", "0") == "0"  # of several ranks, one tells the user
         self._handlers: dict[int, Any] = {}  # before ours
@@ -66,8 +70,13 @@ class StopSignals:
 
     @property
     def requested(self) -> bool:
-        """Whether the run shall end with this step."""
+        """Whether this process has had a signal."""
         return self.signal is not None
+
+    def agreed(self, on_any_rank: Callable[[bool], bool]) -> bool:
+        """Whether the run ends with this step: one verdict for all ranks, who call this together at the end of each step."""
+        self._agreed = on_any_rank(self.requested)
+        return self._agreed
 
     def begin_steps(self) -> None:
         """From now on SIGTERM waits for the end of a step."""
@@ -83,7 +92,8 @@ class StopSignals:
             self._saving = False
 
     def leave(self) -> None:
-        """All ranks have agreed to end here. Raises Stopped."""
+        """Ends the run, on every rank, after they have agreed. Raises Stopped."""
+        self.begin_cleanup()
         raise Stopped(self.signal or signal.SIGTERM, orderly=True)  # another rank may have had the signal
 
     def begin_cleanup(self) -> None:
@@ -106,11 +116,13 @@ class StopSignals:
         self._wakeup_before = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._watch, name="stop-signals", daemon=True)
         self._thread.start()
+        _listening.append(self)
         return self
 
     def __exit__(self, *exc: object) -> None:
         if self._thread is None:
             return
+        _listening.remove(self)
         signal.set_wakeup_fd(self._wakeup_before)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
@@ -122,7 +134,7 @@ class StopSignals:
         """When the main thread shall raise."""
         if self.signal != signal.SIGTERM or not self._stepping:
             return self._came_at
-        return NEVER if self._saving else self._came_at + self._grace_s
+        return NEVER if self._saving or self._agreed else self._came_at + self._grace_s
 
     def _note(self, found: signal.Signals) -> None:
         """Called for every signal by the handler and by the thread, in either order."""
@@ -164,11 +176,36 @@ class StopSignals:
                     f"SIGTERM: the run ends with this step, if the step ends within {self._grace_s:g} s (stop_grace_s)"
                 )
 
+    def _leave_to_parent(self) -> None:
+        """In a forked child: its signals are its own, and C would write them into our socket."""
+        signal.set_wakeup_fd(-1)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._wakeup.close()
+        self._ours.close()
+
     def _end(self, how: str) -> None:
         """Ends the process from this thread; the kernel and the janitor end its children."""
-        if self.speaks:
-            _tell(f"Stopped by {NAMES[self.signal]}, {how}. {self._standing()}")
-        os._exit(128 + self.signal)
+        # The disk that the message asks, or a full pipe, may be the very thing that the main thread is stuck in.
+        timer = threading.Timer(2.0, os._exit, [128 + self.signal])
+        timer.daemon = True
+        timer.start()
+        try:
+            if self.speaks:
+                _tell(f"Stopped by {NAMES[self.signal]}, {how}. {self._standing()}")
+        finally:
+            os._exit(128 + self.signal)
+
+
+_listening: list[StopSignals] = []  # in this process, at most one
+
+
+def _after_fork() -> None:
+    while _listening:
+        _listening.pop()._leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _tell(line: str) -> None:

@@ -57,13 +57,9 @@ class Metrics:
     ):
         self._sinks: dict[str, _Sink] = {}
         self._fd: int | None = None
-        unknown = sorted(set(sinks) - set(_SINKS))
-        if unknown:
-            raise ValueError(f"sinks={list(sinks)}: no sink is called {unknown[0]!r}; choose from {sorted(_SINKS)}")
+        check_sinks(sinks)
         if rank != 0:
             return
-        for name in sinks:
-            _require_package(name)
         run_dir = Path(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         self.path = run_dir / "metrics.jsonl"
@@ -153,6 +149,15 @@ class Metrics:
                     "metrics.jsonl goes on", name, error)  # fmt: skip
 
 
+def check_sinks(sinks: Sequence[str]) -> None:
+    """Raises ValueError for an unknown sink, ImportError for one whose package is missing."""
+    unknown = sorted(set(sinks) - set(_SINKS))
+    if unknown:
+        raise ValueError(f"metrics={list(sinks)}: no sink is called {unknown[0]!r}; choose from {sorted(_SINKS)}")
+    for name in sinks:
+        _require_package(name)
+
+
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """Lines of `metrics.jsonl` in order, lines of one step merged. A torn last line (a killed run) is left out.
 
@@ -199,8 +204,8 @@ def _require_package(sink: str) -> None:
         __import__(sink)
     except ImportError as error:
         raise ImportError(
-            f"sinks names {sink!r}, whose package is missing ({error}): "
-            f"run `pip install {sink}` or take {sink!r} out of sinks"
+            f"metrics names {sink!r}, whose package is missing ({error}): "
+            f"run `pip install {sink}` or take {sink!r} out of metrics"
         ) from error
 
 
@@ -224,8 +229,8 @@ class _Wandb:
             )  # fmt: skip
         except wandb.errors.UsageError as error:
             raise ValueError(
-                f"sinks names 'wandb', which cannot start: {error}. Run `wandb login`, set WANDB_MODE=offline, "
-                f"or take 'wandb' out of sinks"
+                f"metrics names 'wandb', which cannot start: {error}. Run `wandb login`, set WANDB_MODE=offline, "
+                f"or take 'wandb' out of metrics"
             ) from error
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")

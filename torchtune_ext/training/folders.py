@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from torchtune_ext.run.files import PARTIAL, PRUNED, REPLACED, remove
 from torchtune_ext.training.outcome import FAILURES, describe, rank, true_cause
 
 log = logging.getLogger(__name__)
-STRAYS = (".partial_*", ".pruned_*", ".*.tmp")  # what a killed process leaves: half written or half deleted
 
 
 def partial_of(folder: Path) -> Path:
     """Where a folder is written before it is renamed to its place."""
-    return folder.with_name(f".partial_{folder.name}")
+    return folder.with_name(PARTIAL + folder.name)
 
 
 @contextmanager
@@ -52,7 +52,10 @@ def put_in_place(folder: Path) -> None:
     partial, old = partial_of(folder), None
     sync_tree(partial)
     if folder.exists():
-        old = folder.rename(_free(folder.with_name(f".pruned_{folder.name}")))
+        old = folder.with_name(REPLACED + folder.name)
+        if old.exists():
+            remove(old)
+        folder.rename(old)
     try:
         partial.rename(folder)
     except BaseException:
@@ -61,27 +64,19 @@ def put_in_place(folder: Path) -> None:
         raise
     sync(folder.parent)
     if old is not None:
-        _delete(old)
+        remove(old)
 
 
 def discard(folder: Path) -> None:
     """Deletes a folder under another name: no half of it is ever seen under its own. A failure is only a warning."""
-    aside = _free(folder.with_name(f".pruned_{folder.name}"))
+    aside = _free(folder.with_name(PRUNED + folder.name))
     try:
         folder.rename(aside)
         sync(folder.parent)  # a power cut must not undo the renaming and keep the deletions
     except OSError as error:
         log.warning("%s is not needed any more but cannot be removed: %s", folder, error)
     else:
-        _delete(aside)
-
-
-def sweep(folder: Path) -> list[Path]:
-    """Removes what killed processes left in a folder; nobody else may be writing there. Returns what was found."""
-    found = sorted({path for pattern in STRAYS for path in folder.glob(pattern)})
-    for path in found:
-        _delete(path)
-    return found
+        remove(aside)
 
 
 def rename_to_free(folder: Path, name: str) -> Path:
@@ -101,16 +96,6 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _delete(path: Path) -> None:
-    try:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-    except OSError as error:
-        log.warning("%s is not needed any more but cannot be deleted: %s; the next start tries again", path, error)
 
 
 def _free(path: Path) -> Path:

@@ -1,6 +1,7 @@
 """The life of a run from its first line to its exit status, whatever the recipe: signals, cleanup, ranks."""
 
 import logging
+import os
 import sys
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -39,6 +40,7 @@ def run_recipe(make: Callable[[Any], Recipe], cfg: Any, work: Callable[[Any], No
         Whatever set-up and training raise, after cleanup.
     """
     recipe, stopped_by, orderly, message = make(cfg), None, True, ""
+    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
     with recipe.stop as stop:
         try:
             recipe.setup()
@@ -46,15 +48,16 @@ def run_recipe(make: Callable[[Any], Recipe], cfg: Any, work: Callable[[Any], No
         except Stopped as stopped:
             stopped_by, orderly = stopped.signal, stopped.orderly
         except Exception as error:
-            if not stop.requested:
+            # A rank whose neighbour was stopped a moment earlier sees a broken connection, which is no fault of its own.
+            if not (stop.requested and several and isinstance(error, RuntimeError | ConnectionError)):
                 raise
-            # A rank whose neighbour was stopped a moment earlier sees a broken connection first.
-            log.info("while the run was being stopped: %r", error)
+            log.warning("while the run was being stopped: %s", error)
             stopped_by, orderly = stop.signal, False
         finally:
             stop.begin_cleanup()
-            message = recipe.standing()
             recipe.cleanup()
+    if stopped_by is not None:
+        message = recipe.standing()
     del recipe  # and with it the model, whose sharded weights hold the process group
     if orderly:  # else this would wait for ranks that are stuck; torchrun ends those
         close_ranks()

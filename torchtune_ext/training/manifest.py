@@ -75,7 +75,10 @@ class Manifest:
                 return f"{name} is not in the manifest"
             if name not in found:
                 return f"{name} is missing"
-            size = (folder / name).stat().st_size
+            try:
+                size = (folder / name).stat().st_size
+            except OSError as error:  # a link to nothing, say
+                return f"{name} cannot be read ({error})"
             if size != self.files[name][0]:
                 return f"{name} has {size:,} bytes instead of {self.files[name][0]:,}"
         return None

@@ -8,10 +8,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 def make_schedule(optimizer: Optimizer, name: str, warmup: int, total: int) -> LambdaLR:
     """Linear warm-up over `warmup` updates, then "constant", or "linear" / "cosine" to zero at update `total`."""
-    if name not in ("constant", "linear", "cosine"):
-        raise ValueError(f"lr_schedule={name!r} is unknown; use 'constant', 'linear' or 'cosine'")
-    if not 0 <= warmup <= total:
-        raise ValueError(f"lr_warmup={warmup} must lie between 0 and the number of updates, {total}")
+    check_schedule(name, warmup, total)
 
     def factor(update: int) -> float:
         if update < warmup:
@@ -20,6 +17,14 @@ def make_schedule(optimizer: Optimizer, name: str, warmup: int, total: int) -> L
         return {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}[name]
 
     return LambdaLR(optimizer, factor)
+
+
+def check_schedule(name: str, warmup: int, total: int) -> None:
+    """Raises ValueError for what `make_schedule` would not take."""
+    if name not in ("constant", "linear", "cosine"):
+        raise ValueError(f"lr_schedule={name!r} is unknown; use 'constant', 'linear' or 'cosine'")
+    if not 0 <= warmup <= total:
+        raise ValueError(f"lr_warmup={warmup} must lie between 0 and the number of updates, {total}")
 
 
 def resume_schedule(schedule: LambdaLR, updates: int) -> None:

@@ -13,7 +13,6 @@ over, `old_*` stood where this run had to write.
 
 import json
 import logging
-import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
+from torchtune_ext.run.folder import CHECKPOINT
 from torchtune_ext.training import folders
 from torchtune_ext.training.identity import Identity
 from torchtune_ext.training.manifest import Checksums, DamagedCheckpoint, Manifest, all_files, state_writer
@@ -43,7 +43,6 @@ from torchtune_ext.training.outcome import (
 
 log = logging.getLogger(__name__)
 TRAINED_ONLY = StateDictOptions(ignore_frozen_params=True, strict=False)  # what is frozen can be had from model_dir
-_STEP = re.compile(r"step_(\d{6,})")
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class Checkpoints:
     """The checkpoints of one run.
 
     `choose`, `save` and `load` are collectives: all ranks call them together, and what fails on one of them raises on all.
-    `sweep` is for rank 0 alone. The rest only looks at names and manifests, on any rank.
+    The rest only looks at names and manifests, on any rank.
     """
 
     def __init__(self, folder: str | Path, identity: Identity | None, config: CheckpointConfig | None = None):
@@ -87,7 +86,7 @@ class Checkpoints:
 
     def all(self) -> list[Path]:
         """Every checkpoint, whole or not, oldest first."""
-        found = [path for path in self.folder.glob("step_*") if _STEP.fullmatch(path.name) and path.is_dir()]
+        found = [path for path in self.folder.glob("step_*") if CHECKPOINT.fullmatch(path.name) and path.is_dir()]
         return sorted(found, key=self.step_of)
 
     def latest(self) -> Path | None:
@@ -133,19 +132,15 @@ class Checkpoints:
             log.warning("%s. Going on from %s; set aside: %s", damage, path, ", ".join(aside))
         return path
 
-    def sweep(self) -> list[Path]:
-        """Removes what a killed run left half written or half deleted; returns what was found. Rank 0 calls it once, when
-        it holds the run's lock."""
-        return folders.sweep(self.folder)
-
     @staticmethod
     def step_of(path: Path) -> int:
         return int(path.name.removeprefix("step_"))
 
-    def advice(self) -> str:
-        """What to do after a step that cannot be used."""
+    def advice(self, step: int) -> str:
+        """What to do after a step whose update cannot be made."""
         return (
-            f"Its samples are in {self.folder.parent / 'rollouts'}, the newest checkpoint is {self.latest()}; lower the "
+            f"step {step} stopped before this update. Its samples are in {self.folder.parent / 'rollouts'}, the newest "
+            f"checkpoint is {self.latest()}; lower the "
             "learning rate or the loss coefficients and go on from there with resume_from_checkpoint=True"
         )
 

@@ -113,13 +113,13 @@ def optimizer_step(
     scheduler: torch.optim.lr_scheduler.LRScheduler,
     max_grad_norm: float | None,
     loss: float,
-    advice: str,
+    advice: Callable[[], str],
 ) -> float:
     """Clips, steps, clears. Returns the gradient's norm before clipping.
 
     Args:
         loss: value whose gradient this is, for the message.
-        advice: what to tell the user when it is not finite.
+        advice: says what the user can do when it is not finite.
 
     Raises:
         FloatingPointError: loss or gradient is not finite; weights and optimizer state are as before.
@@ -128,7 +128,7 @@ def optimizer_step(
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     if not (torch.isfinite(norm) and math.isfinite(loss)):
         optimizer.zero_grad(set_to_none=True)
-        raise FloatingPointError(f"loss is {loss}, gradient norm {norm.item()}: {advice}")
+        raise FloatingPointError(f"loss is {loss}, gradient norm {norm.item()}: {advice()}")
     optimizer.step()
     scheduler.step()
     optimizer.zero_grad(set_to_none=True)

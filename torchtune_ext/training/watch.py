@@ -56,9 +56,10 @@ class Limits:
     wait_s: float = 4 * 3600.0
 
     def __post_init__(self) -> None:
-        if not self.deadline_s > 0:
+        if not 0 < self.deadline_s < float("inf"):
             raise ValueError(
-                f"rank_deadline_s={self.deadline_s} must be greater than 0: the seconds that a rank may give no sign of life"
+                f"rank_deadline_s={self.deadline_s} must be a number greater than 0: the seconds that a rank may give no "
+                "sign of life"
             )
         object.__setattr__(self, "notice_s", min(self.notice_s, self.deadline_s / 2))
         object.__setattr__(self, "beat_s", min(self.beat_s, self.notice_s / 4))
