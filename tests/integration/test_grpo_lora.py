@@ -68,6 +68,7 @@ def test_a_run_trains_adapters_alone_and_proves_that_they_are_applied(workplace)
     assert sorted(p.name for p in step.iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",
+        "manifest.json",
         "recipe.json",
         "state",
     ]
@@ -202,4 +203,4 @@ def test_the_canary_catches_an_engine_that_forgets_the_adapter(workplace, tmp_pa
 def test_bad_input_is_named_before_the_first_sample(workplace, args, message):
     output = run(workplace, "output_dir=bad", *args, ok=False)
     assert message in output, output[-3000:]
-    assert not (workplace / "bad").exists()
+    assert [path.name for path in (workplace / "bad").iterdir()] == ["run.lock"]  # nothing has begun
