@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -77,6 +78,9 @@ class SleepingCore:
 
     async def end(self, call, reason):
         pass
+
+    async def ping(self, deadline_s):
+        self.sign_of_life = time.monotonic()
 
     def kill(self):
         try:
@@ -191,6 +195,28 @@ def test_an_engine_that_nobody_could_guard_is_ended(make_engine, monkeypatch):
     wait_until(lambda: all(core.process.poll() is not None for core in SleepingCore.made))
 
 
+def test_a_janitor_is_not_replaced_after_close_and_a_cause_is_told_once(make_engine, monkeypatch, caplog):
+    engine = make_engine()
+    monkeypatch.setattr(engine_module, "LOOK_S", 0.05)
+    looks = []
+
+    def fail(self):
+        looks.append(1)
+        raise OSError("no more processes")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Cleanup, "_start", fail)
+        os.kill(engine._cleanup.pid, signal.SIGKILL)
+        wait_until(lambda: len(looks) >= 3)
+    assert caplog.text.count("could not be started again") == caplog.text.count("janitor ended") == 1
+    engine.close()
+    last = engine._cleanup.pid
+    engine._cleanup.look()
+    assert engine._cleanup.pid == last
+    with pytest.raises(OSError, match="closed"):
+        engine._cleanup.guard(1)
+
+
 # -- close ------------------------------------------------------------------------------------------------------------
 
 
@@ -215,6 +241,21 @@ def test_close_while_an_engine_comes_up(make_engine, first):
     assert not Path(engine._cleanup.folder).exists() and not Path(f"/proc/{engine._cleanup.pid}").exists()
     sampler.join(5)
     assert isinstance(outcome[0], EngineFailed)
+
+
+def test_closed_while_another_thread_waits_for_the_engine(make_engine, monkeypatch):
+    async def launch(self):  # as that of a server's connection, which stands nothing still
+        self.launched.set()
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(SleepingCore, "launch", launch)
+    engine = make_engine(start=False)
+    engine.start()
+    waiter, outcome = in_thread(lambda: engine.wait_ready(20))
+    assert SleepingCore.made[0].launched.wait(5)
+    engine.close()
+    waiter.join(10)
+    assert isinstance(outcome[0], EngineFailed) and "closed" in str(outcome[0])
 
 
 def test_one_part_that_fails_does_not_keep_the_others_open(make_engine, monkeypatch, caplog):
@@ -380,3 +421,20 @@ def test_cpu_time_of_the_process_and_its_workers():
             assert core.cpu_seconds() == frozen
         finally:
             os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_cpu_time_beside_a_process_with_a_strange_name(tmp_path):
+    """Whatever a process calls itself, a publication must not end over it."""
+    program = tmp_path / "strange"
+    program.write_text(
+        "import ctypes, time\nctypes.CDLL(None).prctl(15, b'\\xff) (\\xfe', 0, 0, 0)\nprint(flush=True)\ntime.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, str(program)], stdout=subprocess.PIPE, start_new_session=True) as process:
+        try:
+            process.stdout.readline()
+            assert b"\xff) (\xfe" in Path(f"/proc/{process.pid}/stat").read_bytes()
+            core = CoreProcess.__new__(CoreProcess)
+            core.pid = process.pid
+            assert core.cpu_seconds() > 0
+        finally:
+            process.kill()

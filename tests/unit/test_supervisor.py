@@ -4,13 +4,14 @@ import asyncio
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from torchtune_ext.sampling.calls import CoreLost  # noqa: E402
-from torchtune_ext.sampling.records import EngineConfig, EngineFailed  # noqa: E402
+from torchtune_ext.sampling.records import EngineConfig, EngineFailed, WeightsIncomplete  # noqa: E402
 from torchtune_ext.sampling.supervisor import Supervisor  # noqa: E402
 from torchtune_ext.sampling.weights import Buffers  # noqa: E402
 
@@ -76,6 +77,15 @@ class FakeCore:
 
     async def wake(self):
         self.asleep = 0
+
+    async def ping(self, deadline_s):
+        if self.fail is not None:
+            raise self.fail
+        self.sign_of_life = time.monotonic()
+
+    async def end(self, call, reason):
+        if self.fail is not None:
+            raise self.fail
 
     async def stop(self):
         self.killed = True
@@ -376,5 +386,70 @@ def test_a_watch_that_fails_is_not_silent():
         await until(lambda: bench.supervisor.failed is not None)
         with pytest.raises(EngineFailed, match="no longer watched: ZeroDivisionError"):
             await bench.supervisor.awake()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("asked", ["ping", "abort"])
+def test_a_server_that_refuses_a_ping_or_an_abort_is_connected_anew(asked):
+    async def scenario(bench):
+        core = bench.lives[0]
+        call = SimpleNamespace(give_up_at=0.0 if asked == "abort" else float("inf"), ended_by="")
+        core.calls, core.fail = {"1": call}, ValueError("refuses the request")
+        core.sign_of_life = 0.0 if asked == "ping" else time.monotonic() + 60
+        await until(lambda: len(bench.lives) == 2)
+        assert await bench.supervisor.ready() is bench.lives[1] and bench.supervisor.failed is None
+
+    run(scenario)
+
+
+def break_off(bench, version):
+    def broken():
+        yield weights(version)[0]
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        bench.buffers.write(broken(), version, None, bench.supervisor.version)
+
+
+def test_a_healthy_engine_that_sleeps_is_not_ended_for_weights_that_broke_off():
+    async def scenario(bench):
+        bench.write(1)
+        await bench.supervisor.load()
+        await bench.supervisor.sleep()
+        break_off(bench, 2)
+        with pytest.raises(WeightsIncomplete, match="broke off while copying.*publish again"):
+            await bench.supervisor.awake()
+        assert len(bench.lives) == 1 and not bench.lives[0].stops and bench.supervisor.failures == 0
+        bench.write(3)
+        await bench.supervisor.load()
+        assert await bench.supervisor.awake() is bench.lives[0] and bench.supervisor.version == 3
+
+    run(scenario)
+
+
+def test_no_engine_is_started_that_could_load_nothing():
+    async def scenario(bench):
+        bench.write(1)
+        await bench.supervisor.load()
+        break_off(bench, 2)
+        bench.lives[0].kill()
+        await until(lambda: bench.supervisor.failed is not None and bench.supervisor.core is None)
+        with pytest.raises(
+            EngineFailed, match="lost .the fake ended. and cannot be replaced: the last publication broke"
+        ):
+            await bench.supervisor.awake()
+        assert len(bench.lives) == 1
+
+    run(scenario)
+
+
+def test_a_publication_of_nothing_leaves_the_last_one_as_it_is():
+    async def scenario(bench):
+        bench.write(1)
+        with pytest.raises(ValueError, match="named_tensors is empty"):
+            bench.buffers.write([], 2, None, 0)
+        await bench.supervisor.load()
+        assert bench.lives[0].loads == [([1], [1], 1)]
 
     run(scenario)

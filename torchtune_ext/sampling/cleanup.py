@@ -24,6 +24,8 @@ class Cleanup:
         base = tempfile.gettempdir()
         self.folder = tempfile.mkdtemp(prefix="tte-", dir=base if len(base) < SOCKET_PATH_MAX - 60 else "/tmp")
         self._group = 0  # the last process group that was told
+        self._closed = False
+        self._told_end_of = 0  # pid of the last janitor whose end was logged
         try:
             self._start()
         except OSError:
@@ -37,6 +39,8 @@ class Cleanup:
 
     def guard(self, group: int) -> None:
         """Makes `group` the process group to kill when the trainer ends. Raises OSError."""
+        if self._closed:
+            raise OSError("the engine is closed")
         self._group = group
         try:
             self._tell()
@@ -45,15 +49,19 @@ class Cleanup:
             self.look()
 
     def look(self) -> None:
-        """Replaces a janitor that has ended; the new one is told what the old one knew. Raises OSError."""
+        """Replaces a janitor that has ended; the new one is told what the old one knew. Nothing after `close`. Raises
+        OSError."""
         status = self._janitor.poll()
-        if status is not None:
-            log.warning("the engine's janitor ended (status %d): starting another one", status)
+        if status is not None and not self._closed:
+            if self._told_end_of != self.pid:  # once, however often a new one fails to start
+                log.warning("the engine's janitor ended (status %d): starting another one", status)
+                self._told_end_of = self.pid
             self._janitor.stdin.close()  # type: ignore[union-attr]
             self._start()
 
     def close(self) -> None:
         """Ends the janitor, which kills what is left of the group, and removes the folder."""
+        self._closed = True
         try:
             self._janitor.stdin.close()  # type: ignore[union-attr]
             self._janitor.wait(JANITOR_END_S)

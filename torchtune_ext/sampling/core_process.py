@@ -10,6 +10,7 @@ parent, imports vLLM at once, and waits on stdin for the pickled function that `
 `CoreProcess` is the trainer's end and looks to vLLM like a `multiprocessing.Process`.
 """
 
+import inspect
 import logging
 import os
 import pickle
@@ -127,7 +128,8 @@ class CoreProcess:
         for folder in os.scandir("/proc"):
             if folder.name.isdigit():
                 try:
-                    fields = Path(folder.path, "stat").read_text().rsplit(")", 1)[1].split()
+                    # bytes: the name in the brackets is whatever its process has called itself
+                    fields = Path(folder.path, "stat").read_bytes().rsplit(b")", 1)[1].split()
                 except OSError:
                     continue  # ended meanwhile
                 if int(fields[3]) == self.pid:  # its session
@@ -166,21 +168,28 @@ def forget_preemptions_of_pauses() -> None:
     a full cache. The request notes an event PREEMPTED, and the event travels with the request's next token. So the trainer
     would count it after the pause, in whatever step the request happens to run again, next to real preemptions and not to be
     told from them: only here, where it is noted, its reason is known. It is the last event of each request that ran, and it
-    is taken back.
+    is taken back. Raises RuntimeError when vLLM's method is another one.
     """
+    import vllm
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine import EngineCoreEventType
 
     original = Scheduler.reset_prefix_cache
+    found = list(inspect.signature(original).parameters)
+    if found != ["self", "reset_running_requests", "reset_connector"]:
+        raise RuntimeError(
+            f"vLLM {vllm.__version__} is not the version that this was written for: its Scheduler.reset_prefix_cache takes "
+            f"{found}; install the version that setup.cfg names"
+        )
 
     @wraps(original)
     def reset_prefix_cache(self: Any, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        thrown_out = list(self.running) if reset_running_requests else []
+        thrown_out = [(request, len(request.events)) for request in self.running] if reset_running_requests else []
         try:
             return original(self, reset_running_requests, reset_connector)
         finally:
-            for request in thrown_out:
-                if request.events and request.events[-1].type == EngineCoreEventType.PREEMPTED:
+            for request, events in thrown_out:
+                if len(request.events) > events and request.events[-1].type == EngineCoreEventType.PREEMPTED:
                     request.events.pop()
 
     Scheduler.reset_prefix_cache = reset_prefix_cache

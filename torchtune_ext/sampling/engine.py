@@ -21,6 +21,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +40,23 @@ from torchtune_ext.sampling.records import (
     EngineStats,
     PublishReport,
     SamplingConfig,
+    WeightsIncomplete,
 )
 from torchtune_ext.sampling.server import ServerCore
 from torchtune_ext.sampling.supervisor import Supervisor
 from torchtune_ext.sampling.throttle import Controller, Throttle
 from torchtune_ext.sampling.weights import Buffers
 
-__all__ = ["Completion", "Engine", "EngineConfig", "EngineFailed", "EngineStats", "PublishReport", "SamplingConfig"]
+__all__ = [
+    "Completion",
+    "Engine",
+    "EngineConfig",
+    "EngineFailed",
+    "EngineStats",
+    "PublishReport",
+    "SamplingConfig",
+    "WeightsIncomplete",
+]
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +132,10 @@ class Engine:
             if time.monotonic() > give_up_at:
                 raise TimeoutError(f"the engine was not ready after {timeout:g} s; see {self.log_path}")
             time.sleep(0.02)
-        self._started.result()
+        try:
+            self._started.result()
+        except CancelledError:  # another thread closed the engine meanwhile
+            raise EngineFailed("the engine was closed") from None
         self._call(self._supervisor.ready())
 
     def close(self) -> None:
@@ -182,7 +196,7 @@ class Engine:
         sampling.seed.
         Returns: P lists of n completions, in order.
         Raises: ValueError for prompts that do not fit, before anything is sent; EngineFailed when the engine is beyond
-        help.
+        help; WeightsIncomplete when the engine sleeps and the last publication broke off (publish again).
         """
         prompts = check_prompts(prompts, n, sampling, self.config.max_model_len)
         seeds = request_seeds(sampling.seed, len(prompts), n) if seeds is None else seeds
@@ -262,12 +276,16 @@ class Engine:
 
     async def _watch_janitor(self) -> None:
         """Replaces a janitor that died before it is needed."""
+        told = ""
         while True:
             await asyncio.sleep(LOOK_S)
             try:
                 self._cleanup.look()
+                told = ""
             except OSError as error:
-                log.warning("the engine's janitor could not be started again (%s): trying it further", error)
+                if str(error) != told:  # each cause once, not each second
+                    log.warning("the engine's janitor could not be started again (%s): trying it further", error)
+                told = str(error)
 
     def _make_core(self) -> Core:
         if self.config.address is not None:

@@ -58,8 +58,8 @@ class LoopThread:
                 except CancelledError:
                     raise EngineFailed("the engine was closed") from None
                 except TimeoutError:
-                    if future.done():
-                        raise
+                    if future.done():  # the work itself timed out, or it ended just after our own wait had
+                        return future.result()
                 if not self._thread.is_alive():
                     raise EngineFailed("the engine was closed")
                 if time.monotonic() > give_up_at:

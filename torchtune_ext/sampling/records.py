@@ -15,6 +15,10 @@ class EngineFailed(RuntimeError):
     """The engine could not be brought back; the message holds the cause and the end of the core's log."""
 
 
+class WeightsIncomplete(RuntimeError):
+    """The last publication broke off while copying, and the engine has to load it: publish again."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """How the engine is built. Everything that changes from one call to the next is in `SamplingConfig`."""

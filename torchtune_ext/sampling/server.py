@@ -10,6 +10,7 @@ environment variable on both sides (`doors.KEY_VARIABLE`), never in a config, a 
 
 import asyncio
 import json
+import logging
 import secrets
 import shlex
 import sys
@@ -22,8 +23,11 @@ from torchtune_ext.sampling.core import LOADER, UNIPROC
 from torchtune_ext.sampling.doors import GUARD, KEY_VARIABLE, authorization, one_machine, server_key
 from torchtune_ext.sampling.imports import on_cpu
 from torchtune_ext.sampling.records import Completion, EngineConfig
-from torchtune_ext.sampling.weights import WeightBuffer
+from torchtune_ext.sampling.weights import UNREADABLE, WeightBuffer
 
+log = logging.getLogger(__name__)
+
+ALREADY_ACTIVE = "weight update is already active"  # vLLM's answer when an update was begun and never finished
 METRICS_S = 0.5  # seconds between two looks at the server's counters
 METRICS = {  # of vLLM's Prometheus page
     "vllm:kv_cache_usage_perc": "usage",
@@ -64,6 +68,11 @@ def server_command(
         command += ["--kv-cache-memory-bytes", str(config.kv_cache_bytes or 1 << 30)]
         environ |= {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
     return command, environ
+
+
+def _said(error: Exception) -> str:
+    """An error of aiohttp for a message. Its `repr` holds the headers of the request, and so the key."""
+    return f"{type(error).__name__}: {error}"
 
 
 class ServerCore:
@@ -138,8 +147,8 @@ class ServerCore:
         try:
             async with self._session.get(self.address + "/is_paused") as response:
                 status = response.status
-        except (aiohttp.ClientError, OSError) as error:
-            raise CoreLost(f"no connection to {self.address}: {error!r}") from error
+        except (aiohttp.ClientError, OSError, RuntimeError) as error:  # RuntimeError: `stop` closed the session
+            raise CoreLost(f"no connection to {self.address}: {_said(error)}") from error
         if status >= 500:
             raise CoreLost(f"{self.address} is not ready ({status})")
         if status not in (401, 403):
@@ -246,7 +255,7 @@ class ServerCore:
         try:
             await self._quick(self._post("/init_weight_transfer_engine", {"init_info": weights.address()}))
         except CoreLost as error:
-            if self.dead:
+            if UNREADABLE not in str(error):
                 raise
             raise ValueError(
                 f"publish: {self.address} cannot read this process's memory ({error}); the server has to run on this "
@@ -256,13 +265,31 @@ class ServerCore:
         with paused():
             await self._quick(self._post("/pause?mode=keep&clear_cache=true"))
             loading = time.monotonic()
-            await self._bounded(self._post("/start_weight_update"))
+            await self._start_update()
             await self._bounded(self._post("/update_weights", {"update_info": weights.manifest}))
             await self._bounded(self._post("/finish_weight_update", {"weight_version": str(version)}))
             loaded = time.monotonic()
             await self._quick(self._post("/resume"))
         self._resumed = time.monotonic()
         return self._resumed - started, loaded - loading
+
+    async def _start_update(self) -> None:
+        """Begins an update. One that a trainer before us began, and died in, is finished first: that gives every layer a
+        whole set of tensors, whatever they hold, and our own full publication then overwrites them. Raises CoreLost."""
+        try:
+            await self._bounded(self._post("/start_weight_update"))
+            return
+        except CoreLost as error:
+            if ALREADY_ACTIVE not in str(error):
+                raise
+        log.warning("%s is in the midst of an update that another trainer began: finishing it first", self.address)
+        try:
+            await self._bounded(self._post("/finish_weight_update"))
+            await self._bounded(self._post("/start_weight_update"))
+        except CoreLost as error:
+            raise CoreLost(
+                f"{self.address} is in the midst of an update that cannot be finished; start the server again ({error})"
+            ) from error
 
     async def sleep(self, level: int) -> None:
         """Nothing: the server has its own GPU."""
@@ -294,29 +321,32 @@ class ServerCore:
                 text = await self._bounded(self._get("/metrics"), 30.0)
             except (CoreLost, ValueError):
                 continue  # the watch, or the next request, finds out
-            now = dict.fromkeys(METRICS.values(), 0.0)
-            for line in text.splitlines():
-                name = METRICS.get(line.split("{")[0].split(" ")[0])
-                if name is not None:
-                    now[name] += float(line.rsplit(" ", 1)[1])
-            last = self._last or now
-            step = Step(
-                usage=now["usage"],
-                running=int(now["running"]),
-                waiting=int(now["waiting"]),
-                # our own pause throws every request out, which the server counts as each of them runs again
-                preempted=int(now["preempted"] - last["preempted"]) if self._resumed is None else 0,
-                prefix_queries=int(now["queries"] - last["queries"]),
-                prefix_hits=int(now["hits"] - last["hits"]),
-            )
-            if self._resumed is not None and asked > self._resumed + METRICS_S and not step.waiting:
-                self._resumed = None
-            self._last = now
             try:
-                self.on_step(step)
-            except Exception as error:
+                self.on_step(self._step(text, asked))
+            except Exception as error:  # nobody waits for this task: the watch ends the run with this error
                 self.broken = error
                 return
+
+    def _step(self, text: str, asked: float) -> Step:
+        """What has changed since the last look. Args: text: vLLM's Prometheus page; asked: time.monotonic() before it came."""
+        now = dict.fromkeys(METRICS.values(), 0.0)
+        for line in text.splitlines():
+            name = METRICS.get(line.split("{")[0].split(" ")[0])
+            if name is not None:
+                now[name] += float(line.rsplit(" ", 1)[1])
+        last, self._last = self._last or now, now
+        step = Step(
+            usage=now["usage"],
+            running=int(now["running"]),
+            waiting=int(now["waiting"]),
+            # our own pause throws every request out, which the server counts as each of them runs again
+            preempted=int(now["preempted"] - last["preempted"]) if self._resumed is None else 0,
+            prefix_queries=int(now["queries"] - last["queries"]),
+            prefix_hits=int(now["hits"] - last["hits"]),
+        )
+        if self._resumed is not None and asked > self._resumed + METRICS_S and not step.waiting:
+            self._resumed = None
+        return step
 
     async def _quick(self, call: Any) -> Any:
         return await self._bounded(call, self.config.probe_deadline_s)
@@ -365,4 +395,4 @@ class ServerCore:
             if isinstance(error, CoreLost):
                 raise
             self.dead = True
-            raise CoreLost(f"no connection to {self.address}: {error!r}") from error
+            raise CoreLost(f"no connection to {self.address}: {_said(error)}") from error

@@ -24,7 +24,7 @@ from functools import wraps
 from typing import Any
 
 from torchtune_ext.sampling.calls import Core, CoreLost
-from torchtune_ext.sampling.records import EngineConfig, EngineFailed
+from torchtune_ext.sampling.records import EngineConfig, EngineFailed, WeightsIncomplete
 from torchtune_ext.sampling.weights import Buffers, WeightBuffer
 
 log = logging.getLogger(__name__)
@@ -152,7 +152,8 @@ class Supervisor:
                 await self._replace(core, str(error))  # the new one is awake: once more
 
     async def awake(self) -> Core:
-        """Waits for an engine that can sample. Raises EngineFailed."""
+        """Waits for an engine that can sample. Raises EngineFailed; WeightsIncomplete when it sleeps and there are none to
+        wake it with."""
         while True:
             core = await self.ready()
             if not core.asleep:
@@ -202,10 +203,14 @@ class Supervisor:
                     if core is not None:
                         await core.stop()
                     core = self.core = None
+                    self._buffers.check_complete()  # before minutes are spent on an engine that could load nothing
                     if not self.closed:
                         core = self.core = self._make_core()
                         await self._bring_up(core)
                         return
+                except WeightsIncomplete as error:  # another engine would not help
+                    await self._give_up(f"the engine was lost ({cause}) and cannot be replaced: {error}", tail, error)
+                    return
                 except Exception as error:  # whatever it is, it is counted, and the last one is in EngineFailed
                     cause = str(error) or repr(error)
                 if self.closed:
@@ -226,7 +231,8 @@ class Supervisor:
         self._changed.set()
 
     async def _load_buffers(self, core: Core) -> tuple[float, float]:
-        """Brings the engine to what the buffers hold, and labels it so. Returns the seconds of pause and of loading."""
+        """Brings the engine to what the buffers hold, and labels it so. Returns the seconds of pause and of loading.
+        Raises WeightsIncomplete, and what `load` raises."""
         async with self._buffers.reading():
             published = self._buffers.published
             stale = [buffer for buffer in published if self._held.get(buffer) != buffer.version]
@@ -281,7 +287,10 @@ class Supervisor:
             elif core.calls and time.monotonic() - core.sign_of_life > self.config.probe_interval_s:
                 try:
                     await core.ping(self.config.probe_deadline_s)
-                except CoreLost as error:
+                except (
+                    CoreLost,
+                    ValueError,
+                ) as error:  # ValueError: it answers, but refuses; `launch` says what is wrong
                     await self._replace(core, str(error))
 
     async def _end_late_requests(self) -> None:
@@ -296,3 +305,6 @@ class Supervisor:
                     await core.end(call, "deadline")
                 except CoreLost:
                     break  # the watch sees to it
+                except ValueError as error:
+                    await self._replace(core, str(error))
+                    break

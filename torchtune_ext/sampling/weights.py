@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from torchtune_ext.sampling.calls import CoreLost
-from torchtune_ext.sampling.records import EngineFailed
+from torchtune_ext.sampling.records import EngineFailed, WeightsIncomplete
 
+UNREADABLE = "cannot read the trainer's weights"  # in the engine's error when our memory is not there for it
 ADAPTER_ID = 1  # by which vLLM knows the one adapter of a run
 ALIGNMENT = 64  # bytes; every tensor starts at a multiple
 TOKEN = 64  # bytes at the start, by which the reader knows that the file is ours
@@ -64,9 +65,9 @@ class WeightBuffer:
         """
         started = time.monotonic()
         names, dtypes, shapes, offsets, end, size = [], [], [], [], TOKEN, 0
-        self.complete = False
-        self._write(memoryview(self._token), 0)
+        self._write(memoryview(self._token), 0)  # the same as ever
         for name, tensor in named_tensors:
+            self.complete = False  # from here on the last publication is overwritten
             flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
             names.append(name)
             dtypes.append(str(tensor.dtype).removeprefix("torch."))
@@ -116,11 +117,18 @@ class Buffers:
 
     @property
     def published(self) -> list[WeightBuffer]:
-        """Those with weights in them, the model before the adapter. Raises CoreLost when some are incomplete."""
+        """Those with weights in them, the model before the adapter. Raises WeightsIncomplete."""
         found = [buffer for buffer in (self.model, self.adapter) if buffer.manifest is not None]
         if not all(buffer.complete for buffer in found):
-            raise CoreLost("the last publication broke off while copying: there are no complete weights to load")
+            raise WeightsIncomplete(
+                "the last publication broke off while copying: there are no complete weights to load; publish again"
+            )
         return found
+
+    def check_complete(self) -> None:
+        """Raises WeightsIncomplete, unless somebody is writing now, who may complete them."""
+        if not self._lock.locked():
+            self.published  # noqa: B018  (it raises)
 
     def write(
         self,

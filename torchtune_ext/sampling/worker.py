@@ -27,7 +27,7 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from torchtune_ext.sampling.weights import ADAPTER_ID, add_to_digest
+from torchtune_ext.sampling.weights import ADAPTER_ID, UNREADABLE, add_to_digest
 
 BACKEND = "shm"
 KV_SCALES = (".attn.q_scale", ".attn.k_scale", ".attn.v_scale", ".attn.prob_scale")
@@ -83,7 +83,7 @@ def check_memory(path: str, token: str) -> None:
         ours = False
     if not ours:
         raise ValueError(
-            f"cannot read the trainer's weights at {path}: vLLM has to run on the trainer's machine, "
+            f"{UNREADABLE} at {path}: vLLM has to run on the trainer's machine, "
             f"as the same user and in the same PID namespace"
         )
 

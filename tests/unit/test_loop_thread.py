@@ -1,0 +1,43 @@
+"""Calls into the engine's thread: whose TimeoutError is whose."""
+
+import concurrent.futures
+
+import pytest
+
+pytest.importorskip("torch")
+
+from torchtune_ext.sampling.loop_thread import LoopThread  # noqa: E402
+
+
+class Late(concurrent.futures.Future):
+    """Ends in the moment in which the wait for it has given up."""
+
+    def result(self, timeout=None):
+        if not self.done():
+            self.set_result("the result")
+            raise TimeoutError
+        return super().result(timeout)
+
+
+def test_work_that_ends_as_the_wait_for_it_gives_up_is_not_lost(monkeypatch):
+    thread = LoopThread("test")
+    monkeypatch.setattr(thread, "submit", lambda work: work.close() or Late())
+
+    async def work():
+        pass
+
+    assert thread.call(work()) == "the result"
+
+
+def test_a_timeout_of_the_work_itself_comes_out():
+    thread = LoopThread("test")
+    thread.start()
+
+    async def work():
+        raise TimeoutError("of the work")
+
+    try:
+        with pytest.raises(TimeoutError, match="of the work"):
+            thread.call(work())
+    finally:
+        thread.stop()
