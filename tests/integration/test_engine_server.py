@@ -21,6 +21,7 @@ import tiny_model  # noqa: E402
 from torchtune_ext.sampling.doors import KEY_VARIABLE  # noqa: E402
 from torchtune_ext.sampling.engine import Engine, EngineConfig, EngineFailed, SamplingConfig  # noqa: E402
 from torchtune_ext.sampling.server import server_command  # noqa: E402
+from torchtune_ext.sampling.weights import WeightBuffer  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -62,9 +63,13 @@ class Server:
                 time.sleep(0.3)
         raise AssertionError("the server did not come up")
 
-    def ask(self, path, method="GET", key=None):
+    def ask(self, path, method="GET", key=None, body=None):
         """Status and text of the answer to a request, with or without a key."""
-        request = urllib.request.Request(self.address + path, b"{}" if method == "POST" else None, method=method)
+        request = urllib.request.Request(
+            self.address + path, json.dumps(body or {}).encode() if method == "POST" else None
+        )
+        request.method = method
+        request.add_header("Content-Type", "application/json")
         if key is not None:
             request.add_header("Authorization", f"Bearer {key}")
         try:
@@ -229,6 +234,36 @@ def test_a_server_that_cannot_read_our_memory_says_so(engine, models, monkeypatc
             engine.publish(models[0].named_parameters(), engine.version + 1)
     groups = engine.sample([[1, 2, 3]], 1, SamplingConfig(max_tokens=4))
     assert len(groups[0][0].tokens) == 4
+
+
+@pytest.mark.parametrize("broken_off", ["begun", "half loaded", "refused"])
+def test_an_update_that_a_trainer_before_us_left_behind(server, models, key, tmp_path, broken_off):
+    """It began an update and died, before or after its weights were read; or its weights were refused in the midst."""
+    config = EngineConfig(address=server.address, max_model_len=1024, max_failures=2)
+    half = list(models[1].named_parameters())
+    half = [(name, tensor) for name, tensor in half if "k_proj" not in name and "norm" not in name]
+    if broken_off == "refused":
+        with Engine("", config, str(tmp_path)) as engine:
+            engine.start()
+            engine.wait_ready(60)
+            with pytest.raises(EngineFailed, match="published weights leave out"):
+                engine.publish(half, 1)
+    else:
+        memory = WeightBuffer()
+        memory.write(models[1].named_parameters())
+        bodies = {"/init_weight_transfer_engine": {"init_info": memory.address()}, "/start_weight_update": {}}
+        if broken_off == "half loaded":
+            bodies |= {"/update_weights": {"update_info": memory.manifest}}
+        for path, body in bodies.items():
+            assert server.ask(path, "POST", key, body)[0] == 200
+        memory.close()
+    with Engine("", config, str(tmp_path)) as engine:
+        engine.start()
+        engine.wait_ready(60)
+        for version, model in ((1, models[0]), (2, models[1])):
+            engine.publish(model.named_parameters(), version)
+            prompts = tiny_model.prompts(2, 20)
+            check(model, prompts, engine.sample(prompts, 2, SamplingConfig(max_tokens=32, seed=version)))
 
 
 def test_no_server(tmp_path):

@@ -25,6 +25,7 @@ from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
 from torchtune_ext.sampling.weights import ADAPTER_ID, UNREADABLE, add_to_digest
@@ -158,6 +159,10 @@ class SharedMemoryTransfer(WeightTransferEngine):
 
     def start_weight_update(self) -> None:
         with without_lora(self.model):
+            if any(get_layerwise_info(layer).can_load() for layer in self.model.modules()):
+                # The last update was refused in its midst. vLLM would go on with the layers that it left waiting for the
+                # rest of their weights, and count the new ones to the old.
+                finalize_layerwise_reload(self.model, self.model_config)
             initialize_layerwise_reload(self.model)
 
     def _tensors(self, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
