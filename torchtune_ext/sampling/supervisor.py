@@ -287,10 +287,7 @@ class Supervisor:
             elif core.calls and time.monotonic() - core.sign_of_life > self.config.probe_interval_s:
                 try:
                     await core.ping(self.config.probe_deadline_s)
-                except (
-                    CoreLost,
-                    ValueError,
-                ) as error:  # ValueError: it answers, but refuses; `launch` says what is wrong
+                except (CoreLost, ValueError) as error:  # ValueError: it refuses; `launch` then says why
                     await self._replace(core, str(error))
 
     async def _end_late_requests(self) -> None:
