@@ -60,6 +60,25 @@ def test_an_error_while_sigterm_waits_is_not_taken_for_the_stop():
         run(stopped_and_failing(OSError("step_000012 was not saved: No space left on device")))
 
 
+def test_a_library_that_makes_an_error_of_the_interrupt(capsys):
+    """As pydantic does while its classes are built: "SchemaError: ... Stopped: stopped by Ctrl-C"."""
+
+    def work(recipe):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+        except BaseException as interrupt:
+            raise ValueError("error building a serializer") from interrupt
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell has started with "&"
+    try:
+        with pytest.raises(SystemExit) as end:
+            run(work)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert end.value.code == 130 and "Stopped by Ctrl-C. It stood at step 3" in capsys.readouterr().err
+
+
 def test_a_broken_connection_to_a_stopped_neighbour_is(monkeypatch, capsys, caplog):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit) as end:

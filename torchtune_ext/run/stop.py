@@ -62,6 +62,7 @@ class StopSignals:
         self._saving = False  # a checkpoint is being written: the grace time does not cut it short
         self._agreed = False  # all ranks end with this step: nor what is left to do
         self._closing_at = NEVER  # when the parts began to be closed
+        self.raised = False  # whether `Stopped` was raised in the midst of something
         self.speaks = os.environ.get("RANK", "0") == "0"  # of several ranks, one tells the user
         self._handlers: dict[int, Any] = {}  # before ours
         self._thread: threading.Thread | None = None
@@ -146,6 +147,7 @@ class StopSignals:
         self._note(signal.Signals(number))
         if self._closing_at == NEVER and time.monotonic() >= self._due_at():
             self.begin_cleanup()
+            self.raised = True
             raise Stopped(self.signal)
 
     def _watch(self) -> None:
