@@ -55,11 +55,11 @@ def sample_groups(
                     watcher.add_reward(outcome.score.reward)
 
     with ThreadPoolExecutor(1, thread_name_prefix="grading") as thread:
-        grading = thread.submit(grade)
         try:
+            grading = thread.submit(grade)
             completions = engine.sample(prompts, samples_per_prompt, sampling, on_completion)
         finally:
-            arrived.put(None)
+            arrived.put(None)  # also when Ctrl-C comes while the thread is being started, which then waits all the same
         grading.result()  # the grader has a deadline for every text
     return [
         Group(

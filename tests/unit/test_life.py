@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -98,6 +100,30 @@ def test_a_stop_on_which_the_ranks_agreed(capsys):
     with pytest.raises(SystemExit) as end:
         run(work)
     assert end.value.code == 143 and "Stopped by SIGTERM. It stood at step 3" in capsys.readouterr().err
+
+
+def test_a_thread_that_nobody_can_end_does_not_hold_the_process():
+    """Ctrl-C in the midst of Thread.start leaves one that no executor knows of."""
+    script = """
+import os, signal, threading
+from torchtune_ext.run.stop import StopSignals
+from torchtune_ext.training import life
+
+class Recipe:
+    def __init__(self, cfg):
+        self.stop = StopSignals(5.0, self.standing)
+    def setup(self): ...
+    def train(self):
+        threading.Thread(target=threading.Event().wait).start()
+        signal.raise_signal(signal.SIGTERM)
+    def standing(self): return "It stood at step 3"
+    def cleanup(self): ...
+
+life.EXIT_S = 0.5
+life.run_recipe(Recipe, None)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 143 and "It stood at step 3" in done.stderr
 
 
 def test_parts_are_closed_one_by_one(caplog):

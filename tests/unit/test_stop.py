@@ -102,9 +102,10 @@ def test_a_step_that_does_not_end_within_the_grace_time_is_left():
 
 
 def test_a_checkpoint_that_is_being_written_may_take_longer_than_the_grace_time():
-    process = start("SAVING = 1.0; steps(0.3)", grace=0.6)
+    process = start("SAVING = 2.5; steps(0.3)", grace=2.0)
+    process.stdout.readline()
     process.send_signal(signal.SIGTERM)
-    status, out, err = end(process, 4)
+    status, out, err = end(process, 6)
     assert status == 143 and "saved" in out and "orderly=True" in err
 
 

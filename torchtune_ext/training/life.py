@@ -3,6 +3,8 @@
 import logging
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -12,6 +14,7 @@ from torchtune_ext.training.distributed import close_ranks
 from torchtune_ext.training.state import Checkpoints
 
 log = logging.getLogger(__name__)
+EXIT_S = 5.0  # for the interpreter to end once all parts are closed
 
 
 class Recipe(Protocol):
@@ -66,7 +69,16 @@ def run_recipe(make: Callable[[Any], Recipe], cfg: Any, work: Callable[[Any], No
     if stopped_by is not None:
         if stop.speaks:
             say(f"Stopped by {NAMES[stopped_by]}. {message}", sys.stderr)
+        threading.Thread(target=_end_after_main, args=[128 + stopped_by], daemon=True).start()
         sys.exit(128 + stopped_by)
+
+
+def _end_after_main(status: int) -> None:
+    """At its end the interpreter waits for every thread. One whose start the signal interrupted is known to nobody who could
+    end it."""
+    threading.main_thread().join()
+    time.sleep(EXIT_S)
+    os._exit(status)
 
 
 def standing(step: int, total: int, checkpoints: Checkpoints | None) -> str:
