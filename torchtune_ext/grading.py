@@ -32,6 +32,7 @@ import cloudpickle
 
 from torchtune_ext import grading_worker
 from torchtune_ext.grading_worker import FAILED_PART
+from torchtune_ext.run.parent import environment
 from torchtune_ext.tasks.task import Problem, Score, Task
 
 __all__ = ["FAILED_PART", "Grader", "Outcome"]
@@ -166,7 +167,7 @@ class _Worker:
         with ours, theirs:
             command = [sys.executable, "-P", grading_worker.__file__, str(theirs.fileno()), str(os.getpid())]
             self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True
+                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True, env=environment()
             )
             for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # a stopped worker may not block us in a message
                 ours.setsockopt(socket.SOL_SOCKET, option, _timeval(START_DEADLINE_S))

@@ -4,6 +4,7 @@ import logging
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -11,6 +12,7 @@ import time
 import pytest
 
 from torchtune_ext.grading import Grader
+from torchtune_ext.run.parent import environment
 from torchtune_ext.tasks.task import Problem, Score
 
 PROBLEM = Problem("p", ({"role": "user", "content": "?"},), answer=None)
@@ -291,3 +293,24 @@ def test_throughput_of_a_regular_expression():
         seconds = time.monotonic() - begin
     assert [outcome.score.reward for outcome in outcomes[:4]] == [0.0, 1.0, 0.0, 1.0]
     assert len(outcomes) / seconds > 2_500
+
+
+def test_workers_start_while_another_thread_changes_the_environment():
+    """As vLLM's configuration does beside them: exec must not read the table that is being rewritten."""
+    stop = threading.Event()
+
+    def change():
+        while not stop.is_set():
+            for i in range(300):
+                os.environ[f"TTE_TEST_{i}"] = "x" * 200
+            for i in range(300):
+                del os.environ[f"TTE_TEST_{i}"]
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        for _ in range(150):
+            assert subprocess.run(["true"], env=environment(), check=False).returncode == 0
+    finally:
+        stop.set()
+        thread.join()

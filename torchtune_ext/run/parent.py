@@ -1,4 +1,4 @@
-"""A process that must not outlive the one that started it."""
+"""What a process and the one that started it owe each other."""
 
 import ctypes
 import os
@@ -19,3 +19,10 @@ def die_with_parent(parent: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent:
         os._exit(1)
+
+
+def environment() -> dict[str, str]:
+    """A copy of the environment, for a process to start. Give it to every one: without it exec reads C's own table, and where
+    another thread changes the environment in that moment, as vLLM's configuration does, that fails with "Bad address"."""
+    found = {name: os.environ.get(name) for name in list(os.environ)}
+    return {name: value for name, value in found.items() if value is not None}

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 
+from torchtune_ext.run.parent import environment
 from torchtune_ext.sampling import janitor
 
 log = logging.getLogger(__name__)
@@ -74,7 +75,9 @@ class Cleanup:
     def _start(self) -> None:
         command = [sys.executable, "-I", "-S", janitor.__file__, str(os.getpid()), self.folder]
         # unbuffered: else a write that failed would be tried again, and fail again, when the pipe is closed
-        self._janitor = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)
+        self._janitor = subprocess.Popen(
+            command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True, env=environment()
+        )
         self._tell()
 
     def _tell(self) -> None:

@@ -24,7 +24,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from torchtune_ext.run.parent import die_with_parent
+from torchtune_ext.run.parent import die_with_parent, environment
 
 LOG_LEVEL = os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")
 LOG_FORMAT = "(core) %(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -48,7 +48,7 @@ class CoreProcess:
     def __init__(self, environ: dict[str, str], log: Path):
         """Starts the process, with `environ` on top of our own environment and its output appended to `log`."""
         path = [os.path.abspath(entry or ".") for entry in sys.path]
-        env = {key: value for key, value in os.environ.items() if not key.startswith(TORCHRUN)}
+        env = {key: value for key, value in environment().items() if not key.startswith(TORCHRUN)}
         env |= {"PYTHONPATH": os.pathsep.join(path), **environ}
         command = [sys.executable, "-P", "-m", "torchtune_ext.sampling.core_process", str(os.getpid())]
         self.log_start = log.stat().st_size if log.exists() else 0
