@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from omegaconf import MISSING, DictConfig
 
-from torchtune_ext.advantages import AdvantageConfig, Group, with_advantages
+from torchtune_ext.advantages import AdvantageConfig, Group, refilled, with_advantages
 from torchtune_ext.config import build, has_component, instantiate, load_config, named_paths, record
 from torchtune_ext.grading import Grader
 from torchtune_ext.packing import Row, pack_updates
@@ -180,6 +180,7 @@ class GRPOFullRecipe:
         self.eval_task = instantiate(cfg.eval_task) if has_component(cfg.eval_task) else None
         self.problems = ProblemStream(self.task, cfg.seed)
         self.loss = instantiate(cfg.loss)
+        self.train_all = getattr(self.loss, "needs_all_groups", False)  # or only groups whose rewards differ
         self.sampling = build(SamplingConfig, cfg.sampling, "sampling", stop_token_ids=self.tokenizer.stop_token_ids)
         self.advantage = build(AdvantageConfig, cfg.advantage, "advantage")
         check_sampling(self.sampling, cfg.samples_per_prompt, self.advantage)
@@ -253,15 +254,16 @@ class GRPOFullRecipe:
             problems = self.problems.take(wanted)
             with watch("sample"):
                 groups += self.rollout(problems, cfg.samples_per_prompt, sampling, self.graders[0], "sample")
-            groups, stats = with_advantages(groups, self.advantage, self.sampling.max_tokens)
+            groups, stats = with_advantages(groups, self.advantage, self.sampling.max_tokens, self.train_all)
             wanted = cfg.prompts_per_step - stats.groups
             if wanted <= 0:
                 break
         self.engine.sleep()  # where it shares the trainer's GPU
-        self.rollouts.write(self.step, groups)
+        kept, replaced = refilled(groups, cfg.prompts_per_step)
+        self.rollouts.write(self.step, kept + replaced)
         values = summary.rollout_metrics(groups) | stats.metrics() | summary.engine_metrics(self.engine.stats())
         values["speed/sampled_tokens_s"] = values["length/tokens"] / watch.seconds["sample"]
-        return groups, values
+        return kept, values
 
     def rollout(self, problems: list[Problem], n: int, sampling: SamplingConfig, by: Grader, label: str) -> list[Group]:
         with self.progress.sampling(len(problems) * n, label) as bar:

@@ -1,4 +1,5 @@
-"""Rewards of one group -> advantages. Groups without signal, and samples nobody could grade, are not trained on."""
+"""Rewards of one group -> advantages. Samples that nobody could grade are not trained on, and groups without signal only
+where the loss has a term that acts without an advantage."""
 
 import math
 from dataclasses import dataclass, replace
@@ -32,6 +33,15 @@ class Group:
     problem: Problem
     prompt_tokens: np.ndarray  # [P] int32
     samples: tuple[Sample, ...]  # G of them
+
+    @property
+    def has_signal(self) -> bool:
+        return any(sample.advantage for sample in self.samples)
+
+    @property
+    def completions(self) -> int:
+        """Samples with a reward, or trained without one (supervised)."""
+        return sum(sample.trained or sample.outcome.score is not None for sample in self.samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +112,7 @@ class AdvantageConfig:
 
 
 def with_advantages(
-    groups: list[Group], config: AdvantageConfig, max_tokens: int | None = None
+    groups: list[Group], config: AdvantageConfig, max_tokens: int | None = None, train_all: bool = False
 ) -> tuple[list[Group], AdvantageStats]:
     """Sets advantage and `trained` of every sample.
 
@@ -110,9 +120,11 @@ def with_advantages(
         groups: as graded; samples whose outcome has no score are left out of the baseline.
         config: see there. Standard deviations are those of the population (ddof 0).
         max_tokens: of a completion; needed by `config.overlong`.
+        train_all: the loss has terms (KL, entropy) that act where the advantage is 0, so that groups without signal are
+            trained on, too.
 
     Returns:
-        All groups in order, those without signal with no trained sample, and the counts.
+        All groups in order, and the counts. In a group without signal every advantage is 0.
     """
     if config.overlong and max_tokens is None:
         raise ValueError(f"advantage.overlong={config.overlong} is a share of max_tokens, which is not given")
@@ -123,11 +135,11 @@ def with_advantages(
     for group, samples, rewards_G in zip(groups, gradable, rewards, strict=True):
         graded_G = np.array([s.outcome.score.reward for s in samples])
         advantages_G = None if config.overlong and _all_equal(graded_G) else _advantages(rewards_G, config, batch_std)
-        if advantages_G is None:
-            done.append(replace(group, samples=tuple(replace(s, advantage=0.0, trained=False) for s in group.samples)))
-            continue
-        used += 1
-        by_sample = dict(zip(map(id, samples), advantages_G.tolist(), strict=True))
+        used += advantages_G is not None
+        if advantages_G is None and train_all:
+            advantages_G = np.zeros(len(samples))
+        values = () if advantages_G is None else zip(map(id, samples), advantages_G.tolist(), strict=True)
+        by_sample = dict(values)
         done.append(replace(group, samples=tuple(_set(s, by_sample.get(id(s)), config) for s in group.samples)))
     return done, AdvantageStats(
         groups=used,
@@ -135,6 +147,23 @@ def with_advantages(
         infra_failed=sum(s.outcome.score is None for g in groups for s in g.samples),
         truncated=sum(_cut(s) for g in groups for s in g.samples),
     )
+
+
+def refilled(groups: list[Group], size: int) -> tuple[list[Group], list[Group]]:
+    """The `size` groups that a step trains on, and those without signal in whose place others were sampled.
+
+    Args:
+        groups: with advantages, in the order of sampling; at most `size` of them have a signal.
+    """
+    room = size - sum(group.has_signal for group in groups)  # for groups without signal that nothing replaced
+    kept, replaced = [], []
+    for group in groups:
+        if group.has_signal or room > 0:
+            kept.append(group)
+            room -= not group.has_signal
+        else:
+            replaced.append(replace(group, samples=tuple(replace(s, trained=False) for s in group.samples)))
+    return kept, replaced
 
 
 def _advantages(rewards_G: np.ndarray, config: AdvantageConfig, batch_std: float) -> np.ndarray | None:

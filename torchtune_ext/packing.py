@@ -97,6 +97,7 @@ def pack(
     pad_id: int = 0,
     pad_to: int | None = None,
     num_rows_multiple: int = 1,
+    completions: float | None = None,
 ) -> tuple[list[Row], PackStats]:
     """Packs the trained samples of `groups` into rows, best-fit decreasing; a group larger than a row is split.
 
@@ -104,10 +105,12 @@ def pack(
         groups: groups with advantages; samples with `trained=False` are left out.
         row_tokens: capacity of a row in input tokens.
         aggregation: "token" (every label weighs the same), "sequence" (every completion weighs the same) or
-            "constant" (labels / (completions * `aggregation_constant`), Dr.GRPO).
+            "constant" (labels / (completions * `aggregation_constant`), Dr.GRPO, arXiv 2503.20783). The first two divide by
+            what is trained; "constant" by all completions that were graded, so that no factor depends on the rewards.
         pad_id: token id written on padding.
         pad_to: pad rows to this length (fixed shapes for compiled kernels); None leaves rows as long as they are.
         num_rows_multiple: append empty rows until their number is a multiple of this (one share for every rank).
+        completions: what "constant" divides by; None: the completions of `groups` that were graded.
 
     Returns:
         The rows in a deterministic order, and how well they are used.
@@ -116,7 +119,10 @@ def pack(
         ValueError: a prompt with one of its completions is longer than a row, or an unknown aggregation.
     """
     pieces = [piece for group in groups for piece in _pieces(group, row_tokens)]
-    weight_of = _weights([s for piece in pieces for s in piece.samples], aggregation, aggregation_constant)
+    if completions is None:
+        completions = sum(group.completions for group in groups)
+    samples = [s for piece in pieces for s in piece.samples]
+    weight_of = _weights(samples, aggregation, aggregation_constant, completions)
     rows = [_build(bin_, weight_of, pad_id, pad_to) for bin_ in _bins(pieces, row_tokens)]
     tokens = sum(piece.num_tokens for piece in pieces)
     unpacked = sum(len(p.prompt_tokens) + len(s.tokens) - 1 for p in pieces for s in p.samples)
@@ -135,13 +141,16 @@ def pack(
 def pack_updates(
     groups: Sequence[Group], num_updates: int, row_tokens: int, **options
 ) -> tuple[list[list[Row]], PackStats]:
-    """Deals groups out to `num_updates` optimizer updates and packs each; `options` as in `pack`.
+    """Deals the trained groups out to `num_updates` optimizer updates and packs each; `options` as in `pack`.
+
+    Each update stands for an equal share of all completions, however many of them are trained.
 
     Returns:
         The rows of every update that has labels, and the statistics of all of them together.
     """
     trained = [group for group in groups if any(s.trained for s in group.samples)]
-    packed = [pack(trained[i::num_updates], row_tokens, **options) for i in range(num_updates)]
+    share = sum(group.completions for group in groups) / num_updates
+    packed = [pack(trained[i::num_updates], row_tokens, completions=share, **options) for i in range(num_updates)]
     packed = [(rows, stats) for rows, stats in packed if stats.labels]
     tokens = sum(stats.tokens for _, stats in packed)
     num_rows = sum(stats.rows for _, stats in packed)
@@ -193,7 +202,7 @@ def _bins(pieces: list[_Piece], row_tokens: int) -> list[list[_Piece]]:
     return bins
 
 
-def _weights(samples: list[Sample], aggregation: str, constant: int | None):
+def _weights(samples: list[Sample], aggregation: str, constant: int | None, completions: float):
     """Function from a completion's length to the weight of each of its labels."""
     labels = sum(len(s.tokens) for s in samples)
     if aggregation == "token":
@@ -203,7 +212,7 @@ def _weights(samples: list[Sample], aggregation: str, constant: int | None):
     if aggregation == "constant":
         if not constant or constant < 1:
             raise ValueError(f"aggregation_constant={constant!r} must be a positive number of tokens, e.g. max_tokens")
-        return lambda length: 1.0 / (len(samples) * constant)
+        return lambda length: 1.0 / (completions * constant)
     raise ValueError(f"aggregation={aggregation!r} is unknown; use 'token', 'sequence' or 'constant'")
 
 

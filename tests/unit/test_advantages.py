@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtune_ext.advantages import AdvantageConfig, Group, Sample, best_of_k, with_advantages
+from torchtune_ext.advantages import AdvantageConfig, Group, Sample, best_of_k, refilled, with_advantages
 from torchtune_ext.grading import Outcome
 from torchtune_ext.tasks.task import Problem, Score
 
@@ -122,6 +122,39 @@ def test_groups_stay_in_order_and_whole():
     assert (stats.groups, stats.no_signal, stats.infra_failed, stats.truncated) == (1, 2, 1, 0)
     assert groups[0].samples[0].trained is False  # the records given are not touched
     assert with_advantages([], AdvantageConfig())[0] == []
+
+
+def test_a_loss_with_other_terms_trains_groups_without_signal_at_advantage_zero():
+    groups = [
+        group(sample(1.0), sample(0.0)),
+        group(sample(2.0), sample(2.0), sample(2.0, "length"), sample(FAILED)),
+        group(sample(TIMED_OUT), sample(FAILED)),
+    ]
+    done, stats = with_advantages(groups, AdvantageConfig(truncated="mask"), train_all=True)
+    assert [[s.trained for s in g.samples] for g in done] == [[True, True], [True, True, False, False], [False, False]]
+    assert [[s.advantage for s in g.samples] for g in done] == [[1.0, -1.0], [0.0] * 4, [0.0] * 2]
+    assert [g.has_signal for g in done] == [True, False, False]
+    assert (stats.groups, stats.no_signal) == (1, 2)  # what carries a signal is counted as before
+
+
+@settings(max_examples=200, deadline=None)
+@given(signal=st.lists(st.booleans(), max_size=12), size=st.integers(1, 12), train_all=st.booleans())
+def test_refilling_replaces_groups_without_signal_the_last_first(signal, size, train_all):
+    signal = [found and sum(signal[:i]) < size for i, found in enumerate(signal)]  # sampling ends when there are enough
+    groups, _ = with_advantages(
+        [group(sample(1.0), sample(0.0 if found else 1.0)) for found in signal], AdvantageConfig(), train_all=train_all
+    )
+    kept, replaced = refilled(groups, size)
+    assert len(kept) == min(size, len(groups)) and len(kept) + len(replaced) == len(groups)
+    assert sum(g.has_signal for g in kept) == sum(signal)
+    assert [any(g is k for k in kept) for g in groups] == _expected(signal, size)
+    assert not any(s.trained for g in replaced for s in g.samples)
+    assert all(g.has_signal or train_all == any(s.trained for s in g.samples) for g in kept)
+
+
+def _expected(signal: list[bool], size: int) -> list[bool]:
+    silent = [i for i, found in enumerate(signal) if not found][: max(0, size - sum(signal))]
+    return [found or i in silent for i, found in enumerate(signal)]
 
 
 def test_leave_one_out_is_the_mean_of_the_others():

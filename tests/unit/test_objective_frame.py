@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from torchtune.models.qwen2 import qwen2
 
-from torchtune_ext.advantages import Group, Sample
+from torchtune_ext.advantages import AdvantageConfig, Group, Sample, with_advantages
 from torchtune_ext.catalog import folder
 from torchtune_ext.grading import Outcome
 from torchtune_ext.objective.clipping import kl3_bounds
 from torchtune_ext.objective.kl import kl_k3
 from torchtune_ext.objective.loss import PolicyLoss, Tokens
 from torchtune_ext.objective.ratios import sample_means, sample_sums
-from torchtune_ext.packing import pack
+from torchtune_ext.packing import pack, pack_updates
 from torchtune_ext.policy.logprobs import PackedPolicy
-from torchtune_ext.tasks.task import Problem
+from torchtune_ext.tasks.task import Problem, Score
 from torchtune_ext.training.step import forward_backward, score
 
 CPU = torch.device("cpu")
@@ -297,6 +297,76 @@ def test_rows_padding_and_order_change_nothing(name, aggregation):
     assert loss_and_gradients(groups[::-1], options, aggregation, 200)[0] == pytest.approx(
         want_loss, rel=1e-6, abs=1e-6
     )
+
+
+# --- groups without signal ---------------------------------------------------------------------------------------------
+
+
+def step_of(rewards: list[list[float]], loss: PolicyLoss, aggregation: str, num_updates: int = 1):
+    """Labels, loss and gradient of each update of a step whose groups have these rewards (completions of 1 to 9 tokens)."""
+    rng, groups = np.random.default_rng(1), []
+    for g, rewards_G in enumerate(rewards):
+        samples = [
+            Sample(rng.integers(0, 60, 1 + 2 * s).astype(np.int32), np.full(1 + 2 * s, -4.0, np.float32),
+                   np.zeros(1 + 2 * s, np.int32), "", "stop", Outcome("scored", Score(reward, {}), ""))
+            for s, reward in enumerate(rewards_G)
+        ]  # fmt: skip
+        groups.append(Group(Problem(f"g{g}", (), None), rng.integers(0, 60, 5).astype(np.int32), tuple(samples)))
+    groups, _ = with_advantages(groups, AdvantageConfig(), train_all=loss.needs_all_groups)
+    updates, _ = pack_updates(groups, num_updates, 400, aggregation=aggregation, aggregation_constant=16)
+    found = []
+    for rows in updates:
+        policy = PackedPolicy(tiny_model())
+        scored = score(policy, rows, 1.0, CPU)
+        ref = [replace(s, logprobs_L=s.logprobs_L - 0.5) for s in scored] if loss.kl_coef else None
+        total, _, _ = forward_backward(policy, rows, loss, 1.0, CPU, scored, ref)
+        gradient = torch.cat([p.grad.flatten() for p in policy.model.parameters()])
+        found.append((sum(row.num_labels for row in rows), total, gradient))
+    return found
+
+
+SIGNAL, SILENT = [1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("term", ["kl_coef", "old_kl_coef", "entropy_coef"])
+def test_kl_and_entropy_act_on_groups_without_signal(term):
+    """Alone they have no policy gradient, but the whole of these terms; the labels are those of all groups."""
+    loss = PolicyLoss(**{term: 0.1}, kl="k2")
+    ((labels, total, gradient),) = step_of([SILENT, SILENT], loss, "token")
+    assert labels == 2 * (1 + 3 + 5 + 7)
+    if term == "old_kl_coef":  # the policy is the old one
+        assert total == 0.0
+    else:
+        assert abs(total) > 1e-3 and gradient.norm() > 1e-3
+    assert step_of([SILENT, SILENT], PolicyLoss(), "token") == []  # nothing else acts on them
+
+
+def test_a_constant_divides_by_all_completions():
+    """Dr.GRPO: the gradient of a group is the same beside others, over the number of groups, whatever these were worth."""
+    ((_, alone, want),) = step_of([SIGNAL], PolicyLoss(), "constant")
+    ((_, among, got),) = step_of([SIGNAL] + [SILENT] * 31, PolicyLoss(), "constant")
+    assert among == pytest.approx(alone / 32, rel=1e-5, abs=1e-9)
+    assert (got - want / 32).abs().max() <= 1e-5 * (want / 32).abs().max()
+
+
+def test_with_a_constant_the_updates_of_a_step_are_shares_of_it():
+    """Three groups with a signal among eight, in four updates (one of which has nothing to train on): the mean over all four
+    is the step in one update."""
+    rewards = [SILENT, SIGNAL, SILENT, SIGNAL, SILENT, SILENT, SIGNAL, SILENT]
+    ((_, _, want),) = step_of(rewards, PolicyLoss(), "constant")
+    parts = step_of(rewards, PolicyLoss(), "constant", num_updates=4)
+    assert len(parts) == 3
+    assert (sum(gradient for _, _, gradient in parts) / 4 - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence"])
+def test_a_mean_is_over_what_is_kept_in_the_loss(aggregation):
+    ((_, _, want),) = step_of([SIGNAL], PolicyLoss(), aggregation)
+    ((_, _, dropped),) = step_of([SIGNAL] + [SILENT] * 3, PolicyLoss(), aggregation)
+    assert torch.equal(dropped, want)
+    tiny = PolicyLoss(entropy_coef=1e-12)  # all groups are kept, for a term that adds nothing to speak of
+    ((_, _, kept),) = step_of([SIGNAL] + [SILENT] * 3, tiny, aggregation)
+    assert (kept - want / 4).abs().max() <= 1e-5 * want.abs().max()
 
 
 class Constant:

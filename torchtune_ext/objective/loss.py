@@ -7,6 +7,9 @@ an objective knows nothing of rows, padding, ranks or accumulation. A loss of yo
         def __call__(self, t: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
             ratio_L = (t.logprobs_L - t.old_logprobs_L).exp()
             return -ratio_L * t.advantages_L, {"ratio_max": ratio_L.detach()}
+
+One with a term that acts where the advantage is 0 (a KL penalty, an entropy bonus) says so with `needs_all_groups = True`:
+else groups without signal, whose advantages are 0, are not trained on.
 """
 
 import math
@@ -77,6 +80,11 @@ class PolicyLoss:
         settings = {field.name: getattr(self, field.name) for field in fields(self)}
         for name, value in resolved(settings).items():
             object.__setattr__(self, name, value)
+
+    @property
+    def needs_all_groups(self) -> bool:
+        """KL and entropy act on every sample, also where all rewards of its group are equal."""
+        return any((self.kl_coef, self.old_kl_coef, self.entropy_coef))
 
     def __call__(self, t: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss and metrics per label, all [L]. Metrics named `*_max` are reduced by maximum, others by mean over labels."""

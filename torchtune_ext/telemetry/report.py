@@ -261,6 +261,7 @@ def _group_record(group: Group, num_samples: int, num_tokens: int, pieces: Token
         "prompt_tokens": len(group.prompt_tokens),
         "count": len(group.samples),
         "trained": sum(sample.trained for sample in group.samples),
+        "signal": group.has_signal,
         "failed": sum(sample.outcome.score is None for sample in group.samples),
         "mean": _finite(float(np.mean(rewards))) if rewards else None,
         "spread": _finite(_spread(group)),

@@ -85,7 +85,7 @@ class Browser {
     this.detail();
   }
 
-  silent(group) { return group.trained === 0; }
+  silent(group) { return !group.signal; }
 
   matches(group) {
     const query = this.query.toLowerCase();
@@ -165,7 +165,7 @@ class Browser {
     const children = [
       el("h3", {}, group.id),
       el("div", { class: "facts" }, chip("mean reward", fixed(group.mean)), chip("spread", fixed(group.spread)), chip("samples", group.count), chip("trained", group.trained),
-        chip("prompt", `${group.prompt_tokens} tokens`), this.silent(group) ? el("span", { class: "chip warn" }, "no signal: not trained on") : null),
+        chip("prompt", `${group.prompt_tokens} tokens`), this.silent(group) ? el("span", { class: "chip warn" }, group.trained ? "no signal: KL and entropy alone" : "no signal: not trained on") : null),
       also.length ? el("div", { class: "also" }, "same problem at step", ...also.slice(0, 30).map(([place, step]) => el("button", { onclick: () => this.go(place, group.id) }, step))) : null,
       el("details", { open: group.messages.reduce((n, m) => n + m.content.length, 0) < 900 || this.marksPrompt(group) }, el("summary", {}, "prompt"), ...prompt),
       el("details", {}, el("summary", {}, "hidden answer"), el("pre", { class: "text" }, group.answer)),
