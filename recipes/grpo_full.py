@@ -19,6 +19,7 @@ from omegaconf import MISSING, DictConfig
 from torchtune_ext.advantages import AdvantageConfig, Group, refilled, with_advantages
 from torchtune_ext.config import build, has_component, instantiate, load_config, named_paths, record
 from torchtune_ext.grading import Grader
+from torchtune_ext.opening import opening
 from torchtune_ext.packing import Row, pack_updates
 from torchtune_ext.plugin import parse
 from torchtune_ext.policy.logprobs import LabelScores
@@ -27,6 +28,7 @@ from torchtune_ext.policy.shard import build_policy
 from torchtune_ext.policy.weights import HFModel
 from torchtune_ext.rollout import sample_groups
 from torchtune_ext.run.folder import RunFolder
+from torchtune_ext.run.output import say
 from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.tasks.order import ProblemStream
@@ -43,7 +45,7 @@ from torchtune_ext.training.identity import identify
 from torchtune_ext.training.life import close_all, run_recipe, standing
 from torchtune_ext.training.precision import Precision, PrecisionConfig
 from torchtune_ext.training.publish import Publisher, canary_prompts
-from torchtune_ext.training.schedule import check_schedule, make_schedule, resume_schedule
+from torchtune_ext.training.schedule import check_schedule, make_schedule, move_schedule
 from torchtune_ext.training.state import CheckpointConfig, Checkpoints
 from torchtune_ext.training.step import Reference, forward_backward, optimizer_step, over_updates, score
 
@@ -78,7 +80,7 @@ class Config:
     updates_per_step: int = 1  # optimizer updates on the samples of one step
     row_tokens: int = 16384  # capacity of a packed row
     advantage: dict[str, Any] = field(default_factory=dict)  # fields of AdvantageConfig: baseline, scale, truncated
-    aggregation: str = "token"  # "token" or "sequence" mean (preset grpo), or "constant" (by max_tokens)
+    aggregation: str = "sequence"  # mean over completions ("sequence", as in preset grpo) or tokens, or "constant"
     lr_schedule: str = "constant"  # "constant", "linear" or "cosine", to zero at the last update
     lr_warmup: int = 0  # updates until the full learning rate
     max_grad_norm: float | None = 1.0  # null: not clipped
@@ -125,6 +127,7 @@ class GRPOFullRecipe:
         if self.ranks.is_main:
             resuming = self.folder.resumes(cfg.resume_from_checkpoint)
             run = self.folder.begin(record(cfg), resuming, reads=named_paths(cfg))
+            say(opening(cfg, self.loss, self.advantage, self.saving))
             identity = identify(run.id, self.source, self.make_model)
         self.checkpoints = Checkpoints(f"{cfg.output_dir}/checkpoints", identity, self.saving)
         resume = self.checkpoints.choose() if cfg.resume_from_checkpoint else None
@@ -322,6 +325,7 @@ class GRPOFullRecipe:
                 norm = optimizer_step(self.policy, self.optimizer, self.schedule, cfg.max_grad_norm, loss, advice)
                 per_update.append({"loss/total": loss, "optim/grad_norm": norm, **metrics})
         self.version += 1
+        move_schedule(self.schedule, self.step * cfg.updates_per_step)  # an update without a signal was not made
         return values | over_updates(per_update) | {"optim/lr": self.schedule.get_last_lr()[0]}
 
     def score(self, rows: list[Row], temperature: float, top_k: int = 0) -> list[LabelScores]:
@@ -358,7 +362,7 @@ class GRPOFullRecipe:
     def load_checkpoint(self, path: Path) -> None:
         recipe = self.checkpoints.load(path, self.policy.model, self.optimizer)
         self.step, self.problems.cursor, self.version = recipe["step"], recipe["cursor"], recipe["version"]
-        resume_schedule(self.schedule, recipe["updates"])
+        move_schedule(self.schedule, recipe["updates"])
         if self.engine:
             self.engine.load_state_dict(recipe["throttle"])
 

@@ -110,6 +110,16 @@ class AdvantageConfig:
                 "(it may come from `preset`)"
             )
 
+    def __str__(self) -> str:
+        words = [f"advantage {self.baseline}/{self.scale}"]
+        if self.pass_k > 1:
+            words.append(f"best of {self.pass_k}")
+        if self.truncated != "keep":
+            penalty = f" by {self.penalty:g}" if self.truncated == "penalise" else ""
+            overlong = f" over the last {self.overlong:.0%}" if self.overlong else ""
+            words.append(f"cut samples: {self.truncated}{penalty}{overlong}")
+        return ", ".join(words)
+
 
 def with_advantages(
     groups: list[Group], config: AdvantageConfig, max_tokens: int | None = None, train_all: bool = False

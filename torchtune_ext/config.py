@@ -42,7 +42,7 @@ def load_config(schema: type, cfg: DictConfig) -> DictConfig:
     preset = cfg.get("preset", defaults.get("preset"))
     try:
         if preset is not None:
-            cfg = _over(_load_preset(preset, list(defaults)), cfg)
+            cfg = _over(load_preset(preset, list(defaults)), cfg)
         merged = OmegaConf.merge(OmegaConf.structured(schema), cfg)
     except ConfigKeyError as error:
         raise ValueError(unknown_key(str(error.full_key or error.key), [f.name for f in fields(schema)])) from None
@@ -141,7 +141,15 @@ with warnings.catch_warnings():
     OmegaConf.register_new_resolver(_MARK, _reference, replace=True)
 
 
-def _load_preset(preset: str, known: list[str]) -> DictConfig:
+def load_preset(preset: str, known: list[str]) -> DictConfig:
+    """The keys of a preset, of ours or of the user's.
+
+    Args:
+        known: knobs of the recipe, of which it may set some.
+
+    Raises:
+        ValueError: there is no such preset, it is no YAML, or a key in it is unknown.
+    """
     file = preset_file(preset)
     try:
         loaded = OmegaConf.load(file)

@@ -34,6 +34,13 @@ class Letters:
         return "x"
 
 
+class Seldom(Letters):
+    """Of four problems one has a signal."""
+
+    def grade(self, problem, text):
+        return super().grade(problem, text) if problem.answer % 4 == 0 else Score(1.0, {})
+
+
 class Generous(Letters):
     def grade(self, problem, text):
         return Score(1.0, {})

@@ -165,6 +165,26 @@ def test_the_kl_term_and_refills(workplace):
     assert lines[2]["loss/kl_ref"] > 1e-6
 
 
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.01])
+def test_groups_without_signal(workplace, entropy_coef):
+    """One group of four has a signal: the others are trained on where the loss has an entropy term, and of the two updates of a
+    step one is left out where it has not, but counted by the schedule."""
+    name, stream = f"seldom_{entropy_coef}", "prompts_per_step=4"
+    args = [f"output_dir={name}", "task={_component_: letters.Seldom, count: 4}", stream, "updates_per_step=2"]
+    args += ["lr_schedule=linear", "max_steps=2", f"loss.entropy_coef={entropy_coef}", "aggregation=constant"]
+    output = runs.run(workplace, "grpo_full", *args, "eval_every=2", "checkpoints={every: 1}")
+    for line in runs.metrics(workplace / name)[1:]:
+        assert (line["groups/used"], line["groups/no_signal"]) == (1, 3)
+        assert (line["pack/labels"] == line["length/tokens"]) == (entropy_coef > 0)
+    assert line["optim/lr"] == 0.0  # "linear" ends at zero
+    method = "clip 0.2/0.2 per token, TIS <= 2, " + "entropy 0.01, " * (entropy_coef > 0) + "advantage mean/group_std"
+    changed = "loss.entropy_coef, " * (entropy_coef > 0) + "aggregation"
+    assert f"objective: {method}, sum over a constant; preset grpo, overridden here: {changed}\n" in output
+    assert "with checkpoints.every=1 and eval_every=2 that is each 2 steps" in output
+    samples = [s for g in read_rollouts(rollout_paths(workplace / name)[1]) for s in g.samples]
+    assert sum(s.trained for s in samples) == (16 if entropy_coef else 4)
+
+
 @pytest.mark.parametrize(
     ("preset", "more"),
     [

@@ -19,6 +19,7 @@ from torchtune_ext.policy import memory
 from torchtune_ext.recipes import grpo_full
 from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
 from torchtune_ext.training.precision import PrecisionConfig
+from torchtune_ext.training.state import CheckpointConfig
 
 FILES = config_files(folder("configs"))
 CONFIGS = {name: path for name, path in FILES.items() if recipe_of(name, path)}
@@ -41,6 +42,9 @@ def test_config_fits_its_recipe(name):
         assert sampling.max_tokens < engine.max_model_len
         if "row_tokens" in cfg:
             assert engine.max_model_len <= cfg.row_tokens, "a sequence that can be sampled must fit into a row"
+    if "eval_every" in cfg:
+        every = cfg.checkpoints.get("every", CheckpointConfig.every)
+        assert every % cfg.eval_every == 0 or every > cfg.max_steps, "a checkpoint without an evaluation has no score"
 
 
 @pytest.mark.parametrize(
@@ -148,7 +152,7 @@ def test_a_preset_may_be_a_file_and_gives_way_to_a_loss_of_ones_own(tmp_path):
         cfg = load_config(grpo_full.Config, OmegaConf.create({**NEEDED, "loss": {"_component_": name}}))
         assert cfg.loss == {"_component_": name}  # nothing is left of the default preset's
     cfg = load_config(grpo_full.Config, OmegaConf.create({**NEEDED, "preset": None, "loss": {"_component_": "A"}}))
-    assert cfg.aggregation == "token"
+    assert cfg.aggregation == "sequence"
 
 
 @pytest.mark.parametrize(

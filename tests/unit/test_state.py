@@ -24,7 +24,7 @@ from torchtune_ext.policy.weights import HFModel, load_weights
 from torchtune_ext.run.files import sweep
 from torchtune_ext.training import export, folders, state
 from torchtune_ext.training.export import save_model
-from torchtune_ext.training.schedule import make_schedule
+from torchtune_ext.training.schedule import make_schedule, move_schedule
 from torchtune_ext.training.state import CheckpointConfig
 
 
@@ -329,6 +329,19 @@ def test_wrong_models_are_named(tmp_path, source):
         build_policy(
             lambda: qwen2_from_config(str(source.path)), HFModel(tmp_path / "wide"), torch.device("cpu"), torch.float32
         )
+
+
+def test_a_schedule_counts_the_updates_that_were_planned():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    schedule, rates = make_schedule(optimizer, "linear", 0, 8), []
+    for step, made in enumerate([2, 0, 1, 2], start=1):  # of two that were planned for each of four steps
+        for _ in range(made):
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            schedule.step()
+        move_schedule(schedule, 2 * step)
+    assert rates == [2.0, 1.75, 1.0, 0.5, 0.25]
+    assert optimizer.param_groups[0]["lr"] == schedule.get_last_lr()[0] == 0.0
 
 
 def test_schedule():

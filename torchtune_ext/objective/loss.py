@@ -20,6 +20,7 @@ from torch import Tensor
 
 from torchtune_ext.objective.checks import resolved
 from torchtune_ext.objective.clipping import cispo, clip, kl3_bounds, sapo, top_k_kl, trust_region
+from torchtune_ext.objective.describe import describe
 from torchtune_ext.objective.importance import METHODS, importance_weights
 from torchtune_ext.objective.kl import kl_k3, kl_penalty
 from torchtune_ext.objective.ratios import MAX_LOG, bounded_exp, sample_means
@@ -80,6 +81,9 @@ class PolicyLoss:
         settings = {field.name: getattr(self, field.name) for field in fields(self)}
         for name, value in resolved(settings).items():
             object.__setattr__(self, name, value)
+
+    def __str__(self) -> str:
+        return describe({field.name: getattr(self, field.name) for field in fields(self)})
 
     @property
     def needs_all_groups(self) -> bool:

@@ -27,8 +27,12 @@ def check_schedule(name: str, warmup: int, total: int) -> None:
         raise ValueError(f"lr_warmup={warmup} must lie between 0 and the number of updates, {total}")
 
 
-def resume_schedule(schedule: LambdaLR, updates: int) -> None:
-    """Sets a new schedule, and its optimizer's learning rates, to where `updates` updates bring it."""
+def move_schedule(schedule: LambdaLR, updates: int) -> None:
+    """Sets a schedule, and its optimizer's learning rates, to where `updates` updates bring it.
+
+    So a run goes on from its checkpoint; and so a step counts as the updates that were planned for it, where some were left
+    out because no group had a signal: "linear" then still ends at zero.
+    """
     schedule.last_epoch = updates
     rates = [base * factor(updates) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
     for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):

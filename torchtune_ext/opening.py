@@ -1,0 +1,64 @@
+"""What a run says before it begins: its objective in one line, and which settings miss what they are there for."""
+
+import math
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from omegaconf import DictConfig
+
+from torchtune_ext.advantages import AdvantageConfig
+from torchtune_ext.config import build, has_component, instantiate, load_preset
+from torchtune_ext.training.state import CheckpointConfig
+
+AGGREGATIONS = {"token": "token mean", "sequence": "sequence mean", "constant": "sum over a constant"}
+
+
+def opening(cfg: DictConfig, loss: Any, advantage: AdvantageConfig, checkpoints: CheckpointConfig) -> str:
+    """The lines that a GRPO recipe begins with.
+
+    Args:
+        cfg: settings of the recipe, as `load_config` returned them.
+        loss, advantage, checkpoints: what was built of them.
+    """
+    lines = [objective_line(cfg, loss, advantage)]
+    if has_component(cfg.eval_task) and checkpoints.every < cfg.max_steps and checkpoints.every % cfg.eval_every:
+        lines.append(
+            f"best checkpoint: only one that is written when the run evaluates has a score; with checkpoints.every="
+            f"{checkpoints.every} and eval_every={cfg.eval_every} that is each "
+            f"{math.lcm(checkpoints.every, cfg.eval_every)} steps. Let checkpoints.every be a multiple of eval_every"
+        )
+    return "\n".join(lines)
+
+
+def objective_line(cfg: DictConfig, loss: Any, advantage: AdvantageConfig) -> str:
+    """For instance "objective: clip 0.2/0.28 per token, TIS <= 2, advantage mean/group_std, token mean; preset clip_higher,
+    overridden here: aggregation"."""
+    parts = [_text(loss), str(advantage), AGGREGATIONS.get(cfg.aggregation, cfg.aggregation)]
+    if cfg.refill_rounds:
+        parts.append(f"up to {cfg.refill_rounds} refills")
+    line = f"objective: {', '.join(parts)}; {'no preset' if cfg.preset is None else f'preset {cfg.preset}'}"
+    changed = overridden(cfg, loss, advantage)
+    return f"{line}, overridden here: {', '.join(changed)}" if changed else line
+
+
+def overridden(cfg: DictConfig, loss: Any, advantage: AdvantageConfig) -> list[str]:
+    """The keys of the objective whose values are not those of the preset alone."""
+    if cfg.preset is None:
+        return []
+    preset = load_preset(cfg.preset, list(cfg))
+    found = []
+    if "loss" in preset:
+        theirs = instantiate(preset.loss)
+        found += ["loss"] if type(theirs) is not type(loss) else _changed("loss", theirs, loss)
+    found += _changed("advantage", build(AdvantageConfig, preset.get("advantage"), "advantage"), advantage)
+    return found + [key for key in ("aggregation", "refill_rounds") if key in preset and preset[key] != cfg[key]]
+
+
+def _changed(node: str, theirs: Any, ours: Any) -> list[str]:
+    names = [field.name for field in fields(theirs)] if is_dataclass(theirs) else []
+    return [f"{node}.{name}" for name in names if getattr(theirs, name) != getattr(ours, name)]
+
+
+def _text(loss: Any) -> str:
+    """A loss of the user's own may have no text of its own."""
+    return type(loss).__name__ if type(loss).__str__ is object.__str__ else str(loss)
