@@ -48,7 +48,7 @@ class Group:
 class AdvantageStats:
     """What became of the groups of one step."""
 
-    groups: int  # groups that carry signal
+    groups: int  # groups that carry a signal
     no_signal: int  # groups whose gradable samples all have the same reward
     infra_failed: int  # samples that could not be graded (raised, hung or crashed); not in the baseline
     truncated: int  # samples cut by max_tokens or a deadline
