@@ -325,7 +325,7 @@ def step_of(rewards: list[list[float]], loss: PolicyLoss, aggregation: str, num_
     return found
 
 
-SIGNAL, SILENT = [1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0]
+SIGNAL, SILENT = [1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("term", ["kl_coef", "old_kl_coef", "entropy_coef"])
