@@ -1,66 +1,116 @@
-"""How far GRPO carries the tiny model: one warm-up, then GRPO with several seeds. Prints a table; about ten minutes a seed.
+"""How far does GRPO carry the tiny model, and how sure is that? Warm-ups x GRPO seeds x threads, each a run of its own.
 
-python benchmarks/learning.py --out runs/learning --seeds 0 1 2
+python benchmarks/learning.py --out runs/learning --warmups 0 1 2 3 4 5 6 7 --seeds 0 --threads 1 2
+
+A warm-up and its GRPO run take about ten minutes on two cores; `--jobs 2` runs two at a time. Runs that have ended are not
+made again, so a later call goes on, or adds to them. The interval of a rise is Student's t over the warm-ups.
 """
 
 import argparse
 import json
+import math
 import os
+import statistics
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+# Quantiles of Student's t, two-sided 95%, by degrees of freedom; above 15 that of 15, which is wider.
+T95 = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+WAYS = ("sampled", "greedy")
+HEAD = (
+    "warm-up | seed | threads | sampled before | after | rise | greedy before | after | rise | entropy | worst mismatch | "
+    "minutes"
+)
 
-def tune(*args: str) -> float:
-    """Runs a recipe and returns its seconds, start-up included."""
+
+def tune(folder: Path, threads: int, *args: str) -> None:
+    """Runs a recipe into `folder`, unless it has ended there already. Its output is in folder.log."""
+    seconds = folder / "seconds"
+    if seconds.exists():
+        return
     begin = time.monotonic()
-    env = {"GOMP_SPINCOUNT": "10000", **os.environ}  # as scripts/quickstart.sh
-    subprocess.run([sys.executable, "-m", "torchtune_ext", "run", *args], check=True, env=env)
-    return time.monotonic() - begin
+    env = {"GOMP_SPINCOUNT": "10000", **os.environ, "OMP_NUM_THREADS": str(threads)}  # as scripts/quickstart.sh
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(f"{folder}.log", "w") as log:
+        command = [sys.executable, "-m", "torchtune_ext", "run", *args, f"output_dir={folder}"]
+        subprocess.run(command, check=True, env=env, stdout=log, stderr=subprocess.STDOUT)
+    seconds.write_text(f"{time.monotonic() - begin:.0f}\n")
+
+
+def learn(out: Path, warmup: int, seed: int, threads: int, args: argparse.Namespace) -> dict[str, float]:
+    """One warm-up and one GRPO run on its model: what came out."""
+    warm = out / f"warmup_{warmup}_threads_{threads}"
+    tune(warm, threads, "warmup_sft", "--config", "warmup/tiny", f"seed={warmup}", *args.warmup)
+    run = out / f"grpo_{warmup}_{seed}_threads_{threads}"
+    model = f"model_dir={warm}/model"
+    tune(run, threads, "grpo_full", "--config", args.config, f"seed={seed}", model, *args.grpo)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    scored = [line for line in lines if "eval/accuracy_sampled" in line]
+    found = {"warmup": warmup, "seed": seed, "threads": threads}
+    for way in WAYS:
+        found[f"{way}/before"], found[f"{way}/after"] = (scored[i][f"eval/accuracy_{way}"] for i in (0, -1))
+        found[f"{way}/rise"] = found[f"{way}/after"] - found[f"{way}/before"]
+    found["entropy"] = [line["loss/entropy"] for line in lines if "loss/entropy" in line][-1]
+    found["mismatch"] = max(line.get("mismatch/mean_abs", 0.0) for line in lines)
+    found["minutes"] = sum(float((folder / "seconds").read_text()) for folder in (warm, run)) / 60
+    return found
+
+
+def row(found: dict[str, float]) -> str:
+    cells = [str(found[name]) for name in ("warmup", "seed", "threads")]
+    for way in WAYS:
+        cells += [f"{found[f'{way}/before']:.3f}", f"{found[f'{way}/after']:.3f}", f"{found[f'{way}/rise']:+.3f}"]
+    cells += [f"{found['entropy']:.3f}", f"{found['mismatch']:.1e}", f"{found['minutes']:.1f}"]
+    return "| " + " | ".join(cells) + " |"
+
+
+def interval(rises: list[float]) -> tuple[float, float]:
+    """Mean and half of its 95% interval (infinite for one value)."""
+    if len(rises) < 2:
+        return rises[0], math.inf
+    quantile = T95[min(len(rises) - 1, len(T95)) - 1]
+    return statistics.fmean(rises), quantile * statistics.stdev(rises) / math.sqrt(len(rises))
+
+
+def spread(found: list[dict[str, float]], way: str) -> str:
+    """The rise over warm-ups, each the mean of its runs, since runs of one warm-up are no independent draws."""
+    by_warmup: dict[int, list[float]] = {}
+    for run in found:
+        by_warmup.setdefault(run["warmup"], []).append(run[f"{way}/rise"])
+    mean, half = interval([statistics.fmean(rises) for rises in by_warmup.values()])
+    every = [run[f"{way}/rise"] for run in found]
+    return (
+        f"{way}: {mean:+.3f} ± {half:.3f} over {len(by_warmup)} warm-ups, so at least {mean - half:+.3f}; runs from "
+        f"{min(every):+.3f} to {max(every):+.3f}"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/learning"))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--warmups", type=int, nargs="+", default=list(range(8)), help="seeds of the warm-up")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="seeds of GRPO")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1], help="OMP_NUM_THREADS: sums in another order")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--config", default="grpo/tiny")
+    parser.add_argument("--warmup", nargs="*", default=[], help="key=value for the warm-ups")
     parser.add_argument("--grpo", nargs="*", default=[], help="key=value for the GRPO runs")
     args = parser.parse_args()
-    warm = args.out / "warmup"
-    seconds = tune("warmup_sft", "--config", "warmup/tiny", f"output_dir={warm}")
-    print(f"warm-up: {seconds:.0f} s")
-    rows = []
-    for seed in args.seeds:
-        run = args.out / f"grpo_{seed}"
-        seconds = tune(
-            *("grpo_full", "--config", "grpo/tiny", f"seed={seed}", f"output_dir={run}", f"model_dir={warm}/model"),
-            *args.grpo,
-        )
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        first, last = lines[0], lines[-1]
-        half = (last["eval/high"] - last["eval/low"]) / 2
-        cells = [str(seed)]
-        for way in ("sampled", "greedy"):
-            before, after = first[f"eval/accuracy_{way}"], last[f"eval/accuracy_{way}"]
-            cells += [f"{before:.3f}", f"{after:.3f}", f"{after - before:+.3f}"]
-        worst = max(line.get("mismatch/mean_abs", 0.0) for line in lines)
-        rows.append([*cells, f"{half:.3f}", f"{worst:.1e}", f"{seconds:.0f}"])
-    head = [
-        "seed",
-        "sampled before",
-        "after",
-        "rise",
-        "greedy before",
-        "after",
-        "rise",
-        "± 95%",
-        "worst mismatch",
-        "seconds",
-    ]
-    print("| " + " | ".join(head) + " |")
-    print("|" + "---|" * len(head))
-    for row in rows:
-        print("| " + " | ".join(row) + " |")
+    found: list[dict[str, float]] = []
+
+    def column(warmup: int, threads: int) -> None:  # one warm-up is made once, and its seeds follow one another
+        for seed in args.seeds:
+            found.append(learn(args.out, warmup, seed, threads, args))
+            print(row(found[-1]), flush=True)
+
+    print(f"| {HEAD} |\n" + "|---" * len(HEAD.split(" | ")) + "|", flush=True)
+    with ThreadPoolExecutor(args.jobs) as pool:
+        list(pool.map(column, *zip(*[(w, t) for w in args.warmups for t in args.threads], strict=True)))
+    for way in WAYS:
+        print(spread(found, way))
 
 
 if __name__ == "__main__":
