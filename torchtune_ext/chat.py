@@ -12,6 +12,7 @@ Qwen's templates that is also the newline behind the turn (and, for Qwen2.5, the
 """
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,10 @@ from typing import Any
 from torchtune_ext.chat_templates import CHATML, ChatTemplate, Message
 
 __all__ = ["CHATML", "ChatTokenizer"]
+
+_OPEN_THOUGHT = re.compile(r"<think>\s*\Z")
+_LONGEST_OPENING = 16  # tokens of "<think>" and white space, when every character is one
+_THOUGHT_MARKS = ("<think>", "</think>")
 
 
 class ChatTokenizer:
@@ -37,6 +42,10 @@ class ChatTokenizer:
         self._tokenizer = _load_tokenizer(self.path)
         name, source = self._find_template(template)
         self.template = ChatTemplate(source, name, dict(self._tokenizer.special_tokens_map), template_options)
+        self._special_ids = set(self._tokenizer.all_special_ids)
+        self._special_ids |= {i for i, token in self._tokenizer.added_tokens_decoder.items() if token.special}
+        names = self._tokenizer.convert_ids_to_tokens
+        self._unread_ids = {i for i in self._special_ids if names(i) not in _THOUGHT_MARKS}
         self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
         self.stop_token_ids = self._find_stop_token_ids()
         self.eos_id: int = self.stop_token_ids[0]
@@ -46,6 +55,15 @@ class ChatTokenizer:
     def prompt_ids(self, messages: Sequence[Message], tools: list | None = None) -> list[int]:
         """[P] ids of the messages followed by the generation prompt: what the engine completes."""
         return self.encode(self.template.render(messages, tools, generation_prompt=True))
+
+    def opened_thought(self, prompt_ids: Sequence[int]) -> str:
+        """The "<think>" (with the white space behind it) in which a prompt ends, else "".
+
+        The policy continues this thought and samples its end alone. With it in front, a completion's text is the whole
+        turn, as from a model that samples "<think>" itself.
+        """
+        opened = _OPEN_THOUGHT.search(self.decode(prompt_ids[-_LONGEST_OPENING:]))
+        return opened[0] if opened else ""
 
     def conversation_ids(
         self,
@@ -85,9 +103,14 @@ class ChatTokenizer:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of sampled ids, without special tokens. For graders and people, never for training."""
+        """The text of sampled ids, without special tokens, but with the marks of thoughts, which some models call special.
+
+        For graders and people, never for training.
+        """
         return self._tokenizer.decode(
-            [int(i) for i in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False
+            [int(i) for i in ids if int(i) not in self._unread_ids],
+            skip_special_tokens=False,
+            clean_up_tokenization_spaces=False,
         )
 
     def _encode_cut(self, text: str, cuts: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
@@ -141,9 +164,7 @@ class ChatTokenizer:
         except ValueError:
             return None  # a template for prompts alone; `conversation_ids` raises with the reason
         turn = conversation.turns[-1]
-        special = set(self._tokenizer.all_special_ids)
-        special |= {i for i, token in self._tokenizer.added_tokens_decoder.items() if token.special}
-        ends = [i for i in self.encode(conversation.text[turn.sampled : turn.end]) if i in special]
+        ends = [i for i in self.encode(conversation.text[turn.sampled : turn.end]) if i in self._special_ids]
         return ends[-1] if ends else None
 
 

@@ -33,10 +33,13 @@ def sample_groups(
 ) -> list[Group]:
     """Samples `samples_per_prompt` completions of every problem and grades each while others are still sampled.
 
+    A grader reads the assistant's turn: where the prompt ends in an open "<think>", the text begins with it.
+
     Returns:
         One group per problem, in order, without advantages.
     """
     prompts = [tokenizer.prompt_ids(list(problem.messages)) for problem in problems]
+    opened = [tokenizer.opened_thought(prompt) for prompt in prompts]
     arrived: SimpleQueue[tuple[int, int, Completion] | None] = SimpleQueue()  # None: there will be no more
     graded: dict[tuple[int, int], tuple[str, Outcome]] = {}
 
@@ -47,7 +50,7 @@ def sample_groups(
 
     def grade() -> None:
         while batch := _waiting(arrived):
-            texts = [tokenizer.decode(completion.tokens.tolist()) for _, _, completion in batch]
+            texts = [opened[p] + tokenizer.decode(completion.tokens.tolist()) for p, _, completion in batch]
             outcomes = grader.grade([(problems[p], text) for (p, _, _), text in zip(batch, texts, strict=True)])
             for (p, s, _), text, outcome in zip(batch, texts, outcomes, strict=True):
                 graded[p, s] = text, outcome

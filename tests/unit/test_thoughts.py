@@ -1,0 +1,116 @@
+"""A thought that the template opens: the text of a completion, and what graders make of it."""
+
+import json
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+pytest.importorskip("math_verify")
+
+from torchtune_ext.chat import ChatTokenizer
+from torchtune_ext.grading import Grader
+from torchtune_ext.rollout import sample_groups
+from torchtune_ext.sampling.engine import Completion, SamplingConfig
+from torchtune_ext.tasks.answers import MathGrader
+from torchtune_ext.tasks.arithmetic import Arithmetic
+from torchtune_ext.tasks.task import Problem
+from torchtune_ext.tasks.temporal_clue.task import TemporalClue
+
+PLAIN = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+THINKS = PLAIN.replace(
+    "assistant\n{% endif %}", "assistant\n<think>\n{% endif %}"
+)  # as Qwen3-Thinking-2507, R1 distills
+SWITCHED_OFF = PLAIN.replace("assistant\n{% endif %}", "assistant\n<think>\n\n</think>\n\n{% endif %}")
+
+CUT = "Let me think. ... maybe \\boxed{3}, wait"
+ENDED = "Let me think. ... maybe \\boxed{3}, no.\n</think>\n\nIt is \\boxed{4}."
+
+
+class Fours:
+    """Two problems whose answers are 3 and 4."""
+
+    grader = MathGrader(format="think")
+
+    def grade(self, problem, text):
+        return self.grader(problem.answer, text)
+
+
+class Recorded:
+    """An engine that samples the same texts for every prompt."""
+
+    def __init__(self, tokenizer, texts):
+        self.completions = []
+        for text in texts:
+            ids = np.asarray(tokenizer.encode(text + "<|im_end|>"), dtype=np.int32)
+            self.completions.append(Completion(ids, np.zeros(len(ids)), np.zeros(len(ids), dtype=np.int32), "stop", 0))
+
+    def sample(self, prompts, samples_per_prompt, sampling, on_completion):
+        for p in range(len(prompts)):
+            for s, completion in enumerate(self.completions):
+                on_completion(p, s, completion)
+        return [self.completions for _ in prompts]
+
+
+def model_dir(path, special):
+    """A byte-level tokenizer; the marks of thoughts are tokens of their own, special ones or not."""
+    vocab = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    ends = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in ends])
+    if special is not None:
+        add = tokenizer.add_special_tokens if special else tokenizer.add_tokens
+        add([AddedToken(token, special=special, normalized=False) for token in ("<think>", "</think>")])
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    return path
+
+
+def graded(tokenizer, texts):
+    """{(answer, text sampled): (text read, reward, format)}"""
+    problems = [Problem(answer, ({"role": "user", "content": "?"},), answer) for answer in ("3", "4")]
+    with Grader(Fours(), timeout_s=60.0) as grader:
+        engine = Recorded(tokenizer, texts)
+        groups = sample_groups(problems, len(texts), SamplingConfig(max_tokens=99), engine, tokenizer, grader)
+    return {
+        (group.problem.answer, text): (s.text, s.outcome.score.reward, s.outcome.score.parts["format"])
+        for group in groups
+        for text, s in zip(texts, group.samples, strict=True)
+    }
+
+
+@pytest.mark.parametrize("special", [None, False, True], ids=["characters", "tokens", "special tokens"])
+def test_a_thought_that_the_template_opens_is_no_answer(tmp_path, special):
+    tokenizer = ChatTokenizer(model_dir(tmp_path, special), THINKS)
+    found = graded(tokenizer, [CUT, ENDED])
+    assert found["3", CUT] == (f"<think>\n{CUT}", 0.0, 0.0)
+    assert found["4", ENDED] == (f"<think>\n{ENDED}", 1.0, 1.0)
+    assert found["3", ENDED][1:] == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("template", [PLAIN, SWITCHED_OFF], ids=["plain", "switched off"])
+def test_other_templates_leave_the_text_as_it_was_sampled(tmp_path, template):
+    tokenizer = ChatTokenizer(model_dir(tmp_path, False), template)
+    found = graded(tokenizer, [CUT, f"<think>{ENDED}"])
+    assert found["3", CUT] == (CUT, 1.0, 0.0)
+    assert found["4", f"<think>{ENDED}"] == (f"<think>{ENDED}", 1.0, 1.0)
+
+
+def test_a_question_that_speaks_of_thoughts_opens_none(tmp_path):
+    tokenizer = ChatTokenizer(model_dir(tmp_path, False), PLAIN)
+    assert tokenizer.opened_thought(tokenizer.prompt_ids([{"role": "user", "content": "What is <think>"}])) == ""
+    assert tokenizer.opened_thought(tokenizer.encode("Think first.\n<think>\n\n")) == "<think>\n\n"
+
+
+def test_graders_that_know_of_no_thoughts_say_the_same():
+    arithmetic, clue = Arithmetic(level=3, count=1), TemporalClue(seed=0, count=1)
+    for task in (arithmetic, clue):
+        problem = task[0]
+        text = f"I see.\n</think>\n\n{task.solution(problem)}"
+        assert task.grade(problem, f"<think>\n{text}") == task.grade(problem, text)
+        assert task.grade(problem, f"<think>\n{text}").reward == 1.0
