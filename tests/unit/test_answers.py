@@ -205,10 +205,12 @@ def test_candidates_win_nothing(values, data):
 
 @quick
 @given(st.text(max_size=60), plain, plain)
-def test_the_last_box_alone_counts(before, first, last):
-    text = f"{before} \\boxed{{{first}}} or \\boxed{{{last}}}"
+def test_the_boxes_of_the_last_sentence_alone_count(before, first, last):
     if "think>" not in before:
+        text = f"{before} \\boxed{{{first}}}. No, it is \\boxed{{{last}}}"
         assert reward(str(last), text) == 1.0 and reward(str(first), text) == float(first == last)
+        text = f"{before} \\boxed{{{first}}} or \\boxed{{{last}}}"  # one list, which is no number
+        assert reward(str(last), text) == reward(str(first), text) == float(first == last)
 
 
 pieces = st.sampled_from(

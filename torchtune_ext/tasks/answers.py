@@ -3,16 +3,18 @@ r"""Is the answer in this text the right one? Extraction of the answer, and equa
 Where the answer stands, the first that is found counts:
 
 1. thinking is set aside: only what follows the last `</think>` is read, and nothing of a thought that never ends;
-2. the last \boxed{...} or \fbox{...}. The last one alone: a text cannot answer twice. One that is never closed, or empty,
-   is no answer, whatever stands before it;
+2. the last \boxed{...} or \fbox{...}, together with those of the same sentence: they are one list. The last sentence alone:
+   a text cannot answer twice. A box that is never closed, or empty, is no answer, whatever stands before it;
 3. with `brackets`, the last [...];
 4. `#### 72` in the last line, the habit of GSM8K;
 5. the last "answer is ..." or "Answer: ...";
-6. math-verify's own extraction, from the last `TAIL_CHARS` characters. It settles on one expression as well.
+6. in the last `TAIL_CHARS` characters, the last values that are joined: "2, 3 or 5" is one list;
+7. math-verify's own extraction, from the same end. It settles on one expression as well. A text that is the
+   right answer letter by letter, and no more, is right.
 
 Two answers are equal when they are the same text, the same plain number, or the same by math-verify: values (1/2 = 0.5, to
-six decimals), sets in any order, tuples, intervals, equations, units left out. `{1, 2, 3}` is not 3: to name candidates gains
-nothing.
+six decimals), sets in any order, tuples, intervals, equations; units (`values.py`) are left out. `{1, 2, 3}` is not 3: to name
+candidates gains nothing, and where the right answer is a list, the whole list must be right.
 
 **Time.** math-verify's own time-outs work by signals, which fail in threads, so they are off. Some answers take for ever
 (10^{10^{10}}); `grade` therefore belongs into the processes of `torchtune_ext.grading`, which kill it at its
@@ -26,11 +28,13 @@ the log): a count that grows means that the policy has found such answers; then 
 import importlib.util
 import logging
 import re
+from dataclasses import replace
 from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
 from torchtune_ext.tasks.task import Score
+from torchtune_ext.tasks.values import SENTENCE_END, STYLES, changes_value, joined_values, without_unit, word_behind
 
 MAX_CHARS = 1000  # of an answer; a longer one is wrong, unless the right one is as long
 TAIL_CHARS = 2000  # of a text without a box or a phrase; its end is searched for an expression
@@ -38,16 +42,23 @@ FORMATS = ("box", "think")
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:(?P<brace>\{)|(?<=\s)(?P<token>[^\s${}\\]+))")
 _BRACKETS = re.compile(r"(?<!\\)\[([^\[\]]*[^\[\]\\])\]")
-_HASHES = re.compile(r".*####\s*:?\s*(\S.*)")
+_HASHES = re.compile(r"(?:(?!####).)*####\s*:?\s*(\S.*)")
 _PHRASE = re.compile(r"\banswer\b[*_\s]*(?:is|:|=)[*_:\s]*", re.IGNORECASE)
-_CLAUSE_END = re.compile(r"[.!?](?=\s|$)|;\s|,?\s(?:because|since|so|which)\b")
+_CLAUSE_END = re.compile(r"[.!?](?=\s|$)|;\s(?![^\n]*\d)|,?\s(?:because|since|so|which)\b")
+# "the largest $n$ is 34": a subject that is no number and leaves nothing open, one verb, the answer.
+_STATED = re.compile(
+    r"(?!.*\b(?:or|if|unless|either|not|but)\b)[A-Za-z$\\(](?:(?!\b(?:is|are|equals)\b)[^,;:?])*\s(?:is|are|equals)\s+"
+    r"((?:(?!\b(?:is|are|equals)\b).)+)",
+    re.IGNORECASE,
+)
 _GROUPED = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")  # 1,234,567
 _PLAIN = re.compile(r"(?:0|-?[1-9][0-9]{0,14})|-?(?:0|[1-9][0-9]{0,8})\.[0-9]{1,5}|-?[1-9][0-9]{0,2}(?:,[0-9]{3}){1,4}")
 _NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?|-?\.[0-9]+|-?[0-9]+/[0-9]+|-?\\frac\{[0-9]+\}\{[0-9]+\}")
-_WITH_UNIT = re.compile(rf"({_NUMBER.pattern})\s+([A-Za-z]{{2,}}(?:[ -][A-Za-z]{{2,}})*)")
+_NARROW = re.compile(r"\\!\s*")  # 11,\! 111
 _SCIENTIFIC = re.compile(r"(-?[0-9]+(?:\.[0-9]+)?)[eE]([+-]?[0-9]{1,3})")
-_STYLE = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
-_NO_UNITS = {"and", "or", "mod", "pi", "percent", "dozen", "hundred", "thousand", "million", "billion", "trillion"}
+_STYLE = re.compile(rf"\\(?:{STYLES})\s*\{{([^{{}}]*)\}}")
+_SYMBOL = re.compile(rf"\\(?:{STYLES})\s*\{{\s*([A-Za-z0-9])\s*\}}")
+_PERCENT = re.compile(rf"(\\(?:{STYLES})\s*\{{\s*)?\b(?:per\s?cent(?:age)?|pct)\b(?(1)\s*\}})", re.IGNORECASE)
 
 
 # ---- extraction
@@ -60,25 +71,44 @@ def spoken(text: str) -> str:
 
 def last_box(text: str) -> str | None:
     r"""What the last \boxed{...} or \fbox{...} holds ("\boxed 7": 7); None without one, or when it is never closed."""
-    box = _last(_BOX, text)
-    if box is None:
-        return None
+    boxes = last_boxes(text)
+    return boxes[-1] if boxes else None
+
+
+def last_boxes(text: str) -> list[str] | None:
+    """What the boxes of the last sentence that has one hold, in order; None as `last_box`."""
+    found, until = [], len(text)
+    for box in reversed(list(_BOX.finditer(text))):
+        held = _held(text, box, until)
+        if held is None:  # for an earlier one: it holds the one that follows
+            break
+        if found and _parts(text[held[1] : until]):
+            break
+        found.append(held[0])
+        until = box.start()
+    return found[::-1] or None
+
+
+def _held(text: str, box: re.Match, until: int) -> tuple[str, int] | None:
+    """What a box holds, and where it ends; None when it is not closed before `until`."""
     if box["token"]:
-        return box["token"].rstrip(".,;")
+        return box["token"].rstrip(".,;"), box.end()
     depth, at = 1, box.end()
-    while at < len(text):
+    while at < until:
         if text[at] == "\\":
             at += 1  # \{ and \} are signs, not braces
         elif text[at] in "{}":
             depth += 1 if text[at] == "{" else -1
             if depth == 0:
-                return text[box.end() : at].strip()
+                return text[box.end() : at].strip(), at + 1
         at += 1
     return None
 
 
-def _last(pattern: re.Pattern, text: str) -> re.Match | None:
-    return max(pattern.finditer(text), key=re.Match.start, default=None)
+def _parts(between: str) -> bool:
+    """Whether a sentence ends between two boxes: at a stop, or with a line, unless at most "and" or "or" stands there."""
+    words = set(re.findall(r"(?<!\\)\b[A-Za-z]{2,}", between))
+    return bool(SENTENCE_END.search(between)) or ("\n" in between and not words <= {"and", "or"})
 
 
 def after_hashes(text: str) -> str | None:
@@ -89,17 +119,23 @@ def after_hashes(text: str) -> str | None:
 
 
 def after_phrase(text: str) -> str | None:
-    """The clause after the last "answer is" or "answer:"."""
-    phrase = _last(_PHRASE, text)
-    if phrase is None:
+    """The clause after the last "answer is" or "answer:"; of several in one sentence, after the first of them."""
+    phrases = list(_PHRASE.finditer(text))
+    if not phrases:
         return None
-    return _CLAUSE_END.split(text[phrase.end() :].partition("\n")[0], maxsplit=1)[0].strip()
+    first = len(phrases) - 1
+    while first and not re.search(r"[.!?]\s|\n", text[phrases[first - 1].end() : phrases[first].start()]):
+        first -= 1
+    clause = _CLAUSE_END.split(text[phrases[first].end() :].partition("\n")[0], maxsplit=1)[0].strip()
+    stated = _STATED.fullmatch(clause)
+    return stated[1] if stated else clause
 
 
 def extract(text: str, require_box: bool = False, brackets: bool = False) -> str | None:
-    """The answer in a text by rules 2 to 5 of this module; None: there is none, or only rule 6 can find it."""
+    """The answer in a text by rules 2 to 5 of this module; None: there is none, or it has no mark."""
     if require_box or "\\boxed" in text or "\\fbox" in text:
-        return last_box(text)
+        boxes = last_boxes(text)
+        return None if boxes is None else ", ".join(dict.fromkeys(boxes))
     if brackets and (found := _BRACKETS.findall(text)):
         return found[-1].strip()
     hashes = after_hashes(text)
@@ -138,7 +174,8 @@ def tidy(answer: str) -> str:
 
     1.5e-7, as computers write it, becomes 1.5 \times 10^{-7}.
     """
-    for useless in ("\\$", "$", "\\(", "\\)", "\\!", "\\,", "\\;"):
+    answer = _NARROW.sub("", answer)
+    for useless in ("\\$", "$", "\\(", "\\)", "\\,", "\\;"):
         answer = answer.replace(useless, "")
     answer = answer.replace("{,}", ",").replace("\N{MINUS SIGN}", "-")
     if "\\left" not in answer:  # \[ ... \]; in "\left\[" it would be a bracket
@@ -156,29 +193,64 @@ def equal(gold: str, answer: str) -> bool:
         return False
     if _words(gold) == _words(answer):
         return True
+    if _PERCENT.search(answer) and not _percentage(gold):
+        return False
+    answer = without_unit(answer, variables=not _NUMBER.fullmatch(gold))
     numbers = _plain(gold), _plain(answer)
     if None not in numbers:
         return numbers[0] == numbers[1]
     if len(answer) > max(MAX_CHARS, 2 * len(gold)) or _foreign_digits(answer):
         return False
-    return verified(gold, expression(_without_unit(gold, answer)))
+    return verified(gold, expression(answer))
+
+
+def all_equal(gold: str, answers: list[str]) -> bool:
+    """Whether several answers are right: all of them, or none alone and the list of them."""
+    verdicts = {equal(gold, answer) for answer in answers}
+    values = (without_unit(tidy(answer), variables=False) for answer in answers)
+    return verdicts == {True} or (len(answers) > 1 and True not in verdicts and equal(gold, ", ".join(values)))
 
 
 def expression(answer: str) -> list:
-    """What math-verify makes of an answer: a sympy object, then the text itself; the text alone when it cannot be read."""
-    library = _library()
-    return library.parse(f"\\boxed{{{answer}}}", [library.LatexExtractionConfig()], parsing_timeout=None)
+    """What math-verify makes of an answer: a sympy object, then the text itself; the text alone when it cannot be read.
+
+    The answer as a whole ("first_match"): no part is searched for in one that cannot be read.
+    """
+    answer = _PERCENT.sub(r"\\%", _SYMBOL.sub(r" \1", answer))
+    return _library().parse(f"\\boxed{{{answer}}}", [_latex()], extraction_mode="first_match", parsing_timeout=None)
 
 
 def search(text: str) -> list:
     """What math-verify finds in a text, as `expression`. Empty when there is nothing."""
-    return _library().parse(text, parsing_timeout=None)
+    library = _library()
+    return library.parse(_SYMBOL.sub(r" \1", text), [_latex(), library.ExprExtractionConfig()], parsing_timeout=None)
 
 
 def verified(gold: str, found: list) -> bool:
     """math-verify's verdict on the first of what it found in a text; only one, so that there is no second guess."""
     right = _gold_expressions(tidy(gold))
     return _library().verify(right, found[:1], float_rounding=_decimals(right), timeout_seconds=None)
+
+
+def unmarked(gold: str, tail: str) -> tuple[bool, bool]:
+    """(found, right) for the end of a text without a box or a phrase: rules 6 and 7 of this module."""
+    if _words(tidy(tail)) == _words(tidy(gold)):
+        return True, True
+    values = joined_values(tail)
+    if len(values) > 1:
+        return True, all_equal(gold, values)
+    read = [] if _foreign_digits(tail) else search(tail)
+    if not read:
+        return False, False
+    behind, text = word_behind(tail), str(read[-1])
+    if changes_value(behind) and not (_PERCENT.fullmatch(behind) and _percentage(gold)):
+        return True, False
+    # within math signs, a unit may stand behind the value
+    return True, verified(gold, read) or (without_unit(text) != text and equal(gold, text))
+
+
+def _percentage(gold: str) -> bool:
+    return "%" in gold or bool(_PERCENT.search(gold))
 
 
 def readable(gold: str) -> bool:
@@ -191,12 +263,6 @@ def _words(answer: str) -> str:
     """Text for comparison letter by letter: words without a style, and without case when they are words alone."""
     plain = " ".join(_STYLE.sub(r"\1", answer).split())
     return plain.casefold() if len(plain) > 1 and plain.replace(" ", "").isalpha() else plain
-
-
-def _without_unit(gold: str, answer: str) -> str:
-    """ "18 apples" is 18 where a bare number is asked for. Symbols are one letter: "18 x" stays."""
-    unit = _WITH_UNIT.fullmatch(" ".join(_STYLE.sub(r" \1", answer).split())) if _NUMBER.fullmatch(gold) else None
-    return unit[1] if unit and _NO_UNITS.isdisjoint(unit[2].lower().split()) else answer
 
 
 def _plain(answer: str) -> Decimal | None:
@@ -220,7 +286,14 @@ def _decimals(right: list) -> int:
 
 @lru_cache(maxsize=1024)
 def _gold_expressions(gold: str) -> list:
-    return expression(gold)
+    return expression(without_unit(gold))
+
+
+@lru_cache(maxsize=1)
+def _latex() -> Any:
+    r"""How math-verify reads LaTeX: units are ours, since it drops any \text at the end, whatever that says."""
+    defaults = _library().LatexExtractionConfig()
+    return replace(defaults, normalization_config=replace(defaults.normalization_config, units=False))
 
 
 @lru_cache(maxsize=1)
@@ -273,16 +346,16 @@ class MathGrader:
 
     def __call__(self, gold: str, text: str) -> Score:
         said = spoken(text) if not self.require_thinking or "</think>" in text else ""
+        boxes = last_boxes(said)
         answer = extract(said, self.require_box, self.brackets)
-        boxed = answer is not None and bool(tidy(answer)) and last_box(said) == answer
         if answer is not None:
-            found, right = bool(tidy(answer)), equal(gold, answer)
+            found = bool(tidy(answer))
+            right = all_equal(gold, [answer] if boxes is None else boxes)
         elif self.require_box or "\\boxed" in said or "\\fbox" in said:
             found, right = False, False
         else:
-            tail = said[-TAIL_CHARS:]
-            read = [] if _foreign_digits(tail) else search(tail)
-            found, right = bool(read), bool(read) and verified(gold, read)
+            found, right = unmarked(gold, said[-TAIL_CHARS:])
+        boxed = found and boxes is not None
         well_formed = float(boxed if self.format == "box" else thinks(text))
         reward = (1.0 - self.format_reward) * right + self.format_reward * well_formed
         return Score(reward, {"accuracy": float(right), "format": well_formed, "failed": float(not found)})

@@ -1,0 +1,157 @@
+r"""Values in prose: which words behind a number are its unit, and which values are joined to a list.
+
+**Units.** "18 dollars" is 18 and "5 \text{ cm}^2" is 5, but "5 squared", "5 tenths" and "5 or six" are not 5. There is no end
+of units, so no list of them can be complete; the words that change a value are few and known. A unit is therefore told by
+its form. It is a phrase of at most `MAX_WORDS` words, "cubic inches", "apples left", or several, "miles per hour". The first
+has a plural or one of `MEASURES`, which rules out what is no noun ("squared", "factorial", "over"); after 1 it may be a
+singular. No word is a number ("million", "halves", "tenths", "six"), an operation ("times") or a joint ("or", "if").
+"100 square" is 100, the habit of answers to MATH.
+
+**Lists.** "3 or 4", "2, 3 and 5", "A: 3 B: 4" name several values; "12 eggs, so 4 are left" names one.
+"""
+
+import re
+
+MAX_WORDS = 3  # of one noun phrase
+MAX_JOINT = 8  # words between two values that an "or" joins
+SENTENCE_END = re.compile(r"(?<!\\)[.!?][^\w\s]*\s")
+
+STYLES = "text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mbox"
+_STYLED = rf"\\(?:{STYLES})\s*\{{[^{{}}]*\}}"
+# From the first letter behind the value to the end. Each step takes one letter or one group: no two ways to match.
+_TAIL = re.compile(
+    r"(?:(?<![A-Za-z\\])|(?![A-Za-z]))"  # not within a word or a command
+    rf"(?:(?:{_STYLED}|[A-Za-z])(?:\^(?:[23]|\{{[23]\}}))?|[\s/~-]|\\[ ,;:]|\\cdot(?=\s*\\[tm])|\.(?=\s))+$"
+)
+_POWER = re.compile(r"\^\{?[23]\}?")
+_STYLE = re.compile(rf"\\(?:{STYLES})\s*\{{([^{{}}]*)\}}")
+_PRODUCT = re.compile(r"[A-Za-z^{}23]+|\s*[A-Za-z]\s*")
+_VALUE_END = re.compile(r"[\w})\]%!]$")
+_SPACES = re.compile(r"\\(?:[ ,;:]|cdot)|[~()-]")
+_PREPOSITION = re.compile(r"\b(?:per|of|in|an?|each)\b")
+_PER_CENT = re.compile(r"\bper cents?\b")
+_PLURAL = re.compile(r"[a-z]+[^siu\W\d_]s")  # not less, is, plus
+_FRACTION = re.compile(
+    r"(?:thir|four|fif|six|seven|eigh|nin|ten|eleven|twelf|\w+teen|\w+tie|hundred|thousand|\w+illion)(?:d|th)s?"
+)
+_LARGE = re.compile(r"(?:ten|dozen|hundred|thousand|\w*illion)s?")
+
+NUMBERS = set(
+    (
+        "zero one two three four five six seven eight nine eleven twelve thirteen fourteen fifteen sixteen seventeen "
+        "eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety half halves quarter quarters twice "
+        "thrice double triple"
+    ).split()
+)
+OPERATIONS = set(
+    (
+        "plus minus times over equals squared cubed doubled tripled halved negated inverted factorial factorials root "
+        "roots power powers mod modulo choose divided multiplied added subtracted raised log percent percents "
+        "percentage percentages pct negative positive reciprocal reciprocals inverse repeating recurring pi"
+    ).split()
+)
+JOINTS = set(
+    (
+        "and or nor xor not no but if when unless otherwise else either neither maybe perhaps possibly alternatively "
+        "is are was vs versus than to from by for with"
+    ).split()
+)
+MEASURES = set(
+    (
+        "mm cm dm km nm ft yd mi mph kph kmh kmph sq square cubic cu mg kg lb oz gal qt pt ml dl cl cc ms sec min hr "
+        "yr am pm rpm hz khz mhz ghz kj kw mw kwh mv ma pa kpa atm mol cal kcal ev db ohm usd eur gbp inr cad aud rs "
+        "rupee yen yuan won cent dollar euro pound peso unit degree deg radian meter metre liter litre gram kilogram "
+        "kilometer kilometre centimeter centimetre mile foot feet inch inches yard acre hectare gallon ounce ton "
+        "tonne second minute hour day week month year people men women children teeth geese mice fish sheep deer dice "
+        "celsius fahrenheit kelvin bit byte kb mb gb tb th st nd rd"
+    ).split()
+)
+# Between two values, these and single letters join them ("A: 3 B: 4"); any other word lets the second one stand alone.
+_JOINING = set(
+    "and either maybe perhaps possibly option case choice candidate it is are was could might may be".split()
+)
+_VALUE = re.compile(
+    r"\$(?=\S)[^$\n]*?\d[^$\n]*?(?<=\S)\$(?!\d)|\\\((?:(?!\\\)).)*\d(?:(?!\\\)).)*\\\)|-?\\frac\{\d+\}\{\d+\}"
+    r"|(?<![\w.])[-+]?(?:(?:\d{1,3}(?:[ ,]\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:/\d+)?\\?%?"
+    rf"|\b(?:{'|'.join(sorted(NUMBERS))})\b"
+)
+_NEXT_WORD = re.compile(r"[\s~$-]*(?:\\[a-z]+\s*\{\s*)?([Pp]er\s?cent|[A-Za-z]+)")
+_JOINT = re.compile(r"\b(?:and|or)\b")
+_LABEL = re.compile(r"\b[A-Za-z]\s*=")  # x = 3 or x = 4
+_OPERATOR = re.compile(r"[-+*=^<>]")
+LETTERS = set("mgshlL")  # metres, grams, seconds, hours, litres; other letters are variables ...
+STYLED_LETTERS = LETTERS | set("NJWVCF")  # ... unless they are set upright
+
+
+def without_unit(answer: str, variables: bool = True) -> str:
+    """The answer without a unit at its end; as it is when no value stands before the words, or when they are no unit.
+
+    variables: "2m" and "2 m" may hold a variable, and stay.
+    """
+    tail = _TAIL.search(answer)
+    if tail is None or not _VALUE_END.search(value := answer[: tail.start()].rstrip()):
+        return answer
+    if variables and _PRODUCT.fullmatch(tail[0]):
+        return answer
+    styled = _STYLE.fullmatch(tail[0].strip())
+    words = _STYLE.sub(r" \1 ", _POWER.sub("", tail[0]))
+    upright = styled is not None and styled[1].strip() in STYLED_LETTERS
+    return value if upright or is_unit(words, singular=value in ("1", "-1")) else answer
+
+
+def is_unit(words: str, singular: bool = False) -> bool:
+    """Whether words name a unit: "square feet", "miles per hour". singular: "apple" does, too."""
+    words = _SPACES.sub(" ", words).replace("/", " per ").strip(" .")
+    phrases = [phrase.split() for phrase in _PREPOSITION.split(words)]
+    every = [word for phrase in phrases for word in phrase]
+    if not phrases[0] or max(map(len, phrases)) > MAX_WORDS or _PER_CENT.search(words):
+        return False
+    if not all(word in LETTERS if len(word) == 1 else _neutral(word.lower()) for word in every):
+        return False
+    return singular or any(
+        word in LETTERS or word.lower() in MEASURES or _PLURAL.fullmatch(word.lower()) for word in phrases[0]
+    )
+
+
+def _neutral(word: str) -> bool:
+    return word.isalpha() and word not in JOINTS and not changes_value(word)
+
+
+def changes_value(word: str) -> bool:
+    """Whether a word behind a number makes it another one: "5 million", "5 tenths", "5 squared"."""
+    if word in MEASURES:
+        return False
+    return word in NUMBERS or word in OPERATIONS or bool(_FRACTION.fullmatch(word) or _LARGE.fullmatch(word))
+
+
+def joined_values(text: str) -> list[str]:
+    """The last value of a text, after those that the same sentence joins to it. Numbers, numerals, formulas with a digit."""
+    values = list(_VALUE.finditer(text))
+    found = values[-1:]
+    for value, following in zip(values[-2::-1], values[:0:-1], strict=True):
+        if not _joins(text[value.end() : following.start()]):
+            break
+        found.append(value)
+    return [value[0] for value in found[::-1]]
+
+
+def _joins(between: str) -> bool:
+    """Whether what stands between two values makes them candidates, or members of one list."""
+    if _JOINT.search(between):
+        between = _LABEL.sub("", between)
+    if "\n" in between or SENTENCE_END.search(between) or _OPERATOR.search(between):
+        return False
+    words = [word.lower() for word in re.findall(r"(?<!\\)\b[A-Za-z]+", between)]
+    if "or" in words:
+        return len(words) <= MAX_JOINT
+    others = [word for word in words if len(word) > 1 and word not in _JOINING]  # single letters are labels
+    if others:
+        return words[-1] == "and" and is_unit(" ".join(words[:-1]))  # 3 apples and 4 pears
+    return not words or words[0] == "and" or bool(re.search(r"[,;:/|&]", between))
+
+
+def word_behind(text: str) -> str:
+    """The word right behind the last number of a text, in lower case; "" without one. "per cent" is one."""
+    numbers = [value for value in _VALUE.finditer(text) if not value[0].isalpha()]
+    word = _NEXT_WORD.match(text, numbers[-1].end()) if numbers else None
+    return re.sub(r"per\s", "per", word[1].lower()) if word else ""
