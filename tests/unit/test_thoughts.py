@@ -30,8 +30,8 @@ CUT = "Let me think. ... maybe \\boxed{3}, wait"
 ENDED = "Let me think. ... maybe \\boxed{3}, no.\n</think>\n\nIt is \\boxed{4}."
 
 
-class Fours:
-    """Two problems whose answers are 3 and 4."""
+class Thoughtful:
+    """Answers that come with the problems, and the format of thoughts."""
 
     grader = MathGrader(format="think")
 
@@ -71,12 +71,17 @@ def model_dir(path, special):
     return path
 
 
-def graded(tokenizer, texts):
+@pytest.fixture(scope="module")
+def grader():
+    with Grader(Thoughtful(), timeout_s=60.0) as grader:
+        yield grader
+
+
+def graded(grader, tokenizer, texts):
     """{(answer, text sampled): (text read, reward, format)}"""
     problems = [Problem(answer, ({"role": "user", "content": "?"},), answer) for answer in ("3", "4")]
-    with Grader(Fours(), timeout_s=60.0) as grader:
-        engine = Recorded(tokenizer, texts)
-        groups = sample_groups(problems, len(texts), SamplingConfig(max_tokens=99), engine, tokenizer, grader)
+    engine = Recorded(tokenizer, texts)
+    groups = sample_groups(problems, len(texts), SamplingConfig(max_tokens=99), engine, tokenizer, grader)
     return {
         (group.problem.answer, text): (s.text, s.outcome.score.reward, s.outcome.score.parts["format"])
         for group in groups
@@ -85,18 +90,18 @@ def graded(tokenizer, texts):
 
 
 @pytest.mark.parametrize("special", [None, False, True], ids=["characters", "tokens", "special tokens"])
-def test_a_thought_that_the_template_opens_is_no_answer(tmp_path, special):
+def test_a_thought_that_the_template_opens_is_no_answer(grader, tmp_path, special):
     tokenizer = ChatTokenizer(model_dir(tmp_path, special), THINKS)
-    found = graded(tokenizer, [CUT, ENDED])
+    found = graded(grader, tokenizer, [CUT, ENDED])
     assert found["3", CUT] == (f"<think>\n{CUT}", 0.0, 0.0)
     assert found["4", ENDED] == (f"<think>\n{ENDED}", 1.0, 1.0)
     assert found["3", ENDED][1:] == (0.0, 1.0)
 
 
 @pytest.mark.parametrize("template", [PLAIN, SWITCHED_OFF], ids=["plain", "switched off"])
-def test_other_templates_leave_the_text_as_it_was_sampled(tmp_path, template):
+def test_other_templates_leave_the_text_as_it_was_sampled(grader, tmp_path, template):
     tokenizer = ChatTokenizer(model_dir(tmp_path, False), template)
-    found = graded(tokenizer, [CUT, f"<think>{ENDED}"])
+    found = graded(grader, tokenizer, [CUT, f"<think>{ENDED}"])
     assert found["3", CUT] == (CUT, 1.0, 0.0)
     assert found["4", f"<think>{ENDED}"] == (f"<think>{ENDED}", 1.0, 1.0)
 

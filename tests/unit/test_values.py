@@ -10,7 +10,7 @@ from torchtune_ext.tasks.answers import MathGrader, equal
 from torchtune_ext.tasks.values import changes_value, joined_values, without_unit, word_behind
 
 GRADER = MathGrader()
-COUNT = 200
+COUNT = 200  # of answers that name several candidates
 
 
 def reward(gold, text):
@@ -20,7 +20,7 @@ def reward(gold, text):
 # ---- units
 
 UNITS = r"""cm|square feet|cubic inches|miles per hour|apples|dollars|apples left|years old|people|hours in total|
-US dollars|chocolate chip cookies|cups of sugar|km/h|m/s|months|units|square|pairs of socks|seconds|liters|gallons of milk""".replace(
+US dollars|chocolate chip cookies|cups of sugar|km/h|m/s|months|units|square|pairs of socks|sq. ft.|in|in.|a.m.|seconds|liters|gallons of milk""".replace(
     "\n", ""
 ).split("|")
 
@@ -67,7 +67,7 @@ def test_nor_are_they_in_a_text_without_a_box(text):
     [
         ("5\\%", "5 \\text{ percent}", True), ("5 per cent", "5\\%", True), ("5", "5\\%", True), ("5", "5 per cent", False),
         ("5 million", "5 \\text{ million}", True), ("5 \\text{ million}", "5", False), ("18 hours", "18", True),
-        ("1", "1 apple", True), ("5", "5 \\text{ cm}^2", True), ("5", "5\\text{ m/s}^2", True), ("24", "4! \\text{ ways}", True),
+        ("1", "1 apple", True), ("5", "5 \\text{ cm}^2", True), ("5", "5\\text{ m/s}^2", True), ("5", "\\text{5 cm}", True), ("12", "\\mathbf{12}", True), ("24", "4! \\text{ ways}", True),
         ("90", "90^\\circ", True), ("-5", "-5^\\circ\\text{C}", True), ("5", "5m", True), ("5", "5t", False),
         ("2m", "2", False), ("2m", "2m", True), ("5", "5\\mathrm{e}", False), ("5", "5 \\text{ kg} \\cdot \\text{m}", True),
         ("3\\mathbf{i}+4\\mathbf{j}", "3\\mathbf{i}+4\\mathbf{k}", False), ("2\\pi", "2\\pi \\text{ cm}", True),
@@ -90,6 +90,9 @@ def test_many_words_cost_no_time():
     "text, values",
     [
         ("It is 3 or 4", ["3", "4"]),
+        ("3 if even, 4 if odd", ["3", "4"]),
+        ("3 but maybe 4", ["3", "4"]),
+        ("She has 3 but needs 4.", ["4"]),
         ("2, 3 and 5", ["2", "3", "5"]),
         ("2,3,5", ["2", "3", "5"]),
         ("A: 3 B: 4", ["3", "4"]),
@@ -113,6 +116,9 @@ def test_the_values_that_a_sentence_joins(text, values):
 def test_the_word_behind_the_last_number():
     assert word_behind("it is 5 squared") == "squared" and word_behind("5 \\text{ Tenths}") == "tenths"
     assert word_behind("5 per cent of it") == "percent" and word_behind("it is 5.") == word_behind("") == ""
+    assert (
+        word_behind("it rang 22 times.") == "" and word_behind("5 times") == word_behind("it is 5 times six") == "times"
+    )
     assert changes_value("squared") and changes_value("tenths") and not changes_value("seconds")
 
 

@@ -195,7 +195,8 @@ def equal(gold: str, answer: str) -> bool:
         return True
     if _PERCENT.search(answer) and not _percentage(gold):
         return False
-    answer = without_unit(answer, variables=not _NUMBER.fullmatch(gold))
+    whole = _STYLE.fullmatch(answer)
+    answer = without_unit(whole[1].strip() if whole else answer, variables=not _NUMBER.fullmatch(gold))
     numbers = _plain(gold), _plain(answer)
     if None not in numbers:
         return numbers[0] == numbers[1]

@@ -13,7 +13,7 @@ singular. No word is a number ("million", "halves", "tenths", "six"), an operati
 import re
 
 MAX_WORDS = 3  # of one noun phrase
-MAX_JOINT = 8  # words between two values that an "or" joins
+MAX_JOINT = 8  # words between two alternatives
 SENTENCE_END = re.compile(r"(?<!\\)[.!?][^\w\s]*\s")
 
 STYLES = "text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mbox"
@@ -21,14 +21,14 @@ _STYLED = rf"\\(?:{STYLES})\s*\{{[^{{}}]*\}}"
 # From the first letter behind the value to the end. Each step takes one letter or one group: no two ways to match.
 _TAIL = re.compile(
     r"(?:(?<![A-Za-z\\])|(?![A-Za-z]))"  # not within a word or a command
-    rf"(?:(?:{_STYLED}|[A-Za-z])(?:\^(?:[23]|\{{[23]\}}))?|[\s/~-]|\\[ ,;:]|\\cdot(?=\s*\\[tm])|\.(?=\s))+$"
+    rf"(?:(?:{_STYLED}|[A-Za-z])(?:\^(?:[23]|\{{[23]\}}))?|[\s/~-]|\\[ ,;:]|\\cdot(?=\s*\\[tm])|(?<=[A-Za-z])\.)+$"
 )
 _POWER = re.compile(r"\^\{?[23]\}?")
 _STYLE = re.compile(rf"\\(?:{STYLES})\s*\{{([^{{}}]*)\}}")
 _PRODUCT = re.compile(r"[A-Za-z^{}23]+|\s*[A-Za-z]\s*")
 _VALUE_END = re.compile(r"[\w})\]%!]$")
 _SPACES = re.compile(r"\\(?:[ ,;:]|cdot)|[~()-]")
-_PREPOSITION = re.compile(r"\b(?:per|of|in|an?|each)\b")
+_PREPOSITION = re.compile(r"(?<=\w)\s+(?:per|of|in|an?|each)\b")
 _PER_CENT = re.compile(r"\bper cents?\b")
 _PLURAL = re.compile(r"[a-z]+[^siu\W\d_]s")  # not less, is, plus
 _FRACTION = re.compile(
@@ -58,7 +58,7 @@ JOINTS = set(
 )
 MEASURES = set(
     (
-        "mm cm dm km nm ft yd mi mph kph kmh kmph sq square cubic cu mg kg lb oz gal qt pt ml dl cl cc ms sec min hr "
+        "in mm cm dm km nm ft yd mi mph kph kmh kmph sq square cubic cu mg kg lb oz gal qt pt ml dl cl cc ms sec min hr "
         "yr am pm rpm hz khz mhz ghz kj kw mw kwh mv ma pa kpa atm mol cal kcal ev db ohm usd eur gbp inr cad aud rs "
         "rupee yen yuan won cent dollar euro pound peso unit degree deg radian meter metre liter litre gram kilogram "
         "kilometer kilometre centimeter centimetre mile foot feet inch inches yard acre hectare gallon ounce ton "
@@ -66,10 +66,10 @@ MEASURES = set(
         "celsius fahrenheit kelvin bit byte kb mb gb tb th st nd rd"
     ).split()
 )
-# Between two values, these and single letters join them ("A: 3 B: 4"); any other word lets the second one stand alone.
-_JOINING = set(
-    "and either maybe perhaps possibly option case choice candidate it is are was could might may be".split()
-)
+# What joins two values, with single letters ("A: 3 B: 4"); any other word lets the second one stand alone.
+_ALTERNATIVES = set("or if unless else otherwise alternatively versus vs".split())  # within a few words
+_HEDGES = set("and either maybe perhaps possibly option case choice candidate".split())
+_JOINING = _HEDGES | set("but it is are was could might may be".split())  # where a comma or a hedge stands as well
 _VALUE = re.compile(
     r"\$(?=\S)[^$\n]*?\d[^$\n]*?(?<=\S)\$(?!\d)|\\\((?:(?!\\\)).)*\d(?:(?!\\\)).)*\\\)|-?\\frac\{\d+\}\{\d+\}"
     r"|(?<![\w.])[-+]?(?:(?:\d{1,3}(?:[ ,]\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:/\d+)?\\?%?"
@@ -101,7 +101,7 @@ def without_unit(answer: str, variables: bool = True) -> str:
 
 def is_unit(words: str, singular: bool = False) -> bool:
     """Whether words name a unit: "square feet", "miles per hour". singular: "apple" does, too."""
-    words = _SPACES.sub(" ", words).replace("/", " per ").strip(" .")
+    words = _SPACES.sub(" ", words).replace("/", " per ").replace(".", "").strip()
     phrases = [phrase.split() for phrase in _PREPOSITION.split(words)]
     every = [word for phrase in phrases for word in phrase]
     if not phrases[0] or max(map(len, phrases)) > MAX_WORDS or _PER_CENT.search(words):
@@ -142,16 +142,18 @@ def _joins(between: str) -> bool:
     if "\n" in between or SENTENCE_END.search(between) or _OPERATOR.search(between):
         return False
     words = [word.lower() for word in re.findall(r"(?<!\\)\b[A-Za-z]+", between)]
-    if "or" in words:
+    if _ALTERNATIVES.intersection(words):
         return len(words) <= MAX_JOINT
     others = [word for word in words if len(word) > 1 and word not in _JOINING]  # single letters are labels
     if others:
         return words[-1] == "and" and is_unit(" ".join(words[:-1]))  # 3 apples and 4 pears
-    return not words or words[0] == "and" or bool(re.search(r"[,;:/|&]", between))
+    return not words or bool(_HEDGES.intersection(words) or re.search(r"[,;:/|&]", between))
 
 
 def word_behind(text: str) -> str:
     """The word right behind the last number of a text, in lower case; "" without one. "per cent" is one."""
     numbers = [value for value in _VALUE.finditer(text) if not value[0].isalpha()]
     word = _NEXT_WORD.match(text, numbers[-1].end()) if numbers else None
-    return re.sub(r"per\s", "per", word[1].lower()) if word else ""
+    if word is None or (word[1] == "times" and numbers[-1].start() and not text[word.end() :].strip(" .!*$\n")):
+        return ""  # "it rang 22 times." counts, and multiplies nothing
+    return re.sub(r"per\s", "per", word[1].lower())
