@@ -19,7 +19,7 @@ class Sample:
     tokens: np.ndarray  # [R] int32, ids as sampled, with the stop token when it was sampled
     logprobs: np.ndarray  # [R] float32, log-probs of `tokens` under the sampling temperature
     versions: np.ndarray  # [R] int32, policy version that sampled each token
-    text: str  # decoded `tokens`, for graders and people
+    text: str  # decoded `tokens`, behind a "<think>" that the prompt opened; for graders and people
     finish_reason: str  # "stop", "length", "early_stop", "deadline" or "abort"
     outcome: Outcome  # what the grader said, or why it could not
     advantage: float = 0.0  # set by `with_advantages`

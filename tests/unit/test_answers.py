@@ -272,6 +272,15 @@ def test_a_long_right_answer_may_be_met_by_a_long_one():
         "{",
         "\\frac{1}{",
         " the ",
+        "answer is ; ",
+        "\\(1 ",
+        "$1",
+        "1 or ",
+        "1, ",
+        "\\boxed{1} ",
+        "\\boxed{\\text{ a",
+        "is ",
+        "a.",
     ],
 )
 def test_long_texts_are_read_in_bounded_time(piece):

@@ -9,8 +9,8 @@ Where the answer stands, the first that is found counts:
 4. `#### 72` in the last line, the habit of GSM8K;
 5. the last "answer is ..." or "Answer: ...";
 6. in the last `TAIL_CHARS` characters, the last values that are joined: "2, 3 or 5" is one list;
-7. math-verify's own extraction, from the same end. It settles on one expression as well. A text that is the
-   right answer letter by letter, and no more, is right.
+7. math-verify's own extraction, from the same end. It settles on one expression as well. A text that is the right answer
+   letter by letter, and no more, is right.
 
 Two answers are equal when they are the same text, the same plain number, or the same by math-verify: values (1/2 = 0.5, to
 six decimals), sets in any order, tuples, intervals, equations; units (`values.py`) are left out. `{1, 2, 3}` is not 3: to name
@@ -44,7 +44,7 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:(?P<brace>\{)|(?<=\s)(?P<token>[^\s${}
 _BRACKETS = re.compile(r"(?<!\\)\[([^\[\]]*[^\[\]\\])\]")
 _HASHES = re.compile(r"(?:(?!####).)*####\s*:?\s*(\S.*)")
 _PHRASE = re.compile(r"\banswer\b[*_\s]*(?:is|:|=)[*_:\s]*", re.IGNORECASE)
-_CLAUSE_END = re.compile(r"[.!?](?=\s|$)|;\s(?![^\n]*\d)|,?\s(?:because|since|so|which)\b")
+_CLAUSE_END = re.compile(r"[.!?](?=\s|$)|;\s(?![^\n]{0,80}\d)|,?\s(?:because|since|so|which)\b")
 # "the largest $n$ is 34": a subject that is no number and leaves nothing open, one verb, the answer.
 _STATED = re.compile(
     r"(?!.*\b(?:or|if|unless|either|not|but)\b)[A-Za-z$\\(](?:(?!\b(?:is|are|equals)\b)[^,;:?])*\s(?:is|are|equals)\s+"

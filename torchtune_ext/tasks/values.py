@@ -71,7 +71,7 @@ _ALTERNATIVES = set("or if unless else otherwise alternatively versus vs".split(
 _HEDGES = set("and either maybe perhaps possibly option case choice candidate".split())
 _JOINING = _HEDGES | set("but it is are was could might may be".split())  # where a comma or a hedge stands as well
 _VALUE = re.compile(
-    r"\$(?=\S)[^$\n]*?\d[^$\n]*?(?<=\S)\$(?!\d)|\\\((?:(?!\\\)).)*\d(?:(?!\\\)).)*\\\)|-?\\frac\{\d+\}\{\d+\}"
+    r"\$(?=\S)[^$\n]+(?<=\S)\$(?!\d)|\\\((?:(?!\\\)).)+\\\)|-?\\frac\{\d+\}\{\d+\}"
     r"|(?<![\w.])[-+]?(?:(?:\d{1,3}(?:[ ,]\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:/\d+)?\\?%?"
     rf"|\b(?:{'|'.join(sorted(NUMBERS))})\b"
 )
@@ -126,20 +126,29 @@ def changes_value(word: str) -> bool:
 
 def joined_values(text: str) -> list[str]:
     """The last value of a text, after those that the same sentence joins to it. Numbers, numerals, formulas with a digit."""
-    values = list(_VALUE.finditer(text))
+    line, values = _last_line(text)
     found = values[-1:]
     for value, following in zip(values[-2::-1], values[:0:-1], strict=True):
-        if not _joins(text[value.end() : following.start()]):
+        if not _joins(line[value.end() : following.start()]):
             break
         found.append(value)
     return [value[0] for value in found[::-1]]
+
+
+def _last_line(text: str) -> tuple[str, list[re.Match]]:
+    """The last line that has a value, and its values; no sentence is taken to go over its end."""
+    for line in reversed(text.split("\n")):
+        values = [v for v in _VALUE.finditer(line) if v[0].isalpha() or any(map(str.isdigit, v[0]))]
+        if values:
+            return line, values
+    return "", []
 
 
 def _joins(between: str) -> bool:
     """Whether what stands between two values makes them candidates, or members of one list."""
     if _JOINT.search(between):
         between = _LABEL.sub("", between)
-    if "\n" in between or SENTENCE_END.search(between) or _OPERATOR.search(between):
+    if SENTENCE_END.search(between) or _OPERATOR.search(between):
         return False
     words = [word.lower() for word in re.findall(r"(?<!\\)\b[A-Za-z]+", between)]
     if _ALTERNATIVES.intersection(words):
@@ -152,8 +161,9 @@ def _joins(between: str) -> bool:
 
 def word_behind(text: str) -> str:
     """The word right behind the last number of a text, in lower case; "" without one. "per cent" is one."""
-    numbers = [value for value in _VALUE.finditer(text) if not value[0].isalpha()]
-    word = _NEXT_WORD.match(text, numbers[-1].end()) if numbers else None
-    if word is None or (word[1] == "times" and numbers[-1].start() and not text[word.end() :].strip(" .!*$\n")):
+    line, values = _last_line(text)
+    numbers = [value for value in values if not value[0].isalpha()]
+    word = _NEXT_WORD.match(line, numbers[-1].end()) if numbers else None
+    if word is None or (word[1] == "times" and numbers[-1].start() and not line[word.end() :].strip(" .!*$")):
         return ""  # "it rang 22 times." counts, and multiplies nothing
     return re.sub(r"per\s", "per", word[1].lower())
