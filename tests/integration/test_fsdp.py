@@ -92,6 +92,21 @@ QWEN3 = {"model_type": "qwen3", "head_dim": 64}
 LORA = {"lora_attn_modules": ["q_proj", "v_proj", "output_proj"], "apply_lora_to_mlp": True, "lora_rank": 4}
 
 
+def launch(folder, arguments):
+    """Runs a script on one rank, then on two; returns what the two printed."""
+    for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]):
+        done = subprocess.run(
+            [sys.executable, *launcher, *arguments],
+            cwd=folder,
+            env=runs.environment(),
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    return done.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("checkpointing", "row_tokens", "lora", "shape", "fp8"),
@@ -110,14 +125,77 @@ def test_two_ranks_equal_one(tmp_path, checkpointing, row_tokens, lora, shape, f
     runs.make_workplace(tmp_path, **shape)
     (tmp_path / "ranks.py").write_text(SCRIPT)
     arguments = ["ranks.py", str(tmp_path / "model"), str(checkpointing), str(row_tokens), json.dumps(lora), str(fp8)]
-    for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]):
-        done = subprocess.run(
-            [sys.executable, *launcher, *arguments],
-            cwd=tmp_path,
-            env=runs.environment(),
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    assert "worst relative gradient error" in done.stdout
+    assert "worst relative gradient error" in launch(tmp_path, arguments)
+
+
+DORA = """
+import sys
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from torchtune_ext.advantages import Group, Sample
+from torchtune_ext.grading import Outcome
+from torchtune_ext.packing import pack
+from torchtune_ext.policy.lora import adapted_modules
+from torchtune_ext.policy.scratch import lora_qwen2_from_config
+from torchtune_ext.policy.shard import build_policy
+from torchtune_ext.policy.sharded import fill, whole
+from torchtune_ext.policy.weights import HFModel, clean_name
+from torchtune_ext.tasks.task import Problem
+from torchtune_ext.training.distributed import close_ranks, init_ranks
+
+CHANGES = (0.001, -0.001, 0.002, 0.003)
+folder, checkpointing = sys.argv[1], sys.argv[2] == "1"
+options = dict(lora_attn_modules=["q_proj", "v_proj", "output_proj"], apply_lora_to_mlp=True, lora_rank=4, use_dora=True)
+rng = np.random.default_rng(0)
+tokens = rng.integers(0, 300, 240).astype(np.int32)
+sample = Sample(tokens, np.zeros(240, np.float32), np.zeros(240, np.int32), "", "stop", Outcome("scored", None, ""), 1.0, True)
+row = pack([Group(Problem("p", (), None), tokens[:9], (sample,))], 512)[0][0]
+
+ranks = init_ranks("cpu")
+source = HFModel(folder)
+policy = build_policy(
+    lambda: lora_qwen2_from_config(folder, **options), source, ranks.device, torch.bfloat16, ranks.world_size, checkpointing
+)
+seen, first = {}, {}
+def keep(module, args, out):
+    seen.setdefault(module, (args[0].detach(), out.detach()))
+
+for name, module in adapted_modules(policy.model).items():
+    module.register_forward_hook(keep)
+    first[name] = whole(module.magnitude).clone()
+for change in CHANGES:
+    for name, module in adapted_modules(policy.model).items():
+        fill(module.magnitude, first[name] * (1 + change))
+    seen.clear()
+    policy(row.to(ranks.device)).logprobs_L.sum().backward()
+    for name, module in adapted_modules(policy.model).items():
+        x, found = (t.double().flatten(0, -2) for t in seen[module])
+        base = x @ whole(module.weight).double().T
+        bias = 0.0 if module.bias is None else whole(module.bias).double()
+        answer = ((found - bias - base) * base).sum() / base.pow(2).sum()
+        step = 2.0**-7 * 2.0 ** (base * (1 + change) + bias).abs().log2().floor()  # a rounding has variance step^2 / 12
+        sigma = (base * step).pow(2).sum().div(12).sqrt() / base.pow(2).sum()
+        assert sigma < 1e-4, (name, sigma)
+        assert abs(answer - change) < 5 * sigma, f"{name}: {change} acts as {answer:.5f}, sigma {sigma:.5f}"
+found = {clean_name(n): p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for n, p in policy.model.named_parameters() if p.requires_grad}
+assert {g.dtype for g in found.values()} == {torch.float32}
+if ranks.world_size == 1:
+    torch.save(found, "one.pt")
+elif ranks.is_main:
+    one = torch.load("one.pt")
+    assert one.keys() == found.keys()
+    # both ranks have the same row, and the mean of equal gradients is exact
+    assert all(torch.allclose(one[n], found[n], rtol=1e-5, atol=1e-6 * one[n].abs().max()) for n in one)
+close_ranks()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [0, 1])
+def test_dora_in_bfloat16_answers_to_small_changes_of_its_magnitude_on_any_number_of_ranks(tmp_path, checkpointing):
+    """Against the float64 product of each layer's input and weight, to which a fresh adapter adds nothing."""
+    runs.make_workplace(tmp_path)
+    (tmp_path / "dora.py").write_text(DORA)
+    launch(tmp_path, ["dora.py", str(tmp_path / "model"), str(checkpointing)])

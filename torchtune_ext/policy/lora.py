@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchao.dtypes.nf4tensor import NF4Tensor, linear_nf4
+from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.peft import DoRALinear, LoRALinear, disable_adapter
 
@@ -218,23 +218,50 @@ def _scaling(module: LoRALinear | DoRALinear) -> float:
 
 
 class _MasterLinear(nn.Linear):
-    """With a float32 master that is rounded where it is used; FSDP2 hands out weights that are rounded already."""
+    """With a float32 master that is rounded where it is used."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype))
 
 
 class _DoRALinear(DoRALinear):
-    """torchtune's, but for the bias, which is added after the rows are scaled, and an identity matrix that it pushes through
-    B A."""
+    """torchtune's, but for the bias, which is added after the rows are scaled, an identity matrix that it pushes through B A,
+    and what it rounds."""
 
     def forward(self, x: Tensor) -> Tensor:
-        base = linear_nf4(input=x, weight=self.weight) if self._quantize_base else F.linear(x, self.weight)
-        if not self.disabled:
-            a, b = self.lora_a.weight, self.lora_b.weight
-            with torch.no_grad():
-                weight = dequantised(self.weight).to(a.dtype)
-                norm = torch.linalg.norm((weight + self.scaling * (b @ a)).float(), dim=1)
-            lora = self.scaling * self.lora_b(self.lora_a(self.dropout(x)))
-            base = (self.magnitude / norm).to(x.dtype) * (base + lora)
-        return base if self.bias is None else base + self.bias
+        if self.disabled:
+            return F.linear(x, dequantised(self.weight).to(x.dtype), self.bias)
+        a, b = self.lora_a.weight, self.lora_b.weight
+        with torch.no_grad():
+            v = torch.addmm(dequantised(self.weight).to(a.dtype), b, a, alpha=self.scaling)
+            norm = torch.linalg.norm(v, dim=1)
+        lora = self.scaling * self.lora_b(self.lora_a(self.dropout(x)))
+        return _ScaledLinear.apply(x, self.weight, self.bias, lora, self.magnitude / norm)
+
+
+class _ScaledLinear(torch.autograd.Function):
+    """scale * (W x + lora) + bias over a frozen W, computed in float32 and rounded once.
+
+    m / |V| stays near 1, where bfloat16 has steps of 2^-7: a scale rounded to it would not see most updates of m. Nor would
+    one that finds W x rounded already: a change below half a step of W x is rounded away again.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, lora: Tensor, scale: Tensor) -> Tensor:
+        """x [..., in], weight [out, in], lora [..., out] in one dtype, scale [out] in float32 -> [..., out] in x's dtype."""
+        rows, columns = x.flatten(0, -2), dequantised(weight).to(x.dtype).T
+        if x.is_cuda and x.dtype != torch.float32:
+            v = torch.mm(rows, columns, out_dtype=torch.float32)  # at the speed of x's dtype; only CUDA has it
+        else:
+            v = rows.float() @ columns.float()
+        v = v.view(lora.shape) + lora
+        ctx.save_for_backward(weight, scale, v.to(x.dtype))
+        y = scale * v
+        return (y if bias is None else y + bias).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
+        weight, scale, v = ctx.saved_tensors
+        dv = (scale * dy).to(dy.dtype)
+        dx = dv @ dequantised(weight).to(dy.dtype) if ctx.needs_input_grad[0] else None
+        return dx, None, None, dv, (dy * v).flatten(0, -2).sum(0, dtype=scale.dtype)

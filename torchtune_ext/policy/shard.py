@@ -66,7 +66,8 @@ def build_policy(
     if activation_checkpointing:
         training.set_activation_checkpointing(model, auto_wrap_policy={TransformerSelfAttentionLayer})
     if world_size > 1 or (compute_dtype != torch.float32 and not adapters):
-        _shard(model, device, compute_dtype, world_size)
+        # Adapters round their masters themselves, and DoRA's magnitude must not be: FSDP2 hands them out as they are.
+        _shard(model, device, None if adapters else compute_dtype, world_size)
     model.to_empty(device=device)
     with device:
         for module in model.modules():
@@ -78,13 +79,13 @@ def build_policy(
     return policy
 
 
-def _shard(model: TransformerDecoder, device: torch.device, compute_dtype: torch.dtype, world_size: int) -> None:
+def _shard(model: TransformerDecoder, device: torch.device, param_dtype: torch.dtype | None, world_size: int) -> None:
     if not torch.distributed.is_initialized():  # one device in bfloat16: FSDP2 keeps the float32 masters
         torch.distributed.init_process_group(
             training.get_distributed_backend(device.type), store=torch.distributed.HashStore(), rank=0, world_size=1
         )
     mesh = init_device_mesh(device.type, (world_size,))
-    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     fully_shard(model, mesh=mesh, mp_policy=precision)
