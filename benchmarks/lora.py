@@ -1,6 +1,6 @@
-"""Full training, LoRA, DoRA and QLoRA of the tiny model side by side: accuracy, parameters, memory, bytes, seconds.
+"""Full training, LoRA, DoRA (float32 and bfloat16) and QLoRA of the tiny model: accuracy, parameters, memory, bytes, seconds.
 
-    python benchmarks/lora.py --out runs/lora [--seeds 0 1 2] [--variants full lora dora qlora] [--grpo key=value ...]
+    python benchmarks/lora.py --out runs/lora [--seeds 0 1 2] [--variants full lora 'dora bf16' ...] [--grpo key=value ...]
 
 One warm-up, then GRPO on the same puzzles. The first seed runs every variant, the others LoRA alone. About six minutes a run on
 two cores; runs that are there already are read, not repeated. `benchmarks/publish.py` has publications at 100M parameters.
@@ -18,11 +18,13 @@ from statistics import median
 from safetensors import safe_open
 
 SMALL = "model.lora_attn_modules=[q_proj,output_proj]"  # NF4 wants weights of 16,384 values: not k and v of this model
+DORA = ("grpo_lora", "grpo/tiny_lora", "publish=merged", "model.use_dora=True")
 VARIANTS = {
     "full": ("grpo_full", "grpo/tiny"),
     "lora": ("grpo_lora", "grpo/tiny_lora"),
     "lora merged": ("grpo_lora", "grpo/tiny_lora", "publish=merged"),
-    "dora": ("grpo_lora", "grpo/tiny_lora", "publish=merged", "model.use_dora=True"),
+    "dora": DORA,
+    "dora bf16": (*DORA, "dtype=bfloat16", "max_mismatch=0.05"),  # the engine stays in float32: a merged model wants it
     "qlora": ("grpo_lora", "grpo/tiny_lora", "model.quantize_base=True", SMALL),
 }
 

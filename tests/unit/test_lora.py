@@ -268,22 +268,26 @@ def test_in_bfloat16_only_adapters_have_float32_masters(source, options):
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in policy.trainable())
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("change", [0.001, -0.001, 0.002, 0.003, 0.005, -0.01])
 @pytest.mark.parametrize("options", [{}, {"use_bias": True}, {"quantize_base": True}], ids=["plain", "bias", "nf4"])
-def test_dora_in_bfloat16_answers_to_small_changes_of_its_magnitude(options, change):
+def test_dora_in_bfloat16_answers_to_small_changes_of_its_magnitude(options, change, device):
     """m = |V| (1 + e) changes the output by e on average, although each value can only move by whole steps."""
     torch.manual_seed(0)
     layer = DoRALinear(256, 512, rank=4, alpha=8.0, **options)
     model = torch.nn.ModuleDict({"layer": layer})
     lora.prepare(model, torch.bfloat16)
+    model.to(device)
     lora.initialise(model, seed=1)
     torch.nn.init.normal_(layer.lora_b.weight, std=1e-4)  # a young adapter: far less than a step of the output
     product = 2.0 * layer.lora_b.weight.detach().double() @ layer.lora_a.weight.detach().double()
     with torch.no_grad():
         layer.magnitude.copy_((whole(layer.weight).double() + product).norm(dim=1) * (1 + change))
-        x = torch.randn(512, 256).bfloat16()
+        x = torch.randn(512, 256).to(device, torch.bfloat16)
         found = layer(x).double()
-    base = x.double() @ (whole(layer.weight).bfloat16().double() + product).T  # values of NF4 are rounded where they are used
+    base = (
+        x.double() @ (whole(layer.weight).bfloat16().double() + product).T
+    )  # values of NF4 are rounded where they are used
     bias = 0.0 if layer.bias is None else layer.bias.detach().double()
     answer = ((found - bias - base) * base).sum() / base.pow(2).sum()
     # Of one rounding: evenly within a step, 2^-7 of the power of two below, and so with a variance of step^2 / 12.
