@@ -3,8 +3,8 @@
     python benchmarks/publish_under_load.py [--publications 200] [--requests 5000] [--kills 0]
 
 A tiny random model samples; the requests are queued at once, and once more whenever all are answered, and a publication
-follows whenever a share of them has been. The engine takes the SHA-256 of the weights as it loads them
-(`WeightLoader.record_loads`), which has to be that of the version by which it was labelled. With `--kills` the engine is
+follows whenever a share of them has been. The engine takes a checksum of every tensor as it loads it
+(`Engine.checksums`), which has to be that of the version by which it was labelled. With `--kills` the engine is
 killed so often, as awkwardly as possible: in the midst of a copy, so that the engine that is started again finds a
 half-written buffer, and with the next publication beginning just when that engine loads. Then as many restarts belong to
 it. The exit status is 1 when something is wrong.
@@ -30,7 +30,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from torchtune_ext.sampling import engine as engine_module
 from torchtune_ext.sampling.core import LocalCore
 from torchtune_ext.sampling.engine import Engine, EngineConfig, PublishReport, SamplingConfig
-from torchtune_ext.sampling.weights import digest
+from torchtune_ext.sampling.weights import checksum
 
 VOCABULARY, PROMPT, TOKENS = 512, 24, 48
 WAIT_S = 120.0  # seconds; less than a test gives the whole of this
@@ -47,7 +47,8 @@ def make_model() -> Qwen2ForCausalLM:
 class Log:
     """What the engines have loaded, and the moments at which a test wants to strike."""
 
-    loads: list[tuple[int, str, str]] = field(default_factory=list)  # asked for, label in the engine, SHA-256
+    # asked for, label in the engine, checksums of the tensors
+    loads: list[tuple[int, str, dict[str, int | None]]] = field(default_factory=list)
     launches: int = 0
     slow_restart: bool = False  # the next engine that is started again loads slowly
     loading: threading.Event = field(default_factory=threading.Event)  # it is about to
@@ -67,17 +68,14 @@ class RecordedCore(LocalCore):
         LOG.launches += 1
 
     async def load(self, buffers, version):
-        if buffers:
-            await self.llm.collective_rpc("record_loads", args=(True,))
-            if LOG.slow_restart and self.fresh:
-                LOG.loading.set()
-                await asyncio.sleep(1.0)
+        if buffers and LOG.slow_restart and self.fresh:
+            LOG.loading.set()
+            await asyncio.sleep(1.0)
         self.fresh = False
         times = await super().load(buffers, version)
         if buffers:
-            (digests,) = await self.llm.collective_rpc("record_loads", args=(True,))
-            label = await self.llm.get_weight_version()
-            LOG.loads += [(version, label, found) for found in digests]
+            (found,) = await self.checksums()
+            LOG.loads.append((version, await self.llm.get_weight_version(), found))
         LOG.loaded.set()
         return times
 
@@ -97,7 +95,7 @@ class Publisher:
         self.engine, self.model = engine, model
         self.version = 0
         self.reports: list[PublishReport] = []
-        self.digests: dict[int, str] = {}
+        self.sent: dict[int, dict[str, int]] = {}  # version -> checksums
         self.missed: list[str] = []  # strikes that did not come at their moment
 
     def weights(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -108,7 +106,7 @@ class Publisher:
         """half_way: called when half of the tensors are copied."""
         self.version += 1
         version = self.version
-        self.digests[version] = digest(self.weights(version))
+        self.sent[version] = {name: checksum(tensor) for name, tensor in self.weights(version)}
 
         def tensors() -> Iterator[tuple[str, torch.Tensor]]:
             named = list(self.weights(version))
@@ -200,15 +198,15 @@ def run(publications: int, requests: int, kills: int, folder: Path) -> tuple[dic
     answered = [completion for completion in answered if completion.finish_reason != "abort"]
     for completion in answered:
         kinds[len(set(completion.versions.tolist()))] += len(completion.tokens)
-    wrong = [load for load in LOG.loads if publisher.digests[load[0]] != load[2] or load[1] != str(load[0])]
-    unknown = {v for completion in answered for v in completion.versions.tolist()} - set(publisher.digests)
+    wrong = [load[:2] for load in LOG.loads if publisher.sent[load[0]] != load[2] or load[1] != str(load[0])]
+    unknown = {v for completion in answered for v in completion.versions.tolist()} - set(publisher.sent)
     pauses = np.array([report.pause_s for report in publisher.reports])
     table = {
         "publications": f"{len(publisher.reports)}",
         "requests answered": f"{len(answered)} in {seconds:.0f} s",
         "engines killed": f"{kills}",
         "restarts": f"{stats.restarts}",
-        "loads whose SHA-256 was compared": f"{len(LOG.loads)}",
+        "loads whose checksums were compared": f"{len(LOG.loads)}",
         "mixed or mislabelled loads": f"{len(wrong)}",
         "preemptions counted": f"{stats.preemptions}",
         "pause, ms, median": f"{1e3 * np.median(pauses):.0f}",

@@ -179,6 +179,8 @@ class Core(Protocol):
         self, buffers: Sequence[Any], version: int
     ) -> tuple[float, float]: ...  # seconds of pause, of loading
 
+    async def checksums(self) -> list[dict[str, int | None]]: ...  # of each worker, see `Engine.checksums`
+
     async def sleep(self, level: int) -> None: ...
 
     async def wake(self) -> None: ...

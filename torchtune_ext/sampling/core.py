@@ -315,6 +315,10 @@ class LocalCore:
         # a path has to be named; nothing is read there, since the adapter is in the engine already
         self._lora_request = LoRARequest("policy", ADAPTER_ID, "/nowhere/the-adapter-is-in-memory")
 
+    async def checksums(self) -> list[dict[str, int | None]]:
+        """What each worker says of the weights that it has taken. Raises CoreLost."""
+        return await self._quick(self.llm.collective_rpc("checksums"))
+
     async def sleep(self, level: int) -> None:
         """Gives the GPU's memory back; level 1 keeps the weights in host memory, level 2 drops them."""
         await self.ping(self.config.probe_deadline_s)

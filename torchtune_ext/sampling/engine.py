@@ -231,6 +231,11 @@ class Engine:
             pause_s, load_s = self._call(self._supervisor.load())
             return PublishReport(version, buffer.bytes, copy_s, pause_s, load_s)
 
+    def checksums(self) -> list[dict[str, int | None]]:
+        """Of every tensor of the last published model and adapter, by its name, as each of the engine's workers has taken it:
+        `weights.checksum` of what was published, or None for one that came in two forms. Raises EngineFailed."""
+        return self._call(self._supervisor.checksums())
+
     def sleep(self) -> None:
         """On a GPU that trainer and engine share (`engine.sleep`): gives the engine's memory back. `publish` and
         `sample` wake it. Without `engine.sleep` nothing happens."""

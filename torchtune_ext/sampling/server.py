@@ -213,7 +213,7 @@ class ServerCore:
 
     async def _generate(self, call: Call, body: dict[str, Any]) -> Completion:
         reason, spans, cached = "abort", [], 0
-        async for part in self._parts("/inference/v1/generate", body):
+        async for part in self._open("POST", "/inference/v1/generate", body):
             self.sign_of_life = time.monotonic()
             if "error" in part:
                 raise CoreLost(f"{self.address} failed in a request: {part['error']}")
@@ -291,6 +291,10 @@ class ServerCore:
                 f"{self.address} is in the midst of an update that cannot be finished; start the server again ({error})"
             ) from error
 
+    async def checksums(self) -> list[dict[str, int | None]]:
+        """What each worker says of the weights that it has taken. Raises CoreLost."""
+        return (await self._quick(self._post("/collective_rpc", {"method": "checksums"})))["results"]
+
     async def sleep(self, level: int) -> None:
         """Nothing: the server has its own GPU."""
 
@@ -363,10 +367,6 @@ class ServerCore:
     async def _request(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
         async for part in self._open(method, path, body):
             return part
-
-    async def _parts(self, path: str, body: dict[str, Any]) -> Any:
-        async for part in self._open("POST", path, body):
-            yield part
 
     async def _open(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
         """Yields the answer: one JSON object or text, or the objects of an event stream."""

@@ -151,6 +151,15 @@ class Supervisor:
             except CoreLost as error:
                 await self._replace(core, str(error))  # the new one is awake: once more
 
+    async def checksums(self) -> list[dict[str, int | None]]:
+        """What each worker of the engine says of the weights that it has taken. Raises EngineFailed."""
+        while True:
+            core = await self.awake()
+            try:
+                return await core.checksums()
+            except CoreLost as error:
+                await self._replace(core, str(error))
+
     async def awake(self) -> Core:
         """Waits for an engine that can sample. Raises EngineFailed; WeightsIncomplete when it sleeps and there are none to
         wake it with."""

@@ -7,14 +7,15 @@ our weights.
 
 import math
 import os
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from hashlib import sha256
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -28,12 +29,13 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
-from torchtune_ext.sampling.weights import ADAPTER_ID, UNREADABLE, add_to_digest
+from torchtune_ext.sampling.weights import ADAPTER_ID, UNREADABLE, checksum
 
 BACKEND = "shm"
 KV_SCALES = (".attn.q_scale", ".attn.k_scale", ".attn.v_scale", ".attn.prob_scale")
 SCALE = "weight_scale_inv"  # the block scales of a weight, multipliers in spite of the name
-RECORD: list[str] | None = None  # digests of what was loaded, while `WeightLoader.record_loads` is on
+# checksums of the tensors that this process has taken, by name; of one that came in two forms: None
+TAKEN: dict[str, dict[str, int | None]] = {"model": {}, "adapter": {}}
 
 
 @dataclass
@@ -63,15 +65,40 @@ def tensors(path: str, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]
         yield name, memory[offset : offset + math.prod(shape) * kind.itemsize].view(kind).view(shape)
 
 
-def recorded(named: Iterator[tuple[str, torch.Tensor]], record: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Passes copies of the tensors on, and appends their digest. What is digested is the very copy that is loaded, whatever
-    happens to the shared memory meanwhile."""
-    whole = sha256()
-    for name, tensor in named:
-        copy = tensor.clone()
-        add_to_digest(whole, name, copy)
-        yield name, copy
-    record.append(whole.hexdigest())
+class Arrivals(TorchDispatchMode):
+    """Takes the checksum of every published tensor at the moment when it is copied into a parameter. In whatever layer it
+    ends, fused, packed or cut for tensor parallelism, before that its bytes are copied once.
+
+    A whole tensor is checked where it has arrived, in the parameter and on its device. Of one that is cut or changes its dtype
+    on the way the source is: its bytes in the parameter are others. What vLLM takes from us and never copies is not in `found`.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.found: dict[str, int | None] = {}
+        self._lent: dict[int, dict[int, tuple[str, torch.Tensor]]] = {}  # storage -> offset in bytes -> who begins there
+
+    def watch(self, named: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Passes the tensors on, and knows them again when they are copied."""
+        for name, tensor in named:
+            begin = tensor.storage_offset() * tensor.itemsize
+            self._lent.setdefault(tensor.untyped_storage().data_ptr(), {})[begin] = name, tensor
+            yield name, tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        done = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.copy_.default and not args[0].is_meta and not args[1].is_meta:
+            lent = self._lent.get(args[1].untyped_storage().data_ptr())
+            if lent is not None:
+                self._note(lent, *args[:2])
+        return done
+
+    def _note(self, lent: dict[int, tuple[str, torch.Tensor]], held: torch.Tensor, source: torch.Tensor) -> None:
+        begins = sorted(lent)
+        name, whole = lent[begins[bisect_right(begins, source.storage_offset() * source.itemsize) - 1]]
+        entire = source.numel() == whole.numel() and source.is_contiguous() and held.dtype == source.dtype
+        value = checksum(held if entire else whole)
+        self.found[name] = value if self.found.get(name, value) == value else None
 
 
 def check_memory(path: str, token: str) -> None:
@@ -158,6 +185,8 @@ class SharedMemoryTransfer(WeightTransferEngine):
         self.path = init_info.path
 
     def start_weight_update(self) -> None:
+        TAKEN["model"], TAKEN["adapter"] = {}, {}  # a new model takes the adapter away
+        self.arrivals = Arrivals()
         with without_lora(self.model):
             if any(get_layerwise_info(layer).can_load() for layer in self.model.modules()):
                 # The last update was refused in its midst. vLLM would go on with the layers that it left waiting for the
@@ -165,26 +194,26 @@ class SharedMemoryTransfer(WeightTransferEngine):
                 finalize_layerwise_reload(self.model, self.model_config)
             initialize_layerwise_reload(self.model)
 
-    def _tensors(self, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
-        return tensors(self.path, manifest) if RECORD is None else recorded(tensors(self.path, manifest), RECORD)
-
     def receive_weights(self, update_info: Manifest) -> None:
-        with without_lora(self.model):
+        with without_lora(self.model), self.arrivals:
             parameters = dict(self.model.named_parameters())
             check_quantised(update_info, parameters, getattr(self.model, "packed_modules_mapping", {}))
             # scales of an FP8 KV cache, which a quantised model has whether its cache is FP8 or not; nobody publishes any
             expected = {name for name in parameters if not name.endswith(KV_SCALES)}
             if self.model_config.hf_text_config.tie_word_embeddings:
                 expected.discard("lm_head.weight")
-            loaded = self.model.load_weights(self._tensors(update_info))
+            loaded = self.model.load_weights(self.arrivals.watch(tensors(self.path, update_info)))
         missing = sorted(expected - loaded) if loaded is not None else []
         if missing:
             raise ValueError(f"published weights leave out {len(missing)} parameters, e.g. {missing[:3]}")
 
     def finish_weight_update(self) -> None:
         with without_lora(self.model):
-            finalize_layerwise_reload(self.model, self.model_config)
+            with self.arrivals:  # layers that vLLM kept until they are complete
+                finalize_layerwise_reload(self.model, self.model_config)
             retie_lm_head(self.model)
+        TAKEN["model"] = self.arrivals.found
+        self.arrivals = Arrivals()  # the last one holds the trainer's memory
 
     def shutdown(self) -> None:
         pass
@@ -197,20 +226,10 @@ if BACKEND not in WeightTransferEngineFactory._registry:
 class WeightLoader:
     """vLLM mixes this class into its workers; its import has registered the backend."""
 
-    def weight_digests(self) -> dict[str, str]:
-        """SHA-256 of the bytes of every parameter: to compare with what was published."""
-        with without_lora(self.model_runner.model):
-            parameters = dict(self.model_runner.model.named_parameters())
-        found = {name: p.detach().cpu().contiguous().view(torch.uint8).numpy() for name, p in parameters.items()}
-        return {name: sha256(data).hexdigest() for name, data in found.items()}
-
-    def record_loads(self, on: bool) -> list[str]:
-        """Switches on or off that digests of all published models are kept as they are loaded, one for each load, and returns
-        those kept until now (which are then forgotten). `torchtune_ext.sampling.weights.digest` computes the same from what
-        was published: equal means that this engine took these weights, whole. Off, which it is at first, it costs nothing."""
-        global RECORD
-        kept, RECORD = RECORD or [], [] if on else None
-        return kept
+    def checksums(self) -> dict[str, int | None]:
+        """Of every tensor of the last published model and adapter, as this worker has taken it (`weights.checksum`): to compare
+        with what was published. None: it came in two forms."""
+        return {name: value for part in TAKEN.values() for name, value in part.items()}
 
     def load_adapter(self, address: dict[str, str], manifest: dict[str, list], config: dict[str, Any]) -> None:
         """Puts an adapter out of the trainer's memory where every request with `ADAPTER_ID` finds it, in place of the last.
@@ -220,8 +239,10 @@ class WeightLoader:
         if self.model_runner.lora_config is None:
             raise ValueError("this engine has no LoRA: it was started without engine.lora_rank")
         check_memory(**address)
+        TAKEN["adapter"] = {}
         manager = self.model_runner.lora_manager._adapter_manager
         found = {name: tensor.clone() for name, tensor in tensors(address["path"], Manifest(**manifest))}
+        taken = {name: checksum(tensor) for name, tensor in found.items()}  # now: vLLM scales them in place
         peft = PEFTHelper.from_dict(config)
         peft.validate_legal(self.model_runner.lora_config)
         dtype = self.model_runner.lora_config.lora_dtype
@@ -237,6 +258,7 @@ class WeightLoader:
         if current_platform.is_cpu():
             for wrapper in manager.punica_wrapper_mapping.values():
                 wrapper.add_lora_linear = partial(add_one_adapter, wrapper)
+        TAKEN["adapter"] = taken
 
 
 def add_one_adapter(
