@@ -164,6 +164,21 @@ def pack_updates(
     return [rows for rows, _ in packed], total
 
 
+def contexts(row: Row) -> list[int]:
+    """[L] what each label is asked for: a hash of its prompt, of the tokens before it and of the label. Labels of equal
+    contexts, also in different rows, have the same log-prob under the same policy."""
+    labels, found, begin = row.labels_L.tolist(), [], 0
+    for segment in row.segments:
+        prompt = hash(tuple(row.tokens_T[slice(*segment.prompt)].tolist()))
+        for start, stop in segment.completions:
+            end, context = begin + stop - start + 1, prompt  # the last token of a completion is no input
+            for label in labels[begin:end]:
+                context = hash((context, label))
+                found.append(context)
+            begin = end
+    return found
+
+
 def _pieces(group: Group, row_tokens: int) -> list[_Piece]:
     samples = [s for s in group.samples if s.trained and len(s.tokens)]
     prompt = len(group.prompt_tokens)

@@ -23,10 +23,9 @@ from torchtune_ext.policy.shard import build_policy
 from torchtune_ext.policy.sharded import fill, whole
 from torchtune_ext.policy.weights import HFModel
 from torchtune_ext.sampling.records import EngineConfig
-from torchtune_ext.training.agreement import applied_share
+from torchtune_ext.training.agreement import RESOLVED, applied_share
 from torchtune_ext.training.checks import check_adapter
 from torchtune_ext.training.export import export_adapter
-from torchtune_ext.training.publish import RESOLVED
 from torchtune_ext.training.step import forward_backward, score
 
 CPU = torch.device("cpu")
@@ -313,7 +312,9 @@ def rows_of(logprobs):
 
 
 def share_of(sampler, on, off):
-    return applied_share(rows_of(sampler), *([LabelScores(x, torch.zeros(len(x)))] for x in (on, off)))
+    found = applied_share(rows_of(sampler), [LabelScores(on, torch.zeros(len(on)))], [off], "forgets the adapter")
+    assert found.tokens == len(off)
+    return found.slope, found.noise
 
 
 def test_the_applied_share_tells_the_adapter_from_the_base():

@@ -76,7 +76,8 @@ class Arrivals(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.found: dict[str, int | None] = {}
-        self._lent: dict[int, dict[int, tuple[str, torch.Tensor]]] = {}  # storage -> offset in bytes -> who begins there
+        # storage -> offset in bytes -> what begins there
+        self._lent: dict[int, dict[int, tuple[str, torch.Tensor]]] = {}
 
     def watch(self, named: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Passes the tensors on, and knows them again when they are copied."""

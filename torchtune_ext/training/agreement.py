@@ -15,6 +15,8 @@ from torchtune_ext.training.breakdown import bucket_means, buckets
 TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 2.0)  # what a wrong one is looked for among
 
 FEW_TOKENS = 1000  # the mean of fewer may be that of one token
+RESOLVED = 0.25  # noise of a token over the effect of a change on it, above which nothing is concluded
+SHARE_TOKENS = 32  # of fewer the noise is not known well enough
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,32 +77,48 @@ def mismatch(rows: Sequence[Row], scored: Sequence[LabelScores], version: int | 
     )
 
 
-def applied_share(rows: Sequence[Row], on: Sequence[LabelScores], off: Sequence[LabelScores]) -> tuple[float, float]:
-    """How much of an adapter the sampler applies, from log-probs of its tokens; a collective.
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """How much of a change of the weights (an update, an adapter) the sampler shows on its tokens, all ranks."""
 
-    The least-squares slope of (sampler - off) on (on - off): 1 for a sampler that applies the adapter, 0 for one that samples
-    from the base model, whatever the size of the adapter's effect.
+    slope: float  # 1: it has the change; 0: it has not
+    noise: float  # of a token around the slope, over the effect of the change on it; infinite where there is no effect
+    tokens: int
+    otherwise: str  # what the sampler does if it has not, for the message
+
+    @property
+    def resolved(self) -> bool:
+        """Whether the slope says anything: the error of its own is then below RESOLVED / sqrt(SHARE_TOKENS) = 0.05."""
+        return self.tokens >= SHARE_TOKENS and self.noise <= RESOLVED
+
+    @property
+    def missing(self) -> bool:
+        return self.resolved and self.slope < 0.5
+
+
+def applied_share(rows: Sequence[Row], on: Sequence[LabelScores], off: Sequence[Tensor], otherwise: str) -> Applied:
+    """How much of a change of the weights the sampler has taken over, from log-probs of its tokens; a collective.
+
+    The least-squares slope of (sampler - off) on (on - off), whatever the size of the change's effect. Both share the noise
+    of off. With the trainer's noise alike in on and off a sampler that has the change shows at least 1/2 on average, and one
+    that has it not at most 1/2, at any size of the effect; the two come apart as the effect grows out of the noise.
 
     Args:
-        on, off: what the trainer says of each row with and without the adapter.
-
-    Returns:
-        The slope, and the noise of a token around it in units of the effect (infinite while the adapter has no effect). On and
-        off share the noise of off, which draws the slope towards 1/2 where noise and effect are alike: believe it only where
-        the second value is small.
+        on: what the trainer says of each row with the change.
+        off: [L] of each row, the trainer's log-probs without it; NaN where they are not known, which is left out.
+        otherwise: what a sampler without the change does, for messages.
     """
-    sampler = [row.logprobs_L.double() for row in rows]
-    base = [scores.logprobs_L.cpu().double() for scores in off]
-    effect = torch.cat([a.logprobs_L.cpu().double() - b for a, b in zip(on, base, strict=True)])
-    seen = torch.cat([a - b for a, b in zip(sampler, base, strict=True)])
-    both = _gathered(torch.stack([effect, seen]))
-    effect, seen = both[0], both[1]
-    size = effect.square().sum().item()
+    parts = [
+        torch.stack([scores.logprobs_L.cpu().double() - old, row.logprobs_L.double() - old])
+        for row, scores, old in zip(rows, on, (old.cpu().double() for old in off), strict=True)
+    ]
+    effect, seen = (found := _gathered(torch.cat(parts, dim=1)))[:, ~found.isnan().any(dim=0)]
+    size = effect.square().mean().item() if len(effect) else 0.0
     if size == 0.0:
-        return 0.0, float("inf")
-    slope = (effect * seen).sum().item() / size
+        return Applied(0.0, float("inf"), len(effect), otherwise)
+    slope = (effect * seen).mean().item() / size
     noise = (seen - slope * effect).square().mean().item()
-    return slope, (noise / effect.square().mean().item()) ** 0.5
+    return Applied(slope, (noise / size) ** 0.5, len(effect), otherwise)
 
 
 def _gathered(values: Tensor) -> Tensor:
@@ -120,20 +138,22 @@ def require_agreement(
     rescore: Callable[[float], list[LabelScores]],
     when: str,
     version: int | None = None,
+    applied: Sequence[Applied] = (),
 ) -> Mismatch:
-    """Measures the mismatch and stops the run if its mean is above `limit` (or not a number).
+    """Measures the mismatch and stops the run if its mean is above `limit` (or not a number), or if a change is missing.
 
     Args:
         rescore: scores the same rows under another temperature; used to find the cause.
         when: "before the first update", "after publishing version 7": opens the message.
+        applied: what is known of changes that the sampler has to show.
 
     Raises:
         Disagreement: with the figures and the likely cause.
     """
     found = mismatch(rows, scored, version)
-    if found.tokens == 0 or found.mean_abs <= limit:
+    if (found.tokens == 0 or found.mean_abs <= limit) and not any(change.missing for change in applied):
         return found
-    cause = diagnose(found, limit, temperature, lambda t: mismatch(rows, rescore(t)))
+    cause = diagnose(found, limit, temperature, lambda t: mismatch(rows, rescore(t)), applied)
     raise Disagreement(
         f"{when}: trainer and sampler disagree on {found.tokens} sampled tokens: mean |d log-prob| {found.mean_abs:.4g} "
         f"(max_mismatch={limit:g}), 99th percentile {found.p99_abs:.4g}, max {found.max_abs:.4g}, signed mean "
@@ -141,8 +161,20 @@ def require_agreement(
     )
 
 
-def diagnose(found: Mismatch, limit: float, temperature: float, at: Callable[[float], Mismatch]) -> str:
+def diagnose(
+    found: Mismatch,
+    limit: float,
+    temperature: float,
+    at: Callable[[float], Mismatch],
+    applied: Sequence[Applied] = (),
+) -> str:
     """Names the likely cause of a mismatch by trying the known ones; `at(T)` measures it under temperature T."""
+    for change in applied:
+        if change.missing:  # rounding leaves the slope at 1, so this is none
+            return (
+                f"weights: {change.otherwise}; of the effect of the change on the log-probs of {change.tokens} sampled tokens "
+                f"the engine shows {change.slope:.2f}"
+            )
     tried = {t: at(t).mean_abs for t in TEMPERATURES if abs(t - temperature) > 1e-6}
     best = min(tried, key=tried.__getitem__)
     if tried[best] <= max(limit, 0.1 * found.mean_abs):

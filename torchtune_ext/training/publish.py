@@ -5,23 +5,26 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from torchtune_ext.advantages import Group, Sample
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.grading import Outcome
-from torchtune_ext.packing import Row, pack
+from torchtune_ext.packing import Row, contexts, pack
 from torchtune_ext.policy.logprobs import LabelScores, PackedPolicy
 from torchtune_ext.policy.lora import AdapterOff, AdapterSpec, adapter_hf_tensors, base_hf_tensors, merged_hf_tensors
 from torchtune_ext.policy.weights import HFModel, named_hf_tensors
 from torchtune_ext.sampling.engine import Completion, Engine, PublishReport, SamplingConfig
+from torchtune_ext.sampling.weights import checksum
 from torchtune_ext.tasks.task import Problem, Task
-from torchtune_ext.training.agreement import Disagreement, applied_share, require_agreement
+from torchtune_ext.training.agreement import Applied, Disagreement, applied_share, require_agreement
 from torchtune_ext.training.distributed import Ranks
 from torchtune_ext.training.precision import Precision
 from torchtune_ext.training.step import score
 
 CANARY_PROMPTS, CANARY_SAMPLES, CANARY_TOKENS = 4, 8, 16
-RESOLVED = 0.25  # noise of a token over the adapter's effect on it, above which nothing is concluded
+CANARY_SEED = 0  # the same every time, so that most tokens come again and two policies can be compared on them
 ADVICE = {
     "adapter": "publish=adapter: look for a request that does not name the adapter; publish=merged needs none",
     "merged": "publish=merged: weights of the engine's dtype may not hold so small a change; set engine.dtype=float32",
@@ -31,8 +34,13 @@ ADVICE = {
 class Publisher:
     """Sends the policy's weights to the engine and lets a canary prove that they arrived.
 
-    The canary samples a few tokens from fixed prompts (the same every time, so a prefix cache that was not reset would
-    show) and compares the engine's log-probs with the trainer's.
+    The canary samples a few tokens from fixed prompts with fixed seeds (so a prefix cache that was not reset would show).
+    Weights that did not arrive hide below `limit`: an update of a small learning rate moves log-probs by less than rounding
+    does. So three things are asked for besides the engine's log-probs being the trainer's:
+
+    1. every token is labelled with the version that was just published;
+    2. every tensor that the engine has taken has the checksum of the one that was sent, on each of its workers;
+    3. where the update moves log-probs by more than the noise, the engine's moved with the trainer's (`applied_share`).
 
     Args:
         engine: on rank 0; None on the others, which take part in the gathers and in scoring.
@@ -57,7 +65,10 @@ class Publisher:
         self._precision = precision
         self._prompts, self._limit, self._row_length = list(canary_prompts), limit, row_length
         self._temperature = sampling.temperature
-        self._sampling = replace(sampling, max_tokens=min(CANARY_TOKENS, sampling.max_tokens), early_stop_logprob=None)
+        tokens = min(CANARY_TOKENS, sampling.max_tokens)
+        self._sampling = replace(sampling, max_tokens=tokens, seed=CANARY_SEED, early_stop_logprob=None)
+        self._sent: dict[str, dict[str, int]] = {"model": {}, "adapter": {}}  # checksums by name, on rank 0
+        self._before: dict[int, float] = {}  # context -> log-prob under the policy of the last publication, all ranks
 
     def publish(self, version: int) -> dict[str, float]:
         """Makes the engine sample with the current weights under `version`. A collective. Returns metrics.
@@ -65,16 +76,22 @@ class Publisher:
         Raises:
             Disagreement: the engine does not run these weights; says the likely cause.
         """
-        report = self._send(version)
-        rows = self._canary(version)
-        scored, when = self._scored(rows), f"after publishing version {version}"
-        found = require_agreement(rows, scored, self._limit, self._temperature, partial(self._scored, rows), when)
-        metrics = {"canary/mean_abs": found.mean_abs} | self._check(rows, scored, when)
+        report, when = self._send(version), f"after publishing version {version}"
+        rows, wrong = self._canary(version)
+        if wrong:
+            raise Disagreement(f"{when}: weights: {wrong}")
+        scored = self._scored(rows)
+        applied, rescore = self._applied(rows, scored), partial(self._scored, rows)
+        found = require_agreement(
+            rows, scored, self._limit, self._temperature, rescore, when, applied=list(applied.values())
+        )
+        self._remember(rows, scored)
         if report is None:
             return {}
         self._precision.write_mismatch(found.mean_abs, found.tokens, when)
         sent = {"time/publish_engine": report.copy_s + report.pause_s, "publish/bytes": float(report.bytes)}
-        return sent | metrics
+        shares = {f"canary/{name}_applied": change.slope for name, change in applied.items() if change.resolved}
+        return sent | {"canary/mean_abs": found.mean_abs} | shares
 
     def _send(self, version: int) -> PublishReport | None:
         return self._stream(self._whole(named_hf_tensors), version)
@@ -84,26 +101,55 @@ class Publisher:
 
     def _stream(self, tensors: Iterable, version: int, adapter: dict | None = None) -> PublishReport | None:
         if self._engine is not None:
-            return self._engine.publish(tensors, version, adapter)
+            sent = self._sent["model" if adapter is None else "adapter"] = {}
+            return self._engine.publish(_summed(tensors, sent), version, adapter)
         for _ in tensors:  # rank 0 gathers each weight: take part
             pass
         return None
 
-    def _check(self, rows: list[Row], scored: list[LabelScores], when: str) -> dict[str, float]:
-        """What else the canary has to show."""
-        return {}
-
-    def _canary(self, version: int) -> list[Row]:
-        """This rank's share of freshly sampled rows."""
-        rows = None
+    def _canary(self, version: int) -> tuple[list[Row], str | None]:
+        """This rank's share of freshly sampled rows, and what shows already that other weights sampled them."""
+        rows = wrong = None
         if self._engine is not None:
-            sampling = replace(self._sampling, seed=version)
-            completions = self._engine.sample(self._prompts, CANARY_SAMPLES, sampling)
+            completions = self._engine.sample(self._prompts, CANARY_SAMPLES, self._sampling)
+            wrong = self._wrong_version(completions, version) or self._wrong_tensors()
             groups = [_as_group(p, found) for p, found in zip(self._prompts, completions, strict=True)]
             longest = sum(len(g.prompt_tokens) + CANARY_SAMPLES * CANARY_TOKENS for g in groups)
             size = self._row_length or longest
             rows = pack(groups, size, pad_to=self._row_length, num_rows_multiple=self._ranks.world_size)[0]
-        return self._ranks.share(self._ranks.broadcast(rows))
+        rows, wrong = self._ranks.broadcast((rows, wrong))
+        return self._ranks.share(rows), wrong
+
+    @staticmethod
+    def _wrong_version(completions: list[list[Completion]], version: int) -> str | None:
+        labels = {int(label) for group in completions for c in group for label in c.versions}
+        if labels <= {version}:
+            return None
+        return f"the engine labels what it samples with version {sorted(labels)}: the publication did not reach it"
+
+    def _wrong_tensors(self) -> str | None:
+        sent = {name: value for part in self._sent.values() for name, value in part.items()}
+        for worker, taken in enumerate(self._engine.checksums()):
+            wrong = sorted(name for name in sent.keys() | taken.keys() if sent.get(name) != taken.get(name))
+            if wrong:
+                lost = sum(name not in taken for name in wrong)
+                return (
+                    f"{len(wrong)} of the {len(sent)} tensors in the engine (worker {worker}) are not those that were sent, "
+                    f"{lost} of them lost, the others old or damaged, e.g. {', '.join(wrong[:3])}"
+                )
+        return None
+
+    def _applied(self, rows: list[Row], scored: list[LabelScores]) -> dict[str, Applied]:
+        """What the sampled tokens say of changes that the engine has to show, by name; the gravest comes first."""
+        before = [torch.tensor([self._before.get(c, torch.nan) for c in contexts(row)]) for row in rows]
+        otherwise = "the engine samples with the weights of the publication before"
+        return {"update": applied_share(rows, scored, before, otherwise)}
+
+    def _remember(self, rows: list[Row], scored: list[LabelScores]) -> None:
+        """Keeps what the policy of now says, to be what the policy before said at the next publication."""
+        pairs = zip(rows, scored, strict=True)
+        known = {c: p for row, scores in pairs for c, p in zip(contexts(row), scores.logprobs_L.tolist(), strict=True)}
+        self._before = {c: p for part in self._ranks.gather(known) for c, p in part.items()}
 
     def _scored(self, rows: list[Row], temperature: float | None = None) -> list[LabelScores]:
         return score(self._policy, rows, temperature or self._temperature, self._ranks.device)
@@ -129,18 +175,18 @@ class AdapterPublisher(Publisher):
         tensors = adapter_hf_tensors(self._policy.model, self._names, self._precision.engine_dtype)
         return self._stream(tensors, version, self._adapter.peft_config(str(self._names.path)))
 
-    def _check(self, rows: list[Row], scored: list[LabelScores], when: str) -> dict[str, float]:
+    def _applied(self, rows: list[Row], scored: list[LabelScores]) -> dict[str, Applied]:
         with AdapterOff(self._policy.model).swapped_in():
-            off = self._scored(rows)
-        share, noise = applied_share(rows, scored, off)
-        if noise > RESOLVED:
-            return {}
-        if share < 0.5:
-            raise Disagreement(
-                f"{when}: the engine samples without the adapter, or with an old one: of its effect on the log-probs of "
-                f"{sum(row.num_labels for row in rows)} sampled tokens the engine shows {share:.2f}. {ADVICE[self._way]}"
-            )
-        return {"canary/adapter_applied": share}
+            off = [scores.logprobs_L for scores in self._scored(rows)]
+        otherwise = f"the engine samples without the adapter, or with an old one ({ADVICE[self._way]})"
+        return {"adapter": applied_share(rows, scored, off, otherwise)} | super()._applied(rows, scored)
+
+
+def _summed(tensors: Iterable[tuple[str, Tensor]], sums: dict[str, int]) -> Iterable[tuple[str, Tensor]]:
+    """Passes tensors on and keeps the checksum of each."""
+    for name, tensor in tensors:
+        sums[name] = checksum(tensor)
+        yield name, tensor
 
 
 def canary_prompts(task: Task, tokenizer: ChatTokenizer) -> list[list[int]]:
