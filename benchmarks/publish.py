@@ -4,7 +4,7 @@
 
 Random models in the shape of Qwen2, bfloat16, published into an engine that is idle and into one that is sampling.
 "copy" is the trainer's copy into shared memory, during which the engine samples on; "pause" is the time in which it
-does not, and holds "load". The first publication also pays for the pages of the shared memory. At the end the same model
+does not, and holds "load", and this the engine's checksums of what it takes; a recipe takes the same of what it sends. The first publication also pays for the pages of the shared memory. At the end the same model
 gets adapters of rank 8 on every linear layer, alternating with the whole model, in an engine with LoRA.
 """
 
@@ -19,6 +19,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from torchtune_ext.sampling.engine import Engine, EngineConfig, PublishReport, SamplingConfig
+from torchtune_ext.sampling.weights import checksum
 
 SHAPES = {  # name: vocabulary, width, feed-forward width, layers, heads, key-value heads
     "2.5M": (4096, 256, 512, 2, 4, 2),
@@ -108,7 +109,16 @@ def run(size: str, repeats: int, folder: Path) -> None:
         first = publish()
         print(f"\n{size}: {parameters / 1e6:.1f}M parameters, {first.bytes / 1e6:.0f} MB")
         show("first", [first])
-        show("idle", [publish() for _ in range(repeats)])
+        idle = [publish() for _ in range(repeats)]
+        show("idle", idle)
+        seconds = []
+        for _ in range(repeats):
+            started = time.monotonic()
+            sums = {name: checksum(tensor) for name, tensor in model.named_parameters()}
+            seconds.append(time.monotonic() - started)
+        assert engine.checksums() == [sums]
+        share = np.median(seconds) / np.median([report.copy_s + report.pause_s for report in idle])
+        print(f"  checksums  {1e3 * np.median(seconds):7.1f} ms on each side, {share:.0%} of copy + pause", flush=True)
         sampling = threading.Thread(
             target=lambda: engine.sample([[1, 2, 3]] * 4, 8, SamplingConfig(max_tokens=2000, deadline_s=3.0 + repeats))
         )

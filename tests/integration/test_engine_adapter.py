@@ -15,6 +15,7 @@ pytest.importorskip("vllm")
 import tiny_model  # noqa: E402
 
 from torchtune_ext.sampling.engine import Engine, EngineConfig, EngineFailed, SamplingConfig  # noqa: E402
+from torchtune_ext.sampling.weights import checksum  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -116,6 +117,8 @@ def test_a_new_engine_finds_base_and_adapter(engine):
     os.kill(engine._supervisor.core.process.pid, 9)
     groups = engine.sample(prompts, 2, SAMPLING)
     assert engine.stats().restarts == restarts + 1
+    sent = {**dict(tiny_model.build(1).named_parameters()), **tensors}
+    assert engine.checksums() == [{name: checksum(tensor) for name, tensor in sent.items()}]
     assert worst(merged(tensors, 1), prompts, groups) < 1e-4
 
 

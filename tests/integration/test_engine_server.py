@@ -21,7 +21,7 @@ import tiny_model  # noqa: E402
 from torchtune_ext.sampling.doors import KEY_VARIABLE  # noqa: E402
 from torchtune_ext.sampling.engine import Engine, EngineConfig, EngineFailed, SamplingConfig  # noqa: E402
 from torchtune_ext.sampling.server import server_command  # noqa: E402
-from torchtune_ext.sampling.weights import WeightBuffer  # noqa: E402
+from torchtune_ext.sampling.weights import WeightBuffer, checksum  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -127,6 +127,7 @@ def test_samples_and_takes_weights_like_an_engine_of_our_own(engine, models):
     assert sorted(c.cached_prompt_tokens for c in first[0]) == [0, 96, 96, 96]
     report = engine.publish(models[1].named_parameters(), 1)
     assert report.bytes > 0 and report.load_s < report.pause_s
+    assert engine.checksums() == [{name: checksum(tensor) for name, tensor in models[1].named_parameters()}]
     second = engine.sample(prompts, 4, sampling)
     check(models[1], prompts, second)
     assert {v for group in second for c in group for v in c.versions} == {1}

@@ -178,8 +178,28 @@ def test_the_canary_catches_an_engine_that_forgets_the_adapter(workplace, tmp_pa
         publisher = AdapterPublisher(
             engine, policy, source, precision, ranks, prompts, sampling, limit, way="adapter", adapter=spec
         )
-        assert publisher.publish(0)["canary/adapter_applied"] == pytest.approx(1.0, abs=1e-2)
+        first = publisher.publish(0)
+        assert first["canary/adapter_applied"] == pytest.approx(1.0, abs=1e-2) and "canary/update_applied" not in first
+
+        def update():
+            with torch.no_grad():
+                for module in adapted_modules(policy.model).values():
+                    module.lora_b.weight.mul_(1.2).add_(1e-4)
+
+        update()
+        assert publisher.publish(1)["canary/update_applied"] == pytest.approx(1.0, abs=1e-2)
         load = LocalCore._load_adapter
+
+        async def keep(self, buffer, version):
+            await self.llm.update_weight_version(str(version))
+
+        # version N - 1 in the place of N, under its label, in an engine that lies about what it holds
+        update()
+        with monkeypatch.context() as patch:
+            patch.setattr(LocalCore, "_load_adapter", keep)
+            patch.setattr(Engine, "checksums", lambda self: [publisher._sent["adapter"]])
+            with pytest.raises(Disagreement, match="weights: the engine samples with the weights of the publication"):
+                publisher.publish(2)
 
         async def forget(self, buffer, version):
             await load(self, buffer, version)
@@ -187,7 +207,7 @@ def test_the_canary_catches_an_engine_that_forgets_the_adapter(workplace, tmp_pa
 
         monkeypatch.setattr(LocalCore, "_load_adapter", forget)
         with pytest.raises(Disagreement, match="the engine samples without the adapter"):
-            publisher.publish(1)
+            publisher.publish(3)
 
 
 @pytest.mark.parametrize(

@@ -95,16 +95,25 @@ def test_weights_that_do_not_arrive_stop_the_run(repo_root, tmp_path, way):
     assert driven != source
     (tmp_path / "driven.py").write_text(driven)
     if recipe == "grpo_lora":
-        options = [*options, f"model._component_={LORA}", "model.lora_attn_modules=[q_proj,v_proj]", "model.lora_rank=4"]
+        options = [
+            *options,
+            f"model._component_={LORA}",
+            "model.lora_attn_modules=[q_proj,v_proj]",
+            "model.lora_rank=4",
+        ]
     options += ["dtype=bfloat16", "engine.dtype=bfloat16", "max_mismatch=0.05", "optimizer.lr=1e-5", "eval_task=null"]
-    options += ["engine.extra_args={worker_extension_cls: loader.Loader}", "updates_per_step=1", "checkpoints.every=100"]
+    options += [
+        "engine.extra_args={worker_extension_cls: loader.Loader}",
+        "updates_per_step=1",
+        "checkpoints.every=100",
+    ]
     options += ["prompts_per_step=2", "task.count=8"]
     output = runs.run(tmp_path, "driven.py", "output_dir=run", *options)
     lines = [line.removeprefix("FAULT ").split(" | ") for line in output.splitlines() if line.startswith("FAULT ")]
     found = {fault: (int(publications), outcome) for fault, publications, outcome in lines}
     assert found.pop("none") == (2, "ended well")
     assert list(found) == ["lost", "lost under its label", "one tensor old", "all tensors old"]
-    for fault, (publications, outcome) in found.items():
-        assert publications == 1 and "weights: " in outcome and "dtype" not in outcome, (fault, publications, outcome)
+    unseen = {f: (n, said) for f, (n, said) in found.items() if n != 1 or "weights: " not in said or "dtype" in said}
+    assert not unseen
     assert "labels what it samples with version" in found["lost"][1]
     assert "v_proj" in found["one tensor old"][1] and " 1 of the " in found["one tensor old"][1]

@@ -8,10 +8,16 @@ import torch
 
 from torchtune_ext.advantages import Group, Sample
 from torchtune_ext.grading import Outcome
-from torchtune_ext.packing import pack
+from torchtune_ext.packing import contexts, pack
 from torchtune_ext.policy.logprobs import LabelScores
 from torchtune_ext.tasks.task import Problem
-from torchtune_ext.training.agreement import Disagreement, mismatch, require_agreement
+from torchtune_ext.training.agreement import (
+    CARRIERS,
+    Disagreement,
+    applied_share,
+    mismatch,
+    require_agreement,
+)
 
 VOCAB, TOKENS, SAMPLES = 50, 40, 20
 
@@ -44,11 +50,16 @@ class Table:
         return pack([Group(Problem("p", (), None), np.arange(3, dtype=np.int32), tuple(samples))], 10_000)[0]
 
 
-def check(reported, table, temperature=1.0, limit=1e-3):
+def check(reported, table, temperature=1.0, limit=1e-3, before=None):
+    """before: the trainer's log-probs under the weights before the last update."""
+
     def scores(t):
         return [LabelScores(table.score(t), torch.zeros(SAMPLES * TOKENS))]
 
-    return require_agreement(table.rows(reported), scores(temperature), limit, temperature, scores, "before step 0")
+    rows, applied = table.rows(reported), []
+    if before is not None:
+        applied = [applied_share(rows, scores(temperature), [before], "the engine has the old weights")]
+    return require_agreement(rows, scores(temperature), limit, temperature, scores, "before step 0", applied=applied)
 
 
 def test_agreement_passes_and_measures():
@@ -129,3 +140,98 @@ def test_nan_is_a_disagreement():
 def test_no_labels_is_agreement():
     rows, _ = pack([], 16)
     assert mismatch(rows, [LabelScores(torch.empty(0), torch.empty(0))]).tokens == 0
+
+
+def draws(seed, *scales):
+    generator = torch.Generator().manual_seed(seed)
+    return [scale * torch.randn(SAMPLES * TOKENS, generator=generator, dtype=torch.float64) for scale in scales]
+
+
+@pytest.mark.parametrize("limit", [1e-3, 1.0])
+def test_old_weights_are_told_from_rounding(limit):
+    """Small errors of both signs either way: what the update did to the log-probs decides. Also below the limit."""
+    table = Table()
+    update, noise = draws(1, 0.1, 0.01)
+    before = table.score(1.0) - update
+    with pytest.raises(Disagreement, match="weights: the engine has the old weights; .* of 800 sampled .* shows -?0.0"):
+        check(before + noise, table, limit=limit, before=before)
+    if limit < 0.01:
+        with pytest.raises(Disagreement, match="dtype: small errors of both signs"):
+            check(table.score(1.0) + noise, table, limit=limit, before=before)
+    else:
+        check(table.score(1.0) + noise, table, limit=limit, before=before)
+
+
+def test_below_the_noise_nothing_is_concluded():
+    table = Table()
+    update, noise = draws(1, 0.01, 0.02)
+    before = table.score(1.0) - update
+    with pytest.raises(Disagreement, match="dtype: small errors of both signs"):
+        check(before + noise, table, before=before)
+    assert check(before + noise, table, limit=0.1, before=before).mean_abs < 0.03
+    assert check(before, table, limit=0.1, before=torch.full_like(before, torch.nan)).tokens == SAMPLES * TOKENS
+    assert check(before, table, limit=0.1, before=table.score(1.0)).tokens == SAMPLES * TOKENS  # lr 0: no effect
+
+
+def test_tokens_that_nobody_knows_are_left_out():
+    table = Table()
+    update, noise = draws(2, 0.1, 0.001)
+    before = table.score(1.0) - update
+    sampler = table.score(1.0) + noise
+    for known in (2, CARRIERS - 1, 4 * CARRIERS, 300):
+        old, reported = before.clone(), sampler.clone()
+        old[known:], reported[known:] = torch.nan, before[known:]  # would be a slope of 0
+        scored = [LabelScores(table.score(1.0), torch.zeros(SAMPLES * TOKENS))]
+        found = applied_share(table.rows(reported), scored, [old], "")
+        assert found.tokens == known and found.slope == pytest.approx(1.0, abs=0.05)
+        assert found.resolved == (known > CARRIERS) and not found.missing and 1 <= found.carriers <= known
+
+
+@pytest.mark.parametrize("has_it", [True, False])
+@pytest.mark.parametrize("engine", [0.0, 1.0, 3.0])  # noise of the engine, in that of the trainer
+def test_heavy_tails_decide_nothing_wrongly(engine, has_it):
+    """Some tokens are a hundred times more uncertain than others, in noise and effect alike, and the engine may be more or less
+    exact than the trainer. Whatever is concluded is right, and a large effect leads to a conclusion."""
+    generator, count = torch.Generator().manual_seed(0), 200
+    table = Table()
+    row = table.rows(table.score(1.0))[0]
+    for strength in (0.0, 0.3, 1.0, 3.0, 30.0):
+        resolved = 0
+        for width in (0.7, 1.2):
+            for _ in range(count):
+                scale = torch.exp(width * torch.randn(SAMPLES * TOKENS, generator=generator, dtype=torch.float64))
+                e, new, old, change = (
+                    scale * torch.randn(len(scale), generator=generator, dtype=torch.float64) for _ in "1234"
+                )
+                seen = replace(row, logprobs_L=has_it * strength * change + engine * e)
+                found = applied_share([seen], [LabelScores(strength * change + new, torch.zeros(0))], [old], "")
+                resolved += found.resolved
+                assert not found.resolved or (found.slope > 0.5) == has_it, (strength, found)
+        assert resolved > count / 2 if strength == 30 else resolved == 0 or strength > 1
+
+
+def test_contexts_are_equal_where_the_log_prob_is():
+    def rows(*texts, prompt=(1, 2, 3), size=10_000):
+        samples = [
+            Sample(
+                np.array(t, np.int32),
+                np.zeros(len(t), np.float32),
+                np.zeros(len(t), np.int32),
+                "",
+                "stop",
+                None,
+                0,
+                True,
+            )
+            for t in texts
+        ]
+        return pack([Group(Problem("p", (), None), np.array(prompt, np.int32), tuple(samples))], size)[0]
+
+    (one,) = rows([5, 6, 7], [5, 9], [6])
+    a, b, c, d, e, f = contexts(one)
+    assert a == d and len({a, b, c, e, f}) == 5
+    assert contexts(rows([5, 6, 8])[0])[:2] == [a, b] and contexts(rows([5, 6, 8])[0])[2] != c
+    assert set(contexts(rows([5, 6, 7], prompt=(1, 2))[0])).isdisjoint({a, b, c, d, e, f})
+    cut = rows([5, 6, 7], [5, 9], [6], size=5)  # the same in other rows
+    assert len(cut) == 2 and sorted(c for row in cut for c in contexts(row)) == sorted([a, b, c, d, e, f])
+    assert contexts(pack([], 16)[0][0]) == []

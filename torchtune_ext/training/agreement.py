@@ -16,7 +16,7 @@ TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 2.0)  # w
 
 FEW_TOKENS = 1000  # the mean of fewer may be that of one token
 RESOLVED = 0.25  # noise of a token over the effect of a change on it, above which nothing is concluded
-SHARE_TOKENS = 32  # of fewer the noise is not known well enough
+CARRIERS = 16  # tokens that have to carry the effect: one that carries all of it hides its own noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +84,13 @@ class Applied:
     slope: float  # 1: it has the change; 0: it has not
     noise: float  # of a token around the slope, over the effect of the change on it; infinite where there is no effect
     tokens: int
+    carriers: float  # how many tokens carry the effect e: (sum e^2)^2 / sum e^4, between 1 and all of them
     otherwise: str  # what the sampler does if it has not, for the message
 
     @property
     def resolved(self) -> bool:
-        """Whether the slope says anything: the error of its own is then below RESOLVED / sqrt(SHARE_TOKENS) = 0.05."""
-        return self.tokens >= SHARE_TOKENS and self.noise <= RESOLVED
+        """Whether the slope says anything: its own error is then about RESOLVED / sqrt(CARRIERS) = 0.06 at most."""
+        return self.carriers >= CARRIERS and self.noise <= RESOLVED
 
     @property
     def missing(self) -> bool:
@@ -115,10 +116,11 @@ def applied_share(rows: Sequence[Row], on: Sequence[LabelScores], off: Sequence[
     effect, seen = (found := _gathered(torch.cat(parts, dim=1)))[:, ~found.isnan().any(dim=0)]
     size = effect.square().mean().item() if len(effect) else 0.0
     if size == 0.0:
-        return Applied(0.0, float("inf"), len(effect), otherwise)
+        return Applied(0.0, float("inf"), len(effect), 0.0, otherwise)
     slope = (effect * seen).mean().item() / size
     noise = (seen - slope * effect).square().mean().item()
-    return Applied(slope, (noise / size) ** 0.5, len(effect), otherwise)
+    carriers = len(effect) * size**2 / effect.pow(4).mean().item()
+    return Applied(slope, (noise / size) ** 0.5, len(effect), carriers, otherwise)
 
 
 def _gathered(values: Tensor) -> Tensor:
