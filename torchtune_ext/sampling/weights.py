@@ -44,7 +44,9 @@ def checksum(tensor: torch.Tensor) -> int:
         rest[: data.numel() - whole] = data[whole:]
         body = data[:whole] if data.storage_offset() % 4 == 0 else data[:whole].clone()  # a view has to be aligned
         lines = [*body.view(torch.int32).view(-1, LINE).split(LINES.get(tensor.device.type, LINES["cuda"]))]
-        sums = [(part * weights).sum(1) for part in (*lines, rest.view(torch.int32)[None])]
+        lines.append(rest.view(torch.int32)[None])
+        room = torch.empty(max(map(len, lines)), LINE, dtype=torch.int64, device=tensor.device)  # once: pages are dear
+        sums = [torch.mul(part, weights, out=room[: len(part)]).sum(1) for part in lines]
         data = torch.cat(sums).view(torch.uint8)
         if data.numel() == 8:
             return data.view(torch.int64).item() ^ size
