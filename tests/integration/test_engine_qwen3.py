@@ -19,6 +19,7 @@ from torchtune_ext.policy.scratch import lora_qwen3_from_config  # noqa: E402
 from torchtune_ext.policy.shard import build_policy  # noqa: E402
 from torchtune_ext.policy.weights import HFModel  # noqa: E402
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig  # noqa: E402
+from torchtune_ext.sampling.weights import checksum
 from torchtune_ext.tasks.task import Problem  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -100,8 +101,9 @@ def test_trainer_and_engine_agree(tied, tmp_path):
             return engine.sample(PROMPTS, 2, SAMPLING)
 
         def publish(tensors, peft=None):
-            before = worst(policy, sampled())
-            engine.publish(tensors(model, source, torch.float32), engine.version + 1, peft)
+            before, sent = worst(policy, sampled()), dict(tensors(model, source, torch.float32))
+            engine.publish(sent.items(), engine.version + 1, peft)
+            assert {name: checksum(tensor) for name, tensor in sent.items()}.items() <= engine.checksums()[0].items()
             assert worst(policy, sampled()) < 1e-4 < 0.05 < before
 
         assert worst(policy, sampled()) < 1e-4  # as vLLM read them from the disk
