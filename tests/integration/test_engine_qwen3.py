@@ -19,7 +19,7 @@ from torchtune_ext.policy.scratch import lora_qwen3_from_config  # noqa: E402
 from torchtune_ext.policy.shard import build_policy  # noqa: E402
 from torchtune_ext.policy.weights import HFModel  # noqa: E402
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig  # noqa: E402
-from torchtune_ext.sampling.weights import checksum
+from torchtune_ext.sampling.weights import checksum  # noqa: E402
 from torchtune_ext.tasks.task import Problem  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
