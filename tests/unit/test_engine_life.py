@@ -1,6 +1,8 @@
 """The engine's frame without vLLM: janitor, close, publications from two threads, deadlines of calls."""
 
 import asyncio
+import contextlib
+import gc
 import os
 import re
 import signal
@@ -15,6 +17,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torchtune_ext.run.stop import Stopped, StopSignals  # noqa: E402
 from torchtune_ext.sampling import cleanup  # noqa: E402
 from torchtune_ext.sampling import engine as engine_module  # noqa: E402
 from torchtune_ext.sampling.calls import CoreLost, Step, bounded, paused  # noqa: E402
@@ -94,6 +97,7 @@ class SleepingCore:
     async def stop(self):
         self.kill()
         self.process.wait(5)
+        await asyncio.sleep(0.1)  # as for vLLM's client to notice
         for call in list(self.calls.values()):
             call.lose()
 
@@ -296,6 +300,38 @@ def test_sample_and_publish_under_way_end_with_close(make_engine):
     assert closed == [None]
 
 
+@pytest.mark.parametrize("work", ["sample", "publish"])
+def test_a_caller_that_was_stopped_leaves_no_error_that_nobody_fetches(make_engine, monkeypatch, caplog, work):
+    """What it had asked for ends after it: the engine is closed meanwhile, and found dead."""
+
+    async def until_dead(self, *args):
+        self.busy.set()
+        while not self.dead:
+            with contextlib.suppress(asyncio.CancelledError):  # as vLLM's client, which first tells its engine
+                await asyncio.sleep(0.01)
+        raise CoreLost("the engine is gone")
+
+    for name in ("generate", "load"):
+        monkeypatch.setattr(SleepingCore, name, until_dead)
+    engine = make_engine()
+
+    def stop():
+        SleepingCore.made[0].busy.wait(10)
+        time.sleep(0.2)  # for the caller to wait for it
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with StopSignals(1.0, str):
+        stopper, _ = in_thread(stop)
+        with pytest.raises(Stopped):
+            if work == "sample":
+                engine.sample([[1, 2]], 4, SamplingConfig(max_tokens=4))
+            engine.publish(weights(1), 1)
+    stopper.join()
+    engine.close()
+    gc.collect()
+    assert not [record.getMessage() for record in caplog.records if record.name == "asyncio"]
+
+
 def test_the_engine_may_not_be_called_from_its_own_thread(make_engine, monkeypatch):
     engine = make_engine()
 
@@ -386,6 +422,29 @@ def test_a_call_that_moves_weights_may_take_long_but_not_stand_still():
             await bounded(dead, slow(), 10)
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("way", ["cancelled", "too late"])
+def test_the_error_of_a_call_that_was_given_up_is_fetched(way, caplog):
+    """A ping, an update: whoever gives it up has said why, and what it then dies of is nobody's any more."""
+
+    async def refused():
+        try:
+            await asyncio.sleep(60)
+        finally:
+            raise RuntimeError("Session is closed")
+
+    async def scenario():
+        call = asyncio.create_task(bounded(Answer(), refused(), 60 if way == "cancelled" else 0.1))
+        await asyncio.sleep(0.1)
+        if way == "cancelled":
+            call.cancel()
+        with pytest.raises(asyncio.CancelledError if way == "cancelled" else CoreLost):
+            await call
+
+    asyncio.run(scenario())
+    gc.collect()
+    assert not [record.getMessage() for record in caplog.records if record.name == "asyncio"]
 
 
 def test_an_update_that_is_refused_half_way_ends_this_life():

@@ -1,6 +1,10 @@
 """Calls into the engine's thread: whose TimeoutError is whose."""
 
+import asyncio
 import concurrent.futures
+import gc
+import threading
+import time
 
 import pytest
 
@@ -41,3 +45,28 @@ def test_a_timeout_of_the_work_itself_comes_out():
             thread.call(work())
     finally:
         thread.stop()
+
+
+def test_what_begins_as_the_thread_ends_is_ended_too(caplog, recwarn):
+    thread = LoopThread("test")
+    thread.start()
+    held = threading.Event()
+
+    async def hold():
+        held.set()
+        time.sleep(0.3)
+
+    async def work():
+        try:
+            await asyncio.sleep(60)
+        finally:
+            asyncio.ensure_future(asyncio.sleep(60))
+
+    thread.submit(work())
+    thread.submit(hold())
+    held.wait(5)
+    thread.submit(work())  # its first step comes after the end
+    thread.stop()
+    gc.collect()
+    assert not [warning for warning in recwarn if "never awaited" in str(warning.message)]
+    assert not [record.getMessage() for record in caplog.records if record.name == "asyncio"]

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from torchtune_ext.sampling.early_stop import RunningLogprob
+from torchtune_ext.sampling.loop_thread import fetch_error
 from torchtune_ext.sampling.records import Completion, SamplingConfig
 
 OnCompletion = Callable[[int, int, Completion], None]
@@ -218,6 +219,7 @@ async def bounded(
     used = -1.0
     name = getattr(call, "__name__", "call")
     task = asyncio.ensure_future(call)
+    task.add_done_callback(fetch_error)
     try:
         while True:
             await asyncio.wait({task}, timeout=0.2)

@@ -10,6 +10,18 @@ from typing import Any
 from torchtune_ext.sampling.records import EngineFailed
 
 
+def fetch_error(task: asyncio.Future) -> None:
+    """Done callback of a task whose caller may go away before it ends (Ctrl-C, a deadline) and has said why. An error that
+    nobody fetches asyncio prints with its traceback."""
+    if not task.cancelled():
+        task.exception()
+
+
+async def _attended(work: Coroutine[Any, Any, Any]) -> Any:
+    asyncio.current_task().add_done_callback(fetch_error)
+    return await work
+
+
 class LoopThread:
     """Runs coroutines for other threads."""
 
@@ -31,11 +43,13 @@ class LoopThread:
 
     def submit(self, work: Coroutine[Any, Any, Any]) -> Future:
         """Begins `work` and returns. Raises EngineFailed when the thread does not run."""
+        attended = _attended(work)
         try:
             if self._thread.is_alive():
-                return asyncio.run_coroutine_threadsafe(work, self._loop)
+                return asyncio.run_coroutine_threadsafe(attended, self._loop)
         except RuntimeError:
             pass  # the loop was closed in this moment
+        attended.close()
         work.close()
         raise EngineFailed("the engine is not running: call start() first, and nothing after close()")
 
@@ -78,9 +92,10 @@ class LoopThread:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
-        rest = asyncio.all_tasks(self._loop)
-        for task in rest:
-            task.cancel()
-        if rest:
-            self._loop.run_until_complete(asyncio.wait(rest, timeout=2.0))
+        give_up_at = time.monotonic() + 2.0
+        # what ends may begin more
+        while (rest := asyncio.all_tasks(self._loop)) and time.monotonic() < give_up_at:
+            for task in rest:
+                self._loop.call_soon(task.cancel)  # after its first step: Python complains of work that never began
+            self._loop.run_until_complete(asyncio.wait(rest, timeout=give_up_at - time.monotonic()))
         self._loop.close()

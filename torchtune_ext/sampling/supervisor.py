@@ -24,6 +24,7 @@ from functools import wraps
 from typing import Any
 
 from torchtune_ext.sampling.calls import Core, CoreLost
+from torchtune_ext.sampling.loop_thread import fetch_error
 from torchtune_ext.sampling.records import EngineConfig, EngineFailed, WeightsIncomplete
 from torchtune_ext.sampling.weights import Buffers, WeightBuffer
 
@@ -45,6 +46,7 @@ def undisturbed(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[...
         task = asyncio.ensure_future(method(self, *args))
         self._undisturbed.add(task)
         task.add_done_callback(self._undisturbed.discard)
+        task.add_done_callback(fetch_error)
         return await asyncio.shield(task)
 
     return run
