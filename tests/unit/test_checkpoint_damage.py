@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import random
 import shutil
 from dataclasses import replace
@@ -85,12 +86,13 @@ def test_every_damage_to_every_file_is_refused_by_name(folder):
 
 
 def test_loading_verifies_what_was_not_chosen(folder, source):
-    """Before anything is unpickled: this metadata file would end the process."""
+    """Before anything is unpickled: this metadata file would make another file."""
     trained, path = Trained(source), folder / "step_000002"
     before = trained.tensors()
-    (path / "state" / ".metadata").write_bytes(b"cos\n_exit\n(I3\ntR.")
+    (path / "state" / ".metadata").write_bytes(f"cos\nmkdir\n(V{folder}/unpickled\ntR.".encode())
     with pytest.raises(DamagedCheckpoint, match=r"state/.metadata has \d+ bytes instead of"):
         trained.load(checkpoints_in(folder), path)
+    assert not (folder / "unpickled").exists()
     assert all(torch.equal(a, b) for a, b in zip(before, trained.tensors(), strict=True))
 
 
@@ -198,14 +200,17 @@ def test_the_fingerprint_of_weights(source, tmp_path):
     assert of({**tensors, wide: tensors[wide].reshape(-1, 2)}) != found
 
 
-def test_the_fingerprint_reads_little(source, tmp_path):
-    """Eight gigabytes, most of them a hole in the file, in a moment."""
+def test_the_fingerprint_reads_little(source, tmp_path, monkeypatch):
+    """Eight gigabytes, most of them a hole in the file."""
     header = json.dumps({"w": {"dtype": "F32", "shape": [2 << 30], "data_offsets": [0, 8 << 30]}}).encode()
     shutil.copyfile(source.path / "config.json", tmp_path / "config.json")
     with open(tmp_path / "model.safetensors", "wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + (8 << 30))
+    read, pread = [], os.pread
+    monkeypatch.setattr(os, "pread", lambda fd, size, place: read.append(size) or pread(fd, size, place))
     assert "1 tensors of 8,589,934,592 bytes" in HFModel(tmp_path).fingerprint()
+    assert 0 < sum(read) < 1 << 20
 
 
 @pytest.mark.parametrize("keep", [0, 4, 100, -1])

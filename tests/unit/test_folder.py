@@ -22,13 +22,14 @@ from torchtune_ext.training.manifest import Manifest
 
 LEFT = ("metrics.jsonl", "rollouts/step_000001.jsonl.gz", "checkpoints/step_000002/recipe.json", "engine.log", "fp8.txt",
         "tensorboard/events", "evaluation.json", "report.html", "start/config.json")  # fmt: skip
+TRAINING = LEFT[:5]  # without what other recipes and optional metrics leave: its papers come last
 
 
-def leave_a_run(folder, text="one"):
+def leave_a_run(folder, text="one", left=LEFT):
     """All that recipes write, each file with `text` in it, and what stays where it is."""
     with RunFolder(folder) as owned:
         run = owned.begin({"text": text}, resuming=False)
-    for name in (*LEFT, "model/config.json", "wandb/run/x", "notes.txt"):
+    for name in (*left, "model/config.json", "wandb/run/x", "notes.txt"):
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -221,18 +222,19 @@ for owner in (os, Path):
         setattr(owner, name, counted(getattr(owner, name)))
 RunFolder(folder).begin({"text": "two"}, resuming=False)
 """
-RENAMES = len(LEFT) + 3  # each thing that was left and run.json; the number; the new run.json
 
 
+@pytest.mark.parametrize("left", [LEFT, TRAINING], ids=["all", "training"])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_killed_at_every_rename(tmp_path, when):
-    for k in range(1, RENAMES + 2):
+def test_killed_at_every_rename(tmp_path, when, left):
+    renames = len(left) + 3  # each thing that was left and run.json; the number; the new run.json
+    for k in range(1, renames + 2):
         folder = tmp_path / str(k)
-        first = leave_a_run(folder)
+        first = leave_a_run(folder, left=left)
         kept = set(tree(folder)) - {"model/config.json", "wandb/run/x", "notes.txt"}
         command = [sys.executable, "-c", KILLED, str(folder), str(k), when]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        assert done.returncode == (-signal.SIGKILL if k <= RENAMES else 0), done.stderr  # so every rename was tried
+        assert done.returncode == (-signal.SIGKILL if k <= renames else 0), done.stderr  # so every rename was tried
         with RunFolder(folder) as owned:
             run = owned.begin({"text": "three"}, resuming=False)
         record = json.loads((folder / "old-1" / "run.json").read_text())

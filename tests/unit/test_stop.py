@@ -64,7 +64,10 @@ def start(work, grace=5.0, closing=0.0, **more):
 
 def end(process, within):
     begin = time.monotonic()
-    out, err = process.communicate(timeout=30)
+    try:
+        out, err = process.communicate(timeout=30)
+    finally:
+        process.kill()  # nothing, unless it is stuck
     assert time.monotonic() - begin < within, (out, err)
     return process.returncode, out, err
 
@@ -109,18 +112,38 @@ def test_a_checkpoint_that_is_being_written_may_take_longer_than_the_grace_time(
     assert status == 143 and "saved" in out and "orderly=True" in err
 
 
-def test_a_signal_of_a_child_is_not_ours():
-    """A forked child has our handlers and our wake-up socket, into which C would write its signals."""
+def test_a_checkpoint_of_every_few_steps_is_finished_too():
     work = """
-        import os, signal
-        for _ in range(20):
-            child = os.fork()
-            if not child:
-                time.sleep(5)
-                os._exit(0)
-            time.sleep(0.02)
-            os.kill(child, signal.SIGTERM)
-            assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM"""
+        stop.begin_steps()
+        with stop.saving():
+            print("saving", flush=True)
+            time.sleep(1.5)
+            print("saved", flush=True)
+        time.sleep(30)"""
+    process = start(textwrap.dedent(work).replace("\n", "\n        "), grace=0.5)
+    assert process.stdout.readline() == "saving\n"
+    process.send_signal(signal.SIGTERM)
+    status, out, err = end(process, 6)
+    assert status == 143 and "saved" in out and "orderly=False" in err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 7)])
+def test_a_signal_of_a_child_is_not_ours(number, code):
+    """A forked child has our handlers and our wake-up socket, into which C would write its signals."""
+    work = f"""
+        import os
+        for _ in range(10):
+            try:
+                child = os.fork()
+                if not child:
+                    time.sleep(5)
+                    os._exit(0)
+            except KeyboardInterrupt:
+                os._exit(7)
+            time.sleep(0.05)
+            os.kill(child, {number:d})
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == {code}
+        time.sleep(0.2)  # for us to hear of it"""
     process = start(textwrap.dedent(work).replace("\n", "\n        "))
     assert end(process, 5)[:2] == (0, "well\n")
 
@@ -130,11 +153,12 @@ def test_the_error_travels_between_ranks():
     assert (stopped.signal, stopped.orderly, str(stopped)) == (signal.SIGTERM, True, "stopped by SIGTERM")
 
 
-def test_an_end_that_cannot_say_where_it_stands_is_an_end_all_the_same():
-    process = start("stop._standing = lambda: 1 / 0; stop.begin_steps(); stuck()", grace=0.3)
+@pytest.mark.parametrize("standing", ["lambda: 1 / 0", "stuck"])
+def test_an_end_that_cannot_say_where_it_stands_is_an_end_all_the_same(standing):
+    process = start(f"stop._standing = {standing}; stop.begin_steps(); stuck()", grace=0.3)
     time.sleep(0.2)
     process.send_signal(signal.SIGTERM)
-    assert end(process, 4)[0] == 143
+    assert end(process, 6)[0] == 143
 
 
 def test_ctrl_c_after_sigterm_no_longer_waits():
@@ -168,22 +192,29 @@ def test_a_second_ctrl_c_skips_the_cleanup():
     assert status == 130 and "not all parts were closed" in err
 
 
+def listening():
+    wakeup = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(wakeup)
+    return [*map(signal.getsignal, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)), wakeup]
+
+
 def test_what_was_ignored_stays_ignored_and_what_stood_there_comes_back():
     process = start("time.sleep(0.5)", preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
     process.send_signal(signal.SIGHUP)
     assert end(process, 3)[:2] == (0, "well\n")
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    before = listening()
     with StopSignals(1.0, str) as stop:
         with pytest.raises(Stopped):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(5)
         assert stop.requested
-    assert before == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    assert before == listening()
 
 
 def test_nobody_reads_the_message():
-    process = start("steps(30)", grace=0.3)
+    process = start("stop.begin_steps(); print('begun', flush=True); steps(10)", grace=0.3)
+    assert process.stdout.readline() == "begun\n"
     process.stderr.close()
     process.send_signal(signal.SIGTERM)
-    process.stdout.read()
-    assert process.wait(5) == 143
+    out = process.stdout.read()
+    assert process.wait(5) == 143 and "saved" not in out
