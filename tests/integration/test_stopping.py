@@ -30,8 +30,9 @@ def hear_signals():
         signal.signal(number, signal.SIG_DFL)
 
 
-def stopped(folder, number, lines, *args, ranks=1, within=40.0):
-    """Starts a run, sends it a signal once its metrics have so many lines; returns (status, what it said)."""
+def stopped(folder, number, lines, *args, ranks=1, within=40.0, once="metrics.jsonl"):
+    """Starts a run, sends it a signal once its metrics have so many lines and `once` exists; returns (status, what it
+    said)."""
     log = folder / "said.txt"
     command = runs.command("grpo_full", *args, ranks=ranks)
     with log.open("w") as out:
@@ -46,6 +47,9 @@ def stopped(folder, number, lines, *args, ranks=1, within=40.0):
         )
     run_dir = folder / next(word.removeprefix("output_dir=") for word in args if word.startswith("output_dir="))
     runs.wait_for_lines(run_dir, lines, process)
+    while not (run_dir / once).exists():
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.02)
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(number)
     begin = time.monotonic()
@@ -75,6 +79,7 @@ def test_ctrl_c_says_where_the_run_stands_and_how_to_go_on(workplace, number, na
         said,
     ), said
     assert "wandb sync" in said.split("Run summary")[-1], "the run was not closed for W&B"  # its last words
+    assert said.index("wandb sync") < said.index("Stopped by"), "W&B was closed by the end of the interpreter"
 
 
 def test_ctrl_c_while_it_sets_up(workplace):
@@ -127,9 +132,11 @@ def test_sigterm_keeps_the_step_and_the_resumed_run_is_the_one_never_stopped(wor
 def test_a_step_that_is_too_long_names_the_last_checkpoint(workplace):
     """Half a second is less than a step takes here, with 40 samples of each prompt."""
     args = ["output_dir=late", "max_steps=400", "checkpoints={every: 1, stop_grace_s: 0.2}", "samples_per_prompt=40"]
-    status, said = stopped(workplace, signal.SIGTERM, 3, *args)
+    status, said = stopped(workplace, signal.SIGTERM, 3, *args, once="checkpoints/step_000002")
     assert status == 143 and "within 0.2 s (stop_grace_s)" in said, said
-    assert re.search(
-        r"Stopped by SIGTERM\. It was at step \d+ of 400\. The newest checkpoint is late/checkpoints/step_\d+;", said
-    ), said
+    found = re.search(
+        r"Stopped by SIGTERM\. It was at step (\d+) of 400\. The newest checkpoint is late/checkpoints/step_(\d+);",
+        said,
+    )
+    assert found and int(found[1]) > int(found[2]), said
     assert not list((workplace / "late" / "checkpoints").glob(".partial_*"))
