@@ -313,6 +313,8 @@ def test_a_caller_that_was_stopped_leaves_no_error_that_nobody_fetches(make_engi
 
     for name in ("generate", "load"):
         monkeypatch.setattr(SleepingCore, name, until_dead)
+    gc.collect()
+    caplog.clear()  # of what other tests left behind
     engine = make_engine()
 
     def stop():
