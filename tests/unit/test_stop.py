@@ -54,10 +54,17 @@ print("well")
 """
 
 
-def start(work, grace=5.0, closing=0.0, **more):
+def heed_signals():
+    """Under nohup this process ignores SIGHUP, and those that it starts would do so, too."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def start(work, grace=5.0, closing=0.0, preexec_fn=heed_signals, **more):
     text = textwrap.dedent(SCRIPT).replace("WORK", work).replace("GRACE", str(grace)).replace("CLOSING", str(closing))
     command = [sys.executable, "-c", text]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "preexec_fn": preexec_fn}
+    process = subprocess.Popen(command, text=True, **(pipes | more))
     assert process.stdout.readline() == "ready\n"
     return process
 
