@@ -8,7 +8,6 @@ made again, so a later call goes on, or adds to them. The interval of a rise is 
 
 import argparse
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -17,8 +16,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-# Quantiles of Student's t, two-sided 95%, by degrees of freedom; above 15 that of 15, which is wider.
-T95 = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+from objectives_report import interval
+
 WAYS = ("sampled", "greedy")
 HEAD = (
     "warm-up | seed | threads | sampled before | after | rise | greedy before | after | rise | entropy | worst mismatch | "
@@ -65,14 +64,6 @@ def row(found: dict[str, float]) -> str:
         cells += [f"{found[f'{way}/before']:.3f}", f"{found[f'{way}/after']:.3f}", f"{found[f'{way}/rise']:+.3f}"]
     cells += [f"{found['entropy']:.3f}", f"{found['mismatch']:.1e}", f"{found['minutes']:.1f}"]
     return "| " + " | ".join(cells) + " |"
-
-
-def interval(rises: list[float]) -> tuple[float, float]:
-    """Mean and half of its 95% interval (infinite for one value)."""
-    if len(rises) < 2:
-        return rises[0], math.inf
-    quantile = T95[min(len(rises) - 1, len(T95)) - 1]
-    return statistics.fmean(rises), quantile * statistics.stdev(rises) / math.sqrt(len(rises))
 
 
 def spread(found: list[dict[str, float]], way: str) -> str:

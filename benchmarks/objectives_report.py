@@ -28,8 +28,8 @@ from torchtune_ext.config import instantiate
 if TYPE_CHECKING:
     from objectives import Run
 
-# 97.5% quantiles of Student's t by degrees of freedom
-T_975 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+# 97.5% quantiles of Student's t by degrees of freedom, from one; above 15 that of 15, which is wider
+T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 SAMPLES = 4  # answers to every held-out question, for entropy and KL
 LAST_STEPS = 10  # of which shares and lengths are the mean
 STARTED = ("eval/accuracy_sampled", "eval/accuracy_greedy", "eval/pass_at_8")
@@ -49,7 +49,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     """Mean and half of its 95% interval (Student's t); nan for one value."""
     if len(values) < 2:
         return values[0], math.nan
-    return mean(values), T_975[len(values) - 1] * stdev(values) / math.sqrt(len(values))
+    return mean(values), T_975[min(len(values) - 1, len(T_975)) - 1] * stdev(values) / math.sqrt(len(values))
 
 
 def read(run: "Run", start: Path) -> Result:

@@ -125,9 +125,9 @@ class GRPOFullRecipe:
         # Nothing is wrong with the settings, so an earlier run in the folder may be set aside, or go on.
         identity = None
         if self.ranks.is_main:
+            say(opening(cfg, self.loss, self.advantage, self.saving))
             resuming = self.folder.resumes(cfg.resume_from_checkpoint)
             run = self.folder.begin(record(cfg), resuming, reads=named_paths(cfg))
-            say(opening(cfg, self.loss, self.advantage, self.saving))
             identity = identify(run.id, self.source, self.make_model)
         self.checkpoints = Checkpoints(f"{cfg.output_dir}/checkpoints", identity, self.saving)
         resume = self.checkpoints.choose() if cfg.resume_from_checkpoint else None

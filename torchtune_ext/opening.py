@@ -1,10 +1,12 @@
 """What a run says before it begins: its objective in one line, and which settings miss what they are there for."""
 
 import math
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
 from torchtune_ext.advantages import AdvantageConfig
 from torchtune_ext.config import build, has_component, instantiate, load_preset
@@ -46,19 +48,22 @@ def overridden(cfg: DictConfig, loss: Any, advantage: AdvantageConfig) -> list[s
     if cfg.preset is None:
         return []
     preset = load_preset(cfg.preset, list(cfg))
-    found = []
-    if "loss" in preset:
-        theirs = instantiate(preset.loss)
-        found += ["loss"] if type(theirs) is not type(loss) else _changed("loss", theirs, loss)
-    found += _changed("advantage", build(AdvantageConfig, preset.get("advantage"), "advantage"), advantage)
+    found = _changed("loss", lambda: instantiate(preset.loss), loss) if "loss" in preset else []
+    found += _changed("advantage", lambda: build(AdvantageConfig, preset.get("advantage"), "advantage"), advantage)
     return found + [key for key in ("aggregation", "refill_rounds") if key in preset and preset[key] != cfg[key]]
 
 
-def _changed(node: str, theirs: Any, ours: Any) -> list[str]:
+def _changed(node: str, build_theirs: Callable[[], Any], ours: Any) -> list[str]:
+    try:
+        theirs = build_theirs()
+    except (ValueError, OmegaConfBaseException):  # what the settings add to the preset made it whole
+        return [node]
+    if type(theirs) is not type(ours):
+        return [node]
     names = [field.name for field in fields(theirs)] if is_dataclass(theirs) else []
     return [f"{node}.{name}" for name in names if getattr(theirs, name) != getattr(ours, name)]
 
 
 def _text(loss: Any) -> str:
-    """A loss of the user's own may have no text of its own."""
-    return type(loss).__name__ if type(loss).__str__ is object.__str__ else str(loss)
+    """A loss of the user's own, a class or a function, may have no text of its own."""
+    return getattr(loss, "__name__", type(loss).__name__) if type(loss).__str__ is object.__str__ else str(loss)

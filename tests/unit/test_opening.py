@@ -31,6 +31,23 @@ def test_a_preset_alone_is_not_overridden(preset):
     assert line(settings(preset=preset)).endswith(f"; preset {preset}")
 
 
+@pytest.mark.parametrize(
+    ("text", "own", "end"),
+    [
+        ("loss: {_component_: torchtune_ext.objective.loss.PolicyLoss, constraint: kl}", {"top_k": 16}, "loss"),
+        (
+            "loss: {_component_: torchtune_ext.objective.loss.PolicyLoss, clip_low: '${output_dir}'}",
+            {"clip_low": 0.2},
+            "loss",
+        ),
+        ("loss: {_component_: nowhere.Loss}", {"_component_": f"{__name__}.Mine"}, "loss"),
+    ],
+)
+def test_a_preset_that_the_settings_complete(tmp_path, text, own, end):
+    (tmp_path / "half.yaml").write_text(text)
+    assert line(settings(preset=f"{tmp_path}/half.yaml", loss=own)).endswith(f"half.yaml, overridden here: {end}")
+
+
 def test_what_tiny_changes_is_said():
     said = line(settings("grpo/tiny", preset="atr_grpo"))
     assert said.startswith("objective: KL3 <= 0.02 (clip 0.187/0.214) per token, TIS <= 2, entropy ")

@@ -4,13 +4,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from torchtune_ext.objective.kl import kl_k3
 from torchtune_ext.packing import Row
 from torchtune_ext.policy.logprobs import LabelScores
 from torchtune_ext.training.breakdown import bucket_means, buckets
+from torchtune_ext.training.outcome import gathered
 
 TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 2.0)  # what a wrong one is looked for among
 
@@ -58,7 +58,7 @@ def mismatch(rows: Sequence[Row], scored: Sequence[LabelScores], version: int | 
         torch.cat([(scores.logprobs_L.cpu().double() - row.logprobs_L.double())[None], buckets(row, version).double()])
         for row, scores in zip(rows, scored, strict=True)
     ]
-    found = _gathered(torch.cat(parts, dim=1) if parts else torch.empty(3, 0, dtype=torch.float64))
+    found = torch.cat(gathered(torch.cat(parts, dim=1) if parts else torch.empty(3, 0, dtype=torch.float64)), dim=1)
     d, where = found[0], found[1:].long()
     if not d.numel():
         return Mismatch(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, {}, 0)
@@ -113,7 +113,8 @@ def applied_share(rows: Sequence[Row], on: Sequence[LabelScores], off: Sequence[
         torch.stack([scores.logprobs_L.cpu().double() - old, row.logprobs_L.double() - old])
         for row, scores, old in zip(rows, on, (old.cpu().double() for old in off), strict=True)
     ]
-    effect, seen = (found := _gathered(torch.cat(parts, dim=1)))[:, ~found.isnan().any(dim=0)]
+    found = torch.cat(gathered(torch.cat(parts, dim=1)), dim=1)
+    effect, seen = found[:, ~found.isnan().any(dim=0)]
     size = effect.square().mean().item() if len(effect) else 0.0
     if size == 0.0:
         return Applied(0.0, float("inf"), len(effect), 0.0, otherwise)
@@ -121,15 +122,6 @@ def applied_share(rows: Sequence[Row], on: Sequence[LabelScores], off: Sequence[
     noise = (seen - slope * effect).square().mean().item()
     carriers = len(effect) * size**2 / effect.pow(4).mean().item()
     return Applied(slope, (noise / size) ** 0.5, len(effect), carriers, otherwise)
-
-
-def _gathered(values: Tensor) -> Tensor:
-    """[K, n] of every rank as [K, sum of n]."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return values
-    parts: list[Tensor | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, values)
-    return torch.cat(parts, dim=1)
 
 
 def require_agreement(

@@ -41,14 +41,6 @@ class Ranks:
         dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
 
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, on every rank (pickled; small things)."""
-        if self.world_size == 1:
-            return [value]
-        parts: list[Any] = [None] * self.world_size
-        dist.all_gather_object(parts, value)
-        return parts
-
     def any(self, flag: bool) -> bool:
         """Whether the flag is true on any rank. Every rank has to call it."""
         if self.world_size == 1:

@@ -20,6 +20,7 @@ from torchtune_ext.sampling.weights import checksum
 from torchtune_ext.tasks.task import Problem, Task
 from torchtune_ext.training.agreement import Applied, Disagreement, applied_share, require_agreement
 from torchtune_ext.training.distributed import Ranks
+from torchtune_ext.training.outcome import gathered
 from torchtune_ext.training.precision import Precision
 from torchtune_ext.training.step import score
 
@@ -149,7 +150,7 @@ class Publisher:
         """Keeps what the policy of now says, to be what the policy before said at the next publication."""
         pairs = zip(rows, scored, strict=True)
         known = {c: p for row, scores in pairs for c, p in zip(contexts(row), scores.logprobs_L.tolist(), strict=True)}
-        self._before = {c: p for part in self._ranks.gather(known) for c, p in part.items()}
+        self._before = {c: p for part in gathered(known) for c, p in part.items()}
 
     def _scored(self, rows: list[Row], temperature: float | None = None) -> list[LabelScores]:
         return score(self._policy, rows, temperature or self._temperature, self._ranks.device)
