@@ -18,11 +18,11 @@ from statistics import median
 from safetensors import safe_open
 
 SMALL = "model.lora_attn_modules=[q_proj,output_proj]"  # NF4 wants weights of 16,384 values: not k and v of this model
-DORA = ("grpo_lora", "grpo/tiny_lora", "publish=merged", "model.use_dora=True")
+DORA = ("grpo_lora", "grpo/tiny_lora", "adapters.publish=merged", "model.use_dora=True")
 VARIANTS = {
     "full": ("grpo_full", "grpo/tiny"),
     "lora": ("grpo_lora", "grpo/tiny_lora"),
-    "lora merged": ("grpo_lora", "grpo/tiny_lora", "publish=merged"),
+    "lora merged": ("grpo_lora", "grpo/tiny_lora", "adapters.publish=merged"),
     "dora": DORA,
     "dora bf16": (*DORA, "dtype=bfloat16", "max_mismatch=0.05"),  # the engine stays in float32: a merged model wants it
     "qlora": ("grpo_lora", "grpo/tiny_lora", "model.quantize_base=True", SMALL),

@@ -49,8 +49,9 @@ from torchtune_ext.rollout import sample_groups
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.tasks.arithmetic import Arithmetic
 from torchtune_ext.training.breakdown import places
+from torchtune_ext.training.distributed import Ranks
+from torchtune_ext.training.learner import Learner
 from torchtune_ext.training.precision import Precision, PrecisionConfig
-from torchtune_ext.training.step import forward_backward, score
 
 CPU = torch.device("cpu")
 LEVELS = {3: "short", 9: "long"}
@@ -105,7 +106,8 @@ def scored(policy: PackedPolicy, groups: list[Group], alone: bool = False, gradi
         if gradient:
             values = [policy(row).logprobs_L.detach() for row in rows]
         else:
-            values = [scores.logprobs_L for scores in score(policy, rows, 1.0, CPU)]
+            learner = Learner(policy, PolicyLoss(), Ranks(0, 1, CPU))
+            values = [scores.logprobs_L for scores in learner.logprobs(rows)]
         found.append(torch.cat(values).double().numpy())
     return found
 
@@ -210,7 +212,7 @@ def _gradients(model_dir: Path, policies: dict[str, PackedPolicy], answers: dict
             return factor * PolicyLoss()(tokens)[0], {}
 
         policy.model.zero_grad()
-        forward_backward(policy, rows, loss, 1.0, CPU)
+        Learner(policy, loss, Ranks(0, 1, CPU)).forward_backward(rows)
         return torch.cat([whole(p.grad).flatten().double() / factor for p in policy.model.parameters()])
 
     want = gradient(exact)

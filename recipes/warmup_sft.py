@@ -35,9 +35,9 @@ from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.telemetry.summary import Stopwatch, memory_metrics
 from torchtune_ext.training.distributed import init_ranks
 from torchtune_ext.training.export import save_model
+from torchtune_ext.training.learner import Learner
 from torchtune_ext.training.life import close_all, run_recipe
 from torchtune_ext.training.schedule import check_schedule, make_schedule
-from torchtune_ext.training.step import forward_backward, optimizer_step
 
 
 @dataclass
@@ -112,8 +112,15 @@ class WarmupRecipe:
             cfg.activation_checkpointing,
             cfg.compile,
         )
-        self.optimizer = instantiate(cfg.optimizer, params=self.policy.trainable())
-        self.schedule = make_schedule(self.optimizer, cfg.lr_schedule, cfg.lr_warmup, self.updates)
+        optimizer = instantiate(cfg.optimizer, params=self.policy.trainable())
+        self.learner = Learner(
+            self.policy,
+            NLLLoss(),
+            self.ranks,
+            optimizer=optimizer,
+            schedule=make_schedule(optimizer, cfg.lr_schedule, cfg.lr_warmup, self.updates),
+            max_grad_norm=cfg.max_grad_norm,
+        )
         self.metrics = Metrics(cfg.output_dir, list(cfg.metrics), run, rank=self.ranks.rank)
         self.progress = Progress(self.updates, self.ranks.rank)
 
@@ -128,7 +135,7 @@ class WarmupRecipe:
         write_model(folder, tokenizer, shape, cfg.seed)
 
     def train(self) -> None:
-        cfg, loss = self.cfg, NLLLoss()
+        cfg = self.cfg
         groups = [self.group(i) for i in range(cfg.num_problems)]
         with self.progress.training(self.updates, "warm-up") as bar:
             for update in range(self.updates):
@@ -143,23 +150,13 @@ class WarmupRecipe:
                     pad_to=pad_to,
                     num_rows_multiple=self.ranks.world_size,
                 )
-                total, values, _ = forward_backward(
-                    self.policy, self.ranks.share(rows), loss, 1.0, self.ranks.device, world_size=self.ranks.world_size
-                )
-                norm = optimizer_step(
-                    self.policy,
-                    self.optimizer,
-                    self.schedule,
-                    cfg.max_grad_norm,
-                    total,
-                    lambda: "lower the learning rate",
-                )
+                gradient = self.learner.forward_backward(self.ranks.share(rows))
+                values = self.learner.step(gradient, advice=lambda: "lower the learning rate")
                 bar.add(1, stats.tokens)
                 self.finished = update + 1
                 if (update + 1) % cfg.log_every == 0 or update + 1 == self.updates:
                     seconds = watch.metrics()
-                    values |= seconds | memory_metrics()
-                    values |= {"loss/total": total, "optim/grad_norm": norm, "optim/lr": self.schedule.get_last_lr()[0]}
+                    values |= seconds | memory_metrics() | {"optim/lr": self.learner.learning_rate}
                     values["speed/trained_tokens_s"] = stats.tokens / seconds["time/step"]
                     self.metrics.log(update + 1, values)
         saved = self.save()

@@ -1,22 +1,24 @@
 """Which recipes and configs there are, found by looking into recipes/ and configs/: nothing is listed by hand.
 
-A recipe is a file of recipes/; its name is the file's. A config is a YAML file below configs/; its name is the path
-without the ending. It belongs to the recipe that its first line names (`# recipe: grpo_lora`), and without such a line
-to the recipe of its folder (`FOLDER_RECIPES`). A recipe that cannot run under torchrun has the line
-`SUPPORTS_DISTRIBUTED = False`.
+A recipe is a file of recipes/; its name is the file's, or each of those in its line `TUNE_NAMES = ("one", "two")`. A config
+is a YAML file below configs/; its name is the path without the ending. It belongs to the recipe that its first line names
+(`# recipe: grpo_lora`), and without such a line to the recipe of its folder (`FOLDER_RECIPES`). A recipe that cannot run
+under torchrun has the line `SUPPORTS_DISTRIBUTED = False`.
 """
 
+from ast import literal_eval
 from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER_RECIPES = {"grpo": "grpo_full", "warmup": "warmup_sft", "eval": "evaluate"}
 RECIPE_LINE = "# recipe:"
+NAMES_LINE = "TUNE_NAMES = "
 SINGLE_DEVICE_LINE = "SUPPORTS_DISTRIBUTED = False"
 
 
 @dataclass(frozen=True, slots=True)
 class RecipeFile:
-    """One file of recipes/ with the configs that are written for it."""
+    """A name of a file of recipes/ with the configs that are written for it."""
 
     name: str  # what is typed after `tune run`
     path: Path  # absolute
@@ -50,15 +52,17 @@ def recipe_of(name: str, path: Path) -> str | None:
 
 
 def recipe_files(recipes: Path, configs: Path) -> list[RecipeFile]:
-    """Every recipe of the folder `recipes` with its configs from `configs`, sorted by name."""
+    """Every recipe of the folder `recipes` under each of its names, with its configs from `configs`, sorted by name."""
     files = config_files(configs)
     owners = {name: recipe_of(name, path) for name, path in files.items()}
     found = []
-    for path in sorted(recipes.glob("[!_]*.py")):
-        own = {name: files[name] for name, owner in owners.items() if owner == path.stem}
-        distributed = SINGLE_DEVICE_LINE not in path.read_text(encoding="utf-8").splitlines()
-        found.append(RecipeFile(path.stem, path, own, distributed))
-    return found
+    for path in recipes.glob("[!_]*.py"):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        named = next((line.removeprefix(NAMES_LINE) for line in lines if line.startswith(NAMES_LINE)), None)
+        for recipe in literal_eval(named) if named else [path.stem]:
+            own = {name: files[name] for name, owner in owners.items() if owner == recipe}
+            found.append(RecipeFile(recipe, path, own, SINGLE_DEVICE_LINE not in lines))
+    return sorted(found, key=lambda recipe: recipe.name)
 
 
 def config_path(given: str) -> str:

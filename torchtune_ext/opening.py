@@ -1,4 +1,4 @@
-"""What a run says before it begins: its objective in one line, and which settings miss what they are there for."""
+"""What a run says before it begins: what it trains, its objective, and which settings miss what they are there for."""
 
 import math
 from collections.abc import Callable
@@ -10,19 +10,28 @@ from omegaconf.errors import OmegaConfBaseException
 
 from torchtune_ext.advantages import AdvantageConfig
 from torchtune_ext.config import build, has_component, instantiate, load_preset
+from torchtune_ext.training.precision import Precision
 from torchtune_ext.training.state import CheckpointConfig
+from torchtune_ext.training.trained import Adapters, AllWeights
 
 AGGREGATIONS = {"token": "token mean", "sequence": "sequence mean", "constant": "sum over a constant"}
 
 
-def opening(cfg: DictConfig, loss: Any, advantage: AdvantageConfig, checkpoints: CheckpointConfig) -> str:
+def opening(
+    cfg: DictConfig,
+    loss: Any,
+    advantage: AdvantageConfig,
+    checkpoints: CheckpointConfig,
+    trained: AllWeights | Adapters,
+    precision: Precision,
+) -> str:
     """The lines that a GRPO recipe begins with.
 
     Args:
         cfg: settings of the recipe, as `load_config` returned them.
-        loss, advantage, checkpoints: what was built of them.
+        loss, advantage, checkpoints, trained, precision: what was built of them.
     """
-    lines = [objective_line(cfg, loss, advantage)]
+    lines = [f"trains: {trained}; {precision}", objective_line(cfg, loss, advantage)]
     if has_component(cfg.eval_task) and checkpoints.every < cfg.max_steps and checkpoints.every % cfg.eval_every:
         lines.append(
             f"best checkpoint: only one that is written when the run evaluates has a score; with checkpoints.every="

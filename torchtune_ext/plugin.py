@@ -92,7 +92,7 @@ def parse(recipe_main):
     """`torchtune.config.parse` for our recipes: `--config` may also name a config of this package.
 
     `tune run` resolves such names itself; this decorator does it where `tune` is not involved (`python -m
-    torchtune_ext.recipes.grpo_full --config grpo/tiny`, torchrun) or where start-up files are not read.
+    torchtune_ext.recipes.grpo --config grpo/tiny`, torchrun) or where start-up files are not read.
     """
     import functools
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from learners import alone
 from torchtune.models.qwen2 import qwen2
 
 from torchtune_ext.advantages import AdvantageConfig, Group, Sample, with_advantages
@@ -18,10 +19,8 @@ from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.packing import pack_updates
 from torchtune_ext.policy.logprobs import PackedPolicy
 from torchtune_ext.tasks.task import Problem, Score
-from torchtune_ext.training.step import forward_backward, score
 
 FILE = Path(__file__).with_name("three_steps.json")
-CPU = torch.device("cpu")
 VOCABULARY = 50
 
 
@@ -63,18 +62,17 @@ def three_updates(**loss) -> list[dict[str, float]]:
     policy = PackedPolicy(fixed_model())
     groups, _ = with_advantages(fixed_groups(), AdvantageConfig())
     updates, _ = pack_updates(groups, 3, 40)
-    old = [score(policy, rows, 0.9, CPU) for rows in updates]
+    loss = PolicyLoss(**{"importance": "tis", **loss})
+    learner = alone(policy, loss, temperature=0.9)
+    old = [learner.logprobs(rows) for rows in updates]
     optimizer = torch.optim.SGD(policy.trainable(), lr=0.05)
     found = []
     for rows, proximal in zip(updates, old, strict=True):
-        reference = proximal if loss.get("kl_coef") else None
-        total, metrics, _ = forward_backward(
-            policy, rows, PolicyLoss(**{"importance": "tis", **loss}), 0.9, CPU, proximal, reference
-        )
+        gradient = learner.forward_backward(rows, proximal, proximal if loss.needs_reference else None)
         norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0).item()
         optimizer.step()
         optimizer.zero_grad()
-        found.append({"loss": total, "grad_norm": norm, **metrics})
+        found.append({"loss": gradient.loss, "grad_norm": norm, **gradient.metrics})
     return found
 
 

@@ -13,7 +13,8 @@ from torchtune_ext.policy.scratch import Shape, make_tokenizer, qwen2_from_confi
 from torchtune_ext.policy.shard import build_policy
 from torchtune_ext.policy.weights import HFModel
 from torchtune_ext.tasks.task import Problem
-from torchtune_ext.training.step import forward_backward
+from torchtune_ext.training.distributed import Ranks
+from torchtune_ext.training.learner import Learner
 
 T = 1024
 
@@ -66,9 +67,9 @@ def test_policy_on_cuda_equals_cpu(tmp_path):
     values = {}
     for device in ("cpu", "cuda"):
         policy = build_policy(lambda: qwen2_from_config(str(source.path)), source, torch.device(device), torch.float32)
-        loss, _, scored = forward_backward(policy, [row()], PolicyLoss(), 1.0, torch.device(device))
+        gradient = Learner(policy, PolicyLoss(), Ranks(0, 1, torch.device(device))).forward_backward([row()])
         grads = torch.cat([p.grad.flatten().cpu() for p in policy.model.parameters()])
-        values[device] = loss, scored[0].logprobs_L.cpu(), grads
+        values[device] = gradient.loss, gradient.logprobs[0].logprobs_L.cpu(), grads
     assert values["cuda"][0] == pytest.approx(values["cpu"][0], rel=1e-3)
     assert (values["cuda"][1] - values["cpu"][1]).abs().max() < 1e-2
     assert (values["cuda"][2] - values["cpu"][2]).norm() / values["cpu"][2].norm() < 1e-2

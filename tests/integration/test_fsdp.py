@@ -20,12 +20,12 @@ from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.packing import pack
 from torchtune_ext.policy import scratch
 from torchtune_ext.policy.fp8 import Fp8Config, fp8_hf_tensors
-from torchtune_ext.policy.lora import AdapterOff, base_hf_tensors, merged_hf_tensors
+from torchtune_ext.policy.lora import base_hf_tensors, merged_hf_tensors
 from torchtune_ext.policy.shard import build_policy
 from torchtune_ext.policy.weights import HFModel, clean_name
 from torchtune_ext.tasks.task import Problem
 from torchtune_ext.training.distributed import close_ranks, init_ranks
-from torchtune_ext.training.step import Reference, forward_backward, score
+from torchtune_ext.training.learner import Learner, reference_of
 
 folder, checkpointing, row_tokens, lora = sys.argv[1], sys.argv[2] == "1", int(sys.argv[3]), json.loads(sys.argv[4])
 fp8 = Fp8Config() if sys.argv[5] == "1" else None
@@ -45,7 +45,8 @@ loss = PolicyLoss(constraint="kl", delta=1e-4, top_k=8, importance="tis", kl_coe
 def gradients(ranks, world_size):
     source = HFModel(folder)
     policy = build_policy(lambda: builder(folder, **lora), source, ranks.device, torch.float32, world_size, checkpointing, fp8=fp8)
-    reference = AdapterOff(policy.model) if lora else Reference(policy.model)
+    reference = reference_of(policy.model)
+    learner = Learner(policy, loss, ranks)
     with torch.no_grad():
         for i, p in enumerate(policy.trainable()):  # move away from the reference, the same on one and on two ranks
             p.add_(1e-3) if lora else p.mul_(1.0 + 0.01 * (i % 7))
@@ -53,16 +54,16 @@ def gradients(ranks, world_size):
     rows, _ = pack(groups, row_tokens, num_rows_multiple=world_size)
     share = rows[ranks.rank :: world_size] if world_size > 1 else rows
     with reference.swapped_in():
-        ref = score(policy, share, 1.0, ranks.device, top_k=8)
+        ref = learner.logprobs(share, top_k=8)
     after = dict(merged_hf_tensors(policy.model, source, torch.float32))
     assert all(torch.equal(before[n], after[n]) for n in before), "the reference did not give the weights back"
-    value, metrics, _ = forward_backward(policy, share, loss, 1.0, ranks.device, old=ref, ref=ref, world_size=world_size)
-    assert 0.0 < metrics["loss/clip_fraction"] < 1.0, "the constraint must cut some labels and leave others"
+    found = learner.forward_backward(share, proximal=ref, reference=ref)
+    assert 0.0 < found.metrics["loss/clip_fraction"] < 1.0, "the constraint must cut some labels and leave others"
     grads = {clean_name(n): (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad) for n, p in policy.model.named_parameters() if p.requires_grad}
     sent = {}
     if fp8:
         sent = dict(fp8_hf_tensors(base_hf_tensors(policy.model, source, torch.float32), policy.fp8, torch.bfloat16))
-    return value, metrics, grads, sent
+    return found.loss, found.metrics, grads, sent
 
 
 def main():

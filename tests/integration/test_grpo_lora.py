@@ -10,19 +10,20 @@ from functools import partial
 import pytest
 import recipe_runs as runs
 import torch
+from learners import alone
 from safetensors.torch import load_file
 
-from torchtune_ext.policy.lora import adapted_modules, adapter_spec
+from torchtune_ext.objective.loss import PolicyLoss
+from torchtune_ext.policy.lora import adapted_modules
 from torchtune_ext.policy.scratch import lora_qwen2_from_config
 from torchtune_ext.policy.shard import build_policy
 from torchtune_ext.policy.weights import HFModel
 from torchtune_ext.sampling.core import LocalCore
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
-from torchtune_ext.training.agreement import Disagreement
-from torchtune_ext.training.checks import check_adapter
-from torchtune_ext.training.distributed import Ranks
+from torchtune_ext.training.agreement import Agreement, Disagreement
 from torchtune_ext.training.precision import Precision, PrecisionConfig
-from torchtune_ext.training.publish import AdapterPublisher
+from torchtune_ext.training.publish import Publisher
+from torchtune_ext.training.trained import AdapterConfig, trained_part
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -79,7 +80,7 @@ def test_a_run_trains_adapters_alone_and_proves_that_they_are_applied(workplace)
 @pytest.mark.parametrize("options", [[], ["model.use_dora=True"]], ids=["lora", "dora"])
 def test_merged_publication_trains_the_same(workplace, options):
     name = f"merged{len(options)}"
-    run(workplace, f"output_dir={name}", "publish=merged", "save_merged=True", *options)
+    run(workplace, f"output_dir={name}", "adapters.publish=merged", "adapters.save_merged=True", *options)
     lines = runs.metrics(workplace / name)
     assert all(line["canary/mean_abs"] < 1e-5 and line["canary/adapter_applied"] > 0.99 for line in lines[1:])
     folder = workplace / name / "checkpoints" / "step_000003" / "merged"
@@ -152,7 +153,7 @@ def test_qlora_samples_with_the_weights_that_nf4_left(tmp_path):
     )
     (tmp_path / "lora.yaml").write_text(config)
     for way in ("adapter", "merged"):
-        run(tmp_path, f"output_dir={way}", f"publish={way}", "max_steps=2")
+        run(tmp_path, f"output_dir={way}", f"adapters.publish={way}", "max_steps=2")
         lines = runs.metrics(tmp_path / way)
         assert all(line["mismatch/mean_abs"] < 1e-5 and line["canary/adapter_applied"] > 0.99 for line in lines[1:])
     assert json.loads((tmp_path / "adapter/checkpoints/step_000002/adapter_config.json").read_text())["r"] == 4
@@ -164,20 +165,19 @@ def test_the_canary_catches_an_engine_that_forgets_the_adapter(workplace, tmp_pa
     arguments = {"lora_attn_modules": ["q_proj", "v_proj"], "lora_rank": 4}
     make = partial(lora_qwen2_from_config, str(source.path), **arguments)
     policy = build_policy(make, source, torch.device("cpu"), torch.float32)
-    spec, limit = adapter_spec(make, source, arguments), 0.05
+    trained, limit = trained_part(make, source, arguments, AdapterConfig()), 0.05
     with torch.no_grad():
         for module in adapted_modules(policy.model).values():
             module.lora_b.weight.normal_(std=1e-3)
     config = EngineConfig(dtype="float32", max_model_len=128, kv_cache_bytes=1 << 24)
-    with Engine(str(source.path), check_adapter(spec, "adapter", config), str(tmp_path)) as engine:
+    with Engine(str(source.path), trained.engine(config), str(tmp_path)) as engine:
         engine.start()
         engine.wait_ready(120)
-        ranks, sampling = Ranks(0, 1, torch.device("cpu")), SamplingConfig(max_tokens=12)
+        sampling, learner = SamplingConfig(max_tokens=12), alone(policy, PolicyLoss())
         prompts = [[1, 2, 3, 4], [5, 6, 7]]
-        precision = Precision(PrecisionConfig(), make, source, "float32", config, spec)
-        publisher = AdapterPublisher(
-            engine, policy, source, precision, ranks, prompts, sampling, limit, way="adapter", adapter=spec
-        )
+        precision = Precision(PrecisionConfig(), make, source, "float32", config, torch.device("cpu"), trained.spec)
+        agreement = Agreement(learner.logprobs, 1.0, limit)
+        publisher = Publisher(engine, learner, trained, precision, source, agreement, prompts, sampling)
         first = publisher.publish(0)
         assert first["canary/adapter_applied"] == pytest.approx(1.0, abs=1e-2) and "canary/update_applied" not in first
 
@@ -215,7 +215,7 @@ def test_the_canary_catches_an_engine_that_forgets_the_adapter(workplace, tmp_pa
     [
         (["model.lora_rank=0"], "model.lora_rank=0 must be at least 1"),
         (["model.lora_attn_modules=[q_proj,o_proj]"], "names ['o_proj'], which no layer has; there are ['k_proj'"),
-        (["model.use_dora=True"], "use publish=merged"),
+        (["model.use_dora=True"], "use adapters.publish=merged"),
         (["engine.address=http://127.0.0.1:1"], "a server takes whole models only"),
         (["model.quantize_base=True"], "Leave the small layers"),
     ],

@@ -78,8 +78,8 @@ class Loader(worker.WeightLoader):
 
 WAYS = {
     "full": ("grpo_full", []),
-    "adapter": ("grpo_lora", ["publish=adapter"]),
-    "merged": ("grpo_lora", ["publish=merged"]),
+    "adapter": ("grpo_lora", ["adapters.publish=adapter"]),
+    "merged": ("grpo_lora", ["adapters.publish=merged"]),
 }
 LORA = "torchtune_ext.policy.scratch.lora_qwen2_from_config"
 

@@ -123,7 +123,11 @@ def test_adapters_over_a_base_in_fp8(workplace, name, flow, publish, settings):
             ["precision={flow: fp8_unified, backend: deep_gemm}"],
             "precision.backend=deep_gemm cannot run fprop of model.layers.0.",
         ),
-        ("grpo_lora", ["precision=fp8_unified", "publish=merged", *ADAPTER], "set publish=adapter, or precision=bf16"),
+        (
+            "grpo_lora",
+            ["precision=fp8_unified", "adapters.publish=merged", *ADAPTER],
+            "set adapters.publish=adapter, or precision=bf16",
+        ),
     ],
     ids=["flow", "no flow", "key", "float32", "backend", "merged"],
 )

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from learners import alone
 
 from torchtune_ext.advantages import AdvantageConfig, with_advantages
 from torchtune_ext.chat import ChatTokenizer
@@ -20,7 +21,7 @@ from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.tasks.task import Score
 from torchtune_ext.tasks.temporal_clue import TemporalClue
 from torchtune_ext.training.agreement import mismatch
-from torchtune_ext.training.step import forward_backward, optimizer_step
+from torchtune_ext.training.schedule import make_schedule
 
 pytestmark = pytest.mark.slow
 SAMPLES, TOKENS = 2, 12
@@ -85,8 +86,9 @@ def test_public_puzzles_go_through(model_dir, data_dir, tmp_path):
     policy = build_policy(
         lambda: qwen2_from_config(str(model_dir)), HFModel(model_dir), torch.device("cpu"), torch.float32
     )
-    loss, metrics, scored = forward_backward(policy, rows, PolicyLoss(), 1.0, torch.device("cpu"))
-    assert mismatch(rows, scored).mean_abs < 1e-4
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=1e-3)
-    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
-    assert 0 < optimizer_step(policy, optimizer, schedule, 1.0, loss, "") < 1e3
+    schedule = make_schedule(optimizer, "constant", 0, 1)
+    learner = alone(policy, PolicyLoss(), optimizer=optimizer, schedule=schedule, max_grad_norm=1.0)
+    gradient = learner.forward_backward(rows)
+    assert mismatch(rows, gradient.logprobs).mean_abs < 1e-4
+    assert 0 < learner.step(gradient, advice=str)["optim/grad_norm"] < 1e3

@@ -13,10 +13,10 @@ from torchtune_ext.policy.logprobs import LabelScores
 from torchtune_ext.tasks.task import Problem
 from torchtune_ext.training.agreement import (
     CARRIERS,
+    Agreement,
     Disagreement,
     applied_share,
     mismatch,
-    require_agreement,
 )
 
 VOCAB, TOKENS, SAMPLES = 50, 40, 20
@@ -59,7 +59,8 @@ def check(reported, table, temperature=1.0, limit=1e-3, before=None):
     rows, applied = table.rows(reported), []
     if before is not None:
         applied = [applied_share(rows, scores(temperature), [before], "the engine has the old weights")]
-    return require_agreement(rows, scores(temperature), limit, temperature, scores, "before step 0", applied=applied)
+    gate = Agreement(lambda rows, t: scores(t), temperature, limit)
+    return gate.require(rows, scores(temperature), "before step 0", applied=applied)
 
 
 def test_agreement_passes_and_measures():

@@ -11,12 +11,12 @@ import torch
 from omegaconf import OmegaConf
 
 from torchtune_ext.advantages import AdvantageConfig
-from torchtune_ext.catalog import config_files, folder, recipe_of
+from torchtune_ext.catalog import config_files, folder, recipe_files, recipe_of
 from torchtune_ext.cli import main
 from torchtune_ext.config import build, instantiate, load_config, named_paths, record
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.policy import memory
-from torchtune_ext.recipes import grpo_full
+from torchtune_ext.recipes import grpo
 from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
 from torchtune_ext.training.precision import PrecisionConfig
 from torchtune_ext.training.state import CheckpointConfig
@@ -27,9 +27,14 @@ PRESETS = [name.removeprefix("presets/") for name in FILES if name.startswith("p
 NEEDED = dict.fromkeys(("output_dir", "model_dir", "model", "tokenizer", "task", "optimizer"), "x") | {"max_steps": 1}
 
 
+def module_of(name):
+    recipe = next(r for r in recipe_files(folder("recipes"), folder("configs")) if name in r.configs)
+    return importlib.import_module(f"torchtune_ext.recipes.{recipe.path.stem}")
+
+
 def loaded(name):
     path = CONFIGS[name]
-    module = importlib.import_module(f"torchtune_ext.recipes.{recipe_of(name, path)}")
+    module = module_of(name)
     return module, load_config(module.Config, OmegaConf.load(path))
 
 
@@ -92,7 +97,7 @@ def test_mistakes_are_named(change, message):
 @pytest.mark.parametrize("name", ["grpo/tiny", "grpo/qwen2_5_7B_lora"])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_fits(preset, name):
-    module = importlib.import_module(f"torchtune_ext.recipes.{recipe_of(name, CONFIGS[name])}")
+    module = module_of(name)
     cfg = load_config(module.Config, OmegaConf.merge(OmegaConf.load(CONFIGS[name]), {"preset": preset}))
     loss = instantiate(cfg.loss)
     assert isinstance(loss, PolicyLoss)
@@ -127,7 +132,7 @@ PUBLISHED = {
 def test_presets_are_the_published_methods():
     assert sorted(PUBLISHED) == PRESETS
     for name, (loss_settings, advantage_settings, rest) in PUBLISHED.items():
-        cfg = load_config(grpo_full.Config, OmegaConf.create({**NEEDED, "preset": name}))
+        cfg = load_config(grpo.Config, OmegaConf.create({**NEEDED, "preset": name}))
         loss, advantage = instantiate(cfg.loss), build(AdvantageConfig, cfg.advantage, "advantage")
         for built, wanted in ((loss, loss_settings), (advantage, advantage_settings)):
             for key, value in wanted.items():
@@ -137,7 +142,7 @@ def test_presets_are_the_published_methods():
 
 
 def test_presets_differ():
-    losses = [load_config(grpo_full.Config, OmegaConf.create({**NEEDED, "preset": preset})) for preset in PRESETS]
+    losses = [load_config(grpo.Config, OmegaConf.create({**NEEDED, "preset": preset})) for preset in PRESETS]
     for cfg in losses:
         cfg.preset = "-"
     assert len({OmegaConf.to_yaml(cfg) for cfg in losses}) == len(PRESETS)
@@ -146,12 +151,12 @@ def test_presets_differ():
 def test_a_preset_may_be_a_file_and_gives_way_to_a_loss_of_ones_own(tmp_path):
     (tmp_path / "mine.yaml").write_text("loss: {_component_: a.Loss, x: 1, y: 2}\nadvantage: {scale: none}\n")
     given = {**NEEDED, "preset": str(tmp_path / "mine.yaml"), "loss": {"y": 3}}
-    cfg = load_config(grpo_full.Config, OmegaConf.create(given))
+    cfg = load_config(grpo.Config, OmegaConf.create(given))
     assert cfg.loss == {"_component_": "a.Loss", "x": 1, "y": 3} and cfg.advantage == {"scale": "none"}
     for name in ("Reinforce", "torchtune_ext.objective.loss.PolicyLoss"):
-        cfg = load_config(grpo_full.Config, OmegaConf.create({**NEEDED, "loss": {"_component_": name}}))
+        cfg = load_config(grpo.Config, OmegaConf.create({**NEEDED, "loss": {"_component_": name}}))
         assert cfg.loss == {"_component_": name}  # nothing is left of the default preset's
-    cfg = load_config(grpo_full.Config, OmegaConf.create({**NEEDED, "preset": None, "loss": {"_component_": "A"}}))
+    cfg = load_config(grpo.Config, OmegaConf.create({**NEEDED, "preset": None, "loss": {"_component_": "A"}}))
     assert cfg.aggregation == "sequence"
 
 
@@ -168,7 +173,7 @@ def test_bad_preset_files_are_named(tmp_path, text, message):
     file = tmp_path / "mine.yaml"
     file.write_text(text)
     with pytest.raises(ValueError, match=message) as caught:
-        load_config(grpo_full.Config, OmegaConf.create({**NEEDED, "preset": str(file)}))
+        load_config(grpo.Config, OmegaConf.create({**NEEDED, "preset": str(file)}))
     assert str(file) in str(caught.value)
 
 
@@ -190,7 +195,7 @@ def test_bad_preset_files_are_named(tmp_path, text, message):
 )
 def test_contradictions_are_named(change, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        instantiate(load_config(grpo_full.Config, OmegaConf.create({**NEEDED, **change})).loss)
+        instantiate(load_config(grpo.Config, OmegaConf.create({**NEEDED, **change})).loss)
 
 
 def test_presets_are_listed_and_printed(capsys):
@@ -295,9 +300,7 @@ def of_environment(monkeypatch, text, cli=()):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TTE_NOTHING", raising=False)
     needed = {key: value for key, value in NEEDED.items() if f"\n{key}:" not in f"\n{text}"}
-    cfg = load_config(
-        grpo_full.Config, OmegaConf.merge(needed, OmegaConf.create(text), OmegaConf.from_dotlist(list(cli)))
-    )
+    cfg = load_config(grpo.Config, OmegaConf.merge(needed, OmegaConf.create(text), OmegaConf.from_dotlist(list(cli))))
     kept = record(cfg)
     assert "s3cret" not in json.dumps(kept) and "torchtune_ext.env" not in json.dumps(kept)
     return cfg, kept
@@ -364,5 +367,5 @@ def test_the_paths_that_settings_name(tmp_path, monkeypatch):
     given |= {
         "task": {"path": "${oc.env:PWD,x}/../data.jsonl", "more": [str(tmp_path / "data.jsonl"), "\0", "", "x" * 5000]}
     }
-    found = named_paths(load_config(grpo_full.Config, OmegaConf.create(given)))
+    found = named_paths(load_config(grpo.Config, OmegaConf.create(given)))
     assert sorted(map(str, found)) == sorted(["model", str(tmp_path / "data.jsonl")])

@@ -10,6 +10,7 @@ import pytest
 import test_packed_equals_unpacked as unpacked
 import torch
 import torch.nn.functional as F
+from learners import alone
 from safetensors.torch import load_file, save_file
 from test_fp8_gemm import quantisation_error
 from torch import library
@@ -33,7 +34,6 @@ from torchtune_ext.policy.fp8_linear import Fp8BlockLinear, Fp8Config
 from torchtune_ext.policy.logprobs import PackedPolicy
 from torchtune_ext.policy.shard import build_policy
 from torchtune_ext.policy.weights import HFModel, load_weights, named_hf_tensors
-from torchtune_ext.training.step import forward_backward
 
 CPU, F32, BF16 = torch.device("cpu"), torch.float32, torch.bfloat16
 IN, OUT = 256, 384
@@ -185,7 +185,7 @@ def gradients(policy, rows, factor=1.0):
         return factor * values_L, {}
 
     policy.model.zero_grad()
-    _, _, scored = forward_backward(policy, rows, loss, 1.0, CPU)
+    scored = alone(policy, loss).forward_backward(rows).logprobs
     grads = {n.replace("_checkpoint_wrapped_module.", ""): p.grad for n, p in policy.model.named_parameters()}
     return grads, scored
 

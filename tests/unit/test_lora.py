@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import test_packed_equals_unpacked as unpacked
 import torch
+from learners import alone
 from safetensors.torch import load_file
 from torch.func import functional_call
 from torchao.dtypes.nf4tensor import NF4Tensor, to_nf4
@@ -24,9 +25,8 @@ from torchtune_ext.policy.sharded import fill, whole
 from torchtune_ext.policy.weights import HFModel
 from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.training.agreement import RESOLVED, applied_share
-from torchtune_ext.training.checks import check_adapter
 from torchtune_ext.training.export import export_adapter
-from torchtune_ext.training.step import forward_backward, score
+from torchtune_ext.training.trained import AdapterConfig, Adapters, AllWeights, trained_part
 
 CPU = torch.device("cpu")
 SHAPES = [(7, [5, 1, 9, 3]), (4, [12, 11]), (1, [1, 1])]
@@ -113,10 +113,10 @@ def test_packed_adapters_equal_merged_weights_sample_by_sample(dora, where):
         from torchtune.modules import TransformerSelfAttentionLayer
 
         training.set_activation_checkpointing(model, auto_wrap_policy={TransformerSelfAttentionLayer})
-    got_loss, _, scored = forward_backward(policy, rows, loss, 0.9, CPU)
-    got_logprobs = unpacked.packed_logprobs_by_sample(rows, scored, groups)
+    gradient = alone(policy, loss, temperature=0.9).forward_backward(rows)
+    got_logprobs = unpacked.packed_logprobs_by_sample(rows, gradient.logprobs, groups)
     assert all((got_logprobs[key].double() - want).abs().max() < 1e-5 for key, want in want_logprobs.items())
-    assert got_loss == pytest.approx(want_loss, rel=1e-5)
+    assert gradient.loss == pytest.approx(want_loss, rel=1e-5)
     got = {n.replace("_checkpoint_wrapped_module.", ""): p.grad for n, p in model.named_parameters() if p.requires_grad}
     assert got.keys() == want_grads.keys() == lora.adapter_names(model)
     assert unpacked.relative_error(got, want_grads, sizes) < 1e-5
@@ -142,7 +142,7 @@ def test_a_full_rank_adapter_does_what_full_training_does():
         optimizer = torch.optim.SGD(policy.trainable(), lr=0.05)
         found = []
         for _ in range(3):
-            found.append(forward_backward(policy, rows, PolicyLoss(importance="tis"), 1.0, CPU)[0])
+            found.append(alone(policy, PolicyLoss(importance="tis")).forward_backward(rows).loss)
             optimizer.step()
             optimizer.zero_grad()
         losses.append(found)
@@ -263,7 +263,7 @@ def test_in_bfloat16_only_adapters_have_float32_masters(source, options):
     assert {p.dtype for p in policy.trainable()} == {torch.float32}
     assert {p.dtype for p in frozen if not isinstance(p, NF4Tensor)} == {torch.bfloat16}
     row = pack(unpacked.make_groups(np.random.default_rng(0), SHAPES), 64)[0][0]
-    forward_backward(policy, [row], PolicyLoss(), 1.0, CPU)
+    alone(policy, PolicyLoss()).forward_backward([row])
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in policy.trainable())
 
 
@@ -368,11 +368,15 @@ def test_adapters_that_cannot_be_are_named(source, options, message):
     assert message in str(error.value)
 
 
-def test_a_model_without_adapters_is_refused(source):
+def test_a_model_without_adapters_trains_all_weights_unless_adapters_were_asked_for(source):
     from torchtune_ext.policy.scratch import qwen2_from_config
 
-    with pytest.raises(ValueError, match="has no adapters; name a LoRA builder"):
-        lora.adapter_spec(partial(qwen2_from_config, str(source.path)), source, {})
+    make = partial(qwen2_from_config, str(source.path))
+    assert isinstance(trained_part(make, source, {"model_dir": "m"}, AdapterConfig()), AllWeights)
+    with pytest.raises(ValueError, match="speaks of LoRA, but the model has no adapters"):
+        trained_part(make, source, {"lora_rank": 8}, AdapterConfig())
+    with pytest.raises(ValueError, match="adapters.publish=merged, .* but `model:` has no adapters"):
+        trained_part(make, source, {}, AdapterConfig(publish="merged"))
 
 
 SPEC = lora.AdapterSpec(4, 8.0, 0.0, ("q_proj",), dora=False, quantised=False)
@@ -382,16 +386,16 @@ SPEC = lora.AdapterSpec(4, 8.0, 0.0, ("q_proj",), dora=False, quantised=False)
     ("changes", "way", "engine", "message"),
     [
         ({}, "disk", {}, "publish='disk' is unknown"),
-        ({"dora": True}, "adapter", {}, "vLLM applies no DoRA adapters; use publish=merged"),
+        ({"dora": True}, "adapter", {}, "vLLM applies no DoRA adapters; use adapters.publish=merged"),
         ({"rank": 1024}, "adapter", {}, "rank 1 to 512"),
-        ({}, "adapter", {"address": "http://here:1"}, "a server takes whole models only; set publish=merged"),
+        ({}, "adapter", {"address": "http://here:1"}, "a server takes whole models only; set adapters.publish=merged"),
         ({}, "adapter", {"lora_rank": 8}, "follow from `model:`"),
         ({"dropout": 0.1, "targets": ("lm_head",)}, "merged", {}, "apply_lora_to_output"),
     ],
 )
 def test_publications_that_would_fail_are_refused_before_the_first_sample(changes, way, engine, message):
     with pytest.raises(ValueError) as error:
-        check_adapter(replace(SPEC, **changes), way, EngineConfig(**engine))
+        Adapters(replace(SPEC, **changes), AdapterConfig(publish=way)).engine(EngineConfig(**engine))
     assert message in str(error.value)
 
 
@@ -406,7 +410,8 @@ def test_compiled_layers_share_their_code(dora, monkeypatch):
         layer.compile(backend="eager")
     rows, _ = pack(unpacked.make_groups(np.random.default_rng(3), SHAPES), 40)
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-        forward_backward(policy, rows, PolicyLoss(), 1.0, CPU)
-        score(policy, rows, 1.0, CPU)
+        learner = alone(policy, PolicyLoss())
+        learner.forward_backward(rows)
+        learner.logprobs(rows)
         with lora.AdapterOff(model).swapped_in():
-            score(policy, rows, 1.0, CPU)
+            learner.logprobs(rows)

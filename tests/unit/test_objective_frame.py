@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from learners import alone
 from omegaconf import OmegaConf
 from torchtune.models.qwen2 import qwen2
 
@@ -21,7 +22,6 @@ from torchtune_ext.objective.ratios import sample_means, sample_sums
 from torchtune_ext.packing import pack, pack_updates
 from torchtune_ext.policy.logprobs import PackedPolicy
 from torchtune_ext.tasks.task import Problem, Score
-from torchtune_ext.training.step import forward_backward, score
 
 CPU = torch.device("cpu")
 PRESETS = {
@@ -265,14 +265,15 @@ def loss_and_gradients(groups, options, aggregation, row_tokens, pad_to=None, tu
     rows = rows[::-1] if turned else rows
     policy = PackedPolicy(tiny_model())
     top_k = options.get("top_k") or 0
-    old = score(policy, rows, 1.0, CPU, top_k)
+    learner = alone(policy, PolicyLoss(**options))
+    old = learner.logprobs(rows, top_k=top_k)
     ref = old if options.get("kl_coef") else None
     with torch.no_grad():
         for i, param in enumerate(policy.model.parameters()):
             noise = torch.rand(param.shape, generator=torch.Generator().manual_seed(i)) - 0.5
             param.add_(0.03 * noise)
-    total, metrics, _ = forward_backward(policy, rows, PolicyLoss(**options), 1.0, CPU, old, ref)
-    return total, torch.cat([p.grad.flatten() for p in policy.model.parameters()]), metrics
+    found = learner.forward_backward(rows, old, ref)
+    return found.loss, torch.cat([p.grad.flatten() for p in policy.model.parameters()]), found.metrics
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -317,9 +318,10 @@ def step_of(rewards: list[list[float]], loss: PolicyLoss, aggregation: str, num_
     found = []
     for rows in updates:
         policy = PackedPolicy(tiny_model())
-        scored = score(policy, rows, 1.0, CPU)
+        learner = alone(policy, loss)
+        scored = learner.logprobs(rows)
         ref = [replace(s, logprobs_L=s.logprobs_L - 0.5) for s in scored] if loss.kl_coef else None
-        total, _, _ = forward_backward(policy, rows, loss, 1.0, CPU, scored, ref)
+        total = learner.forward_backward(rows, scored, ref).loss
         gradient = torch.cat([p.grad.flatten() for p in policy.model.parameters()])
         found.append((sum(row.num_labels for row in rows), total, gradient))
     return found
@@ -381,7 +383,7 @@ class Constant:
 def test_metrics_are_means_over_labels_whatever_the_aggregation(aggregation):
     groups = make_groups()[:1]  # completions of 5, 1 and 9 labels
     rows, _ = pack(groups, 200, aggregation, 16)
-    _, metrics, _ = forward_backward(PackedPolicy(tiny_model()), rows, Constant(), 1.0, CPU)
+    metrics = alone(PackedPolicy(tiny_model()), Constant()).forward_backward(rows).metrics
     assert metrics == {"loss/first": pytest.approx(5 / 15), "loss/first_max": 1.0}
 
 
@@ -392,4 +394,4 @@ def test_a_metric_of_another_shape_is_named():
 
     rows, _ = pack(make_groups(), 200)
     with pytest.raises(ValueError, match="metric 'mean' of loss Scalar has shape"):
-        forward_backward(PackedPolicy(tiny_model()), rows, Scalar(), 1.0, CPU)
+        alone(PackedPolicy(tiny_model()), Scalar()).forward_backward(rows)

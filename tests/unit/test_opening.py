@@ -8,8 +8,9 @@ from torchtune_ext.catalog import config_files, folder
 from torchtune_ext.config import build, instantiate, load_config
 from torchtune_ext.opening import objective_line, opening
 from torchtune_ext.presets import preset_files
-from torchtune_ext.recipes import grpo_full
+from torchtune_ext.recipes import grpo
 from torchtune_ext.training.state import CheckpointConfig
+from torchtune_ext.training.trained import AllWeights
 
 CONFIGS = config_files(folder("configs"))
 
@@ -19,7 +20,7 @@ class Mine:
 
 
 def settings(config="grpo/tiny_arithmetic", **own):
-    return load_config(grpo_full.Config, OmegaConf.merge(OmegaConf.load(CONFIGS[config]), OmegaConf.create(own)))
+    return load_config(grpo.Config, OmegaConf.merge(OmegaConf.load(CONFIGS[config]), OmegaConf.create(own)))
 
 
 def line(cfg):
@@ -89,7 +90,11 @@ def test_words(own, words):
 def test_checkpoints_without_a_score_are_said():
     cfg = settings("grpo/tiny")
     loss, advantage = instantiate(cfg.loss), AdvantageConfig()
-    assert "best checkpoint" not in opening(cfg, loss, advantage, CheckpointConfig(every=cfg.eval_every))
-    said = opening(cfg, loss, advantage, CheckpointConfig(every=50))
+    parts = AllWeights(), "precision bf16"
+    assert "best checkpoint" not in opening(cfg, loss, advantage, CheckpointConfig(every=cfg.eval_every), *parts)
+    said = opening(cfg, loss, advantage, CheckpointConfig(every=50), *parts)
+    assert said.startswith("trains: all weights; precision bf16\nobjective: ")
     assert "with checkpoints.every=50 and eval_every=40 that is each 200 steps" in said
-    assert "best checkpoint" not in opening(cfg, loss, advantage, CheckpointConfig(every=10_000))  # the last alone
+    assert "best checkpoint" not in opening(
+        cfg, loss, advantage, CheckpointConfig(every=10_000), *parts
+    )  # the last alone

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from learners import alone
 from torch.nn.attention.flex_attention import create_block_mask
 from torchtune import training
 from torchtune.models.llama3_2 import llama3_2
@@ -18,7 +19,6 @@ from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.packing import pack
 from torchtune_ext.policy.logprobs import PackedPolicy
 from torchtune_ext.tasks.task import Problem, Score
-from torchtune_ext.training.step import forward_backward
 
 VOCAB, PAD = 61, 2  # PAD is also the stop token: nothing may depend on its value
 CPU = torch.device("cpu")
@@ -169,13 +169,13 @@ def test_logprobs_and_gradients(shapes, seed, slack, aggregation, pad, kl):
     if kl:
         with torch.no_grad():
             ref_logprobs = [PackedPolicy(ref_model)(row, 0.9) for row in rows]
-    got_loss, _, scored = forward_backward(policy, rows, loss, 0.9, CPU, ref=ref_logprobs)
+    gradient = alone(policy, loss, temperature=0.9).forward_backward(rows, reference=ref_logprobs)
 
-    got_logprobs = packed_logprobs_by_sample(rows, scored, groups)
+    got_logprobs = packed_logprobs_by_sample(rows, gradient.logprobs, groups)
     assert got_logprobs.keys() == want_logprobs.keys()
     for key, want in want_logprobs.items():
         assert (got_logprobs[key].double() - want).abs().max() < 1e-5
-    assert got_loss == pytest.approx(want_loss, rel=1e-5, abs=1e-5)
+    assert gradient.loss == pytest.approx(want_loss, rel=1e-5, abs=1e-5)
     got_grads = {n: p.grad for n, p in model.named_parameters()}
     assert relative_error(got_grads, want_grads, sizes) < 1e-5
 
@@ -197,7 +197,7 @@ def test_variants(variant):
         original = module.packed_mask
         module.packed_mask = lambda row: dense_mask(row.group_ids_T, row.parent_ids_T)[None]
     try:
-        got_loss, _, _ = forward_backward(policy, rows, loss, 1.0, CPU)
+        got_loss = alone(policy, loss).forward_backward(rows).loss
     finally:
         if variant == "dense":
             module.packed_mask = original
@@ -250,10 +250,11 @@ def test_empty_rows_keep_ranks_in_step_and_change_nothing():
     assert len(rows) == 4 and [r.num_labels for r in rows] == [11, 0, 0, 0]
     model = tiny_model()
     policy = PackedPolicy(model)
-    alone = forward_backward(policy, rows[:1], PolicyLoss(), 1.0, CPU)[0]
+    learner = alone(policy, PolicyLoss())
+    first = learner.forward_backward(rows[:1]).loss
     grads = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    assert forward_backward(policy, rows, PolicyLoss(), 1.0, CPU)[0] == alone
+    assert learner.forward_backward(rows).loss == first
     assert all(torch.equal(a, p.grad) for a, p in zip(grads, model.parameters(), strict=True))
 
 

@@ -56,6 +56,16 @@ def test_catalog_assigns_configs_to_recipes(house):
     assert recipe_of("sweeps/seeds", house / "configs/sweeps/seeds.yaml") is None
 
 
+def test_a_recipe_may_have_several_names(house):
+    (house / "recipes/grpo_lora.py").unlink()
+    (house / "recipes/grpo_full.py").rename(house / "recipes/grpo.py")
+    (house / "recipes/grpo.py").write_text('x = 1\nTUNE_NAMES = ("grpo_lora", "grpo_full")\n')
+    full, lora = recipe_files(house / "recipes", house / "configs")
+    assert (full.name, lora.name) == ("grpo_full", "grpo_lora")
+    assert full.path == lora.path == house / "recipes/grpo.py"
+    assert list(full.configs) == ["grpo/deep/er", "grpo/tiny"] and list(lora.configs) == ["grpo/tiny_lora"]
+
+
 def test_register_appends_once(house, monkeypatch):
     monkeypatch.setattr("torchtune_ext.catalog.folder", lambda name: house / name)
     entries = [SimpleNamespace(name="theirs")]

@@ -8,6 +8,7 @@ import pytest
 import test_lora as adapters
 import test_packed_equals_unpacked as unpacked
 import torch
+from learners import alone
 from safetensors.torch import load_file, save_file
 from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune import training
@@ -31,7 +32,6 @@ from torchtune_ext.policy.scratch import (
 from torchtune_ext.policy.shard import build_policy
 from torchtune_ext.policy.weights import HFModel, load_weights
 from torchtune_ext.training.export import export_adapter, export_model
-from torchtune_ext.training.step import forward_backward
 
 CPU = torch.device("cpu")
 DIMS = {**adapters.DIMS, "head_dim": 16}  # 4 heads in a width of 32: twice as wide as the model
@@ -197,10 +197,10 @@ def test_packed_rows_equal_one_sample_at_a_time(variant):
             layer.compile(backend="eager")
     if variant in ("checkpointing", "compiled"):
         training.set_activation_checkpointing(model, auto_wrap_policy={TransformerSelfAttentionLayer})
-    got_loss, _, scored = forward_backward(policy, rows, loss, 0.9, CPU)
-    got_logprobs = unpacked.packed_logprobs_by_sample(rows, scored, groups)
+    gradient = alone(policy, loss, temperature=0.9).forward_backward(rows)
+    got_logprobs = unpacked.packed_logprobs_by_sample(rows, gradient.logprobs, groups)
     assert all((got_logprobs[key].double() - want).abs().max() < 1e-5 for key, want in want_logprobs.items())
-    assert got_loss == pytest.approx(want_loss, rel=1e-5)
+    assert gradient.loss == pytest.approx(want_loss, rel=1e-5)
     got = {n.replace("_checkpoint_wrapped_module.", ""): p.grad for n, p in model.named_parameters()}
     assert got["layers.0.attn.q_norm.scale"].abs().max() > 0 < got["layers.0.attn.k_norm.scale"].abs().max()
     assert unpacked.relative_error(got, want_grads, sizes) < 1e-5
@@ -221,10 +221,10 @@ def test_packed_adapters_equal_merged_weights(dora, output):
         stock, groups, PolicyLoss(importance="tis"), "token", 0.9
     )
     rows, _ = pack(groups, 40)
-    got_loss, _, scored = forward_backward(PackedPolicy(model), rows, PolicyLoss(importance="tis"), 0.9, CPU)
-    got_logprobs = unpacked.packed_logprobs_by_sample(rows, scored, groups)
+    gradient = alone(PackedPolicy(model), PolicyLoss(importance="tis"), temperature=0.9).forward_backward(rows)
+    got_logprobs = unpacked.packed_logprobs_by_sample(rows, gradient.logprobs, groups)
     assert all((got_logprobs[key].double() - want).abs().max() < 1e-5 for key, want in want_logprobs.items())
-    assert got_loss == pytest.approx(want_loss, rel=1e-5)
+    assert gradient.loss == pytest.approx(want_loss, rel=1e-5)
     got = {name: param.grad for name, param in model.named_parameters() if param.requires_grad}
     assert got.keys() == want_grads.keys() and len(got) == (2 + dora) * (7 * 2 + output)
     assert unpacked.relative_error(got, want_grads, sizes) < 1e-5

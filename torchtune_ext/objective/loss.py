@@ -8,11 +8,14 @@ an objective knows nothing of rows, padding, ranks or accumulation. A loss of yo
             ratio_L = (t.logprobs_L - t.old_logprobs_L).exp()
             return -ratio_L * t.advantages_L, {"ratio_max": ratio_L.detach()}
 
-One with a term that acts where the advantage is 0 (a KL penalty, an entropy bonus) says so with `needs_all_groups = True`:
-else groups without signal, whose advantages are 0, are not trained on.
+What it needs beside these it says by attributes, which `needs_of` reads: `needs_reference = True` for log-probs under a
+reference policy, `top_k = 16` for those of the proximal policy's 16 likeliest tokens, and `needs_all_groups = True` for a
+term that acts where the advantage is 0 (a KL penalty, an entropy bonus): else groups without signal, whose advantages are 0,
+are not trained on.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
@@ -43,6 +46,27 @@ class Tokens:
     )
     top_LK: Tensor | None = (
         None  # float32, log-probs of the same K tokens under the policy that is trained, no gradient
+    )
+
+
+Loss = Callable[[Tokens], tuple[Tensor, dict[str, Tensor]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a loss asks for beside the log-probs of the policy that is trained."""
+
+    reference: bool  # log-probs under a reference
+    all_groups: bool  # groups without signal, too
+    top_k: int  # so many of the proximal policy's likeliest tokens at every label
+
+
+def needs_of(loss: Loss) -> Needs:
+    """What a loss says that it needs. One of the user's own may be silent: it needs nothing."""
+    return Needs(
+        reference=bool(getattr(loss, "needs_reference", False)),
+        all_groups=bool(getattr(loss, "needs_all_groups", False)),
+        top_k=getattr(loss, "top_k", None) or 0,
     )
 
 
@@ -84,6 +108,10 @@ class PolicyLoss:
 
     def __str__(self) -> str:
         return describe({field.name: getattr(self, field.name) for field in fields(self)})
+
+    @property
+    def needs_reference(self) -> bool:
+        return bool(self.kl_coef)
 
     @property
     def needs_all_groups(self) -> bool:

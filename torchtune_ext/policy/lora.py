@@ -54,15 +54,16 @@ class AdapterSpec:
 
 def adapter_spec(
     make_model: Callable[[], TransformerDecoder], source: HFModel, asked: Mapping[str, Any], world_size: int = 1
-) -> AdapterSpec:
-    """Looks at the model that the YAML names, on the meta device.
+) -> AdapterSpec | None:
+    """Looks at the model that the YAML names, on the meta device; None where it has no adapters.
 
     Args:
         asked: `model:` of the YAML, for its `lora_rank` and `lora_attn_modules`; torchtune passes over names that it does
             not know.
 
     Raises:
-        ValueError: no adapters, a rank of 0, targets that name nothing, weights that NF4 cannot hold.
+        ValueError: a rank of 0, targets that name nothing, a LoRA builder that is given no targets, weights that NF4 cannot
+            hold.
     """
     if asked.get("lora_rank", 1) < 1:
         raise ValueError(f"model.lora_rank={asked['lora_rank']} must be at least 1")
@@ -79,11 +80,14 @@ def adapter_spec(
     unknown = sorted(set(asked.get("lora_attn_modules") or ()) - attention)
     if unknown:
         raise ValueError(f"model.lora_attn_modules names {unknown}, which no layer has; there are {sorted(attention)}")
-    if not modules:
+    if not modules and any("lora" in str(word) for word in (asked.get("_component_"), *asked)):
         raise ValueError(
-            "`model:` has no adapters; name a LoRA builder (torchtune.models.qwen2_5.lora_qwen2_5_7b_base, ...) with "
-            f"lora_attn_modules out of {sorted(attention)}, apply_lora_to_mlp or apply_lora_to_output"
+            "`model:` speaks of LoRA, but the model has no adapters; name a LoRA builder "
+            f"(torchtune.models.qwen2_5.lora_qwen2_5_7b_base, ...) with lora_attn_modules out of {sorted(attention)}, "
+            "apply_lora_to_mlp or apply_lora_to_output"
         )
+    if not modules:
+        return None
     for name, module in modules.items():
         if isinstance(module.weight, NF4Tensor) and module.weight.quantization_factor.numel() % world_size:
             raise ValueError(

@@ -65,7 +65,7 @@ class EngineConfig:
         if self.lora_rank is not None and self.address is not None:
             raise ValueError(
                 f"engine.address={self.address} with an adapter to publish: a server takes whole models only; set "
-                "publish=merged, or let the run start an engine of its own (address: null)"
+                "adapters.publish=merged, or let the run start an engine of its own (address: null)"
             )
         if self.quantization and self.address is not None:
             raise ValueError(

@@ -124,35 +124,50 @@ def applied_share(rows: Sequence[Row], on: Sequence[LabelScores], off: Sequence[
     return Applied(slope, (noise / size) ** 0.5, len(effect), carriers, otherwise)
 
 
-def require_agreement(
-    rows: Sequence[Row],
-    scored: Sequence[LabelScores],
-    limit: float,
-    temperature: float,
-    rescore: Callable[[float], list[LabelScores]],
-    when: str,
-    version: int | None = None,
-    applied: Sequence[Applied] = (),
-) -> Mismatch:
-    """Measures the mismatch and stops the run if its mean is above `limit` (or not a number), or if a change is missing.
+class Agreement:
+    """The gate that a run passes only where trainer and sampler agree.
 
     Args:
-        rescore: scores the same rows under another temperature; used to find the cause.
-        when: "before the first update", "after publishing version 7": opens the message.
-        applied: what is known of changes that the sampler has to show.
-
-    Raises:
-        Disagreement: with the figures and the likely cause.
+        logprobs: (rows, temperature) -> what the trainer says of their labels; used to find the cause of a disagreement.
+        temperature: of sampling.
+        limit: mean |d log-prob| above which they disagree (`max_mismatch`).
     """
-    found = mismatch(rows, scored, version)
-    if (found.tokens == 0 or found.mean_abs <= limit) and not any(change.missing for change in applied):
-        return found
-    cause = diagnose(found, limit, temperature, lambda t: mismatch(rows, rescore(t)), applied)
-    raise Disagreement(
-        f"{when}: trainer and sampler disagree on {found.tokens} sampled tokens: mean |d log-prob| {found.mean_abs:.4g} "
-        f"(max_mismatch={limit:g}), 99th percentile {found.p99_abs:.4g}, max {found.max_abs:.4g}, signed mean "
-        f"{found.mean:+.4g}. Likely cause: {cause}"
-    )
+
+    def __init__(self, logprobs: Callable[[Sequence[Row], float], list[LabelScores]], temperature: float, limit: float):
+        self._logprobs, self._temperature, self._limit = logprobs, temperature, limit
+
+    def require(
+        self,
+        rows: Sequence[Row],
+        said: Sequence[LabelScores],
+        when: str,
+        version: int | None = None,
+        applied: Sequence[Applied] = (),
+    ) -> Mismatch:
+        """Measures the mismatch and stops the run if its mean is above the limit (or not a number), or if a change is missing.
+
+        Args:
+            said: what the trainer says of the labels of each row.
+            when: "before the first update", "after publishing version 7": opens the message.
+            version: of the trainer's policy, for the age of the samples.
+            applied: what is known of changes that the sampler has to show.
+
+        Raises:
+            Disagreement: with the figures and the likely cause.
+        """
+        found = mismatch(rows, said, version)
+        if (found.tokens == 0 or found.mean_abs <= self._limit) and not any(change.missing for change in applied):
+            return found
+
+        def at(temperature: float) -> Mismatch:
+            return mismatch(rows, self._logprobs(rows, temperature))
+
+        cause = diagnose(found, self._limit, self._temperature, at, applied)
+        raise Disagreement(
+            f"{when}: trainer and sampler disagree on {found.tokens} sampled tokens: mean |d log-prob| {found.mean_abs:.4g} "
+            f"(max_mismatch={self._limit:g}), 99th percentile {found.p99_abs:.4g}, max {found.max_abs:.4g}, signed mean "
+            f"{found.mean:+.4g}. Likely cause: {cause}"
+        )
 
 
 def diagnose(

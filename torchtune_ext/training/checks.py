@@ -1,15 +1,12 @@
 """Settings that would only fail late, or train silently wrong: refused before anything is loaded."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from torchtune_ext.advantages import AdvantageConfig
-from torchtune_ext.policy.lora import AdapterSpec
-from torchtune_ext.sampling.imports import on_cpu
-from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
+from torchtune_ext.sampling.records import SamplingConfig
 
 
 def at_least(settings: Mapping[str, Any], **least: int) -> None:
@@ -35,28 +32,6 @@ def check_sampling(sampling: SamplingConfig, samples_per_prompt: int, advantage:
         )
     if sampling.seed is not None:
         raise ValueError(f"sampling.seed={sampling.seed}: a run draws its own seeds for every step; set `seed`")
-
-
-def check_adapter(adapter: AdapterSpec, way: str, engine: EngineConfig) -> EngineConfig:
-    """What the engine needs to know of the adapter. Raises ValueError for what would fail at the first publication."""
-    if way not in ("adapter", "merged"):
-        raise ValueError(f"publish={way!r} is unknown; use 'adapter' or 'merged'")
-    if engine.lora_rank is not None or engine.lora_targets:
-        raise ValueError("engine.lora_rank and engine.lora_targets follow from `model:`; leave them out")
-    if adapter.dropout and "lm_head" in adapter.targets:
-        raise ValueError(
-            f"lora_dropout={adapter.dropout} with apply_lora_to_output: the output layer has none; set it to 0"
-        )
-    if way == "merged":
-        return engine
-    if adapter.dora:
-        raise ValueError("publish='adapter' with use_dora: vLLM applies no DoRA adapters; use publish=merged")
-    if engine.dtype == "float32" and not on_cpu():
-        raise ValueError(
-            "publish='adapter' with engine.dtype=float32: on a GPU vLLM applies adapters in half precision only; use "
-            "engine.dtype=bfloat16, or publish=merged"
-        )
-    return replace(engine, lora_rank=adapter.rank, lora_targets=adapter.targets)
 
 
 def release_memory() -> None:

@@ -94,6 +94,7 @@ class Precision:
     ):
         if dtype not in DTYPES:
             raise ValueError(f"dtype={dtype!r}: use 'bfloat16' or 'float32' (float16 would need a loss scale)")
+        self.flow = config.flow
         self.dtype = DTYPES[dtype]  # of the trainer's forward and backward
         self.engine_dtype = self.dtype if engine.dtype == "auto" else getattr(torch, engine.dtype)
         self.trainer, sampler = config.sides  # of the policy
@@ -120,15 +121,20 @@ class Precision:
             )
         if adapter and self.trainer and way == "merged":
             raise ValueError(
-                "precision.flow=fp8_unified with publish=merged: the trainer adds the adapter to a base in FP8, the engine "
-                f"would round their sum; set publish=adapter{' and model.use_dora=False' * adapter.dora}, or precision=bf16 or "
-                "fp8_rollout"
+                "precision.flow=fp8_unified with adapters.publish=merged: the trainer adds the adapter to a base in FP8, the "
+                "engine would round their sum; set adapters.publish=adapter"
+                f"{' and model.use_dora=False' * adapter.dora}, or precision=bf16 or fp8_rollout"
             )
         with torch.device("meta"):
             model = make_model()
         self.sampler = plan(model, source, config, self.dtype, device if self.trainer else None)
         _require_whole_shards(self.sampler, engine.tensor_parallel_size, source.config["num_key_value_heads"])
         self.engine = replace(engine, quantization=self.sampler.quantization_config())
+
+    def __str__(self) -> str:
+        """For instance "precision bf16, trainer in bfloat16, engine in bfloat16"."""
+        dtypes = f"trainer in {str(self.dtype)[6:]}, engine in {str(self.engine_dtype)[6:]}"
+        return f"precision {self.flow}, {dtypes}"
 
     def published(
         self, gathered: Callable[[torch.dtype], Iterable[tuple[str, Tensor]]]

@@ -1,8 +1,7 @@
 """Weights to the sampler, in memory, and the proof that it samples with them."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -12,60 +11,59 @@ from torchtune_ext.advantages import Group, Sample
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.grading import Outcome
 from torchtune_ext.packing import Row, contexts, pack
-from torchtune_ext.policy.logprobs import LabelScores, PackedPolicy
-from torchtune_ext.policy.lora import AdapterOff, AdapterSpec, adapter_hf_tensors, base_hf_tensors, merged_hf_tensors
-from torchtune_ext.policy.weights import HFModel, named_hf_tensors
+from torchtune_ext.policy.logprobs import LabelScores
+from torchtune_ext.policy.weights import HFModel
 from torchtune_ext.sampling.engine import Completion, Engine, PublishReport, SamplingConfig
 from torchtune_ext.sampling.weights import checksum
 from torchtune_ext.tasks.task import Problem, Task
-from torchtune_ext.training.agreement import Applied, Disagreement, applied_share, require_agreement
-from torchtune_ext.training.distributed import Ranks
+from torchtune_ext.training.agreement import Agreement, Applied, Disagreement, applied_share
+from torchtune_ext.training.learner import Learner
 from torchtune_ext.training.outcome import gathered
 from torchtune_ext.training.precision import Precision
-from torchtune_ext.training.step import score
+from torchtune_ext.training.trained import Adapters, AllWeights
 
 CANARY_PROMPTS, CANARY_SAMPLES, CANARY_TOKENS = 4, 8, 16
 CANARY_SEED = 0  # the same every time, so that most tokens come again and two policies can be compared on them
-ADVICE = {
-    "adapter": "publish=adapter: look for a request that does not name the adapter; publish=merged needs none",
-    "merged": "publish=merged: weights of the engine's dtype may not hold so small a change; set engine.dtype=float32",
-}
 
 
 class Publisher:
     """Sends the policy's weights to the engine and lets a canary prove that they arrived.
 
     The canary samples a few tokens from fixed prompts with fixed seeds (so a prefix cache that was not reset would show).
-    Weights that did not arrive hide below `limit`: an update of a small learning rate moves log-probs by less than rounding
-    does. So three things are asked for besides the engine's log-probs being the trainer's:
+    Weights that did not arrive hide below the gate's limit: an update of a small learning rate moves log-probs by less than
+    rounding does. So three things are asked for besides the engine's log-probs being the trainer's:
 
     1. every token is labelled with the version that was just published;
     2. every tensor that the engine has taken has the checksum of the one that was sent, on each of its workers;
-    3. where the update moves log-probs by more than the noise, the engine's moved with the trainer's (`applied_share`).
+    3. where a change (the update, an adapter) moves log-probs by more than the noise, the engine's moved with the trainer's
+       (`applied_share`).
 
     Args:
-        engine: on rank 0; None on the others, which take part in the gathers and in scoring.
+        engine: on rank 0; None on the others, which take part in the gathers and in the canary.
+        trained: what is sent of the policy.
         precision: in which weights are sent.
-        limit: mean |d log-prob| above which a publication counts as failed.
+        source: names of the weights in the engine.
+        agreement: the gate that the canary has to pass.
+        canary_prompts: token ids.
+        sampling: of the run; the canary's is the same but for its length and its seed.
         row_length: length of packed rows where it is fixed (compiled kernels); None: as long as needed.
     """
 
     def __init__(
         self,
         engine: Engine | None,
-        policy: PackedPolicy,
-        names: HFModel,
+        learner: Learner,
+        trained: AllWeights | Adapters,
         precision: Precision,
-        ranks: Ranks,
+        source: HFModel,
+        agreement: Agreement,
         canary_prompts: Sequence[list[int]],
         sampling: SamplingConfig,
-        limit: float,
         row_length: int | None = None,
     ):
-        self._engine, self._policy, self._names, self._ranks = engine, policy, names, ranks
-        self._precision = precision
-        self._prompts, self._limit, self._row_length = list(canary_prompts), limit, row_length
-        self._temperature = sampling.temperature
+        self._engine, self._learner, self._ranks = engine, learner, learner.ranks
+        self._trained, self._precision, self._source = trained, precision, source
+        self._agreement, self._prompts, self._row_length = agreement, list(canary_prompts), row_length
         tokens = min(CANARY_TOKENS, sampling.max_tokens)
         self._sampling = replace(sampling, max_tokens=tokens, seed=CANARY_SEED, early_stop_logprob=None)
         self._sent: dict[str, dict[str, int]] = {"model": {}, "adapter": {}}  # checksums by name, on rank 0
@@ -81,12 +79,10 @@ class Publisher:
         rows, wrong = self._canary(version)
         if wrong:
             raise Disagreement(f"{when}: weights: {wrong}")
-        scored = self._scored(rows)
-        applied, rescore = self._applied(rows, scored), partial(self._scored, rows)
-        found = require_agreement(
-            rows, scored, self._limit, self._temperature, rescore, when, applied=list(applied.values())
-        )
-        self._remember(rows, scored)
+        said = self._learner.logprobs(rows)
+        applied = self._trained.applied(self._learner, rows, said) | {"update": self._update_applied(rows, said)}
+        found = self._agreement.require(rows, said, when, applied=list(applied.values()))
+        self._remember(rows, said)
         if report is None:
             return {}
         self._precision.write_mismatch(found.mean_abs, found.tokens, when)
@@ -95,18 +91,15 @@ class Publisher:
         return sent | {"canary/mean_abs": found.mean_abs} | shares
 
     def _send(self, version: int) -> PublishReport | None:
-        return self._stream(self._whole(named_hf_tensors), version)
-
-    def _whole(self, gather: Callable) -> Iterable:
-        return self._precision.published(partial(gather, self._policy.model, self._names))
-
-    def _stream(self, tensors: Iterable, version: int, adapter: dict | None = None) -> PublishReport | None:
-        if self._engine is not None:
-            sent = self._sent["model" if adapter is None else "adapter"] = {}
-            return self._engine.publish(_summed(tensors, sent), version, adapter)
-        for _ in tensors:  # rank 0 gathers each weight: take part
-            pass
-        return None
+        report = None
+        for tensors, adapter in self._trained.sent(self._learner.policy.model, self._source, self._precision):
+            if self._engine is not None:
+                sent = self._sent["model" if adapter is None else "adapter"] = {}
+                report = self._engine.publish(_summed(tensors, sent), version, adapter)
+            else:
+                for _ in tensors:  # rank 0 gathers each weight: take part
+                    pass
+        return report
 
     def _canary(self, version: int) -> tuple[list[Row], str | None]:
         """This rank's share of freshly sampled rows, and what shows already that other weights sampled them."""
@@ -140,47 +133,16 @@ class Publisher:
                 )
         return None
 
-    def _applied(self, rows: list[Row], scored: list[LabelScores]) -> dict[str, Applied]:
-        """What the sampled tokens say of changes that the engine has to show, by name; the gravest comes first."""
+    def _update_applied(self, rows: list[Row], said: list[LabelScores]) -> Applied:
+        """Whether the engine shows the newest update on the tokens that were sampled before it, too."""
         before = [torch.tensor([self._before.get(c, torch.nan) for c in contexts(row)]) for row in rows]
-        otherwise = "the engine samples with the weights of the publication before"
-        return {"update": applied_share(rows, scored, before, otherwise)}
+        return applied_share(rows, said, before, "the engine samples with the weights of the publication before")
 
-    def _remember(self, rows: list[Row], scored: list[LabelScores]) -> None:
+    def _remember(self, rows: list[Row], said: list[LabelScores]) -> None:
         """Keeps what the policy of now says, to be what the policy before said at the next publication."""
-        pairs = zip(rows, scored, strict=True)
+        pairs = zip(rows, said, strict=True)
         known = {c: p for row, scores in pairs for c, p in zip(contexts(row), scores.logprobs_L.tolist(), strict=True)}
         self._before = {c: p for part in gathered(known) for c, p in part.items()}
-
-    def _scored(self, rows: list[Row], temperature: float | None = None) -> list[LabelScores]:
-        return score(self._policy, rows, temperature or self._temperature, self._ranks.device)
-
-
-class AdapterPublisher(Publisher):
-    """The same for a policy with adapters: `way` "adapter" sends them alone, "merged" the whole model with them merged.
-
-    The canary also proves that the engine applies the adapter and does not go on sampling from the base model, which by
-    itself would pass for a small mismatch while the adapter is young.
-    """
-
-    def __init__(self, *args, way: str, adapter: AdapterSpec, **kwargs):
-        super().__init__(*args, **kwargs)
-        self._way, self._adapter, self._base_sent = way, adapter, False
-
-    def _send(self, version: int) -> PublishReport | None:
-        if self._way == "merged":
-            return self._stream(self._whole(merged_hf_tensors), version)
-        if (self._adapter.quantised or self._precision.sampler) and not self._base_sent:
-            self._stream(self._whole(base_hf_tensors), version)  # sample with the very values that NF4 or FP8 left
-            self._base_sent = True
-        tensors = adapter_hf_tensors(self._policy.model, self._names, self._precision.engine_dtype)
-        return self._stream(tensors, version, self._adapter.peft_config(str(self._names.path)))
-
-    def _applied(self, rows: list[Row], scored: list[LabelScores]) -> dict[str, Applied]:
-        with AdapterOff(self._policy.model).swapped_in():
-            off = [scores.logprobs_L for scores in self._scored(rows)]
-        otherwise = f"the engine samples without the adapter, or with an old one ({ADVICE[self._way]})"
-        return {"adapter": applied_share(rows, scored, off, otherwise)} | super()._applied(rows, scored)
 
 
 def _summed(tensors: Iterable[tuple[str, Tensor]], sums: dict[str, int]) -> Iterable[tuple[str, Tensor]]:

@@ -73,7 +73,7 @@ class Beat:
     host: str
     pid: int
     phase: str  # "train, step 3"; "" before the recipe has named one
-    place: str  # of the main thread in code of ours or the user's: "grpo_full.py:214 in pack"
+    place: str  # of the main thread in code of ours or the user's: "grpo.py:214 in pack"
     collectives: int  # begun by this rank so far
 
     def doing(self) -> str:

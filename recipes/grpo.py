@@ -1,7 +1,10 @@
-"""GRPO, all weights: sample, grade, pack, train, publish, repeat. One device, or N under torchrun.
+"""GRPO: sample, grade, pack, train, publish, repeat. One device, or N under torchrun.
 
     tune run grpo_full --config grpo/tiny
+    tune run grpo_lora --config grpo/tiny_lora
     CUDA_VISIBLE_DEVICES=0,1,2,3 tune run --nproc_per_node 4 grpo_full --config grpo/qwen2_5_7B_full
+
+`tune` knows this one file by two names. What is trained, all weights or adapters, and in which precision, says the config.
 
 The whole algorithm is in `train()`. To change it: `tune cp grpo_full my_grpo.py`, edit, `tune run my_grpo.py --config ...`.
 Rank 0 owns the engine, the graders and the files; every rank trains on its share of the packed rows.
@@ -19,10 +22,10 @@ from omegaconf import MISSING, DictConfig
 from torchtune_ext.advantages import AdvantageConfig, Group, refilled, with_advantages
 from torchtune_ext.config import build, has_component, instantiate, load_config, named_paths, record
 from torchtune_ext.grading import Grader
+from torchtune_ext.objective.loss import needs_of
 from torchtune_ext.opening import opening
 from torchtune_ext.packing import Row, pack_updates
 from torchtune_ext.plugin import parse
-from torchtune_ext.policy.logprobs import LabelScores
 from torchtune_ext.policy.memory import memory_table
 from torchtune_ext.policy.shard import build_policy
 from torchtune_ext.policy.weights import HFModel
@@ -37,18 +40,19 @@ from torchtune_ext.telemetry import summary
 from torchtune_ext.telemetry.metrics import Metrics, check_sinks
 from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.telemetry.rollouts import RolloutStore
-from torchtune_ext.training.agreement import require_agreement
+from torchtune_ext.training.agreement import Agreement
 from torchtune_ext.training.checks import at_least, check_sampling, release_memory
 from torchtune_ext.training.distributed import init_ranks
-from torchtune_ext.training.export import export_model
-from torchtune_ext.training.identity import identify
+from torchtune_ext.training.identity import Identity, identify
+from torchtune_ext.training.learner import Learner, over_updates
 from torchtune_ext.training.life import close_all, run_recipe, standing
 from torchtune_ext.training.precision import Precision, PrecisionConfig
 from torchtune_ext.training.publish import Publisher, canary_prompts
-from torchtune_ext.training.schedule import check_schedule, make_schedule, move_schedule
+from torchtune_ext.training.schedule import check_schedule, make_schedule
 from torchtune_ext.training.state import CheckpointConfig, Checkpoints
-from torchtune_ext.training.step import Reference, forward_backward, optimizer_step, over_updates, score
+from torchtune_ext.training.trained import AdapterConfig, trained_part
 
+TUNE_NAMES = ("grpo_full", "grpo_lora")
 SEED_STRIDE = 1 << 20  # sampling seeds of one step start here times the step
 
 
@@ -58,7 +62,10 @@ class Config:
 
     output_dir: str = MISSING  # folder of the run: metrics, rollouts, checkpoints
     model_dir: str = MISSING  # starting weights and tokenizer, Hugging Face format
-    model: Any = MISSING  # torchtune model builder that fits model_dir
+    model: Any = MISSING  # torchtune model builder that fits model_dir; one with adapters (LoRA) trains these alone
+    adapters: dict[str, Any] = field(
+        default_factory=dict
+    )  # fields of AdapterConfig, for such a model: publish, save_merged
     tokenizer: Any = MISSING  # messages -> ids
     task: Any = MISSING  # problems to train on, with their grader
     eval_task: Any = None  # held-out problems, all of them used; null: no evaluation
@@ -96,7 +103,7 @@ class Config:
     dry_run: bool = False  # print the memory that the run needs, then stop
 
 
-class GRPOFullRecipe:
+class GRPORecipe:
     def __init__(self, cfg: Config):
         self.cfg = cfg
         self.saving = build(CheckpointConfig, cfg.checkpoints, "checkpoints")
@@ -114,62 +121,47 @@ class GRPOFullRecipe:
         self.last_eval: float | None = None
 
     def setup(self) -> None:
-        """Checks what can be checked, opens the run's folder, starts the engine, and builds the policy meanwhile."""
+        """Checks what can be checked, opens the run's folder, starts the engine, and builds the learner meanwhile."""
         cfg = self.cfg
         self.ranks = init_ranks(cfg.device, cfg.rank_deadline_s)
         if self.ranks.is_main:
-            self.folder = RunFolder(cfg.output_dir)  # its lock comes first: a second run in it is refused
+            # The lock of the folder comes before all else: a second run in it is refused.
+            self.folder = RunFolder(cfg.output_dir)
         torch.manual_seed(cfg.seed)
         self.check()
 
         # Nothing is wrong with the settings, so an earlier run in the folder may be set aside, or go on.
-        identity = None
-        if self.ranks.is_main:
-            say(opening(cfg, self.loss, self.advantage, self.saving))
-            resuming = self.folder.resumes(cfg.resume_from_checkpoint)
-            run = self.folder.begin(record(cfg), resuming, reads=named_paths(cfg))
-            identity = identify(run.id, self.source, self.make_model)
+        identity = self.open_folder() if self.ranks.is_main else None
         self.checkpoints = Checkpoints(f"{cfg.output_dir}/checkpoints", identity, self.saving)
         resume = self.checkpoints.choose() if cfg.resume_from_checkpoint else None
-        if self.ranks.is_main:
-            self.start_engine()
-            if not resume:
-                self.open_records()
 
         # The engine loads in a process of its own while the policy is built here.
-        self.policy = build_policy(
-            self.make_model,
-            self.source,
-            self.ranks.device,
-            self.precision.dtype,
-            self.ranks.world_size,
-            cfg.activation_checkpointing,
-            cfg.compile,
-            fp8=self.precision.trainer,
-        )
-        self.reference = Reference(self.policy.model) if cfg.loss.get("kl_coef") else None
-        self.optimizer = instantiate(cfg.optimizer, params=self.policy.trainable())
-        updates = cfg.max_steps * cfg.updates_per_step
-        self.schedule = make_schedule(self.optimizer, cfg.lr_schedule, cfg.lr_warmup, updates)
+        if self.ranks.is_main:
+            self.start_engine()
+        self.build_learner()
+
+        # Metrics and rollouts of a run that goes on are cut to its checkpoint, so they are opened when it has been read.
         if resume:
             self.load_checkpoint(resume)
-            if self.ranks.is_main:
-                self.open_records()  # cut to the checkpoint, now that nothing can be wrong with it
+        if self.ranks.is_main:
+            self.open_records()
+
         if self.engine:
             with self.ranks.phase("wait for the engine"):
                 self.engine.wait_ready()
             self.precision.write_receipt(cfg.output_dir, self.policy, cfg.row_tokens)
         self.progress = Progress(cfg.max_steps, self.ranks.rank)
+        self.agreement = Agreement(self.learner.logprobs, self.sampling.temperature, cfg.max_mismatch)
         self.publisher = Publisher(
             self.engine,
-            self.policy,
-            self.source,
+            self.learner,
+            self.trained,
             self.precision,
-            self.ranks,
+            self.source,
+            self.agreement,
             canary_prompts(self.task, self.tokenizer),
             self.sampling,
-            cfg.max_mismatch,
-            self.row_length,
+            row_length=self.row_length,
         )
 
     def check(self) -> None:
@@ -183,18 +175,38 @@ class GRPOFullRecipe:
         self.eval_task = instantiate(cfg.eval_task) if has_component(cfg.eval_task) else None
         self.problems = ProblemStream(self.task, cfg.seed)
         self.loss = instantiate(cfg.loss)
-        self.train_all = getattr(self.loss, "needs_all_groups", False)  # or only groups whose rewards differ
-        self.sampling = build(SamplingConfig, cfg.sampling, "sampling", stop_token_ids=self.tokenizer.stop_token_ids)
         self.advantage = build(AdvantageConfig, cfg.advantage, "advantage")
+        self.sampling = build(SamplingConfig, cfg.sampling, "sampling", stop_token_ids=self.tokenizer.stop_token_ids)
         check_sampling(self.sampling, cfg.samples_per_prompt, self.advantage)
-        engine = build(EngineConfig, cfg.engine, "engine")
         at_least(cfg, prompts_per_step=1, samples_per_prompt=2, updates_per_step=1, eval_every=1, grader_workers=1)
-        at_least(cfg, row_tokens=engine.max_model_len)
         check_schedule(cfg.lr_schedule, cfg.lr_warmup, cfg.max_steps * cfg.updates_per_step)
         check_sinks(cfg.metrics)
-        precision = build(PrecisionConfig, cfg.precision, "precision", bare="flow")
-        self.precision = Precision(precision, self.make_model, self.source, cfg.dtype, engine, self.ranks.device)
-        self.row_length = cfg.row_tokens if self.ranks.device.type == "cuda" else None  # fixed, for compiled kernels
+
+        # What is trained, and in which precision, both concern the engine, too: how it is started and what it is sent.
+        adapters = build(AdapterConfig, cfg.adapters, "adapters")
+        self.trained = trained_part(self.make_model, self.source, cfg.model, adapters, self.ranks.world_size)
+        engine = self.trained.engine(build(EngineConfig, cfg.engine, "engine"))
+        at_least(cfg, row_tokens=engine.max_model_len)
+        self.precision = Precision(
+            build(PrecisionConfig, cfg.precision, "precision", bare="flow"),
+            self.make_model,
+            self.source,
+            cfg.dtype,
+            engine,
+            self.ranks.device,
+            adapter=self.trained.spec,
+            way=self.trained.way,
+        )
+        # Compiled kernels want rows of one length.
+        self.row_length = cfg.row_tokens if self.ranks.device.type == "cuda" else None
+
+    def open_folder(self) -> Identity:
+        """Rank 0: begins or continues the run in its folder. Returns what its checkpoints belong to."""
+        cfg = self.cfg
+        say(opening(cfg, self.loss, self.advantage, self.saving, self.trained, self.precision))
+        resuming = self.folder.resumes(cfg.resume_from_checkpoint)
+        run = self.folder.begin(record(cfg), resuming, reads=named_paths(cfg))
+        return identify(run.id, self.source, self.make_model, self.trained.spec)
 
     def open_records(self) -> None:
         """Rank 0: what the run writes beside its checkpoints. One that goes on cuts it to the step that it goes on from."""
@@ -211,6 +223,32 @@ class GRPOFullRecipe:
         tasks = [self.task] if self.eval_task is None else [self.task, self.eval_task]
         self.graders = [Grader(task, cfg.grader_workers, cfg.grader_timeout_s) for task in tasks]
 
+    def build_learner(self) -> None:
+        """The policy with the weights of model_dir, and what makes it learn."""
+        cfg = self.cfg
+        self.policy = build_policy(
+            self.make_model,
+            self.source,
+            self.ranks.device,
+            self.precision.dtype,
+            self.ranks.world_size,
+            cfg.activation_checkpointing,
+            cfg.compile,
+            seed=cfg.seed,
+            fp8=self.precision.trainer,
+        )
+        optimizer = instantiate(cfg.optimizer, params=self.policy.trainable())
+        planned = cfg.max_steps * cfg.updates_per_step
+        self.learner = Learner(
+            self.policy,
+            self.loss,
+            self.ranks,
+            temperature=self.sampling.temperature,
+            optimizer=optimizer,
+            schedule=make_schedule(optimizer, cfg.lr_schedule, cfg.lr_warmup, planned),
+            max_grad_norm=cfg.max_grad_norm,
+        )
+
     def train(self) -> None:
         """Sample, grade, pack, train, publish, repeat. To change the algorithm, change the line that does it."""
         cfg = self.cfg
@@ -225,12 +263,20 @@ class GRPOFullRecipe:
             self.last_eval = None  # a checkpoint is scored by an evaluation of its own weights alone
             watch = summary.Stopwatch(partial(self.ranks.phase, step=self.step))  # other ranks see who is at what
 
+            # Rank 0 samples and grades. Rewards become advantages inside each group of samples of one prompt.
             groups, values = self.sample(watch)
+
+            # A prompt stands once in a row for all its completions, and every rank gets its share of the rows.
             with watch("pack"):
                 updates, packed = self.pack(groups)
+
             with watch("train"):
                 values |= packed | self.update(updates)
-            release_memory()  # an engine that shares this GPU wakes up now
+            self.version += 1
+
+            # The engine takes the new weights in memory, and a canary proves that it samples with them. On a GPU that it
+            # shares with the trainer, it wakes up now and needs the memory.
+            release_memory()
             with watch("publish"):
                 values |= self.publisher.publish(self.version)
 
@@ -257,7 +303,11 @@ class GRPOFullRecipe:
             problems = self.problems.take(wanted)
             with watch("sample"):
                 groups += self.rollout(problems, cfg.samples_per_prompt, sampling, self.graders[0], "sample")
-            groups, stats = with_advantages(groups, self.advantage, self.sampling.max_tokens, self.train_all)
+
+            # A group whose rewards are all equal says nothing about what is better. It is trained on only where the loss has
+            # a term that acts without an advantage (a KL penalty, an entropy bonus), and may be replaced by a further round.
+            train_all = needs_of(self.loss).all_groups
+            groups, stats = with_advantages(groups, self.advantage, self.sampling.max_tokens, train_all)
             wanted = cfg.prompts_per_step - stats.groups
             if wanted <= 0:
                 break
@@ -269,6 +319,7 @@ class GRPOFullRecipe:
         return kept, values
 
     def rollout(self, problems: list[Problem], n: int, sampling: SamplingConfig, by: Grader, label: str) -> list[Group]:
+        """Rank 0: `n` graded completions of every problem."""
         with self.progress.sampling(len(problems) * n, label) as bar:
             return sample_groups(problems, n, sampling, self.engine, self.tokenizer, by, bar)
 
@@ -290,46 +341,32 @@ class GRPOFullRecipe:
         return [self.ranks.share(rows) for rows in self.ranks.broadcast(updates)], values
 
     def update(self, updates: list[list[Row]]) -> dict[str, float]:
-        """Optimizer updates on the rows of this step; the policy's version grows by one."""
-        cfg, temperature, top_k = self.cfg, self.sampling.temperature, self.cfg.loss.get("top_k") or 0
-
+        """Optimizer updates on the rows of this step, all from samples of the same policy."""
         # The proximal policy is the policy of this moment. The first update starts from it, so its own forward pass says what
         # the policy thinks; the later ones start from a policy that has moved, so it is asked beforehand.
-        old = [self.score(u, temperature, top_k) if i or self.policy.noisy else None for i, u in enumerate(updates)]
-        ref = [None] * len(updates)
-        if self.reference:
-            with self.reference.swapped_in():
-                ref = [self.score(update, temperature) for update in updates]
+        proximal = self.learner.proximal(updates)
+        reference = self.learner.reference(updates)
 
-        values, per_update = {}, []
+        mismatch, made = {}, []
         with self.progress.training(sum(map(len, updates))) as bar:
-            for update, old_scores, ref_scores in zip(updates, old, ref, strict=True):
-                loss, metrics, scored = forward_backward(
-                    self.policy,
-                    update,
-                    self.loss,
-                    temperature,
-                    self.ranks.device,
-                    old=old_scores,
-                    ref=ref_scores,
+            for rows, proximal_said, reference_said in zip(updates, proximal, reference, strict=True):
+                gradient = self.learner.forward_backward(
+                    rows,
+                    proximal=proximal_said,
+                    reference=reference_said,
                     version=self.version,
-                    world_size=self.ranks.world_size,
                     on_row=lambda row: bar.add(1, row.num_labels),
                 )
-                if not per_update:
+                if not made:
                     # Trainer and engine must agree before the step's first update, so that a wrong one is never made.
-                    rescore, when = partial(self.score, update), f"step {self.step}, before its first update"
-                    gate = cfg.max_mismatch, temperature, rescore, when, self.version
-                    values |= require_agreement(update, scored, *gate).metrics("mismatch")
-                advice = partial(self.checkpoints.advice, self.step)
-                norm = optimizer_step(self.policy, self.optimizer, self.schedule, cfg.max_grad_norm, loss, advice)
-                per_update.append({"loss/total": loss, "optim/grad_norm": norm, **metrics})
-        self.version += 1
-        move_schedule(self.schedule, self.step * cfg.updates_per_step)  # an update without a signal was not made
-        return values | over_updates(per_update) | {"optim/lr": self.schedule.get_last_lr()[0]}
+                    when = f"step {self.step}, before its first update"
+                    agreed = self.agreement.require(rows, gradient.logprobs, when, self.version)
+                    mismatch = agreed.metrics("mismatch")
+                made.append(self.learner.step(gradient, advice=partial(self.checkpoints.advice, self.step)))
 
-    def score(self, rows: list[Row], temperature: float, top_k: int = 0) -> list[LabelScores]:
-        return score(self.policy, rows, temperature, self.ranks.device, top_k)
+        # An update without a signal was not made. The learning rate goes on as if it had been.
+        self.learner.updates = self.step * self.cfg.updates_per_step
+        return mismatch | over_updates(made) | {"optim/lr": self.learner.learning_rate}
 
     def evaluate(self) -> dict[str, float]:
         """Accuracy on all held-out problems, sampled and greedy, by rank 0."""
@@ -349,20 +386,21 @@ class GRPOFullRecipe:
             self.progress.summary(self.step, values)
 
     def save_checkpoint(self) -> None:
-        recipe = {"cursor": self.problems.cursor, "version": self.version, "updates": self.schedule.last_epoch}
+        """All ranks: weights, optimizer and random state, and what the recipe itself has to remember."""
+        recipe = {"cursor": self.problems.cursor, "version": self.version, "updates": self.learner.updates}
         if self.ranks.is_main:
             recipe["throttle"] = self.engine.state_dict()
-        model, dtype = self.policy.model, getattr(torch, self.cfg.dtype)
-        export = partial(export_model, model=model, source=self.source, dtype=dtype)
+        model, optimizer = self.policy.model, self.learner.optimizer
+        export = self.trained.export(model, self.source, self.precision.dtype)
         with self.stop.saving(), self.ranks.phase("save", self.step):
-            seconds = self.checkpoints.save(self.step, model, self.optimizer, export, recipe, self.last_eval)
+            seconds = self.checkpoints.save(self.step, model, optimizer, export, recipe, self.last_eval)
         if self.ranks.is_main:
             self.metrics.log(self.step, seconds)
 
     def load_checkpoint(self, path: Path) -> None:
-        recipe = self.checkpoints.load(path, self.policy.model, self.optimizer)
+        recipe = self.checkpoints.load(path, self.policy.model, self.learner.optimizer)
         self.step, self.problems.cursor, self.version = recipe["step"], recipe["cursor"], recipe["version"]
-        move_schedule(self.schedule, recipe["updates"])
+        self.learner.updates = recipe["updates"]
         if self.engine:
             self.engine.load_state_dict(recipe["throttle"])
 
@@ -377,19 +415,19 @@ class GRPOFullRecipe:
 def recipe_main(cfg: DictConfig) -> None:
     cfg = load_config(Config, cfg)
     if cfg.dry_run:
-        fp8 = build(PrecisionConfig, cfg.precision, "precision", bare="flow").sides
         table = memory_table(
             partial(instantiate, cfg.model),
             cfg.row_tokens,
             getattr(torch, cfg.dtype),
             cfg.activation_checkpointing,
             engine_gpus=cfg.engine.get("tensor_parallel_size", 1),
-            fp8=fp8,
-            reference=bool(cfg.loss.get("kl_coef")),
+            fp8=build(PrecisionConfig, cfg.precision, "precision", bare="flow").sides,
+            reference=needs_of(instantiate(cfg.loss)).reference,
+            publishes_all=build(AdapterConfig, cfg.adapters, "adapters").publish == "merged",
         )
         print(table)
         return
-    run_recipe(GRPOFullRecipe, cfg)
+    run_recipe(GRPORecipe, cfg)
 
 
 if __name__ == "__main__":

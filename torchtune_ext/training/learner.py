@@ -1,0 +1,252 @@
+"""Rows -> gradient -> updated weights. Blind to the algorithm: the objective and the labels' weights arrive from outside."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from torchtune_ext.objective.loss import Loss, Tokens, needs_of
+from torchtune_ext.packing import Row
+from torchtune_ext.policy.logprobs import LabelScores, PackedPolicy
+from torchtune_ext.policy.lora import AdapterOff, adapter_names
+from torchtune_ext.training.breakdown import Breakdown
+from torchtune_ext.training.distributed import Ranks, reduce
+from torchtune_ext.training.schedule import move_schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """What one pass over the rows of all ranks has added to the gradients of the parameters, and what it saw on its way."""
+
+    loss: float  # sum(weight * loss) over the labels of all ranks
+    metrics: dict[str, float]  # "loss/...", over all ranks: means over labels, or the maximum for names in `_max`
+    logprobs: list[LabelScores]  # per row of this rank, under the proximal policy, without gradient
+
+
+class Learner:
+    """A policy that learns: it says how likely tokens are, takes gradients of a loss, and makes updates.
+
+    Every verb is a collective: all ranks call it together, each with its own share of the rows, and with as many rows as the
+    others.
+
+    Args:
+        loss: objective per label. What it needs beside the log-probs of the policy it says itself (`needs_of`); where it needs
+            a reference, that is the policy as it is now: a copy of its weights, or the model with its adapters switched off.
+        temperature: of sampling. The distribution that was sampled from is the one that is trained.
+        optimizer: over `policy.trainable()`; None where nobody will call `step`.
+        schedule: of its learning rate.
+        max_grad_norm: longer gradients are shortened to it; None: they are not.
+    """
+
+    def __init__(
+        self,
+        policy: PackedPolicy,
+        loss: Loss,
+        ranks: Ranks,
+        temperature: float = 1.0,
+        optimizer: torch.optim.Optimizer | None = None,
+        schedule: torch.optim.lr_scheduler.LambdaLR | None = None,
+        max_grad_norm: float | None = None,
+    ):
+        self.policy, self.loss, self.ranks, self.temperature = policy, loss, ranks, temperature
+        self.optimizer, self.schedule, self._max_grad_norm = optimizer, schedule, max_grad_norm
+        needs = needs_of(loss)
+        self._top_k = needs.top_k
+        self._reference = reference_of(policy.model) if needs.reference else None
+
+    @torch.no_grad()
+    def logprobs(self, rows: Sequence[Row], temperature: float | None = None, top_k: int = 0) -> list[LabelScores]:
+        """What the policy of this moment says of the labels of each row, without gradient and without dropout.
+
+        Args:
+            temperature: another one than that of sampling.
+            top_k: also the log-probs of the so many likeliest tokens.
+        """
+        temperature = self.temperature if temperature is None else temperature
+        self.policy.model.eval()
+        found = [self.policy(row.to(self.ranks.device), temperature, top_k) for row in rows]
+        self.policy.model.train()
+        _reshard(self.policy.model)
+        return found
+
+    def proximal(self, updates: Sequence[Sequence[Row]]) -> list[list[LabelScores] | None]:
+        """What the policy that the updates of a step start from says of the rows of each of them, before the first is made.
+
+        None stands for "the forward pass of the update will say it": so it is for the first update, whose policy is still the
+        proximal one, unless dropout makes every forward pass another policy.
+        """
+        asked = [i > 0 or self.policy.noisy for i in range(len(updates))]
+        pairs = zip(updates, asked, strict=True)
+        return [self.logprobs(rows, top_k=self._top_k) if ask else None for rows, ask in pairs]
+
+    def reference(self, updates: Sequence[Sequence[Row]]) -> list[list[LabelScores] | None]:
+        """What the reference says of the rows of each update; None for a loss that needs no reference."""
+        if self._reference is None:
+            return [None] * len(updates)
+        with self._reference.swapped_in():
+            return [self.logprobs(rows) for rows in updates]
+
+    def forward_backward(
+        self,
+        rows: Sequence[Row],
+        proximal: Sequence[LabelScores] | None = None,
+        reference: Sequence[LabelScores] | None = None,
+        version: int | None = None,
+        on_row: Callable[[Row], None] | None = None,
+    ) -> Gradient:
+        """Adds the gradient of sum(weight * loss) over the rows of all ranks to that of the parameters.
+
+        Args:
+            proximal: per row, what the proximal policy says; None: it is the policy as it is now (ratio 1, gradient kept).
+            reference: the same of the reference, if the loss wants one.
+            version: of the policy, for the age of its samples in the metrics.
+            on_row: called after each row, for progress.
+
+        Raises:
+            ValueError: the loss returned something else than one value for each label.
+        """
+        device, total, sums, peaks, said = self.ranks.device, 0.0, {}, {}, []
+        breakdown = Breakdown(("clip_fraction", "masked_fraction"))
+        for i, cpu_row in enumerate(rows):
+            row = cpu_row.to(device)
+            stored_ids = None if proximal is None else proximal[i].top_ids_LK
+            now = self.policy(row, self.temperature, 0 if stored_ids is None else stored_ids)
+            before = now.detached() if proximal is None else proximal[i]
+            tokens = Tokens(
+                logprobs_L=now.logprobs_L,
+                entropy_L=now.entropy_L,
+                old_logprobs_L=before.logprobs_L,
+                behavior_logprobs_L=row.logprobs_L,
+                ref_logprobs_L=None if reference is None else reference[i].logprobs_L,
+                advantages_L=row.advantages_L,
+                versions_L=row.versions_L,
+                samples_L=row.samples_L,
+                old_top_LK=before.top_LK,
+                top_LK=now.top_LK,
+            )
+            token_loss_L, metrics = self.loss(tokens)
+            self._require_labels(row, token_loss_L, metrics)
+            row_loss = (row.weights_L * token_loss_L).sum()
+            # FSDP averages gradients over ranks, but the weights of labels sum to one over all of them.
+            (row_loss * self.ranks.world_size).backward()
+            total += row_loss.item()
+            for name, values_L in metrics.items():
+                if name.endswith("_max"):
+                    highest = values_L.max().item() if values_L.numel() else -torch.inf
+                    peaks[name] = max(peaks.get(name, -torch.inf), highest)
+                else:
+                    sums[name] = sums.get(name, 0.0) + values_L.sum().item()
+            breakdown.add(row, metrics, version)
+            said.append(before)
+            if on_row:
+                on_row(cpu_row)
+        whole = reduce({"loss": total, "labels": sum(row.num_labels for row in rows)}, "sum", device)
+        labels = whole["labels"] or 1.0
+        means = {name: value / labels for name, value in reduce(sums, "sum", device).items()}
+        found = means | reduce(peaks, "max", device) | breakdown.metrics(device)
+        return Gradient(whole["loss"], {f"loss/{name}": value for name, value in found.items()}, said)
+
+    def step(self, gradient: Gradient, advice: Callable[[], str]) -> dict[str, float]:
+        """One update of the weights along the gradient, which is cleared. Returns the metrics of the update.
+
+        Args:
+            advice: says what the user can do when loss or gradient is not finite.
+
+        Raises:
+            FloatingPointError: loss or gradient is not finite; weights and optimizer state are as before.
+        """
+        norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), self._max_grad_norm or torch.inf)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if not (torch.isfinite(norm) and math.isfinite(gradient.loss)):
+            self.optimizer.zero_grad(set_to_none=True)
+            raise FloatingPointError(f"loss is {gradient.loss}, gradient norm {norm.item()}: {advice()}")
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return {"loss/total": gradient.loss, "optim/grad_norm": norm.item(), **gradient.metrics}
+
+    @property
+    def updates(self) -> int:
+        """How many updates the learning rate has come. Set it where a run goes on from a checkpoint, and after a step of which
+        some updates were left out because no group had a signal: the learning rate then still ends where it should."""
+        return self.schedule.last_epoch
+
+    @updates.setter
+    def updates(self, updates: int) -> None:
+        move_schedule(self.schedule, updates)
+
+    @property
+    def learning_rate(self) -> float:
+        return self.schedule.get_last_lr()[0]
+
+    def _require_labels(self, row: Row, token_loss_L: Tensor, metrics: dict[str, Tensor]) -> None:
+        """A loss of the user's own may return what cannot be summed over labels."""
+        name, labels = type(self.loss).__name__, tuple(row.labels_L.shape)
+        if token_loss_L.shape != labels:
+            raise ValueError(
+                f"loss {name} returned shape {tuple(token_loss_L.shape)}; it must return one value per label, shape {labels} "
+                "(the step does the weighted sum)"
+            )
+        for metric, values_L in metrics.items():
+            if values_L.shape != labels:
+                raise ValueError(
+                    f"metric {metric!r} of loss {name} has shape {tuple(values_L.shape)}; it must hold one value per label, "
+                    f"shape {labels}"
+                )
+
+
+def over_updates(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Metrics of the updates of one step as one: the mean, and for `*_max` the maximum."""
+    values: dict[str, list[float]] = {}
+    for update in metrics:
+        for name, value in update.items():  # an update may lack a bucket of the breakdown
+            values.setdefault(name, []).append(value)
+    return {name: max(v) if name.endswith("_max") else sum(v) / len(v) for name, v in values.items()}
+
+
+def reference_of(model: nn.Module) -> "WeightCopy | AdapterOff":
+    """The frozen reference policy: what the model is now."""
+    return AdapterOff(model) if adapter_names(model) else WeightCopy(model)
+
+
+class WeightCopy:
+    """A copy of a model's weights in main memory that takes the model's place while the reference is asked."""
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self._weights = [_local(p).detach().to("cpu", copy=True) for p in model.parameters()]
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """Inside, the model has the weights of the copy; afterwards its own, bit for bit."""
+        _reshard(self._model)
+        params = [_local(p).detach() for p in self._model.parameters()]
+        own = [p.to("cpu", copy=True) for p in params]
+        self._copy(params, self._weights)
+        try:
+            yield
+        finally:
+            _reshard(self._model)
+            self._copy(params, own)
+
+    @staticmethod
+    def _copy(params: list[Tensor], weights: list[Tensor]) -> None:
+        with torch.no_grad():
+            for param, weight in zip(params, weights, strict=True):
+                param.copy_(weight)
+
+
+def _reshard(model: nn.Module) -> None:
+    """FSDP2 leaves the root's weights gathered after a forward; without a backward, changes of the shards would not show."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _local(param: nn.Parameter) -> Tensor:
+    return param.to_local() if isinstance(param, DTensor) else param

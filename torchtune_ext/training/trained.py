@@ -1,0 +1,164 @@
+"""What of a model is trained: all its weights, or adapters over frozen ones. Each is a part with two sides, as precision is:
+what the trainer keeps and saves, and what the engine is started with and sent.
+
+part         reference                 sent to the engine                              checkpoint
+AllWeights   a copy of the weights     all weights                                     a model
+Adapters     the adapters switched     "adapter": the adapters, and once what they     the adapters, with
+             off                       stand on if that was rounded; "merged": all     `save_merged` the model, too
+                                       weights with the adapters merged
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchtune.modules import TransformerDecoder
+
+from torchtune_ext.packing import Row
+from torchtune_ext.policy.logprobs import LabelScores
+from torchtune_ext.policy.lora import (
+    AdapterOff,
+    AdapterSpec,
+    adapter_hf_tensors,
+    adapter_spec,
+    base_hf_tensors,
+    merged_hf_tensors,
+)
+from torchtune_ext.policy.weights import HFModel, named_hf_tensors
+from torchtune_ext.sampling.imports import on_cpu
+from torchtune_ext.sampling.records import EngineConfig
+from torchtune_ext.training.agreement import Applied, applied_share
+from torchtune_ext.training.export import export_adapter, export_model
+from torchtune_ext.training.learner import Learner
+from torchtune_ext.training.precision import Precision
+
+WAYS = ("adapter", "merged")
+ADVICE = {
+    "adapter": "look for a request that does not name the adapter; with adapters.publish=merged none has to",
+    "merged": "weights of the engine's dtype may not hold so small a change; set engine.dtype=float32",
+}
+
+Sent = tuple[Iterable[tuple[str, Tensor]], dict[str, Any] | None]  # (name, whole tensor)s; PEFT's config, of adapters
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """The node `adapters:` of a recipe, for a model that has some; the model's builder says which (`model:`)."""
+
+    publish: str = "adapter"  # what goes to the engine: "adapter" (vLLM applies it) or "merged" (whole weights)
+    save_merged: bool = False  # checkpoints hold the merged model, too
+
+    def __post_init__(self) -> None:
+        if self.publish not in WAYS:
+            raise ValueError(f"adapters.publish={self.publish!r} is unknown; use 'adapter' or 'merged'")
+
+
+def trained_part(
+    make_model: Callable[[], TransformerDecoder],
+    source: HFModel,
+    model: Mapping[str, Any],
+    adapters: AdapterConfig,
+    world_size: int = 1,
+) -> "AllWeights | Adapters":
+    """Looks at the model that the YAML names: where it has adapters, these alone are trained.
+
+    Args:
+        model: `model:` of the YAML, for the names that its builder might have passed over.
+
+    Raises:
+        ValueError: adapters that cannot be, or settings of adapters for a model that has none.
+    """
+    spec = adapter_spec(make_model, source, model, world_size)
+    if spec is not None:
+        return Adapters(spec, adapters)
+    if adapters != AdapterConfig():
+        raise ValueError(
+            f"adapters.publish={adapters.publish}, adapters.save_merged={adapters.save_merged}, but `model:` has no adapters: "
+            "name a LoRA builder, or leave them out"
+        )
+    return AllWeights()
+
+
+class AllWeights:
+    """Every weight is trained."""
+
+    spec: AdapterSpec | None = None
+    way = "merged"  # as a model without adapters may be said to be sent
+
+    def __str__(self) -> str:
+        return "all weights"
+
+    def engine(self, config: EngineConfig) -> EngineConfig:
+        """The engine's settings, with what it has to know of the adapters."""
+        return config
+
+    def sent(self, model: nn.Module, names: HFModel, precision: Precision) -> Iterator[Sent]:
+        """What one publication sends, part by part; tensors are gathered as they are taken: a collective."""
+        yield precision.published(partial(named_hf_tensors, model, names)), None
+
+    def applied(self, learner: Learner, rows: Sequence[Row], said: Sequence[LabelScores]) -> dict[str, Applied]:
+        """What sampled tokens say of changes that the engine has to show beside the newest update, by name: a collective."""
+        return {}
+
+    def export(self, model: nn.Module, source: HFModel, dtype: torch.dtype) -> Callable[..., None]:
+        """Writes what other tools read into a folder of a checkpoint (`Checkpoints.save`)."""
+        return partial(export_model, model=model, source=source, dtype=dtype)
+
+
+class Adapters:
+    """Adapters are trained: LoRA, DoRA, or either over weights in NF4 (QLoRA)."""
+
+    def __init__(self, spec: AdapterSpec, config: AdapterConfig):
+        """Raises ValueError for what would fail at the first publication."""
+        if spec.dropout and "lm_head" in spec.targets:
+            raise ValueError(
+                f"lora_dropout={spec.dropout} with apply_lora_to_output: the output layer has none; set it to 0"
+            )
+        if config.publish == "adapter" and spec.dora:
+            raise ValueError(
+                "adapters.publish='adapter' with use_dora: vLLM applies no DoRA adapters; use adapters.publish=merged"
+            )
+        self.spec, self.way, self._save_merged = spec, config.publish, config.save_merged
+        self._base_sent = False
+
+    def __str__(self) -> str:
+        kind = ("Q" if self.spec.quantised else "") + ("DoRA" if self.spec.dora else "LoRA")
+        where = " ".join(self.spec.targets)
+        return f"{kind} of rank {self.spec.rank}, alpha {self.spec.alpha:g}, on {where}, published {self.way}"
+
+    def engine(self, config: EngineConfig) -> EngineConfig:
+        if config.lora_rank is not None or config.lora_targets:
+            raise ValueError("engine.lora_rank and engine.lora_targets follow from `model:`; leave them out")
+        if self.way == "merged":
+            return config
+        if config.dtype == "float32" and not on_cpu():
+            raise ValueError(
+                "adapters.publish='adapter' with engine.dtype=float32: on a GPU vLLM applies adapters in half precision "
+                "only; use engine.dtype=bfloat16, or adapters.publish=merged"
+            )
+        return replace(config, lora_rank=self.spec.rank, lora_targets=self.spec.targets)
+
+    def sent(self, model: nn.Module, names: HFModel, precision: Precision) -> Iterator[Sent]:
+        if self.way == "merged":
+            yield precision.published(partial(merged_hf_tensors, model, names)), None
+            return
+        if (self.spec.quantised or precision.sampler) and not self._base_sent:
+            # The engine has to sample with the very values that NF4 or FP8 have left of the frozen weights.
+            yield precision.published(partial(base_hf_tensors, model, names)), None
+            self._base_sent = True
+        yield adapter_hf_tensors(model, names, precision.engine_dtype), self.spec.peft_config(str(names.path))
+
+    def applied(self, learner: Learner, rows: Sequence[Row], said: Sequence[LabelScores]) -> dict[str, Applied]:
+        """Whether the engine applies the adapter: to sample from the base model instead would pass for a small mismatch while
+        the adapter is young."""
+        with AdapterOff(learner.policy.model).swapped_in():
+            off = [scores.logprobs_L for scores in learner.logprobs(rows)]
+        otherwise = f"the engine samples without the adapter, or with an old one ({ADVICE[self.way]})"
+        return {"adapter": applied_share(rows, said, off, otherwise)}
+
+    def export(self, model: nn.Module, source: HFModel, dtype: torch.dtype) -> Callable[..., None]:
+        merged = dtype if self._save_merged else None
+        return partial(export_adapter, model=model, source=source, adapter=self.spec, merged=merged)
