@@ -24,7 +24,9 @@ dtype: float32
 model: {_component_: torchtune_ext.policy.scratch.qwen2_from_config, model_dir: "${model_dir}"}
 tokenizer: {_component_: torchtune_ext.chat.ChatTokenizer, path: "${model_dir}"}
 task: {_component_: chaos_task.Letters}
-eval_task: {_component_: chaos_task.Letters, count: 4, name: held-out}
+evaluation:
+  every: 2
+  task: {_component_: chaos_task.Letters, count: 4, name: held-out}
 preset: grpo
 optimizer: {_component_: chaos_optimizer.AdamW, lr: 1.0e-3}
 max_steps: 4
@@ -34,7 +36,7 @@ updates_per_step: 2
 row_tokens: 256
 max_mismatch: 1.0e-4
 sampling: {max_tokens: 40}
-grader_timeout_s: 4
+grader: {timeout_s: 4}
 engine:
   dtype: float32
   max_model_len: 128
@@ -42,7 +44,6 @@ engine:
   start_deadline_s: 60
   probe_interval_s: 1
   probe_deadline_s: 5
-eval_every: 2
 checkpoints: {every: 1, keep_last: 2, stop_grace_s: 25}
 rank_deadline_s: 10
 """

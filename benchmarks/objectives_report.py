@@ -74,7 +74,7 @@ def read(run: "Run", start: Path) -> Result:
 def measure(folder: Path, step: int, start: Path) -> dict[str, float]:
     """Entropy and KL of the last weights of a run, see above."""
     cfg = OmegaConf.create(json.loads((folder / "run.json").read_text())["config"])
-    task, tokenizer = instantiate(cfg.eval_task), ChatTokenizer(start)
+    task, tokenizer = instantiate(cfg.evaluation.task), ChatTokenizer(start)
     prompts = [tokenizer.prompt_ids(list(task[i].messages)) for i in range(len(task))]
     model, initial = (
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()

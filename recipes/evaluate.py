@@ -12,7 +12,7 @@ from omegaconf import MISSING, DictConfig
 
 from torchtune_ext.config import build, instantiate, load_config, named_paths, record
 from torchtune_ext.evaluation import Accuracy, accuracy
-from torchtune_ext.grading import Grader
+from torchtune_ext.grading import Grader, GraderConfig
 from torchtune_ext.plugin import parse
 from torchtune_ext.policy.weights import HFModel
 from torchtune_ext.rollout import sample_groups
@@ -42,8 +42,7 @@ class Config:
     samples_per_problem: int = 1  # at sampling.temperature
     greedy: bool = True  # also one greedy sample per problem
     pass_at: list[int] = field(default_factory=lambda: [1])  # k of pass@k, at most samples_per_problem
-    grader_workers: int = 1  # processes that grade
-    grader_timeout_s: float = 10.0  # seconds for one text
+    grader: dict[str, Any] = field(default_factory=dict)  # fields of GraderConfig: workers, timeout_s
     seed: int = 0  # of sampling
 
 
@@ -59,7 +58,8 @@ class EvaluateRecipe:
     def setup(self) -> None:
         cfg = self.cfg
         self.folder = RunFolder(cfg.output_dir)
-        at_least(cfg, samples_per_problem=1, grader_workers=1)
+        at_least(cfg, samples_per_problem=1)
+        self.grading = build(GraderConfig, cfg.grader, "grader")
         for k in cfg.pass_at:
             if not 1 <= k <= cfg.samples_per_problem:
                 raise ValueError(
@@ -75,7 +75,7 @@ class EvaluateRecipe:
         self.store = RolloutStore(cfg.output_dir)
         self.engine = Engine(cfg.model_dir, engine, cfg.output_dir)
         self.engine.start()
-        self.grader = Grader(self.task, cfg.grader_workers, cfg.grader_timeout_s)
+        self.grader = Grader(self.task, self.grading.workers, self.grading.timeout_s)
         self.progress = Progress()
         self.engine.wait_ready()
 

@@ -21,7 +21,8 @@ from omegaconf import MISSING, DictConfig
 
 from torchtune_ext.advantages import AdvantageConfig, Group, refilled, with_advantages
 from torchtune_ext.config import build, has_component, instantiate, load_config, named_paths, record
-from torchtune_ext.grading import Grader
+from torchtune_ext.evaluation import EvaluationConfig
+from torchtune_ext.grading import Grader, GraderConfig
 from torchtune_ext.objective.loss import needs_of
 from torchtune_ext.opening import opening
 from torchtune_ext.packing import Row, pack_updates
@@ -37,7 +38,7 @@ from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.tasks.order import ProblemStream
 from torchtune_ext.tasks.task import Problem
 from torchtune_ext.telemetry import summary
-from torchtune_ext.telemetry.metrics import Metrics, check_sinks
+from torchtune_ext.telemetry.metrics import LoggingConfig, Metrics
 from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.telemetry.rollouts import RolloutStore
 from torchtune_ext.training.agreement import Agreement
@@ -48,7 +49,7 @@ from torchtune_ext.training.learner import Learner, over_updates
 from torchtune_ext.training.life import close_all, run_recipe, standing
 from torchtune_ext.training.precision import Precision, PrecisionConfig
 from torchtune_ext.training.publish import Publisher, canary_prompts
-from torchtune_ext.training.schedule import check_schedule, make_schedule
+from torchtune_ext.training.schedule import ScheduleConfig, make_schedule
 from torchtune_ext.training.state import CheckpointConfig, Checkpoints
 from torchtune_ext.training.trained import AdapterConfig, trained_part
 
@@ -63,19 +64,16 @@ class Config:
     output_dir: str = MISSING  # folder of the run: metrics, rollouts, checkpoints
     model_dir: str = MISSING  # starting weights and tokenizer, Hugging Face format
     model: Any = MISSING  # torchtune model builder that fits model_dir; one with adapters (LoRA) trains these alone
-    adapters: dict[str, Any] = field(
-        default_factory=dict
-    )  # fields of AdapterConfig, for such a model: publish, save_merged
+    adapters: dict[str, Any] = field(default_factory=dict)  # fields of AdapterConfig, of such a model: publish, ...
     tokenizer: Any = MISSING  # messages -> ids
     task: Any = MISSING  # problems to train on, with their grader
-    eval_task: Any = None  # held-out problems, all of them used; null: no evaluation
+    evaluation: dict[str, Any] = field(default_factory=dict)  # fields of EvaluationConfig: task, every, samples
+    grader: dict[str, Any] = field(default_factory=dict)  # fields of GraderConfig: workers, timeout_s
     preset: str | None = "grpo"  # a published method: its loss, advantage, aggregation, ... where nothing is set here
     loss: Any = MISSING  # objective per label
     optimizer: Any = MISSING  # any torch optimizer
     engine: dict[str, Any] = field(default_factory=dict)  # fields of EngineConfig
     sampling: dict[str, Any] = field(default_factory=dict)  # fields of SamplingConfig: max_tokens, temperature, ...
-    grader_workers: int = 1  # processes that grade
-    grader_timeout_s: float = 10.0  # seconds for one text
     seed: int = 0  # of sampling, torch, and the order of a finite task (generated tasks have a seed of their own)
     device: str = "auto"  # "cpu", "cuda", or "auto"
     dtype: str = "bfloat16"  # of the trainer's forward and backward; master weights are float32
@@ -88,18 +86,17 @@ class Config:
     row_tokens: int = 16384  # capacity of a packed row
     advantage: dict[str, Any] = field(default_factory=dict)  # fields of AdvantageConfig: baseline, scale, truncated
     aggregation: str = "sequence"  # mean over completions ("sequence", as in preset grpo) or tokens, or "constant"
-    lr_schedule: str = "constant"  # "constant", "linear" or "cosine", to zero at the last update
-    lr_warmup: int = 0  # updates until the full learning rate
+    schedule: dict[str, Any] = field(
+        default_factory=dict
+    )  # fields of ScheduleConfig, of the learning rate: decay, warmup
     max_grad_norm: float | None = 1.0  # null: not clipped
     activation_checkpointing: bool = False  # recompute layers in the backward
     compile: bool = False  # torch.compile each layer
     max_mismatch: float = 0.05  # mean |trainer - sampler log-prob| above which the run stops
-    eval_every: int = 10  # steps; also before the first and after the last
-    eval_samples: int = 1  # samples per held-out problem at the training temperature, beside a greedy one
     checkpoints: dict[str, Any] = field(default_factory=dict)  # fields of CheckpointConfig: every, keep_last, ...
     resume_from_checkpoint: bool = False  # go on from the newest checkpoint in output_dir
     rank_deadline_s: float = 300.0  # seconds without a sign of life after which a rank is given up
-    metrics: list[str] = field(default_factory=list)  # beside metrics.jsonl: "wandb", "tensorboard"
+    logging: dict[str, Any] = field(default_factory=dict)  # fields of LoggingConfig: to (wandb, tensorboard)
     dry_run: bool = False  # print the memory that the run needs, then stop
 
 
@@ -172,15 +169,18 @@ class GRPORecipe:
         self.make_model = partial(instantiate, cfg.model)
         self.tokenizer = instantiate(cfg.tokenizer)
         self.task = instantiate(cfg.task)
-        self.eval_task = instantiate(cfg.eval_task) if has_component(cfg.eval_task) else None
+        self.evaluation = build(EvaluationConfig, cfg.evaluation, "evaluation")
+        self.eval_task = instantiate(cfg.evaluation.task) if has_component(cfg.evaluation.get("task")) else None
+        self.grading = build(GraderConfig, cfg.grader, "grader")
         self.problems = ProblemStream(self.task, cfg.seed)
         self.loss = instantiate(cfg.loss)
         self.advantage = build(AdvantageConfig, cfg.advantage, "advantage")
         self.sampling = build(SamplingConfig, cfg.sampling, "sampling", stop_token_ids=self.tokenizer.stop_token_ids)
         check_sampling(self.sampling, cfg.samples_per_prompt, self.advantage)
-        at_least(cfg, prompts_per_step=1, samples_per_prompt=2, updates_per_step=1, eval_every=1, grader_workers=1)
-        check_schedule(cfg.lr_schedule, cfg.lr_warmup, cfg.max_steps * cfg.updates_per_step)
-        check_sinks(cfg.metrics)
+        at_least(cfg, prompts_per_step=1, samples_per_prompt=2, updates_per_step=1)
+        self.schedule = build(ScheduleConfig, cfg.schedule, "schedule")
+        self.schedule.require_fits(self.planned_updates)
+        self.logging = build(LoggingConfig, cfg.logging, "logging")
 
         # What is trained, and in which precision, both concern the engine, too: how it is started and what it is sent.
         adapters = build(AdapterConfig, cfg.adapters, "adapters")
@@ -200,10 +200,23 @@ class GRPORecipe:
         # Compiled kernels want rows of one length.
         self.row_length = cfg.row_tokens if self.ranks.device.type == "cuda" else None
 
+    @property
+    def planned_updates(self) -> int:
+        return self.cfg.max_steps * self.cfg.updates_per_step
+
     def open_folder(self) -> Identity:
         """Rank 0: begins or continues the run in its folder. Returns what its checkpoints belong to."""
         cfg = self.cfg
-        say(opening(cfg, self.loss, self.advantage, self.saving, self.trained, self.precision))
+        said = opening(
+            cfg,
+            self.loss,
+            self.advantage,
+            checkpoints=self.saving,
+            evaluation=self.evaluation,
+            trained=self.trained,
+            precision=self.precision,
+        )
+        say(said)
         resuming = self.folder.resumes(cfg.resume_from_checkpoint)
         run = self.folder.begin(record(cfg), resuming, reads=named_paths(cfg))
         return identify(run.id, self.source, self.make_model, self.trained.spec)
@@ -212,7 +225,7 @@ class GRPORecipe:
         """Rank 0: what the run writes beside its checkpoints. One that goes on cuts it to the step that it goes on from."""
         first_step = self.step + 1 if self.step else None
         self.folder.write_record()
-        self.metrics = Metrics(self.cfg.output_dir, list(self.cfg.metrics), self.folder.run, first_step)
+        self.metrics = Metrics(self.cfg.output_dir, self.logging.to, self.folder.run, first_step)
         self.rollouts = RolloutStore(self.cfg.output_dir, resume_step=first_step)
 
     def start_engine(self) -> None:
@@ -221,7 +234,7 @@ class GRPORecipe:
         self.engine = Engine(cfg.model_dir, self.precision.engine, cfg.output_dir)
         self.engine.start()
         tasks = [self.task] if self.eval_task is None else [self.task, self.eval_task]
-        self.graders = [Grader(task, cfg.grader_workers, cfg.grader_timeout_s) for task in tasks]
+        self.graders = [Grader(task, self.grading.workers, self.grading.timeout_s) for task in tasks]
 
     def build_learner(self) -> None:
         """The policy with the weights of model_dir, and what makes it learn."""
@@ -238,14 +251,13 @@ class GRPORecipe:
             fp8=self.precision.trainer,
         )
         optimizer = instantiate(cfg.optimizer, params=self.policy.trainable())
-        planned = cfg.max_steps * cfg.updates_per_step
         self.learner = Learner(
             self.policy,
             self.loss,
             self.ranks,
             temperature=self.sampling.temperature,
             optimizer=optimizer,
-            schedule=make_schedule(optimizer, cfg.lr_schedule, cfg.lr_warmup, planned),
+            schedule=make_schedule(optimizer, self.schedule, self.planned_updates),
             max_grad_norm=cfg.max_grad_norm,
         )
 
@@ -281,7 +293,7 @@ class GRPORecipe:
                 values |= self.publisher.publish(self.version)
 
             last = self.step == cfg.max_steps
-            if last or self.step % cfg.eval_every == 0:
+            if last or self.step % self.evaluation.every == 0:
                 with watch("eval"):
                     values |= self.evaluate()
             self.log(values | watch.metrics() | summary.memory_metrics())
@@ -374,7 +386,7 @@ class GRPORecipe:
             return {}
         problems = [self.eval_task[i] for i in range(len(self.eval_task))]
         seeded = replace(self.sampling, seed=self.cfg.seed)
-        sampled = self.rollout(problems, self.cfg.eval_samples, seeded, self.graders[1], "evaluate")
+        sampled = self.rollout(problems, self.evaluation.samples, seeded, self.graders[1], "evaluate")
         greedy = self.rollout(problems, 1, replace(seeded, temperature=0.0), self.graders[1], "evaluate greedy")
         values = summary.evaluation_metrics(sampled, greedy)
         self.last_eval = values["eval/accuracy_sampled"]

@@ -30,14 +30,14 @@ from torchtune_ext.run.folder import RunFolder
 from torchtune_ext.run.output import say
 from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.tasks.order import problem_index
-from torchtune_ext.telemetry.metrics import Metrics, check_sinks
+from torchtune_ext.telemetry.metrics import LoggingConfig, Metrics
 from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.telemetry.summary import Stopwatch, memory_metrics
 from torchtune_ext.training.distributed import init_ranks
 from torchtune_ext.training.export import save_model
 from torchtune_ext.training.learner import Learner
 from torchtune_ext.training.life import close_all, run_recipe
-from torchtune_ext.training.schedule import check_schedule, make_schedule
+from torchtune_ext.training.schedule import ScheduleConfig, make_schedule
 
 
 @dataclass
@@ -57,8 +57,8 @@ class Config:
     train_on_prompt: bool = False  # learn the problems' text too: for a new model, which must learn to read first
     row_tokens: int = 4096  # capacity of a packed row
     tokenizer_problems: int = 1000  # problems whose text trains the tokenizer of a new model
-    lr_schedule: str = "cosine"  # "constant", "linear" or "cosine", to zero at the last update
-    lr_warmup: int = 20  # updates until the full learning rate
+    # Fields of ScheduleConfig, of the learning rate.
+    schedule: dict[str, Any] = field(default_factory=lambda: {"decay": "cosine", "warmup": 20})
     max_grad_norm: float | None = 1.0  # null: not clipped
     seed: int = 0  # of weights and order
     device: str = "auto"  # "cpu", "cuda", or "auto"
@@ -66,7 +66,7 @@ class Config:
     activation_checkpointing: bool = False  # recompute layers in the backward
     compile: bool = False  # torch.compile each layer
     log_every: int = 10  # updates
-    metrics: list[str] = field(default_factory=list)  # beside metrics.jsonl: "wandb", "tensorboard"
+    logging: dict[str, Any] = field(default_factory=dict)  # fields of LoggingConfig: to (wandb, tensorboard)
 
 
 class WarmupRecipe:
@@ -87,8 +87,9 @@ class WarmupRecipe:
         self.updates = max(1, round(cfg.num_problems * cfg.epochs / cfg.batch_problems))
         if cfg.num_problems > len(self.task):
             raise ValueError(f"num_problems={cfg.num_problems}, but the task has {len(self.task)} problems")
-        check_schedule(cfg.lr_schedule, cfg.lr_warmup, self.updates)
-        check_sinks(cfg.metrics)
+        schedule = build(ScheduleConfig, cfg.schedule, "schedule")
+        schedule.require_fits(self.updates)
+        logging = build(LoggingConfig, cfg.logging, "logging")
         if cfg.model_dir is not None:
             HFModel(cfg.model_dir).files()  # there are weights
         shape = build(Shape, cfg.shape, "shape")
@@ -118,10 +119,10 @@ class WarmupRecipe:
             NLLLoss(),
             self.ranks,
             optimizer=optimizer,
-            schedule=make_schedule(optimizer, cfg.lr_schedule, cfg.lr_warmup, self.updates),
+            schedule=make_schedule(optimizer, schedule, self.updates),
             max_grad_norm=cfg.max_grad_norm,
         )
-        self.metrics = Metrics(cfg.output_dir, list(cfg.metrics), run, rank=self.ranks.rank)
+        self.metrics = Metrics(cfg.output_dir, logging.to, run, rank=self.ranks.rank)
         self.progress = Progress(self.updates, self.ranks.rank)
 
     def make_model(self, folder: Path, shape: Shape) -> None:

@@ -25,10 +25,23 @@ T = TypeVar("T")
 _MARK = "torchtune_ext.env"
 _ENV = re.compile(r"\$\{\s*oc\.env\s*:")
 _BARE = re.compile(r"[\w./+-]+")  # an argument of a resolver that needs no quotes
-_NO_READS = ("output_dir", "metrics")  # keys whose text never names what a run reads
+_NO_READS = ("output_dir", "logging")  # keys whose text never names what a run reads
 
 
-MOVED = {"save_every": "checkpoints.every", "keep_last": "checkpoints.keep_last"}  # old key -> new one
+MOVED = {  # old key -> new one
+    "save_every": "checkpoints.every",
+    "keep_last": "checkpoints.keep_last",
+    "eval_task": "evaluation.task",
+    "eval_every": "evaluation.every",
+    "eval_samples": "evaluation.samples",
+    "grader_workers": "grader.workers",
+    "grader_timeout_s": "grader.timeout_s",
+    "lr_schedule": "schedule.decay",
+    "lr_warmup": "schedule.warmup",
+    "metrics": "logging.to",
+    "publish": "adapters.publish",
+    "save_merged": "adapters.save_merged",
+}
 
 
 def load_config(schema: type, cfg: DictConfig) -> DictConfig:

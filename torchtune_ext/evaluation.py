@@ -3,12 +3,27 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from torchtune_ext.advantages import Group
 
 SOLVED = 1.0 - 1e-9  # a reward from here on counts as solved in pass@k
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationConfig:
+    """The node `evaluation:` of a recipe that trains."""
+
+    task: Any = None  # held-out problems, all of them used; null: no evaluation
+    every: int = 10  # steps; also before the first and after the last
+    samples: int = 1  # samples per held-out problem at the training temperature, beside a greedy one
+
+    def __post_init__(self) -> None:
+        for name in ("every", "samples"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"evaluation.{name}={getattr(self, name)} must be at least 1")
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from torchtune_ext.grading_worker import FAILED_PART
 from torchtune_ext.run.parent import environment
 from torchtune_ext.tasks.task import Problem, Score, Task
 
-__all__ = ["FAILED_PART", "Grader", "Outcome"]
+__all__ = ["FAILED_PART", "Grader", "GraderConfig", "Outcome"]
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +56,20 @@ class Outcome:
     cause: str  # error text for the log, "" when there is a score
 
 
+@dataclass(frozen=True, slots=True)
+class GraderConfig:
+    """The node `grader:` of a recipe."""
+
+    workers: int = 1  # processes that grade
+    timeout_s: float = 10.0  # seconds for one text
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise ValueError(f"grader.workers={self.workers} must be at least 1")
+        if not self.timeout_s > 0:
+            raise ValueError(f"grader.timeout_s={self.timeout_s} must be more than 0 seconds")
+
+
 class Grader:
     """Grades texts with `task.grade` in `workers` processes, each item within `timeout_s` seconds.
 
@@ -65,10 +79,7 @@ class Grader:
     """
 
     def __init__(self, task: Task, workers: int = 1, timeout_s: float = 10.0):
-        if workers < 1:
-            raise ValueError(f"workers={workers} must be at least 1")
-        if not timeout_s > 0:
-            raise ValueError(f"timeout_s={timeout_s} must be more than 0 seconds")
+        config = GraderConfig(workers, timeout_s)
         try:
             payload = cloudpickle.dumps(task)
         except Exception as error:  # pickling runs code of the task's, which may raise anything
@@ -76,14 +87,14 @@ class Grader:
                 f"task {type(task).__name__} cannot be sent to a grading process: {type(error).__name__}: {error}. "
                 "Keep open files, locks and models out of its attributes"
             ) from error
-        self.timeout_s = timeout_s
+        self.timeout_s = config.timeout_s
         self._hello = pickle.dumps((list(sys.path), payload))
         self._lock = threading.Lock()
         # The kernel ties a worker's life to the *thread* that started it: one that lives as long as this object.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="grading-starter")
         self._closed = False
         self._start_failures = 0  # in a row
-        self._workers = [self._start() for _ in range(workers)]
+        self._workers = [self._start() for _ in range(config.workers)]
 
     def grade(self, items: Sequence[tuple[Problem, str]]) -> list[Outcome]:
         """One outcome for each (problem, text), in their order. Threads may call it; their calls take turns."""

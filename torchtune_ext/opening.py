@@ -10,6 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from torchtune_ext.advantages import AdvantageConfig
 from torchtune_ext.config import build, has_component, instantiate, load_preset
+from torchtune_ext.evaluation import EvaluationConfig
 from torchtune_ext.training.precision import Precision
 from torchtune_ext.training.state import CheckpointConfig
 from torchtune_ext.training.trained import Adapters, AllWeights
@@ -22,6 +23,7 @@ def opening(
     loss: Any,
     advantage: AdvantageConfig,
     checkpoints: CheckpointConfig,
+    evaluation: EvaluationConfig,
     trained: AllWeights | Adapters,
     precision: Precision,
 ) -> str:
@@ -29,14 +31,15 @@ def opening(
 
     Args:
         cfg: settings of the recipe, as `load_config` returned them.
-        loss, advantage, checkpoints, trained, precision: what was built of them.
+        loss, advantage, checkpoints, evaluation, trained, precision: what was built of them.
     """
     lines = [f"trains: {trained}; {precision}", objective_line(cfg, loss, advantage)]
-    if has_component(cfg.eval_task) and checkpoints.every < cfg.max_steps and checkpoints.every % cfg.eval_every:
+    scored = has_component(cfg.evaluation.get("task"))
+    if scored and checkpoints.every < cfg.max_steps and checkpoints.every % evaluation.every:
         lines.append(
             f"best checkpoint: only one that is written when the run evaluates has a score; with checkpoints.every="
-            f"{checkpoints.every} and eval_every={cfg.eval_every} that is each "
-            f"{math.lcm(checkpoints.every, cfg.eval_every)} steps. Let checkpoints.every be a multiple of eval_every"
+            f"{checkpoints.every} and evaluation.every={evaluation.every} that is each "
+            f"{math.lcm(checkpoints.every, evaluation.every)} steps. Let checkpoints.every be a multiple of evaluation.every"
         )
     return "\n".join(lines)
 

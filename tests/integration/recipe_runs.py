@@ -54,7 +54,9 @@ dtype: float32
 model: {_component_: torchtune_ext.policy.scratch.qwen2_from_config, model_dir: "${model_dir}"}
 tokenizer: {_component_: torchtune_ext.chat.ChatTokenizer, path: "${model_dir}"}
 task: {_component_: letters.Letters}
-eval_task: {_component_: letters.Letters, count: 4}
+evaluation:
+  every: 2
+  task: {_component_: letters.Letters, count: 4}
 preset: grpo
 optimizer: {_component_: torch.optim.AdamW, lr: 1.0e-3}
 max_steps: 3
@@ -65,7 +67,6 @@ row_tokens: 256
 max_mismatch: 1.0e-4
 sampling: {max_tokens: 12}
 engine: {dtype: float32, max_model_len: 128, kv_cache_bytes: 16777216}
-eval_every: 2
 checkpoints: {every: 1}
 """
 

@@ -29,7 +29,7 @@ def test_fp8_gpu_in_small(repo_root):
 
 def test_precision_flow_in_small(repo_root, tmp_path):
     """Two real engines and a hardly trained model: every table has its rows, and same rows give the same log-probs."""
-    few = ("num_problems=320", "lr_warmup=2", f"output_dir={tmp_path}/warmup")
+    few = ("num_problems=320", "schedule.warmup=2", f"output_dir={tmp_path}/warmup")
     runs.run(tmp_path, "warmup_sft", *few, config="warmup/tiny_fp8")
     (tmp_path / "warmup" / "done").touch()
     lines = script(repo_root, "precision_flow.py", "--out", str(tmp_path), "--parts", "mismatch", "--questions", "2")

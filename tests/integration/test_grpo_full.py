@@ -123,7 +123,7 @@ class Short(Letters):
 @parse
 def recipe_main"""
     (workplace / "my_grpo.py").write_text(source.replace("@parse\ndef recipe_main", mine))
-    names = ["loss._component_=Reinforce", "task._component_=Short", "eval_task=null"]
+    names = ["loss._component_=Reinforce", "task._component_=Short", "evaluation.task=null"]
     runs.run(workplace, "my_grpo.py", "output_dir=mine", "max_steps=1", *names)
     line = runs.metrics(workplace / "mine")[1]
     assert line["loss/mine_max"] > 0 and "loss/clip_fraction" not in line
@@ -174,7 +174,7 @@ def test_groups_without_signal(workplace, entropy_coef):
         f"output_dir={name}",
         "task._component_=letters.Seldom",
         "task.count=4",
-        "lr_schedule=linear",
+        "schedule.decay=linear",
         "max_steps=2",
     ]
     args += ["aggregation=constant"] + [f"loss.entropy_coef={entropy_coef}"] * (entropy_coef > 0)
@@ -186,7 +186,7 @@ def test_groups_without_signal(workplace, entropy_coef):
     method = "clip 0.2/0.2 per token, TIS <= 2, " + "entropy 0.01, " * (entropy_coef > 0) + "advantage mean/group_std"
     changed = "loss.entropy_coef, " * (entropy_coef > 0) + "aggregation"
     assert f"objective: {method}, sum over a constant; preset grpo, overridden here: {changed}\n" in output
-    assert "with checkpoints.every=1 and eval_every=2 that is each 2 steps" in output
+    assert "with checkpoints.every=1 and evaluation.every=2 that is each 2 steps" in output
     samples = [s for g in read_rollouts(rollout_paths(workplace / name)[1]) for s in g.samples]
     assert sum(s.trained for s in samples) == (16 if entropy_coef else 4)
 
@@ -210,7 +210,7 @@ def test_presets_run(workplace, preset, more):
 
 
 def test_held_out_problems_are_graded_by_their_own_task(workplace):
-    args = ["output_dir=generous", "eval_task._component_=letters.Generous", "max_steps=1"]
+    args = ["output_dir=generous", "evaluation.task._component_=letters.Generous", "max_steps=1"]
     runs.run(workplace, "grpo_full", *args)
     lines = runs.metrics(workplace / "generous")
     assert lines[0]["eval/accuracy_sampled"] == lines[1]["eval/accuracy_greedy"] == 1.0

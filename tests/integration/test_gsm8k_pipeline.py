@@ -52,8 +52,8 @@ dtype: float32
 model: {_component_: torchtune_ext.policy.scratch.qwen3_from_config, model_dir: "${model_dir}"}
 tokenizer: {_component_: torchtune_ext.chat.ChatTokenizer, path: "${model_dir}"}
 task: {_component_: Wordy, path: TRAIN}
-eval_task: {_component_: Wordy, split: test, path: TEST}
-grader_workers: 2
+evaluation: {task: {_component_: Wordy, split: test, path: TEST}}
+grader: {workers: 2}
 optimizer: {_component_: torch.optim.AdamW, lr: 1.0e-3}
 row_tokens: 1024
 max_mismatch: 1.0e-4

@@ -101,7 +101,13 @@ def test_weights_that_do_not_arrive_stop_the_run(repo_root, tmp_path, way):
             "model.lora_attn_modules=[q_proj,v_proj]",
             "model.lora_rank=4",
         ]
-    options += ["dtype=bfloat16", "engine.dtype=bfloat16", "max_mismatch=0.05", "optimizer.lr=1e-5", "eval_task=null"]
+    options += [
+        "dtype=bfloat16",
+        "engine.dtype=bfloat16",
+        "max_mismatch=0.05",
+        "optimizer.lr=1e-5",
+        "evaluation.task=null",
+    ]
     options += [
         "engine.extra_args={worker_extension_cls: loader.Loader}",
         "updates_per_step=1",

@@ -7,7 +7,7 @@ import recipe_runs as runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-BFLOAT16 = ("dtype=bfloat16", "engine.dtype=bfloat16", "max_mismatch=0.2", "eval_task=null")
+BFLOAT16 = ("dtype=bfloat16", "engine.dtype=bfloat16", "max_mismatch=0.2", "evaluation.task=null")
 WIDTHS = {"hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 384}  # keys and values: 64 features
 IN_FP8 = 2 * (256 * 256 + 3 * 256 * 384)  # o_proj and the MLP of two layers
 ADAPTER = (

@@ -21,7 +21,7 @@ from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.tasks.task import Score
 from torchtune_ext.tasks.temporal_clue import TemporalClue
 from torchtune_ext.training.agreement import mismatch
-from torchtune_ext.training.schedule import make_schedule
+from torchtune_ext.training.schedule import ScheduleConfig, make_schedule
 
 pytestmark = pytest.mark.slow
 SAMPLES, TOKENS = 2, 12
@@ -87,7 +87,7 @@ def test_public_puzzles_go_through(model_dir, data_dir, tmp_path):
         lambda: qwen2_from_config(str(model_dir)), HFModel(model_dir), torch.device("cpu"), torch.float32
     )
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=1e-3)
-    schedule = make_schedule(optimizer, "constant", 0, 1)
+    schedule = make_schedule(optimizer, ScheduleConfig("constant", 0), 1)
     learner = alone(policy, PolicyLoss(), optimizer=optimizer, schedule=schedule, max_grad_norm=1.0)
     gradient = learner.forward_backward(rows)
     assert mismatch(rows, gradient.logprobs).mean_abs < 1e-4

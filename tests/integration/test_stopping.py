@@ -72,7 +72,7 @@ def same_as_reference(folder, run):
 @pytest.mark.parametrize(("number", "name", "status"), [(signal.SIGINT, "Ctrl-C", 130), (signal.SIGHUP, "SIGHUP", 129)])
 def test_ctrl_c_says_where_the_run_stands_and_how_to_go_on(workplace, number, name, status):
     run = f"output_dir=at_once_{status}"
-    found, said = stopped(workplace, number, 3, run, "max_steps=400", "metrics=[wandb]", within=20.0)
+    found, said = stopped(workplace, number, 3, run, "max_steps=400", "logging.to=[wandb]", within=20.0)
     assert found == status and "Traceback" not in said, said
     assert re.search(
         rf"Stopped by {name}\. It was at step \d+ of 400\. The newest checkpoint is .*step_\d+; go on from there with resume_from_checkpoint=True",

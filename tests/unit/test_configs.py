@@ -8,12 +8,13 @@ import warnings
 
 import pytest
 import torch
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from torchtune_ext.advantages import AdvantageConfig
 from torchtune_ext.catalog import config_files, folder, recipe_files, recipe_of
 from torchtune_ext.cli import main
-from torchtune_ext.config import build, instantiate, load_config, named_paths, record
+from torchtune_ext.config import MOVED, build, instantiate, load_config, named_paths, record
+from torchtune_ext.evaluation import EvaluationConfig
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.policy import memory
 from torchtune_ext.recipes import grpo
@@ -47,9 +48,10 @@ def test_config_fits_its_recipe(name):
         assert sampling.max_tokens < engine.max_model_len
         if "row_tokens" in cfg:
             assert engine.max_model_len <= cfg.row_tokens, "a sequence that can be sampled must fit into a row"
-    if "eval_every" in cfg:
+    if "evaluation" in cfg:
+        evaluation = build(EvaluationConfig, cfg.evaluation, "evaluation")
         every = cfg.checkpoints.get("every", CheckpointConfig.every)
-        assert every % cfg.eval_every == 0 or every > cfg.max_steps, "a checkpoint without an evaluation has no score"
+        assert every % evaluation.every == 0 or every > cfg.max_steps, "a checkpoint without an evaluation has no score"
 
 
 @pytest.mark.parametrize(
@@ -342,13 +344,15 @@ def test_values_of_the_environment_are_kept_as_references(monkeypatch, written, 
 
 
 def test_references_in_typed_keys_overrides_and_presets(monkeypatch, tmp_path):
-    (tmp_path / "mine.yaml").write_text("loss: {_component_: a.Loss, x: '${oc.env:TTE_TOKEN}', y: '${eval_every}'}\n")
-    text = f'max_steps: "${{oc.env:TTE_STEPS}}"\neval_every: "${{max_steps}}"\npreset: {tmp_path}/mine.yaml\n'
+    (tmp_path / "mine.yaml").write_text(
+        "loss: {_component_: a.Loss, x: '${oc.env:TTE_TOKEN}', y: '${prompts_per_step}'}\n"
+    )
+    text = f'max_steps: "${{oc.env:TTE_STEPS}}"\nprompts_per_step: "${{max_steps}}"\npreset: {tmp_path}/mine.yaml\n'
     cfg, found = of_environment(
         monkeypatch, text, cli=["model_dir=${oc.env:TTE_TOKEN}", "tokenizer.path=${model_dir}/t"]
     )
-    assert (cfg.max_steps, cfg.eval_every, cfg.model_dir, cfg.tokenizer.path) == (7, 7, "s3cret", "s3cret/t")
-    assert found["max_steps"] == found["eval_every"] == "${oc.env:TTE_STEPS}"
+    assert (cfg.max_steps, cfg.prompts_per_step, cfg.model_dir, cfg.tokenizer.path) == (7, 7, "s3cret", "s3cret/t")
+    assert found["max_steps"] == found["prompts_per_step"] == "${oc.env:TTE_STEPS}"
     assert (found["model_dir"], found["tokenizer"]) == ("${oc.env:TTE_TOKEN}", {"path": "${oc.env:TTE_TOKEN}/t"})
     assert cfg.loss == {"_component_": "a.Loss", "x": "s3cret", "y": 7}
     assert found["loss"] == {"_component_": "a.Loss", "x": "${oc.env:TTE_TOKEN}", "y": "${oc.env:TTE_STEPS}"}
@@ -363,9 +367,17 @@ def test_the_paths_that_settings_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("model", "out", "data.jsonl", "tensorboard"):
         (tmp_path / name).mkdir()
-    given = {**NEEDED, "output_dir": "out", "model_dir": "model", "metrics": ["tensorboard"]}
+    given = {**NEEDED, "output_dir": "out", "model_dir": "model", "logging": {"to": ["tensorboard"]}}
     given |= {
         "task": {"path": "${oc.env:PWD,x}/../data.jsonl", "more": [str(tmp_path / "data.jsonl"), "\0", "", "x" * 5000]}
     }
     found = named_paths(load_config(grpo.Config, OmegaConf.create(given)))
     assert sorted(map(str, found)) == sorted(["model", str(tmp_path / "data.jsonl")])
+
+
+@pytest.mark.parametrize(("old", "new"), MOVED.items())
+def test_an_old_key_names_the_new_one(old, new):
+    with pytest.raises(ValueError, match=f"unknown key '{old}' in the config; it is {re.escape(new)} now"):
+        load_config(grpo.Config, OmegaConf.create({**NEEDED, old: 1}))
+    node, _, name = new.partition(".")
+    assert isinstance(load_config(grpo.Config, OmegaConf.create({**NEEDED, node: {name: 1}}))[node], DictConfig)

@@ -6,6 +6,7 @@ from omegaconf import OmegaConf
 from torchtune_ext.advantages import AdvantageConfig
 from torchtune_ext.catalog import config_files, folder
 from torchtune_ext.config import build, instantiate, load_config
+from torchtune_ext.evaluation import EvaluationConfig
 from torchtune_ext.opening import objective_line, opening
 from torchtune_ext.presets import preset_files
 from torchtune_ext.recipes import grpo
@@ -90,11 +91,11 @@ def test_words(own, words):
 def test_checkpoints_without_a_score_are_said():
     cfg = settings("grpo/tiny")
     loss, advantage = instantiate(cfg.loss), AdvantageConfig()
-    parts = AllWeights(), "precision bf16"
-    assert "best checkpoint" not in opening(cfg, loss, advantage, CheckpointConfig(every=cfg.eval_every), *parts)
+    parts = build(EvaluationConfig, cfg.evaluation, "evaluation"), AllWeights(), "precision bf16"
+    assert "best checkpoint" not in opening(cfg, loss, advantage, CheckpointConfig(every=40), *parts)
     said = opening(cfg, loss, advantage, CheckpointConfig(every=50), *parts)
     assert said.startswith("trains: all weights; precision bf16\nobjective: ")
-    assert "with checkpoints.every=50 and eval_every=40 that is each 200 steps" in said
+    assert "with checkpoints.every=50 and evaluation.every=40 that is each 200 steps" in said
     assert "best checkpoint" not in opening(
         cfg, loss, advantage, CheckpointConfig(every=10_000), *parts
     )  # the last alone

@@ -24,7 +24,7 @@ from torchtune_ext.policy.weights import HFModel, load_weights
 from torchtune_ext.run.files import sweep
 from torchtune_ext.training import export, folders, state
 from torchtune_ext.training.export import save_model
-from torchtune_ext.training.schedule import make_schedule, move_schedule
+from torchtune_ext.training.schedule import ScheduleConfig, make_schedule, move_schedule
 from torchtune_ext.training.state import CheckpointConfig
 
 
@@ -333,7 +333,7 @@ def test_wrong_models_are_named(tmp_path, source):
 
 def test_a_schedule_counts_the_updates_that_were_planned():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
-    schedule, rates = make_schedule(optimizer, "linear", 0, 8), []
+    schedule, rates = make_schedule(optimizer, ScheduleConfig("linear", 0), 8), []
     for step, made in enumerate([2, 0, 1, 2], start=1):  # of two that were planned for each of four steps
         for _ in range(made):
             rates.append(optimizer.param_groups[0]["lr"])
@@ -346,7 +346,7 @@ def test_a_schedule_counts_the_updates_that_were_planned():
 
 def test_schedule():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
-    schedule = make_schedule(optimizer, "cosine", 2, 10)
+    schedule = make_schedule(optimizer, ScheduleConfig("cosine", 2), 10)
     rates = []
     for _ in range(10):
         rates.append(optimizer.param_groups[0]["lr"])
@@ -354,7 +354,7 @@ def test_schedule():
         schedule.step()
     assert rates[:3] == [1.0, 2.0, 2.0]
     assert rates[6] == pytest.approx(1.0) and optimizer.param_groups[0]["lr"] == pytest.approx(0.0)
-    with pytest.raises(ValueError, match="lr_schedule='step'"):
-        make_schedule(optimizer, "step", 0, 10)
-    with pytest.raises(ValueError, match="lr_warmup=11"):
-        make_schedule(optimizer, "linear", 11, 10)
+    with pytest.raises(ValueError, match="schedule.decay='step'"):
+        make_schedule(optimizer, ScheduleConfig("step", 0), 10)
+    with pytest.raises(ValueError, match="schedule.warmup=11"):
+        make_schedule(optimizer, ScheduleConfig("linear", 11), 10)

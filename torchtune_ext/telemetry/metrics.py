@@ -13,6 +13,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +27,16 @@ log = logging.getLogger(__name__)
 CLOCK_PREFIXES = ("time/", "speed/", "memory/", "engine/")
 _FIX = "Free disk space and resume the run; the lines before are intact"
 _RESERVED = ("step", "nonfinite")
+
+
+@dataclass(frozen=True, slots=True)
+class LoggingConfig:
+    """The node `logging:` of a recipe."""
+
+    to: tuple[str, ...] = ()  # beside metrics.jsonl: "wandb", "tensorboard"
+
+    def __post_init__(self) -> None:
+        check_sinks(self.to)
 
 
 class Metrics:
@@ -153,7 +164,7 @@ def check_sinks(sinks: Sequence[str]) -> None:
     """Raises ValueError for an unknown sink, ImportError for one whose package is missing."""
     unknown = sorted(set(sinks) - set(_SINKS))
     if unknown:
-        raise ValueError(f"metrics={list(sinks)}: no sink is called {unknown[0]!r}; choose from {sorted(_SINKS)}")
+        raise ValueError(f"logging.to={list(sinks)}: nothing is called {unknown[0]!r}; choose from {sorted(_SINKS)}")
     for name in sinks:
         _require_package(name)
 
