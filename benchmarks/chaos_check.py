@@ -32,7 +32,7 @@ def lost_sample(run: Path, reference: Path) -> tuple[int | None, list[str]]:
         if failed:
             if failed > 1:
                 wrong.append(f"step {step}: {failed} samples without a grade; one fault costs one")
-            if any(a.text != b.text or a.tokens.tolist() != b.tokens.tolist() for a, b in pairs):
+            if any(a.text != b.text or a.completion.tokens.tolist() != b.completion.tokens.tolist() for a, b in pairs):
                 wrong.append(f"step {step}: other samples than in the reference")
             metrics = zip(tiny_runs.metrics(run), tiny_runs.metrics(reference), strict=True)
             wrong += [f"metrics of step {a['step']}" for a, b in metrics if a["step"] < step and a != b]

@@ -34,9 +34,10 @@ import precision_flow_curves as curves
 import torch
 from objectives import tune
 
-from torchtune_ext.advantages import AdvantageConfig, Group, with_advantages
+from torchtune_ext.advantages import AdvantageConfig, with_advantages
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.grading import Grader
+from torchtune_ext.groups import Group
 from torchtune_ext.objective.loss import PolicyLoss, Tokens
 from torchtune_ext.packing import pack
 from torchtune_ext.policy.fp8_linear import Fp8Config
@@ -136,7 +137,7 @@ def ess(d: list[np.ndarray], groups: list[Group]) -> float:
 
 
 def _lengths(group: Group) -> list[int]:
-    return [len(sample.tokens) for sample in group.samples]
+    return [len(sample.completion.tokens) for sample in group.samples]
 
 
 def pm(mean_and_error: tuple[float, float], unit: float = 1.0) -> str:

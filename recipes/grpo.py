@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from omegaconf import MISSING, DictConfig
 
-from torchtune_ext.advantages import AdvantageConfig, Group, refilled, with_advantages
+from torchtune_ext.advantages import AdvantageConfig, refilled, with_advantages
 from torchtune_ext.config import build, has_component, instantiate, load_config, named_paths, record
 from torchtune_ext.evaluation import EvaluationConfig
 from torchtune_ext.grading import Grader, GraderConfig
+from torchtune_ext.groups import Group
 from torchtune_ext.objective.loss import needs_of
 from torchtune_ext.opening import opening
 from torchtune_ext.packing import Row, pack_updates
@@ -42,13 +43,14 @@ from torchtune_ext.telemetry.metrics import LoggingConfig, Metrics
 from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.telemetry.rollouts import RolloutStore
 from torchtune_ext.training.agreement import Agreement
-from torchtune_ext.training.checks import at_least, check_sampling, release_memory
+from torchtune_ext.training.checks import at_least, check_needs, check_sampling, release_memory
 from torchtune_ext.training.distributed import init_ranks
 from torchtune_ext.training.identity import Identity, identify
 from torchtune_ext.training.learner import Learner, over_updates
 from torchtune_ext.training.life import close_all, run_recipe, standing
 from torchtune_ext.training.precision import Precision, PrecisionConfig
 from torchtune_ext.training.publish import Publisher, canary_prompts
+from torchtune_ext.training.resume import RunState
 from torchtune_ext.training.schedule import ScheduleConfig, make_schedule
 from torchtune_ext.training.state import CheckpointConfig, Checkpoints
 from torchtune_ext.training.trained import AdapterConfig, trained_part
@@ -86,9 +88,7 @@ class Config:
     row_tokens: int = 16384  # capacity of a packed row
     advantage: dict[str, Any] = field(default_factory=dict)  # fields of AdvantageConfig: baseline, scale, truncated
     aggregation: str = "sequence"  # mean over completions ("sequence", as in preset grpo) or tokens, or "constant"
-    schedule: dict[str, Any] = field(
-        default_factory=dict
-    )  # fields of ScheduleConfig, of the learning rate: decay, warmup
+    schedule: dict[str, Any] = field(default_factory=dict)  # of the learning rate, fields of ScheduleConfig: decay, ...
     max_grad_norm: float | None = 1.0  # null: not clipped
     activation_checkpointing: bool = False  # recompute layers in the backward
     compile: bool = False  # torch.compile each layer
@@ -135,13 +135,15 @@ class GRPORecipe:
         # The engine loads in a process of its own while the policy is built here.
         if self.ranks.is_main:
             self.start_engine()
+            if not resume:
+                self.open_records()
         self.build_learner()
 
-        # Metrics and rollouts of a run that goes on are cut to its checkpoint, so they are opened when it has been read.
+        # Metrics and rollouts of a run that goes on are cut to its checkpoint, once nothing can be wrong with it.
         if resume:
             self.load_checkpoint(resume)
-        if self.ranks.is_main:
-            self.open_records()
+            if self.ranks.is_main:
+                self.open_records()
 
         if self.engine:
             with self.ranks.phase("wait for the engine"):
@@ -174,6 +176,7 @@ class GRPORecipe:
         self.grading = build(GraderConfig, cfg.grader, "grader")
         self.problems = ProblemStream(self.task, cfg.seed)
         self.loss = instantiate(cfg.loss)
+        check_needs(cfg.loss, needs_of(self.loss))
         self.advantage = build(AdvantageConfig, cfg.advantage, "advantage")
         self.sampling = build(SamplingConfig, cfg.sampling, "sampling", stop_token_ids=self.tokenizer.stop_token_ids)
         check_sampling(self.sampling, cfg.samples_per_prompt, self.advantage)
@@ -399,22 +402,27 @@ class GRPORecipe:
 
     def save_checkpoint(self) -> None:
         """All ranks: weights, optimizer and random state, and what the recipe itself has to remember."""
-        recipe = {"cursor": self.problems.cursor, "version": self.version, "updates": self.learner.updates}
-        if self.ranks.is_main:
-            recipe["throttle"] = self.engine.state_dict()
+        state = RunState(
+            step=self.step,
+            version=self.version,
+            cursor=self.problems.cursor,
+            updates=self.learner.updates,
+            throttle=self.engine.state_dict() if self.ranks.is_main else {},
+        )
         model, optimizer = self.policy.model, self.learner.optimizer
         export = self.trained.export(model, self.source, self.precision.dtype)
         with self.stop.saving(), self.ranks.phase("save", self.step):
-            seconds = self.checkpoints.save(self.step, model, optimizer, export, recipe, self.last_eval)
+            seconds = self.checkpoints.save(self.step, model, optimizer, export, state.to_json(), self.last_eval)
         if self.ranks.is_main:
             self.metrics.log(self.step, seconds)
 
     def load_checkpoint(self, path: Path) -> None:
-        recipe = self.checkpoints.load(path, self.policy.model, self.learner.optimizer)
-        self.step, self.problems.cursor, self.version = recipe["step"], recipe["cursor"], recipe["version"]
-        self.learner.updates = recipe["updates"]
+        saved = self.checkpoints.load(path, self.policy.model, self.learner.optimizer)
+        state = RunState.from_json(saved, path)
+        self.step, self.version = state.step, state.version
+        self.problems.cursor, self.learner.updates = state.cursor, state.updates
         if self.engine:
-            self.engine.load_state_dict(recipe["throttle"])
+            self.engine.load_state_dict(state.throttle)
 
     def standing(self) -> str:
         return standing(self.step, self.cfg.max_steps, self.checkpoints)

@@ -16,10 +16,9 @@ import numpy as np
 import torch
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from torchtune_ext.advantages import Group, Sample
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.config import build, instantiate, load_config, named_paths, record
-from torchtune_ext.grading import Outcome
+from torchtune_ext.groups import Group, Sample
 from torchtune_ext.objective.loss import NLLLoss
 from torchtune_ext.packing import pack
 from torchtune_ext.plugin import parse
@@ -29,6 +28,7 @@ from torchtune_ext.policy.weights import HFModel
 from torchtune_ext.run.folder import RunFolder
 from torchtune_ext.run.output import say
 from torchtune_ext.run.stop import StopSignals
+from torchtune_ext.sampling.records import Completion
 from torchtune_ext.tasks.order import problem_index
 from torchtune_ext.telemetry.metrics import LoggingConfig, Metrics
 from torchtune_ext.telemetry.progress import Progress
@@ -172,16 +172,13 @@ class WarmupRecipe:
         first = 1 if self.cfg.train_on_prompt else mask.index(True)
         last = len(mask) - mask[::-1].index(True)
         tokens = np.asarray(ids[first:last], dtype=np.int32)
-        sample = Sample(
+        completion = Completion(
             tokens=tokens,
             logprobs=np.zeros(len(tokens), np.float32),
             versions=np.zeros(len(tokens), np.int32),
-            text="",
             finish_reason="stop",
-            outcome=Outcome("scored", None, ""),
-            advantage=1.0,
-            trained=True,
         )
+        sample = Sample(completion, advantage=1.0, trained=True)
         return Group(problem, np.asarray(ids[:first], dtype=np.int32), (sample,))
 
     def save(self) -> Path:

@@ -6,42 +6,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from torchtune_ext.grading import Outcome
-from torchtune_ext.tasks.task import Problem
+from torchtune_ext.groups import Group, Sample
 
 TIE = 1e-9  # rewards of a group that lie this close, relative to their size, carry no signal
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One completion of a prompt with what became of it."""
-
-    tokens: np.ndarray  # [R] int32, ids as sampled, with the stop token when it was sampled
-    logprobs: np.ndarray  # [R] float32, log-probs of `tokens` under the sampling temperature
-    versions: np.ndarray  # [R] int32, policy version that sampled each token
-    text: str  # decoded `tokens`, behind a "<think>" that the prompt opened; for graders and people
-    finish_reason: str  # "stop", "length", "early_stop", "deadline" or "abort"
-    outcome: Outcome  # what the grader said, or why it could not
-    advantage: float = 0.0  # set by `with_advantages`
-    trained: bool = False  # False: kept for the record, not packed
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """One prompt and all its completions."""
-
-    problem: Problem
-    prompt_tokens: np.ndarray  # [P] int32
-    samples: tuple[Sample, ...]  # G of them
-
-    @property
-    def has_signal(self) -> bool:
-        return any(sample.advantage for sample in self.samples)
-
-    @property
-    def completions(self) -> int:
-        """Samples with a reward, or trained without one (supervised)."""
-        return sum(sample.trained or sample.outcome.score is not None for sample in self.samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +105,12 @@ def with_advantages(
     """
     if config.overlong and max_tokens is None:
         raise ValueError(f"advantage.overlong={config.overlong} is a share of max_tokens, which is not given")
-    gradable = [[s for s in group.samples if s.outcome.score is not None] for group in groups]
+    gradable = [[s for s in group.samples if s.score is not None] for group in groups]
     rewards = [np.array([_reward(s, config, max_tokens) for s in samples]) for samples in gradable]
     batch_std = np.concatenate(rewards).std() if config.scale == "batch_std" and rewards else 1.0
     done, used = [], 0
     for group, samples, rewards_G in zip(groups, gradable, rewards, strict=True):
-        graded_G = np.array([s.outcome.score.reward for s in samples])
+        graded_G = np.array([s.score.reward for s in samples])
         advantages_G = None if config.overlong and _all_equal(graded_G) else _advantages(rewards_G, config, batch_std)
         used += advantages_G is not None
         if advantages_G is None and train_all:
@@ -154,7 +121,7 @@ def with_advantages(
     return done, AdvantageStats(
         groups=used,
         no_signal=len(groups) - used,
-        infra_failed=sum(s.outcome.score is None for g in groups for s in g.samples),
+        infra_failed=sum(s.score is None for g in groups for s in g.samples),
         truncated=sum(_cut(s) for g in groups for s in g.samples),
     )
 
@@ -218,18 +185,18 @@ def best_of_k(rewards_G: np.ndarray, k: int) -> tuple[np.ndarray, float, float]:
 
 def _reward(sample: Sample, config: AdvantageConfig, max_tokens: int | None) -> float:
     """The grader's reward, less what "penalise" takes off (DAPO's soft overlong punishment, arXiv 2503.14476, eq. 13)."""
-    reward = sample.outcome.score.reward
+    reward = sample.score.reward
     if config.truncated != "penalise":
         return reward
     share = float(_cut(sample))
     if config.overlong:
         buffer = config.overlong * max_tokens
-        share = max(share, min(1.0, (len(sample.tokens) - (max_tokens - buffer)) / buffer))
+        share = max(share, min(1.0, (len(sample.completion.tokens) - (max_tokens - buffer)) / buffer))
     return reward - config.penalty * share
 
 
 def _cut(sample: Sample) -> bool:
-    return sample.finish_reason in ("length", "deadline")
+    return sample.completion.finish_reason in ("length", "deadline")
 
 
 def _set(sample: Sample, advantage: float | None, config: AdvantageConfig) -> Sample:

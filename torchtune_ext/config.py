@@ -188,7 +188,7 @@ def _over(preset: DictConfig, cfg: DictConfig) -> DictConfig:
 
 def unknown_key(key: str, known: list[str], where: str = "the config") -> str:
     """The sentence for a key that nobody knows."""
-    if key in MOVED:
+    if key in MOVED and MOVED[key].split(".")[0] in known:
         return f"unknown key {key!r} in {where}; it is {MOVED[key]} now"
     near = difflib.get_close_matches(key.split(".")[-1], known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"

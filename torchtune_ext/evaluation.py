@@ -1,13 +1,13 @@
 """Accuracy of graded groups: means with 95% intervals, and the unbiased pass@k."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from torchtune_ext.advantages import Group
+from torchtune_ext.groups import Group
 
 SOLVED = 1.0 - 1e-9  # a reward from here on counts as solved in pass@k
 
@@ -21,6 +21,10 @@ class EvaluationConfig:
     samples: int = 1  # samples per held-out problem at the training temperature, beside a greedy one
 
     def __post_init__(self) -> None:
+        if self.task is not None and not isinstance(self.task, Mapping):
+            raise ValueError(
+                f"evaluation.task={self.task!r} must be a mapping: write evaluation.task._component_={self.task}, or null"
+            )
         for name in ("every", "samples"):
             if getattr(self, name) < 1:
                 raise ValueError(f"evaluation.{name}={getattr(self, name)} must be at least 1")
@@ -45,7 +49,7 @@ def accuracy(groups: Sequence[Group], ks: Sequence[int] = (1,)) -> Accuracy:
         groups: graded groups.
         ks: for which k to estimate pass@k; each at most the number of graded samples of every group.
     """
-    rewards = [[s.outcome.score.reward for s in g.samples if s.outcome.score is not None] for g in groups]
+    rewards = [[s.score.reward for s in g.samples if s.score is not None] for g in groups]
     ungraded = sum(len(g.samples) for g in groups) - sum(map(len, rewards))
     rewards = [r for r in rewards if r]
     if not rewards:

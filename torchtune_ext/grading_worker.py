@@ -4,7 +4,8 @@
 
 It is a plain subprocess and not a `multiprocessing` one, because that would import the trainer's `__main__` (the
 recipe, and with it torch) a second time. Messages: first (sys.path, task), answered by ("ready", "") or ("failed",
-cause); then (problem, text) one at a time, each answered by (kind, reward, parts, cause). The kernel kills this process
+cause); then (problem, texts, together) one at a time, each answered by a (kind, reward, parts, note, cause) for each text: by
+`grade_group` if together, else one by `grade`. The kernel kills this process
 when the thread that started it ends, however it ends. It leads a session of its own, so that Ctrl-C in the trainer's
 terminal does not reach it.
 """
@@ -19,7 +20,7 @@ import traceback
 from multiprocessing.connection import Connection
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-MAX_CAUSE_CHARS = 1000
+MAX_CAUSE_CHARS, MAX_NOTE_CHARS = 1000, 2000
 FAILED_PART = "failed"  # the part of a Score that makes an outcome "policy_failed" when it is not 0
 
 
@@ -40,17 +41,31 @@ def last_line(error: BaseException) -> str:
     return text[:MAX_CAUSE_CHARS] + place
 
 
-def checked(score) -> tuple[str, float, dict[str, float], str]:
-    """(kind, reward, parts, cause) of what a grader returned."""
+def failed(cause: str) -> tuple[str, float, dict[str, float], str, str]:
+    """The answer for a text that could not be graded."""
+    return "infra_failed", 0.0, {}, "", cause
+
+
+def checked_all(scores, count: int) -> list[tuple[str, float, dict[str, float], str, str]]:
+    """One answer for each of `count` texts that were graded together."""
+    if not isinstance(scores, list | tuple) or len(scores) != count:
+        what = f"{len(scores)} scores" if isinstance(scores, list | tuple) else type(scores).__name__
+        return [failed(f"grade_group() returned {what} for {count} texts")] * count
+    return [checked(score) for score in scores]
+
+
+def checked(score) -> tuple[str, float, dict[str, float], str, str]:
+    """(kind, reward, parts, note, cause) of what a grader returned."""
     from torchtune_ext.tasks.task import Score  # here, because sys.path arrives with the first message
 
     if not isinstance(score, Score):
-        return "infra_failed", 0.0, {}, f"grade() returned {type(score).__name__}, not a Score"
+        return failed(f"grade() returned {type(score).__name__}, not a Score")
     reward, parts = float(score.reward), {str(name): float(value) for name, value in score.parts.items()}
     for name, value in {"reward": reward, **parts}.items():
         if not math.isfinite(value):
-            return "infra_failed", 0.0, {}, f"grade() returned {name}={value}, which is not finite"
-    return ("policy_failed" if parts.get(FAILED_PART) else "scored"), reward, parts, ""
+            return failed(f"grade() returned {name}={value}, which is not finite")
+    kind = "policy_failed" if parts.get(FAILED_PART) else "scored"
+    return kind, reward, parts, str(score.note or "")[:MAX_NOTE_CHARS], ""
 
 
 def main(fd: int, parent_pid: int) -> None:
@@ -66,16 +81,17 @@ def main(fd: int, parent_pid: int) -> None:
     pid = os.getpid()
     while True:
         try:
-            problem, text = pickle.loads(parent.recv_bytes())
+            problem, texts, together = pickle.loads(parent.recv_bytes())
         except (EOFError, ConnectionError):
             return  # the parent closed the socket
         try:
-            answer = checked(task.grade(problem, text))
+            scores = task.grade_group(problem, list(texts)) if together else [task.grade(problem, texts[0])]
+            answers = checked_all(scores, len(texts))
         except (Exception, SystemExit) as error:  # noqa: BLE001 (reported as infra_failed)
-            answer = "infra_failed", 0.0, {}, last_line(error)
+            answers = [failed(last_line(error))] * len(texts)
         if os.getpid() != pid:
             os._exit(0)  # a grader forked, and this is the child that came back: it has no say
-        parent.send(answer)
+        parent.send(answers)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchtune_ext.advantages import Group, Sample
+from torchtune_ext.groups import Group, Sample
 
 PAD_ID = -1  # group and parent id of padding: it sees only padding
 
@@ -125,7 +125,7 @@ def pack(
     weight_of = _weights(samples, aggregation, aggregation_constant, completions)
     rows = [_build(bin_, weight_of, pad_id, pad_to) for bin_ in _bins(pieces, row_tokens)]
     tokens = sum(piece.num_tokens for piece in pieces)
-    unpacked = sum(len(p.prompt_tokens) + len(s.tokens) - 1 for p in pieces for s in p.samples)
+    unpacked = sum(len(p.prompt_tokens) + len(s.completion.tokens) - 1 for p in pieces for s in p.samples)
     stats = PackStats(
         rows=len(rows),
         tokens=tokens,
@@ -180,15 +180,15 @@ def contexts(row: Row) -> list[int]:
 
 
 def _pieces(group: Group, row_tokens: int) -> list[_Piece]:
-    samples = [s for s in group.samples if s.trained and len(s.tokens)]
+    samples = [s for s in group.samples if s.trained and len(s.completion.tokens)]
     prompt = len(group.prompt_tokens)
     pieces, current, used = [], [], prompt
     for sample in samples:
-        cost = len(sample.tokens) - 1
+        cost = len(sample.completion.tokens) - 1
         if prompt + cost > row_tokens:
             raise ValueError(
                 f"row_tokens={row_tokens} cannot hold problem {group.problem.id!r}: its prompt has {prompt} tokens and a "
-                f"completion {len(sample.tokens)}; raise row_tokens to at least {prompt + cost}, or lower max_tokens"
+                f"completion {len(sample.completion.tokens)}; raise row_tokens to at least {prompt + cost}, or lower max_tokens"
             )
         if current and used + cost > row_tokens:
             pieces.append(_Piece(group.prompt_tokens, tuple(current), used))
@@ -219,7 +219,7 @@ def _bins(pieces: list[_Piece], row_tokens: int) -> list[list[_Piece]]:
 
 def _weights(samples: list[Sample], aggregation: str, constant: int | None, completions: float):
     """Function from a completion's length to the weight of each of its labels."""
-    labels = sum(len(s.tokens) for s in samples)
+    labels = sum(len(s.completion.tokens) for s in samples)
     if aggregation == "token":
         return lambda length: 1.0 / labels
     if aggregation == "sequence":
@@ -245,17 +245,17 @@ def _build(pieces: list[_Piece], weight_of, pad_id: int, pad_to: int | None) -> 
         at, next_id = at + prompt_len, next_id + 1
         intervals = []
         for sample in piece.samples:
-            length = len(sample.tokens)
-            tokens.append(sample.tokens[:-1])
+            length = len(sample.completion.tokens)
+            tokens.append(sample.completion.tokens[:-1])
             positions.append(np.arange(prompt_len, prompt_len + length - 1))
             group_ids.append(np.full(length - 1, next_id))
             parent_ids.append(np.full(length - 1, prompt_id))
-            labels.append(sample.tokens)
+            labels.append(sample.completion.tokens)
             sources.append(np.concatenate([[prompt[1] - 1], np.arange(at, at + length - 1)]))
-            logprobs.append(sample.logprobs)
+            logprobs.append(sample.completion.logprobs)
             advantages.append(np.full(length, sample.advantage))
             weights.append(np.full(length, weight_of(length)))
-            versions.append(sample.versions)
+            versions.append(sample.completion.versions)
             sample_ids.append(np.full(length, next_sample))
             intervals.append((at, at + length - 1))
             at, next_id, next_sample = at + length - 1, next_id + 1, next_sample + 1

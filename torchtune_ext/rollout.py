@@ -1,15 +1,15 @@
 """Problems -> graded groups: prompt ids, completions from the sampler, texts, outcomes."""
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from queue import Empty, SimpleQueue
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import Protocol
 
 import numpy as np
 
-from torchtune_ext.advantages import Group, Sample
 from torchtune_ext.chat import ChatTokenizer
-from torchtune_ext.grading import Grader, Outcome
+from torchtune_ext.grading import Grader, Outcome, log_failures, results
+from torchtune_ext.groups import Group, Sample
 from torchtune_ext.sampling.engine import Completion, Engine, SamplingConfig
 from torchtune_ext.tasks.task import Problem
 
@@ -31,7 +31,8 @@ def sample_groups(
     grader: Grader,
     watcher: Watcher | None = None,
 ) -> list[Group]:
-    """Samples `samples_per_prompt` completions of every problem and grades each while others are still sampled.
+    """Samples `samples_per_prompt` completions of every problem and grades each while others are still sampled, or, with a
+    grader that compares, each group when it is whole.
 
     A grader reads the assistant's turn: where the prompt ends in an open "<think>", the text begins with it.
 
@@ -41,50 +42,69 @@ def sample_groups(
     prompts = [tokenizer.prompt_ids(list(problem.messages)) for problem in problems]
     opened = [tokenizer.opened_thought(prompt) for prompt in prompts]
     arrived: SimpleQueue[tuple[int, int, Completion] | None] = SimpleQueue()  # None: there will be no more
-    graded: dict[tuple[int, int], tuple[str, Outcome]] = {}
+    texts: dict[tuple[int, int], str] = {}
+    grades: dict[tuple[int, int], Future[Outcome]] = {}
+    together: dict[int, Future[list[Outcome]]] = {}  # by problem, of a grader that compares
 
     def on_completion(problem: int, sample: int, completion: Completion) -> None:
         arrived.put((problem, sample, completion))
         if watcher is not None:
             watcher.on_completion(problem, sample, completion)
 
-    def grade() -> None:
-        while batch := _waiting(arrived):
-            texts = [opened[p] + tokenizer.decode(completion.tokens.tolist()) for p, _, completion in batch]
-            outcomes = grader.grade([(problems[p], text) for (p, _, _), text in zip(batch, texts, strict=True)])
-            for (p, s, _), text, outcome in zip(batch, texts, outcomes, strict=True):
-                graded[p, s] = text, outcome
-                if watcher is not None and outcome.score is not None:
-                    watcher.add_reward(outcome.score.reward)
+    def hand_in() -> None:
+        """Decodes what arrives and hands it to the grader: a text at a time, or a group when it is whole."""
+        waiting = [samples_per_prompt] * len(problems)
+        while (item := arrived.get()) is not None:
+            p, s, completion = item
+            texts[p, s] = opened[p] + tokenizer.decode(completion.tokens.tolist())
+            waiting[p] -= 1
+            if not grader.compares:
+                grades[p, s] = grader.submit(problems[p], texts[p, s])
+                grades[p, s].add_done_callback(show)
+            elif not waiting[p]:
+                together[p] = grader.submit_group(problems[p], [texts[p, i] for i in range(samples_per_prompt)])
+                together[p].add_done_callback(show)
 
-    with ThreadPoolExecutor(1, thread_name_prefix="grading") as thread:
-        try:
-            grading = thread.submit(grade)
-            completions = engine.sample(prompts, samples_per_prompt, sampling, on_completion)
-        finally:
-            arrived.put(None)  # also when Ctrl-C comes while the thread is being started, which then waits all the same
-        grading.result()  # the grader has a deadline for every text
+    def show(future: Future) -> None:
+        if watcher is None or future.cancelled() or future.exception() is not None:
+            return
+        found = future.result()
+        for outcome in found if isinstance(found, list) else [found]:
+            if outcome.score is not None:
+                watcher.add_reward(outcome.score.reward)
+
+    try:
+        with ThreadPoolExecutor(1, thread_name_prefix="decoding") as thread:
+            try:
+                decoding = thread.submit(hand_in)
+                completions = engine.sample(prompts, samples_per_prompt, sampling, on_completion)
+            finally:
+                arrived.put(
+                    None
+                )  # also when Ctrl-C comes while the thread is being started, which then waits all the same
+            decoding.result()
+        outcomes = _outcomes(grades, together)
+    except BaseException:
+        for future in (*grades.values(), *together.values()):
+            future.cancel()  # the grader's next texts do not wait behind those that nobody wants any more
+        raise
+    log_failures(list(outcomes.values()))
     return [
         Group(
             problem=problem,
             prompt_tokens=np.asarray(prompt, dtype=np.int32),
             samples=tuple(
-                Sample(c.tokens, c.logprobs, c.versions, graded[p, s][0], c.finish_reason, graded[p, s][1])
-                for s, c in enumerate(group)
+                Sample(completion, text=texts[p, s], outcome=outcomes[p, s]) for s, completion in enumerate(group)
             ),
         )
         for p, (problem, prompt, group) in enumerate(zip(problems, prompts, completions, strict=True))
     ]
 
 
-def _waiting(queue: SimpleQueue) -> list:
-    """All that waits in the queue, at least one item; empty after None."""
-    items = [queue.get()]
-    try:
-        while items[-1] is not None:
-            items.append(queue.get_nowait())
-    except Empty:
-        return items
-    if len(items) > 1:
-        queue.put(None)  # for the next call
-    return items[:-1]
+def _outcomes(
+    grades: dict[tuple[int, int], "Future[Outcome]"], together: dict[int, "Future[list[Outcome]]"]
+) -> dict[tuple[int, int], Outcome]:
+    """(problem, sample) -> outcome, when all are there: the grader has a deadline for each."""
+    found = dict(zip(grades, results(list(grades.values())), strict=True))
+    groups = zip(together, results(list(together.values())), strict=True)
+    return found | {(p, s): outcome for p, outcomes in groups for s, outcome in enumerate(outcomes)}

@@ -1,7 +1,7 @@
 """Three updates of a fixed model on fixed samples, end to end from groups to weights, against numbers that are kept.
 
 The numbers say nothing about right and wrong (other tests compare with references): they make a change of the arithmetic
-visible that nobody meant. After one that was meant: `python tests/golden/test_three_steps.py` writes them again.
+visible that nobody meant. After one that was meant: `PYTHONPATH=tests/helpers python tests/golden/test_three_steps.py` writes them again.
 """
 
 import json
@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 from learners import alone
+from records import sampled
 from torchtune.models.qwen2 import qwen2
 
-from torchtune_ext.advantages import AdvantageConfig, Group, Sample, with_advantages
+from torchtune_ext.advantages import AdvantageConfig, with_advantages
 from torchtune_ext.grading import Outcome
+from torchtune_ext.groups import Group
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.packing import pack_updates
 from torchtune_ext.policy.logprobs import PackedPolicy
@@ -52,7 +54,7 @@ def fixed_groups():
             tokens = values(n, 100 * g + s, 0, VOCABULARY).astype(np.int32)
             logprobs = values(n, 7 + 100 * g + s, -5, -3).astype(np.float32)
             outcome = Outcome("scored", Score(float(s % 3) / 2, {}), "")
-            samples.append(Sample(tokens, logprobs, np.zeros(n, np.int32), "", "stop", outcome))
+            samples.append(sampled(tokens, logprobs, outcome=outcome))
         prompt_tokens = values(prompt, 50 + g, 0, VOCABULARY).astype(np.int32)
         groups.append(Group(Problem(f"g{g}", (), None), prompt_tokens, tuple(samples)))
     return groups

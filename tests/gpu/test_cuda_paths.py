@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
+from records import sampled
 
-from torchtune_ext.advantages import Group, Sample
-from torchtune_ext.grading import Outcome
+from torchtune_ext.groups import Group
 from torchtune_ext.kernels.packed_attention import dense_mask, packed_attention, packed_mask
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.packing import pack
@@ -24,10 +24,9 @@ def row(seed=0):
     groups = []
     for g in range(3):
         samples = tuple(
-            Sample(rng.integers(0, 200, n).astype(np.int32), rng.normal(-4, 1, n).astype(np.float32), np.zeros(n, np.int32), "",
-                   "stop", Outcome("scored", None, ""), float(rng.normal()), True)
+            sampled(rng.integers(0, 200, n), rng.normal(-4, 1, n), advantage=float(rng.normal()), trained=True)
             for n in rng.integers(1, 60, 6)
-        )  # fmt: skip
+        )
         groups.append(Group(Problem(f"p{g}", (), None), rng.integers(0, 200, 100).astype(np.int32), samples))
     return pack(groups, T, pad_to=T)[0][0]
 

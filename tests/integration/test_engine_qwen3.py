@@ -11,8 +11,7 @@ pytest.importorskip("vllm")
 import tiny_model  # noqa: E402
 from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
-from torchtune_ext.advantages import Group, Sample  # noqa: E402
-from torchtune_ext.grading import Outcome  # noqa: E402
+from torchtune_ext.groups import Group, Sample  # noqa: E402
 from torchtune_ext.packing import pack  # noqa: E402
 from torchtune_ext.policy import lora  # noqa: E402
 from torchtune_ext.policy.scratch import lora_qwen3_from_config  # noqa: E402
@@ -62,10 +61,7 @@ def worst(policy, groups) -> float:
         Group(
             Problem(f"p{i}", (), None),
             np.asarray(prompt, np.int32),
-            tuple(
-                Sample(c.tokens, c.logprobs, c.versions, "", c.finish_reason, Outcome("scored", None, ""), 1.0, True)
-                for c in completions
-            ),
+            tuple(Sample(completion, advantage=1.0, trained=True) for completion in completions),
         )
         for i, (prompt, completions) in enumerate(zip(PROMPTS, groups, strict=True))
     ]

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from torchtune_ext.advantages import Group, Sample
-from torchtune_ext.grading import Outcome
+from torchtune_ext.groups import Group, Sample
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.packing import pack
 from torchtune_ext.policy import scratch
@@ -23,6 +22,7 @@ from torchtune_ext.policy.fp8 import Fp8Config, fp8_hf_tensors
 from torchtune_ext.policy.lora import base_hf_tensors, merged_hf_tensors
 from torchtune_ext.policy.shard import build_policy
 from torchtune_ext.policy.weights import HFModel, clean_name
+from torchtune_ext.sampling.records import Completion
 from torchtune_ext.tasks.task import Problem
 from torchtune_ext.training.distributed import close_ranks, init_ranks
 from torchtune_ext.training.learner import Learner, reference_of
@@ -34,8 +34,10 @@ rng = np.random.default_rng(0)
 groups = []
 for g, (prompt, lengths) in enumerate([(9, [5, 1, 12]), (4, [20, 3]), (15, [2, 2, 2, 2]), (6, [9])]):
     samples = tuple(
-        Sample(rng.integers(0, 300, n).astype(np.int32), rng.normal(-4, 1, n).astype(np.float32), np.zeros(n, np.int32), "", "stop",
-               Outcome("scored", None, ""), float(rng.normal()), True)
+        Sample(
+            Completion(rng.integers(0, 300, n).astype(np.int32), rng.normal(-4, 1, n).astype(np.float32), np.zeros(n, np.int32), "stop"),
+            advantage=float(rng.normal()), trained=True,
+        )
         for n in lengths
     )
     groups.append(Group(Problem(f"p{g}", (), None), rng.integers(0, 300, prompt).astype(np.int32), samples))
@@ -135,14 +137,14 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from torchtune_ext.advantages import Group, Sample
-from torchtune_ext.grading import Outcome
+from torchtune_ext.groups import Group, Sample
 from torchtune_ext.packing import pack
 from torchtune_ext.policy.lora import adapted_modules
 from torchtune_ext.policy.scratch import lora_qwen2_from_config
 from torchtune_ext.policy.shard import build_policy
 from torchtune_ext.policy.sharded import fill, whole
 from torchtune_ext.policy.weights import HFModel, clean_name
+from torchtune_ext.sampling.records import Completion
 from torchtune_ext.tasks.task import Problem
 from torchtune_ext.training.distributed import close_ranks, init_ranks
 
@@ -151,7 +153,7 @@ folder, checkpointing = sys.argv[1], sys.argv[2] == "1"
 options = dict(lora_attn_modules=["q_proj", "v_proj", "output_proj"], apply_lora_to_mlp=True, lora_rank=4, use_dora=True)
 rng = np.random.default_rng(0)
 tokens = rng.integers(0, 300, 240).astype(np.int32)
-sample = Sample(tokens, np.zeros(240, np.float32), np.zeros(240, np.int32), "", "stop", Outcome("scored", None, ""), 1.0, True)
+sample = Sample(Completion(tokens, np.zeros(240, np.float32), np.zeros(240, np.int32), "stop"), advantage=1.0, trained=True)
 row = pack([Group(Problem("p", (), None), tokens[:9], (sample,))], 512)[0][0]
 
 ranks = init_ranks("cpu")

@@ -42,7 +42,7 @@ def test_a_run_leaves_metrics_rollouts_checkpoints_and_a_report(workplace):
     paths = rollout_paths(workplace / "reference")
     assert sorted(paths) == [1, 2, 3]
     samples = [s for g in read_rollouts(paths[2]) for s in g.samples]
-    assert len(samples) == 16 and {int(v) for s in samples for v in s.versions} == {1}
+    assert len(samples) == 16 and {int(v) for s in samples for v in s.completion.versions} == {1}
     assert max(abs(s.advantage) for s in samples) > 0.5
 
     before, after = load_file(workplace / "model" / "model.safetensors"), weights(workplace, "reference")

@@ -153,7 +153,7 @@ def test_prompts_are_what_transformers_makes_of_them(workplace, data_dir):
         for group in groups:
             assert group.prompt_tokens.tolist() == expected(group.problem)
             for sample in group.samples:
-                assert sample.text == theirs.decode(sample.tokens, skip_special_tokens=True)
+                assert sample.text == theirs.decode(sample.completion.tokens, skip_special_tokens=True)
 
 
 def test_stored_rollouts_hold_what_was_graded(workplace):
@@ -166,6 +166,6 @@ def test_stored_rollouts_hold_what_was_graded(workplace):
     seen = Counter((name, answer, text) for name, answer, text, _ in graded(workplace) if "-train-" in name)
     assert Counter((problem.id, problem.answer, sample.text) for problem, sample in stored) == seen
     for _, sample in stored:
-        assert 1 <= len(sample.tokens) <= TOKENS and sample.outcome.kind in ("scored", "policy_failed")
+        assert 1 <= len(sample.completion.tokens) <= TOKENS and sample.outcome.kind in ("scored", "policy_failed")
         parts = sample.outcome.score.parts
         assert sample.outcome.score.reward == pytest.approx(parts["accuracy"] + parts["characters"] / 100)

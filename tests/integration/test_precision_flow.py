@@ -95,7 +95,7 @@ def test_fp8_in_the_engine_alone_on_two_ranks(workplace):
 def test_adapters_over_a_base_in_fp8(workplace, name, flow, publish, settings):
     args = (
         f"precision={flow}",
-        f"publish={publish}",
+        f"adapters.publish={publish}",
         f"output_dir={name}",
         "max_steps=2",
         *BFLOAT16,

@@ -82,7 +82,7 @@ def test_public_puzzles_go_through(model_dir, data_dir, tmp_path):
     groups, stats = with_advantages(groups, AdvantageConfig())
     assert stats.groups == 64
     rows, packed = pack(groups, 4096, pad_id=tokenizer.pad_id)
-    assert packed.labels == sum(len(s.tokens) for g in groups for s in g.samples)
+    assert packed.labels == sum(len(s.completion.tokens) for g in groups for s in g.samples)
     policy = build_policy(
         lambda: qwen2_from_config(str(model_dir)), HFModel(model_dir), torch.device("cpu"), torch.float32
     )

@@ -3,15 +3,16 @@
 import itertools
 import math
 import statistics
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from records import sampled
 
-from torchtune_ext.advantages import AdvantageConfig, Group, Sample, best_of_k, refilled, with_advantages
+from torchtune_ext.advantages import AdvantageConfig, best_of_k, refilled, with_advantages
 from torchtune_ext.grading import Outcome
+from torchtune_ext.groups import Group, Sample
 from torchtune_ext.tasks.task import Problem, Score
 
 FAILED = Outcome("infra_failed", None, "the grader raised")
@@ -19,10 +20,9 @@ TIMED_OUT = Outcome("timed_out", None, "no answer")
 REWARDS = st.sampled_from([-100.0, -1.0, 0.0, 0.1, 0.25, 1.0, 463.0])
 
 
-def sample(reward: float | Outcome, finish_reason: str = "stop") -> Sample:
+def sample(reward: float | Outcome, finish_reason: str = "stop", length: int = 3) -> Sample:
     outcome = reward if isinstance(reward, Outcome) else Outcome("scored", Score(reward, {}), "")
-    tokens = np.array([1, 2, 3], dtype=np.int32)
-    return Sample(tokens, np.zeros(3, np.float32), np.zeros(3, np.int32), "text", finish_reason, outcome)
+    return sampled(range(length), finish_reason=finish_reason, text="text", outcome=outcome)
 
 
 def group(*samples: Sample) -> Group:
@@ -73,8 +73,8 @@ def test_samples_nobody_could_grade_change_nothing(rewards, places):
     for number, place in enumerate(places):
         mixed.insert(place, (FAILED, TIMED_OUT)[number % 2])
     (done,), stats = with_advantages([group(*map(sample, mixed))], AdvantageConfig())
-    left_out = [s for s in done.samples if s.outcome.score is None]
-    assert [s.advantage for s in done.samples if s.outcome.score is not None] == advantages(*rewards)
+    left_out = [s for s in done.samples if s.score is None]
+    assert [s.advantage for s in done.samples if s.score is not None] == advantages(*rewards)
     assert len(left_out) == stats.infra_failed == len(places)
     assert all(not s.trained and s.advantage == 0.0 for s in left_out)
 
@@ -117,7 +117,7 @@ def test_groups_stay_in_order_and_whole():
     assert [g.problem for g in done] == [g.problem for g in groups]
     for before, after in zip(groups, done, strict=True):
         assert [s.outcome for s in after.samples] == [s.outcome for s in before.samples]
-        assert all(a.tokens is b.tokens for a, b in zip(after.samples, before.samples, strict=True))
+        assert all(a.completion is b.completion for a, b in zip(after.samples, before.samples, strict=True))
     assert [[s.trained for s in g.samples] for g in done] == [[True, True], [False, False], [False, False]]
     assert (stats.groups, stats.no_signal, stats.infra_failed, stats.truncated) == (1, 2, 1, 0)
     assert groups[0].samples[0].trained is False  # the records given are not touched
@@ -206,7 +206,7 @@ def test_pass_at_k_without_a_subset_of_wrong_samples_carries_no_signal():
 @pytest.mark.parametrize(("length", "expected"), [(3, 0.0), (16, 0.0), (18, 0.5), (20, 1.0)])
 def test_overlong_penalty_grows_over_the_last_share(length, expected):
     """max_tokens 20, overlong 0.2: from 16 tokens on (DAPO, eq. 13)."""
-    long = replace(sample(1.0), tokens=np.zeros(length, np.int32))
+    long = sample(1.0, length=length)
     config = AdvantageConfig(scale="none", truncated="penalise", penalty=2.0, overlong=0.2)
     (done,), _ = with_advantages([group(long, sample(0.0))], config, max_tokens=20)
     assert done.samples[0].advantage == pytest.approx((1.0 - 2.0 * expected) / 2)
@@ -214,7 +214,7 @@ def test_overlong_penalty_grows_over_the_last_share(length, expected):
 
 def test_with_overlong_lengths_alone_are_no_signal():
     """DAPO samples again when all answers are right or all are wrong; one token too many would get the largest advantage."""
-    long = replace(sample(1.0), tokens=np.zeros(17, np.int32))
+    long = sample(1.0, length=17)
     config = AdvantageConfig(truncated="penalise", penalty=0.5, overlong=0.2)
     (done,), stats = with_advantages([group(long, *[sample(1.0)] * 15)], config, max_tokens=20)
     assert stats.no_signal == 1 and not any(s.trained for s in done.samples)

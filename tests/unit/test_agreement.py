@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from records import sampled
 
-from torchtune_ext.advantages import Group, Sample
-from torchtune_ext.grading import Outcome
+from torchtune_ext.groups import Group
 from torchtune_ext.packing import contexts, pack
 from torchtune_ext.policy.logprobs import LabelScores
 from torchtune_ext.tasks.task import Problem
@@ -36,15 +36,7 @@ class Table:
 
     def rows(self, reported):
         samples = [
-            Sample(
-                tokens=self.labels[i : i + TOKENS].numpy().astype(np.int32),
-                logprobs=reported[i : i + TOKENS].numpy().astype(np.float32),
-                versions=np.zeros(TOKENS, np.int32),
-                text="",
-                finish_reason="stop",
-                outcome=Outcome("scored", None, ""),
-                trained=True,
-            )
+            sampled(self.labels[i : i + TOKENS].numpy(), reported[i : i + TOKENS].numpy(), trained=True)
             for i in range(0, SAMPLES * TOKENS, TOKENS)
         ]
         return pack([Group(Problem("p", (), None), np.arange(3, dtype=np.int32), tuple(samples))], 10_000)[0]
@@ -213,19 +205,7 @@ def test_heavy_tails_decide_nothing_wrongly(engine, has_it):
 
 def test_contexts_are_equal_where_the_log_prob_is():
     def rows(*texts, prompt=(1, 2, 3), size=10_000):
-        samples = [
-            Sample(
-                np.array(t, np.int32),
-                np.zeros(len(t), np.float32),
-                np.zeros(len(t), np.int32),
-                "",
-                "stop",
-                None,
-                0,
-                True,
-            )
-            for t in texts
-        ]
+        samples = [sampled(t, trained=True) for t in texts]
         return pack([Group(Problem("p", (), None), np.array(prompt, np.int32), tuple(samples))], size)[0]
 
     (one,) = rows([5, 6, 7], [5, 9], [6])

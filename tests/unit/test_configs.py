@@ -15,10 +15,11 @@ from torchtune_ext.catalog import config_files, folder, recipe_files, recipe_of
 from torchtune_ext.cli import main
 from torchtune_ext.config import MOVED, build, instantiate, load_config, named_paths, record
 from torchtune_ext.evaluation import EvaluationConfig
-from torchtune_ext.objective.loss import PolicyLoss
+from torchtune_ext.objective.loss import PolicyLoss, needs_of
 from torchtune_ext.policy import memory
-from torchtune_ext.recipes import grpo
+from torchtune_ext.recipes import evaluate, grpo
 from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
+from torchtune_ext.training.checks import check_needs
 from torchtune_ext.training.precision import PrecisionConfig
 from torchtune_ext.training.state import CheckpointConfig
 
@@ -373,6 +374,32 @@ def test_the_paths_that_settings_name(tmp_path, monkeypatch):
     }
     found = named_paths(load_config(grpo.Config, OmegaConf.create(given)))
     assert sorted(map(str, found)) == sorted(["model", str(tmp_path / "data.jsonl")])
+
+
+def test_an_old_key_that_has_no_successor_in_a_recipe_is_just_unknown():
+    with pytest.raises(ValueError, match="unknown key 'eval_every' in the config; (did you mean|known keys)"):
+        load_config(evaluate.Config, OmegaConf.create({"eval_every": 1}))
+
+
+def test_a_held_out_task_is_a_mapping():
+    with pytest.raises(ValueError, match=r"write evaluation.task._component_=my_task.Sums, or null"):
+        build(EvaluationConfig, {"task": "my_task.Sums"}, "evaluation")
+    assert build(EvaluationConfig, {"task": None}, "evaluation").task is None
+
+
+def test_a_loss_of_ones_own_has_to_ask_for_what_the_yaml_sets():
+    class Mine:
+        def __call__(self, t):
+            return -t.logprobs_L, {}
+
+    with pytest.raises(
+        ValueError, match=r"loss.kl_coef=0.1, but the loss my.Mine does not ask for it: .*needs_reference"
+    ):
+        check_needs({"_component_": "my.Mine", "kl_coef": 0.1}, needs_of(Mine()))
+    with pytest.raises(ValueError, match="loss.top_k=4"):
+        check_needs({"top_k": 4}, needs_of(Mine()))
+    check_needs({"kl_coef": 0.1, "top_k": 4}, needs_of(PolicyLoss(constraint="kl", top_k=4, kl_coef=0.1)))
+    check_needs({"kl_coef": 0.0}, needs_of(Mine()))
 
 
 @pytest.mark.parametrize(("old", "new"), MOVED.items())

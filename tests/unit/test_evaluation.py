@@ -5,10 +5,11 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from records import sampled
 
-from torchtune_ext.advantages import Group, Sample
 from torchtune_ext.evaluation import accuracy, pass_at_k
 from torchtune_ext.grading import Outcome
+from torchtune_ext.groups import Group
 from torchtune_ext.tasks.order import ProblemStream, problem_index
 from torchtune_ext.tasks.task import Problem, Score
 
@@ -16,13 +17,9 @@ from torchtune_ext.tasks.task import Problem, Score
 def group(rewards):
     empty = np.zeros(1, np.int32)
     samples = tuple(
-        Sample(
+        sampled(
             empty,
-            empty,
-            empty,
-            "",
-            "stop",
-            Outcome("scored", Score(r, {}), "") if r is not None else Outcome("infra_failed", None, "x"),
+            outcome=Outcome("scored", Score(r, {}), "") if r is not None else Outcome("infra_failed", None, "x"),
         )
         for r in rewards
     )

@@ -1,5 +1,6 @@
 """grading.py: every kind of outcome, with real worker processes."""
 
+import concurrent.futures
 import logging
 import os
 import re
@@ -11,7 +12,7 @@ import time
 
 import pytest
 
-from torchtune_ext.grading import Grader
+from torchtune_ext.grading import Grader, results
 from torchtune_ext.run.parent import environment
 from torchtune_ext.tasks.task import Problem, Score
 
@@ -33,6 +34,9 @@ class Scripted:
 
     def answer(self, problem, rest):
         return Score(float(problem.answer), {})
+
+    def noted(self, problem, rest):
+        return Score(1.0, {}, "x" * int(rest))
 
     def none(self, problem, rest):
         return None
@@ -222,20 +226,105 @@ def test_threads_share_a_grader():
     assert results == {base: [base + i for i in range(100)] for base in (0, 1000, 2000)}
 
 
-def test_an_interrupted_call_leaves_no_stale_answers(monkeypatch):
-    """Ctrl-C in the middle of a call: the answer of that call must not become one of the next."""
-    from torchtune_ext import grading
-
-    def interrupted(*args, **kwargs):
-        raise KeyboardInterrupt
-
+def test_an_interrupted_call_leaves_no_stale_answers():
+    """Ctrl-C in the middle of a call: the answer of that call must not become one of the next, and what it had not begun yet
+    is left out."""
     with Grader(Scripted(), workers=1) as grader:
         grader.grade([(PROBLEM, "reward 1")])
-        with monkeypatch.context() as patch:
-            patch.setattr(grading, "wait", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                grader.grade([(PROBLEM, "sleeps 0.3")])
+        threading.Timer(0.2, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            grader.grade([(PROBLEM, "sleeps 0.5"), *[(PROBLEM, "sleeps 60")] * 5])
+        begin = time.monotonic()
         assert [o.score.reward for o in grader.grade([(PROBLEM, "reward 2")])] == [2.0]
+        assert time.monotonic() - begin < 5
+
+
+def test_a_slow_text_delays_nobody():
+    with Grader(Scripted(), workers=2, timeout_s=30.0) as grader:
+        grader.grade([(PROBLEM, "reward 1")] * 20)  # both have started
+        begin = time.monotonic()
+        slow = grader.submit(PROBLEM, "sleeps 5")
+        fast = [grader.submit(PROBLEM, f"reward {i}") for i in range(50)]
+        assert [future.result(timeout=10).score.reward for future in fast] == list(range(50))
+        assert time.monotonic() - begin < 1.0 and not slow.done()
+        assert slow.result(timeout=10).kind == "scored"
+
+
+def test_futures_of_a_grader_that_is_closed_end():
+    grader = Grader(Scripted(), workers=1, timeout_s=60.0)
+    futures = [grader.submit(PROBLEM, "sleeps 60") for _ in range(3)]
+    grader.close()
+    for future in futures:
+        with pytest.raises(RuntimeError, match="closed"):
+            future.result(timeout=5)
+    with pytest.raises(RuntimeError, match="closed"):
+        grader.submit(PROBLEM, "reward 1")
+
+
+def test_a_problem_that_cannot_be_sent_raises_where_it_is_handed_in():
+    with Grader(Scripted(), workers=1) as grader:
+        with pytest.raises(TypeError, match="pickle"):
+            grader.grade([(PROBLEM, "reward 1"), (Problem("p", (), threading.Lock()), "reward 1")])
+        assert grader.grade([(PROBLEM, "reward 2")])[0].score.reward == 2.0
+
+
+def test_a_slow_callback_costs_nobody_a_deadline():
+    with Grader(Scripted(), workers=2, timeout_s=1.0) as grader:
+        grader.grade([(PROBLEM, "reward 1")] * 20)  # both have started
+        first, second = grader.submit(PROBLEM, "sleeps 0.1"), grader.submit(PROBLEM, "sleeps 0.3")
+        first.add_done_callback(lambda future: time.sleep(1.5))
+        assert second.result(timeout=10).kind == "scored"
+
+
+def test_processes_that_cannot_start_are_an_error_at_once(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(FileNotFoundError):
+        Grader(Scripted())
+
+
+def test_all_futures_end_when_a_grader_gives_up_while_they_are_cancelled():
+    class RefusesToLoad(Scripted):
+        def __reduce__(self):
+            return (int, ("not a number",))
+
+    for _ in range(5):
+        with Grader(RefusesToLoad()) as grader:
+            futures = [grader.submit(PROBLEM, "reward 1") for _ in range(200)]
+            with pytest.raises(RuntimeError, match="could not start"):
+                results(futures)
+            done, waiting = concurrent.futures.wait(futures, timeout=10)
+            assert len(done) == 200 and not waiting
+
+
+def test_a_note_comes_back_and_is_cut():
+    short, long = graded(["noted 5", "noted 100000"])
+    assert short.score.note == "xxxxx" and len(long.score.note) == 2000
+
+
+class Judge(Scripted):
+    """Rewards a text by its rank among those of its problem."""
+
+    def grade_group(self, problem, texts):
+        if "hangs" in texts:
+            time.sleep(60)
+        if "raises" in texts:
+            raise ValueError("no judge")
+        if "few" in texts:
+            return [Score(1.0, {})]
+        return [Score(float(sorted(texts).index(text)), {}) for text in texts]
+
+
+def test_a_judge_sees_the_whole_group():
+    with Grader(Judge(), workers=2, timeout_s=1.0) as grader:
+        assert grader.compares
+        ranks = grader.submit_group(PROBLEM, ["b", "c", "a"])
+        bad = {word: grader.submit_group(PROBLEM, [word, "a"]) for word in ("hangs", "raises", "few")}
+        assert [outcome.score.reward for outcome in ranks.result(timeout=20)] == [1.0, 2.0, 0.0]
+        kinds = {word: {outcome.kind for outcome in future.result(timeout=20)} for word, future in bad.items()}
+        assert kinds == {"hangs": {"timed_out"}, "raises": {"infra_failed"}, "few": {"infra_failed"}}
+        assert bad["few"].result()[0].cause == "grade_group() returned 1 scores for 2 texts"
+    with Grader(Scripted()) as grader:
+        assert not grader.compares
 
 
 def test_failures_are_logged_with_their_causes(caplog):

@@ -22,6 +22,7 @@ ORDER = [
     "sampling",
     "grading_worker",
     "grading",
+    "groups",
     "advantages",
     "evaluation",
     "rollout",

@@ -232,7 +232,9 @@ def test_peft_computes_the_same_from_the_saved_adapter(source, tmp_path, options
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     group = unpacked.make_groups(np.random.default_rng(1), [(9, [14])])[0]
     row = pack([group], 64)[0][0]
-    ids = torch.tensor(np.concatenate([group.prompt_tokens, group.samples[0].tokens]), dtype=torch.long)[None]
+    ids = torch.tensor(np.concatenate([group.prompt_tokens, group.samples[0].completion.tokens]), dtype=torch.long)[
+        None
+    ]
     with torch.no_grad():
         ours = policy(row).logprobs_L
         for other in (with_adapter, merged):
@@ -373,8 +375,10 @@ def test_a_model_without_adapters_trains_all_weights_unless_adapters_were_asked_
 
     make = partial(qwen2_from_config, str(source.path))
     assert isinstance(trained_part(make, source, {"model_dir": "m"}, AdapterConfig()), AllWeights)
-    with pytest.raises(ValueError, match="speaks of LoRA, but the model has no adapters"):
-        trained_part(make, source, {"lora_rank": 8}, AdapterConfig())
+    assert isinstance(trained_part(make, source, {"_component_": "exploration.qwen2"}, AdapterConfig()), AllWeights)
+    for asked in ({"lora_rank": 8}, {"_component_": "torchtune.models.qwen2.lora_qwen2"}, {"_component_": "my.qlora"}):
+        with pytest.raises(ValueError, match="speaks of LoRA, but the model has no adapters"):
+            trained_part(make, source, asked, AdapterConfig())
     with pytest.raises(ValueError, match="adapters.publish=merged, .* but `model:` has no adapters"):
         trained_part(make, source, {}, AdapterConfig(publish="merged"))
 

@@ -10,11 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from learners import alone
 from omegaconf import OmegaConf
+from records import sampled
 from torchtune.models.qwen2 import qwen2
 
-from torchtune_ext.advantages import AdvantageConfig, Group, Sample, with_advantages
+from torchtune_ext.advantages import AdvantageConfig, with_advantages
 from torchtune_ext.catalog import folder
 from torchtune_ext.grading import Outcome
+from torchtune_ext.groups import Group
 from torchtune_ext.objective.clipping import kl3_bounds
 from torchtune_ext.objective.kl import kl_k3
 from torchtune_ext.objective.loss import PolicyLoss, Tokens
@@ -251,10 +253,9 @@ def make_groups(seed=0):
     groups = []
     for g, (prompt, lengths) in enumerate([(7, [5, 1, 9]), (4, [12, 11]), (2, [1, 6, 3, 2])]):
         samples = tuple(
-            Sample(rng.integers(0, 60, n).astype(np.int32), (-4 + 0.3 * rng.normal(size=n)).astype(np.float32),
-                   np.zeros(n, np.int32), "", "stop", Outcome("scored", None, ""), float(rng.normal()), True)
+            sampled(rng.integers(0, 60, n), -4 + 0.3 * rng.normal(size=n), advantage=float(rng.normal()), trained=True)
             for n in lengths
-        )  # fmt: skip
+        )
         groups.append(Group(Problem(f"g{g}", (), None), rng.integers(0, 60, prompt).astype(np.int32), samples))
     return groups
 
@@ -308,10 +309,13 @@ def step_of(rewards: list[list[float]], loss: PolicyLoss, aggregation: str, num_
     rng, groups = np.random.default_rng(1), []
     for g, rewards_G in enumerate(rewards):
         samples = [
-            Sample(rng.integers(0, 60, 1 + 2 * s).astype(np.int32), np.full(1 + 2 * s, -4.0, np.float32),
-                   np.zeros(1 + 2 * s, np.int32), "", "stop", Outcome("scored", Score(reward, {}), ""))
+            sampled(
+                rng.integers(0, 60, 1 + 2 * s),
+                np.full(1 + 2 * s, -4.0),
+                outcome=Outcome("scored", Score(reward, {}), ""),
+            )
             for s, reward in enumerate(rewards_G)
-        ]  # fmt: skip
+        ]
         groups.append(Group(Problem(f"g{g}", (), None), rng.integers(0, 60, 5).astype(np.int32), tuple(samples)))
     groups, _ = with_advantages(groups, AdvantageConfig(), train_all=loss.needs_all_groups)
     updates, _ = pack_updates(groups, num_updates, 400, aggregation=aggregation, aggregation_constant=16)

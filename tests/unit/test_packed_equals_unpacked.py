@@ -6,14 +6,15 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from learners import alone
+from records import sampled
 from torch.nn.attention.flex_attention import create_block_mask
 from torchtune import training
 from torchtune.models.llama3_2 import llama3_2
 from torchtune.models.qwen2 import qwen2
 from torchtune.modules import TransformerSelfAttentionLayer
 
-from torchtune_ext.advantages import Group, Sample
 from torchtune_ext.grading import Outcome
+from torchtune_ext.groups import Group
 from torchtune_ext.kernels.packed_attention import block_mask, dense_mask, packed_attention, segment_mask
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.packing import pack
@@ -50,12 +51,9 @@ def make_groups(rng, shapes, untrained=0.0):
     groups = []
     for g, (prompt, completions) in enumerate(shapes):
         samples = tuple(
-            Sample(
-                tokens=rng.integers(0, VOCAB, n).astype(np.int32),
-                logprobs=rng.normal(-3, 1, n).astype(np.float32),
-                versions=np.zeros(n, np.int32),
-                text="",
-                finish_reason="stop",
+            sampled(
+                rng.integers(0, VOCAB, n),
+                rng.normal(-3, 1, n),
                 outcome=Outcome("scored", Score(0.0, {}), ""),
                 advantage=float(rng.normal()),
                 trained=bool(rng.random() >= untrained),
@@ -79,7 +77,7 @@ def reference(model, groups, loss, aggregation, temperature, ref_model=None):
     """
 
     def logprobs_and_entropy(m, group, sample):
-        ids = torch.tensor(np.concatenate([group.prompt_tokens, sample.tokens]), dtype=torch.long)
+        ids = torch.tensor(np.concatenate([group.prompt_tokens, sample.completion.tokens]), dtype=torch.long)
         logp = torch.log_softmax(m(ids[None, :-1])[0].double() / temperature, -1)[len(group.prompt_tokens) - 1 :]
         labels = ids[len(group.prompt_tokens) :]
         return logp.gather(1, labels[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
@@ -87,11 +85,11 @@ def reference(model, groups, loss, aggregation, temperature, ref_model=None):
     model.zero_grad()
     pairs = trained_samples(groups)
     total, scored, sizes = 0.0, {}, {name: 0.0 for name, _ in model.named_parameters()}
-    labels = sum(len(s.tokens) for _, s in pairs)
+    labels = sum(len(s.completion.tokens) for _, s in pairs)
     for group, sample in pairs:
         logp, entropy = logprobs_and_entropy(model, group, sample)
         ratio = (logp - logp.detach()).exp()
-        importance = (logp.detach() - torch.tensor(sample.logprobs).double()).exp().clamp(max=2.0)  # TIS
+        importance = (logp.detach() - torch.tensor(sample.completion.logprobs).double()).exp().clamp(max=2.0)  # TIS
         per_token = -importance * ratio * sample.advantage - loss.entropy_coef * entropy
         if ref_model is not None:
             with torch.no_grad():
@@ -120,7 +118,7 @@ def packed_logprobs_by_sample(rows, scored_rows, groups):
             by_key.setdefault(key, []).append(scores.logprobs_L[at])
     result = {}
     for _, s in trained_samples(groups):
-        result[id(s)] = by_key[(tuple(s.tokens.tolist()), tuple(s.logprobs.tolist()))].pop()
+        result[id(s)] = by_key[(tuple(s.completion.tokens.tolist()), tuple(s.completion.logprobs.tolist()))].pop()
     assert not any(by_key.values()), "a label was counted that no sample has"
     return result
 
@@ -162,7 +160,7 @@ def test_logprobs_and_gradients(shapes, seed, slack, aggregation, pad, kl):
     want_loss, want_grads, want_logprobs, sizes = reference(model, groups, loss, aggregation, 0.9, ref_model)
 
     rows, stats = pack(groups, row_tokens, aggregation, pad_id=PAD, pad_to=row_tokens if pad else None)
-    assert stats.labels == sum(len(s.tokens) for _, s in trained_samples(groups))
+    assert stats.labels == sum(len(s.completion.tokens) for _, s in trained_samples(groups))
     assert sum(row.weights_L.sum().item() for row in rows) == pytest.approx(1.0, abs=1e-5)
     policy = PackedPolicy(model)
     ref_logprobs = None

@@ -248,7 +248,9 @@ def test_adapters_are_what_peft_makes_of_them(options, tmp_path):
 
     group = unpacked.make_groups(np.random.default_rng(1), [(9, [14])])[0]
     row = pack([group], 64)[0][0]
-    ids = torch.tensor(np.concatenate([group.prompt_tokens, group.samples[0].tokens]), dtype=torch.long)[None]
+    ids = torch.tensor(np.concatenate([group.prompt_tokens, group.samples[0].completion.tokens]), dtype=torch.long)[
+        None
+    ]
 
     def logprobs(model):
         with torch.no_grad():

@@ -10,9 +10,10 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+from records import sampled
 
-from torchtune_ext.advantages import Group, Sample
 from torchtune_ext.grading import Outcome
+from torchtune_ext.groups import Group
 from torchtune_ext.tasks.task import Problem, Score
 from torchtune_ext.telemetry import report as module
 from torchtune_ext.telemetry.metrics import Metrics
@@ -41,16 +42,20 @@ def make_group(step, number, num_samples=6, length=20, spread=1.0):
     samples = []
     for i in range(num_samples):
         reward = 0.5 + spread * (i / num_samples - 0.5)
-        outcome = Outcome("scored", Score(reward, {"accuracy": reward}), "")
+        outcome = Outcome("scored", Score(reward, {"accuracy": reward}, f"note {HOSTILE}"), "")
         if i == 0 and number == 1:
             outcome = Outcome("infra_failed", None, HOSTILE)
-        samples.append(Sample(
-            tokens=rng.integers(0, 9, length).astype(np.int32),
-            logprobs=(-rng.gamma(0.4, 1.0, length)).astype(np.float32),
-            versions=np.r_[np.full(length // 2, step), np.full(length - length // 2, step + 1)].astype(np.int32),
-            text=f"sample {i} {HOSTILE}", finish_reason="stop", outcome=outcome,
-            advantage=reward - 0.5, trained=spread > 0 and outcome.score is not None,
-        ))  # fmt: skip
+        samples.append(
+            sampled(
+                rng.integers(0, 9, length),
+                -rng.gamma(0.4, 1.0, length),
+                np.r_[np.full(length // 2, step), np.full(length - length // 2, step + 1)],
+                text=f"sample {i} {HOSTILE}",
+                outcome=outcome,
+                advantage=reward - 0.5,
+                trained=spread > 0 and outcome.score is not None,
+            )
+        )
     problem = Problem(f"problem-{number} {HOSTILE}", ({"role": "user", "content": HOSTILE},), {"A": HOSTILE})
     return Group(problem, np.arange(11, dtype=np.int32), tuple(samples))
 
@@ -124,9 +129,9 @@ def test_embeds_the_run(tmp_path):
     ]  # widest spread first
     source = make_group(6, 3, spread=3 / 4)
     sample = next(sample for sample in groups[0]["samples"] if sample["text"] == source.samples[0].text)
-    assert sample["ids"] == source.samples[0].tokens.tolist()
-    np.testing.assert_allclose(sample["nats"], -1000 * source.samples[0].logprobs, atol=0.51)
-    assert sample["versions"] == [[6, 10], [7, 10]]
+    assert sample["ids"] == source.samples[0].completion.tokens.tolist()
+    np.testing.assert_allclose(sample["nats"], -1000 * source.samples[0].completion.logprobs, atol=0.51)
+    assert sample["versions"] == [[6, 10], [7, 10]] and sample["note"] == f"note {HOSTILE}"
     assert groups[3]["trained"] == 0
     failed = next(sample for sample in groups[2]["samples"] if sample["outcome"] == "infra_failed")
     assert failed["reward"] is None and failed["cause"] == HOSTILE and groups[2]["failed"] == 1

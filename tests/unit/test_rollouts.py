@@ -11,26 +11,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtune_ext.advantages import Group, Sample
 from torchtune_ext.grading import Outcome
+from torchtune_ext.groups import Group, Sample
+from torchtune_ext.sampling.records import Completion
 from torchtune_ext.tasks.task import Problem, Score
 from torchtune_ext.telemetry import rollouts as module
 from torchtune_ext.telemetry.rollouts import RolloutStore, pack_rollouts, read_rollouts, rollout_paths, run_lengths
 
+SCORED = Outcome("scored", Score(0.1 + 0.2, {"accuracy": 0.25, "format": 1.0}, "a note\non two lines"), "")
 
-def make_sample(length=5, seed=0, text="A. Mrs. Peacock", outcome=None, **changes):
+
+def make_sample(length=5, seed=0, text="A. Mrs. Peacock", outcome=SCORED, advantage=-1 / 3, trained=True, **changes):
     rng = np.random.default_rng(seed)
-    sample = Sample(
+    completion = Completion(
         tokens=rng.integers(0, 150_000, length).astype(np.int32),
         logprobs=(-rng.gamma(0.3, 1.0, length)).astype(np.float32),
         versions=np.full(length, 3, dtype=np.int32),
-        text=text,
         finish_reason="stop",
-        outcome=outcome or Outcome("scored", Score(0.1 + 0.2, {"accuracy": 0.25, "format": 1.0}), ""),
-        advantage=-1 / 3,
-        trained=True,
+        cached_prompt_tokens=7,
     )
-    return replace(sample, **changes)
+    return Sample(replace(completion, **changes), text, outcome, advantage, trained)
 
 
 def make_group(samples, name="clue-1"):
@@ -43,10 +43,12 @@ def assert_same(a: Group, b: Group):
     np.testing.assert_array_equal(a.prompt_tokens, b.prompt_tokens)
     for one, other in zip(a.samples, b.samples, strict=True):
         for name in ("tokens", "logprobs", "versions"):
-            x, y = getattr(one, name), getattr(other, name)
+            x, y = getattr(one.completion, name), getattr(other.completion, name)
             assert x.dtype == y.dtype
             np.testing.assert_array_equal(x, y)
-        for name in ("text", "finish_reason", "advantage", "trained", "outcome"):
+        for name in ("finish_reason", "cached_prompt_tokens"):
+            assert getattr(one.completion, name) == getattr(other.completion, name)
+        for name in ("text", "advantage", "trained", "outcome"):
             assert getattr(one, name) == getattr(other, name)
 
 
@@ -59,6 +61,7 @@ def test_round_trip(tmp_path):
         make_sample(0),
         make_sample(9, versions=np.array([3, 3, 3, 4, 4, 3, 7, 7, 7], dtype=np.int32), finish_reason="length"),
         make_sample(outcome=Outcome("infra_failed", None, "OSError: <no>\nworker"), advantage=0.0, trained=False),
+        make_sample(outcome=None, advantage=1.0),
         make_sample(outcome=Outcome("policy_failed", Score(float("-inf"), {"x": float("inf")}), "no answer")),
     ]
     groups = [make_group(samples, "a"), make_group([], "b")]
@@ -78,7 +81,7 @@ def test_logprobs_are_exact(tmp_path_factory, values):
     logprobs = np.array(values, dtype=np.float32)
     sample = make_sample(len(values), logprobs=logprobs)
     path.write_bytes(pack_rollouts(1, [make_group([sample])]))
-    np.testing.assert_array_equal(read_rollouts(path)[0].samples[0].logprobs, logprobs)
+    np.testing.assert_array_equal(read_rollouts(path)[0].samples[0].completion.logprobs, logprobs)
 
 
 def test_every_line_is_plain_json(tmp_path):

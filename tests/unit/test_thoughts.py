@@ -83,7 +83,7 @@ def graded(grader, tokenizer, texts):
     engine = Recorded(tokenizer, texts)
     groups = sample_groups(problems, len(texts), SamplingConfig(max_tokens=99), engine, tokenizer, grader)
     return {
-        (group.problem.answer, text): (s.text, s.outcome.score.reward, s.outcome.score.parts["format"])
+        (group.problem.answer, text): (s.text, s.score.reward, s.score.parts["format"])
         for group in groups
         for text, s in zip(texts, group.samples, strict=True)
     }

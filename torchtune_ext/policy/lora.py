@@ -9,6 +9,7 @@ in the YAML by its builders. Two things of torchtune 0.6.1 are replaced: its DoR
 (Qwen2 has biases, and neither PEFT nor a merged weight agrees with that), and its PEFT export permutes q and k of Qwen2.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -80,7 +81,8 @@ def adapter_spec(
     unknown = sorted(set(asked.get("lora_attn_modules") or ()) - attention)
     if unknown:
         raise ValueError(f"model.lora_attn_modules names {unknown}, which no layer has; there are {sorted(attention)}")
-    if not modules and any("lora" in str(word) for word in (asked.get("_component_"), *asked)):
+    builder = str(asked.get("_component_")).rpartition(".")[2]
+    if not modules and (re.search(r"(^|_)q?lora(_|$)", builder) or any(str(key).startswith("lora_") for key in asked)):
         raise ValueError(
             "`model:` speaks of LoRA, but the model has no adapters; name a LoRA builder "
             f"(torchtune.models.qwen2_5.lora_qwen2_5_7b_base, ...) with lora_attn_modules out of {sorted(attention)}, "

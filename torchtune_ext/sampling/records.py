@@ -132,7 +132,7 @@ class Completion:
     logprobs: np.ndarray  # [R] float32, of the sampled tokens under the sampling temperature
     versions: np.ndarray  # [R] int32, policy version that produced each token
     finish_reason: str  # one of FINISH_REASONS
-    cached_prompt_tokens: int  # prompt tokens that came out of the prefix cache
+    cached_prompt_tokens: int = 0  # prompt tokens that came out of the prefix cache
 
 
 @dataclass(frozen=True, slots=True)

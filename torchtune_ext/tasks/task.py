@@ -19,12 +19,15 @@ class Score:
 
     reward: float  # what the policy is trained on
     parts: dict[str, float]  # named components of the reward, for the log
+    note: str = ""  # for people: what was wrong with the text, what a compiler said; cut to 2,000 characters
 
 
 class Task(Protocol):
     """A sequence of problems with one grader. Problems are a pure function of the index, so a cursor resumes a run.
 
-    `grade` runs in a worker process: it must be picklable, and a text of the policy's must never make it raise.
+    `grade` runs in a worker process: it must be picklable, and a text of the policy's must never make it raise. A task whose
+    grader compares has `grade_group(problem, texts) -> list[Score]` besides; where it is there, the samples of a problem are
+    graded by it, all together, in the place of `grade`.
     """
 
     def __len__(self) -> int: ...

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtune_ext.advantages import Group, Sample
+from torchtune_ext.groups import Group, Sample
 from torchtune_ext.run.files import explained
 from torchtune_ext.run.folder import read_record
 from torchtune_ext.telemetry.metrics import read_metrics
@@ -238,7 +238,7 @@ def _fit(groups: list[Group], limits: Limits, pieces: TokenPieces | None, budget
 
 
 def _rewards(group: Group) -> list[float]:
-    return [sample.outcome.score.reward for sample in group.samples if sample.outcome.score is not None]
+    return [sample.score.reward for sample in group.samples if sample.score is not None]
 
 
 def _spread(group: Group) -> float:
@@ -248,7 +248,7 @@ def _spread(group: Group) -> float:
 
 def _group_record(group: Group, num_samples: int, num_tokens: int, pieces: TokenPieces | None) -> dict[str, Any]:
     def order(sample: Sample) -> float:
-        return -np.inf if sample.outcome.score is None else sample.outcome.score.reward
+        return -np.inf if sample.score is None else sample.score.reward
 
     rewards = _rewards(group)
     samples = _spaced(sorted(group.samples, key=order, reverse=True), num_samples)
@@ -262,7 +262,7 @@ def _group_record(group: Group, num_samples: int, num_tokens: int, pieces: Token
         "count": len(group.samples),
         "trained": sum(sample.trained for sample in group.samples),
         "signal": group.has_signal,
-        "failed": sum(sample.outcome.score is None for sample in group.samples),
+        "failed": sum(sample.score is None for sample in group.samples),
         "mean": _finite(float(np.mean(rewards))) if rewards else None,
         "spread": _finite(_spread(group)),
         "rewards": [_finite(reward) for reward in rewards],
@@ -271,28 +271,30 @@ def _group_record(group: Group, num_samples: int, num_tokens: int, pieces: Token
 
 
 def _sample_record(sample: Sample, num_tokens: int, pieces: TokenPieces | None) -> dict[str, Any]:
-    outcome, count = sample.outcome, len(sample.tokens)
+    completion, outcome, score = sample.completion, sample.outcome, sample.score
+    count = len(completion.tokens)
     head = count if count <= num_tokens else num_tokens // 2
     keep = np.r_[0:head, max(head, count - num_tokens // 2) : count] if count > num_tokens else np.arange(count)
-    logprobs = np.nan_to_num(sample.logprobs[keep].astype(np.float64), nan=-99.0, posinf=0.0, neginf=-99.0)
+    logprobs = np.nan_to_num(completion.logprobs[keep].astype(np.float64), nan=-99.0, posinf=0.0, neginf=-99.0)
     record: dict[str, Any] = {
         "text": sample.text if count <= num_tokens else _cut_text(sample.text, 8 * num_tokens),
-        "ids": sample.tokens[keep].tolist(),
+        "ids": completion.tokens[keep].tolist(),
         "nats": np.rint(-1000 * logprobs).astype(int).tolist(),  # thousandths, positive
         "count": count,
         "gap": head if count > num_tokens else None,  # where tokens were left out
-        "reward": None if outcome.score is None else _finite(outcome.score.reward),
-        "parts": {} if outcome.score is None else {k: _finite(v) for k, v in outcome.score.parts.items()},
-        "outcome": outcome.kind,
-        "cause": _cut_text(outcome.cause, 2000),
+        "reward": None if score is None else _finite(score.reward),
+        "parts": {} if score is None else {k: _finite(v) for k, v in score.parts.items()},
+        "note": "" if score is None else _cut_text(score.note, 2000),
+        "outcome": "not graded" if outcome is None else outcome.kind,
+        "cause": "" if outcome is None else _cut_text(outcome.cause, 2000),
         "advantage": _finite(sample.advantage),
         "trained": bool(sample.trained),
-        "finish": sample.finish_reason,
-        "versions": run_lengths(sample.versions),
-        "logprob": _finite(float(np.mean(sample.logprobs, dtype=np.float64))) if count else None,
+        "finish": completion.finish_reason,
+        "versions": run_lengths(completion.versions),
+        "logprob": _finite(float(np.mean(completion.logprobs, dtype=np.float64))) if count else None,
     }
     if pieces is not None:
-        record["pieces"] = pieces.split(sample.tokens)[:head] + pieces.split(sample.tokens[keep[head:]])
+        record["pieces"] = pieces.split(completion.tokens)[:head] + pieces.split(completion.tokens[keep[head:]])
     return record
 
 

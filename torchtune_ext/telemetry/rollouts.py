@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from torchtune_ext.advantages import Group, Sample
 from torchtune_ext.grading import Outcome
+from torchtune_ext.groups import Group, Sample
 from torchtune_ext.run.files import write_atomic
+from torchtune_ext.sampling.records import Completion
 from torchtune_ext.tasks.task import Problem, Score
 
 log = logging.getLogger(__name__)
@@ -140,19 +141,21 @@ def _group_line(group: Group) -> str:
 
 
 def _sample_text(sample: Sample) -> str:
-    outcome = sample.outcome
+    completion, outcome, score = sample.completion, sample.outcome, sample.score
     head = {
         "text": sample.text,
-        "reward": None if outcome.score is None else _number(outcome.score.reward),
-        "parts": None if outcome.score is None else {k: _number(v) for k, v in outcome.score.parts.items()},
-        "outcome": outcome.kind,
-        "cause": outcome.cause,
-        "finish_reason": sample.finish_reason,
+        "reward": None if score is None else _number(score.reward),
+        "parts": None if score is None else {k: _number(v) for k, v in score.parts.items()},
+        "note": None if score is None else score.note,
+        "outcome": None if outcome is None else outcome.kind,
+        "cause": None if outcome is None else outcome.cause,
+        "finish_reason": completion.finish_reason,
+        "cached_prompt_tokens": completion.cached_prompt_tokens,
         "advantage": _number(sample.advantage),
         "trained": bool(sample.trained),
-        "versions": run_lengths(sample.versions),
+        "versions": run_lengths(completion.versions),
     }
-    return f'{json.dumps(head)[:-1]},"tokens":{_ints(sample.tokens)},"logprobs":{_floats(sample.logprobs)}}}'
+    return f'{json.dumps(head)[:-1]},"tokens":{_ints(completion.tokens)},"logprobs":{_floats(completion.logprobs)}}}'
 
 
 def _group(record: dict[str, Any]) -> Group:
@@ -165,17 +168,24 @@ def _group(record: dict[str, Any]) -> Group:
 
 
 def _sample(record: dict[str, Any]) -> Sample:
-    score = None
+    score = outcome = None
     if record["reward"] is not None:
-        score = Score(float(record["reward"]), {name: float(value) for name, value in record["parts"].items()})
+        parts = {name: float(value) for name, value in record["parts"].items()}
+        score = Score(float(record["reward"]), parts, record.get("note", ""))  # earlier versions wrote no notes
+    if record["outcome"] is not None:
+        outcome = Outcome(kind=record["outcome"], score=score, cause=record["cause"])
     versions = [version for version, count in record["versions"] for _ in range(count)]
-    return Sample(
+    completion = Completion(
         tokens=np.array(record["tokens"], dtype=np.int32),
         logprobs=np.array([float(value) for value in record["logprobs"]], dtype=np.float32),
         versions=np.array(versions, dtype=np.int32),
-        text=record["text"],
         finish_reason=record["finish_reason"],
-        outcome=Outcome(kind=record["outcome"], score=score, cause=record["cause"]),
+        cached_prompt_tokens=record.get("cached_prompt_tokens", 0),
+    )
+    return Sample(
+        completion,
+        text=record["text"],
+        outcome=outcome,
         advantage=float(record["advantage"]),
         trained=record["trained"],
     )

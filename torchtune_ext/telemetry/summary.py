@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import numpy as np
 import torch
 
-from torchtune_ext.advantages import Group
 from torchtune_ext.evaluation import accuracy
+from torchtune_ext.groups import Group
 from torchtune_ext.sampling.records import EngineStats
 
 
@@ -58,12 +58,12 @@ def evaluation_metrics(sampled: Sequence[Group], greedy: Sequence[Group]) -> dic
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Rewards with their parts, and lengths, over all samples of the groups (graded ones for the rewards)."""
     samples = [s for g in groups for s in g.samples]
-    scores = [s.outcome.score for s in samples if s.outcome.score is not None]
-    lengths = np.array([len(s.tokens) for s in samples])
+    scores = [s.score for s in samples if s.score is not None]
+    lengths = np.array([len(s.completion.tokens) for s in samples])
     values = {
         "length/mean": float(lengths.mean()),
         "length/max": float(lengths.max()),
-        "length/truncated": sum(s.finish_reason == "length" for s in samples) / len(samples),
+        "length/truncated": sum(s.completion.finish_reason == "length" for s in samples) / len(samples),
         "length/tokens": float(lengths.sum()),
     }
     if scores:

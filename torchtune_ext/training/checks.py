@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from torchtune_ext.advantages import AdvantageConfig
+from torchtune_ext.objective.loss import Needs
 from torchtune_ext.sampling.records import SamplingConfig
 
 
@@ -32,6 +33,20 @@ def check_sampling(sampling: SamplingConfig, samples_per_prompt: int, advantage:
         )
     if sampling.seed is not None:
         raise ValueError(f"sampling.seed={sampling.seed}: a run draws its own seeds for every step; set `seed`")
+
+
+def check_needs(settings: Mapping[str, Any], needs: Needs) -> None:
+    """A loss of the user's own that has a coefficient for what it does not ask for would not get it.
+
+    Args:
+        settings: `loss:` of the YAML.
+    """
+    for key, got, attribute in (("kl_coef", needs.reference, "needs_reference"), ("top_k", needs.top_k, "top_k")):
+        if settings.get(key) and not got:
+            raise ValueError(
+                f"loss.{key}={settings[key]}, but the loss {settings.get('_component_')} does not ask for it: give the class "
+                f"the attribute `{attribute}` (docs/objectives.md), or leave the setting out"
+            )
 
 
 def release_memory() -> None:

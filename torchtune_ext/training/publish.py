@@ -7,9 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchtune_ext.advantages import Group, Sample
 from torchtune_ext.chat import ChatTokenizer
-from torchtune_ext.grading import Outcome
+from torchtune_ext.groups import Group, Sample
 from torchtune_ext.packing import Row, contexts, pack
 from torchtune_ext.policy.logprobs import LabelScores
 from torchtune_ext.policy.weights import HFModel
@@ -158,8 +157,5 @@ def canary_prompts(task: Task, tokenizer: ChatTokenizer) -> list[list[int]]:
 
 
 def _as_group(prompt: list[int], completions: Sequence[Completion]) -> Group:
-    outcome = Outcome("scored", None, "")
-    samples = (
-        Sample(c.tokens, c.logprobs, c.versions, "", c.finish_reason, outcome, trained=True) for c in completions
-    )
-    return Group(Problem("canary", (), None), np.asarray(prompt, dtype=np.int32), tuple(samples))
+    samples = tuple(Sample(completion, trained=True) for completion in completions)
+    return Group(Problem("canary", (), None), np.asarray(prompt, dtype=np.int32), samples)

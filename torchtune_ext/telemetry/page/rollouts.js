@@ -197,6 +197,7 @@ class Browser {
         el("span", { class: "chip" }, `${sample.count} tokens`), el("span", { class: "chip", title: "mean log-prob of a token" }, `log-prob ${format(sample.logprob, "")}`),
         sample.trained ? null : el("span", { class: "chip" }, "not trained")),
       sample.cause ? el("div", { class: "cause" }, sample.cause) : null,
+      sample.note ? el("div", { class: "note" }, sample.note) : null,
       this.view === "text" ? el("pre", { class: "text" }, ...this.marked(sample.text)) : this.tokens(sample));
   }
 
