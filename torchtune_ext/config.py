@@ -53,6 +53,7 @@ def load_config(schema: type, cfg: DictConfig) -> DictConfig:
     """
     defaults = {f.name: f.default for f in fields(schema)}
     preset = cfg.get("preset", defaults.get("preset"))
+    _refuse_moved([str(key) for key in cfg], list(defaults))
     try:
         if preset is not None:
             cfg = _over(load_preset(preset, list(defaults)), cfg)
@@ -72,6 +73,14 @@ def load_config(schema: type, cfg: DictConfig) -> DictConfig:
         raise ValueError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
     OmegaConf.get_cache(merged)[_MARK] = _references(OmegaConf.create(_marked(written)))
     return merged
+
+
+def _refuse_moved(keys: list[str], known: list[str]) -> None:
+    """Names all keys of an earlier version at once, since a YAML that has one has several."""
+    moved = {key: MOVED[key] for key in keys if key not in known and MOVED.get(key, "").split(".")[0] in known}
+    if moved:
+        found = ", ".join(f"{old!r} is {new}" for old, new in moved.items())
+        raise ValueError(f"unknown key{'s' * (len(moved) > 1)} of an earlier version in the config: now {found}")
 
 
 def record(cfg: DictConfig) -> dict[str, Any]:

@@ -404,7 +404,16 @@ def test_a_loss_of_ones_own_has_to_ask_for_what_the_yaml_sets():
 
 @pytest.mark.parametrize(("old", "new"), MOVED.items())
 def test_an_old_key_names_the_new_one(old, new):
-    with pytest.raises(ValueError, match=f"unknown key '{old}' in the config; it is {re.escape(new)} now"):
+    message = f"unknown key of an earlier version in the config: now '{old}' is {re.escape(new)}$"
+    with pytest.raises(ValueError, match=message):
         load_config(grpo.Config, OmegaConf.create({**NEEDED, old: 1}))
     node, _, name = new.partition(".")
     assert isinstance(load_config(grpo.Config, OmegaConf.create({**NEEDED, node: {name: 1}}))[node], DictConfig)
+
+
+def test_all_old_keys_are_named_at_once():
+    old = OmegaConf.create({**NEEDED, "metrics": ["wandb"], "eval_task": {"_component_": "a.Task"}, "lr_warmup": 4})
+    with pytest.raises(
+        ValueError, match="unknown keys of an earlier version .*'metrics' is logging.to, 'eval_task' is "
+    ):
+        load_config(grpo.Config, old)
