@@ -41,9 +41,8 @@ def newest_wheel(folder: str) -> Path:
 
 class BdistWheel(bdist_wheel):
     def run(self):
-        shutil.rmtree(
-            self.get_finalized_command("build").build_lib, ignore_errors=True
-        )  # no file that was deleted since
+        # The wheel shall hold no file that was deleted since the last one was built.
+        shutil.rmtree(self.get_finalized_command("build").build_lib, ignore_errors=True)
         super().run()
         add_start_files(newest_wheel(self.dist_dir))
 

@@ -104,11 +104,8 @@ def main() -> int:
     if args.list:
         print("\n".join(map(str, drawn)))
         return 0
-    for number in (
-        signal.SIGINT,
-        signal.SIGHUP,
-        signal.SIGTERM,
-    ):  # a signal that is ignored here would be so in the runs
+    # A signal that is ignored here would be ignored in the runs, too.
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     args.out = args.out.absolute()
     if not (args.out / "workplace").exists():

@@ -95,9 +95,8 @@ def draw(seed: int, number: int, names: tuple[str, ...] = NAMES) -> Drawn:
     """Round `number` (from 1). Every block of rounds holds each fault as often as its weight says, and each fault goes
     through its phases in turn, so that all come up evenly."""
     chosen, most = [fault for fault in FAULTS if fault.name in names], max(fault.weight for fault in FAULTS)
-    passes = [
-        [fault for fault in chosen if fault.weight > turn] for turn in range(most)
-    ]  # the first has every fault once
+    # The first pass has every fault once.
+    passes = [[fault for fault in chosen if fault.weight > turn] for turn in range(most)]
     block, place = divmod(number - 1, sum(map(len, passes)))
     order = [f for i, bag in enumerate(passes) for f in random.Random(f"{seed}/{block}/{i}").sample(bag, len(bag))]
     fault = order[place]

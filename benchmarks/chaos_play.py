@@ -292,9 +292,8 @@ class Play:
             self.say(run, self.fault.message)
         if code == 0 and allow_success and self.newest == STEPS:
             return  # the fault came too late to matter
-        early = (
-            self.result.hit == "imports"
-        )  # nobody listens to signals yet, and a module may make its own error of one
+        # While modules are imported nobody listens to signals yet, and a module may make its own error of one.
+        early = self.result.hit == "imports"
         expected = (*(status or self.fault.status), *((1,) if early and self.fault.name == "sigint" else ()))
         if code not in expected:
             self.result.problems.append(f"status {code}, not {' or '.join(map(str, expected))}")

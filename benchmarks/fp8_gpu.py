@@ -251,9 +251,8 @@ def part_gemm(run: Run) -> None:
         for backend in backends
         if backend != "torchao" or tokens == run.tokens[0]
     ]
-    work.sort(
-        key=lambda row: row[-1] == "torchao"
-    )  # last: it tries all its tilings for each shape, which takes seconds
+    # torchao comes last: it tries all its tilings for each shape, which takes seconds.
+    work.sort(key=lambda row: row[-1] == "torchao")
     for name, layers, shape, *rest in work:
         labels = name, layers, f"{shape[0]} x {shape[1]}", *rest
         run.report.attempt(labels, lambda s=shape, r=rest: case(s, *r))

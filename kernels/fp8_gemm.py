@@ -240,9 +240,8 @@ def _imported(name: str) -> ModuleType | Exception:
     """The module, or why there is none; asked for again before every GEMM, so the callers keep either."""
     try:
         return importlib.import_module(name)
-    except (
-        Exception
-    ) as error:  # not ImportError alone: DeepGEMM asserts that there is a CUDA_HOME, torchao raises ValueError
+    except Exception as error:
+        # Not an ImportError alone: DeepGEMM asserts that there is a CUDA_HOME, torchao raises ValueError.
         return error
 
 

@@ -183,9 +183,8 @@ def _use_triton(x: Tensor, backend: str) -> bool:
 def _triton_activation(
     x: Tensor, power_of_two: bool, rows: bool = True, columns: bool = True
 ) -> tuple[Fp8Blocks | None, Fp8Blocks | None]:
-    from torchtune_ext.kernels.fp8_quantize_triton import (
-        quantise_activation as kernel,
-    )  # a CPU environment lacks triton
+    # Imported here, since a CPU environment lacks triton.
+    from torchtune_ext.kernels.fp8_quantize_triton import quantise_activation as kernel
 
     shape = tuple(x.shape)
     row_form, column_form = kernel(x, power_of_two, rows, columns, AMAX_FLOOR, FP8_MAX)

@@ -43,14 +43,12 @@ class AdvantageConfig:
     baseline: str = "mean"  # of the group: "mean", or "leave_one_out" (of the others)
     scale: str = "group_std"  # "group_std", "batch_std" (of all rewards of the step) or "none"
     pass_k: int = 1  # above 1: a sample is worth the mean best reward of k samples of its group, itself among them
-    truncated: str = (
-        "keep"  # samples cut by max_tokens or a deadline: "keep", "mask" (in the baseline only) or "penalise"
-    )
+    # Samples cut by max_tokens or a deadline: "keep", "mask" (they count in the baseline only) or "penalise".
+    truncated: str = "keep"
     penalty: float = 1.0  # taken off the reward of a cut sample by "penalise"
-    overlong: float = (
-        0.0  # last share of max_tokens over which "penalise" grows from 0 to `penalty` (DAPO: 0.2); with it, a
-    )
-    # group carries a signal only if the grader's rewards differ: lengths alone would be normalised to full size
+    # The last share of max_tokens over which "penalise" grows from 0 to `penalty` (DAPO: 0.2). With it a group carries a signal
+    # only if the grader's rewards differ: lengths alone would be normalised to full size.
+    overlong: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value, known in (

@@ -131,9 +131,8 @@ def _references(node: DictConfig | ListConfig) -> dict[tuple, str]:
         _asked.clear()
         try:
             value = node[key]
-        except (
-            Exception
-        ):  # whatever a resolver says to a reference in the place of a value; the settings are resolved already
+        except Exception:
+            # A resolver may say anything to a reference in the place of a value. The settings are resolved already.
             value = None
         if _asked:
             whole = isinstance(value, str) and f"${{{_MARK}:" in value

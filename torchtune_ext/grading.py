@@ -40,9 +40,8 @@ __all__ = ["FAILED_PART", "Grader", "GraderConfig", "Outcome", "log_failures", "
 log = logging.getLogger(__name__)
 
 START_DEADLINE_S = 120.0  # for a worker to import the task's module
-WAKE_S = (
-    1.0  # after which a wait looks whether another thread took a Ctrl-C, which Python acts on in the main one alone
-)
+# Python acts on a Ctrl-C in the main thread alone, but the kernel may give it to another: so often a wait looks for one.
+WAKE_S = 1.0
 MAX_START_FAILURES = 3  # in a row, before the Grader gives up
 _LOST = (EOFError, OSError, pickle.UnpicklingError)  # how the end of a worker looks from here
 

@@ -79,9 +79,8 @@ def sample_groups(
                 decoding = thread.submit(hand_in)
                 completions = engine.sample(prompts, samples_per_prompt, sampling, on_completion)
             finally:
-                arrived.put(
-                    None
-                )  # also when Ctrl-C comes while the thread is being started, which then waits all the same
+                # Also when Ctrl-C comes while the thread is being started, which then waits all the same.
+                arrived.put(None)
             decoding.result()
         outcomes = _outcomes(grades, together)
     except BaseException:

@@ -159,9 +159,8 @@ def test_the_kl_term_and_refills(workplace):
     ]
     runs.run(workplace, "grpo_full", *args)
     lines = runs.metrics(workplace / "kl")
-    assert lines[1]["loss/kl_ref"] == pytest.approx(
-        0.0, abs=1e-9
-    )  # before the first update the policy is the reference
+    # Before the first update the policy is the reference.
+    assert lines[1]["loss/kl_ref"] == pytest.approx(0.0, abs=1e-9)
     assert lines[2]["loss/kl_ref"] > 1e-6
 
 

@@ -284,10 +284,9 @@ def test_fp8_configs_train_and_sample_all_but_the_head_in_fp8(name, layers, in_f
         linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
         found = memory.in_fp8(model, config, trains=True)
         assert len(linear) == layers and len(found) == in_fp8 and "lm_head" not in found
-        tensor_parallel = cfg.engine.get(
-            "tensor_parallel_size", 1
-        )  # vLLM cuts whole blocks: in-features of o and down,
-        for kind, (out, features) in found.items():  # out-features of the others
+        # vLLM cuts whole blocks: in-features of o and down, out-features of the others.
+        tensor_parallel = cfg.engine.get("tensor_parallel_size", 1)
+        for kind, (out, features) in found.items():
             cut = features if kind.endswith(("o_proj", "down_proj")) else out
             assert cut % (128 * tensor_parallel) == 0, kind
 
@@ -339,9 +338,9 @@ def test_values_of_the_environment_are_kept_as_references(monkeypatch, written, 
     assert found["engine"] == {"a": {"b": [0, kept]}}
     assert found["task"] == {"deep": [{"token": "${oc.env:TTE_TOKEN}", "plain": 1}], "two": 2}
     rest = OmegaConf.to_container(cfg)
-    assert {k: v for k, v in found.items() if k not in ("engine", "task")} == {
-        k: v for k, v in rest.items() if k not in ("engine", "task")
-    }  # everything else is resolved
+    # Everything else is resolved.
+    others = [{k: v for k, v in node.items() if k not in ("engine", "task")} for node in (found, rest)]
+    assert others[0] == others[1]
 
 
 def test_references_in_typed_keys_overrides_and_presets(monkeypatch, tmp_path):

@@ -1,7 +1,9 @@
 """The rules of the house, held by reading the source: who may import whom, and how long things may get."""
 
 import ast
+import io
 import re
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -170,6 +172,24 @@ def test_recipe_lists_its_knobs(path):
     for knob in knobs:
         stated = lines[knob.lineno - 2 : knob.end_lineno]
         assert any("#" in line for line in stated), f"{path}:{knob.lineno}: say in one line what {knob.target.id} is"
+
+
+COMMENTED = sorted(set(WRITTEN) | set(python_files("tests")))
+
+
+@pytest.mark.parametrize("path", COMMENTED, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_comment_hangs_on_the_end_of_a_wrapped_line(path):
+    """The formatter leaves a trailing comment at a bracket or a piece of an expression, where it says nothing: such a comment
+    belongs on a line of its own above. Allowed inside brackets: behind an item and its comma, and behind the opening one."""
+    text = path.read_text(encoding="utf-8")
+    lines, depth = text.splitlines(), 0
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.OP:
+            depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(token.string, 0)
+        if token.type == tokenize.COMMENT and not re.match(r"#\s*(fmt|noqa|type):", token.string):
+            code = lines[token.start[0] - 1][: token.start[1]].strip()
+            hangs = depth and code and not code.endswith((",", "(", "[", "{"))
+            assert not hangs and code[:1] not in (")", "]", "}"), f"{path}:{token.start[0]}: {token.string}"
 
 
 def test_every_config_belongs_to_a_recipe():

@@ -286,9 +286,8 @@ def test_dora_in_bfloat16_answers_to_small_changes_of_its_magnitude(options, cha
         layer.magnitude.copy_((whole(layer.weight).double() + product).norm(dim=1) * (1 + change))
         x = torch.randn(512, 256).to(device, torch.bfloat16)
         found = layer(x).double()
-    base = (
-        x.double() @ (whole(layer.weight).bfloat16().double() + product).T
-    )  # values of NF4 are rounded where they are used
+    # Values of NF4 are rounded where they are used.
+    base = x.double() @ (whole(layer.weight).bfloat16().double() + product).T
     bias = 0.0 if layer.bias is None else layer.bias.detach().double()
     answer = ((found - bias - base) * base).sum() / base.pow(2).sum()
     # Of one rounding: evenly within a step, 2^-7 of the power of two below, and so with a variance of step^2 / 12.
@@ -325,9 +324,8 @@ def test_the_applied_share_tells_the_adapter_from_the_base():
     effect = 0.01 * torch.randn(64)
     noise = 0.001 * torch.randn(64)
     share, spread = share_of(off + effect + noise, off + effect, off)
-    assert (
-        abs(share - 1) < 4 * spread / 8 and spread < RESOLVED
-    )  # 64 tokens: the slope is 8 times steadier than one token
+    # Of 64 tokens the slope is 8 times steadier than of one.
+    assert abs(share - 1) < 4 * spread / 8 and spread < RESOLVED
     share, spread = share_of(off + noise, off + effect, off)
     assert abs(share) < 4 * spread / 8 and spread < RESOLVED
     assert share_of(off, off, off)[1] == float("inf")

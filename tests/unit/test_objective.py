@@ -118,9 +118,8 @@ def test_total_variation_drops_what_moved_too_far_with_its_advantage():
     for delta, dropped in ((0.15, [1, 0, 0, 1, 0]), (0.19, [0, 0, 0, 1, 0]), (0.21, [0] * 5), (0.02, [1, 0, 1, 1, 0])):
         _, gradients, metrics = value_and_gradient(PolicyLoss(constraint="tv", delta=delta), tokens())
         want = [0.0 if d else -r * a for d, r, a in zip(dropped, RATIOS, ADVANTAGES, strict=True)]
-        assert gradients == pytest.approx(
-            want, abs=1e-12
-        )  # with delta 0.02 the second and the last are outside, on the way back
+        # With delta 0.02 the second and the last are outside, on the way back.
+        assert gradients == pytest.approx(want, abs=1e-12)
         assert metrics["clip_fraction"] == dropped
 
 

@@ -191,11 +191,8 @@ def test_sample_sums_and_means():
 # --- gradients and numbers ---------------------------------------------------------------------------------------------
 
 
-STOPPED = {
-    "cispo",
-    "sequence cispo",
-    "k1",
-}  # their value is not the integral of their gradient; worked by hand in test_objective.py
+# Their value is not the integral of their gradient; they are worked by hand in test_objective.py.
+STOPPED = {"cispo", "sequence cispo", "k1"}
 
 
 @pytest.mark.parametrize("name", [name for name in LOSSES if name not in STOPPED])

@@ -139,9 +139,8 @@ shapes_strategy = st.lists(
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@example(
-    shapes=[(5, [5, 1])], seed=5, slack=0, aggregation="sequence", pad=False, kl=True
-)  # samples that cancel each other
+# Samples that cancel each other.
+@example(shapes=[(5, [5, 1])], seed=5, slack=0, aggregation="sequence", pad=False, kl=True)
 @given(shapes=shapes_strategy, seed=st.integers(0, 2**31), slack=st.integers(0, 30), aggregation=st.sampled_from(["token", "sequence"]),
        pad=st.booleans(), kl=st.booleans())  # fmt: skip
 def test_logprobs_and_gradients(shapes, seed, slack, aggregation, pad, kl):

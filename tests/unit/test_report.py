@@ -121,12 +121,8 @@ def test_embeds_the_run(tmp_path):
     assert ["task.path", HOSTILE] in overview["config"]
     assert [entry["step"] for entry in overview["rollouts"]] == [3, 6, 9, 12]
     groups = data["rollouts-6"]
-    assert [group["id"][:9] for group in groups] == [
-        "problem-3",
-        "problem-2",
-        "problem-1",
-        "problem-0",
-    ]  # widest spread first
+    # The widest spread comes first.
+    assert [group["id"][:9] for group in groups] == ["problem-3", "problem-2", "problem-1", "problem-0"]
     source = make_group(6, 3, spread=3 / 4)
     sample = next(sample for sample in groups[0]["samples"] if sample["text"] == source.samples[0].text)
     assert sample["ids"] == source.samples[0].completion.tokens.tolist()

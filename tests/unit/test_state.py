@@ -248,9 +248,8 @@ def test_files_that_may_not_grow(tmp_path, trained):
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
             assert names(tmp_path / "c") == ["step_000001"], size
 
-    child = fork(
-        save_with_limits, tmp_path / "errors"
-    )  # a process of its own, for the limit holds for all that it writes
+    # In a process of its own, for the limit holds for all that it writes.
+    child = fork(save_with_limits, tmp_path / "errors")
     _, status = os.waitpid(child, 0)
     assert status == 0, (tmp_path / "errors").read_text()
     assert checkpoints.choose() == tmp_path / "c" / "step_000001"

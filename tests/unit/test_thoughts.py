@@ -21,9 +21,8 @@ PLAIN = """{% for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content }}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-THINKS = PLAIN.replace(
-    "assistant\n{% endif %}", "assistant\n<think>\n{% endif %}"
-)  # as Qwen3-Thinking-2507, R1 distills
+# As Qwen3-Thinking-2507 and the R1 distills.
+THINKS = PLAIN.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
 SWITCHED_OFF = PLAIN.replace("assistant\n{% endif %}", "assistant\n<think>\n\n</think>\n\n{% endif %}")
 
 CUT = "Let me think. ... maybe \\boxed{3}, wait"

@@ -93,9 +93,8 @@ def _check_ranges(constraint: str, level: str, options: Mapping[str, Any]) -> No
             )
         if name == "delta" and constraint == "tv" and not value < 1.0:
             raise ValueError(f"loss.delta={value} never cuts: probabilities differ by at most 1; DPPO uses 0.2")
-        if name == "top_k" and not (
-            isinstance(value, int) and value >= 1
-        ):  # no default: the recipe reads the setting, too
+        # `top_k` has no default, since it costs memory.
+        if name == "top_k" and not (isinstance(value, int) and value >= 1):
             raise ValueError(
                 f"loss.constraint='kl' needs loss.top_k, a whole number of tokens, often 16; it is {value}"
             )

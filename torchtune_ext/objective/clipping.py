@@ -52,10 +52,8 @@ def kl3_bounds(delta: float) -> tuple[float, float]:
     its digits, so d = log r is found by Newton's method on expm1(d) - d = delta, in float64.
     """
     root, found = math.sqrt(2.0 * delta), []
-    for d in (
-        -root - delta,
-        math.log1p(root + delta),
-    ):  # outside of both roots: convex, so Newton's method never overshoots
+    # Both beginnings lie outside of the roots. The function is convex, so Newton's method never overshoots.
+    for d in (-root - delta, math.log1p(root + delta)):
         for _ in range(100):
             step = (math.expm1(d) - d - delta) / math.expm1(d)
             d -= step

@@ -41,12 +41,10 @@ class Tokens:
     advantages_L: Tensor  # float32
     versions_L: Tensor  # int32, policy version that sampled the label
     samples_L: Tensor  # int64, index of the completion in the row
-    old_top_LK: Tensor | None = (
-        None  # float32, the proximal policy's K highest log-probs; None: not stored, or pi = pi_old
-    )
-    top_LK: Tensor | None = (
-        None  # float32, log-probs of the same K tokens under the policy that is trained, no gradient
-    )
+    # float32, the proximal policy's K highest log-probs; None: not stored, or pi = pi_old.
+    old_top_LK: Tensor | None = None
+    # float32, log-probs of the same K tokens under the policy that is trained, without gradient.
+    top_LK: Tensor | None = None
 
 
 Loss = Callable[[Tokens], tuple[Tensor, dict[str, Tensor]]]

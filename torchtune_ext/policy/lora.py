@@ -131,9 +131,8 @@ def prepare(model: nn.Module, base_dtype: torch.dtype) -> None:
                 setattr(module, name, nn.Parameter(param.to(base_dtype), requires_grad=False))
     for module in adapted_modules(model).values():
         for linear in (module.lora_a, module.lora_b):
-            linear.__class__ = (
-                _MasterLinear  # of the class, not of the instance: torch.compile shares it between layers
-            )
+            # The class's forward, not the instance's: torch.compile shares it between layers.
+            linear.__class__ = _MasterLinear
         if isinstance(module, DoRALinear):
             module.__class__ = _DoRALinear
     model._state_dict_hooks.clear()  # torchtune's would dequantise the whole model for every checkpoint of the adapters

@@ -13,9 +13,8 @@ def fill(param: Tensor, full: Tensor) -> None:
 
     A quantised parameter quantises the whole tensor before it is cut, so that the bits do not depend on the number of ranks.
     """
-    local = (
-        param._local_tensor if isinstance(param, DTensor) else param
-    )  # to_local() makes a new object of an NF4 tensor
+    # to_local() would make a new object of an NF4 tensor.
+    local = param._local_tensor if isinstance(param, DTensor) else param
     full = full.to(local.device, local.dtype)
     if isinstance(local, NF4Tensor):
         part = to_nf4(full, local.block_size, local.scaler_block_size)

@@ -176,9 +176,8 @@ class Core(Protocol):
 
     async def ping(self, deadline_s: float) -> None: ...
 
-    async def load(
-        self, buffers: Sequence[Any], version: int
-    ) -> tuple[float, float]: ...  # seconds of pause, of loading
+    # Returns seconds of pause, of loading.
+    async def load(self, buffers: Sequence[Any], version: int) -> tuple[float, float]: ...
 
     async def checksums(self) -> list[dict[str, int | None]]: ...  # of each worker, see `Engine.checksums`
 

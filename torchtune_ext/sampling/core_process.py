@@ -28,6 +28,7 @@ from torchtune_ext.run.parent import die_with_parent, environment
 
 LOG_LEVEL = os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")
 LOG_FORMAT = "(core) %(asctime)s %(levelname)s %(name)s: %(message)s"
+# Of the trainer, not of the core.
 TORCHRUN = (
     "RANK",
     "WORLD_SIZE",
@@ -36,7 +37,7 @@ TORCHRUN = (
     "ROLE_",
     "MASTER_",
     "TORCHELASTIC_",
-)  # the trainer's, not the core's
+)
 
 
 class CoreProcess:

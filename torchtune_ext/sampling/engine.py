@@ -1,8 +1,8 @@
 """The sampler: one vLLM engine for the whole run, behind plain blocking calls.
 
     engine = Engine(model_dir, EngineConfig(), run_dir)
-    engine.start()                                   # returns at once; the engine comes up beside the trainer's own
-    set-up engine.wait_ready(600)
+    engine.start()                                   # returns at once; the engine comes up beside the trainer's set-up
+    engine.wait_ready(600)
     completions = engine.sample(prompts, n=16, sampling=SamplingConfig(max_tokens=256, seed=1))
     engine.publish(named_tensors, version=1)         # the next tokens come from the new weights
     engine.close()
@@ -115,9 +115,8 @@ class Engine:
             self.close()
             raise EngineFailed(f"the engine did not start: {error}") from error
         self._started = self._thread.submit(self._supervisor.start())
-        if (
-            self.config.sleep
-        ):  # the trainer finds its GPU free, and the engine measured it before the trainer took its part
+        if self.config.sleep:
+            # The trainer finds its GPU free, and the engine measured it before the trainer took its part.
             self.wait_ready()
             self.sleep()
 

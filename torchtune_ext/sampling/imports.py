@@ -41,9 +41,8 @@ def import_vllm(config: EngineConfig) -> None:
     """Imports what the engine's thread will use, in the thread that calls. Import it in two threads at once, and Python
     sees half-made modules: Transformers, Accelerate and torch are imported by the trainer, too."""
     if on_cpu():
-        logging.getLogger("torch._library.triton").setLevel(
-            logging.ERROR
-        )  # that there is no Triton, which nobody expects
+        # It would warn that there is no Triton, which nobody expects.
+        logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
     with environment_kept():
         os.environ["VLLM_CONFIGURE_LOGGING"] = "0"
         if config.address is None:

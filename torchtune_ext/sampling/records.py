@@ -39,9 +39,7 @@ class EngineConfig:
     lora_rank: int | None = None  # of an adapter that will be published; the recipe sets it
     lora_targets: tuple[str, ...] = ()  # layers that have one: "q_proj", ...; empty: all that vLLM can adapt
     load_format: str = "auto"  # "dummy": random weights until the first publication
-    quantization: dict[str, Any] = field(
-        default_factory=dict
-    )  # quantization_config of the weights that will be published
+    quantization: dict[str, Any] = field(default_factory=dict)  # quantization_config of weights that will be published
     seed: int = 0  # of requests that bring no seed of their own, and of "dummy" weights
     start_deadline_s: float = 600.0  # seconds until the engine has to answer after its start
     rpc_deadline_s: float = 300.0  # seconds for one call into the engine (weights, pause, resume)

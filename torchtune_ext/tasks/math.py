@@ -18,6 +18,7 @@ PRESETS = {
     "gsm8k": Source("openai/gsm8k", "main", "train", solution="answer"),
     "math500": Source("HuggingFaceH4/MATH-500", None, "test", question="problem", solution="solution"),
     "deepmath": Source("zwhe99/DeepMath-103K", answer="final_answer"),
+    # Without the 1.79 million repetitions of BytedTsinghua-SIA/DAPO-Math-17k.
     "dapo_math_17k": Source(
         "open-r1/DAPO-Math-17k-Processed", "en", question="prompt", answer="solution",
         remove=(
@@ -25,7 +26,7 @@ PRESETS = {
             "$Answer (without quotes) where $Answer is the answer to the problem.",
             'Remember to put your answer on its own line after "Answer:".',
         ),
-    ),  # without the 1.79 million repetitions of BytedTsinghua-SIA/DAPO-Math-17k
+    ),
     "aime2023": Source("AI-MO/aimo-validation-aime", question="problem", solution="solution", keep=("url", "2023_AIME")),
     "aime2024": Source("HuggingFaceH4/aime_2024", question="problem", solution="solution"),
     "aime2025": Source("math-ai/aime25", split="test", question="problem"),

@@ -18,9 +18,10 @@ SENTENCE_END = re.compile(r"(?<!\\)[.!?][^\w\s]*\s")
 
 STYLES = "text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mbox"
 _STYLED = rf"\\(?:{STYLES})\s*\{{[^{{}}]*\}}"
-# From the first letter behind the value to the end. Each step takes one letter or one group: no two ways to match.
+# From the first letter behind the value to the end, not within a word or a command. Each step takes one letter or one group:
+# there are no two ways to match.
 _TAIL = re.compile(
-    r"(?:(?<![A-Za-z\\])|(?![A-Za-z]))"  # not within a word or a command
+    r"(?:(?<![A-Za-z\\])|(?![A-Za-z]))"
     rf"(?:(?:{_STYLED}|[A-Za-z])(?:\^(?:[23]|\{{[23]\}}))?|[\s/~-]|\\[ ,;:]|\\cdot(?=\s*\\[tm])|(?<=[A-Za-z])\.)+$"
 )
 _POWER = re.compile(r"\^\{?[23]\}?")

@@ -12,9 +12,8 @@ class Panel:
     section: str  # heading it stands under
     title: str
     note: str  # one line that says what a good curve looks like
-    series: tuple[
-        tuple[str, str], ...
-    ]  # (metric, label); a metric "group/x*" takes all that begin so and are not yet drawn
+    # (metric, label) pairs; a metric "group/x*" takes all that begin so and are not yet drawn.
+    series: tuple[tuple[str, str], ...]
     unit: str = ""  # "", "percent", "seconds", "bytes", "gib", "int", "tok/s"
     scale: str = "linear"  # or "log"
     style: str = "line"  # or "stack": areas upon each other

@@ -50,10 +50,9 @@ def model_text(source: HFModel, make_model: Callable[[], nn.Module], adapter: Ad
     with torch.device("meta"):
         model = make_model()
     adapters = adapter_names(model)
+    # Masters are float32, whatever the forward computes in.
     saved = {
-        name: ["float32", *param.shape]  # masters are float32, whatever the forward computes in
-        for name, param in model.named_parameters()
-        if not adapters or name in adapters
+        name: ["float32", *param.shape] for name, param in model.named_parameters() if not adapters or name in adapters
     }
     config = {name: value for name, value in source.config.items() if name[0] != "_" and name not in _WRITERS_NOTES}
     settings: dict[str, Any] = asdict(adapter) if adapter is not None else {}
