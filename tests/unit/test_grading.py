@@ -372,16 +372,12 @@ def test_close_twice_and_use_after():
         grader.grade([(PROBLEM, "reward 1")])
 
 
-def test_throughput_of_a_regular_expression():
-    """5,000 texts a second is the promise; a busy machine gets a factor of two."""
+def test_ten_thousand_texts_come_back_in_order():
+    """How fast: benchmarks/grading.py."""
     items = [(PROBLEM, f"reward {i % 2} " + " " * 800) for i in range(10_000)]
     with Grader(Scripted(), workers=2) as grader:
-        grader.grade(items[:100])
-        begin = time.monotonic()
         outcomes = grader.grade(items)
-        seconds = time.monotonic() - begin
-    assert [outcome.score.reward for outcome in outcomes[:4]] == [0.0, 1.0, 0.0, 1.0]
-    assert len(outcomes) / seconds > 2_500
+    assert [outcome.score.reward for outcome in outcomes] == [0.0, 1.0] * 5_000
 
 
 def test_workers_start_while_another_thread_changes_the_environment():
