@@ -12,6 +12,7 @@ Graders run in worker processes that can be killed at any moment, also inside C 
 concerns no other, and a round trip takes some 0.1 ms, so there is little to gain from chunks.
 """
 
+import concurrent.futures
 import logging
 import os
 import pickle
@@ -26,7 +27,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from typing import Any, Self
+from typing import Self
 
 import cloudpickle
 
@@ -231,20 +232,15 @@ class Grader:
 def results(futures: Sequence[Future]) -> list:
     """What the futures come to, in their order. Where this is interrupted, the rest is cancelled: what a worker has in hand it
     finishes for nobody."""
+    left = set(futures)
     try:
-        return [_result(future) for future in futures]
+        # All at once: to wake up for each of thousands would take the interpreter from the thread that serves.
+        while left:
+            left = concurrent.futures.wait(left, timeout=WAKE_S).not_done
+        return [future.result() for future in futures]
     finally:
         for future in futures:
             future.cancel()
-
-
-def _result(future: Future) -> Any:
-    while True:
-        try:
-            return future.result(timeout=WAKE_S)
-        except TimeoutError:
-            if future.done():  # since a moment ago
-                return future.result()
 
 
 @dataclass(eq=False, slots=True)
