@@ -229,11 +229,16 @@ def test_threads_share_a_grader():
 def test_an_interrupted_call_leaves_no_stale_answers():
     """Ctrl-C in the middle of a call: the answer of that call must not become one of the next, and what it had not begun yet
     is left out."""
+    # A shell that starts the tests in the background makes them ignore SIGINT.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with Grader(Scripted(), workers=1) as grader:
         grader.grade([(PROBLEM, "reward 1")])
         threading.Timer(0.2, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
-        with pytest.raises(KeyboardInterrupt):
-            grader.grade([(PROBLEM, "sleeps 0.5"), *[(PROBLEM, "sleeps 60")] * 5])
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                grader.grade([(PROBLEM, "sleeps 0.5"), *[(PROBLEM, "sleeps 60")] * 5])
+        finally:
+            signal.signal(signal.SIGINT, before)
         begin = time.monotonic()
         assert [o.score.reward for o in grader.grade([(PROBLEM, "reward 2")])] == [2.0]
         assert time.monotonic() - begin < 5
