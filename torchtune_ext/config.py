@@ -75,12 +75,12 @@ def load_config(schema: type, cfg: DictConfig) -> DictConfig:
     return merged
 
 
-def _refuse_moved(keys: list[str], known: list[str]) -> None:
+def _refuse_moved(keys: list[str], known: list[str], where: str = "the config") -> None:
     """Names all keys of an earlier version at once, since a YAML that has one has several."""
     moved = {key: MOVED[key] for key in keys if key not in known and MOVED.get(key, "").split(".")[0] in known}
     if moved:
         found = ", ".join(f"{old!r} is {new}" for old, new in moved.items())
-        raise ValueError(f"unknown key{'s' * (len(moved) > 1)} of an earlier version in the config: now {found}")
+        raise ValueError(f"unknown key{'s' * (len(moved) > 1)} of an earlier version in {where}: now {found}")
 
 
 def record(cfg: DictConfig) -> dict[str, Any]:
@@ -178,6 +178,7 @@ def load_preset(preset: str, known: list[str]) -> DictConfig:
         raise ValueError(f"preset={preset}: {file} is no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(loaded, DictConfig):
         raise ValueError(f"preset={preset}: {file} holds no keys of a recipe")
+    _refuse_moved([str(key) for key in loaded], known, f"preset {file}")
     for key in loaded:
         if key == "preset" or key not in known:
             raise ValueError(unknown_key(str(key), [name for name in known if name != "preset"], f"preset {file}"))
@@ -196,8 +197,6 @@ def _over(preset: DictConfig, cfg: DictConfig) -> DictConfig:
 
 def unknown_key(key: str, known: list[str], where: str = "the config") -> str:
     """The sentence for a key that nobody knows."""
-    if key in MOVED and MOVED[key].split(".")[0] in known:
-        return f"unknown key {key!r} in {where}; it is {MOVED[key]} now"
     near = difflib.get_close_matches(key.split(".")[-1], known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
     return f"unknown key {key!r} in {where}; {hint}"

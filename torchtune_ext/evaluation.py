@@ -21,6 +21,11 @@ class EvaluationConfig:
     samples: int = 1  # samples per held-out problem at the training temperature, beside a greedy one
 
     def __post_init__(self) -> None:
+        if isinstance(self.task, Mapping) and "_component_" not in self.task:
+            raise ValueError(
+                f"evaluation.task={dict(self.task)} names no component: set evaluation.task._component_ to a task, or "
+                "evaluation.task to null"
+            )
         if self.task is not None and not isinstance(self.task, Mapping):
             raise ValueError(
                 f"evaluation.task={self.task!r} must be a mapping: write evaluation.task._component_={self.task}, or null"

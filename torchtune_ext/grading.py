@@ -157,8 +157,9 @@ class Grader:
         self._start_failures = 0  # in a row
         try:
             try:
-                self._workers += [_Worker(self._hello) for _ in range(self._config.workers)]
-            except OSError as error:
+                for _ in range(self._config.workers):
+                    self._workers.append(_Worker(self._hello))
+            except Exception as error:
                 started.set_exception(error)
                 raise
             started.set_result(None)

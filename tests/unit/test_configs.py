@@ -383,7 +383,10 @@ def test_an_old_key_that_has_no_successor_in_a_recipe_is_just_unknown():
 def test_a_held_out_task_is_a_mapping():
     with pytest.raises(ValueError, match=r"write evaluation.task._component_=my_task.Sums, or null"):
         build(EvaluationConfig, {"task": "my_task.Sums"}, "evaluation")
+    with pytest.raises(ValueError, match=r"evaluation.task={'count': 4} names no component"):
+        build(EvaluationConfig, {"task": {"count": 4}}, "evaluation")
     assert build(EvaluationConfig, {"task": None}, "evaluation").task is None
+    build(EvaluationConfig, {"task": {"_component_": None}}, "evaluation")  # as null arrives from the command line
 
 
 def test_a_loss_of_ones_own_has_to_ask_for_what_the_yaml_sets():
@@ -416,3 +419,9 @@ def test_all_old_keys_are_named_at_once():
         ValueError, match="unknown keys of an earlier version .*'metrics' is logging.to, 'eval_task' is "
     ):
         load_config(grpo.Config, old)
+
+
+def test_an_old_key_in_a_preset_names_the_new_one(tmp_path):
+    (tmp_path / "old.yaml").write_text("lr_warmup: 4\n")
+    with pytest.raises(ValueError, match="earlier version in preset .*old.yaml: now 'lr_warmup' is schedule.warmup"):
+        load_config(grpo.Config, OmegaConf.create({**NEEDED, "preset": str(tmp_path / "old.yaml")}))
