@@ -295,9 +295,8 @@ def test_all_futures_end_when_a_grader_gives_up_while_they_are_cancelled():
     for _ in range(5):
         with Grader(RefusesToLoad()) as grader:
             futures = []
-            with pytest.raises(
-                RuntimeError, match="could not start"
-            ):  # of a future, or of `submit` when it is over already
+            # A future raises it, or `submit` where it is over already.
+            with pytest.raises(RuntimeError, match="could not start"):
                 for _ in range(200):
                     futures.append(grader.submit(PROBLEM, "reward 1"))
                 results(futures)
