@@ -31,7 +31,7 @@ quickstart: $(STAMP)
 test: $(STAMP) $(TRITON)
 	"$(VENV)/bin/ruff" check .
 	PATH="$(abspath $(VENV))/bin:$$PATH" "$(VENV)/bin/pytest" -m "not learns and not long" $(PYTEST_ARGS)
-	PYTHONPATH="$(abspath $(TRITON))" "$(VENV)/bin/pytest" tests/unit/test_fp8_triton.py
+	PYTHONPATH="$(abspath $(TRITON))" "$(VENV)/bin/pytest" tests/unit/kernels/test_fp8_triton.py
 
 long: $(STAMP)
 	PATH="$(abspath $(VENV))/bin:$$PATH" "$(VENV)/bin/pytest" -m long --timeout 1800 $(PYTEST_ARGS)

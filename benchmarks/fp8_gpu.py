@@ -1,6 +1,6 @@
-"""FP8 on one Hopper GPU: quantisers against the copy bandwidth; GEMMs, linear layers and a transformer block against bfloat16.
+"""FP8 on one Hopper GPU: quantizers against the copy bandwidth; GEMMs, linear layers and a transformer block against bfloat16.
 
-    python benchmarks/fp8_gpu.py [--tokens 8192 32768] [--models qwen3_8b qwen2_5_32b] [--parts quantise gemm linear block]
+    python benchmarks/fp8_gpu.py [--tokens 8192 32768] [--models qwen3_8b qwen2_5_32b] [--parts quantize gemm linear block]
     python benchmarks/fp8_gpu.py --smoke        # every part once, tiny, on a CPU: tries the script, measures nothing
 
 Prints markdown tables and ends within about eight minutes (`--minutes`). A row whose case failed says why; the exit status is
@@ -53,20 +53,20 @@ from torch import Tensor, nn
 from torchtune_ext.kernels import fp8_gemm
 from torchtune_ext.kernels.fp8_quantize import (
     Fp8Blocks,
-    quantise_columns,
-    quantise_rows,
-    quantise_rows_and_columns,
-    quantise_weight,
+    quantize_columns,
+    quantize_rows,
+    quantize_rows_and_columns,
+    quantize_weight,
 )
-from torchtune_ext.policy.fp8_linear import Fp8Config
+from torchtune_ext.policy.fp8.linear import Fp8Config
 
-ERROR = 2**-7  # relative, in the norm: a fifth of what quantisation costs; a tensor core's sums stay below it
+ERROR = 2**-7  # relative, in the norm: a fifth of what quantization costs; a tensor core's sums stay below it
 QUEUE_MS = 20.0  # in which the host can queue a whole block, forward and backward
-SHARES = {"quantise": 1, "gemm": 4, "linear": 2, "block": 3}  # of the time that is left
+SHARES = {"quantize": 1, "gemm": 4, "linear": 2, "block": 3}  # of the time that is left
 AIMS = {  # wanted, of what
-    "gemm": (1.6, "FProp and DGrad: times a bfloat16 matmul, operands quantised before"),
+    "gemm": (1.6, "FProp and DGrad: times a bfloat16 matmul, operands quantized before"),
     "linear": (1.35, "linear layer, forward and backward: times bfloat16"),
-    "quantise": (0.8, "quantisation: share of the bandwidth of a copy of as many bytes"),
+    "quantize": (0.8, "quantization: share of the bandwidth of a copy of as many bytes"),
 }
 
 
@@ -167,8 +167,8 @@ def header(report: Report, timer: Timer, device: torch.device) -> dict[str, list
     report.table("Backends", "backend | GEMM | can run")
     x, w, dy = (torch.randn(256, 256, dtype=torch.bfloat16, device=device) for _ in range(3))
     backends, chosen = defaultdict(list), {}
-    for gemm, (quantise, _) in gemm_sides(x, w, dy, "torch").items():
-        first, second = quantise()
+    for gemm, (quantize, _) in gemm_sides(x, w, dy, "torch").items():
+        first, second = quantize()
         a, b = (first.T if gemm == "wgrad" else first), (second if gemm == "fprop" else second.T)
         for name, backend in fp8_gemm.BACKENDS.items():
             objection = backend.objection(a, b, out_dtype(gemm))
@@ -181,40 +181,40 @@ def header(report: Report, timer: Timer, device: torch.device) -> dict[str, list
     return backends
 
 
-def part_quantise(run: Run) -> None:
-    run.report.table("Quantisers", "model | what | matrix | backend | ms | GB/s | of a copy of as many bytes")
+def part_quantize(run: Run) -> None:
+    run.report.table("Quantizers", "model | what | matrix | backend | ms | GB/s | of a copy of as many bytes")
     kinds = ("triton", "torch") if run.timer.cuda else ("torch",)
 
-    def case(quantise: Callable, shape: tuple[int, int], kind: str) -> tuple:
+    def case(quantize: Callable, shape: tuple[int, int], kind: str) -> tuple:
         x = run.random(*shape)
-        forms = quantise(x, backend=kind)
+        forms = quantize(x, backend=kind)
         forms = (forms,) if isinstance(forms, Fp8Blocks) else forms
         moved = x.nbytes + sum(form.values.nbytes + form.scales.nbytes for form in forms)
         del forms
         source = torch.empty(moved // 2, dtype=torch.uint8, device=run.device)  # read, and as much written
         target = torch.empty_like(source)
-        copy_ms, ms = run.timer.one(copy=lambda: target.copy_(source), quantise=lambda: quantise(x, backend=kind))
-        run.report.results["quantise"][kind].append(copy_ms / ms)
+        copy_ms, ms = run.timer.one(copy=lambda: target.copy_(source), quantize=lambda: quantize(x, backend=kind))
+        run.report.results["quantize"][kind].append(copy_ms / ms)
         return f"{ms:.3f}", f"{moved / ms / 1e6:.0f}", f"{copy_ms / ms:.0%}{run.timer.remark}"
 
     for name, model in run.models.items():
         widths = sorted({width for shape in model.linears() for width in shape})
         work = [
-            (quantise, (tokens, width))
+            (quantize, (tokens, width))
             for tokens in run.tokens
             for width in widths
-            for quantise in (quantise_rows, quantise_columns, quantise_rows_and_columns)
+            for quantize in (quantize_rows, quantize_columns, quantize_rows_and_columns)
         ]
-        for quantise, shape in [*work, *((quantise_weight, shape) for shape in model.linears())]:
-            what = quantise.__name__.removeprefix("quantise_").replace("_", " ")
+        for quantize, shape in [*work, *((quantize_weight, shape) for shape in model.linears())]:
+            what = quantize.__name__.removeprefix("quantize_").replace("_", " ")
             for kind in kinds:
                 labels = name, what, f"{shape[0]} x {shape[1]}", kind
-                run.report.attempt(labels, lambda q=quantise, s=shape, k=kind: case(q, s, k))
+                run.report.attempt(labels, lambda q=quantize, s=shape, k=kind: case(q, s, k))
 
 
 def part_gemm(run: Run) -> None:
     run.report.table(
-        "GEMMs: times bfloat16 without and with the quantisation of both operands",
+        "GEMMs: times bfloat16 without and with the quantization of both operands",
         "model | layers | out x in | tokens | GEMM | backend | ms | TFLOP/s | bfloat16 | without | with | error",
         "The time of dgrad has the transposition of the weight's values in it; wgrad returns float32, in bfloat16 bfloat16.",
     )
@@ -222,8 +222,8 @@ def part_gemm(run: Run) -> None:
     def case(shape: tuple[int, int], tokens: int, gemm: str, backend: str) -> tuple:
         (N, K), function, dtype = shape, getattr(fp8_gemm, gemm), out_dtype(gemm)
         x, w, dy = run.random(tokens, K), run.random(N, K, scale=0.02), run.random(tokens, N, scale=1e-3)
-        quantise, plain = gemm_sides(x, w, dy)[gemm]
-        operands = quantise()
+        quantize, plain = gemm_sides(x, w, dy)[gemm]
+        operands = quantize()
         error, flag = relative_error(gemm, backend, *operands), ""
         if not error <= ERROR:  # nor NaN
             flag = " TOO LARGE"
@@ -233,7 +233,7 @@ def part_gemm(run: Run) -> None:
         plain_ms, ms, whole_ms = run.timer.one(
             plain=plain,
             fp8=lambda: function(*operands, dtype, backend),
-            whole=lambda: function(*quantise(), dtype, backend),
+            whole=lambda: function(*quantize(), dtype, backend),
         )
         flops = 2 * tokens * N * K
         if gemm != "wgrad" and not flag:
@@ -325,7 +325,7 @@ def part_block(run: Run) -> None:
                 run.report.attempt(labels, lambda values=values: case(*values))
 
 
-PARTS = {"quantise": part_quantise, "gemm": part_gemm, "linear": part_linear, "block": part_block}
+PARTS = {"quantize": part_quantize, "gemm": part_gemm, "linear": part_linear, "block": part_block}
 
 
 def aims(report: Report) -> None:

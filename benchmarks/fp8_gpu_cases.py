@@ -18,7 +18,7 @@ if importlib.util.find_spec("torchtune_ext") is None:  # a bare checkout: kernel
     import torchtune_ext
 
     torchtune_ext.__path__.append(sys.path.pop())
-    from torchtune_ext import torchao_compat
+    from torchtune_ext.host import torchao_compat
 
     torchao_compat.apply()
 
@@ -28,11 +28,11 @@ from torchtune_ext.kernels import fp8_gemm  # noqa: E402
 from torchtune_ext.kernels.fp8_quantize import (  # noqa: E402
     BLOCK,
     Fp8Blocks,
-    quantise_columns,
-    quantise_rows,
-    quantise_weight,
+    quantize_columns,
+    quantize_rows,
+    quantize_weight,
 )
-from torchtune_ext.policy.fp8_linear import Fp8BlockLinear, Fp8Config, fp8_linear  # noqa: E402
+from torchtune_ext.policy.fp8.linear import Fp8BlockLinear, Fp8Config, fp8_linear  # noqa: E402
 from torchtune_ext.policy.qwen3 import qwen3  # noqa: E402
 
 HEAD_DIM = 128
@@ -126,19 +126,19 @@ class Timer:
         return [times[0] for times in self.measure(cases).values()]
 
 
-def gemm_sides(x: Tensor, w: Tensor, dy: Tensor, quantiser: str = "auto") -> dict[str, tuple[Callable, Callable]]:
-    """GEMM -> (quantises its two operands, the same product in bfloat16)."""
+def gemm_sides(x: Tensor, w: Tensor, dy: Tensor, quantizer: str = "auto") -> dict[str, tuple[Callable, Callable]]:
+    """GEMM -> (quantizes its two operands, the same product in bfloat16)."""
     return {
         "fprop": (
-            lambda: (quantise_rows(x, backend=quantiser), quantise_weight(w, backend=quantiser)),
+            lambda: (quantize_rows(x, backend=quantizer), quantize_weight(w, backend=quantizer)),
             lambda: x @ w.T,
         ),
         "dgrad": (
-            lambda: (quantise_rows(dy, backend=quantiser), quantise_weight(w, backend=quantiser)),
+            lambda: (quantize_rows(dy, backend=quantizer), quantize_weight(w, backend=quantizer)),
             lambda: dy @ w,
         ),
         "wgrad": (
-            lambda: (quantise_columns(dy, backend=quantiser), quantise_columns(x, backend=quantiser)),
+            lambda: (quantize_columns(dy, backend=quantizer), quantize_columns(x, backend=quantizer)),
             lambda: dy.T @ x,
         ),
     }
@@ -161,7 +161,7 @@ def relative_error(gemm: str, backend: str, first: Fp8Blocks, second: Fp8Blocks)
 
 
 def in_fp8(module: nn.Module, config: Fp8Config) -> nn.Module:
-    """A copy whose linear layers compute in FP8, as torchtune_ext.policy.fp8.convert makes them."""
+    """A copy whose linear layers compute in FP8, as torchtune_ext.policy.fp8.plan.convert makes them."""
     module = copy.deepcopy(module)
     for layer in module.modules():
         if type(layer) is nn.Linear:
@@ -171,7 +171,7 @@ def in_fp8(module: nn.Module, config: Fp8Config) -> nn.Module:
 
 
 def step(module: nn.Module, x: Tensor, dy: Tensor) -> tuple[Callable, ...]:
-    """Stages: a fresh input (a layer that sees a tensor again does not quantise it again), forward, backward."""
+    """Stages: a fresh input (a layer that sees a tensor again does not quantize it again), forward, backward."""
     parameters = tuple(module.parameters())
     return (
         x.clone,
@@ -187,7 +187,7 @@ def memory(module: nn.Module, x: Tensor, dy: Tensor) -> list[str]:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     y = module(x.clone())  # nothing but the module holds this input
-    with torch.no_grad():  # the next layer's input takes the place of the last one that was quantised
+    with torch.no_grad():  # the next layer's input takes the place of the last one that was quantized
         fp8_linear(x.new_ones(1, BLOCK), x.new_ones(BLOCK, BLOCK), None, Fp8Config(backend="reference"))
     kept = torch.cuda.memory_allocated() - before - y.nbytes  # the output is the next module's
     torch.autograd.grad(y, (x, *module.parameters()), dy)

@@ -16,7 +16,7 @@ from matplotlib import pyplot as plt  # noqa: E402  (after the backend is chosen
 
 WINDOW = 5  # steps of the moving mean
 REFERENCE = "grpo"
-COLOURS = {  # Okabe and Ito's, told apart by colour-blind readers too
+COLOURS = {  # Okabe and Ito's, told apart by color-blind readers too
     "grpo": "#000000",
     "clip_higher": "#56B4E9",
     "dapo": "#0072B2",
@@ -34,9 +34,9 @@ def band(results: Sequence[Result]) -> tuple[np.ndarray, np.ndarray, np.ndarray,
     length = min(len(r.rewards) for r in results)
     window = min(WINDOW, length)
     curves = np.array([np.convolve(r.rewards[:length], np.ones(window) / window, "valid") for r in results])
-    centre, half = zip(*(interval(list(column)) for column in curves.T), strict=True)
-    steps, centre, half = np.arange(window, length + 1), np.array(centre), np.nan_to_num(half)
-    return steps, centre, centre - half, centre + half
+    center, half = zip(*(interval(list(column)) for column in curves.T), strict=True)
+    steps, center, half = np.arange(window, length + 1), np.array(center), np.nan_to_num(half)
+    return steps, center, center - half, center + half
 
 
 def draw_curves(methods: dict[str, list[Result]], updates: int, path: Path) -> None:
@@ -54,9 +54,9 @@ def draw_curves(methods: dict[str, list[Result]], updates: int, path: Path) -> N
         shown = {REFERENCE: methods.get(REFERENCE, []), name: methods[name]}
         for label, results in shown.items():
             if results:
-                steps, centre, low, high = band(results)
+                steps, center, low, high = band(results)
                 axis.fill_between(steps, low, high, color=COLOURS[label], alpha=0.18, linewidth=0)
-                axis.plot(steps, centre, color=COLOURS[label], linewidth=1.3, label=label)
+                axis.plot(steps, center, color=COLOURS[label], linewidth=1.3, label=label)
         axis.set_title(name, color=COLOURS[name], fontweight="bold")
         axis.grid(alpha=0.25, linewidth=0.5)
     figure.supxlabel("step")

@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from torchtune_ext.chat import ChatTokenizer
-from torchtune_ext.config import instantiate
+from torchtune_ext.host.config import instantiate
 
 if TYPE_CHECKING:
     from objectives import Run
@@ -151,8 +151,8 @@ def paired(methods: dict[str, list[Result]]) -> str:
 
 
 def _cell(values: Sequence[float], digits: int, sign: str = "") -> str:
-    centre, half = interval(values)
-    return f"{centre:{sign}.{digits}f}" + ("" if math.isnan(half) else f" ± {half:.{digits}f}")
+    center, half = interval(values)
+    return f"{center:{sign}.{digits}f}" + ("" if math.isnan(half) else f" ± {half:.{digits}f}")
 
 
 def _markdown(rows: list[list[str]]) -> str:

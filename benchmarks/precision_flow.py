@@ -40,12 +40,12 @@ from torchtune_ext.grading import Grader
 from torchtune_ext.groups import Group
 from torchtune_ext.objective.loss import PolicyLoss, Tokens
 from torchtune_ext.packing import pack
-from torchtune_ext.policy.fp8_linear import Fp8Config
+from torchtune_ext.policy.builder import build_policy
+from torchtune_ext.policy.fp8.linear import Fp8Config
+from torchtune_ext.policy.hf_model import HFModel, named_hf_tensors
 from torchtune_ext.policy.logprobs import PackedPolicy
 from torchtune_ext.policy.scratch import qwen2_from_config
-from torchtune_ext.policy.shard import build_policy
 from torchtune_ext.policy.sharded import whole
-from torchtune_ext.policy.weights import HFModel, named_hf_tensors
 from torchtune_ext.rollout import sample_groups
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.tasks.arithmetic import Arithmetic
@@ -118,7 +118,7 @@ def engine_logprobs(groups: list[Group]) -> list[np.ndarray]:
 
 
 def by_question(values: list[np.ndarray]) -> tuple[float, float]:
-    """Mean over tokens, and its standard error with the questions as the independent units (linearised ratio)."""
+    """Mean over tokens, and its standard error with the questions as the independent units (linearized ratio)."""
     sums, sizes = np.array([v.sum() for v in values]), np.array([len(v) for v in values])
     mean = sums.sum() / sizes.sum()
     rest = sums - mean * sizes

@@ -134,9 +134,9 @@ def report(runs: Sequence[Run], levels: Mapping[int, str]) -> str:
 def _pm(numbers: Sequence[float], sign: bool = False) -> str:
     if not numbers:
         return ""
-    centre, half = interval(list(numbers))
-    digits = 3 if abs(centre) < 10 else 1
-    return f"{centre:{'+' if sign else ''}.{digits}f} ± {half:.{digits}f}"
+    center, half = interval(list(numbers))
+    digits = 3 if abs(center) < 10 else 1
+    return f"{center:{'+' if sign else ''}.{digits}f} ± {half:.{digits}f}"
 
 
 def draw(runs: Sequence[Run], levels: Mapping[int, str], path: Path) -> None:

@@ -20,7 +20,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from torchtune_ext.sampling.engine import Engine, EngineConfig, PublishReport, SamplingConfig
-from torchtune_ext.sampling.weights import checksum
+from torchtune_ext.sampling.weight_buffer import checksum
 
 SHAPES = {  # name: vocabulary, width, feed-forward width, layers, heads, key-value heads
     "2.5M": (4096, 256, 512, 2, 4, 2),

@@ -30,7 +30,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from torchtune_ext.sampling import engine as engine_module
 from torchtune_ext.sampling.core import LocalCore
 from torchtune_ext.sampling.engine import Engine, EngineConfig, PublishReport, SamplingConfig
-from torchtune_ext.sampling.weights import checksum
+from torchtune_ext.sampling.weight_buffer import checksum
 
 VOCABULARY, PROMPT, TOKENS = 512, 24, 48
 WAIT_S = 120.0  # seconds; less than a test gives the whole of this

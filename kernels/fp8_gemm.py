@@ -9,7 +9,7 @@ With x [M, K] (M tokens), W [N, K] and dy [M, N], each contracts another axis, w
 After transposing, all three are one product A B^T whose operands lie contiguous along the contracted axis, A in 1x128
 blocks and B in 128x128 or 1x128 blocks. A backend is one function that computes it:
 
-* `reference`: torch on any device. Dequantises to float32 and multiplies in float32. What the others are held against.
+* `reference`: torch on any device. Dequantizes to float32 and multiplies in float32. What the others are held against.
 * `scaled_mm`: torch.nn.functional.scaled_mm, that is cuBLASLt. Hopper only, CUDA 12.9 or later.
 * `deep_gemm`: DeepGEMM, from the package `deep_gemm` or from the copy inside a GPU build of vLLM. Hopper only.
 * `torchao`: the Triton GEMMs of torchao's prototype of block-wise training. Needs triton; the slowest on a GPU.
@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtune_ext.kernels.fp8_quantize import COLUMNS, ROWS, TILES, Fp8Blocks, column_major, dequantise
+from torchtune_ext.kernels.fp8_quantize import COLUMNS, ROWS, TILES, Fp8Blocks, column_major, dequantize
 
 GEMMS = {  # blocks of the two operands as the caller gives them
     "fprop": (ROWS, TILES),
@@ -99,7 +99,7 @@ def _operands(gemm: str, first: Fp8Blocks, second: Fp8Blocks) -> tuple[Fp8Blocks
     if (first.block, second.block) != GEMMS[gemm]:
         raise ValueError(
             f"{gemm} takes blocks {GEMMS[gemm]}, got {(first.block, second.block)}: activations and gradients come "
-            "from quantise_rows (fprop, dgrad) or quantise_columns (wgrad), weights from quantise_weight"
+            "from quantize_rows (fprop, dgrad) or quantize_columns (wgrad), weights from quantize_weight"
         )
     a = first.T if gemm == "wgrad" else first
     b = second if gemm == "fprop" else second.T
@@ -123,7 +123,7 @@ def _reference(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> Tensor:
 
 
 def _product(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> Tensor:
-    return (dequantise(a) @ dequantise(b).T).to(out_dtype)
+    return (dequantize(a) @ dequantize(b).T).to(out_dtype)
 
 
 def _scaled_mm(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> Tensor:

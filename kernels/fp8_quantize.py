@@ -14,12 +14,12 @@ A GEMM can take a scale out of its sum only if the scale is constant over 128 pl
 
 Every step is one IEEE operation in float32, and both paths below take the same steps, so their bits agree. The steps
 are those of vLLM's CUDA kernel for activations (per_token_group_quant.cu: `amax / 448`, then `x / scale`), since the
-sampler quantises its activations with it; DeepGEMM and torchao multiply by a reciprocal instead, which moves a few
-values to the neighbouring code. One thing differs: the floor of amax is 1e-10 in vLLM and 1e-4 in DeepGEMM, where small
+sampler quantizes its activations with it; DeepGEMM and torchao multiply by a reciprocal instead, which moves a few
+values to the neighboring code. One thing differs: the floor of amax is 1e-10 in vLLM and 1e-4 in DeepGEMM, where small
 gradients would vanish. With 1e-12 a number keeps its three bits of mantissa down to 1e-12 / 448 * 2^-6 = 3.5e-17.
 
 `power_of_two` rounds a scale up to a power of two (UE8M0: an exponent and nothing else), what Blackwell wants.
-A block that holds a NaN or an infinity dequantises to NaN as a whole: the failure stays visible.
+A block that holds a NaN or an infinity dequantizes to NaN as a whole: the failure stays visible.
 
 This file is the reference, plain torch on any device. fp8_quantize_triton.py is the fast path on CUDA: one kernel reads
 the activation once and writes rows and columns.
@@ -43,7 +43,7 @@ TILE_BYTES = 1 + 4 / BLOCK**2  # in tiles
 
 @dataclass(frozen=True, slots=True)
 class Fp8Blocks:
-    """A quantised matrix. Columns are padded with zero tokens to whole blocks; nothing else ever is.
+    """A quantized matrix. Columns are padded with zero tokens to whole blocks; nothing else ever is.
 
     The layouts are those that Hopper's GEMMs read without a copy: values contiguous along the blocks of rows and of
     columns, and scales contiguous across them (the scales of rows have stride (1, M), those of columns (K, 1)).
@@ -61,7 +61,7 @@ class Fp8Blocks:
 
 
 @torch.no_grad()
-def quantise_rows(x: Tensor, power_of_two: bool = False, backend: str = "auto") -> Fp8Blocks:
+def quantize_rows(x: Tensor, power_of_two: bool = False, backend: str = "auto") -> Fp8Blocks:
     """1x128 along the features of x [M, K]; any M, K a multiple of 128.
 
     Args:
@@ -72,32 +72,32 @@ def quantise_rows(x: Tensor, power_of_two: bool = False, backend: str = "auto") 
     _check(x)
     if _use_triton(x, backend):
         return _triton_activation(x, power_of_two, columns=False)[0]
-    return Fp8Blocks(*_quantise(x, ROWS, power_of_two), ROWS, tuple(x.shape))
+    return Fp8Blocks(*_quantize(x, ROWS, power_of_two), ROWS, tuple(x.shape))
 
 
 @torch.no_grad()
-def quantise_columns(x: Tensor, power_of_two: bool = False, backend: str = "auto") -> Fp8Blocks:
-    """128x1 along the tokens of x [M, K]; see `quantise_rows`. The last block is padded with zeros, which change nothing."""
+def quantize_columns(x: Tensor, power_of_two: bool = False, backend: str = "auto") -> Fp8Blocks:
+    """128x1 along the tokens of x [M, K]; see `quantize_rows`. The last block is padded with zeros, which change nothing."""
     _check(x)
     if _use_triton(x, backend):
         return _triton_activation(x, power_of_two, rows=False)[1]
     padded = F.pad(x, (0, 0, 0, -x.shape[0] % BLOCK))
-    return Fp8Blocks(*_quantise(padded.T, ROWS, power_of_two), ROWS, tuple(x.T.shape)).T
+    return Fp8Blocks(*_quantize(padded.T, ROWS, power_of_two), ROWS, tuple(x.T.shape)).T
 
 
 @torch.no_grad()
-def quantise_rows_and_columns(
+def quantize_rows_and_columns(
     x: Tensor, power_of_two: bool = False, backend: str = "auto"
 ) -> tuple[Fp8Blocks, Fp8Blocks]:
     """Both forms of an activation or a gradient; on CUDA x is read once."""
     _check(x)
     if _use_triton(x, backend):
         return _triton_activation(x, power_of_two)
-    return quantise_rows(x, power_of_two, "torch"), quantise_columns(x, power_of_two, "torch")
+    return quantize_rows(x, power_of_two, "torch"), quantize_columns(x, power_of_two, "torch")
 
 
 @torch.no_grad()
-def quantise_weight(w: Tensor, power_of_two: bool = False, backend: str = "auto") -> Fp8Blocks:
+def quantize_weight(w: Tensor, power_of_two: bool = False, backend: str = "auto") -> Fp8Blocks:
     """128x128 tiles of w [N, K], both multiples of 128. `values` and `scales` are vLLM's `weight` and `weight_scale_inv`."""
     _check(w)
     if w.shape[0] % BLOCK:
@@ -106,20 +106,20 @@ def quantise_weight(w: Tensor, power_of_two: bool = False, backend: str = "auto"
             "here and in the sampler"
         )
     if _use_triton(w, backend):
-        from torchtune_ext.kernels.fp8_quantize_triton import quantise_weight as kernel
+        from torchtune_ext.kernels.fp8_quantize_triton import quantize_weight as kernel
 
         return Fp8Blocks(*kernel(w, power_of_two, AMAX_FLOOR, FP8_MAX), TILES, tuple(w.shape))
-    return Fp8Blocks(*_quantise(w, TILES, power_of_two), TILES, tuple(w.shape))
+    return Fp8Blocks(*_quantize(w, TILES, power_of_two), TILES, tuple(w.shape))
 
 
-def dequantise(q: Fp8Blocks, dtype: torch.dtype = torch.float32) -> Tensor:
+def dequantize(q: Fp8Blocks, dtype: torch.dtype = torch.float32) -> Tensor:
     """[M, K] of `q.shape`, padding cut off. value * scale is computed in float32 (float64 for float64), then cast."""
     accumulate = torch.float64 if dtype == torch.float64 else torch.float32
     tiles = _tiles(q.values.to(accumulate), q.block) * q.scales.to(accumulate)[:, None, :, None]
     return tiles.flatten(2).flatten(0, 1)[: q.shape[0], : q.shape[1]].to(dtype)
 
 
-def _quantise(x: Tensor, block: tuple[int, int], power_of_two: bool) -> tuple[Tensor, Tensor]:
+def _quantize(x: Tensor, block: tuple[int, int], power_of_two: bool) -> tuple[Tensor, Tensor]:
     """Values (row-major) and scales of a matrix of whole blocks."""
     tiles = _tiles(x.float(), block)
     scales = _scale(tiles.abs().amax(dim=(1, 3)), power_of_two)
@@ -164,7 +164,7 @@ def _check(x: Tensor) -> None:
 
 def _use_triton(x: Tensor, backend: str) -> bool:
     if backend not in ("auto", "torch", "triton"):
-        raise ValueError(f"backend of the quantiser is {backend!r}: choose auto, torch or triton")
+        raise ValueError(f"backend of the quantizer is {backend!r}: choose auto, torch or triton")
     if backend == "torch" or (backend == "auto" and not x.is_cuda):
         return False
     if not x.is_cuda:
@@ -176,7 +176,7 @@ def _use_triton(x: Tensor, backend: str) -> bool:
     else:
         return True
     if backend == "triton":
-        raise ValueError(f"backend of the quantiser is 'triton', but {problem}, or take backend='torch'")
+        raise ValueError(f"backend of the quantizer is 'triton', but {problem}, or take backend='torch'")
     return False
 
 
@@ -184,7 +184,7 @@ def _triton_activation(
     x: Tensor, power_of_two: bool, rows: bool = True, columns: bool = True
 ) -> tuple[Fp8Blocks | None, Fp8Blocks | None]:
     # Imported here, since a CPU environment lacks triton.
-    from torchtune_ext.kernels.fp8_quantize_triton import quantise_activation as kernel
+    from torchtune_ext.kernels.fp8_quantize_triton import quantize_activation as kernel
 
     shape = tuple(x.shape)
     row_form, column_form = kernel(x, power_of_two, rows, columns, AMAX_FLOOR, FP8_MAX)

@@ -102,12 +102,12 @@ def weight_kernel(
     tl.store(scales_ptr + tile_n * (K // SIZE) + tile_k + one[:, None] + one[None, :], scale)
 
 
-Quantised = tuple[Tensor, Tensor]  # values and scales, laid out as fp8_quantize.Fp8Blocks says
+Quantized = tuple[Tensor, Tensor]  # values and scales, laid out as fp8_quantize.Fp8Blocks says
 
 
-def quantise_activation(
+def quantize_activation(
     x: Tensor, power_of_two: bool, rows: bool, columns: bool, amax_floor: float, fp8_max: float
-) -> tuple[Quantised | None, Quantised | None]:
+) -> tuple[Quantized | None, Quantized | None]:
     """Rows and columns of x [M, K], K a multiple of 128; None for the form that is not wanted."""
     M, K = x.shape
     num_tiles = -(-M // BLOCK)
@@ -123,7 +123,7 @@ def quantise_activation(
     return (row_values, row_scales.T) if rows else None, (column_values.T, column_scales) if columns else None
 
 
-def quantise_weight(w: Tensor, power_of_two: bool, amax_floor: float, fp8_max: float) -> Quantised:
+def quantize_weight(w: Tensor, power_of_two: bool, amax_floor: float, fp8_max: float) -> Quantized:
     """Tiles of w [N, K], both multiples of 128."""
     N, K = w.shape
     values, scales = _outputs(w, (N, K), (N // BLOCK, K // BLOCK))

@@ -10,11 +10,11 @@ from typing import Any
 
 from omegaconf import MISSING, DictConfig
 
-from torchtune_ext.config import build, instantiate, load_config, named_paths, record
 from torchtune_ext.evaluation import Accuracy, accuracy
 from torchtune_ext.grading import Grader, GraderConfig
-from torchtune_ext.plugin import parse
-from torchtune_ext.policy.weights import HFModel
+from torchtune_ext.host.config import build, instantiate, load_config, named_paths, record
+from torchtune_ext.host.plugin import parse
+from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.rollout import sample_groups
 from torchtune_ext.run.files import explained, write_atomic
 from torchtune_ext.run.folder import RunFolder
@@ -23,8 +23,8 @@ from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.telemetry.rollouts import RolloutStore
-from torchtune_ext.training.checks import at_least
 from torchtune_ext.training.life import close_all, run_recipe
+from torchtune_ext.training.settings import at_least
 
 SUPPORTS_DISTRIBUTED = False  # one engine; it spreads over GPUs by engine.tensor_parallel_size
 

@@ -20,17 +20,17 @@ import torch
 from omegaconf import MISSING, DictConfig
 
 from torchtune_ext.advantages import AdvantageConfig, refilled, with_advantages
-from torchtune_ext.config import build, has_component, instantiate, load_config, named_paths, record
 from torchtune_ext.evaluation import EvaluationConfig
 from torchtune_ext.grading import Grader, GraderConfig
 from torchtune_ext.groups import Group
+from torchtune_ext.host.config import build, has_component, instantiate, load_config, named_paths, record
+from torchtune_ext.host.opening import opening
+from torchtune_ext.host.plugin import parse
 from torchtune_ext.objective.loss import needs_of
-from torchtune_ext.opening import opening
 from torchtune_ext.packing import Row, pack_updates
-from torchtune_ext.plugin import parse
+from torchtune_ext.policy.builder import build_policy
+from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.memory import memory_table
-from torchtune_ext.policy.shard import build_policy
-from torchtune_ext.policy.weights import HFModel
 from torchtune_ext.rollout import sample_groups
 from torchtune_ext.run.folder import RunFolder
 from torchtune_ext.run.output import say
@@ -43,7 +43,6 @@ from torchtune_ext.telemetry.metrics import LoggingConfig, Metrics
 from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.telemetry.rollouts import RolloutStore
 from torchtune_ext.training.agreement import Agreement
-from torchtune_ext.training.checks import at_least, check_needs, check_sampling, release_memory
 from torchtune_ext.training.distributed import init_ranks
 from torchtune_ext.training.identity import Identity, identify
 from torchtune_ext.training.learner import Learner, over_updates
@@ -52,6 +51,7 @@ from torchtune_ext.training.precision import Precision, PrecisionConfig
 from torchtune_ext.training.publish import Publisher, canary_prompts
 from torchtune_ext.training.resume import RunState
 from torchtune_ext.training.schedule import ScheduleConfig, make_schedule
+from torchtune_ext.training.settings import at_least, check_needs, check_sampling, release_memory
 from torchtune_ext.training.state import CheckpointConfig, Checkpoints
 from torchtune_ext.training.trained import AdapterConfig, trained_part
 

@@ -17,14 +17,14 @@ import torch
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from torchtune_ext.chat import ChatTokenizer
-from torchtune_ext.config import build, instantiate, load_config, named_paths, record
 from torchtune_ext.groups import Group, Sample
+from torchtune_ext.host.config import build, instantiate, load_config, named_paths, record
+from torchtune_ext.host.plugin import parse
 from torchtune_ext.objective.loss import NLLLoss
 from torchtune_ext.packing import pack
-from torchtune_ext.plugin import parse
+from torchtune_ext.policy.builder import build_policy
+from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.scratch import Shape, make_tokenizer, write_model
-from torchtune_ext.policy.shard import build_policy
-from torchtune_ext.policy.weights import HFModel
 from torchtune_ext.run.folder import RunFolder
 from torchtune_ext.run.output import say
 from torchtune_ext.run.stop import StopSignals

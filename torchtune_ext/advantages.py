@@ -43,18 +43,18 @@ class AdvantageConfig:
     baseline: str = "mean"  # of the group: "mean", or "leave_one_out" (of the others)
     scale: str = "group_std"  # "group_std", "batch_std" (of all rewards of the step) or "none"
     pass_k: int = 1  # above 1: a sample is worth the mean best reward of k samples of its group, itself among them
-    # Samples cut by max_tokens or a deadline: "keep", "mask" (they count in the baseline only) or "penalise".
+    # Samples cut by max_tokens or a deadline: "keep", "mask" (they count in the baseline only) or "penalize".
     truncated: str = "keep"
-    penalty: float = 1.0  # taken off the reward of a cut sample by "penalise"
-    # The last share of max_tokens over which "penalise" grows from 0 to `penalty` (DAPO: 0.2). With it a group carries a signal
-    # only if the grader's rewards differ: lengths alone would be normalised to full size.
+    penalty: float = 1.0  # taken off the reward of a cut sample by "penalize"
+    # The last share of max_tokens over which "penalize" grows from 0 to `penalty` (DAPO: 0.2). With it a group carries a signal
+    # only if the grader's rewards differ: lengths alone would be normalized to full size.
     overlong: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value, known in (
             ("baseline", self.baseline, ("mean", "leave_one_out")),
             ("scale", self.scale, ("group_std", "batch_std", "none")),
-            ("truncated", self.truncated, ("keep", "mask", "penalise")),
+            ("truncated", self.truncated, ("keep", "mask", "penalize")),
         ):
             if value not in known:
                 raise ValueError(f"advantage.{name}={value!r} is unknown; use one of {', '.join(known)}")
@@ -69,9 +69,9 @@ class AdvantageConfig:
             raise ValueError(f"advantage.penalty={self.penalty} must not be negative")
         if not 0.0 <= self.overlong <= 1.0:
             raise ValueError(f"advantage.overlong={self.overlong} is a share of max_tokens, from 0 to 1")
-        if self.overlong and self.truncated != "penalise":
+        if self.overlong and self.truncated != "penalize":
             raise ValueError(
-                f"advantage.overlong={self.overlong} belongs to truncated=penalise, not {self.truncated}; set it to 0 "
+                f"advantage.overlong={self.overlong} belongs to truncated=penalize, not {self.truncated}; set it to 0 "
                 "(it may come from `preset`)"
             )
 
@@ -80,7 +80,7 @@ class AdvantageConfig:
         if self.pass_k > 1:
             words.append(f"best of {self.pass_k}")
         if self.truncated != "keep":
-            penalty = f" by {self.penalty:g}" if self.truncated == "penalise" else ""
+            penalty = f" by {self.penalty:g}" if self.truncated == "penalize" else ""
             overlong = f" over the last {self.overlong:.0%}" if self.overlong else ""
             words.append(f"cut samples: {self.truncated}{penalty}{overlong}")
         return ", ".join(words)
@@ -182,9 +182,9 @@ def best_of_k(rewards_G: np.ndarray, k: int) -> tuple[np.ndarray, float, float]:
 
 
 def _reward(sample: Sample, config: AdvantageConfig, max_tokens: int | None) -> float:
-    """The grader's reward, less what "penalise" takes off (DAPO's soft overlong punishment, arXiv 2503.14476, eq. 13)."""
+    """The grader's reward, less what "penalize" takes off (DAPO's soft overlong punishment, arXiv 2503.14476, eq. 13)."""
     reward = sample.score.reward
-    if config.truncated != "penalise":
+    if config.truncated != "penalize":
         return reward
     share = float(_cut(sample))
     if config.overlong:

@@ -9,9 +9,9 @@ from torchtune_ext.groups import Group
 from torchtune_ext.kernels.packed_attention import dense_mask, packed_attention, packed_mask
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.packing import pack
+from torchtune_ext.policy.builder import build_policy
+from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.scratch import Shape, make_tokenizer, qwen2_from_config, write_model
-from torchtune_ext.policy.shard import build_policy
-from torchtune_ext.policy.weights import HFModel
 from torchtune_ext.tasks.task import Problem
 from torchtune_ext.training.distributed import Ranks
 from torchtune_ext.training.learner import Learner

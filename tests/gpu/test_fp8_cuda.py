@@ -1,4 +1,4 @@
-"""On a GPU: the Triton quantisers against the torch path, bit for bit, and every GEMM backend against the reference."""
+"""On a GPU: the Triton quantizers against the torch path, bit for bit, and every GEMM backend against the reference."""
 
 import pytest
 import torch
@@ -6,11 +6,11 @@ import torch
 from torchtune_ext.kernels.fp8_gemm import BACKENDS, choose_backend, dgrad, fprop, wgrad
 from torchtune_ext.kernels.fp8_quantize import (
     Fp8Blocks,
-    dequantise,
-    quantise_columns,
-    quantise_rows,
-    quantise_rows_and_columns,
-    quantise_weight,
+    dequantize,
+    quantize_columns,
+    quantize_rows,
+    quantize_rows_and_columns,
+    quantize_weight,
 )
 
 FUNCTIONS = {"fprop": fprop, "dgrad": dgrad, "wgrad": wgrad}
@@ -41,22 +41,22 @@ def test_triton_activation_equals_torch(M, dtype, power_of_two):
     x = (torch.randn(M, 896, device="cuda") * sizes).to(dtype)
     x[:, ::17] = 0
     strided = x.new_full((2 * M, 1800), 1e4)[::2, 4:1796:2].copy_(x)
-    want = quantise_rows_and_columns(x.cpu(), power_of_two)
+    want = quantize_rows_and_columns(x.cpu(), power_of_two)
     for given, backend in ((x, "torch"), (x, "triton"), (strided, "triton"), (x.T.contiguous().T, "triton")):
-        for one, other in zip(quantise_rows_and_columns(given, power_of_two, backend), want, strict=True):
+        for one, other in zip(quantize_rows_and_columns(given, power_of_two, backend), want, strict=True):
             assert_same_bits(one, other)
-    assert_same_bits(quantise_rows(x, power_of_two, "triton"), want[0])
-    assert_same_bits(quantise_columns(x, power_of_two, "triton"), want[1])
+    assert_same_bits(quantize_rows(x, power_of_two, "triton"), want[0])
+    assert_same_bits(quantize_columns(x, power_of_two, "triton"), want[1])
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_triton_weight_equals_torch(dtype, power_of_two):
     w = random(896, 4864, scale=0.02, dtype=dtype)
-    want = quantise_weight(w.cpu(), power_of_two)
+    want = quantize_weight(w.cpu(), power_of_two)
     for backend in ("torch", "triton"):
-        assert_same_bits(quantise_weight(w, power_of_two, backend), want)
-        assert_same_bits(quantise_weight(w.T, power_of_two, backend), quantise_weight(w.T.cpu(), power_of_two))
+        assert_same_bits(quantize_weight(w, power_of_two, backend), want)
+        assert_same_bits(quantize_weight(w.T, power_of_two, backend), quantize_weight(w.T.cpu(), power_of_two))
 
 
 def test_every_bfloat16_equals_the_cpu():
@@ -66,26 +66,26 @@ def test_every_bfloat16_equals_the_cpu():
         kept = x[x.abs() <= largest]
         tiles = torch.nn.functional.pad(kept, (0, -kept.numel() % 127)).view(-1, 127)
         tiles = torch.cat([tiles, tiles.new_full((tiles.shape[0], 1), largest)], dim=1)
-        assert_same_bits(quantise_rows(tiles.cuda(), backend="triton"), quantise_rows(tiles))
+        assert_same_bits(quantize_rows(tiles.cuda(), backend="triton"), quantize_rows(tiles))
         columns = torch.nn.functional.pad(tiles.T, (0, -tiles.shape[0] % 128))
-        assert_same_bits(quantise_columns(columns.cuda(), backend="triton"), quantise_columns(columns))
+        assert_same_bits(quantize_columns(columns.cuda(), backend="triton"), quantize_columns(columns))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_triton_shows_what_is_not_finite(bad):
     x = torch.ones(256, 256, device="cuda")
     x[5, 7] = bad
-    for quantise in (quantise_rows, quantise_columns, quantise_weight):
-        got, want = (dequantise(quantise(x, backend=backend)).isnan() for backend in ("triton", "torch"))
+    for quantize in (quantize_rows, quantize_columns, quantize_weight):
+        got, want = (dequantize(quantize(x, backend=backend)).isnan() for backend in ("triton", "torch"))
         assert want.any() and torch.equal(got, want)
 
 
 def test_the_row_form_equals_vllms_kernel():
-    """Same steps as the sampler's own quantiser (its floor of 1e-10 is not reached here)."""
+    """Same steps as the sampler's own quantizer (its floor of 1e-10 is not reached here)."""
     fp8_utils = pytest.importorskip("vllm.model_executor.layers.quantization.utils.fp8_utils")
     x = random(300, 896)
     values, scales = fp8_utils.per_token_group_quant_fp8(x, 128, use_ue8m0=False)
-    got = quantise_rows(x)
+    got = quantize_rows(x)
     assert torch.equal(got.scales, scales)
     assert torch.equal(got.values.view(torch.uint8), values.view(torch.uint8))
 
@@ -98,12 +98,12 @@ def test_backend_equals_reference(backend, gemm, tokens, out, features):
     """A tensor core adds 32 products (each exact) to its sum by cutting every addend at about 2^-13 of the largest, and
     float32 takes over after 128. So a block loses at most 4 * 33 * 2^-13 of its largest addend, which is at most the sum
     of its magnitudes; a bfloat16 result adds 2^-9 of itself. That is the worst case, element by element; the norm may
-    be off by a fifth of what quantisation costs (3.7 %), where a misread scale costs more than quantisation does."""
+    be off by a fifth of what quantization costs (3.7 %), where a misread scale costs more than quantization does."""
     torch.manual_seed(0)
     x, w, dy = random(tokens, features), random(out, features, scale=0.02), random(tokens, out, scale=1e-6)
     dtype = torch.float32 if gemm == "wgrad" else torch.bfloat16
-    first = {"fprop": quantise_rows(x), "dgrad": quantise_rows(dy), "wgrad": quantise_columns(dy)}[gemm]
-    second = quantise_columns(x) if gemm == "wgrad" else quantise_weight(w)
+    first = {"fprop": quantize_rows(x), "dgrad": quantize_rows(dy), "wgrad": quantize_columns(dy)}[gemm]
+    second = quantize_columns(x) if gemm == "wgrad" else quantize_weight(w)
     try:
         got = FUNCTIONS[gemm](first, second, dtype, backend)
     except ValueError as error:
@@ -122,6 +122,6 @@ def test_backend_equals_reference(backend, gemm, tokens, out, features):
 def test_auto_takes_a_fast_backend_on_hopper():
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("not a Hopper GPU")
-    x, w = quantise_rows(random(256, 896)), quantise_weight(random(128, 896))
+    x, w = quantize_rows(random(256, 896)), quantize_weight(random(128, 896))
     choice = choose_backend("fprop", x, w, torch.bfloat16)
     assert choice.backend != "reference", choice.reason

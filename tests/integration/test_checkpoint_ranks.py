@@ -1,12 +1,13 @@
 """Checkpoints of two ranks: one verdict on both, whatever fails on one of them, and they load on one rank, too."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
+import checkpoint_runs
 import pytest
 import recipe_runs as runs
+from checkpoint_runs import Trained, checkpoints_in, make_source
 
 SCRIPT = """
 import sys
@@ -19,7 +20,7 @@ import torch.distributed.checkpoint.filesystem as dcp_files
 from checkpoint_runs import MINE, HFModel, Trained, checkpoints_in, make_model
 from torch.distributed.tensor import DTensor
 
-from torchtune_ext.policy.shard import build_policy
+from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.training import export, folders, state
 from torchtune_ext.training.distributed import close_ranks, init_ranks
 from torchtune_ext.training.export import save_model
@@ -125,16 +126,13 @@ close_ranks()
 
 
 @pytest.mark.slow
-def test_two_ranks_come_to_one_verdict(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "unit"))
-    from checkpoint_runs import Trained, checkpoints_in, make_source
-
+def test_two_ranks_come_to_one_verdict(tmp_path):
     source = make_source(tmp_path / "model")
     (tmp_path / "ranks.py").write_text(SCRIPT)
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "ranks.py"],
         cwd=tmp_path,
-        env=runs.environment() | {"PYTHONPATH": os.pathsep.join(sys.path[:1])},
+        env=runs.environment() | {"PYTHONPATH": str(Path(checkpoint_runs.__file__).parent)},
         capture_output=True,
         text=True,
         timeout=120,

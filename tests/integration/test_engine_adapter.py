@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 import tiny_model  # noqa: E402
 
 from torchtune_ext.sampling.engine import Engine, EngineConfig, EngineFailed, SamplingConfig  # noqa: E402
-from torchtune_ext.sampling.weights import checksum  # noqa: E402
+from torchtune_ext.sampling.weight_buffer import checksum  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

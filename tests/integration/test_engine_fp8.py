@@ -8,11 +8,11 @@ pytest.importorskip("vllm")
 from functools import partial  # noqa: E402
 
 from torchtune_ext.policy import scratch  # noqa: E402
-from torchtune_ext.policy.fp8 import Fp8Config, fp8_hf_tensors  # noqa: E402
-from torchtune_ext.policy.shard import build_policy  # noqa: E402
-from torchtune_ext.policy.weights import HFModel, named_hf_tensors  # noqa: E402
+from torchtune_ext.policy.builder import build_policy  # noqa: E402
+from torchtune_ext.policy.fp8.plan import Fp8Config, fp8_hf_tensors  # noqa: E402
+from torchtune_ext.policy.hf_model import HFModel, named_hf_tensors  # noqa: E402
 from torchtune_ext.sampling.engine import Engine, EngineConfig, EngineFailed, SamplingConfig  # noqa: E402
-from torchtune_ext.sampling.weights import checksum  # noqa: E402
+from torchtune_ext.sampling.weight_buffer import checksum  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -95,7 +95,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("message", CHANGES)
 def test_the_guard_knows_what_vllm_would_take_in_silence(trained, message):
-    from torchtune_ext.sampling.worker import Manifest, check_quantised
+    from torchtune_ext.sampling.worker import Manifest, check_quantized
 
     policy, source, _ = trained
     tensors = published(policy, source)
@@ -104,7 +104,7 @@ def test_the_guard_knows_what_vllm_would_take_in_silence(trained, message):
     def check(tensors: dict) -> None:
         dtypes = [str(t.dtype).removeprefix("torch.") for t in tensors.values()]
         manifest = Manifest(names=list(tensors), dtypes=dtypes, shapes=[], offsets=[])
-        check_quantised(manifest, held, {whole: list(parts) for whole, parts in FUSED.items()})
+        check_quantized(manifest, held, {whole: list(parts) for whole, parts in FUSED.items()})
 
     check(tensors)
     with pytest.raises(ValueError, match=message):

@@ -14,11 +14,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 from torchtune_ext.groups import Group, Sample  # noqa: E402
 from torchtune_ext.packing import pack  # noqa: E402
 from torchtune_ext.policy import lora  # noqa: E402
+from torchtune_ext.policy.builder import build_policy  # noqa: E402
+from torchtune_ext.policy.hf_model import HFModel  # noqa: E402
 from torchtune_ext.policy.scratch import lora_qwen3_from_config  # noqa: E402
-from torchtune_ext.policy.shard import build_policy  # noqa: E402
-from torchtune_ext.policy.weights import HFModel  # noqa: E402
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig  # noqa: E402
-from torchtune_ext.sampling.weights import checksum  # noqa: E402
+from torchtune_ext.sampling.weight_buffer import checksum  # noqa: E402
 from torchtune_ext.tasks.task import Problem  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

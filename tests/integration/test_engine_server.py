@@ -21,7 +21,7 @@ import tiny_model  # noqa: E402
 from torchtune_ext.sampling.doors import KEY_VARIABLE  # noqa: E402
 from torchtune_ext.sampling.engine import Engine, EngineConfig, EngineFailed, SamplingConfig  # noqa: E402
 from torchtune_ext.sampling.server import server_command  # noqa: E402
-from torchtune_ext.sampling.weights import WeightBuffer, checksum  # noqa: E402
+from torchtune_ext.sampling.weight_buffer import WeightBuffer, checksum  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -18,10 +18,10 @@ from torchtune_ext.groups import Group, Sample
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.packing import pack
 from torchtune_ext.policy import scratch
-from torchtune_ext.policy.fp8 import Fp8Config, fp8_hf_tensors
+from torchtune_ext.policy.fp8.plan import Fp8Config, fp8_hf_tensors
 from torchtune_ext.policy.lora import base_hf_tensors, merged_hf_tensors
-from torchtune_ext.policy.shard import build_policy
-from torchtune_ext.policy.weights import HFModel, clean_name
+from torchtune_ext.policy.builder import build_policy
+from torchtune_ext.policy.hf_model import HFModel, clean_name
 from torchtune_ext.sampling.records import Completion
 from torchtune_ext.tasks.task import Problem
 from torchtune_ext.training.distributed import close_ranks, init_ranks
@@ -141,9 +141,9 @@ from torchtune_ext.groups import Group, Sample
 from torchtune_ext.packing import pack
 from torchtune_ext.policy.lora import adapted_modules
 from torchtune_ext.policy.scratch import lora_qwen2_from_config
-from torchtune_ext.policy.shard import build_policy
+from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.policy.sharded import fill, whole
-from torchtune_ext.policy.weights import HFModel, clean_name
+from torchtune_ext.policy.hf_model import HFModel, clean_name
 from torchtune_ext.sampling.records import Completion
 from torchtune_ext.tasks.task import Problem
 from torchtune_ext.training.distributed import close_ranks, init_ranks

@@ -13,7 +13,7 @@ import recipe_runs as runs
 import torch
 from safetensors.torch import load_file
 
-from torchtune_ext.cli import main
+from torchtune_ext.host.cli import main
 from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -153,7 +153,7 @@ def test_the_kl_term_and_refills(workplace):
         "output_dir=kl",
         "loss.kl_coef=0.1",
         "refill_rounds=2",
-        "advantage.truncated=penalise",
+        "advantage.truncated=penalize",
         "updates_per_step=1",
         "max_steps=2",
     ]

@@ -14,10 +14,10 @@ from learners import alone
 from safetensors.torch import load_file
 
 from torchtune_ext.objective.loss import PolicyLoss
+from torchtune_ext.policy.builder import build_policy
+from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import adapted_modules
 from torchtune_ext.policy.scratch import lora_qwen2_from_config
-from torchtune_ext.policy.shard import build_policy
-from torchtune_ext.policy.weights import HFModel
 from torchtune_ext.sampling.core import LocalCore
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.training.agreement import Agreement, Disagreement

@@ -13,9 +13,9 @@ from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.grading import Grader, Outcome
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.packing import pack
+from torchtune_ext.policy.builder import build_policy
+from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.scratch import qwen2_from_config
-from torchtune_ext.policy.shard import build_policy
-from torchtune_ext.policy.weights import HFModel
 from torchtune_ext.rollout import sample_groups
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.tasks.task import Score

@@ -12,7 +12,7 @@ constraint   C                                                        function
 "sapo"       none: a smooth gate takes its place                          `sapo`
 "none"       always true
 
-Each function takes one value per label, [L], and returns (objective_L to be maximised, cut_L bool: no gradient left, or for
+Each function takes one value per label, [L], and returns (objective_L to be maximized, cut_L bool: no gradient left, or for
 `cispo` a weight that was clipped).
 """
 

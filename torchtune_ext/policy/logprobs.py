@@ -9,7 +9,7 @@ from torchtune.modules import TiedLinear, TransformerDecoder
 from torchtune_ext.kernels.linear_logprob import linear_gather, linear_logprob, linear_top_k
 from torchtune_ext.kernels.packed_attention import packed_mask, use_packed_attention
 from torchtune_ext.packing import Row
-from torchtune_ext.policy.fp8 import Fp8Receipt
+from torchtune_ext.policy.fp8.plan import Fp8Receipt
 from torchtune_ext.policy.lora import effective_weight
 
 

@@ -22,8 +22,8 @@ from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.peft import DoRALinear, LoRALinear, disable_adapter
 
-from torchtune_ext.policy.sharded import dequantised, fill, whole
-from torchtune_ext.policy.weights import HFModel, clean_name
+from torchtune_ext.policy.hf_model import HFModel, clean_name
+from torchtune_ext.policy.sharded import dequantized, fill, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class AdapterSpec:
     dropout: float
     targets: tuple[str, ...]  # Hugging Face names of the adapted linear layers: "q_proj", "down_proj", ...
     dora: bool
-    quantised: bool  # the weights below the adapters are NF4
+    quantized: bool  # the weights below the adapters are NF4
 
     def peft_config(self, base: str) -> dict[str, Any]:
         """The content of PEFT's `adapter_config.json` for an adapter over the model `base`."""
@@ -105,7 +105,7 @@ def adapter_spec(
         dropout=getattr(first.dropout, "p", 0.0),
         targets=tuple(dict.fromkeys(name.split(".")[-2] for name in names)),
         dora=isinstance(first, DoRALinear),
-        quantised=any(isinstance(module.weight, NF4Tensor) for module in modules.values()),
+        quantized=any(isinstance(module.weight, NF4Tensor) for module in modules.values()),
     )
 
 
@@ -135,11 +135,11 @@ def prepare(model: nn.Module, base_dtype: torch.dtype) -> None:
             linear.__class__ = _MasterLinear
         if isinstance(module, DoRALinear):
             module.__class__ = _DoRALinear
-    model._state_dict_hooks.clear()  # torchtune's would dequantise the whole model for every checkpoint of the adapters
+    model._state_dict_hooks.clear()  # torchtune's would dequantize the whole model for every checkpoint of the adapters
 
 
 @torch.no_grad()
-def initialise(model: nn.Module, seed: int) -> None:
+def initialize(model: nn.Module, seed: int) -> None:
     """A uniform in +-1/sqrt(width) (Kaiming, as in the paper's code), B zero, m the norm of W's rows: the model as it was.
 
     The same bits on any number of ranks.
@@ -164,13 +164,13 @@ def effective_weight(module: nn.Linear | LoRALinear | DoRALinear) -> Tensor:
     if not isinstance(module, (LoRALinear, DoRALinear)) or module.disabled:
         return module.weight
     magnitude = module.magnitude if isinstance(module, DoRALinear) else None
-    weight = dequantised(module.weight).to(module.lora_a.weight.dtype)
+    weight = dequantized(module.weight).to(module.lora_a.weight.dtype)
     return merged(weight, module.lora_a.weight, module.lora_b.weight, _scaling(module), magnitude)
 
 
 @torch.no_grad()
 def base_hf_tensors(model: nn.Module, names: HFModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, whole tensor) of the model below the adapters, dequantised: a collective."""
+    """(Hugging Face name, whole tensor) of the model below the adapters, dequantized: a collective."""
     adapters = adapter_names(model)
     for name, param in model.named_parameters():
         if clean_name(name) not in adapters:
@@ -235,10 +235,10 @@ class _DoRALinear(DoRALinear):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.disabled:
-            return F.linear(x, dequantised(self.weight).to(x.dtype), self.bias)
+            return F.linear(x, dequantized(self.weight).to(x.dtype), self.bias)
         a, b = self.lora_a.weight, self.lora_b.weight
         with torch.no_grad():
-            v = torch.addmm(dequantised(self.weight).to(a.dtype), b, a, alpha=self.scaling)
+            v = torch.addmm(dequantized(self.weight).to(a.dtype), b, a, alpha=self.scaling)
             norm = torch.linalg.norm(v, dim=1)
         lora = self.scaling * self.lora_b(self.lora_a(self.dropout(x)))
         return _ScaledLinear.apply(x, self.weight, self.bias, lora, self.magnitude / norm)
@@ -254,7 +254,7 @@ class _ScaledLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, lora: Tensor, scale: Tensor) -> Tensor:
         """x [..., in], weight [out, in], lora [..., out] in one dtype, scale [out] in float32 -> [..., out] in x's dtype."""
-        rows, columns = x.flatten(0, -2), dequantised(weight).to(x.dtype).T
+        rows, columns = x.flatten(0, -2), dequantized(weight).to(x.dtype).T
         if x.is_cuda and x.dtype != torch.float32:
             v = torch.mm(rows, columns, out_dtype=torch.float32)  # at the speed of x's dtype; only CUDA has it
         else:
@@ -268,5 +268,5 @@ class _ScaledLinear(torch.autograd.Function):
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
         weight, scale, v = ctx.saved_tensors
         dv = (scale * dy).to(dy.dtype)
-        dx = dv @ dequantised(weight).to(dy.dtype) if ctx.needs_input_grad[0] else None
+        dx = dv @ dequantized(weight).to(dy.dtype) if ctx.needs_input_grad[0] else None
         return dx, None, None, dv, (dy * v).flatten(0, -2).sum(0, dtype=scale.dtype)

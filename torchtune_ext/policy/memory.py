@@ -12,9 +12,9 @@ from torchtune.modules import TransformerDecoder
 from torchtune_ext.kernels.fp8_quantize import LINE_BYTES, TILE_BYTES
 from torchtune_ext.kernels.linear_logprob import CHUNK_ELEMENTS
 from torchtune_ext.policy import lora
-from torchtune_ext.policy.fp8 import Fp8Receipt, linear_layers
-from torchtune_ext.policy.fp8_gain import engine_memory
-from torchtune_ext.policy.fp8_linear import Fp8Config
+from torchtune_ext.policy.fp8.gain import engine_memory
+from torchtune_ext.policy.fp8.linear import Fp8Config
+from torchtune_ext.policy.fp8.plan import Fp8Receipt, linear_layers
 
 GIB = 1 << 30
 
@@ -74,7 +74,7 @@ def estimate(
     inside += row_tokens * _kept_by_fp8(model, trainer_fp8, size)
     kept = layers * row_tokens * width * size + inside if activation_checkpointing else layers * inside
     logits = min(CHUNK_ELEMENTS, row_tokens * vocab) * 4 * 3
-    quantised = max((p.numel() for p in model.parameters() if isinstance(p, NF4Tensor)), default=0)
+    quantized = max((p.numel() for p in model.parameters() if isinstance(p, NF4Tensor)), default=0)
     # one device: only float32 masters of a whole model go through FSDP2, adapters are rounded where they are used
     unsharded = (outer + 2 * layer_parameters) * size if world_size > 1 or (size < 4 and not frozen) else 0
     converted = in_fp8(model, engine_fp8, trainer_fp8 is not None).values()
@@ -91,12 +91,12 @@ def estimate(
             f"gathered weights, {str(compute_dtype)[6:]}": unsharded,
             f"activations of a row of {row_tokens} tokens": kept,
             "logits of one chunk with gradient, float32": logits,
-            **({"largest NF4 weight while it is dequantised": (8 + size) * quantised} if quantised else {}),
+            **({"largest NF4 weight while it is dequantized": (8 + size) * quantized} if quantized else {}),
         },
         engine={f"{weights} (KV cache comes on top)": int(sent) // engine_gpus},
         host={
             "published weights in shared memory": int(sent)
-            if publishes_all or quantised or engine_fp8 or not frozen
+            if publishes_all or quantized or engine_fp8 or not frozen
             else size * trained,
             "reference and weights swapped out, float32": 8 * total * (reference and not frozen),
         },

@@ -175,8 +175,8 @@ def lora_qwen3(
         if name not in adapted:
             return nn.Linear(width, out, bias=False)
         kind = DoRALinear if use_dora else LoRALinear
-        quantised = quantize_base and name != "output"
-        return kind(width, out, lora_rank, lora_alpha, lora_dropout, quantize_base=quantised)
+        quantized = quantize_base and name != "output"
+        return kind(width, out, lora_rank, lora_alpha, lora_dropout, quantize_base=quantized)
 
     return qwen3(
         vocab_size=vocab_size,

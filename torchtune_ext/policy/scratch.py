@@ -15,8 +15,8 @@ from torchtune.models.qwen2 import lora_qwen2, qwen2
 from torchtune.modules import TransformerDecoder
 
 from torchtune_ext.chat import CHATML
+from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.qwen3 import lora_qwen3, qwen3
-from torchtune_ext.policy.weights import HFModel
 
 SPECIAL = ("<|im_end|>", "<|im_start|>", "<|pad|>")
 ROLES = ("user\n", "assistant\n", "system\n")  # as the template writes them

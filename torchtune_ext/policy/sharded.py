@@ -1,4 +1,4 @@
-"""Whole tensors in and out of parameters that may be sharded (FSDP2), quantised (NF4), or both."""
+"""Whole tensors in and out of parameters that may be sharded (FSDP2), quantized (NF4), or both."""
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from torchao.dtypes.nf4tensor import NF4Tensor, to_nf4
 def fill(param: Tensor, full: Tensor) -> None:
     """Writes `full`, the same on every rank, into a parameter; each rank keeps its part.
 
-    A quantised parameter quantises the whole tensor before it is cut, so that the bits do not depend on the number of ranks.
+    A quantized parameter quantizes the whole tensor before it is cut, so that the bits do not depend on the number of ranks.
     """
     # to_local() would make a new object of an NF4 tensor.
     local = param._local_tensor if isinstance(param, DTensor) else param
@@ -30,18 +30,18 @@ def fill(param: Tensor, full: Tensor) -> None:
 
 @torch.no_grad()
 def whole(param: Tensor) -> Tensor:
-    """The whole, dequantised tensor on every rank; a collective if the parameter is sharded."""
+    """The whole, dequantized tensor on every rank; a collective if the parameter is sharded."""
     if not isinstance(param, DTensor):
-        return dequantised(param.detach())
+        return dequantized(param.detach())
     local = param._local_tensor
     if not isinstance(local, NF4Tensor):
         return param.full_tensor().detach()
-    mine = dequantised(local)
+    mine = dequantized(local)
     parts = [torch.empty_like(mine) for _ in range(param.device_mesh.size())]
     dist.all_gather(parts, mine, group=param.device_mesh.get_group())
     return torch.cat(parts)
 
 
-def dequantised(tensor: Tensor) -> Tensor:
+def dequantized(tensor: Tensor) -> Tensor:
     """The values of an NF4 tensor in its own dtype; another tensor as it is."""
     return tensor.get_original_weight().to(tensor.dtype) if isinstance(tensor, NF4Tensor) else tensor

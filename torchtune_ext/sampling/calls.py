@@ -18,7 +18,7 @@ OnCompletion = Callable[[int, int, Completion], None]
 
 
 def request_seed(seed: int, prompt: int, sample: int) -> int:
-    """Seed of one request (63 bits), spread by SplitMix64 so that neighbours have nothing in common."""
+    """Seed of one request (63 bits), spread by SplitMix64 so that neighbors have nothing in common."""
     mask, value = (1 << 64) - 1, seed & ((1 << 64) - 1)
     for part in (prompt, sample):
         value = (value + 0x9E3779B97F4A7C15 * (part + 1)) & mask

@@ -18,7 +18,7 @@ from torchtune_ext.sampling.core_process import LOG_FORMAT, LOG_LEVEL, CoreConte
 from torchtune_ext.sampling.doors import one_machine
 from torchtune_ext.sampling.imports import environment_kept, on_cpu
 from torchtune_ext.sampling.records import LORA_RANKS, Completion, EngineConfig
-from torchtune_ext.sampling.weights import ADAPTER_ID, WeightBuffer
+from torchtune_ext.sampling.weight_buffer import ADAPTER_ID, WeightBuffer
 
 log = logging.getLogger(__name__)
 

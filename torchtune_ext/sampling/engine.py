@@ -45,7 +45,7 @@ from torchtune_ext.sampling.records import (
 from torchtune_ext.sampling.server import ServerCore
 from torchtune_ext.sampling.supervisor import Supervisor
 from torchtune_ext.sampling.throttle import Controller, Throttle
-from torchtune_ext.sampling.weights import Buffers
+from torchtune_ext.sampling.weight_buffer import Buffers
 
 __all__ = [
     "Completion",

@@ -67,12 +67,12 @@ class EngineConfig:
             )
         if self.quantization and self.address is not None:
             raise ValueError(
-                f"engine.address={self.address} with quantised weights to publish: a server keeps the layers it was "
+                f"engine.address={self.address} with quantized weights to publish: a server keeps the layers it was "
                 "started with; let the run start an engine of its own (address: null), or train with precision=bf16"
             )
         if self.quantization and self.dtype == "float32":
             raise ValueError(
-                "engine.dtype=float32 with quantised weights: vLLM computes around them in bfloat16; set it so"
+                "engine.dtype=float32 with quantized weights: vLLM computes around them in bfloat16; set it so"
             )
         for name in ("start_deadline_s", "rpc_deadline_s", "probe_interval_s", "probe_deadline_s"):
             value = getattr(self, name)
@@ -92,7 +92,7 @@ class SamplingConfig:
 
     max_tokens: int  # tokens of a completion at most
     temperature: float = 1.0  # 0: greedy
-    top_p: float = 1.0  # below 1 the log-probs are of the renormalised distribution
+    top_p: float = 1.0  # below 1 the log-probs are of the renormalized distribution
     top_k: int = 0  # 0: off
     stop_token_ids: tuple[int, ...] = ()  # a completion ends with (and contains) the first of these; with nothing else
     seed: int | None = None  # requests' seeds come from (seed, prompt index, sample index); None: not reproducible

@@ -23,7 +23,7 @@ from torchtune_ext.sampling.core import LOADER, UNIPROC
 from torchtune_ext.sampling.doors import GUARD, KEY_VARIABLE, authorization, one_machine, server_key
 from torchtune_ext.sampling.imports import on_cpu
 from torchtune_ext.sampling.records import Completion, EngineConfig
-from torchtune_ext.sampling.weights import UNREADABLE, WeightBuffer
+from torchtune_ext.sampling.weight_buffer import UNREADABLE, WeightBuffer
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from typing import Any
 from torchtune_ext.sampling.calls import Core, CoreLost
 from torchtune_ext.sampling.loop_thread import fetch_error
 from torchtune_ext.sampling.records import EngineConfig, EngineFailed, WeightsIncomplete
-from torchtune_ext.sampling.weights import Buffers, WeightBuffer
+from torchtune_ext.sampling.weight_buffer import Buffers, WeightBuffer
 
 log = logging.getLogger(__name__)
 

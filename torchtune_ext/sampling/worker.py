@@ -29,7 +29,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
-from torchtune_ext.sampling.weights import ADAPTER_ID, UNREADABLE, checksum
+from torchtune_ext.sampling.weight_buffer import ADAPTER_ID, UNREADABLE, checksum
 
 BACKEND = "shm"
 KV_SCALES = (".attn.q_scale", ".attn.k_scale", ".attn.v_scale", ".attn.prob_scale")
@@ -117,7 +117,7 @@ def check_memory(path: str, token: str) -> None:
         )
 
 
-def check_quantised(
+def check_quantized(
     manifest: Manifest, parameters: Mapping[str, torch.Tensor], packed: Mapping[str, list[str]]
 ) -> None:
     """vLLM copies bfloat16 into an FP8 weight without a word, and scales that are left out keep their last values: both are
@@ -133,13 +133,13 @@ def check_quantised(
         if kind != "weight":
             continue
         head, _, layer = stem.rpartition(".")
-        quantised = f"{head}.{fused.get(layer, layer)}.{SCALE}" in parameters
-        wanted = "float8_e4m3fn" if quantised else "a high precision"
-        if quantised != (dtype == "float8_e4m3fn"):
+        quantized = f"{head}.{fused.get(layer, layer)}.{SCALE}" in parameters
+        wanted = "float8_e4m3fn" if quantized else "a high precision"
+        if quantized != (dtype == "float8_e4m3fn"):
             raise ValueError(
                 f"published {name} is {dtype}, but the engine holds it in {wanted}: the lists of layers differ"
             )
-        if quantised and sent.get(f"{stem}.{SCALE}") != "float32":
+        if quantized and sent.get(f"{stem}.{SCALE}") != "float32":
             raise ValueError(f"published {name} comes without {stem}.{SCALE} in float32; send both")
 
 
@@ -198,8 +198,8 @@ class SharedMemoryTransfer(WeightTransferEngine):
     def receive_weights(self, update_info: Manifest) -> None:
         with without_lora(self.model), self.arrivals:
             parameters = dict(self.model.named_parameters())
-            check_quantised(update_info, parameters, getattr(self.model, "packed_modules_mapping", {}))
-            # scales of an FP8 KV cache, which a quantised model has whether its cache is FP8 or not; nobody publishes any
+            check_quantized(update_info, parameters, getattr(self.model, "packed_modules_mapping", {}))
+            # scales of an FP8 KV cache, which a quantized model has whether its cache is FP8 or not; nobody publishes any
             expected = {name for name in parameters if not name.endswith(KV_SCALES)}
             if self.model_config.hf_text_config.tie_word_embeddings:
                 expected.discard("lm_head.weight")

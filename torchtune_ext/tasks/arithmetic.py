@@ -26,7 +26,7 @@ class Form:
     numbers: tuple[int, int]  # how many, least and most
     below: int  # every number is in [0, below)
     operators: str  # drawn from these with equal chances
-    brackets: bool = False  # one pair, around two neighbours
+    brackets: bool = False  # one pair, around two neighbors
 
 
 LEVELS = {

@@ -26,7 +26,7 @@ class Mismatch:
     mean_abs: float
     p99_abs: float
     max_abs: float
-    mean: float  # signed: far from zero means that one side renormalises
+    mean: float  # signed: far from zero means that one side renormalizes
     k1: float  # mean of -d: estimates KL(sampler || trainer), of either sign
     k3: float  # mean of exp(d) - 1 - d: estimates the same, never negative
     ess: float  # effective sample size of the weights w = exp(d) as a share of the tokens: (sum w)^2 / (n sum w^2)
@@ -195,13 +195,13 @@ def diagnose(
     if found.mean < 0 and abs(found.mean) > 0.9 * found.mean_abs:
         return (
             "top-p / top-k: the sampler's log-probs are higher than the trainer's on nearly every token, as after "
-            "renormalising over a part of the vocabulary. Sample with top_p=1 and top_k off, and see that the engine "
+            "renormalizing over a part of the vocabulary. Sample with top_p=1 and top_k off, and see that the engine "
             "does not take them from generation_config.json (generation_config='vllm')"
         )
     if found.first_abs > 5 * found.mean_abs:
         return (
             "prompt or chat template: the first tokens of the completions disagree far more than the rest, so the "
-            "engine saw other prompt ids than the trainer (template, added BOS, re-tokenised text)"
+            "engine saw other prompt ids than the trainer (template, added BOS, re-tokenized text)"
         )
     if found.mean_abs < 0.2 and abs(found.mean) < 0.3 * found.mean_abs:
         return (

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import AdapterSpec, adapter_hf_tensors, merged_hf_tensors
-from torchtune_ext.policy.weights import HFModel
 from torchtune_ext.training.folders import make_empty, partial_of, put_in_place, written_aside
 from torchtune_ext.training.manifest import NAME as MANIFEST
 from torchtune_ext.training.manifest import Checksums

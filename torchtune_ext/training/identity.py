@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import AdapterSpec, adapter_names
-from torchtune_ext.policy.weights import HFModel
 
 _WRITERS_NOTES = ("transformers_version", "torch_dtype", "dtype")  # of config.json: who wrote it, not what the model is
 _FIX = {

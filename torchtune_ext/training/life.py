@@ -51,10 +51,10 @@ def run_recipe(make: Callable[[Any], Recipe], cfg: Any, work: Callable[[Any], No
         except Stopped as stopped:
             stopped_by, orderly = stopped.signal, stopped.orderly
         except Exception as error:
-            # Some libraries make an error of their own of whatever interrupts them. And a rank whose neighbour was stopped a
+            # Some libraries make an error of their own of whatever interrupts them. And a rank whose neighbor was stopped a
             # moment earlier sees a broken connection. Any other error has nothing to do with the signal.
-            neighbour = stop.requested and several and isinstance(error, RuntimeError | ConnectionError)
-            if not (stop.raised or neighbour):
+            neighbor = stop.requested and several and isinstance(error, RuntimeError | ConnectionError)
+            if not (stop.raised or neighbor):
                 raise
             log.warning("while the run was being stopped: %s", (str(error).splitlines() or [repr(error)])[0])
             stopped_by, orderly = stop.signal, False

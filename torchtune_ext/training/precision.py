@@ -16,15 +16,15 @@ from torch import Tensor
 from torchtune.modules import TransformerDecoder
 
 from torchtune_ext.kernels.fp8_quantize import BLOCK
-from torchtune_ext.policy import fp8_gain
-from torchtune_ext.policy.fp8 import Fp8Receipt, fp8_hf_tensors, plan
-from torchtune_ext.policy.fp8_linear import Fp8Config
+from torchtune_ext.policy.fp8 import gain as fp8_gain
+from torchtune_ext.policy.fp8.linear import Fp8Config
+from torchtune_ext.policy.fp8.plan import Fp8Receipt, fp8_hf_tensors, plan
+from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.logprobs import PackedPolicy
 from torchtune_ext.policy.lora import AdapterSpec, adapter_names
-from torchtune_ext.policy.weights import HFModel
 from torchtune_ext.run.output import say
 from torchtune_ext.sampling.records import EngineConfig
-from torchtune_ext.training.checks import release_memory
+from torchtune_ext.training.settings import release_memory
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 FLOWS = ("bf16", "fp8_rollout", "fp8_unified")
@@ -105,7 +105,7 @@ class Precision:
             "which are sent once, adapters after each step" if adapter and way == "adapter" else "sent after each step"
         )
         self._file: Path | None = None
-        source.require_unquantised()
+        source.require_unquantized()
         if sampler is None:
             return
         for key, found in (("dtype", self.dtype), ("engine.dtype", self.engine_dtype)):
@@ -191,7 +191,7 @@ class Precision:
 
 def _require_whole_shards(receipt: Fp8Receipt, gpus: int, kv_heads: int) -> None:
     """vLLM cuts o_proj and down_proj along their in-features, the others along their out-features, keys and values by heads;
-    and it quantises by whole tiles."""
+    and it quantizes by whole tiles."""
     for layer in receipt.layers:
         out, features = layer.shape
         kind = layer.name.rpartition(".")[2]

@@ -10,10 +10,10 @@ from torch import Tensor
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.groups import Group, Sample
 from torchtune_ext.packing import Row, contexts, pack
+from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.logprobs import LabelScores
-from torchtune_ext.policy.weights import HFModel
 from torchtune_ext.sampling.engine import Completion, Engine, PublishReport, SamplingConfig
-from torchtune_ext.sampling.weights import checksum
+from torchtune_ext.sampling.weight_buffer import checksum
 from torchtune_ext.tasks.task import Problem, Task
 from torchtune_ext.training.agreement import Agreement, Applied, Disagreement, applied_share
 from torchtune_ext.training.learner import Learner

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torchtune.modules import TransformerDecoder
 
 from torchtune_ext.packing import Row
+from torchtune_ext.policy.hf_model import HFModel, named_hf_tensors
 from torchtune_ext.policy.logprobs import LabelScores
 from torchtune_ext.policy.lora import (
     AdapterOff,
@@ -27,7 +28,6 @@ from torchtune_ext.policy.lora import (
     base_hf_tensors,
     merged_hf_tensors,
 )
-from torchtune_ext.policy.weights import HFModel, named_hf_tensors
 from torchtune_ext.sampling.imports import on_cpu
 from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.training.agreement import Applied, applied_share
@@ -125,7 +125,7 @@ class Adapters:
         self._base_sent = False
 
     def __str__(self) -> str:
-        kind = ("Q" if self.spec.quantised else "") + ("DoRA" if self.spec.dora else "LoRA")
+        kind = ("Q" if self.spec.quantized else "") + ("DoRA" if self.spec.dora else "LoRA")
         where = " ".join(self.spec.targets)
         return f"{kind} of rank {self.spec.rank}, alpha {self.spec.alpha:g}, on {where}, published {self.way}"
 
@@ -145,7 +145,7 @@ class Adapters:
         if self.way == "merged":
             yield precision.published(partial(merged_hf_tensors, model, names)), None
             return
-        if (self.spec.quantised or precision.sampler) and not self._base_sent:
+        if (self.spec.quantized or precision.sampler) and not self._base_sent:
             # The engine has to sample with the very values that NF4 or FP8 have left of the frozen weights.
             yield precision.published(partial(base_hf_tensors, model, names)), None
             self._base_sent = True

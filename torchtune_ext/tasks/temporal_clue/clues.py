@@ -251,13 +251,13 @@ def _meetings(rng: random.Random, scenario: Scenario, kinds: tuple[str, ...]) ->
 
 
 def _besides(rng: random.Random, scenario: Scenario, count: int) -> Iterator[tuple[float, Statement]]:
-    """Two pieces in neighbouring rooms."""
+    """Two pieces in neighboring rooms."""
     places = scenario.truth.places
     pairs = {
         direction: tuple(
             (beside, room)
             for room in range(len(scenario.rooms))
-            if (beside := scenario.neighbour(room, direction)) is not None
+            if (beside := scenario.neighbor(room, direction)) is not None
         )
         for direction in STEPS
     }

@@ -90,11 +90,11 @@ class Scenario:
     def unique_motives(self) -> bool:
         return len(self.motives) == len(self.suspects)
 
-    def neighbour(self, room: int, direction: str) -> int | None:
-        return neighbour(len(self.rooms), self.columns, room, direction)
+    def neighbor(self, room: int, direction: str) -> int | None:
+        return neighbor(len(self.rooms), self.columns, room, direction)
 
 
-def neighbour(num_rooms: int, columns: int, room: int, direction: str) -> int | None:
+def neighbor(num_rooms: int, columns: int, room: int, direction: str) -> int | None:
     """The room next to `room` in that direction, None at the edge of the board."""
     column, row = room % columns, room // columns
     dx, dy = STEPS[direction]
@@ -111,7 +111,7 @@ def draw_scenario(rng: random.Random, dims: Dims) -> Scenario:
     columns = _columns(rng, dims.rooms)
     motives, motive_of = _draw_motives(rng, dims)
     next_to = [
-        [room, *(n for n in (neighbour(dims.rooms, columns, room, d) for d in STEPS) if n is not None)]
+        [room, *(n for n in (neighbor(dims.rooms, columns, room, d) for d in STEPS) if n is not None)]
         for room in range(dims.rooms)
     ]
     while True:  # a night without a possible murder is drawn again; almost every night has one

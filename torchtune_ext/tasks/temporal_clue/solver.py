@@ -141,7 +141,7 @@ class Solver:
         """Characters stay or go to a room next to theirs; a weapon moves only with a suspect who moves so."""
         s, clause = self.scenario, self.model.add_bool_or
         rooms = range(len(s.rooms))
-        next_to = [[n for n in (s.neighbour(room, d) for d in STEPS) if n is not None] for room in rooms]
+        next_to = [[n for n in (s.neighbor(room, d) for d in STEPS) if n is not None] for room in rooms]
         for time in range(1, len(s.times)):
             for piece, room in product(range(len(self.at)), rooms):
                 before, now = self.at[piece][time - 1], self.at[piece][time]

@@ -25,7 +25,7 @@ class Browser {
     this.filters = el("select", { "aria-label": "which groups", onchange: () => { this.filter = this.filters.value; this.list(); } },
       ...[["all", "all groups"], ["signal", "with signal"], ["silent", "no signal"], ["failed", "with failures"]].map(([value, label]) => el("option", { value }, label)));
     this.views = [["text", "text"], ["tokens", "log-probs"]].map(([view, label]) => {
-      const node = button(label, view === "text" ? "plain text" : "tokens, coloured by how surprising they were", () => this.show(view));
+      const node = button(label, view === "text" ? "plain text" : "tokens, colored by how surprising they were", () => this.show(view));
       node.setAttribute("aria-pressed", String(view === this.view));
       return [view, node];
     });
@@ -215,7 +215,7 @@ class Browser {
     sample.ids.forEach((id, i) => {
       if (i === sample.gap) body.append(el("span", { class: "gap" }, ` [… ${sample.count - sample.ids.length} tokens left out …] `));
       const nats = sample.nats[i] / 1000, place = sample.gap != null && i >= sample.gap ? i + sample.count - sample.ids.length : i;
-      const heat = Math.min(1, nats / 4.6) ** 0.7; // full colour at p = 1%
+      const heat = Math.min(1, nats / 4.6) ** 0.7; // full color at p = 1%
       const node = el("span", { class: "token", style: heat > 0.02 ? `background:rgba(var(--heat),${(0.75 * heat).toFixed(2)})` : null }, sample.pieces ? sample.pieces[i] : String(id));
       node.about = { id, nats, place, piece: sample.pieces?.[i], version: limits.find(([, end]) => place < end)?.[0] };
       body.append(node);

@@ -1,0 +1,318 @@
+"""chat.py against recorded `apply_chat_template` results, transformers' own masks, and difficult templates."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from torchtune_ext.chat import ChatTokenizer
+
+ROOT = Path(__file__).resolve().parents[3]
+DATA = Path(os.environ.get("TORCHTUNE_EXT_DATA", ROOT.parent / "shared" / "data"))
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+needs_data = pytest.mark.skipif(not (DATA / "chat-templates/vectors.json").is_file(), reason="no TORCHTUNE_EXT_DATA")
+
+# Untagged templates of our own, each difficult in one way.
+PLAIN = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+# Past turns lose their thinking; the newest always gets a thinking block. No prefix of one rendering is one of another.
+FORGETS = """{% for m in messages %}{% set c = m.content %}{% set t = '' %}
+{%- if '</think>' in c %}{% set t = c.split('</think>')[0].split('<think>')[-1] %}
+{%- set c = c.split('</think>')[-1] %}{% endif -%}
+<|im_start|>{{ m.role }}|{% if m.role == 'assistant' and loop.last %}<think>{{ t }}</think>{% endif %}{{ c }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant|{% endif %}"""
+# No branch for any role: one expression renders all of them.
+ROLE_BLIND = (
+    "{% for m in messages %}{% set c = '[' + m['role'] + ']' + m['content'] | trim + '<|im_end|>' %}"
+    "{{ c }}{% endfor %}{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
+)
+ALWAYS_DROPS = PLAIN.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
+COUNTS = "{{ messages|length }} messages\n" + PLAIN
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory) -> Path:
+    """A byte-level tokenizer with one merge, two newlines, and ChatML's special tokens; no chat template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {symbol: index for index, symbol in enumerate([*alphabet, "ĊĊ"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("Ċ", "Ċ")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    path = tmp_path_factory.mktemp("model")
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    return path
+
+
+def marked(tokenizer: ChatTokenizer, ids: list[int], mask: list[bool]) -> list[str]:
+    """The text of each run of marked tokens."""
+    runs: list[list[int]] = []
+    for t, (token, is_marked) in enumerate(zip(ids, mask, strict=True)):
+        if is_marked:
+            if t == 0 or not mask[t - 1]:
+                runs.append([])
+            runs[-1].append(token)
+    return [tokenizer._tokenizer.decode(run, skip_special_tokens=False) for run in runs]
+
+
+def conversation(*texts: str) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+# ---- the real templates -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def qwen_dir(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("qwen")
+    (path / "tokenizer.json").write_bytes(gzip.decompress((DATA / "tokenizer-qwen/tokenizer.json.gz").read_bytes()))
+    return path
+
+
+@needs_data
+@pytest.mark.parametrize("family", ["qwen2_5", "qwen3", "qwen3_instruct_2507"])
+def test_recorded_vectors(qwen_dir, family):
+    """All 72 recorded rows: text and ids of the original templates; text, ids and mask of their training variants."""
+    rows = json.loads((DATA / "chat-templates/vectors.json").read_text())
+    tokenizer = ChatTokenizer(qwen_dir, template=str(DATA / f"chat-templates/{family}.jinja"))
+    assert tokenizer.stop_token_ids == (151645,)  # no config names it: it is the token that ends a turn
+    seen = 0
+    for row in rows:
+        arguments = row["messages"], row["tools"], row["add_generation_prompt"]
+        if row["template"] == family:
+            text = tokenizer.template.render(*arguments)
+            assert (text, tokenizer.encode(text)) == (row["text"], row["input_ids"]), row["name"]
+        elif row["template"] == f"{family}_training":
+            assert tokenizer.template.conversation(*arguments).text == row["text"], row["name"]
+            ids, mask = tokenizer.conversation_ids(*arguments, sampled_only=False)
+            assert (ids, [int(m) for m in mask]) == (row["input_ids"], row["assistant_mask"]), row["name"]
+        else:
+            continue
+        seen += 1
+    assert seen == 24
+
+
+@needs_data
+@pytest.mark.parametrize("family", ["qwen2_5", "qwen3", "qwen3_instruct_2507"])
+def test_sampled_tokens_of_the_real_templates(qwen_dir, family):
+    """The mask begins where the engine's prompt ends, and each turn's ends with the token at which the engine stops."""
+    tokenizer = ChatTokenizer(qwen_dir, template=str(DATA / f"chat-templates/{family}.jinja"))
+    rows = json.loads((DATA / "chat-templates/vectors.json").read_text())
+    for row in rows:
+        if row["template"] != f"{family}_training" or row["add_generation_prompt"]:
+            continue
+        ids, mask = tokenizer.conversation_ids(row["messages"], row["tools"])
+        runs = marked(tokenizer, ids, mask)
+        assert len(runs) == sum(message["role"] == "assistant" for message in row["messages"])
+        assert all(run.endswith("<|im_end|>") for run in runs), row["name"]
+        if len(runs) == 1:
+            prompt = tokenizer.prompt_ids(row["messages"][:-1], row["tools"])
+            assert ids[: len(prompt)] == prompt and mask.index(True) == len(prompt), row["name"]
+
+
+@needs_data
+def test_thinking_switched_off_is_part_of_the_prompt(qwen_dir):
+    template = str(DATA / "chat-templates/qwen3.jinja")
+    tokenizer = ChatTokenizer(qwen_dir, template, template_options={"enable_thinking": False})
+    ids, mask = tokenizer.conversation_ids(conversation("2+2?", "4"))
+    assert marked(tokenizer, ids, mask) == ["4<|im_end|>"]
+    assert ids[: mask.index(True)] == tokenizer.prompt_ids(conversation("2+2?"))
+
+
+# ---- templates of our own -----------------------------------------------------------------------------------------
+
+
+def test_chatml_is_small_and_marks_text_and_end(model_dir):
+    tokenizer = ChatTokenizer(model_dir, "chatml")
+    messages = [{"role": "system", "content": "s"}, *conversation("a", "b", "c", "d")]
+    ids, mask = tokenizer.conversation_ids(messages)
+    assert marked(tokenizer, ids, mask) == ["b<|im_end|>", "d<|im_end|>"]
+    text = tokenizer._tokenizer.decode(ids, skip_special_tokens=False)
+    assert text.startswith(
+        "<|im_start|>system\ns<|im_end|><|im_start|>user\na<|im_end|><|im_start|>assistant\nb<|im_end|>"
+    )
+    assert tokenizer.prompt_ids(messages[:4]) == ids[: len(ids) - 2]  # "d" and the end token are what is left to sample
+
+
+def test_chatml_mask_is_the_one_of_transformers(model_dir):
+    tokenizer = ChatTokenizer(model_dir, "chatml")
+    messages = conversation("a", "b √ c", "c", "")
+    reference = tokenizer._tokenizer.apply_chat_template(
+        messages, chat_template=tokenizer.template.source, return_dict=True, return_assistant_tokens_mask=True
+    )
+    ids, mask = tokenizer.conversation_ids(messages, sampled_only=False)
+    assert (ids, [int(m) for m in mask]) == (reference["input_ids"], reference["assistant_masks"])
+
+
+def test_untagged_template_keeps_the_newline_out(model_dir):
+    tokenizer = ChatTokenizer(model_dir, PLAIN)
+    messages = conversation("a", "b", "c", "d")
+    ids, mask = tokenizer.conversation_ids(messages)
+    assert marked(tokenizer, ids, mask) == ["b<|im_end|>", "d<|im_end|>"]
+    wide = tokenizer.conversation_ids(messages, sampled_only=False)
+    assert wide[0] == ids == tokenizer.encode(tokenizer.template.render(messages))
+    assert marked(tokenizer, *wide) == ["b<|im_end|>\n", "d<|im_end|>\n"]
+
+
+def test_thinking_of_past_turns_is_kept(model_dir):
+    tokenizer = ChatTokenizer(model_dir, FORGETS)
+    messages = conversation("a", "<think>1</think>b", "c", "d", "e", "<think>3</think>f")
+    assert "1" not in tokenizer.template.render(messages)
+    ids, mask = tokenizer.conversation_ids(messages)
+    assert marked(tokenizer, ids, mask) == [
+        "<think>1</think>b<|im_end|>",
+        "<think></think>d<|im_end|>",
+        "<think>3</think>f<|im_end|>",
+    ]
+    ids, _ = tokenizer.conversation_ids(messages[:5], add_generation_prompt=True)
+    assert tokenizer._tokenizer.decode(ids).endswith("e<|im_end|>\n<|im_start|>assistant|")
+
+
+def test_template_without_any_branch_for_roles(model_dir):
+    tokenizer = ChatTokenizer(model_dir, ROLE_BLIND)
+    ids, mask = tokenizer.conversation_ids(conversation("a", " b ", "c", "d"))
+    assert marked(tokenizer, ids, mask) == ["b<|im_end|>", "d<|im_end|>"]
+
+
+def test_two_assistant_messages_in_a_row_and_none(model_dir):
+    tokenizer = ChatTokenizer(model_dir, PLAIN)
+    twice = [*conversation("a", "b"), {"role": "assistant", "content": "c"}]
+    assert marked(tokenizer, *tokenizer.conversation_ids(twice)) == ["b<|im_end|>", "c<|im_end|>"]
+    ids, mask = tokenizer.conversation_ids(conversation("a"), add_generation_prompt=True)
+    assert ids == tokenizer.prompt_ids(conversation("a")) and not any(mask)
+
+
+@settings(max_examples=60, deadline=None)
+@given(question=st.text(max_size=12), answer=st.text(max_size=12))
+@pytest.mark.parametrize("template", ["chatml", PLAIN], ids=["chatml", "plain"])
+def test_training_ids_continue_the_prompt(model_dir, template, question, answer):
+    """Whatever the texts (a newline at a seam, say), the ids begin with the prompt's and end with the answer's."""
+    tokenizer = _cached(model_dir, template)
+    messages = conversation(question, answer)
+    ids, mask = tokenizer.conversation_ids(messages)
+    prompt = tokenizer.prompt_ids(messages[:1])
+    num_marked = sum(mask)
+    assert ids[: len(prompt)] == prompt
+    assert mask[: len(prompt) + num_marked] == [False] * len(prompt) + [True] * num_marked
+    if not any(token in answer for token in SPECIAL):
+        assert tokenizer.decode(ids[len(prompt) : len(prompt) + num_marked]) == answer
+    assert ids[len(prompt) + num_marked - 1] == tokenizer._tokenizer.convert_tokens_to_ids("<|im_end|>")
+
+
+_made: dict[str, ChatTokenizer] = {}
+
+
+def _cached(model_dir: Path, template: str) -> ChatTokenizer:
+    return _made.setdefault(template, ChatTokenizer(model_dir, template))
+
+
+def test_token_over_the_seam_is_cut(model_dir):
+    """ "\\n" + "\\n" is one token of this vocabulary, which the engine could never sample behind its prompt."""
+    tokenizer = ChatTokenizer(model_dir, PLAIN)
+    messages = conversation("a", "\nb")
+    ids, mask = tokenizer.conversation_ids(messages)
+    assert marked(tokenizer, ids, mask) == ["\nb<|im_end|>"]
+    assert len(ids) == len(tokenizer.conversation_ids(messages, sampled_only=False)[0]) + 1
+
+
+# ---- ids and files ------------------------------------------------------------------------------------------------
+
+
+def test_special_ids(model_dir, tmp_path):
+    end_of_text, im_start, im_end = 257, 258, 259
+    tokenizer = ChatTokenizer(model_dir, "chatml")
+    assert tokenizer.stop_token_ids == (end_of_text, im_end)
+    assert tokenizer.eos_id == tokenizer.pad_id == end_of_text  # no pad token: eos stands in
+    assert tokenizer.vocab_size == 260
+    assert tokenizer.decode([im_start, *tokenizer.encode("hé "), im_end, end_of_text]) == "hé "
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((model_dir / name).read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"})
+    )
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [im_start, end_of_text]}))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 7}))
+    (tmp_path / "chat_template.jinja").write_text(PLAIN)
+    tokenizer = ChatTokenizer(tmp_path)
+    assert tokenizer.template.source == PLAIN
+    assert tokenizer.stop_token_ids == (im_end, im_start, end_of_text, 7)
+    assert (tokenizer.eos_id, tokenizer.pad_id) == (im_end, end_of_text)
+
+
+def test_template_from_a_file_and_from_the_tokenizer_config(model_dir, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes((model_dir / "tokenizer.json").read_bytes())
+    config = {"eos_token": "<|im_end|>", "chat_template": ROLE_BLIND}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert ChatTokenizer(tmp_path).template.source == ROLE_BLIND
+    (tmp_path / "mine.jinja").write_text(PLAIN)
+    assert ChatTokenizer(tmp_path, str(tmp_path / "mine.jinja")).template.source == PLAIN
+
+
+def test_import_and_use_need_no_torch(model_dir):
+    code = (
+        "import sys; from torchtune_ext.chat import ChatTokenizer; "
+        f"ChatTokenizer({str(model_dir)!r}, 'chatml').conversation_ids([{{'role': 'user', 'content': 'x'}}]); "
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
+
+
+# ---- errors: never silent -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "words"),
+    [
+        (ALWAYS_DROPS, conversation("a", "<think>1</think>b"), ["message 1", "drops part", "{% generation %}"]),
+        (COUNTS, conversation("a", "b"), ["looked for", "{% generation %}", "docs/chat_templates.md"]),
+        (PLAIN + "{% if messages[-1].role == 'user' %}?{% endif %}", conversation("a", "b"), ["looked for"]),
+        # what an assistant said is gone from the next prompt, so nothing tells where its turn ended
+        (
+            FORGETS.replace("{{ c }}<|im_end|>", "{{ c if loop.last or m.role == 'user' else '...' }}<|im_end|>"),
+            conversation("a", "b", "c", "d"),
+            ["the end of the turn of message 1"],
+        ),
+        # tags are there, and hold nothing of the assistant's
+        ("{% if false %}{% generation %}{% endgeneration %}{% endif %}" + PLAIN, conversation("a", "b"), ["found 0"]),
+        (PLAIN + "{% generation %}{% endgeneration %}", conversation("a", "b"), ["with text in it"]),
+        ("{{ raise_exception('users only') }}", conversation("a", "b"), ["users only", "['user'"]),
+        ("{{ 'x' + nothing }}", conversation("a", "b"), ["'nothing' is undefined"]),
+        ("{% for m in messages %}", conversation("a", "b"), ["cannot render"]),
+    ],
+)
+def test_template_without_a_place_raises(model_dir, template, messages, words):
+    tokenizer = ChatTokenizer(model_dir, template)
+    with pytest.raises(ValueError) as caught:
+        tokenizer.conversation_ids(messages)
+    assert "chat template 'given as text'" in str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_prompts_work_where_conversations_do_not(model_dir):
+    tokenizer = ChatTokenizer(model_dir, COUNTS)
+    assert tokenizer.decode(tokenizer.prompt_ids(conversation("a"))).startswith("1 messages")
+
+
+def test_missing_files_raise(model_dir, tmp_path):
+    with pytest.raises(ValueError, match="not a directory"):
+        ChatTokenizer(tmp_path / "nowhere", "chatml")
+    with pytest.raises(ValueError, match=r"no tokenizer\.json"):
+        ChatTokenizer(tmp_path, "chatml")
+    with pytest.raises(ValueError, match="no chat template in .*'chatml' for the built-in one"):
+        ChatTokenizer(model_dir)
+    with pytest.raises(ValueError, match="template='nowhere.jinja' is neither"):
+        ChatTokenizer(model_dir, "nowhere.jinja")
+    (tmp_path / "tokenizer.json").write_bytes((model_dir / "tokenizer.json").read_bytes())
+    with pytest.raises(ValueError, match="names no end token"):
+        ChatTokenizer(tmp_path, "{{ messages[0].content }}")

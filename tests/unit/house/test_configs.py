@@ -1,0 +1,427 @@
+"""Every shipped config fits the recipe it belongs to, and the models it names can be built."""
+
+import importlib
+import json
+import math
+import re
+import warnings
+
+import pytest
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from torchtune_ext.advantages import AdvantageConfig
+from torchtune_ext.evaluation import EvaluationConfig
+from torchtune_ext.host.catalog import config_files, folder, recipe_files, recipe_of
+from torchtune_ext.host.cli import main
+from torchtune_ext.host.config import MOVED, build, instantiate, load_config, named_paths, record
+from torchtune_ext.objective.loss import PolicyLoss, needs_of
+from torchtune_ext.policy import memory
+from torchtune_ext.recipes import evaluate, grpo
+from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
+from torchtune_ext.training.precision import PrecisionConfig
+from torchtune_ext.training.settings import check_needs
+from torchtune_ext.training.state import CheckpointConfig
+
+FILES = config_files(folder("configs"))
+CONFIGS = {name: path for name, path in FILES.items() if recipe_of(name, path)}
+PRESETS = [name.removeprefix("presets/") for name in FILES if name.startswith("presets/")]
+NEEDED = dict.fromkeys(("output_dir", "model_dir", "model", "tokenizer", "task", "optimizer"), "x") | {"max_steps": 1}
+
+
+def module_of(name):
+    recipe = next(r for r in recipe_files(folder("recipes"), folder("configs")) if name in r.configs)
+    return importlib.import_module(f"torchtune_ext.recipes.{recipe.path.stem}")
+
+
+def loaded(name):
+    path = CONFIGS[name]
+    module = module_of(name)
+    return module, load_config(module.Config, OmegaConf.load(path))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_config_fits_its_recipe(name):
+    _, cfg = loaded(name)
+    if "engine" in cfg:
+        engine = build(EngineConfig, cfg.engine, "engine")
+        sampling = build(SamplingConfig, cfg.sampling, "sampling")
+        assert sampling.max_tokens < engine.max_model_len
+        if "row_tokens" in cfg:
+            assert engine.max_model_len <= cfg.row_tokens, "a sequence that can be sampled must fit into a row"
+    if "evaluation" in cfg:
+        evaluation = build(EvaluationConfig, cfg.evaluation, "evaluation")
+        every = cfg.checkpoints.get("every", CheckpointConfig.every)
+        assert every % evaluation.every == 0 or every > cfg.max_steps, "a checkpoint without an evaluation has no score"
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("grpo/qwen2_5_0_5B_full", 0.494),
+        ("grpo/qwen2_5_3B_gsm8k", 3.086),
+        ("grpo/qwen2_5_7B_full", 7.616),
+        ("grpo/qwen2_5_14B_full", 14.770),
+        ("grpo/qwen2_5_32B_full", 32.764),
+        ("grpo/llama3_1_8B_full", 8.030),
+        ("grpo/qwen2_5_7B_lora", 7.696),
+        ("grpo/qwen2_5_14B_lora", 14.908),
+        ("grpo/qwen2_5_32B_qlora", 33.032),
+        ("grpo/llama3_1_8B_lora", 8.114),
+        ("grpo/qwen3_1_7B_atr_grpo_lora", 1.755),
+        ("grpo/qwen3_8B_atr_grpo_lora", 8.278),
+    ],
+)
+def test_dry_run_knows_the_published_sizes(name, billions, capsys):
+    module, cfg = loaded(name)
+    cfg.dry_run = True
+    run = module.recipe_main.__wrapped__
+    run(cfg)
+    out = capsys.readouterr().out
+    assert out.startswith(f"{billions:.3f} B parameters")
+    assert "AdamW moments" in out and "published weights" in out
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_step": 3}, "unknown key 'max_step' in the config; did you mean 'max_steps'"),
+        ({"seed": "one"}, "seed: Value 'one'"),
+        ({"model_dir": "${nothing}"}, "nothing"),
+    ],
+)
+def test_mistakes_are_named(change, message):
+    module, _ = loaded("grpo/tiny")
+    cfg = OmegaConf.merge(OmegaConf.load(CONFIGS["grpo/tiny"]), OmegaConf.create(change))
+    with pytest.raises(ValueError, match=message):
+        load_config(module.Config, cfg)
+
+
+@pytest.mark.parametrize("name", ["grpo/tiny", "grpo/qwen2_5_7B_lora"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_fits(preset, name):
+    module = module_of(name)
+    cfg = load_config(module.Config, OmegaConf.merge(OmegaConf.load(CONFIGS[name]), {"preset": preset}))
+    loss = instantiate(cfg.loss)
+    assert isinstance(loss, PolicyLoss)
+    build(AdvantageConfig, cfg.advantage, "advantage")
+    if name == "grpo/tiny":
+        assert loss.entropy_coef == 0.03 and cfg.aggregation == "token"  # what the YAML says itself wins
+
+
+# What the papers say, as (loss, advantage, the rest); the docs' table has the same.
+PUBLISHED = {
+    "grpo": (dict(constraint="clip", clip_low=0.2, clip_high=0.2, importance="tis"), {}, {"aggregation": "sequence"}),
+    "clip_higher": (dict(clip_low=0.2, clip_high=0.28), {}, {"aggregation": "sequence"}),
+    "atr_grpo": (dict(constraint="kl3", delta=0.02), {}, {"aggregation": "sequence"}),
+    "exact_kl": (dict(constraint="kl", delta=0.02, top_k=16), {}, {"aggregation": "sequence"}),
+    "dapo": (dict(clip_low=0.2, clip_high=0.28), {"truncated": "penalize", "penalty": 0.5, "overlong": 0.2},
+             {"aggregation": "token", "refill_rounds": 3}),
+    "dr_grpo": (dict(clip_low=0.2, clip_high=0.2), {"scale": "none"}, {"aggregation": "constant"}),
+    "gspo": (dict(level="sequence", clip_low=3e-4, clip_high=4e-4, importance="none"), {}, {"aggregation": "sequence"}),
+    "gmpo": (dict(level="geometric", clip_low=1 - math.exp(-0.4), clip_high=math.exp(0.4) - 1), {}, {}),
+    "cispo": (dict(constraint="cispo", clip_low=1.0, clip_high=4.0), {}, {"aggregation": "token"}),
+    "sapo": (dict(constraint="sapo", tau_positive=1.0, tau_negative=1.05), {}, {}),
+    "dppo": (dict(constraint="tv", delta=0.2, old="sampler", old_kl_coef=2e-3, kl="k2"), {"scale": "none"}, {}),
+    "two_sided": (dict(constraint="clip", dual_clip=4.0), {}, {}),
+    "decoupled_ppo": (dict(constraint="clip", clip_low=0.2, clip_high=0.2, importance="full"), {}, {}),
+    "icepop": (dict(importance="icepop", importance_low=None, importance_high=None), {}, {}),
+    "rloo": (dict(constraint="none"), {"baseline": "leave_one_out", "scale": "none"}, {"aggregation": "constant"}),
+    "lite_ppo": (dict(constraint="clip"), {"baseline": "mean", "scale": "batch_std"}, {"aggregation": "token"}),
+    "pass_at_k": (dict(constraint="clip"), {"pass_k": 4, "scale": "group_std"}, {}),
+}  # fmt: skip
+
+
+def test_presets_are_the_published_methods():
+    assert sorted(PUBLISHED) == PRESETS
+    for name, (loss_settings, advantage_settings, rest) in PUBLISHED.items():
+        cfg = load_config(grpo.Config, OmegaConf.create({**NEEDED, "preset": name}))
+        loss, advantage = instantiate(cfg.loss), build(AdvantageConfig, cfg.advantage, "advantage")
+        for built, wanted in ((loss, loss_settings), (advantage, advantage_settings)):
+            for key, value in wanted.items():
+                assert getattr(built, key) == (pytest.approx(value, rel=1e-4) if isinstance(value, float) else value)
+        assert {key: cfg[key] for key in rest} == rest
+        assert loss.kl_coef == loss.entropy_coef == 0.0
+
+
+def test_presets_differ():
+    losses = [load_config(grpo.Config, OmegaConf.create({**NEEDED, "preset": preset})) for preset in PRESETS]
+    for cfg in losses:
+        cfg.preset = "-"
+    assert len({OmegaConf.to_yaml(cfg) for cfg in losses}) == len(PRESETS)
+
+
+def test_a_preset_may_be_a_file_and_gives_way_to_a_loss_of_ones_own(tmp_path):
+    (tmp_path / "mine.yaml").write_text("loss: {_component_: a.Loss, x: 1, y: 2}\nadvantage: {scale: none}\n")
+    given = {**NEEDED, "preset": str(tmp_path / "mine.yaml"), "loss": {"y": 3}}
+    cfg = load_config(grpo.Config, OmegaConf.create(given))
+    assert cfg.loss == {"_component_": "a.Loss", "x": 1, "y": 3} and cfg.advantage == {"scale": "none"}
+    for name in ("Reinforce", "torchtune_ext.objective.loss.PolicyLoss"):
+        cfg = load_config(grpo.Config, OmegaConf.create({**NEEDED, "loss": {"_component_": name}}))
+        assert cfg.loss == {"_component_": name}  # nothing is left of the default preset's
+    cfg = load_config(grpo.Config, OmegaConf.create({**NEEDED, "preset": None, "loss": {"_component_": "A"}}))
+    assert cfg.aggregation == "sequence"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("preset: grpo\n", "unknown key 'preset' in preset"),
+        ("los: {}\n", "unknown key 'los' in preset"),
+        ("- 1\n", "holds no keys of a recipe"),
+        ("a: [\n", "is no YAML"),
+    ],
+)
+def test_bad_preset_files_are_named(tmp_path, text, message):
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_config(grpo.Config, OmegaConf.create({**NEEDED, "preset": str(file)}))
+    assert str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"preset": "atr_grop"}, "preset='atr_grop' is unknown; did you mean 'atr_grpo'?"),
+        ({"preset": "nothing.yaml"}, "preset=nothing.yaml: no such file"),
+        ({"preset": "atr_grpo", "loss": {"clip_low": 0.2}}, "loss.clip_low=0.2 contradicts loss.constraint='kl3'"),
+        (
+            {"preset": "gspo", "loss": {"importance": "tis"}},
+            "loss.importance='tis' weighs tokens, but loss.level='sequence'",
+        ),
+        ({"preset": "atr_grpo", "loss": {"delta": 0}}, "loss.delta=0 must be positive"),
+        ({"preset": None}, "loss has no value"),
+        ({"loss": None}, "loss has no value"),
+        ({"preset": "atr_grpo", "loss": {"delta": "small"}}, "loss.delta='small' must be a number"),
+    ],
+)
+def test_contradictions_are_named(change, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        instantiate(load_config(grpo.Config, OmegaConf.create({**NEEDED, **change})).loss)
+
+
+def test_presets_are_listed_and_printed(capsys):
+    assert main(["presets"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in listed] == PRESETS and all(len(line) < 128 for line in listed)
+    assert main(["presets", "gspo"]) == 0
+    assert capsys.readouterr().out == FILES["presets/gspo"].read_text()
+    assert main(["presets", "gsop"]) == 2
+    assert "did you mean 'gspo'" in capsys.readouterr().err
+
+
+def test_a_missing_value_is_named():
+    module, _ = loaded("grpo/tiny")
+    cfg = OmegaConf.load(CONFIGS["grpo/tiny"])
+    del cfg["output_dir"]
+    with pytest.raises(ValueError, match="output_dir has no value; set it in the YAML"):
+        load_config(module.Config, cfg)
+
+
+@pytest.mark.parametrize(
+    ("node", "message"),
+    [
+        (
+            {"_component_": "torchtune_ext.objective.loss.PolicyLoss", "clip_low": 2.0},
+            r"loss.clip_low=2.0 must lie in \(0, 1\]",
+        ),
+        (
+            {"_component_": "torchtune_ext.objective.loss.PolicyLoss", "clip": 0.2},
+            "`loss:` .*arguments that it does not take: .*'clip'",
+        ),
+        (
+            {"_component_": "torchtune_ext.objective.loss.GPROLoss"},
+            "`loss:` _component_=torchtune_ext.objective.loss.GPROLoss",
+        ),
+        ({"_component_": "Mine"}, "`loss:` the recipe that runs defines no 'Mine'"),
+        ({"clip_low": 0.2}, "`loss:` needs a `_component_`"),
+    ],
+)
+def test_components_that_cannot_be_built_are_named(node, message):
+    with pytest.raises(ValueError, match=message):
+        instantiate(OmegaConf.create({"loss": node}).loss)
+
+
+@pytest.mark.parametrize(
+    ("record", "values", "message"),
+    [
+        (SamplingConfig, {"temperature": 1.0}, "sampling.max_tokens has no value; set it in the YAML"),
+        (SamplingConfig, {"max_tokens": "many"}, "sampling.max_tokens: Value 'many'"),
+        (SamplingConfig, {"max_tokens": 1.5}, "sampling.max_tokens: Value '1.5'"),
+        (SamplingConfig, {"max_tokens": 8, "stop_token_ids": "7"}, "sampling.stop_token_ids='7' must be a list"),
+        (
+            SamplingConfig,
+            {"max_token": 8},
+            "unknown key 'sampling.max_token' in `sampling:`; did you mean 'max_tokens'",
+        ),
+    ],
+)
+def test_nested_settings_are_checked(record, values, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build(record, OmegaConf.create(values), "sampling")
+
+
+def test_nested_settings_keep_their_types_and_win_over_what_the_recipe_brings():
+    engine = build(EngineConfig, OmegaConf.create({"devices": 4, "extra_args": {"a": [1]}}), "engine")
+    assert engine.devices == "4" and engine.extra_args == {"a": [1]}
+    values = OmegaConf.create({"max_tokens": 8, "stop_token_ids": [5, 6]})
+    sampling = build(SamplingConfig, values, "sampling", stop_token_ids=(1,), seed=3)
+    assert sampling.stop_token_ids == (5, 6) and sampling.seed == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "in_fp8"),
+    [("tiny_fp8", None, None), ("qwen3_8B_fp8", 253, 252), ("qwen2_5_7B_fp8", 197, 196), ("qwen2_5_32B_fp8", 449, 448)],
+)
+def test_fp8_configs_train_and_sample_all_but_the_head_in_fp8(name, layers, in_fp8):
+    _, cfg = loaded(f"grpo/{name}")
+    config = build(PrecisionConfig, cfg.precision, "precision", bare="flow")
+    assert config.flow == "fp8_unified" and cfg.dtype == cfg.engine.dtype == "bfloat16"
+    if layers is not None:  # the tiny model comes from its directory
+        with torch.device("meta"):
+            model = instantiate(cfg.model)
+        linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+        found = memory.in_fp8(model, config, trains=True)
+        assert len(linear) == layers and len(found) == in_fp8 and "lm_head" not in found
+        # vLLM cuts whole blocks: in-features of o and down, out-features of the others.
+        tensor_parallel = cfg.engine.get("tensor_parallel_size", 1)
+        for kind, (out, features) in found.items():
+            cut = features if kind.endswith(("o_proj", "down_proj")) else out
+            assert cut % (128 * tensor_parallel) == 0, kind
+
+
+def of_environment(monkeypatch, text, cli=()):
+    """(what the recipe gets, what is kept) of a YAML text, with a token in the environment."""
+    for name, value in {
+        "TTE_TOKEN": "s3cret",
+        "TTE_STEPS": "7",
+        "TTE_LIST": "[a, {b: s3cret}]",
+        "TTE_WHICH": "two",
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TTE_NOTHING", raising=False)
+    needed = {key: value for key, value in NEEDED.items() if f"\n{key}:" not in f"\n{text}"}
+    cfg = load_config(grpo.Config, OmegaConf.merge(needed, OmegaConf.create(text), OmegaConf.from_dotlist(list(cli))))
+    kept = record(cfg)
+    assert "s3cret" not in json.dumps(kept) and "torchtune_ext.env" not in json.dumps(kept)
+    return cfg, kept
+
+
+@pytest.mark.parametrize(
+    ("written", "value", "kept"),
+    [
+        ("${oc.env:TTE_TOKEN}", "s3cret", "${oc.env:TTE_TOKEN}"),
+        ("hf_${oc.env:TTE_TOKEN}/${seed}", "hf_s3cret/0", "hf_${oc.env:TTE_TOKEN}/0"),
+        ("${oc.decode:${oc.env:TTE_STEPS}}", 7, "${oc.env:TTE_STEPS}"),
+        ("${oc.decode:${oc.env:TTE_LIST}}", ["a", {"b": "s3cret"}], "${oc.env:TTE_LIST}"),
+        ("${oc.decode:${oc.env:TTE_TOKEN}}-${ oc.env : TTE_TOKEN }", "s3cret-s3cret", "${oc.env:TTE_TOKEN}-${oc.env:TTE_TOKEN}"),
+        ("${oc.env:TTE_NOTHING,default}", "default", "${oc.env:TTE_NOTHING,default}"),
+        ("${oc.env:TTE_NOTHING,null}", None, "${oc.env:TTE_NOTHING,null}"),
+        ("${oc.env:TTE_NOTHING,'a, b'}", "a, b", '${oc.env:TTE_NOTHING,"a, b"}'),
+        ("${oc.env:TTE_NOTHING,${oc.env:TTE_TOKEN}}", "s3cret", "${oc.env:TTE_NOTHING,${oc.env:TTE_TOKEN}}"),
+        ("${task.deep.0.token}", "s3cret", "${oc.env:TTE_TOKEN}"),
+        ("${task.deep}", [{"token": "s3cret", "plain": 1}], [{"token": "${oc.env:TTE_TOKEN}", "plain": 1}]),
+        ("${task.${oc.env:TTE_WHICH}}", 2, "${task.${oc.env:TTE_WHICH}}"),
+        ("${tte_shout:${oc.env:TTE_TOKEN}}", "S3CRET!", "${tte_shout:${oc.env:TTE_TOKEN}}"),
+        ("${tte_count:${oc.env:TTE_TOKEN}}", 6, "${tte_count:${oc.env:TTE_TOKEN}}"),
+        ("${output_dir}/x", "x/x", "x/x"),
+    ],
+)  # fmt: skip
+def test_values_of_the_environment_are_kept_as_references(monkeypatch, written, value, kept):
+    with warnings.catch_warnings(action="ignore"):  # of later versions, about the name of this function
+        OmegaConf.register_new_resolver("tte_shout", lambda text: text.upper() + "!", replace=True)
+        OmegaConf.register_new_resolver("tte_count", len, replace=True)
+    deep = 'task: {deep: [{token: "${oc.env:TTE_TOKEN}", plain: 1}], two: 2}\n'
+    cfg, found = of_environment(monkeypatch, f"{deep}engine: {{a: {{b: [0, {json.dumps(written)}]}}}}\n")
+    assert cfg.engine.a.b[1] == value
+    assert found["engine"] == {"a": {"b": [0, kept]}}
+    assert found["task"] == {"deep": [{"token": "${oc.env:TTE_TOKEN}", "plain": 1}], "two": 2}
+    rest = OmegaConf.to_container(cfg)
+    # Everything else is resolved.
+    others = [{k: v for k, v in node.items() if k not in ("engine", "task")} for node in (found, rest)]
+    assert others[0] == others[1]
+
+
+def test_references_in_typed_keys_overrides_and_presets(monkeypatch, tmp_path):
+    (tmp_path / "mine.yaml").write_text(
+        "loss: {_component_: a.Loss, x: '${oc.env:TTE_TOKEN}', y: '${prompts_per_step}'}\n"
+    )
+    text = f'max_steps: "${{oc.env:TTE_STEPS}}"\nprompts_per_step: "${{max_steps}}"\npreset: {tmp_path}/mine.yaml\n'
+    cfg, found = of_environment(
+        monkeypatch, text, cli=["model_dir=${oc.env:TTE_TOKEN}", "tokenizer.path=${model_dir}/t"]
+    )
+    assert (cfg.max_steps, cfg.prompts_per_step, cfg.model_dir, cfg.tokenizer.path) == (7, 7, "s3cret", "s3cret/t")
+    assert found["max_steps"] == found["prompts_per_step"] == "${oc.env:TTE_STEPS}"
+    assert (found["model_dir"], found["tokenizer"]) == ("${oc.env:TTE_TOKEN}", {"path": "${oc.env:TTE_TOKEN}/t"})
+    assert cfg.loss == {"_component_": "a.Loss", "x": "s3cret", "y": 7}
+    assert found["loss"] == {"_component_": "a.Loss", "x": "${oc.env:TTE_TOKEN}", "y": "${oc.env:TTE_STEPS}"}
+
+
+def test_a_missing_variable_is_still_named(monkeypatch):
+    with pytest.raises(ValueError, match="TTE_NOTHING"):
+        of_environment(monkeypatch, 'seed: "${oc.env:TTE_NOTHING}"\n')
+
+
+def test_the_paths_that_settings_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("model", "out", "data.jsonl", "tensorboard"):
+        (tmp_path / name).mkdir()
+    given = {**NEEDED, "output_dir": "out", "model_dir": "model", "logging": {"to": ["tensorboard"]}}
+    given |= {
+        "task": {"path": "${oc.env:PWD,x}/../data.jsonl", "more": [str(tmp_path / "data.jsonl"), "\0", "", "x" * 5000]}
+    }
+    found = named_paths(load_config(grpo.Config, OmegaConf.create(given)))
+    assert sorted(map(str, found)) == sorted(["model", str(tmp_path / "data.jsonl")])
+
+
+def test_an_old_key_that_has_no_successor_in_a_recipe_is_just_unknown():
+    with pytest.raises(ValueError, match="unknown key 'eval_every' in the config; (did you mean|known keys)"):
+        load_config(evaluate.Config, OmegaConf.create({"eval_every": 1}))
+
+
+def test_a_held_out_task_is_a_mapping():
+    with pytest.raises(ValueError, match=r"write evaluation.task._component_=my_task.Sums, or null"):
+        build(EvaluationConfig, {"task": "my_task.Sums"}, "evaluation")
+    with pytest.raises(ValueError, match=r"evaluation.task={'count': 4} names no component"):
+        build(EvaluationConfig, {"task": {"count": 4}}, "evaluation")
+    assert build(EvaluationConfig, {"task": None}, "evaluation").task is None
+    build(EvaluationConfig, {"task": {"_component_": None}}, "evaluation")  # as null arrives from the command line
+
+
+def test_a_loss_of_ones_own_has_to_ask_for_what_the_yaml_sets():
+    class Mine:
+        def __call__(self, t):
+            return -t.logprobs_L, {}
+
+    with pytest.raises(
+        ValueError, match=r"loss.kl_coef=0.1, but the loss my.Mine does not ask for it: .*needs_reference"
+    ):
+        check_needs({"_component_": "my.Mine", "kl_coef": 0.1}, needs_of(Mine()))
+    with pytest.raises(ValueError, match="loss.top_k=4"):
+        check_needs({"top_k": 4}, needs_of(Mine()))
+    check_needs({"kl_coef": 0.1, "top_k": 4}, needs_of(PolicyLoss(constraint="kl", top_k=4, kl_coef=0.1)))
+    check_needs({"kl_coef": 0.0}, needs_of(Mine()))
+
+
+@pytest.mark.parametrize(("old", "new"), MOVED.items())
+def test_an_old_key_names_the_new_one(old, new):
+    message = f"unknown key of an earlier version in the config: now '{old}' is {re.escape(new)}$"
+    with pytest.raises(ValueError, match=message):
+        load_config(grpo.Config, OmegaConf.create({**NEEDED, old: 1}))
+    node, _, name = new.partition(".")
+    assert isinstance(load_config(grpo.Config, OmegaConf.create({**NEEDED, node: {name: 1}}))[node], DictConfig)
+
+
+def test_all_old_keys_are_named_at_once():
+    old = OmegaConf.create({**NEEDED, "metrics": ["wandb"], "eval_task": {"_component_": "a.Task"}, "lr_warmup": 4})
+    with pytest.raises(
+        ValueError, match="unknown keys of an earlier version .*'metrics' is logging.to, 'eval_task' is "
+    ):
+        load_config(grpo.Config, old)
+
+
+def test_an_old_key_in_a_preset_names_the_new_one(tmp_path):
+    (tmp_path / "old.yaml").write_text("lr_warmup: 4\n")
+    with pytest.raises(ValueError, match="earlier version in preset .*old.yaml: now 'lr_warmup' is schedule.warmup"):
+        load_config(grpo.Config, OmegaConf.create({**NEEDED, "preset": str(tmp_path / "old.yaml")}))

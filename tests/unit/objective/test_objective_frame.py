@@ -1,0 +1,398 @@
+"""What must hold for every objective of the frame: equivalences, finite differences, safety far out, and blindness to packing."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from learners import alone
+from omegaconf import OmegaConf
+from records import sampled
+from torchtune.models.qwen2 import qwen2
+
+from torchtune_ext.advantages import AdvantageConfig, with_advantages
+from torchtune_ext.grading import Outcome
+from torchtune_ext.groups import Group
+from torchtune_ext.host.catalog import folder
+from torchtune_ext.objective.clipping import kl3_bounds
+from torchtune_ext.objective.kl import kl_k3
+from torchtune_ext.objective.loss import PolicyLoss, Tokens
+from torchtune_ext.objective.ratios import sample_means, sample_sums
+from torchtune_ext.packing import pack, pack_updates
+from torchtune_ext.policy.logprobs import PackedPolicy
+from torchtune_ext.tasks.task import Problem, Score
+
+CPU = torch.device("cpu")
+PRESETS = {
+    path.stem: {k: v for k, v in OmegaConf.to_container(OmegaConf.load(path).loss).items() if k != "_component_"}
+    for path in sorted((folder("configs") / "presets").glob("*.yaml"))
+}
+LOSSES = PRESETS | {
+    "k1": {"kl_coef": 0.1, "kl": "k1"},
+    "k2": {"kl_coef": 0.1, "kl": "k2"},
+    "k3": {"kl_coef": 0.1, "entropy_coef": 0.02},
+    "k3_unbiased": {"kl_coef": 0.1, "kl": "k3_unbiased"},
+    "sequence_mis": {"importance": "sequence_mis"},
+    "sequence kl3": {
+        "level": "sequence",
+        "constraint": "kl3",
+        "delta": 1e-3,
+        "importance": "geometric_mask",
+        "importance_low": 0.8,
+        "importance_high": 1.25,
+    },
+    "sequence cispo": {"level": "sequence", "constraint": "cispo"},
+}
+
+
+def random_tokens(seed, num=40, spread=0.4, dtype=torch.float64, top_k=4, lengths=None):
+    """Labels with random log-probs, in completions of random lengths, with every optional field filled."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 9, num) if lengths is None else lengths
+    samples = np.repeat(np.arange(len(lengths)), lengths)[:num]
+
+    def near(x, size):
+        return np.minimum(x + size * rng.normal(size=x.shape), -1e-3)
+
+    old = -rng.exponential(1.5, len(samples))
+    advantages = rng.normal(size=len(samples))[samples]
+    tops = [torch.tensor(rng.normal(size=(len(samples), 9)) * 2, dtype=dtype) for _ in range(2)]
+    fields = [near(old, spread), rng.random(len(samples)), old, near(old, 0.1), near(old, 0.5), advantages]
+    new, entropy, old, sampler, ref, advantages = (torch.tensor(x, dtype=dtype) for x in fields)
+    return Tokens(
+        logprobs_L=new.requires_grad_(),
+        entropy_L=entropy.requires_grad_(),
+        old_logprobs_L=old,
+        behavior_logprobs_L=sampler,
+        ref_logprobs_L=ref,
+        advantages_L=advantages,
+        versions_L=torch.zeros(len(samples), dtype=torch.int32),
+        samples_L=torch.tensor(samples),
+        old_top_LK=tops[0].log_softmax(-1)[:, :top_k],
+        top_LK=(tops[0] + 0.2 * tops[1]).log_softmax(-1)[:, :top_k],
+    )
+
+
+def run(loss, t, weights=None):
+    """Loss values and gradient; `t` gets a leaf of its own."""
+    t = replace(t, logprobs_L=t.logprobs_L.detach().clone().requires_grad_())
+    values_L, metrics = loss(t)
+    (values_L if weights is None else values_L * weights).sum().backward()
+    return values_L.detach(), t.logprobs_L.grad, metrics
+
+
+def assert_same(one, other, t_one, t_other=None, bound=1e-12):
+    for a, b in zip(run(one, t_one)[:2], run(other, t_other or t_one)[:2], strict=True):
+        assert (a - b).abs().max() <= bound * max(1.0, b.abs().max())
+
+
+# --- equivalences -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("delta", "low", "high"),
+    [
+        (0.005, 0.0967, 0.1034),
+        (0.01, 0.1348, 0.1482),
+        (0.02, 0.1869, 0.2135),
+        (0.05, 0.2838, 0.3504),
+        (0.2, 0.5068, 0.7722),
+    ],
+)
+def test_published_bounds_of_kl3(delta, low, high):
+    lower, upper = kl3_bounds(delta)
+    assert (1 - lower, upper - 1) == (pytest.approx(low, abs=5e-5), pytest.approx(high, abs=5e-5))
+
+
+@settings(max_examples=300, deadline=None)
+@given(exponent=st.floats(-10, 300))
+def test_kl3_bounds_reach_delta(exponent):
+    """In float64, to a relative error of eps / d: the conditioning of expm1(d) - d near d = sqrt(2 delta)."""
+    delta = 10.0**exponent
+    lower, upper = kl3_bounds(delta)
+    assert 0 <= lower < 1 < upper
+    for w in (lower, upper) if delta < 700 else (upper,):  # e^-700 is the smallest that float64 holds
+        d = math.log(w)
+        assert math.expm1(d) - d == pytest.approx(delta, rel=8 * np.finfo(float).eps / abs(d) + 1e-13)
+
+
+@pytest.mark.parametrize("delta", [0.005, 0.02, 0.1, 1.0])
+def test_atr_is_an_asymmetric_clip(delta):
+    lower, upper = kl3_bounds(delta)
+    for seed in range(5):
+        t = random_tokens(seed)
+        atr, asymmetric = PolicyLoss(constraint="kl3", delta=delta), PolicyLoss(clip_low=1 - lower, clip_high=upper - 1)
+        assert_same(atr, asymmetric, t)
+        # and the test KL3 <= delta itself says the same of every label, where an advantage pushes outwards
+        kl3 = kl_k3(t.old_logprobs_L, t.logprobs_L.detach())
+        outward = t.advantages_L * (t.logprobs_L.detach() - t.old_logprobs_L) > 0
+        assert atr(t)[1]["clip_fraction"].bool().tolist() == (outward & (kl3 > delta)).tolist()
+
+
+@pytest.mark.parametrize("name", ["cispo", "sapo", "tv", "kl", "kl3", "none"])
+def test_on_policy_all_constraints_have_the_policy_gradient(name):
+    t = random_tokens(1)
+    t = replace(t, logprobs_L=t.old_logprobs_L.clone().requires_grad_(), top_LK=t.old_top_LK)
+    options = {"top_k": 4} if name == "kl" else {}
+    _, gradient, _ = run(PolicyLoss(constraint=name, **options), t)
+    assert (gradient + t.advantages_L).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("name", ["full", "tis", "mis", "icepop", "sequence_tis", "sequence_mis", "geometric_mask"])
+def test_importance_weights_are_one_where_the_sampler_is_the_old_policy(name):
+    t = random_tokens(2)
+    t = replace(t, behavior_logprobs_L=t.old_logprobs_L)
+    assert_same(PolicyLoss(importance=name), PolicyLoss(), t)
+
+
+def test_sequence_methods_equal_token_methods_on_completions_of_one_label():
+    t = random_tokens(3, lengths=[1] * 40)
+    for options in ({}, {"constraint": "kl3"}, {"constraint": "sapo"}, {"constraint": "cispo"}, {"constraint": "none"}):
+        assert_same(PolicyLoss(level="sequence", **options), PolicyLoss(**options), t)
+    assert_same(PolicyLoss(level="geometric"), PolicyLoss(), t)
+    bounds = {"importance_high": 1.1}
+    assert_same(PolicyLoss(importance="sequence_tis", **bounds), PolicyLoss(importance="tis", **bounds), t)
+
+
+def test_wide_bounds_never_cut():
+    t = random_tokens(4)
+    assert_same(PolicyLoss(clip_low=1.0, clip_high=1e6), PolicyLoss(constraint="none"), t)
+    assert_same(PolicyLoss(constraint="kl3", delta=60.0), PolicyLoss(constraint="none"), t)
+    assert_same(PolicyLoss(constraint="kl", delta=1e3, top_k=4), PolicyLoss(constraint="none"), t)
+
+
+def test_a_label_alone_and_the_order_of_completions_change_nothing():
+    """Every label's loss is a function of its own completion."""
+    t = random_tokens(5)
+    for options in LOSSES.values():
+        loss, kept = PolicyLoss(**options), {name: [] for name in ("values", "gradients")}
+        values, gradients, _ = run(loss, t)
+        for sample in reversed(range(int(t.samples_L.max()) + 1)):
+            at = t.samples_L == sample
+            alone = Tokens(**{f: getattr(t, f)[at].detach() for f in Tokens.__slots__ if f != "samples_L"},
+                           samples_L=torch.zeros(int(at.sum()), dtype=torch.int64))  # fmt: skip
+            found = run(loss, alone)
+            kept["values"].insert(0, found[0])
+            kept["gradients"].insert(0, found[1])
+        assert torch.cat(kept["values"]).tolist() == pytest.approx(values.tolist(), rel=1e-12)
+        assert torch.cat(kept["gradients"]).tolist() == pytest.approx(gradients.tolist(), rel=1e-12, abs=1e-15)
+
+
+def test_sample_sums_and_means():
+    values, samples = torch.tensor([1.0, 2.0, 4.0, 8.0]), torch.tensor([0, 0, 1, 2])
+    assert sample_sums(values, samples).tolist() == [3.0, 3.0, 4.0, 8.0]
+    assert sample_means(values, samples).tolist() == [1.5, 1.5, 4.0, 8.0]
+    assert sample_means(torch.empty(0), torch.empty(0, dtype=torch.int64)).tolist() == []
+
+
+# --- gradients and numbers ---------------------------------------------------------------------------------------------
+
+
+# Their value is not the integral of their gradient; they are worked by hand in test_objective.py.
+STOPPED = {"cispo", "sequence cispo", "k1"}
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if name not in STOPPED])
+def test_gradcheck(name):
+    t = random_tokens(6, num=12)
+
+    def values(logprobs_L, entropy_L):
+        return PolicyLoss(**LOSSES[name])(replace(t, logprobs_L=logprobs_L, entropy_L=entropy_L))[0]
+
+    assert torch.autograd.gradcheck(values, (t.logprobs_L, t.entropy_L))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", LOSSES)
+def test_far_out_nothing_is_infinite(name, dtype):
+    """Log-ratios to +-80 against the old policy, the sampler and the reference, both signs of the advantage."""
+    cases = torch.cartesian_prod(*[torch.tensor([-80.0, -20.0, 0.0, -1e-3])] * 4)
+    new, old, sampler, ref = (column.repeat(2).to(dtype) for column in cases.T)
+    sign = torch.tensor([1.0, -1.0]).repeat_interleave(len(cases)).to(dtype)
+    tops = torch.tensor([[-80.0, -60.0], [0.0, -80.0], [-0.5, -1.0]]).to(dtype)[torch.arange(len(new)) % 3]
+    t = Tokens(new, sign * 0, old, sampler, ref, sign, torch.zeros(len(new), dtype=torch.int32),
+               torch.arange(len(new)) // 3, tops, tops.flip(0))  # fmt: skip
+    values, gradients, metrics = run(PolicyLoss(**LOSSES[name]), t)
+    assert torch.isfinite(values).all() and torch.isfinite(gradients).all()
+    assert all(torch.isfinite(m).all() for m in metrics.values())
+
+
+@pytest.mark.parametrize("d", [1e-7, 1e-5, 1e-4, 1e-3, 0.0099, 0.0101, 0.1, 1.0, -1e-5, -1e-3, -0.5])
+def test_k3_keeps_its_relative_precision(d):
+    """Against the series in exact fractions of d; e^d - 1 - d in float32 would be all rounding below 1e-3."""
+    exact = sum(d**n / math.factorial(n) for n in range(2, 30))
+    single = torch.tensor(d, dtype=torch.float32)
+    # three roundings of the series; above its end expm1(d) - d loses what cancels: eps |d| of d^2 / 2, at most 2 eps / 0.01
+    bound = 4 * 2**-24 if abs(d) < 1e-2 else 2 * 2**-24 / min(abs(d), 1.0) + 4 * 2**-24
+    rounded = sum(single.item() ** n / math.factorial(n) for n in range(2, 30))  # of the d that float32 holds
+    assert kl_k3(torch.zeros(()), single).item() == pytest.approx(rounded, rel=bound)
+    assert kl_k3(torch.zeros((), dtype=torch.float64), torch.tensor(d, dtype=torch.float64)).item() == pytest.approx(
+        exact, rel=1e-13
+    )
+
+
+# --- blind to rows -----------------------------------------------------------------------------------------------------
+
+
+def tiny_model():
+    torch.manual_seed(0)
+    model = qwen2(60, 2, 4, 2, 32, 48, 64, tie_word_embeddings=True)
+    with torch.no_grad():
+        model.tok_embeddings.weight.mul_(0.1)  # log-probs around -4, as those that the groups carry
+    return model
+
+
+def make_groups(seed=0):
+    rng = np.random.default_rng(seed)
+    groups = []
+    for g, (prompt, lengths) in enumerate([(7, [5, 1, 9]), (4, [12, 11]), (2, [1, 6, 3, 2])]):
+        samples = tuple(
+            sampled(rng.integers(0, 60, n), -4 + 0.3 * rng.normal(size=n), advantage=float(rng.normal()), trained=True)
+            for n in lengths
+        )
+        groups.append(Group(Problem(f"g{g}", (), None), rng.integers(0, 60, prompt).astype(np.int32), samples))
+    return groups
+
+
+def loss_and_gradients(groups, options, aggregation, row_tokens, pad_to=None, turned=False):
+    """One update after the policy has moved away from its old scores, so that ratios are not one."""
+    rows, _ = pack(groups, row_tokens, aggregation, 16, pad_to=pad_to)
+    rows = rows[::-1] if turned else rows
+    policy = PackedPolicy(tiny_model())
+    top_k = options.get("top_k") or 0
+    learner = alone(policy, PolicyLoss(**options))
+    old = learner.logprobs(rows, top_k=top_k)
+    ref = old if options.get("kl_coef") else None
+    with torch.no_grad():
+        for i, param in enumerate(policy.model.parameters()):
+            noise = torch.rand(param.shape, generator=torch.Generator().manual_seed(i)) - 0.5
+            param.add_(0.03 * noise)
+    found = learner.forward_backward(rows, old, ref)
+    return found.loss, torch.cat([p.grad.flatten() for p in policy.model.parameters()]), found.metrics
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+def test_rows_padding_and_order_change_nothing(name, aggregation):
+    """The whole as one row, in many rows (micro-batches), padded, in another order, groups in another order: 1e-6 relative."""
+    options, groups = LOSSES[name], make_groups()
+    want_loss, want, want_metrics = loss_and_gradients(groups, options, aggregation, 200)
+    assert want.abs().max() > 1e-4, "the case must have a gradient to compare"
+    for change in (
+        {"row_tokens": 26},
+        {"row_tokens": 26, "turned": True},
+        {"row_tokens": 200, "pad_to": 128},
+        {"row_tokens": 26, "pad_to": 40},
+    ):
+        total, gradients, metrics = loss_and_gradients(groups, options, aggregation, **change)
+        assert total == pytest.approx(want_loss, rel=1e-6, abs=1e-6)
+        assert (gradients - want).abs().max() <= 1e-6 * want.abs().max() + 1e-6 * want.norm() / want.numel() ** 0.5
+        assert metrics.keys() == want_metrics.keys()
+        for key, value in want_metrics.items():
+            assert metrics[key] == pytest.approx(value, rel=1e-5, abs=1e-6), key
+    assert loss_and_gradients(groups[::-1], options, aggregation, 200)[0] == pytest.approx(
+        want_loss, rel=1e-6, abs=1e-6
+    )
+
+
+# --- groups without signal ---------------------------------------------------------------------------------------------
+
+
+def step_of(rewards: list[list[float]], loss: PolicyLoss, aggregation: str, num_updates: int = 1):
+    """Labels, loss and gradient of each update of a step whose groups have these rewards (completions of 1 to 9 tokens)."""
+    rng, groups = np.random.default_rng(1), []
+    for g, rewards_G in enumerate(rewards):
+        samples = [
+            sampled(
+                rng.integers(0, 60, 1 + 2 * s),
+                np.full(1 + 2 * s, -4.0),
+                outcome=Outcome("scored", Score(reward, {}), ""),
+            )
+            for s, reward in enumerate(rewards_G)
+        ]
+        groups.append(Group(Problem(f"g{g}", (), None), rng.integers(0, 60, 5).astype(np.int32), tuple(samples)))
+    groups, _ = with_advantages(groups, AdvantageConfig(), train_all=loss.needs_all_groups)
+    updates, _ = pack_updates(groups, num_updates, 400, aggregation=aggregation, aggregation_constant=16)
+    found = []
+    for rows in updates:
+        policy = PackedPolicy(tiny_model())
+        learner = alone(policy, loss)
+        scored = learner.logprobs(rows)
+        ref = [replace(s, logprobs_L=s.logprobs_L - 0.5) for s in scored] if loss.kl_coef else None
+        total = learner.forward_backward(rows, scored, ref).loss
+        gradient = torch.cat([p.grad.flatten() for p in policy.model.parameters()])
+        found.append((sum(row.num_labels for row in rows), total, gradient))
+    return found
+
+
+SIGNAL, SILENT = [1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("term", ["kl_coef", "old_kl_coef", "entropy_coef"])
+def test_kl_and_entropy_act_on_groups_without_signal(term):
+    """Alone they have no policy gradient, but the whole of these terms; the labels are those of all groups."""
+    loss = PolicyLoss(**{term: 0.1}, kl="k2")
+    ((labels, total, gradient),) = step_of([SILENT, SILENT], loss, "token")
+    assert labels == 2 * (1 + 3 + 5 + 7)
+    if term == "old_kl_coef":  # the policy is the old one
+        assert total == 0.0
+    else:
+        assert abs(total) > 1e-3 and gradient.norm() > 1e-3
+    assert step_of([SILENT, SILENT], PolicyLoss(), "token") == []  # nothing else acts on them
+
+
+def test_a_constant_divides_by_all_completions():
+    """Dr.GRPO: the gradient of a group is the same beside others, over the number of groups, whatever these were worth."""
+    ((_, alone, want),) = step_of([SIGNAL], PolicyLoss(), "constant")
+    ((_, among, got),) = step_of([SIGNAL] + [SILENT] * 31, PolicyLoss(), "constant")
+    assert among == pytest.approx(alone / 32, rel=1e-5, abs=1e-9)
+    assert (got - want / 32).abs().max() <= 1e-5 * (want / 32).abs().max()
+
+
+def test_with_a_constant_the_updates_of_a_step_are_shares_of_it():
+    """Three groups with a signal among eight, in four updates (one of which has nothing to train on): the mean over all four
+    is the step in one update."""
+    rewards = [SILENT, SIGNAL, SILENT, SIGNAL, SILENT, SILENT, SIGNAL, SILENT]
+    ((_, _, want),) = step_of(rewards, PolicyLoss(), "constant")
+    parts = step_of(rewards, PolicyLoss(), "constant", num_updates=4)
+    assert len(parts) == 3
+    assert (sum(gradient for _, _, gradient in parts) / 4 - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence"])
+def test_a_mean_is_over_what_is_kept_in_the_loss(aggregation):
+    ((_, _, want),) = step_of([SIGNAL], PolicyLoss(), aggregation)
+    ((_, _, dropped),) = step_of([SIGNAL] + [SILENT] * 3, PolicyLoss(), aggregation)
+    assert torch.equal(dropped, want)
+    tiny = PolicyLoss(entropy_coef=1e-12)  # all groups are kept, for a term that adds nothing to speak of
+    ((_, _, kept),) = step_of([SIGNAL] + [SILENT] * 3, tiny, aggregation)
+    assert (kept - want / 4).abs().max() <= 1e-5 * want.abs().max()
+
+
+class Constant:
+    """A loss whose metrics are known."""
+
+    def __call__(self, t):
+        first_L = t.samples_L == 0
+        return t.logprobs_L, {"first": first_L.float(), "first_max": first_L.float()}
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+def test_metrics_are_means_over_labels_whatever_the_aggregation(aggregation):
+    groups = make_groups()[:1]  # completions of 5, 1 and 9 labels
+    rows, _ = pack(groups, 200, aggregation, 16)
+    metrics = alone(PackedPolicy(tiny_model()), Constant()).forward_backward(rows).metrics
+    assert metrics == {"loss/first": pytest.approx(5 / 15), "loss/first_max": 1.0}
+
+
+def test_a_metric_of_another_shape_is_named():
+    class Scalar(Constant):
+        def __call__(self, t):
+            return t.logprobs_L, {"mean": t.logprobs_L.mean()}
+
+    rows, _ = pack(make_groups(), 200)
+    with pytest.raises(ValueError, match="metric 'mean' of loss Scalar has shape"):
+        alone(PackedPolicy(tiny_model()), Scalar()).forward_backward(rows)

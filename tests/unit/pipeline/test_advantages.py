@@ -1,0 +1,241 @@
+"""advantages.py against Python's statistics module, and what is left out of a group."""
+
+import itertools
+import math
+import statistics
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from records import sampled
+
+from torchtune_ext.advantages import AdvantageConfig, best_of_k, refilled, with_advantages
+from torchtune_ext.grading import Outcome
+from torchtune_ext.groups import Group, Sample
+from torchtune_ext.tasks.task import Problem, Score
+
+FAILED = Outcome("infra_failed", None, "the grader raised")
+TIMED_OUT = Outcome("timed_out", None, "no answer")
+REWARDS = st.sampled_from([-100.0, -1.0, 0.0, 0.1, 0.25, 1.0, 463.0])
+
+
+def sample(reward: float | Outcome, finish_reason: str = "stop", length: int = 3) -> Sample:
+    outcome = reward if isinstance(reward, Outcome) else Outcome("scored", Score(reward, {}), "")
+    return sampled(range(length), finish_reason=finish_reason, text="text", outcome=outcome)
+
+
+def group(*samples: Sample) -> Group:
+    problem = Problem("p", ({"role": "user", "content": "?"},), None)
+    return Group(problem, np.array([0], dtype=np.int32), samples)
+
+
+def advantages(*rewards: float | Outcome, **options) -> list[float]:
+    (done,), _ = with_advantages([group(*map(sample, rewards))], AdvantageConfig(**options))
+    return [s.advantage for s in done.samples]
+
+
+def test_by_hand():
+    assert advantages(1.0, 0.0, 0.0, 1.0) == [1.0, -1.0, -1.0, 1.0]
+    assert advantages(4.0, 0.0, 2.0, scale="none") == [2.0, -2.0, 0.0]
+    # mean 1/4, variance 3/16: 3/4 over sqrt(3)/4, and -1/4 over it
+    assert advantages(1.0, 0.0, 0.0, 0.0) == pytest.approx([3**0.5, *[-(3**-0.5)] * 3])
+
+
+@settings(max_examples=200, deadline=None)
+@given(rewards=st.lists(REWARDS, min_size=1, max_size=16))
+def test_against_the_definition(rewards):
+    for scaling in ("group_std", "none"):
+        (done,), stats = with_advantages([group(*map(sample, rewards))], AdvantageConfig(scale=scaling))
+        found = [s.advantage for s in done.samples]
+        if len(set(rewards)) == 1:  # a group of one, too
+            assert found == [0.0] * len(rewards)
+            assert not any(s.trained for s in done.samples)
+            assert (stats.groups, stats.no_signal) == (0, 1)
+            continue
+        scale = statistics.pstdev(rewards) if scaling == "group_std" else 1.0
+        assert found == pytest.approx([(r - statistics.fmean(rewards)) / scale for r in rewards], rel=1e-9, abs=1e-9)
+        assert all(s.trained for s in done.samples)
+        assert (stats.groups, stats.no_signal) == (1, 0)
+
+
+def test_equal_rewards_that_are_no_round_numbers_carry_no_signal():
+    """The mean of ten times 0.1 is not 0.1: the deviations must not be blown up by their own size."""
+    assert advantages(*[0.1] * 10) == [0.0] * 10
+    assert advantages(*[0.1] * 10, scale="none") == [0.0] * 10
+
+
+@settings(max_examples=100, deadline=None)
+@given(rewards=st.lists(REWARDS, min_size=2, max_size=8), places=st.lists(st.integers(0, 8), min_size=1, max_size=4))
+def test_samples_nobody_could_grade_change_nothing(rewards, places):
+    """Inserted anywhere, they are not trained, and the others get what they get without them."""
+    mixed: list[float | Outcome] = list(rewards)
+    for number, place in enumerate(places):
+        mixed.insert(place, (FAILED, TIMED_OUT)[number % 2])
+    (done,), stats = with_advantages([group(*map(sample, mixed))], AdvantageConfig())
+    left_out = [s for s in done.samples if s.score is None]
+    assert [s.advantage for s in done.samples if s.score is not None] == advantages(*rewards)
+    assert len(left_out) == stats.infra_failed == len(places)
+    assert all(not s.trained and s.advantage == 0.0 for s in left_out)
+
+
+def test_one_gradable_sample_has_no_baseline():
+    assert advantages(1.0, FAILED, TIMED_OUT) == [0.0, 0.0, 0.0]
+    assert advantages(FAILED, FAILED) == [0.0, 0.0]
+
+
+def test_policy_failed_is_trained_with_its_score():
+    bad = Outcome("policy_failed", Score(-1.0, {"failed": 1.0}), "")
+    assert advantages(1.0, bad) == [1.0, -1.0]
+
+
+@pytest.mark.parametrize(
+    ("truncated", "expected", "trained"),
+    [
+        ("keep", [1.0, 0.0, -1.0], [True, True, True]),
+        ("mask", [1.0, 0.0, -1.0], [True, True, False]),  # still in the mean
+        ("penalize", [1.5, 0.5, -2.0], [True, True, True]),  # rewards 2, 1, -1.5
+    ],
+)
+def test_truncated_samples(truncated, expected, trained):
+    samples = sample(2.0), sample(1.0, "early_stop"), sample(0.0, "length")
+    (done,), stats = with_advantages([group(*samples)], AdvantageConfig(scale="none", truncated=truncated, penalty=1.5))
+    assert [s.advantage for s in done.samples] == pytest.approx(expected)
+    assert [s.trained for s in done.samples] == trained
+    assert stats.truncated == 1
+
+
+def test_a_penalty_alone_is_a_signal():
+    samples = sample(1.0), sample(1.0, "length")
+    (done,), _ = with_advantages([group(*samples)], AdvantageConfig(truncated="penalize", penalty=0.5))
+    assert [s.advantage for s in done.samples] == [1.0, -1.0]
+
+
+def test_groups_stay_in_order_and_whole():
+    groups = [group(sample(1.0), sample(0.0)), group(sample(2.0), sample(2.0)), group(sample(0.0), sample(FAILED))]
+    done, stats = with_advantages(groups, AdvantageConfig())
+    assert [g.problem for g in done] == [g.problem for g in groups]
+    for before, after in zip(groups, done, strict=True):
+        assert [s.outcome for s in after.samples] == [s.outcome for s in before.samples]
+        assert all(a.completion is b.completion for a, b in zip(after.samples, before.samples, strict=True))
+    assert [[s.trained for s in g.samples] for g in done] == [[True, True], [False, False], [False, False]]
+    assert (stats.groups, stats.no_signal, stats.infra_failed, stats.truncated) == (1, 2, 1, 0)
+    assert groups[0].samples[0].trained is False  # the records given are not touched
+    assert with_advantages([], AdvantageConfig())[0] == []
+
+
+def test_a_loss_with_other_terms_trains_groups_without_signal_at_advantage_zero():
+    groups = [
+        group(sample(1.0), sample(0.0)),
+        group(sample(2.0), sample(2.0), sample(2.0, "length"), sample(FAILED)),
+        group(sample(TIMED_OUT), sample(FAILED)),
+    ]
+    done, stats = with_advantages(groups, AdvantageConfig(truncated="mask"), train_all=True)
+    assert [[s.trained for s in g.samples] for g in done] == [[True, True], [True, True, False, False], [False, False]]
+    assert [[s.advantage for s in g.samples] for g in done] == [[1.0, -1.0], [0.0] * 4, [0.0] * 2]
+    assert [g.has_signal for g in done] == [True, False, False]
+    assert (stats.groups, stats.no_signal) == (1, 2)  # what carries a signal is counted as before
+
+
+@settings(max_examples=200, deadline=None)
+@given(signal=st.lists(st.booleans(), max_size=12), size=st.integers(1, 12), train_all=st.booleans())
+def test_refilling_replaces_groups_without_signal_the_last_first(signal, size, train_all):
+    signal = [found and sum(signal[:i]) < size for i, found in enumerate(signal)]  # sampling ends when there are enough
+    groups, _ = with_advantages(
+        [group(sample(1.0), sample(0.0 if found else 1.0)) for found in signal], AdvantageConfig(), train_all=train_all
+    )
+    kept, replaced = refilled(groups, size)
+    assert len(kept) == min(size, len(groups)) and len(kept) + len(replaced) == len(groups)
+    assert sum(g.has_signal for g in kept) == sum(signal)
+    assert [any(g is k for k in kept) for g in groups] == _expected(signal, size)
+    assert not any(s.trained for g in replaced for s in g.samples)
+    assert all(g.has_signal or train_all == any(s.trained for s in g.samples) for g in kept)
+
+
+def _expected(signal: list[bool], size: int) -> list[bool]:
+    silent = [i for i, found in enumerate(signal) if not found][: max(0, size - sum(signal))]
+    return [found or i in silent for i, found in enumerate(signal)]
+
+
+def test_leave_one_out_is_the_mean_of_the_others():
+    found = advantages(4.0, 0.0, 2.0, 1.0, baseline="leave_one_out", scale="none")
+    assert found == pytest.approx([4 - 3 / 3, 0 - 7 / 3, 2 - 5 / 3, 1 - 6 / 3])
+
+
+def test_batch_std_is_that_of_all_gradable_rewards():
+    groups = [
+        group(sample(1.0), sample(0.0), sample(FAILED)),
+        group(sample(1.0), sample(1.0)),
+        group(sample(3.0), sample(0.0)),
+    ]
+    done, _ = with_advantages(groups, AdvantageConfig(scale="batch_std"))
+    deviation = statistics.pstdev([1.0, 0.0, 1.0, 1.0, 3.0, 0.0])
+    assert [s.advantage for s in done[0].samples] == pytest.approx([0.5 / deviation, -0.5 / deviation, 0.0])
+    assert [s.advantage for s in done[2].samples] == pytest.approx([1.5 / deviation, -1.5 / deviation])
+
+
+@settings(max_examples=100, deadline=None)
+@given(rewards=st.lists(REWARDS, min_size=2, max_size=8), k=st.integers(1, 8))
+def test_best_of_k_against_all_subsets(rewards, k):
+    k = min(k, len(rewards))
+    subsets = list(itertools.combinations(range(len(rewards)), k))
+    best = [max(rewards[i] for i in subset) for subset in subsets]
+    values, mean, deviation = best_of_k(np.array(rewards), k)
+    for i in range(len(rewards)):
+        own = [b for subset, b in zip(subsets, best, strict=True) if i in subset]
+        assert values[i] == pytest.approx(statistics.fmean(own), abs=1e-9)
+    assert mean == pytest.approx(statistics.fmean(best), abs=1e-9)
+    assert deviation == pytest.approx(statistics.pstdev(best), rel=1e-9, abs=1e-5)  # the root of a rounded 0
+
+
+def test_pass_at_k_of_binary_rewards_is_the_published_formula():
+    n, wrong, k = 8, 6, 3
+    got = advantages(*[1.0] * (n - wrong), *[0.0] * wrong, pass_k=k)
+    mean = 1 - math.comb(wrong, k) / math.comb(n, k)
+    deviation = math.sqrt(mean * (1 - mean))
+    right = (1 - mean) / deviation
+    other = (1 - mean - math.comb(wrong - 1, k - 1) / math.comb(n - 1, k - 1)) / deviation
+    assert got == pytest.approx([right] * (n - wrong) + [other] * wrong)
+
+
+def test_pass_at_k_without_a_subset_of_wrong_samples_carries_no_signal():
+    assert advantages(1.0, 1.0, 1.0, 0.0, pass_k=2) == [0.0] * 4  # any two hold a right one
+    assert advantages(1.0, 0.0, pass_k=4) == [0.0, 0.0]  # fewer gradable samples than k
+
+
+@pytest.mark.parametrize(("length", "expected"), [(3, 0.0), (16, 0.0), (18, 0.5), (20, 1.0)])
+def test_overlong_penalty_grows_over_the_last_share(length, expected):
+    """max_tokens 20, overlong 0.2: from 16 tokens on (DAPO, eq. 13)."""
+    long = sample(1.0, length=length)
+    config = AdvantageConfig(scale="none", truncated="penalize", penalty=2.0, overlong=0.2)
+    (done,), _ = with_advantages([group(long, sample(0.0))], config, max_tokens=20)
+    assert done.samples[0].advantage == pytest.approx((1.0 - 2.0 * expected) / 2)
+
+
+def test_with_overlong_lengths_alone_are_no_signal():
+    """DAPO samples again when all answers are right or all are wrong; one token too many would get the largest advantage."""
+    long = sample(1.0, length=17)
+    config = AdvantageConfig(truncated="penalize", penalty=0.5, overlong=0.2)
+    (done,), stats = with_advantages([group(long, *[sample(1.0)] * 15)], config, max_tokens=20)
+    assert stats.no_signal == 1 and not any(s.trained for s in done.samples)
+    with pytest.raises(ValueError, match="advantage.overlong=0.2 is a share of max_tokens"):
+        with_advantages([], config)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"baseline": "median"}, "advantage.baseline='median' is unknown; use one of mean, leave_one_out"),
+        ({"scale": "std"}, "advantage.scale='std' is unknown; use one of group_std"),
+        ({"truncated": "drop"}, "advantage.truncated='drop' is unknown"),
+        ({"pass_k": 0}, "advantage.pass_k=0 must be at least 1"),
+        ({"pass_k": 2, "baseline": "leave_one_out"}, "advantage.pass_k=2 has a baseline and a deviation of its own"),
+        ({"pass_k": 2, "scale": "batch_std"}, "advantage.pass_k=2 has a baseline"),
+        ({"penalty": -1.0}, "advantage.penalty=-1.0 must not be negative"),
+        ({"overlong": 1.5, "truncated": "penalize"}, "advantage.overlong=1.5 is a share"),
+        ({"overlong": 0.2}, "advantage.overlong=0.2 belongs to truncated=penalize, not keep"),
+    ],
+)
+def test_bad_options_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        AdvantageConfig(**options)

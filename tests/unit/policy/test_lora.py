@@ -1,0 +1,347 @@
+"""Adapters against the plain computation with one merged weight per layer, per sample, in stock torchtune modules."""
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import unpacked
+from adapters import ATTENTION, CPU, DIMS, SHAPES, Plain, adapted, move
+from learners import alone
+from safetensors.torch import load_file
+from torchao.dtypes.nf4tensor import NF4Tensor, to_nf4
+from torchtune.models.llama3_1 import llama3_1, lora_llama3_1
+from torchtune.models.qwen2 import qwen2
+from torchtune.modules.peft import DoRALinear
+
+from torchtune_ext.objective.loss import PolicyLoss
+from torchtune_ext.packing import pack
+from torchtune_ext.policy import lora
+from torchtune_ext.policy.builder import build_policy
+from torchtune_ext.policy.hf_model import HFModel
+from torchtune_ext.policy.logprobs import LabelScores, PackedPolicy
+from torchtune_ext.policy.scratch import Shape, lora_qwen2_from_config, make_tokenizer, write_model
+from torchtune_ext.policy.sharded import fill, whole
+from torchtune_ext.sampling.records import EngineConfig
+from torchtune_ext.training.agreement import RESOLVED, applied_share
+from torchtune_ext.training.export import export_adapter
+from torchtune_ext.training.trained import AdapterConfig, Adapters, AllWeights, trained_part
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("where", ["tied", "untied", "output", "llama", "checkpointing"])
+def test_packed_adapters_equal_merged_weights_sample_by_sample(dora, where):
+    tied = where in ("tied", "checkpointing")
+    if where == "llama":
+        model, stock = adapted(lora_llama3_1, use_dora=dora), llama3_1(**DIMS)
+    else:
+        model = adapted(use_dora=dora, tie_word_embeddings=tied, apply_lora_to_output=where == "output")
+        stock = qwen2(**DIMS, tie_word_embeddings=tied)
+    groups = unpacked.make_groups(np.random.default_rng(3), SHAPES)
+    loss = PolicyLoss(importance="tis", entropy_coef=0.01)
+    want_loss, want_grads, want_logprobs, sizes = unpacked.reference(Plain(model, stock), groups, loss, "token", 0.9)
+    rows, _ = pack(groups, 40)
+    policy = PackedPolicy(model)
+    if where == "checkpointing":
+        from torchtune import training
+        from torchtune.modules import TransformerSelfAttentionLayer
+
+        training.set_activation_checkpointing(model, auto_wrap_policy={TransformerSelfAttentionLayer})
+    gradient = alone(policy, loss, temperature=0.9).forward_backward(rows)
+    got_logprobs = unpacked.packed_logprobs_by_sample(rows, gradient.logprobs, groups)
+    assert all((got_logprobs[key].double() - want).abs().max() < 1e-5 for key, want in want_logprobs.items())
+    assert gradient.loss == pytest.approx(want_loss, rel=1e-5)
+    got = {n.replace("_checkpoint_wrapped_module.", ""): p.grad for n, p in model.named_parameters() if p.requires_grad}
+    assert got.keys() == want_grads.keys() == lora.adapter_names(model)
+    assert unpacked.relative_error(got, want_grads, sizes) < 1e-5
+
+
+def test_a_full_rank_adapter_does_what_full_training_does():
+    """A of full rank held at the identity: y = W x + B x, so B learns what W would, and SGD gives the same model."""
+    rank = DIMS["intermediate_dim"]
+    model = adapted(rank=rank, moved=False, tie_word_embeddings=True, lora_alpha=float(rank))
+    for module in lora.adapted_modules(model).values():
+        module.lora_a.weight.data = torch.eye(rank, module.lora_a.weight.shape[1])
+        module.lora_a.weight.requires_grad_(False)
+    for name, param in model.named_parameters():
+        replaced = any(name == f"{n}.weight" for n in lora.adapted_modules(model))
+        param.requires_grad_("lora_a" not in name and not replaced)
+    full = qwen2(**DIMS, tie_word_embeddings=True)
+    full.load_state_dict({n: p for n, p in model.named_parameters() if n not in lora.adapter_names(model)})
+    groups = unpacked.make_groups(np.random.default_rng(5), SHAPES)
+    rows, _ = pack(groups, 64)
+    losses = []
+    for each in (model, full):
+        policy = PackedPolicy(each)
+        optimizer = torch.optim.SGD(policy.trainable(), lr=0.05)
+        found = []
+        for _ in range(3):
+            found.append(alone(policy, PolicyLoss(importance="tis")).forward_backward(rows).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(found)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert len({round(x, 6) for x in losses[1]}) == 3, "nothing was learned"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    text = ["Write about something. Go on. The quick brown fox jumps over the lazy dog.\n"] * 8
+    shape = Shape(hidden_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, intermediate_size=256,
+                  max_position_embeddings=128, vocab_size=400)  # fmt: skip
+    folder = tmp_path_factory.mktemp("source") / "model"
+    write_model(folder, make_tokenizer(text, ["x"], [], 400), shape, seed=3)
+    return HFModel(folder)
+
+
+def policy_of(source, dtype=torch.float32, **options):
+    arguments = {"lora_attn_modules": ATTENTION, "apply_lora_to_mlp": True, "lora_rank": 4, **options}
+    make = partial(lora_qwen2_from_config, str(source.path), **arguments)
+    return build_policy(make, source, CPU, dtype), lora.adapter_spec(make, source, arguments)
+
+
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"quantize_base": True}], ids=["lora", "dora", "qlora"])
+def test_a_fresh_adapter_changes_nothing_and_switched_off_it_is_gone(source, options):
+    policy, spec = policy_of(source, **options)
+    model = policy.model
+    assert spec.rank == 4 and spec.alpha == 16.0 and spec.dora == bool(options.get("use_dora"))
+    assert spec.targets == ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj", "up_proj")
+    base = dict(lora.base_hf_tensors(model, source, torch.float32))
+    fresh = dict(lora.merged_hf_tensors(model, source, torch.float32))
+    stored = load_file(source.path / "model.safetensors")
+    assert base.keys() == stored.keys() == fresh.keys()
+    for name, tensor in base.items():
+        # DoRA multiplies by norm / norm
+        assert torch.allclose(tensor, fresh[name], rtol=1e-6, atol=0)
+        if not spec.quantized or tensor.dim() < 2 or "embed" in name:
+            assert torch.equal(tensor, stored[name])
+        else:
+            assert torch.equal(tensor, to_nf4(stored[name]).get_original_weight().to(torch.float32))
+    row = pack(unpacked.make_groups(np.random.default_rng(0), SHAPES), 64)[0][0]
+    with torch.no_grad():
+        before = policy(row).logprobs_L
+        move(model)
+        moved = policy(row).logprobs_L
+        with lora.AdapterOff(model).swapped_in():
+            off = policy(row).logprobs_L
+    assert (moved - before).abs().max() > 0.01
+    bound = 1e-5 if spec.dora else 0.0
+    assert (off - before).abs().max() <= bound
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_merged_weights_are_base_plus_scaled_product(source, dora):
+    policy, _ = policy_of(source, use_dora=dora)
+    move(policy.model)
+    stored = load_file(source.path / "model.safetensors")
+    merged = dict(lora.merged_hf_tensors(policy.model, source, torch.float32))
+    for name, module in lora.adapted_modules(policy.model).items():
+        hf_name, _ = source.to_hf(f"{name}.weight", module.lora_b.weight)
+        want = stored[hf_name].double() + 4.0 * module.lora_b.weight.double() @ module.lora_a.weight.double()
+        if dora:
+            want *= (module.magnitude.double() / want.norm(dim=1))[:, None]
+        # float32 rounding of a sum of rank + 1 terms
+        assert (merged[hf_name].double() - want).abs().max() <= 8 * 2**-24 * want.abs().max(), name
+
+
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"quantize_base": True}], ids=["lora", "dora", "qlora"])
+def test_peft_computes_the_same_from_the_saved_adapter(source, tmp_path, options):
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    policy, spec = policy_of(source, **options)
+    move(policy.model)
+    export_adapter(tmp_path, policy.model, source, spec, merged=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.float32)
+    if spec.quantized:  # the adapter belongs to the model that NF4 left
+        base.load_state_dict(dict(lora.base_hf_tensors(policy.model, source, torch.float32)), strict=False)
+    with_adapter = peft.PeftModel.from_pretrained(base, tmp_path).eval()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    group = unpacked.make_groups(np.random.default_rng(1), [(9, [14])])[0]
+    row = pack([group], 64)[0][0]
+    ids = torch.tensor(np.concatenate([group.prompt_tokens, group.samples[0].completion.tokens]), dtype=torch.long)[
+        None
+    ]
+    with torch.no_grad():
+        ours = policy(row).logprobs_L
+        for other in (with_adapter, merged):
+            logp = other(ids).logits[0, 8:-1].log_softmax(-1).gather(1, ids[0, 9:, None])[:, 0]
+            assert (logp - ours).abs().max() < 1e-4
+
+
+def test_vllm_reads_the_saved_adapter(source, tmp_path):
+    lora_model = pytest.importorskip("vllm.lora.lora_model")
+    from vllm.lora.peft_helper import PEFTHelper
+
+    policy, spec = policy_of(source)
+    move(policy.model)
+    export_adapter(tmp_path, policy.model, source, spec)
+    helper = PEFTHelper.from_local_dir(str(tmp_path), max_position_embeddings=None)
+    found = lora_model.LoRAModel.from_local_checkpoint(
+        str(tmp_path), set(spec.targets), helper, lora_model_id=1, device="cpu"
+    )
+    b = policy.model.get_parameter("layers.1.attn.q_proj.lora_b.weight")
+    loaded = found.loras["model.layers.1.self_attn.q_proj"]
+    assert torch.equal(loaded.lora_b, b) and loaded.scaling == 4.0 and len(found.loras) == 14
+
+
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"quantize_base": True}], ids=["lora", "dora", "qlora"])
+def test_in_bfloat16_only_adapters_have_float32_masters(source, options):
+    policy, _ = policy_of(source, torch.bfloat16, **options)
+    frozen = [p for p in policy.model.parameters() if not p.requires_grad]
+    assert {p.dtype for p in policy.trainable()} == {torch.float32}
+    assert {p.dtype for p in frozen if not isinstance(p, NF4Tensor)} == {torch.bfloat16}
+    row = pack(unpacked.make_groups(np.random.default_rng(0), SHAPES), 64)[0][0]
+    alone(policy, PolicyLoss()).forward_backward([row])
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in policy.trainable())
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("change", [0.001, -0.001, 0.002, 0.003, 0.005, -0.01])
+@pytest.mark.parametrize("options", [{}, {"use_bias": True}, {"quantize_base": True}], ids=["plain", "bias", "nf4"])
+def test_dora_in_bfloat16_answers_to_small_changes_of_its_magnitude(options, change, device):
+    """m = |V| (1 + e) changes the output by e on average, although each value can only move by whole steps."""
+    torch.manual_seed(0)
+    layer = DoRALinear(256, 512, rank=4, alpha=8.0, **options)
+    model = torch.nn.ModuleDict({"layer": layer})
+    lora.prepare(model, torch.bfloat16)
+    model.to(device)
+    lora.initialize(model, seed=1)
+    torch.nn.init.normal_(layer.lora_b.weight, std=1e-4)  # a young adapter: far less than a step of the output
+    product = 2.0 * layer.lora_b.weight.detach().double() @ layer.lora_a.weight.detach().double()
+    with torch.no_grad():
+        layer.magnitude.copy_((whole(layer.weight).double() + product).norm(dim=1) * (1 + change))
+        x = torch.randn(512, 256).to(device, torch.bfloat16)
+        found = layer(x).double()
+    # Values of NF4 are rounded where they are used.
+    base = x.double() @ (whole(layer.weight).bfloat16().double() + product).T
+    bias = 0.0 if layer.bias is None else layer.bias.detach().double()
+    answer = ((found - bias - base) * base).sum() / base.pow(2).sum()
+    # Of one rounding: evenly within a step, 2^-7 of the power of two below, and so with a variance of step^2 / 12.
+    step = 2.0**-7 * 2.0 ** (base * (1 + change) + bias).abs().log2().floor()
+    sigma = (base * step).pow(2).sum().div(12).sqrt() / base.pow(2).sum()
+    assert sigma < 2e-5
+    assert abs(answer - change) < 5 * sigma
+
+
+def test_fill_and_whole_of_a_quantized_parameter():
+    full = torch.randn(128, 256)
+    param = torch.nn.Parameter(to_nf4(torch.zeros(128, 256)), requires_grad=False)
+    fill(param, full)
+    assert isinstance(param, NF4Tensor)
+    assert torch.equal(whole(param), to_nf4(full).get_original_weight())
+
+
+def rows_of(logprobs):
+    groups = unpacked.make_groups(np.random.default_rng(0), [(4, [len(logprobs)])])
+    row = pack(groups, 200)[0][0]
+    row.logprobs_L[:] = logprobs
+    return [row]
+
+
+def share_of(sampler, on, off):
+    found = applied_share(rows_of(sampler), [LabelScores(on, torch.zeros(len(on)))], [off], "forgets the adapter")
+    assert found.tokens == len(off)
+    return found.slope, found.noise
+
+
+def test_the_applied_share_tells_the_adapter_from_the_base():
+    torch.manual_seed(0)
+    off = torch.randn(64)
+    effect = 0.01 * torch.randn(64)
+    noise = 0.001 * torch.randn(64)
+    share, spread = share_of(off + effect + noise, off + effect, off)
+    # Of 64 tokens the slope is 8 times steadier than of one.
+    assert abs(share - 1) < 4 * spread / 8 and spread < RESOLVED
+    share, spread = share_of(off + noise, off + effect, off)
+    assert abs(share) < 4 * spread / 8 and spread < RESOLVED
+    assert share_of(off, off, off)[1] == float("inf")
+
+
+@pytest.mark.parametrize("engine", [0.3, 1.0])  # noise of the engine, in that of the trainer
+@pytest.mark.parametrize("strength", [0.0, 0.5, 1.0, 2.0, 20.0])  # effect of the adapter over the trainer's noise
+def test_a_sound_engine_is_not_stopped_whatever_the_noise(strength, engine):
+    """Noise of rounding is in on, off and sampler alike, and differs from token to token."""
+    generator, stopped, resolved = torch.Generator().manual_seed(0), 0, 0
+    for _ in range(300):
+        scale = torch.exp(0.7 * torch.randn(64, generator=generator))
+        noise = [scale * torch.randn(64, generator=generator) for _ in range(3)]
+        true = strength * torch.randn(64, generator=generator)
+        share, spread = share_of(true + engine * noise[0], true + noise[1], noise[2])
+        resolved += spread <= RESOLVED
+        stopped += spread <= RESOLVED and share < 0.5
+    assert stopped <= 3 and (resolved > 290 or strength < 20)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"lora_attn_modules": ["q_proj", "o_proj"]},
+            "lora_attn_modules names ['o_proj'], which no layer has; there are",
+        ),
+        ({"lora_rank": 0}, "lora_rank=0"),
+        ({"lora_rank": 0, "use_dora": True}, "lora_rank=0"),
+        ({"lora_attn_modules": []}, "Must pass one or more of"),
+        ({"quantize_base": True, "ranks": 4}, "1 groups of 256 NF4 blocks, which 4 ranks cannot share"),
+    ],
+)
+def test_adapters_that_cannot_be_are_named(source, options, message):
+    arguments = {"lora_attn_modules": ["q_proj"], "lora_rank": 4, **options}
+    ranks = arguments.pop("ranks", 1)
+    make = partial(lora_qwen2_from_config, str(source.path), **arguments)
+    with pytest.raises(ValueError) as error:
+        lora.adapter_spec(make, source, arguments, ranks)
+    assert message in str(error.value)
+
+
+def test_a_model_without_adapters_trains_all_weights_unless_adapters_were_asked_for(source):
+    from torchtune_ext.policy.scratch import qwen2_from_config
+
+    make = partial(qwen2_from_config, str(source.path))
+    assert isinstance(trained_part(make, source, {"model_dir": "m"}, AdapterConfig()), AllWeights)
+    assert isinstance(trained_part(make, source, {"_component_": "exploration.qwen2"}, AdapterConfig()), AllWeights)
+    for asked in ({"lora_rank": 8}, {"_component_": "torchtune.models.qwen2.lora_qwen2"}, {"_component_": "my.qlora"}):
+        with pytest.raises(ValueError, match="speaks of LoRA, but the model has no adapters"):
+            trained_part(make, source, asked, AdapterConfig())
+    with pytest.raises(ValueError, match="adapters.publish=merged, .* but `model:` has no adapters"):
+        trained_part(make, source, {}, AdapterConfig(publish="merged"))
+
+
+SPEC = lora.AdapterSpec(4, 8.0, 0.0, ("q_proj",), dora=False, quantized=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "way", "engine", "message"),
+    [
+        ({}, "disk", {}, "publish='disk' is unknown"),
+        ({"dora": True}, "adapter", {}, "vLLM applies no DoRA adapters; use adapters.publish=merged"),
+        ({"rank": 1024}, "adapter", {}, "rank 1 to 512"),
+        ({}, "adapter", {"address": "http://here:1"}, "a server takes whole models only; set adapters.publish=merged"),
+        ({}, "adapter", {"lora_rank": 8}, "follow from `model:`"),
+        ({"dropout": 0.1, "targets": ("lm_head",)}, "merged", {}, "apply_lora_to_output"),
+    ],
+)
+def test_publications_that_would_fail_are_refused_before_the_first_sample(changes, way, engine, message):
+    with pytest.raises(ValueError) as error:
+        Adapters(replace(SPEC, **changes), AdapterConfig(publish=way)).engine(EngineConfig(**engine))
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_compiled_layers_share_their_code(dora, monkeypatch):
+    """Ten layers, trained, scored and switched off: more than dynamo's limit of recompilations, were each one's its own."""
+    torch._dynamo.reset()
+    monkeypatch.setitem(DIMS, "num_layers", 10)
+    model = adapted(use_dora=dora, tie_word_embeddings=True)
+    policy = PackedPolicy(model)
+    for layer in model.layers:
+        layer.compile(backend="eager")
+    rows, _ = pack(unpacked.make_groups(np.random.default_rng(3), SHAPES), 40)
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        learner = alone(policy, PolicyLoss())
+        learner.forward_backward(rows)
+        learner.logprobs(rows)
+        with lora.AdapterOff(model).swapped_in():
+            learner.logprobs(rows)

@@ -1,0 +1,312 @@
+"""Qwen3 against transformers, its packed rows against one sample at a time, its adapters against PEFT."""
+
+import json
+from functools import partial
+
+import adapters
+import numpy as np
+import pytest
+import torch
+import unpacked
+from learners import alone
+from safetensors.torch import load_file, save_file
+from torchao.dtypes.nf4tensor import NF4Tensor
+from torchtune import training
+from torchtune.modules import TransformerSelfAttentionLayer
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from torchtune_ext.objective.loss import PolicyLoss
+from torchtune_ext.packing import pack
+from torchtune_ext.policy import lora
+from torchtune_ext.policy import qwen3 as builders
+from torchtune_ext.policy.builder import build_policy
+from torchtune_ext.policy.hf_model import HFModel, load_weights
+from torchtune_ext.policy.logprobs import PackedPolicy
+from torchtune_ext.policy.qwen3 import lora_qwen3, qwen3
+from torchtune_ext.policy.scratch import (
+    Shape,
+    lora_qwen3_from_config,
+    make_tokenizer,
+    qwen2_from_config,
+    qwen3_from_config,
+    write_model,
+)
+from torchtune_ext.training.export import export_adapter, export_model
+
+CPU = torch.device("cpu")
+DIMS = {**adapters.DIMS, "head_dim": 16}  # 4 heads in a width of 32: twice as wide as the model
+
+
+@torch.no_grad()
+def randomize(model, std=0.2):
+    """Every weight, those of the norms most of all: left at one, a norm in the wrong place would hardly show."""
+    generator = torch.Generator().manual_seed(0)
+    for _, param in sorted(model.named_parameters()):
+        noise = torch.randn(param.shape, generator=generator)
+        param.copy_(1 + 0.5 * noise if param.dim() == 1 else std * noise)
+    return model
+
+
+def save(folder, width=32, heads=4, kv_heads=2, head_dim=16, layers=2, mlp=48, tied=True, theta=5e5):
+    """A random Qwen3 of transformers, and the folder it was saved in."""
+    config = Qwen3Config(
+        vocab_size=unpacked.VOCAB,
+        hidden_size=width,
+        intermediate_size=mlp,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=64,
+        rope_parameters={"rope_type": "default", "rope_theta": theta},
+        tie_word_embeddings=tied,
+    )
+    model = randomize(Qwen3ForCausalLM(config).float().eval(), std=2 * width**-0.5)
+    model.save_pretrained(folder)
+    return model, HFModel(folder)
+
+
+def loaded(source):
+    model = qwen3_from_config(str(source.path))
+    load_weights(model, source)
+    return model.eval()
+
+
+def difference(ours, theirs, length=24):
+    """Largest difference between two models' logits, in standard deviations of these."""
+    ids = torch.randint(0, unpacked.VOCAB, (2, length), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        want = theirs(ids).logits
+        return ((ours(ids) - want).abs().max() / want.std()).item()
+
+
+SHAPES = [
+    {},
+    {"tied": False},
+    {"head_dim": 8, "kv_heads": 4},  # heads as wide as the model, as many keys as queries
+    {"width": 48, "heads": 6, "kv_heads": 1, "head_dim": 32, "layers": 3, "tied": False},
+    {"width": 64, "heads": 2, "kv_heads": 2, "head_dim": 8, "theta": 1e6},
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_logits_are_those_of_transformers_and_weights_go_both_ways(shape, tmp_path):
+    theirs, source = save(tmp_path / "theirs", **shape)
+    ours = loaded(source)
+    assert difference(ours, theirs) < 1e-4
+    (tmp_path / "ours").mkdir()
+    export_model(tmp_path / "ours", ours, source, torch.float32)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32)
+    stored, returned = theirs.state_dict(), again.state_dict()
+    assert stored.keys() == returned.keys()
+    assert all(torch.equal(stored[name], returned[name]) for name in stored)
+
+
+def test_a_norm_out_of_place_would_show(tmp_path):
+    theirs, source = save(tmp_path)
+    ours = loaded(source)
+    for name in ("q_norm", "k_norm"):
+        norm = getattr(ours.layers[1].attn, name)
+        setattr(ours.layers[1].attn, name, torch.nn.Identity())
+        assert difference(ours, theirs) > 0.01
+        setattr(ours.layers[1].attn, name, norm)
+    assert difference(ours, theirs) < 1e-4
+
+
+def test_a_tied_checkpoint_may_also_store_its_output_head(tmp_path):
+    theirs, source = save(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"lm_head.weight": torch.zeros_like(tensors["model.embed_tokens.weight"])}, file)
+    assert difference(loaded(source), theirs) < 1e-4
+
+
+def test_configs_of_transformers_4_and_5_mean_the_same(tmp_path):
+    theirs, source = save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert "rope_theta" not in config
+    config |= {"rope_theta": config.pop("rope_parameters")["rope_theta"], "rope_scaling": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert difference(loaded(HFModel(tmp_path)), theirs) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("change", "builder", "message"),
+    [
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, qwen3_from_config, "asks for scaled RoPE"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, qwen3_from_config, "asks for scaled RoPE"),
+        ({"use_sliding_window": True}, qwen3_from_config, "sliding windows"),
+        ({}, qwen2_from_config, "a builder of qwen2, but .* says model_type='qwen3'; name the builder of qwen3"),
+        ({"model_type": "mamba"}, qwen3_from_config, r"not supported; supported: \['llama', 'qwen2', 'qwen3'\]"),
+    ],
+)
+def test_directories_that_would_be_misread_are_refused(change, builder, message, tmp_path):
+    save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        builder(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("size", "billions"),
+    [("0_6b", 0.596), ("1_7b", 1.721), ("4b", 4.022), ("8b", 8.191), ("14b", 14.768), ("32b", 32.762)],
+)
+def test_published_sizes(size, billions):
+    with torch.device("meta"):
+        plain = getattr(builders, f"qwen3_{size}")()
+        adapted = getattr(builders, f"lora_qwen3_{size}")(["q_proj", "v_proj"], True, lora_rank=4)
+    assert round(sum(p.numel() for p in plain.parameters()) / 1e9, 3) == billions
+    shapes = {name: param.shape for name, param in plain.named_parameters()}
+    new = lora.adapter_names(adapted)
+    assert shapes == {name: param.shape for name, param in adapted.named_parameters() if name not in new}
+    assert len(new) == 2 * 5 * len(plain.layers)
+
+
+def test_a_published_size_takes_other_arguments():
+    with torch.device("meta"):
+        model = builders.qwen3_0_6b(max_seq_len=100, num_layers=1)
+    assert model.max_seq_len == 100 and len(model.layers[0].attn.pos_embeddings.cache) == 100
+
+
+def test_decoding_with_a_cache_gives_the_same_logits():
+    model = randomize(qwen3(**DIMS, tie_word_embeddings=True)).eval()
+    ids = torch.randint(0, unpacked.VOCAB, (2, 9))
+    with torch.no_grad():
+        whole = model(ids)
+        model.setup_caches(batch_size=2, dtype=torch.float32, decoder_max_seq_len=9)
+        mask = torch.ones(9, 9, dtype=torch.bool).tril()
+        steps = [(0, 5), (5, 6), (6, 9)]  # the prompt, a token, three tokens
+        parts = [
+            model(ids[:, a:b], mask=mask[a:b].expand(2, -1, -1), input_pos=torch.arange(a, b)[None]) for a, b in steps
+        ]
+    assert (torch.cat(parts, dim=1) - whole).abs().max() < 1e-5 * whole.std()
+
+
+@pytest.mark.parametrize("variant", ["tied", "untied", "checkpointing", "compiled"])
+def test_packed_rows_equal_one_sample_at_a_time(variant):
+    groups = unpacked.make_groups(np.random.default_rng(3), adapters.SHAPES)
+    model = randomize(qwen3(**DIMS, tie_word_embeddings=variant != "untied"))
+    loss = PolicyLoss(importance="tis", entropy_coef=0.01)
+    want_loss, want_grads, want_logprobs, sizes = unpacked.reference(model, groups, loss, "token", 0.9)
+    rows, _ = pack(groups, 64 if variant == "compiled" else 40)  # one row: one shape to compile
+    policy = PackedPolicy(model)
+    if variant == "compiled":
+        torch._dynamo.reset()
+        for layer in model.layers:
+            layer.compile(backend="eager")
+    if variant in ("checkpointing", "compiled"):
+        training.set_activation_checkpointing(model, auto_wrap_policy={TransformerSelfAttentionLayer})
+    gradient = alone(policy, loss, temperature=0.9).forward_backward(rows)
+    got_logprobs = unpacked.packed_logprobs_by_sample(rows, gradient.logprobs, groups)
+    assert all((got_logprobs[key].double() - want).abs().max() < 1e-5 for key, want in want_logprobs.items())
+    assert gradient.loss == pytest.approx(want_loss, rel=1e-5)
+    got = {n.replace("_checkpoint_wrapped_module.", ""): p.grad for n, p in model.named_parameters()}
+    assert got["layers.0.attn.q_norm.scale"].abs().max() > 0 < got["layers.0.attn.k_norm.scale"].abs().max()
+    assert unpacked.relative_error(got, want_grads, sizes) < 1e-5
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("output", [False, True], ids=["tied", "output"])
+def test_packed_adapters_equal_merged_weights(dora, output):
+    model = adapters.adapted(
+        lora_qwen3, use_dora=dora, apply_lora_to_output=output, tie_word_embeddings=not output, head_dim=16
+    )
+    for name, param in model.named_parameters():
+        if name.endswith("scale"):
+            torch.nn.init.normal_(param, 1.0, 0.5)
+    stock = adapters.Plain(model, qwen3(**DIMS, tie_word_embeddings=not output))
+    groups = unpacked.make_groups(np.random.default_rng(3), adapters.SHAPES)
+    want_loss, want_grads, want_logprobs, sizes = unpacked.reference(
+        stock, groups, PolicyLoss(importance="tis"), "token", 0.9
+    )
+    rows, _ = pack(groups, 40)
+    gradient = alone(PackedPolicy(model), PolicyLoss(importance="tis"), temperature=0.9).forward_backward(rows)
+    got_logprobs = unpacked.packed_logprobs_by_sample(rows, gradient.logprobs, groups)
+    assert all((got_logprobs[key].double() - want).abs().max() < 1e-5 for key, want in want_logprobs.items())
+    assert gradient.loss == pytest.approx(want_loss, rel=1e-5)
+    got = {name: param.grad for name, param in model.named_parameters() if param.requires_grad}
+    assert got.keys() == want_grads.keys() and len(got) == (2 + dora) * (7 * 2 + output)
+    assert unpacked.relative_error(got, want_grads, sizes) < 1e-5
+
+
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"quantize_base": True}], ids=["lora", "dora", "qlora"])
+def test_adapters_are_what_peft_makes_of_them(options, tmp_path):
+    """Fresh they change nothing; moved, PEFT over the base, the merged model, and W + s B A all give our log-probs."""
+    peft = pytest.importorskip("peft")
+    # NF4 wants whole groups of 256 blocks of 64 values
+    base, source = save(tmp_path / "model", width=128, heads=4, kv_heads=2, head_dim=64, mlp=256, tied=False)
+    arguments = {"lora_attn_modules": adapters.ATTENTION, "apply_lora_to_mlp": True, "lora_rank": 4, **options}
+    make = partial(lora_qwen3_from_config, str(source.path), **arguments)
+    policy, spec = build_policy(make, source, CPU, torch.float32), lora.adapter_spec(make, source, arguments)
+    assert spec.targets == ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj", "up_proj")
+    assert (
+        spec.quantized
+        == isinstance(policy.model.layers[0].attn.q_proj.weight, NF4Tensor)
+        == ("quantize_base" in options)
+    )
+
+    group = unpacked.make_groups(np.random.default_rng(1), [(9, [14])])[0]
+    row = pack([group], 64)[0][0]
+    ids = torch.tensor(np.concatenate([group.prompt_tokens, group.samples[0].completion.tokens]), dtype=torch.long)[
+        None
+    ]
+
+    def logprobs(model):
+        with torch.no_grad():
+            return model(ids).logits[0, 8:-1].log_softmax(-1).gather(1, ids[0, 9:, None])[:, 0]
+
+    def ours():
+        with torch.no_grad():
+            return policy(row).logprobs_L
+
+    if spec.quantized:  # the adapter belongs to the model that NF4 left
+        before = logprobs(base)
+        base.load_state_dict(dict(lora.base_hf_tensors(policy.model, source, torch.float32)))
+        assert (logprobs(base) - before).abs().max() > 0.01
+    assert (ours() - logprobs(base)).abs().max() < 1e-4
+    adapters.move(policy.model)
+    assert (ours() - logprobs(base)).abs().max() > 0.1
+
+    stored = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    merged = dict(lora.merged_hf_tensors(policy.model, source, torch.float32))
+    for name, module in lora.adapted_modules(policy.model).items():
+        hf_name, _ = source.to_hf(f"{name}.weight", module.lora_b.weight)
+        want = stored.pop(hf_name).double() + 4.0 * module.lora_b.weight.double() @ module.lora_a.weight.double()
+        if spec.dora:
+            want *= (module.magnitude.double() / want.norm(dim=1))[:, None]
+        # float32 rounding of a sum of rank + 1 terms
+        assert (merged.pop(hf_name).double() - want).abs().max() <= 8 * 2**-24 * want.abs().max(), name
+    assert stored.keys() == merged.keys() and all(torch.equal(stored[n], merged[n]) for n in stored)
+
+    export_adapter(tmp_path, policy.model, source, spec, merged=torch.float32)
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    with_adapter = peft.PeftModel.from_pretrained(base, tmp_path).eval()
+    for other in (whole, with_adapter):
+        assert (logprobs(other) - ours()).abs().max() < 1e-4
+
+
+def test_adapters_that_cannot_be_are_named():
+    with torch.device("meta"):
+        with pytest.raises(ValueError, match="Must pass one or more of"):
+            builders.lora_qwen3_8b([])
+        with pytest.raises(ValueError, match="apply_lora_to_output=True, but this model has no output head of its own"):
+            builders.lora_qwen3_1_7b(["q_proj"], apply_lora_to_output=True)
+        output = builders.lora_qwen3_8b(["q_proj"], apply_lora_to_output=True, num_layers=1).output
+    assert output.lora_b.weight.shape == (151936, 8)
+
+
+def test_a_model_from_nothing(tmp_path):
+    shape = Shape(model_type="qwen3", hidden_size=64, head_dim=64, num_hidden_layers=2, num_attention_heads=2,
+                  num_key_value_heads=1, intermediate_size=48, vocab_size=400)  # fmt: skip
+    write_model(tmp_path, make_tokenizer(["some text\n"] * 9, ["x"], [], 400), shape, seed=0)
+    theirs, ours = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32), loaded(HFModel(tmp_path))
+    assert isinstance(theirs, Qwen3ForCausalLM) and ours.layers[0].attn.head_dim == 64
+    assert difference(ours, theirs) < 1e-4
+    for change, message in (
+        ({"model_type": "qwen9"}, r"shape.model_type='qwen9' is unknown; known: \['qwen2', 'qwen3'\]"),
+        ({"model_type": "qwen2", "head_dim": 64}, "shape.head_dim=64 must be hidden_size / num_attention_heads"),
+        ({"model_type": "qwen3", "head_dim": 48}, "heads of 48 .* make it a multiple of 32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Shape(**change)

@@ -1,0 +1,105 @@
+"""Answers that a server should not give: what the connection makes of them."""
+
+import asyncio
+import traceback
+
+import pytest
+
+torch = pytest.importorskip("torch")
+aiohttp = pytest.importorskip("aiohttp")
+
+from torchtune_ext.sampling import server as server_module  # noqa: E402
+from torchtune_ext.sampling.calls import CoreLost  # noqa: E402
+from torchtune_ext.sampling.doors import KEY_VARIABLE  # noqa: E402
+from torchtune_ext.sampling.records import EngineConfig  # noqa: E402
+from torchtune_ext.sampling.server import ServerCore  # noqa: E402
+from torchtune_ext.sampling.weight_buffer import WeightBuffer  # noqa: E402
+
+KEY = "0123456789abcdef-the-right-key"
+
+
+@pytest.fixture
+def core(monkeypatch):
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    core = ServerCore(EngineConfig(address="http://127.0.0.1:1", probe_deadline_s=1.0), lambda step: None)
+    core.configure()
+    return core
+
+
+def answers(monkeypatch, core, replies):
+    """Lets the server answer by path: text, or an error to raise; all else is fine. Returns the paths that were asked."""
+    asked = []
+
+    async def request(method, path, body):
+        asked.append(path)
+        reply = replies.get(path, {})
+        reply = reply.pop(0) if isinstance(reply, list) else reply
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+    monkeypatch.setattr(core, "_request", request)
+    return asked
+
+
+@pytest.fixture
+def weights():
+    buffer = WeightBuffer()
+    buffer.write([("a", torch.zeros(2))])
+    buffer.version = 1
+    yield buffer
+    buffer.close()
+
+
+def test_an_answer_that_is_no_http_does_not_bring_the_key_into_a_message(core):
+    async def scenario():
+        async def nonsense(reader, writer):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 nonsense\r\n\r\n")
+            writer.close()
+
+        listener = await asyncio.start_server(nonsense, "127.0.0.1", 0)
+        core.address = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+        async with aiohttp.ClientSession() as session:
+            core._session = session
+            for call in (core._get("/metrics"), core._check_guard()):
+                with pytest.raises(CoreLost, match="no connection to .*: .*Error: ") as caught:
+                    await call
+                told = "".join(traceback.format_exception(caught.value)) + str(caught.value) + repr(caught.value)
+                assert KEY not in told and "Authorization" not in told
+        with pytest.raises(CoreLost, match="Session is closed"):
+            await core._check_guard()
+        listener.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
+
+
+@pytest.mark.parametrize("reply", ["vllm:num_requests_running{} many", {"not": "a text"}])
+def test_counters_that_nobody_can_read_are_not_silent(core, monkeypatch, reply):
+    monkeypatch.setattr(server_module, "METRICS_S", 0.01)
+    answers(monkeypatch, core, {"/metrics": reply})
+    asyncio.run(asyncio.wait_for(core._poll_metrics(), 5))
+    assert core.broken is not None
+
+
+def test_only_a_server_that_cannot_read_our_memory_is_told_to_be_on_this_machine(core, monkeypatch, weights):
+    lost = CoreLost("/init_weight_transfer_engine failed (500): the engine is dead")
+    answers(monkeypatch, core, {"/init_weight_transfer_engine": lost})
+    with pytest.raises(CoreLost, match="the engine is dead"):
+        asyncio.run(core.load([weights], 1))
+    unread = CoreLost("failed (500): cannot read the trainer's weights at /proc/7/fd/8: vLLM has to run")
+    answers(monkeypatch, core, {"/init_weight_transfer_engine": unread})
+    with pytest.raises(ValueError, match="has to run on this machine"):
+        asyncio.run(core.load([weights], 1))
+
+
+def test_an_update_that_another_trainer_began_is_finished_first(core, monkeypatch, weights):
+    active = "failed (500): start_weight_update called while a weight update is already active. Call finish"
+    asked = answers(monkeypatch, core, {"/start_weight_update": [CoreLost(active), {}]})
+    asyncio.run(core.load([weights], 1))
+    start, finish = "/start_weight_update", "/finish_weight_update"
+    assert [path for path in asked if "weight" in path][1:] == [start, finish, start, "/update_weights", finish]
+    stuck = {"/start_weight_update": [CoreLost(active)], "/finish_weight_update": CoreLost("failed (500): no")}
+    answers(monkeypatch, core, stuck)
+    with pytest.raises(CoreLost, match="cannot be finished; start the server again"):
+        asyncio.run(core.load([weights], 1))

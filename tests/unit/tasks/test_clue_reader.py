@@ -1,0 +1,70 @@
+"""The words of the puzzles: read back from the text, by a reader that shares nothing with the generator.
+
+The reader turns a prompt into facts and clues in plain strings, and knows the rules only as the prompt states them.
+With it, small puzzles are solved by trying every possible night. The public puzzles, where they are present, show that
+both the wording and its meaning are theirs.
+"""
+
+from dataclasses import replace
+
+import pytest
+from clue_reader import Translator, check_by_trying, needs_public, public_puzzles, read
+
+from torchtune_ext.tasks.temporal_clue.prompt import prompt, question
+from torchtune_ext.tasks.temporal_clue.puzzle import whole_world
+
+# ---- the reader
+
+
+# ---- every possible night
+
+
+# ---- from the reader's words to the generator's records
+
+
+# ---- tests
+
+
+@needs_public
+def test_public_prompts_come_back_to_the_letter():
+    for number, puzzle in enumerate(public_puzzles()):
+        r = read(puzzle["prompt"])
+        translate = Translator(r)
+        clues = [translate.clue(clue) for clue in r.clues]
+        assert len(clues) == puzzle["num_clues"]
+        facts = [translate.asked(asked, puzzle["solution"][letter]) for letter, asked in r.questions.items()]
+        asked = [question(translate.scenario, fact, ask_who) for fact, ask_who in facts]
+        assert [gold for _, gold, _ in asked] == list(puzzle["solution"].values())
+        assert prompt(translate.scenario, clues, asked, r.main) == puzzle["prompt"], number
+
+
+@needs_public
+@pytest.mark.timeout(300)
+def test_public_puzzles_have_the_gold_answers_and_no_others():
+    """Our reading of the clues (exclusive "or", moves, motives) leaves one world, with the published answers."""
+    pytest.importorskip("ortools")
+    from torchtune_ext.tasks.temporal_clue.solver import Solver
+
+    for number, puzzle in enumerate(public_puzzles()):
+        r = read(puzzle["prompt"])
+        translate = Translator(r)
+        solver = Solver(translate.scenario)
+        clues = [translate.clue(clue) for clue in r.clues]
+        world = solver.find(clues, solver.model.new_bool_var(""))
+        assert world is not None, number
+        facts = [translate.asked(asked, puzzle["solution"][letter])[0] for letter, asked in r.questions.items()]
+        assert all(fact.holds(world) for fact in facts), number
+        assert all(clue.holds(world) for clue in clues), number
+        everything = whole_world(replace(translate.scenario, truth=world))
+        assert solver.find(clues, solver.differs(everything)) is None, number
+
+
+@needs_public
+def test_small_public_puzzles_solved_by_trying_every_night():
+    tried = 0
+    for puzzle in public_puzzles():
+        r = read(puzzle["prompt"])
+        if len(r.rooms) ** (len(r.times) * (1 + len(r.suspects) + len(r.weapons))) <= 2**10:
+            check_by_trying(puzzle["prompt"], puzzle["solution"], minimal=True, whole=True)
+            tried += 1
+    assert tried >= 15

@@ -1,0 +1,396 @@
+"""Temporal Clue: generated puzzles have one set of answers and no clue too many; files; sizes; the command."""
+
+import argparse
+import json
+import os
+import pickle
+import random
+import subprocess
+import sys
+
+import pytest
+from clue_reader import DATA, Translator, all_nights, check_by_trying, holds, needs_public, read
+
+from torchtune_ext.tasks.temporal_clue import TemporalClue, cli
+from torchtune_ext.tasks.temporal_clue.clues import HasMotive, Murder, Place, draw_clues
+from torchtune_ext.tasks.temporal_clue.files import generate, read_puzzles, write_jsonl
+from torchtune_ext.tasks.temporal_clue.grade import right_answers
+from torchtune_ext.tasks.temporal_clue.minimal import drop_in_turn, few_of_many
+from torchtune_ext.tasks.temporal_clue.puzzle import Puzzle, make_puzzle, whole_world
+from torchtune_ext.tasks.temporal_clue.scenario import draw_scenario
+from torchtune_ext.tasks.temporal_clue.size import PRESETS, Size, parse_size
+from torchtune_ext.tasks.temporal_clue.solver import Solver
+
+try:
+    import ortools  # noqa: F401
+except ImportError:
+    ortools = None
+needs_ortools = pytest.mark.skipif(ortools is None, reason="making puzzles needs OR-Tools")
+
+
+# ---- the puzzles
+
+
+@needs_ortools
+@pytest.mark.parametrize(
+    "size, count",
+    [
+        ("small", 60),
+        ("suspects=2,weapons=2,rooms=2-3,clues=direct", 30),
+        ("suspects=3,weapons=2-3,rooms=3-4,motives=0-3,bonus=2", 15),
+        ("2", 30),
+        ("suspects=2,weapons=2,rooms=2,times=2,motives=2,whole_world=true,bonus=1", 15),
+        ("suspects=3,weapons=2,rooms=2,times=2,motives=2,bonus=1", 4),
+        ("suspects=2,weapons=2,rooms=2,times=3", 2),
+    ],
+)
+def test_every_night_tried_leaves_one_set_of_answers_and_no_clue_is_idle(size, count):
+    size = parse_size(size)
+    for index in range(count):
+        puzzle = make_puzzle(11, index, size)
+        r = read(puzzle.prompt)
+        assert len(r.clues) == puzzle.num_clues
+        translate = Translator(r)
+        stated = [translate.clue(clue) for clue in r.clues]
+        asked = [translate.asked(words, puzzle.solution[letter])[0] for letter, words in r.questions.items()]
+        assert not set(stated) & set(asked)  # no question which a clue answers word for word
+        nights = check_by_trying(puzzle.prompt, puzzle.solution, minimal=True, whole=size.whole_world)
+        assert nights > 4
+
+
+@needs_ortools
+def test_big_puzzles_are_settled_by_their_clues_and_by_no_fewer():
+    """The same for sizes beyond trying: a solver that is given the text of the puzzle alone."""
+    for index in range(3):
+        puzzle = make_puzzle(5, index, Size(6, 5, 8, 4, 4, bonus=3))
+        r = read(puzzle.prompt)
+        translate = Translator(r)
+        clues = [translate.clue(clue) for clue in r.clues]
+        facts = [translate.asked(asked, puzzle.solution[letter])[0] for letter, asked in r.questions.items()]
+        solver = Solver(translate.scenario)
+        goal = solver.differs(facts)
+        assert solver.find(clues, goal) is None
+        for drop in range(len(clues)):
+            world = solver.find(clues[:drop] + clues[drop + 1 :], goal)
+            assert world is not None
+            assert not clues[drop].holds(world) and not all(fact.holds(world) for fact in facts)
+
+
+@needs_ortools
+def test_a_clue_means_the_same_to_reader_record_and_solver():
+    """In every possible night (the solver: in some of them), for every kind of clue."""
+    kinds = set()
+    for index in range(25):
+        r = read(make_puzzle(8, index, Size((2, 3), 2, 2, 2, (0, 3), whole_world=True)).prompt)
+        translate = Translator(r)
+        clues = {clue: translate.clue(clue) for clue in r.clues if clue[0] not in kinds or clue[0] in ("or", "iff")}
+        solver = Solver(translate.scenario)
+        anything = solver.model.new_bool_var("")
+        for number, night in enumerate(all_nights(r)):
+            world = translate.world(night)
+            truth = {clue: holds(r, night, clue) for clue in clues}
+            assert truth == {clue: record.holds(world) for clue, record in clues.items()}
+            if number % 400 == 0:
+                facts = [Place(piece, t, room) for piece, way in enumerate(world.places) for t, room in enumerate(way)]
+                facts += [HasMotive(suspect, motive) for suspect, motive in enumerate(world.motives)]
+                facts += [Murder(fact, getattr(world, fact)) for fact in ("murderer", "weapon", "room", "time")]
+                assert solver.find(facts, anything) == world
+                for clue, record in clues.items():
+                    assert (solver.find([*facts, record], anything) is not None) == truth[clue], clue
+        kinds |= {clue[0] for clue in clues}
+    assert {"place", "or", "iff", "same room", "together", "beside", "moved", "carried", "motive"} <= kinds
+
+
+@needs_ortools
+def test_both_ways_to_few_clues_leave_the_same_ones():
+    for seed in range(12):
+        rng = random.Random(seed)
+        size = Size((2, 3), (2, 3), (2, 4), (1, 3), (0, 3))
+        scenario = draw_scenario(rng, size.draw(rng))
+        clues, facts = draw_clues(rng, scenario, size.clues), whole_world(scenario)
+        assert all(clue.holds(scenario.truth) for clue in [*clues, *facts])
+        few, worlds = few_of_many(Solver(scenario), clues, facts)
+        assert few == drop_in_turn(Solver(scenario), clues, facts, [])
+        assert few == drop_in_turn(Solver(scenario), clues, facts, worlds)
+        assert len(few) < len(clues)
+
+
+@needs_ortools
+def test_every_kind_of_clue_appears_and_a_kind_left_out_does_not():
+    size = Size(4, 3, 5, 4, 3)
+    kinds = {clue[0] for index in range(12) for clue in read(make_puzzle(1, index, size).prompt).clues}
+    assert {"place", "or", "iff", "same room", "together", "beside", "moved", "carried", "motive"} <= kinds
+    plain = Size(4, 3, 5, 4, 3, clues=("direct", "beside"))
+    kinds = {clue[0] for index in range(12) for clue in read(make_puzzle(1, index, plain).prompt).clues}
+    allowed = {"place", "beside", "motive", "murdered by", "murdered with", "murdered in", "murdered at"}
+    assert "beside" in kinds and kinds <= allowed
+
+
+@needs_ortools
+def test_numbers_of_everything_are_those_asked_for():
+    size = Size((2, 4), 3, (5, 6), (1, 3), (0, 4), bonus=(0, 2))
+    seen = set()
+    for index in range(40):
+        r = read(make_puzzle(2, index, size).prompt)
+        assert 2 <= len(r.suspects) <= 4 and len(r.weapons) == 3 and 5 <= len(r.rooms) <= 6 and len(r.times) <= 3
+        assert len(r.questions) - r.main <= 2 and 1 <= r.main <= 5
+        assert sum(r.motives.values()) in (0, len(r.suspects))
+        seen |= {("suspects", len(r.suspects)), ("rooms", len(r.rooms)), ("times", len(r.times))}
+    assert len(seen) == 3 + 2 + 3
+
+
+@needs_ortools
+def test_a_puzzle_is_a_pure_function_of_seed_and_index():
+    """The same in other processes, whatever PYTHONHASHSEED is, and whichever puzzles were made before."""
+    code = (
+        "from torchtune_ext.tasks.temporal_clue.files import *; from torchtune_ext.tasks.temporal_clue.size import *\n"
+        "import hashlib; size = Size((2, 4), (2, 3), (2, 5), (1, 4), (0, 4), bonus=(0, 3))\n"
+        "print(hashlib.sha256(repr(list(generate(3, 12, size))).encode()).hexdigest())"
+    )
+    root = os.path.join(os.path.dirname(__file__), "..", "..", "..")
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": root},
+            capture_output=True,
+            check=True,
+            text=True,
+            timeout=120,
+        ).stdout
+        for seed in ("1", "4242")
+    }
+    assert len(digests) == 1
+    size = Size((2, 4), (2, 3), (2, 5), (1, 4), (0, 4), bonus=(0, 3))
+    one, all_of_them = make_puzzle(3, 7, size), list(generate(3, 9, size))
+    assert one == all_of_them[7]
+    assert len({p.prompt for p in all_of_them}) == 9
+    assert make_puzzle(4, 7, size) != one
+
+
+@needs_ortools
+def test_two_processes_make_what_one_makes():
+    size = parse_size("small")
+    assert list(generate(0, 30, size, workers=2, first=5)) == [make_puzzle(0, index, size) for index in range(5, 35)]
+
+
+# ---- the task
+
+
+@needs_ortools
+def test_task_of_generated_puzzles():
+    task = TemporalClue(seed=7, count=20, size={"suspects": [2, 3], "weapons": 2, "rooms": [2, 3], "bonus": 1})
+    assert len(task) == 20
+    for index in range(20):
+        problem = task[index]
+        assert problem.id == f"clue-7-{index:06d}"
+        assert [m["role"] for m in problem.messages] == ["user"]
+        assert task.grade(problem, task.solution(problem)).reward == 1.0
+        assert task[index] == problem
+    with pytest.raises(IndexError):
+        task[20]
+    held_out = TemporalClue(seed=7, count=5, size=task.size, first=10)
+    assert held_out[0] == task[10]
+    assert len(TemporalClue()) > 10**9
+
+
+@needs_ortools
+def test_kept_puzzles_are_read_back(tmp_path, monkeypatch):
+    sizes = [Size(), Size(rooms=3)]
+    made = [TemporalClue(seed=2, size=size, cache_dir=str(tmp_path / "kept"))[4] for size in sizes]
+    assert made == [TemporalClue(seed=2, size=size)[4] for size in sizes]
+    module = sys.modules["torchtune_ext.tasks.temporal_clue.task"]
+    module._made.cache_clear()
+    monkeypatch.setattr(module, "make_puzzle", None)
+    assert made == [TemporalClue(seed=2, size=size, cache_dir=str(tmp_path / "kept"))[4] for size in sizes]
+
+
+@needs_ortools
+def test_task_goes_to_worker_processes_and_takes_yaml():
+    omegaconf = pytest.importorskip("omegaconf")
+    node = omegaconf.OmegaConf.create(
+        "{suspects: [2, 3], weapons: 2, rooms: 2, clues: [direct, or], whole_world: true}"
+    )
+    task = TemporalClue(seed=1, size=node)
+    assert task.size == Size((2, 3), 2, 2, clues=("direct", "or"), whole_world=True)
+    assert pickle.loads(pickle.dumps(task))[3] == task[3]
+
+
+def test_making_puzzles_without_ortools_says_what_to_install():
+    code = (
+        "import sys; sys.modules['ortools'] = None\n"
+        "from torchtune_ext.tasks.temporal_clue import TemporalClue\n"
+        "from torchtune_ext.tasks.task import Problem\n"
+        "task = TemporalClue()\n"
+        "assert task.grade(Problem('p', (), {'A': 'Rope'}), 'A. rope').reward == 1.0\n"
+        "assert 'torch' not in sys.modules\n"
+        "try: task[0]\n"
+        "except RuntimeError as error: print(error)"
+    )
+    env = {**os.environ, "PYTHONPATH": os.path.join(os.path.dirname(__file__), "..", "..", "..")}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert "pip install 'torchtune-ext[clue]'" in done.stdout, done.stderr
+
+
+# ---- files
+
+SAMPLE = [Puzzle(2, f"Who? • {n}\n\nBest of luck, detective.", {"A": "Mrs. White", "B": f"Room {n}"}) for n in range(6)]
+
+
+def test_round_trip_through_a_file(tmp_path):
+    path = tmp_path / "deep" / "puzzles.jsonl"
+    assert write_jsonl(path, iter(SAMPLE)) == 6
+    assert read_puzzles(path) == SAMPLE
+    assert read_puzzles(path, first=2, count=3) == SAMPLE[2:5]
+    as_list = tmp_path / "puzzles.json"  # the public files are one list
+    as_list.write_text(json.dumps([json.loads(line) for line in path.read_text().splitlines()]))
+    assert read_puzzles(as_list, first=2, count=3) == SAMPLE[2:5]
+    task = TemporalClue(path=str(path), first=4)
+    assert len(task) == 2 and task[1].answer == SAMPLE[5].solution and task[1].id == "clue-file-000005"
+    with pytest.raises(ValueError, match="6 puzzles.*count=7"):
+        TemporalClue(path=str(path), count=7)
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+    path = tmp_path / "puzzles.jsonl"
+    write_jsonl(path, SAMPLE[:2])
+
+    def broken():
+        yield SAMPLE[3]
+        raise RuntimeError("no more")
+
+    with pytest.raises(RuntimeError):
+        write_jsonl(path, broken())
+    assert read_puzzles(path) == SAMPLE[:2]
+    assert os.listdir(tmp_path) == ["puzzles.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("{", r"line 2: not JSON"),
+        ("[1]", r"line 2: not an object"),
+        ('{"prompt": "x", "solution": {"A": "b"}}', r"line 2: field 'num_clues' is missing; add a number"),
+        (
+            '{"num_clues": "3", "prompt": "x", "solution": {"A": "b"}}',
+            r"line 2: field 'num_clues' is '3'; write a number",
+        ),
+        ('{"num_clues": 3, "prompt": "", "solution": {"A": "b"}}', r"line 2: field 'prompt' is ''"),
+        ('{"num_clues": 3, "prompt": "x", "solution": {}}', r"line 2: field 'solution' is \{\}; write an object"),
+        ('{"num_clues": 3, "prompt": "x", "solution": {"A": 5}}', r"line 2: field 'solution'"),
+        ('{"num_clues": 3, "prompt": "x", "solution": {"first": "b"}}', r"line 2: field 'solution'"),
+    ],
+)
+def test_a_malformed_line_is_named(tmp_path, line, message):
+    path = tmp_path / "bad.jsonl"
+    good = json.dumps({"num_clues": 1, "prompt": "x", "solution": {"A": "b"}})
+    path.write_text(f"{good}\n{line}\n{good}\n")
+    with pytest.raises(ValueError, match=message) as caught:
+        TemporalClue(path=str(path))
+    assert str(path) in str(caught.value)
+
+
+def test_a_malformed_list_is_named(tmp_path):
+    path = tmp_path / "bad.json"
+    path.write_text('[{"num_clues": 1, "prompt": "x", "solution": {"A": "b"}}, {"num_clues": 1}]')
+    with pytest.raises(ValueError, match="bad.json, puzzle 2: field 'prompt' is missing"):
+        read_puzzles(path)
+    path.write_text("[\n{]")
+    with pytest.raises(ValueError, match="bad.json, line 2: not JSON"):
+        read_puzzles(path)
+    path.write_bytes(b"\xff\xfe{")
+    with pytest.raises(ValueError, match="bad.json: not UTF-8"):
+        read_puzzles(path)
+
+
+@needs_public
+@needs_ortools
+def test_public_files_and_ours_have_the_same_fields(tmp_path):
+    write_jsonl(tmp_path / "ours.jsonl", [make_puzzle(0, 0, PRESETS["public"])])
+    ours = json.loads((tmp_path / "ours.jsonl").read_text())
+    public = json.loads((DATA / "val.json").read_text())[0]
+    assert list(ours) == list(public)
+    assert all(right_answers(ours["solution"], f"{k}. {v}")[k] for k, v in ours["solution"].items())
+
+
+# ---- sizes and the command
+
+
+def test_sizes_in_their_spellings():
+    assert parse_size("3") == parse_size(3) == PRESETS["3"]
+    assert parse_size("suspects=2-3, rooms=4,clues=direct+or,whole_world=true") == Size(
+        (2, 3), 2, 4, clues=("direct", "or"), whole_world=True
+    )
+    assert parse_size({"preset": "2", "rooms": [3, 4]}) == Size(2, 2, (3, 4), 2, 2, bonus=2)
+    assert parse_size(Size()) == Size()
+
+
+@pytest.mark.parametrize(
+    "value, message",
+    [
+        ("huge", r"size='huge': write a preset \(2, 3, small, public\)"),
+        ("suspects=11", r"suspects=11: write a number from 2 to 10"),
+        ("suspects=x", r"suspects='x': write a number"),
+        ("rooms=5-3", r"rooms=\(5, 3\)"),
+        ({"rooms": 1}, r"rooms=1: write a number from 2 to 17"),
+        ({"rooms": [2, 3, 4]}, r"rooms=\(2, 3, 4\)"),
+        ({"rooms": 2.5}, r"rooms=2.5"),
+        ({"rooms": True}, r"rooms=True"),
+        ({"doors": 1}, r"no knob called 'doors'; there are suspects"),
+        ({"clues": ["or"]}, r"'direct' always among them"),
+        ({"clues": ["direct", "xor"]}, r"choose from direct, or, iff"),
+        ({"clues": None}, r"clues=None"),
+        ({"whole_world": "yes"}, r"whole_world='yes'"),
+        ({"preset": "4"}, r"preset='4'"),
+        ({"players": 7}, r"players=7: write a number from 1 to 6"),
+        (None, r"size=None"),
+    ],
+)
+def test_a_bad_size_is_refused(value, message):
+    with pytest.raises(ValueError, match=message):
+        parse_size(value)
+
+
+def command(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    return cli.main(parser.parse_args(words))
+
+
+@needs_ortools
+def test_command_writes_a_file(tmp_path, capsys):
+    out = tmp_path / "p.jsonl"
+    assert command("--seed", "3", "--count", "7", "--size", "small", "--workers", "1", "--out", str(out)) == 0
+    assert read_puzzles(out) == list(generate(3, 7, parse_size("small")))
+    shown = capsys.readouterr()
+    assert "7/7" in shown.err and f"7 puzzles -> {out}" in shown.out
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--size", "rooms=99"], "rooms=99: write a number from 2 to 17"),
+        (["--count", "0"], "--count 0: give a number from 1"),
+    ],
+)
+def test_command_refuses_wrong_numbers(tmp_path, capsys, words, message):
+    out = tmp_path / "p.jsonl"
+    assert command(*words, "--out", str(out)) == 2
+    assert message in capsys.readouterr().err and not out.exists()
+
+
+@needs_ortools
+def test_ctrl_c_is_python_s_after_a_puzzle_too():
+    """CP-SAT would take SIGINT from Python with its first solve, and the next Ctrl-C would end the process without a word."""
+    script = """
+import os, signal, time
+from torchtune_ext.tasks.temporal_clue import TemporalClue
+signal.signal(signal.SIGINT, signal.default_int_handler)
+TemporalClue(seed=1, size="small")[0]
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(5)
+except KeyboardInterrupt:
+    print("heard")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "heard\n", (done.returncode, done.stderr)

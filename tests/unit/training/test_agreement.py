@@ -1,0 +1,218 @@
+"""The gate finds what it is told to find, and names the cause. The sampler is played by a table of logits."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from records import sampled
+
+from torchtune_ext.groups import Group
+from torchtune_ext.packing import contexts, pack
+from torchtune_ext.policy.logprobs import LabelScores
+from torchtune_ext.tasks.task import Problem
+from torchtune_ext.training.agreement import (
+    CARRIERS,
+    Agreement,
+    Disagreement,
+    applied_share,
+    mismatch,
+)
+
+VOCAB, TOKENS, SAMPLES = 50, 40, 20
+
+
+class Table:
+    """Logits per label; the trainer scores them at a temperature, the sampler reports something that may differ."""
+
+    def __init__(self, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        self.logits = torch.randn(SAMPLES * TOKENS, VOCAB, generator=generator, dtype=torch.float64) * 2
+        self.labels = torch.multinomial(self.logits.softmax(-1), 1, generator=generator)[:, 0]
+
+    def score(self, temperature, logits=None):
+        logits = self.logits if logits is None else logits
+        return (logits / temperature).log_softmax(-1).gather(1, self.labels[:, None])[:, 0]
+
+    def rows(self, reported):
+        samples = [
+            sampled(self.labels[i : i + TOKENS].numpy(), reported[i : i + TOKENS].numpy(), trained=True)
+            for i in range(0, SAMPLES * TOKENS, TOKENS)
+        ]
+        return pack([Group(Problem("p", (), None), np.arange(3, dtype=np.int32), tuple(samples))], 10_000)[0]
+
+
+def check(reported, table, temperature=1.0, limit=1e-3, before=None):
+    """before: the trainer's log-probs under the weights before the last update."""
+
+    def scores(t):
+        return [LabelScores(table.score(t), torch.zeros(SAMPLES * TOKENS))]
+
+    rows, applied = table.rows(reported), []
+    if before is not None:
+        applied = [applied_share(rows, scores(temperature), [before], "the engine has the old weights")]
+    gate = Agreement(lambda rows, t: scores(t), temperature, limit)
+    return gate.require(rows, scores(temperature), "before step 0", applied=applied)
+
+
+def test_agreement_passes_and_measures():
+    table = Table()
+    noise = torch.randn(SAMPLES * TOKENS, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 1e-4
+    found = check(table.score(0.7) + noise, table, temperature=0.7)
+    assert found.mean_abs == pytest.approx(noise.abs().mean().item(), rel=1e-2)
+    assert found.max_abs == pytest.approx(noise.abs().max().item(), rel=1e-2)
+    assert found.k3 == pytest.approx((noise**2).mean().item() / 2, rel=0.05)
+    assert found.k1 == -found.mean == pytest.approx(noise.mean().item(), rel=1e-2)
+    weights = (-noise).exp()
+    assert found.ess == pytest.approx((weights.sum() ** 2 / (weights**2).sum()).item() / len(noise), rel=1e-6)
+    assert found.tokens == SAMPLES * TOKENS
+
+
+def test_mismatch_by_place_and_age():
+    table = Table()
+    versions, errors = [3, 3, 1, 0], torch.zeros(SAMPLES, TOKENS, dtype=torch.float64)
+    errors[:, 0], errors[:, 1:16], errors[:, 16:] = 1e-2, 2e-3, 3e-4
+    errors[3::4] *= 10
+    row = table.rows(table.score(1.0) + errors.flatten())[0]
+    row = replace(row, versions_L=torch.tensor(versions).repeat(SAMPLES // 4).repeat_interleave(TOKENS).int())
+    scores = [LabelScores(table.score(1.0), torch.zeros(SAMPLES * TOKENS))]
+    found = mismatch([row], scores, version=4).by_bucket
+    by_place = {"at_0": 1e-2, "at_1_15": 2e-3, "at_16_255": 3e-4}
+    mean = errors.mean().item() / 3.25  # of a sample whose errors are not enlarged; every fourth is, tenfold
+    by_age = {"age_1": mean, "age_2_3": mean, "age_4_7": 10 * mean}
+    # float32 log-probs around -4 are stored to 2.4e-7
+    assert found == pytest.approx({name: 3.25 * v for name, v in by_place.items()} | by_age, abs=3e-7)
+    assert mismatch([row], scores).by_bucket.keys() == by_place.keys()  # one age only: nothing to compare
+
+
+@pytest.mark.parametrize(("sampled", "scored"), [(1.0, 0.7), (0.7, 1.0), (1.3, 1.0)])
+def test_temperature(sampled, scored):
+    table = Table()
+    with pytest.raises(
+        Disagreement, match=f"temperature: .* of temperature {sampled:g}, the trainer scores at {scored:g}"
+    ):
+        check(table.score(sampled), table, temperature=scored)
+
+
+def test_top_p():
+    table = Table()
+    kept = torch.full((SAMPLES * TOKENS,), 0.9, dtype=torch.float64)  # what is left of the mass, renormalized to one
+    with pytest.raises(Disagreement, match="top-p / top-k"):
+        check(table.score(1.0) - kept.log(), table)
+
+
+def test_template():
+    table = Table()
+    reported = table.score(1.0)
+    reported[::TOKENS] -= 3.0
+    with pytest.raises(Disagreement, match="prompt or chat template"):
+        check(reported, table)
+
+
+def test_dtype():
+    table = Table()
+    noise = torch.randn(SAMPLES * TOKENS, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 0.02
+    with pytest.raises(Disagreement, match="dtype: small errors of both signs"):
+        check(table.score(1.0) + noise, table)
+
+
+def test_other_weights():
+    table = Table()
+    with pytest.raises(Disagreement, match="weights: .*runs other weights"):
+        check(table.score(1.0, Table(seed=1).logits), table)
+
+
+def test_nan_is_a_disagreement():
+    table = Table()
+    reported = table.score(1.0)
+    reported[5] = float("nan")
+    with pytest.raises(Disagreement):
+        check(reported, table)
+
+
+def test_no_labels_is_agreement():
+    rows, _ = pack([], 16)
+    assert mismatch(rows, [LabelScores(torch.empty(0), torch.empty(0))]).tokens == 0
+
+
+def draws(seed, *scales):
+    generator = torch.Generator().manual_seed(seed)
+    return [scale * torch.randn(SAMPLES * TOKENS, generator=generator, dtype=torch.float64) for scale in scales]
+
+
+@pytest.mark.parametrize("limit", [1e-3, 1.0])
+def test_old_weights_are_told_from_rounding(limit):
+    """Small errors of both signs either way: what the update did to the log-probs decides. Also below the limit."""
+    table = Table()
+    update, noise = draws(1, 0.1, 0.01)
+    before = table.score(1.0) - update
+    with pytest.raises(Disagreement, match="weights: the engine has the old weights; .* of 800 sampled .* shows -?0.0"):
+        check(before + noise, table, limit=limit, before=before)
+    if limit < 0.01:
+        with pytest.raises(Disagreement, match="dtype: small errors of both signs"):
+            check(table.score(1.0) + noise, table, limit=limit, before=before)
+    else:
+        check(table.score(1.0) + noise, table, limit=limit, before=before)
+
+
+def test_below_the_noise_nothing_is_concluded():
+    table = Table()
+    update, noise = draws(1, 0.01, 0.02)
+    before = table.score(1.0) - update
+    with pytest.raises(Disagreement, match="dtype: small errors of both signs"):
+        check(before + noise, table, before=before)
+    assert check(before + noise, table, limit=0.1, before=before).mean_abs < 0.03
+    assert check(before, table, limit=0.1, before=torch.full_like(before, torch.nan)).tokens == SAMPLES * TOKENS
+    assert check(before, table, limit=0.1, before=table.score(1.0)).tokens == SAMPLES * TOKENS  # lr 0: no effect
+
+
+def test_tokens_that_nobody_knows_are_left_out():
+    table = Table()
+    update, noise = draws(2, 0.1, 0.001)
+    before = table.score(1.0) - update
+    sampler = table.score(1.0) + noise
+    for known in (2, CARRIERS - 1, 4 * CARRIERS, 300):
+        old, reported = before.clone(), sampler.clone()
+        old[known:], reported[known:] = torch.nan, before[known:]  # would be a slope of 0
+        scored = [LabelScores(table.score(1.0), torch.zeros(SAMPLES * TOKENS))]
+        found = applied_share(table.rows(reported), scored, [old], "")
+        assert found.tokens == known and found.slope == pytest.approx(1.0, abs=0.05)
+        assert found.resolved == (known > CARRIERS) and not found.missing and 1 <= found.carriers <= known
+
+
+@pytest.mark.parametrize("has_it", [True, False])
+@pytest.mark.parametrize("engine", [0.0, 1.0, 3.0])  # noise of the engine, in that of the trainer
+def test_heavy_tails_decide_nothing_wrongly(engine, has_it):
+    """Some tokens are a hundred times more uncertain than others, in noise and effect alike, and the engine may be more or less
+    exact than the trainer. Whatever is concluded is right, and a large effect leads to a conclusion."""
+    generator, count = torch.Generator().manual_seed(0), 200
+    table = Table()
+    row = table.rows(table.score(1.0))[0]
+    for strength in (0.0, 0.3, 1.0, 3.0, 30.0):
+        resolved = 0
+        for width in (0.7, 1.2):
+            for _ in range(count):
+                scale = torch.exp(width * torch.randn(SAMPLES * TOKENS, generator=generator, dtype=torch.float64))
+                e, new, old, change = (
+                    scale * torch.randn(len(scale), generator=generator, dtype=torch.float64) for _ in "1234"
+                )
+                seen = replace(row, logprobs_L=has_it * strength * change + engine * e)
+                found = applied_share([seen], [LabelScores(strength * change + new, torch.zeros(0))], [old], "")
+                resolved += found.resolved
+                assert not found.resolved or (found.slope > 0.5) == has_it, (strength, found)
+        assert resolved > count / 2 if strength == 30 else resolved == 0 or strength > 1
+
+
+def test_contexts_are_equal_where_the_log_prob_is():
+    def rows(*texts, prompt=(1, 2, 3), size=10_000):
+        samples = [sampled(t, trained=True) for t in texts]
+        return pack([Group(Problem("p", (), None), np.array(prompt, np.int32), tuple(samples))], size)[0]
+
+    (one,) = rows([5, 6, 7], [5, 9], [6])
+    a, b, c, d, e, f = contexts(one)
+    assert a == d and len({a, b, c, e, f}) == 5
+    assert contexts(rows([5, 6, 8])[0])[:2] == [a, b] and contexts(rows([5, 6, 8])[0])[2] != c
+    assert set(contexts(rows([5, 6, 7], prompt=(1, 2))[0])).isdisjoint({a, b, c, d, e, f})
+    cut = rows([5, 6, 7], [5, 9], [6], size=5)  # the same in other rows
+    assert len(cut) == 2 and sorted(c for row in cut for c in contexts(row)) == sorted([a, b, c, d, e, f])
+    assert contexts(pack([], 16)[0][0]) == []

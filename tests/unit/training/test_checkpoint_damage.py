@@ -1,0 +1,277 @@
+"""What is not the checkpoint that was written, or not one of this run, is refused by name before anything is loaded."""
+
+import json
+import logging
+import os
+import random
+import shutil
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from checkpoint_runs import MINE, SHAPE, Trained, checkpoints_in, make_model, make_source
+from safetensors.torch import load_file, save_file
+
+from torchtune_ext.policy.builder import build_policy
+from torchtune_ext.policy.hf_model import HFModel
+from torchtune_ext.policy.lora import AdapterSpec, adapter_spec
+from torchtune_ext.policy.scratch import Shape, lora_qwen2_from_config
+from torchtune_ext.training import identity
+from torchtune_ext.training.export import export_adapter
+from torchtune_ext.training.identity import Identity, identify
+from torchtune_ext.training.manifest import DamagedCheckpoint, Manifest
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return make_source(tmp_path_factory.mktemp("source") / "model")
+
+
+@pytest.fixture(scope="module")
+def two_saved(source, tmp_path_factory):
+    """Checkpoints of steps 1 and 2, to be copied."""
+    folder, trained = tmp_path_factory.mktemp("two") / "c", Trained(source)
+    for step in (1, 2):
+        trained.train(1, seed=step)
+        trained.save(checkpoints_in(folder), step)
+    return folder
+
+
+@pytest.fixture
+def folder(two_saved, tmp_path):
+    return shutil.copytree(two_saved, tmp_path / "c")
+
+
+def flipped(rng: random.Random):
+    def flip(data: bytes) -> bytes:
+        place = rng.randrange(len(data))
+        return data[:place] + bytes([data[place] ^ (1 << rng.randrange(8))]) + data[place + 1 :]
+
+    return flip
+
+
+def test_every_damage_to_every_file_is_refused_by_name(folder):
+    """Emptied, halved, last byte off, single bits anywhere, removed, added. The older checkpoint is offered, and used if
+    so set."""
+    older, newest = folder / "step_000001", folder / "step_000002"
+    ways = {"empty": lambda data: b"", "half": lambda data: data[: len(data) // 2], "cut": lambda data: data[:-1]}
+    ways |= {f"flip {seed}": flipped(random.Random(seed)) for seed in range(6)}
+    files = sorted(path for path in newest.rglob("*") if path.is_file())
+    assert {"manifest.json", "recipe.json", ".metadata", "__0_0.distcp", "config.json"} <= {path.name for path in files}
+    harmless = 0
+    for path in [*files, newest / "extra", newest / "state" / "__1_0.distcp"]:
+        name, before = str(path.relative_to(newest)), path.read_bytes() if path.exists() else None
+        for way, damaged in (ways | {"remove": None}).items() if before is not None else [("add", lambda data: b"x")]:
+            if damaged is None:
+                path.unlink()
+            else:
+                path.write_bytes(damaged(before))
+            try:
+                checkpoints_in(folder).choose()
+            except DamagedCheckpoint as error:
+                assert f"{newest} is damaged: {name} " in str(error), (name, way, error)
+                assert f"newest whole checkpoint is {older}; set checkpoints.fall_back=True" in str(error), (name, way)
+                assert checkpoints_in(folder, fall_back=True).choose() == older
+                (folder / "damaged_step_000002").rename(newest)
+            else:  # white space in the manifest: what is read of it is the same
+                assert name == "manifest.json" and way.startswith("flip"), (name, way)
+                assert json.loads(path.read_bytes()) == json.loads(before), way
+                harmless += 1
+            if before is None:
+                path.unlink()
+            else:
+                path.write_bytes(before)
+    assert harmless <= 6 and checkpoints_in(folder).choose() == newest
+
+
+def test_loading_verifies_what_was_not_chosen(folder, source):
+    """Before anything is unpickled: this metadata file would make another file."""
+    trained, path = Trained(source), folder / "step_000002"
+    before = trained.tensors()
+    (path / "state" / ".metadata").write_bytes(f"cos\nmkdir\n(V{folder}/unpickled\ntR.".encode())
+    with pytest.raises(DamagedCheckpoint, match=r"state/.metadata has \d+ bytes instead of"):
+        trained.load(checkpoints_in(folder), path)
+    assert not (folder / "unpickled").exists()
+    assert all(torch.equal(a, b) for a, b in zip(before, trained.tensors(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "recipe.json"])
+def test_a_checkpoint_without_its_papers_is_damaged_and_not_invisible(folder, name):
+    for step in (1, 2):
+        (folder / f"step_{step:06d}" / name).unlink()
+    with pytest.raises(
+        DamagedCheckpoint, match=f"step_000002 is damaged: {name} is missing.*No other checkpoint.*copy"
+    ) as e:
+        checkpoints_in(folder, fall_back=True).choose()
+    assert ("a version that wrote no manifests" in str(e.value)) == (name == "manifest.json")
+    assert sorted(path.name for path in folder.iterdir()) == ["step_000001", "step_000002"]
+    (folder / "step_000003").mkdir()
+    with pytest.raises(DamagedCheckpoint, match="step_000003 is damaged: manifest.json is missing"):
+        checkpoints_in(folder).choose()
+    assert checkpoints_in(folder).latest() is None
+
+
+def test_falling_back_sets_aside_what_is_newer_and_the_run_reaches_it_again(folder, source, caplog):
+    trained, checkpoints = Trained(source), checkpoints_in(folder, fall_back=True)
+    for step in (3, 4):
+        trained.save(checkpoints, step)
+    assert [path.name for path in checkpoints.all()] == ["step_000003", "step_000004"]
+    (folder / "damaged_step_000004").mkdir()  # of an earlier fall-back
+    trained.save(checkpoints, 5)
+    for step in (4, 5):
+        (folder / f"step_{step:06d}" / "recipe.json").write_text("{")
+    trained.save(checkpoints_in(folder, keep_last=3), 2)  # the step before
+    with caplog.at_level(logging.WARNING):
+        path = checkpoints.choose()
+    assert path == folder / "step_000002" and "recipe.json has 1 bytes" in caplog.text and "step_000002" in caplog.text
+    assert trained.load(checkpoints, path)["step"] == 2
+    assert checkpoints.latest() == path
+    for step in (4, 5):
+        trained.save(checkpoints, step)
+    left = sorted(path.name for path in folder.iterdir())
+    assert left == ["damaged_step_000004", "damaged_step_000004-2", "damaged_step_000005", "step_000004", "step_000005"]
+
+
+def test_a_renamed_checkpoint_is_refused(folder):
+    (folder / "step_000002").rename(folder / "step_000007")
+    with pytest.raises(DamagedCheckpoint, match="step_000007 is damaged: it holds step 2 and was renamed.*step_000001"):
+        checkpoints_in(folder).choose()
+
+
+def test_names_are_compared_as_numbers_and_copies_do_not_count(folder):
+    shutil.copytree(folder / "step_000002", folder / "step_000002_copy")
+    (folder / "step_1000000").mkdir()
+    (folder / "step_999999").mkdir()
+    assert [path.name for path in checkpoints_in(folder).all()][-2:] == ["step_999999", "step_1000000"]
+    assert len(checkpoints_in(folder).all()) == 4
+
+
+@pytest.mark.parametrize(
+    ("field", "fix"), [("run", "an output_dir of its own"), ("model", "set `model:` and"), ("base", "set model_dir to")]
+)
+def test_checkpoints_of_another_run_model_or_base_are_refused(folder, source, field, fix):
+    ours = replace(MINE, **{field: "something else"})
+    theirs = getattr(MINE, field)
+    message = (
+        f"step_000002 cannot be resumed: it belongs to another {field} .{theirs}; this run has something else.: .*{fix}"
+    )
+    for choose in (
+        checkpoints_in(folder, ours, fall_back=True).choose,
+        lambda: Trained(source).load(checkpoints_in(folder, ours), folder / "step_000002"),
+    ):
+        with pytest.raises(ValueError, match=message) as error:
+            choose()
+        assert not isinstance(error.value, DamagedCheckpoint) and str(error.value).count(" to another ") == 1
+    (folder / "step_000002" / "state" / ".metadata").write_bytes(b"")  # refused before its files are looked at
+    with pytest.raises(ValueError, match=message):
+        checkpoints_in(folder, ours).choose()
+
+
+def test_the_fingerprint_of_weights(source, tmp_path):
+    """The same wherever the files lie and however they are cut; another for other weights, names, shapes or dtypes."""
+    found = source.fingerprint()
+    tensors = load_file(source.path / "model.safetensors")
+    shutil.copyfile(source.path / "config.json", tmp_path / "config.json")
+
+    def of(*parts):
+        for file in tmp_path.glob("*.safetensors"):
+            file.unlink()
+        for i, part in enumerate(parts):
+            save_file(part, tmp_path / f"model-{i}.safetensors", metadata={"format": "pt", "part": str(i)})
+        return HFModel(tmp_path).fingerprint()
+
+    names = sorted(tensors)
+    assert of(tensors) == found
+    assert of(*({name: tensors[name]} for name in reversed(names))) == found
+    head = {"lm_head.weight": tensors["model.embed_tokens.weight"]}  # tied: some writers save it twice
+    assert of(tensors, head) == found
+    assert make_source(tmp_path / "other", seed=2).fingerprint() != found
+    bf16 = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    assert of(bf16) != found
+    norm, wide = "model.norm.weight", "model.embed_tokens.weight"
+    assert of({**tensors, norm: tensors[norm] * 1.001}) != found
+    assert of({**tensors, wide: tensors[wide] + 1e-6}) != found
+    ends = tensors[wide].clone()
+    ends[-1, -1] += 1
+    assert of({**tensors, wide: ends}) != found
+    assert of({name: t for name, t in tensors.items() if name != norm}) != found
+    assert of({name.replace("norm", "nrom"): t for name, t in tensors.items()}) != found
+    assert of({**tensors, wide: tensors[wide].reshape(-1, 2)}) != found
+
+
+def test_the_fingerprint_reads_little(source, tmp_path, monkeypatch):
+    """Eight gigabytes, most of them a hole in the file."""
+    header = json.dumps({"w": {"dtype": "F32", "shape": [2 << 30], "data_offsets": [0, 8 << 30]}}).encode()
+    shutil.copyfile(source.path / "config.json", tmp_path / "config.json")
+    with open(tmp_path / "model.safetensors", "wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + (8 << 30))
+    read, pread = [], os.pread
+    monkeypatch.setattr(os, "pread", lambda fd, size, place: read.append(size) or pread(fd, size, place))
+    assert "1 tensors of 8,589,934,592 bytes" in HFModel(tmp_path).fingerprint()
+    assert 0 < sum(read) < 1 << 20
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, -1])
+def test_a_cut_base_is_named(source, tmp_path, keep):
+    shutil.copyfile(source.path / "config.json", tmp_path / "config.json")
+    (tmp_path / "model.safetensors").write_bytes((source.path / "model.safetensors").read_bytes()[:keep])
+    with pytest.raises(ValueError, match="model.safetensors .*copy it anew"):
+        HFModel(tmp_path).fingerprint()
+
+
+def test_identities_say_what_differs(source, tmp_path):
+    mine = identify("r", source, lambda: make_model(source))
+    assert mine == identify("r", source, lambda: make_model(source)) and mine.refusal(mine) is None
+    assert mine.model.startswith("qwen2 of 2 layers, width 64, 26 tensors of ") and mine.base == source.fingerprint()
+
+    wide = make_source(
+        tmp_path / "wide", shape=Shape(**{**{f: getattr(SHAPE, f) for f in SHAPE.__slots__}, "intermediate_size": 64})
+    )
+    refusal = mine.refusal(identify("r", wide, lambda: make_model(wide)))
+    assert "another model (qwen2" in refusal and "another base (26 tensors" in refusal and "another run" not in refusal
+
+    low = AdapterSpec(4, 8.0, 0.0, ("q_proj", "v_proj"), dora=False, quantized=False)
+    texts = [
+        identity.model_text(source, lambda: make_model(source), spec) for spec in (None, low, replace(low, rank=8))
+    ]
+    assert len(set(texts)) == 3 and "adapter rank=4 alpha=8.0 dropout=0.0 targets=q_proj+v_proj" in texts[1]
+
+    config = json.loads((source.path / "config.json").read_text())
+    texts = set()
+    for change in ({}, {"transformers_version": "9", "_name_or_path": "x"}, {"rope_theta": 5.0}):
+        shutil.copytree(source.path, tmp_path / "copy", dirs_exist_ok=True)
+        (tmp_path / "copy" / "config.json").write_text(json.dumps(config | change))
+        texts.add(identity.model_text(HFModel(tmp_path / "copy"), lambda: make_model(source)))
+    assert len(texts) == 2, "who wrote config.json makes no difference, what it says of the model does"
+
+
+def test_a_manifest_comes_back_as_it_was(tmp_path):
+    manifest = Manifest(3, 0.25, Identity("a", "ü", "c"), {"state/x": (5, "ab"), "y": (0, "cd")})
+    manifest.write(tmp_path)
+    assert Manifest.read(tmp_path) == manifest
+
+
+def test_adapters_with_their_merged_model(source, tmp_path):
+    """What is saved of an adapted model are its adapters: the merged model in a folder below is verified, too."""
+    asked = {"lora_attn_modules": ["q_proj", "v_proj"], "lora_rank": 4, "lora_alpha": 8.0}
+    make = partial(lora_qwen2_from_config, str(source.path), **asked)
+    spec = adapter_spec(make, source, asked)
+    mine = identify("r", source, make, spec)
+    assert "adapter rank=4 alpha=8.0" in mine.model and " 8 tensors of " in mine.model
+    assert mine.refusal(identify("r", source, partial(make_model, source))).startswith(
+        "it belongs to another model (qwen2"
+    )
+
+    model = build_policy(make, source, torch.device("cpu"), torch.float32).model
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    export = partial(export_adapter, model=model, source=source, adapter=spec, merged=torch.bfloat16)
+    checkpoints = checkpoints_in(tmp_path / "c", mine)
+    checkpoints.save(1, model, optimizer, export, {})
+    path = checkpoints.choose()
+    assert checkpoints.load(path, model, optimizer)["step"] == 1
+    assert "merged/model-00001-of-00001.safetensors" in Manifest.read(path).files
+    (path / "merged" / "model-00001-of-00001.safetensors").write_bytes(b"")
+    with pytest.raises(DamagedCheckpoint, match="merged/model-00001-of-00001.safetensors has 0 bytes"):
+        checkpoints.choose()

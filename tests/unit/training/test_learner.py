@@ -1,0 +1,110 @@
+"""The verbs of a learner, and what a loss gets that says what it needs."""
+
+import numpy as np
+import pytest
+import torch
+import unpacked
+from learners import alone
+
+from torchtune_ext.objective.loss import NLLLoss, PolicyLoss, needs_of
+from torchtune_ext.packing import pack
+from torchtune_ext.policy.logprobs import PackedPolicy
+from torchtune_ext.training.schedule import ScheduleConfig, make_schedule
+
+GROUPS = [(7, [5, 1, 9]), (4, [12, 11])]
+
+
+class TowardsTheReference:
+    """A loss of the user's own, of which the library knows nothing but what it says."""
+
+    needs_reference = True
+    needs_all_groups = True
+
+    def __call__(self, t):
+        return (t.logprobs_L - t.ref_logprobs_L).square(), {}
+
+
+class Silent:
+    def __call__(self, t):
+        assert t.ref_logprobs_L is None and t.old_top_LK is None
+        return -t.advantages_L * t.logprobs_L, {}
+
+
+def rows():
+    return pack(unpacked.make_groups(np.random.default_rng(0), GROUPS), 40)[0]
+
+
+def learner(loss, **options):
+    policy = PackedPolicy(unpacked.tiny_model())
+    optimizer = torch.optim.SGD(policy.trainable(), lr=0.1)
+    return alone(policy, loss, optimizer=optimizer, schedule=make_schedule(optimizer, ScheduleConfig(), 8), **options)
+
+
+def test_a_loss_of_ones_own_has_a_reference_that_stays():
+    its = learner(TowardsTheReference())
+    packed = rows()
+    start = [said.logprobs_L for said in its.logprobs(packed)]
+    with torch.no_grad():
+        for param in its.policy.trainable():
+            param.add_(0.05 * torch.randn_like(param))
+    moved = [param.detach().clone() for param in its.policy.trainable()]
+    (reference,) = its.reference([packed])
+    assert all(torch.equal(a.logprobs_L, b) for a, b in zip(reference, start, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(its.policy.trainable(), moved, strict=True))
+    losses = []
+    for _ in range(5):
+        gradient = its.forward_backward(packed, reference=its.reference([packed])[0])
+        losses.append(its.step(gradient, advice=str)["loss/total"])
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_what_a_loss_does_not_ask_for_it_does_not_get():
+    its = learner(Silent())
+    assert its.reference([rows(), rows()]) == [None, None]
+    its.forward_backward(rows())
+
+
+@pytest.mark.parametrize(
+    ("loss", "reference", "all_groups", "top_k"),
+    [
+        (PolicyLoss(), False, False, 0),
+        (PolicyLoss(kl_coef=0.1), True, True, 0),
+        (PolicyLoss(entropy_coef=0.1), False, True, 0),
+        (PolicyLoss(constraint="kl", top_k=16), False, False, 16),
+        (NLLLoss(), False, False, 0),
+        (Silent(), False, False, 0),
+        (TowardsTheReference(), True, True, 0),
+        (lambda t: (t.logprobs_L, {}), False, False, 0),
+    ],
+)
+def test_needs(loss, reference, all_groups, top_k):
+    needs = needs_of(loss)
+    assert (needs.reference, needs.all_groups, needs.top_k) == (reference, all_groups, top_k)
+
+
+def test_only_later_updates_ask_the_proximal_policy_beforehand():
+    its = learner(PolicyLoss(constraint="kl", top_k=4))
+    first, second = its.proximal([rows(), rows()])
+    assert first is None and [said.top_LK.shape[-1] for said in second] == [4] * len(second)
+    its.policy.noisy = True  # dropout makes every forward pass another policy
+    assert None not in its.proximal([rows(), rows()])
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing():
+    its = learner(Silent())
+    before = [param.detach().clone() for param in its.policy.trainable()]
+    gradient = its.forward_backward(rows())
+    its.policy.trainable()[0].grad[0] = torch.nan
+    with pytest.raises(FloatingPointError, match="gradient norm nan: look there"):
+        its.step(gradient, advice=lambda: "look there")
+    assert all(torch.equal(a, b) for a, b in zip(its.policy.trainable(), before, strict=True))
+    assert its.updates == 0 and all(param.grad is None for param in its.policy.trainable())
+
+
+def test_the_learning_rate_goes_where_it_is_told():
+    policy = PackedPolicy(unpacked.tiny_model())
+    optimizer = torch.optim.SGD(policy.trainable(), lr=2.0)
+    schedule = make_schedule(optimizer, ScheduleConfig(decay="linear"), 8)
+    its = alone(policy, Silent(), optimizer=optimizer, schedule=schedule)
+    its.updates = 6
+    assert its.updates == 6 and its.learning_rate == optimizer.param_groups[0]["lr"] == 0.5

@@ -1,0 +1,143 @@
+"""A run's life: what it ends with, and that every part is closed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from torchtune_ext.run.stop import StopSignals
+from torchtune_ext.training import life
+
+
+class Recipe:
+    """Does what it is told to do, and notes what is called."""
+
+    def __init__(self, work):
+        self.work, self.calls = work, []
+        self.stop = StopSignals(grace_s=5.0, standing=self.standing)
+
+    def setup(self):
+        self.calls.append("setup")
+
+    def train(self):
+        self.calls.append("train")
+        self.work(self)
+
+    def standing(self):
+        return "It stood at step 3"
+
+    def cleanup(self):
+        self.calls.append("cleanup")
+
+
+def run(work):
+    made = []
+
+    def make(work):
+        made.append(Recipe(work))
+        return made[0]
+
+    try:
+        life.run_recipe(make, work)
+    finally:
+        assert made[0].calls == ["setup", "train", "cleanup"]
+
+
+def stopped_and_failing(error):
+    def work(recipe):
+        recipe.stop.begin_steps()
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not recipe.stop.requested:
+            time.sleep(0.01)
+        raise error
+
+    return work
+
+
+def test_an_error_while_sigterm_waits_is_not_taken_for_the_stop():
+    with pytest.raises(OSError, match="No space left"):
+        run(stopped_and_failing(OSError("step_000012 was not saved: No space left on device")))
+
+
+def test_a_library_that_makes_an_error_of_the_interrupt(capsys):
+    """As pydantic does while its classes are built: "SchemaError: ... Stopped: stopped by Ctrl-C"."""
+
+    def work(recipe):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+        except BaseException as interrupt:
+            raise ValueError("error building a serializer") from interrupt
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell has started with "&"
+    try:
+        with pytest.raises(SystemExit) as end:
+            run(work)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert end.value.code == 130 and "Stopped by Ctrl-C. It stood at step 3" in capsys.readouterr().err
+
+
+def test_a_broken_connection_to_a_stopped_neighbor_is(monkeypatch, capsys, caplog):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit) as end:
+        run(stopped_and_failing(RuntimeError("Connection closed by peer")))
+    assert end.value.code == 143
+    assert "Stopped by SIGTERM. It stood at step 3" in capsys.readouterr().err
+    assert "Connection closed by peer" in caplog.text
+
+
+def test_a_stop_on_which_the_ranks_agreed(capsys):
+    def work(recipe):
+        recipe.stop.begin_steps()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert recipe.stop.agreed(lambda mine: mine)
+        recipe.stop.leave()
+
+    with pytest.raises(SystemExit) as end:
+        run(work)
+    assert end.value.code == 143 and "Stopped by SIGTERM. It stood at step 3" in capsys.readouterr().err
+
+
+def test_a_thread_that_nobody_can_end_does_not_hold_the_process():
+    """Ctrl-C in the midst of Thread.start leaves one that no executor knows of."""
+    script = """
+import os, signal, threading
+from torchtune_ext.run.stop import StopSignals
+from torchtune_ext.training import life
+
+class Recipe:
+    def __init__(self, cfg):
+        self.stop = StopSignals(5.0, self.standing)
+    def setup(self): ...
+    def train(self):
+        threading.Thread(target=threading.Event().wait).start()
+        signal.raise_signal(signal.SIGTERM)
+    def standing(self): return "It stood at step 3"
+    def cleanup(self): ...
+
+life.EXIT_S = 0.5
+life.run_recipe(Recipe, None)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 143 and "It stood at step 3" in done.stderr
+
+
+def test_parts_are_closed_one_by_one(caplog):
+    closed = []
+
+    class Part:
+        def __init__(self, name, fails=False):
+            self.name, self.fails = name, fails
+
+        def close(self):
+            closed.append(self.name)
+            if self.fails:
+                raise TimeoutError("it did not answer")
+
+    life.close_all(Part("first"), Part("second", fails=True), None, Part("third"))
+    assert closed == ["first", "second", "third"]
+    assert "Part was not closed properly" in caplog.text and "it did not answer" in caplog.text

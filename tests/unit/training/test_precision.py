@@ -1,0 +1,271 @@
+"""The setting `precision:` -> what trainer and engine are told, and what is published."""
+
+import json
+import re
+from functools import partial
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torchtune.models.qwen2 import lora_qwen2, qwen2
+
+from torchtune_ext.kernels import fp8_gemm
+from torchtune_ext.kernels.fp8_quantize import quantize_weight
+from torchtune_ext.policy import scratch
+from torchtune_ext.policy.builder import build_policy
+from torchtune_ext.policy.fp8 import gain as fp8_gain
+from torchtune_ext.policy.fp8 import plan as fp8
+from torchtune_ext.policy.fp8.plan import linear_layers
+from torchtune_ext.policy.hf_model import HFModel
+from torchtune_ext.policy.memory import estimate
+from torchtune_ext.sampling.records import EngineConfig
+from torchtune_ext.training.precision import FLOWS, Precision, PrecisionConfig
+
+SHAPE = dict(hidden_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=384)
+
+
+@pytest.fixture
+def source(tmp_path):
+    config = SHAPE | {"model_type": "qwen2", "vocab_size": 100, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return HFModel(tmp_path)
+
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def make_model():
+    return qwen2(100, 2, 4, 2, 256, 384, 64, tie_word_embeddings=True)
+
+
+def planned(source, dtype="bfloat16", engine=None, device=CPU, make=make_model, adapter=(), **settings):
+    return Precision(PrecisionConfig(**settings), make, source, dtype, engine or EngineConfig(), device, *adapter)
+
+
+def test_bf16_changes_nothing(source):
+    engine = EngineConfig(dtype="float32")
+    found = planned(source, engine=engine)
+    assert found.trainer is None and found.sampler is None and found.engine is engine
+    stream = iter([("a", torch.zeros(1))])
+    assert found.published({torch.float32: stream}.get) is stream
+    assert planned(source, engine=EngineConfig(dtype="auto")).engine_dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("flow", ["fp8_rollout", "fp8_unified"])
+def test_both_fp8_flows_give_the_engine_the_same(source, flow):
+    found = planned(source, flow=flow)
+    assert (found.trainer is not None) == (flow == "fp8_unified")
+    told = found.engine.quantization
+    assert told["weight_block_size"] == [128, 128] and told["modules_to_not_convert"] == ["lm_head"]
+    weight = torch.randn(384, 256).bfloat16()
+    names = sorted(found.sampler.converted)
+    shapes = {layer.name: layer.shape for layer in found.sampler.layers}
+    stream = [(f"{name}.weight", torch.randn(shapes[name]).bfloat16()) for name in names if "gate" not in name]
+    stream += [(f"{name}.weight", weight) for name in names if "gate" in name]
+    sent = dict(found.published({torch.bfloat16: stream}.get))
+    gate = next(name for name in names if "gate" in name)
+    want = quantize_weight(weight)
+    assert torch.equal(sent[f"{gate}.weight"].view(torch.uint8), want.values.view(torch.uint8))
+    assert torch.equal(sent[f"{gate}.weight_scale_inv"], want.scales)
+
+
+@pytest.mark.parametrize("flow", ["fp8_rollout", "fp8_unified"])
+def test_receipt_of_a_run(flow, tmp_path, capsys):
+    text = ["The quick brown fox jumps over the lazy dog. x\n"] * 8
+    shape = scratch.Shape(**SHAPE, max_position_embeddings=256, vocab_size=300)
+    scratch.write_model(tmp_path / "model", scratch.make_tokenizer(text, ["x"], [], 300), shape, seed=3)
+    make, model = partial(scratch.qwen2_from_config, str(tmp_path / "model")), HFModel(tmp_path / "model")
+    found = Precision(PrecisionConfig(flow=flow), make, model, "bfloat16", EngineConfig(), CPU)
+    policy = build_policy(make, model, CPU, found.dtype, fp8=found.trainer)
+    before = torch.random.get_rng_state()
+    found.write_receipt(str(tmp_path / "run"), policy, 4096)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    found.write_mismatch(0.0123, 64, "after publishing version 0")
+    found.write_mismatch(9.9, 64, "after publishing version 1")  # the first is enough
+    lines = (tmp_path / "run" / "fp8.txt").read_text()
+    assert lines == capsys.readouterr().out and "14 of 15 linear layers" in lines and "9.9" not in lines
+    assert "mismatch after publishing version 0: mean |trainer - sampler log-prob| 0.0123 on 64 tokens" in lines
+    held = sum(p.numel() for p in policy.model.parameters())
+    in_fp8 = 2 * (256 * (256 + 128 + 128 + 256) + 3 * 256 * 384)
+    bytes_ = 2 * (held - in_fp8) + in_fp8 + 4 * in_fp8 / 128**2
+    assert f"weights of {bytes_ / 2**20:.2f} MiB in place of {held / 2**19:.2f}" in lines
+    if flow == "fp8_rollout":
+        assert "trainer: none of them, bfloat16" in lines and "reference for" not in lines
+    else:
+        assert "reference for fprop, dgrad, wgrad of 256x256, 128x256" in lines
+        share = policy.fp8.share
+        assert f"at most 2.00x the speed of bfloat16 in these layers, {1 / (1 - share / 2):.2f}x in all linear" in lines
+        measured = float(re.search(r"measured ([0-9.]+)x in these layers with 128 tokens on this CPU", lines)[1])
+        assert 0 < measured < 10
+
+
+def test_a_dry_run_counts_what_fp8_takes(source):
+    """Without a model directory, by the same rule as with one."""
+
+    def need(trainer=None, engine=None, make=make_model):
+        return estimate(make, 1000, torch.bfloat16, 1, False, (trainer, engine))
+
+    config, plain = PrecisionConfig(flow="fp8_unified", skip=("o_proj",)), need()
+    fp8 = need(*config.sides)
+    converted = [
+        layer.shape
+        for layer in planned(source, flow="fp8_unified", skip=("o_proj",)).sampler.layers
+        if not layer.reason
+    ]
+    assert len(converted) == 12
+    numbers = sum(out * width for out, width in converted)
+    total = sum(p.numel() for p in make_model().parameters())
+    (weights,) = fp8.engine.values()
+    assert weights == pytest.approx(2 * (total - numbers) + numbers * (1 + 4 / 128**2), abs=1)
+    assert fp8.host["published weights in shared memory"] == weights
+    (kept,), (kept_plain,) = ([v for k, v in n.device.items() if "activations" in k] for n in (fp8, plain))
+    # q, k and v read one tensor of 256 features, gate and up another, down_proj one of 384: 33/32 bytes in place of 2
+    assert kept_plain - kept == pytest.approx(2 * 1000 * (256 + 256 + 384) * (2 - 33 / 32), abs=1)
+    assert need(None, config).device == plain.device
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"flow": "fp8_unify"}, "precision.flow='fp8_unify' is unknown; did you mean 'fp8_unified'"),
+        (
+            {"flow": "fp8_unified", "recipe": "rowwise"},
+            "precision.recipe='rowwise': the engine computes in blocks only",
+        ),
+        ({"flow": "fp8_rollout", "power_of_two": True}, "precision.power_of_two=true"),
+        (
+            {"flow": "fp8_rollout", "backend": "deep_gemm"},
+            "precision.backend='deep_gemm' with precision.flow=fp8_rollout, in which the trainer has no FP8",
+        ),
+        (
+            {"flow": "fp8_rollout", "engine": EngineConfig(tensor_parallel_size=2)},
+            "engine.tensor_parallel_size=2 cuts model.layers.0.self_attn.k_proj, 128 x 256, into pieces of 64 out-features",
+        ),
+        (
+            {"flow": "fp8_unified", "engine": EngineConfig(tensor_parallel_size=2), "skip": ("q_proj", "gate_proj")},
+            r"down_proj, 256 x 384, into pieces of 192 in-features.*or leave the layers out by precision.skip=\[down_proj\]",
+        ),
+        ({"skip": ("down_proj",)}, r"precision.skip=\('down_proj',\) with precision.flow=bf16, which has no FP8"),
+        ({"dtype": "float16"}, "dtype='float16': use 'bfloat16' or 'float32'"),
+        (
+            {"flow": "fp8_rollout", "engine": EngineConfig(dtype="float32")},
+            "precision.flow=fp8_rollout with engine.dtype=float32",
+        ),
+        (
+            {"flow": "fp8_unified", "engine": EngineConfig(dtype="float16")},
+            "engine.dtype=float16: FP8 stands beside bfloat16; set engine.dtype=bfloat16",
+        ),
+        (
+            {"flow": "fp8_unified", "backend": "scaled_mm"},
+            "precision.backend=scaled_mm cannot run fprop of model.layers.0.self_attn.q_proj: it needs a CUDA device",
+        ),
+        ({"flow": "fp8_unified", "dtype": "float32"}, "precision.flow=fp8_unified with dtype=float32"),
+    ],
+)
+def test_bad_settings_are_named(source, settings, message):
+    with pytest.raises(ValueError, match=message):
+        planned(source, **settings)
+
+
+@pytest.mark.parametrize("flow", ["fp8_rollout", "fp8_unified"])
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0)])
+def test_another_gpu_than_hopper_is_refused(source, monkeypatch, flow, capability):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    with pytest.raises(ValueError, match=f"precision.flow={flow} on a Some GPU: .* Hopper .* set precision=bf16"):
+        planned(source, flow=flow, device=GPU)
+    assert planned(source, device=GPU).sampler is None
+
+
+def test_a_hopper_without_a_fast_backend_is_refused(source, monkeypatch):
+    """Emulation on a GPU is taken only when asked for."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for name in ("_deep_gemm_module", "_torchao_module"):
+        monkeypatch.setattr(fp8_gemm, name, lambda: ImportError("there is none"))
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(fp8, "_moved", lambda *_: None)  # compares values, which fake tensors have none of
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        with pytest.raises(
+            ValueError, match="precision.backend=auto: cuda:0 has nothing fast for fprop of .*CUDA 12.9"
+        ):
+            planned(source, flow="fp8_unified", device=GPU)
+        asked = planned(source, flow="fp8_unified", device=GPU, backend="reference")
+    assert {choice.backend for *_, choice in asked.sampler.choices} == {"reference"}
+    assert planned(source, flow="fp8_rollout", device=GPU).sampler.choices == ()
+
+
+@pytest.mark.parametrize(
+    ("settings", "frozen", "gemms", "expected"),
+    [
+        ({}, False, ("fprop", "dgrad", "wgrad"), "2.00"),
+        ({}, True, ("fprop", "dgrad"), "2.00"),
+        ({"backward": "full", "save_activations": "full"}, False, ("fprop",), "1.20"),
+        ({"backward": "full", "save_activations": "full"}, True, ("fprop",), "1.33"),
+    ],
+)
+def test_the_expected_gain_counts_the_gemms_in_fp8(source, monkeypatch, settings, frozen, gemms, expected):
+    """Of three GEMMs in a layer that is trained, of two in one that is frozen; what is measured has the same."""
+    trained = []
+
+    def spy(shape, tokens, config, dtype, trains, device):
+        trained.append(trains)
+        return 3.0, 2.0
+
+    monkeypatch.setattr(fp8_gain, "_times", spy)
+    found = planned(source, flow="fp8_unified", **settings).sampler
+    assert found.config.gemms(frozen) == gemms
+    lines = fp8_gain.trainer_gain(found, frozen, 999, CPU)
+    assert f"expected at most {expected}x the speed of bfloat16" in lines[0] and "1.50x in these layers" in lines[1]
+    assert set(trained) == {not frozen} and len(lines) == (3 if gemms[-1] == "wgrad" else 2)
+
+
+def test_a_gain_that_does_not_fit_into_memory_ends_no_run(source, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(fp8_gain, "_times", full)
+    lines = fp8_gain.trainer_gain(planned(source, flow="fp8_unified").sampler, False, 64, CPU)
+    assert lines[1] == "not measured, there is no memory for another layer with 64 tokens on this CPU"
+
+
+@pytest.mark.parametrize("kind", ["dora", "nf4"])
+def test_what_a_trainer_cannot_hold_in_fp8_the_engine_alone_can(source, kind):
+    """The weight that is published is a whole one, whatever the trainer makes it of."""
+
+    def make():
+        widths = dict(vocab_size=100, num_layers=2, num_heads=4, num_kv_heads=2, embed_dim=256, intermediate_dim=384)
+        options = dict(lora_rank=4, lora_alpha=8, use_dora=kind == "dora", quantize_base=kind == "nf4")
+        return lora_qwen2(["q_proj", "v_proj"], True, **widths, max_seq_len=64, tie_word_embeddings=True, **options)
+
+    way = "merged" if kind == "dora" else "adapter"
+    alone = planned(source, flow="fp8_rollout", make=make, adapter=(object(), way))
+    assert len(alone.sampler.converted) == 14
+    need = estimate(make, 1000, torch.bfloat16, 1, False, (None, alone.sampler.config))
+    adapters = sum(p.numel() for n, p in make().named_parameters() if "lora" in n or "magnitude" in n)
+    total = sum(p.numel() for p in make().parameters()) - adapters
+    (weights,) = need.engine.values()
+    assert weights >= 2 * total - alone.sampler.parameters * (1 - 4 / 128**2) - 1
+    config = PrecisionConfig(flow="fp8_unified")
+    with torch.device("meta"):
+        layers, _ = linear_layers(make(), config, trains=True)
+    reasons = {layer.name.rpartition(".")[2]: layer.reason for layer in layers}
+    assert reasons["o_proj"] is None and ("DoRA" if kind == "dora" else "NF4") in reasons["q_proj"]
+    assert "fuses it with q_proj" in reasons["k_proj"]
+
+
+@pytest.mark.parametrize("flow", FLOWS)
+def test_a_quantized_checkpoint_is_refused_in_every_flow(source, flow):
+    """Before the engine starts, which would sample with other weights than those that are trained."""
+    source.config["quantization_config"] = {"quant_method": "gptq"}
+    with pytest.raises(ValueError, match="holds quantized weights .*quant_method='gptq'.* take the model in bfloat16"):
+        planned(source, flow=flow)
+
+
+@pytest.mark.parametrize(
+    ("folder", "config"),
+    [("tiny_fp8/warmup/model", "warmup/tiny_fp8"), ("qwen3", "warmup/tiny")],
+    ids=["tiny", "other"],
+)
+def test_a_missing_model_says_how_to_make_a_tiny_one(tmp_path, folder, config):
+    with pytest.raises(ValueError, match=f"no config.json; .*`tune run warmup_sft --config {config}` makes it"):
+        HFModel(tmp_path / folder)

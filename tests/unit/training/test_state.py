@@ -1,0 +1,359 @@
+"""Checkpoints are whole or absent, and a resumed optimizer takes the very steps of one that went on."""
+
+import errno
+import json
+import logging
+import os
+import resource
+import shutil
+import subprocess
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint.filesystem as dcp_files
+from checkpoint_runs import MINE, SHAPE, Trained, build, checkpoints_in, fork, make_source
+from torchtune.models.qwen2 import qwen2
+
+from torchtune_ext.policy.builder import build_policy
+from torchtune_ext.policy.hf_model import HFModel, load_weights
+from torchtune_ext.policy.lora import AdapterSpec
+from torchtune_ext.policy.scratch import Shape, make_tokenizer, qwen2_from_config, write_model
+from torchtune_ext.run.files import sweep
+from torchtune_ext.training import export, folders, state
+from torchtune_ext.training.export import save_model
+from torchtune_ext.training.schedule import ScheduleConfig, make_schedule, move_schedule
+from torchtune_ext.training.state import CheckpointConfig
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return make_source(tmp_path_factory.mktemp("source") / "model")
+
+
+@pytest.fixture
+def trained(source):
+    trained = Trained(source)
+    trained.train(1, seed=0)
+    return trained
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_resume_equals_going_on(tmp_path, source, trained):
+    trained.train(3, seed=1)
+    timings = trained.save(checkpoints_in(tmp_path / "c"), 3)
+    assert 0 < timings["time/save_hash"] < timings["time/save"] < 60
+    torch.manual_seed(5)
+    rng = torch.get_rng_state()
+    trained.train(3, seed=2)
+
+    other, checkpoints = Trained(source), checkpoints_in(tmp_path / "c")
+    recipe = other.load(checkpoints, checkpoints.choose())
+    assert recipe["step"] == 3 and recipe["cursor"] == 21
+    other.train(3, seed=2)
+    assert all(torch.equal(a, b) for a, b in zip(trained.tensors(), other.tensors(), strict=True))
+    assert not torch.equal(rng, torch.get_rng_state())
+
+
+def test_a_checkpoint_is_a_model_directory(tmp_path, source, trained):
+    transformers = pytest.importorskip("transformers")
+    checkpoints = checkpoints_in(tmp_path / "c")
+    trained.save(checkpoints, 1)
+    path = checkpoints.latest()
+    ids = torch.arange(20)[None]
+    hf = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    again = qwen2(vocab_size=hf.config.vocab_size, num_layers=2, num_heads=2, num_kv_heads=1, embed_dim=64, intermediate_dim=48,
+                  max_seq_len=64, norm_eps=1e-6, rope_base=10000.0, tie_word_embeddings=True)  # fmt: skip
+    load_weights(again, HFModel(path))
+    with torch.no_grad():
+        assert (hf(ids).logits - again(ids)).abs().max() < 1e-5
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    assert tokenizer.decode(tokenizer.encode("Mrs. White, 11:30 PM ü")) == "Mrs. White, 11:30 PM ü"
+
+
+def test_a_model_made_of_a_checkpoint_has_nothing_of_its_run(tmp_path, source, trained):
+    checkpoints = checkpoints_in(tmp_path / "c")
+    trained.save(checkpoints, 1)
+    from_checkpoint = HFModel(checkpoints.latest())
+    folder = save_model(tmp_path / "again", trained.model, from_checkpoint, torch.float32, is_main=True)
+    assert "config.json" in names(folder) and not {"manifest.json", "recipe.json", "state"} & set(names(folder))
+
+
+def test_large_models_are_sharded(tmp_path, source, trained, monkeypatch):
+    monkeypatch.setattr(export, "SHARD_BYTES", 20_000)
+    checkpoints = checkpoints_in(tmp_path / "c")
+    trained.save(checkpoints, 1)
+    path = checkpoints.choose()  # checksums that were taken under the shards' first names are found under the last
+    files = sorted(path.glob("*.safetensors"))
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    assert len(files) > 2 and set(index["weight_map"].values()) == {f.name for f in files}
+    again = build(HFModel(path))
+    assert all(torch.equal(a, b) for a, b in zip(trained.model.parameters(), again.parameters(), strict=True))
+
+
+def test_last_and_best_are_kept(tmp_path, trained):
+    checkpoints = checkpoints_in(tmp_path / "c", keep_last=2)
+    for step, score in ((1, 0.1), (2, 0.9), (3, 0.2), (4, None), (5, 0.3)):
+        trained.save(checkpoints, step, score)
+    assert names(tmp_path / "c") == ["step_000002", "step_000004", "step_000005"]
+
+
+def test_checkpoints_of_others_and_damaged_ones_are_not_counted(tmp_path, trained):
+    """An older run's later steps neither push out this run's checkpoints nor are deleted by it."""
+    theirs = checkpoints_in(tmp_path / "c", replace(MINE, run="run-b"), keep_last=1)
+    trained.save(theirs, 100, score=0.9)
+    mine = checkpoints_in(tmp_path / "c", keep_last=1)
+    trained.save(mine, 1)
+    trained.save(mine, 2)
+    (tmp_path / "c" / "step_000002" / "recipe.json").unlink()
+    trained.save(mine, 3)
+    assert names(tmp_path / "c") == ["step_000002", "step_000003", "step_000100"]
+    trained.save(mine, 100)  # what is in the way is set aside
+    assert names(tmp_path / "c") == ["old_step_000100", "step_000002", "step_000100"]
+    assert mine.choose() == tmp_path / "c" / "step_000100"
+
+
+def test_saving_the_same_step_again_replaces_it(tmp_path, trained):
+    checkpoints = checkpoints_in(tmp_path / "c", keep_last=1)
+    trained.save(checkpoints, 1)
+    trained.train(1, seed=1)
+    trained.save(checkpoints, 1)
+    assert names(tmp_path / "c") == ["step_000001"]
+    other = Trained(trained.source)
+    other.load(checkpoints, checkpoints.choose())
+    assert all(torch.equal(a, b) for a, b in zip(trained.tensors(), other.tensors(), strict=True))
+
+
+def test_what_cannot_be_deleted_is_a_warning(tmp_path, trained, monkeypatch, caplog):
+    checkpoints = checkpoints_in(tmp_path / "c", keep_last=1)
+    trained.save(checkpoints, 1)
+
+    def refuse(path, *args, **kwargs):
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(folders.shutil, "rmtree", refuse)
+        trained.save(checkpoints, 2)
+    assert "Device or resource busy" in caplog.text
+    assert names(tmp_path / "c") == [".pruned_step_000001", "step_000002"]
+    assert sweep(tmp_path / "c") == [tmp_path / "c" / ".pruned_step_000001"] and names(tmp_path / "c") == [
+        "step_000002"
+    ]
+
+
+def test_a_sweep_removes_what_a_killed_run_left_and_nothing_else(tmp_path, trained):
+    checkpoints = checkpoints_in(tmp_path / "c")
+    assert sweep(tmp_path / "c") == [] and checkpoints.choose() is None
+    trained.save(checkpoints, 1)
+    for stray in (".partial_step_000002", ".pruned_step_000000"):
+        shutil.copytree(tmp_path / "c" / "step_000001", tmp_path / "c" / stray)
+    (tmp_path / "c" / ".notes.1.tmp").write_text("half")
+    (tmp_path / "c" / "damaged_step_000000").mkdir()
+    (tmp_path / "c" / "notes").write_text("mine")
+    assert checkpoints.choose() == tmp_path / "c" / "step_000001"
+    assert len(sweep(tmp_path / "c")) == 3
+    assert names(tmp_path / "c") == ["damaged_step_000000", "notes", "step_000001"]
+
+
+def raise_disk_full(*args, **kwargs):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def raise_interrupt(*args, **kwargs):
+    raise KeyboardInterrupt
+
+
+PHASES = [  # a first function inside each part of a save, DCP's own included
+    (export, "_copy_files"),
+    (export, "save_file"),
+    (state, "get_state_dict"),
+    (dcp_files, "_write_item"),
+    (dcp_files.pickle, "dump"),
+    (state, "all_files"),
+    (folders, "sync_tree"),
+    (folders, "sync"),
+]
+
+
+@pytest.mark.parametrize(("where", "name"), PHASES, ids=[name for _, name in PHASES])
+def test_a_full_disk_leaves_the_last_checkpoint_alone(tmp_path, trained, monkeypatch, where, name):
+    checkpoints = checkpoints_in(tmp_path / "c")
+    trained.save(checkpoints, 1)
+    monkeypatch.setattr(where, name, raise_disk_full)
+    with pytest.raises(OSError, match="step_000002 was not saved: .*No space left.*Free space.*step_000001"):
+        trained.save(checkpoints, 2)
+    assert names(tmp_path / "c") == ["step_000001"]
+
+
+@pytest.mark.parametrize(("where", "name"), PHASES, ids=[name for _, name in PHASES])
+def test_an_interrupt_leaves_nothing_and_stays_itself(tmp_path, trained, monkeypatch, where, name):
+    checkpoints = checkpoints_in(tmp_path / "c")
+    monkeypatch.setattr(where, name, raise_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        trained.save(checkpoints, 2)
+    assert names(tmp_path / "c") == []
+
+
+def test_an_error_while_another_is_handled_is_not_taken_for_it(tmp_path, trained, monkeypatch):
+    monkeypatch.setattr(dcp_files, "_write_item", raise_disk_full)
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        with pytest.raises(OSError, match="No space left on device"):
+            trained.save(checkpoints_in(tmp_path / "c"), 2)
+
+
+@pytest.mark.parametrize("room", [30_000, 150_000, 300_000, 500_000, 800_000, 1_000_000])
+def test_a_disk_that_is_really_full(tmp_path, trained, room):
+    """On a small file system: with so many bytes left, another part of the save fails each time."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("only root may mount a small file system; the test with file-size limits stands for it")
+    try:
+        checkpoints = checkpoints_in(disk / "c")
+        trained.save(checkpoints, 1)
+        free = shutil.disk_usage(disk).free
+        (disk / "fill").write_bytes(bytes(free - room))
+        with pytest.raises(
+            OSError, match="step_000002 was not saved: .*No space left on device.*Free space.*step_000001"
+        ):
+            trained.save(checkpoints, 2)
+        assert names(disk / "c") == ["step_000001"] and checkpoints.choose() == disk / "c" / "step_000001"
+        (disk / "fill").unlink()
+        trained.save(checkpoints, 2)
+        assert checkpoints.choose() == disk / "c" / "step_000002"
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_files_that_may_not_grow(tmp_path, trained):
+    """With a limit on the size of files, which needs no rights: once for every size that a file of a checkpoint has."""
+    checkpoints = checkpoints_in(tmp_path / "c")
+    trained.save(checkpoints, 1)
+    sizes = sorted({path.stat().st_size for path in checkpoints.latest().rglob("*") if path.is_file()})
+    assert len(sizes) >= 6
+
+    def save_with_limits():
+        for size in sizes:  # the first file of the save that is as large fails
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1, resource.RLIM_INFINITY))
+            with pytest.raises(OSError, match="step_000002 was not saved: .*File too large.*Free space"):
+                trained.save(checkpoints, 2)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            assert names(tmp_path / "c") == ["step_000001"], size
+
+    # In a process of its own, for the limit holds for all that it writes.
+    child = fork(save_with_limits, tmp_path / "errors")
+    _, status = os.waitpid(child, 0)
+    assert status == 0, (tmp_path / "errors").read_text()
+    assert checkpoints.choose() == tmp_path / "c" / "step_000001"
+
+
+def test_files_follow_the_umask(tmp_path, trained):
+    adapter = AdapterSpec(4, 8.0, 0.0, ("q_proj",), dora=False, quantized=False)
+    for umask in (0o022, 0o077, 0o007):
+        before = os.umask(umask)
+        try:
+            checkpoints = checkpoints_in(tmp_path / f"{umask}")
+            trained.save(checkpoints, 1)
+            (tmp_path / f"{umask}" / "adapter").mkdir()
+            export.export_adapter(tmp_path / f"{umask}" / "adapter", trained.model, trained.source, adapter)
+            save_model(tmp_path / f"{umask}" / "model", trained.model, trained.source, torch.float32, is_main=True)
+        finally:
+            os.umask(before)
+        paths = list((tmp_path / f"{umask}").rglob("*"))
+        assert len(paths) > 20
+        for path in paths:
+            assert path.stat().st_mode & 0o777 == (0o777 if path.is_dir() else 0o666) & ~umask, path
+
+
+def test_a_model_is_replaced_only_by_a_whole_one(tmp_path, source, trained, monkeypatch):
+    folder = save_model(tmp_path / "out" / "model", trained.model, source, torch.float32, is_main=True)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    trained.train(1, seed=3)
+    for raises, expected in ((raise_disk_full, OSError), (raise_interrupt, KeyboardInterrupt)):
+        for where, name in ((export, "save_file"), (folders, "sync_tree")):
+            with monkeypatch.context() as patch:
+                patch.setattr(where, name, raises)
+                with pytest.raises(
+                    expected, match=None if expected is KeyboardInterrupt else "not saved: .*No space left"
+                ):
+                    save_model(folder, trained.model, source, torch.float32, is_main=True)
+            assert names(tmp_path / "out") == ["model"]
+            assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    save_model(folder, trained.model, source, torch.float32, is_main=True)
+    assert names(tmp_path / "out") == ["model"]
+    assert all(
+        torch.equal(a, b) for a, b in zip(trained.model.parameters(), build(HFModel(folder)).parameters(), strict=True)
+    )
+
+
+def test_another_optimizer_is_named(tmp_path, source, trained):
+    checkpoints = checkpoints_in(tmp_path / "c")
+    model = build(source)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    checkpoints.save(1, model, plain, partial(export.export_model, model=model, source=source, dtype=torch.float32), {})
+    with pytest.raises(
+        OSError, match="step_000001 could not be loaded: .*optimizer.* set `model:` and `optimizer:` back"
+    ):
+        trained.load(checkpoints, checkpoints.choose())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"every": 0}, "checkpoints.every=0"),
+        ({"keep_last": 0}, "checkpoints.keep_last=0"),
+        ({"stop_grace_s": -1.0}, "checkpoints.stop_grace_s=-1.0"),
+        ({"stop_grace_s": float("nan")}, "checkpoints.stop_grace_s=nan"),
+    ],
+)
+def test_settings_that_cannot_be_are_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        CheckpointConfig(**settings)
+
+
+def test_wrong_models_are_named(tmp_path, source):
+    with pytest.raises(ValueError, match="no config.json"):
+        HFModel(tmp_path)
+    wide = Shape(**{**{f: getattr(SHAPE, f) for f in SHAPE.__slots__}, "intermediate_size": 64})
+    write_model(tmp_path / "wide", make_tokenizer(["x\n"] * 9, ["y"], [], 300), wide, seed=1)
+    with pytest.raises(ValueError, match="compare `model:` in the YAML"):
+        build_policy(
+            lambda: qwen2_from_config(str(source.path)), HFModel(tmp_path / "wide"), torch.device("cpu"), torch.float32
+        )
+
+
+def test_a_schedule_counts_the_updates_that_were_planned():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    schedule, rates = make_schedule(optimizer, ScheduleConfig("linear", 0), 8), []
+    for step, made in enumerate([2, 0, 1, 2], start=1):  # of two that were planned for each of four steps
+        for _ in range(made):
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            schedule.step()
+        move_schedule(schedule, 2 * step)
+    assert rates == [2.0, 1.75, 1.0, 0.5, 0.25]
+    assert optimizer.param_groups[0]["lr"] == schedule.get_last_lr()[0] == 0.0
+
+
+def test_schedule():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    schedule = make_schedule(optimizer, ScheduleConfig("cosine", 2), 10)
+    rates = []
+    for _ in range(10):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert rates[:3] == [1.0, 2.0, 2.0]
+    assert rates[6] == pytest.approx(1.0) and optimizer.param_groups[0]["lr"] == pytest.approx(0.0)
+    with pytest.raises(ValueError, match="schedule.decay='step'"):
+        make_schedule(optimizer, ScheduleConfig("step", 0), 10)
+    with pytest.raises(ValueError, match="schedule.warmup=11"):
+        make_schedule(optimizer, ScheduleConfig("linear", 11), 10)

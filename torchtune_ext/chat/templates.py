@@ -1,0 +1,211 @@
+"""Chat templates: messages -> text, and which characters of the text the assistant wrote.
+
+A template that carries `{% generation %}...{% endgeneration %}` tags says itself what the assistant wrote. Most
+published templates carry none, and some rewrite the past (Qwen3 drops the thinking of every turn but the newest), so a
+model trained on their text would see turns that it never sampled. Such a template is not edited here: it is *rendered
+around*. Every assistant turn is rendered as the newest message of the conversation that ends with it, which is the form
+in which it was sampled, and the pieces are joined. What is needed for that is checked on every conversation; where it
+does not hold, a ValueError says what was looked for and asks for tags.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os.path import commonprefix
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers.utils.chat_template_utils import render_jinja_template
+
+Message = dict[str, Any]
+
+# ChatML with nothing to spare: four tokens around a message (<|im_start|>, role, newline, <|im_end|>), no default
+# system message, no newline after a turn. For models made from scratch by the supervised warm-up.
+CHATML = """\
+{%- for message in messages -%}
+    {{- '<|im_start|>' + message.role + '\\n' -}}
+    {%- if message.role == 'assistant' -%}
+        {%- generation -%}{{- message.content + '<|im_end|>' -}}{%- endgeneration -%}
+    {%- else -%}
+        {{- message.content + '<|im_end|>' -}}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+
+_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_MARK = "\ue0f1\ue0f2"  # private-use characters: in no vocabulary, in no real message
+_FIX = (
+    "Put {% generation %} and {% endgeneration %} around what the assistant writes (its text and the token that ends "
+    "its turn) in a copy of the template, and name the copy in `template`; docs/chat_templates.md has an example."
+)
+
+
+class _NoCalls(tuple):
+    """A list of tool calls that counts as present and holds none: it asks a template for its barest assistant turn."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Where one assistant turn lies in a rendered conversation, in characters."""
+
+    start: int  # first character after the turn's header (where `{% generation %}` stands)
+    sampled: int  # first character that the generation prompt does not hold; start <= sampled <= end
+    end: int  # one past the turn's last character (where `{% endgeneration %}` stands)
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A conversation rendered for training."""
+
+    text: str  # what is tokenized
+    turns: tuple[Turn, ...]  # one for each assistant message, in order
+
+
+class ChatTemplate:
+    """A Jinja chat template with its special tokens.
+
+    source: the template's text. name: how errors call it. special_tokens: {"bos_token": ..., "eos_token": ...}.
+    options: further variables of the template, for instance {"enable_thinking": False}.
+    """
+
+    def __init__(self, source: str, name: str, special_tokens: dict[str, str], options: dict[str, Any] | None = None):
+        self.source = source
+        self.name = name
+        self.has_tags = bool(_TAG.search(source))
+        self._variables = {**special_tokens, **(options or {})}
+        self._frame: tuple[str, str] | None = None
+
+    def render(self, messages: Sequence[Message], tools: list | None = None, generation_prompt: bool = False) -> str:
+        """The template's own text for `messages`. Raises ValueError when the template refuses them."""
+        return self._render(messages, tools, generation_prompt, tags=False)[0]
+
+    def conversation(
+        self, messages: Sequence[Message], tools: list | None = None, generation_prompt: bool = False
+    ) -> Conversation:
+        """The text to train on, with the place of each assistant turn.
+
+        Raises ValueError when the place of a turn cannot be told, or when the template drops part of one.
+        """
+        messages = list(messages)
+        if self.has_tags:
+            text, spans = self._render(messages, tools, generation_prompt, tags=True)
+            num_assistant = sum(message["role"] == "assistant" for message in messages)
+            if len(spans) != num_assistant or any(start == end for start, end in spans):
+                raise self._no_place(
+                    f"a {{% generation %}} block with text in it for each of the {num_assistant} assistant messages, "
+                    f"found {sum(end > start for start, end in spans)}"
+                )
+        else:
+            text, spans = self._render_around(messages, tools, generation_prompt)
+        prompt = self._frame_texts()[0]
+        return Conversation(text, tuple(Turn(a, min(_after(text, a, prompt), b), b) for a, b in spans))
+
+    def _render(self, messages, tools, generation_prompt, tags) -> tuple[str, list[tuple[int, int]]]:
+        try:
+            texts, spans = render_jinja_template(
+                conversations=[list(messages)],
+                tools=tools,
+                chat_template=self.source,
+                return_assistant_tokens_mask=tags,
+                add_generation_prompt=generation_prompt,
+                **self._variables,
+            )
+        except (TemplateError, TypeError, AttributeError, KeyError) as error:
+            roles = [message.get("role") for message in messages]
+            raise ValueError(
+                f"chat template {self.name!r} cannot render messages with roles {roles}: {type(error).__name__}: "
+                f"{error}. Change the messages, or give a template of your own in `template`."
+            ) from error
+        return texts[0], [tuple(span) for span in spans[0]] if tags else []
+
+    def _render_around(self, messages, tools, generation_prompt) -> tuple[str, list[tuple[int, int]]]:
+        """Joins, for each assistant message, what stands before it and its turn rendered as the newest message."""
+        header = self._frame_texts()[1]
+        pieces: list[str] = []
+        spans: list[tuple[int, int]] = []
+        length, previous = 0, -1
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            between = self._between(messages, previous, index, tools, False)
+            before, after = self.render(messages[:index], tools), self.render(messages[: index + 1], tools)
+            turn = after[len(before) :]
+            if not after.startswith(before) or not turn.startswith(header):
+                raise self._no_place(
+                    f"the turn of message {index} (assistant) after the text of the messages before it, beginning with "
+                    f"{header!r}; the template writes {after[-200:]!r}"
+                )
+            _check_nothing_lost(self.name, index, message, turn)
+            spans.append((length + len(between) + len(header), length + len(between) + len(turn)))
+            pieces += [between, turn]
+            length, previous = spans[-1][1], index
+        return "".join(pieces) + self._between(messages, previous, len(messages), tools, generation_prompt), spans
+
+    def _between(self, messages, previous: int, index: int, tools, generation_prompt: bool) -> str:
+        """The text after assistant message `previous` (-1: none) and before message `index`."""
+        if index == previous + 1 and not generation_prompt:
+            return ""
+        now = self.render(messages[:index], tools, generation_prompt)
+        if previous < 0:
+            return now
+        then = self.render(messages[: previous + 1], tools)
+        if now.startswith(then):
+            return now[len(then) :]
+        # The template rewrites the past: find the end of the turn behind a mark that stands for its text.
+        marked = {key: value for key, value in messages[previous].items() if key != "reasoning_content"}
+        marked["content"] = _MARK
+        past = [*messages[:previous], marked]
+        now = self.render([*past, *messages[previous + 1 : index]], tools, generation_prompt).rpartition(_MARK)
+        then = self.render(past, tools).rpartition(_MARK)
+        if not now[2].startswith(then[2]):
+            raise self._no_place(f"the end of the turn of message {previous} (assistant): {then[2]!r} after its text")
+        return now[2][len(then[2]) :]
+
+    def _frame_texts(self) -> tuple[str, str]:
+        """(generation prompt, header): what asks for a turn, and how much of it *every* form of a turn begins with.
+
+        The two differ where a form of the turn leaves something out: Qwen2.5 writes the newline after "assistant"
+        together with what follows, so its barest turn has none. The header is then shorter than the prompt.
+        """
+        if self._frame is not None:
+            return self._frame
+        asked = [{"role": "user", "content": "x"}]
+        before, prompt = self.render(asked), self.render(asked, generation_prompt=True)
+        if not prompt.startswith(before):
+            raise self._no_place("a generation prompt behind the user's message (variable `add_generation_prompt`)")
+        prompt = prompt[len(before) :]
+        forms = [self.render([*asked, {"role": "assistant", "content": "x"}])]
+        for extra in ({"content": "<think>\nx\n</think>\n\ny"}, {"content": "", "tool_calls": _NoCalls()}):
+            try:
+                forms.append(self.render([*asked, {"role": "assistant", **extra}]))
+            except ValueError:
+                continue  # a form that this template does not have says nothing about its header
+        if not all(form.startswith(before) for form in forms):
+            raise self._no_place("the assistant's turn behind an unchanged user message")
+        self._frame = prompt, commonprefix([prompt, *(form[len(before) :] for form in forms)])
+        return self._frame
+
+    def _no_place(self, looked_for: str) -> ValueError:
+        return ValueError(f"chat template {self.name!r}: looked for {looked_for}, and it is not there. {_FIX}")
+
+
+def _after(text: str, start: int, prompt: str) -> int:
+    """The end of the generation prompt that stands around `start` in `text`; `start` when none stands there."""
+    for overlap in range(min(len(prompt), start), -1, -1):
+        if text.startswith(prompt, start - overlap):
+            return start - overlap + len(prompt)
+    return start
+
+
+def _check_nothing_lost(name: str, index: int, message: Message, turn: str) -> None:
+    """Raises ValueError when the turn lacks text of the message (white space aside): it could not be learnt."""
+    content = message.get("content")
+    if isinstance(content, str) and "".join(content.split()) not in "".join(turn.split()):
+        raise ValueError(
+            f"chat template {name!r} drops part of the content of message {index} (assistant), even where it is the "
+            f"newest message; its turn is {turn[-200:]!r}. {_FIX}"
+        )

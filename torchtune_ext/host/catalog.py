@@ -1,0 +1,83 @@
+"""Which recipes and configs there are, found by looking into recipes/ and configs/: nothing is listed by hand.
+
+A recipe is a file of recipes/; its name is the file's, or each of those in its line `TUNE_NAMES = ("one", "two")`. A config
+is a YAML file below configs/; its name is the path without the ending. It belongs to the recipe that its first line names
+(`# recipe: grpo_lora`), and without such a line to the recipe of its folder (`FOLDER_RECIPES`). A recipe that cannot run
+under torchrun has the line `SUPPORTS_DISTRIBUTED = False`.
+"""
+
+from ast import literal_eval
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER_RECIPES = {"grpo": "grpo_full", "warmup": "warmup_sft", "eval": "evaluate"}
+RECIPE_LINE = "# recipe:"
+NAMES_LINE = "TUNE_NAMES = "
+SINGLE_DEVICE_LINE = "SUPPORTS_DISTRIBUTED = False"
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeFile:
+    """A name of a file of recipes/ with the configs that are written for it."""
+
+    name: str  # what is typed after `tune run`
+    path: Path  # absolute
+    configs: dict[str, Path]  # config name ("grpo/tiny") -> absolute path
+    supports_distributed: bool  # may be started with torchrun's options
+
+
+def folder(name: str) -> Path:
+    """Where the files of `torchtune_ext.<name>` lie, without importing it: in the wheel, editable, or not installed."""
+    from importlib.util import find_spec
+
+    spec = find_spec(f"torchtune_ext.{name}")
+    if spec is not None and spec.submodule_search_locations:
+        return Path(next(iter(spec.submodule_search_locations)))
+    return Path(__file__).resolve().parents[2] / name
+
+
+def config_files(configs: Path) -> dict[str, Path]:
+    """Config name -> path of every YAML file below `configs`, sorted by name."""
+    found = {path.relative_to(configs).with_suffix("").as_posix(): path for path in configs.rglob("*.yaml")}
+    return dict(sorted(found.items()))
+
+
+def recipe_of(name: str, path: Path) -> str | None:
+    """The recipe that the config `name` at `path` is written for; None for a YAML file of no recipe (a sweep)."""
+    with path.open(encoding="utf-8") as file:
+        first = file.readline().strip()
+    if first.startswith(RECIPE_LINE):
+        return first.removeprefix(RECIPE_LINE).strip()
+    return FOLDER_RECIPES.get(name.split("/")[0])
+
+
+def recipe_files(recipes: Path, configs: Path) -> list[RecipeFile]:
+    """Every recipe of the folder `recipes` under each of its names, with its configs from `configs`, sorted by name."""
+    files = config_files(configs)
+    owners = {name: recipe_of(name, path) for name, path in files.items()}
+    found = []
+    for path in recipes.glob("[!_]*.py"):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        named = next((line.removeprefix(NAMES_LINE) for line in lines if line.startswith(NAMES_LINE)), None)
+        for recipe in literal_eval(named) if named else [path.stem]:
+            own = {name: files[name] for name, owner in owners.items() if owner == recipe}
+            found.append(RecipeFile(recipe, path, own, SINGLE_DEVICE_LINE not in lines))
+    return sorted(found, key=lambda recipe: recipe.name)
+
+
+def config_path(given: str) -> str:
+    """What to load for `--config given`: the file itself, or the file of the config of that name.
+
+    Raises ValueError with the nearest names when it is neither.
+    """
+    if Path(given).is_file():
+        return given
+    known = config_files(folder("configs"))
+    if given in known:
+        return str(known[given])
+    from difflib import get_close_matches
+
+    near = get_close_matches(given, known, n=3, cutoff=0.5) or list(known)
+    raise ValueError(
+        f"--config {given}: neither a file nor a config of ours; did you mean {', '.join(near)}? (`tune ls`)"
+    )

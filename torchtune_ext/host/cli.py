@@ -1,0 +1,95 @@
+"""The command `torchtune-ext`: our own subcommands, and every word of `tune` with our recipes and configs known to it.
+
+Also the way to run recipes where another `tune` (Ray's) stands first on PATH, or where start-up files are not read.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from importlib import import_module
+from importlib.util import find_spec
+
+from torchtune_ext import __version__
+from torchtune_ext.host import plugin
+
+# word -> (module with add_arguments(parser) and main(args), one line of help); imported only when the word is used
+OWN_WORDS = {
+    "doctor": ("torchtune_ext.host.doctor", "check this environment and print what to change"),
+    "clue": ("torchtune_ext.tasks.temporal_clue.cli", "make and grade Temporal Clue puzzles"),
+    "presets": ("torchtune_ext.host.presets", "list the published methods, or print one: presets [NAME]"),
+    "report": ("torchtune_ext.telemetry.report", "write the HTML report of a run"),
+}
+TUNE_WORDS = {
+    "ls": "list recipes and configs",
+    "cp": "copy a recipe or a config to edit it",
+    "cat": "print a config",
+    "run": "run a recipe: run [TORCHRUN OPTIONS] RECIPE --config CONFIG [key=value ...]",
+    "validate": "check a config (a name or a path)",
+    "download": "download a model",
+}
+
+
+def usage() -> str:
+    lines = ["usage: torchtune-ext WORD [ARGUMENTS ...]", "", "words of torchtune-ext:"]
+    lines += [f"  {word:<10}{text}" for word, (_, text) in OWN_WORDS.items()]
+    lines += ["", "words of torchtune's `tune`:"]
+    lines += [f"  {word:<10}{text}" for word, text in TUNE_WORDS.items()]
+    lines += ["", "`torchtune-ext WORD --help` says more about one of them."]
+    return "\n".join(lines)
+
+
+def run_own(word: str, rest: Sequence[str]) -> int:
+    name, text = OWN_WORDS[word]
+    module = import_module(name)
+    parser = argparse.ArgumentParser(prog=f"torchtune-ext {word}", description=text)
+    module.add_arguments(parser)
+    return module.main(parser.parse_args(rest)) or 0
+
+
+def run_tune(words: Sequence[str]) -> int:
+    """Hand over to torchtune's command line, which reads `sys.argv` (to count torchrun's options, too)."""
+    if find_spec("torchtune") is None:
+        print('torchtune-ext: torchtune is not installed; run: pip install "torchtune==0.6.1"', file=sys.stderr)
+        return 1
+    plugin.install()
+    words = list(words)
+    if words[0] == "validate":  # stock `tune validate` takes paths only
+        words[1:] = [resolve(word) for word in words[1:]]
+    sys.argv = ["tune", *words]
+    from torchtune._cli.tune import main as tune_main
+
+    tune_main()
+    return 0
+
+
+def resolve(word: str) -> str:
+    """The path of the config of ours that is called `word`; any other word as it is."""
+    from torchtune_ext.host.catalog import config_files, folder
+
+    path = config_files(folder("configs")).get(word)
+    return word if path is None else str(path)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; returns the exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    word, *rest = argv
+    if word == "--version":
+        print(f"torchtune-ext {__version__}")
+        return 0
+    if word in OWN_WORDS:
+        return run_own(word, rest)
+    if word in TUNE_WORDS:
+        return run_tune(argv)
+    near = get_close_matches(word, [*OWN_WORDS, *TUNE_WORDS], n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    print(f"torchtune-ext: no such word: {word}{hint}\n\n{usage()}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

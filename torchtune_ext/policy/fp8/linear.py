@@ -1,0 +1,248 @@
+"""A linear layer whose three GEMMs run in FP8 blocks, in nn.Linear's place: one precision for training and sampling.
+
+    FProp   y  = rows(x) tiles(W)^T            in the dtype of x
+    DGrad   dx = rows(dy) tiles(W)             the very tiles of FProp
+    WGrad   dW = columns(dy)^T columns(x)      summed in float32
+
+after Jet-RL (arXiv:2601.14243); blocks and kernels: torchtune_ext.kernels.fp8_quantize and fp8_gemm. The parameter stays what
+it was, the master weight that FSDP2 shards and hands out in the compute dtype, and is quantized where it is used; the bias is
+added afterwards, as vLLM does. What flows between layers, gradients too, stays in the compute dtype. Rounding has the gradient
+of the identity ("straight through").
+
+For the backward a layer keeps the columns of x, 1 + 4/128 bytes an element, in place of x (2 bytes in bfloat16), and no copy
+of W: rounding it again gives the same bits, and FSDP2 can free the gathered weight meanwhile. q, k and v read one tensor, as
+gate and up do: it is quantized, and kept, once. Of width D and MLP width F, a decoder layer keeps 1.03 (3D + F) bytes a token
+in place of 2 (2D + F); attention's output, one D, attention keeps for itself in either case.
+"""
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, library, nn
+from torchtune.modules.peft import LoRALinear
+
+from torchtune_ext.kernels import fp8_gemm
+from torchtune_ext.kernels.fp8_quantize import (
+    BLOCK,
+    COLUMNS,
+    FP8,
+    ROWS,
+    Fp8Blocks,
+    quantize_columns,
+    quantize_rows,
+    quantize_rows_and_columns,
+    quantize_weight,
+)
+
+CHOICES = {
+    "backend": ("auto", *fp8_gemm.BACKENDS),
+    "save_activations": ("fp8", "full"),
+    "backward": ("fp8", "full"),
+    "recipe": ("block", "tensorwise", "rowwise"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Config:
+    """How linear layers compute in FP8."""
+
+    backend: str = "auto"  # of the GEMMs: auto, scaled_mm, deep_gemm, torchao, reference
+    power_of_two: bool = False  # scales are powers of two (UE8M0): for Blackwell
+    save_activations: str = "fp8"  # kept for WGrad: "fp8", the columns; "full", x itself, quantized in the backward
+    backward: str = "fp8"  # "full": DGrad and WGrad in the compute dtype, with W and x as they are
+    recipe: str = "block"  # or torchao's "tensorwise", "rowwise", to compare with: no sampler has the same
+    skip: tuple[str, ...] = ()  # layers left alone, by Hugging Face name: "down_proj", "model.layers.0.mlp.down_proj"
+
+    def __post_init__(self) -> None:
+        for knob, known in CHOICES.items():
+            if getattr(self, knob) not in known:
+                raise ValueError(
+                    f"precision.{knob}={getattr(self, knob)!r} is unknown: choose one of {', '.join(known)}"
+                )
+        if isinstance(self.skip, str):
+            raise ValueError(f"precision.skip={self.skip!r} must be a list of names: [{self.skip}]")
+        object.__setattr__(self, "skip", tuple(self.skip))
+        if self.backward == "full" and self.save_activations == "fp8":
+            raise ValueError(
+                "precision.backward=full needs the activations themselves: set precision.save_activations=full"
+            )
+
+    def gemms(self, frozen: bool) -> tuple[str, ...]:
+        """Those of a layer's GEMMs that are in FP8; a frozen weight has no WGrad."""
+        return ("fprop", "dgrad", "wgrad")[: 1 if self.backward == "full" else 2 if frozen else 3]
+
+
+class Fp8BlockLinear(nn.Linear):
+    """nn.Linear in FP8 blocks. Features in and out are multiples of 128; any number of tokens, any leading dimensions."""
+
+    fp8 = Fp8Config()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out] in the dtype of x."""
+        return fp8_linear(x, self.weight, self.bias, self.fp8)
+
+
+class Fp8LoRALinear(LoRALinear):
+    """torchtune's, with the frozen weight below the adapter in FP8 (no WGrad), and the adapter in the compute dtype."""
+
+    fp8 = Fp8Config()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out] in the dtype of x."""
+        out = fp8_linear(x, self.weight, self.bias, self.fp8)
+        if self.disabled:
+            return out
+        return out + (self.alpha / self.rank) * self.lora_b(self.lora_a(self.dropout(x)))
+
+
+def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: Fp8Config) -> Tensor:
+    """x [..., K], weight [N, K] -> [..., N] in the dtype of x.
+
+    Raises:
+        ValueError: K or N is no multiple of 128; a dtype other than bfloat16, float16, float32; a backend that cannot run.
+    """
+    trains = weight.requires_grad and torch.is_grad_enabled()
+    columns = trains and config.save_activations == "fp8"
+    keep_x = trains and not columns
+    forms = _quantized_once(x, config.power_of_two, columns)
+    y = _Fp8Linear.apply(x, weight, *forms, keep_x, config.power_of_two, config.backend, config.backward == "full")
+    return y if bias is None else y + bias
+
+
+class _Fp8Linear(torch.autograd.Function):
+    """Glue: which tensors wait for the backward. The forms of x come from outside, so that layers share them."""
+
+    @staticmethod
+    def forward(ctx, x, weight, rows, row_scales, columns, column_scales, keep_x, power_of_two, backend, full):
+        # of x itself the backward needs the shape alone, unless it is to compute with it
+        ctx.save_for_backward(weight, *((x,) if keep_x else (columns, column_scales)))
+        ctx.keep_x, ctx.options, ctx.full, ctx.shape = keep_x, (power_of_two, backend), full, x.shape
+        y = _fprop(rows, row_scales, weight, x.dtype, power_of_two, backend)
+        return y.view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx, dy):
+        weight, *kept = ctx.saved_tensors
+        dy = dy.reshape(-1, weight.shape[0])
+        need_dx, need_dw = ctx.needs_input_grad[:2]
+        if ctx.full:
+            dx = dy @ weight.to(dy.dtype) if need_dx else None
+            dw = (dy.T @ kept[0].reshape(-1, weight.shape[1])).to(weight.dtype) if need_dw else None
+        else:
+            if ctx.keep_x and need_dw:
+                _, _, *kept = _quantize(kept[0].reshape(-1, weight.shape[1]), ctx.options[0], False, True)
+            elif ctx.keep_x:
+                kept = dy.new_empty(0, dtype=FP8), dy.new_empty(0, dtype=torch.float32)
+            dx, dw = _backward(dy, weight, *kept, need_dx, need_dw, *ctx.options)
+        return (dx.view(ctx.shape) if need_dx else None, dw if need_dw else None, *(None,) * 8)
+
+
+_last: tuple = (lambda: None, None, None)  # (weak reference to the activation last quantized, how, its forms)
+
+
+def _quantized_once(x: Tensor, power_of_two: bool, columns: bool) -> tuple[Tensor, ...]:
+    """The forms of an activation, shared by layers that read the same tensor one after the other.
+
+    A compiled graph needs no memory for that: equal calls in it are one.
+    """
+    global _last
+    if torch.compiler.is_compiling() or x.is_inference():  # an inference tensor does not count its changes
+        return _quantize(x.detach().reshape(-1, x.shape[-1]), power_of_two, True, columns)
+    how = power_of_two, columns, x._version
+    last, last_how, forms = _last
+    if last() is not x or last_how != how:
+        forms = _quantize(x.detach().reshape(-1, x.shape[-1]), power_of_two, True, columns)
+        _last = weakref.ref(x, _forget), how, forms
+    return forms
+
+
+def _forget(dead: weakref.ref) -> None:
+    """With an activation go its forms, unless a layer keeps them."""
+    global _last
+    if _last[0] is dead:
+        _last = (lambda: None, None, None)
+
+
+# Three operators that torch.compile does not look into: their kernels choose by device and installed packages, and the bits of
+# a compiled model must be those of an eager one. Matrices travel contiguous: transposed where Fp8Blocks holds them transposed.
+
+
+@library.custom_op("torchtune_ext::fp8_quantize", mutates_args=())
+def _quantize(x: Tensor, power_of_two: bool, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x [M, K] -> rows [M, K] and their scales^T [K/128, M]; columns^T [K, M'] and their scales [M'/128, K]; or empty.
+
+    M' is M rounded up to a multiple of 128.
+    """
+    row_form = column_form = None
+    if rows and columns:
+        row_form, column_form = quantize_rows_and_columns(x, power_of_two)
+    elif rows:
+        row_form = quantize_rows(x, power_of_two)
+    else:
+        column_form = quantize_columns(x, power_of_two)
+    values, scales = x.new_empty(0, dtype=FP8), x.new_empty(0, dtype=torch.float32)
+    return (
+        row_form.values.contiguous() if rows else values,
+        row_form.scales.T.contiguous() if rows else scales,
+        column_form.values.T.contiguous() if columns else values.clone(),
+        column_form.scales.contiguous() if columns else scales.clone(),
+    )
+
+
+@_quantize.register_fake
+def _(x, power_of_two, rows, columns):
+    (tokens, features), blocks = x.shape, -(-x.shape[0] // BLOCK)
+    return (
+        x.new_empty((tokens, features) if rows else 0, dtype=FP8),
+        x.new_empty((features // BLOCK, tokens) if rows else 0, dtype=torch.float32),
+        x.new_empty((features, blocks * BLOCK) if columns else 0, dtype=FP8),
+        x.new_empty((blocks, features) if columns else 0, dtype=torch.float32),
+    )
+
+
+@library.custom_op("torchtune_ext::fp8_fprop", mutates_args=())
+def _fprop(
+    rows: Tensor, row_scales: Tensor, weight: Tensor, dtype: torch.dtype, power_of_two: bool, backend: str
+) -> Tensor:
+    """y [M, N] in `dtype`."""
+    x = Fp8Blocks(rows, row_scales.T, ROWS, tuple(rows.shape))
+    return fp8_gemm.fprop(x, quantize_weight(weight, power_of_two), dtype, backend)
+
+
+@_fprop.register_fake
+def _(rows, row_scales, weight, dtype, power_of_two, backend):
+    return weight.new_empty((rows.shape[0], weight.shape[0]), dtype=dtype)
+
+
+@library.custom_op("torchtune_ext::fp8_backward", mutates_args=())
+def _backward(
+    dy: Tensor,
+    weight: Tensor,
+    columns: Tensor,
+    column_scales: Tensor,
+    need_dx: bool,
+    need_dw: bool,
+    power_of_two: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """dx [M, K] in the dtype of dy and dW [N, K] in that of the weight, or empty; on a GPU dy is read once for both."""
+    dx = dw = None
+    if need_dx and need_dw:
+        rows, dy_columns = quantize_rows_and_columns(dy, power_of_two)
+    elif need_dx:
+        rows = quantize_rows(dy, power_of_two)
+    else:
+        dy_columns = quantize_columns(dy, power_of_two)
+    if need_dx:
+        dx = fp8_gemm.dgrad(rows, quantize_weight(weight, power_of_two), dy.dtype, backend)
+    if need_dw:
+        x = Fp8Blocks(columns.T, column_scales, COLUMNS, (dy.shape[0], weight.shape[1]))
+        dw = fp8_gemm.wgrad(dy_columns, x, torch.float32, backend).to(weight.dtype)
+    return dy.new_empty(0) if dx is None else dx, weight.new_empty(0) if dw is None else dw
+
+
+@_backward.register_fake
+def _(dy, weight, columns, column_scales, need_dx, need_dw, power_of_two, backend):
+    dx = dy.new_empty((dy.shape[0], weight.shape[1]) if need_dx else 0)
+    return dx, weight.new_empty(weight.shape if need_dw else 0)

@@ -1,0 +1,344 @@
+"""Which linear layers compute in FP8, in the trainer and in the sampler, and the bytes that pass between the two.
+
+The list is made once, from Hugging Face names and shapes (`skip_reasons`). `convert` follows it in the trainer; the receipt
+states it as vLLM's `quantization_config`; `fp8_hf_tensors` sends FP8 weights for the same layers, rounded as the trainer's
+forward rounds them. So what samples is part of what trains, layer by layer (Jet-RL, arXiv:2601.14243).
+
+Embeddings, norms, attention itself and the output head stay in the compute dtype.
+"""
+
+import difflib
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchao.dtypes.nf4tensor import NF4Tensor
+from torchtune.modules import TransformerDecoder
+from torchtune.modules.peft import DoRALinear, LoRALinear
+
+from torchtune_ext.kernels import fp8_gemm
+from torchtune_ext.kernels.fp8_gemm import Choice
+from torchtune_ext.kernels.fp8_quantize import BLOCK, COLUMNS, FP8, ROWS, TILES, Fp8Blocks, quantize_weight
+from torchtune_ext.policy.fp8.linear import Fp8BlockLinear, Fp8Config, Fp8LoRALinear
+from torchtune_ext.policy.hf_model import HFModel, clean_name, hf_name
+from torchtune_ext.policy.lora import adapter_names
+
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # vLLM holds each as one layer: all in FP8, or none
+HEAD = "lm_head"
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Layer:
+    """A linear layer of the model and what becomes of it."""
+
+    name: str  # Hugging Face's, without ".weight"
+    shape: tuple[int, int]  # out-features, in-features
+    reason: str | None  # why it stays in the compute dtype; None: it computes in FP8
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Receipt:
+    """What a conversion did. It speaks for the sampler, too."""
+
+    config: Fp8Config
+    dtype: torch.dtype  # of the weights that a forward sees and quantizes
+    layers: tuple[Fp8Layer, ...]  # in the order of the model; last the output head, tied or not
+    choices: tuple[tuple[str, tuple[int, int], Choice], ...] = ()  # GEMM, (out, in), backend; empty of a plan
+
+    @property
+    def converted(self) -> frozenset[str]:
+        """Hugging Face names of the layers in FP8."""
+        return frozenset(layer.name for layer in self.layers if layer.reason is None)
+
+    @property
+    def parameters(self) -> int:
+        """Of the weights in FP8."""
+        return sum(out * features for out, features in (layer.shape for layer in self.layers if layer.reason is None))
+
+    @property
+    def share(self) -> float:
+        """Of the parameters of all linear layers, output head included, and so of their FLOPs for a token, in FP8."""
+        return self.parameters / sum(layer.shape[0] * layer.shape[1] for layer in self.layers)
+
+    def quantization_config(self) -> dict[str, Any]:
+        """`quantization_config` of a Hugging Face config.json, by which vLLM computes the same layers in the same blocks.
+
+        Raises:
+            ValueError: torchao's recipes have no counterpart in vLLM.
+        """
+        if self.config.recipe != "block":
+            raise ValueError(
+                f"precision.recipe={self.config.recipe}: no sampler computes like it; set precision.recipe=block"
+            )
+        return {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "weight_block_size": [BLOCK, BLOCK],
+            "modules_to_not_convert": [layer.name for layer in self.layers if layer.reason is not None],
+            **({"scale_fmt": "ue8m0"} if self.config.power_of_two else {}),
+        }
+
+    def table(self) -> str:
+        """Layers by kind and fate, then the backends; a few lines for any model."""
+        lines = [
+            f"FP8 ({self.config.recipe}): {len(self.converted)} of {len(self.layers)} linear layers, {self.share:.1%} of their "
+            "parameters and of their FLOPs for a token"
+        ]
+        kinds = Counter((layer.name.rpartition(".")[2], layer.shape, layer.reason) for layer in self.layers)
+        for (kind, (out, features), reason), count in kinds.items():
+            fate = "FP8" if reason is None else f"{str(self.dtype)[6:]}: {reason}"
+            lines.append(f"  {count:>4} x {kind:<10} {out:>6} x {features:<6} {fate}")
+        shapes: dict[tuple[Choice, str], list[str]] = {}
+        for gemm, (out, features), choice in self.choices:
+            shapes.setdefault((choice, gemm), []).append(f"{out}x{features}")
+        gemms: dict[tuple[Choice, str], list[str]] = {}
+        for (choice, gemm), found in shapes.items():
+            gemms.setdefault((choice, ", ".join(found)), []).append(gemm)
+        for (choice, found), which in gemms.items():
+            lines.append(f"  GEMMs: {choice.backend} for {', '.join(which)} of {found} ({choice.reason})")
+        return "\n".join(lines)
+
+
+def skip_reasons(
+    shapes: Mapping[str, tuple[int, int]], skip: Collection[str] = (), unfit: Mapping[str, str] | None = None
+) -> dict[str, str | None]:
+    """The one rule: for each linear layer why it stays as it is, or None if it computes in FP8.
+
+    Args:
+        shapes: Hugging Face name -> (out, in), all linear layers of the model.
+        skip: last parts of names, or whole names, of layers to leave alone.
+        unfit: further reasons, by name.
+
+    Raises:
+        ValueError: `skip` names no layer.
+    """
+    known = sorted({_kind(name) for name in shapes} - {HEAD})
+    for asked in skip:
+        if not any(asked in (name, _kind(name)) for name in shapes):
+            near = difflib.get_close_matches(asked, [*known, *shapes], n=1)
+            raise ValueError(
+                f"precision.skip names {asked!r}, which no layer is; {f'did you mean {near[0]!r}? ' if near else ''}"
+                f"give a kind, {', '.join(known)}, or a whole name, like {next(iter(shapes))!r}"
+            )
+
+    def own(name: str) -> str | None:
+        out, features = shapes[name]
+        if _kind(name) == HEAD:
+            return "output head, whose errors go straight into the log-probs"
+        if name in skip or _kind(name) in skip:
+            return "named in precision.skip"
+        if out % BLOCK or features % BLOCK:
+            return f"no whole tiles of {BLOCK} x {BLOCK}"
+        return (unfit or {}).get(name)
+
+    reasons = {name: own(name) for name in shapes}
+    for name in shapes:
+        stem = name.removesuffix(_kind(name))
+        for part in next((parts for parts in FUSED if _kind(name) in parts), ()):
+            if reasons[name] is None and f"{stem}{part}" in shapes and own(f"{stem}{part}") is not None:
+                reasons[name] = f"vLLM fuses it with {part}, which stays"
+    return reasons
+
+
+def linear_layers(
+    model: TransformerDecoder, config: Fp8Config, trains: bool, names: HFModel | None = None
+) -> tuple[tuple[Fp8Layer, ...], dict[str, nn.Module]]:
+    """All linear layers in the order of the model, last the output head, and the modules by Hugging Face name.
+
+    Args:
+        model: may lie on the meta device.
+        trains: they compute in FP8 in the trainer, too, which then has to be able to.
+        names: of the model directory; without it nobody looks whether rows change places on their way to Hugging Face.
+
+    Raises:
+        ValueError: `config.skip` names no layer.
+    """
+    adapters = adapter_names(model)
+    modules, unfit = {}, {}
+    for ours, module in model.named_modules():
+        ours = clean_name(ours)
+        if isinstance(module, (nn.Linear, LoRALinear, DoRALinear)) and f"{ours}.weight" not in adapters:
+            name = hf_name(f"{ours}.weight").removesuffix(".weight")
+            modules[name] = module
+            reason = (_unfit(module, config) or (names and _moved(names, ours, module))) if trains else None
+            if reason:
+                unfit[name] = reason
+    head = modules.pop(HEAD, None)
+    shapes = {name: tuple(module.weight.shape) for name, module in modules.items()}
+    if head is not None:
+        modules[HEAD] = head
+    shapes[HEAD] = tuple((model.tok_embeddings if head is None else head).weight.shape)
+    reasons = skip_reasons(shapes, config.skip, unfit)
+    return tuple(Fp8Layer(name, shapes[name], reasons[name]) for name in shapes), modules
+
+
+def plan(
+    model: TransformerDecoder, names: HFModel, config: Fp8Config, dtype: torch.dtype, device: torch.device | None = None
+) -> Fp8Receipt:
+    """The list for a model, which may lie on the meta device and stays as it is.
+
+    Args:
+        dtype: in which the forward sees the weights.
+        device: where the trainer computes, which decides the backends; None: the sampler alone is in FP8.
+
+    Raises:
+        ValueError: nothing can be converted, `config.skip` names no layer, the checkpoint is quantized already, or no backend
+            that was asked for can run on `device`.
+    """
+    return _plan(model, names, config, dtype, device)[0]
+
+
+def convert(
+    model: TransformerDecoder, names: HFModel, config: Fp8Config, dtype: torch.dtype, device: torch.device
+) -> Fp8Receipt:
+    """Lets the layers of `plan` compute in FP8. Parameters, their names and checkpoints stay as they are.
+
+    Before sharding, checkpointing and compile, and after `lora.prepare`.
+
+    Args:
+        device: where the model will compute; it decides the backends.
+
+    Raises:
+        ValueError: as `plan`.
+    """
+    receipt, modules = _plan(model, names, config, dtype, device)
+    if config.recipe != "block":
+        _convert_by_torchao(
+            model, {module for name, module in modules.items() if name in receipt.converted}, config, device
+        )
+        return receipt
+    for name in receipt.converted:
+        module = modules[name]
+        module.__class__ = Fp8LoRALinear if isinstance(module, LoRALinear) else Fp8BlockLinear
+        module.fp8 = config
+    return receipt
+
+
+@torch.no_grad()
+def fp8_hf_tensors(
+    tensors: Iterable[tuple[str, Tensor]], receipt: Fp8Receipt, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, tensor) for a sampler that was made with `receipt.quantization_config()`.
+
+    Of a converted layer `X.weight`, float8_e4m3fn [N, K], and `X.weight_scale_inv`, float32 [N/128, K/128], a multiplier;
+    everything else in `dtype`.
+
+    Args:
+        tensors: of `named_hf_tensors` or `lora.base_hf_tensors` in `receipt.dtype`, so that what is rounded here is what the
+            forward rounds. Consumed one at a time: still a collective if they are gathered.
+
+    Raises:
+        ValueError: tensors of another dtype, or not all that were converted.
+    """
+    receipt.quantization_config()  # of a recipe that has one
+    missing = set(receipt.converted)
+    for name, tensor in tensors:
+        layer = name.removesuffix(".weight")
+        if layer == name or layer not in receipt.converted:
+            yield name, tensor.to(dtype)
+            continue
+        if tensor.dtype != receipt.dtype:
+            raise ValueError(
+                f"{name} comes as {tensor.dtype}, the forward quantizes {receipt.dtype}: gather it in that"
+            )
+        missing.discard(layer)
+        q = quantize_weight(tensor, receipt.config.power_of_two)
+        yield name, q.values
+        yield f"{name}_scale_inv", q.scales
+    if missing:
+        raise ValueError(f"{len(missing)} layers in FP8 were not among the tensors: {sorted(missing)[:4]} ...")
+
+
+def _kind(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _plan(
+    model: TransformerDecoder, names: HFModel, config: Fp8Config, dtype: torch.dtype, device: torch.device | None
+) -> tuple[Fp8Receipt, dict[str, nn.Module]]:
+    """The receipt, and the modules by Hugging Face name."""
+    names.require_unquantized()
+    layers, modules = linear_layers(model, config, device is not None, names)
+    receipt = Fp8Receipt(config, dtype, layers)
+    if not receipt.converted:
+        raise ValueError(
+            f"{receipt.table()}\nprecision: no layer of model_dir={str(names.path)!r} can compute in FP8, for the reasons "
+            "above; take another model, or set precision=bf16"
+        )
+    if device is None or config.recipe != "block":
+        return receipt, modules
+    frozen, choices = bool(adapter_names(model)), {}
+    for layer in layers:
+        if layer.reason is None:
+            for gemm in config.gemms(frozen):
+                if (gemm, layer.shape) not in choices:
+                    choices[gemm, layer.shape] = _choice(gemm, layer, receipt, device)
+    return replace(receipt, choices=tuple((*key, choice) for key, choice in choices.items())), modules
+
+
+def _unfit(module: nn.Module, config: Fp8Config) -> str | None:
+    if isinstance(module.weight, NF4Tensor):
+        return "its weight is NF4 (model.quantize_base=False or precision=fp8_rollout would do)"
+    if isinstance(module, DoRALinear):
+        return "DoRA: no sampler has it but merged, and then rounded as a whole (precision=fp8_rollout would do)"
+    if isinstance(module, LoRALinear) and config.recipe != "block":
+        return f"torchao's recipe {config.recipe} knows no adapters"
+    if type(module) not in (nn.Linear, LoRALinear):
+        return f"it is a {type(module).__name__}"
+    return None
+
+
+def _moved(names: HFModel, ours: str, module: nn.Module) -> str | None:
+    """Rows may trade places inside their tile: its scale stays, and each value keeps its bits. Not across tiles."""
+    places = torch.arange(module.weight.shape[0], device="cpu")[:, None]  # they stand in for the weight
+    _, order = names.to_hf(f"{ours}.weight", places)
+    tiles = torch.arange(order.shape[0]) // BLOCK
+    if torch.equal(order[:, 0] // BLOCK, tiles):
+        return None
+    return f"Hugging Face has its rows in another order, across tiles of {BLOCK}: heads must divide {BLOCK}"
+
+
+def _choice(gemm: str, layer: Fp8Layer, receipt: Fp8Receipt, device: torch.device) -> Choice:
+    """The backend for one GEMM of a layer, asked with operands of no tokens."""
+    out, features = layer.shape
+
+    def blocks(rows: int, columns: int, block: tuple[int, int]) -> Fp8Blocks:
+        values, scales = torch.empty((), dtype=FP8, device=device), torch.empty((), device=device)
+        grid = rows // block[0], columns // block[1]
+        return Fp8Blocks(values.expand(rows, columns), scales.expand(grid), block, (rows, columns))
+
+    weight = blocks(out, features, TILES)
+    operands = {
+        "fprop": (blocks(0, features, ROWS), weight),
+        "dgrad": (blocks(0, out, ROWS), weight),
+        "wgrad": (blocks(0, out, COLUMNS), blocks(0, features, COLUMNS)),
+    }[gemm]
+    dtype = torch.float32 if gemm == "wgrad" else receipt.dtype
+    asked = receipt.config.backend
+    if asked == "auto":
+        choice = fp8_gemm.choose_backend(gemm, *operands, dtype)
+        if device.type == "cuda" and choice.backend == "reference":
+            raise ValueError(
+                f"precision.backend=auto: {device} has nothing fast for {gemm} of {layer.name}, {choice.reason}; mend one of "
+                "these, set precision=bf16, or emulate FP8 with precision.backend=reference"
+            )
+        return choice
+    if objection := fp8_gemm.objection(asked, gemm, *operands, dtype):
+        raise ValueError(
+            f"precision.backend={asked} cannot run {gemm} of {layer.name}: {objection}; or set precision.backend=auto"
+        )
+    return Choice(asked, "asked for")
+
+
+def _convert_by_torchao(model: nn.Module, chosen: set[nn.Module], config: Fp8Config, device: torch.device) -> None:
+    """One scale for a tensor or for a row of it; emulated where no tensor core can do it."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    options = replace(
+        Float8LinearConfig.from_recipe_name(config.recipe), emulate=device.type != "cuda", pad_inner_dim=True
+    )
+    convert_to_float8_training(model, config=options, module_filter_fn=lambda module, _: module in chosen)

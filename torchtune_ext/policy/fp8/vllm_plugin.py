@@ -1,0 +1,60 @@
+"""Block-FP8 models on a CPU in vLLM, which has no kernel for them there: the reference GEMM of kernels/fp8_gemm.py.
+
+vLLM loads `register` by itself through the entry point `vllm.general_plugins` (setup.cfg), in every process. The kernel
+quantizes activations as the trainer does, in 1x128 blocks, and sums in float32, so that a whole FP8 run can be made and checked
+without a GPU; it is slower than bfloat16.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from torchtune_ext.kernels.fp8_gemm import fprop
+from torchtune_ext.kernels.fp8_quantize import BLOCK, TILES, Fp8Blocks, quantize_rows
+
+
+def register() -> None:
+    """Puts the kernel before vLLM's own for CPUs, which need AMX. Does nothing elsewhere, and nothing a second time."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.model_executor.kernels.linear import _POSSIBLE_FP8_BLOCK_KERNELS
+    from vllm.platforms.interface import PlatformEnum
+
+    kernels = _POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU]
+    if not any(kernel.__name__ == "ReferenceFp8BlockKernel" for kernel in kernels):
+        kernels.insert(0, _kernel())
+
+
+def _kernel() -> type:
+    from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
+
+    class ReferenceFp8BlockKernel(Fp8BlockScaledMMLinearKernel):
+        """Leaves `weight` and `weight_scale_inv` as they were loaded: they are what a publication can be compared with."""
+
+        apply_input_quant = False
+
+        @classmethod
+        def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+            return True, None
+
+        @classmethod
+        def can_implement(cls, config) -> tuple[bool, str | None]:
+            group = config.weight_quant_key.scale.group_shape
+            if (group.row, group.col) != (BLOCK, BLOCK):
+                return False, f"weights come in {BLOCK}x{BLOCK} blocks, not {group.row}x{group.col}"
+            return super().can_implement(config)
+
+        def process_weights_after_loading(self, layer: nn.Module) -> None:
+            pass
+
+        def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None, **kwargs) -> Tensor:
+            weight = Fp8Blocks(layer.weight, layer.weight_scale_inv, TILES, tuple(layer.weight.shape))
+            y = fprop(quantize_rows(x.flatten(0, -2)), weight, out_dtype=torch.float32, backend="reference")
+            y = y.to(x.dtype)
+            return (y if bias is None else y + bias).unflatten(0, x.shape[:-1])
+
+        def apply_block_scaled_mm(self, *args, **kwargs) -> Tensor:
+            raise NotImplementedError("apply_weights does it all")
+
+    return ReferenceFp8BlockKernel

@@ -1,0 +1,199 @@
+"""Weights between Hugging Face directories, torchtune models and the sampler. One name map serves all three."""
+
+import hashlib
+import json
+import os
+from collections.abc import Collection, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torchtune.models.convert_weights import get_mapped_key, hf_to_tune, tune_to_hf
+from torchtune.models.qwen2 import qwen2_hf_to_tune, qwen2_tune_to_hf
+from torchtune.models.qwen2._convert_weights import _FROM_HF
+
+from torchtune_ext.policy.sharded import fill, whole
+
+_QWEN3 = _FROM_HF | {  # HF name -> torchtune name: those of Qwen2, and the norms of q and k
+    f"model.layers.{{}}.self_attn.{x}_norm.weight": f"layers.{{}}.attn.{x}_norm.scale" for x in ("q", "k")
+}
+
+
+_TO_HF = {ours: hf for hf, ours in _QWEN3.items()}
+
+
+def hf_name(name: str) -> str:
+    """Hugging Face's name of a torchtune weight; Qwen2, Qwen3 and Llama agree."""
+    return get_mapped_key(name, _TO_HF)
+
+
+def _renamed(weights: dict[str, Tensor], names: dict[str, str], **_: int) -> dict[str, Tensor]:
+    return {get_mapped_key(name, names): weight for name, weight in weights.items()}
+
+
+# model_type of config.json -> (from HF, to HF). Llama's q and k are permuted (torchtune rotates interleaved pairs).
+_CONVERTERS = {
+    "qwen2": (qwen2_hf_to_tune, qwen2_tune_to_hf),
+    "qwen3": (partial(_renamed, names=_QWEN3), partial(_renamed, names=_TO_HF)),
+    "llama": (hf_to_tune, tune_to_hf),
+}
+_DTYPES = ("BF16", "F16", "F32", "F64")  # of weights, as safetensors writes them
+_UNQUANTIZED = "take the model in bfloat16 or float32; with precision=fp8_unified it is quantized here"
+_SAMPLES, _SAMPLE_BYTES = 8, 1024  # of a tensor, for the fingerprint
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # what activation checkpointing and compile add to names
+
+
+class HFModel:
+    """A model directory in Hugging Face format: `config.json` and safetensors files.
+
+    Raises:
+        ValueError: no such directory, no config or weights in it, or an architecture that is not supported.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        config = self.path / "config.json"
+        if not config.is_file():
+            tiny = self.path.parts[-3] if self.path.parts[-2:] == ("warmup", "model") else "tiny"
+            raise ValueError(
+                f"model_dir={str(path)!r} has no config.json; give a directory in Hugging Face format (of the tiny models: "
+                f"`tune run warmup_sft --config warmup/{tiny}` makes it)"
+            )
+        self.config: dict[str, Any] = json.loads(config.read_text())
+        family = self.config.get("model_type")
+        if family not in _CONVERTERS:
+            raise ValueError(f"model_type={family!r} in {config} is not supported; supported: {sorted(_CONVERTERS)}")
+        self._from_hf, self._to_hf = _CONVERTERS[family]
+        heads, width = self.config["num_attention_heads"], self.config["hidden_size"]
+        self._shape = dict(
+            num_heads=heads,
+            num_kv_heads=self.config["num_key_value_heads"],
+            dim=width,
+            head_dim=self.config.get("head_dim") or width // heads,
+        )
+        self.tied: bool = bool(self.config.get("tie_word_embeddings", False))
+
+    def files(self) -> list[Path]:
+        """The safetensors files, in order."""
+        files = sorted(self.path.glob("*.safetensors"))
+        if not files:
+            raise ValueError(
+                f"model_dir={str(self.path)!r} has no *.safetensors file; other weight formats are not read"
+            )
+        return files
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(torchtune name, tensor) of every weight, one at a time."""
+        self.require_unquantized()
+        for file in self.files():
+            with safe_open(file, framework="pt") as f:
+                for name in f.keys():
+                    if self.tied and name == "lm_head.weight":
+                        continue
+                    if "_scale" in name.rpartition(".")[2] or f.get_slice(name).get_dtype() not in _DTYPES:
+                        raise ValueError(f"{name} in {file} is, or belongs to, a quantized weight: {_UNQUANTIZED}")
+                    yield from self._from_hf({name: f.get_tensor(name)}, **self._shape).items()
+
+    def fingerprint(self) -> str:
+        """Short text that tells these weights from others, in seconds also for tens of gigabytes.
+
+        It covers name, shape and dtype of every tensor and eight samples of 1,024 bytes, from its first bytes to its last; of
+        a tensor of 8 KiB or less all bytes. So it tells apart what was trained, rounded or converted differently, and
+        overlooks a change that touches only bytes between the samples. Path, order and number of the files do not count.
+
+        Raises:
+            ValueError: no safetensors file, or one that is cut or damaged.
+        """
+        tensors, total = {}, 0
+        for file in self.files():
+            with open(file, "rb") as f:
+                begin, header = _header(file)
+                for name, entry in header.items():
+                    if name == "__metadata__" or (self.tied and name == "lm_head.weight"):
+                        continue
+                    start, end = entry["data_offsets"]
+                    size, digest = end - start, hashlib.sha256(f"{entry['dtype']} {entry['shape']} ".encode())
+                    whole = size <= _SAMPLES * _SAMPLE_BYTES
+                    places = [0] if whole else [i * (size - _SAMPLE_BYTES) // (_SAMPLES - 1) for i in range(_SAMPLES)]
+                    for place in places:
+                        digest.update(os.pread(f.fileno(), size if whole else _SAMPLE_BYTES, begin + start + place))
+                    tensors[name], total = digest.hexdigest(), total + size
+        digest = hashlib.sha256(json.dumps(tensors, sort_keys=True).encode()).hexdigest()
+        return f"{len(tensors)} tensors of {total:,} bytes, {digest[:12]}"
+
+    def require_unquantized(self) -> None:
+        """Raises ValueError where `config.json` says that the weights are quantized: without their scales they are others."""
+        if (found := self.config.get("quantization_config")) is not None:
+            raise ValueError(
+                f"model_dir={str(self.path)!r} holds quantized weights (quantization_config in config.json, quant_method="
+                f"{found.get('quant_method')!r}): {_UNQUANTIZED}"
+            )
+
+    def to_hf(self, name: str, tensor: Tensor) -> tuple[str, Tensor]:
+        """A torchtune weight under its Hugging Face name and layout; it may have fewer columns (an adapter's B)."""
+        shape = self._shape | {"dim": tensor.shape[-1]}
+        return next(iter(self._to_hf({name: tensor}, **shape).items()))
+
+
+def _header(file: Path) -> tuple[int, dict[str, Any]]:
+    """Where the data of a safetensors file begin, and its header: dtype, shape and place of each tensor."""
+    with open(file, "rb") as f:
+        length = int.from_bytes(f.read(8), "little")
+        try:
+            header = json.loads(f.read(length)) if 0 < length < file.stat().st_size else None
+            end = max((e["data_offsets"][1] for n, e in header.items() if n != "__metadata__"), default=0)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise ValueError(f"{file} is no safetensors file, or its header is damaged; copy it anew") from None
+    if 8 + length + end != file.stat().st_size:
+        raise ValueError(
+            f"{file} has {file.stat().st_size:,} bytes, its header says {8 + length + end:,}: copy it anew"
+        )
+    return 8 + length, header
+
+
+def clean_name(name: str) -> str:
+    """Parameter name without what wrappers add to it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, source: HFModel, new: Collection[str] = ()) -> None:
+    """Copies the weights of `source` into a (sharded) model; every rank reads the files and keeps its part.
+
+    Args:
+        new: names of parameters that no model directory holds (those of adapters).
+
+    Raises:
+        ValueError: names or shapes that do not fit the model that the config builds.
+    """
+    params = {clean_name(name): p for name, p in model.named_parameters()}
+    missing = set(params) - set(new)
+    for name, tensor in source.tensors():
+        param = params.get(name)
+        if param is None or tuple(param.shape) != tuple(tensor.shape):
+            found = "no such weight" if param is None else f"shape {tuple(param.shape)}"
+            raise ValueError(
+                f"model does not fit model_dir={str(source.path)!r}: {name} has shape {tuple(tensor.shape)} there, "
+                f"the built model has {found}; compare `model:` in the YAML with {source.path / 'config.json'}"
+            )
+        fill(param, tensor)
+        missing.discard(name)
+    if missing:
+        raise ValueError(
+            f"model_dir={str(source.path)!r} lacks {len(missing)} weights of the model: {sorted(missing)[:4]} ..."
+        )
+
+
+@torch.no_grad()
+def named_hf_tensors(model: nn.Module, names: HFModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, whole tensor) of every parameter, in `dtype`, in the same order on every rank.
+
+    Gathers one sharded parameter at a time: a collective, so all ranks must exhaust it together.
+    """
+    for name, param in model.named_parameters():
+        yield names.to_hf(clean_name(name), whole(param).to(dtype))

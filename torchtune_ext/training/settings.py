@@ -1,0 +1,55 @@
+"""Settings that would only fail late, or train silently wrong: refused before anything is loaded."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from torchtune_ext.advantages import AdvantageConfig
+from torchtune_ext.objective.loss import Needs
+from torchtune_ext.sampling.records import SamplingConfig
+
+
+def at_least(settings: Mapping[str, Any], **least: int) -> None:
+    """Raises ValueError for the first named setting that is below its bound."""
+    for name, bound in least.items():
+        if settings[name] < bound:
+            raise ValueError(f"{name}={settings[name]} must be at least {bound}")
+
+
+def check_sampling(sampling: SamplingConfig, samples_per_prompt: int, advantage: AdvantageConfig) -> None:
+    """Training needs samples of the policy itself, not of a part of its distribution, and enough of them to compare."""
+    if 1 < advantage.pass_k >= samples_per_prompt:
+        raise ValueError(
+            f"advantage.pass_k={advantage.pass_k} compares the best of so many samples with others: samples_per_prompt="
+            f"{samples_per_prompt} must be larger"
+        )
+    if sampling.temperature <= 0:
+        raise ValueError(f"sampling.temperature={sampling.temperature} leaves nothing to learn from; use 1.0")
+    if sampling.top_p < 1 or sampling.top_k:
+        raise ValueError(
+            f"sampling.top_p={sampling.top_p}, top_k={sampling.top_k}: the engine would renormalize over a part of the "
+            "vocabulary, and its log-probs would not be the policy's; use top_p=1 and top_k=0"
+        )
+    if sampling.seed is not None:
+        raise ValueError(f"sampling.seed={sampling.seed}: a run draws its own seeds for every step; set `seed`")
+
+
+def check_needs(settings: Mapping[str, Any], needs: Needs) -> None:
+    """A loss of the user's own that has a coefficient for what it does not ask for would not get it.
+
+    Args:
+        settings: `loss:` of the YAML.
+    """
+    for key, got, attribute in (("kl_coef", needs.reference, "needs_reference"), ("top_k", needs.top_k, "top_k")):
+        if settings.get(key) and not got:
+            raise ValueError(
+                f"loss.{key}={settings[key]}, but the loss {settings.get('_component_')} does not ask for it: give the class "
+                f"the attribute `{attribute}` (docs/objectives.md), or leave the setting out"
+            )
+
+
+def release_memory() -> None:
+    """Gives cached device memory back, so that another process on the device can have it."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
