@@ -46,7 +46,7 @@ from torchtune_ext.policy.hf_model import HFModel, named_hf_tensors
 from torchtune_ext.policy.logprobs import PackedPolicy
 from torchtune_ext.policy.scratch import qwen2_from_config
 from torchtune_ext.policy.sharded import whole
-from torchtune_ext.rollout import sample_groups
+from torchtune_ext.rollout import in_order, sample_groups
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.tasks.arithmetic import Arithmetic
 from torchtune_ext.training.breakdown import places
@@ -86,7 +86,7 @@ def sampled(model_dir: Path, flow: str, policy: PackedPolicy, questions: int, ou
             try:
                 sampling = SamplingConfig(tokens, seed=level, stop_token_ids=() if kind == "run-on" else stops)
                 problems = [task[i] for i in range(questions)]
-                groups = sample_groups(problems, SAMPLES, sampling, engine, tokenizer, grader)
+                groups = in_order(sample_groups(problems, SAMPLES, sampling, engine, tokenizer, grader))
                 found[kind] = [replace(g, samples=tuple(replace(s, trained=True) for s in g.samples)) for g in groups]
             finally:
                 grader.close()

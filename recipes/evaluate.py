@@ -15,7 +15,7 @@ from torchtune_ext.grading import Grader, GraderConfig
 from torchtune_ext.host.config import build, instantiate, load_config, named_paths, record
 from torchtune_ext.host.plugin import parse
 from torchtune_ext.policy.hf_model import HFModel
-from torchtune_ext.rollout import sample_groups
+from torchtune_ext.rollout import in_order, sample_groups
 from torchtune_ext.run.files import explained, write_atomic
 from torchtune_ext.run.folder import RunFolder
 from torchtune_ext.run.output import say
@@ -89,7 +89,7 @@ class EvaluateRecipe:
         found = {}
         for i, (name, (sampling, n)) in enumerate(ways.items()):
             with self.progress.sampling(len(problems) * n, name) as bar:
-                groups = sample_groups(problems, n, sampling, self.engine, self.tokenizer, self.grader, bar)
+                groups = in_order(sample_groups(problems, n, sampling, self.engine, self.tokenizer, self.grader, bar))
             self.store.write(i, groups)
             found[name] = accuracy(groups, list(cfg.pass_at))
         say(table(found))

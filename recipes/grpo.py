@@ -31,7 +31,7 @@ from torchtune_ext.packing import Row, pack_updates
 from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.memory import memory_table
-from torchtune_ext.rollout import sample_groups
+from torchtune_ext.rollout import in_order, sample_groups
 from torchtune_ext.run.folder import RunFolder
 from torchtune_ext.run.output import say
 from torchtune_ext.run.stop import StopSignals
@@ -275,7 +275,7 @@ class GRPORecipe:
         self.stop.begin_steps()  # from here on SIGTERM waits for the end of a step
         while self.step < cfg.max_steps:
             self.step += 1
-            self.last_eval = None  # a checkpoint is scored by an evaluation of its own weights alone
+            self.last_eval = None  # a checkpoint has the accuracy of its own weights alone
             watch = summary.Stopwatch(partial(self.ranks.phase, step=self.step))  # other ranks see who is at what
 
             # Rank 0 samples and grades. Rewards become advantages inside each group of samples of one prompt.
@@ -336,7 +336,7 @@ class GRPORecipe:
     def rollout(self, problems: list[Problem], n: int, sampling: SamplingConfig, by: Grader, label: str) -> list[Group]:
         """Rank 0: `n` graded completions of every problem."""
         with self.progress.sampling(len(problems) * n, label) as bar:
-            return sample_groups(problems, n, sampling, self.engine, self.tokenizer, by, bar)
+            return in_order(sample_groups(problems, n, sampling, self.engine, self.tokenizer, by, bar))
 
     def pack(self, groups: list[Group]) -> tuple[list[list[Row]], dict[str, float]]:
         """This rank's rows for every update of the step, and how well they are used."""

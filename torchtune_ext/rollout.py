@@ -1,21 +1,26 @@
 """Problems -> graded groups: prompt ids, completions from the sampler, texts, outcomes."""
 
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from queue import SimpleQueue
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
+from operator import itemgetter
+from queue import Empty, SimpleQueue
 from typing import Protocol
 
 import numpy as np
 
 from torchtune_ext.chat import ChatTokenizer
-from torchtune_ext.grading import Grader, Outcome, log_failures, results
+from torchtune_ext.grading import Grader, Outcome, log_failures
 from torchtune_ext.groups import Group, Sample
-from torchtune_ext.sampling.engine import Completion, Engine, SamplingConfig
+from torchtune_ext.sampling.engine import Completion, Engine, EngineFailed, SamplingConfig
 from torchtune_ext.tasks.task import Problem
+
+# Python acts on a Ctrl-C in the main thread alone, but the kernel may give it to another: so often a wait looks for one.
+WAKE_S = 1.0
 
 
 class Watcher(Protocol):
-    """Who wants to see samples as they come: a progress bar. Called from threads."""
+    """Who wants to see samples as they come: a progress bar. The engine's thread calls `on_completion`, whoever takes the
+    groups calls `add_reward`."""
 
     def on_completion(self, problem: int, sample: int, completion: Completion) -> None: ...
 
@@ -30,80 +35,113 @@ def sample_groups(
     tokenizer: ChatTokenizer,
     grader: Grader,
     watcher: Watcher | None = None,
-) -> list[Group]:
+) -> Iterator[tuple[int, Group]]:
     """Samples `samples_per_prompt` completions of every problem and grades each while others are still sampled, or, with a
     grader that compares, each group when it is whole.
 
-    A grader reads the assistant's turn: where the prompt ends in an open "<think>", the text begins with it.
+    The engine samples as fast as it can, whoever takes the groups; texts reach the graders while somebody waits for the next
+    group. A grader reads the assistant's turn: where the prompt ends in an open "<think>", the text begins with it.
 
-    Returns:
-        One group per problem, in order, without advantages.
+    Yields:
+        (index of the problem, its group without advantages) as soon as the last sample of the group is graded. `in_order`
+        makes the batch of them. An iterator that is closed early ends what is still sampled and graded.
+
+    Raises:
+        What `Engine.submit` and `Grader.submit` raise, ValueError for instance, before the first group; EngineFailed when the
+        engine is lost or closed.
     """
-    prompts = [tokenizer.prompt_ids(list(problem.messages)) for problem in problems]
-    opened = [tokenizer.opened_thought(prompt) for prompt in prompts]
-    arrived: SimpleQueue[tuple[int, int, Completion] | None] = SimpleQueue()  # None: there will be no more
-    texts: dict[tuple[int, int], str] = {}
-    grades: dict[tuple[int, int], Future[Outcome]] = {}
-    together: dict[int, Future[list[Outcome]]] = {}  # by problem, of a grader that compares
+    groups = [_Unfinished(problem, tokenizer, samples_per_prompt) for problem in problems]
+    events: SimpleQueue[tuple[int, int, Completion | Future] | None] = SimpleQueue()
+    futures: list[Future] = []
 
-    def on_completion(problem: int, sample: int, completion: Completion) -> None:
-        arrived.put((problem, sample, completion))
+    def on_completion(p: int, s: int, completion: Completion) -> None:
+        events.put((p, s, completion))
         if watcher is not None:
-            watcher.on_completion(problem, sample, completion)
+            watcher.on_completion(p, s, completion)
 
-    def hand_in() -> None:
-        """Decodes what arrives and hands it to the grader: a text at a time, or a group when it is whole."""
-        waiting = [samples_per_prompt] * len(problems)
-        while (item := arrived.get()) is not None:
-            p, s, completion = item
-            texts[p, s] = opened[p] + tokenizer.decode(completion.tokens.tolist())
-            waiting[p] -= 1
-            if not grader.compares:
-                grades[p, s] = grader.submit(problems[p], texts[p, s])
-                grades[p, s].add_done_callback(show)
-            elif not waiting[p]:
-                together[p] = grader.submit_group(problems[p], [texts[p, i] for i in range(samples_per_prompt)])
-                together[p].add_done_callback(show)
+    def when_graded(p: int, s: int, future: Future) -> None:
+        futures.append(future)
+        future.add_done_callback(lambda done: events.put((p, s, done)))
 
-    def show(future: Future) -> None:
-        if watcher is None or future.cancelled() or future.exception() is not None:
-            return
-        found = future.result()
-        for outcome in found if isinstance(found, list) else [found]:
-            if outcome.score is not None:
-                watcher.add_reward(outcome.score.reward)
-
+    drawing = engine.submit([group.prompt for group in groups], samples_per_prompt, sampling, on_completion)
     try:
-        with ThreadPoolExecutor(1, thread_name_prefix="decoding") as thread:
-            try:
-                decoding = thread.submit(hand_in)
-                completions = engine.sample(prompts, samples_per_prompt, sampling, on_completion)
-            finally:
-                # Also when Ctrl-C comes while the thread is being started, which then waits all the same.
-                arrived.put(None)
-            decoding.result()
-        outcomes = _outcomes(grades, together)
-    except BaseException:
-        for future in (*grades.values(), *together.values()):
-            future.cancel()  # the grader's next texts do not wait behind those that nobody wants any more
-        raise
-    log_failures(list(outcomes.values()))
-    return [
-        Group(
-            problem=problem,
-            prompt_tokens=np.asarray(prompt, dtype=np.int32),
-            samples=tuple(
-                Sample(completion, text=texts[p, s], outcome=outcomes[p, s]) for s, completion in enumerate(group)
-            ),
-        )
-        for p, (problem, prompt, group) in enumerate(zip(problems, prompts, completions, strict=True))
-    ]
+        drawing.add_done_callback(lambda _: events.put(None))
+        unfinished = len(groups)
+        while unfinished:
+            event = _next(events)
+            if event is None:
+                _require(drawing)  # there will be no more completions: all are there, or this raises what went wrong
+                continue
+            p, s, what = event
+            group = groups[p]
+            if isinstance(what, Completion):
+                text = group.add(s, what)
+                if not grader.compares:
+                    when_graded(p, s, grader.submit(group.problem, text))
+                elif group.drawn:
+                    when_graded(p, 0, grader.submit_group(group.problem, group.texts))
+                continue
+            found = what.result()
+            for place, outcome in enumerate(found if grader.compares else [found], start=s):
+                group.outcomes[place] = outcome
+                if watcher is not None and outcome.score is not None:
+                    watcher.add_reward(outcome.score.reward)
+            if group.graded:
+                unfinished -= 1
+                yield p, group.finish()
+    finally:
+        # What nobody wants any more (an error, Ctrl-C, an iterator that was closed) does not hold up what comes next.
+        for future in (drawing, *futures):
+            future.cancel()
+    log_failures([outcome for group in groups for outcome in group.outcomes])
 
 
-def _outcomes(
-    grades: dict[tuple[int, int], "Future[Outcome]"], together: dict[int, "Future[list[Outcome]]"]
-) -> dict[tuple[int, int], Outcome]:
-    """(problem, sample) -> outcome, when all are there: the grader has a deadline for each."""
-    found = dict(zip(grades, results(list(grades.values())), strict=True))
-    groups = zip(together, results(list(together.values())), strict=True)
-    return found | {(p, s): outcome for p, outcomes in groups for s, outcome in enumerate(outcomes)}
+def in_order(stream: Iterable[tuple[int, Group]]) -> list[Group]:
+    """The batch: all groups of a stream, in the order of their problems."""
+    return [group for _, group in sorted(stream, key=itemgetter(0))]
+
+
+class _Unfinished:
+    """A group on its way: its completions arrive, then their outcomes, each in any order."""
+
+    def __init__(self, problem: Problem, tokenizer: ChatTokenizer, samples: int):
+        self.problem, self._decode = problem, tokenizer.decode
+        self.prompt = tokenizer.prompt_ids(list(problem.messages))
+        self._opened = tokenizer.opened_thought(self.prompt)
+        self._completions: list[Completion | None] = [None] * samples
+        self.texts = [""] * samples
+        self.outcomes: list[Outcome | None] = [None] * samples
+
+    def add(self, sample: int, completion: Completion) -> str:
+        """Takes a completion and returns its text."""
+        self._completions[sample] = completion
+        self.texts[sample] = self._opened + self._decode(completion.tokens.tolist())
+        return self.texts[sample]
+
+    @property
+    def drawn(self) -> bool:
+        return all(completion is not None for completion in self._completions)
+
+    @property
+    def graded(self) -> bool:
+        return all(outcome is not None for outcome in self.outcomes)
+
+    def finish(self) -> Group:
+        found = zip(self._completions, self.texts, self.outcomes, strict=True)
+        samples = tuple(Sample(completion, text=text, outcome=outcome) for completion, text, outcome in found)
+        return Group(self.problem, np.asarray(self.prompt, dtype=np.int32), samples)
+
+
+def _next(events: SimpleQueue) -> tuple | None:
+    while True:
+        try:
+            return events.get(timeout=WAKE_S)
+        except Empty:
+            pass
+
+
+def _require(drawing: Future) -> None:
+    try:
+        drawing.result()
+    except CancelledError:  # another thread closed the engine
+        raise EngineFailed("the engine was closed") from None

@@ -53,9 +53,9 @@ class Trained:
                 p.grad = torch.randn_like(p)
             self.optimizer.step()
 
-    def save(self, checkpoints: Checkpoints, step: int, score: float | None = None) -> dict[str, float]:
+    def save(self, checkpoints: Checkpoints, step: int, accuracy: float | None = None) -> dict[str, float]:
         export = partial(export_model, model=self.model, source=self.source, dtype=torch.float32)
-        return checkpoints.save(step, self.model, self.optimizer, export, {"cursor": 7 * step}, score)
+        return checkpoints.save(step, self.model, self.optimizer, export, {"cursor": 7 * step}, accuracy)
 
     def load(self, checkpoints: Checkpoints, path: Path) -> dict:
         return checkpoints.load(path, self.model, self.optimizer)

@@ -16,7 +16,7 @@ from torchtune_ext.packing import pack
 from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.scratch import qwen2_from_config
-from torchtune_ext.rollout import sample_groups
+from torchtune_ext.rollout import in_order, sample_groups
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.tasks.task import Score
 from torchtune_ext.tasks.temporal_clue import TemporalClue
@@ -61,7 +61,7 @@ def test_public_puzzles_go_through(model_dir, data_dir, tmp_path):
     with Engine(str(model_dir), config, str(tmp_path)) as engine, Grader(task) as grader:
         engine.start()
         engine.wait_ready()
-        groups = sample_groups(problems, SAMPLES, sampling, engine, tokenizer, grader)
+        groups = in_order(sample_groups(problems, SAMPLES, sampling, engine, tokenizer, grader))
         gold = [(p, task.solution(p)) for p in problems]
         exact = [outcome.score.reward for outcome in grader.grade(gold)]
     published_task = TemporalClue(path=path, grader="published")

@@ -34,10 +34,10 @@ def opening(
         loss, advantage, checkpoints, evaluation, trained, precision: what was built of them.
     """
     lines = [f"trains: {trained}; {precision}", objective_line(cfg, loss, advantage)]
-    scored = has_component(cfg.evaluation.get("task"))
-    if scored and checkpoints.every < cfg.max_steps and checkpoints.every % evaluation.every:
+    evaluated = has_component(cfg.evaluation.get("task"))
+    if evaluated and checkpoints.every < cfg.max_steps and checkpoints.every % evaluation.every:
         lines.append(
-            f"best checkpoint: only one that is written when the run evaluates has a score; with checkpoints.every="
+            f"best checkpoint: only one that is written when the run evaluates has an accuracy; with checkpoints.every="
             f"{checkpoints.every} and evaluation.every={evaluation.every} that is each "
             f"{math.lcm(checkpoints.every, evaluation.every)} steps. Let checkpoints.every be a multiple of evaluation.every"
         )

@@ -14,7 +14,7 @@ from torchtune_ext.policy.lora import effective_weight
 
 
 @dataclass(frozen=True, slots=True)
-class LabelScores:
+class LabelLogprobs:
     """What the policy says of the labels of one row."""
 
     logprobs_L: Tensor  # float32, log-prob of each label under the temperature
@@ -22,7 +22,7 @@ class LabelScores:
     top_LK: Tensor | None = None  # float32, log-probs of the K tokens that were asked for, no gradient
     top_ids_LK: Tensor | None = None  # int64, which these are
 
-    def detached(self) -> "LabelScores":
+    def detached(self) -> "LabelLogprobs":
         """The same values without gradient."""
         return replace(self, logprobs_L=self.logprobs_L.detach(), entropy_L=self.entropy_L.detach())
 
@@ -50,11 +50,11 @@ class PackedPolicy:
         """What an optimizer gets: all parameters, or those of the adapters."""
         return [param for param in self.model.parameters() if param.requires_grad]
 
-    def __call__(self, row: Row, temperature: float = 1.0, top: int | Tensor = 0) -> LabelScores:
-        """Scores the labels of a row that lies on the model's device.
+    def __call__(self, row: Row, temperature: float = 1.0, top: int | Tensor = 0) -> LabelLogprobs:
+        """Computes the log-probs of the labels of a row that lies on the model's device.
 
         Args:
-            top: also score the so many most likely tokens at every label, or those with the given ids [L, K].
+            top: at every label also those of the so many most likely tokens, or of the tokens with the given ids [L, K].
 
         Raises:
             ValueError: a sequence of the row is longer than the model's `max_seq_len`.
@@ -69,8 +69,8 @@ class PackedPolicy:
         self.model.max_seq_len = max(self.max_positions, row.tokens_T.numel())
         self._row, self._temperature, self._top = row, temperature, top
         try:
-            scores = self.model(row.tokens_T[None], mask=packed_mask(row), input_pos=row.positions_T[None])
-            return LabelScores(scores[0], scores[1], *self._tops)
+            found = self.model(row.tokens_T[None], mask=packed_mask(row), input_pos=row.positions_T[None])
+            return LabelLogprobs(found[0], found[1], *self._tops)
         finally:
             self._row, self._top, self._tops = None, 0, (None, None)
 

@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from typing import Any
 
@@ -197,11 +197,24 @@ class Engine:
         Raises: ValueError for prompts that do not fit, before anything is sent; EngineFailed when the engine is beyond
         help; WeightsIncomplete when the engine sleeps and the last publication broke off (publish again).
         """
+        return self._thread.result(self.submit(prompts, n, sampling, on_completion, seeds))
+
+    def submit(
+        self,
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        sampling: SamplingConfig,
+        on_completion: OnCompletion | None = None,
+        seeds: Sequence[Sequence[int]] | None = None,
+    ) -> "Future[list[list[Completion]]]":
+        """Begins a call of `sample` and returns. What `sample` returns or raises is the result of the future, and ValueError
+        is raised here. Cancelling the future ends what is still sampled for it; closing the engine cancels it."""
+        self._thread.refuse_itself()
         prompts = check_prompts(prompts, n, sampling, self.config.max_model_len)
         seeds = request_seeds(sampling.seed, len(prompts), n) if seeds is None else seeds
         if seeds is not None and [len(row) for row in seeds] != [n] * len(prompts):
             raise ValueError(f"sample: seeds has to hold {n} numbers for each of the {len(prompts)} prompts")
-        return self._call(self._sample(prompts, n, Batch(sampling, on_completion), seeds))
+        return self._thread.submit(self._sample(prompts, n, Batch(sampling, on_completion), seeds))
 
     def cancel(self) -> None:
         """Ends all running calls of `sample` early: they return what they have, with finish reason "abort"; while the engine

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+import weakref
 from collections.abc import Coroutine
 from concurrent.futures import CancelledError, Future
 from typing import Any
@@ -27,6 +28,7 @@ class LoopThread:
 
     def __init__(self, name: str):
         self._loop = asyncio.new_event_loop()
+        self._futures: weakref.WeakSet[Future] = weakref.WeakSet()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -42,11 +44,14 @@ class LoopThread:
             raise RuntimeError("on_completion may not call the engine: it runs in the engine's own thread")
 
     def submit(self, work: Coroutine[Any, Any, Any]) -> Future:
-        """Begins `work` and returns. Raises EngineFailed when the thread does not run."""
+        """Begins `work` and returns. What has not ended when the thread does is cancelled. Raises EngineFailed when the thread
+        does not run."""
         attended = _attended(work)
         try:
             if self._thread.is_alive():
-                return asyncio.run_coroutine_threadsafe(attended, self._loop)
+                future = asyncio.run_coroutine_threadsafe(attended, self._loop)
+                self._futures.add(future)
+                return future
         except RuntimeError:
             pass  # the loop was closed in this moment
         attended.close()
@@ -63,7 +68,10 @@ class LoopThread:
         except RuntimeError:
             work.close()
             raise
-        future = self.submit(work)
+        return self.result(self.submit(work), timeout)
+
+    def result(self, future: Future, timeout: float | None = None) -> Any:
+        """Waits for work that was submitted, and cancels it where the wait ends first. Raises as `call` does."""
         give_up_at = time.monotonic() + (float("inf") if timeout is None else timeout)
         try:
             while True:
@@ -88,6 +96,9 @@ class LoopThread:
             self._thread.join(5.0)
             if self._thread.is_alive():
                 raise TimeoutError(f"the thread {self._thread.name} did not end")
+        # A loop that has stopped no longer tells anybody what became of the work.
+        for future in list(self._futures):
+            future.cancel()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from torchtune_ext.tasks.rows import Row, field_names, fill, hub_rows, read_rows
+from torchtune_ext.tasks.examples import Example, field_names, fill, hub_examples, read_examples
 from torchtune_ext.tasks.task import Problem, Score
 
 GraderFunction = Callable[[Any, str], float | Score]  # (answer, text)
@@ -17,7 +17,7 @@ GraderFunction = Callable[[Any, str], float | Score]  # (answer, text)
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where rows come from and what their fields are called."""
+    """Where examples come from and what their fields are called."""
 
     hub: str | None = None  # id of a data set of the hub, when there is no path
     config: str | None = None  # of the hub's data set
@@ -26,29 +26,29 @@ class Source:
     question: str = "question"  # a field, "a.b.0" below others, or a template "{Body} {Question}"
     answer: str = "answer"  # the same
     solution: str | None = None  # a field with a worked solution
-    keep: tuple[str, str] | None = None  # (field, text): only rows whose field holds the text
+    keep: tuple[str, str] | None = None  # (field, text): only examples whose field holds the text
     remove: tuple[str, ...] = ()  # what is cut out of questions: the prompt of another project
 
-    def rows(self) -> list[tuple[str, Row]]:
-        """(place, row) of all that are kept. Raises ValueError: see `rows.py`."""
+    def examples(self) -> list[tuple[str, Example]]:
+        """(place, example) of all that are kept. Raises ValueError: see `examples.py`."""
         if self.path is None and self.hub is None:
             raise ValueError("name where the questions come from: path: FILE (JSONL or parquet), or hub: OWNER/NAME")
         templates = [self.question, self.answer, self.solution or self.answer, (self.keep or (self.answer,))[0]]
         fields = {name.split(".")[0] for template in templates for name in field_names(template)}
         if self.path is not None:
-            rows = read_rows(self.path, fields)
+            examples = read_examples(self.path, fields)
         else:
-            rows = hub_rows(self.hub, self.config, self.split, fields)
+            examples = hub_examples(self.hub, self.config, self.split, fields)
         if self.keep is None:
-            return list(rows)
+            return list(examples)
         field, text = self.keep
-        return [(where, row) for where, row in rows if text in str(fill(field, row, where))]
+        return [(where, example) for where, example in examples if text in str(fill(field, example, where))]
 
 
 class Questions:
-    """A task over rows: a question, its hidden answer, and perhaps a worked solution. `Jsonl` and `Math` fill it in.
+    """A task over examples: a question, its hidden answer, and perhaps a worked solution. `Jsonl` and `Math` fill it in.
 
-    A grading process gets the task without its rows: what `grade` needs is in the problem.
+    A grading process gets the task without its examples: what `grade` needs is in the problem.
     """
 
     def __init__(
@@ -70,20 +70,22 @@ class Questions:
         where = source.path or f"{source.hub} {source.split}"
         hub_name = "" if prefix else f"{source.hub}-".rpartition("/")[2].lower()
         self.name = prefix + (Path(where).stem if source.path else hub_name + source.split)  # begins the ids
-        rows = source.rows()
-        chosen = list(islice(rows, first, None if count is None else first + count))
+        examples = source.examples()
+        chosen = list(islice(examples, first, None if count is None else first + count))
         if not chosen or len(chosen) < (count or 0):
-            raise ValueError(f"{where}: {len(rows)} rows, too few for first={first}, count={count}")
-        self.rows = [(_question(source, row, place), fill(source.answer, row, place)) for place, row in chosen]
-        self.worked = [fill(source.solution, row, place) for place, row in chosen] if source.solution else None
+            raise ValueError(f"{where}: {len(examples)} examples, too few for first={first}, count={count}")
+        self.examples = [
+            (_question(source, example, place), fill(source.answer, example, place)) for place, example in chosen
+        ]
+        self.worked = [fill(source.solution, example, place) for place, example in chosen] if source.solution else None
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.examples)
 
     def __getitem__(self, index: int) -> Problem:
-        if not 0 <= index < len(self.rows):
-            raise IndexError(f"question {index} of {len(self.rows)}")
-        question, answer = self.rows[index]
+        if not 0 <= index < len(self.examples):
+            raise IndexError(f"question {index} of {len(self.examples)}")
+        question, answer = self.examples[index]
         message = {"role": "user", "content": self.prompt.replace("{question}", question)}
         before = () if self.system is None else ({"role": "system", "content": self.system},)
         return Problem(f"{self.name}-{self.first + index:06d}", (*before, message), answer)
@@ -101,11 +103,11 @@ class Questions:
         return int(problem.id.rpartition("-")[2]) - self.first
 
     def __getstate__(self) -> dict:
-        return self.__dict__ | {"rows": [], "worked": None}
+        return self.__dict__ | {"examples": [], "worked": None}
 
 
 class Jsonl(Questions):
-    """The task. Every row is a question with a hidden answer; `grader` compares it with what the policy writes.
+    """The task. Every example is a question with a hidden answer; `grader` compares it with what the policy writes.
 
     Args:
         grader: dotted path of a function (answer, text) -> float or Score; in Python, the function itself.
@@ -117,10 +119,10 @@ class Jsonl(Questions):
         prompt: the user's message; {question} stands for the question.
         system: a system message before it.
         count: how many questions; None: all from `first` on.
-        first: index of the first row, to keep training and held-out questions apart.
+        first: index of the first example, to keep training and held-out questions apart.
 
     Raises:
-        ValueError: nothing to read, a row without one of the fields or with an empty question, fewer rows than `count`.
+        ValueError: nothing to read, an example without one of the fields or with an empty question, fewer than `count`.
     """
 
     def __init__(
@@ -160,8 +162,8 @@ def by_path(path: str) -> GraderFunction:
     return function
 
 
-def _question(source: Source, row: Row, where: str) -> str:
-    question = fill(source.question, row, where)
+def _question(source: Source, example: Example, where: str) -> str:
+    question = fill(source.question, example, where)
     if not isinstance(question, str) or not question.strip():
         raise ValueError(f"{where}: {source.question!r} is {question!r:.60}; write the text of the question")
     for text in source.remove:

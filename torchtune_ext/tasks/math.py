@@ -14,7 +14,7 @@ READ_AT_MOST = 1000  # right answers that are read with math-verify at the start
 
 # What each page of the hub says. Licences: gsm8k, deepmath, svamp MIT; dapo_math_17k (of the original), aime2023 Apache-2.0;
 # the pages of math500 (from MATH, MIT), aime2024 and aime2025 state none.
-PRESETS = {
+DATASETS = {
     "gsm8k": Source("openai/gsm8k", "main", "train", solution="answer"),
     "math500": Source("HuggingFaceH4/MATH-500", None, "test", question="problem", solution="solution"),
     "deepmath": Source("zwhe99/DeepMath-103K", answer="final_answer"),
@@ -38,20 +38,20 @@ class Math(Questions):
     r"""The task. The reward is 1 for the right answer, else 0 (DeepSeek-R1, arXiv 2501.12948, section 2.2.2: accuracy rewards).
 
     Args:
-        preset: a public data set: gsm8k, math500, deepmath, dapo_math_17k, aime2023, aime2024, aime2025, svamp. It gives the
+        dataset: a public data set: gsm8k, math500, deepmath, dapo_math_17k, aime2023, aime2024, aime2025, svamp. It gives the
             id, the split and the fields; what is named beside it wins, so `path` reads a copy of it without a network.
         path, hub, config, split, question, answer, solution, prompt, system, count, first: see `Jsonl`. The answer's field
             may hold a number, an answer, or a solution that ends in one.
         require_box, require_thinking, brackets, format, format_reward: see `MathGrader`.
 
     Raises:
-        ValueError: as `Jsonl`, and for rows without a usable right answer: how many, and which. None is left out silently;
+        ValueError: as `Jsonl`, and for examples without a usable right answer: how many, and which. None is left out silently;
             those that math-verify cannot read are counted in the log and compared as text.
     """
 
     def __init__(
         self,
-        preset: str | None = None,
+        dataset: str | None = None,
         path: str | None = None,
         hub: str | None = None,
         config: str | None = None,
@@ -69,33 +69,35 @@ class Math(Questions):
         format: str = "box",
         format_reward: float = 0.0,
     ) -> None:
-        if preset is not None and preset not in PRESETS:
-            raise ValueError(f"preset={preset!r}: choose one of {', '.join(PRESETS)}, or give path: or hub:")
+        if dataset is not None and dataset not in DATASETS:
+            raise ValueError(f"dataset={dataset!r}: choose one of {', '.join(DATASETS)}, or give path: or hub:")
         if hub is not None and path is not None:
             raise ValueError(f"hub={hub!r}, path={path!r}: give one of the two")
-        if hub is not None and preset is not None:
-            raise ValueError(f"preset={preset!r}, hub={hub!r}: give one of the two")
+        if hub is not None and dataset is not None:
+            raise ValueError(f"dataset={dataset!r}, hub={hub!r}: give one of the two")
         named = {"path": path, "hub": hub, "config": config, "split": split, "question": question, "answer": answer}
         named |= {"solution": solution}
-        source = PRESETS[preset] if preset else Source()
+        source = DATASETS[dataset] if dataset else Source()
         source = replace(source, **{key: value for key, value in named.items() if value is not None})
         grader = MathGrader(require_box, require_thinking, brackets, format, format_reward)
-        super().__init__(source, grader, prompt, system, count, first, f"{preset}-" if preset else "")
+        super().__init__(source, grader, prompt, system, count, first, f"{dataset}-" if dataset else "")
         self._read_answers()
 
     def _read_answers(self) -> None:
-        """The fields of the rows -> right answers."""
-        bad, rows = [], []
-        for index, (question, value) in enumerate(self.rows):
+        """The fields of the examples -> right answers."""
+        bad, examples = [], []
+        for index, (question, value) in enumerate(self.examples):
             try:
-                rows.append((question, gold_answer(value)))
+                examples.append((question, gold_answer(value)))
             except ValueError as error:
                 bad.append(f"{self[index].id} {error}")
         if bad:
-            cause = f"{self.name}: {len(bad)} of {len(self.rows)} right answers cannot be used: {'; '.join(bad[:3])}"
-            raise ValueError(f"{cause}. Mend or remove these rows, or name another field with answer:")
-        self.rows = rows
-        looked_at = [self[index] for index in range(min(len(rows), READ_AT_MOST))]
+            cause = (
+                f"{self.name}: {len(bad)} of {len(self.examples)} right answers cannot be used: {'; '.join(bad[:3])}"
+            )
+            raise ValueError(f"{cause}. Mend or remove these examples, or name another field with answer:")
+        self.examples = examples
+        looked_at = [self[index] for index in range(min(len(examples), READ_AT_MOST))]
         unread = [problem.id for problem in looked_at if not readable(problem.answer)]
         if unread:
             log.warning(

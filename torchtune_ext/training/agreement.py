@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchtune_ext.objective.kl import kl_k3
 from torchtune_ext.packing import Row
-from torchtune_ext.policy.logprobs import LabelScores
+from torchtune_ext.policy.logprobs import LabelLogprobs
 from torchtune_ext.training.breakdown import bucket_means, buckets
 from torchtune_ext.training.outcome import gathered
 
@@ -48,16 +48,22 @@ class Disagreement(RuntimeError):
     """Trainer and sampler do not run the same policy."""
 
 
-def mismatch(rows: Sequence[Row], scored: Sequence[LabelScores], version: int | None = None) -> Mismatch:
+def mismatch(
+    rows: Sequence[Row], said: Sequence[LabelLogprobs], version: int | None = None, present_only: bool = False
+) -> Mismatch:
     """Compares the trainer's log-probs with those the sampler reported in `rows`; a collective.
 
     Args:
+        said: what the trainer says of the labels of each row.
         version: of the trainer's policy, for the age of the samples.
+        present_only: leave out what was sampled under another version.
     """
     parts = [
-        torch.cat([(scores.logprobs_L.cpu().double() - row.logprobs_L.double())[None], buckets(row, version).double()])
-        for row, scores in zip(rows, scored, strict=True)
+        torch.cat([(ours.logprobs_L.cpu().double() - row.logprobs_L.double())[None], buckets(row, version).double()])
+        for row, ours in zip(rows, said, strict=True)
     ]
+    if present_only:
+        parts = [part[:, row.versions_L == version] for part, row in zip(parts, rows, strict=True)]
     found = torch.cat(gathered(torch.cat(parts, dim=1) if parts else torch.empty(3, 0, dtype=torch.float64)), dim=1)
     d, where = found[0], found[1:].long()
     if not d.numel():
@@ -97,7 +103,7 @@ class Applied:
         return self.resolved and self.slope < 0.5
 
 
-def applied_share(rows: Sequence[Row], on: Sequence[LabelScores], off: Sequence[Tensor], otherwise: str) -> Applied:
+def applied_share(rows: Sequence[Row], on: Sequence[LabelLogprobs], off: Sequence[Tensor], otherwise: str) -> Applied:
     """How much of a change of the weights the sampler has taken over, from log-probs of its tokens; a collective.
 
     The least-squares slope of (sampler - off) on (on - off), whatever the size of the change's effect. Both share the noise
@@ -110,8 +116,8 @@ def applied_share(rows: Sequence[Row], on: Sequence[LabelScores], off: Sequence[
         otherwise: what a sampler without the change does, for messages.
     """
     parts = [
-        torch.stack([scores.logprobs_L.cpu().double() - old, row.logprobs_L.double() - old])
-        for row, scores, old in zip(rows, on, (old.cpu().double() for old in off), strict=True)
+        torch.stack([ours.logprobs_L.cpu().double() - old, row.logprobs_L.double() - old])
+        for row, ours, old in zip(rows, on, (old.cpu().double() for old in off), strict=True)
     ]
     found = torch.cat(gathered(torch.cat(parts, dim=1)), dim=1)
     effect, seen = found[:, ~found.isnan().any(dim=0)]
@@ -133,34 +139,44 @@ class Agreement:
         limit: mean |d log-prob| above which they disagree (`max_mismatch`).
     """
 
-    def __init__(self, logprobs: Callable[[Sequence[Row], float], list[LabelScores]], temperature: float, limit: float):
+    def __init__(
+        self, logprobs: Callable[[Sequence[Row], float], list[LabelLogprobs]], temperature: float, limit: float
+    ):
         self._logprobs, self._temperature, self._limit = logprobs, temperature, limit
 
     def require(
         self,
         rows: Sequence[Row],
-        said: Sequence[LabelScores],
+        said: Sequence[LabelLogprobs],
         when: str,
         version: int | None = None,
         applied: Sequence[Applied] = (),
     ) -> Mismatch:
         """Measures the mismatch and stops the run if its mean is above the limit (or not a number), or if a change is missing.
 
+        A token that an earlier version sampled differs because the policy has moved since, which is no fault: where `version`
+        is given, the limit holds for the tokens of this version alone.
+
         Args:
             said: what the trainer says of the labels of each row.
             when: "before the first update", "after publishing version 7": opens the message.
-            version: of the trainer's policy, for the age of the samples.
+            version: of the trainer's policy, which the engine has as well.
             applied: what is known of changes that the sampler has to show.
+
+        Returns:
+            The mismatch of all tokens, of whatever age.
 
         Raises:
             Disagreement: with the figures and the likely cause.
         """
-        found = mismatch(rows, said, version)
+        everything = mismatch(rows, said, version)
+        present_only = version is not None
+        found = mismatch(rows, said, version, present_only) if present_only else everything
         if (found.tokens == 0 or found.mean_abs <= self._limit) and not any(change.missing for change in applied):
-            return found
+            return everything
 
         def at(temperature: float) -> Mismatch:
-            return mismatch(rows, self._logprobs(rows, temperature))
+            return mismatch(rows, self._logprobs(rows, temperature), version, present_only)
 
         cause = diagnose(found, self._limit, self._temperature, at, applied)
         raise Disagreement(
@@ -188,7 +204,7 @@ def diagnose(
     best = min(tried, key=tried.__getitem__)
     if tried[best] <= max(limit, 0.1 * found.mean_abs):
         return (
-            f"temperature: the sampler's log-probs are those of temperature {best:g}, the trainer scores at "
+            f"temperature: the sampler's log-probs are those of temperature {best:g}, the trainer computes at "
             f"{temperature:g}. Check `temperature`, that the engine reports processed log-probs "
             "(logprobs_mode=processed_logprobs), and that no generation_config.json overrides it"
         )

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtune_ext.objective.loss import Loss, Tokens, needs_of
 from torchtune_ext.packing import Row
-from torchtune_ext.policy.logprobs import LabelScores, PackedPolicy
+from torchtune_ext.policy.logprobs import LabelLogprobs, PackedPolicy
 from torchtune_ext.policy.lora import AdapterOff, adapter_names
 from torchtune_ext.training.breakdown import Breakdown
 from torchtune_ext.training.distributed import Ranks, reduce
@@ -25,7 +25,7 @@ class Gradient:
 
     loss: float  # sum(weight * loss) over the labels of all ranks
     metrics: dict[str, float]  # "loss/...", over all ranks: means over labels, or the maximum for names in `_max`
-    logprobs: list[LabelScores]  # per row of this rank, under the proximal policy, without gradient
+    logprobs: list[LabelLogprobs]  # per row of this rank, under the proximal policy, without gradient
 
 
 class Learner:
@@ -60,7 +60,7 @@ class Learner:
         self._reference = reference_of(policy.model) if needs.reference else None
 
     @torch.no_grad()
-    def logprobs(self, rows: Sequence[Row], temperature: float | None = None, top_k: int = 0) -> list[LabelScores]:
+    def logprobs(self, rows: Sequence[Row], temperature: float | None = None, top_k: int = 0) -> list[LabelLogprobs]:
         """What the policy of this moment says of the labels of each row, without gradient and without dropout.
 
         Args:
@@ -74,7 +74,7 @@ class Learner:
         _reshard(self.policy.model)
         return found
 
-    def proximal(self, updates: Sequence[Sequence[Row]]) -> list[list[LabelScores] | None]:
+    def proximal(self, updates: Sequence[Sequence[Row]]) -> list[list[LabelLogprobs] | None]:
         """What the policy that the updates of a step start from says of the rows of each of them, before the first is made.
 
         None stands for "the forward pass of the update will say it": so it is for the first update, whose policy is still the
@@ -84,7 +84,7 @@ class Learner:
         pairs = zip(updates, asked, strict=True)
         return [self.logprobs(rows, top_k=self._top_k) if ask else None for rows, ask in pairs]
 
-    def reference(self, updates: Sequence[Sequence[Row]]) -> list[list[LabelScores] | None]:
+    def reference(self, updates: Sequence[Sequence[Row]]) -> list[list[LabelLogprobs] | None]:
         """What the reference says of the rows of each update; None for a loss that needs no reference."""
         if self._reference is None:
             return [None] * len(updates)
@@ -94,8 +94,8 @@ class Learner:
     def forward_backward(
         self,
         rows: Sequence[Row],
-        proximal: Sequence[LabelScores] | None = None,
-        reference: Sequence[LabelScores] | None = None,
+        proximal: Sequence[LabelLogprobs] | None = None,
+        reference: Sequence[LabelLogprobs] | None = None,
         version: int | None = None,
         on_row: Callable[[Row], None] | None = None,
     ) -> Gradient:

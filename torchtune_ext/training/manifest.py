@@ -22,7 +22,7 @@ from torchtune_ext.training.identity import Identity
 from torchtune_ext.training.outcome import true_cause
 
 NAME = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 BESIDE = 1 << 20  # bytes of a write from which on it is hashed by a thread beside it: below, the hand-over costs more
 Entry = tuple[int, str]  # size in bytes, SHA-256 in hex
 
@@ -36,7 +36,7 @@ class Manifest:
     """What is known of a checkpoint without reading its tensors."""
 
     step: int
-    score: float | None  # the higher the better
+    accuracy: float | None  # on held-out problems; None where they were not evaluated
     identity: Identity
     files: dict[str, Entry]  # by path below the checkpoint; all but the manifest itself
 
@@ -65,7 +65,7 @@ class Manifest:
                 f"{folder} cannot be checked: {NAME} has format {content['format']}, this version reads {FORMAT}"
             )
         files = {name: (size, checksum) for name, (size, checksum) in content["files"].items()}
-        return cls(content["step"], content["score"], Identity(**content["identity"]), files)
+        return cls(content["step"], content["accuracy"], Identity(**content["identity"]), files)
 
     def wrong_with_files(self, folder: Path) -> str | None:
         """Names and sizes alone: the first file that is missing, of another size, or unknown."""

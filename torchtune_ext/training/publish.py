@@ -11,7 +11,7 @@ from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.groups import Group, Sample
 from torchtune_ext.packing import Row, contexts, pack
 from torchtune_ext.policy.hf_model import HFModel
-from torchtune_ext.policy.logprobs import LabelScores
+from torchtune_ext.policy.logprobs import LabelLogprobs
 from torchtune_ext.sampling.engine import Completion, Engine, PublishReport, SamplingConfig
 from torchtune_ext.sampling.weight_buffer import checksum
 from torchtune_ext.tasks.task import Problem, Task
@@ -132,15 +132,15 @@ class Publisher:
                 )
         return None
 
-    def _update_applied(self, rows: list[Row], said: list[LabelScores]) -> Applied:
+    def _update_applied(self, rows: list[Row], said: list[LabelLogprobs]) -> Applied:
         """Whether the engine shows the newest update on the tokens that were sampled before it, too."""
         before = [torch.tensor([self._before.get(c, torch.nan) for c in contexts(row)]) for row in rows]
         return applied_share(rows, said, before, "the engine samples with the weights of the publication before")
 
-    def _remember(self, rows: list[Row], said: list[LabelScores]) -> None:
+    def _remember(self, rows: list[Row], said: list[LabelLogprobs]) -> None:
         """Keeps what the policy of now says, to be what the policy before said at the next publication."""
         pairs = zip(rows, said, strict=True)
-        known = {c: p for row, scores in pairs for c, p in zip(contexts(row), scores.logprobs_L.tolist(), strict=True)}
+        known = {c: p for row, ours in pairs for c, p in zip(contexts(row), ours.logprobs_L.tolist(), strict=True)}
         self._before = {c: p for part in gathered(known) for c, p in part.items()}
 
 

@@ -3,7 +3,7 @@
 checkpoints/step_000040/
     config.json  model-00001-of-00001.safetensors  tokenizer files    a model directory for any other tool
     (or adapter_config.json  adapter_model.safetensors  [merged/]     an adapter, and if asked for the merged model)
-    recipe.json                                                       cursor, step, policy version, throttle, scores
+    recipe.json                                                       cursor, step, policy version, throttle, accuracy
     state/                                                            float32 weights, optimizer, RNG (DCP, resharding)
     manifest.json                                                     what it belongs to; size and SHA-256 of every file
 
@@ -151,7 +151,7 @@ class Checkpoints:
         optimizer: torch.optim.Optimizer,
         export: Callable[..., None],
         recipe: dict[str, Any],
-        score: float | None = None,
+        accuracy: float | None = None,
     ) -> dict[str, float]:
         """Writes a checkpoint beside its final place and renames it there. A collective.
 
@@ -160,7 +160,7 @@ class Checkpoints:
                 other than 0 it gets None and only takes part in gathering the weights, which it has to finish on every rank
                 also when it fails. It is also called with `checksums=`, which it may tell of files that it has finished.
             recipe: JSON-able state of the recipe.
-            score: the higher the better; the best checkpoint is kept.
+            accuracy: of these weights on held-out problems; the checkpoint with the highest is kept.
 
         Returns:
             `time/save`: seconds that it took; `time/save_hash`: of these, seconds that some rank waited for checksums (what
@@ -179,7 +179,7 @@ class Checkpoints:
             together(lambda: _save_state(partial / "state", state, checksums))
             mine = together(checksums.finish)
             known = {name: entry for entries in gathered(mine) for name, entry in entries.items()}
-            content = {"step": step, "score": score, **recipe}
+            content = {"step": step, "accuracy": accuracy, **recipe}
             together(lambda: self._complete(final, content, known, checksums) if self._main else None)
             hashing = max(gathered(checksums.seconds))
         if self._main:
@@ -236,7 +236,7 @@ class Checkpoints:
         (partial / "recipe.json").write_text(json.dumps(recipe))
         with checksums.waiting():
             files = all_files(partial, known)
-        Manifest(recipe["step"], recipe["score"], self._identity, files).write(partial)
+        Manifest(recipe["step"], recipe["accuracy"], self._identity, files).write(partial)
         if final.exists() and not self._is_mine(_glance(final)):
             log.warning(
                 "%s is damaged or of another run: it is now %s",
@@ -249,9 +249,9 @@ class Checkpoints:
         """Damaged checkpoints and those of other runs are neither counted nor touched."""
         mine = [(path, found) for path in self.all() if self._is_mine(found := _glance(path))]
         keep = {path for path, _ in mine[-self._config.keep_last :]}
-        scored = [(path, found.score) for path, found in mine if found.score is not None]
-        if scored:
-            keep.add(max(scored, key=lambda pair: pair[1])[0])
+        evaluated = [(path, found.accuracy) for path, found in mine if found.accuracy is not None]
+        if evaluated:
+            keep.add(max(evaluated, key=lambda pair: pair[1])[0])
         for path, _ in mine:
             if path not in keep:
                 folders.discard(path)

@@ -19,7 +19,7 @@ from torchtune.modules import TransformerDecoder
 
 from torchtune_ext.packing import Row
 from torchtune_ext.policy.hf_model import HFModel, named_hf_tensors
-from torchtune_ext.policy.logprobs import LabelScores
+from torchtune_ext.policy.logprobs import LabelLogprobs
 from torchtune_ext.policy.lora import (
     AdapterOff,
     AdapterSpec,
@@ -99,7 +99,7 @@ class AllWeights:
         """What one publication sends, part by part; tensors are gathered as they are taken: a collective."""
         yield precision.published(partial(named_hf_tensors, model, names)), None
 
-    def applied(self, learner: Learner, rows: Sequence[Row], said: Sequence[LabelScores]) -> dict[str, Applied]:
+    def applied(self, learner: Learner, rows: Sequence[Row], said: Sequence[LabelLogprobs]) -> dict[str, Applied]:
         """What sampled tokens say of changes that the engine has to show beside the newest update, by name: a collective."""
         return {}
 
@@ -151,11 +151,11 @@ class Adapters:
             self._base_sent = True
         yield adapter_hf_tensors(model, names, precision.engine_dtype), self.spec.peft_config(str(names.path))
 
-    def applied(self, learner: Learner, rows: Sequence[Row], said: Sequence[LabelScores]) -> dict[str, Applied]:
+    def applied(self, learner: Learner, rows: Sequence[Row], said: Sequence[LabelLogprobs]) -> dict[str, Applied]:
         """Whether the engine applies the adapter: to sample from the base model instead would pass for a small mismatch while
         the adapter is young."""
         with AdapterOff(learner.policy.model).swapped_in():
-            off = [scores.logprobs_L for scores in learner.logprobs(rows)]
+            off = [without.logprobs_L for without in learner.logprobs(rows)]
         otherwise = f"the engine samples without the adapter, or with an old one ({ADVICE[self.way]})"
         return {"adapter": applied_share(rows, said, off, otherwise)}
 

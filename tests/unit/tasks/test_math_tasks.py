@@ -13,7 +13,7 @@ pytest.importorskip("math_verify")
 from torchtune_ext.grading import Grader
 from torchtune_ext.tasks.gsm8k import GSM8K
 from torchtune_ext.tasks.jsonl import Jsonl
-from torchtune_ext.tasks.math import PRESETS, PROMPT, Math
+from torchtune_ext.tasks.math import DATASETS, PROMPT, Math
 from torchtune_ext.tasks.task import Score
 
 ROWS = [
@@ -76,7 +76,7 @@ def test_training_and_held_out_questions_stay_apart(path):
     train, held_out = Math(path=path, count=2), Math(path=path, first=2)
     assert [train[0].id, train[1].id, held_out[0].id] == ["some-000000", "some-000001", "some-000002"]
     assert held_out.solution(held_out[0]) == "The answer is $\\boxed{6}$."
-    with pytest.raises(ValueError, match="3 rows, too few for first=2, count=2"):
+    with pytest.raises(ValueError, match="3 examples, too few for first=2, count=2"):
         Math(path=path, first=2, count=2)
     with pytest.raises(ValueError, match="first=-1, count=None"):
         Math(path=path, first=-1)
@@ -169,7 +169,7 @@ def test_a_grading_process_gets_no_rows_and_imports_no_data_library(path):
     [
         ('{"question": "a", "answer": 1}\n{"question": \n', r"bad.jsonl:2: no JSON \(Expecting value\); write one object a line"),
         ('{"question": "a", "answer": 1}\n\n[1]\n', "bad.jsonl:3: a list, not an object"),
-        ("", "0 rows, too few"),
+        ("", "0 examples, too few"),
         ('{"question": "", "answer": 1}', "bad.jsonl:1: 'question' is ''; write the text"),
         ('{"question": 3, "answer": 1}', "bad.jsonl:1: 'question' is 3; write the text"),
         ('{"question": "a", "answer": 1}\n{"question": "a", "final_answer": 1}', "bad.jsonl:2: no field 'answer'; there are: final_answer, question"),
@@ -195,7 +195,7 @@ def test_files_that_cannot_be_read(tmp_path, parquet):
     ):
         with pytest.raises(ValueError, match=f"{name}'.*{message}"):
             Math(path=str(tmp_path / name))
-    with pytest.raises(ValueError, match="some.parquet, row 1: no field 'anser'; there are: answer, "):
+    with pytest.raises(ValueError, match="some.parquet, example 1: no field 'anser'; there are: answer, "):
         Math(path=parquet, answer="anser")
 
 
@@ -225,35 +225,35 @@ def test_a_data_set_in_the_manner_of_the_hub(tmp_path):
     ]
     with pytest.raises(ValueError, match="split='valid' cannot be loaded"):
         Math(hub=str(tmp_path / "sums"), split="valid")
-    with pytest.raises(ValueError, match="sums train, row 0: no field 'problem'; there are: "):
+    with pytest.raises(ValueError, match="sums train, example 0: no field 'problem'; there are: "):
         Math(hub=str(tmp_path / "sums"), split="train", question="problem")
 
 
 def test_knobs_that_contradict_each_other(path):
     for options, message in (
         ({}, "name where the questions come from: path: FILE"),
-        ({"preset": "math5000"}, "preset='math5000': choose one of gsm8k, math500"),
+        ({"dataset": "math5000"}, "dataset='math5000': choose one of gsm8k, math500"),
         ({"path": path, "hub": "a/b"}, "give one of the two"),
-        ({"preset": "svamp", "hub": "a/b"}, "give one of the two"),
+        ({"dataset": "svamp", "hub": "a/b"}, "give one of the two"),
         ({"path": path, "format": "xml"}, "format='xml': choose one of box, think"),
     ):
         with pytest.raises(ValueError, match=message):
             Math(**options)
 
 
-def test_presets_read_local_copies(tmp_path):
+def test_datasets_read_local_copies(tmp_path):
     rows = {
         "math500": {"problem": "a", "solution": "so \\boxed{3}", "answer": "3"},
         "deepmath": {"question": "a", "final_answer": "3", "difficulty": 5.0},
-        "dapo_math_17k": {"prompt": f"{PRESETS['dapo_math_17k'].remove[0]}\n\na\n\n{PRESETS['dapo_math_17k'].remove[1]}", "solution": "3"},
+        "dapo_math_17k": {"prompt": f"{DATASETS['dapo_math_17k'].remove[0]}\n\na\n\n{DATASETS['dapo_math_17k'].remove[1]}", "solution": "3"},
         "aime2024": {"problem": "a", "solution": "so 3", "answer": "003"},
         "aime2025": {"problem": "a", "answer": 3},
         "svamp": {"Body": "a", "Question": "", "Answer": 3.0},
         "gsm8k": {"question": "a", "answer": "so\n#### 3"},
     }  # fmt: skip
-    for preset, row in rows.items():
-        task = Math(preset, jsonl(tmp_path, [row], f"{preset}.jsonl"), prompt="{question}")
-        assert task[0].messages[0]["content"] == "a" and task.grade(task[0], "\\boxed{3}").reward == 1.0, preset
+    for dataset, row in rows.items():
+        task = Math(dataset, jsonl(tmp_path, [row], f"{dataset}.jsonl"), prompt="{question}")
+        assert task[0].messages[0]["content"] == "a" and task.grade(task[0], "\\boxed{3}").reward == 1.0, dataset
         assert task.grade(task[0], task.solution(task[0])).reward == 1.0
     years = [
         {"problem": f"in {y}", "solution": "", "answer": "3", "url": f"wiki/{y}_AIME_I_Problems/Problem_1"}

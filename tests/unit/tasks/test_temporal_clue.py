@@ -18,7 +18,7 @@ from torchtune_ext.tasks.temporal_clue.grade import right_answers
 from torchtune_ext.tasks.temporal_clue.minimal import drop_in_turn, few_of_many
 from torchtune_ext.tasks.temporal_clue.puzzle import Puzzle, make_puzzle, whole_world
 from torchtune_ext.tasks.temporal_clue.scenario import draw_scenario
-from torchtune_ext.tasks.temporal_clue.size import PRESETS, Size, parse_size
+from torchtune_ext.tasks.temporal_clue.size import NAMED, Size, parse_size
 from torchtune_ext.tasks.temporal_clue.solver import Solver
 
 try:
@@ -305,7 +305,7 @@ def test_a_malformed_list_is_named(tmp_path):
 @needs_public
 @needs_ortools
 def test_public_files_and_ours_have_the_same_fields(tmp_path):
-    write_jsonl(tmp_path / "ours.jsonl", [make_puzzle(0, 0, PRESETS["public"])])
+    write_jsonl(tmp_path / "ours.jsonl", [make_puzzle(0, 0, NAMED["public"])])
     ours = json.loads((tmp_path / "ours.jsonl").read_text())
     public = json.loads((DATA / "val.json").read_text())[0]
     assert list(ours) == list(public)
@@ -316,18 +316,18 @@ def test_public_files_and_ours_have_the_same_fields(tmp_path):
 
 
 def test_sizes_in_their_spellings():
-    assert parse_size("3") == parse_size(3) == PRESETS["3"]
+    assert parse_size("3") == parse_size(3) == NAMED["3"]
     assert parse_size("suspects=2-3, rooms=4,clues=direct+or,whole_world=true") == Size(
         (2, 3), 2, 4, clues=("direct", "or"), whole_world=True
     )
-    assert parse_size({"preset": "2", "rooms": [3, 4]}) == Size(2, 2, (3, 4), 2, 2, bonus=2)
+    assert parse_size({"like": "2", "rooms": [3, 4]}) == Size(2, 2, (3, 4), 2, 2, bonus=2)
     assert parse_size(Size()) == Size()
 
 
 @pytest.mark.parametrize(
     "value, message",
     [
-        ("huge", r"size='huge': write a preset \(2, 3, small, public\)"),
+        ("huge", r"size='huge': write a name \(2, 3, small, public\)"),
         ("suspects=11", r"suspects=11: write a number from 2 to 10"),
         ("suspects=x", r"suspects='x': write a number"),
         ("rooms=5-3", r"rooms=\(5, 3\)"),
@@ -340,7 +340,7 @@ def test_sizes_in_their_spellings():
         ({"clues": ["direct", "xor"]}, r"choose from direct, or, iff"),
         ({"clues": None}, r"clues=None"),
         ({"whole_world": "yes"}, r"whole_world='yes'"),
-        ({"preset": "4"}, r"preset='4'"),
+        ({"like": "4"}, r"like='4'"),
         ({"players": 7}, r"players=7: write a number from 1 to 6"),
         (None, r"size=None"),
     ],

@@ -1,6 +1,7 @@
 """A thought that the template opens: the text of a completion, and what graders make of it."""
 
 import json
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ pytest.importorskip("math_verify")
 
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.grading import Grader
-from torchtune_ext.rollout import sample_groups
+from torchtune_ext.rollout import in_order, sample_groups
 from torchtune_ext.sampling.engine import Completion, SamplingConfig
 from torchtune_ext.tasks.answers import MathGrader
 from torchtune_ext.tasks.arithmetic import Arithmetic
@@ -47,11 +48,13 @@ class Recorded:
             ids = np.asarray(tokenizer.encode(text + "<|im_end|>"), dtype=np.int32)
             self.completions.append(Completion(ids, np.zeros(len(ids)), np.zeros(len(ids), dtype=np.int32), "stop", 0))
 
-    def sample(self, prompts, samples_per_prompt, sampling, on_completion):
+    def submit(self, prompts, samples_per_prompt, sampling, on_completion):
         for p in range(len(prompts)):
             for s, completion in enumerate(self.completions):
                 on_completion(p, s, completion)
-        return [self.completions for _ in prompts]
+        done = Future()
+        done.set_result([self.completions for _ in prompts])
+        return done
 
 
 def model_dir(path, special):
@@ -80,7 +83,7 @@ def graded(grader, tokenizer, texts):
     """{(answer, text sampled): (text read, reward, format)}"""
     problems = [Problem(answer, ({"role": "user", "content": "?"},), answer) for answer in ("3", "4")]
     engine = Recorded(tokenizer, texts)
-    groups = sample_groups(problems, len(texts), SamplingConfig(max_tokens=99), engine, tokenizer, grader)
+    groups = in_order(sample_groups(problems, len(texts), SamplingConfig(max_tokens=99), engine, tokenizer, grader))
     return {
         (group.problem.answer, text): (s.text, s.score.reward, s.score.parts["format"])
         for group in groups

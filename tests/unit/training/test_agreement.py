@@ -9,7 +9,7 @@ from records import sampled
 
 from torchtune_ext.groups import Group
 from torchtune_ext.packing import contexts, pack
-from torchtune_ext.policy.logprobs import LabelScores
+from torchtune_ext.policy.logprobs import LabelLogprobs
 from torchtune_ext.tasks.task import Problem
 from torchtune_ext.training.agreement import (
     CARRIERS,
@@ -46,7 +46,7 @@ def check(reported, table, temperature=1.0, limit=1e-3, before=None):
     """before: the trainer's log-probs under the weights before the last update."""
 
     def scores(t):
-        return [LabelScores(table.score(t), torch.zeros(SAMPLES * TOKENS))]
+        return [LabelLogprobs(table.score(t), torch.zeros(SAMPLES * TOKENS))]
 
     rows, applied = table.rows(reported), []
     if before is not None:
@@ -75,7 +75,7 @@ def test_mismatch_by_place_and_age():
     errors[3::4] *= 10
     row = table.rows(table.score(1.0) + errors.flatten())[0]
     row = replace(row, versions_L=torch.tensor(versions).repeat(SAMPLES // 4).repeat_interleave(TOKENS).int())
-    scores = [LabelScores(table.score(1.0), torch.zeros(SAMPLES * TOKENS))]
+    scores = [LabelLogprobs(table.score(1.0), torch.zeros(SAMPLES * TOKENS))]
     found = mismatch([row], scores, version=4).by_bucket
     by_place = {"at_0": 1e-2, "at_1_15": 2e-3, "at_16_255": 3e-4}
     mean = errors.mean().item() / 3.25  # of a sample whose errors are not enlarged; every fourth is, tenfold
@@ -85,11 +85,32 @@ def test_mismatch_by_place_and_age():
     assert mismatch([row], scores).by_bucket.keys() == by_place.keys()  # one age only: nothing to compare
 
 
+@pytest.mark.parametrize("stale", [True, False])
+def test_the_limit_holds_for_tokens_of_the_present_version(stale):
+    """Half of the samples differ by 0.3. Where an earlier version sampled these, that is no fault of the engine."""
+    table = Table()
+    errors = torch.zeros(SAMPLES, TOKENS, dtype=torch.float64)
+    errors[::2] = 0.3
+    (row,) = table.rows(table.score(1.0).double() + errors.flatten())
+    versions = torch.full((SAMPLES,), 4)
+    versions[int(not stale) :: 2] = 3
+    row = replace(row, versions_L=versions.repeat_interleave(TOKENS).int())
+    said = [LabelLogprobs(table.score(1.0), torch.zeros(SAMPLES * TOKENS))]
+    gate = Agreement(lambda rows, t: said, 1.0, 1e-3)
+    if stale:
+        found = gate.require([row], said, "before step 5", version=4)
+        assert found.tokens == SAMPLES * TOKENS and found.mean_abs == pytest.approx(0.15, abs=1e-6)
+        assert found.by_bucket["age_1"] == pytest.approx(0.3, abs=1e-6) and found.by_bucket["age_0"] < 1e-6
+    else:
+        with pytest.raises(Disagreement, match=f"disagree on {SAMPLES * TOKENS // 2} sampled tokens: mean .* 0.3 "):
+            gate.require([row], said, "before step 5", version=4)
+
+
 @pytest.mark.parametrize(("sampled", "scored"), [(1.0, 0.7), (0.7, 1.0), (1.3, 1.0)])
 def test_temperature(sampled, scored):
     table = Table()
     with pytest.raises(
-        Disagreement, match=f"temperature: .* of temperature {sampled:g}, the trainer scores at {scored:g}"
+        Disagreement, match=f"temperature: .* of temperature {sampled:g}, the trainer computes at {scored:g}"
     ):
         check(table.score(sampled), table, temperature=scored)
 
@@ -132,7 +153,7 @@ def test_nan_is_a_disagreement():
 
 def test_no_labels_is_agreement():
     rows, _ = pack([], 16)
-    assert mismatch(rows, [LabelScores(torch.empty(0), torch.empty(0))]).tokens == 0
+    assert mismatch(rows, [LabelLogprobs(torch.empty(0), torch.empty(0))]).tokens == 0
 
 
 def draws(seed, *scales):
@@ -174,7 +195,7 @@ def test_tokens_that_nobody_knows_are_left_out():
     for known in (2, CARRIERS - 1, 4 * CARRIERS, 300):
         old, reported = before.clone(), sampler.clone()
         old[known:], reported[known:] = torch.nan, before[known:]  # would be a slope of 0
-        scored = [LabelScores(table.score(1.0), torch.zeros(SAMPLES * TOKENS))]
+        scored = [LabelLogprobs(table.score(1.0), torch.zeros(SAMPLES * TOKENS))]
         found = applied_share(table.rows(reported), scored, [old], "")
         assert found.tokens == known and found.slope == pytest.approx(1.0, abs=0.05)
         assert found.resolved == (known > CARRIERS) and not found.missing and 1 <= found.carriers <= known
@@ -197,7 +218,7 @@ def test_heavy_tails_decide_nothing_wrongly(engine, has_it):
                     scale * torch.randn(len(scale), generator=generator, dtype=torch.float64) for _ in "1234"
                 )
                 seen = replace(row, logprobs_L=has_it * strength * change + engine * e)
-                found = applied_share([seen], [LabelScores(strength * change + new, torch.zeros(0))], [old], "")
+                found = applied_share([seen], [LabelLogprobs(strength * change + new, torch.zeros(0))], [old], "")
                 resolved += found.resolved
                 assert not found.resolved or (found.slope > 0.5) == has_it, (strength, found)
         assert resolved > count / 2 if strength == 30 else resolved == 0 or strength > 1

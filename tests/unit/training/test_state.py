@@ -98,15 +98,15 @@ def test_large_models_are_sharded(tmp_path, source, trained, monkeypatch):
 
 def test_last_and_best_are_kept(tmp_path, trained):
     checkpoints = checkpoints_in(tmp_path / "c", keep_last=2)
-    for step, score in ((1, 0.1), (2, 0.9), (3, 0.2), (4, None), (5, 0.3)):
-        trained.save(checkpoints, step, score)
+    for step, accuracy in ((1, 0.1), (2, 0.9), (3, 0.2), (4, None), (5, 0.3)):
+        trained.save(checkpoints, step, accuracy)
     assert names(tmp_path / "c") == ["step_000002", "step_000004", "step_000005"]
 
 
 def test_checkpoints_of_others_and_damaged_ones_are_not_counted(tmp_path, trained):
     """An older run's later steps neither push out this run's checkpoints nor are deleted by it."""
     theirs = checkpoints_in(tmp_path / "c", replace(MINE, run="run-b"), keep_last=1)
-    trained.save(theirs, 100, score=0.9)
+    trained.save(theirs, 100, accuracy=0.9)
     mine = checkpoints_in(tmp_path / "c", keep_last=1)
     trained.save(mine, 1)
     trained.save(mine, 2)

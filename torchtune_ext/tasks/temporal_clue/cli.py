@@ -10,7 +10,7 @@ import sys
 from tqdm import tqdm
 
 from torchtune_ext.tasks.temporal_clue.files import generate, write_jsonl
-from torchtune_ext.tasks.temporal_clue.size import PRESETS, parse_size
+from torchtune_ext.tasks.temporal_clue.size import NAMED, parse_size
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the puzzles (default 0)")
     parser.add_argument("--count", type=int, default=100, help="how many puzzles (default 100)")
     parser.add_argument("--first", type=int, default=0, help="index of the first one (default 0)")
-    sizes = f"a preset ({', '.join(PRESETS)}) or numbers such as suspects=2-3,weapons=2,rooms=3,clues=direct+or"
+    sizes = f"a name ({', '.join(NAMED)}) or numbers such as suspects=2-3,weapons=2,rooms=3,clues=direct+or"
     parser.add_argument("--size", default="small", help=f"{sizes} (default small)")
     parser.add_argument("--out", required=True, help="file to write, one JSON object a line; whole or not at all")
     cores = len(os.sched_getaffinity(0))

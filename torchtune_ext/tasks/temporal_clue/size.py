@@ -68,7 +68,7 @@ class Dims:
 
 
 def parse_size(value: Size | str | Mapping) -> Size:
-    """A `Size` from what YAML or the command line holds: a preset ("small"), "suspects=2,rooms=2-3", or a mapping.
+    """A `Size` from what YAML or the command line holds: a named one ("small"), "suspects=2,rooms=2-3", or a mapping.
 
     Raises ValueError with the knob, the value and the fix.
     """
@@ -77,21 +77,21 @@ def parse_size(value: Size | str | Mapping) -> Size:
     if isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
     if isinstance(value, str):
-        if value in PRESETS:
-            return PRESETS[value]
+        if value in NAMED:
+            return NAMED[value]
         value = _split(value)
     if not isinstance(value, Mapping):
         raise ValueError(f"size={value!r}: {HOW_TO}")
     value = dict(value)
-    base = value.pop("preset", None)
-    if base is not None and str(base) not in PRESETS:
-        raise ValueError(f"size: preset={base!r}: choose from {', '.join(PRESETS)}")
+    base = value.pop("like", None)
+    if base is not None and str(base) not in NAMED:
+        raise ValueError(f"size: like={base!r}: choose from {', '.join(NAMED)}")
     names = [field.name for field in fields(Size)]
     unknown = [name for name in value if name not in names]
     if unknown:
-        raise ValueError(f"size: no knob called {unknown[0]!r}; there are {', '.join(names)}, and preset")
+        raise ValueError(f"size: no knob called {unknown[0]!r}; there are {', '.join(names)}, and like")
     plain = {name: _plain(name, item) for name, item in value.items()}
-    return replace(Size() if base is None else PRESETS[str(base)], **plain)
+    return replace(Size() if base is None else NAMED[str(base)], **plain)
 
 
 def _plain(name: str, item: object) -> object:
@@ -114,7 +114,7 @@ def _split(text: str) -> dict[str, object]:
             result[name] = tuple(item.split("+"))
         elif name == "whole_world" and item.lower() in ("true", "false"):
             result[name] = item.lower() == "true"
-        elif name == "preset":
+        elif name == "like":
             result[name] = item
         else:
             try:
@@ -147,10 +147,10 @@ def _draw_as_public(rng: random.Random, players: int) -> Dims:
     return Dims(suspects, weapons, rooms, times, motives, None)
 
 
-PRESETS = {
+NAMED = {
     "2": Size(2, 2, 2, 2, 2, bonus=2),
     "3": Size(3, 3, 3, 3, 3, bonus=2),
     "small": Size(2, 2, (2, 3), 1, (0, 2)),
     "public": Size(players=(1, 6), whole_world=True),
 }
-HOW_TO = f"write a preset ({', '.join(PRESETS)}) or numbers such as suspects=2,rooms=2-3"
+HOW_TO = f"write a name ({', '.join(NAMED)}) or numbers such as suspects=2,rooms=2-3"

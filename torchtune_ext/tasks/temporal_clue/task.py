@@ -20,7 +20,7 @@ class TemporalClue:
     Args:
         seed: of the generated puzzles; puzzle i depends on (seed, i, size) alone.
         count: how many puzzles; None: without end, or the rest of the file.
-        size: a `Size`, a preset ("2", "3", "small", "public"), or a mapping such as {suspects: [2, 3], weapons: 2}.
+        size: a `Size`, a name ("2", "3", "small", "public"), or a mapping such as {suspects: [2, 3], weapons: 2}.
         grader: "exact", or "published" (under which a time never scores).
         path: a JSON or JSONL file of puzzles to read in place of generating.
         cache_dir: a folder where generated puzzles are kept, for sizes that take seconds each; made when it is missing.

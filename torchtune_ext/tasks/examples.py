@@ -1,4 +1,4 @@
-"""Rows of a data set: a JSONL or parquet file, or one of the Hugging Face hub. Every error names the place and the fix."""
+"""Examples of a data set: a JSONL or parquet file, or one of the Hugging Face hub. Every error names the place and the fix."""
 
 import difflib
 import json
@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-Row = Mapping[str, Any]
+Example = Mapping[str, Any]
 _NAME = re.compile(r"\{([A-Za-z_][\w.]*)\}")  # not the braces of \boxed{}
 
 
-def read_rows(path: str, fields: set[str]) -> Iterator[tuple[str, Row]]:
-    """(place, row) of a .parquet file, or of any other file as JSONL: one object a line. Of parquet, `fields` alone are read.
+def read_examples(path: str, fields: set[str]) -> Iterator[tuple[str, Example]]:
+    """(place, example) of a .parquet file, or of any other file as JSONL, one object a line. Of parquet only `fields` are read.
 
     Raises:
         ValueError: no such file, not UTF-8, a line that is no JSON object (with its number), no parquet.
@@ -20,7 +20,7 @@ def read_rows(path: str, fields: set[str]) -> Iterator[tuple[str, Row]]:
     if not Path(path).is_file():
         raise ValueError(f"path={path!r}: no such file, seen from {Path.cwd()}")
     if Path(path).suffix == ".parquet":
-        yield from _parquet_rows(path, fields)
+        yield from _parquet_examples(path, fields)
         return
     with open(path, encoding="utf-8") as file:
         try:
@@ -31,17 +31,17 @@ def read_rows(path: str, fields: set[str]) -> Iterator[tuple[str, Row]]:
             raise ValueError(f"path={path!r}: not UTF-8 ({error.reason}); save the file as UTF-8") from error
 
 
-def _json_object(where: str, line: str) -> Row:
+def _json_object(where: str, line: str) -> Example:
     try:
-        row = json.loads(line)
+        example = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: no JSON ({error.msg}); write one object a line") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: a {type(row).__name__}, not an object; write one object a line")
-    return row
+    if not isinstance(example, dict):
+        raise ValueError(f"{where}: a {type(example).__name__}, not an object; write one object a line")
+    return example
 
 
-def _parquet_rows(path: str, fields: set[str]) -> Iterator[tuple[str, Row]]:
+def _parquet_examples(path: str, fields: set[str]) -> Iterator[tuple[str, Example]]:
     from pyarrow import ArrowException  # here: a grading process has no use for it
     from pyarrow.parquet import ParquetFile
 
@@ -50,16 +50,16 @@ def _parquet_rows(path: str, fields: set[str]) -> Iterator[tuple[str, Row]]:
         known = [name for name in file.schema_arrow.names if name in fields]
         # without one of the fields, all are read, to name them in the error
         columns = known if len(known) == len(fields) else None
-        rows = (row for batch in file.iter_batches(columns=columns) for row in batch.to_pylist())
-        for number, row in enumerate(rows, start=1):
-            yield f"{path}, row {number}", row
+        examples = (example for batch in file.iter_batches(columns=columns) for example in batch.to_pylist())
+        for number, example in enumerate(examples, start=1):
+            yield f"{path}, example {number}", example
     except (ArrowException, OSError) as error:
         cause = str(error).split("\n")[0]
         raise ValueError(f"path={path!r}: not a readable parquet file ({cause}); write it again") from error
 
 
-def hub_rows(hub: str, config: str | None, split: str, fields: set[str]) -> Iterator[tuple[str, Row]]:
-    """(place, row) of a data set of the hub, which is downloaded or taken from the cache. `fields` alone are read.
+def hub_examples(hub: str, config: str | None, split: str, fields: set[str]) -> Iterator[tuple[str, Example]]:
+    """(place, example) of a data set of the hub, which is downloaded or taken from the cache. `fields` alone are read.
 
     Raises:
         ValueError: the hub cannot be reached, or has no such data set, config or split.
@@ -68,15 +68,15 @@ def hub_rows(hub: str, config: str | None, split: str, fields: set[str]) -> Iter
 
     what = f"hub={hub!r}" + (f", config={config!r}" if config else "") + f", split={split!r}"
     try:
-        rows = load_dataset(hub, config, split=split)
+        examples = load_dataset(hub, config, split=split)
     except Exception as error:  # noqa: BLE001 (the libraries below raise a dozen kinds; the cause is named)
         cause = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         fix = "download it where there is a network, and name a JSONL or parquet file with path:"
         raise ValueError(f"{what} cannot be loaded ({cause}). Check the name; or {fix}") from error
-    if fields <= set(rows.column_names):
-        rows = rows.select_columns(sorted(fields))
-    for number, row in enumerate(rows):
-        yield f"{hub} {split}, row {number}", row
+    if fields <= set(examples.column_names):
+        examples = examples.select_columns(sorted(fields))
+    for number, example in enumerate(examples):
+        yield f"{hub} {split}, example {number}", example
 
 
 def field_names(template: str) -> list[str]:
@@ -84,24 +84,24 @@ def field_names(template: str) -> list[str]:
     return _NAME.findall(template) if "{" in template else [template]
 
 
-def fill(template: str, row: Row, where: str) -> Any:
+def fill(template: str, example: Example, where: str) -> Any:
     """The value of a field ("answer", "reward_model.ground_truth"), or the text of a template ("{Body} {Question}")."""
     if "{" not in template:
-        return value_of(template, row, where)
-    return _NAME.sub(lambda name: str(value_of(name[1], row, where)), template)
+        return value_of(template, example, where)
+    return _NAME.sub(lambda name: str(value_of(name[1], example, where)), template)
 
 
-def value_of(field: str, row: Row, where: str) -> Any:
+def value_of(field: str, example: Example, where: str) -> Any:
     """Raises ValueError with the fields that there are, the nearest name first."""
-    if field in row:
-        return row[field]
-    value: Any = row
+    if field in example:
+        return example[field]
+    value: Any = example
     for part in field.split("."):
         if isinstance(value, Mapping) and part in value:
             value = value[part]
         elif isinstance(value, list) and part.isdecimal() and int(part) < len(value):
             value = value[int(part)]
         else:
-            near = difflib.get_close_matches(field, row, n=len(row), cutoff=0.0)
+            near = difflib.get_close_matches(field, example, n=len(example), cutoff=0.0)
             raise ValueError(f"{where}: no field {field!r}; there are: {', '.join(near)}")
     return value

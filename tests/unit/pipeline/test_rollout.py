@@ -1,0 +1,177 @@
+"""Groups as they are finished: an engine that answers when the test says so, real graders in processes of their own."""
+
+import time
+from concurrent.futures import Future
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from torchtune_ext.grading import Grader
+from torchtune_ext.rollout import in_order, sample_groups
+from torchtune_ext.sampling.engine import Completion, EngineFailed, SamplingConfig
+from torchtune_ext.tasks.task import Problem, Score
+
+PROBLEMS = [Problem(str(i), ({"role": "user", "content": f"{i}?"},), i) for i in range(3)]
+SAMPLING = SamplingConfig(max_tokens=8)
+
+
+class Letters:
+    """A tokenizer whose tokens are letters."""
+
+    def prompt_ids(self, messages):
+        return [ord(letter) for letter in messages[0]["content"]]
+
+    def opened_thought(self, prompt):
+        return ""
+
+    def decode(self, ids):
+        return "".join(map(chr, ids))
+
+
+class Told:
+    """An engine that says what the test tells it to."""
+
+    def submit(self, prompts, n, sampling, on_completion):
+        self.prompts, self.say, self.future = prompts, on_completion, Future()
+        if any(len(prompt) > 2 for prompt in prompts):
+            raise ValueError("the prompt does not fit")
+        return self.future
+
+    def draw(self, p, s, text):
+        ids = np.array([ord(letter) for letter in text], np.int32)
+        self.say(p, s, Completion(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32), "stop", 0))
+
+
+class Slow:
+    """Rewards the length of a text, after the seconds that it begins with."""
+
+    def grade(self, problem, text):
+        time.sleep(float(text[:3]) if text[:1].isdigit() else 0.0)
+        return Score(float(len(text)), {})
+
+
+class Ranks(Slow):
+    def grade_group(self, problem, texts):
+        return [Score(float(sorted(texts).index(text)), {}) for text in texts]
+
+
+@pytest.fixture(scope="module")
+def grader():
+    with Grader(Slow(), workers=2, timeout_s=20.0) as grader:
+        yield grader
+
+
+@pytest.fixture
+def engine():
+    return Told()
+
+
+class Seen(list):
+    """A watcher that remembers the rewards."""
+
+    def on_completion(self, problem, sample, completion):
+        pass
+
+    def add_reward(self, reward):
+        self.append(reward)
+
+
+def stream_of(engine, grader, watcher=None):
+    """The iterator, after its first step has begun: `draw` fills it from here on, before anybody waits."""
+    stream = sample_groups(PROBLEMS, 2, SAMPLING, engine, Letters(), grader, watcher)
+    submit = engine.submit
+
+    def submit_and_draw(*args):
+        future = submit(*args)
+        for drawn in engine.script:
+            engine.draw(*drawn)
+        return future
+
+    engine.submit = submit_and_draw
+    return stream
+
+
+def rewards(group):
+    return [sample.score.reward for sample in group.samples]
+
+
+def test_a_group_comes_when_it_is_whole_while_others_are_sampled(engine, grader):
+    engine.script = [(0, 1, "b"), (2, 1, "ccc"), (1, 0, "x"), (2, 0, "cc")]
+    seen = Seen()
+    stream = stream_of(engine, grader, seen)
+    index, group = next(stream)
+    assert (index, group.problem, rewards(group)) == (2, PROBLEMS[2], [2.0, 3.0])
+    assert engine.prompts[2] == group.prompt_tokens.tolist() == [ord("2"), ord("?")]
+    engine.draw(0, 0, "bbbbb")
+    index, group = next(stream)
+    assert (index, rewards(group), [sample.text for sample in group.samples]) == (0, [5.0, 1.0], ["bbbbb", "b"])
+    assert not any(sample.advantage or sample.trained for sample in group.samples)
+    engine.draw(1, 1, "")
+    engine.future.set_result([])
+    assert [index for index, _ in stream] == [1]
+    assert sorted(seen) == [0.0, 1.0, 1.0, 2.0, 3.0, 5.0]
+
+
+def test_the_batch_is_in_the_order_of_the_problems(engine, grader):
+    engine.script = [(p, s, "x" * (2 * p + s)) for p in (2, 0, 1) for s in (1, 0)]
+    groups = in_order(stream_of(engine, grader))
+    assert [rewards(group) for group in groups] == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
+
+
+def test_a_slow_text_delays_its_own_group_alone(engine, grader):
+    engine.script = [(0, 0, "9.9 s"), *((p, s, "quick") for p in (1, 2) for s in (0, 1)), (0, 1, "quick")]
+    begun = time.monotonic()
+    stream = stream_of(engine, grader)
+    assert {index for index, _ in islice(stream, 2)} == {1, 2}
+    assert time.monotonic() - begun < 9.0
+    stream.close()
+    assert engine.future.cancelled()
+
+
+def test_a_judge_gets_whole_groups(engine):
+    engine.script = [(p, s, text) for p in range(3) for s, text in ((1, "a"), (0, "b"))]
+    seen = Seen()
+    with Grader(Ranks(), timeout_s=20.0) as judge:
+        groups = in_order(stream_of(engine, judge, seen))
+    assert [rewards(group) for group in groups] == [[1.0, 0.0]] * 3 and sorted(seen) == [0.0] * 3 + [1.0] * 3
+
+
+def test_what_the_engine_refuses_is_raised_at_once(engine, grader):
+    wrong = [Problem("long", ({"role": "user", "content": "far too long"},), 0)]
+    with pytest.raises(ValueError, match="does not fit"):
+        next(sample_groups(wrong, 2, SAMPLING, engine, Letters(), grader))
+
+
+def test_groups_that_were_whole_come_before_the_error(engine, grader):
+    engine.script = [(1, 0, "a"), (1, 1, "a"), (0, 0, "a")]
+    stream = stream_of(engine, grader)
+    assert next(stream)[0] == 1
+    engine.future.set_exception(EngineFailed("beyond help"))
+    with pytest.raises(EngineFailed, match="beyond help"):
+        next(stream)
+
+
+def test_an_engine_that_is_closed_ends_the_stream(engine, grader):
+    engine.script = []
+    stream = stream_of(engine, grader)
+    engine.script.append((0, 0, "a"))
+    submit = engine.submit
+    engine.submit = lambda *args: (future := submit(*args)).cancel() and future
+    with pytest.raises(EngineFailed, match="closed"):
+        next(stream)
+
+
+def test_a_grader_that_is_closed_ends_the_stream(engine):
+    engine.script = [(0, 0, "9.9 s"), (0, 1, "a")]
+    grader = Grader(Slow(), timeout_s=20.0)
+    stream = stream_of(engine, grader)
+    draw = engine.draw
+    engine.draw = lambda *args: (draw(*args), grader.close())
+    with pytest.raises(RuntimeError, match="closed"):
+        next(stream)
+    assert engine.future.cancelled()
+
+
+def test_no_problems_no_groups(engine, grader):
+    assert in_order(sample_groups([], 2, SAMPLING, engine, Letters(), grader)) == []
