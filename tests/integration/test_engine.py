@@ -212,6 +212,24 @@ def test_cancel_returns_partial_completions(engine):
     assert any(len(c.tokens) for c in flat(result[0]))
 
 
+def test_a_submission_is_ended_alone(engine):
+    """Who cancels one ends what is sampled for it, and nothing else."""
+    sampling = SamplingConfig(max_tokens=900, temperature=1.0)
+    arrived = []
+    ended = engine.submit([[1, 2, 3]] * 4, 4, sampling, lambda *done: arrived.append(done))
+    other = engine.submit([[4, 5, 6]], 2, SamplingConfig(max_tokens=200, temperature=1.0))
+    wait_until_running(engine, 18)
+    ended.cancel()
+    assert [len(completion.tokens) for completion in flat(other.result(timeout=60))] == [200, 200]
+    give_up_at = time.monotonic() + 20
+    while engine.stats().running:
+        assert time.monotonic() < give_up_at
+        time.sleep(0.005)
+    assert not arrived
+    with pytest.raises(ValueError, match="prompt 0 is empty"):
+        engine.submit([[]], 1, sampling)
+
+
 def test_two_threads_may_sample_at_once(engine):
     prompts, results = tiny_model.prompts(2, 20), {}
 

@@ -70,3 +70,20 @@ def test_what_begins_as_the_thread_ends_is_ended_too(caplog, recwarn):
     gc.collect()
     assert not [warning for warning in recwarn if "never awaited" in str(warning.message)]
     assert not [record.getMessage() for record in caplog.records if record.name == "asyncio"]
+
+
+def test_what_still_runs_when_the_thread_ends_is_cancelled():
+    """Whoever waits for a submission hears of it, also where the work does not let itself be ended."""
+    thread = LoopThread("test")
+    thread.start()
+
+    async def stubborn():
+        while True:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                pass
+
+    futures = [thread.submit(asyncio.sleep(60)), thread.submit(stubborn())]
+    thread.stop()
+    assert all(future.cancelled() for future in futures)
