@@ -47,10 +47,10 @@ def learn(out: Path, warmup: int, seed: int, threads: int, args: argparse.Namesp
     model = f"model_dir={warm}/model"
     tune(run, threads, "grpo_full", "--config", args.config, f"seed={seed}", model, *args.grpo)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    scored = [line for line in lines if "eval/accuracy_sampled" in line]
+    evaluated = [line for line in lines if "eval/accuracy_sampled" in line]
     found = {"warmup": warmup, "seed": seed, "threads": threads}
     for way in WAYS:
-        found[f"{way}/before"], found[f"{way}/after"] = (scored[i][f"eval/accuracy_{way}"] for i in (0, -1))
+        found[f"{way}/before"], found[f"{way}/after"] = (evaluated[i][f"eval/accuracy_{way}"] for i in (0, -1))
         found[f"{way}/rise"] = found[f"{way}/after"] - found[f"{way}/before"]
     found["entropy"] = [line["loss/entropy"] for line in lines if "loss/entropy" in line][-1]
     found["mismatch"] = max(line.get("mismatch/mean_abs", 0.0) for line in lines)
@@ -79,7 +79,7 @@ def spread(found: list[dict[str, float]], way: str) -> str:
     )
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> list[dict[str, float]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/learning"))
     parser.add_argument("--warmups", type=int, nargs="+", default=list(range(8)), help="seeds of the warm-up")
@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--config", default="grpo/tiny")
     parser.add_argument("--warmup", nargs="*", default=[], help="key=value for the warm-ups")
     parser.add_argument("--grpo", nargs="*", default=[], help="key=value for the GRPO runs")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     found: list[dict[str, float]] = []
 
     def column(warmup: int, threads: int) -> None:  # one warm-up is made once, and its seeds follow one another
@@ -102,6 +102,7 @@ def main() -> None:
         list(pool.map(column, *zip(*[(w, t) for w in args.warmups for t in args.threads], strict=True)))
     for way in WAYS:
         print(spread(found, way))
+    return found
 
 
 if __name__ == "__main__":

@@ -2,27 +2,27 @@ r"""Is the answer in this text the right one? Extraction of the answer, and equa
 
 Where the answer stands, the first that is found counts:
 
-1. thinking is set aside: only what follows the last `</think>` is read, and nothing of a thought that never ends;
-2. the last \boxed{...} or \fbox{...}, together with those of the same sentence: they are one list. The last sentence alone:
+1. thinking is set aside: only what follows the last `</think>` is read, and nothing of a thought that never ends; 2.
+the last \boxed{...} or \fbox{...}, together with those of the same sentence: they are one list. The last sentence
+alone:
    a text cannot answer twice. A box that is never closed, or empty, is no answer, whatever stands before it;
-3. with `brackets`, the last [...];
-4. `#### 72` in the last line, the habit of GSM8K;
-5. the last "answer is ..." or "Answer: ...";
-6. in the last `TAIL_CHARS` characters, the last values that are joined: "2, 3 or 5" is one list;
-7. math-verify's own extraction, from the same end. It settles on one expression as well. A text that is the right answer
+3. with `brackets`, the last [...]; 4. `#### 72` in the last line, the habit of GSM8K; 5. the last "answer is ..." or
+"Answer: ..."; 6. in the last `TAIL_CHARS` characters, the last values that are joined: "2, 3 or 5" is one list; 7.
+math-verify's own extraction, from the same end. It settles on one expression as well. A text that is the right answer
    letter by letter, and no more, is right.
 
-Two answers are equal when they are the same text, the same plain number, or the same by math-verify: values (1/2 = 0.5, to
-six decimals), sets in any order, tuples, intervals, equations; units (`values.py`) are left out. `{1, 2, 3}` is not 3: to name
-candidates gains nothing, and where the right answer is a list, the whole list must be right.
+Two answers are equal when they are the same text, the same plain number, or the same by math-verify: values (1/2 = 0.5,
+to six decimals), sets in any order, tuples, intervals, equations; units (`values.py`) are left out. `{1, 2, 3}` is not
+3: to name candidates gains nothing, and where the right answer is a list, the whole list must be right.
 
-**Time.** math-verify's own time-outs work by signals, which fail in threads, so they are off. Some answers take for ever
-(10^{10^{10}}); `grade` therefore belongs into the processes of `torchtune_ext.grading`, which kill it at its
-deadline. That outcome is `timed_out`, not a reward of 0: nobody knows whether the answer was right. Can a policy use that?
-A hang is never reinforced: the sample has no advantage and is not trained on. But it is not discouraged either, where a
-wrong answer in a group with a right one is. So what can be ruled out without computing is ruled out at once and scored 0:
-more than `MAX_CHARS` characters, digits other than 0-9. The rest is counted (metric `groups/infra_failed`, the cause is in
-the log): a count that grows means that the policy has found such answers; then subclass the task and score them yourself.
+**Time.** math-verify's own time-outs work by signals, which fail in threads, so they are off. Some answers take for
+ever (10^{10^{10}}); `grade` therefore belongs into the processes of `torchtune_ext.grading`, which kill it at its
+deadline. That outcome is `timed_out`, not a reward of 0: nobody knows whether the answer was right. Can a policy use
+that? A hang is never reinforced: the sample has no advantage and is not trained on. But it is not discouraged either,
+where a wrong answer in a group with a right one is. So what can be ruled out without computing is ruled out at once and
+scored 0: more than `MAX_CHARS` characters, digits other than 0-9. The rest is counted (metric `groups/infra_failed`,
+the cause is in the log): a count that grows means that the policy has found such answers; then subclass the task and
+score them yourself.
 """
 
 import importlib.util
@@ -312,7 +312,8 @@ def _library() -> Any:
 class MathGrader:
     r"""A right answer and a text -> Score: 1.0 when the answer in the text is right, else 0.0.
 
-    Parts: "accuracy"; "format", 1.0 for an answer in a box (or, with format="think", one closed thought before the rest);
+    Parts: "accuracy"; "format", 1.0 for an answer in a box (or, with format="think", one closed thought before the
+        rest);
     "failed", 1.0 when the text holds no answer.
 
     Args:
@@ -320,7 +321,8 @@ class MathGrader:
         require_thinking: only an answer after `</think>` counts.
         brackets: [45] is an answer, too, as Geometry3K's prompts ask for.
         format: "box" or "think", what the part "format" looks for.
-        format_reward: share of the reward that the format earns: (1 - format_reward) * accuracy + format_reward * format.
+        format_reward: share of the reward that the format earns: (1 - format_reward) * accuracy + format_reward *
+            format.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Arithmetic: generated without end, cheap to sample and to grade, so that a run takes a minute and can be repeated.
 
-A question is terse, "7+5-9=", and its solution has the values on the way in brackets, then the answer: "(12) 3". A character is
-a token for a tokenizer without merges, so a completion has from 2 to about 12 of them, at level 9 about 20. Only the last
-number is graded: whether to work before answering is the policy's affair.
+A question is terse, "7+5-9=", and its solution has the values on the way in brackets, then the answer: "(12) 3". A
+character is a token for a tokenizer without merges, so a completion has from 2 to about 12 of them, at level 9 about
+20. Only the last number is graded: whether to work before answering is the policy's affair.
 """
 
 import random
@@ -50,11 +50,11 @@ class Arithmetic:
         count: how many; None: without end. Low levels have few different questions (level 1 has 100), which repeat.
         first: index of the first one.
         level: one of 1 to 9 (see `LEVELS`), several that are equally likely ([3, 4]), or {level: weight}.
-        split: "train", "heldout" or "all". The hash of a question decides on which side it stands, one in eight is held out:
-            no seed, level or index makes a training question appear among the held-out ones.
+        split: "train", "heldout" or "all". The hash of a question decides on which side it stands, one in eight is held
+            out: no seed, level or index makes a training question appear among the held-out ones.
         prompt: the user's message; {question} stands for "17+25=".
-        guessed: share of the solutions that are a guess: a number at most `NEAR` from the answer, without steps. A policy that
-            was warmed up on both is left to find out that working pays.
+        guessed: share of the solutions that are a guess: a number at most `NEAR` from the answer, without steps. A
+            policy that was warmed up on both is left to find out that working pays.
     """
 
     def __init__(

@@ -12,8 +12,8 @@ log = logging.getLogger(__name__)
 PROMPT = "{question}\n\nPlease reason step by step, and put your final answer within \\boxed{}."
 READ_AT_MOST = 1000  # right answers that are read with math-verify at the start, at some milliseconds each
 
-# What each page of the hub says. Licences: gsm8k, deepmath, svamp MIT; dapo_math_17k (of the original), aime2023 Apache-2.0;
-# the pages of math500 (from MATH, MIT), aime2024 and aime2025 state none.
+# What each page of the hub says. Licences: gsm8k, deepmath, svamp MIT; dapo_math_17k (of the original), aime2023
+# Apache-2.0; the pages of math500 (from MATH, MIT), aime2024 and aime2025 state none.
 DATASETS = {
     "gsm8k": Source("openai/gsm8k", "main", "train", solution="answer"),
     "math500": Source("HuggingFaceH4/MATH-500", None, "test", question="problem", solution="solution"),
@@ -38,15 +38,16 @@ class Math(Questions):
     r"""The task. The reward is 1 for the right answer, else 0 (DeepSeek-R1, arXiv 2501.12948, section 2.2.2: accuracy rewards).
 
     Args:
-        dataset: a public data set: gsm8k, math500, deepmath, dapo_math_17k, aime2023, aime2024, aime2025, svamp. It gives the
-            id, the split and the fields; what is named beside it wins, so `path` reads a copy of it without a network.
-        path, hub, config, split, question, answer, solution, prompt, system, count, first: see `Jsonl`. The answer's field
-            may hold a number, an answer, or a solution that ends in one.
+        dataset: a public data set: gsm8k, math500, deepmath, dapo_math_17k, aime2023, aime2024, aime2025, svamp. It
+            gives the id, the split and the fields; what is named beside it wins, so `path` reads a copy of it without a
+            network.
+        path, hub, config, split, question, answer, solution, prompt, system, count, first: see `Jsonl`. The answer's
+            field may hold a number, an answer, or a solution that ends in one.
         require_box, require_thinking, brackets, format, format_reward: see `MathGrader`.
 
     Raises:
-        ValueError: as `Jsonl`, and for examples without a usable right answer: how many, and which. None is left out silently;
-            those that math-verify cannot read are counted in the log and compared as text.
+        ValueError: as `Jsonl`, and for examples without a usable right answer: how many, and which. None is left out
+            silently; those that math-verify cannot read are counted in the log and compared as text.
     """
 
     def __init__(

@@ -25,9 +25,9 @@ class Score:
 class Task(Protocol):
     """A sequence of problems with one grader. Problems are a pure function of the index, so a cursor resumes a run.
 
-    `grade` runs in a worker process: it must be picklable, and a text of the policy's must never make it raise. A task whose
-    grader compares has `grade_group(problem, texts) -> list[Score]` besides; where it is there, the samples of a problem are
-    graded by it, all together, in the place of `grade`.
+    `grade` runs in a worker process: it must be picklable, and a text of the policy's must never make it raise. A task
+    whose grader compares has `grade_group(problem, texts) -> list[Score]` besides; where it is there, the samples of a
+    problem are graded by it, all together, in the place of `grade`.
     """
 
     def __len__(self) -> int: ...

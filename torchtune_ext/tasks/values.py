@@ -1,11 +1,11 @@
 r"""Values in prose: which words behind a number are its unit, and which values are joined to a list.
 
-**Units.** "18 dollars" is 18 and "5 \text{ cm}^2" is 5, but "5 squared", "5 tenths" and "5 or six" are not 5. There is no end
-of units, so no list of them can be complete; the words that change a value are few and known. A unit is therefore told by
-its form. It is a phrase of at most `MAX_WORDS` words, "cubic inches", "apples left", or several, "miles per hour". The first
-has a plural or one of `MEASURES`, which rules out what is no noun ("squared", "factorial", "over"); after 1 it may be a
-singular. No word is a number ("million", "halves", "tenths", "six"), an operation ("times") or a joint ("or", "if").
-"100 square" is 100, the habit of answers to MATH.
+**Units.** "18 dollars" is 18 and "5 \text{ cm}^2" is 5, but "5 squared", "5 tenths" and "5 or six" are not 5. There is
+no end of units, so no list of them can be complete; the words that change a value are few and known. A unit is
+therefore told by its form. It is a phrase of at most `MAX_WORDS` words, "cubic inches", "apples left", or several,
+"miles per hour". The first has a plural or one of `MEASURES`, which rules out what is no noun ("squared", "factorial",
+"over"); after 1 it may be a singular. No word is a number ("million", "halves", "tenths", "six"), an operation
+("times") or a joint ("or", "if"). "100 square" is 100, the habit of answers to MATH.
 
 **Lists.** "3 or 4", "2, 3 and 5", "A: 3 B: 4" name several values; "12 eggs, so 4 are left" names one.
 """
@@ -18,8 +18,8 @@ SENTENCE_END = re.compile(r"(?<!\\)[.!?][^\w\s]*\s")
 
 STYLES = "text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mbox"
 _STYLED = rf"\\(?:{STYLES})\s*\{{[^{{}}]*\}}"
-# From the first letter behind the value to the end, not within a word or a command. Each step takes one letter or one group:
-# there are no two ways to match.
+# From the first letter behind the value to the end, not within a word or a command. Each step takes one letter or one
+# group: there are no two ways to match.
 _TAIL = re.compile(
     r"(?:(?<![A-Za-z\\])|(?![A-Za-z]))"
     rf"(?:(?:{_STYLED}|[A-Za-z])(?:\^(?:[23]|\{{[23]\}}))?|[\s/~-]|\\[ ,;:]|\\cdot(?=\s*\\[tm])|(?<=[A-Za-z])\.)+$"
