@@ -2,10 +2,12 @@
 
 import math
 import re
+from dataclasses import dataclass, fields
 
 import pytest
 import torch
 
+from torchtune_ext.objective.constraints import CONSTRAINTS, Constraint
 from torchtune_ext.objective.loss import NLLLoss, PolicyLoss, Tokens
 
 # Two completions, of three labels and of two, with an advantage each; ratios on both sides of every bound.
@@ -150,6 +152,43 @@ def test_exact_kl_without_stored_log_probs():
     with pytest.raises(ValueError, match="needs the proximal policy's top-k"):
         loss(tokens())
     assert loss(tokens(new=OLD))[1]["clip_fraction"].tolist() == [0.0] * 5  # the policy is the old one
+
+
+@dataclass(frozen=True)
+class Push(Constraint):
+    """A constraint of the user's own, as in docs/objectives.md. `factor` is the name of no key of `PolicyLoss`."""
+
+    delta: float = 0.1
+    factor: float = 2.0
+
+    def __call__(self, t, ratio_L, old_L):
+        cut_L = (ratio_L - 1).abs() > self.delta
+        return self.factor * (ratio_L * t.advantages_L).masked_fill(cut_L, 0.0), cut_L
+
+
+def test_a_constraint_of_ones_own(monkeypatch):
+    monkeypatch.setitem(CONSTRAINTS, "push", Push)
+    for delta, inside in ((None, [0, 0, 1, 0, 0]), (0.4, [0, 1, 1, 0, 1])):
+        loss = PolicyLoss(constraint="push", delta=delta)
+        _, gradients, metrics = value_and_gradient(loss, tokens())
+        want = [-2.0 * r * a * i for r, a, i in zip(RATIOS, ADVANTAGES, inside, strict=True)]
+        assert gradients == pytest.approx(want, abs=1e-12)
+        assert metrics["clip_fraction"] == [1.0 - i for i in inside]
+        assert loss.delta == (delta or 0.1)
+        assert str(loss) == f"Push(delta={loss.delta}, factor=2.0) per token"
+    for settings, message in (
+        ({"clip_low": 0.2}, "loss.clip_low=0.2 contradicts loss.constraint='push', whose options are delta, factor;"),
+        ({"level": "sequence"}, "loss.level='sequence' has no constraint='push'; use one of clip, kl3, "),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            PolicyLoss(constraint="push", **settings)
+
+
+def test_every_option_of_the_table_is_a_key_of_the_loss():
+    keys = {field.name for field in fields(PolicyLoss)}
+    for name, kind in CONSTRAINTS.items():
+        assert {field.name for field in fields(kind)} <= keys, name
+        assert "token" in kind.levels, name
 
 
 def sequence_ratios():
