@@ -237,6 +237,27 @@ class Sapo(Constraint):
 
 
 @dataclass(frozen=True)
+class Spo(Constraint):
+    """r A - |A| / (2 epsilon) (r - 1)^2 (Simple Policy Optimization, arXiv 2401.16025).
+
+    The maximum lies at r = 1 + sgn(A) epsilon, the bound of PPO's clip. Beyond it the gradient does not end as with a clip, but
+    leads back, so that nothing is cut.
+    """
+
+    epsilon: float = 0.2
+
+    def check(self, level: str, old: str) -> None:
+        _require(self.epsilon > 0.0, "epsilon", self.epsilon, "must be positive; SPO uses 0.2")
+
+    def __str__(self) -> str:
+        return f"SPO {self.epsilon:g}"
+
+    def __call__(self, t: Tokens, ratio_L: Tensor, old_L: Tensor) -> tuple[Tensor, Tensor]:
+        penalty_L = t.advantages_L.abs() / (2.0 * self.epsilon) * (ratio_L - 1.0).square()
+        return ratio_L * t.advantages_L - penalty_L, nowhere(ratio_L)
+
+
+@dataclass(frozen=True)
 class Unconstrained(Constraint):
     """r A: the importance-weighted policy gradient itself, for instance of RLOO (arXiv 2402.14740)."""
 
@@ -256,6 +277,7 @@ CONSTRAINTS: dict[str, type[Constraint]] = {
     "tv": TotalVariation,
     "cispo": Cispo,
     "sapo": Sapo,
+    "spo": Spo,
     "none": Unconstrained,
 }
 
