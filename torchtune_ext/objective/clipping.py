@@ -1,19 +1,7 @@
-"""Constraints: where the gradient of a ratio is cut. One frame, J = E[min(r A, clip_C(r) A)], after "A Unified Framework for
-Rethinking Policy Divergence Measures in GRPO" (arXiv 2602.05494): a test C says for every label whether the new policy is
-still close enough to the old one; outside, the ratio is replaced by a constant, so that no gradient is left, unless the
-minimum picks the unclipped branch, which leads back.
+"""What several constraints share: the clipped objective, its form for any other test, and the measures that tests are made of.
 
-constraint   C                                                        function
-"clip"       1 - low <= r <= 1 + high                                 `clip`
-"kl3"        r - 1 - log r <= delta, the same as an interval of r     `kl3_bounds`, then `clip`
-"kl"         KL(pi_old || pi) <= delta over the stored top k          `trust_region`
-"tv"         |p - p_old| <= delta                                     `trust_region`
-"cispo"      none: the weight of log pi is clipped, never its gradient    `cispo`
-"sapo"       none: a smooth gate takes its place                          `sapo`
-"none"       always true
-
-Each function takes one value per label, [L], and returns (objective_L to be maximized, cut_L bool: no gradient left, or for
-`cispo` a weight that was clipped).
+All tensors hold one value per label, [L]. An objective is to be maximized, and stands beside `cut_L` (bool): the labels at
+which it has left no gradient.
 """
 
 import math
@@ -25,9 +13,9 @@ from torch import Tensor
 def clip(
     ratio_L: Tensor, advantages_L: Tensor, lower: float, upper: float, dual: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """min(r A, clip(r, lower, upper) A) (PPO, arXiv 1707.06347; asymmetric: DAPO, arXiv 2503.14476).
+    """min(r A, clip(r, lower, upper) A) (PPO, arXiv 1707.06347; asymmetric: DAPO, arXiv 2503.14476), and `cut_L`.
 
-    With `dual` = c > upper, where A < 0 never below c A: max(min(r A, clip(r) A), c A) (dual clip, arXiv 1912.09729). The
+    With `dual` = c > upper, it is never below c A where A < 0: max(min(r A, clip(r) A), c A) (dual clip, arXiv 1912.09729). The
     two-sided clip of INTELLECT-2 (arXiv 2505.07291), min(min(r, c) A, clip(r) A), is the same function.
     """
     objective_L = torch.minimum(ratio_L * advantages_L, ratio_L.clamp(lower, upper) * advantages_L)
@@ -39,8 +27,23 @@ def clip(
     return objective_L, cut_L
 
 
+def trust_region(ratio_L: Tensor, advantages_L: Tensor, inside_L: Tensor) -> tuple[Tensor, Tensor]:
+    """min(r A, clip_C(r) A) for a test C that is no interval of r, and `cut_L`.
+
+    clip_C(r) is r where `inside_L` (bool) holds, and 1 outside. The constant 1 is what makes the minimum right: outside, the
+    minimum is r A where r moved against A, which is the way back, and the constant A where r moved with it.
+    """
+    cut_L = ~inside_L & outward(ratio_L < 1.0, ratio_L > 1.0, advantages_L)
+    return torch.where(cut_L, advantages_L, ratio_L * advantages_L), cut_L
+
+
+def nowhere(ratio_L: Tensor) -> Tensor:
+    """The `cut_L` of a formula that leaves a gradient at every label."""
+    return torch.zeros_like(ratio_L, dtype=torch.bool)
+
+
 def outward(below_L: Tensor, above_L: Tensor, advantages_L: Tensor) -> Tensor:
-    """Labels that left the region on the side to which their advantage pushes: those that the minimum cuts."""
+    """The labels that left the region on the side to which their advantage pushes: these are what the minimum cuts."""
     return (below_L & (advantages_L < 0)) | (above_L & (advantages_L > 0))
 
 
@@ -63,18 +66,10 @@ def kl3_bounds(delta: float) -> tuple[float, float]:
     return found[0], found[1]
 
 
-def trust_region(ratio_L: Tensor, advantages_L: Tensor, inside_L: Tensor) -> tuple[Tensor, Tensor]:
-    """min(r A, clip_C(r) A) for a test C that is no interval of r: clip_C(r) is r inside, and 1 outside.
-
-    The constant 1 is what makes the minimum right: outside it leaves r A where r moved against A (the way back), and the
-    constant A where it moved with it.
-    """
-    cut_L = ~inside_L & outward(ratio_L < 1.0, ratio_L > 1.0, advantages_L)
-    return torch.where(cut_L, advantages_L, ratio_L * advantages_L), cut_L
-
-
 def top_k_kl(old_top_LK: Tensor, top_LK: Tensor) -> Tensor:
-    """KL(old || new) [L] over K tokens and the rest of the vocabulary as one: a lower bound of the whole KL (data processing).
+    """KL(old || new) [L] in nats, over K tokens and the rest of the vocabulary as one token.
+
+    Joining tokens never raises a KL divergence (data processing), so this is a lower bound of the whole one.
 
     Args:
         old_top_LK: log-probs of the old policy's K most likely tokens.
@@ -86,23 +81,5 @@ def top_k_kl(old_top_LK: Tensor, top_LK: Tensor) -> Tensor:
 
 
 def _rest(logprobs_LK: Tensor) -> Tensor:
-    """log of the probability that the K tokens leave over, at least what float32 resolves beside 1."""
+    """log of the probability that the K tokens leave over. It is at least what float32 resolves beside 1."""
     return (1.0 - logprobs_LK.exp().sum(-1)).clamp(min=2.0**-24).log()
-
-
-def cispo(
-    logprobs_L: Tensor, ratio_L: Tensor, advantages_L: Tensor, lower: float, upper: float
-) -> tuple[Tensor, Tensor]:
-    """sg(clip(r, lower, upper)) A log pi (CISPO, arXiv 2506.13585): every label keeps a gradient, of bounded weight."""
-    weight_L = ratio_L.detach().clamp(lower, upper)
-    return weight_L * advantages_L * logprobs_L, (ratio_L < lower) | (ratio_L > upper)
-
-
-def sapo(ratio_L: Tensor, advantages_L: Tensor, tau_positive: float, tau_negative: float) -> tuple[Tensor, Tensor]:
-    """(4 / tau) sigmoid(tau (r - 1)) A, with tau by the sign of A (SAPO, arXiv 2511.20347).
-
-    Its slope in r is 1 at r = 1 and falls smoothly to 0 on both sides: nothing is cut.
-    """
-    tau_L = torch.where(advantages_L > 0, ratio_L.new_tensor(tau_positive), ratio_L.new_tensor(tau_negative))
-    gate_L = 4.0 / tau_L * torch.sigmoid(tau_L * (ratio_L - 1.0))
-    return gate_L * advantages_L, torch.zeros_like(ratio_L, dtype=torch.bool)

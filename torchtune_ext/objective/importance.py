@@ -1,5 +1,7 @@
-"""Importance weights w = pi_old / pi_sampler: what differs between the policy that the updates start from and the one that
-sampled (another engine, another precision, older weights). They multiply the objective and carry no gradient.
+"""Importance weights w = pi_old / pi_sampler, which multiply the objective and carry no gradient.
+
+They correct for what differs between the policy that the updates start from and the one that sampled: another engine, another
+precision, older weights.
 
 method            of                       weight                         default bounds   source
 "none"                                     1
@@ -24,34 +26,80 @@ from torchtune_ext.objective.ratios import bounded_exp, sample_means, sample_sum
 class Method:
     """How one method makes weights."""
 
-    level: str  # "token", "sequence" or "geometric"
-    outside: str  # what happens out of bounds: "keep", "truncate" or "mask"
-    low: float | None = None  # bounds; None: there is none
+    # The opening line of a run has this name of the method.
+    word: str
+    # A weight belongs to one label ("token"), or is the product ("sequence") or geometric mean ("geometric") over a completion.
+    level: str
+    # A weight out of bounds is kept ("keep"), set to the upper bound ("truncate"), or set to 0 ("mask").
+    outside: str
+    # A bound that is None does not exist.
+    low: float | None = None
     high: float | None = None
-    weighted: bool = True  # False: what is inside weighs 1
+    # Where this is False, every weight within the bounds becomes 1.
+    weighted: bool = True
 
     def within(self, low: float | None, high: float | None) -> "Method":
         """The method with other bounds; None leaves its own."""
         return replace(self, low=self.low if low is None else low, high=self.high if high is None else high)
 
+    def __str__(self) -> str:
+        if self.low is not None:
+            return f"{self.word} in [{self.low:g}, {self.high:g}]"
+        return self.word if self.high is None else f"{self.word} <= {self.high:g}"
+
 
 METHODS = {
-    "none": Method("token", "keep", weighted=False),
-    "full": Method("token", "keep"),
-    "tis": Method("token", "truncate", high=2.0),
-    "mis": Method("token", "mask", low=0.0, high=3.0),
-    "icepop": Method("token", "mask", low=0.5, high=5.0),
-    "sequence_tis": Method("sequence", "truncate", high=10.0),
-    "sequence_mis": Method("sequence", "mask", low=0.0, high=3.0),
-    "geometric_mask": Method("geometric", "mask", low=0.99, high=1.01, weighted=False),
+    "none": Method("no weight", "token", "keep", weighted=False),
+    "full": Method("importance weight", "token", "keep"),
+    "tis": Method("TIS", "token", "truncate", high=2.0),
+    "mis": Method("MIS", "token", "mask", low=0.0, high=3.0),
+    "icepop": Method("IcePop", "token", "mask", low=0.5, high=5.0),
+    "sequence_tis": Method("sequence TIS", "sequence", "truncate", high=10.0),
+    "sequence_mis": Method("sequence MIS", "sequence", "mask", low=0.0, high=3.0),
+    "geometric_mask": Method("geometric mask", "geometric", "mask", low=0.99, high=1.01, weighted=False),
 }
 
 
-def importance_weights(log_weight_L: Tensor, samples_L: Tensor, method: Method) -> tuple[Tensor, Tensor]:
-    """(weights_L, masked_L bool: weight 0).
+def check_importance(name: str, low: float | None, high: float | None, level: str, old: str) -> None:
+    """Refuses a method beside settings of the loss that contradict it, and bounds that it does not have or cannot use.
 
     Args:
-        log_weight_L: log pi_old - log pi_sampler of every label.
+        name: of the method.
+        low, high: bounds in place of the method's own; None where nobody gave one.
+        level: of the ratio, see `ratios.py`.
+        old: whose log-probs pi_old are: "trainer" or "sampler".
+
+    Raises:
+        ValueError: the message names the key, the value and the fix.
+    """
+    method = METHODS[name]
+    if name != "none" and old == "sampler":
+        raise ValueError(
+            f"loss.importance={name!r} contradicts loss.old='sampler': the ratio to the sampler already corrects for it; use "
+            "importance=none, or old=trainer"
+        )
+    if name != "none" and level != "token" and method.level == "token":
+        raise ValueError(
+            f"loss.importance={name!r} weighs tokens, but loss.level={level!r} has one ratio for a whole completion; use "
+            "sequence_tis, sequence_mis, geometric_mask or none"
+        )
+    for bound, given, own in (("low", low, method.low), ("high", high, method.high)):
+        if given is not None and own is None:
+            raise ValueError(f"loss.importance_{bound}={given}: importance={name!r} has no such bound; remove it")
+    if high is not None and not high > 0.0:
+        raise ValueError(f"loss.importance_high={high} must be positive, or no sample would count")
+    within = method.within(low, high)
+    if within.low is not None and not 0.0 <= within.low < within.high:
+        raise ValueError(
+            f"loss.importance_low={within.low} must lie in [0, importance_high={within.high}): weights between are kept"
+        )
+
+
+def importance_weights(log_weight_L: Tensor, samples_L: Tensor, method: Method) -> tuple[Tensor, Tensor]:
+    """(weights_L, masked_L): the weights, and a bool that says where a weight is 0 since it was out of bounds.
+
+    Args:
+        log_weight_L: log pi_old - log pi_sampler of every label, in nats.
         samples_L: index of the label's completion.
     """
     log_weight_L = log_weight_L.detach()

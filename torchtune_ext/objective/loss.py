@@ -1,6 +1,6 @@
-"""Policy objectives: pure functions of flat tensors, one value per label.
+"""Policy objectives: pure functions of flat tensors, with one value per label.
 
-The step multiplies a loss by the labels' weights (made in packing, they sum to one over an optimizer step) and sums, so
+The step multiplies a loss by the labels' weights (packing makes them, and they sum to one over an optimizer step) and sums. So
 an objective knows nothing of rows, padding, ranks or accumulation. A loss of your own is a class with `__call__`::
 
     class MyLoss:
@@ -10,57 +10,52 @@ an objective knows nothing of rows, padding, ranks or accumulation. A loss of yo
 
 What it needs beside these it says by attributes, which `needs_of` reads: `needs_reference = True` for log-probs under a
 reference policy, `top_k = 16` for those of the proximal policy's 16 likeliest tokens, and `needs_all_groups = True` for a
-term that acts where the advantage is 0 (a KL penalty, an entropy bonus): else groups without signal, whose advantages are 0,
-are not trained on.
+term that acts where the advantage is 0 (a KL penalty, an entropy bonus). Without the last one, groups without signal, whose
+advantages are 0, are not trained on.
 """
 
+import difflib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from torchtune_ext.objective.checks import resolved
-from torchtune_ext.objective.clipping import cispo, clip, kl3_bounds, sapo, top_k_kl, trust_region
-from torchtune_ext.objective.describe import describe
-from torchtune_ext.objective.importance import METHODS, importance_weights
-from torchtune_ext.objective.kl import kl_k3, kl_penalty
-from torchtune_ext.objective.ratios import MAX_LOG, bounded_exp, sample_means
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """What an objective may look at: L labels of one row. The labels of a completion are all in the same row."""
-
-    logprobs_L: Tensor  # float32, under the policy that is trained; carries the gradient
-    entropy_L: Tensor  # float32, nats; carries a gradient too
-    old_logprobs_L: Tensor  # float32, under the proximal policy: the one that this step's updates start from
-    behavior_logprobs_L: Tensor  # float32, under the policy that sampled, as the sampler reported
-    ref_logprobs_L: Tensor | None  # float32, under the reference; None when no KL term needs it
-    advantages_L: Tensor  # float32
-    versions_L: Tensor  # int32, policy version that sampled the label
-    samples_L: Tensor  # int64, index of the completion in the row
-    # float32, the proximal policy's K highest log-probs; None: not stored, or pi = pi_old.
-    old_top_LK: Tensor | None = None
-    # float32, log-probs of the same K tokens under the policy that is trained, without gradient.
-    top_LK: Tensor | None = None
-
+from torchtune_ext.objective.clipping import clip
+from torchtune_ext.objective.constraints import CONSTRAINTS, OPTIONS, Constraint, Options, make_constraint
+from torchtune_ext.objective.importance import METHODS, check_importance, importance_weights
+from torchtune_ext.objective.kl import KLS, kl_k3, kl_penalty
+from torchtune_ext.objective.ratios import LEVELS, MAX_LOG, bounded_exp, sample_means
+from torchtune_ext.objective.tokens import Tokens
 
 Loss = Callable[[Tokens], tuple[Tensor, dict[str, Tensor]]]
+
+# Each of these settings is one of a few words.
+WORDS = {
+    "level": LEVELS,
+    "constraint": CONSTRAINTS,
+    "old": ("trainer", "sampler"),
+    "importance": METHODS,
+    "kl": KLS,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
     """What a loss asks for beside the log-probs of the policy that is trained."""
 
-    reference: bool  # log-probs under a reference
-    all_groups: bool  # groups without signal, too
-    top_k: int  # so many of the proximal policy's likeliest tokens at every label
+    # The loss reads log-probs under a reference policy.
+    reference: bool
+    # The loss acts on groups without signal, too.
+    all_groups: bool
+    # The loss reads the log-probs of so many of the proximal policy's likeliest tokens at every label.
+    top_k: int
 
 
 def needs_of(loss: Loss) -> Needs:
-    """What a loss says that it needs. One of the user's own may be silent: it needs nothing."""
+    """What a loss says that it needs. One of the user's own may be silent: then it needs nothing."""
     return Needs(
         reference=bool(getattr(loss, "needs_reference", False)),
         all_groups=bool(getattr(loss, "needs_all_groups", False)),
@@ -68,47 +63,86 @@ def needs_of(loss: Loss) -> Needs:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyLoss:
+@dataclass(frozen=True, kw_only=True)
+class PolicyLoss(Options):
     """The frame of all clipped policy objectives: a ratio, a constraint, an importance weight, KL terms, an entropy bonus.
 
     loss = -w J_C(r, A) + kl_coef KL(pi, ref) + old_kl_coef KL(pi, old) - entropy_coef H, with r = pi / pi_old at a level
-    (`ratios.py`), J_C the constrained objective (`clipping.py`), w = pi_old / pi_sampler (`importance.py`) and KL an
-    estimator (`kl.py`). Published methods are settings of it: configs/presets/. An option that stays None has the default of
-    the constraint or method that it belongs to; given beside any other, it is an error.
+    (`ratios.py`), J_C the constrained objective (`constraints.py`), w = pi_old / pi_sampler (`importance.py`) and KL an
+    estimator (`kl.py`). Published methods are settings of it: configs/presets/.
+
+    Beside the fields below, each option of each constraint is a field: `clip_low`, `delta`, `top_k`, ... One that is not given
+    has the default of the constraint; one that belongs to other constraints is an error.
 
     Raises:
         ValueError: an unknown word, an option that does not belong to the others, or a value outside its range.
     """
 
-    level: str = "token"  # of the ratio: "token", "sequence" (GSPO) or "geometric" (GMPO)
-    constraint: str = "clip"  # "clip", "kl3", "kl", "tv", "cispo", "sapo" or "none"
-    clip_low: float | None = None  # clip (0.2), cispo (1): epsilon below 1
-    clip_high: float | None = None  # clip (0.2), cispo (4): epsilon above 1
-    dual_clip: float | None = None  # clip, kl3: bound of the ratio where the advantage is negative
-    delta: float | None = None  # kl3, kl (0.02), tv (0.2): the distance that is allowed
-    top_k: int | None = None  # kl (required): tokens of the proximal policy that are stored
-    tau_positive: float | None = None  # sapo (1): how narrow the gate is where the advantage is positive
-    tau_negative: float | None = None  # sapo (1.05): and where it is negative
-    old: str = "trainer"  # whose log-probs are pi_old: "trainer" (proximal policy) or "sampler" (as it reported them)
-    importance: str = "none"  # weights for what differs between pi_old and the sampler: a method of importance.py
-    importance_low: float | None = None  # bounds in place of the method's own
+    # The ratio has a level: "token", "sequence" (GSPO) or "geometric" (GMPO).
+    level: str = "token"
+    # The constraint is a name in the table of constraints.py.
+    constraint: str = "clip"
+    # The log-probs of pi_old are those of the proximal policy ("trainer"), or those that the sampler reported ("sampler").
+    old: str = "trainer"
+    # A method of importance.py weighs what differs between pi_old and the sampler.
+    importance: str = "none"
+    # These bounds take the place of the method's own.
+    importance_low: float | None = None
     importance_high: float | None = None
-    kl_coef: float = 0.0  # KL to the reference; 0: no reference is kept
-    old_kl_coef: float = 0.0  # KL to the old policy
-    kl: str = "k3"  # estimator of both: "k1", "k2", "k3" or "k3_unbiased"
+    # This factor multiplies the KL to the reference. Where it is 0, no reference is kept.
+    kl_coef: float = 0.0
+    # This factor multiplies the KL to the old policy.
+    old_kl_coef: float = 0.0
+    # Both KL terms use the same estimator: "k1", "k2", "k3" or "k3_unbiased".
+    kl: str = "k3"
+    # This factor multiplies the entropy, which is in nats.
     entropy_coef: float = 0.0
 
     def __post_init__(self) -> None:
-        settings = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name, value in resolved(settings).items():
-            object.__setattr__(self, name, value)
+        for name, known in WORDS.items():
+            _require_word(name, getattr(self, name), known)
+        possible = [name for name, kind in CONSTRAINTS.items() if self.level in kind.levels]
+        if self.constraint not in possible:
+            raise ValueError(
+                f"loss.level={self.level!r} has no constraint={self.constraint!r}; use one of {', '.join(possible)}"
+            )
+        constraint = self._constraint
+        for name in (*OPTIONS, "importance_low", "importance_high"):
+            if getattr(self, name) is not None:
+                _require_number(name, getattr(self, name))
+        for name in ("kl_coef", "old_kl_coef", "entropy_coef"):
+            _require_number(name, getattr(self, name))
+        constraint.check(self.level, self.old)
+        # The defaults of the constraint become the loss's own, so that whoever reads or compares losses sees the real values.
+        for option in fields(constraint):
+            object.__setattr__(self, option.name, getattr(constraint, option.name))
+        check_importance(self.importance, self.importance_low, self.importance_high, self.level, self.old)
+        for name in ("kl_coef", "old_kl_coef"):
+            if not getattr(self, name) >= 0.0:
+                raise ValueError(f"loss.{name}={getattr(self, name)} must not be negative; 0 turns the KL term off")
+
+    @cached_property
+    def _constraint(self) -> Constraint:
+        """The constraint with its options. It is no field, so that losses are compared, and built, by their settings alone."""
+        return make_constraint(self.constraint, vars(self))
 
     def __str__(self) -> str:
-        return describe({field.name: getattr(self, field.name) for field in fields(self)})
+        """The objective as short as papers write it, for instance "clip 0.2/0.28 per token, TIS <= 2, entropy 0.03"."""
+        parts = [self._constraint.words(LEVELS[self.level])]
+        if self.old == "sampler":
+            parts.append("ratio to the sampler")
+        if self.importance != "none":
+            parts.append(str(METHODS[self.importance].within(self.importance_low, self.importance_high)))
+        for coef, word in ((self.kl_coef, "reference"), (self.old_kl_coef, "old policy")):
+            if coef:
+                parts.append(f"{coef:g} KL to the {word} ({self.kl})")
+        if self.entropy_coef:
+            parts.append(f"entropy {self.entropy_coef:g}")
+        return ", ".join(parts)
 
     @property
     def needs_reference(self) -> bool:
+        """The KL to the reference is the only term that reads its log-probs."""
         return bool(self.kl_coef)
 
     @property
@@ -117,7 +151,11 @@ class PolicyLoss:
         return any((self.kl_coef, self.old_kl_coef, self.entropy_coef))
 
     def __call__(self, t: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and metrics per label, all [L]. Metrics named `*_max` are reduced by maximum, others by mean over labels."""
+        """Loss and metrics per label, all [L]. Metrics named `*_max` are reduced by maximum, others by mean over labels.
+
+        Raises:
+            ValueError: a term needs log-probs that `t` does not hold.
+        """
         old_L = t.old_logprobs_L if self.old == "trainer" else t.behavior_logprobs_L
         token_ratio_L = bounded_exp(t.logprobs_L - old_L)
         objective_L, cut_L = self._constrained(t, old_L, token_ratio_L)
@@ -145,38 +183,12 @@ class PolicyLoss:
 
     def _constrained(self, t: Tokens, old_L: Tensor, token_ratio_L: Tensor) -> tuple[Tensor, Tensor]:
         """(objective_L, cut_L) of the constraint at the level of the ratio."""
-        advantages_L, ratio_L, log_ratio_L = t.advantages_L, token_ratio_L, t.logprobs_L - old_L
+        log_ratio_L = t.logprobs_L - old_L
+        if self.level == "geometric":
+            return _geometric(log_ratio_L, t.advantages_L, *self._constraint.interval(), t.samples_L)
         if self.level == "sequence":
-            ratio_L = bounded_exp(sample_means(log_ratio_L, t.samples_L))
-        match self.constraint:
-            case "clip" | "kl3":
-                lower, upper = self.interval()
-                if self.level == "geometric":
-                    return _geometric(log_ratio_L, advantages_L, lower, upper, t.samples_L)
-                return clip(ratio_L, advantages_L, lower, upper, self.dual_clip)
-            case "kl":
-                return trust_region(ratio_L, advantages_L, self._top_k_kl(t, log_ratio_L) <= self.delta)
-            case "tv":
-                moved_L = (t.logprobs_L.exp() - old_L.exp()).abs()
-                return trust_region(ratio_L, advantages_L, moved_L <= self.delta)
-            case "cispo":
-                return cispo(t.logprobs_L, ratio_L, advantages_L, *self.interval())
-            case "sapo":
-                return sapo(ratio_L, advantages_L, self.tau_positive, self.tau_negative)
-        return ratio_L * advantages_L, torch.zeros_like(ratio_L, dtype=torch.bool)
-
-    def _top_k_kl(self, t: Tokens, log_ratio_L: Tensor) -> Tensor:
-        if t.top_LK is not None:
-            return top_k_kl(t.old_top_LK, t.top_LK)
-        if log_ratio_L.count_nonzero():
-            raise ValueError("loss.constraint='kl' needs the proximal policy's top-k log-probs, but none were stored")
-        return torch.zeros_like(log_ratio_L)  # the policy is the old one
-
-    def interval(self) -> tuple[float, float]:
-        """The ratios between which a gradient is left, of an interval constraint."""
-        if self.constraint == "kl3":
-            return kl3_bounds(self.delta)
-        return 1.0 - self.clip_low, 1.0 + self.clip_high
+            return self._constraint(t, bounded_exp(sample_means(log_ratio_L, t.samples_L)), old_L)
+        return self._constraint(t, token_ratio_L, old_L)
 
 
 def _geometric(
@@ -190,9 +202,21 @@ def _geometric(
     return sample_means(sign_L * kept_L, samples_L).exp() * advantages_L, cut_L
 
 
+def _require_word(name: str, value: Any, known: Collection[str]) -> None:
+    if not isinstance(value, str) or value not in known:
+        near = difflib.get_close_matches(str(value), known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(known)}"
+        raise ValueError(f"loss.{name}={value!r} is unknown; {hint}")
+
+
+def _require_number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"loss.{name}={value!r} must be a number")
+
+
 @dataclass(frozen=True, slots=True)
 class NLLLoss:
-    """-advantage * log pi: the negative log-likelihood of supervised samples, which carry advantage 1."""
+    """-A log pi: the negative log-likelihood of supervised samples, which carry advantage 1."""
 
     def __call__(self, t: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         return -t.advantages_L * t.logprobs_L, {"entropy": t.entropy_L.detach(), "nll": -t.logprobs_L.detach()}

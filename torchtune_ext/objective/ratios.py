@@ -1,4 +1,4 @@
-"""Likelihood ratios of new to old policy, by token or by completion. All tensors hold one value per label, [L].
+"""Likelihood ratios of the new policy to the old one, by token or by completion. All tensors hold one value per label, [L].
 
 level        ratio that every label of a completion y gets                                   source
 "token"      r_t = pi(y_t) / pi_old(y_t)                                                     PPO, arXiv 1707.06347
@@ -8,21 +8,23 @@ level        ratio that every label of a completion y gets                      
 
 from torch import Tensor
 
-LEVELS = ("token", "sequence", "geometric")
-MAX_LOG = 20.0  # e^20: far outside any constraint, inside float32
+# Each level stands here with the words that the opening line of a run has for it.
+LEVELS = {"token": "per token", "sequence": "per sequence", "geometric": "in the geometric mean"}
+# A ratio of e^20 lies far outside any constraint, and float32 still holds its square.
+MAX_LOG = 20.0
 
 
 def bounded_exp(log_ratio_L: Tensor) -> Tensor:
-    """exp with its argument kept in +-20. Out there no gradient flows: a ratio of e^20 has nothing left to teach."""
+    """exp of a log ratio that is kept in +-20. No gradient flows out there: a ratio of e^20 has nothing left to teach."""
     return log_ratio_L.clamp(-MAX_LOG, MAX_LOG).exp()
 
 
 def sample_sums(values_L: Tensor, samples_L: Tensor) -> Tensor:
-    """At every label the sum of its completion's values. `samples_L` is the index of the label's completion, below L."""
+    """Every label gets the sum of its completion's values. `samples_L` is the index of the label's completion, below L."""
     sums = values_L.new_zeros(values_L.shape).index_add(0, samples_L, values_L)
     return sums[samples_L]
 
 
 def sample_means(values_L: Tensor, samples_L: Tensor) -> Tensor:
-    """At every label the mean of its completion's values."""
+    """Every label gets the mean of its completion's values. `samples_L` is the index of the label's completion, below L."""
     return sample_sums(values_L, samples_L) / sample_sums(values_L.new_ones(values_L.shape), samples_L)

@@ -2,10 +2,12 @@
 
 import math
 import re
+from dataclasses import dataclass, fields
 
 import pytest
 import torch
 
+from torchtune_ext.objective.constraints import CONSTRAINTS, Constraint
 from torchtune_ext.objective.loss import NLLLoss, PolicyLoss, Tokens
 
 # Two completions, of three labels and of two, with an advantage each; ratios on both sides of every bound.
@@ -89,6 +91,11 @@ def soft_gate(r, a):
         ({"constraint": "kl3", "delta": 0.02}, interval(0.813105115213116, 1.213549707151730)),
         ({"constraint": "kl3", "delta": 0.1}, interval(0.616816831791706, 1.516221161425022)),
         ({"constraint": "sapo"}, soft_gate),
+        ({"constraint": "spo"}, lambda r, a: (r * a - abs(a) / 0.4 * (r - 1) ** 2, a - abs(a) / 0.2 * (r - 1))),
+        (
+            {"constraint": "spo", "epsilon": 0.4},
+            lambda r, a: (r * a - abs(a) / 0.8 * (r - 1) ** 2, a - abs(a) / 0.4 * (r - 1)),
+        ),
         ({"constraint": "none"}, lambda r, a: (r * a, a)),
     ],
 )
@@ -110,6 +117,16 @@ def test_cispo_clips_the_weight_and_keeps_every_gradient():
     )
     assert gradients == pytest.approx([-w * a for w, a in zip(weights, ADVANTAGES, strict=True)], abs=1e-12)
     assert metrics["clip_fraction"] == [1.0, 0.0, 0.0, 1.0, 1.0]
+
+
+def test_spo_has_no_gradient_at_the_bound_and_leads_back_beyond():
+    """The maximum lies at r = 1 + sgn(A) epsilon. With epsilon = 1/4 all of it is exact in binary."""
+    ratio = torch.tensor([1.25, 1.0, 1.5, 0.75, 1.0, 0.5], dtype=torch.float64, requires_grad=True)
+    t = tokens([-1.0] * 6, [-1.0] * 6, [-1.0] * 6, None, [2.0, 2.0, 2.0, -3.0, -3.0, -3.0], [0] * 6)
+    objective, _ = CONSTRAINTS["spo"](epsilon=0.25)(t, ratio, t.old_logprobs_L)
+    objective.sum().backward()
+    assert ratio.grad.tolist() == [0.0, 2.0, -2.0, 0.0, -3.0, 3.0]
+    assert str(PolicyLoss(constraint="spo")) == "SPO 0.2 per token"
 
 
 def test_total_variation_drops_what_moved_too_far_with_its_advantage():
@@ -150,6 +167,43 @@ def test_exact_kl_without_stored_log_probs():
     with pytest.raises(ValueError, match="needs the proximal policy's top-k"):
         loss(tokens())
     assert loss(tokens(new=OLD))[1]["clip_fraction"].tolist() == [0.0] * 5  # the policy is the old one
+
+
+@dataclass(frozen=True)
+class Push(Constraint):
+    """A constraint of the user's own, as in docs/objectives.md. `factor` is the name of no key of `PolicyLoss`."""
+
+    delta: float = 0.1
+    factor: float = 2.0
+
+    def __call__(self, t, ratio_L, old_L):
+        cut_L = (ratio_L - 1).abs() > self.delta
+        return self.factor * (ratio_L * t.advantages_L).masked_fill(cut_L, 0.0), cut_L
+
+
+def test_a_constraint_of_ones_own(monkeypatch):
+    monkeypatch.setitem(CONSTRAINTS, "push", Push)
+    for delta, inside in ((None, [0, 0, 1, 0, 0]), (0.4, [0, 1, 1, 0, 1])):
+        loss = PolicyLoss(constraint="push", delta=delta)
+        _, gradients, metrics = value_and_gradient(loss, tokens())
+        want = [-2.0 * r * a * i for r, a, i in zip(RATIOS, ADVANTAGES, inside, strict=True)]
+        assert gradients == pytest.approx(want, abs=1e-12)
+        assert metrics["clip_fraction"] == [1.0 - i for i in inside]
+        assert loss.delta == (delta or 0.1)
+        assert str(loss) == f"Push(delta={loss.delta}, factor=2.0) per token"
+    for settings, message in (
+        ({"clip_low": 0.2}, "loss.clip_low=0.2 contradicts loss.constraint='push', whose options are delta, factor;"),
+        ({"level": "sequence"}, "loss.level='sequence' has no constraint='push'; use one of clip, kl3, "),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            PolicyLoss(constraint="push", **settings)
+
+
+def test_every_option_of_the_table_is_a_key_of_the_loss():
+    keys = {field.name for field in fields(PolicyLoss)}
+    for name, kind in CONSTRAINTS.items():
+        assert {field.name for field in fields(kind)} <= keys, name
+        assert "token" in kind.levels, name
 
 
 def sequence_ratios():
@@ -288,6 +342,11 @@ def test_nll():
         ({"constraint": "tv", "delta": 1.0}, "loss.delta=1.0 never cuts"),
         ({"constraint": "kl", "delta": 0.1}, "needs loss.top_k"),
         ({"constraint": "sapo", "tau_positive": 0.0}, "loss.tau_positive=0.0 must be positive"),
+        ({"constraint": "spo", "epsilon": 0.0}, "loss.epsilon=0.0 must be positive"),
+        (
+            {"epsilon": 0.2},
+            "loss.epsilon=0.2 contradicts loss.constraint='clip', whose options are clip_low, clip_high",
+        ),
         ({"constraint": "kl4"}, "loss.constraint='kl4' is unknown; did you mean 'kl'?"),
         ({"level": "tokens"}, "loss.level='tokens' is unknown; did you mean 'token'?"),
         ({"level": "sequence", "importance": "tis"}, "loss.importance='tis' weighs tokens, but loss.level='sequence'"),

@@ -1,0 +1,315 @@
+"""A constraint says where the gradient of the ratio r = pi / pi_old ends: one class for each, and one table of them.
+
+All stand in one frame, J = E[min(r A, clip_C(r) A)], after "A Unified Framework for Rethinking Policy Divergence Measures in
+GRPO" (arXiv 2602.05494). A test C says for every label whether the new policy is still close enough to the old one. Outside, a
+constant takes the place of the ratio, so that no gradient is left, unless the minimum picks r A itself, which leads back.
+
+To add a constraint, write its class and give it a line in `CONSTRAINTS`, below the classes. The name in that line is the one
+that YAML uses, and the fields of the class are further keys of `loss:`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, make_dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from torchtune_ext.objective.clipping import clip, kl3_bounds, nowhere, top_k_kl, trust_region
+from torchtune_ext.objective.tokens import Tokens
+
+
+class Constraint:
+    """What `PolicyLoss` asks of a constraint. Only the formula, `__call__`, has to be written.
+
+    A subclass is a frozen dataclass. Its fields are its options, numbers with defaults, and `str()` of it is how the opening
+    line of a run names it.
+    """
+
+    # These are the levels of the ratio (`ratios.py`) at which the formula has a meaning.
+    levels: ClassVar[tuple[str, ...]] = ("token",)
+
+    def check(self, level: str, old: str) -> None:
+        """Refuses options out of range, and settings of the loss beside which the constraint has no meaning.
+
+        Args:
+            level: of the ratio, one of `levels`.
+            old: whose log-probs pi_old are: "trainer" or "sampler".
+
+        Raises:
+            ValueError: the message names the key, the value and the fix.
+        """
+
+    def words(self, level: str) -> str:
+        """The constraint and the level of its ratio, in the opening line of a run.
+
+        Args:
+            level: what that line calls the level of the ratio, for instance "per token".
+        """
+        return f"{self} {level}"
+
+    def __call__(self, t: Tokens, ratio_L: Tensor, old_L: Tensor) -> tuple[Tensor, Tensor]:
+        """The formula.
+
+        Args:
+            t: all that is known of the L labels.
+            ratio_L: r at the level of the loss, with its gradient.
+            old_L: log pi_old in nats.
+
+        Returns:
+            objective_L, which is to be maximized, and cut_L (bool), which says where the constraint has left no gradient.
+        """
+        raise NotImplementedError
+
+
+class Interval(Constraint):
+    """A constraint that is an interval of the ratio: lower <= r <= upper. Its subclasses have the option `dual_clip`."""
+
+    levels = ("token", "sequence", "geometric")
+    dual_clip: float | None
+
+    def interval(self) -> tuple[float, float]:
+        """The ratios between which a gradient is left. The geometric level clips to their logarithms."""
+        raise NotImplementedError
+
+    def check(self, level: str, old: str) -> None:
+        if self.dual_clip is None:
+            return
+        if level == "geometric":
+            raise ValueError(
+                f"loss.dual_clip={self.dual_clip} needs a ratio of its own; loss.level='geometric' has none"
+            )
+        _, upper = self.interval()
+        must = f"must lie above the upper clip bound {upper:.4g}; often 3 or 4"
+        _require(self.dual_clip > upper, "dual_clip", self.dual_clip, must)
+
+    def words(self, level: str) -> str:
+        dual = "" if self.dual_clip is None else f", dual clip {self.dual_clip:g}"
+        return f"{self} {level}{dual}"
+
+    def __call__(self, t: Tokens, ratio_L: Tensor, old_L: Tensor) -> tuple[Tensor, Tensor]:
+        return clip(ratio_L, t.advantages_L, *self.interval(), self.dual_clip)
+
+
+@dataclass(frozen=True)
+class Clip(Interval):
+    """1 - clip_low <= r <= 1 + clip_high (PPO, arXiv 1707.06347; with two numbers: DAPO, arXiv 2503.14476).
+
+    `dual_clip` bounds the ratio where the advantage is negative (see `clip`).
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+
+    def check(self, level: str, old: str) -> None:
+        _check_clips(self.clip_low, self.clip_high)
+        super().check(level, old)
+
+    def interval(self) -> tuple[float, float]:
+        return 1.0 - self.clip_low, 1.0 + self.clip_high
+
+    def __str__(self) -> str:
+        return f"clip {self.clip_low:.3g}/{self.clip_high:.3g}"
+
+
+@dataclass(frozen=True)
+class KL3(Interval):
+    """r - 1 - log r <= delta, which is the same as an interval of r (ATR-GRPO, arXiv 2602.05494): see `kl3_bounds`."""
+
+    delta: float = 0.02
+    dual_clip: float | None = None
+
+    def check(self, level: str, old: str) -> None:
+        _require(self.delta > 0.0, "delta", self.delta, "must be positive; kl3 uses 0.02")
+        super().check(level, old)
+
+    def interval(self) -> tuple[float, float]:
+        return kl3_bounds(self.delta)
+
+    def __str__(self) -> str:
+        lower, upper = self.interval()
+        return f"KL3 <= {self.delta:g} (clip {1 - lower:.3f}/{upper - 1:.3f})"
+
+
+@dataclass(frozen=True)
+class TopKL(Constraint):
+    """KL(pi_old || pi) <= delta at every label, over the old policy's `top_k` likeliest tokens and the rest as one.
+
+    PPO's objective with a trust region for the ratio's interval is that of arXiv 1903.07940. `top_k` has no default that works,
+    since it costs memory: K log-probs of every label are stored.
+    """
+
+    delta: float = 0.02
+    top_k: int | None = None
+
+    def check(self, level: str, old: str) -> None:
+        if old == "sampler":
+            raise ValueError(
+                "loss.old='sampler' has no constraint='kl': the sampler's whole distribution is not kept; use old=trainer"
+            )
+        _require(self.delta > 0.0, "delta", self.delta, "must be positive; kl uses 0.02")
+        if not (isinstance(self.top_k, int) and self.top_k >= 1):
+            raise ValueError(
+                f"loss.constraint='kl' needs loss.top_k, a whole number of tokens, often 16; it is {self.top_k}"
+            )
+
+    def __str__(self) -> str:
+        return f"KL <= {self.delta:g} over the top {self.top_k}"
+
+    def __call__(self, t: Tokens, ratio_L: Tensor, old_L: Tensor) -> tuple[Tensor, Tensor]:
+        log_ratio_L = t.logprobs_L - old_L
+        if t.top_LK is not None:
+            kl_L = top_k_kl(t.old_top_LK, t.top_LK)
+        elif log_ratio_L.count_nonzero():
+            raise ValueError("loss.constraint='kl' needs the proximal policy's top-k log-probs, but none were stored")
+        else:
+            # The policy still is the old one, and the learner has spared the two passes over the output layer.
+            kl_L = torch.zeros_like(log_ratio_L)
+        return trust_region(ratio_L, t.advantages_L, kl_L <= self.delta)
+
+
+@dataclass(frozen=True)
+class TotalVariation(Constraint):
+    """|p - p_old| <= delta, with the probabilities of the sampled token (DPPO, arXiv 2602.04879)."""
+
+    delta: float = 0.2
+
+    def check(self, level: str, old: str) -> None:
+        _require(self.delta > 0.0, "delta", self.delta, "must be positive; tv uses 0.2")
+        _require(self.delta < 1.0, "delta", self.delta, "never cuts: probabilities differ by at most 1; DPPO uses 0.2")
+
+    def __str__(self) -> str:
+        return f"TV <= {self.delta:g}"
+
+    def __call__(self, t: Tokens, ratio_L: Tensor, old_L: Tensor) -> tuple[Tensor, Tensor]:
+        moved_L = (t.logprobs_L.exp() - old_L.exp()).abs()
+        return trust_region(ratio_L, t.advantages_L, moved_L <= self.delta)
+
+
+@dataclass(frozen=True)
+class Cispo(Constraint):
+    """sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi (CISPO, arXiv 2506.13585), where sg holds its argument constant.
+
+    Every label keeps a gradient, whose weight is bounded. So `cut_L` says here where the weight was clipped.
+    """
+
+    levels = ("token", "sequence")
+    clip_low: float = 1.0
+    clip_high: float = 4.0
+
+    def check(self, level: str, old: str) -> None:
+        _check_clips(self.clip_low, self.clip_high)
+
+    def __str__(self) -> str:
+        return f"CISPO weight in [{1 - self.clip_low:g}, {1 + self.clip_high:g}]"
+
+    def __call__(self, t: Tokens, ratio_L: Tensor, old_L: Tensor) -> tuple[Tensor, Tensor]:
+        lower, upper = 1.0 - self.clip_low, 1.0 + self.clip_high
+        weight_L = ratio_L.detach().clamp(lower, upper)
+        return weight_L * t.advantages_L * t.logprobs_L, (ratio_L < lower) | (ratio_L > upper)
+
+
+@dataclass(frozen=True)
+class Sapo(Constraint):
+    """(4 / tau) sigmoid(tau (r - 1)) A, where the sign of A chooses tau (SAPO, arXiv 2511.20347).
+
+    The slope in r is 1 at r = 1 and falls smoothly to 0 on both sides, the faster the larger tau is: nothing is cut.
+    """
+
+    levels = ("token", "sequence")
+    tau_positive: float = 1.0
+    tau_negative: float = 1.05
+
+    def check(self, level: str, old: str) -> None:
+        for field in fields(self):
+            tau = getattr(self, field.name)
+            _require(tau > 0.0, field.name, tau, "must be positive; SAPO uses 1.0 and 1.05")
+
+    def __str__(self) -> str:
+        return f"soft gate {self.tau_positive:g}/{self.tau_negative:g}"
+
+    def __call__(self, t: Tokens, ratio_L: Tensor, old_L: Tensor) -> tuple[Tensor, Tensor]:
+        positive, negative = ratio_L.new_tensor(self.tau_positive), ratio_L.new_tensor(self.tau_negative)
+        tau_L = torch.where(t.advantages_L > 0, positive, negative)
+        gate_L = 4.0 / tau_L * torch.sigmoid(tau_L * (ratio_L - 1.0))
+        return gate_L * t.advantages_L, nowhere(ratio_L)
+
+
+@dataclass(frozen=True)
+class Spo(Constraint):
+    """r A - |A| / (2 epsilon) (r - 1)^2 (Simple Policy Optimization, arXiv 2401.16025).
+
+    The maximum lies at r = 1 + sgn(A) epsilon, the bound of PPO's clip. Beyond it the gradient does not end as with a clip, but
+    leads back, so that nothing is cut.
+    """
+
+    epsilon: float = 0.2
+
+    def check(self, level: str, old: str) -> None:
+        _require(self.epsilon > 0.0, "epsilon", self.epsilon, "must be positive; SPO uses 0.2")
+
+    def __str__(self) -> str:
+        return f"SPO {self.epsilon:g}"
+
+    def __call__(self, t: Tokens, ratio_L: Tensor, old_L: Tensor) -> tuple[Tensor, Tensor]:
+        penalty_L = t.advantages_L.abs() / (2.0 * self.epsilon) * (ratio_L - 1.0).square()
+        return ratio_L * t.advantages_L - penalty_L, nowhere(ratio_L)
+
+
+@dataclass(frozen=True)
+class Unconstrained(Constraint):
+    """r A: the importance-weighted policy gradient itself, for instance of RLOO (arXiv 2402.14740)."""
+
+    levels = ("token", "sequence")
+
+    def __str__(self) -> str:
+        return "no constraint"
+
+    def __call__(self, t: Tokens, ratio_L: Tensor, old_L: Tensor) -> tuple[Tensor, Tensor]:
+        return ratio_L * t.advantages_L, nowhere(ratio_L)
+
+
+CONSTRAINTS: dict[str, type[Constraint]] = {
+    "clip": Clip,
+    "kl3": KL3,
+    "kl": TopKL,
+    "tv": TotalVariation,
+    "cispo": Cispo,
+    "sapo": Sapo,
+    "spo": Spo,
+    "none": Unconstrained,
+}
+
+# `PolicyLoss` inherits a field for every option in the table, so that the keys in YAML are flat and a misspelled one is
+# refused. None means that nobody has given the option a value.
+OPTIONS = {field.name: field.type | None for kind in CONSTRAINTS.values() for field in fields(kind)}
+Options = make_dataclass("Options", [(name, kind, None) for name, kind in OPTIONS.items()], frozen=True, kw_only=True)
+
+
+def make_constraint(name: str, settings: Mapping[str, Any]) -> Constraint:
+    """The constraint `name` of the table, with its options from flat settings; those that are None keep their default.
+
+    Raises:
+        ValueError: an option has a value, but belongs to other constraints.
+    """
+    options = {other: [field.name for field in fields(kind)] for other, kind in CONSTRAINTS.items()}
+    own = options[name]
+    for option in dict.fromkeys(option for names in options.values() for option in names):
+        if option not in own and settings.get(option) is not None:
+            raise ValueError(
+                f"loss.{option}={settings[option]} contradicts loss.constraint={name!r}, whose options are "
+                f"{', '.join(own) or 'none'}; set it to null (it may come from `preset`), or use constraint="
+                + " or ".join(repr(other) for other, names in options.items() if option in names)
+            )
+    return CONSTRAINTS[name](**{option: settings[option] for option in own if settings.get(option) is not None})
+
+
+def _require(holds: bool, option: str, value: float, must: str) -> None:
+    if not holds:
+        raise ValueError(f"loss.{option}={value} {must}")
+
+
+def _check_clips(low: float, high: float) -> None:
+    _require(0.0 < low <= 1.0, "clip_low", low, "must lie in (0, 1]; GRPO uses 0.2")
+    _require(high > 0.0, "clip_high", high, "must be positive; GRPO uses 0.2, DAPO 0.28")
