@@ -14,6 +14,8 @@ from torchtune_ext.sampling.early_stop import RunningLogprob
 from torchtune_ext.sampling.loop_thread import fetch_error
 from torchtune_ext.sampling.records import Completion, SamplingConfig
 
+POLL_S = 0.2  # seconds between two looks at an engine that is called
+
 OnCompletion = Callable[[int, int, Completion], None]
 
 
@@ -215,13 +217,13 @@ async def bounded(
     Raises: CoreLost; ValueError.
     """
     started = moved = looked = time.monotonic()
-    used = -1.0
+    used, poll_s = -1.0, min(POLL_S, deadline_s / 10, idle_s / 10)
     name = getattr(call, "__name__", "call")
     task = asyncio.ensure_future(call)
     task.add_done_callback(fetch_error)
     try:
         while True:
-            await asyncio.wait({task}, timeout=0.2)
+            await asyncio.wait({task}, timeout=poll_s)
             now = time.monotonic()
             if task.done():
                 return task.result()

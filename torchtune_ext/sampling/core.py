@@ -16,7 +16,7 @@ from typing import Any
 from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded, paused
 from torchtune_ext.sampling.core_process import LOG_FORMAT, LOG_LEVEL, CoreContext, CoreProcess
 from torchtune_ext.sampling.doors import one_machine
-from torchtune_ext.sampling.imports import environment_kept, on_cpu
+from torchtune_ext.sampling.imports import environment_kept, import_vllm, on_cpu
 from torchtune_ext.sampling.records import LORA_RANKS, Completion, EngineConfig
 from torchtune_ext.sampling.weight_buffer import ADAPTER_ID, WeightBuffer
 
@@ -142,6 +142,7 @@ class LocalCore:
     def configure(self) -> None:
         """Makes vLLM's configuration: quick, but it writes into the environment, so not while others read it.
         Raises ValueError."""
+        import_vllm()
         self._redirect_log()
         with environment_kept() as changed:
             from vllm.engine.arg_utils import AsyncEngineArgs

@@ -28,10 +28,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchtune_ext.sampling.backends import find_backend
 from torchtune_ext.sampling.calls import Batch, Call, Core, CoreLost, OnCompletion, Step, check_prompts, request_seeds
 from torchtune_ext.sampling.cleanup import Cleanup
-from torchtune_ext.sampling.core import DEFAULT_MAX_NUM_SEQS, LocalCore
-from torchtune_ext.sampling.imports import import_vllm
+from torchtune_ext.sampling.core import DEFAULT_MAX_NUM_SEQS
 from torchtune_ext.sampling.loop_thread import LoopThread
 from torchtune_ext.sampling.records import (
     Completion,
@@ -42,7 +42,6 @@ from torchtune_ext.sampling.records import (
     SamplingConfig,
     WeightsIncomplete,
 )
-from torchtune_ext.sampling.server import ServerCore
 from torchtune_ext.sampling.supervisor import Supervisor
 from torchtune_ext.sampling.throttle import Controller, Throttle
 from torchtune_ext.sampling.weight_buffer import Buffers
@@ -71,6 +70,7 @@ class Engine:
         """Args: model_dir: Hugging Face model; config: how to run it; run_dir: takes the engine's log, `engine.log`;
         version: policy version of the weights in `model_dir`."""
         self.config = config
+        self._backend = find_backend(config.backend)
         self.model_dir = str(model_dir)
         self.log_path = Path(run_dir).absolute() / "engine.log"
         self._buffers = Buffers(config.rpc_deadline_s)
@@ -108,7 +108,6 @@ class Engine:
         atexit.register(lambda: (method := close()) and method())
         self._thread.start()
         self._call(self._prepare(), timeout=30.0)
-        import_vllm(self.config)
         try:
             self._supervisor.core.configure()
         except (ValueError, OSError) as error:
@@ -282,7 +281,7 @@ class Engine:
         """Replaces a janitor that died before it is needed."""
         told = ""
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(min(LOOK_S, self.config.probe_interval_s / 2))
             try:
                 self._cleanup.look()
                 told = ""
@@ -292,9 +291,7 @@ class Engine:
                 told = str(error)
 
     def _make_core(self) -> Core:
-        if self.config.address is not None:
-            return ServerCore(self.config, self._on_step)
-        core = LocalCore(self.model_dir, self.config, self.log_path, self._cleanup.folder, self._on_step)
+        core = self._backend(self.model_dir, self.config, self.log_path, self._cleanup.folder, self._on_step)
         try:
             self._cleanup.guard(core.group)
         except BaseException:

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 
 import torch
 
-from torchtune_ext.sampling.records import EngineConfig
-
 # What importing and configuring vLLM writes into os.environ; it belongs to the core, not to the trainer.
 VLLM_ENVIRONMENT = (
     *("VLLM_", "TORCHINDUCTOR_", "NUMEXPR_MAX_", "PYTORCH_NVML_", "TRITON_CACHE_", "TILELANG_", "AITER_", "NCCL_"),
@@ -37,7 +35,7 @@ def environment_kept() -> Iterator[dict[str, str]]:
                     del os.environ[key]
 
 
-def import_vllm(config: EngineConfig) -> None:
+def import_vllm() -> None:
     """Imports what the engine's thread will use, in the thread that calls. Import it in two threads at once, and Python
     sees half-made modules: Transformers, Accelerate and torch are imported by the trainer, too."""
     if on_cpu():
@@ -45,11 +43,8 @@ def import_vllm(config: EngineConfig) -> None:
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
     with environment_kept():
         os.environ["VLLM_CONFIGURE_LOGGING"] = "0"
-        if config.address is None:
-            import torch._dynamo  # before vLLM, which changes their environment variables
-            import torch._inductor.config  # noqa: F401
-            import vllm.engine.arg_utils
-            import vllm.renderers.hf
-            import vllm.v1.engine.async_llm  # noqa: F401
-        else:
-            import aiohttp  # noqa: F401
+        import torch._dynamo  # before vLLM, which changes their environment variables
+        import torch._inductor.config  # noqa: F401
+        import vllm.engine.arg_utils
+        import vllm.renderers.hf
+        import vllm.v1.engine.async_llm  # noqa: F401

@@ -23,6 +23,7 @@ class WeightsIncomplete(RuntimeError):
 class EngineConfig:
     """How the engine is built. Everything that changes from one call to the next is in `SamplingConfig`."""
 
+    backend: str = "vllm"  # a name in `backends.BACKENDS`
     dtype: str = "bfloat16"  # of weights and KV cache inside the engine; "float32" for exact tests on CPU
     max_model_len: int = 4096  # tokens, prompt + completion of one request
     kv_cache_bytes: int | None = None  # size of the KV cache; None: 1 GiB on CPU, a share of the memory on GPU

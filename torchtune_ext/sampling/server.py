@@ -28,6 +28,7 @@ from torchtune_ext.sampling.weight_buffer import UNREADABLE, WeightBuffer
 log = logging.getLogger(__name__)
 
 ALREADY_ACTIVE = "weight update is already active"  # vLLM's answer when an update was begun and never finished
+RETRY_S = 0.5  # seconds between two tries to reach a server that does not answer
 METRICS_S = 0.5  # seconds between two looks at the server's counters
 METRICS = {  # of vLLM's Prometheus page
     "vllm:kv_cache_usage_perc": "usage",
@@ -106,6 +107,7 @@ class ServerCore:
                 f"{self._how()}"
             )
         self._headers = {"Authorization": authorization(key)}
+        import aiohttp  # noqa: F401  (here, in the trainer's thread, and not beside the trainer's own imports)
 
     async def launch(self) -> None:
         """Waits until the server answers. Raises CoreLost when it does not; ValueError when it is the wrong kind, or
@@ -127,7 +129,7 @@ class ServerCore:
                     raise CoreLost("the connection was ended") from error
                 if time.monotonic() > give_up_at:
                     raise CoreLost(f"no answer from {self.address} within start_deadline_s: {error}") from error
-                await asyncio.sleep(0.5)
+                await asyncio.sleep(min(RETRY_S, self.config.start_deadline_s / 10))
         self.dead = False
         self._check(info["vllm_config"])
         await self._bounded(self._post("/resume"))  # a trainer before us may have died in a publication

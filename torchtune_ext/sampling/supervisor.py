@@ -72,6 +72,7 @@ class Supervisor:
         self.failed: EngineFailed | None = None  # why we have given up
         self.closed = False  # another thread may set it, to end a restart that is under way
         self._held: dict[WeightBuffer, int] = {}  # what the present life has loaded -> version
+        self._tick_s = min(TICK_S, config.probe_interval_s / 10)
         self._collect_at = float("inf")  # time.monotonic() at which to free what a lost life holds
         self._changed = asyncio.Event()  # ready, failed or closed
         self._control = asyncio.Lock()  # one restart or weight update at a time
@@ -282,7 +283,7 @@ class Supervisor:
     async def _watch(self) -> None:
         """Looks after the engine until the end of the run."""
         while not self.closed and self.failed is None:
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(self._tick_s)
             core = self.core
             if core is None or self._control.locked():
                 continue  # a restart or an update watches by itself
@@ -304,7 +305,7 @@ class Supervisor:
     async def _end_late_requests(self) -> None:
         """Ends requests whose deadline has passed."""
         while not self.closed:
-            await asyncio.sleep(TICK_S / 2)
+            await asyncio.sleep(self._tick_s / 2)
             core, now = self.core, time.monotonic()
             if core is None:
                 continue

@@ -189,7 +189,7 @@ class Buffers:
     def _acquire(self) -> None:
         limit = 6 * self.deadline_s  # more than the calls of one load may take together
         give_up_at = time.monotonic() + limit
-        while not self._lock.acquire(timeout=0.2):
+        while not self._lock.acquire(timeout=min(0.2, limit / 10)):
             if self._closed:
                 raise EngineFailed("the engine was closed")
             if time.monotonic() > give_up_at:
