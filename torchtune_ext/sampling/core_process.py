@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtune_ext.run.parent import die_with_parent, environment
+from torchtune_ext.sampling import janitor
 
 LOG_LEVEL = os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")
 LOG_FORMAT = "(core) %(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -98,14 +99,11 @@ class CoreProcess:
 
     def kill(self) -> None:
         """Kills the core and its workers (one process group); also when it is stopped."""
-        try:
-            os.killpg(self.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        janitor.kill(self.pid)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Ends the process if it still runs, and frees what it holds in the trainer."""
-        self.kill()
+        """Ends the process if it still runs, with its workers, and frees what it holds in the trainer."""
+        janitor.end(self.pid, timeout)
         self.join(timeout)
         if self._popen.stdin is not None and not self._popen.stdin.closed:
             try:

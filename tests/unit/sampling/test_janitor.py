@@ -2,6 +2,9 @@
 
 import os
 import signal
+import subprocess
+import sys
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,7 @@ pytest.importorskip("torch")
 from fake_cores import SleepingCore  # noqa: E402
 from waiting import wait_until  # noqa: E402
 
-from torchtune_ext.sampling import cleanup  # noqa: E402
+from torchtune_ext.sampling import cleanup, janitor  # noqa: E402
 from torchtune_ext.sampling.cleanup import Cleanup  # noqa: E402
 from torchtune_ext.sampling.engine import EngineFailed, SamplingConfig  # noqa: E402
 
@@ -79,3 +82,36 @@ def test_a_janitor_is_not_replaced_after_close_and_a_cause_is_told_once(make_eng
     assert engine._cleanup.pid == last
     with pytest.raises(OSError, match="closed"):
         engine._cleanup.guard(1)
+
+
+SHARER = """
+import subprocess, time
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
+memory = SharedMemory(create=True, size=64)
+worker = subprocess.Popen(["sleep", "600"])
+print(memory.name, resource_tracker._resource_tracker._pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("tracker", ["runs", "is stopped"])
+def test_shared_memory_of_an_engines_processes_goes_with_them(tmp_path, tracker):
+    """As vLLM has it with `tensor_parallel_size` above 1. A tracker that never ends is not waited for."""
+    ours = SharedMemory(create=True, size=64)
+    program = [sys.executable, "-c", SHARER]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        name, pid = process.stdout.readline().split()
+        memory = Path("/dev/shm", name)
+        assert memory.exists() and sorted(janitor.members(process.pid).values()) == [False, False, True]
+        if tracker == "runs":
+            janitor.clean(process.pid, str(tmp_path / "none"))
+            assert not memory.exists()
+        else:
+            os.kill(int(pid), signal.SIGSTOP)
+            janitor.end(process.pid, 0.1)
+            memory.unlink()
+    wait_until(lambda: not janitor.members(process.pid))
+    assert Path("/dev/shm", ours.name).exists()
+    ours.close()
+    ours.unlink()
