@@ -27,9 +27,9 @@ def wait_for_end(parent: int) -> int:
         watch = os.pidfd_open(parent)
         poll.register(watch, select.POLLIN)
     except ProcessLookupError:
-        pass  # gone already: stdin holds what it wrote, and is closed
+        pass  # it is gone already; stdin holds what it wrote, and is closed
     except OSError:
-        pass  # a kernel without pidfd: the closed pipe has to do
+        pass  # this kernel has no pidfd, so the closed pipe has to do
     while True:
         ready = dict(poll.poll())
         if 0 in ready:
