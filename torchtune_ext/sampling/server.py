@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 ALREADY_ACTIVE = "weight update is already active"  # vLLM's answer when an update was begun and never finished
 RETRY_S = 0.5  # seconds between two tries to reach a server that does not answer
 METRICS_S = 0.5  # seconds between two looks at the server's counters
-METRICS = {  # of vLLM's Prometheus page
+METRICS = {  # names on vLLM's Prometheus page -> our names
     "vllm:kv_cache_usage_perc": "usage",
     "vllm:num_requests_running": "running",
     "vllm:num_requests_waiting": "waiting",

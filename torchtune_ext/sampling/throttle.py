@@ -21,7 +21,7 @@ import asyncio
 import math
 from collections import deque
 
-MAX_GROWTH = 4.0  # of the limit, in one round
+MAX_GROWTH = 4.0  # factor by which the limit grows in one round, at most
 SHRINK = 0.85  # the next limit, as a share of the requests that ran when one was preempted
 TARGET = 0.92  # share of the KV cache to use
 TARGET_MIN = 0.7  # the lowest target, after many preemptions
