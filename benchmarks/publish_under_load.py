@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from torchtune_ext.sampling import engine as engine_module
+from torchtune_ext.sampling.backends import BACKENDS
 from torchtune_ext.sampling.core import LocalCore
 from torchtune_ext.sampling.engine import Engine, EngineConfig, PublishReport, SamplingConfig
 from torchtune_ext.sampling.weight_buffer import checksum
@@ -155,7 +155,7 @@ def run(publications: int, requests: int, kills: int, folder: Path) -> tuple[dic
     """Returns the table and what is wrong."""
     model = make_model()
     model.save_pretrained(folder / "model")
-    engine_module.LocalCore = RecordedCore
+    BACKENDS["vllm"] = RecordedCore
     # room for all requests of a step: every preemption that is counted is one of a pause
     config = EngineConfig(dtype="float32", max_model_len=256, kv_cache_bytes=256 << 20)
     prompts = np.random.default_rng(0).integers(0, VOCABULARY, (requests // 4, PROMPT)).tolist()

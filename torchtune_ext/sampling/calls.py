@@ -1,5 +1,4 @@
-"""What both kinds of engine, one of our own and a server, share: a request, its result, a step's counters, the way to
-fail."""
+"""What all sampler backends share: the protocol `Core`, a request and its result, a step's counters, the ways to fail."""
 
 import asyncio
 import time
@@ -14,11 +13,13 @@ from torchtune_ext.sampling.early_stop import RunningLogprob
 from torchtune_ext.sampling.loop_thread import fetch_error
 from torchtune_ext.sampling.records import Completion, SamplingConfig
 
+POLL_S = 0.2  # seconds between two looks at an engine that is called
+
 OnCompletion = Callable[[int, int, Completion], None]
 
 
 def request_seed(seed: int, prompt: int, sample: int) -> int:
-    """Seed of one request (63 bits), spread by SplitMix64 so that neighbors have nothing in common."""
+    """Returns the seed of one request (63 bits), spread by SplitMix64 so that neighbors have nothing in common."""
     mask, value = (1 << 64) - 1, seed & ((1 << 64) - 1)
     for part in (prompt, sample):
         value = (value + 0x9E3779B97F4A7C15 * (part + 1)) & mask
@@ -29,14 +30,14 @@ def request_seed(seed: int, prompt: int, sample: int) -> int:
 
 
 def request_seeds(seed: int | None, prompts: int, n: int) -> list[list[int]] | None:
-    """Seeds [prompts, n] of a call of `sample`; None stays None."""
+    """Returns the seeds [prompts, n] of a call of `sample`; None stays None."""
     return None if seed is None else [[request_seed(seed, p, s) for s in range(n)] for p in range(prompts)]
 
 
 def check_prompts(
     prompts: Sequence[Sequence[int]], n: int, sampling: SamplingConfig, max_model_len: int
 ) -> list[list[int]]:
-    """The prompts as lists. Raises ValueError for what does not fit, before anything is sent."""
+    """Returns the prompts as lists of ints. Raises ValueError for what does not fit, before anything is sent."""
     prompts = [np.asarray(prompt).tolist() for prompt in prompts]
     if n < 1:
         raise ValueError(f"sample: n is {n}; it has to be 1 or more")
@@ -53,13 +54,14 @@ def check_prompts(
 
 
 class Batch:
-    """One call of `sample`."""
+    """Holds what the requests of one call of `sample` share."""
 
     def __init__(self, sampling: SamplingConfig, on_completion: OnCompletion | None):
         self.sampling, self.on_completion = sampling, on_completion
         self.cancelled = False
 
     def notify(self, prompt: int, sample: int, completion: Completion) -> Completion:
+        """Hands a completion to the caller's function, if there is one, and returns it."""
         if self.on_completion is not None:
             self.on_completion(prompt, sample, completion)
         return completion
@@ -71,7 +73,7 @@ class CoreLost(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The engine's counters after one of its steps."""
+    """Holds the engine's counters after one of its steps."""
 
     usage: float  # share of the KV cache in use
     running: int  # requests
@@ -83,24 +85,25 @@ class Step:
 
 @dataclass(slots=True)
 class Call:
-    """One request on its way through one life of the engine."""
+    """Follows one request through one life of the engine."""
 
     id: str  # unique in the run
     prompt: list[int]
     sampling: SamplingConfig
     seed: int | None
-    first_version: int  # of weights that were never published
-    give_up_at: float = float("inf")  # on time.monotonic()
-    ended_by: str = ""  # "deadline", "early_stop" or "abort" once we asked the engine to end it
-    task: asyncio.Task | None = None  # that waits for it
-    lost: bool = False  # the engine ended under it
-    watch: RunningLogprob | None = None  # of the early stop
-    keep: int | None = None  # tokens to keep once the early stop has fired
+    first_version: int  # label of weights that were never published
+    give_up_at: float = float("inf")  # the deadline, on time.monotonic()
+    # "deadline", "early_stop" or "abort" once we have asked the engine to end the request
+    ended_by: str = ""
+    task: asyncio.Task | None = None  # the task that waits for the result
+    lost: bool = False  # whether the engine ended before the request did
+    watch: RunningLogprob | None = None  # the rule of the early stop; None: no early stop
+    keep: int | None = None  # tokens to keep, once the early stop has fired
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
     def begin(self) -> None:
-        """Starts the clock, in the task that waits for the result."""
+        """Starts the clock. The task that waits for the result calls it."""
         sampling = self.sampling
         self.task = asyncio.current_task()
         if sampling.deadline_s is not None:
@@ -123,7 +126,11 @@ class Call:
         return True
 
     def completion(self, reason: str, spans: Iterable[tuple[str, int, int]], cached: int) -> Completion:
-        """Puts the result together. Args: reason: the engine's; spans: (version, first token, last token + 1)."""
+        """Puts the result together.
+
+        Args: reason: the finish reason that the engine gives; spans: (version, first token, last token + 1) for each stretch of
+        tokens from the same weights; cached: prompt tokens that came out of the prefix cache.
+        """
         versions = np.full(len(self.tokens), self.first_version, np.int32)
         for version, start, end in spans:
             versions[start:end] = self.first_version if version == "default" else int(version)
@@ -146,50 +153,89 @@ class Call:
             self.task.cancel()
 
     def was_lost(self) -> bool:
+        """Whether the CancelledError that the task has just caught came from `lose`, and from nobody else."""
         return self.lost and self.task is not None and self.task.uncancel() == 0
 
 
 class Core(Protocol):
-    """One life of an engine, as the supervisor sees it. Everything happens in the engine's asyncio thread."""
+    """One life of an engine, as the supervisor sees it: what a backend (`backends.BACKENDS`) makes.
 
-    calls: dict[str, Call]  # requests under way
-    sign_of_life: float  # time.monotonic() of the last one
-    cache_tokens: int  # size of the KV cache
-    block: int  # tokens in a block of it
-    vocabulary: int  # token ids the model has
-    asleep: int  # level of sleep; 0: awake
-    group: int  # process group to kill when we die; 0: none
-    broken: Exception | None  # what our own code raised over the engine's counters; the supervisor gives up
+    A life ends with the first method that raises CoreLost; the supervisor then calls `stop` and lets the backend make another
+    one, which gets the published weights through `load`. All coroutines run in the engine's asyncio thread. Each of them
+    bounds its own waits by the deadlines of the config. ValueError says that the engine refuses what was asked and lives on.
+    """
+
+    # The requests under way, by their ids. The supervisor ends those whose deadline has passed.
+    calls: dict[str, Call]
+    # The moment of the last sign of life, on time.monotonic(). The supervisor pings an engine that has requests and gives none.
+    sign_of_life: float
+    # The next three are known after `launch`: tokens that the KV cache holds, tokens of a block of it, and token ids that the
+    # model has.
+    cache_tokens: int
+    block: int
+    vocabulary: int
+    # The level of sleep; 0 when the engine is awake.
+    asleep: int
+    # The process group that has to be killed when the trainer dies; 0 when there is none.
+    group: int
+    # The error that our own code raised over the engine's counters; with one the supervisor gives up.
+    broken: Exception | None
 
     @property
-    def dead(self) -> bool: ...
+    def dead(self) -> bool:
+        """Whether this life is over, also when nobody has called `stop`."""
 
-    def ending(self) -> str: ...  # of a dead one: how it ended, for a message
+    def ending(self) -> str:
+        """Says how a dead engine ended, in words that fit into a message."""
 
-    def configure(self) -> None: ...  # ValueError
+    def configure(self) -> None:
+        """Imports what is slow to import and checks the config, in the thread that called `Engine.start`.
 
-    async def launch(self) -> None: ...  # until it can work; CoreLost, ValueError
+        Only the first life is configured from there; `launch` calls it for every other one. Raises ValueError for a config
+        that the engine cannot have.
+        """
 
-    async def generate(self, call: Call) -> Completion: ...  # CoreLost, ValueError
+    async def launch(self) -> None:
+        """Returns once the engine can work. Raises CoreLost; ValueError when the engine refuses the config."""
 
-    async def end(self, call: Call, reason: str) -> None: ...  # asks; the result comes out of generate
+    async def generate(self, call: Call) -> Completion:
+        """Runs one request to its end: `call.begin`, `call.add` for tokens as they come, `call.completion` for the result.
+        Raises CoreLost; ValueError when the engine refuses the request."""
 
-    async def ping(self, deadline_s: float) -> None: ...
+    async def end(self, call: Call, reason: str) -> None:
+        """Asks for the end of a running request; `generate` then returns what was sampled until now, with this reason.
+        Raises CoreLost, ValueError."""
 
-    # Returns seconds of pause, of loading.
-    async def load(self, buffers: Sequence[Any], version: int) -> tuple[float, float]: ...
+    async def ping(self, deadline_s: float) -> None:
+        """Returns once the engine has answered. Raises CoreLost after `deadline_s` seconds; ValueError."""
 
-    async def checksums(self) -> list[dict[str, int | None]]: ...  # of each worker, see `Engine.checksums`
+    async def load(self, buffers: Sequence[Any], version: int) -> tuple[float, float]:
+        """Replaces weights between two steps, wakes the engine if it sleeps, and labels what it samples from then on.
 
-    async def sleep(self, level: int) -> None: ...
+        Args: buffers: `weight_buffer.WeightBuffer`s, the model's before its adapter's; with none, only the label changes;
+        version: the label.
+        Returns: seconds in which nothing was sampled, and seconds of loading among them. Raises CoreLost; ValueError when
+        the engine refuses the weights and goes on with the old ones.
+        """
 
-    async def wake(self) -> None: ...
+    async def checksums(self) -> list[dict[str, int | None]]:
+        """Returns for each worker what `Engine.checksums` does. Raises CoreLost."""
 
-    def kill(self) -> None: ...  # from any thread
+    async def sleep(self, level: int) -> None:
+        """Gives the GPU's memory back and sets `asleep`; an engine that has a GPU of its own may ignore it. Level 1 keeps the
+        weights in host memory, level 2 drops them. Raises CoreLost."""
 
-    def log_tail(self) -> str: ...
+    async def wake(self) -> None:
+        """Wakes the engine from level 1; from level 2 `load` does. Raises CoreLost."""
 
-    async def stop(self) -> None: ...
+    def kill(self) -> None:
+        """Ends the engine at once, from any thread and without a wait."""
+
+    def log_tail(self) -> str:
+        """Returns the last lines of the engine's log, for the message of an error."""
+
+    async def stop(self) -> None:
+        """Ends this life, which may be over already, and every request in `calls` (`Call.lose`). It may be called twice."""
 
 
 @contextmanager
@@ -210,18 +256,19 @@ async def bounded(
 ) -> Any:
     """Awaits a call into the engine, which by itself would never return when the engine dies meanwhile.
 
-    Args: cpu_seconds: what the engine's processes have used; idle_s: seconds without any more of it after which they count
-    as frozen, before the deadline of a long call has passed.
-    Raises: CoreLost; ValueError.
+    Args: core: asked whether it is dead; deadline_s: seconds that the call may take; cpu_seconds: returns the CPU time that the
+    engine's processes have used; idle_s: after so many seconds without any more of it the engine counts as frozen, long
+    before the deadline of a long call has passed.
+    Raises: CoreLost, after which this life is over; ValueError, as the call raises it.
     """
     started = moved = looked = time.monotonic()
-    used = -1.0
+    used, poll_s = -1.0, min(POLL_S, deadline_s / 10, idle_s / 10)
     name = getattr(call, "__name__", "call")
     task = asyncio.ensure_future(call)
     task.add_done_callback(fetch_error)
     try:
         while True:
-            await asyncio.wait({task}, timeout=0.2)
+            await asyncio.wait({task}, timeout=poll_s)
             now = time.monotonic()
             if task.done():
                 return task.result()

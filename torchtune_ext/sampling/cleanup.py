@@ -1,5 +1,6 @@
-"""What is left when the trainer is killed, and who removes it: the engine's temporary folder and its janitor."""
+"""Removes what an engine would leave behind: its temporary folder and its processes, also when the trainer is killed."""
 
+import asyncio
 import logging
 import os
 import shutil
@@ -17,16 +18,16 @@ JANITOR_END_S = 10.0  # more than its own patience
 
 
 class Cleanup:
-    """The engine's temporary folder, and a janitor that knows it and the engine's process group. A janitor that died is
+    """Owns the engine's temporary folder, and a janitor that knows it and the engine's process group. A janitor that died is
     replaced."""
 
     def __init__(self):
         """Makes the folder and starts the janitor. Raises OSError."""
         base = tempfile.gettempdir()
         self.folder = tempfile.mkdtemp(prefix="tte-", dir=base if len(base) < SOCKET_PATH_MAX - 60 else "/tmp")
-        self._group = 0  # the last process group that was told
+        self._group = 0  # the last process group that the janitor was told of
         self._closed = False
-        self._told_end_of = 0  # pid of the last janitor whose end was logged
+        self._told_end_of = 0  # process id of the last janitor whose end was logged
         try:
             self._start()
         except OSError:
@@ -35,7 +36,7 @@ class Cleanup:
 
     @property
     def pid(self) -> int:
-        """Of the janitor."""
+        """The process id of the janitor."""
         return self._janitor.pid
 
     def guard(self, group: int) -> None:
@@ -45,20 +46,35 @@ class Cleanup:
         self._group = group
         try:
             self._tell()
-        except OSError:  # it died since the last look
+        except OSError:  # the janitor has died since the last look
             self._janitor.wait(JANITOR_END_S)
             self.look()
 
     def look(self) -> None:
-        """Replaces a janitor that has ended; the new one is told what the old one knew. Nothing after `close`. Raises
+        """Replaces a janitor that has ended; the new one is told what the old one knew. After `close` nothing happens. Raises
         OSError."""
         status = self._janitor.poll()
         if status is not None and not self._closed:
-            if self._told_end_of != self.pid:  # once, however often a new one fails to start
+            # It is said once, however often a new one fails to start.
+            if self._told_end_of != self.pid:
                 log.warning("the engine's janitor ended (status %d): starting another one", status)
                 self._told_end_of = self.pid
             self._janitor.stdin.close()  # type: ignore[union-attr]
             self._start()
+
+    async def watch(self, interval_s: float) -> None:
+        """Looks after the janitor for ever, so that one that died is replaced before it is needed."""
+        told = ""
+        while True:
+            await asyncio.sleep(interval_s)
+            try:
+                self.look()
+                told = ""
+            except OSError as error:
+                # Each cause is told once, and not with every look.
+                if str(error) != told:
+                    log.warning("the engine's janitor could not be started again (%s): trying it further", error)
+                told = str(error)
 
     def close(self) -> None:
         """Ends the janitor, which kills what is left of the group, and removes the folder."""
@@ -74,7 +90,7 @@ class Cleanup:
 
     def _start(self) -> None:
         command = [sys.executable, "-I", "-S", janitor.__file__, str(os.getpid()), self.folder]
-        # unbuffered: else a write that failed would be tried again, and fail again, when the pipe is closed
+        # The pipe has no buffer: else a write that failed would be tried again, and fail again, when the pipe is closed.
         self._janitor = subprocess.Popen(
             command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True, env=environment()
         )

@@ -1,7 +1,7 @@
 """One life of a vLLM engine: `AsyncLLM` in this process, its EngineCore in a process of its own.
 
-Made, used and ended by the supervisor, always in the engine's asyncio thread. What goes wrong in here comes out as
-`CoreLost`: this life is over, another one may begin.
+The supervisor makes, uses and ends it, always in the engine's asyncio thread. What goes wrong in here comes out as
+`CoreLost`: this life is over, and another one may begin.
 """
 
 import asyncio
@@ -16,14 +16,15 @@ from typing import Any
 from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded, paused
 from torchtune_ext.sampling.core_process import LOG_FORMAT, LOG_LEVEL, CoreContext, CoreProcess
 from torchtune_ext.sampling.doors import one_machine
-from torchtune_ext.sampling.imports import environment_kept, on_cpu
+from torchtune_ext.sampling.imports import environment_kept, import_vllm, on_cpu
 from torchtune_ext.sampling.records import LORA_RANKS, Completion, EngineConfig
 from torchtune_ext.sampling.weight_buffer import ADAPTER_ID, WeightBuffer
 
 log = logging.getLogger(__name__)
 
 
-UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"  # by its full name, else vLLM makes two processes on CPU
+# It is named in full, since vLLM on CPU makes two processes of the short name.
+UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 LOADER = "torchtune_ext.sampling.worker.WeightLoader"
 CPU_KV_CACHE = 1 << 30  # bytes
 CPU_STEP = 4096  # tokens
@@ -31,7 +32,7 @@ DEFAULT_MAX_NUM_SEQS = 256 if on_cpu() else 1024
 
 
 class LocalCore:
-    """A vLLM engine of our own."""
+    """Runs a vLLM engine of our own. What the methods of `Core` promise is said there."""
 
     def __init__(
         self, model_dir: str, config: EngineConfig, log_path: Path, temp_dir: str, on_step: Callable[[Step], None]
@@ -40,19 +41,19 @@ class LocalCore:
         self.config, self.model_dir, self.temp_dir, self.on_step = config, model_dir, temp_dir, on_step
         self.llm: Any = None
         self._vllm_config: Any = None
-        self.cache_tokens = self.block = 0  # size of the KV cache and of its blocks, known after the launch
-        self.vocabulary = 0  # token ids the model has, known then, too
+        self.cache_tokens = self.block = self.vocabulary = 0  # known after the launch
         self.asleep = 0  # level of sleep
         self._stopping = False
-        self.broken: Exception | None = None  # what our own code raised over a step's counters
-        self._lora_request: Any = None  # goes with every request once an adapter is loaded
+        self.broken: Exception | None = None  # the error of our own code over a step's counters
+        self._lora_request: Any = None  # it goes with every request once an adapter is loaded
         self.calls: dict[str, Call] = {}
         self.sign_of_life = time.monotonic()
         environ = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CONFIGURE_LOGGING": "0", "TMPDIR": temp_dir}
         environ |= one_machine()
         if on_cpu():
             environ |= {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
-        if config.quantization:  # else vLLM rounds the scales of published weights to powers of two, on Hopper, too
+        if config.quantization:
+            # Else vLLM rounds the scales of published weights to powers of two, on Hopper, too.
             environ |= {"VLLM_USE_DEEP_GEMM_E8M0": "0", "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0"}
         if config.devices is not None:
             environ["CUDA_VISIBLE_DEVICES"] = config.devices
@@ -60,7 +61,7 @@ class LocalCore:
 
     @property
     def group(self) -> int:
-        """Process group of the engine's process and its workers."""
+        """The process group of the engine's process and its workers."""
         return self.process.pid
 
     @property
@@ -71,7 +72,7 @@ class LocalCore:
         return self.process.ending()
 
     def engine_args(self) -> dict[str, Any]:
-        """Arguments of vLLM's AsyncEngineArgs."""
+        """Returns the arguments of vLLM's AsyncEngineArgs."""
         config = self.config
         args: dict[str, Any] = {
             "model": self.model_dir,
@@ -83,18 +84,22 @@ class LocalCore:
             "max_num_seqs": config.max_num_seqs or DEFAULT_MAX_NUM_SEQS,
             "max_num_batched_tokens": config.max_num_batched_tokens,
             "enable_prefix_caching": True,
-            "generation_config": "vllm",  # else the model's file changes temperature and top_k in silence
-            "logprobs_mode": "processed_logprobs",  # under the sampling temperature
+            # Else a file of the model changes temperature and top_k in silence.
+            "generation_config": "vllm",
+            # These are log-probs under the sampling temperature.
+            "logprobs_mode": "processed_logprobs",
             "skip_tokenizer_init": True,  # ids in, ids out
             "worker_extension_cls": LOADER,
             "weight_transfer_config": {"backend": "shm"},
-            "disable_log_stats": True,  # the default loggers; ours counts
+            # The default loggers are not wanted; ours counts.
+            "disable_log_stats": True,
         }
         if config.lora_rank:
             slots = next(rank for rank in LORA_RANKS if rank >= config.lora_rank)
             args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": slots}
             args |= {"lora_target_modules": list(config.lora_targets)} if config.lora_targets else {}
-        if config.quantization:  # nothing of it is on the disk: random until the first publication
+        if config.quantization:
+            # The disk holds no such weights: they are random until the first publication.
             args |= {"hf_overrides": {"quantization_config": config.quantization}, "load_format": "dummy"}
         if on_cpu():
             args |= {
@@ -103,13 +108,14 @@ class LocalCore:
                 "block_size": config.block_size or 32,
                 "kv_cache_memory_bytes": config.kv_cache_bytes or CPU_KV_CACHE,
                 # vLLM 0.32 on CPU dies when it splits the prompt of a request with a seed ("CPU Generator does not use
-                # offset"): whole prompts only, and a step large enough for the longest
+                # offset"). So prompts stay whole, and a step is large enough for the longest.
                 "enable_chunked_prefill": False,
                 "max_num_batched_tokens": max(config.max_num_batched_tokens or CPU_STEP, config.max_model_len),
             }
         else:
             args |= {"gpu_memory_utilization": config.gpu_memory_utilization, "enable_sleep_mode": config.sleep}
-            if config.tensor_parallel_size > 1:  # else vLLM counts the GPUs that the trainer sees, not the engine's
+            if config.tensor_parallel_size > 1:
+                # Else vLLM counts the GPUs that the trainer sees, and not the engine's.
                 args["distributed_executor_backend"] = "mp"
             args |= {"kv_cache_memory_bytes": config.kv_cache_bytes} if config.kv_cache_bytes else {}
             args |= {"block_size": config.block_size} if config.block_size else {}
@@ -140,8 +146,9 @@ class LocalCore:
         self.sign_of_life = time.monotonic()
 
     def configure(self) -> None:
-        """Makes vLLM's configuration: quick, but it writes into the environment, so not while others read it.
-        Raises ValueError."""
+        """Imports vLLM and makes its configuration. Both write into the environment for a moment, so nobody else may read it
+        meanwhile. Raises ValueError when vLLM refuses the config."""
+        import_vllm()
         self._redirect_log()
         with environment_kept() as changed:
             from vllm.engine.arg_utils import AsyncEngineArgs
@@ -172,7 +179,8 @@ class LocalCore:
             llm = AsyncLLM.from_vllm_config(self._vllm_config, stat_loggers=[self._stat_logger], disable_log_stats=True)
         finally:
             engine_utils.get_mp_context = make_context
-        llm.logger_manager.stat_loggers = llm.logger_manager.stat_loggers[:1]  # ours; without the Prometheus one
+        # Only ours stays; vLLM has added one for Prometheus.
+        llm.logger_manager.stat_loggers = llm.logger_manager.stat_loggers[:1]
         return llm
 
     def _stat_logger(self, vllm_config: Any, engine_index: int = 0) -> Any:
@@ -181,7 +189,7 @@ class LocalCore:
         core = self
 
         class StepLogger(StatLoggerBase):
-            """Hands every scheduler step's counters on."""
+            """Hands the counters of every scheduler step on."""
 
             def __init__(self):
                 pass
@@ -202,7 +210,8 @@ class LocalCore:
                             prefix_hits=prefix.hits,
                         )
                     )
-                except Exception as error:  # in here it would end vLLM's client, which says "the engine died"
+                except Exception as error:
+                    # From here it would end vLLM's client, which says "the engine died".
                     core.broken = error
 
             def log_engine_initialized(self):
@@ -222,7 +231,7 @@ class LocalCore:
             async for output in self.llm.generate(prompt, self._params(call), call.id, lora_request=self._lora_request):
                 part = output.outputs[0]
                 if call.add(part.token_ids, part.logprobs.logprobs) and not output.finished:
-                    await self.llm.abort(call.id)  # one more output follows
+                    await self.llm.abort(call.id)  # one more output follows it
             spans = [(span.version, span.start, span.end) for span in part.weight_versions or ()]
             return call.completion(part.finish_reason, spans, output.num_cached_tokens or 0)
         except EngineDeadError as error:
@@ -250,8 +259,10 @@ class LocalCore:
             top_k=sampling.top_k,
             seed=call.seed,
             stop_token_ids=list(sampling.stop_token_ids),
-            ignore_eos=True,  # the tokenizer's end token is one of these, or is meant not to end it
-            logprobs=0,  # of the sampled token, no others
+            # The tokenizer's end token is one of these, or is meant not to end a completion.
+            ignore_eos=True,
+            # It asks for the log-prob of the sampled token and of no others.
+            logprobs=0,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA if call.watch is not None else RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
@@ -285,7 +296,7 @@ class LocalCore:
             await self._bounded(llm.wake_up(["weights"]))
         started = time.monotonic()
         with paused():
-            # clear_cache: the KV cache of the old weights is computed again, also that of requests in flight
+            # The cache is cleared, so the KV of the old weights is computed again, also that of requests in flight.
             await self._quick(llm.pause_generation(mode="keep", clear_cache=True))
             loading = time.monotonic()
             for buffer in buffers:
@@ -312,31 +323,31 @@ class LocalCore:
         arguments = (buffer.address(), buffer.manifest, buffer.adapter)
         await self._bounded(self.llm.collective_rpc("load_adapter", args=arguments))
         await self._quick(self.llm.update_weight_version(str(version)))
-        # a path has to be named; nothing is read there, since the adapter is in the engine already
+        # A path has to be named; nothing is read there, since the adapter is in the engine already.
         self._lora_request = LoRARequest("policy", ADAPTER_ID, "/nowhere/the-adapter-is-in-memory")
 
     async def checksums(self) -> list[dict[str, int | None]]:
-        """What each worker says of the weights that it has taken. Raises CoreLost."""
+        """Returns what each worker says of the weights that it has taken. Raises CoreLost."""
         return await self._quick(self.llm.collective_rpc("checksums"))
 
     async def sleep(self, level: int) -> None:
-        """Gives the GPU's memory back; level 1 keeps the weights in host memory, level 2 drops them."""
+        """Gives the GPU's memory back. Level 1 keeps the weights in host memory, level 2 drops them. Raises CoreLost."""
         await self.ping(self.config.probe_deadline_s)
         await self._bounded(self.llm.sleep(level=level, mode="keep"))
         self.asleep = level
 
     async def wake(self) -> None:
-        """Takes the memory again after a sleep of level 1; after level 2 only `load` wakes it."""
+        """Takes the memory again after a sleep of level 1; after level 2 only `load` wakes it. Raises CoreLost."""
         await self.ping(self.config.probe_deadline_s)
         await self._bounded(self.llm.wake_up())
         self.asleep = 0
 
     async def _quick(self, call: Coroutine[Any, Any, Any]) -> Any:
-        """A call that the engine answers between two steps."""
+        """Awaits a call that the engine answers between two steps. Raises CoreLost, ValueError."""
         return await bounded(self, call, self.config.probe_deadline_s)
 
     async def _bounded(self, call: Coroutine[Any, Any, Any]) -> Any:
-        """A call that moves weights: it may take long, but not stand still."""
+        """Awaits a call that moves weights: it may take long, but not stand still. Raises CoreLost, ValueError."""
         config = self.config
         return await bounded(self, call, config.rpc_deadline_s, self.process.cpu_seconds, config.probe_deadline_s)
 
@@ -349,12 +360,14 @@ class LocalCore:
     async def stop(self) -> None:
         """Ends this life and everything that waits for it. The waiting requests end with CoreLost."""
         self.process.kill()
-        first, self._stopping = not self._stopping, True  # `close` and a restart that it ends may both come here
+        # `close` and a restart that it ends may both come here.
+        first, self._stopping = not self._stopping, True
         try:
             if self.llm is not None and first:
                 give_up_at = time.monotonic() + 5.0
                 while not self.llm.errored and time.monotonic() < give_up_at:
-                    await asyncio.sleep(0.02)  # vLLM's own monitor notices the death and fails the requests
+                    # vLLM's own monitor notices the death and fails the requests.
+                    await asyncio.sleep(0.02)
                 await asyncio.sleep(0.05)
                 self.llm.shutdown(timeout=1)
         finally:

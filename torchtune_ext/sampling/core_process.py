@@ -25,29 +25,22 @@ from pathlib import Path
 from typing import Any
 
 from torchtune_ext.run.parent import die_with_parent, environment
+from torchtune_ext.sampling import janitor
 
 LOG_LEVEL = os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")
 LOG_FORMAT = "(core) %(asctime)s %(levelname)s %(name)s: %(message)s"
-# Of the trainer, not of the core.
-TORCHRUN = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_",
-    "GROUP_",
-    "ROLE_",
-    "MASTER_",
-    "TORCHELASTIC_",
-)
+# Variables that begin so tell the trainer its place among its ranks; the core has none.
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 
 
 class CoreProcess:
-    """One engine core, from its start to its end. Make it from a thread that lives as long as the run: the kernel
+    """Holds one engine core, from its start to its end. Make it from a thread that lives as long as the run: the kernel
     counts the end of that thread as the end of the parent."""
 
     name = "EngineCore"
 
     def __init__(self, environ: dict[str, str], log: Path):
-        """Starts the process, with `environ` on top of our own environment and its output appended to `log`."""
+        """Starts the process, with `environ` on top of our own environment and its output appended to `log`. Raises OSError."""
         path = [os.path.abspath(entry or ".") for entry in sys.path]
         env = {key: value for key, value in environment().items() if not key.startswith(TORCHRUN)}
         env |= {"PYTHONPATH": os.pathsep.join(path), **environ}
@@ -62,9 +55,11 @@ class CoreProcess:
         try:
             self.sentinel = os.pidfd_open(self.pid)  # readable once the process has ended
         except OSError:
-            self.close()  # nobody else knows of it yet
+            # Nobody else knows of it yet.
+            self.close()
             raise
-        weakref.finalize(self, os.close, self.sentinel)  # not in close(): vLLM's monitor may still look at it
+        # `close` does not close it, since vLLM's monitor may still look at it.
+        weakref.finalize(self, os.close, self.sentinel)
         self.settings: dict[str, str] = {}  # environment variables that vLLM's configuration asks for
         self._work: tuple[Callable, dict[str, Any]] | None = None
 
@@ -82,12 +77,14 @@ class CoreProcess:
 
     @property
     def exitcode(self) -> int | None:
+        """The exit code; that of a signal is negative, and None means that the process lives."""
         return self._popen.poll()
 
     def is_alive(self) -> bool:
         return self._popen.poll() is None
 
     def join(self, timeout: float | None = None) -> None:
+        """Waits for the end of the process, for `timeout` seconds at most. It does not say which of both it was."""
         try:
             self._popen.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -97,15 +94,12 @@ class CoreProcess:
         self._popen.terminate()
 
     def kill(self) -> None:
-        """Kills the core and its workers (one process group); also when it is stopped."""
-        try:
-            os.killpg(self.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        """Kills the core and its workers (one process group), also when they are stopped. May be called from any thread."""
+        janitor.kill(self.pid)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Ends the process if it still runs, and frees what it holds in the trainer."""
-        self.kill()
+        """Ends the process if it still runs, with its workers, and frees what it holds in the trainer."""
+        janitor.end(self.pid, timeout)
         self.join(timeout)
         if self._popen.stdin is not None and not self._popen.stdin.closed:
             try:
@@ -114,7 +108,7 @@ class CoreProcess:
                 pass
 
     def ending(self) -> str:
-        """How the process ended, for a message. Ask before `kill`, whose signal it would name."""
+        """Says how the process ended. Ask before `kill`, whose signal it would name."""
         code = self.exitcode
         if code is None:
             return "vLLM gave the engine up (the end of its log says why)"
@@ -124,21 +118,22 @@ class CoreProcess:
         return f"the engine's process was killed by {signal.Signals(-code).name}{hint}"
 
     def cpu_seconds(self) -> float:
-        """CPU time that the process and its workers have used until now."""
+        """Returns the seconds of CPU time that the process and its workers have used until now."""
         ticks = 0
         for folder in os.scandir("/proc"):
             if folder.name.isdigit():
                 try:
-                    # bytes: the name in the brackets is whatever its process has called itself
+                    # The name in the brackets is whatever its process has called itself, so it is taken as bytes.
                     fields = Path(folder.path, "stat").read_bytes().rsplit(b")", 1)[1].split()
                 except OSError:
-                    continue  # ended meanwhile
-                if int(fields[3]) == self.pid:  # its session
+                    continue  # it has ended meanwhile
+                # The fourth field is the session, which the core and its workers share.
+                if int(fields[3]) == self.pid:
                     ticks += int(fields[11]) + int(fields[12])
         return ticks / os.sysconf("SC_CLK_TCK")
 
     def log_tail(self, lines: int = 30) -> str:
-        """The last lines that this process wrote."""
+        """Returns the last lines that this process wrote."""
         try:
             with open(self.log, "rb") as file:
                 file.seek(max(self.log_start, self.log.stat().st_size - 16384))
@@ -197,11 +192,12 @@ def forget_preemptions_of_pauses() -> None:
 
 
 def main(parent: int) -> None:
-    """The life of the core: imports, then whatever the trainer sends."""
+    """Lives as the core: imports vLLM, then does whatever the trainer sends. Args: parent: process id of the trainer."""
     die_with_parent(parent)
     logging.basicConfig(level=LOG_LEVEL, format=LOG_FORMAT)
     started = time.monotonic()
-    import vllm.v1.engine.core  # noqa: F401  (seconds; meanwhile the trainer imports its own half)
+    # It takes seconds, in which the trainer imports its own half.
+    import vllm.v1.engine.core  # noqa: F401
 
     forget_preemptions_of_pauses()
     print(

@@ -14,14 +14,14 @@ log = logging.getLogger(__name__)
 
 KEY_VARIABLE = "TORCHTUNE_EXT_API_KEY"  # "API" keeps vLLM's bug reports, which print variables, from printing this one
 GUARD = "torchtune_ext.sampling.doors.KeyGuard"
-OPEN_PATH = "/health"  # says only whether the server lives
+OPEN_PATH = "/health"  # it says only whether the server lives
 # Without them gloo listens on whatever address the host's name has, NCCL on the first network card, and neither asks
 # who is there. An engine has all its processes on one machine.
 ONE_MACHINE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo", "VLLM_HOST_IP": "127.0.0.1"}
 
 
 def one_machine() -> dict[str, str]:
-    """Environment variables that keep the sockets of an engine's processes on loopback.
+    """Returns the environment variables that keep the sockets of an engine's processes on loopback.
 
     They win over settings of the user, which are meant for the trainer's ranks and stay in force there; a warning says so.
     """
@@ -36,7 +36,7 @@ def one_machine() -> dict[str, str]:
 
 
 def server_key() -> str | None:
-    """The key in the environment, None when there is none. Raises ValueError when it cannot travel in a header."""
+    """Returns the key in the environment, None when there is none. Raises ValueError when it cannot travel in a header."""
     key = os.environ.get(KEY_VARIABLE)
     if not key:
         return None
@@ -49,12 +49,12 @@ def server_key() -> str | None:
 
 
 def authorization(key: str) -> str:
-    """Value of the header `Authorization`."""
+    """Returns the value of the header `Authorization`."""
     return f"Bearer {key}"
 
 
 class KeyGuard:
-    """ASGI middleware: a request without the key gets 401, on every route but `/health`.
+    """Answers a request without the key with 401, on every route but `/health`. It is an ASGI middleware.
 
     vLLM's own `--api-key` leaves the routes open that pause the engine, replace its weights and call its methods. A server
     that was started without a key lets nobody in.

@@ -10,20 +10,20 @@ from collections.abc import Sequence
 
 
 class RunningLogprob:
-    """Watches one completion."""
+    """Watches one completion and says where to cut it."""
 
     __slots__ = ("threshold", "decay", "min_tokens", "count", "_sum")
 
     def __init__(self, threshold: float, decay: float = 0.992, min_tokens: int = 64):
-        """Args: threshold: mean log-prob (nats) below which to stop; decay: weight of the past, per token;
-        min_tokens: tokens to wait for, since a mean of few is noise."""
+        """Args: threshold: the mean log-prob, in nats, below which to stop; decay: the factor by which a log-prob counts less
+        with each further token; min_tokens: tokens to wait for, since a mean of few is noise."""
         self.threshold, self.decay, self.min_tokens = threshold, decay, min_tokens
         self.count = 0  # tokens seen
         self._sum = 0.0
 
     @property
     def mean(self) -> float:
-        """Running mean in nats; 0 before the first token."""
+        """The running mean in nats; 0 before the first token."""
         return self._sum / (1.0 - self.decay**self.count) if self.count else 0.0
 
     def update(self, logprobs: Sequence[float]) -> int | None:

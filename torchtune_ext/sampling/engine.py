@@ -1,14 +1,19 @@
-"""The sampler: one vLLM engine for the whole run, behind plain blocking calls.
+"""The sampler: one engine for the whole run, behind plain blocking calls.
 
-    engine = Engine(model_dir, EngineConfig(), run_dir)
-    engine.start()                                   # returns at once; the engine comes up beside the trainer's set-up
+    engine = Engine(model_dir, EngineConfig(max_model_len=1024), run_dir)
+    # The engine's process begins; the model is loaded there while the trainer sets itself up.
+    engine.start()
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
     engine.wait_ready(600)
-    completions = engine.sample(prompts, n=16, sampling=SamplingConfig(max_tokens=256, seed=1))
-    engine.publish(named_tensors, version=1)         # the next tokens come from the new weights
+    groups = engine.sample([[1, 2, 3], [4, 5]], n=16, sampling=SamplingConfig(max_tokens=256, seed=1))
+    tokens, logprobs = groups[1][15].tokens, groups[1][15].logprobs
+    # All tokens that are sampled from here on come from the new weights.
+    engine.publish(model.named_parameters(), version=1)
     engine.close()
 
-Inside lives one thread with an asyncio loop. It holds vLLM's client, feeds it as many requests as the throttle allows,
-and the supervisor keeps the engine's process alive. All methods may be called from any thread, also at the same time.
+Inside lives one thread with an asyncio loop. It holds the backend's client (vLLM's, if nothing else is asked for), which
+it feeds as many requests as the throttle allows, while the supervisor keeps the engine alive. All methods may be called
+from any thread, also at the same time.
 """
 
 import asyncio
@@ -28,10 +33,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchtune_ext.sampling.backends import find_backend
 from torchtune_ext.sampling.calls import Batch, Call, Core, CoreLost, OnCompletion, Step, check_prompts, request_seeds
 from torchtune_ext.sampling.cleanup import Cleanup
-from torchtune_ext.sampling.core import DEFAULT_MAX_NUM_SEQS, LocalCore
-from torchtune_ext.sampling.imports import import_vllm
+from torchtune_ext.sampling.core import DEFAULT_MAX_NUM_SEQS
 from torchtune_ext.sampling.loop_thread import LoopThread
 from torchtune_ext.sampling.records import (
     Completion,
@@ -42,7 +47,6 @@ from torchtune_ext.sampling.records import (
     SamplingConfig,
     WeightsIncomplete,
 )
-from torchtune_ext.sampling.server import ServerCore
 from torchtune_ext.sampling.supervisor import Supervisor
 from torchtune_ext.sampling.throttle import Controller, Throttle
 from torchtune_ext.sampling.weight_buffer import Buffers
@@ -60,17 +64,22 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 1.0  # seconds between two looks at the janitor
+LOOK_S = 1.0  # seconds between two looks at the janitor, at most
 CLOSE_S = 30.0  # seconds that the engine's thread has to end everything
 
 
 class Engine:
-    """A vLLM engine and everything around it."""
+    """Owns a sampling engine and everything around it: its thread, its janitor, the published weights, the throttle."""
 
     def __init__(self, model_dir: str, config: EngineConfig, run_dir: str, version: int = 0):
-        """Args: model_dir: Hugging Face model; config: how to run it; run_dir: takes the engine's log, `engine.log`;
-        version: policy version of the weights in `model_dir`."""
+        """Starts nothing yet.
+
+        Args: model_dir: directory of a Hugging Face model; config: how the engine is built; run_dir: directory that takes the
+        engine's log, `engine.log`; version: policy version of the weights in `model_dir`.
+        Raises: ValueError for a backend that nobody knows.
+        """
         self.config = config
+        self._backend = find_backend(config.backend)
         self.model_dir = str(model_dir)
         self.log_path = Path(run_dir).absolute() / "engine.log"
         self._buffers = Buffers(config.rpc_deadline_s)
@@ -95,10 +104,11 @@ class Engine:
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begins to bring the engine up and returns (with `engine.sleep`: once it is up and sleeps).
+        """Begins to bring the engine up and returns; with `engine.sleep` it returns once the engine is up and sleeps.
 
-        On the way it imports vLLM (3 to 5 s, once in a process): here, not beside the trainer's own imports. The engine's
-        process does the same in the meantime.
+        On the way it imports vLLM (3 to 5 s, once in a process), because two threads cannot import it at once and the trainer's
+        own imports follow. The engine's process does the same in the meantime.
+        Raises: EngineFailed when the engine refuses its config; RuntimeError when it was started before.
         """
         if self._started is not None or self._closed:
             raise RuntimeError("Engine.start: an engine is started once; make a new one")
@@ -108,7 +118,6 @@ class Engine:
         atexit.register(lambda: (method := close()) and method())
         self._thread.start()
         self._call(self._prepare(), timeout=30.0)
-        import_vllm(self.config)
         try:
             self._supervisor.core.configure()
         except (ValueError, OSError) as error:
@@ -116,13 +125,13 @@ class Engine:
             raise EngineFailed(f"the engine did not start: {error}") from error
         self._started = self._thread.submit(self._supervisor.start())
         if self.config.sleep:
-            # The trainer finds its GPU free, and the engine measured it before the trainer took its part.
+            # So the engine measures the GPU before the trainer has taken its part, and the trainer then finds it free.
             self.wait_ready()
             self.sleep()
 
     def wait_ready(self, timeout: float | None = None) -> None:
         """Waits until the engine can sample. Raises EngineFailed when it cannot start, TimeoutError after `timeout`
-        seconds (None: `start_deadline_s`)."""
+        seconds (None stands for `start_deadline_s`), RuntimeError before `start`."""
         if self._started is None:
             raise RuntimeError("Engine.wait_ready: call start() first")
         timeout = self.config.start_deadline_s if timeout is None else timeout
@@ -147,21 +156,25 @@ class Engine:
         self._thread.refuse_itself()
         self._closed = True
         supervisor = self._supervisor
-        supervisor.closed = True  # first: the restart of a lost engine then makes no further one
+        # This comes first, so that the restart of a lost engine makes no further one.
+        supervisor.closed = True
         core = supervisor.core
         if core is not None:
-            core.kill()  # the loop's thread stands still while an engine comes up
+            # The loop's thread stands still while an engine comes up, and goes on once that is dead.
+            core.kill()
         if self._thread.alive:
             self._attempt("the engine", lambda: self._call(supervisor.close(), CLOSE_S))
         self._attempt("its thread", self._thread.stop)
         self._attempt("the shared memory", self._buffers.close)
         if self._cleanup is not None:
             self._attempt("the janitor", self._cleanup.close)
-        gc.collect()  # vLLM's client complains when it is still there at the end of the interpreter
+        # vLLM's client complains when it is still there at the end of the interpreter.
+        gc.collect()
         if core is not None and core.group and not core.dead:
             raise EngineFailed(f"Engine.close: process {core.group} of the engine did not end")
 
     def _attempt(self, what: str, step: Callable[[], None]) -> None:
+        """Takes one step of `close`. An error is logged, since the other steps have to be taken all the same."""
         try:
             step()
         except Exception:
@@ -177,7 +190,7 @@ class Engine:
 
     @property
     def version(self) -> int:
-        """Version of the weights that the engine holds: a new one counts once it is loaded."""
+        """The version of the weights that the engine holds. A new one counts once it is loaded."""
         return self._supervisor.version
 
     def sample(
@@ -190,10 +203,10 @@ class Engine:
     ) -> list[list[Completion]]:
         """Draws `n` completions of each prompt.
 
-        Args: prompts: token ids, P lists; sampling: how; on_completion: called with (prompt index, sample index,
-        completion) as each one is done, in the engine's thread; seeds: [P, n], instead of those made from
-        sampling.seed.
-        Returns: P lists of n completions, in order.
+        Args: prompts: P lists of token ids; n: completions of each; sampling: how they are drawn; on_completion: called with
+        (prompt index, sample index, completion) as each one is done, in the engine's thread, from where it may not call the
+        engine; seeds: [P, n] integers, in place of those that are made from `sampling.seed`.
+        Returns: P lists of n completions, in the order of the prompts.
         Raises: ValueError for prompts that do not fit, before anything is sent; EngineFailed when the engine is beyond
         help; WeightsIncomplete when the engine sleeps and the last publication broke off (publish again).
         """
@@ -217,10 +230,11 @@ class Engine:
         return self._thread.submit(self._sample(prompts, n, Batch(sampling, on_completion), seeds))
 
     def cancel(self) -> None:
-        """Ends all running calls of `sample` early: they return what they have, with finish reason "abort"; while the engine
-        is started again, they return once it is there."""
+        """Ends all running calls of `sample` early: they return what they have, with finish reason "abort". While the engine is
+        being started again, they return once it is there."""
         for batch in list(self._batches):
-            batch.cancelled = True  # here, since the loop's thread stands still while an engine comes up
+            # It is set from here, since the loop's thread stands still while an engine comes up.
+            batch.cancelled = True
         try:
             self._call(self._cancel(), timeout=30.0)
         except TimeoutError:
@@ -231,10 +245,13 @@ class Engine:
     ) -> PublishReport:
         """Gives the engine new weights. Requests in flight go on with them, from their next token.
 
-        Args: named_tensors: (Hugging Face name, tensor), the whole model, without tied copies; it may be a generator;
-        version: of the policy, larger than the last one; adapter: PEFT's config, when the tensors are those of an adapter
-        (the engine needs `lora_rank`), which all requests use from now on, over the model as it is.
-        Raises: ValueError; EngineFailed when the engine takes them neither now nor after a restart.
+        Args: named_tensors: pairs of Hugging Face name and tensor, of any dtype on any device, for the whole model without tied
+        copies; it may be a generator; version: the policy's version, larger than the last one; adapter: PEFT's config when the
+        tensors are those of an adapter (the engine then needs `lora_rank`), which all requests use from now on, over the model
+        as it is.
+        Returns: what it took, in bytes and seconds.
+        Raises: ValueError for tensors or a version that cannot be; EngineFailed when the engine takes the weights neither now
+        nor after a restart.
         """
         if adapter is not None and self.config.lora_rank is None:
             raise ValueError("publish: an adapter, but the engine was started without engine.lora_rank")
@@ -244,24 +261,30 @@ class Engine:
             return PublishReport(version, buffer.bytes, copy_s, pause_s, load_s)
 
     def checksums(self) -> list[dict[str, int | None]]:
-        """Of every tensor of the last published model and adapter, by its name, as each of the engine's workers has taken it:
-        `weights.checksum` of what was published, or None for one that came in two forms. Raises EngineFailed."""
+        """Proves which weights the engine has taken.
+
+        Returns: for each of the engine's workers, the checksum of every tensor of the last published model and adapter, by the
+        name under which it was published. It should be `weight_buffer.checksum` of what was published; None stands for a
+        tensor that came in two forms.
+        Raises: EngineFailed.
+        """
         return self._call(self._supervisor.checksums())
 
     def sleep(self) -> None:
-        """On a GPU that trainer and engine share (`engine.sleep`): gives the engine's memory back. `publish` and
-        `sample` wake it. Without `engine.sleep` nothing happens."""
+        """Gives the engine's memory back on a GPU that it shares with the trainer; without `engine.sleep` nothing happens.
+        `publish` and `sample` wake the engine. Raises EngineFailed."""
         if self.config.sleep:
             self._call(self._supervisor.sleep())
 
     def limit_concurrency(self, limit: int | None) -> None:
-        """Fixes how many requests may be in flight; None: follow the engine's counters, from the beginning."""
+        """Fixes how many requests may be in flight. With None the limit follows the engine's counters, from the beginning.
+        Raises ValueError for a limit below 1."""
         if limit is not None and limit < 1:
             raise ValueError(f"limit_concurrency: {limit} requests; use 1 or more, or None to follow the engine")
         self._call(self._limit_concurrency(limit))
 
     def stats(self) -> EngineStats:
-        """Counters of the run until now."""
+        """Returns the counters of the run until now."""
         counts = self._counts
         return EngineStats(
             prefix_queries=counts["queries"],
@@ -277,10 +300,11 @@ class Engine:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run should know: the throttle's findings."""
+        """Returns what a resumed run should know: the throttle's findings."""
         return self._controller.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from what `state_dict` of an earlier run has returned."""
         self._controller.load_state_dict(state)
         if self._fixed is None:
             self._throttle.size = self._controller.allowed
@@ -288,30 +312,17 @@ class Engine:
     # -- inside the loop's thread -------------------------------------------------------------------------------------
 
     async def _prepare(self) -> None:
-        self._janitor_watch = asyncio.create_task(self._watch_janitor())
+        self._janitor_watch = asyncio.create_task(self._cleanup.watch(min(LOOK_S, self.config.probe_interval_s / 2)))
         await self._supervisor.prepare()
 
-    async def _watch_janitor(self) -> None:
-        """Replaces a janitor that died before it is needed."""
-        told = ""
-        while True:
-            await asyncio.sleep(LOOK_S)
-            try:
-                self._cleanup.look()
-                told = ""
-            except OSError as error:
-                if str(error) != told:  # each cause once, not each second
-                    log.warning("the engine's janitor could not be started again (%s): trying it further", error)
-                told = str(error)
-
     def _make_core(self) -> Core:
-        if self.config.address is not None:
-            return ServerCore(self.config, self._on_step)
-        core = LocalCore(self.model_dir, self.config, self.log_path, self._cleanup.folder, self._on_step)
+        """Makes a life of the engine, the first one or a later one. Raises OSError when nobody could clean up after it."""
+        core = self._backend(self.model_dir, self.config, self.log_path, self._cleanup.folder, self._on_step)
         try:
             self._cleanup.guard(core.group)
         except BaseException:
-            core.kill()  # nobody else knows of it yet
+            # Nobody else knows of it yet.
+            core.kill()
             raise
         return core
 
@@ -323,12 +334,13 @@ class Engine:
             for call in list(core.calls.values()) if core is not None else ():
                 await core.end(call, "abort")
         except CoreLost:
-            pass  # the watch sees to it, and a call that was cancelled is not repeated
+            pass  # the watch notices it, too, and a call that was cancelled is not repeated
 
     async def _sample(self, prompts: list[list[int]], n: int, batch: Batch, seeds: Any) -> list[list[Completion]]:
         core = await self._supervisor.awake()
         for p, prompt in enumerate(prompts):
-            if not 0 <= min(prompt) <= max(prompt) < core.vocabulary:  # vLLM does not look, and dies of it
+            # vLLM does not look, and dies of an id that it does not have.
+            if not 0 <= min(prompt) <= max(prompt) < core.vocabulary:
                 raise ValueError(
                     f"sample: prompt {p} holds token ids from {min(prompt)} to {max(prompt)}, but the model has only "
                     f"the ids 0 to {core.vocabulary - 1}: tokenizer and model do not belong together"
@@ -337,7 +349,8 @@ class Engine:
         self._controller.expect(core.cache_tokens, longest, batch.sampling.max_tokens, n, core.block)
         self._resize()
         self._batches.add(batch)
-        # prompt by prompt: the first sample of a group fills the prefix cache in the step in which its siblings arrive
+        # They come prompt by prompt, so that the first sample of a group fills the prefix cache in the step in which its
+        # siblings arrive.
         tasks = [
             asyncio.create_task(self._one(batch, p, s, prompt, None if seeds is None else int(seeds[p][s])))
             for p, prompt in enumerate(prompts)
@@ -352,7 +365,7 @@ class Engine:
         return [flat[p * n : (p + 1) * n] for p in range(len(prompts))]
 
     async def _one(self, batch: Batch, p: int, s: int, prompt: list[int], seed: int | None) -> Completion:
-        """One completion, over as many engines as it takes."""
+        """Draws one completion, from as many lives of the engine as it takes."""
         await self._throttle.acquire()
         try:
             while True:

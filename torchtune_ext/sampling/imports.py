@@ -7,9 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
-from torchtune_ext.sampling.records import EngineConfig
-
-# What importing and configuring vLLM writes into os.environ; it belongs to the core, not to the trainer.
+# Importing and configuring vLLM writes variables with these beginnings into os.environ. They belong to the core, not to the
+# trainer.
 VLLM_ENVIRONMENT = (
     *("VLLM_", "TORCHINDUCTOR_", "NUMEXPR_MAX_", "PYTORCH_NVML_", "TRITON_CACHE_", "TILELANG_", "AITER_", "NCCL_"),
     *("LD_PRELOAD", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES"),
@@ -23,7 +22,7 @@ def on_cpu() -> bool:
 
 @contextmanager
 def environment_kept() -> Iterator[dict[str, str]]:
-    """Undoes what vLLM does to this process's environment; what it was, the dictionary holds afterwards."""
+    """Undoes what vLLM does to this process's environment. Afterwards the dictionary holds what it had set."""
     before, changed = dict(os.environ), {}
     try:
         yield changed
@@ -37,19 +36,17 @@ def environment_kept() -> Iterator[dict[str, str]]:
                     del os.environ[key]
 
 
-def import_vllm(config: EngineConfig) -> None:
-    """Imports what the engine's thread will use, in the thread that calls. Import it in two threads at once, and Python
-    sees half-made modules: Transformers, Accelerate and torch are imported by the trainer, too."""
+def import_vllm() -> None:
+    """Imports what the engine's thread will use, in the thread that calls. In two threads at once Python would see half-made
+    modules: Transformers, Accelerate and torch are imported by the trainer, too."""
     if on_cpu():
         # It would warn that there is no Triton, which nobody expects.
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
     with environment_kept():
         os.environ["VLLM_CONFIGURE_LOGGING"] = "0"
-        if config.address is None:
-            import torch._dynamo  # before vLLM, which changes their environment variables
-            import torch._inductor.config  # noqa: F401
-            import vllm.engine.arg_utils
-            import vllm.renderers.hf
-            import vllm.v1.engine.async_llm  # noqa: F401
-        else:
-            import aiohttp  # noqa: F401
+        # Dynamo and inductor come before vLLM, which changes their environment variables.
+        import torch._dynamo
+        import torch._inductor.config  # noqa: F401
+        import vllm.engine.arg_utils
+        import vllm.renderers.hf
+        import vllm.v1.engine.async_llm  # noqa: F401

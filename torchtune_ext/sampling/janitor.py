@@ -12,6 +12,9 @@ import signal
 import sys
 import time
 
+TRACKER = b"multiprocessing.resource_tracker"
+PATIENCE_S = 3.0  # seconds that a process group has to end
+
 
 def wait_for_end(parent: int) -> int:
     """Waits until `parent` has ended or stdin is closed; returns the last process group read from stdin, 0 without
@@ -24,9 +27,9 @@ def wait_for_end(parent: int) -> int:
         watch = os.pidfd_open(parent)
         poll.register(watch, select.POLLIN)
     except ProcessLookupError:
-        pass  # gone already: stdin holds what it wrote, and is closed
+        pass  # it is gone already; stdin holds what it wrote, and is closed
     except OSError:
-        pass  # a kernel without pidfd: the closed pipe has to do
+        pass  # this kernel has no pidfd, so the closed pipe has to do
     while True:
         ready = dict(poll.poll())
         if 0 in ready:
@@ -39,15 +42,54 @@ def wait_for_end(parent: int) -> int:
             return group
 
 
-def clean(group: int, directory: str, patience_s: float = 3.0) -> None:
-    """Kills the process group (0: none), waits for its end, removes the directory; both may be gone already."""
-    give_up = time.monotonic() + patience_s
-    while group > 1 and time.monotonic() < give_up:
+def members(group: int) -> dict[int, bool]:
+    """Lists the living processes of a process group, and says of each whether it is a resource tracker of Python's."""
+    found = {}
+    for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
-            os.killpg(group, signal.SIGKILL)
-        except ProcessLookupError:
-            break
+            # The name in the brackets is whatever the process has called itself, so it is taken as bytes.
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                state, _, its_group = file.read().rsplit(b")", 1)[1].split()[:3]
+            if int(its_group) == group and state not in (b"Z", b"X"):
+                with open(f"/proc/{pid}/cmdline", "rb") as file:
+                    found[int(pid)] = TRACKER in file.read()
+        except OSError:
+            continue  # it has ended meanwhile
+    return found
+
+
+def kill(group: int) -> None:
+    """Kills the processes of a group (0: none), but for Python's resource trackers.
+
+    A tracker waits until all who share it have ended. Then it removes their shared memory from /dev/shm, which nobody else
+    would do, and ends by itself. vLLM has such memory between its processes when `tensor_parallel_size` is above 1.
+    """
+    for pid, tracker in members(group).items() if group > 1 else ():
+        if not tracker:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass  # it has ended meanwhile
+
+
+def end(group: int, patience_s: float) -> None:
+    """Kills a process group (0: none) and waits for its end; what is left of it after `patience_s`, trackers too, is killed
+    once more."""
+    give_up = time.monotonic() + patience_s
+    while group > 1 and members(group):
+        if time.monotonic() > give_up:
+            try:
+                os.killpg(group, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            return
+        kill(group)
         time.sleep(0.02)
+
+
+def clean(group: int, directory: str) -> None:
+    """Ends the process group (0: none) and removes the directory; both may be gone already."""
+    end(group, PATIENCE_S)
     shutil.rmtree(directory, ignore_errors=True)
 
 

@@ -1,4 +1,4 @@
-"""A thread with an asyncio loop, and calls into it that block the caller."""
+"""Runs an asyncio loop in a thread of its own, with calls into it that block the caller."""
 
 import asyncio
 import threading
@@ -12,8 +12,8 @@ from torchtune_ext.sampling.records import EngineFailed
 
 
 def fetch_error(task: asyncio.Future) -> None:
-    """Done callback of a task whose caller may go away before it ends (Ctrl-C, a deadline) and has said why. An error that
-    nobody fetches asyncio prints with its traceback."""
+    """Fetches the error of a task that is done. It is the callback of tasks whose caller may go away before they end (Ctrl-C,
+    a deadline) and has said why: asyncio prints an error that nobody fetches, with its traceback."""
     if not task.cancelled():
         task.exception()
 
@@ -27,6 +27,7 @@ class LoopThread:
     """Runs coroutines for other threads."""
 
     def __init__(self, name: str):
+        """Args: name: the thread's."""
         self._loop = asyncio.new_event_loop()
         self._futures: weakref.WeakSet[Future] = weakref.WeakSet()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -53,7 +54,7 @@ class LoopThread:
                 self._futures.add(future)
                 return future
         except RuntimeError:
-            pass  # the loop was closed in this moment
+            pass  # the loop has been closed in this moment
         attended.close()
         work.close()
         raise EngineFailed("the engine is not running: call start() first, and nothing after close()")
@@ -80,14 +81,16 @@ class LoopThread:
                 except CancelledError:
                     raise EngineFailed("the engine was closed") from None
                 except TimeoutError:
-                    if future.done():  # the work itself timed out, or it ended just after our own wait had
+                    # The work itself timed out, or it ended just after our own wait had.
+                    if future.done():
                         return future.result()
                 if not self._thread.is_alive():
                     raise EngineFailed("the engine was closed")
                 if time.monotonic() > give_up_at:
                     raise TimeoutError(f"the engine's thread did not answer within {timeout:g} s")
         finally:
-            future.cancel()  # nothing when it is done; else the caller is going away (Ctrl-C)
+            # It does nothing when the work is done; else the caller is going away (Ctrl-C).
+            future.cancel()
 
     def stop(self) -> None:
         """Ends the thread, and what still runs in it. Raises TimeoutError."""
@@ -104,9 +107,10 @@ class LoopThread:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
         give_up_at = time.monotonic() + 2.0
-        # what ends may begin more
+        # What ends may begin more.
         while (rest := asyncio.all_tasks(self._loop)) and time.monotonic() < give_up_at:
             for task in rest:
-                self._loop.call_soon(task.cancel)  # after its first step: Python complains of work that never began
+                # A task may make its first step before that: Python complains of work that never began.
+                self._loop.call_soon(task.cancel)
             self._loop.run_until_complete(asyncio.wait(rest, timeout=give_up_at - time.monotonic()))
         self._loop.close()

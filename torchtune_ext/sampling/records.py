@@ -1,5 +1,4 @@
-"""Records of the sampling stage: what goes in (configs), what comes out (completions, reports, counters), what can
-fail."""
+"""The records of the sampling stage: configs go in; completions, reports and counters come out; two errors may be raised."""
 
 import math
 from dataclasses import dataclass, field
@@ -7,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM has room; smaller ranks are padded
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM has room for these; a rank between is padded to the next
 FINISH_REASONS = ("stop", "length", "early_stop", "deadline", "abort")
 
 
 class EngineFailed(RuntimeError):
-    """The engine could not be brought back; the message holds the cause and the end of the core's log."""
+    """The engine could not be brought back; the message holds the cause and the end of the engine's log."""
 
 
 class WeightsIncomplete(RuntimeError):
@@ -21,8 +20,10 @@ class WeightsIncomplete(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """How the engine is built. Everything that changes from one call to the next is in `SamplingConfig`."""
+    """Says how the engine is built. What changes from one call to the next is in `SamplingConfig`. Raises ValueError for a
+    value that cannot be."""
 
+    backend: str = "vllm"  # what samples: a name in `backends.BACKENDS`
     dtype: str = "bfloat16"  # of weights and KV cache inside the engine; "float32" for exact tests on CPU
     max_model_len: int = 4096  # tokens, prompt + completion of one request
     kv_cache_bytes: int | None = None  # size of the KV cache; None: 1 GiB on CPU, a share of the memory on GPU
@@ -36,11 +37,11 @@ class EngineConfig:
     sleep: bool = False  # engine shares the trainer's GPU: give memory back between sampling and publishing
     # "http://host:port" of a running vLLM server, whose key is in TORCHTUNE_EXT_API_KEY; None: an engine of our own
     address: str | None = None
-    lora_rank: int | None = None  # of an adapter that will be published; the recipe sets it
-    lora_targets: tuple[str, ...] = ()  # layers that have one: "q_proj", ...; empty: all that vLLM can adapt
+    lora_rank: int | None = None  # rank of an adapter that will be published; the recipe sets it
+    lora_targets: tuple[str, ...] = ()  # layers with an adapter: "q_proj", ...; empty: all that vLLM can adapt
     load_format: str = "auto"  # "dummy": random weights until the first publication
     quantization: dict[str, Any] = field(default_factory=dict)  # quantization_config of weights that will be published
-    seed: int = 0  # of requests that bring no seed of their own, and of "dummy" weights
+    seed: int = 0  # seed of requests that bring none of their own, and of "dummy" weights
     start_deadline_s: float = 600.0  # seconds until the engine has to answer after its start
     rpc_deadline_s: float = 300.0  # seconds for one call into the engine (weights, pause, resume)
     probe_interval_s: float = 2.0  # seconds without a sign of life before a pending engine is asked for one
@@ -88,7 +89,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class SamplingConfig:
-    """How completions are drawn in one call of `sample`."""
+    """Says how completions are drawn in one call of `sample`. Raises ValueError for a value that cannot be."""
 
     max_tokens: int  # tokens of a completion at most
     temperature: float = 1.0  # 0: greedy
@@ -96,8 +97,8 @@ class SamplingConfig:
     top_k: int = 0  # 0: off
     stop_token_ids: tuple[int, ...] = ()  # a completion ends with (and contains) the first of these; with nothing else
     seed: int | None = None  # requests' seeds come from (seed, prompt index, sample index); None: not reproducible
-    early_stop_logprob: float | None = None  # stop a completion whose mean log-prob falls below; None: off
-    early_stop_decay: float = 0.992  # of the running mean: 0.992 looks back about 125 tokens
+    early_stop_logprob: float | None = None  # mean log-prob (nats) below which a completion is stopped; None: off
+    early_stop_decay: float = 0.992  # decay of the running mean: 0.992 looks back about 125 tokens
     early_stop_min_tokens: int = 64  # no early stop before so many tokens
     deadline_s: float | None = None  # seconds a request may run in the engine; None: no limit
 
@@ -124,10 +125,10 @@ class SamplingConfig:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One sampled completion."""
+    """Holds one sampled completion of R tokens."""
 
     tokens: np.ndarray  # [R] int32, ids as sampled, with the stop token when it was sampled
-    logprobs: np.ndarray  # [R] float32, of the sampled tokens under the sampling temperature
+    logprobs: np.ndarray  # [R] float32, nats: of the sampled tokens under the sampling temperature
     versions: np.ndarray  # [R] int32, policy version that produced each token
     finish_reason: str  # one of FINISH_REASONS
     cached_prompt_tokens: int = 0  # prompt tokens that came out of the prefix cache
@@ -135,9 +136,9 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class PublishReport:
-    """What one publication of weights took."""
+    """Says what one publication of weights took."""
 
-    version: int  # of the policy, from now on in the engine
+    version: int  # version of the policy that the engine has from now on
     bytes: int  # size of the published tensors
     copy_s: float  # seconds to copy them into shared memory; the engine goes on sampling meanwhile
     pause_s: float  # seconds in which the engine sampled nothing, with load_s in it
@@ -146,10 +147,10 @@ class PublishReport:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counters since the start of the run (they go on over a restart of the engine)."""
+    """Holds the counters since the start of the run; they go on over a restart of the engine."""
 
     prefix_queries: int  # prompt tokens looked up in the prefix cache
-    prefix_hits: int  # of these, found
+    prefix_hits: int  # prompt tokens that were found there
     preemptions: int  # requests thrown out of a full KV cache and computed again later
     max_kv_usage: float  # highest share of the KV cache in use
     running: int  # requests in the engine's last step
@@ -161,5 +162,5 @@ class EngineStats:
 
     @property
     def prefix_hit_rate(self) -> float:
-        """Share of the prompt tokens that were not computed again."""
+        """The share of the prompt tokens that were not computed again."""
         return self.prefix_hits / self.prefix_queries if self.prefix_queries else 0.0

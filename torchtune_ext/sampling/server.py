@@ -1,4 +1,4 @@
-"""A vLLM server that somebody else started, behind the same interface as an engine of our own.
+"""Uses a vLLM server that somebody else started, behind the same interface as an engine of our own.
 
 Completions go over HTTP (`/inference/v1/generate`: token ids in, token ids, log-probs and versions out). Weights do
 not: the server reads them out of the trainer's shared memory, so it has to run on the trainer's machine, and to know
@@ -28,8 +28,9 @@ from torchtune_ext.sampling.weight_buffer import UNREADABLE, WeightBuffer
 log = logging.getLogger(__name__)
 
 ALREADY_ACTIVE = "weight update is already active"  # vLLM's answer when an update was begun and never finished
+RETRY_S = 0.5  # seconds between two tries to reach a server that does not answer
 METRICS_S = 0.5  # seconds between two looks at the server's counters
-METRICS = {  # of vLLM's Prometheus page
+METRICS = {  # names on vLLM's Prometheus page -> our names
     "vllm:kv_cache_usage_perc": "usage",
     "vllm:num_requests_running": "running",
     "vllm:num_requests_waiting": "waiting",
@@ -42,14 +43,12 @@ METRICS = {  # of vLLM's Prometheus page
 def server_command(
     model_dir: str, config: EngineConfig, host: str = "127.0.0.1", port: int = 8000
 ) -> tuple[list[str], dict[str, str]]:
-    """How to start a server that this class can use: (command line, environment variables to add).
+    """Returns the command line that starts a server which `ServerCore` can use, and the environment variables to add.
 
-    The environment holds the key that the server will ask for: the one of our own environment (`doors.KEY_VARIABLE`), or else
-    a fresh random one, which then has to get into the trainer's. Raises ValueError for a key that no header can carry.
-
-    Args:
-        host: address to listen on. The trainer has to be on the same machine, so there is little reason for another one,
-            and over a network the key would travel in the clear.
+    They hold the key that the server will ask for: the one of our own environment (`doors.KEY_VARIABLE`), or else a fresh
+    random one, which then has to get into the trainer's. Raises ValueError for a key that no header can carry.
+    Args: model_dir: directory of a Hugging Face model; config: how its engine is built; host: address to listen on: the trainer
+    is on the same machine, and over a network the key would travel in the clear; port: its number.
     """
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model_dir]
     command += ["--host", host, "--port", str(port), "--middleware", GUARD]
@@ -71,12 +70,12 @@ def server_command(
 
 
 def _said(error: Exception) -> str:
-    """An error of aiohttp for a message. Its `repr` holds the headers of the request, and so the key."""
+    """Words an error of aiohttp. Its `repr` would hold the headers of the request, and so the key."""
     return f"{type(error).__name__}: {error}"
 
 
 class ServerCore:
-    """One connection to a server; ends (`CoreLost`) with the first thing that goes wrong, and another one is tried."""
+    """Holds one connection to a server. It ends (`CoreLost`) with the first thing that goes wrong, and another one is tried."""
 
     group = 0
     asleep = 0
@@ -92,12 +91,12 @@ class ServerCore:
         self._resumed: float | None = None  # time.monotonic() of our last resume, until its preemptions have passed
         self._session: Any = None
         self._poll: asyncio.Task | None = None
-        self._model = "MODEL_DIR"  # known after the launch
-        self._headers: dict[str, str] = {}  # with the key, known then, too
+        self._model = "MODEL_DIR"  # the real one is known after the launch
+        self._headers: dict[str, str] = {}  # they hold the key, once it is configured
         self._last: dict[str, float] | None = None
 
     def configure(self) -> None:
-        """Reads the key; all else is configured by whoever starts the server. Raises ValueError without a key."""
+        """Reads the key; who starts the server configures all else. Raises ValueError without a key."""
         key = server_key()
         if key is None:
             raise ValueError(
@@ -106,6 +105,7 @@ class ServerCore:
                 f"{self._how()}"
             )
         self._headers = {"Authorization": authorization(key)}
+        import aiohttp  # noqa: F401  (imported here, it is not imported beside the trainer's own modules)
 
     async def launch(self) -> None:
         """Waits until the server answers. Raises CoreLost when it does not; ValueError when it is the wrong kind, or
@@ -114,7 +114,7 @@ class ServerCore:
 
         self.configure()
         connector = aiohttp.TCPConnector(limit=0, force_close=True)  # a kept connection may be closed as we use it
-        timeout = aiohttp.ClientTimeout(total=None)  # every call has its own deadline
+        timeout = aiohttp.ClientTimeout(total=None)  # since every call has its own deadline
         self._session = aiohttp.ClientSession(timeout=timeout, connector=connector)
         give_up_at = time.monotonic() + self.config.start_deadline_s
         while True:
@@ -127,7 +127,7 @@ class ServerCore:
                     raise CoreLost("the connection was ended") from error
                 if time.monotonic() > give_up_at:
                     raise CoreLost(f"no answer from {self.address} within start_deadline_s: {error}") from error
-                await asyncio.sleep(0.5)
+                await asyncio.sleep(min(RETRY_S, self.config.start_deadline_s / 10))
         self.dead = False
         self._check(info["vllm_config"])
         await self._bounded(self._post("/resume"))  # a trainer before us may have died in a publication
@@ -141,7 +141,7 @@ class ServerCore:
         return " ".join([f"{name}={value}" for name, value in pairs.items()] + [shlex.quote(word) for word in command])
 
     async def _check_guard(self) -> None:
-        """Raises ValueError when the server does not ask for a key: others then come in, too. Raises CoreLost."""
+        """Raises ValueError when the server does not ask for a key, so that others come in, too; CoreLost."""
         import aiohttp
 
         try:
@@ -245,13 +245,13 @@ class ServerCore:
         self.sign_of_life = time.monotonic()
 
     async def load(self, buffers: Sequence[WeightBuffer], version: int) -> tuple[float, float]:
-        """Replaces the server's weights; requests in flight go on with the new ones. Returns seconds of pause, of
-        loading. Raises CoreLost."""
+        """Replaces the server's weights; requests in flight go on with the new ones. Returns the seconds of pause and of
+        loading. Raises CoreLost; ValueError when the server cannot read this process's memory."""
         await self.ping(self.config.probe_deadline_s)
         if not buffers:
             await self._quick(self._post("/update_weight_version", {"new_version": str(version)}))
             return 0.0, 0.0
-        (weights,) = buffers  # never an adapter: EngineConfig sees to it
+        (weights,) = buffers  # there is never an adapter: EngineConfig refuses it
         try:
             await self._quick(self._post("/init_weight_transfer_engine", {"init_info": weights.address()}))
         except CoreLost as error:
@@ -292,14 +292,14 @@ class ServerCore:
             ) from error
 
     async def checksums(self) -> list[dict[str, int | None]]:
-        """What each worker says of the weights that it has taken. Raises CoreLost."""
+        """Returns what each worker says of the weights that it has taken. Raises CoreLost."""
         return (await self._quick(self._post("/collective_rpc", {"method": "checksums"})))["results"]
 
     async def sleep(self, level: int) -> None:
-        """Nothing: the server has its own GPU."""
+        """Does nothing, since the server has its own GPU."""
 
     async def wake(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def kill(self) -> None:
         self.dead = True  # the server is not ours to kill
@@ -324,15 +324,16 @@ class ServerCore:
             try:
                 text = await self._bounded(self._get("/metrics"), 30.0)
             except (CoreLost, ValueError):
-                continue  # the watch, or the next request, finds out
+                continue  # the watch or the next request finds out
             try:
                 self.on_step(self._step(text, asked))
-            except Exception as error:  # nobody waits for this task: the watch ends the run with this error
+            except Exception as error:  # nobody waits for this task, so the watch ends the run with this error
                 self.broken = error
                 return
 
     def _step(self, text: str, asked: float) -> Step:
-        """What has changed since the last look. Args: text: vLLM's Prometheus page; asked: time.monotonic() before it came."""
+        """Returns what has changed since the last look. Args: text: vLLM's Prometheus page; asked: time.monotonic() when it was
+        asked for."""
         now = dict.fromkeys(METRICS.values(), 0.0)
         for line in text.splitlines():
             name = METRICS.get(line.split("{")[0].split(" ")[0])
@@ -343,7 +344,7 @@ class ServerCore:
             usage=now["usage"],
             running=int(now["running"]),
             waiting=int(now["waiting"]),
-            # our own pause throws every request out, which the server counts as each of them runs again
+            # Our own pause throws every request out, which the server counts as each of them runs again.
             preempted=int(now["preempted"] - last["preempted"]) if self._resumed is None else 0,
             prefix_queries=int(now["queries"] - last["queries"]),
             prefix_hits=int(now["hits"] - last["hits"]),
@@ -369,7 +370,7 @@ class ServerCore:
             return part
 
     async def _open(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
-        """Yields the answer: one JSON object or text, or the objects of an event stream."""
+        """Yields the answer: one JSON object or text, or the objects of an event stream. Raises CoreLost, ValueError."""
         import aiohttp
 
         try:

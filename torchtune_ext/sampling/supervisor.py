@@ -3,7 +3,7 @@
 What can happen to the engine, and how it is noticed:
 
     its process dies           vLLM fails the requests at once; the watch sees it within `TICK_S`
-    its process hangs or is    no step and no answer to a ping within `probe_deadline_s`; it is killed
+    its process hangs or is    it makes no step and does not answer a ping within `probe_deadline_s`; it is killed
     stopped
     a weight update fails      the model is left half-loaded; the engine is ended
     it does not come up        `launch` fails; at the very first start that is final (a wrong configuration, mostly)
@@ -30,9 +30,9 @@ from torchtune_ext.sampling.weight_buffer import Buffers, WeightBuffer
 
 log = logging.getLogger(__name__)
 
-TICK_S = 0.2
-# vLLM's client refers to itself: until it is collected, a lost one keeps descriptors and threads. First all who knew it, its
-# own threads, too, have to let go of it.
+TICK_S = 0.2  # seconds between two looks at the engine, at most
+# vLLM's client refers to itself: until it is collected, a lost one keeps descriptors and threads. So many seconds are given
+# to all who knew it, its own threads too, to let go of it first.
 COLLECT_S = 3.0
 
 
@@ -53,7 +53,7 @@ def undisturbed(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[...
 
 
 class Supervisor:
-    """Owns the engine's present life. All methods run in the engine's asyncio thread."""
+    """Owns the engine's present life. All methods run in the engine's asyncio thread; `closed` may be set from any."""
 
     def __init__(
         self,
@@ -62,16 +62,17 @@ class Supervisor:
         buffers: Buffers,
         version: int,
     ):
-        """Args: make_core: begins a new life (`LocalCore` or `ServerCore`); buffers: the current weights; version: of the
-        weights on the disk."""
+        """Args: config: the deadlines count here; make_core: begins a life of the engine; buffers: hold the current weights;
+        version: the version of the weights on the disk."""
         self.config, self._make_core, self._buffers = config, make_core, buffers
         self.core: Core | None = None  # the present life; None while there is none
-        self.version = version  # of the weights that the engine holds
-        self.restarts = 0
-        self.failures = 0  # in a row
+        self.version = version  # the version of the weights that the engine holds
+        self.restarts = 0  # lives after the first one that came up
+        self.failures = 0  # failures in a row, without a finished request between them
         self.failed: EngineFailed | None = None  # why we have given up
         self.closed = False  # another thread may set it, to end a restart that is under way
-        self._held: dict[WeightBuffer, int] = {}  # what the present life has loaded -> version
+        self._held: dict[WeightBuffer, int] = {}  # version of what the present life has loaded from each buffer
+        self._tick_s = min(TICK_S, config.probe_interval_s / 10)
         self._collect_at = float("inf")  # time.monotonic() at which to free what a lost life holds
         self._changed = asyncio.Event()  # ready, failed or closed
         self._control = asyncio.Lock()  # one restart or weight update at a time
@@ -79,7 +80,7 @@ class Supervisor:
         self._undisturbed: set[asyncio.Future] = set()
 
     async def prepare(self) -> None:
-        """Begins the first life; its process does what it can without us."""
+        """Begins the first life, which is not waited for."""
         self.core = self._make_core()
 
     async def start(self) -> None:
@@ -94,7 +95,7 @@ class Supervisor:
 
     async def ready(self) -> Core:
         """Waits for a working engine. Raises EngineFailed."""
-        # every start is bounded by its own deadlines, so this wait needs only a distant one
+        # Every start is bounded by its own deadlines, so this wait needs only a distant one.
         limit = self.config.max_failures * (self.config.start_deadline_s + 4 * self.config.rpc_deadline_s)
         try:
             await asyncio.wait_for(self._changed.wait(), limit)
@@ -107,11 +108,12 @@ class Supervisor:
         return self.core
 
     def report_finished(self) -> None:
-        """A request has finished: the engine works."""
+        """Notes that a request has finished, so that the engine works: the row of failures ends."""
         self.failures = 0
 
     async def report_lost(self, core: Core | None, cause: Exception) -> None:
-        """A request has lost its engine. Waits until there is another one. Raises EngineFailed."""
+        """Replaces the engine that a request has lost, unless somebody has done so already. Returns when that is over; `ready`
+        then tells whether there is another one."""
         await self._replace(core, str(cause))
 
     @undisturbed
@@ -128,7 +130,8 @@ class Supervisor:
             if core is not None:
                 try:
                     pause_s, load_s = await self._load_buffers(core)
-                    return pause_s or time.monotonic() - started, load_s  # 0: a restart has just loaded them
+                    # A pause of 0 means that a restart has just loaded them.
+                    return pause_s or time.monotonic() - started, load_s
                 except CoreLost as error:
                     cause = str(error)
         if core is not None:
@@ -146,7 +149,7 @@ class Supervisor:
                     if core is self.core and not core.asleep:
                         model = self._buffers.model
                         async with self._buffers.reading():
-                            # with whole weights in host memory already, the engine need not keep a copy
+                            # With whole weights in host memory already, the engine need not keep a copy.
                             await core.sleep(2 if model.manifest is not None and model.complete else 1)
                     if core is self.core:
                         return
@@ -154,7 +157,7 @@ class Supervisor:
                 await self._replace(core, str(error))  # the new one is awake: once more
 
     async def checksums(self) -> list[dict[str, int | None]]:
-        """What each worker of the engine says of the weights that it has taken. Raises EngineFailed."""
+        """Returns what each worker of the engine says of the weights that it has taken. Raises EngineFailed."""
         while True:
             core = await self.awake()
             try:
@@ -183,6 +186,7 @@ class Supervisor:
             await self._replace(core, str(error))
 
     async def close(self) -> None:
+        """Ends the present life and every wait for an engine."""
         self.closed = True
         for task in self._watches:
             task.cancel()
@@ -197,9 +201,11 @@ class Supervisor:
 
     @undisturbed
     async def _replace(self, core: Core | None, cause: str) -> None:
+        """Ends `core`, if it still is the present life, and makes lives until one has come up with the current weights, or
+        until `max_failures` have failed in a row. Raises nothing: who waits in `ready` is told."""
         async with self._control:
             if core is not self.core or self.closed or self.failed is not None:
-                return  # somebody else has seen to it
+                return  # somebody else has seen to it already
             self._changed.clear()
             while True:
                 self.failures += 1
@@ -214,15 +220,18 @@ class Supervisor:
                     if core is not None:
                         await core.stop()
                     core = self.core = None
-                    self._buffers.check_complete()  # before minutes are spent on an engine that could load nothing
+                    # This comes before minutes are spent on an engine that could load nothing.
+                    self._buffers.check_complete()
                     if not self.closed:
                         core = self.core = self._make_core()
                         await self._bring_up(core)
                         return
-                except WeightsIncomplete as error:  # another engine would not help
+                except WeightsIncomplete as error:
+                    # Another engine would not help.
                     await self._give_up(f"the engine was lost ({cause}) and cannot be replaced: {error}", tail, error)
                     return
-                except Exception as error:  # whatever it is, it is counted, and the last one is in EngineFailed
+                except Exception as error:
+                    # Whatever it is, it is counted, and the last one is in EngineFailed.
                     cause = str(error) or repr(error)
                 if self.closed:
                     if core is not None:
@@ -230,10 +239,11 @@ class Supervisor:
                     return  # `close` has told everybody who waits
 
     async def _bring_up(self, core: Core) -> None:
-        """From a process that was started to an engine with the current weights. Raises CoreLost and what `launch`
-        raises."""
+        """Launches a life that was just made and gives it the current weights. Raises CoreLost, WeightsIncomplete, and what
+        `launch` raises."""
         self._held = {}
-        if self.closed:  # `close` may have looked for an engine to kill before there was this one
+        # `close` may have looked for an engine to kill before there was this one.
+        if self.closed:
             raise CoreLost("the engine is closed")
         await core.launch()
         await self._load_buffers(core)
@@ -248,8 +258,8 @@ class Supervisor:
             published = self._buffers.published
             stale = [buffer for buffer in published if self._held.get(buffer) != buffer.version]
             if self._buffers.model in stale or core.asleep == 2:
-                # an adapter comes over the model that is there; a new model takes the adapter away (vLLM drops it), and
-                # after a sleep of level 2 there is neither
+                # An adapter comes over the model that is there. A new model takes the adapter away (vLLM drops it), and
+                # after a sleep of level 2 there is neither.
                 stale = published
             version = max((buffer.version for buffer in published), default=self.version)
             times = await core.load(stale, version)
@@ -259,6 +269,8 @@ class Supervisor:
             return times
 
     async def _give_up(self, why: str, tail: str | None = None, cause: Exception | None = None) -> None:
+        """Ends the present life for good, and tells all who wait. Args: why: the message; tail: the end of the engine's log;
+        cause: the error behind it."""
         core, self.core = self.core, None
         self.failed = EngineFailed(why)
         try:
@@ -271,7 +283,8 @@ class Supervisor:
             self._changed.set()
 
     async def _guarded(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Nobody waits for a watch, so its own errors would be lost, and the engine unwatched."""
+        """Runs a watch. Nobody waits for it, so its own errors would be lost and the engine unwatched: here
+        they end the run."""
         try:
             await work()
         except Exception as error:
@@ -282,7 +295,7 @@ class Supervisor:
     async def _watch(self) -> None:
         """Looks after the engine until the end of the run."""
         while not self.closed and self.failed is None:
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(self._tick_s)
             core = self.core
             if core is None or self._control.locked():
                 continue  # a restart or an update watches by itself
@@ -298,13 +311,14 @@ class Supervisor:
             elif core.calls and time.monotonic() - core.sign_of_life > self.config.probe_interval_s:
                 try:
                     await core.ping(self.config.probe_deadline_s)
-                except (CoreLost, ValueError) as error:  # ValueError: it refuses; `launch` then says why
+                except (CoreLost, ValueError) as error:
+                    # After a ValueError, where it refuses the ping, `launch` of the next life says why.
                     await self._replace(core, str(error))
 
     async def _end_late_requests(self) -> None:
         """Ends requests whose deadline has passed."""
         while not self.closed:
-            await asyncio.sleep(TICK_S / 2)
+            await asyncio.sleep(self._tick_s / 2)
             core, now = self.core, time.monotonic()
             if core is None:
                 continue
@@ -312,7 +326,7 @@ class Supervisor:
                 try:
                     await core.end(call, "deadline")
                 except CoreLost:
-                    break  # the watch sees to it
+                    break  # the watch notices it, too
                 except ValueError as error:
                     await self._replace(core, str(error))
                     break

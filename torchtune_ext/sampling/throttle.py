@@ -1,4 +1,4 @@
-"""How many requests may be in flight: as many as the KV cache holds, so that it is full and nothing is preempted.
+"""Decides how many requests may be in flight: as many as the KV cache holds, so that it is full and nothing is preempted.
 
 Too few requests leave the hardware idle. Too many fill the KV cache: vLLM then throws requests out and computes them
 again later, and the ones that wait inside the engine gain nothing over waiting outside. The right number depends on the
@@ -21,29 +21,31 @@ import asyncio
 import math
 from collections import deque
 
-MAX_GROWTH = 4.0  # of the limit, in one round
-SHRINK = 0.85  # of the requests that ran when one was preempted
+MAX_GROWTH = 4.0  # factor by which the limit grows in one round, at most
+SHRINK = 0.85  # the next limit, as a share of the requests that ran when one was preempted
 TARGET = 0.92  # share of the KV cache to use
-TARGET_MIN = 0.7  # after many preemptions
-TARGET_DOWN = 0.04  # a preemption costs
-TARGET_UP = 0.0005  # a round without gives back
+TARGET_MIN = 0.7  # the lowest target, after many preemptions
+TARGET_DOWN = 0.04  # what a preemption takes from the target
+TARGET_UP = 0.0005  # what a round without a preemption gives back
 MEMORY = 4  # rounds whose worst decides
-HEADROOM = 1.2  # over the square root of the requests: share of the cache to leave free for the growth of those inside
+# Divided by the square root of the requests it is the share of the cache that is left free for the growth of those inside.
+HEADROOM = 1.2
 HEADROOM_MIN, HEADROOM_MAX = 0.05, 0.2
-TOLERANCE = 0.05  # smaller changes of the limit are not made
+TOLERANCE = 0.05  # changes of the limit by a smaller share are not made
 
 
 class Controller:
-    """Follows the engine's counters. No clock, no I/O: the same observations give the same limits."""
+    """Follows the engine's counters. It has no clock and no I/O: the same observations give the same limits."""
 
     def __init__(self, ceiling: int, limit: int | None = None):
-        """Args: ceiling: most requests the engine takes into one step (`max_num_seqs`); limit: to start with, None:
-        from the first `expect`."""
+        """Args: ceiling: most requests that the engine takes into one step (`max_num_seqs`); limit: the first one, in requests;
+        with None the first call of `expect` sets it."""
         self.ceiling = ceiling
         self.limit = min(limit or 1, ceiling)
         self.known = limit is not None  # False: the limit is a placeholder until `expect`
         self.target = TARGET
-        self.costs: deque[tuple[int, float]] = deque(maxlen=MEMORY)  # of rounds: requests, share of the cache for each
+        # Each round leaves its requests and the share of the cache that one of them took.
+        self.costs: deque[tuple[int, float]] = deque(maxlen=MEMORY)
         self.allowed = self.limit  # the limit of this moment: lower while the brake is on
         self.settling = False  # after a preemption, until no more requests are in flight than the new limit
         self.start_round()
@@ -64,9 +66,11 @@ class Controller:
         samples: requests that share a prompt; block: tokens of a block of the cache.
         """
         if not self.known:
-            shared = prompt_tokens // block * block  # whole blocks are shared, the rest of the prompt is not
+            # Whole blocks are shared; the rest of the prompt is not.
+            shared = prompt_tokens // block * block
             own = -(-(prompt_tokens - shared + max_tokens) // block) * block
-            room = TARGET * cache_tokens - shared  # one prompt more: its first samples come while others still run
+            # There is one prompt more, whose first samples come while others still run.
+            room = TARGET * cache_tokens - shared
             self.limit = max(1, min(self.ceiling, int(room / (own + shared / samples))))
             self.known = True
             self.allowed = self.limit
@@ -78,7 +82,8 @@ class Controller:
         Args: usage: share of the KV cache in use; running, waiting: requests in the step and in the engine's queue;
         preempted: requests thrown out in it; blocked: whether requests wait for this throttle.
         """
-        if not running:  # a pause, or the last requests left in this step: nothing to learn, whatever else it says
+        # After a pause, or when the last requests left in this step, there is nothing to learn, whatever else it says.
+        if not running:
             return
         if running + waiting <= self.limit:
             self.settling = False
@@ -86,7 +91,8 @@ class Controller:
         self.in_flight = max(self.in_flight, running)
         self.binding = self.binding or blocked
         self.crowded = self.crowded or (waiting > 0 and usage >= self.target)
-        if preempted and not self.settling:  # one that follows from the same excess teaches nothing new
+        # A preemption that follows from the same excess teaches nothing new.
+        if preempted and not self.settling:
             self.target = max(TARGET_MIN, self.target - TARGET_DOWN)
             self.costs.append((running, 1.0 / running))
             self.limit = max(1, min(self.limit, math.floor(running * SHRINK)))
@@ -97,7 +103,7 @@ class Controller:
         self.allowed = min(self.limit, max(1, running + waiting)) if usage >= 1.0 - free else self.limit
 
     def done(self) -> None:
-        """One request has finished."""
+        """Notes that one request has finished."""
         self.finished += 1
         if self.finished >= self.limit and self.in_flight:
             self._end_round()
@@ -105,7 +111,7 @@ class Controller:
     def _end_round(self) -> None:
         self.target = min(TARGET, self.target + TARGET_UP)
         self.costs.append((self.in_flight, self.peak / self.in_flight))
-        # what few requests cost says little about many: they share fewer prompts, and chance weighs more
+        # What few requests cost says little about many: they share fewer prompts, and chance weighs more.
         cost = max(cost for in_flight, cost in self.costs if 2 * in_flight >= self.in_flight)
         wanted = self.target / max(cost, 1e-9)
         wanted = max(1, min(math.floor(wanted), self.ceiling, math.floor(self.limit * MAX_GROWTH)))
@@ -116,10 +122,11 @@ class Controller:
         self.start_round()
 
     def state_dict(self) -> dict[str, float | int | bool]:
-        """What a resumed run needs to go on with the limit that this one had found."""
+        """Returns what a resumed run needs to go on with the limit that this one has found."""
         return {"limit": self.limit, "known": self.known, "target": self.target}
 
     def load_state_dict(self, state: dict[str, float | int | bool]) -> None:
+        """Goes on from what `state_dict` of an earlier run has returned."""
         self.limit = max(1, min(int(state["limit"]), self.ceiling))
         self.known = bool(state["known"])
         self.target = min(TARGET, max(TARGET_MIN, float(state["target"])))
@@ -128,8 +135,8 @@ class Controller:
 
 
 class Throttle:
-    """A semaphore whose size may change while it is in use. First come, first served, so that the samples of a group
-    go to the engine together and share their prompt. Used from one asyncio loop."""
+    """Is a semaphore whose size may change while it is in use. Who comes first is served first, so that the samples of a
+    group go to the engine together and share their prompt. It is used from one asyncio loop."""
 
     def __init__(self, size: int):
         self.size = size
@@ -142,7 +149,7 @@ class Throttle:
         return bool(self._queue)
 
     def resize(self, size: int) -> None:
-        """Takes effect at once for those who wait; those who hold a place keep it."""
+        """Changes the number of places: at once for those who wait, while those who hold a place keep it."""
         self.size = size
         self._admit()
 
@@ -163,6 +170,7 @@ class Throttle:
             raise
 
     def release(self) -> None:
+        """Gives a place back."""
         self.held -= 1
         self._admit()
 

@@ -1,4 +1,4 @@
-"""The last published weights, in an anonymous file in memory that vLLM's process opens through /proc.
+"""Holds the last published weights in an anonymous file in memory, which vLLM's process opens through /proc.
 
 Nothing has a name in a file system, so nothing is left when the trainer dies; and an engine that had to be started
 again finds the current weights there, not those of the disk.
@@ -21,16 +21,16 @@ from torchtune_ext.sampling.records import EngineFailed, WeightsIncomplete
 UNREADABLE = "cannot read the trainer's weights"  # in the engine's error when our memory is not there for it
 ADAPTER_ID = 1  # by which vLLM knows the one adapter of a run
 ALIGNMENT = 64  # bytes; every tensor starts at a multiple
-TOKEN = 64  # bytes at the start, by which the reader knows that the file is ours
+TOKEN = 64  # bytes at the start of the file, by which the reader knows that it is ours
 CHUNK = 1 << 30  # bytes of one write: the kernel takes at most 2 GiB at a time
 TICK_S = 0.02  # seconds between two tries of a coroutine to get the lock
 LINE = 1 << 12  # words of 32 bits that a checksum adds up at once
-LINES = {"cpu": 16, "cuda": 1 << 12}  # of them in one go: they stay in a core's cache, or keep a GPU busy
+LINES = {"cpu": 16, "cuda": 1 << 12}  # lines in one go: they stay in a core's cache, or keep a GPU busy
 
 
 @torch.no_grad()
 def checksum(tensor: torch.Tensor) -> int:
-    """64 bits that tell the bytes of a tensor from others, computed where it lies: only they leave a GPU.
+    """Returns 64 bits that tell the bytes of a tensor from others. They are computed where it lies: only they leave a GPU.
 
     A line of 32-bit words x_i becomes the sum of w_i x_i modulo 2^64, with odd w_i that look random; the sums of all lines
     are words again, until one sum is left. A change of one word always shows. Any other change, two words or tensors that
@@ -42,10 +42,12 @@ def checksum(tensor: torch.Tensor) -> int:
         whole = data.numel() // (4 * LINE) * (4 * LINE)
         rest = torch.zeros(4 * LINE, dtype=torch.uint8, device=tensor.device)
         rest[: data.numel() - whole] = data[whole:]
-        body = data[:whole] if data.storage_offset() % 4 == 0 else data[:whole].clone()  # a view has to be aligned
+        # A view as words has to be aligned.
+        body = data[:whole] if data.storage_offset() % 4 == 0 else data[:whole].clone()
         lines = [*body.view(torch.int32).view(-1, LINE).split(LINES.get(tensor.device.type, LINES["cuda"]))]
         lines.append(rest.view(torch.int32)[None])
-        room = torch.empty(max(map(len, lines)), LINE, dtype=torch.int64, device=tensor.device)  # once: pages are dear
+        # It is made once, since fresh pages are dear.
+        room = torch.empty(max(map(len, lines)), LINE, dtype=torch.int64, device=tensor.device)
         sums = [torch.mul(part, weights, out=room[: len(part)]).sum(1) for part in lines]
         data = torch.cat(sums).view(torch.uint8)
         if data.numel() == 8:
@@ -54,7 +56,7 @@ def checksum(tensor: torch.Tensor) -> int:
 
 @lru_cache
 def _checksum_weights(device: torch.device) -> torch.Tensor:
-    """[LINE] int64, odd: the mixer of SplitMix64 (Steele et al. 2014) over 1, 2, 3, ..."""
+    """Returns [LINE] odd numbers, int64: the mixer of SplitMix64 (Steele et al. 2014) over 1, 2, 3, ..."""
     mask = (1 << 64) - 1
     found = []
     for i in range(1, LINE + 1):
@@ -71,30 +73,31 @@ class WeightBuffer:
 
     def __init__(self):
         self.adapter: dict[str, Any] | None = None  # PEFT's config, when the tensors are those of an adapter
-        self.version = -1  # of the policy whose weights these are; -1: never published
-        self.loaded = -1  # last version of these that an engine has taken
+        self.version = -1  # version of the policy whose weights these are; -1: never published
+        self.loaded = -1  # last version of these weights that an engine has taken
         self._fd = os.memfd_create("torchtune-ext-weights", os.MFD_CLOEXEC)
         self._token = os.urandom(TOKEN)
         self.manifest: dict[str, list] | None = None  # None before the first publication
-        self.bytes = 0  # of the tensors in it
+        self.bytes = 0  # size of the tensors in it
         self.complete = True  # False while a copy is under way or was cut short
 
     def address(self) -> dict[str, str]:
-        """Where another process of this user, on this machine, opens the memory, and how it knows that it is the right
-        one."""
+        """Says where another process of this user, on this machine, opens the memory, and by which token it knows that it is
+        the right one."""
         return {"path": f"/proc/{os.getpid()}/fd/{self._fd}", "token": self._token.hex()}
 
     def write(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> float:
         """Copies the tensors, one after the other, so that they may come out of a generator that gathers each of them.
 
-        Args: named_tensors: (Hugging Face name, tensor of any dtype on any device).
-        Returns: seconds it took. Raises ValueError on an empty or doubled set of names.
+        Args: named_tensors: pairs of Hugging Face name and tensor, of any dtype on any device.
+        Returns: the seconds that it took. Raises ValueError when there are no tensors, or two of one name.
         """
         started = time.monotonic()
         names, dtypes, shapes, offsets, end, size = [], [], [], [], TOKEN, 0
-        self._write(memoryview(self._token), 0)  # the same as ever
+        self._write(memoryview(self._token), 0)
         for name, tensor in named_tensors:
-            self.complete = False  # from here on the last publication is overwritten
+            # From here on the last publication is overwritten.
+            self.complete = False
             flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
             names.append(name)
             dtypes.append(str(tensor.dtype).removeprefix("torch."))
@@ -121,14 +124,15 @@ class WeightBuffer:
             data, offset = data[done:], offset + done
 
     def close(self) -> None:
+        """Frees the memory. May be called twice."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
 
 class Buffers:
-    """The buffers of a run, the model's and the adapter's, and the lock between the thread that writes them and the engine
-    that reads them.
+    """Holds the buffers of a run, the model's and the adapter's, and the lock between the thread that writes them and the
+    engine that reads them.
 
     The publisher holds the lock while it copies and gives it back before it waits for the engine; the engine's loop holds it
     while the engine loads, and waits for it without standing still. So neither waits for the other for ever, and no engine
@@ -136,7 +140,7 @@ class Buffers:
     """
 
     def __init__(self, deadline_s: float):
-        """Args: deadline_s: seconds for one call into the engine, and for a copy that the engine waits for."""
+        """Args: deadline_s: seconds that one call into the engine may take, and a copy that the engine waits for."""
         self.model, self.adapter = WeightBuffer(), WeightBuffer()
         self.deadline_s = deadline_s
         self._lock = threading.Lock()
@@ -144,7 +148,7 @@ class Buffers:
 
     @property
     def published(self) -> list[WeightBuffer]:
-        """Those with weights in them, the model before the adapter. Raises WeightsIncomplete."""
+        """The buffers with weights in them, the model's before the adapter's. Raises WeightsIncomplete."""
         found = [buffer for buffer in (self.model, self.adapter) if buffer.manifest is not None]
         if not all(buffer.complete for buffer in found):
             raise WeightsIncomplete(
@@ -164,9 +168,11 @@ class Buffers:
         adapter: dict[str, Any] | None,
         current: int,
     ) -> tuple[WeightBuffer, float]:
-        """Copies a publication. Args: as of `Engine.publish`; current: version that the engine holds.
+        """Copies a publication.
 
-        Returns the buffer and seconds. Raises ValueError; EngineFailed when the engine was closed or reads on and on.
+        Args: named_tensors, version, adapter: as `Engine.publish` takes them; current: the version that the engine holds.
+        Returns: the buffer that was written, and the seconds that it took.
+        Raises: ValueError; EngineFailed when the engine was closed or reads on and on.
         """
         buffer, other, kind = (
             (self.model, self.adapter, "adapter") if adapter is None else (self.adapter, self.model, "model")
@@ -175,7 +181,7 @@ class Buffers:
         try:
             if self._closed:
                 raise EngineFailed("the engine was closed")
-            # a version counts once an engine has loaded it; one that none would take may be tried again
+            # A version counts once an engine has loaded it; one that none would take may be tried again.
             if version < current or version <= buffer.loaded:
                 raise ValueError(f"publish: version {version} after {max(current, buffer.loaded)}; versions grow")
             if other.manifest is not None and not other.complete:
@@ -187,9 +193,10 @@ class Buffers:
             self._lock.release()
 
     def _acquire(self) -> None:
-        limit = 6 * self.deadline_s  # more than the calls of one load may take together
+        # The calls of one load may not take as long together.
+        limit = 6 * self.deadline_s
         give_up_at = time.monotonic() + limit
-        while not self._lock.acquire(timeout=0.2):
+        while not self._lock.acquire(timeout=min(0.2, limit / 10)):
             if self._closed:
                 raise EngineFailed("the engine was closed")
             if time.monotonic() > give_up_at:
@@ -203,7 +210,7 @@ class Buffers:
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[None]:
-        """Inside, nobody writes. Raises CoreLost after `deadline_s`."""
+        """Keeps writers out while the body runs. Raises CoreLost after `deadline_s` seconds."""
         give_up_at = time.monotonic() + self.deadline_s
         while not self._lock.acquire(blocking=False):
             if self._closed:

@@ -34,24 +34,24 @@ from torchtune_ext.sampling.weight_buffer import ADAPTER_ID, UNREADABLE, checksu
 BACKEND = "shm"
 KV_SCALES = (".attn.q_scale", ".attn.k_scale", ".attn.v_scale", ".attn.prob_scale")
 SCALE = "weight_scale_inv"  # the block scales of a weight, multipliers in spite of the name
-# checksums of the tensors that this process has taken, by name; of one that came in two forms: None
+# These are the checksums of the tensors that this process has taken, by name; None stands for one that came in two forms.
 TAKEN: dict[str, dict[str, int | None]] = {"model": {}, "adapter": {}}
 
 
 @dataclass
 class SharedMemory(WeightTransferInitInfo):
-    """Where the weights lie."""
+    """Says where the weights lie."""
 
-    path: str  # of a memory file of the trainer: /proc/<pid>/fd/<number>
-    token: str  # hexadecimal; the file begins with these bytes
+    path: str  # a memory file of the trainer: /proc/<pid>/fd/<number>
+    token: str  # the bytes with which the file begins, in hexadecimal
 
 
 @dataclass
 class Manifest(WeightTransferUpdateInfo):
-    """What lies there, tensor by tensor."""
+    """Says what lies there, tensor by tensor."""
 
     names: list[str]  # Hugging Face names
-    dtypes: list[str]  # "bfloat16", ...
+    dtypes: list[str]  # torch's names of them: "bfloat16", ...
     shapes: list[list[int]]
     offsets: list[int]  # bytes from the start of the file
 
@@ -76,7 +76,7 @@ class Arrivals(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.found: dict[str, int | None] = {}
-        # storage -> offset in bytes -> what begins there
+        # It says for each storage what begins at which offset in bytes.
         self._lent: dict[int, dict[int, tuple[str, torch.Tensor]]] = {}
 
     def watch(self, named: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -120,11 +120,12 @@ def check_memory(path: str, token: str) -> None:
 def check_quantized(
     manifest: Manifest, parameters: Mapping[str, torch.Tensor], packed: Mapping[str, list[str]]
 ) -> None:
-    """vLLM copies bfloat16 into an FP8 weight without a word, and scales that are left out keep their last values: both are
-    wrong in silence. Raises ValueError for the first weight that does not come as the engine holds it.
+    """Raises ValueError for the first weight that does not come as the engine holds it.
 
-    Args:
-        parameters: of the engine's model. packed: its fused layers, "qkv_proj" -> ["q_proj", "k_proj", "v_proj"].
+    vLLM copies bfloat16 into an FP8 weight without a word, and scales that are left out keep their last values: both are
+    wrong in silence.
+    Args: manifest: what was published; parameters: those of the engine's model, by name; packed: its fused layers, "qkv_proj"
+    -> ["q_proj", "k_proj", "v_proj"].
     """
     fused = {part: whole for whole, parts in packed.items() for part in parts}
     sent = dict(zip(manifest.names, manifest.dtypes, strict=True))
@@ -145,7 +146,8 @@ def check_quantized(
 
 @contextmanager
 def without_lora(model: torch.nn.Module) -> Iterator[None]:
-    """Inside, the layers that vLLM wrapped for LoRA stand in their old places, so that weights find their names."""
+    """Puts the layers that vLLM wrapped for LoRA back into their old places while the body runs, so that weights find their
+    names."""
     wrapped = [
         (parent, name, child)
         for parent in model.modules()
@@ -162,9 +164,8 @@ def without_lora(model: torch.nn.Module) -> Iterator[None]:
 
 
 def retie_lm_head(model: torch.nn.Module) -> None:
-    """Packs a tied output head again. On CPU vLLM 0.32 copies linear weights into oneDNN's own layout, and its
-    layer-by- layer reload skips a head that shares its weight with the embedding: the head would go on with the old
-    weights."""
+    """Packs a tied output head again. On CPU vLLM 0.32 copies linear weights into oneDNN's own layout, and its reload, layer
+    by layer, skips a head that shares its weight with the embedding: the head would go on with the old weights."""
     if not current_platform.is_cpu():
         return
     inner, head = getattr(model, "model", None), getattr(model, "lm_head", None)
@@ -176,7 +177,7 @@ def retie_lm_head(model: torch.nn.Module) -> None:
 
 
 class SharedMemoryTransfer(WeightTransferEngine):
-    """vLLM's side of a publication."""
+    """Takes publications on vLLM's side. vLLM calls its methods, in the order in which they stand here."""
 
     init_info_cls = SharedMemory
     update_info_cls = Manifest
@@ -199,7 +200,7 @@ class SharedMemoryTransfer(WeightTransferEngine):
         with without_lora(self.model), self.arrivals:
             parameters = dict(self.model.named_parameters())
             check_quantized(update_info, parameters, getattr(self.model, "packed_modules_mapping", {}))
-            # scales of an FP8 KV cache, which a quantized model has whether its cache is FP8 or not; nobody publishes any
+            # A quantized model has scales of an FP8 KV cache, whether its cache is FP8 or not; nobody publishes any.
             expected = {name for name in parameters if not name.endswith(KV_SCALES)}
             if self.model_config.hf_text_config.tie_word_embeddings:
                 expected.discard("lm_head.weight")
@@ -210,11 +211,13 @@ class SharedMemoryTransfer(WeightTransferEngine):
 
     def finish_weight_update(self) -> None:
         with without_lora(self.model):
-            with self.arrivals:  # layers that vLLM kept until they are complete
+            # vLLM has kept layers until they are complete.
+            with self.arrivals:
                 finalize_layerwise_reload(self.model, self.model_config)
             retie_lm_head(self.model)
         TAKEN["model"] = self.arrivals.found
-        self.arrivals = Arrivals()  # the last one holds the trainer's memory
+        # The last one holds the trainer's memory.
+        self.arrivals = Arrivals()
 
     def shutdown(self) -> None:
         pass
@@ -225,17 +228,19 @@ if BACKEND not in WeightTransferEngineFactory._registry:
 
 
 class WeightLoader:
-    """vLLM mixes this class into its workers; its import has registered the backend."""
+    """Adds our methods to vLLM's workers, into which vLLM mixes this class; its import has registered the backend."""
 
     def checksums(self) -> dict[str, int | None]:
-        """Of every tensor of the last published model and adapter, as this worker has taken it (`weights.checksum`): to compare
-        with what was published. None: it came in two forms."""
+        """Returns the checksum (`weight_buffer.checksum`) of every tensor of the last published model and adapter, as this
+        worker has taken it, by name. None stands for a tensor that came in two forms."""
         return {name: value for part in TAKEN.values() for name, value in part.items()}
 
     def load_adapter(self, address: dict[str, str], manifest: dict[str, list], config: dict[str, Any]) -> None:
         """Puts an adapter out of the trainer's memory where every request with `ADAPTER_ID` finds it, in place of the last.
 
-        vLLM's own way reads a directory. `config` is PEFT's.
+        vLLM's own way would read a directory.
+        Args: address: that of the `WeightBuffer`; manifest: the fields of `Manifest`; config: PEFT's.
+        Raises: ValueError when this engine cannot read or apply the adapter.
         """
         if self.model_runner.lora_config is None:
             raise ValueError("this engine has no LoRA: it was started without engine.lora_rank")
@@ -243,7 +248,8 @@ class WeightLoader:
         TAKEN["adapter"] = {}
         manager = self.model_runner.lora_manager._adapter_manager
         found = {name: tensor.clone() for name, tensor in tensors(address["path"], Manifest(**manifest))}
-        taken = {name: checksum(tensor) for name, tensor in found.items()}  # now: vLLM scales them in place
+        # This is the moment for it: later vLLM scales them in place.
+        taken = {name: checksum(tensor) for name, tensor in found.items()}
         peft = PEFTHelper.from_dict(config)
         peft.validate_legal(self.model_runner.lora_config)
         dtype = self.model_runner.lora_config.lora_dtype
@@ -272,7 +278,10 @@ def add_one_adapter(
     output_slices: Sequence[int],
     **_: Any,
 ) -> None:
-    """y [T, out] += scale * x A' B' for each slice of a packed layer. Args: A, B: [slots, 1, rank, in], [slots, 1, out, rank].
+    """Adds scale * x A' B' to y [T, out], for each slice of a packed layer, in place.
+
+    Args: x: [T, in]; lora_a_stacked: A for each slice, [slots, 1, rank, in]; lora_b_stacked: B, [slots, 1, out, rank];
+    output_slices: features of each slice, in their order in y.
 
     On CPU vLLM 0.32 copies A and B once for each token, [T, rank, in], since tokens may have different adapters. Ours all
     have the same one, in slot 0. The product is made in float64: in float32 its last bits would depend on how many requests

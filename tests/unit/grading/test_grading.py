@@ -1,82 +1,16 @@
-"""grading.py: every kind of outcome, with real worker processes."""
+"""Grading: every kind of outcome, with real worker processes."""
 
-import concurrent.futures
 import logging
 import os
 import re
-import signal
-import subprocess
-import sys
 import threading
 import time
 
 import pytest
+from scripted_task import PROBLEM, Scripted, graded
 
-from torchtune_ext.grading import Grader, results
-from torchtune_ext.run.parent import environment
+from torchtune_ext.grading import Grader
 from torchtune_ext.tasks.task import Problem, Score
-
-PROBLEM = Problem("p", ({"role": "user", "content": "?"},), answer=None)
-
-
-class Scripted:
-    """Does what the text says."""
-
-    def grade(self, problem: Problem, text: str) -> Score:
-        verb, _, rest = text.partition(" ")
-        return getattr(self, verb)(problem, rest)
-
-    def reward(self, problem, rest):
-        return Score(float(rest), {"accuracy": float(rest)})
-
-    def nothing_to_grade(self, problem, rest):
-        return Score(-1.0, {"failed": 1.0})
-
-    def answer(self, problem, rest):
-        return Score(float(problem.answer), {})
-
-    def noted(self, problem, rest):
-        return Score(1.0, {}, "x" * int(rest))
-
-    def none(self, problem, rest):
-        return None
-
-    def part(self, problem, rest):
-        return Score(1.0, {"speed": float(rest)})
-
-    def raises(self, problem, rest):
-        raise ValueError(rest)
-
-    def sys_exit(self, problem, rest):
-        sys.exit(5)
-
-    def os_exit(self, problem, rest):
-        os._exit(int(rest))
-
-    def segfault(self, problem, rest):
-        os.kill(os.getpid(), signal.SIGSEGV)
-
-    def sleeps(self, problem, rest):
-        time.sleep(float(rest))
-        return Score(1.0, {})
-
-    def backtracks(self, problem, rest):
-        return Score(float(bool(re.match(r"(a+)+$", "a" * 60 + "b"))), {})  # holds the interpreter lock for years
-
-    def forks(self, problem, rest):
-        os.fork()
-        return Score(3.0, {})
-
-    def pid(self, problem, rest):
-        return Score(float(os.getpid()), {})
-
-    def imported(self, problem, rest):
-        return Score(float(rest in sys.modules), {})
-
-
-def graded(texts: list[str], workers: int = 1, timeout_s: float = 10.0):
-    with Grader(Scripted(), workers, timeout_s) as grader:
-        return grader.grade([(PROBLEM, text) for text in texts])
 
 
 def test_scores_come_back_in_order():
@@ -103,7 +37,7 @@ def test_policy_failed_is_what_the_task_marks():
 @pytest.mark.parametrize(
     ("text", "cause"),
     [
-        ("raises no digits", r"^ValueError: no digits \(test_grading.py:\d+\)$"),
+        ("raises no digits", r"^ValueError: no digits \(scripted_task.py:\d+\)$"),
         ("no_such_method", "AttributeError: 'Scripted' object has no attribute"),
         ("sys_exit", "SystemExit: 5"),
         ("os_exit 3", "the grading process died: exit code 3"),
@@ -163,147 +97,6 @@ def test_a_forking_grader_answers_once():
     assert [outcome.score.reward for outcome in outcomes] == [3.0, 1.0, 3.0, 2.0]
 
 
-def test_workers_stay_and_have_no_torch():
-    with Grader(Scripted(), workers=1) as grader:
-        first, second = (grader.grade([(PROBLEM, "pid")])[0].score.reward for _ in range(2))
-        assert first == second != os.getpid()
-        for module in ("torch", "transformers", "vllm"):
-            assert grader.grade([(PROBLEM, f"imported {module}")])[0].score.reward == 0.0
-
-
-def test_a_worker_killed_while_idle_costs_nothing():
-    with Grader(Scripted(), workers=1) as grader:
-        os.kill(int(grader.grade([(PROBLEM, "pid")])[0].score.reward), signal.SIGKILL)
-        time.sleep(0.1)
-        assert {o.kind for o in grader.grade([(PROBLEM, "reward 1")] * 20)} == {"scored"}
-
-
-def test_a_stopped_worker_is_replaced():
-    with Grader(Scripted(), workers=1, timeout_s=0.5) as grader:
-        os.kill(int(grader.grade([(PROBLEM, "pid")])[0].score.reward), signal.SIGSTOP)
-        first, second = grader.grade([(PROBLEM, "reward 1"), (PROBLEM, "reward 2")])
-    assert first.kind == "timed_out" and second.score.reward == 2.0
-
-
-def test_workers_outlive_the_thread_that_made_the_grader():
-    """The kernel's death signal is tied to a thread, not to the process."""
-    made: list[Grader] = []
-    pids: list[float] = []
-
-    def in_a_thread(work) -> None:
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join(timeout=30)
-        time.sleep(0.2)  # a thread ends for Python a moment before it ends for the kernel
-
-    def make() -> None:
-        made.append(Grader(Scripted()))
-        ask()
-
-    def ask() -> None:
-        pids.append(made[0].grade([(PROBLEM, "pid")])[0].score.reward)
-
-    in_a_thread(make)
-    with made[0]:
-        in_a_thread(ask)
-        in_a_thread(ask)
-    assert len(pids) == 3 and len(set(pids)) == 1
-
-
-def test_threads_share_a_grader():
-    results: dict[int, list[float]] = {}
-    with Grader(Scripted(), workers=2) as grader:
-
-        def work(base: int) -> None:
-            items = [(PROBLEM, f"reward {base + i}") for i in range(100)]
-            results[base] = [outcome.score.reward for outcome in grader.grade(items)]
-
-        threads = [threading.Thread(target=work, args=(1000 * t,)) for t in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout=30)
-    assert results == {base: [base + i for i in range(100)] for base in (0, 1000, 2000)}
-
-
-def test_an_interrupted_call_leaves_no_stale_answers():
-    """Ctrl-C in the middle of a call: the answer of that call must not become one of the next, and what it had not begun yet
-    is left out."""
-    # A shell that starts the tests in the background makes them ignore SIGINT.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    with Grader(Scripted(), workers=1) as grader:
-        grader.grade([(PROBLEM, "reward 1")])
-        threading.Timer(0.2, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
-        try:
-            with pytest.raises(KeyboardInterrupt):
-                grader.grade([(PROBLEM, "sleeps 0.5"), *[(PROBLEM, "sleeps 60")] * 5])
-        finally:
-            signal.signal(signal.SIGINT, before)
-        begin = time.monotonic()
-        assert [o.score.reward for o in grader.grade([(PROBLEM, "reward 2")])] == [2.0]
-        assert time.monotonic() - begin < 5
-
-
-def test_a_slow_text_delays_nobody():
-    with Grader(Scripted(), workers=2, timeout_s=30.0) as grader:
-        grader.grade([(PROBLEM, "reward 1")] * 20)  # both have started
-        begin = time.monotonic()
-        slow = grader.submit(PROBLEM, "sleeps 5")
-        fast = [grader.submit(PROBLEM, f"reward {i}") for i in range(50)]
-        assert [future.result(timeout=10).score.reward for future in fast] == list(range(50))
-        assert time.monotonic() - begin < 1.0 and not slow.done()
-        assert slow.result(timeout=10).kind == "scored"
-
-
-def test_futures_of_a_grader_that_is_closed_end():
-    grader = Grader(Scripted(), workers=1, timeout_s=60.0)
-    futures = [grader.submit(PROBLEM, "sleeps 60") for _ in range(3)]
-    grader.close()
-    for future in futures:
-        with pytest.raises(RuntimeError, match="closed"):
-            future.result(timeout=5)
-    with pytest.raises(RuntimeError, match="closed"):
-        grader.submit(PROBLEM, "reward 1")
-
-
-def test_a_problem_that_cannot_be_sent_raises_where_it_is_handed_in():
-    with Grader(Scripted(), workers=1) as grader:
-        with pytest.raises(TypeError, match="pickle"):
-            grader.grade([(PROBLEM, "reward 1"), (Problem("p", (), threading.Lock()), "reward 1")])
-        assert grader.grade([(PROBLEM, "reward 2")])[0].score.reward == 2.0
-
-
-def test_a_slow_callback_costs_nobody_a_deadline():
-    with Grader(Scripted(), workers=2, timeout_s=1.0) as grader:
-        grader.grade([(PROBLEM, "reward 1")] * 20)  # both have started
-        first, second = grader.submit(PROBLEM, "sleeps 0.1"), grader.submit(PROBLEM, "sleeps 0.3")
-        first.add_done_callback(lambda future: time.sleep(1.5))
-        assert second.result(timeout=10).kind == "scored"
-
-
-def test_processes_that_cannot_start_are_an_error_at_once(monkeypatch):
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    with pytest.raises(FileNotFoundError):
-        Grader(Scripted())
-
-
-def test_all_futures_end_when_a_grader_gives_up_while_they_are_cancelled():
-    class RefusesToLoad(Scripted):
-        def __reduce__(self):
-            return (int, ("not a number",))
-
-    for _ in range(5):
-        with Grader(RefusesToLoad()) as grader:
-            futures = []
-            # A future raises it, or `submit` where it is over already.
-            with pytest.raises(RuntimeError, match="could not start"):
-                for _ in range(200):
-                    futures.append(grader.submit(PROBLEM, "reward 1"))
-                results(futures)
-            done, waiting = concurrent.futures.wait(futures, timeout=10)
-            assert len(done) == len(futures) and not waiting
-
-
 def test_a_note_comes_back_and_is_cut():
     short, long = graded(["noted 5", "noted 100000"])
     assert short.score.note == "xxxxx" and len(long.score.note) == 2000
@@ -338,10 +131,17 @@ def test_a_judge_sees_the_whole_group():
 def test_failures_are_logged_with_their_causes(caplog):
     with caplog.at_level(logging.WARNING):
         graded(["raises a"] * 3 + ["raises b", "reward 1"])
-    assert "4 of 5 texts infra_failed: 3 x ValueError: a (test_grading.py" in caplog.text
+    assert "4 of 5 texts infra_failed: 3 x ValueError: a (scripted_task.py" in caplog.text
     caplog.clear()
     graded(["reward 1", "nothing_to_grade"])
     assert caplog.text == ""
+
+
+def test_a_problem_that_cannot_be_sent_raises_where_it_is_handed_in():
+    with Grader(Scripted(), workers=1) as grader:
+        with pytest.raises(TypeError, match="pickle"):
+            grader.grade([(PROBLEM, "reward 1"), (Problem("p", (), threading.Lock()), "reward 1")])
+        assert grader.grade([(PROBLEM, "reward 2")])[0].score.reward == 2.0
 
 
 def test_knobs_and_tasks_that_cannot_work_raise():
@@ -372,38 +172,9 @@ def test_knobs_and_tasks_that_cannot_work_raise():
         grader.grade([(PROBLEM, "reward 1")])
 
 
-def test_close_twice_and_use_after():
-    grader = Grader(Scripted())
-    grader.close()
-    grader.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        grader.grade([(PROBLEM, "reward 1")])
-
-
 def test_ten_thousand_texts_come_back_in_order():
     """How fast: benchmarks/grading.py."""
     items = [(PROBLEM, f"reward {i % 2} " + " " * 800) for i in range(10_000)]
     with Grader(Scripted(), workers=2) as grader:
         outcomes = grader.grade(items)
     assert [outcome.score.reward for outcome in outcomes] == [0.0, 1.0] * 5_000
-
-
-def test_workers_start_while_another_thread_changes_the_environment():
-    """As vLLM's configuration does beside them: exec must not read the table that is being rewritten."""
-    stop = threading.Event()
-
-    def change():
-        while not stop.is_set():
-            for i in range(300):
-                os.environ[f"TTE_TEST_{i}"] = "x" * 200
-            for i in range(300):
-                del os.environ[f"TTE_TEST_{i}"]
-
-    thread = threading.Thread(target=change)
-    thread.start()
-    try:
-        for _ in range(150):
-            assert subprocess.run(["true"], env=environment(), check=False).returncode == 0
-    finally:
-        stop.set()
-        thread.join()

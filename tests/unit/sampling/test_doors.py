@@ -185,7 +185,7 @@ def test_a_server_that_is_not_ready_is_waited_for():
 
     server = FakeServer(503)
     with server as address, pytest.raises(CoreLost, match="no answer.*within start_deadline_s.*not ready"):
-        launch(connection(address, start_deadline_s=0.6))
+        launch(connection(address, start_deadline_s=0.06))
     assert len(server.requests) >= 2
 
 

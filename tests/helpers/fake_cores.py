@@ -1,0 +1,213 @@
+"""Engines of a few lines, in the place of vLLM's: one that only notes what it is told, and one with a process to kill."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import threading
+import time
+
+import torch
+
+from torchtune_ext.sampling.calls import CoreLost
+from torchtune_ext.sampling.records import EngineConfig
+from torchtune_ext.sampling.supervisor import Supervisor
+from torchtune_ext.sampling.weight_buffer import Buffers
+
+# The supervisor looks after an engine ten times in `probe_interval_s`: here every 5 ms.
+CONFIG = EngineConfig(probe_interval_s=0.05, probe_deadline_s=1.0, rpc_deadline_s=5.0, start_deadline_s=5.0)
+
+
+class FakeCore:
+    """An engine that notes what it was told to load, by reading the buffers slowly, in two halves."""
+
+    vocabulary, cache_tokens, block, group = 512, 4096, 32, 0
+
+    def __init__(self, model_dir="", config=None, log_path=None, temp_dir="", on_step=None):
+        self.on_step = on_step
+        self.calls, self.sign_of_life, self.asleep = {}, time.monotonic(), 0
+        self.broken, self.killed, self.stops = None, False, 0
+        # Each load gives what was read at its begin and at its end, and the label.
+        self.loads = []
+        self.reading = threading.Event()
+        self.go_on = threading.Event()
+        self.go_on.set()
+        # An error that is raised by whatever is asked of this engine.
+        self.fail = None
+
+    @property
+    def dead(self):
+        return self.killed
+
+    def ending(self):
+        return "the fake ended"
+
+    def configure(self):
+        pass
+
+    def kill(self):
+        self.killed = True
+
+    def log_tail(self):
+        return "the fake's log"
+
+    async def launch(self):
+        if self.fail is not None:
+            raise self.fail
+        if self.killed:
+            raise CoreLost("killed")
+
+    async def load(self, buffers, version):
+        first = [self.half(buffer, 0) for buffer in buffers]
+        self.reading.set()
+        while not self.go_on.is_set():
+            await asyncio.sleep(0.001)
+        if self.fail is not None:
+            raise self.fail
+        if self.killed:
+            raise CoreLost("killed in a load")
+        second = [self.half(buffer, 1) for buffer in buffers]
+        self.loads.append((first, second, version))
+        self.asleep = 0
+        return 0.1, 0.05
+
+    @staticmethod
+    def half(buffer, which):
+        with open(buffer.address()["path"], "rb") as file:
+            file.seek(buffer.manifest["offsets"][which])
+            return file.read(1)[0]
+
+    async def sleep(self, level):
+        if self.fail is not None:
+            raise self.fail
+        self.asleep = level
+
+    async def wake(self):
+        self.asleep = 0
+
+    async def ping(self, deadline_s):
+        if self.fail is not None:
+            raise self.fail
+        self.sign_of_life = time.monotonic()
+
+    async def end(self, call, reason):
+        if self.fail is not None:
+            raise self.fail
+
+    async def stop(self):
+        self.killed = True
+        self.stops += 1
+
+
+class SleepingCore(FakeCore):
+    """An engine whose process sleeps, and whose requests never end. Its launch blocks the thread, as vLLM's does, until
+    `come_up` or until it is killed."""
+
+    made: list = []
+    come_up = threading.Event()
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.launched, self.busy = threading.Event(), threading.Event()
+        self.process = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        self.group = self.process.pid
+        self.made.append(self)
+
+    @property
+    def dead(self):
+        return self.process.poll() is not None
+
+    async def launch(self):
+        self.launched.set()
+        while not self.come_up.is_set():
+            time.sleep(0.002)
+            if self.dead:
+                raise CoreLost("killed while it came up")
+
+    async def generate(self, call):
+        call.begin()
+        self.calls[call.id] = call
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            if call.was_lost():
+                raise CoreLost("ended") from None
+            raise
+        finally:
+            del self.calls[call.id]
+
+    def kill(self):
+        try:
+            os.killpg(self.group, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+    async def stop(self):
+        self.kill()
+        self.process.wait(5)
+        # vLLM's client needs a moment to notice.
+        await asyncio.sleep(0.01)
+        for call in list(self.calls.values()):
+            call.lose()
+
+
+class Bench:
+    """A supervisor, its buffers, and the lives that it has made."""
+
+    def __init__(self, config=CONFIG, version=0):
+        self.lives = []
+        self.prepare_core = lambda core: None
+        self.buffers = Buffers(config.rpc_deadline_s)
+        self.supervisor = Supervisor(config, self.make, self.buffers, version)
+
+    def make(self):
+        core = FakeCore()
+        self.prepare_core(core)
+        self.lives.append(core)
+        return core
+
+    async def start(self):
+        await self.supervisor.prepare()
+        await self.supervisor.start()
+
+    def write(self, value, adapter=None):
+        self.buffers.write(weights(value), value, adapter, self.supervisor.version)
+
+    def break_off(self, version):
+        """A publication whose generator fails after its first tensor."""
+
+        def broken():
+            yield weights(version)[0]
+            raise ZeroDivisionError
+
+        try:
+            self.buffers.write(broken(), version, None, self.supervisor.version)
+        except ZeroDivisionError:
+            return
+        raise AssertionError("the copy did not break off")
+
+
+def run(scenario, *args, **kwargs):
+    """Runs `scenario(bench)` with a supervisor whose first life is up. Args: those of `Bench`."""
+
+    async def main():
+        bench = Bench(*args, **kwargs)
+        await bench.start()
+        try:
+            await asyncio.wait_for(scenario(bench), 20)
+        finally:
+            await bench.supervisor.close()
+
+    asyncio.run(main())
+
+
+async def until(condition):
+    give_up_at = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < give_up_at, "did not happen in time"
+        await asyncio.sleep(0.001)
+
+
+def weights(value):
+    """Two tensors of four bytes, all of this value."""
+    return [(name, torch.full((4,), value, dtype=torch.uint8)) for name in ("a", "b")]

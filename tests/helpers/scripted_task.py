@@ -1,0 +1,72 @@
+"""A task whose texts say what its grading does: give a reward, raise, hang, kill its process."""
+
+import os
+import re
+import signal
+import sys
+import time
+
+from torchtune_ext.grading import Grader
+from torchtune_ext.tasks.task import Problem, Score
+
+PROBLEM = Problem("p", ({"role": "user", "content": "?"},), answer=None)
+
+
+class Scripted:
+    """Does what the text says."""
+
+    def grade(self, problem: Problem, text: str) -> Score:
+        verb, _, rest = text.partition(" ")
+        return getattr(self, verb)(problem, rest)
+
+    def reward(self, problem, rest):
+        return Score(float(rest), {"accuracy": float(rest)})
+
+    def nothing_to_grade(self, problem, rest):
+        return Score(-1.0, {"failed": 1.0})
+
+    def answer(self, problem, rest):
+        return Score(float(problem.answer), {})
+
+    def noted(self, problem, rest):
+        return Score(1.0, {}, "x" * int(rest))
+
+    def none(self, problem, rest):
+        return None
+
+    def part(self, problem, rest):
+        return Score(1.0, {"speed": float(rest)})
+
+    def raises(self, problem, rest):
+        raise ValueError(rest)
+
+    def sys_exit(self, problem, rest):
+        sys.exit(5)
+
+    def os_exit(self, problem, rest):
+        os._exit(int(rest))
+
+    def segfault(self, problem, rest):
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    def sleeps(self, problem, rest):
+        time.sleep(float(rest))
+        return Score(1.0, {})
+
+    def backtracks(self, problem, rest):
+        return Score(float(bool(re.match(r"(a+)+$", "a" * 60 + "b"))), {})  # holds the interpreter lock for years
+
+    def forks(self, problem, rest):
+        os.fork()
+        return Score(3.0, {})
+
+    def pid(self, problem, rest):
+        return Score(float(os.getpid()), {})
+
+    def imported(self, problem, rest):
+        return Score(float(rest in sys.modules), {})
+
+
+def graded(texts: list[str], workers: int = 1, timeout_s: float = 10.0):
+    with Grader(Scripted(), workers, timeout_s) as grader:
+        return grader.grade([(PROBLEM, text) for text in texts])

@@ -1,0 +1,164 @@
+"""Which layers compute in FP8: those that vLLM quantizes, too. What the receipt says of them; settings and models that cannot be."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+from fp8_models import (
+    BF16,
+    CPU,
+    F32,
+    directory,
+    policy_of,
+)
+from safetensors.torch import load_file, save_file
+
+from torchtune_ext.kernels.fp8_quantize import (
+    FP8,
+)
+from torchtune_ext.policy import scratch
+from torchtune_ext.policy.builder import build_policy
+from torchtune_ext.policy.fp8 import plan as fp8
+from torchtune_ext.policy.fp8.linear import Fp8BlockLinear, Fp8Config
+from torchtune_ext.policy.fp8.plan import fp8_hf_tensors, plan
+from torchtune_ext.policy.hf_model import HFModel, named_hf_tensors
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return directory(tmp_path_factory.mktemp("fp8") / "model")
+
+
+def hugging_face_linears(source):
+    """What the model of transformers has."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source.path))
+    return {n: tuple(m.weight.shape) for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "skip", "converted"),
+    [
+        ({}, (), {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
+        ({"num_key_value_heads": 1}, (), {"o_proj", "gate_proj", "up_proj", "down_proj"}),  # k and v: 64, so q stays, too
+        ({"intermediate_size": 320}, (), {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        ({}, ("up_proj", "o_proj"), {"q_proj", "k_proj", "v_proj", "down_proj"}),
+        ({"model_type": "qwen3", "head_dim": 128}, (), {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
+    ],
+    ids=["whole", "narrow keys", "narrow mlp", "asked", "qwen3"],
+)  # fmt: skip
+def test_trainer_and_vllm_quantize_the_same_layers(tmp_path, changes, skip, converted):
+    source = directory(tmp_path / "model", **changes)
+    make = getattr(scratch, f"{source.config['model_type']}_from_config")
+    policy = build_policy(partial(make, str(source.path)), source, CPU, F32, fp8=Fp8Config(skip=skip))
+    receipt = policy.fp8
+    assert {layer.name: layer.shape for layer in receipt.layers} == hugging_face_linears(source)
+    assert {name.rpartition(".")[2] for name in receipt.converted} == converted
+    assert len(receipt.converted) == 2 * len(converted)
+    stored = {
+        source.to_hf(f"{n}.weight", m.weight)[0]
+        for n, m in policy.model.named_modules()
+        if isinstance(m, Fp8BlockLinear)
+    }
+    assert stored == {f"{name}.weight" for name in receipt.converted}
+    assert dict(policy.model.named_parameters()).keys() == dict(make(str(source.path)).named_parameters()).keys()
+
+    vllm_fp8 = pytest.importorskip("vllm.model_executor.layers.quantization.fp8")
+    from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+
+    asked = vllm_fp8.Fp8Config.from_config(receipt.quantization_config())
+    mapping = Qwen2ForCausalLM.packed_modules_mapping
+    assert sorted(mapping.values()) == sorted(map(list, fp8.FUSED))
+    parts = {f"model.layers.{i}.{at}": mapping.get(at.rpartition(".")[2], [at.rpartition(".")[2]]) for i in range(2)
+             for at in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")}  # fmt: skip
+    for name, shards in parts.items():
+        skipped = vllm_fp8.is_layer_skipped(
+            name, asked.ignored_layers, mapping, match_mode=asked.ignored_layers_match_mode
+        )
+        assert skipped == (f"{name.rpartition('.')[0]}.{shards[0]}" not in receipt.converted), name
+
+
+def test_receipt(source):
+    receipt = policy_of(source).fp8
+    vocabulary = source.config["vocab_size"]
+    inside = 2 * (256 * (256 + 128 + 128 + 256) + 3 * 256 * 384)
+    assert receipt.share == pytest.approx(inside / (inside + 256 * vocabulary))
+    assert {(gemm, shape) for gemm, shape, _ in receipt.choices} == {
+        (gemm, shape)
+        for gemm in ("fprop", "dgrad", "wgrad")
+        for shape in ((256, 256), (128, 256), (384, 256), (256, 384))
+    }
+    assert all(
+        c.backend == "reference" and "not scaled_mm, deep_gemm, torchao: it needs a CUDA device" in c.reason
+        for _, _, c in receipt.choices
+    )
+    table = receipt.table()
+    assert "14 of 15 linear layers" in table and "4 x k_proj" not in table and len(table.splitlines()) == 10
+    assert "output head" in table
+    assert "reference for fprop, dgrad, wgrad of 256x256, 128x256, 384x256, 256x384 (not scaled_mm" in table
+    planned = plan(policy_of(source, None).model, source, Fp8Config(), BF16)
+    assert planned.layers == receipt.layers and not planned.choices
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"use_dora": True}, "DoRA: no sampler"), ({"quantize_base": True}, "its weight is NF4")],
+    ids=str,
+)
+def test_adapters_that_keep_their_layers_out(source, options, reason):
+    make = partial(
+        scratch.lora_qwen2_from_config, str(source.path), lora_attn_modules=["q_proj"], lora_rank=4, **options
+    )
+    receipt = build_policy(make, source, CPU, F32, fp8=Fp8Config()).fp8
+    reasons = {layer.name.rpartition(".")[2]: layer.reason for layer in receipt.layers}
+    assert reason in reasons["q_proj"] and "fuses it with q_proj" in reasons["k_proj"] == reasons["v_proj"]
+    assert {name.rpartition(".")[2] for name in receipt.converted} == {"o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": "cublas"}, "precision.backend='cublas' is unknown: choose one of auto, scaled_mm"),
+        ({"recipe": "mx"}, "precision.recipe='mx' is unknown"),
+        ({"backward": "full"}, "set precision.save_activations=full"),
+        ({"skip": "o_proj"}, r"must be a list of names: \[o_proj\]"),
+        (
+            {"skip": ("w1",)},
+            "precision.skip names 'w1', which no layer is; give a kind, down_proj, .* like 'model.layers.0.self_attn.q_proj'",
+        ),
+        ({"skip": ("down_prj",)}, "precision.skip names 'down_prj', which no layer is; did you mean 'down_proj'?"),
+        ({"skip": ("model.layers.7.mlp.up_proj",)}, "did you mean 'model.layers.1.mlp.up_proj'?"),
+        (
+            {"backend": "scaled_mm"},
+            "precision.backend=scaled_mm cannot run fprop of model.layers.0.self_attn.q_proj: it needs a CUDA device",
+        ),
+    ],
+)
+def test_settings_that_cannot_be_are_named(source, options, message):
+    with pytest.raises(ValueError, match=message):
+        policy_of(source, Fp8Config(**options))
+
+
+def test_a_model_without_a_layer_that_fits_is_refused(tmp_path):
+    source = directory(tmp_path / "narrow", hidden_size=64, num_attention_heads=2, num_key_value_heads=1)
+    with pytest.raises(
+        ValueError, match=r"2 x q_proj .*no whole tiles(.|\n)*no layer of model_dir=.* can compute in FP8"
+    ):
+        policy_of(source)
+
+
+def test_a_quantized_checkpoint_is_refused(tmp_path, source):
+    policy = policy_of(source)
+    folder = tmp_path / "quantized"
+    folder.mkdir()
+    weights = dict(fp8_hf_tensors(named_hf_tensors(policy.model, source, F32), policy.fp8, BF16))
+    save_file(weights, folder / "model.safetensors")
+    assert load_file(folder / "model.safetensors")["model.layers.0.mlp.down_proj.weight"].dtype == FP8
+    for quantization in (policy.fp8.quantization_config(), None):
+        (folder / "config.json").write_text(json.dumps(source.config | {"quantization_config": quantization}))
+        for config in (Fp8Config(), None):
+            with pytest.raises(ValueError, match="take the model in bfloat16"):
+                policy_of(HFModel(folder), config)

@@ -1,0 +1,189 @@
+"""A policy in FP8: its gradients, its log-probs, what it keeps for the backward; compiled, with adapters, with torchao's recipes."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import unpacked
+from fp8_models import (
+    BF16,
+    CPU,
+    F32,
+    GROUPS,
+    IN,
+    activations,
+    cosine,
+    directory,
+    gradients,
+    layer,
+    policy_of,
+    saved_tensors,
+    some_rows,
+)
+
+from torchtune_ext.kernels.fp8_quantize import (
+    BLOCK,
+    FP8,
+)
+from torchtune_ext.packing import pack
+from torchtune_ext.policy import lora, scratch
+from torchtune_ext.policy.builder import build_policy
+from torchtune_ext.policy.fp8 import linear as fp8_linear
+from torchtune_ext.policy.fp8.linear import Fp8BlockLinear, Fp8Config
+from torchtune_ext.policy.fp8.plan import fp8_hf_tensors
+from torchtune_ext.policy.hf_model import named_hf_tensors
+from torchtune_ext.policy.logprobs import PackedPolicy
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return directory(tmp_path_factory.mktemp("fp8") / "model")
+
+
+def test_gradient_of_a_policy_loss_whatever_its_scale(source):
+    rows = some_rows()
+    full, _ = gradients(policy_of(source, None), rows)
+    policy = policy_of(source)
+    found, _ = gradients(policy, rows)
+    found = {name: grad.clone() for name, grad in found.items()}
+    assert cosine(full, found) > 0.99
+    converted = {n for n, m in policy.model.named_modules() if isinstance(m, Fp8BlockLinear)}
+    assert len(converted) == 14 and all(
+        cosine({n: full[n]}, {n: found[n]}) > 0.97 for n in (f"{m}.weight" for m in converted)
+    )
+    # by a power of two every product and every scale is smaller by just that: a floor of amax that bites would show
+    small, _ = gradients(policy, rows, 2.0**-5)
+    assert all(torch.equal(small[name], 2.0**-5 * grad) for name, grad in found.items())
+    # with a floor of 1e-4 (DeepGEMM's) nothing would be left of a gradient that is smaller by 1e-5
+    tiny = {name: grad.clone() for name, grad in gradients(policy, rows, 1e-5)[0].items()}
+    assert cosine(full, tiny) > 0.99 and cosine(found, tiny) > 0.999
+
+
+def test_packed_rows_score_like_single_samples(source):
+    """Apart from rounding in front of a layer, which moves a few values to the neighboring code."""
+    groups = unpacked.make_groups(np.random.default_rng(0), GROUPS)
+    policy, gaps = policy_of(source), []
+    rows = pack(groups, 256)[0]
+    _, scored = gradients(policy, rows)
+    packed = unpacked.packed_logprobs_by_sample(rows, scored, groups)
+    in_full = PackedPolicy(policy_of(source, None).model)
+    rounding = []
+    for group, sample in unpacked.trained_samples(groups):
+        (row,) = pack([type(group)(group.problem, group.prompt_tokens, (sample,))], 256)[0]
+        with torch.no_grad():
+            alone = policy(row).logprobs_L
+            rounding.append((alone - in_full(row).logprobs_L).abs())
+        gaps.append((alone - packed[id(sample)]).abs())
+    assert torch.cat(gaps).median() < 1e-5
+    assert torch.cat(gaps).mean() < 0.01 * torch.cat(rounding).mean()
+
+
+def test_checkpointing_changes_no_bit(source):
+    rows = some_rows()
+    plain, scored = gradients(policy_of(source), rows)
+    checkpointed, again = gradients(policy_of(source, activation_checkpointing=True), rows)
+    assert torch.equal(scored[0].logprobs_L, again[0].logprobs_L)
+    assert plain.keys() == checkpointed.keys() and all(torch.equal(plain[n], checkpointed[n]) for n in plain)
+
+
+def test_what_is_kept_for_the_backward(source):
+    """Per token the inputs of qkv, the output projection, gate and up, down: 3 D + F numbers, each once. Attention keeps its
+    output, the second of these, for itself, too."""
+    tokens, numbers = 200, 3 * 256 + 384
+    x, kept = torch.randn(1, tokens, 256), {}
+    for name, config in {
+        "fp8": Fp8Config(),
+        "full": Fp8Config(save_activations="full"),
+        "none": None,
+    }.items():
+        block = policy_of(source, config).model.layers[0]
+        block.attn._attention_call = lambda q, k, v, mask, dropout_p, is_causal: F.scaled_dot_product_attention(q, k, v)
+        with saved_tensors() as found:
+            block(x)
+        weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
+        kept[name] = {key: value for key, value in found.items() if key not in weights}
+    total = {name: sum(nbytes for nbytes, _, _ in found.values()) for name, found in kept.items()}
+    in_fp8 = sum(nbytes for nbytes, dtype, _ in kept["fp8"].values() if dtype == FP8)
+    padded = 256  # 200 tokens in blocks of 128
+    assert in_fp8 == padded * numbers and not any(dtype == FP8 for _, dtype, _ in kept["full"].values())
+    scales = padded // BLOCK * numbers * 4
+    assert total["full"] - (total["fp8"] - in_fp8 - scales) == tokens * (numbers - 256) * 4  # float32 here
+    assert total["none"] == total["full"]
+
+
+def test_an_activation_is_quantized_once_for_the_layers_that_read_it(source, monkeypatch):
+    calls, quantize = [], fp8_linear.quantize_rows_and_columns
+    monkeypatch.setattr(fp8_linear, "quantize_rows_and_columns", lambda *a: (calls.append(a), quantize(*a))[1])
+    policy = policy_of(source)
+    scores = policy(some_rows()[0])
+    assert len(calls) == 2 * 4
+    scores.logprobs_L.sum().backward()
+    assert len(calls) == 2 * (4 + 7)  # each layer has an output gradient of its own
+    assert fp8_linear._last[2] is None, "forms outlive their activation"
+    for block in policy.model.layers:
+        block.compile(backend="aot_eager")
+    calls.clear()
+    policy(some_rows()[0]).logprobs_L.sum().backward()
+    assert len(calls) == 2 * (4 + 7), "equal calls in a graph are not one"
+    linear, x = layer(), activations(5, IN)
+    before = linear(x)
+    x.mul_(2)  # a power of two
+    assert torch.equal(linear(x), 2 * before)
+
+
+def test_compiled_layers_share_their_code(tmp_path):
+    torch._dynamo.reset()
+    source = directory(tmp_path / "deep", num_hidden_layers=9)
+    policy, rows = policy_of(source), some_rows()  # nine: dynamo compiles a piece of code eight times at most
+    plain, scored = gradients(policy, rows)
+    plain = {name: grad.clone() for name, grad in plain.items()}
+    for block in policy.model.layers:
+        # A backend that takes gradients of norms apart rounds them otherwise in the last bit; that moves a few FP8 codes by a
+        # whole step, which moves more of them in the next layer: nine layers of that are the noise of FP8 itself, no bound.
+        block.compile(backend="eager")
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        compiled, again = gradients(policy, rows)
+    assert torch.equal(scored[0].logprobs_L, again[0].logprobs_L)
+    assert all(torch.equal(plain[n], compiled[n.replace("_orig_mod.", "")]) for n in plain)
+
+
+def test_adapters_over_a_base_in_fp8(source):
+    asked = {"lora_attn_modules": ["q_proj", "v_proj"], "apply_lora_to_mlp": True, "lora_rank": 4}
+    make = partial(scratch.lora_qwen2_from_config, str(source.path), **asked)
+    policy, rows = build_policy(make, source, CPU, F32, fp8=Fp8Config()), some_rows()
+    plain = policy_of(source)
+    assert policy.fp8.converted == plain.fp8.converted
+    assert {gemm for gemm, _, _ in policy.fp8.choices} == {"fprop", "dgrad"}
+    with torch.no_grad():
+        before = plain(rows[0]).logprobs_L
+        assert torch.equal(policy(rows[0]).logprobs_L, before)  # B is zero
+        for name in sorted(lora.adapter_names(policy.model)):
+            policy.model.get_parameter(name).add_(0.05 * torch.randn(policy.model.get_parameter(name).shape))
+        with lora.AdapterOff(policy.model).swapped_in():
+            assert torch.equal(policy(rows[0]).logprobs_L, before)
+    with saved_tensors() as found:
+        scores = policy(rows[0])
+    assert not any(dtype == FP8 for _, dtype, _ in found.values())  # no WGrad below an adapter
+    scores.logprobs_L.sum().backward()
+    exact = build_policy(make, source, CPU, F32)
+    exact.model.load_state_dict(policy.model.state_dict())
+    exact(rows[0]).logprobs_L.sum().backward()
+    one, other = ({n: p.grad for n, p in m.named_parameters() if p.requires_grad} for m in (exact.model, policy.model))
+    assert one.keys() == lora.adapter_names(policy.model) and cosine(one, other) > 0.99
+    base = dict(fp8_hf_tensors(lora.base_hf_tensors(policy.model, source, F32), policy.fp8, BF16))
+    full = dict(fp8_hf_tensors(named_hf_tensors(plain.model, source, F32), plain.fp8, BF16))
+    assert base.keys() == full.keys() and all(torch.equal(base[n].float(), full[n].float()) for n in full)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_recipes_of_torchao(source, recipe):
+    rows = some_rows()
+    full, _ = gradients(policy_of(source, None), rows)
+    policy = policy_of(source, Fp8Config(recipe=recipe))
+    found, _ = gradients(policy, rows)
+    assert found.keys() == full.keys() and 0.95 < cosine(full, found) < 0.99999
+    assert len([m for m in policy.model.modules() if type(m).__name__ == "Float8Linear"]) == 14
+    with pytest.raises(ValueError, match=f"precision.recipe={recipe}: no sampler computes like it"):
+        policy.fp8.quantization_config()

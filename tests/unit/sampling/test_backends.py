@@ -1,0 +1,107 @@
+"""A sampler backend of one's own: a class, and a line in the table."""
+
+import time
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torchtune_ext.sampling.backends import BACKENDS  # noqa: E402
+from torchtune_ext.sampling.calls import CoreLost  # noqa: E402
+from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig  # noqa: E402
+
+
+class Countdown:
+    """A backend in the trainer's own process. After a prompt that ends in n it samples n-1, ..., 1, as long as it may."""
+
+    vocabulary, cache_tokens, block = 100, 4096, 32
+    asleep, group, broken, dead = 0, 0, None, False
+    lives: list["Countdown"] = []
+
+    def __init__(self, model_dir, config, log_path, temp_dir, on_step):
+        self.model_dir, self.calls, self.sign_of_life = model_dir, {}, time.monotonic()
+        self.version, self.loaded, self.configured = None, [], False
+        self.lives.append(self)
+
+    def configure(self):
+        self.configured = True
+
+    async def launch(self):
+        self.configure()
+
+    async def generate(self, call):
+        if self.dead:
+            raise CoreLost(self.ending())
+        call.begin()
+        tokens = list(range(call.prompt[-1] - 1, 0, -1))[: call.sampling.max_tokens]
+        call.add(tokens, [-0.5] * len(tokens))
+        spans = [] if self.version is None else [(str(self.version), 0, len(tokens))]
+        return call.completion("length", spans, cached=0)
+
+    async def load(self, buffers, version):
+        self.loaded += [buffer.manifest["names"] for buffer in buffers]
+        self.version = version
+        return 0.0, 0.0
+
+    async def checksums(self):
+        return [{}]
+
+    async def end(self, call, reason):
+        pass
+
+    async def ping(self, deadline_s):
+        pass
+
+    async def sleep(self, level):
+        pass
+
+    async def wake(self):
+        pass
+
+    def kill(self):
+        self.dead = True
+
+    def ending(self):
+        return "the countdown was killed"
+
+    def log_tail(self):
+        return ""
+
+    async def stop(self):
+        self.dead = True
+
+
+@pytest.fixture
+def engine(monkeypatch, tmp_path):
+    monkeypatch.setitem(BACKENDS, "countdown", Countdown)
+    monkeypatch.setattr(Countdown, "lives", [])
+    config = EngineConfig(backend="countdown", probe_interval_s=0.05)
+    with Engine("the model", config, str(tmp_path), version=3) as engine:
+        engine.start()
+        engine.wait_ready(10)
+        yield engine
+
+
+def test_a_backend_of_ones_own_samples_is_published_to_and_is_started_again(engine):
+    sampling = SamplingConfig(max_tokens=4)
+    groups = engine.sample([[9, 3], [50]], 2, sampling)
+    assert [[completion.tokens.tolist() for completion in group] for group in groups] == [
+        [[2, 1], [2, 1]],
+        [[49, 48, 47, 46], [49, 48, 47, 46]],
+    ]
+    assert set(groups[0][0].versions) == {3} and groups[0][0].logprobs.dtype == np.float32
+    engine.publish([("a", torch.zeros(2)), ("b", torch.zeros(3))], 4)
+    Countdown.lives[0].kill()
+    groups = engine.sample([[3]], 1, sampling)
+    assert set(groups[0][0].versions) == {4} and engine.stats().completed == 5
+    # One function makes every life of an engine: the second one is configured, launched and loaded like the first.
+    first, second = Countdown.lives
+    assert first.model_dir == second.model_dir == "the model" and first.configured and second.configured
+    assert first.loaded == second.loaded == [["a", "b"]] and engine.stats().restarts == 1
+
+
+def test_an_unknown_backend_is_refused_before_anything_starts(tmp_path):
+    with pytest.raises(ValueError, match="engine.backend is 'vlm': use one of vllm"):
+        Engine("the model", EngineConfig(backend="vlm"), str(tmp_path))
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,68 @@
+"""One call into an engine, which may never answer: its deadlines, and the errors of calls that were given up."""
+
+import asyncio
+import gc
+import time
+
+import pytest
+
+pytest.importorskip("torch")
+
+from torchtune_ext.sampling.calls import CoreLost, bounded, paused  # noqa: E402
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Answer:
+    dead = False
+
+    def ending(self):
+        return "the engine's process was killed by SIGKILL"
+
+
+def test_a_call_that_moves_weights_may_take_long_but_not_stand_still():
+    async def slow(seconds):
+        await asyncio.sleep(seconds)
+        return "done"
+
+    async def scenario():
+        began = time.process_time()
+        assert await bounded(Answer(), slow(0.15), 10, lambda: time.monotonic(), 0.05) == "done"
+        with pytest.raises(CoreLost, match="the engine is frozen: no CPU time used for 0.05 s in slow"):
+            await bounded(Answer(), slow(60), 10, lambda: began, 0.05)
+        with pytest.raises(CoreLost, match="did not answer slow within 0.03 s"):
+            await bounded(Answer(), slow(60), 0.03)
+        dead = Answer()
+        dead.dead = True
+        with pytest.raises(CoreLost, match="killed by SIGKILL during slow"):
+            await bounded(dead, slow(60), 0.5)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("way", ["cancelled", "too late"])
+def test_the_error_of_a_call_that_was_given_up_is_fetched(way, caplog):
+    """A ping, an update: whoever gives it up has said why, and what it then dies of is nobody's any more."""
+
+    async def refused():
+        try:
+            await asyncio.sleep(60)
+        finally:
+            raise RuntimeError("Session is closed")
+
+    async def scenario():
+        call = asyncio.create_task(bounded(Answer(), refused(), 60 if way == "cancelled" else 0.02))
+        await asyncio.sleep(0.01)
+        if way == "cancelled":
+            call.cancel()
+        with pytest.raises(asyncio.CancelledError if way == "cancelled" else CoreLost):
+            await call
+
+    asyncio.run(scenario())
+    gc.collect()
+    assert not [record.getMessage() for record in caplog.records if record.name == "asyncio"]
+
+
+def test_an_update_that_is_refused_half_way_ends_this_life():
+    with pytest.raises(CoreLost, match="refused an update that had begun: no such route"), paused():
+        raise ValueError("no such route")

@@ -1,0 +1,117 @@
+"""The janitor that cleans up after a killed trainer: it is always there, and it does its work."""
+
+import os
+import signal
+import subprocess
+import sys
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from fake_cores import SleepingCore  # noqa: E402
+from waiting import wait_until  # noqa: E402
+
+from torchtune_ext.sampling import cleanup, janitor  # noqa: E402
+from torchtune_ext.sampling.cleanup import Cleanup  # noqa: E402
+from torchtune_ext.sampling.engine import EngineFailed, SamplingConfig  # noqa: E402
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def test_a_dead_janitor_is_replaced_and_does_its_work(make_engine):
+    engine = make_engine()
+    first = engine._cleanup.pid
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: engine._cleanup.pid != first)  # before it is needed
+    os.kill(engine._cleanup.pid, signal.SIGKILL)
+    SleepingCore.made[0].kill()  # before anybody has looked: when the next engine is made
+    wait_until(lambda: len(SleepingCore.made) == 2 and engine.stats().restarts == 1)
+    folder, core = Path(engine._cleanup.folder), SleepingCore.made[1]
+    engine._cleanup._janitor.stdin.close()  # what it sees when the trainer is killed
+    wait_until(lambda: not folder.exists() and core.process.poll() is not None)
+
+
+def test_close_with_a_dead_janitor(make_engine):
+    engine = make_engine()
+    os.kill(engine._cleanup.pid, signal.SIGKILL)
+    folder = Path(engine._cleanup.folder)
+    engine.close()
+    assert not folder.exists() and SleepingCore.made[0].process.poll() is not None
+
+
+def test_close_with_a_stopped_janitor(make_engine, monkeypatch):
+    monkeypatch.setattr(cleanup, "JANITOR_END_S", 0.05)
+    engine = make_engine()
+    os.kill(engine._cleanup.pid, signal.SIGSTOP)
+    engine.close()
+    assert not Path(engine._cleanup.folder).exists() and not Path(f"/proc/{engine._cleanup.pid}").exists()
+
+
+def test_an_engine_that_nobody_could_guard_is_ended(make_engine, monkeypatch):
+    engine = make_engine()
+
+    def fail(self, group):
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(Cleanup, "guard", fail)
+    SleepingCore.made[0].kill()
+    with pytest.raises(EngineFailed, match="3 times in a row, the last time: no more processes"):
+        engine.sample([[1, 2]], 1, SamplingConfig(max_tokens=4))
+    wait_until(lambda: all(core.process.poll() is not None for core in SleepingCore.made))
+
+
+def test_a_janitor_is_not_replaced_after_close_and_a_cause_is_told_once(make_engine, monkeypatch, caplog):
+    engine = make_engine()
+    looks = []
+
+    def fail(self):
+        looks.append(1)
+        raise OSError("no more processes")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Cleanup, "_start", fail)
+        os.kill(engine._cleanup.pid, signal.SIGKILL)
+        wait_until(lambda: len(looks) >= 3)
+    assert caplog.text.count("could not be started again") == caplog.text.count("janitor ended") == 1
+    engine.close()
+    last = engine._cleanup.pid
+    engine._cleanup.look()
+    assert engine._cleanup.pid == last
+    with pytest.raises(OSError, match="closed"):
+        engine._cleanup.guard(1)
+
+
+SHARER = """
+import subprocess, time
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
+memory = SharedMemory(create=True, size=64)
+worker = subprocess.Popen(["sleep", "600"])
+print(memory.name, resource_tracker._resource_tracker._pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("tracker", ["runs", "is stopped"])
+def test_shared_memory_of_an_engines_processes_goes_with_them(tmp_path, tracker):
+    """As vLLM has it with `tensor_parallel_size` above 1. A tracker that never ends is not waited for."""
+    ours = SharedMemory(create=True, size=64)
+    program = [sys.executable, "-c", SHARER]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        name, pid = process.stdout.readline().split()
+        memory = Path("/dev/shm", name)
+        assert memory.exists() and sorted(janitor.members(process.pid).values()) == [False, False, True]
+        if tracker == "runs":
+            janitor.clean(process.pid, str(tmp_path / "none"))
+            assert not memory.exists()
+        else:
+            os.kill(int(pid), signal.SIGSTOP)
+            janitor.end(process.pid, 0.1)
+            memory.unlink()
+    wait_until(lambda: not janitor.members(process.pid))
+    assert Path("/dev/shm", ours.name).exists()
+    ours.close()
+    ours.unlink()

@@ -1,0 +1,207 @@
+"""The supervisor's restarts with an engine made of a few lines: what starts another one, what ends it all, and with which
+words. The same with real processes: tests/integration/test_engine_failures.py."""
+
+import asyncio
+import time
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from fake_cores import CONFIG, Bench, FakeCore, run, until  # noqa: E402
+
+from torchtune_ext.sampling.calls import CoreLost  # noqa: E402
+from torchtune_ext.sampling.records import EngineFailed, WeightsIncomplete  # noqa: E402
+
+pytestmark = pytest.mark.timeout(30)
+
+
+def dies(core):
+    core.kill()
+
+
+def hangs(core):
+    """A request is under way, there was no step for long, and the engine does not answer a ping."""
+    core.calls = {"1": SimpleNamespace(give_up_at=float("inf"), ended_by="")}
+    core.sign_of_life, core.fail = 0.0, CoreLost("did not answer")
+
+
+@pytest.mark.parametrize("way", [dies, hangs])
+def test_a_lost_engine_is_started_again_with_the_current_weights(way, caplog):
+    async def scenario(bench):
+        bench.write(1)
+        await bench.supervisor.load()
+        way(bench.lives[0])
+        await until(lambda: bench.supervisor.restarts == 1)
+        assert await bench.supervisor.awake() is bench.lives[1] and bench.lives[0].stops == 1
+        assert bench.lives[1].loads == [([1], [1], 1)] and bench.supervisor.version == 1
+        cause = "the fake ended" if way is dies else "did not answer"
+        assert f"engine lost ({cause}), failure 1 in a row" in caplog.text
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("moment", ["launch", "load"])
+def test_a_restart_that_fails_is_tried_again_until_it_is_enough(moment):
+    async def scenario(bench):
+        bench.write(1)
+        await bench.supervisor.load()
+
+        def break_it(core):
+            core.fail = CoreLost("as it comes up")
+            if moment == "load":
+                core.launch = lambda: asyncio.sleep(0)
+
+        bench.prepare_core = break_it
+        bench.lives[0].kill()
+        with pytest.raises(
+            EngineFailed, match="(?s)failed 3 times in a row, the last time: as it comes up.*the fake's log"
+        ):
+            await bench.supervisor.report_lost(bench.lives[0], CoreLost("as it happens"))
+            await bench.supervisor.awake()
+        assert len(bench.lives) == CONFIG.max_failures and all(core.stops for core in bench.lives)
+        assert bench.supervisor.restarts == 0
+
+    run(scenario)
+
+
+def test_failures_count_in_a_row_and_a_finished_request_ends_the_row():
+    async def scenario(bench):
+        for count in range(1, 5):
+            bench.lives[-1].kill()
+            await until(lambda count=count: bench.supervisor.restarts == count)
+            bench.supervisor.report_finished()
+        assert bench.supervisor.failures == 0
+        for count in (5, 6):
+            bench.lives[-1].kill()
+            await until(lambda count=count: bench.supervisor.restarts == count)
+        bench.lives[-1].kill()
+        await until(lambda: bench.supervisor.failed is not None)
+        assert len(bench.lives) == 7
+
+    run(scenario)
+
+
+def test_the_failure_of_the_first_start_is_final():
+    async def scenario():
+        bench = Bench()
+        bench.prepare_core = dies
+        await bench.start()
+        with pytest.raises(EngineFailed, match="(?s)the engine did not start: killed.*the fake's log"):
+            await bench.supervisor.awake()
+        assert len(bench.lives) == 1 and bench.lives[0].stops == 1
+        await bench.supervisor.close()
+
+    asyncio.run(scenario())
+
+
+def test_close_in_the_midst_of_a_restart_ends_the_engine_that_comes_up():
+    async def scenario(bench):
+        bench.write(1)
+        await bench.supervisor.load()
+        bench.prepare_core = lambda core: core.go_on.clear()
+        bench.lives[0].kill()
+        await until(lambda: len(bench.lives) == 2 and bench.lives[1].reading.is_set())
+        waiting = [asyncio.ensure_future(bench.supervisor.awake()), asyncio.ensure_future(bench.supervisor.load())]
+        closing = asyncio.ensure_future(bench.supervisor.close())
+        await asyncio.sleep(0.01)
+        bench.lives[1].go_on.set()
+        await asyncio.wait_for(closing, 5)
+        for result in await asyncio.gather(*waiting, return_exceptions=True):
+            assert isinstance(result, EngineFailed) and "closed" in str(result)
+        assert len(bench.lives) == 2 and all(core.killed and core.stops for core in bench.lives)
+
+    run(scenario)
+
+
+def test_closed_while_the_next_engine_is_made():
+    """`Engine.close` looked for an engine to kill in the one moment when there was none."""
+
+    async def scenario(bench):
+        def close_now(core):
+            bench.supervisor.closed = True
+
+        bench.prepare_core = close_now
+        await bench.supervisor.report_lost(bench.lives[0], CoreLost("as it happens"))
+        assert len(bench.lives) == 2 and bench.lives[1].stops and bench.supervisor.restarts == 0
+
+    run(scenario)
+
+
+def test_an_engine_lost_at_sleep_is_replaced_and_sleeps():
+    async def scenario(bench):
+        bench.lives[0].fail = CoreLost("frozen")
+        await bench.supervisor.sleep()
+        assert len(bench.lives) == 2 and bench.lives[1].asleep == 1
+
+    run(scenario)
+
+
+def test_errors_of_our_own_come_out_as_themselves():
+    async def scenario(bench):
+        bench.lives[0].broken = ZeroDivisionError("division by zero")
+        await until(lambda: bench.supervisor.failed is not None and bench.supervisor.core is None)
+        with pytest.raises(
+            EngineFailed, match=r"counters could not be taken in: ZeroDivisionError\('division"
+        ) as caught:
+            await bench.supervisor.awake()
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
+        assert len(bench.lives) == 1  # another engine would not help
+
+    run(scenario)
+
+
+def test_a_watch_that_fails_is_not_silent():
+    async def scenario(bench):
+        bench.lives[0].__class__ = type("Strange", (FakeCore,), {"dead": property(lambda self: 1 / 0)})
+        await until(lambda: bench.supervisor.failed is not None)
+        with pytest.raises(EngineFailed, match="no longer watched: ZeroDivisionError"):
+            await bench.supervisor.awake()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("asked", ["ping", "abort"])
+def test_a_server_that_refuses_a_ping_or_an_abort_is_connected_anew(asked):
+    async def scenario(bench):
+        core = bench.lives[0]
+        call = SimpleNamespace(give_up_at=0.0 if asked == "abort" else float("inf"), ended_by="")
+        core.calls, core.fail = {"1": call}, ValueError("refuses the request")
+        core.sign_of_life = 0.0 if asked == "ping" else time.monotonic() + 60
+        await until(lambda: len(bench.lives) == 2)
+        assert await bench.supervisor.ready() is bench.lives[1] and bench.supervisor.failed is None
+
+    run(scenario)
+
+
+def test_a_healthy_engine_that_sleeps_is_not_ended_for_weights_that_broke_off():
+    async def scenario(bench):
+        bench.write(1)
+        await bench.supervisor.load()
+        await bench.supervisor.sleep()
+        bench.break_off(2)
+        with pytest.raises(WeightsIncomplete, match="broke off while copying.*publish again"):
+            await bench.supervisor.awake()
+        assert len(bench.lives) == 1 and not bench.lives[0].stops and bench.supervisor.failures == 0
+        bench.write(3)
+        await bench.supervisor.load()
+        assert await bench.supervisor.awake() is bench.lives[0] and bench.supervisor.version == 3
+
+    run(scenario)
+
+
+def test_no_engine_is_started_that_could_load_nothing():
+    async def scenario(bench):
+        bench.write(1)
+        await bench.supervisor.load()
+        bench.break_off(2)
+        bench.lives[0].kill()
+        await until(lambda: bench.supervisor.failed is not None and bench.supervisor.core is None)
+        with pytest.raises(
+            EngineFailed, match="lost .the fake ended. and cannot be replaced: the last publication broke"
+        ):
+            await bench.supervisor.awake()
+        assert len(bench.lives) == 1
+
+    run(scenario)
