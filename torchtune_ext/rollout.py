@@ -1,7 +1,8 @@
 """Problems -> graded groups: prompt ids, completions from the sampler, texts, outcomes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -30,11 +31,13 @@ def sample_groups(
     tokenizer: ChatTokenizer,
     grader: Grader,
     watcher: Watcher | None = None,
+    watch: Callable[[str], AbstractContextManager] = nullcontext,
 ) -> list[Group]:
     """Samples `samples_per_prompt` completions of every problem and grades each while others are still sampled, or, with a
     grader that compares, each group when it is whole.
 
-    A grader reads the assistant's turn: where the prompt ends in an open "<think>", the text begins with it.
+    A grader reads the assistant's turn: where the prompt ends in an open "<think>", the text begins with it. `watch` gives a
+    context for "generate", while the engine samples, and one for "grade", while only grades are waited for.
 
     Returns:
         One group per problem, in order, without advantages.
@@ -77,12 +80,14 @@ def sample_groups(
         with ThreadPoolExecutor(1, thread_name_prefix="decoding") as thread:
             try:
                 decoding = thread.submit(hand_in)
-                completions = engine.sample(prompts, samples_per_prompt, sampling, on_completion)
+                with watch("generate"):
+                    completions = engine.sample(prompts, samples_per_prompt, sampling, on_completion)
             finally:
                 # Also when Ctrl-C comes while the thread is being started, which then waits all the same.
                 arrived.put(None)
-            decoding.result()
-        outcomes = _outcomes(grades, together)
+            with watch("grade"):
+                decoding.result()
+                outcomes = _outcomes(grades, together)
     except BaseException:
         for future in (*grades.values(), *together.values()):
             future.cancel()  # the grader's next texts do not wait behind those that nobody wants any more

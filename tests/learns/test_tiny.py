@@ -1,10 +1,11 @@
 """The tiny run learns: warm-up, then GRPO with three seeds; about half an hour on two cores."""
 
-import json
 import subprocess
 import sys
 
 import pytest
+
+from torchtune_ext.telemetry.metrics import read_metrics
 
 SEEDS = (0, 1, 2)
 RISE = 0.20  # absolute, on 256 held-out puzzles, sampled and greedy
@@ -25,7 +26,7 @@ def warm(tmp_path_factory):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_accuracy_rises(warm, seed):
     tune(warm, "grpo_full", "--config", "grpo/tiny", f"seed={seed}", f"output_dir=grpo_{seed}")
-    lines = [json.loads(line) for line in (warm / f"grpo_{seed}" / "metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(warm / f"grpo_{seed}" / "metrics.jsonl")
     first, last = lines[0], lines[-1]
     for name in ("eval/accuracy_sampled", "eval/accuracy_greedy"):
         assert last[name] >= first[name] + RISE, (name, first[name], last[name])
