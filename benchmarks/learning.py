@@ -7,7 +7,6 @@ made again, so a later call goes on, or adds to them. The interval of a rise is 
 """
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -17,6 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from objectives_report import interval
+
+from torchtune_ext.telemetry.metrics import read_metrics
 
 WAYS = ("sampled", "greedy")
 HEAD = (
@@ -46,7 +47,7 @@ def learn(out: Path, warmup: int, seed: int, threads: int, args: argparse.Namesp
     run = out / f"grpo_{warmup}_{seed}_threads_{threads}"
     model = f"model_dir={warm}/model"
     tune(run, threads, "grpo_full", "--config", args.config, f"seed={seed}", model, *args.grpo)
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(run / "metrics.jsonl")
     evaluated = [line for line in lines if "eval/accuracy_sampled" in line]
     found = {"warmup": warmup, "seed": seed, "threads": threads}
     for way in WAYS:

@@ -7,7 +7,6 @@ two cores; runs that are there already are read, not repeated. `benchmarks/publi
 """
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -16,6 +15,8 @@ from pathlib import Path
 from statistics import median
 
 from safetensors import safe_open
+
+from torchtune_ext.telemetry.metrics import read_metrics
 
 SMALL = "model.lora_attn_modules=[q_proj,output_proj]"  # NF4 wants weights of 16,384 values: not k and v of this model
 DORA = ("grpo_lora", "grpo/tiny_lora", "adapters.publish=merged", "model.use_dora=True")
@@ -52,7 +53,7 @@ def parameters(folder: Path) -> int:
 
 def row(variant: str, seed: int, run: Path, whole: int) -> list[str]:
     """A line of the table out of what a run left."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(run / "metrics.jsonl")
     first, last, steps = lines[0], lines[-1], lines[1:]
     cells = [variant, str(seed)]
     for way in ("sampled", "greedy"):
@@ -61,7 +62,8 @@ def row(variant: str, seed: int, run: Path, whole: int) -> list[str]:
     trained = parameters(run / "checkpoints" / f"step_{last['step']:06d}")
     cells += [f"{trained:,}", f"{trained / whole:.1%}", f"{8 * trained / 2**20:.2f}"]
     published = [line["publish/bytes"] for line in steps]
-    cells += [f"{median(published) / 1e6:.2f}", f"{1e3 * median(line['time/publish_engine'] for line in steps):.0f}"]
+    seconds = [sum(line[f"time/publish/{part}"] for part in ("gather", "copy", "pause")) for line in steps]
+    cells += [f"{median(published) / 1e6:.2f}", f"{1e3 * median(seconds):.0f}"]
     cells += [f"{median(line['time/step'] for line in steps):.2f}"]
     return [*cells, f"{max(line['mismatch/mean_abs'] for line in steps):.1e}"]
 

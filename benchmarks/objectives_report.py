@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.host.config import instantiate
+from torchtune_ext.telemetry.metrics import read_metrics
 
 if TYPE_CHECKING:
     from objectives import Run
@@ -53,7 +54,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def read(run: "Run", start: Path) -> Result:
-    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(run.folder / "metrics.jsonl")
     last, steps = lines[-1], lines[1:]
     measured = run.folder / "measured.json"
     if not measured.is_file():
@@ -65,9 +66,14 @@ def read(run: "Run", start: Path) -> Result:
         **json.loads(measured.read_text()),
         **{name: mean(line[name] for line in steps) for name in CLIPPING},
         "tokens": mean(line["length/mean"] for line in steps[-LAST_STEPS:]),
-        "s/step": sorted(line["time/step"] - line.get("time/eval", 0.0) for line in steps)[len(steps) // 2],
+        "s/step": sorted(_learning_s(line) for line in steps)[len(steps) // 2],
     }
     return Result(run, values, [line["reward/mean"] for line in steps])
+
+
+def _learning_s(line: dict[str, float]) -> float:
+    """Seconds of a step without its evaluation and its checkpoint."""
+    return line["time/step"] - line.get("time/eval", 0.0) - line.get("time/save", 0.0)
 
 
 @torch.no_grad()
@@ -162,7 +168,7 @@ def _markdown(rows: list[list[str]]) -> str:
 
 def report(results: list[Result]) -> str:
     """The tables, in Markdown."""
-    first = json.loads((results[0].run.folder / "metrics.jsonl").read_text().splitlines()[0])
+    first = read_metrics(results[0].run.folder / "metrics.jsonl")[0]
     start = ", ".join(f"{key.removeprefix('eval/')} {first[key]:.3f}" for key in STARTED)
     parts = [f"After the warm-up: {start}."]
     for updates in sorted({result.run.updates for result in results}):

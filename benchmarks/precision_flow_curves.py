@@ -1,6 +1,5 @@
 """Learning curves of `precision_flow.py`: one run for each flow, length of answers and seed."""
 
-import json
 import shutil
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import numpy as np
 from objectives import tune
 from objectives_report import interval
 
+from torchtune_ext.telemetry.metrics import read_metrics
 from torchtune_ext.training.precision import FLOWS
 
 matplotlib.use("svg")
@@ -54,7 +54,7 @@ class Run:
         return (self.folder / "done").is_file()
 
     def lines(self) -> list[dict[str, float]]:
-        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return read_metrics(self.folder / "metrics.jsonl")
 
 
 def train_all(

@@ -121,6 +121,8 @@ class GRPORecipe:
         """Checks what can be checked, opens the run's folder, starts the engine, and builds the learner meanwhile."""
         cfg = self.cfg
         self.ranks = init_ranks(cfg.device, cfg.rank_deadline_s)
+        # It tells the other ranks, too, who is at what.
+        self.watch = summary.Stopwatch(lambda phase: self.ranks.phase(phase, self.step))
         if self.ranks.is_main:
             # The lock of the folder comes before all else: a second run in it is refused.
             self.folder = RunFolder(cfg.output_dir)
@@ -262,24 +264,26 @@ class GRPORecipe:
             optimizer=optimizer,
             schedule=make_schedule(optimizer, self.schedule, self.planned_updates),
             max_grad_norm=cfg.max_grad_norm,
+            watch=self.watch,
         )
 
     def train(self) -> None:
         """Sample, grade, pack, train, publish, repeat. To change the algorithm, change the line that does it."""
-        cfg = self.cfg
+        cfg, watch = self.cfg, self.watch
         self.publisher.publish(self.version)
         if self.step == 0:
-            with self.ranks.phase("evaluate"):
+            with watch("eval"):
                 self.log(self.evaluate())
 
         self.stop.begin_steps()  # from here on SIGTERM waits for the end of a step
+        watch.lap()  # the seconds of the first step begin here
         while self.step < cfg.max_steps:
             self.step += 1
             self.last_eval = None  # a checkpoint has the accuracy of its own weights alone
-            watch = summary.Stopwatch(partial(self.ranks.phase, step=self.step))  # other ranks see who is at what
 
             # Rank 0 samples and grades. Rewards become advantages inside each group of samples of one prompt.
-            groups, values = self.sample(watch)
+            with watch("sample"):
+                groups, values = self.sample()
 
             # A prompt stands once in a row for all its completions, and every rank gets its share of the rows.
             with watch("pack"):
@@ -291,24 +295,26 @@ class GRPORecipe:
 
             # The engine takes the new weights in memory, and a canary proves that it samples with them. On a GPU that it
             # shares with the trainer, it wakes up now and needs the memory.
-            release_memory()
             with watch("publish"):
+                release_memory()
                 values |= self.publisher.publish(self.version)
 
             last = self.step == cfg.max_steps
             if last or self.step % self.evaluation.every == 0:
                 with watch("eval"):
                     values |= self.evaluate()
-            self.log(values | watch.metrics() | summary.memory_metrics())
+            # The numbers of a step are written before its checkpoint, so that a run that goes on from there has them.
+            self.log(values | summary.memory_metrics())
 
             # The ranks agree on whether to stop: SIGTERM does not reach all of them in the same step.
             stopping = self.stop.agreed(self.ranks.any)
             if last or stopping or self.step % self.saving.every == 0:
                 self.save_checkpoint()
+            self.log(summary.clock_metrics(values, watch.lap()))
             if stopping and not last:
                 self.stop.leave()
 
-    def sample(self, watch: summary.Stopwatch) -> tuple[list[Group], dict[str, float]]:
+    def sample(self) -> tuple[list[Group], dict[str, float]]:
         """Rank 0: the groups of this step with advantages, stored and measured. Other ranks: nothing."""
         cfg, groups, wanted = self.cfg, [], self.cfg.prompts_per_step
         if not self.ranks.is_main:
@@ -316,8 +322,7 @@ class GRPORecipe:
         for sampling_round in range(1 + cfg.refill_rounds):
             sampling = replace(self.sampling, seed=(cfg.seed * SEED_STRIDE + self.step) * SEED_STRIDE + sampling_round)
             problems = self.problems.take(wanted)
-            with watch("sample"):
-                groups += self.rollout(problems, cfg.samples_per_prompt, sampling, self.graders[0], "sample")
+            groups += self.rollout(problems, cfg.samples_per_prompt, sampling, self.graders[0], "sample")
 
             # A group whose rewards are all equal says nothing about what is better. It is trained on only where the loss has
             # a term that acts without an advantage (a KL penalty, an entropy bonus), and may be replaced by a further round.
@@ -328,15 +333,14 @@ class GRPORecipe:
                 break
         self.engine.sleep()  # where it shares the trainer's GPU
         kept, replaced = refilled(groups, cfg.prompts_per_step)
-        self.rollouts.write(self.step, kept + replaced)
-        values = summary.rollout_metrics(groups) | stats.metrics() | summary.engine_metrics(self.engine.stats())
-        values["speed/sampled_tokens_s"] = values["length/tokens"] / watch.seconds["sample"]
-        return kept, values
+        with self.watch("store"):
+            self.rollouts.write(self.step, kept + replaced)
+        return kept, summary.rollout_metrics(groups) | stats.metrics() | summary.engine_metrics(self.engine.stats())
 
     def rollout(self, problems: list[Problem], n: int, sampling: SamplingConfig, by: Grader, label: str) -> list[Group]:
         """Rank 0: `n` graded completions of every problem."""
         with self.progress.sampling(len(problems) * n, label) as bar:
-            return in_order(sample_groups(problems, n, sampling, self.engine, self.tokenizer, by, bar))
+            return in_order(sample_groups(problems, n, sampling, self.engine, self.tokenizer, by, bar, self.watch))
 
     def pack(self, groups: list[Group]) -> tuple[list[list[Row]], dict[str, float]]:
         """This rank's rows for every update of the step, and how well they are used."""
@@ -397,8 +401,9 @@ class GRPORecipe:
 
     def log(self, values: dict[str, float]) -> None:
         if self.ranks.is_main:
-            self.metrics.log(self.step, values)
-            self.progress.summary(self.step, values)
+            with self.watch("log"):
+                self.metrics.log(self.step, values)
+                self.progress.summary(self.step, values)
 
     def save_checkpoint(self) -> None:
         """All ranks: weights, optimizer and random state, and what the recipe itself has to remember."""
@@ -411,10 +416,10 @@ class GRPORecipe:
         )
         model, optimizer = self.policy.model, self.learner.optimizer
         export = self.trained.export(model, self.source, self.precision.dtype)
-        with self.stop.saving(), self.ranks.phase("save", self.step):
-            seconds = self.checkpoints.save(self.step, model, optimizer, export, state.to_json(), self.last_eval)
-        if self.ranks.is_main:
-            self.metrics.log(self.step, seconds)
+        with self.stop.saving(), self.watch("save"):
+            self.watch.seconds["save/hash"] = self.checkpoints.save(
+                self.step, model, optimizer, export, state.to_json(), self.last_eval
+            )
 
     def load_checkpoint(self, path: Path) -> None:
         saved = self.checkpoints.load(path, self.policy.model, self.learner.optimizer)

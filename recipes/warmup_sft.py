@@ -32,7 +32,7 @@ from torchtune_ext.sampling.records import Completion
 from torchtune_ext.tasks.order import problem_index
 from torchtune_ext.telemetry.metrics import LoggingConfig, Metrics
 from torchtune_ext.telemetry.progress import Progress
-from torchtune_ext.telemetry.summary import Stopwatch, memory_metrics
+from torchtune_ext.telemetry.summary import Stopwatch, clock_metrics, memory_metrics
 from torchtune_ext.training.distributed import init_ranks
 from torchtune_ext.training.export import save_model
 from torchtune_ext.training.learner import Learner
@@ -114,6 +114,7 @@ class WarmupRecipe:
             cfg.compile,
         )
         optimizer = instantiate(cfg.optimizer, params=self.policy.trainable())
+        self.watch = Stopwatch(self.ranks.phase)
         self.learner = Learner(
             self.policy,
             NLLLoss(),
@@ -121,6 +122,7 @@ class WarmupRecipe:
             optimizer=optimizer,
             schedule=make_schedule(optimizer, schedule, self.updates),
             max_grad_norm=cfg.max_grad_norm,
+            watch=self.watch,
         )
         self.metrics = Metrics(cfg.output_dir, logging.to, run, rank=self.ranks.rank)
         self.progress = Progress(self.updates, self.ranks.rank)
@@ -140,26 +142,26 @@ class WarmupRecipe:
         groups = [self.group(i) for i in range(cfg.num_problems)]
         with self.progress.training(self.updates, "warm-up") as bar:
             for update in range(self.updates):
-                watch = Stopwatch()
+                self.watch.lap()
                 at = range(update * cfg.batch_problems, (update + 1) * cfg.batch_problems)
                 batch = [groups[problem_index(i, len(groups), cfg.seed)] for i in at]
                 pad_to = cfg.row_tokens if self.ranks.device.type == "cuda" else None
-                rows, stats = pack(
-                    batch,
-                    cfg.row_tokens,
-                    pad_id=self.tokenizer.pad_id,
-                    pad_to=pad_to,
-                    num_rows_multiple=self.ranks.world_size,
-                )
-                gradient = self.learner.forward_backward(self.ranks.share(rows))
-                values = self.learner.step(gradient, advice=lambda: "lower the learning rate")
+                with self.watch("pack"):
+                    rows, stats = pack(
+                        batch,
+                        cfg.row_tokens,
+                        pad_id=self.tokenizer.pad_id,
+                        pad_to=pad_to,
+                        num_rows_multiple=self.ranks.world_size,
+                    )
+                with self.watch("train"):
+                    gradient = self.learner.forward_backward(self.ranks.share(rows))
+                    values = self.learner.step(gradient, advice=lambda: "lower the learning rate")
                 bar.add(1, stats.tokens)
                 self.finished = update + 1
                 if (update + 1) % cfg.log_every == 0 or update + 1 == self.updates:
-                    seconds = watch.metrics()
-                    values |= seconds | memory_metrics() | {"optim/lr": self.learner.learning_rate}
-                    values["speed/trained_tokens_s"] = stats.tokens / seconds["time/step"]
-                    self.metrics.log(update + 1, values)
+                    values |= stats.metrics() | memory_metrics() | {"optim/lr": self.learner.learning_rate}
+                    self.metrics.log(update + 1, values | clock_metrics(values, self.watch.lap()))
         saved = self.save()
         if self.ranks.is_main:
             say(f"model: {saved}")

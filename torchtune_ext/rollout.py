@@ -1,7 +1,8 @@
 """Problems -> graded groups: prompt ids, completions from the sampler, texts, outcomes."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
+from contextlib import AbstractContextManager, nullcontext
 from operator import itemgetter
 from queue import Empty, SimpleQueue
 from typing import Protocol
@@ -35,12 +36,14 @@ def sample_groups(
     tokenizer: ChatTokenizer,
     grader: Grader,
     watcher: Watcher | None = None,
+    watch: Callable[[str], AbstractContextManager] = nullcontext,
 ) -> Iterator[tuple[int, Group]]:
     """Samples `samples_per_prompt` completions of every problem and grades each while others are still sampled, or, with a
     grader that compares, each group when it is whole.
 
     The engine samples as fast as it can, whoever takes the groups; texts reach the graders while somebody waits for the next
-    group. A grader reads the assistant's turn: where the prompt ends in an open "<think>", the text begins with it.
+    group. A grader reads the assistant's turn: where the prompt ends in an open "<think>", the text begins with it. `watch`
+    gives a context for "generate", a wait while the engine samples, and one for "grade", a wait for grades alone.
 
     Yields:
         (index of the problem, its group without advantages) as soon as the last sample of the group is graded. `in_order`
@@ -68,7 +71,8 @@ def sample_groups(
         drawing.add_done_callback(lambda _: events.put(None))
         unfinished = len(groups)
         while unfinished:
-            event = _next(events)
+            with watch("grade" if drawing.done() else "generate"):
+                event = _next(events)
             if event is None:
                 _require(drawing)  # there will be no more completions: all are there, or this raises what went wrong
                 continue

@@ -53,7 +53,7 @@ class Trained:
                 p.grad = torch.randn_like(p)
             self.optimizer.step()
 
-    def save(self, checkpoints: Checkpoints, step: int, accuracy: float | None = None) -> dict[str, float]:
+    def save(self, checkpoints: Checkpoints, step: int, accuracy: float | None = None) -> float:
         export = partial(export_model, model=self.model, source=self.source, dtype=torch.float32)
         return checkpoints.save(step, self.model, self.optimizer, export, {"cursor": 7 * step}, accuracy)
 

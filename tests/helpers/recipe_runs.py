@@ -1,12 +1,13 @@
 """Runs recipes as a user does, on a random model and a task whose reward always varies."""
 
+import re
 import subprocess
 import time
 from pathlib import Path
 
 from tiny_runs import command, environment, metrics, write_tiny_model
 
-__all__ = ["command", "environment", "make_workplace", "metrics", "run", "wait_for_lines"]
+__all__ = ["command", "environment", "make_workplace", "metrics", "run", "wait_for_steps"]
 
 TASK = '''
 import hashlib
@@ -102,10 +103,10 @@ def run(
     return output
 
 
-def wait_for_lines(run_dir: Path, lines: int, process: subprocess.Popen, seconds: float = 120) -> None:
-    """Waits until the metrics of a run have so many lines."""
-    deadline = time.monotonic() + seconds
-    while not (run_dir / "metrics.jsonl").exists() or (run_dir / "metrics.jsonl").read_text().count("\n") < lines:
+def wait_for_steps(run_dir: Path, steps: int, process: subprocess.Popen, seconds: float = 120) -> None:
+    """Waits until so many steps of a run have metrics, the evaluation before the first one among them."""
+    file, deadline = run_dir / "metrics.jsonl", time.monotonic() + seconds
+    while not file.exists() or len(set(re.findall(r'^\{"step": (\d+)', file.read_text(), re.MULTILINE))) < steps:
         assert process.poll() is None, f"the run has ended with status {process.returncode}"
-        assert time.monotonic() < deadline, f"no {lines} lines of metrics within {seconds:g} s"
+        assert time.monotonic() < deadline, f"no metrics of {steps} steps within {seconds:g} s"
         time.sleep(0.02)

@@ -73,8 +73,7 @@ def main(ranks):
     mine = MINE if ranks.is_main else None  # the run's id is known to rank 0 alone
     chosen = partial(checkpoints_in, folder, mine)
     for step in (1, 2):
-        times = trained.save(chosen(), step)
-        assert times["time/save"] > times["time/save_hash"] > 0
+        assert trained.save(chosen(), step) > 0
     assert chosen().choose() == folder / "step_000002"
     assert chosen().latest() == folder / "step_000002"
 

@@ -196,7 +196,8 @@ def test_callback_sees_every_completion_once(engine):
     assert seen == {(p, s): groups[p][s] for p in range(3) for s in range(5)}
     with pytest.raises(ZeroDivisionError):
         engine.sample(tiny_model.prompts(1, 10), 2, SamplingConfig(max_tokens=4), lambda p, s, c: 1 / 0)
-    assert engine.stats().running == 0 or engine.sample([[1]], 1, SamplingConfig(max_tokens=1))
+    after = engine.sample(tiny_model.prompts(1, 10), 2, SamplingConfig(max_tokens=4))
+    assert [(len(c.tokens), c.finish_reason) for c in flat(after)] == [(4, "length")] * 2, "the engine goes on"
 
 
 def test_cancel_returns_partial_completions(engine):

@@ -136,7 +136,7 @@ def test_samples_and_takes_weights_like_an_engine_of_our_own(engine, models):
     for a, b in zip(first, again, strict=True):
         assert [c.tokens.tolist() for c in a] == [c.tokens.tolist() for c in b]
     time.sleep(1.2)  # two looks at the counters
-    assert engine.stats().max_kv_usage >= 0 and engine.stats().completed == 36
+    assert engine.stats().max_kv_usage <= 1.0 and engine.stats().completed == 36
 
 
 def test_deadline_early_stop_and_publication_in_flight(engine, models):

@@ -81,13 +81,13 @@ def test_a_folder_in_use_is_refused_at_once(workplace):
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
     try:
-        runs.wait_for_lines(workplace / "busy", 1, process)
+        runs.wait_for_steps(workplace / "busy", 1, process)
         for resume in ("False", "True"):
             said = runs.run(workplace, "grpo_full", "output_dir=busy", f"resume_from_checkpoint={resume}", ok=False)
             assert f"process {process.pid} " in said and "output_dir=busy" in said, said
             assert "engine core" not in said
-        lines = len(runs.metrics(workplace / "busy"))
-        runs.wait_for_lines(workplace / "busy", lines + 1, process)  # the first one goes on undisturbed
+        steps = len(runs.metrics(workplace / "busy"))
+        runs.wait_for_steps(workplace / "busy", steps + 1, process)  # the first one goes on undisturbed
     finally:
         process.kill()
         process.wait(10)

@@ -1,1 +1,1 @@
-"""What a run says about itself: metrics, stored rollouts, progress lines and an HTML report."""
+"""These modules tell what a run does: metrics, stored rollouts, progress lines and an HTML report."""

@@ -1,8 +1,10 @@
-"""Scalars of a run: one JSON line a step in `metrics.jsonl`, always; Weights & Biases and TensorBoard when asked for.
+"""The scalars of a run go as lines of JSON to `metrics.jsonl`, always, and to Weights & Biases and TensorBoard when asked for.
 
-The file is the record and the other sinks are copies. So a full disk under `metrics.jsonl` is an error, while a sink
-that fails is reported once and dropped. Names are `group/name`; what two runs of the same seed need not share lies
-under `time/`, `speed/`, `memory/` and `engine/` (`CLOCK_PREFIXES`), so that they can be compared without it.
+A step may have several lines, which readers merge: the recipes write its numbers before its checkpoint, so that a run that
+goes on from there has them, and its seconds when it is over. The file is the record and the other sinks are copies. So a full
+disk under `metrics.jsonl` is an error, while a sink that fails is reported once and dropped. Names are `group/name`, and
+`time/phase/detail` for parts of a phase. What two runs of the same seed need not share lies under `time/`, `speed/`, `memory/`
+and `engine/` (`CLOCK_PREFIXES`), so that they can be compared without it.
 """
 
 import errno
@@ -22,7 +24,7 @@ from torchtune_ext.run.folder import Run
 
 log = logging.getLogger(__name__)
 
-# What differs between two identical runs. The engine's counters follow the moments at which requests come and end, and they
+# These differ between two identical runs. The engine's counters follow the moments at which requests come and end, and they
 # begin again where a run resumes.
 CLOCK_PREFIXES = ("time/", "speed/", "memory/", "engine/")
 _FIX = "Free disk space and resume the run; the lines before are intact"
@@ -31,9 +33,9 @@ _RESERVED = ("step", "nonfinite")
 
 @dataclass(frozen=True, slots=True)
 class LoggingConfig:
-    """The node `logging:` of a recipe."""
+    """This is the node `logging:` of a recipe."""
 
-    to: tuple[str, ...] = ()  # beside metrics.jsonl: "wandb", "tensorboard"
+    to: tuple[str, ...] = ()  # Metrics also go to these, "wandb" and "tensorboard".
 
     def __post_init__(self) -> None:
         check_sinks(self.to)
@@ -43,16 +45,18 @@ class Metrics:
     """Writes the scalars of each step to `run_dir/metrics.jsonl` and to the named sinks.
 
     Args:
-        run_dir: folder of the run; made when missing.
-        sinks: any of "wandb" and "tensorboard".
-        run: from `RunFolder.begin`: the name, the id and the settings that W&B shows. None: the name of the folder, no more.
-        resume_step: None for a fresh run; otherwise the first step that will be logged again: lines at or after it are cut.
-        project, group: W&B's.
-        rank: only rank 0 writes; on other ranks every method does nothing.
+        run_dir: is the folder of the run, which is made when it is missing.
+        sinks: names any of "wandb" and "tensorboard".
+        run: comes from `RunFolder.begin` and has the name, the id and the settings that W&B shows. With None it shows the name
+            of the folder, no more.
+        resume_step: is None for a fresh run. Otherwise it is the first step that will be logged again: lines at or after it are
+            cut.
+        project, group: are W&B's.
+        rank: is this process's. Only rank 0 writes; on other ranks every method does nothing.
 
     Raises:
-        ValueError: unknown sink, W&B without credentials, or a fresh run where an earlier one left its metrics.
-        ImportError: the package of a sink is missing (raised here, before any work is lost).
+        ValueError: a sink is unknown, W&B has no credentials, or an earlier run left its metrics where a fresh one begins.
+        ImportError: the package of a sink is missing, which is said here, before any work is lost.
         OSError: `metrics.jsonl` cannot be cut; it stays as it was.
     """
 
@@ -87,17 +91,20 @@ class Metrics:
             try:
                 self._sinks[name] = _SINKS[name](run_dir, run, resume_step, project, group)
             except Exception as error:
-                if isinstance(error, ValueError):  # a knob: say so now, while nothing is lost
+                # A knob is wrong, which is said now, while nothing is lost.
+                if isinstance(error, ValueError):
                     self.close()
                     raise
                 self._drop(name, error)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Write one line for `step`. Several lines of one step are allowed; readers merge them.
+        """Writes one line for `step`. Several lines of one step are allowed; readers merge them.
 
-        Values are anything `float()` takes. NaN and infinities become null, their names go into a list `nonfinite`.
+        Values are anything `float()` takes. NaN and infinities become null, and their names go into a list `nonfinite`.
 
-        Raises: ValueError for a step that goes back or a reserved name; OSError when `metrics.jsonl` cannot be written.
+        Raises:
+            ValueError: the step goes back, or a name is reserved.
+            OSError: `metrics.jsonl` cannot be written.
         """
         if self._fd is None:
             return
@@ -123,7 +130,7 @@ class Metrics:
                 self._drop(name, error)
 
     def close(self) -> None:
-        """Finish the sinks. The file needs no closing to be readable."""
+        """Finishes the sinks. The file needs no closing to be readable."""
         for name, sink in list(self._sinks.items()):
             try:
                 sink.close()
@@ -141,7 +148,7 @@ class Metrics:
         self.close()
 
     def _append(self, line: str) -> None:
-        """One write and one fdatasync; a line that did not fit is taken back, so that the file stays valid."""
+        """Makes one write and one fdatasync. A line that did not fit is taken back, so that the file stays valid."""
         data = line.encode()
         size = os.fstat(self._fd).st_size
         try:
@@ -154,14 +161,14 @@ class Metrics:
             raise OSError(f"cannot write {self.path}: {error}. {_FIX}") from error
 
     def _drop(self, name: str, error: Exception) -> None:
-        """Report a failed sink once and go on without it."""
+        """Reports a failed sink once and goes on without it."""
         self._sinks.pop(name, None)
         log.warning("metrics sink %s failed and is dropped for the rest of the run: %r. "
                     "metrics.jsonl goes on", name, error)  # fmt: skip
 
 
 def check_sinks(sinks: Sequence[str]) -> None:
-    """Raises ValueError for an unknown sink, ImportError for one whose package is missing."""
+    """Raises ValueError for an unknown sink, and ImportError for one whose package is missing."""
     unknown = sorted(set(sinks) - set(_SINKS))
     if unknown:
         raise ValueError(f"logging.to={list(sinks)}: nothing is called {unknown[0]!r}; choose from {sorted(_SINKS)}")
@@ -170,9 +177,12 @@ def check_sinks(sinks: Sequence[str]) -> None:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Lines of `metrics.jsonl` in order, lines of one step merged. A torn last line (a killed run) is left out.
+    """Returns what `metrics.jsonl` says of each step, in order, with the lines of one step merged. A torn last line, which a
+    killed run may leave, is left out.
 
-    Raises: FileNotFoundError; ValueError for a broken line elsewhere.
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a line that is not the last is broken.
     """
     records: list[dict[str, Any]] = []
     for record in _lines(Path(path)):
@@ -187,9 +197,11 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 def cut_metrics(path: Path, resume_step: int) -> None:
-    """Atomically drop the lines at or after `resume_step`, and a torn last line. No file: nothing to do.
+    """Drops the lines at or after `resume_step` and a torn last line, all at once. Where there is no file nothing is done.
 
-    Raises: OSError where the disk refuses (the file stays as it was); ValueError for a broken line.
+    Raises:
+        OSError: the disk refuses, and the file stays as it was.
+        ValueError: a line is broken.
     """
     if path.exists():
         kept = [json.dumps(record) + "\n" for record in _lines(path) if record["step"] < resume_step]
@@ -198,7 +210,8 @@ def cut_metrics(path: Path, resume_step: int) -> None:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    *lines, tail = path.read_bytes().split(b"\n")  # `tail` is empty, or a line the run was killed in
+    # What follows the last line break is nothing, or a line in which the run was killed.
+    *lines, tail = path.read_bytes().split(b"\n")
     records = []
     for number, line in enumerate(lines, 1):
         try:
@@ -227,7 +240,7 @@ class _Sink(Protocol):
 
 
 class _Wandb:
-    """Weights & Biases. The step is a logged value of its own: W&B's internal step refuses to go back on resume."""
+    """Writes to Weights & Biases. The step is a value of its own there, since W&B's step refuses to go back on resume."""
 
     def __init__(self, run_dir: Path, run: Run | None, resume_step: int | None, project: str, group: str | None):
         import wandb
@@ -254,7 +267,7 @@ class _Wandb:
 
 
 class _TensorBoard:
-    """TensorBoard events, written in this thread: torch's SummaryWriter loses errors in a thread of its own."""
+    """Writes TensorBoard's events in this thread, since torch's SummaryWriter loses errors in a thread of its own."""
 
     def __init__(self, run_dir: Path, run: Run | None, resume_step: int | None, project: str, group: str | None):
         from tensorboard.compat.proto import event_pb2, summary_pb2
@@ -267,7 +280,8 @@ class _TensorBoard:
         path = folder / f"events.out.tfevents.{time.time_ns() // 1000:016d}.{host}.{os.getpid()}"
         self._writer = RecordWriter(open(path, "wb"))
         self._write(file_version="brain.Event:2")
-        if resume_step is not None:  # readers drop what earlier files hold at or after this step
+        if resume_step is not None:
+            # On this event readers drop what earlier files hold at or after the step.
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             self._write(step=resume_step, session_log=start)
 

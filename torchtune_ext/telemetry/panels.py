@@ -1,4 +1,7 @@
-"""Which metric is drawn where in the report. Panels and series without data are left out; unknown metrics come last."""
+"""This list says which metric is drawn where in the report. Panels and series without data are left out; a metric that no panel
+names gets a panel of its own at the end.
+
+docs/telemetry.md explains the same names, and real runs write them: a test compares all three."""
 
 import re
 from collections.abc import Collection
@@ -9,18 +12,19 @@ from dataclasses import dataclass, replace
 class Panel:
     """One chart of the report."""
 
-    section: str  # heading it stands under
+    section: str  # The panel stands under this heading.
     title: str
-    note: str  # one line that says what a good curve looks like
-    # (metric, label) pairs; a metric "group/x*" takes all that begin so and are not yet drawn.
+    note: str  # One line says what is drawn and what a good curve looks like.
+    # These are pairs of a metric and its label. A metric "group/x*" takes all that begin so and are not yet drawn.
     series: tuple[tuple[str, str], ...]
-    unit: str = ""  # "", "percent", "seconds", "bytes", "gib", "int", "tok/s"
-    scale: str = "linear"  # or "log"
-    style: str = "line"  # or "stack": areas upon each other
-    band: tuple[str, str, str] | None = None  # (how, a, b): ("range", low, high) or ("spread", mean, std)
-    zero: bool = False  # the axis begins at zero
-    baseline: float | None = None  # a dashed line, e.g. 1 for rho
-    quiet: bool = False  # left out of the report while all its values are zero
+    unit: str = ""  # Values are shown as "", "percent", "seconds", "bytes", "gib", "int" or "tok/s".
+    scale: str = "linear"  # The axis of values is "linear" or "log".
+    style: str = "line"  # Series are drawn as lines, or as a "stack" of areas upon each other.
+    # A band goes around the first series: ("range", low, high) or ("spread", mean, std).
+    band: tuple[str, str, str] | None = None
+    zero: bool = False  # The axis begins at zero.
+    baseline: float | None = None  # A dashed line is drawn here, for instance at 1 for rho.
+    quiet: bool = False  # The panel is left out while all its values are zero.
 
 
 PANELS = (
@@ -42,6 +46,8 @@ PANELS = (
     Panel("Learning", "Samples without a grade", "The grader raised, hung or crashed; kept out of the baseline.",
           (("groups/infra_failed", "ungraded"),), unit="int", zero=True, quiet=True),
     Panel("Policy change", "Loss", "Its level means little in GRPO; jumps do.", (("loss/total", "loss"),)),
+    Panel("Policy change", "Negative log-likelihood", "Of the solutions in a supervised warm-up, in nats per token.",
+          (("loss/nll", "nll"),), zero=True),
     Panel("Policy change", "KL", "To the reference, and to the policy that the step's updates began with.",
           (("loss/kl_ref", "reference"), ("loss/approx_kl", "step's first"))),
     Panel("Policy change", "Entropy", "Nats per token; a fall to zero is collapse.", (("loss/entropy", "entropy"),),
@@ -53,11 +59,12 @@ PANELS = (
     Panel("Policy change", "Clip fraction by age", "Of the tokens sampled by a policy so many versions old.",
           (("loss/clip_fraction_age_*", ""),), unit="percent", zero=True, quiet=True),
     Panel("Policy change", "Masked", "Share of tokens that the importance weights leave out; by place and age.",
-          (("loss/masked_fraction", "masked"), ("loss/masked_fraction_*", "")), unit="percent", zero=True, quiet=True),
+          (("loss/masked_fraction", "masked"), ("loss/masked_fraction_at_*", "at "), ("loss/masked_fraction_age_*", "age ")),
+          unit="percent", zero=True, quiet=True),
     Panel("Policy change", "Largest ratio", "Before any clipping.", (("loss/ratio_max", "max ratio"),), scale="log"),
     Panel("Policy change", "Gradient norm", "Before clipping.", (("optim/grad_norm", "norm"),), zero=True),
     Panel("Policy change", "Learning rate", "", (("optim/lr", "lr"),), zero=True),
-    Panel("Policy change", "Other terms of the loss", "", (("loss/*", ""),)),
+    Panel("Policy change", "Other terms of the loss", "What a loss of your own returns beside the loss.", (("loss/*", ""),)),
     Panel("Agreement", "Trainer against sampler", "|Δ log-prob| of sampled tokens in nats, before any truncation. "
           "A rise means the two no longer compute the same policy.",
           (("mismatch/mean_abs", "mean"), ("mismatch/p99_abs", "p99"), ("mismatch/max_abs", "max"),
@@ -70,17 +77,35 @@ PANELS = (
           (("mismatch/k1", "k1"),)),
     Panel("Agreement", "Effective sample size", "Of the importance weights, as a share of the tokens; 1 where the two agree.",
           (("mismatch/ess", "share"),), unit="percent"),
-    Panel("Agreement", "Canary", "|Δ log-prob| on fixed ids after each publication of weights.",
+    Panel("Agreement", "Canary", "|Δ log-prob| on samples of fixed prompts after each publication of weights.",
           (("canary/mean_abs", "mean"),), scale="log"),
-    Panel("Speed", "Time per phase", "Seconds of each step by phase, stacked.",
-          (("time/sample", "sample"), ("time/train", "train"), ("time/grade", "grade"), ("time/pack", "pack"),
-           ("time/publish", "publish"), ("time/eval", "eval"), ("time/save", "save")),
+    Panel("Agreement", "Changes that the engine shows", "Share of the effect of the last update, and of the adapter, on "
+          "log-probs; 1 where the engine has the new weights, no value where the effect is below the noise.",
+          (("canary/update_applied", "update"), ("canary/adapter_applied", "adapter")), baseline=1.0),
+    Panel("Speed", "Seconds of a step", "By phase; together they are the step.",
+          (("time/sample", "sample"), ("time/pack", "pack"), ("time/train", "train"), ("time/publish", "publish"),
+           ("time/eval", "eval"), ("time/save", "save"), ("time/log", "log")),
           unit="seconds", style="stack", zero=True),
     Panel("Speed", "Step time", "Whole step.", (("time/step", "step"),), unit="seconds", zero=True),
-    Panel("Speed", "Throughput", "Tokens per second while sampling and while training.",
+    Panel("Speed", "Seconds of sampling", "The engine samples; grades are waited for after its last token; rollouts are kept.",
+          (("time/sample/generate", "generate"), ("time/sample/grade", "grade"), ("time/sample/store", "store")),
+          unit="seconds", style="stack", zero=True),
+    Panel("Speed", "Seconds of training", "Scores of the proximal policy and the reference; forward and backward; the wait for "
+          "other ranks; the optimizer.",
+          (("time/train/score", "score"), ("time/train/backward", "backward"), ("time/train/wait", "wait"),
+           ("time/train/optimizer", "optimizer")), unit="seconds", style="stack", zero=True),
+    Panel("Speed", "Seconds of a publication", "Weights are gathered and copied; the engine pauses to load them; the canary "
+          "proves that it did.",
+          (("time/publish/gather", "gather"), ("time/publish/copy", "copy"), ("time/publish/pause", "pause"),
+           ("time/publish/canary", "canary")), unit="seconds", style="stack", zero=True),
+    Panel("Speed", "Seconds of an evaluation", "The engine samples; grades are waited for after its last token.",
+          (("time/eval/generate", "generate"), ("time/eval/grade", "grade")), unit="seconds", style="stack", zero=True),
+    Panel("Speed", "Seconds of a checkpoint", "The whole of it, and the wait for checksums in it.",
+          (("time/save", "whole"), ("time/save/hash", "checksums")), unit="seconds", zero=True),
+    Panel("Speed", "Throughput", "Sampled tokens per second of sampling, packed tokens per second of training.",
           (("speed/sampled_tokens_s", "sampled"), ("speed/trained_tokens_s", "trained")), unit="tok/s", zero=True),
-    Panel("Speed", "Tokens of a step", "Sampled, and put into the packed rows (prompts once).",
-          (("length/tokens", "sampled"), ("pack/tokens", "packed")), unit="int", zero=True),
+    Panel("Speed", "Tokens of a step", "Sampled; put into the packed rows (prompts once); trained on.",
+          (("length/tokens", "sampled"), ("pack/tokens", "packed"), ("pack/labels", "trained on")), unit="int", zero=True),
     Panel("Speed", "Token reduction by shared prompts (ρ)", "Tokens without sharing over tokens with; 1 saves nothing.",
           (("pack/rho", "ρ"),), baseline=1.0),
     Panel("Speed", "Row fill", "Share of the packed rows that holds tokens.", (("pack/fill", "fill"),),
@@ -93,8 +118,6 @@ PANELS = (
     Panel("Machine", "Engine trouble", "Since the run began. A preempted request left the cache and was done again.",
           (("engine/preemptions", "preemptions"), ("engine/restarts", "restarts")), unit="int", zero=True,
           quiet=True),
-    Panel("Machine", "Publication", "Seconds to bring the weights to the sampler.", (("time/publish_engine", "seconds"),),
-          unit="seconds", zero=True),
     Panel("Machine", "Published bytes", "", (("publish/bytes", "bytes"),), unit="bytes", zero=True),
     Panel("Machine", "Memory", "Resident memory of the trainer and peak on the device.",
           (("memory/rss_gib", "host"), ("memory/gpu_gib", "device")), unit="gib", zero=True),
@@ -102,7 +125,8 @@ PANELS = (
 
 
 def panels_for(names: Collection[str]) -> list[Panel]:
-    """The panels that have data among the metrics `names`, "group/*" filled in, one panel more per unknown metric."""
+    """Returns the panels that have data among the metrics `names`, with "group/*" filled in, and one panel more for each metric
+    that is not known."""
     known = {metric for panel in PANELS for metric, _ in panel.series}
     known |= {metric for panel in PANELS if panel.band for metric in panel.band[1:]}
     panels = []
@@ -122,12 +146,12 @@ def panels_for(names: Collection[str]) -> list[Panel]:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Sorts "x_2" before "x_16"."""
+    """Makes a key that sorts "x_2" before "x_16"."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _words(name: str) -> str:
-    """ "16_255" -> "16–255", "length_penalty" -> "length penalty"."""
+    """Makes "16–255" of "16_255" and "length penalty" of "length_penalty"."""
     return re.sub(r"(\d)_(\d)", r"\1–\2", name).replace("_", " ")
 
 

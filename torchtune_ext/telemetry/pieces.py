@@ -1,11 +1,11 @@
-"""Token ids -> the piece of text each of them stands for."""
+"""This module finds the piece of text that each token id stands for."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-_BROKEN = "\ufffd"  # what a decoder writes for bytes that are no character yet
-_LONGEST = 6  # ids that may have to come together to make one character
+_BROKEN = "\ufffd"  # A decoder writes this for bytes that are no character yet.
+_LONGEST = 6  # So many ids may have to come together to make one character.
 
 
 class _Decoder(Protocol):
@@ -23,7 +23,7 @@ class TokenPieces:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "TokenPieces":
-        """From a model folder or a `tokenizer.json`. Raises FileNotFoundError."""
+        """Reads the tokenizer of a model folder, or a `tokenizer.json`. Raises FileNotFoundError where there is none."""
         from tokenizers import Tokenizer
 
         path = Path(folder)
@@ -34,7 +34,7 @@ class TokenPieces:
         return cls(tokenizer, tokenizer.encode("a", add_special_tokens=False).ids[-1])
 
     def split(self, ids: Sequence[int]) -> list[str]:
-        """One piece an id; joined they are the text."""
+        """Returns one piece for each id; joined they are the text."""
         pieces: list[str] = []
         held: list[int] = []
         for token in map(int, ids):

@@ -1,4 +1,4 @@
-"""Progress of a step on the terminal: bars while sampling and training, and one aligned line a step.
+"""This module shows the progress of a run on the terminal: bars while it samples and trains, and one aligned line a step.
 
 On a terminal rank 0 shows tqdm bars. Elsewhere (other ranks, a log file) a bar becomes a log line every `log_every_s`
 seconds, so that a log stays short and a stall still shows.
@@ -17,24 +17,24 @@ from torchtune_ext.run.output import attempt, say
 
 log = logging.getLogger(__name__)
 
-_HEADER_EVERY = 25  # summary lines between two headers
+_HEADER_EVERY = 25  # A header is printed again after so many lines.
 
 
 class Completion(Protocol):
-    """What a bar needs of `sampling.engine.Completion`."""
+    """This is what a bar needs of `sampling.engine.Completion`."""
 
     tokens: Sized
 
 
 class Bar:
-    """Counts items, tokens and rewards of one phase. Safe to update from other threads. A context manager.
+    """Counts items, tokens and rewards of one phase. It may be updated from other threads, and is a context manager.
 
     Args:
-        label: name of the phase.
-        total: how many items will come.
-        unit: what an item is ("sample", "row").
-        file: where a tqdm bar is drawn; None for log lines, which also follow when the file takes no more text.
-        log_every_s: seconds between log lines when no bar is drawn.
+        label: names the phase.
+        total: says how many items will come.
+        unit: says what an item is ("sample", "row").
+        file: is where a tqdm bar is drawn. With None there are log lines, as there are when the file takes no more text.
+        log_every_s: is the time between two log lines where no bar is drawn.
     """
 
     def __init__(self, label: str, total: int, unit: str, file: TextIO | None, log_every_s: float = 30.0,
@@ -50,18 +50,18 @@ class Bar:
             self._draw(self._open)
 
     def add(self, count: int = 1, tokens: int = 0) -> None:
-        """`count` more items are done; together they have `tokens` tokens."""
+        """Notes that `count` more items are done, which together have `tokens` tokens."""
         with self._lock:
             self.count += count
             self.tokens += tokens
             self._show(count)
 
     def on_completion(self, prompt: int, sample: int, completion: Completion) -> None:
-        """A completion has arrived (`rollout.Watcher`)."""
+        """Notes that a completion has arrived (`rollout.Watcher`)."""
         self.add(1, len(completion.tokens))
 
     def add_reward(self, reward: float) -> None:
-        """One more sample was graded."""
+        """Notes that one more sample was graded."""
         with self._lock:
             self.rewards += 1
             self.reward_sum += reward
@@ -79,11 +79,11 @@ class Bar:
 
     @property
     def tokens_s(self) -> float:
-        """Tokens per second since the phase began."""
+        """Returns the tokens per second since the phase began."""
         return self.tokens / max(self._clock() - self._start, 1e-9)
 
     def read_out(self) -> str:
-        """What is known so far, e.g. "reward 0.412, length 83, 5,120 tok/s"."""
+        """Says what is known so far, for instance "reward 0.412, length 83, 5,120 tok/s"."""
         parts = []
         if self.rewards:
             parts.append(f"reward {self.reward_sum / self.rewards:.3f}")
@@ -109,19 +109,20 @@ class Bar:
 
     def _draw(self, draw: Callable[[], Any]) -> None:
         if not attempt(self._file, draw) and self._tqdm is not None:
-            attempt(self._file, self._tqdm.close)  # also takes it out of the bars that tqdm moves for each line
+            # This also takes it out of the bars that tqdm moves for each line.
+            attempt(self._file, self._tqdm.close)
             self._tqdm = None
 
 
 class Progress:
-    """Bars and the table of steps.
+    """Makes the bars, and prints the table of steps.
 
     Args:
-        total_steps: for "12/200" in the table; None when unknown.
-        rank: only rank 0 draws bars and prints the table; other ranks log.
-        bars: draw bars; None: when `sys.stderr` is a terminal.
-        log_every_s: seconds between the log lines that stand in for a bar.
-        file: where the table goes; None: `sys.stdout`.
+        total_steps: is the 200 of "12/200" in the table. It is None where nobody knows it.
+        rank: is this process's. Only rank 0 draws bars and prints the table; other ranks log.
+        bars: says whether bars are drawn. With None they are where `sys.stderr` is a terminal.
+        log_every_s: is the time between the log lines that stand in for a bar.
+        file: is where the table goes. With None that is `sys.stdout`.
     """
 
     def __init__(self, total_steps: int | None = None, rank: int = 0, bars: bool | None = None,
@@ -129,6 +130,7 @@ class Progress:
         self._total, self._rank, self._log_every_s, self._file = total_steps, rank, log_every_s, file
         self._bars = rank == 0 and sys.stderr is not None and (sys.stderr.isatty() if bars is None else bars)
         self._lines = 0
+        self._parts: dict[str, float] = {}  # These are metrics of a step that is not over.
 
     def sampling(self, num_samples: int, label: str = "sample") -> Bar:
         return self._bar(label, num_samples, "sample")
@@ -137,8 +139,14 @@ class Progress:
         return self._bar(label, num_rows, "row")
 
     def summary(self, step: int, values: Mapping[str, float]) -> None:
-        """Print one line of the table from the metrics of a step; absent ones show as a dash."""
+        """Takes metrics of a step, all at once or one part after the other, and prints its line of the table as soon as they
+        hold the seconds that it took. Step 0, an evaluation before the first step, is printed at once. What is absent shows
+        as a dash."""
         if self._rank != 0:
+            return
+        values = {**self._parts, **values}
+        self._parts = {} if step == 0 or "time/step" in values else values
+        if self._parts:
             return
         if self._lines % _HEADER_EVERY == 0:
             say("  ".join(f"{title:>{width}}" for title, width, *_ in _COLUMNS), self._file)
@@ -156,7 +164,7 @@ class Progress:
         return Bar(label, total, unit, sys.stderr if self._bars else None, self._log_every_s)
 
 
-# title, width, format, metric names (the first one present is shown)
+# A column has a title, a width, a format and names of metrics, of which it shows the first that is present.
 _COLUMNS = (
     ("step", 9, "", ()),
     ("reward", 7, "{:.4f}", ("reward/mean",)),
@@ -169,4 +177,7 @@ _COLUMNS = (
     ("tok/s", 8, "{:,.0f}", ("speed/sampled_tokens_s",)),
     ("rho", 5, "{:.2f}", ("pack/rho",)),
     ("seconds", 7, "{:.1f}", ("time/step",)),
+    ("sample", 6, "{:.1f}", ("time/sample",)),
+    ("train", 5, "{:.1f}", ("time/train",)),
+    ("publish", 7, "{:.1f}", ("time/publish",)),
 )

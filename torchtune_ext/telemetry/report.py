@@ -1,4 +1,4 @@
-"""`torchtune-ext report RUN`: one HTML file with the curves of a run and a browser of its rollouts.
+"""`torchtune-ext report RUN` makes one HTML file with the curves of a run and a browser of its rollouts.
 
 The file needs no network and no server. Everything that came from the run is embedded as base64 of gzipped JSON and
 written into the page as text nodes only, so that no completion can break or script the page.
@@ -34,24 +34,24 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much of the rollouts a page carries; the curves are always whole."""
+    """This says how much of the rollouts a page carries; the curves are always whole."""
 
-    max_steps: int = 80  # steps with rollouts, evenly spaced, first and last among them
-    groups_per_step: int = 12  # evenly spaced over the reward spread, widest and narrowest among them
-    samples_per_group: int = 16  # evenly spaced over the reward, best and worst among them
-    max_tokens: int = 2000  # of one sample; the middle of a longer one is left out
-    max_mib: float = 16.0  # of all rollouts in the page
+    max_steps: int = 80  # So many steps have rollouts, evenly spaced, first and last among them.
+    groups_per_step: int = 12  # They are evenly spaced over the reward spread, widest and narrowest among them.
+    samples_per_group: int = 16  # They are evenly spaced over the reward, best and worst among them.
+    max_tokens: int = 2000  # The middle of a sample that is longer is left out.
+    max_mib: float = 16.0  # All rollouts in the page together take no more.
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was written."""
+    """This says what was written."""
 
     path: Path
     num_bytes: int
-    steps: int  # with metrics
-    rollout_steps: int  # with rollouts in the page
-    stored_steps: int  # with rollouts in the run
+    steps: int  # So many have metrics.
+    rollout_steps: int  # So many have rollouts in the page.
+    stored_steps: int  # So many have rollouts in the run.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Write the page; 0, or 1 with a message when the run cannot be read."""
+    """Writes the page. Returns 0, or 1 after a message that says why the run cannot be read."""
     try:
         limits = Limits(args.max_steps, args.groups_per_step, args.samples_per_group, args.max_tokens, args.max_mib)
         report = build_report(args.run, args.out, limits, args.tokenizer)
@@ -89,7 +89,7 @@ def main(args: argparse.Namespace) -> int:
 def build_report(
     run_dir: str | Path, out: str | Path | None = None, limits: Limits = Limits(), tokenizer: str | Path | None = None
 ) -> Report:
-    """Write the page of `run_dir` to `out`. Raises FileNotFoundError and ValueError with the cause and the fix."""
+    """Writes the page of `run_dir` to `out`. Raises FileNotFoundError and ValueError, which say the cause and the fix."""
     for name, value in asdict(limits).items():
         if value < (0 if name == "max_mib" else 1):
             raise ValueError(f"{name}={value}: must be positive")
@@ -107,7 +107,8 @@ def build_report(
     page = _page(_overview(run_dir, records, index, len(paths)), blobs)
     out.parent.mkdir(parents=True, exist_ok=True)
     with explained(f"cannot write {out}", "Free disk space, or name another file by --out"):
-        out.write_text(page, encoding="utf-8")  # in place: it may be a link, or no file at all
+        # The page is written in place, since `out` may be a link, or no file at all.
+        out.write_text(page, encoding="utf-8")
     return Report(out, len(page.encode()), len(records), len(blobs), len(paths))
 
 
@@ -115,7 +116,7 @@ def build_report(
 
 
 def _overview(run_dir: Path, records: list[dict], index: list[dict], stored: int) -> dict[str, Any]:
-    """Everything but the rollouts: the series as columns, the panels, and which rollouts the page has."""
+    """Collects everything but the rollouts: the series as columns, the panels, and which rollouts the page has."""
     names = {name for record in records for name in record if name not in ("step", "nonfinite")}
     series = {name: [_short(record.get(name)) for record in records] for name in sorted(names)}
     series = {name: values for name, values in series.items() if any(value is not None for value in values)}
@@ -143,7 +144,7 @@ def _any(panel: Panel, series: dict[str, list]) -> bool:
 
 
 def _notices(records: list[dict]) -> list[str]:
-    """What a reader should look at first."""
+    """Says what a reader should look at first."""
     notices = []
     broken: dict[str, list[int]] = {}
     for record in records:
@@ -151,7 +152,7 @@ def _notices(records: list[dict]) -> list[str]:
             broken.setdefault(name, []).append(record["step"])
     for name, steps in broken.items():
         notices.append(f"{name} was not finite at {_count(len(steps), 'step')}, first at step {steps[0]}.")
-    last = records[-max(1, len(records) // 10) :]  # the last tenth of the run
+    last = records[-max(1, len(records) // 10) :]  # This is the last tenth of the run.
 
     def recent(name: str) -> float:
         values = [record[name] for record in last if record.get(name) is not None]
@@ -189,7 +190,7 @@ def _flat(config: dict, prefix: str = "") -> list[tuple[str, str]]:
 
 
 def _short(value: float | None, digits: int = 6) -> float | None:
-    """Six digits are more than a screen shows, and half the bytes."""
+    """Rounds to six digits, which are more than a screen shows and half the bytes."""
     return value if value is None or isinstance(value, int) else float(f"{value:.{digits}g}")
 
 
@@ -199,7 +200,7 @@ def _short(value: float | None, digits: int = 6) -> float | None:
 def _rollout_blobs(
     paths: dict[int, Path], limits: Limits, pieces: TokenPieces | None
 ) -> tuple[dict[int, str], list[dict]]:
-    """Step -> packed groups, and for each such step what it holds. What one step leaves of the budget, others use."""
+    """Packs groups of some steps, and says what each of these steps holds. What one leaves of the budget, others use."""
     blobs: dict[int, str] = {}
     index: list[dict] = []
     steps = _spaced(sorted(paths), limits.max_steps) if limits.max_mib > 0 else []
@@ -218,7 +219,7 @@ def _rollout_blobs(
 
 
 def _fit(groups: list[Group], limits: Limits, pieces: TokenPieces | None, budget: float) -> tuple[str, list[Group]]:
-    """As many groups as `budget` bytes hold, at least one; then fewer samples, then fewer tokens of each."""
+    """Takes as many groups as `budget` bytes hold. Where one alone is too large it has fewer samples, then fewer tokens."""
     ranked = sorted(groups, key=_spread, reverse=True)
     num_groups, num_samples, num_tokens = limits.groups_per_step, limits.samples_per_group, limits.max_tokens
     while True:
@@ -279,9 +280,11 @@ def _sample_record(sample: Sample, num_tokens: int, pieces: TokenPieces | None) 
     record: dict[str, Any] = {
         "text": sample.text if count <= num_tokens else _cut_text(sample.text, 8 * num_tokens),
         "ids": completion.tokens[keep].tolist(),
-        "nats": np.rint(-1000 * logprobs).astype(int).tolist(),  # thousandths, positive
+        # They are thousandths of nats, and positive.
+        "nats": np.rint(-1000 * logprobs).astype(int).tolist(),
         "count": count,
-        "gap": head if count > num_tokens else None,  # where tokens were left out
+        # Tokens were left out here.
+        "gap": head if count > num_tokens else None,
         "reward": None if score is None else _finite(score.reward),
         "parts": {} if score is None else {k: _finite(v) for k, v in score.parts.items()},
         "note": "" if score is None else _cut_text(score.note, 2000),
@@ -309,7 +312,7 @@ def _finite(value: float) -> float | None:
 
 
 def _spaced(items: Sequence, number: int) -> list:
-    """At most `number` of `items`, evenly spaced, first and last among them (only the first when `number` is 1)."""
+    """Takes at most `number` of `items`, evenly spaced, first and last among them (only the first when `number` is 1)."""
     if len(items) <= number:
         return list(items)
     return [items[round(i * (len(items) - 1) / max(1, number - 1))] for i in range(number)]

@@ -1,4 +1,4 @@
-"""Every rollout of a run, one gzip file of JSON lines a step: `zcat rollouts/step_000012.jsonl.gz | jq .` reads it.
+"""Every rollout of a run is kept, in one gzip file of JSON lines a step: `zcat rollouts/step_000012.jsonl.gz | jq .` reads it.
 
 The first line is a header, each other line a group: problem, prompt ids, and its samples with ids, text, log-probs,
 reward, outcome and advantage. Log-probs have nine significant digits, which gives back every float32 exactly; policy
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 FORMAT = 1
 FOLDER = "rollouts"
-_GZIP_LEVEL = 1  # a tenth of the time of level 6 for files one fifth larger
+_GZIP_LEVEL = 1  # This level takes a tenth of the time of level 6, for files that are one fifth larger.
 _FILE_NAME = re.compile(r"step_(\d+)\.jsonl\.gz")
 
 
@@ -34,13 +34,13 @@ class RolloutStore:
     """Writes the groups of each step to `run_dir/rollouts/`.
 
     Args:
-        run_dir: folder of the run.
-        keep_every: keep steps divisible by this; 0 keeps none.
-        resume_step: None for a fresh run; otherwise the first step that will be written again: files at or after it are
-            removed.
+        run_dir: is the folder of the run.
+        keep_every: says that steps divisible by it are kept; 0 keeps none.
+        resume_step: is None for a fresh run. Otherwise it is the first step that will be written again: files at or after it
+            are removed.
 
     Raises:
-        ValueError: a fresh run where an earlier one left its rollouts.
+        ValueError: an earlier run left its rollouts where a fresh one begins.
     """
 
     def __init__(self, run_dir: str | Path, keep_every: int = 1, resume_step: int | None = None):
@@ -48,8 +48,8 @@ class RolloutStore:
             raise ValueError(f"keep_every={keep_every}: must be 0 (keep none) or a number of steps")
         self.folder = Path(run_dir) / FOLDER
         self._keep_every = keep_every
-        self._missing: list[int] = []  # steps that the disk refused
-        self._refused = False  # the last one among them
+        self._missing: list[int] = []  # The disk refused these steps.
+        self._refused = False  # The last step is among them.
         for step, path in rollout_paths(run_dir).items():
             if resume_step is None:
                 raise ValueError(
@@ -59,7 +59,7 @@ class RolloutStore:
                 path.unlink()
 
     def write(self, step: int, groups: Sequence[Group]) -> Path | None:
-        """Write the groups of `step` atomically; None when the step is not kept.
+        """Writes the groups of `step`, all or nothing. Returns the file, or None when the step is not kept.
 
         The rollouts are a record, not worth the run. So a disk that refuses is a warning, and the next step tries again.
         """
@@ -89,7 +89,7 @@ class RolloutStore:
             self._missing.clear()
 
     def _ranges(self) -> str:
-        """[4, 5, 6, 8] -> "4 to 6, 8" """
+        """Makes "4 to 6, 8" of the missing steps [4, 5, 6, 8]."""
         ranges: list[list[int]] = []
         for step in self._missing:
             if ranges and step - ranges[-1][1] <= self._keep_every:
@@ -100,22 +100,24 @@ class RolloutStore:
 
 
 def rollout_paths(run_dir: str | Path) -> dict[int, Path]:
-    """Step -> file of the stored rollouts, steps ascending."""
+    """Returns the file of the stored rollouts of each step, in the order of the steps."""
     found = ((_FILE_NAME.fullmatch(path.name), path) for path in (Path(run_dir) / FOLDER).glob("step_*.jsonl.gz"))
     return dict(sorted((int(match[1]), path) for match, path in found if match))
 
 
 def pack_rollouts(step: int, groups: Sequence[Group]) -> bytes:
-    """The bytes of one file. The same groups give the same bytes."""
+    """Makes the bytes of one file. The same groups give the same bytes."""
     header = json.dumps({"format": FORMAT, "step": step, "groups": len(groups)})
     lines = [header, *(_group_line(group) for group in groups), ""]
     return gzip.compress("\n".join(lines).encode(), _GZIP_LEVEL, mtime=0)
 
 
 def read_rollouts(path: str | Path) -> list[Group]:
-    """The groups as they were written, equal field by field (JSON turns tuples of `answer` into lists).
+    """Reads the groups as they were written, equal field by field (JSON turns tuples of `answer` into lists).
 
-    Raises: FileNotFoundError; ValueError for a file that is damaged, cut off, or of another format.
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is damaged, cut off, or of another format.
     """
     path = Path(path)
     try:
@@ -131,7 +133,7 @@ def read_rollouts(path: str | Path) -> list[Group]:
 
 
 def _group_line(group: Group) -> str:
-    """One group as a line of JSON. The arrays are formatted in bulk: twenty times faster than json.dumps on floats."""
+    """Makes a line of JSON of one group. The arrays are formatted in bulk, which is twenty times faster than json.dumps."""
     problem = {"id": group.problem.id, "messages": group.problem.messages, "answer": group.problem.answer}
     samples = ",".join(_sample_text(sample) for sample in group.samples)
     return (
@@ -171,7 +173,8 @@ def _sample(record: dict[str, Any]) -> Sample:
     score = outcome = None
     if record["reward"] is not None:
         parts = {name: float(value) for name, value in record["parts"].items()}
-        score = Score(float(record["reward"]), parts, record.get("note", ""))  # earlier versions wrote no notes
+        # Earlier versions wrote no notes.
+        score = Score(float(record["reward"]), parts, record.get("note", ""))
     if record["outcome"] is not None:
         outcome = Outcome(kind=record["outcome"], score=score, cause=record["cause"])
     versions = [version for version, count in record["versions"] for _ in range(count)]
@@ -192,7 +195,7 @@ def _sample(record: dict[str, Any]) -> Sample:
 
 
 def run_lengths(values_R: np.ndarray) -> list[list[int]]:
-    """[7, 7, 7, 8] -> [[7, 3], [8, 1]]"""
+    """Makes [[7, 3], [8, 1]] of [7, 7, 7, 8]."""
     values_R = np.asarray(values_R)
     starts = np.flatnonzero(np.diff(values_R, prepend=values_R[:1] - 1)) if len(values_R) else []
     ends = [*starts[1:], len(values_R)]
@@ -200,7 +203,7 @@ def run_lengths(values_R: np.ndarray) -> list[list[int]]:
 
 
 def _number(value: float) -> float | str:
-    """JSON has no NaN: those become strings, which `float()` reads back."""
+    """Makes a string, which `float()` reads back, of a number that JSON does not have, such as NaN."""
     value = float(value)
     return value if math.isfinite(value) else str(value)
 

@@ -1,9 +1,9 @@
-"""What the groups of a step say in numbers, and how long its phases took."""
+"""This module says in numbers what the groups of a step are like, and where its seconds went."""
 
 import resource
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
@@ -15,33 +15,66 @@ from torchtune_ext.sampling.records import EngineStats
 
 
 class Stopwatch:
-    """Seconds by phase: `with watch("sample"): ...`.
+    """Adds up seconds by phase: `with watch("train"): ...`.
+
+    A phase inside another one is a detail of it and is named after both: "backward" inside "train" is "train/backward". So
+    the phases without a slash add up to the step, and details to their phase but for what no detail covers.
 
     Args:
-        told: a context manager of the phase's name that is open during the phase, for instance `Ranks.phase`.
+        told: is called with the name of each phase, not of its details, and gives a context that is open as long as the phase
+            (for instance `Ranks.phase`). Ranks in one phase may well be in different details of it.
     """
 
     def __init__(self, told: Callable[[str], AbstractContextManager] = nullcontext) -> None:
-        self._told = told
-        self.seconds: dict[str, float] = defaultdict(float)
+        self._told, self._inside = told, ""
+        self.seconds: dict[str, float] = defaultdict(float)  # These are the seconds since the last lap, by phase.
         self._begin = time.monotonic()
 
     @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        begin = time.monotonic()
+    def __call__(self, name: str) -> Iterator[None]:
+        outer, begin = self._inside, time.monotonic()
+        self._inside = f"{outer}/{name}" if outer else name
         try:
-            with self._told(phase):
+            with nullcontext() if outer else self._told(name):
                 yield
+                if torch.cuda.is_initialized():
+                    # What a phase gives a device to do is done in its own seconds.
+                    torch.cuda.synchronize()
         finally:
-            self.seconds[phase] += time.monotonic() - begin
+            self.seconds[self._inside] += time.monotonic() - begin
+            self._inside = outer
 
-    def metrics(self) -> dict[str, float]:
-        values = {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
-        return values | {"time/step": time.monotonic() - self._begin}
+    def lap(self) -> dict[str, float]:
+        """Returns `time/...` of all phases since the last lap, and `time/step` for all of it. The next lap begins here, so no
+        moment between two laps is lost."""
+        now = time.monotonic()
+        values = {f"time/{name}": seconds for name, seconds in self.seconds.items()} | {"time/step": now - self._begin}
+        self.seconds.clear()
+        self._begin = now
+        return values
+
+
+def clock_metrics(values: Mapping[str, float], seconds: Mapping[str, float]) -> dict[str, float]:
+    """Returns the seconds of a step and what follows from them: the tokens of each second in which the engine samples, and of
+    each in which the trainer trains (on packed rows, where prompts stand once).
+
+    Args:
+        values: are the metrics of the step. Where tokens or their seconds are not counted there is no speed.
+        seconds: come from `Stopwatch.lap` of the same step.
+    """
+    found = dict(seconds)
+    for name, tokens, phase in (
+        ("sampled", "length/tokens", "time/sample/generate"),
+        ("trained", "pack/tokens", "time/train"),
+    ):
+        if tokens in values and seconds.get(phase):
+            found[f"speed/{name}_tokens_s"] = values[tokens] / seconds[phase]
+    return found
 
 
 def evaluation_metrics(sampled: Sequence[Group], greedy: Sequence[Group]) -> dict[str, float]:
-    """Accuracy on held-out problems: sampled at the training temperature (interval, pass@n of n samples) and greedy."""
+    """Says how accurate the policy is on held-out problems: sampled at the temperature of training, with an interval and pass@n
+    of n samples, and greedy."""
     most = max(len(group.samples) for group in sampled)
     drawn, best = accuracy(sampled, (1, most)), accuracy(greedy)
     several = {"eval/pass_at_" + str(most): drawn.pass_at[most]} if most > 1 and most in drawn.pass_at else {}
@@ -56,7 +89,7 @@ def evaluation_metrics(sampled: Sequence[Group], greedy: Sequence[Group]) -> dic
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Rewards with their parts, and lengths, over all samples of the groups (graded ones for the rewards)."""
+    """Says what the lengths of all samples of the groups are, and the rewards of the graded ones with their parts."""
     samples = [s for g in groups for s in g.samples]
     scores = [s.score for s in samples if s.score is not None]
     lengths = np.array([len(s.completion.tokens) for s in samples])
@@ -75,6 +108,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def engine_metrics(stats: EngineStats) -> dict[str, float]:
+    """Says what the engine has counted since the run began."""
     return {
         "engine/prefix_hit_rate": stats.prefix_hit_rate,
         "engine/preemptions": float(stats.preemptions),
@@ -85,7 +119,7 @@ def engine_metrics(stats: EngineStats) -> dict[str, float]:
 
 
 def memory_metrics() -> dict[str, float]:
-    """Peak memory of this process since its start, GiB."""
+    """Says how much memory this process has used at most since its start, in GiB."""
     values = {"memory/rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)}
     if torch.cuda.is_available():
         values["memory/gpu_gib"] = torch.cuda.max_memory_allocated() / (1 << 30)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +41,8 @@ class Learner:
         optimizer: over `policy.trainable()`; None where nobody will call `step`.
         schedule: of its learning rate.
         max_grad_norm: longer gradients are shortened to it; None: they are not.
+        watch: gives a context for each part of the work: "score" (what the proximal policy and the reference say), "backward"
+            (forward and backward), "wait" (for the other ranks at the end of the rows) and "optimizer".
     """
 
     def __init__(
@@ -52,9 +54,10 @@ class Learner:
         optimizer: torch.optim.Optimizer | None = None,
         schedule: torch.optim.lr_scheduler.LambdaLR | None = None,
         max_grad_norm: float | None = None,
+        watch: Callable[[str], AbstractContextManager] = nullcontext,
     ):
         self.policy, self.loss, self.ranks, self.temperature = policy, loss, ranks, temperature
-        self.optimizer, self.schedule, self._max_grad_norm = optimizer, schedule, max_grad_norm
+        self.optimizer, self.schedule, self._max_grad_norm, self._watch = optimizer, schedule, max_grad_norm, watch
         needs = needs_of(loss)
         self._top_k = needs.top_k
         self._reference = reference_of(policy.model) if needs.reference else None
@@ -82,13 +85,14 @@ class Learner:
         """
         asked = [i > 0 or self.policy.noisy for i in range(len(updates))]
         pairs = zip(updates, asked, strict=True)
-        return [self.logprobs(rows, top_k=self._top_k) if ask else None for rows, ask in pairs]
+        with self._watch("score"):
+            return [self.logprobs(rows, top_k=self._top_k) if ask else None for rows, ask in pairs]
 
     def reference(self, updates: Sequence[Sequence[Row]]) -> list[list[LabelLogprobs] | None]:
         """What the reference says of the rows of each update; None for a loss that needs no reference."""
         if self._reference is None:
             return [None] * len(updates)
-        with self._reference.swapped_in():
+        with self._watch("score"), self._reference.swapped_in():
             return [self.logprobs(rows) for rows in updates]
 
     def forward_backward(
@@ -112,43 +116,45 @@ class Learner:
         """
         device, total, sums, peaks, said = self.ranks.device, 0.0, {}, {}, []
         breakdown = Breakdown(("clip_fraction", "masked_fraction"))
-        for i, cpu_row in enumerate(rows):
-            row = cpu_row.to(device)
-            stored_ids = None if proximal is None else proximal[i].top_ids_LK
-            now = self.policy(row, self.temperature, 0 if stored_ids is None else stored_ids)
-            before = now.detached() if proximal is None else proximal[i]
-            tokens = Tokens(
-                logprobs_L=now.logprobs_L,
-                entropy_L=now.entropy_L,
-                old_logprobs_L=before.logprobs_L,
-                behavior_logprobs_L=row.logprobs_L,
-                ref_logprobs_L=None if reference is None else reference[i].logprobs_L,
-                advantages_L=row.advantages_L,
-                versions_L=row.versions_L,
-                samples_L=row.samples_L,
-                old_top_LK=before.top_LK,
-                top_LK=now.top_LK,
-            )
-            token_loss_L, metrics = self.loss(tokens)
-            self._require_labels(row, token_loss_L, metrics)
-            row_loss = (row.weights_L * token_loss_L).sum()
-            # FSDP averages gradients over ranks, but the weights of labels sum to one over all of them.
-            (row_loss * self.ranks.world_size).backward()
-            total += row_loss.item()
-            for name, values_L in metrics.items():
-                if name.endswith("_max"):
-                    highest = values_L.max().item() if values_L.numel() else -torch.inf
-                    peaks[name] = max(peaks.get(name, -torch.inf), highest)
-                else:
-                    sums[name] = sums.get(name, 0.0) + values_L.sum().item()
-            breakdown.add(row, metrics, version)
-            said.append(before)
-            if on_row:
-                on_row(cpu_row)
-        whole = reduce({"loss": total, "labels": sum(row.num_labels for row in rows)}, "sum", device)
-        labels = whole["labels"] or 1.0
-        means = {name: value / labels for name, value in reduce(sums, "sum", device).items()}
-        found = means | reduce(peaks, "max", device) | breakdown.metrics(device)
+        with self._watch("backward"):
+            for i, cpu_row in enumerate(rows):
+                row = cpu_row.to(device)
+                stored_ids = None if proximal is None else proximal[i].top_ids_LK
+                now = self.policy(row, self.temperature, 0 if stored_ids is None else stored_ids)
+                before = now.detached() if proximal is None else proximal[i]
+                tokens = Tokens(
+                    logprobs_L=now.logprobs_L,
+                    entropy_L=now.entropy_L,
+                    old_logprobs_L=before.logprobs_L,
+                    behavior_logprobs_L=row.logprobs_L,
+                    ref_logprobs_L=None if reference is None else reference[i].logprobs_L,
+                    advantages_L=row.advantages_L,
+                    versions_L=row.versions_L,
+                    samples_L=row.samples_L,
+                    old_top_LK=before.top_LK,
+                    top_LK=now.top_LK,
+                )
+                token_loss_L, metrics = self.loss(tokens)
+                self._require_labels(row, token_loss_L, metrics)
+                row_loss = (row.weights_L * token_loss_L).sum()
+                # FSDP averages gradients over ranks, but the weights of labels sum to one over all of them.
+                (row_loss * self.ranks.world_size).backward()
+                total += row_loss.item()
+                for name, values_L in metrics.items():
+                    if name.endswith("_max"):
+                        highest = values_L.max().item() if values_L.numel() else -torch.inf
+                        peaks[name] = max(peaks.get(name, -torch.inf), highest)
+                    else:
+                        sums[name] = sums.get(name, 0.0) + values_L.sum().item()
+                breakdown.add(row, metrics, version)
+                said.append(before)
+                if on_row:
+                    on_row(cpu_row)
+        with self._watch("wait"):
+            whole = reduce({"loss": total, "labels": sum(row.num_labels for row in rows)}, "sum", device)
+            labels = whole["labels"] or 1.0
+            means = {name: value / labels for name, value in reduce(sums, "sum", device).items()}
+            found = means | reduce(peaks, "max", device) | breakdown.metrics(device)
         return Gradient(whole["loss"], {f"loss/{name}": value for name, value in found.items()}, said)
 
     def step(self, gradient: Gradient, advice: Callable[[], str]) -> dict[str, float]:
@@ -160,15 +166,16 @@ class Learner:
         Raises:
             FloatingPointError: loss or gradient is not finite; weights and optimizer state are as before.
         """
-        norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), self._max_grad_norm or torch.inf)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        if not (torch.isfinite(norm) and math.isfinite(gradient.loss)):
+        with self._watch("optimizer"):
+            norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), self._max_grad_norm or torch.inf)
+            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            if not (torch.isfinite(norm) and math.isfinite(gradient.loss)):
+                self.optimizer.zero_grad(set_to_none=True)
+                raise FloatingPointError(f"loss is {gradient.loss}, gradient norm {norm.item()}: {advice()}")
+            self.optimizer.step()
+            self.schedule.step()
             self.optimizer.zero_grad(set_to_none=True)
-            raise FloatingPointError(f"loss is {gradient.loss}, gradient norm {norm.item()}: {advice()}")
-        self.optimizer.step()
-        self.schedule.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return {"loss/total": gradient.loss, "optim/grad_norm": norm.item(), **gradient.metrics}
+            return {"loss/total": gradient.loss, "optim/grad_norm": norm.item(), **gradient.metrics}
 
     @property
     def updates(self) -> int:

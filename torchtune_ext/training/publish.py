@@ -1,7 +1,8 @@
 """Weights to the sampler, in memory, and the proof that it samples with them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from time import perf_counter
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from torchtune_ext.groups import Group, Sample
 from torchtune_ext.packing import Row, contexts, pack
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.logprobs import LabelLogprobs
-from torchtune_ext.sampling.engine import Completion, Engine, PublishReport, SamplingConfig
+from torchtune_ext.sampling.engine import Completion, Engine, SamplingConfig
 from torchtune_ext.sampling.weight_buffer import checksum
 from torchtune_ext.tasks.task import Problem, Task
 from torchtune_ext.training.agreement import Agreement, Applied, Disagreement, applied_share
@@ -69,12 +70,39 @@ class Publisher:
         self._before: dict[int, float] = {}  # context -> log-prob under the policy of the last publication, all ranks
 
     def publish(self, version: int) -> dict[str, float]:
-        """Makes the engine sample with the current weights under `version`. A collective. Returns metrics.
+        """Makes the engine sample with the current weights under `version`. A collective.
+
+        Returns:
+            On rank 0: the size of the publication, the seconds of its parts, and what the canary found.
 
         Raises:
             Disagreement: the engine does not run these weights; says the likely cause.
         """
-        report, when = self._send(version), f"after publishing version {version}"
+        sent, began = self._send(version), perf_counter()
+        found = self._prove(version)
+        took = {"time/publish/canary": perf_counter() - began}
+        return sent | took | found if self._engine is not None else {}
+
+    def _send(self, version: int) -> dict[str, float]:
+        """Gathers the weights and gives them to the engine. On rank 0: their bytes, and the seconds of gathering them (over
+        ranks, in the names and the precision of the engine), of copying them and of the engine's pause."""
+        size = gather_s = copy_s = pause_s = 0.0
+        for tensors, adapter in self._trained.sent(self._learner.policy.model, self._source, self._precision):
+            if self._engine is not None:
+                sums = self._sent["model" if adapter is None else "adapter"] = {}
+                gathering = _Gathering(tensors, sums)
+                report = self._engine.publish(gathering, version, adapter)
+                size, gather_s = size + report.bytes, gather_s + gathering.seconds
+                copy_s, pause_s = copy_s + report.copy_s - gathering.seconds, pause_s + report.pause_s
+            else:
+                for _ in tensors:  # rank 0 gathers each weight: take part
+                    pass
+        seconds = {"gather": gather_s, "copy": copy_s, "pause": pause_s}
+        return {"publish/bytes": size} | {f"time/publish/{part}": value for part, value in seconds.items()}
+
+    def _prove(self, version: int) -> dict[str, float]:
+        """Samples the canary and compares what the engine says of it with what the trainer says. Raises Disagreement."""
+        when = f"after publishing version {version}"
         rows, wrong = self._canary(version)
         if wrong:
             raise Disagreement(f"{when}: weights: {wrong}")
@@ -82,23 +110,10 @@ class Publisher:
         applied = self._trained.applied(self._learner, rows, said) | {"update": self._update_applied(rows, said)}
         found = self._agreement.require(rows, said, when, applied=list(applied.values()))
         self._remember(rows, said)
-        if report is None:
-            return {}
-        self._precision.write_mismatch(found.mean_abs, found.tokens, when)
-        sent = {"time/publish_engine": report.copy_s + report.pause_s, "publish/bytes": float(report.bytes)}
+        if self._engine is not None:
+            self._precision.write_mismatch(found.mean_abs, found.tokens, when)
         shares = {f"canary/{name}_applied": change.slope for name, change in applied.items() if change.resolved}
-        return sent | {"canary/mean_abs": found.mean_abs} | shares
-
-    def _send(self, version: int) -> PublishReport | None:
-        report = None
-        for tensors, adapter in self._trained.sent(self._learner.policy.model, self._source, self._precision):
-            if self._engine is not None:
-                sent = self._sent["model" if adapter is None else "adapter"] = {}
-                report = self._engine.publish(_summed(tensors, sent), version, adapter)
-            else:
-                for _ in tensors:  # rank 0 gathers each weight: take part
-                    pass
-        return report
+        return {"canary/mean_abs": found.mean_abs} | shares
 
     def _canary(self, version: int) -> tuple[list[Row], str | None]:
         """This rank's share of freshly sampled rows, and what shows already that other weights sampled them."""
@@ -144,11 +159,20 @@ class Publisher:
         self._before = {c: p for part in gathered(known) for c, p in part.items()}
 
 
-def _summed(tensors: Iterable[tuple[str, Tensor]], sums: dict[str, int]) -> Iterable[tuple[str, Tensor]]:
-    """Passes tensors on and keeps the checksum of each."""
-    for name, tensor in tensors:
-        sums[name] = checksum(tensor)
-        yield name, tensor
+class _Gathering:
+    """Passes tensors on, keeps the checksum of each in `sums`, and counts the seconds that this takes."""
+
+    def __init__(self, tensors: Iterable[tuple[str, Tensor]], sums: dict[str, int]):
+        self._tensors, self._sums, self.seconds = tensors, sums, 0.0
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        began = perf_counter()
+        for name, tensor in self._tensors:
+            self._sums[name] = checksum(tensor)
+            self.seconds += perf_counter() - began
+            yield name, tensor
+            began = perf_counter()
+        self.seconds += perf_counter() - began
 
 
 def canary_prompts(task: Task, tokenizer: ChatTokenizer) -> list[list[int]]:

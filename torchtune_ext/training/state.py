@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -152,7 +151,7 @@ class Checkpoints:
         export: Callable[..., None],
         recipe: dict[str, Any],
         accuracy: float | None = None,
-    ) -> dict[str, float]:
+    ) -> float:
         """Writes a checkpoint beside its final place and renames it there. A collective.
 
         Args:
@@ -163,13 +162,11 @@ class Checkpoints:
             accuracy: of these weights on held-out problems; the checkpoint with the highest is kept.
 
         Returns:
-            `time/save`: seconds that it took; `time/save_hash`: of these, seconds that some rank waited for checksums (what
-            threads take from the processor meanwhile is not in it).
+            Seconds that some rank waited for checksums; what threads take from the processor meanwhile is not in them.
 
         Raises:
             OSError: nothing was saved, on any rank (a full disk, say); earlier checkpoints are untouched.
         """
-        began = perf_counter()
         final = self.folder / f"step_{step:06d}"
         partial = folders.partial_of(final)
         with folders.written_aside(final, self._advice_on_saving), Checksums(partial) as checksums:
@@ -181,10 +178,10 @@ class Checkpoints:
             known = {name: entry for entries in gathered(mine) for name, entry in entries.items()}
             content = {"step": step, "accuracy": accuracy, **recipe}
             together(lambda: self._complete(final, content, known, checksums) if self._main else None)
-            hashing = max(gathered(checksums.seconds))
+            waited = max(gathered(checksums.seconds))
         if self._main:
             self._prune()
-        return {"time/save": perf_counter() - began, "time/save_hash": hashing}
+        return waited
 
     def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Restores weights, optimizer moments and RNG in place and returns what `recipe` held. A collective.

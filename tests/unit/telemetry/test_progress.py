@@ -52,21 +52,32 @@ def test_updates_from_threads_are_not_lost():
 def test_summary_reads_as_a_table():
     file = io.StringIO()
     progress = Progress(total_steps=200, bars=False, file=file)
-    progress.summary(1, {"reward/mean": 0.25, "length/mean": 83.4, "speed/sampled_tokens_s": 4100.2, "time/step": 61.2})
-    progress.summary(200, {"reward/mean": -0.125, "eval/accuracy_greedy": 0.5, "mismatch/mean_abs": 0.00612})
+    progress.summary(1, {"reward/mean": 0.25, "length/mean": 83.4})
+    assert not file.getvalue(), "the step is not over"
+    progress.summary(1, {"speed/sampled_tokens_s": 4100.2, "time/step": 61.2, "time/sample": 31.2, "time/publish": 4.0})
+    values = {"reward/mean": -0.125, "eval/accuracy_greedy": 0.5, "mismatch/mean_abs": 0.00612}
+    progress.summary(200, values | {"time/step": 7.0})
     header, first, second = file.getvalue().splitlines()
     assert len(header) == len(first) == len(second)
     for title, value in (
+        ("step", "1/200"),
         ("reward", "0.2500"),
         ("length", "83"),
         ("tok/s", "4,100"),
         ("seconds", "61.2"),
-        ("step", "1/200"),
+        ("sample", "31.2"),
+        ("publish", "4.0"),
     ):
-        assert header.index(title) + len(title) == first.index(f" {value} " if value != "61.2" else " 61.2") + 1 + len(
-            value
-        )
-    assert second.split() == ["200/200", "-0.1250", "-", "50.0%", "-", "-", "-", "6.1e-03", "-", "-", "-"]
+        end = header.index(title) + len(title)
+        assert first[:end].split()[-1] == value
+    assert second.split() == ["200/200", "-0.1250", "-", "50.0%", *"---", "6.1e-03", "-", "-", "7.0", *"---"]
+
+
+def test_an_evaluation_before_the_first_step_is_a_line_at_once():
+    file = io.StringIO()
+    progress = Progress(total_steps=200, bars=False, file=file)
+    progress.summary(0, {"eval/accuracy_sampled": 0.25})
+    assert file.getvalue().splitlines()[1].split()[:4] == ["0/200", "-", "-", "25.0%"]
 
 
 def test_other_ranks_print_no_table(capsys):

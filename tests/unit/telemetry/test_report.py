@@ -17,7 +17,6 @@ from torchtune_ext.groups import Group
 from torchtune_ext.tasks.task import Problem, Score
 from torchtune_ext.telemetry import report as module
 from torchtune_ext.telemetry.metrics import Metrics
-from torchtune_ext.telemetry.panels import panels_for
 from torchtune_ext.telemetry.pieces import TokenPieces
 from torchtune_ext.telemetry.report import Limits, build_report
 from torchtune_ext.telemetry.rollouts import RolloutStore
@@ -25,16 +24,6 @@ from torchtune_ext.telemetry.rollouts import RolloutStore
 HOSTILE = (
     "</script></pre><script>document.title='broken'</script><!-- <img src=x onerror=\"document.title='broken'\"> {{js}}"
 )
-RECIPE_METRICS = (
-    "reward/mean reward/std reward/accuracy eval/accuracy_sampled eval/accuracy_greedy eval/low eval/high loss/total "
-    "loss/clip_fraction loss/kl_ref loss/entropy loss/ratio_max loss/approx_kl mismatch/mean_abs mismatch/p99_abs "
-    "mismatch/max_abs mismatch/k3 length/mean length/max length/truncated groups/used groups/no_signal "
-    "groups/infra_failed pack/rho pack/rows pack/fill engine/prefix_hit_rate engine/preemptions engine/kv_max "
-    "engine/concurrency engine/restarts optim/grad_norm optim/lr time/publish_engine publish/bytes canary/mean_abs "
-    "time/sample time/grade time/pack time/train time/publish time/eval time/step speed/sampled_tokens_s "
-    "speed/trained_tokens_s memory/rss_gib memory/gpu_gib eval/solved_sampled eval/solved_greedy length/tokens "
-    "pack/tokens time/save loss/weight_mean"
-).split()
 
 
 def make_group(step, number, num_samples=6, length=20, spread=1.0):
@@ -240,18 +229,6 @@ def test_command_line(tmp_path, capsys):
     ):
         assert run_main(*words) == 1
         assert message in capsys.readouterr().err
-
-
-def test_every_metric_of_the_recipes_has_a_panel():
-    panels = panels_for(RECIPE_METRICS)
-    drawn = {metric for panel in panels for metric, _ in panel.series} | {
-        m for p in panels if p.band for m in p.band[1:]
-    }
-    assert drawn == set(RECIPE_METRICS)
-    assert "Other" not in {panel.section for panel in panels}
-    assert [p.title for p in panels_for(["reward/format", "mine/x"])] == ["Reward parts", "mine/x"]
-    assert panels_for(["reward/mean"])[0].band is None
-    assert panels_for([]) == []
 
 
 def byte_tokenizer(texts, size=300):

@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import subprocess
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -46,8 +47,8 @@ def names(folder: Path) -> list[str]:
 
 def test_resume_equals_going_on(tmp_path, source, trained):
     trained.train(3, seed=1)
-    timings = trained.save(checkpoints_in(tmp_path / "c"), 3)
-    assert 0 < timings["time/save_hash"] < timings["time/save"] < 60
+    began = time.perf_counter()
+    assert 0 < trained.save(checkpoints_in(tmp_path / "c"), 3) < time.perf_counter() - began
     torch.manual_seed(5)
     rng = torch.get_rng_state()
     trained.train(3, seed=2)

@@ -1,0 +1,48 @@
+"""Runs that several files of tests look at: each is made once, when the first of them asks."""
+
+import pytest
+import recipe_runs as runs
+
+FULL_MODEL = 'model: {_component_: torchtune_ext.policy.scratch.qwen2_from_config, model_dir: "${model_dir}"}'
+LORA_MODEL = """
+model:
+  _component_: torchtune_ext.policy.scratch.lora_qwen2_from_config
+  model_dir: "${model_dir}"
+  lora_attn_modules: [q_proj, k_proj, v_proj, output_proj]
+  apply_lora_to_mlp: true
+  lora_rank: 4
+  lora_alpha: 8
+"""
+
+
+@pytest.fixture(scope="session")
+def full_workplace(tmp_path_factory):
+    """A folder in which `reference`, a run of three steps on all weights, has ended well."""
+    folder = runs.make_workplace(tmp_path_factory.mktemp("full"))
+    runs.run(folder, "grpo_full", "output_dir=reference", "logging.to=[tensorboard]")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def kl_run(full_workplace):
+    """A run of two steps with a KL term, further sampling and several samples of each held-out problem."""
+    args = [
+        "output_dir=kl",
+        "loss.kl_coef=0.1",
+        "refill_rounds=2",
+        "advantage.truncated=penalize",
+        "evaluation.samples=4",
+        "updates_per_step=1",
+        "max_steps=2",
+    ]
+    runs.run(full_workplace, "grpo_full", *args)
+    return full_workplace / "kl"
+
+
+@pytest.fixture(scope="session")
+def lora_workplace(tmp_path_factory):
+    """A folder in which `reference`, a run of three steps on adapters, has ended well."""
+    folder = runs.make_workplace(tmp_path_factory.mktemp("lora"))
+    (folder / "lora.yaml").write_text(runs.CONFIG.replace(FULL_MODEL, LORA_MODEL))
+    runs.run(folder, "grpo_lora", "output_dir=reference", config="lora.yaml")
+    return folder

@@ -1,0 +1,113 @@
+"""What runs write, what the report draws and what docs/telemetry.md explains are the same names; and a step is all of its phases."""
+
+from itertools import pairwise
+
+import pytest
+import recipe_runs as runs
+import torch
+from metric_names import documented, drawn, known_as
+
+from torchtune_ext.telemetry.metrics import read_metrics
+from torchtune_ext.telemetry.panels import panels_for
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+# No run here writes these names, for the reason beside them.
+ELSEWHERE = {
+    "loss/*": "a loss of one's own",
+    "loss/clip_fraction_age_*": "a step that trains on samples of several versions",
+    "loss/masked_fraction_age_*": "the same",
+    "mismatch/mean_abs_age_*": "the same",
+} | ({} if torch.cuda.is_available() else {"memory/gpu_gib": "a GPU"})
+
+WARMUP = """
+output_dir: warmup
+model_dir: model
+device: cpu
+dtype: float32
+model: {_component_: torchtune_ext.policy.scratch.qwen2_from_config, model_dir: "${model_dir}"}
+tokenizer: {_component_: torchtune_ext.chat.ChatTokenizer}
+task: {_component_: letters.Letters}
+optimizer: {_component_: torch.optim.AdamW, lr: 1.0e-3}
+num_problems: 32
+batch_problems: 8
+schedule: {warmup: 1}
+log_every: 1
+"""
+
+
+@pytest.fixture(scope="module")
+def warmup(full_workplace):
+    """A warm-up of four updates. It needs no engine."""
+    (full_workplace / "warmup.yaml").write_text(WARMUP)
+    runs.run(full_workplace, "warmup_sft", config="warmup.yaml")
+    return full_workplace / "warmup"
+
+
+@pytest.fixture(scope="module")
+def all_runs(full_workplace, kl_run, lora_workplace, warmup):
+    """Runs that write, between them, all that there is: on all weights, with a reference, on adapters, supervised."""
+    return [full_workplace / "reference", kl_run, lora_workplace / "reference", warmup]
+
+
+def written(run):
+    return {name for line in read_metrics(run / "metrics.jsonl") for name in line} - {"step"}
+
+
+def test_every_metric_that_a_run_writes_is_drawn_and_explained(all_runs, repo_root):
+    explained = documented(repo_root / "docs" / "telemetry.md")
+    for run in all_runs:
+        names = written(run)
+        assert [name for name in sorted(names) if known_as(name, explained) is None] == []
+        assert [panel.title for panel in panels_for(names) if panel.section == "Other"] == []
+
+
+def test_every_metric_that_is_drawn_or_explained_is_written_by_a_run(all_runs, repo_root):
+    names = set().union(*map(written, all_runs))
+    for known in (documented(repo_root / "docs" / "telemetry.md"), drawn()):
+        found = {known_as(name, known) for name in names}
+        assert known - found == ELSEWHERE.keys()
+
+
+def ends(run):
+    """When the last line of each step was written, by the wall clock of TensorBoard's events, which nothing here computes with."""
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = event_accumulator.EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    return {event.step: event.wall_time for event in events.Scalars("time/step")}
+
+
+def test_the_phases_of_a_step_add_up_to_it(full_workplace):
+    """The steps between the ends of the first and of the last, together. An end is late by the write of its line, a part of
+    `time/log` of the next step, so the difference of two ends is wrong by one such write at most."""
+    run = full_workplace / "reference"
+    lines = {line["step"]: line for line in read_metrics(run / "metrics.jsonl") if line["step"] > 0}
+    phases = {step: {n: v for n, v in line.items() if n.startswith("time/")} for step, line in lines.items()}
+    late = max(seconds["time/log"] for seconds in phases.values())
+    end, counted, passed = ends(run), 0.0, 0.0
+    for before, step in pairwise(sorted(phases)):
+        counted += sum(v for name, v in phases[step].items() if name.count("/") == 1 and name != "time/step")
+        passed += end[step] - end[before]
+    assert passed > 0.2 and abs(counted - passed) <= max(0.02 * passed, late), (counted, passed, late)
+
+
+def test_the_details_of_a_phase_are_no_more_than_the_phase(all_runs):
+    """Parts that report their own seconds use a clock of their own: hence the millisecond."""
+    for run in all_runs:
+        for line in read_metrics(run / "metrics.jsonl"):
+            for phase in {name.rpartition("/")[0] for name in line if name.count("/") == 2}:
+                details = [value for name, value in line.items() if name.startswith(f"{phase}/")]
+                assert min(details) >= 0.0 and sum(details) <= line[phase] + 1e-3, (run.name, line["step"], phase)
+
+
+def test_a_speed_is_tokens_over_seconds(all_runs):
+    for run in all_runs:
+        for line in read_metrics(run / "metrics.jsonl"):
+            for name, tokens, phase in (
+                ("sampled", "length/tokens", "sample/generate"),
+                ("trained", "pack/tokens", "train"),
+            ):
+                if tokens in line:
+                    assert line[f"speed/{name}_tokens_s"] * line[f"time/{phase}"] == pytest.approx(
+                        line[tokens], rel=1e-9
+                    )

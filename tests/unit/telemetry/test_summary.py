@@ -1,0 +1,70 @@
+"""The stopwatch: phases add up to the step, details stand below their phase, and nothing between two laps is lost."""
+
+from contextlib import contextmanager
+
+import pytest
+
+from torchtune_ext.telemetry import summary
+from torchtune_ext.telemetry.summary import Stopwatch, clock_metrics
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still until a test moves it."""
+
+    class Clock:
+        now = 100.0
+
+        def monotonic(self):
+            return self.now
+
+    clock = Clock()
+    monkeypatch.setattr(summary, "time", clock)
+    return clock
+
+
+def test_phases_their_details_and_laps(clock):
+    watch = Stopwatch()
+    for seconds in (1.0, 2.0):
+        with watch("train"):
+            with watch("backward"):
+                clock.now += seconds
+            clock.now += 0.25
+    clock.now += 0.5
+    assert watch.lap() == {"time/train/backward": 3.0, "time/train": 3.5, "time/step": 4.0}
+    with watch("log"):
+        clock.now += 8.0
+    assert watch.lap() == {"time/log": 8.0, "time/step": 8.0}, "a lap begins where the one before it ended"
+    assert watch.lap() == {"time/step": 0.0}
+
+
+def test_a_phase_that_fails_is_over(clock):
+    watch = Stopwatch()
+    with pytest.raises(ZeroDivisionError), watch("train"), watch("backward"):
+        clock.now += 1.0
+        raise ZeroDivisionError
+    with watch("save"):
+        clock.now += 2.0
+    assert watch.lap() == {"time/train/backward": 1.0, "time/train": 1.0, "time/save": 2.0, "time/step": 3.0}
+
+
+def test_phases_are_told_and_details_are_not():
+    told = []
+
+    @contextmanager
+    def tell(phase):
+        told.append(phase)
+        yield
+        told.append(f"{phase} is over")
+
+    watch = Stopwatch(tell)
+    with watch("train"), watch("backward"):
+        pass
+    assert told == ["train", "train is over"]
+
+
+def test_speeds_are_tokens_over_their_seconds():
+    seconds = {"time/sample/generate": 2.0, "time/train": 4.0, "time/step": 9.0}
+    values = {"length/tokens": 100.0, "pack/tokens": 300.0}
+    assert clock_metrics(values, seconds) == seconds | {"speed/sampled_tokens_s": 50.0, "speed/trained_tokens_s": 75.0}
+    assert clock_metrics({"pack/tokens": 300.0}, {"time/step": 9.0}) == {"time/step": 9.0}
