@@ -15,6 +15,26 @@ from torchtune_ext.policy.hf_model import HFModel, load_weights
 from torchtune_ext.policy.logprobs import PackedPolicy
 
 
+def on_meta(make_model: Callable[[], TransformerDecoder]) -> TransformerDecoder:
+    """Builds a model on the meta device, where it has names, shapes and modules, but no weights.
+
+    A recipe does so once, before anything expensive, and hands the model to everyone who only looks at it.
+
+    Raises:
+        ValueError: adapters of rank 0, or weights that NF4 cannot hold.
+    """
+    try:
+        with torch.device("meta"):
+            return make_model()
+    except AssertionError as error:
+        raise ValueError(
+            f"model.quantize_base: NF4 wants weights of a multiple of 256 blocks of 64 values, and torchao says: {error}. "
+            "Leave the small layers (k_proj and v_proj) out of lora_attn_modules"
+        ) from error
+    except ZeroDivisionError as error:
+        raise ValueError("model.lora_rank must be at least 1") from error
+
+
 def build_policy(
     make_model: Callable[[], TransformerDecoder],
     source: HFModel,
@@ -48,8 +68,7 @@ def build_policy(
     """
     # torchtune's RMSNorm computes in float32 with a scale in bfloat16, and means to
     warnings.filterwarnings("ignore", "Mismatch dtype between input and weight", UserWarning)
-    with torch.device("meta"):
-        model = make_model()
+    model = on_meta(make_model)
     if source.tied != isinstance(model.output, TiedLinear):
         raise ValueError(
             f"tie_word_embeddings={source.tied} in {source.path / 'config.json'}, but the model of the YAML has "

@@ -4,42 +4,16 @@ import hashlib
 import json
 import os
 from collections.abc import Collection, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from torchtune.models.convert_weights import get_mapped_key, hf_to_tune, tune_to_hf
-from torchtune.models.qwen2 import qwen2_hf_to_tune, qwen2_tune_to_hf
-from torchtune.models.qwen2._convert_weights import _FROM_HF
 
+from torchtune_ext.policy.families import FAMILIES, read_config
 from torchtune_ext.policy.sharded import fill, whole
 
-_QWEN3 = _FROM_HF | {  # HF name -> torchtune name: those of Qwen2, and the norms of q and k
-    f"model.layers.{{}}.self_attn.{x}_norm.weight": f"layers.{{}}.attn.{x}_norm.scale" for x in ("q", "k")
-}
-
-
-_TO_HF = {ours: hf for hf, ours in _QWEN3.items()}
-
-
-def hf_name(name: str) -> str:
-    """Hugging Face's name of a torchtune weight; Qwen2, Qwen3 and Llama agree."""
-    return get_mapped_key(name, _TO_HF)
-
-
-def _renamed(weights: dict[str, Tensor], names: dict[str, str], **_: int) -> dict[str, Tensor]:
-    return {get_mapped_key(name, names): weight for name, weight in weights.items()}
-
-
-# model_type of config.json -> (from HF, to HF). Llama's q and k are permuted (torchtune rotates interleaved pairs).
-_CONVERTERS = {
-    "qwen2": (qwen2_hf_to_tune, qwen2_tune_to_hf),
-    "qwen3": (partial(_renamed, names=_QWEN3), partial(_renamed, names=_TO_HF)),
-    "llama": (hf_to_tune, tune_to_hf),
-}
 _DTYPES = ("BF16", "F16", "F32", "F64")  # of weights, as safetensors writes them
 _UNQUANTIZED = "take the model in bfloat16 or float32; with precision=fp8_unified it is quantized here"
 _SAMPLES, _SAMPLE_BYTES = 8, 1024  # of a tensor, for the fingerprint
@@ -55,18 +29,8 @@ class HFModel:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        config = self.path / "config.json"
-        if not config.is_file():
-            tiny = self.path.parts[-3] if self.path.parts[-2:] == ("warmup", "model") else "tiny"
-            raise ValueError(
-                f"model_dir={str(path)!r} has no config.json; give a directory in Hugging Face format (of the tiny models: "
-                f"`tune run warmup_sft --config warmup/{tiny}` makes it)"
-            )
-        self.config: dict[str, Any] = json.loads(config.read_text())
-        family = self.config.get("model_type")
-        if family not in _CONVERTERS:
-            raise ValueError(f"model_type={family!r} in {config} is not supported; supported: {sorted(_CONVERTERS)}")
-        self._from_hf, self._to_hf = _CONVERTERS[family]
+        self.config: dict[str, Any] = read_config(path)
+        self._family = FAMILIES[self.config["model_type"]]
         heads, width = self.config["num_attention_heads"], self.config["hidden_size"]
         self._shape = dict(
             num_heads=heads,
@@ -95,7 +59,7 @@ class HFModel:
                         continue
                     if "_scale" in name.rpartition(".")[2] or f.get_slice(name).get_dtype() not in _DTYPES:
                         raise ValueError(f"{name} in {file} is, or belongs to, a quantized weight: {_UNQUANTIZED}")
-                    yield from self._from_hf({name: f.get_tensor(name)}, **self._shape).items()
+                    yield from self._family.to_tune({name: f.get_tensor(name)}, **self._shape).items()
 
     def fingerprint(self) -> str:
         """Short text that tells these weights from others, in seconds also for tens of gigabytes.
@@ -135,7 +99,7 @@ class HFModel:
     def to_hf(self, name: str, tensor: Tensor) -> tuple[str, Tensor]:
         """A torchtune weight under its Hugging Face name and layout; it may have fewer columns (an adapter's B)."""
         shape = self._shape | {"dim": tensor.shape[-1]}
-        return next(iter(self._to_hf({name: tensor}, **shape).items()))
+        return next(iter(self._family.to_hf({name: tensor}, **shape).items()))
 
 
 def _header(file: Path) -> tuple[int, dict[str, Any]]:

@@ -10,7 +10,7 @@ in the YAML by its builders. Two things of torchtune 0.6.1 are replaced: its DoR
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -54,28 +54,21 @@ class AdapterSpec:
 
 
 def adapter_spec(
-    make_model: Callable[[], TransformerDecoder], source: HFModel, asked: Mapping[str, Any], world_size: int = 1
+    model: TransformerDecoder, source: HFModel, asked: Mapping[str, Any], world_size: int = 1
 ) -> AdapterSpec | None:
-    """Looks at the model that the YAML names, on the meta device; None where it has no adapters.
+    """Looks at the model that the YAML names and says which adapters it has; None where it has none.
 
     Args:
+        model: may lie on the meta device.
         asked: `model:` of the YAML, for its `lora_rank` and `lora_attn_modules`; torchtune passes over names that it does
             not know.
 
     Raises:
-        ValueError: a rank of 0, targets that name nothing, a LoRA builder that is given no targets, weights that NF4 cannot
-            hold.
+        ValueError: a rank of 0, targets that name nothing, a LoRA builder that is given no targets, or NF4 weights that the
+            ranks cannot share.
     """
     if asked.get("lora_rank", 1) < 1:
         raise ValueError(f"model.lora_rank={asked['lora_rank']} must be at least 1")
-    try:
-        with torch.device("meta"):
-            model = make_model()
-    except AssertionError as error:
-        raise ValueError(
-            f"model.quantize_base: NF4 wants weights of a multiple of 256 blocks of 64 values, and torchao says: {error}. "
-            "Leave the small layers (k_proj and v_proj) out of lora_attn_modules"
-        ) from error
     modules = adapted_modules(model)
     attention = {name for name, module in model.layers[0].attn.named_children() if hasattr(module, "weight")}
     unknown = sorted(set(asked.get("lora_attn_modules") or ()) - attention)
@@ -84,9 +77,8 @@ def adapter_spec(
     builder = str(asked.get("_component_")).rpartition(".")[2]
     if not modules and (re.search(r"(^|_)q?lora(_|$)", builder) or any(str(key).startswith("lora_") for key in asked)):
         raise ValueError(
-            "`model:` speaks of LoRA, but the model has no adapters; name a LoRA builder "
-            f"(torchtune.models.qwen2_5.lora_qwen2_5_7b_base, ...) with lora_attn_modules out of {sorted(attention)}, "
-            "apply_lora_to_mlp or apply_lora_to_output"
+            "`model:` speaks of LoRA, but the model has no adapters; name torchtune_ext.policy.from_config, or a LoRA builder "
+            f"of torchtune, and give it lora_attn_modules out of {sorted(attention)}"
         )
     if not modules:
         return None

@@ -1,6 +1,5 @@
 """What a run needs before it runs: parameters, optimizer, activations, logits, engine. Estimates, printed by a dry run."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +30,7 @@ class MemoryNeed:
 
 
 def estimate(
-    make_model: Callable[[], TransformerDecoder],
+    model: TransformerDecoder,
     row_tokens: int,
     compute_dtype: torch.dtype,
     world_size: int,
@@ -52,13 +51,10 @@ def estimate(
         publishes_all: of a model with adapters, too, whole weights go to the engine.
     """
     trainer_fp8, engine_fp8 = fp8
-    with torch.device("meta"):
-        model = make_model()
-    if lora.adapter_names(model):
-        lora.prepare(model, compute_dtype)
+    adapters = lora.adapter_names(model)
     total = sum(p.numel() for p in model.parameters())
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    frozen = sum(_bytes(p) for p in model.parameters() if not p.requires_grad)
+    trained = sum(p.numel() for n, p in model.named_parameters() if not adapters or n in adapters)
+    frozen = sum(_bytes(p, compute_dtype) for n, p in model.named_parameters() if adapters and n not in adapters)
     width = model.tok_embeddings.embedding_dim
     vocab = model.tok_embeddings.num_embeddings
     layer = model.layers[0]
@@ -128,13 +124,16 @@ def _kept_by_fp8(model: TransformerDecoder, config: Fp8Config | None, size: int)
     return sum(more * found[kind] for kind, more in inputs.items() if kind in found)
 
 
-def _bytes(param: Tensor) -> int:
-    """Of NF4: 4 bits a value, 8 bits a block of 64, a float32 for 256 of these (Dettmers et al. 2023, section 3)."""
-    return int(param.numel() * (0.5 + 1 / 64 + 4 / (64 * 256))) if isinstance(param, NF4Tensor) else param.nbytes
+def _bytes(param: Tensor, dtype: torch.dtype) -> int:
+    """Returns what a frozen parameter takes that is held in `dtype`, or in NF4: that has 4 bits a value, 8 bits a block of 64,
+    and a float32 for 256 of these (Dettmers et al. 2023, section 3)."""
+    if isinstance(param, NF4Tensor):
+        return int(param.numel() * (0.5 + 1 / 64 + 4 / (64 * 256)))
+    return param.numel() * dtype.itemsize
 
 
 def memory_table(
-    make_model: Callable[[], TransformerDecoder],
+    model: TransformerDecoder,
     row_tokens: int,
     compute_dtype: torch.dtype,
     activation_checkpointing: bool,
@@ -143,11 +142,8 @@ def memory_table(
 ) -> str:
     """The estimates for 1, 2, 4 and 8 training devices, as columns in GiB, and what FP8 there is; `options` are the further
     ones of `estimate`."""
-    with torch.device("meta"):
-        model = make_model()  # once: NF4 takes seconds for 32B, even on the meta device
     needs = {
-        n: estimate(lambda: model, row_tokens, compute_dtype, n, activation_checkpointing, fp8, **options)
-        for n in (1, 2, 4, 8)
+        n: estimate(model, row_tokens, compute_dtype, n, activation_checkpointing, fp8, **options) for n in (1, 2, 4, 8)
     }
     share = needs[1].trained / needs[1].parameters
     adapters = f" ({share:.2%} of them trained)" if share < 1 else ""

@@ -6,17 +6,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from torchtune.models.qwen2 import lora_qwen2, qwen2
-from torchtune.modules import TransformerDecoder
 
 from torchtune_ext.chat import CHATML
-from torchtune_ext.policy.hf_model import HFModel
-from torchtune_ext.policy.qwen3 import lora_qwen3, qwen3
 
 SPECIAL = ("<|im_end|>", "<|im_start|>", "<|pad|>")
 ROLES = ("user\n", "assistant\n", "system\n")  # as the template writes them
@@ -158,90 +153,3 @@ def _random_weights(shape: Shape, vocab: int, seed: int) -> dict[str, torch.Tens
         weights[f"{at}input_layernorm.weight"] = torch.ones(width)
         weights[f"{at}post_attention_layernorm.weight"] = torch.ones(width)
     return weights
-
-
-def qwen2_from_config(model_dir: str) -> TransformerDecoder:
-    """The torchtune model that a Qwen2 directory's `config.json` describes (for public models the YAML names a builder)."""
-    return qwen2(**_arguments(model_dir, "qwen2"))
-
-
-def qwen3_from_config(model_dir: str) -> TransformerDecoder:
-    """The same for a Qwen3 directory."""
-    return qwen3(**_arguments(model_dir, "qwen3"))
-
-
-def lora_qwen2_from_config(
-    model_dir: str,
-    lora_attn_modules: list[str],
-    apply_lora_to_mlp: bool = False,
-    apply_lora_to_output: bool = False,
-    lora_rank: int = 8,
-    lora_alpha: float = 16.0,
-    lora_dropout: float = 0.0,
-    use_dora: bool = False,
-    quantize_base: bool = False,
-) -> TransformerDecoder:
-    """A Qwen2 directory's model with adapters; the arguments are those of torchtune's `lora_qwen2`."""
-    return lora_qwen2(
-        lora_attn_modules,
-        apply_lora_to_mlp,
-        apply_lora_to_output,
-        lora_rank=lora_rank,
-        lora_alpha=lora_alpha,
-        lora_dropout=lora_dropout,
-        use_dora=use_dora,
-        quantize_base=quantize_base,
-        **_arguments(model_dir, "qwen2"),
-    )
-
-
-def lora_qwen3_from_config(
-    model_dir: str,
-    lora_attn_modules: list[str],
-    apply_lora_to_mlp: bool = False,
-    apply_lora_to_output: bool = False,
-    lora_rank: int = 8,
-    lora_alpha: float = 16.0,
-    lora_dropout: float = 0.0,
-    use_dora: bool = False,
-    quantize_base: bool = False,
-) -> TransformerDecoder:
-    """The same for a Qwen3 directory."""
-    return lora_qwen3(
-        lora_attn_modules,
-        apply_lora_to_mlp,
-        apply_lora_to_output,
-        lora_rank=lora_rank,
-        lora_alpha=lora_alpha,
-        lora_dropout=lora_dropout,
-        use_dora=use_dora,
-        quantize_base=quantize_base,
-        **_arguments(model_dir, "qwen3"),
-    )
-
-
-def _arguments(model_dir: str, family: str) -> dict[str, Any]:
-    source = HFModel(model_dir)
-    config, file = source.config, source.path / "config.json"
-    if config["model_type"] != family:
-        raise ValueError(
-            f"`model:` names a builder of {family}, but {file} says model_type={config['model_type']!r}; name the builder of "
-            f"{config['model_type']}"
-        )
-    rope = config.get("rope_parameters") or config  # where transformers 5 keeps it, and where 4 does
-    scaling = config.get("rope_scaling") or rope
-    if scaling.get("rope_type", scaling.get("type", "default")) != "default" or config.get("use_sliding_window"):
-        raise ValueError(f"{file} asks for scaled RoPE or sliding windows, which the builders of {family} do not have")
-    arguments = dict(
-        vocab_size=config["vocab_size"],
-        num_layers=config["num_hidden_layers"],
-        num_heads=config["num_attention_heads"],
-        num_kv_heads=config["num_key_value_heads"],
-        embed_dim=config["hidden_size"],
-        intermediate_dim=config["intermediate_size"],
-        max_seq_len=config["max_position_embeddings"],
-        norm_eps=config["rms_norm_eps"],
-        rope_base=rope["rope_theta"],
-        tie_word_embeddings=source.tied,
-    )
-    return arguments | ({"head_dim": config.get("head_dim", 128)} if family == "qwen3" else {})

@@ -28,7 +28,7 @@ from torchtune_ext.kernels.fp8_quantize import (
 )
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.packing import pack
-from torchtune_ext.policy import lora, scratch
+from torchtune_ext.policy import from_config, lora, scratch
 from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.policy.fp8 import linear as fp8_linear
 from torchtune_ext.policy.fp8 import plan as fp8
@@ -174,7 +174,7 @@ FP8_BLOCKS = Fp8Config()
 
 
 def policy_of(source, config=FP8_BLOCKS, dtype=F32, **options):
-    return build_policy(partial(scratch.qwen2_from_config, str(source.path)), source, CPU, dtype, fp8=config, **options)
+    return build_policy(partial(from_config, str(source.path)), source, CPU, dtype, fp8=config, **options)
 
 
 def some_rows(length=256):
@@ -364,7 +364,7 @@ def hugging_face_linears(source):
 )  # fmt: skip
 def test_trainer_and_vllm_quantize_the_same_layers(tmp_path, changes, skip, converted):
     source = directory(tmp_path / "model", **changes)
-    make = getattr(scratch, f"{source.config['model_type']}_from_config")
+    make = from_config
     policy = build_policy(partial(make, str(source.path)), source, CPU, F32, fp8=Fp8Config(skip=skip))
     receipt = policy.fp8
     assert {layer.name: layer.shape for layer in receipt.layers} == hugging_face_linears(source)
@@ -495,12 +495,12 @@ def test_llamas_order_of_rows_is_harmless_inside_a_tile(tmp_path):
     assert "across tiles of 128" in reasons["q_proj"] and "fuses it with q_proj" in reasons["v_proj"]
 
 
-# --- adapters, other recipes, bad input -------------------------------------------------------------------------------
+# --- adapters, other scalings, bad input -------------------------------------------------------------------------------
 
 
 def test_adapters_over_a_base_in_fp8(source):
     asked = {"lora_attn_modules": ["q_proj", "v_proj"], "apply_lora_to_mlp": True, "lora_rank": 4}
-    make = partial(scratch.lora_qwen2_from_config, str(source.path), **asked)
+    make = partial(from_config, str(source.path), **asked)
     policy, rows = build_policy(make, source, CPU, F32, fp8=Fp8Config()), some_rows()
     plain = policy_of(source)
     assert policy.fp8.converted == plain.fp8.converted
@@ -532,24 +532,22 @@ def test_adapters_over_a_base_in_fp8(source):
     ids=str,
 )
 def test_adapters_that_keep_their_layers_out(source, options, reason):
-    make = partial(
-        scratch.lora_qwen2_from_config, str(source.path), lora_attn_modules=["q_proj"], lora_rank=4, **options
-    )
+    make = partial(from_config, str(source.path), lora_attn_modules=["q_proj"], lora_rank=4, **options)
     receipt = build_policy(make, source, CPU, F32, fp8=Fp8Config()).fp8
     reasons = {layer.name.rpartition(".")[2]: layer.reason for layer in receipt.layers}
     assert reason in reasons["q_proj"] and "fuses it with q_proj" in reasons["k_proj"] == reasons["v_proj"]
     assert {name.rpartition(".")[2] for name in receipt.converted} == {"o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_recipes_of_torchao(source, recipe):
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+def test_scalings_of_torchao(source, scaling):
     rows = some_rows()
     full, _ = gradients(policy_of(source, None), rows)
-    policy = policy_of(source, Fp8Config(recipe=recipe))
+    policy = policy_of(source, Fp8Config(scaling=scaling))
     found, _ = gradients(policy, rows)
     assert found.keys() == full.keys() and 0.95 < cosine(full, found) < 0.99999
     assert len([m for m in policy.model.modules() if type(m).__name__ == "Float8Linear"]) == 14
-    with pytest.raises(ValueError, match=f"precision.recipe={recipe}: no sampler computes like it"):
+    with pytest.raises(ValueError, match=f"precision.scaling={scaling}: no sampler computes like it"):
         policy.fp8.quantization_config()
 
 
@@ -557,7 +555,7 @@ def test_recipes_of_torchao(source, recipe):
     ("options", "message"),
     [
         ({"backend": "cublas"}, "precision.backend='cublas' is unknown: choose one of auto, scaled_mm"),
-        ({"recipe": "mx"}, "precision.recipe='mx' is unknown"),
+        ({"scaling": "mx"}, "precision.scaling='mx' is unknown"),
         ({"backward": "full"}, "set precision.save_activations=full"),
         ({"skip": "o_proj"}, r"must be a list of names: \[o_proj\]"),
         (
@@ -603,7 +601,7 @@ def test_what_vllm_reads_is_what_was_meant(source):
     """weight * weight_scale_inv, tile by tile, is the weight to within half a step of E4M3."""
     policy = policy_of(source)
     sent = dict(fp8_hf_tensors(named_hf_tensors(policy.model, source, F32), policy.fp8, BF16))
-    model = scratch.qwen2_from_config(str(source.path))
+    model = from_config(str(source.path))
     load_weights(model, source)
     for name, weight in named_hf_tensors(model, source, F32):
         if f"{name}_scale_inv" in sent:

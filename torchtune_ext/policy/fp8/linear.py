@@ -39,20 +39,31 @@ CHOICES = {
     "backend": ("auto", *fp8_gemm.BACKENDS),
     "save_activations": ("fp8", "full"),
     "backward": ("fp8", "full"),
-    "recipe": ("block", "tensorwise", "rowwise"),
+    "scaling": ("block", "tensorwise", "rowwise"),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Config:
-    """How linear layers compute in FP8."""
+    """How linear layers compute in FP8.
 
-    backend: str = "auto"  # of the GEMMs: auto, scaled_mm, deep_gemm, torchao, reference
-    power_of_two: bool = False  # scales are powers of two (UE8M0): for Blackwell
-    save_activations: str = "fp8"  # kept for WGrad: "fp8", the columns; "full", x itself, quantized in the backward
-    backward: str = "fp8"  # "full": DGrad and WGrad in the compute dtype, with W and x as they are
-    recipe: str = "block"  # or torchao's "tensorwise", "rowwise", to compare with: no sampler has the same
-    skip: tuple[str, ...] = ()  # layers left alone, by Hugging Face name: "down_proj", "model.layers.0.mlp.down_proj"
+    Args:
+        backend: of the GEMMs: auto, scaled_mm, deep_gemm, torchao, or reference.
+        power_of_two: scales are powers of two (UE8M0), as Blackwell wants them.
+        save_activations: what a layer keeps for WGrad. "fp8" keeps the columns, "full" keeps x itself and quantizes it in the
+            backward.
+        backward: "full" computes DGrad and WGrad in the compute dtype, with W and x as they are.
+        scaling: which numbers share a scale. No sampler has torchao's "tensorwise" and "rowwise": they are there to be compared
+            with.
+        skip: names layers that are left alone, by Hugging Face's names: "down_proj", "model.layers.0.mlp.down_proj".
+    """
+
+    backend: str = "auto"
+    power_of_two: bool = False
+    save_activations: str = "fp8"
+    backward: str = "fp8"
+    scaling: str = "block"
+    skip: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for knob, known in CHOICES.items():

@@ -22,8 +22,9 @@ from torchtune.modules.peft import DoRALinear, LoRALinear
 from torchtune_ext.kernels import fp8_gemm
 from torchtune_ext.kernels.fp8_gemm import Choice
 from torchtune_ext.kernels.fp8_quantize import BLOCK, COLUMNS, FP8, ROWS, TILES, Fp8Blocks, quantize_weight
+from torchtune_ext.policy.families import hf_name
 from torchtune_ext.policy.fp8.linear import Fp8BlockLinear, Fp8Config, Fp8LoRALinear
-from torchtune_ext.policy.hf_model import HFModel, clean_name, hf_name
+from torchtune_ext.policy.hf_model import HFModel, clean_name
 from torchtune_ext.policy.lora import adapter_names
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # vLLM holds each as one layer: all in FP8, or none
@@ -67,11 +68,11 @@ class Fp8Receipt:
         """`quantization_config` of a Hugging Face config.json, by which vLLM computes the same layers in the same blocks.
 
         Raises:
-            ValueError: torchao's recipes have no counterpart in vLLM.
+            ValueError: torchao's scalings have no counterpart in vLLM.
         """
-        if self.config.recipe != "block":
+        if self.config.scaling != "block":
             raise ValueError(
-                f"precision.recipe={self.config.recipe}: no sampler computes like it; set precision.recipe=block"
+                f"precision.scaling={self.config.scaling}: no sampler computes like it; set precision.scaling=block"
             )
         return {
             "quant_method": "fp8",
@@ -85,8 +86,8 @@ class Fp8Receipt:
     def table(self) -> str:
         """Layers by kind and fate, then the backends; a few lines for any model."""
         lines = [
-            f"FP8 ({self.config.recipe}): {len(self.converted)} of {len(self.layers)} linear layers, {self.share:.1%} of their "
-            "parameters and of their FLOPs for a token"
+            f"FP8 ({self.config.scaling}): {len(self.converted)} of {len(self.layers)} linear layers, {self.share:.1%} of "
+            "their parameters and of their FLOPs for a token"
         ]
         kinds = Counter((layer.name.rpartition(".")[2], layer.shape, layer.reason) for layer in self.layers)
         for (kind, (out, features), reason), count in kinds.items():
@@ -206,7 +207,7 @@ def convert(
         ValueError: as `plan`.
     """
     receipt, modules = _plan(model, names, config, dtype, device)
-    if config.recipe != "block":
+    if config.scaling != "block":
         _convert_by_torchao(
             model, {module for name, module in modules.items() if name in receipt.converted}, config, device
         )
@@ -234,7 +235,7 @@ def fp8_hf_tensors(
     Raises:
         ValueError: tensors of another dtype, or not all that were converted.
     """
-    receipt.quantization_config()  # of a recipe that has one
+    receipt.quantization_config()  # it refuses a scaling that no sampler has
     missing = set(receipt.converted)
     for name, tensor in tensors:
         layer = name.removesuffix(".weight")
@@ -269,7 +270,7 @@ def _plan(
             f"{receipt.table()}\nprecision: no layer of model_dir={str(names.path)!r} can compute in FP8, for the reasons "
             "above; take another model, or set precision=bf16"
         )
-    if device is None or config.recipe != "block":
+    if device is None or config.scaling != "block":
         return receipt, modules
     frozen, choices = bool(adapter_names(model)), {}
     for layer in layers:
@@ -285,8 +286,8 @@ def _unfit(module: nn.Module, config: Fp8Config) -> str | None:
         return "its weight is NF4 (model.quantize_base=False or precision=fp8_rollout would do)"
     if isinstance(module, DoRALinear):
         return "DoRA: no sampler has it but merged, and then rounded as a whole (precision=fp8_rollout would do)"
-    if isinstance(module, LoRALinear) and config.recipe != "block":
-        return f"torchao's recipe {config.recipe} knows no adapters"
+    if isinstance(module, LoRALinear) and config.scaling != "block":
+        return f"torchao's scaling {config.scaling} knows no adapters"
     if type(module) not in (nn.Linear, LoRALinear):
         return f"it is a {type(module).__name__}"
     return None
@@ -339,6 +340,6 @@ def _convert_by_torchao(model: nn.Module, chosen: set[nn.Module], config: Fp8Con
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     options = replace(
-        Float8LinearConfig.from_recipe_name(config.recipe), emulate=device.type != "cuda", pad_inner_dim=True
+        Float8LinearConfig.from_recipe_name(config.scaling), emulate=device.type != "cuda", pad_inner_dim=True
     )
     convert_to_float8_training(model, config=options, module_filter_fn=lambda module, _: module in chosen)
