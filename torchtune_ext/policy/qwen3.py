@@ -1,6 +1,6 @@
 """Qwen3, dense: the models that torchtune 0.6.1 lacks, with its modules and the arguments of its builders.
 
-    tune run grpo_lora --config grpo/qwen3_8B_atr_grpo_lora     # model._component_: torchtune_ext.policy.qwen3.lora_qwen3_8b
+    tune run grpo_lora --config grpo/qwen3_1_7B_atr_grpo_lora
 
 Qwen3 (Qwen Team 2025, arXiv:2505.09388, section 2) is Qwen2 with three changes in its attention:
 
