@@ -1,4 +1,7 @@
-"""A small model from nothing: a tokenizer trained on a task's own text, and random Qwen weights in Hugging Face format."""
+"""Makes a small model from nothing, with a tokenizer trained on a task's own text and random Qwen weights.
+
+It is written as a directory in Hugging Face format.
+"""
 
 import json
 import re
@@ -14,25 +17,34 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from torchtune_ext.chat import CHATML
 
 SPECIAL = ("<|im_end|>", "<|im_start|>", "<|pad|>")
-ROLES = ("user\n", "assistant\n", "system\n")  # as the template writes them
-ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}  # model_type -> class of transformers
-COMMON = 0.5  # a line that this share of the prompts has becomes one token
+# The template writes roles so.
+ROLES = ("user\n", "assistant\n", "system\n")
+# A model_type has this class of transformers.
+ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+# A line that this share of the prompts has becomes one token.
+COMMON = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a Qwen2 or Qwen3 model with tied embeddings."""
+    """The sizes of a Qwen2 or Qwen3 model with tied embeddings, by the names of config.json.
 
-    model_type: str = "qwen2"  # or "qwen3"
+    Args:
+        model_type: "qwen2" or "qwen3".
+        head_dim: None stands for hidden_size / num_attention_heads, which Qwen2 always has.
+        vocab_size: bounds the tokenizer, which may turn out smaller.
+    """
+
+    model_type: str = "qwen2"
     hidden_size: int = 128
     num_hidden_layers: int = 4
     num_attention_heads: int = 4
     num_key_value_heads: int = 2
-    head_dim: int | None = None  # None: hidden_size / num_attention_heads, and always so for Qwen2
+    head_dim: int | None = None
     intermediate_size: int = 384
     max_position_embeddings: int = 1024
     rope_theta: float = 10000.0
-    vocab_size: int = 1024  # upper bound for the tokenizer
+    vocab_size: int = 1024
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.num_attention_heads or self.num_attention_heads % self.num_key_value_heads:
@@ -55,14 +67,14 @@ class Shape:
 
     @property
     def head_size(self) -> int:
-        """Of queries, keys and values."""
+        """Returns the size of queries, keys and values."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
 
 def make_tokenizer(
     prompts: Sequence[str], solutions: Sequence[str], answers: Iterable[str], vocab_size: int
 ) -> Tokenizer:
-    """Byte-level BPE that knows the task's words.
+    """Trains a byte-level BPE that knows the task's words.
 
     Answer values (names, rooms, ...) and lines that most prompts share are tokens of their own; what stands between them
     is not split any further, so that a phrase like " was in the room just west of the " can become one token. Any text can
@@ -89,7 +101,10 @@ def make_tokenizer(
 
 
 def write_model(folder: Path, tokenizer: Tokenizer, shape: Shape, seed: int) -> None:
-    """Writes a model directory with random weights: normal, scaled by fan-in, outputs into the residual stream by depth."""
+    """Writes a model directory with random weights.
+
+    They are normal and scaled by fan-in, and those of outputs into the residual stream also by depth.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     end, start, pad = (tokenizer.token_to_id(token) for token in SPECIAL)
     vocab = (tokenizer.get_vocab_size() + 63) // 64 * 64
@@ -135,7 +150,7 @@ def _random_weights(shape: Shape, vocab: int, seed: int) -> dict[str, torch.Tens
     def normal(*size: int, std: float) -> torch.Tensor:
         return torch.randn(*size, generator=generator) * std
 
-    # unit-variance inputs stay unit-variance: 0.02 is made for widths of thousands and leaves a narrow model's attention flat
+    # Inputs of variance one stay so. The usual 0.02 is made for widths of thousands and leaves a narrow model's attention flat.
     std, residual = width**-0.5, (2 * shape.num_hidden_layers) ** -0.5
     weights = {"model.embed_tokens.weight": normal(vocab, width, std=std), "model.norm.weight": torch.ones(width)}
     for i in range(shape.num_hidden_layers):
