@@ -1,6 +1,8 @@
 """`from_config` for every family: against transformers, and against torchtune's builders of published sizes."""
 
 import json
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -235,3 +237,9 @@ def test_the_short_path_leads_to_the_table_and_to_nothing_else():
     assert from_config.__module__ == "torchtune_ext.policy.families" and set(FAMILIES) == {"qwen2", "qwen3", "llama"}
     with pytest.raises(AttributeError, match="has no attribute 'from_confg'"):
         policy.from_confg  # noqa: B018
+
+
+def test_the_package_itself_imports_nothing():
+    """An engine process imports it for its plugin, and must not pay for torchtune."""
+    check = "import sys, torchtune_ext.policy; assert not {'torch', 'torchtune'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", check], check=True, timeout=120)
