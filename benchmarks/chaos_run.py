@@ -21,7 +21,7 @@ output_dir: ???
 model_dir: model
 device: cpu
 dtype: float32
-model: {_component_: torchtune_ext.policy.scratch.qwen2_from_config, model_dir: "${model_dir}"}
+model: {_component_: torchtune_ext.policy.from_config, model_dir: "${model_dir}"}
 tokenizer: {_component_: torchtune_ext.chat.ChatTokenizer, path: "${model_dir}"}
 task: {_component_: chaos_task.Letters}
 evaluation:

@@ -40,11 +40,11 @@ from torchtune_ext.grading import Grader
 from torchtune_ext.groups import Group
 from torchtune_ext.objective.loss import PolicyLoss, Tokens
 from torchtune_ext.packing import pack
-from torchtune_ext.policy.builder import build_policy
+from torchtune_ext.policy import from_config
+from torchtune_ext.policy.builder import build_policy, on_meta
 from torchtune_ext.policy.fp8.linear import Fp8Config
 from torchtune_ext.policy.hf_model import HFModel, named_hf_tensors
 from torchtune_ext.policy.logprobs import PackedPolicy
-from torchtune_ext.policy.scratch import qwen2_from_config
 from torchtune_ext.policy.sharded import whole
 from torchtune_ext.rollout import in_order, sample_groups
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
@@ -71,9 +71,9 @@ PLACES = (0, 1, 8, 16, 64, 128)  # first place of each bucket of tokens
 def sampled(model_dir: Path, flow: str, policy: PackedPolicy, questions: int, out: Path) -> dict[str, list[Group]]:
     """Answers of a real engine that holds the policy's weights as `flow` has them, by their kind."""
     source, tokenizer = HFModel(model_dir), ChatTokenizer(str(model_dir))
-    make = partial(qwen2_from_config, str(model_dir))
+    make = partial(from_config, str(model_dir))
     engine = EngineConfig(dtype="bfloat16", max_model_len=256, kv_cache_bytes=128 << 20)
-    precision = Precision(PrecisionConfig(flow=flow), make, source, "bfloat16", engine, CPU)
+    precision = Precision(PrecisionConfig(flow=flow), on_meta(make), source, "bfloat16", engine, CPU)
     found = {}
     with Engine(str(model_dir), precision.engine, str(out / f"engine_{flow}")) as engine:
         engine.start()
@@ -147,7 +147,7 @@ def pm(mean_and_error: tuple[float, float], unit: float = 1.0) -> str:
 
 def mismatch(model_dir: Path, questions: int, out: Path) -> tuple[str, bool]:
     """The tables of the first part, and whether the same engine agrees with itself."""
-    make, source = partial(qwen2_from_config, str(model_dir)), HFModel(model_dir)
+    make, source = partial(from_config, str(model_dir)), HFModel(model_dir)
     policies = {name: build_policy(make, source, CPU, torch.bfloat16, fp8=config) for name, config in TRAINERS.items()}
     answers = {
         engine: sampled(model_dir, flow, policies["bf16"], questions, out)
@@ -200,7 +200,7 @@ def _by_place(d: dict, answers: dict) -> list[str]:
 
 def _gradients(model_dir: Path, policies: dict[str, PackedPolicy], answers: dict[str, list[Group]]) -> list[str]:
     """The gradient of GRPO's loss on these answers against that of a trainer in float32."""
-    source, make = HFModel(model_dir), partial(qwen2_from_config, str(model_dir))
+    source, make = HFModel(model_dir), partial(from_config, str(model_dir))
     exact = build_policy(make, source, CPU, torch.float32)
     forward_alone = build_policy(
         make, source, CPU, torch.bfloat16, fp8=Fp8Config(save_activations="full", backward="full")

@@ -28,7 +28,7 @@ from torchtune_ext.host.opening import opening
 from torchtune_ext.host.plugin import parse
 from torchtune_ext.objective.loss import needs_of
 from torchtune_ext.packing import Row, pack_updates
-from torchtune_ext.policy.builder import build_policy
+from torchtune_ext.policy.builder import build_policy, on_meta
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.memory import memory_table
 from torchtune_ext.rollout import in_order, sample_groups
@@ -170,7 +170,7 @@ class GRPORecipe:
         cfg = self.cfg
         self.source = HFModel(cfg.model_dir)
         self.source.files()  # there are weights
-        self.make_model = partial(instantiate, cfg.model)
+        self.meta_model = on_meta(partial(instantiate, cfg.model))  # names and shapes, no weights
         self.tokenizer = instantiate(cfg.tokenizer)
         self.task = instantiate(cfg.task)
         self.evaluation = build(EvaluationConfig, cfg.evaluation, "evaluation")
@@ -189,16 +189,22 @@ class GRPORecipe:
 
         # What is trained, and in which precision, both concern the engine, too: how it is started and what it is sent.
         adapters = build(AdapterConfig, cfg.adapters, "adapters")
-        self.trained = trained_part(self.make_model, self.source, cfg.model, adapters, self.ranks.world_size)
+        self.trained = trained_part(
+            self.meta_model,
+            self.source,
+            asked=cfg.model,
+            adapters=adapters,
+            world_size=self.ranks.world_size,
+        )
         engine = self.trained.engine(build(EngineConfig, cfg.engine, "engine"))
         at_least(cfg, row_tokens=engine.max_model_len)
         self.precision = Precision(
             build(PrecisionConfig, cfg.precision, "precision", bare="flow"),
-            self.make_model,
+            self.meta_model,
             self.source,
-            cfg.dtype,
-            engine,
-            self.ranks.device,
+            dtype=cfg.dtype,
+            engine=engine,
+            device=self.ranks.device,
             adapter=self.trained.spec,
             way=self.trained.way,
         )
@@ -224,7 +230,7 @@ class GRPORecipe:
         say(said)
         resuming = self.folder.resumes(cfg.resume_from_checkpoint)
         run = self.folder.begin(record(cfg), resuming, reads=named_paths(cfg))
-        return identify(run.id, self.source, self.make_model, self.trained.spec)
+        return identify(run.id, self.source, self.meta_model, self.trained.spec)
 
     def open_records(self) -> None:
         """Rank 0: what the run writes beside its checkpoints. One that goes on cuts it to the step that it goes on from."""
@@ -245,13 +251,13 @@ class GRPORecipe:
         """The policy with the weights of model_dir, and what makes it learn."""
         cfg = self.cfg
         self.policy = build_policy(
-            self.make_model,
+            partial(instantiate, cfg.model),
             self.source,
-            self.ranks.device,
-            self.precision.dtype,
-            self.ranks.world_size,
-            cfg.activation_checkpointing,
-            cfg.compile,
+            device=self.ranks.device,
+            compute_dtype=self.precision.dtype,
+            world_size=self.ranks.world_size,
+            activation_checkpointing=cfg.activation_checkpointing,
+            compile_layers=cfg.compile,
             seed=cfg.seed,
             fp8=self.precision.trainer,
         )
@@ -440,19 +446,20 @@ class GRPORecipe:
 def recipe_main(cfg: DictConfig) -> None:
     cfg = load_config(Config, cfg)
     if cfg.dry_run:
-        table = memory_table(
-            partial(instantiate, cfg.model),
-            cfg.row_tokens,
-            getattr(torch, cfg.dtype),
-            cfg.activation_checkpointing,
-            engine_gpus=cfg.engine.get("tensor_parallel_size", 1),
-            fp8=build(PrecisionConfig, cfg.precision, "precision", bare="flow").sides,
-            reference=needs_of(instantiate(cfg.loss)).reference,
-            publishes_all=build(AdapterConfig, cfg.adapters, "adapters").publish == "merged",
+        print(
+            memory_table(
+                on_meta(partial(instantiate, cfg.model)),
+                row_tokens=cfg.row_tokens,
+                compute_dtype=getattr(torch, cfg.dtype),
+                activation_checkpointing=cfg.activation_checkpointing,
+                engine_gpus=cfg.engine.get("tensor_parallel_size", 1),
+                fp8=build(PrecisionConfig, cfg.precision, "precision", bare="flow").sides,
+                reference=needs_of(instantiate(cfg.loss)).reference,
+                publishes_all=build(AdapterConfig, cfg.adapters, "adapters").publish == "merged",
+            )
         )
-        print(table)
-        return
-    run_recipe(GRPORecipe, cfg)
+    else:
+        run_recipe(GRPORecipe, cfg)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,10 @@ from torchtune_ext.groups import Group
 from torchtune_ext.kernels.packed_attention import dense_mask, packed_attention, packed_mask
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.packing import pack
+from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.policy.hf_model import HFModel
-from torchtune_ext.policy.scratch import Shape, make_tokenizer, qwen2_from_config, write_model
+from torchtune_ext.policy.scratch import Shape, make_tokenizer, write_model
 from torchtune_ext.tasks.task import Problem
 from torchtune_ext.training.distributed import Ranks
 from torchtune_ext.training.learner import Learner
@@ -65,7 +66,7 @@ def test_policy_on_cuda_equals_cpu(tmp_path):
     source = HFModel(tmp_path / "m")
     values = {}
     for device in ("cpu", "cuda"):
-        policy = build_policy(lambda: qwen2_from_config(str(source.path)), source, torch.device(device), torch.float32)
+        policy = build_policy(lambda: from_config(str(source.path)), source, torch.device(device), torch.float32)
         gradient = Learner(policy, PolicyLoss(), Ranks(0, 1, torch.device(device))).forward_backward([row()])
         grads = torch.cat([p.grad.flatten().cpu() for p in policy.model.parameters()])
         values[device] = gradient.loss, gradient.logprobs[0].logprobs_L.cpu(), grads

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import torch
 
+from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.policy.hf_model import HFModel
-from torchtune_ext.policy.scratch import Shape, make_tokenizer, qwen2_from_config, write_model
+from torchtune_ext.policy.scratch import Shape, make_tokenizer, write_model
 from torchtune_ext.training.export import export_model
 from torchtune_ext.training.identity import Identity
 from torchtune_ext.training.state import CheckpointConfig, Checkpoints
@@ -27,7 +28,7 @@ def make_source(folder: Path, seed: int = 1, shape: Shape = SHAPE) -> HFModel:
 
 
 def make_model(source: HFModel) -> torch.nn.Module:
-    return qwen2_from_config(str(source.path))
+    return from_config(str(source.path))
 
 
 def build(source: HFModel) -> torch.nn.Module:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.packing import pack
-from torchtune_ext.policy import scratch
+from torchtune_ext.policy import from_config, scratch
 from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.policy.fp8.linear import Fp8BlockLinear, Fp8Config
 from torchtune_ext.policy.hf_model import HFModel
@@ -59,7 +59,7 @@ def directory(folder, **changes):
 
 
 def policy_of(source, config=FP8_BLOCKS, dtype=F32, **options):
-    return build_policy(partial(scratch.qwen2_from_config, str(source.path)), source, CPU, dtype, fp8=config, **options)
+    return build_policy(partial(from_config, str(source.path)), source, CPU, dtype, fp8=config, **options)
 
 
 def some_rows(length=256):

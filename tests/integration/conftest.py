@@ -3,10 +3,10 @@
 import pytest
 import recipe_runs as runs
 
-FULL_MODEL = 'model: {_component_: torchtune_ext.policy.scratch.qwen2_from_config, model_dir: "${model_dir}"}'
+FULL_MODEL = 'model: {_component_: torchtune_ext.policy.from_config, model_dir: "${model_dir}"}'
 LORA_MODEL = """
 model:
-  _component_: torchtune_ext.policy.scratch.lora_qwen2_from_config
+  _component_: torchtune_ext.policy.from_config
   model_dir: "${model_dir}"
   lora_attn_modules: [q_proj, k_proj, v_proj, output_proj]
   apply_lora_to_mlp: true

@@ -7,7 +7,7 @@ pytest.importorskip("vllm")
 
 from functools import partial  # noqa: E402
 
-from torchtune_ext.policy import scratch  # noqa: E402
+from torchtune_ext.policy import from_config, scratch  # noqa: E402
 from torchtune_ext.policy.builder import build_policy  # noqa: E402
 from torchtune_ext.policy.fp8.plan import Fp8Config, fp8_hf_tensors  # noqa: E402
 from torchtune_ext.policy.hf_model import HFModel, named_hf_tensors  # noqa: E402
@@ -31,7 +31,7 @@ def trained(tmp_path_factory):
     scratch.write_model(folder / "model", scratch.make_tokenizer(text, ["x"], [], 400), shape, seed=3)
     source = HFModel(folder / "model")
     policy = build_policy(
-        partial(scratch.qwen2_from_config, str(folder / "model")),
+        partial(from_config, str(folder / "model")),
         source,
         torch.device("cpu"),
         torch.bfloat16,

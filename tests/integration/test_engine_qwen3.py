@@ -13,10 +13,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
 from torchtune_ext.groups import Group, Sample  # noqa: E402
 from torchtune_ext.packing import pack  # noqa: E402
-from torchtune_ext.policy import lora  # noqa: E402
-from torchtune_ext.policy.builder import build_policy  # noqa: E402
+from torchtune_ext.policy import from_config, lora  # noqa: E402
+from torchtune_ext.policy.builder import build_policy, on_meta  # noqa: E402
 from torchtune_ext.policy.hf_model import HFModel  # noqa: E402
-from torchtune_ext.policy.scratch import lora_qwen3_from_config  # noqa: E402
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig  # noqa: E402
 from torchtune_ext.sampling.weight_buffer import checksum  # noqa: E402
 from torchtune_ext.tasks.task import Problem  # noqa: E402
@@ -79,9 +78,9 @@ def change(params) -> None:
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_trainer_and_engine_agree(tied, tmp_path):
     source = save(tmp_path / "model", tied)
-    make = partial(lora_qwen3_from_config, str(source.path), **ADAPTER)
+    make = partial(from_config, str(source.path), **ADAPTER)
     policy = build_policy(make, source, torch.device("cpu"), torch.float32)
-    model, spec = policy.model, lora.adapter_spec(make, source, ADAPTER)
+    model, spec = policy.model, lora.adapter_spec(on_meta(make), source, ADAPTER)
     config = EngineConfig(
         dtype="float32", max_model_len=128, kv_cache_bytes=16 << 20, lora_rank=spec.rank, lora_targets=spec.targets
     )

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torchtune_ext.groups import Group, Sample
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.packing import pack
-from torchtune_ext.policy import scratch
+from torchtune_ext.policy import from_config
 from torchtune_ext.policy.fp8.plan import Fp8Config, fp8_hf_tensors
 from torchtune_ext.policy.lora import base_hf_tensors, merged_hf_tensors
 from torchtune_ext.policy.builder import build_policy
@@ -29,7 +29,6 @@ from torchtune_ext.training.learner import Learner, reference_of
 
 folder, checkpointing, row_tokens, lora = sys.argv[1], sys.argv[2] == "1", int(sys.argv[3]), json.loads(sys.argv[4])
 fp8 = Fp8Config() if sys.argv[5] == "1" else None
-builder = getattr(scratch, f"{'lora_' if lora else ''}{HFModel(folder).config['model_type']}_from_config")
 rng = np.random.default_rng(0)
 groups = []
 for g, (prompt, lengths) in enumerate([(9, [5, 1, 12]), (4, [20, 3]), (15, [2, 2, 2, 2]), (6, [9])]):
@@ -46,7 +45,7 @@ loss = PolicyLoss(constraint="kl", delta=1e-4, top_k=8, importance="tis", kl_coe
 
 def gradients(ranks, world_size):
     source = HFModel(folder)
-    policy = build_policy(lambda: builder(folder, **lora), source, ranks.device, torch.float32, world_size, checkpointing, fp8=fp8)
+    policy = build_policy(lambda: from_config(folder, **lora), source, ranks.device, torch.float32, world_size, checkpointing, fp8=fp8)
     reference = reference_of(policy.model)
     learner = Learner(policy, loss, ranks)
     with torch.no_grad():
@@ -139,8 +138,8 @@ from torch.distributed.tensor import DTensor
 
 from torchtune_ext.groups import Group, Sample
 from torchtune_ext.packing import pack
+from torchtune_ext.policy import from_config
 from torchtune_ext.policy.lora import adapted_modules
-from torchtune_ext.policy.scratch import lora_qwen2_from_config
 from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.policy.sharded import fill, whole
 from torchtune_ext.policy.hf_model import HFModel, clean_name
@@ -159,7 +158,7 @@ row = pack([Group(Problem("p", (), None), tokens[:9], (sample,))], 512)[0][0]
 ranks = init_ranks("cpu")
 source = HFModel(folder)
 policy = build_policy(
-    lambda: lora_qwen2_from_config(folder, **options), source, ranks.device, torch.bfloat16, ranks.world_size, checkpointing
+    lambda: from_config(folder, **options), source, ranks.device, torch.bfloat16, ranks.world_size, checkpointing
 )
 seen, first = {}, {}
 def keep(module, args, out):

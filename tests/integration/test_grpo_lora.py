@@ -14,10 +14,10 @@ from learners import alone
 from safetensors.torch import load_file
 
 from torchtune_ext.objective.loss import PolicyLoss
-from torchtune_ext.policy.builder import build_policy
+from torchtune_ext.policy import from_config
+from torchtune_ext.policy.builder import build_policy, on_meta
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import adapted_modules
-from torchtune_ext.policy.scratch import lora_qwen2_from_config
 from torchtune_ext.sampling.core import LocalCore
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.training.agreement import Agreement, Disagreement
@@ -132,7 +132,7 @@ def test_dropout_is_off_wherever_the_policy_is_compared(workplace):
 def test_qlora_samples_with_the_weights_that_nf4_left(tmp_path):
     """A larger model: NF4 cuts weights into blocks of 64 values, 256 to a group."""
     runs.make_workplace(tmp_path, hidden_size=128, intermediate_size=256)
-    config = runs.CONFIG.replace("qwen2_from_config", "lora_qwen2_from_config").replace(
+    config = runs.CONFIG.replace(
         'model_dir: "${model_dir}"}\ntokenizer',
         'model_dir: "${model_dir}", lora_attn_modules: [q_proj, output_proj], apply_lora_to_mlp: true, lora_rank: 4, '
         "quantize_base: true}\ntokenizer",
@@ -149,9 +149,10 @@ def test_the_canary_catches_an_engine_that_forgets_the_adapter(workplace, tmp_pa
     """With a young adapter: what the engine then samples from differs by less than `max_mismatch`."""
     source = HFModel(workplace / "model")
     arguments = {"lora_attn_modules": ["q_proj", "v_proj"], "lora_rank": 4}
-    make = partial(lora_qwen2_from_config, str(source.path), **arguments)
+    make = partial(from_config, str(source.path), **arguments)
     policy = build_policy(make, source, torch.device("cpu"), torch.float32)
-    trained, limit = trained_part(make, source, arguments, AdapterConfig()), 0.05
+    meta = on_meta(make)
+    trained, limit = trained_part(meta, source, arguments, AdapterConfig()), 0.05
     with torch.no_grad():
         for module in adapted_modules(policy.model).values():
             module.lora_b.weight.normal_(std=1e-3)
@@ -161,7 +162,7 @@ def test_the_canary_catches_an_engine_that_forgets_the_adapter(workplace, tmp_pa
         engine.wait_ready(120)
         sampling, learner = SamplingConfig(max_tokens=12), alone(policy, PolicyLoss())
         prompts = [[1, 2, 3, 4], [5, 6, 7]]
-        precision = Precision(PrecisionConfig(), make, source, "float32", config, torch.device("cpu"), trained.spec)
+        precision = Precision(PrecisionConfig(), meta, source, "float32", config, torch.device("cpu"), trained.spec)
         agreement = Agreement(learner.logprobs, 1.0, limit)
         publisher = Publisher(engine, learner, trained, precision, source, agreement, prompts, sampling)
         first = publisher.publish(0)

@@ -49,7 +49,7 @@ output_dir: run
 model_dir: model
 device: cpu
 dtype: float32
-model: {_component_: torchtune_ext.policy.scratch.qwen3_from_config, model_dir: "${model_dir}"}
+model: {_component_: torchtune_ext.policy.from_config, model_dir: "${model_dir}"}
 tokenizer: {_component_: torchtune_ext.chat.ChatTokenizer, path: "${model_dir}"}
 task: {_component_: Wordy, path: TRAIN}
 evaluation: {task: {_component_: Wordy, split: test, path: TEST}}

@@ -81,7 +81,6 @@ WAYS = {
     "adapter": ("grpo_lora", ["adapters.publish=adapter"]),
     "merged": ("grpo_lora", ["adapters.publish=merged"]),
 }
-LORA = "torchtune_ext.policy.scratch.lora_qwen2_from_config"
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -97,7 +96,6 @@ def test_weights_that_do_not_arrive_stop_the_run(repo_root, tmp_path, way):
     if recipe == "grpo_lora":
         options = [
             *options,
-            f"model._component_={LORA}",
             "model.lora_attn_modules=[q_proj,v_proj]",
             "model.lora_rank=4",
         ]

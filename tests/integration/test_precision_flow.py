@@ -11,7 +11,6 @@ BFLOAT16 = ("dtype=bfloat16", "engine.dtype=bfloat16", "max_mismatch=0.2", "eval
 WIDTHS = {"hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 384}  # keys and values: 64 features
 IN_FP8 = 2 * (256 * 256 + 3 * 256 * 384)  # o_proj and the MLP of two layers
 ADAPTER = (
-    "model._component_=torchtune_ext.policy.scratch.lora_qwen2_from_config",
     "model.lora_attn_modules=[q_proj,v_proj,output_proj]",
     "model.apply_lora_to_mlp=True",
     "model.lora_rank=4",

@@ -13,9 +13,9 @@ from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.grading import Grader, Outcome
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.packing import pack
+from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.policy.hf_model import HFModel
-from torchtune_ext.policy.scratch import qwen2_from_config
 from torchtune_ext.rollout import in_order, sample_groups
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.tasks.task import Score
@@ -83,9 +83,7 @@ def test_public_puzzles_go_through(model_dir, data_dir, tmp_path):
     assert stats.groups == 64
     rows, packed = pack(groups, 4096, pad_id=tokenizer.pad_id)
     assert packed.labels == sum(len(s.completion.tokens) for g in groups for s in g.samples)
-    policy = build_policy(
-        lambda: qwen2_from_config(str(model_dir)), HFModel(model_dir), torch.device("cpu"), torch.float32
-    )
+    policy = build_policy(lambda: from_config(str(model_dir)), HFModel(model_dir), torch.device("cpu"), torch.float32)
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=1e-3)
     schedule = make_schedule(optimizer, ScheduleConfig("constant", 0), 1)
     learner = alone(policy, PolicyLoss(), optimizer=optimizer, schedule=schedule, max_grad_norm=1.0)

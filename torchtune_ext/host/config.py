@@ -41,6 +41,7 @@ MOVED = {  # old key -> new one
     "metrics": "logging.to",
     "publish": "adapters.publish",
     "save_merged": "adapters.save_merged",
+    "precision.recipe": "precision.scaling",
 }
 
 
@@ -53,7 +54,7 @@ def load_config(schema: type, cfg: DictConfig) -> DictConfig:
     """
     defaults = {f.name: f.default for f in fields(schema)}
     preset = cfg.get("preset", defaults.get("preset"))
-    _refuse_moved([str(key) for key in cfg], list(defaults))
+    _refuse_moved(cfg, list(defaults))
     try:
         if preset is not None:
             cfg = _over(load_preset(preset, list(defaults)), cfg)
@@ -75,8 +76,12 @@ def load_config(schema: type, cfg: DictConfig) -> DictConfig:
     return merged
 
 
-def _refuse_moved(keys: list[str], known: list[str], where: str = "the config") -> None:
+def _refuse_moved(cfg: DictConfig, known: list[str], where: str = "the config") -> None:
     """Names all keys of an earlier version at once, since a YAML that has one has several."""
+    keys = [str(key) for key in cfg]
+    for name in list(keys):
+        if isinstance(node := cfg._get_node(name), DictConfig) and not (node._is_none() or node._is_interpolation()):
+            keys += [f"{name}.{key}" for key in node]
     moved = {key: MOVED[key] for key in keys if key not in known and MOVED.get(key, "").split(".")[0] in known}
     if moved:
         found = ", ".join(f"{old!r} is {new}" for old, new in moved.items())
@@ -178,7 +183,7 @@ def load_preset(preset: str, known: list[str]) -> DictConfig:
         raise ValueError(f"preset={preset}: {file} is no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(loaded, DictConfig):
         raise ValueError(f"preset={preset}: {file} holds no keys of a recipe")
-    _refuse_moved([str(key) for key in loaded], known, f"preset {file}")
+    _refuse_moved(loaded, known, f"preset {file}")
     for key in loaded:
         if key == "preset" or key not in known:
             raise ValueError(unknown_key(str(key), [name for name in known if name != "preset"], f"preset {file}"))

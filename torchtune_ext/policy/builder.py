@@ -1,4 +1,4 @@
-"""From a model builder to a trainable, sharded model on its device: FSDP2, activation checkpointing, compile."""
+"""Makes a trainable model of a builder: sharded by FSDP2, on its device, checkpointed and compiled where that is asked for."""
 
 import warnings
 from collections.abc import Callable
@@ -13,6 +13,26 @@ from torchtune_ext.policy import lora
 from torchtune_ext.policy.fp8.plan import Fp8Config, convert
 from torchtune_ext.policy.hf_model import HFModel, load_weights
 from torchtune_ext.policy.logprobs import PackedPolicy
+
+
+def on_meta(make_model: Callable[[], TransformerDecoder]) -> TransformerDecoder:
+    """Builds a model on the meta device, where it has names, shapes and modules, but no weights.
+
+    A recipe does so once, before anything expensive, and hands the model to everyone who only looks at it.
+
+    Raises:
+        ValueError: adapters of rank 0, or weights that NF4 cannot hold.
+    """
+    try:
+        with torch.device("meta"):
+            return make_model()
+    except AssertionError as error:
+        raise ValueError(
+            f"model.quantize_base: NF4 wants weights of a multiple of 256 blocks of 64 values, and torchao says: {error}. "
+            "Leave the small layers (k_proj and v_proj) out of lora_attn_modules"
+        ) from error
+    except ZeroDivisionError as error:
+        raise ValueError("model.lora_rank must be at least 1") from error
 
 
 def build_policy(
@@ -35,21 +55,20 @@ def build_policy(
     Args:
         make_model: returns the torchtune decoder (called under the meta device).
         source: where the weights come from.
-        device: of this rank.
-        compute_dtype: dtype of parameters in forward and backward; reductions are made in float32.
-        world_size: more than one: the default process group must exist.
-        activation_checkpointing: recompute each layer in the backward.
-        compile_layers: `torch.compile` each layer.
-        seed: of adapters.
-        fp8: linear layers compute in FP8; which ones and how, `PackedPolicy.fp8` says. None: none does.
+        device: the one of this rank.
+        compute_dtype: the dtype of parameters in forward and backward; reductions are made in float32.
+        world_size: if it is more than one, the default process group must exist.
+        activation_checkpointing: recomputes each layer in the backward.
+        compile_layers: applies `torch.compile` to each layer.
+        seed: draws the first values of adapters.
+        fp8: lets linear layers compute in FP8; `PackedPolicy.fp8` says which ones and how. With None, none does.
 
     Raises:
         ValueError: model and checkpoint do not fit each other, or `fp8` fits neither them nor the device.
     """
-    # torchtune's RMSNorm computes in float32 with a scale in bfloat16, and means to
+    # torchtune's RMSNorm computes in float32 with a scale in bfloat16, and means to.
     warnings.filterwarnings("ignore", "Mismatch dtype between input and weight", UserWarning)
-    with torch.device("meta"):
-        model = make_model()
+    model = on_meta(make_model)
     if source.tied != isinstance(model.output, TiedLinear):
         raise ValueError(
             f"tie_word_embeddings={source.tied} in {source.path / 'config.json'}, but the model of the YAML has "
@@ -66,12 +85,13 @@ def build_policy(
     if activation_checkpointing:
         training.set_activation_checkpointing(model, auto_wrap_policy={TransformerSelfAttentionLayer})
     if world_size > 1 or (compute_dtype != torch.float32 and not adapters):
-        # Adapters round their masters themselves, and DoRA's magnitude must not be: FSDP2 hands them out as they are.
+        # Adapters round their masters themselves, and DoRA's magnitude must not be rounded: FSDP2 hands them out as they are.
         _shard(model, device, None if adapters else compute_dtype, world_size)
     model.to_empty(device=device)
     with device:
         for module in model.modules():
-            if hasattr(module, "rope_init"):  # buffers that no checkpoint holds
+            # No checkpoint holds the buffers of RoPE.
+            if hasattr(module, "rope_init"):
                 module.rope_init()
     load_weights(model, source, new=adapters)
     if adapters:
@@ -80,7 +100,8 @@ def build_policy(
 
 
 def _shard(model: TransformerDecoder, device: torch.device, param_dtype: torch.dtype | None, world_size: int) -> None:
-    if not torch.distributed.is_initialized():  # one device in bfloat16: FSDP2 keeps the float32 masters
+    # On one device in bfloat16, too, FSDP2 keeps the float32 masters, and wants a process group.
+    if not torch.distributed.is_initialized():
         torch.distributed.init_process_group(
             training.get_distributed_backend(device.type), store=torch.distributed.HashStore(), rank=0, world_size=1
         )

@@ -1,72 +1,42 @@
-"""Weights between Hugging Face directories, torchtune models and the sampler. One name map serves all three."""
+"""Carries weights between Hugging Face directories, torchtune models and the sampler.
+
+One map of names, that of the model's family, serves all three.
+"""
 
 import hashlib
 import json
 import os
 from collections.abc import Collection, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from torchtune.models.convert_weights import get_mapped_key, hf_to_tune, tune_to_hf
-from torchtune.models.qwen2 import qwen2_hf_to_tune, qwen2_tune_to_hf
-from torchtune.models.qwen2._convert_weights import _FROM_HF
 
+from torchtune_ext.policy.families import FAMILIES, read_config
 from torchtune_ext.policy.sharded import fill, whole
 
-_QWEN3 = _FROM_HF | {  # HF name -> torchtune name: those of Qwen2, and the norms of q and k
-    f"model.layers.{{}}.self_attn.{x}_norm.weight": f"layers.{{}}.attn.{x}_norm.scale" for x in ("q", "k")
-}
-
-
-_TO_HF = {ours: hf for hf, ours in _QWEN3.items()}
-
-
-def hf_name(name: str) -> str:
-    """Hugging Face's name of a torchtune weight; Qwen2, Qwen3 and Llama agree."""
-    return get_mapped_key(name, _TO_HF)
-
-
-def _renamed(weights: dict[str, Tensor], names: dict[str, str], **_: int) -> dict[str, Tensor]:
-    return {get_mapped_key(name, names): weight for name, weight in weights.items()}
-
-
-# model_type of config.json -> (from HF, to HF). Llama's q and k are permuted (torchtune rotates interleaved pairs).
-_CONVERTERS = {
-    "qwen2": (qwen2_hf_to_tune, qwen2_tune_to_hf),
-    "qwen3": (partial(_renamed, names=_QWEN3), partial(_renamed, names=_TO_HF)),
-    "llama": (hf_to_tune, tune_to_hf),
-}
-_DTYPES = ("BF16", "F16", "F32", "F64")  # of weights, as safetensors writes them
+# Weights have one of these dtypes, as safetensors spells them; others belong to a quantized checkpoint.
+_DTYPES = ("BF16", "F16", "F32", "F64")
 _UNQUANTIZED = "take the model in bfloat16 or float32; with precision=fp8_unified it is quantized here"
-_SAMPLES, _SAMPLE_BYTES = 8, 1024  # of a tensor, for the fingerprint
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # what activation checkpointing and compile add to names
+# A fingerprint reads so many samples of a tensor, of so many bytes each.
+_SAMPLES, _SAMPLE_BYTES = 8, 1024
+# Activation checkpointing and compile add these to the names of parameters.
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 class HFModel:
-    """A model directory in Hugging Face format: `config.json` and safetensors files.
+    """A model directory in Hugging Face format, which holds `config.json` and safetensors files.
 
     Raises:
-        ValueError: no such directory, no config or weights in it, or an architecture that is not supported.
+        ValueError: there is no such directory or no config in it, or its architecture is not supported.
     """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        config = self.path / "config.json"
-        if not config.is_file():
-            tiny = self.path.parts[-3] if self.path.parts[-2:] == ("warmup", "model") else "tiny"
-            raise ValueError(
-                f"model_dir={str(path)!r} has no config.json; give a directory in Hugging Face format (of the tiny models: "
-                f"`tune run warmup_sft --config warmup/{tiny}` makes it)"
-            )
-        self.config: dict[str, Any] = json.loads(config.read_text())
-        family = self.config.get("model_type")
-        if family not in _CONVERTERS:
-            raise ValueError(f"model_type={family!r} in {config} is not supported; supported: {sorted(_CONVERTERS)}")
-        self._from_hf, self._to_hf = _CONVERTERS[family]
+        self.config: dict[str, Any] = read_config(path)
+        self._family = FAMILIES[self.config["model_type"]]
         heads, width = self.config["num_attention_heads"], self.config["hidden_size"]
         self._shape = dict(
             num_heads=heads,
@@ -77,7 +47,7 @@ class HFModel:
         self.tied: bool = bool(self.config.get("tie_word_embeddings", False))
 
     def files(self) -> list[Path]:
-        """The safetensors files, in order."""
+        """Returns the safetensors files, in order."""
         files = sorted(self.path.glob("*.safetensors"))
         if not files:
             raise ValueError(
@@ -86,7 +56,7 @@ class HFModel:
         return files
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(torchtune name, tensor) of every weight, one at a time."""
+        """Yields (torchtune name, tensor) of every weight, one at a time."""
         self.require_unquantized()
         for file in self.files():
             with safe_open(file, framework="pt") as f:
@@ -95,13 +65,13 @@ class HFModel:
                         continue
                     if "_scale" in name.rpartition(".")[2] or f.get_slice(name).get_dtype() not in _DTYPES:
                         raise ValueError(f"{name} in {file} is, or belongs to, a quantized weight: {_UNQUANTIZED}")
-                    yield from self._from_hf({name: f.get_tensor(name)}, **self._shape).items()
+                    yield from self._family.to_tune({name: f.get_tensor(name)}, **self._shape).items()
 
     def fingerprint(self) -> str:
-        """Short text that tells these weights from others, in seconds also for tens of gigabytes.
+        """Returns a short text that tells these weights from others, in seconds also for tens of gigabytes.
 
-        It covers name, shape and dtype of every tensor and eight samples of 1,024 bytes, from its first bytes to its last; of
-        a tensor of 8 KiB or less all bytes. So it tells apart what was trained, rounded or converted differently, and
+        It covers name, shape and dtype of every tensor and eight samples of 1,024 bytes, from its first bytes to its last. A
+        tensor of 8 KiB or less is read whole. So it tells apart what was trained, rounded or converted differently, and
         overlooks a change that touches only bytes between the samples. Path, order and number of the files do not count.
 
         Raises:
@@ -133,13 +103,13 @@ class HFModel:
             )
 
     def to_hf(self, name: str, tensor: Tensor) -> tuple[str, Tensor]:
-        """A torchtune weight under its Hugging Face name and layout; it may have fewer columns (an adapter's B)."""
+        """Returns a torchtune weight under its Hugging Face name and in its layout; an adapter's B has fewer columns."""
         shape = self._shape | {"dim": tensor.shape[-1]}
-        return next(iter(self._to_hf({name: tensor}, **shape).items()))
+        return next(iter(self._family.to_hf({name: tensor}, **shape).items()))
 
 
 def _header(file: Path) -> tuple[int, dict[str, Any]]:
-    """Where the data of a safetensors file begin, and its header: dtype, shape and place of each tensor."""
+    """Returns where the data of a safetensors file begin, and its header, which has dtype, shape and place of each tensor."""
     with open(file, "rb") as f:
         length = int.from_bytes(f.read(8), "little")
         try:
@@ -155,7 +125,7 @@ def _header(file: Path) -> tuple[int, dict[str, Any]]:
 
 
 def clean_name(name: str) -> str:
-    """Parameter name without what wrappers add to it."""
+    """Returns the name of a parameter without what wrappers add to it."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -163,13 +133,13 @@ def clean_name(name: str) -> str:
 
 @torch.no_grad()
 def load_weights(model: nn.Module, source: HFModel, new: Collection[str] = ()) -> None:
-    """Copies the weights of `source` into a (sharded) model; every rank reads the files and keeps its part.
+    """Copies the weights of `source` into a model, which may be sharded: every rank reads the files and keeps its part.
 
     Args:
         new: names of parameters that no model directory holds (those of adapters).
 
     Raises:
-        ValueError: names or shapes that do not fit the model that the config builds.
+        ValueError: names or shapes do not fit the model that the config builds.
     """
     params = {clean_name(name): p for name, p in model.named_parameters()}
     missing = set(params) - set(new)
@@ -191,9 +161,9 @@ def load_weights(model: nn.Module, source: HFModel, new: Collection[str] = ()) -
 
 @torch.no_grad()
 def named_hf_tensors(model: nn.Module, names: HFModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, whole tensor) of every parameter, in `dtype`, in the same order on every rank.
+    """Yields (Hugging Face name, whole tensor) of every parameter, in `dtype`, in the same order on every rank.
 
-    Gathers one sharded parameter at a time: a collective, so all ranks must exhaust it together.
+    It gathers one sharded parameter at a time: a collective, so all ranks must exhaust it together.
     """
     for name, param in model.named_parameters():
         yield names.to_hf(clean_name(name), whole(param).to(dtype))

@@ -1,4 +1,4 @@
-"""A torchtune decoder that maps packed rows to log-probs of their labels."""
+"""Makes a torchtune decoder map packed rows to log-probs of their labels."""
 
 from dataclasses import dataclass, replace
 
@@ -15,20 +15,27 @@ from torchtune_ext.policy.lora import effective_weight
 
 @dataclass(frozen=True, slots=True)
 class LabelLogprobs:
-    """What the policy says of the labels of one row."""
+    """What the policy says of the labels of one row.
 
-    logprobs_L: Tensor  # float32, log-prob of each label under the temperature
-    entropy_L: Tensor  # float32, entropy of the distribution it was drawn from, nats
-    top_LK: Tensor | None = None  # float32, log-probs of the K tokens that were asked for, no gradient
-    top_ids_LK: Tensor | None = None  # int64, which these are
+    Args:
+        logprobs_L: float32; the log-prob of each label under the temperature.
+        entropy_L: float32; the entropy in nats of the distribution that the label was drawn from.
+        top_LK: float32; the log-probs of the K tokens that were asked for. They have no gradient.
+        top_ids_LK: int64; the ids of these tokens.
+    """
+
+    logprobs_L: Tensor
+    entropy_L: Tensor
+    top_LK: Tensor | None = None
+    top_ids_LK: Tensor | None = None
 
     def detached(self) -> "LabelLogprobs":
-        """The same values without gradient."""
+        """Returns the same values without gradient."""
         return replace(self, logprobs_L=self.logprobs_L.detach(), entropy_L=self.entropy_L.detach())
 
 
 class PackedPolicy:
-    """Wraps a torchtune decoder: packed attention in every layer, log-probs of the labels in place of logits.
+    """Wraps a torchtune decoder, which then has packed attention in every layer and returns log-probs in place of logits.
 
     Both are put in as instance attributes (`attn._attention_call`, `model.unembed`), so parameters, their names and
     what is wrapped around the model later (FSDP2, activation checkpointing, compile) stay as torchtune has them.
@@ -36,9 +43,12 @@ class PackedPolicy:
 
     def __init__(self, model: TransformerDecoder, fp8: Fp8Receipt | None = None):
         self.model = model
-        self.fp8 = fp8  # which of its layers compute in FP8, if any does
-        self.noisy = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())  # while it trains
-        self.max_positions = model.max_seq_len  # rows of the RoPE cache: bounds a position, not the length of a row
+        # The receipt says which layers compute in FP8, if any does.
+        self.fp8 = fp8
+        # Dropout makes a forward of the training mode another each time.
+        self.noisy = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())
+        # The RoPE cache has so many rows: they bound a position, not the length of a packed row.
+        self.max_positions = model.max_seq_len
         self._row: Row | None = None
         self._temperature = 1.0
         self._top: int | Tensor = 0
@@ -47,14 +57,14 @@ class PackedPolicy:
         model.unembed = self._unembed
 
     def trainable(self) -> list[nn.Parameter]:
-        """What an optimizer gets: all parameters, or those of the adapters."""
+        """Returns what an optimizer gets: all parameters, or those of the adapters."""
         return [param for param in self.model.parameters() if param.requires_grad]
 
     def __call__(self, row: Row, temperature: float = 1.0, top: int | Tensor = 0) -> LabelLogprobs:
         """Computes the log-probs of the labels of a row that lies on the model's device.
 
         Args:
-            top: at every label also those of the so many most likely tokens, or of the tokens with the given ids [L, K].
+            top: a number asks also for those of so many most likely tokens at every label; ids [L, K] ask for theirs.
 
         Raises:
             ValueError: a sequence of the row is longer than the model's `max_seq_len`.
@@ -65,7 +75,7 @@ class PackedPolicy:
                 f"model.max_seq_len={self.max_positions} is too short for a sequence of {longest} tokens; "
                 "raise it, or lower max_tokens"
             )
-        # torchtune compares the *row* with max_seq_len, but only positions index the RoPE cache
+        # torchtune compares the *row* with max_seq_len, but only positions index the RoPE cache.
         self.model.max_seq_len = max(self.max_positions, row.tokens_T.numel())
         self._row, self._temperature, self._top = row, temperature, top
         try:
@@ -75,7 +85,7 @@ class PackedPolicy:
             self._row, self._top, self._tops = None, 0, (None, None)
 
     def _unembed(self, hidden_BTD: Tensor) -> Tensor:
-        """[1, T, D] -> [2, L]: stands in for `TransformerDecoder.unembed` inside its forward, where weights are whole."""
+        """Maps [1, T, D] to [2, L] in place of `TransformerDecoder.unembed`, inside the forward, where weights are whole."""
         output = self.model.output
         weight_VD = output.tied_module.weight if isinstance(output, TiedLinear) else effective_weight(output)
         hidden_LD = self.model.norm(hidden_BTD)[0][self._row.sources_L]

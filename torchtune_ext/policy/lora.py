@@ -1,4 +1,4 @@
-"""Low-rank adapters: what a model has of them, how they begin, what of them travels, and the model without them.
+"""Low-rank adapters. This file says which a model has, how they begin, what of them travels, and what is left without them.
 
     LoRA    y = W x + s B A x,                s = alpha / r          Hu et al. 2021, arXiv:2106.09685
     DoRA    y = m / |V| * (V x),  V = W + s B A                      Liu et al. 2024, arXiv:2402.09353, eq. 5 and 11
@@ -10,7 +10,7 @@ in the YAML by its builders. Two things of torchtune 0.6.1 are replaced: its DoR
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -28,17 +28,23 @@ from torchtune_ext.policy.sharded import dequantized, fill, whole
 
 @dataclass(frozen=True, slots=True)
 class AdapterSpec:
-    """The adapters of a model: all have one rank, one alpha, one dropout."""
+    """The adapters of a model, which all have one rank, one alpha and one dropout.
+
+    Args:
+        targets: the adapted linear layers by Hugging Face's names: "q_proj", "down_proj", ...
+        dora: whether they are DoRA's, with a magnitude for each row.
+        quantized: whether the weights below the adapters are in NF4.
+    """
 
     rank: int
     alpha: float
     dropout: float
-    targets: tuple[str, ...]  # Hugging Face names of the adapted linear layers: "q_proj", "down_proj", ...
+    targets: tuple[str, ...]
     dora: bool
-    quantized: bool  # the weights below the adapters are NF4
+    quantized: bool
 
     def peft_config(self, base: str) -> dict[str, Any]:
-        """The content of PEFT's `adapter_config.json` for an adapter over the model `base`."""
+        """Returns the content of PEFT's `adapter_config.json` for an adapter over the model `base`."""
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -54,28 +60,21 @@ class AdapterSpec:
 
 
 def adapter_spec(
-    make_model: Callable[[], TransformerDecoder], source: HFModel, asked: Mapping[str, Any], world_size: int = 1
+    model: TransformerDecoder, source: HFModel, asked: Mapping[str, Any], world_size: int = 1
 ) -> AdapterSpec | None:
-    """Looks at the model that the YAML names, on the meta device; None where it has no adapters.
+    """Looks at the model that the YAML names and says which adapters it has; None where it has none.
 
     Args:
+        model: may lie on the meta device.
         asked: `model:` of the YAML, for its `lora_rank` and `lora_attn_modules`; torchtune passes over names that it does
             not know.
 
     Raises:
-        ValueError: a rank of 0, targets that name nothing, a LoRA builder that is given no targets, weights that NF4 cannot
-            hold.
+        ValueError: a rank of 0, targets that name nothing, a LoRA builder that is given no targets, or NF4 weights that the
+            ranks cannot share.
     """
     if asked.get("lora_rank", 1) < 1:
         raise ValueError(f"model.lora_rank={asked['lora_rank']} must be at least 1")
-    try:
-        with torch.device("meta"):
-            model = make_model()
-    except AssertionError as error:
-        raise ValueError(
-            f"model.quantize_base: NF4 wants weights of a multiple of 256 blocks of 64 values, and torchao says: {error}. "
-            "Leave the small layers (k_proj and v_proj) out of lora_attn_modules"
-        ) from error
     modules = adapted_modules(model)
     attention = {name for name, module in model.layers[0].attn.named_children() if hasattr(module, "weight")}
     unknown = sorted(set(asked.get("lora_attn_modules") or ()) - attention)
@@ -84,9 +83,8 @@ def adapter_spec(
     builder = str(asked.get("_component_")).rpartition(".")[2]
     if not modules and (re.search(r"(^|_)q?lora(_|$)", builder) or any(str(key).startswith("lora_") for key in asked)):
         raise ValueError(
-            "`model:` speaks of LoRA, but the model has no adapters; name a LoRA builder "
-            f"(torchtune.models.qwen2_5.lora_qwen2_5_7b_base, ...) with lora_attn_modules out of {sorted(attention)}, "
-            "apply_lora_to_mlp or apply_lora_to_output"
+            "`model:` speaks of LoRA, but the model has no adapters; name torchtune_ext.policy.from_config, or a LoRA builder "
+            f"of torchtune, and give it lora_attn_modules out of {sorted(attention)}"
         )
     if not modules:
         return None
@@ -110,17 +108,17 @@ def adapter_spec(
 
 
 def adapted_modules(model: nn.Module) -> dict[str, LoRALinear | DoRALinear]:
-    """The linear layers with an adapter, by name."""
+    """Returns the linear layers that have an adapter, by name."""
     return {clean_name(n): m for n, m in model.named_modules() if isinstance(m, (LoRALinear, DoRALinear))}
 
 
 def adapter_names(model: nn.Module) -> set[str]:
-    """Names of the adapters' parameters; empty for a model without adapters."""
+    """Returns the names of the adapters' parameters; a model without adapters has none."""
     return {f"{name}.{p}" for name, module in adapted_modules(model).items() for p in module.adapter_params()}
 
 
 def prepare(model: nn.Module, base_dtype: torch.dtype) -> None:
-    """Before weights exist: freezes all but the adapters and holds what is frozen in `base_dtype` (NF4 stays NF4)."""
+    """Freezes all but the adapters, before weights exist, and holds what is frozen in `base_dtype`; NF4 stays NF4."""
     adapters = adapter_names(model)
     for prefix, module in model.named_modules():
         for name, param in module.named_parameters(recurse=False):
@@ -131,18 +129,20 @@ def prepare(model: nn.Module, base_dtype: torch.dtype) -> None:
                 setattr(module, name, nn.Parameter(param.to(base_dtype), requires_grad=False))
     for module in adapted_modules(model).values():
         for linear in (module.lora_a, module.lora_b):
-            # The class's forward, not the instance's: torch.compile shares it between layers.
+            # The forward is changed in the class, not in the instance, so that torch.compile shares it between layers.
             linear.__class__ = _MasterLinear
         if isinstance(module, DoRALinear):
             module.__class__ = _DoRALinear
-    model._state_dict_hooks.clear()  # torchtune's would dequantize the whole model for every checkpoint of the adapters
+    # torchtune's hook would dequantize the whole model for every checkpoint of the adapters.
+    model._state_dict_hooks.clear()
 
 
 @torch.no_grad()
 def initialize(model: nn.Module, seed: int) -> None:
-    """A uniform in +-1/sqrt(width) (Kaiming, as in the paper's code), B zero, m the norm of W's rows: the model as it was.
+    """Gives adapters their first values, with which the model does what it did without them.
 
-    The same bits on any number of ranks.
+    A is uniform in +-1/sqrt(width) (Kaiming, as in the paper's code), B is zero, and m is the norm of W's rows. The bits are
+    the same on any number of ranks.
     """
     generator = torch.Generator().manual_seed(seed)
     for module in adapted_modules(model).values():
@@ -154,13 +154,13 @@ def initialize(model: nn.Module, seed: int) -> None:
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, scaling: float, magnitude: Tensor | None = None) -> Tensor:
-    """The one matrix that does what a weight [out, in] and its adapter do together."""
+    """Returns the one matrix that does what a weight [out, in] and its adapter do together."""
     v = weight + scaling * (b @ a)
     return v if magnitude is None else (magnitude / torch.linalg.norm(v, dim=1).detach())[:, None] * v
 
 
 def effective_weight(module: nn.Linear | LoRALinear | DoRALinear) -> Tensor:
-    """The merged weight of a layer inside a forward, with gradient for the adapter; of a plain layer its weight."""
+    """Returns the merged weight of a layer inside a forward, with gradient for the adapter, and the weight of a plain layer."""
     if not isinstance(module, (LoRALinear, DoRALinear)) or module.disabled:
         return module.weight
     magnitude = module.magnitude if isinstance(module, DoRALinear) else None
@@ -170,7 +170,7 @@ def effective_weight(module: nn.Linear | LoRALinear | DoRALinear) -> Tensor:
 
 @torch.no_grad()
 def base_hf_tensors(model: nn.Module, names: HFModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, whole tensor) of the model below the adapters, dequantized: a collective."""
+    """Yields (Hugging Face name, whole tensor) of the model below the adapters, dequantized. It is a collective."""
     adapters = adapter_names(model)
     for name, param in model.named_parameters():
         if clean_name(name) not in adapters:
@@ -179,7 +179,10 @@ def base_hf_tensors(model: nn.Module, names: HFModel, dtype: torch.dtype) -> Ite
 
 @torch.no_grad()
 def merged_hf_tensors(model: nn.Module, names: HFModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, whole tensor) of the model with its adapters merged, in float32, then rounded: a collective."""
+    """Yields (Hugging Face name, whole tensor) of the model with its adapters, merged in float32 and then rounded to `dtype`.
+
+    It is a collective.
+    """
     adapters, modules = adapter_names(model), adapted_modules(model)
     for name, param in model.named_parameters():
         name = clean_name(name)
@@ -196,7 +199,7 @@ def merged_hf_tensors(model: nn.Module, names: HFModel, dtype: torch.dtype) -> I
 
 @torch.no_grad()
 def adapter_hf_tensors(model: nn.Module, names: HFModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """(PEFT name, whole tensor) of the adapters alone: a collective."""
+    """Yields (PEFT name, whole tensor) of the adapters alone. It is a collective."""
     for name, module in adapted_modules(model).items():
         hf_name, b = names.to_hf(f"{name}.weight", whole(module.lora_b.weight).to(dtype))
         stem = "base_model.model." + hf_name.removesuffix(".weight")
@@ -208,13 +211,13 @@ def adapter_hf_tensors(model: nn.Module, names: HFModel, dtype: torch.dtype) -> 
 
 
 class AdapterOff:
-    """The reference policy of an adapted model: the model itself with its adapters switched off. It costs no memory."""
+    """The reference policy of an adapted model: it is the model with its adapters switched off, and costs no memory."""
 
     def __init__(self, model: nn.Module):
         self._model = model
 
     def swapped_in(self) -> AbstractContextManager[None]:
-        """Inside, the model is the one that the adapters were put on."""
+        """Returns a context in which the model is the one that the adapters were put on."""
         return disable_adapter(self._model)
 
 
@@ -223,15 +226,17 @@ def _scaling(module: LoRALinear | DoRALinear) -> float:
 
 
 class _MasterLinear(nn.Linear):
-    """With a float32 master that is rounded where it is used."""
+    """A linear layer that rounds its float32 master where it uses it."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype))
 
 
 class _DoRALinear(DoRALinear):
-    """torchtune's, but for the bias, which is added after the rows are scaled, an identity matrix that it pushes through B A,
-    and what it rounds."""
+    """torchtune's DoRA, with three differences.
+
+    It adds the bias after the rows are scaled, does not push an identity matrix through B A, and rounds its output once.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         if self.disabled:
@@ -245,7 +250,7 @@ class _DoRALinear(DoRALinear):
 
 
 class _ScaledLinear(torch.autograd.Function):
-    """scale * (W x + lora) + bias over a frozen W, computed in float32 and rounded once.
+    """Computes scale * (W x + lora) + bias over a frozen W in float32, and rounds it once.
 
     m / |V| stays near 1, where bfloat16 has steps of 2^-7: a scale rounded to it would not see most updates of m. Nor would
     one that finds W x rounded already: a change below half a step of W x is rounded away again.
@@ -253,10 +258,14 @@ class _ScaledLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, lora: Tensor, scale: Tensor) -> Tensor:
-        """x [..., in], weight [out, in], lora [..., out] in one dtype, scale [out] in float32 -> [..., out] in x's dtype."""
+        """Takes x [..., in], weight [out, in], lora [..., out] in one dtype, and scale [out] in float32.
+
+        Returns [..., out] in the dtype of x.
+        """
         rows, columns = x.flatten(0, -2), dequantized(weight).to(x.dtype).T
         if x.is_cuda and x.dtype != torch.float32:
-            v = torch.mm(rows, columns, out_dtype=torch.float32)  # at the speed of x's dtype; only CUDA has it
+            # Only CUDA has this; it is as fast as with an output in x's dtype.
+            v = torch.mm(rows, columns, out_dtype=torch.float32)
         else:
             v = rows.float() @ columns.float()
         v = v.view(lora.shape) + lora

@@ -1,6 +1,5 @@
-"""What a run needs before it runs: parameters, optimizer, activations, logits, engine. Estimates, printed by a dry run."""
+"""Estimates what memory a run needs, for parameters, optimizer, activations, logits and engine. A dry run prints it."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,17 +20,25 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """Bytes on each training device, line by line, and in main memory."""
+    """What a run needs. Three dicts say for what how many bytes are needed.
 
-    parameters: int  # of the model, a count
-    trained: int  # of these
-    device: dict[str, int]  # what -> bytes per training device
-    engine: dict[str, int]  # what -> bytes per engine device, KV cache aside
-    host: dict[str, int]  # what -> bytes in main memory, all ranks of the machine together
+    Args:
+        parameters: the number of values in the model.
+        trained: how many of them are trained.
+        device: on each training device.
+        engine: on each engine device, KV cache aside.
+        host: in main memory, by all ranks of the machine together.
+    """
+
+    parameters: int
+    trained: int
+    device: dict[str, int]
+    engine: dict[str, int]
+    host: dict[str, int]
 
 
 def estimate(
-    make_model: Callable[[], TransformerDecoder],
+    model: TransformerDecoder,
     row_tokens: int,
     compute_dtype: torch.dtype,
     world_size: int,
@@ -41,24 +48,22 @@ def estimate(
     engine_gpus: int = 1,
     publishes_all: bool = True,
 ) -> MemoryNeed:
-    """Estimates from shapes on the meta device; an optimizer with two moments (AdamW) is assumed.
+    """Estimates the need from the shapes of a model. It assumes an optimizer with two moments (AdamW).
 
-    Activations of a layer are what its linear layers, norms and fused attention keep for the backward; with
-    checkpointing, one input per layer and the inside of one layer. Layers in FP8 keep their inputs as columns.
+    Activations of a layer are what its linear layers, norms and fused attention keep for the backward. With checkpointing they
+    are one input per layer and the inside of one layer. Layers in FP8 keep their inputs as columns.
 
     Args:
-        fp8: of the trainer's layers and of the engine's, as in `PrecisionConfig.sides`.
-        reference: a second set of weights is kept, for a KL term.
-        publishes_all: of a model with adapters, too, whole weights go to the engine.
+        model: may lie on the meta device, and stays as it is.
+        fp8: how the trainer's layers and the engine's compute, as in `PrecisionConfig.sides`.
+        reference: whether a second set of weights is kept, for a KL term.
+        publishes_all: whether whole weights go to the engine for a model with adapters, too.
     """
     trainer_fp8, engine_fp8 = fp8
-    with torch.device("meta"):
-        model = make_model()
-    if lora.adapter_names(model):
-        lora.prepare(model, compute_dtype)
+    adapters = lora.adapter_names(model)
     total = sum(p.numel() for p in model.parameters())
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    frozen = sum(_bytes(p) for p in model.parameters() if not p.requires_grad)
+    trained = sum(p.numel() for n, p in model.named_parameters() if not adapters or n in adapters)
+    frozen = sum(_bytes(p, compute_dtype) for n, p in model.named_parameters() if adapters and n not in adapters)
     width = model.tok_embeddings.embedding_dim
     vocab = model.tok_embeddings.num_embeddings
     layer = model.layers[0]
@@ -66,8 +71,9 @@ def estimate(
     outer = total - layer_parameters * len(model.layers)
     size = compute_dtype.itemsize
     attention, ffn = layer.attn.num_heads * layer.attn.head_dim, layer.mlp.w1.weight.shape[0]
-    # kept per token: inputs of two norms and of attention's and the MLP's linears, q k v as attention sees them (heads
-    # expanded) and its output, gate, up, their product; of Qwen3 also q and k before their norms
+    # A layer keeps, for each token, the inputs of two norms and of attention's and the MLP's linear layers, q, k and v as
+    # attention sees them (heads expanded) and its output, gate, up, and their product. Qwen3 also keeps q and k before their
+    # norms.
     normed = (layer.attn.num_heads + layer.attn.num_kv_heads) * layer.attn.head_dim if layer.attn.q_norm else 0
     inside = row_tokens * size * (4 * width + 4 * attention + 4 * ffn + normed)
     layers = len(model.layers)
@@ -75,7 +81,7 @@ def estimate(
     kept = layers * row_tokens * width * size + inside if activation_checkpointing else layers * inside
     logits = min(CHUNK_ELEMENTS, row_tokens * vocab) * 4 * 3
     quantized = max((p.numel() for p in model.parameters() if isinstance(p, NF4Tensor)), default=0)
-    # one device: only float32 masters of a whole model go through FSDP2, adapters are rounded where they are used
+    # On one device only the float32 masters of a whole model go through FSDP2; adapters are rounded where they are used.
     unsharded = (outer + 2 * layer_parameters) * size if world_size > 1 or (size < 4 and not frozen) else 0
     converted = in_fp8(model, engine_fp8, trainer_fp8 is not None).values()
     sent = size * total - (size - TILE_BYTES) * sum(out * width for out, width in converted)
@@ -104,14 +110,16 @@ def estimate(
 
 
 def in_fp8(model: TransformerDecoder, config: Fp8Config | None, trains: bool) -> dict[str, tuple[int, int]]:
-    """Hugging Face name -> (out, in) of the layers that compute in FP8, as `fp8.linear_layers` has them."""
+    """Returns Hugging Face name -> (out, in) of the layers that compute in FP8, as `fp8.plan.linear_layers` has them."""
     layers = linear_layers(model, config, trains)[0] if config else ()
     return {layer.name: layer.shape for layer in layers if layer.reason is None}
 
 
 def _kept_by_fp8(model: TransformerDecoder, config: Fp8Config | None, size: int) -> float:
-    """Bytes a token that the first layer keeps more than without FP8 (negative: less). Attention keeps its own output, which
-    output_proj reads, in any case."""
+    """Returns how many bytes a token the first layer keeps more than without FP8; a negative number says that it keeps less.
+
+    Attention keeps its own output, which output_proj reads, in any case.
+    """
     if config is None or config.save_activations != "fp8" or lora.adapter_names(model):
         return 0.0
     inputs = {
@@ -128,26 +136,29 @@ def _kept_by_fp8(model: TransformerDecoder, config: Fp8Config | None, size: int)
     return sum(more * found[kind] for kind, more in inputs.items() if kind in found)
 
 
-def _bytes(param: Tensor) -> int:
-    """Of NF4: 4 bits a value, 8 bits a block of 64, a float32 for 256 of these (Dettmers et al. 2023, section 3)."""
-    return int(param.numel() * (0.5 + 1 / 64 + 4 / (64 * 256))) if isinstance(param, NF4Tensor) else param.nbytes
+def _bytes(param: Tensor, dtype: torch.dtype) -> int:
+    """Returns what a frozen parameter takes that is held in `dtype`, or in NF4: that has 4 bits a value, 8 bits a block of 64,
+    and a float32 for 256 of these (Dettmers et al. 2023, section 3)."""
+    if isinstance(param, NF4Tensor):
+        return int(param.numel() * (0.5 + 1 / 64 + 4 / (64 * 256)))
+    return param.numel() * dtype.itemsize
 
 
 def memory_table(
-    make_model: Callable[[], TransformerDecoder],
+    model: TransformerDecoder,
     row_tokens: int,
     compute_dtype: torch.dtype,
     activation_checkpointing: bool,
     fp8: tuple[Fp8Config | None, Fp8Config | None] = (None, None),
     **options: Any,
 ) -> str:
-    """The estimates for 1, 2, 4 and 8 training devices, as columns in GiB, and what FP8 there is; `options` are the further
-    ones of `estimate`."""
-    with torch.device("meta"):
-        model = make_model()  # once: NF4 takes seconds for 32B, even on the meta device
+    """Writes the estimates for 1, 2, 4 and 8 training devices as columns in GiB, and which layers are in FP8.
+
+    Args:
+        options: the further arguments of `estimate`.
+    """
     needs = {
-        n: estimate(lambda: model, row_tokens, compute_dtype, n, activation_checkpointing, fp8, **options)
-        for n in (1, 2, 4, 8)
+        n: estimate(model, row_tokens, compute_dtype, n, activation_checkpointing, fp8, **options) for n in (1, 2, 4, 8)
     }
     share = needs[1].trained / needs[1].parameters
     adapters = f" ({share:.2%} of them trained)" if share < 1 else ""

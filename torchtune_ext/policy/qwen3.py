@@ -1,6 +1,6 @@
-"""Qwen3, dense: the models that torchtune 0.6.1 lacks, with its modules and the arguments of its builders.
+"""Builds the dense Qwen3 models, which torchtune 0.6.1 lacks, with its modules and the arguments of its builders.
 
-    tune run grpo_lora --config grpo/qwen3_8B_atr_grpo_lora     # model._component_: torchtune_ext.policy.qwen3.lora_qwen3_8b
+    tune run grpo_lora --config grpo/qwen3_1_7B_atr_grpo_lora
 
 Qwen3 (Qwen Team 2025, arXiv:2505.09388, section 2) is Qwen2 with three changes in its attention:
 
@@ -30,12 +30,17 @@ from torchtune.modules.peft import LORA_ATTN_MODULES, DoRALinear, LoRALinear
 
 
 class Qwen3Attention(MultiHeadAttention):
-    """torchtune's attention, but for the order: q and k are normed, then rotated."""
+    """torchtune's attention, except that q and k are normed first and rotated then."""
 
     def forward(
         self, x: Tensor, y: Tensor | None = None, *, mask: Any = None, input_pos: Tensor | None = None
     ) -> Tensor:
-        """x: [B, T, D], queries; y: the same, keys and values, or None to read them from the cache -> [B, T, D]."""
+        """Returns [B, T, D].
+
+        Args:
+            x: [B, T, D], of which the queries are made.
+            y: the same for keys and values; None reads them from the cache.
+        """
         q = self._rotated(self.q_norm(_heads(self.q_proj(x), self.num_heads)), input_pos)
         if y is None:
             k, v = self.kv_cache.k_cache, self.kv_cache.v_cache
@@ -56,12 +61,12 @@ class Qwen3Attention(MultiHeadAttention):
         return self.output_proj(attended.transpose(1, 2).flatten(2))
 
     def _rotated(self, heads: Tensor, input_pos: Tensor | None) -> Tensor:
-        """[B, T, H, head_dim] -> [B, H, T, head_dim]."""
+        """Rotates [B, T, H, head_dim] by position and returns [B, H, T, head_dim]."""
         return self.pos_embeddings(heads, input_pos=input_pos).transpose(1, 2)
 
 
 def _heads(projected: Tensor, num_heads: int) -> Tensor:
-    """[B, T, H * head_dim] -> [B, T, H, head_dim]."""
+    """Cuts [B, T, H * head_dim] into heads and returns [B, T, H, head_dim]."""
     return projected.unflatten(-1, (num_heads, -1))
 
 
@@ -84,10 +89,10 @@ def qwen3(
     tie_word_embeddings: bool = False,
     linear: Callable[[str, int, int], nn.Module] = _plain,
 ) -> TransformerDecoder:
-    """A Qwen3 decoder; the arguments are those of torchtune's `qwen2`, and two more.
+    """Builds a Qwen3 decoder. The arguments are those of torchtune's `qwen2`, and two more.
 
     Args:
-        head_dim: of queries, keys and values, independent of `embed_dim`.
+        head_dim: the size of queries, keys and values, which does not depend on `embed_dim`.
         linear: makes a linear layer of its name ("q_proj", "k_proj", "v_proj", "output_proj", "mlp", "output"), its inputs
             and its outputs.
     """
@@ -151,12 +156,12 @@ def lora_qwen3(
     use_dora: bool = False,
     quantize_base: bool = False,
 ) -> TransformerDecoder:
-    """The same with adapters; the arguments are those of torchtune's `lora_qwen2`, and `head_dim`.
+    """Builds a Qwen3 decoder with adapters. The arguments are those of torchtune's `lora_qwen2`, and `head_dim`.
 
     Args:
-        lora_attn_modules: out of "q_proj", "k_proj", "v_proj", "output_proj".
-        apply_lora_to_mlp: gate, up and down projections.
-        apply_lora_to_output: the output head, where it is not tied to the embeddings.
+        lora_attn_modules: names adapted layers of attention, out of "q_proj", "k_proj", "v_proj", "output_proj".
+        apply_lora_to_mlp: adapts the gate, up and down projections.
+        apply_lora_to_output: adapts the output head, where it is not tied to the embeddings.
         quantize_base: holds the weights below the adapters in NF4, but not that of the output head.
 
     Raises:
@@ -196,7 +201,10 @@ def lora_qwen3(
 
 
 def _published(layers: int, width: int, heads: int, mlp_width: int, tied: bool) -> dict[str, Any]:
-    """The arguments of a size (arXiv:2505.09388, table 1, and the models' config.json); all have 8 heads of keys and values."""
+    """Returns the arguments of a size (arXiv:2505.09388, table 1, and the models' config.json).
+
+    All sizes have 8 heads of keys and values.
+    """
     return dict(
         vocab_size=151936,
         num_layers=layers,

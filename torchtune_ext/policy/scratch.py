@@ -1,4 +1,7 @@
-"""A small model from nothing: a tokenizer trained on a task's own text, and random Qwen weights in Hugging Face format."""
+"""Makes a small model from nothing, with a tokenizer trained on a task's own text and random Qwen weights.
+
+It is written as a directory in Hugging Face format.
+"""
 
 import json
 import re
@@ -6,38 +9,42 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from torchtune.models.qwen2 import lora_qwen2, qwen2
-from torchtune.modules import TransformerDecoder
 
 from torchtune_ext.chat import CHATML
-from torchtune_ext.policy.hf_model import HFModel
-from torchtune_ext.policy.qwen3 import lora_qwen3, qwen3
 
 SPECIAL = ("<|im_end|>", "<|im_start|>", "<|pad|>")
-ROLES = ("user\n", "assistant\n", "system\n")  # as the template writes them
-ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}  # model_type -> class of transformers
-COMMON = 0.5  # a line that this share of the prompts has becomes one token
+# The template writes roles so.
+ROLES = ("user\n", "assistant\n", "system\n")
+# A model_type has this class of transformers.
+ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+# A line that this share of the prompts has becomes one token.
+COMMON = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a Qwen2 or Qwen3 model with tied embeddings."""
+    """The sizes of a Qwen2 or Qwen3 model with tied embeddings, by the names of config.json.
 
-    model_type: str = "qwen2"  # or "qwen3"
+    Args:
+        model_type: "qwen2" or "qwen3".
+        head_dim: None stands for hidden_size / num_attention_heads, which Qwen2 always has.
+        vocab_size: bounds the tokenizer, which may turn out smaller.
+    """
+
+    model_type: str = "qwen2"
     hidden_size: int = 128
     num_hidden_layers: int = 4
     num_attention_heads: int = 4
     num_key_value_heads: int = 2
-    head_dim: int | None = None  # None: hidden_size / num_attention_heads, and always so for Qwen2
+    head_dim: int | None = None
     intermediate_size: int = 384
     max_position_embeddings: int = 1024
     rope_theta: float = 10000.0
-    vocab_size: int = 1024  # upper bound for the tokenizer
+    vocab_size: int = 1024
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.num_attention_heads or self.num_attention_heads % self.num_key_value_heads:
@@ -60,14 +67,14 @@ class Shape:
 
     @property
     def head_size(self) -> int:
-        """Of queries, keys and values."""
+        """Returns the size of queries, keys and values."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
 
 def make_tokenizer(
     prompts: Sequence[str], solutions: Sequence[str], answers: Iterable[str], vocab_size: int
 ) -> Tokenizer:
-    """Byte-level BPE that knows the task's words.
+    """Trains a byte-level BPE that knows the task's words.
 
     Answer values (names, rooms, ...) and lines that most prompts share are tokens of their own; what stands between them
     is not split any further, so that a phrase like " was in the room just west of the " can become one token. Any text can
@@ -94,7 +101,10 @@ def make_tokenizer(
 
 
 def write_model(folder: Path, tokenizer: Tokenizer, shape: Shape, seed: int) -> None:
-    """Writes a model directory with random weights: normal, scaled by fan-in, outputs into the residual stream by depth."""
+    """Writes a model directory with random weights.
+
+    They are normal and scaled by fan-in, and those of outputs into the residual stream also by depth.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     end, start, pad = (tokenizer.token_to_id(token) for token in SPECIAL)
     vocab = (tokenizer.get_vocab_size() + 63) // 64 * 64
@@ -140,7 +150,7 @@ def _random_weights(shape: Shape, vocab: int, seed: int) -> dict[str, torch.Tens
     def normal(*size: int, std: float) -> torch.Tensor:
         return torch.randn(*size, generator=generator) * std
 
-    # unit-variance inputs stay unit-variance: 0.02 is made for widths of thousands and leaves a narrow model's attention flat
+    # Inputs of variance one stay so. The usual 0.02 is made for widths of thousands and leaves a narrow model's attention flat.
     std, residual = width**-0.5, (2 * shape.num_hidden_layers) ** -0.5
     weights = {"model.embed_tokens.weight": normal(vocab, width, std=std), "model.norm.weight": torch.ones(width)}
     for i in range(shape.num_hidden_layers):
@@ -158,90 +168,3 @@ def _random_weights(shape: Shape, vocab: int, seed: int) -> dict[str, torch.Tens
         weights[f"{at}input_layernorm.weight"] = torch.ones(width)
         weights[f"{at}post_attention_layernorm.weight"] = torch.ones(width)
     return weights
-
-
-def qwen2_from_config(model_dir: str) -> TransformerDecoder:
-    """The torchtune model that a Qwen2 directory's `config.json` describes (for public models the YAML names a builder)."""
-    return qwen2(**_arguments(model_dir, "qwen2"))
-
-
-def qwen3_from_config(model_dir: str) -> TransformerDecoder:
-    """The same for a Qwen3 directory."""
-    return qwen3(**_arguments(model_dir, "qwen3"))
-
-
-def lora_qwen2_from_config(
-    model_dir: str,
-    lora_attn_modules: list[str],
-    apply_lora_to_mlp: bool = False,
-    apply_lora_to_output: bool = False,
-    lora_rank: int = 8,
-    lora_alpha: float = 16.0,
-    lora_dropout: float = 0.0,
-    use_dora: bool = False,
-    quantize_base: bool = False,
-) -> TransformerDecoder:
-    """A Qwen2 directory's model with adapters; the arguments are those of torchtune's `lora_qwen2`."""
-    return lora_qwen2(
-        lora_attn_modules,
-        apply_lora_to_mlp,
-        apply_lora_to_output,
-        lora_rank=lora_rank,
-        lora_alpha=lora_alpha,
-        lora_dropout=lora_dropout,
-        use_dora=use_dora,
-        quantize_base=quantize_base,
-        **_arguments(model_dir, "qwen2"),
-    )
-
-
-def lora_qwen3_from_config(
-    model_dir: str,
-    lora_attn_modules: list[str],
-    apply_lora_to_mlp: bool = False,
-    apply_lora_to_output: bool = False,
-    lora_rank: int = 8,
-    lora_alpha: float = 16.0,
-    lora_dropout: float = 0.0,
-    use_dora: bool = False,
-    quantize_base: bool = False,
-) -> TransformerDecoder:
-    """The same for a Qwen3 directory."""
-    return lora_qwen3(
-        lora_attn_modules,
-        apply_lora_to_mlp,
-        apply_lora_to_output,
-        lora_rank=lora_rank,
-        lora_alpha=lora_alpha,
-        lora_dropout=lora_dropout,
-        use_dora=use_dora,
-        quantize_base=quantize_base,
-        **_arguments(model_dir, "qwen3"),
-    )
-
-
-def _arguments(model_dir: str, family: str) -> dict[str, Any]:
-    source = HFModel(model_dir)
-    config, file = source.config, source.path / "config.json"
-    if config["model_type"] != family:
-        raise ValueError(
-            f"`model:` names a builder of {family}, but {file} says model_type={config['model_type']!r}; name the builder of "
-            f"{config['model_type']}"
-        )
-    rope = config.get("rope_parameters") or config  # where transformers 5 keeps it, and where 4 does
-    scaling = config.get("rope_scaling") or rope
-    if scaling.get("rope_type", scaling.get("type", "default")) != "default" or config.get("use_sliding_window"):
-        raise ValueError(f"{file} asks for scaled RoPE or sliding windows, which the builders of {family} do not have")
-    arguments = dict(
-        vocab_size=config["vocab_size"],
-        num_layers=config["num_hidden_layers"],
-        num_heads=config["num_attention_heads"],
-        num_kv_heads=config["num_key_value_heads"],
-        embed_dim=config["hidden_size"],
-        intermediate_dim=config["intermediate_size"],
-        max_seq_len=config["max_position_embeddings"],
-        norm_eps=config["rms_norm_eps"],
-        rope_base=rope["rope_theta"],
-        tie_word_embeddings=source.tied,
-    )
-    return arguments | ({"head_dim": config.get("head_dim", 128)} if family == "qwen3" else {})

@@ -1,4 +1,4 @@
-"""Whole tensors in and out of parameters that may be sharded (FSDP2), quantized (NF4), or both."""
+"""Brings whole tensors into and out of parameters that may be sharded (FSDP2), quantized (NF4), or both."""
 
 import torch
 import torch.distributed as dist
@@ -9,7 +9,7 @@ from torchao.dtypes.nf4tensor import NF4Tensor, to_nf4
 
 @torch.no_grad()
 def fill(param: Tensor, full: Tensor) -> None:
-    """Writes `full`, the same on every rank, into a parameter; each rank keeps its part.
+    """Writes `full`, which is the same on every rank, into a parameter; each rank keeps its part.
 
     A quantized parameter quantizes the whole tensor before it is cut, so that the bits do not depend on the number of ranks.
     """
@@ -20,7 +20,8 @@ def fill(param: Tensor, full: Tensor) -> None:
         part = to_nf4(full, local.block_size, local.scaler_block_size)
         if isinstance(param, DTensor):
             part = torch.chunk(part, param.device_mesh.size(), dim=0)[param.device_mesh.get_local_rank()]
-        for name in part.__tensor_flatten__()[0]:  # copy_ would leave what is not sharded where it was: on "meta"
+        # copy_ would leave what is not sharded where it was, on "meta".
+        for name in part.__tensor_flatten__()[0]:
             setattr(local, name, getattr(part, name))
     elif isinstance(param, DTensor):
         local.copy_(distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None).to_local())
@@ -30,7 +31,7 @@ def fill(param: Tensor, full: Tensor) -> None:
 
 @torch.no_grad()
 def whole(param: Tensor) -> Tensor:
-    """The whole, dequantized tensor on every rank; a collective if the parameter is sharded."""
+    """Returns the whole, dequantized tensor on every rank. It is a collective if the parameter is sharded."""
     if not isinstance(param, DTensor):
         return dequantized(param.detach())
     local = param._local_tensor
@@ -43,5 +44,5 @@ def whole(param: Tensor) -> Tensor:
 
 
 def dequantized(tensor: Tensor) -> Tensor:
-    """The values of an NF4 tensor in its own dtype; another tensor as it is."""
+    """Returns the values of an NF4 tensor in its own dtype, and another tensor as it is."""
     return tensor.get_original_weight().to(tensor.dtype) if isinstance(tensor, NF4Tensor) else tensor

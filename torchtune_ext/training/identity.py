@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -38,17 +37,13 @@ class Identity:
         return "; ".join(parts) or None
 
 
-def identify(
-    run: str, source: HFModel, make_model: Callable[[], nn.Module], adapter: AdapterSpec | None = None
-) -> Identity:
-    """Reads the headers and a sample of the weights in model_dir, and builds the model on the meta device."""
-    return Identity(run, model_text(source, make_model, adapter), source.fingerprint())
+def identify(run: str, source: HFModel, model: nn.Module, adapter: AdapterSpec | None = None) -> Identity:
+    """Reads the headers and a sample of the weights in model_dir; of `model`, which may lie on the meta device, the shapes."""
+    return Identity(run, model_text(source, model, adapter), source.fingerprint())
 
 
-def model_text(source: HFModel, make_model: Callable[[], nn.Module], adapter: AdapterSpec | None = None) -> str:
+def model_text(source: HFModel, model: nn.Module, adapter: AdapterSpec | None = None) -> str:
     """Size, adapter and digest of a model; the digest covers all of config.json and every name and shape that is saved."""
-    with torch.device("meta"):
-        model = make_model()
     adapters = adapter_names(model)
     # Masters are float32, whatever the forward computes in.
     saved = {

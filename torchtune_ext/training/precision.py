@@ -48,8 +48,10 @@ class PrecisionConfig(Fp8Config):
                 f"precision.{given[0]}={getattr(self, given[0])!r} with precision.flow=bf16, which has no FP8: give "
                 "precision.flow=fp8_unified, too, or leave it out"
             )
-        elif self.recipe != "block":
-            raise ValueError(f"precision.recipe={self.recipe!r}: the engine computes in blocks only; use recipe=block")
+        elif self.scaling != "block":
+            raise ValueError(
+                f"precision.scaling={self.scaling!r}: the engine computes in blocks only; use precision.scaling=block"
+            )
         elif self.power_of_two:
             raise ValueError(
                 "precision.power_of_two=true: the engine keeps float32 scales as they are published; leave it out"
@@ -71,6 +73,7 @@ class Precision:
     """What a run makes of its setting, layer by layer; decided before the engine starts and before weights exist.
 
     Args:
+        model: of the policy; it may lie on the meta device.
         dtype: of the trainer's forward and backward, "bfloat16" or "float32".
         engine: as it stands in the YAML.
         device: of this rank.
@@ -84,7 +87,7 @@ class Precision:
     def __init__(
         self,
         config: PrecisionConfig,
-        make_model: Callable[[], TransformerDecoder],
+        model: TransformerDecoder,
         source: HFModel,
         dtype: str,
         engine: EngineConfig,
@@ -125,8 +128,6 @@ class Precision:
                 "engine would round their sum; set adapters.publish=adapter"
                 f"{' and model.use_dora=False' * adapter.dora}, or precision=bf16 or fp8_rollout"
             )
-        with torch.device("meta"):
-            model = make_model()
         self.sampler = plan(model, source, config, self.dtype, device if self.trainer else None)
         _require_whole_shards(self.sampler, engine.tensor_parallel_size, source.config["num_key_value_heads"])
         self.engine = replace(engine, quantization=self.sampler.quantization_config())

@@ -57,27 +57,28 @@ class AdapterConfig:
 
 
 def trained_part(
-    make_model: Callable[[], TransformerDecoder],
+    model: TransformerDecoder,
     source: HFModel,
-    model: Mapping[str, Any],
+    asked: Mapping[str, Any],
     adapters: AdapterConfig,
     world_size: int = 1,
 ) -> "AllWeights | Adapters":
     """Looks at the model that the YAML names: where it has adapters, these alone are trained.
 
     Args:
-        model: `model:` of the YAML, for the names that its builder might have passed over.
+        model: may lie on the meta device.
+        asked: `model:` of the YAML, for the names that its builder might have passed over.
 
     Raises:
         ValueError: adapters that cannot be, or settings of adapters for a model that has none.
     """
-    spec = adapter_spec(make_model, source, model, world_size)
+    spec = adapter_spec(model, source, asked, world_size)
     if spec is not None:
         return Adapters(spec, adapters)
     if adapters != AdapterConfig():
         raise ValueError(
             f"adapters.publish={adapters.publish}, adapters.save_merged={adapters.save_merged}, but `model:` has no adapters: "
-            "name a LoRA builder, or leave them out"
+            "give it lora_attn_modules, or leave them out"
         )
     return AllWeights()
 

@@ -5,10 +5,12 @@ import json
 import math
 import re
 import warnings
+from functools import partial
 
 import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
+from public_configs import write_config
 
 from torchtune_ext.advantages import AdvantageConfig
 from torchtune_ext.evaluation import EvaluationConfig
@@ -17,6 +19,7 @@ from torchtune_ext.host.cli import main
 from torchtune_ext.host.config import MOVED, build, instantiate, load_config, named_paths, record
 from torchtune_ext.objective.loss import PolicyLoss, needs_of
 from torchtune_ext.policy import memory
+from torchtune_ext.policy.builder import on_meta
 from torchtune_ext.recipes import evaluate, grpo
 from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
 from torchtune_ext.training.precision import PrecisionConfig
@@ -55,31 +58,76 @@ def test_config_fits_its_recipe(name):
         assert every % evaluation.every == 0 or every > cfg.max_steps, "a checkpoint without an evaluation has no score"
 
 
-@pytest.mark.parametrize(
-    ("name", "billions"),
-    [
-        ("grpo/qwen2_5_0_5B_full", 0.494),
-        ("grpo/qwen2_5_3B_gsm8k", 3.086),
-        ("grpo/qwen2_5_7B_full", 7.616),
-        ("grpo/qwen2_5_14B_full", 14.770),
-        ("grpo/qwen2_5_32B_full", 32.764),
-        ("grpo/llama3_1_8B_full", 8.030),
-        ("grpo/qwen2_5_7B_lora", 7.696),
-        ("grpo/qwen2_5_14B_lora", 14.908),
-        ("grpo/qwen2_5_32B_qlora", 33.032),
-        ("grpo/llama3_1_8B_lora", 8.114),
-        ("grpo/qwen3_1_7B_atr_grpo_lora", 1.755),
-        ("grpo/qwen3_8B_atr_grpo_lora", 8.278),
-    ],
-)
-def test_dry_run_knows_the_published_sizes(name, billions, capsys):
-    module, cfg = loaded(name)
+# Config, the words that its first lines name for another size, the model that it then trains, billions of parameters.
+SIZES = [
+    ("qwen2_5_0_5B_full", "", "Qwen2.5-0.5B-Instruct", 0.494),
+    ("qwen2_5_3B_gsm8k", "", "Qwen2.5-3B-Instruct", 3.086),
+    ("qwen2_5_7B_full", "", "Qwen2.5-7B-Instruct", 7.616),
+    ("qwen2_5_7B_full", "model_dir=models/Llama-3.1-8B-Instruct", "Llama-3.1-8B-Instruct", 8.030),
+    ("qwen2_5_7B_full", "model_dir=models/Qwen3-8B", "Qwen3-8B", 8.191),
+    ("qwen2_5_7B_full", "model_dir=models/Qwen2.5-3B-Instruct engine.devices=2", "Qwen2.5-3B-Instruct", 3.086),
+    ("qwen2_5_14B_full", "", "Qwen2.5-14B-Instruct", 14.770),
+    (
+        "qwen2_5_14B_full",
+        "output_dir=runs/qwen2_5_32B_full model_dir=models/Qwen2.5-32B-Instruct sampling.early_stop_logprob=-3.0 "
+        "engine.tensor_parallel_size=4 engine.devices=null engine.address=http://127.0.0.1:8000",
+        "Qwen2.5-32B-Instruct",
+        32.764,
+    ),
+    ("qwen2_5_7B_lora", "", "Qwen2.5-7B-Instruct", 7.696),
+    ("qwen2_5_7B_lora", "model_dir=models/Llama-3.1-8B-Instruct", "Llama-3.1-8B-Instruct", 8.114),
+    ("qwen2_5_7B_lora", "model_dir=models/Qwen3-8B", "Qwen3-8B", 8.278),
+    ("qwen2_5_7B_lora", "model_dir=models/Qwen2.5-14B-Instruct engine.devices=2", "Qwen2.5-14B-Instruct", 14.908),
+    ("qwen2_5_32B_qlora", "", "Qwen2.5-32B-Instruct", 33.032),
+    ("qwen3_1_7B_atr_grpo_lora", "", "Qwen3-1.7B", 1.755),
+    ("qwen3_1_7B_atr_grpo_lora", "output_dir=runs/qwen3_8B_atr_grpo_lora model_dir=models/Qwen3-8B", "Qwen3-8B", 8.278),
+    ("qwen3_8B_fp8", "", "Qwen3-8B-Base", 8.191),
+    ("qwen2_5_7B_fp8", "", "Qwen2.5-7B", 7.616),
+    (
+        "qwen2_5_7B_fp8",
+        "output_dir=runs/qwen2_5_32B_fp8 model_dir=models/Qwen2.5-32B engine.tensor_parallel_size=2 engine.devices=6,7",
+        "Qwen2.5-32B",
+        32.764,
+    ),
+]
+
+
+def sized(name, words, public, folder):
+    """A config with words of the command line, whose model_dir is a folder with the public config.json alone."""
+    path = CONFIGS[f"grpo/{name}"]
+    comment = " ".join(line.removeprefix("#").strip() for line in path.read_text().splitlines() if line.startswith("#"))
+    assert all(word in comment for word in words.split()), "its first lines say these words"
+    cfg = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(words.split()))
+    assert cfg.model_dir == f"models/{public}"
+    cfg.model_dir = str(write_config(folder, public))
+    module = module_of(f"grpo/{name}")
+    return module, load_config(module.Config, cfg)
+
+
+@pytest.mark.parametrize(("name", "words", "public", "billions"), SIZES)
+def test_dry_run_knows_the_published_sizes(name, words, public, billions, tmp_path, capsys):
+    module, cfg = sized(name, words, public, tmp_path)
+    engine = build(EngineConfig, cfg.engine, "engine")
+    assert engine.sleep or bool(engine.devices) != bool(engine.address)
     cfg.dry_run = True
-    run = module.recipe_main.__wrapped__
-    run(cfg)
+    module.recipe_main.__wrapped__(cfg)
     out = capsys.readouterr().out
     assert out.startswith(f"{billions:.3f} B parameters")
     assert "AdamW moments" in out and "published weights" in out
+
+
+def test_every_config_of_a_public_model_is_among_the_sizes():
+    named = {name for name in CONFIGS if name.startswith("grpo/") and "tiny" not in name}
+    assert named == {f"grpo/{name}" for name, *_ in SIZES}
+
+
+def test_a_dry_run_without_config_json_says_what_it_needs():
+    module, cfg = loaded("grpo/qwen2_5_7B_full")
+    cfg.dry_run = True
+    with pytest.raises(
+        ValueError, match="model_dir='models/Qwen2.5-7B-Instruct' has no config.json; .*`hf download OWNER/"
+    ):
+        module.recipe_main.__wrapped__(cfg)
 
 
 @pytest.mark.parametrize(
@@ -270,25 +318,27 @@ def test_nested_settings_keep_their_types_and_win_over_what_the_recipe_brings():
     assert sampling.stop_token_ids == (5, 6) and sampling.seed == 3
 
 
-@pytest.mark.parametrize(
-    ("name", "layers", "in_fp8"),
-    [("tiny_fp8", None, None), ("qwen3_8B_fp8", 253, 252), ("qwen2_5_7B_fp8", 197, 196), ("qwen2_5_32B_fp8", 449, 448)],
-)
-def test_fp8_configs_train_and_sample_all_but_the_head_in_fp8(name, layers, in_fp8):
-    _, cfg = loaded(f"grpo/{name}")
+@pytest.mark.parametrize("size", [size for size in SIZES if "fp8" in size[0]], ids=lambda size: size[2])
+def test_fp8_configs_train_and_sample_all_but_the_head_in_fp8(size, tmp_path):
+    _, cfg = sized(*size[:3], tmp_path)
     config = build(PrecisionConfig, cfg.precision, "precision", bare="flow")
     assert config.flow == "fp8_unified" and cfg.dtype == cfg.engine.dtype == "bfloat16"
-    if layers is not None:  # the tiny model comes from its directory
-        with torch.device("meta"):
-            model = instantiate(cfg.model)
-        linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
-        found = memory.in_fp8(model, config, trains=True)
-        assert len(linear) == layers and len(found) == in_fp8 and "lm_head" not in found
-        # vLLM cuts whole blocks: in-features of o and down, out-features of the others.
-        tensor_parallel = cfg.engine.get("tensor_parallel_size", 1)
-        for kind, (out, features) in found.items():
-            cut = features if kind.endswith(("o_proj", "down_proj")) else out
-            assert cut % (128 * tensor_parallel) == 0, kind
+    model = on_meta(partial(instantiate, cfg.model))
+    linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    found = memory.in_fp8(model, config, trains=True)
+    layers = {"Qwen3-8B-Base": 253, "Qwen2.5-7B": 197, "Qwen2.5-32B": 449}[size[2]]
+    assert len(linear) == layers and len(found) == layers - 1 and "lm_head" not in found
+    # vLLM cuts whole blocks: in-features of o and down, out-features of the others.
+    tensor_parallel = cfg.engine.get("tensor_parallel_size", 1)
+    for kind, (out, features) in found.items():
+        cut = features if kind.endswith(("o_proj", "down_proj")) else out
+        assert cut % (128 * tensor_parallel) == 0, kind
+
+
+def test_the_tiny_fp8_config_is_one_flow():
+    _, cfg = loaded("grpo/tiny_fp8")
+    config = build(PrecisionConfig, cfg.precision, "precision", bare="flow")
+    assert config.flow == "fp8_unified" and cfg.dtype == cfg.engine.dtype == "bfloat16"
 
 
 def of_environment(monkeypatch, text, cli=()):
@@ -408,7 +458,7 @@ def test_a_loss_of_ones_own_has_to_ask_for_what_the_yaml_sets():
 def test_an_old_key_names_the_new_one(old, new):
     message = f"unknown key of an earlier version in the config: now '{old}' is {re.escape(new)}$"
     with pytest.raises(ValueError, match=message):
-        load_config(grpo.Config, OmegaConf.create({**NEEDED, old: 1}))
+        load_config(grpo.Config, OmegaConf.merge(NEEDED, OmegaConf.from_dotlist([f"{old}=1"])))
     node, _, name = new.partition(".")
     assert isinstance(load_config(grpo.Config, OmegaConf.create({**NEEDED, node: {name: 1}}))[node], DictConfig)
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torchtune_ext.kernels.fp8_quantize import (
     FP8,
 )
-from torchtune_ext.policy import scratch
+from torchtune_ext.policy import from_config, scratch
 from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.policy.fp8 import plan as fp8
 from torchtune_ext.policy.fp8.linear import Fp8BlockLinear, Fp8Config
@@ -109,9 +109,7 @@ def test_receipt(source):
     ids=str,
 )
 def test_adapters_that_keep_their_layers_out(source, options, reason):
-    make = partial(
-        scratch.lora_qwen2_from_config, str(source.path), lora_attn_modules=["q_proj"], lora_rank=4, **options
-    )
+    make = partial(from_config, str(source.path), lora_attn_modules=["q_proj"], lora_rank=4, **options)
     receipt = build_policy(make, source, CPU, F32, fp8=Fp8Config()).fp8
     reasons = {layer.name.rpartition(".")[2]: layer.reason for layer in receipt.layers}
     assert reason in reasons["q_proj"] and "fuses it with q_proj" in reasons["k_proj"] == reasons["v_proj"]
@@ -122,7 +120,7 @@ def test_adapters_that_keep_their_layers_out(source, options, reason):
     ("options", "message"),
     [
         ({"backend": "cublas"}, "precision.backend='cublas' is unknown: choose one of auto, scaled_mm"),
-        ({"recipe": "mx"}, "precision.recipe='mx' is unknown"),
+        ({"scaling": "mx"}, "precision.scaling='mx' is unknown"),
         ({"backward": "full"}, "set precision.save_activations=full"),
         ({"skip": "o_proj"}, r"must be a list of names: \[o_proj\]"),
         (

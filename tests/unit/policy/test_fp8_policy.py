@@ -28,7 +28,7 @@ from torchtune_ext.kernels.fp8_quantize import (
     FP8,
 )
 from torchtune_ext.packing import pack
-from torchtune_ext.policy import lora, scratch
+from torchtune_ext.policy import from_config, lora
 from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.policy.fp8 import linear as fp8_linear
 from torchtune_ext.policy.fp8.linear import Fp8BlockLinear, Fp8Config
@@ -151,7 +151,7 @@ def test_compiled_layers_share_their_code(tmp_path):
 
 def test_adapters_over_a_base_in_fp8(source):
     asked = {"lora_attn_modules": ["q_proj", "v_proj"], "apply_lora_to_mlp": True, "lora_rank": 4}
-    make = partial(scratch.lora_qwen2_from_config, str(source.path), **asked)
+    make = partial(from_config, str(source.path), **asked)
     policy, rows = build_policy(make, source, CPU, F32, fp8=Fp8Config()), some_rows()
     plain = policy_of(source)
     assert policy.fp8.converted == plain.fp8.converted
@@ -177,13 +177,13 @@ def test_adapters_over_a_base_in_fp8(source):
     assert base.keys() == full.keys() and all(torch.equal(base[n].float(), full[n].float()) for n in full)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_recipes_of_torchao(source, recipe):
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+def test_scalings_of_torchao(source, scaling):
     rows = some_rows()
     full, _ = gradients(policy_of(source, None), rows)
-    policy = policy_of(source, Fp8Config(recipe=recipe))
+    policy = policy_of(source, Fp8Config(scaling=scaling))
     found, _ = gradients(policy, rows)
     assert found.keys() == full.keys() and 0.95 < cosine(full, found) < 0.99999
     assert len([m for m in policy.model.modules() if type(m).__name__ == "Float8Linear"]) == 14
-    with pytest.raises(ValueError, match=f"precision.recipe={recipe}: no sampler computes like it"):
+    with pytest.raises(ValueError, match=f"precision.scaling={scaling}: no sampler computes like it"):
         policy.fp8.quantization_config()

@@ -24,7 +24,7 @@ from torchtune_ext.kernels.fp8_quantize import (
     dequantize,
     quantize_weight,
 )
-from torchtune_ext.policy import scratch
+from torchtune_ext.policy import from_config
 from torchtune_ext.policy.fp8 import linear as fp8_linear
 from torchtune_ext.policy.fp8.linear import Fp8Config
 from torchtune_ext.policy.fp8.plan import convert, fp8_hf_tensors
@@ -117,7 +117,7 @@ def test_what_vllm_reads_is_what_was_meant(source):
     """weight * weight_scale_inv, tile by tile, is the weight to within half a step of E4M3."""
     policy = policy_of(source)
     sent = dict(fp8_hf_tensors(named_hf_tensors(policy.model, source, F32), policy.fp8, BF16))
-    model = scratch.qwen2_from_config(str(source.path))
+    model = from_config(str(source.path))
     load_weights(model, source)
     for name, weight in named_hf_tensors(model, source, F32):
         if f"{name}_scale_inv" in sent:

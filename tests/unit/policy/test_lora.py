@@ -17,11 +17,11 @@ from torchtune.modules.peft import DoRALinear
 
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.packing import pack
-from torchtune_ext.policy import lora
-from torchtune_ext.policy.builder import build_policy
+from torchtune_ext.policy import from_config, lora
+from torchtune_ext.policy.builder import build_policy, on_meta
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.logprobs import LabelLogprobs, PackedPolicy
-from torchtune_ext.policy.scratch import Shape, lora_qwen2_from_config, make_tokenizer, write_model
+from torchtune_ext.policy.scratch import Shape, make_tokenizer, write_model
 from torchtune_ext.policy.sharded import fill, whole
 from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.training.agreement import RESOLVED, applied_share
@@ -97,8 +97,8 @@ def source(tmp_path_factory):
 
 def policy_of(source, dtype=torch.float32, **options):
     arguments = {"lora_attn_modules": ATTENTION, "apply_lora_to_mlp": True, "lora_rank": 4, **options}
-    make = partial(lora_qwen2_from_config, str(source.path), **arguments)
-    return build_policy(make, source, CPU, dtype), lora.adapter_spec(make, source, arguments)
+    make = partial(from_config, str(source.path), **arguments)
+    return build_policy(make, source, CPU, dtype), lora.adapter_spec(on_meta(make), source, arguments)
 
 
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"quantize_base": True}], ids=["lora", "dora", "qlora"])
@@ -283,30 +283,29 @@ def test_a_sound_engine_is_not_stopped_whatever_the_noise(strength, engine):
         ),
         ({"lora_rank": 0}, "lora_rank=0"),
         ({"lora_rank": 0, "use_dora": True}, "lora_rank=0"),
-        ({"lora_attn_modules": []}, "Must pass one or more of"),
+        ({"lora_attn_modules": []}, "speaks of LoRA, but the model has no adapters"),
+        ({"lora_attn_modules": [], "use_dora": True}, "model.use_dora=True without model.lora_attn_modules"),
         ({"quantize_base": True, "ranks": 4}, "1 groups of 256 NF4 blocks, which 4 ranks cannot share"),
     ],
 )
 def test_adapters_that_cannot_be_are_named(source, options, message):
     arguments = {"lora_attn_modules": ["q_proj"], "lora_rank": 4, **options}
     ranks = arguments.pop("ranks", 1)
-    make = partial(lora_qwen2_from_config, str(source.path), **arguments)
+    make = partial(from_config, str(source.path), **arguments)
     with pytest.raises(ValueError) as error:
-        lora.adapter_spec(make, source, arguments, ranks)
+        lora.adapter_spec(on_meta(make), source, arguments, ranks)
     assert message in str(error.value)
 
 
 def test_a_model_without_adapters_trains_all_weights_unless_adapters_were_asked_for(source):
-    from torchtune_ext.policy.scratch import qwen2_from_config
-
-    make = partial(qwen2_from_config, str(source.path))
-    assert isinstance(trained_part(make, source, {"model_dir": "m"}, AdapterConfig()), AllWeights)
-    assert isinstance(trained_part(make, source, {"_component_": "exploration.qwen2"}, AdapterConfig()), AllWeights)
+    model = on_meta(partial(from_config, str(source.path)))
+    assert isinstance(trained_part(model, source, {"model_dir": "m"}, AdapterConfig()), AllWeights)
+    assert isinstance(trained_part(model, source, {"_component_": "exploration.qwen2"}, AdapterConfig()), AllWeights)
     for asked in ({"lora_rank": 8}, {"_component_": "torchtune.models.qwen2.lora_qwen2"}, {"_component_": "my.qlora"}):
         with pytest.raises(ValueError, match="speaks of LoRA, but the model has no adapters"):
-            trained_part(make, source, asked, AdapterConfig())
+            trained_part(model, source, asked, AdapterConfig())
     with pytest.raises(ValueError, match="adapters.publish=merged, .* but `model:` has no adapters"):
-        trained_part(make, source, {}, AdapterConfig(publish="merged"))
+        trained_part(model, source, {}, AdapterConfig(publish="merged"))
 
 
 SPEC = lora.AdapterSpec(4, 8.0, 0.0, ("q_proj",), dora=False, quantized=False)

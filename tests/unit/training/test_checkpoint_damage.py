@@ -13,10 +13,11 @@ import torch
 from checkpoint_runs import MINE, SHAPE, Trained, checkpoints_in, make_model, make_source
 from safetensors.torch import load_file, save_file
 
-from torchtune_ext.policy.builder import build_policy
+from torchtune_ext.policy import from_config
+from torchtune_ext.policy.builder import build_policy, on_meta
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import AdapterSpec, adapter_spec
-from torchtune_ext.policy.scratch import Shape, lora_qwen2_from_config
+from torchtune_ext.policy.scratch import Shape
 from torchtune_ext.training import identity
 from torchtune_ext.training.export import export_adapter
 from torchtune_ext.training.identity import Identity, identify
@@ -222,20 +223,18 @@ def test_a_cut_base_is_named(source, tmp_path, keep):
 
 
 def test_identities_say_what_differs(source, tmp_path):
-    mine = identify("r", source, lambda: make_model(source))
-    assert mine == identify("r", source, lambda: make_model(source)) and mine.refusal(mine) is None
+    mine = identify("r", source, make_model(source))
+    assert mine == identify("r", source, make_model(source)) and mine.refusal(mine) is None
     assert mine.model.startswith("qwen2 of 2 layers, width 64, 26 tensors of ") and mine.base == source.fingerprint()
 
     wide = make_source(
         tmp_path / "wide", shape=Shape(**{**{f: getattr(SHAPE, f) for f in SHAPE.__slots__}, "intermediate_size": 64})
     )
-    refusal = mine.refusal(identify("r", wide, lambda: make_model(wide)))
+    refusal = mine.refusal(identify("r", wide, make_model(wide)))
     assert "another model (qwen2" in refusal and "another base (26 tensors" in refusal and "another run" not in refusal
 
     low = AdapterSpec(4, 8.0, 0.0, ("q_proj", "v_proj"), dora=False, quantized=False)
-    texts = [
-        identity.model_text(source, lambda: make_model(source), spec) for spec in (None, low, replace(low, rank=8))
-    ]
+    texts = [identity.model_text(source, make_model(source), spec) for spec in (None, low, replace(low, rank=8))]
     assert len(set(texts)) == 3 and "adapter rank=4 alpha=8.0 dropout=0.0 targets=q_proj+v_proj" in texts[1]
 
     config = json.loads((source.path / "config.json").read_text())
@@ -243,7 +242,7 @@ def test_identities_say_what_differs(source, tmp_path):
     for change in ({}, {"transformers_version": "9", "_name_or_path": "x"}, {"rope_theta": 5.0}):
         shutil.copytree(source.path, tmp_path / "copy", dirs_exist_ok=True)
         (tmp_path / "copy" / "config.json").write_text(json.dumps(config | change))
-        texts.add(identity.model_text(HFModel(tmp_path / "copy"), lambda: make_model(source)))
+        texts.add(identity.model_text(HFModel(tmp_path / "copy"), make_model(source)))
     assert len(texts) == 2, "who wrote config.json makes no difference, what it says of the model does"
 
 
@@ -256,13 +255,11 @@ def test_a_manifest_comes_back_as_it_was(tmp_path):
 def test_adapters_with_their_merged_model(source, tmp_path):
     """What is saved of an adapted model are its adapters: the merged model in a folder below is verified, too."""
     asked = {"lora_attn_modules": ["q_proj", "v_proj"], "lora_rank": 4, "lora_alpha": 8.0}
-    make = partial(lora_qwen2_from_config, str(source.path), **asked)
-    spec = adapter_spec(make, source, asked)
-    mine = identify("r", source, make, spec)
+    make = partial(from_config, str(source.path), **asked)
+    spec = adapter_spec(on_meta(make), source, asked)
+    mine = identify("r", source, on_meta(make), spec)
     assert "adapter rank=4 alpha=8.0" in mine.model and " 8 tensors of " in mine.model
-    assert mine.refusal(identify("r", source, partial(make_model, source))).startswith(
-        "it belongs to another model (qwen2"
-    )
+    assert mine.refusal(identify("r", source, make_model(source))).startswith("it belongs to another model (qwen2")
 
     model = build_policy(make, source, torch.device("cpu"), torch.float32).model
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])

@@ -11,8 +11,8 @@ from torchtune.models.qwen2 import lora_qwen2, qwen2
 
 from torchtune_ext.kernels import fp8_gemm
 from torchtune_ext.kernels.fp8_quantize import quantize_weight
-from torchtune_ext.policy import scratch
-from torchtune_ext.policy.builder import build_policy
+from torchtune_ext.policy import from_config, scratch
+from torchtune_ext.policy.builder import build_policy, on_meta
 from torchtune_ext.policy.fp8 import gain as fp8_gain
 from torchtune_ext.policy.fp8 import plan as fp8
 from torchtune_ext.policy.fp8.plan import linear_layers
@@ -39,7 +39,9 @@ def make_model():
 
 
 def planned(source, dtype="bfloat16", engine=None, device=CPU, make=make_model, adapter=(), **settings):
-    return Precision(PrecisionConfig(**settings), make, source, dtype, engine or EngineConfig(), device, *adapter)
+    return Precision(
+        PrecisionConfig(**settings), on_meta(make), source, dtype, engine or EngineConfig(), device, *adapter
+    )
 
 
 def test_bf16_changes_nothing(source):
@@ -74,8 +76,8 @@ def test_receipt_of_a_run(flow, tmp_path, capsys):
     text = ["The quick brown fox jumps over the lazy dog. x\n"] * 8
     shape = scratch.Shape(**SHAPE, max_position_embeddings=256, vocab_size=300)
     scratch.write_model(tmp_path / "model", scratch.make_tokenizer(text, ["x"], [], 300), shape, seed=3)
-    make, model = partial(scratch.qwen2_from_config, str(tmp_path / "model")), HFModel(tmp_path / "model")
-    found = Precision(PrecisionConfig(flow=flow), make, model, "bfloat16", EngineConfig(), CPU)
+    make, model = partial(from_config, str(tmp_path / "model")), HFModel(tmp_path / "model")
+    found = Precision(PrecisionConfig(flow=flow), on_meta(make), model, "bfloat16", EngineConfig(), CPU)
     policy = build_policy(make, model, CPU, found.dtype, fp8=found.trainer)
     before = torch.random.get_rng_state()
     found.write_receipt(str(tmp_path / "run"), policy, 4096)
@@ -103,7 +105,7 @@ def test_a_dry_run_counts_what_fp8_takes(source):
     """Without a model directory, by the same rule as with one."""
 
     def need(trainer=None, engine=None, make=make_model):
-        return estimate(make, 1000, torch.bfloat16, 1, False, (trainer, engine))
+        return estimate(on_meta(make), 1000, torch.bfloat16, 1, False, (trainer, engine))
 
     config, plain = PrecisionConfig(flow="fp8_unified", skip=("o_proj",)), need()
     fp8 = need(*config.sides)
@@ -129,8 +131,8 @@ def test_a_dry_run_counts_what_fp8_takes(source):
     [
         ({"flow": "fp8_unify"}, "precision.flow='fp8_unify' is unknown; did you mean 'fp8_unified'"),
         (
-            {"flow": "fp8_unified", "recipe": "rowwise"},
-            "precision.recipe='rowwise': the engine computes in blocks only",
+            {"flow": "fp8_unified", "scaling": "rowwise"},
+            "precision.scaling='rowwise': the engine computes in blocks only",
         ),
         ({"flow": "fp8_rollout", "power_of_two": True}, "precision.power_of_two=true"),
         (
@@ -240,14 +242,13 @@ def test_what_a_trainer_cannot_hold_in_fp8_the_engine_alone_can(source, kind):
     way = "merged" if kind == "dora" else "adapter"
     alone = planned(source, flow="fp8_rollout", make=make, adapter=(object(), way))
     assert len(alone.sampler.converted) == 14
-    need = estimate(make, 1000, torch.bfloat16, 1, False, (None, alone.sampler.config))
+    need = estimate(on_meta(make), 1000, torch.bfloat16, 1, False, (None, alone.sampler.config))
     adapters = sum(p.numel() for n, p in make().named_parameters() if "lora" in n or "magnitude" in n)
     total = sum(p.numel() for p in make().parameters()) - adapters
     (weights,) = need.engine.values()
     assert weights >= 2 * total - alone.sampler.parameters * (1 - 4 / 128**2) - 1
     config = PrecisionConfig(flow="fp8_unified")
-    with torch.device("meta"):
-        layers, _ = linear_layers(make(), config, trains=True)
+    layers, _ = linear_layers(on_meta(make), config, trains=True)
     reasons = {layer.name.rpartition(".")[2]: layer.reason for layer in layers}
     assert reasons["o_proj"] is None and ("DoRA" if kind == "dora" else "NF4") in reasons["q_proj"]
     assert "fuses it with q_proj" in reasons["k_proj"]
@@ -262,10 +263,16 @@ def test_a_quantized_checkpoint_is_refused_in_every_flow(source, flow):
 
 
 @pytest.mark.parametrize(
-    ("folder", "config"),
-    [("tiny_fp8/warmup/model", "warmup/tiny_fp8"), ("qwen3", "warmup/tiny")],
+    ("folder", "command"),
+    [
+        ("tiny_fp8/warmup/model", "tune run warmup_sft --config warmup/tiny_fp8"),
+        (
+            "Qwen3-8B",
+            "hf download OWNER/Qwen3-8B config.json --local-dir .*Qwen3-8B` the one file that dry_run=True needs",
+        ),
+    ],
     ids=["tiny", "other"],
 )
-def test_a_missing_model_says_how_to_make_a_tiny_one(tmp_path, folder, config):
-    with pytest.raises(ValueError, match=f"no config.json; .*`tune run warmup_sft --config {config}` makes it"):
+def test_a_missing_model_says_how_to_get_it(tmp_path, folder, command):
+    with pytest.raises(ValueError, match=f"no config.json; .*`{command}"):
         HFModel(tmp_path / folder)

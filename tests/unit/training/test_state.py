@@ -18,10 +18,11 @@ import torch.distributed.checkpoint.filesystem as dcp_files
 from checkpoint_runs import MINE, SHAPE, Trained, build, checkpoints_in, fork, make_source
 from torchtune.models.qwen2 import qwen2
 
+from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.policy.hf_model import HFModel, load_weights
 from torchtune_ext.policy.lora import AdapterSpec
-from torchtune_ext.policy.scratch import Shape, make_tokenizer, qwen2_from_config, write_model
+from torchtune_ext.policy.scratch import Shape, make_tokenizer, write_model
 from torchtune_ext.run.files import sweep
 from torchtune_ext.training import export, folders, state
 from torchtune_ext.training.export import save_model
@@ -327,7 +328,7 @@ def test_wrong_models_are_named(tmp_path, source):
     write_model(tmp_path / "wide", make_tokenizer(["x\n"] * 9, ["y"], [], 300), wide, seed=1)
     with pytest.raises(ValueError, match="compare `model:` in the YAML"):
         build_policy(
-            lambda: qwen2_from_config(str(source.path)), HFModel(tmp_path / "wide"), torch.device("cpu"), torch.float32
+            lambda: from_config(str(source.path)), HFModel(tmp_path / "wide"), torch.device("cpu"), torch.float32
         )
 
 

@@ -1,1 +1,4 @@
-"""FP8 in 128-blocks: which layers, the layer itself, what it gains, and what a CPU engine lacks for it."""
+"""FP8 in 128-blocks.
+
+plan.py chooses the layers, linear.py is the layer, gain.py says what it gains, vllm_plugin.py brings what a CPU engine lacks.
+"""

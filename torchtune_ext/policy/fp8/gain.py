@@ -1,4 +1,4 @@
-"""What FP8 gains: bytes, counted from shapes, and time, measured on the device at hand. For the receipt of a run."""
+"""Says in the receipt of a run what FP8 gains: bytes are counted from shapes, time is measured on the device at hand."""
 
 import statistics
 import time
@@ -15,12 +15,13 @@ from torchtune_ext.policy.fp8.plan import Fp8Receipt
 from torchtune_ext.policy.hf_model import clean_name
 from torchtune_ext.policy.lora import adapter_names
 
-CPU_TOKENS = 128  # measured with on a CPU, where FP8 is emulated: enough to say that it is slower
+# A CPU, where FP8 is emulated, is measured with so many tokens: enough to say that it is slower.
+CPU_TOKENS = 128
 REPEATS = 5
 
 
 def engine_memory(model: nn.Module, receipt: Fp8Receipt) -> str:
-    """Of an engine's weights."""
+    """Says what the weights of an engine take, with FP8 and without."""
     adapters = adapter_names(model)
     total = sum(p.numel() for name, p in model.named_parameters() if clean_name(name) not in adapters)
     size = receipt.dtype.itemsize
@@ -30,14 +31,16 @@ def engine_memory(model: nn.Module, receipt: Fp8Receipt) -> str:
 
 
 def trainer_gain(receipt: Fp8Receipt, frozen: bool, tokens: int, device: torch.device) -> list[str]:
-    """What to expect of the layers in FP8, and what they do: forward and backward, one after the other, quantization included,
-    against the dtype around them.
+    """Says what to expect of the layers in FP8, and what they do against the dtype around them.
+
+    Forward and backward are measured one after the other, quantization included.
 
     Args:
-        frozen: their weights have no gradient, as below adapters.
-        tokens: of the row that is measured; on a CPU at most `CPU_TOKENS`.
+        frozen: whether their weights have no gradient, as below adapters.
+        tokens: the length of the row that is measured; on a CPU it is at most `CPU_TOKENS`.
     """
-    halved = len(receipt.config.gemms(frozen)) / (2 if frozen else 3) / 2  # of the GEMMs' time
+    # This share of the GEMMs' time is saved at best: FP8 halves the time of those that are in it.
+    halved = len(receipt.config.gemms(frozen)) / (2 if frozen else 3) / 2
     dtype = str(receipt.dtype)[6:]
     expected = (
         f"expected at most {1 / (1 - halved):.2f}x the speed of {dtype} in these layers, "
@@ -61,7 +64,8 @@ def trainer_gain(receipt: Fp8Receipt, frozen: bool, tokens: int, device: torch.d
 
 def _measured(receipt: Fp8Receipt, frozen: bool, tokens: int, device: torch.device) -> float:
     counts = Counter(layer.shape for layer in receipt.layers if layer.reason is None)
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):  # the run's own draws stay as they are
+    # The run's own draws stay as they are.
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
         times = {shape: _times(shape, tokens, receipt.config, receipt.dtype, not frozen, device) for shape in counts}
     plain, fp8 = (sum(times[shape][i] * count for shape, count in counts.items()) for i in (0, 1))
     return plain / fp8
@@ -70,7 +74,7 @@ def _measured(receipt: Fp8Receipt, frozen: bool, tokens: int, device: torch.devi
 def _times(
     shape: tuple[int, int], tokens: int, config: Fp8Config, dtype: torch.dtype, trains: bool, device: torch.device
 ) -> tuple[float, float]:
-    """Median seconds of forward and backward of one layer, plain and in FP8, taken in turns."""
+    """Returns the median seconds of forward and backward of one layer, plain and in FP8, which are taken in turns."""
     weight = (torch.randn(shape, device=device) * shape[1] ** -0.5).to(dtype).requires_grad_(trains)
     x = torch.randn(tokens, shape[1], device=device, dtype=dtype)
     dy = torch.randn(tokens, shape[0], device=device, dtype=dtype)
@@ -78,12 +82,14 @@ def _times(
     def seconds(forward: Callable[[Tensor], Tensor]) -> float:
         _synchronize(device)
         start = time.perf_counter()
-        forward(x.detach().requires_grad_()).backward(dy)  # a new tensor, whose blocks nobody has kept
+        # The input is a new tensor, whose blocks nobody has kept.
+        forward(x.detach().requires_grad_()).backward(dy)
         _synchronize(device)
         return time.perf_counter() - start
 
     ways = (lambda x: F.linear(x, weight), lambda x: fp8_linear(x, weight, None, config))
-    rounds = [[seconds(way) for way in ways] for _ in range(1 + REPEATS)][1:]  # the first loads kernels
+    # The first round loads kernels.
+    rounds = [[seconds(way) for way in ways] for _ in range(1 + REPEATS)][1:]
     return tuple(statistics.median(column) for column in zip(*rounds, strict=True))
 
 

@@ -39,20 +39,31 @@ CHOICES = {
     "backend": ("auto", *fp8_gemm.BACKENDS),
     "save_activations": ("fp8", "full"),
     "backward": ("fp8", "full"),
-    "recipe": ("block", "tensorwise", "rowwise"),
+    "scaling": ("block", "tensorwise", "rowwise"),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Config:
-    """How linear layers compute in FP8."""
+    """How linear layers compute in FP8.
 
-    backend: str = "auto"  # of the GEMMs: auto, scaled_mm, deep_gemm, torchao, reference
-    power_of_two: bool = False  # scales are powers of two (UE8M0): for Blackwell
-    save_activations: str = "fp8"  # kept for WGrad: "fp8", the columns; "full", x itself, quantized in the backward
-    backward: str = "fp8"  # "full": DGrad and WGrad in the compute dtype, with W and x as they are
-    recipe: str = "block"  # or torchao's "tensorwise", "rowwise", to compare with: no sampler has the same
-    skip: tuple[str, ...] = ()  # layers left alone, by Hugging Face name: "down_proj", "model.layers.0.mlp.down_proj"
+    Args:
+        backend: computes the GEMMs: auto, scaled_mm, deep_gemm, torchao, or reference.
+        power_of_two: rounds scales to powers of two (UE8M0), as Blackwell wants them.
+        save_activations: what a layer keeps for WGrad. "fp8" keeps the columns, "full" keeps x itself and quantizes it in the
+            backward.
+        backward: "full" computes DGrad and WGrad in the compute dtype, with W and x as they are.
+        scaling: which numbers share a scale. No sampler has torchao's "tensorwise" and "rowwise": they are there to be compared
+            with.
+        skip: names layers that are left alone, by Hugging Face's names: "down_proj", "model.layers.0.mlp.down_proj".
+    """
+
+    backend: str = "auto"
+    power_of_two: bool = False
+    save_activations: str = "fp8"
+    backward: str = "fp8"
+    scaling: str = "block"
+    skip: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for knob, known in CHOICES.items():
@@ -69,12 +80,12 @@ class Fp8Config:
             )
 
     def gemms(self, frozen: bool) -> tuple[str, ...]:
-        """Those of a layer's GEMMs that are in FP8; a frozen weight has no WGrad."""
+        """Returns those of a layer's GEMMs that are in FP8; a frozen weight has no WGrad."""
         return ("fprop", "dgrad", "wgrad")[: 1 if self.backward == "full" else 2 if frozen else 3]
 
 
 class Fp8BlockLinear(nn.Linear):
-    """nn.Linear in FP8 blocks. Features in and out are multiples of 128; any number of tokens, any leading dimensions."""
+    """nn.Linear in FP8 blocks. Features in and out are multiples of 128; tokens and leading dimensions are free."""
 
     fp8 = Fp8Config()
 
@@ -84,7 +95,7 @@ class Fp8BlockLinear(nn.Linear):
 
 
 class Fp8LoRALinear(LoRALinear):
-    """torchtune's, with the frozen weight below the adapter in FP8 (no WGrad), and the adapter in the compute dtype."""
+    """torchtune's layer, with the frozen weight below the adapter in FP8 (no WGrad), and the adapter in the compute dtype."""
 
     fp8 = Fp8Config()
 
@@ -97,10 +108,10 @@ class Fp8LoRALinear(LoRALinear):
 
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: Fp8Config) -> Tensor:
-    """x [..., K], weight [N, K] -> [..., N] in the dtype of x.
+    """Multiplies x [..., K] with weight [N, K] and returns [..., N] in the dtype of x.
 
     Raises:
-        ValueError: K or N is no multiple of 128; a dtype other than bfloat16, float16, float32; a backend that cannot run.
+        ValueError: K or N is no multiple of 128, the dtype is none of bfloat16, float16 and float32, or the backend cannot run.
     """
     trains = weight.requires_grad and torch.is_grad_enabled()
     columns = trains and config.save_activations == "fp8"
@@ -111,11 +122,11 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: Fp8Config
 
 
 class _Fp8Linear(torch.autograd.Function):
-    """Glue: which tensors wait for the backward. The forms of x come from outside, so that layers share them."""
+    """Decides which tensors wait for the backward. The forms of x come from outside, so that layers share them."""
 
     @staticmethod
     def forward(ctx, x, weight, rows, row_scales, columns, column_scales, keep_x, power_of_two, backend, full):
-        # of x itself the backward needs the shape alone, unless it is to compute with it
+        # The backward needs the shape of x alone, unless it is to compute with x itself.
         ctx.save_for_backward(weight, *((x,) if keep_x else (columns, column_scales)))
         ctx.keep_x, ctx.options, ctx.full, ctx.shape = keep_x, (power_of_two, backend), full, x.shape
         y = _fprop(rows, row_scales, weight, x.dtype, power_of_two, backend)
@@ -138,16 +149,18 @@ class _Fp8Linear(torch.autograd.Function):
         return (dx.view(ctx.shape) if need_dx else None, dw if need_dw else None, *(None,) * 8)
 
 
-_last: tuple = (lambda: None, None, None)  # (weak reference to the activation last quantized, how, its forms)
+# A weak reference to the activation that was quantized last, how it was, and its forms.
+_last: tuple = (lambda: None, None, None)
 
 
 def _quantized_once(x: Tensor, power_of_two: bool, columns: bool) -> tuple[Tensor, ...]:
-    """The forms of an activation, shared by layers that read the same tensor one after the other.
+    """Returns the forms of an activation, which layers share that read the same tensor one after the other.
 
     A compiled graph needs no memory for that: equal calls in it are one.
     """
     global _last
-    if torch.compiler.is_compiling() or x.is_inference():  # an inference tensor does not count its changes
+    # An inference tensor does not count its changes, so nobody could tell whether its forms are still right.
+    if torch.compiler.is_compiling() or x.is_inference():
         return _quantize(x.detach().reshape(-1, x.shape[-1]), power_of_two, True, columns)
     how = power_of_two, columns, x._version
     last, last_how, forms = _last
@@ -158,21 +171,23 @@ def _quantized_once(x: Tensor, power_of_two: bool, columns: bool) -> tuple[Tenso
 
 
 def _forget(dead: weakref.ref) -> None:
-    """With an activation go its forms, unless a layer keeps them."""
+    """Drops the forms of an activation that is gone, unless a layer keeps them."""
     global _last
     if _last[0] is dead:
         _last = (lambda: None, None, None)
 
 
-# Three operators that torch.compile does not look into: their kernels choose by device and installed packages, and the bits of
-# a compiled model must be those of an eager one. Matrices travel contiguous: transposed where Fp8Blocks holds them transposed.
+# torch.compile does not look into the three operators below, since their kernels choose by device and installed packages, and
+# the bits of a compiled model must be those of an eager one. Matrices travel contiguous: those that Fp8Blocks holds transposed
+# are transposed.
 
 
 @library.custom_op("torchtune_ext::fp8_quantize", mutates_args=())
 def _quantize(x: Tensor, power_of_two: bool, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x [M, K] -> rows [M, K] and their scales^T [K/128, M]; columns^T [K, M'] and their scales [M'/128, K]; or empty.
+    """Quantizes x [M, K].
 
-    M' is M rounded up to a multiple of 128.
+    Returns rows [M, K] and their scales^T [K/128, M], then columns^T [K, M'] and their scales [M'/128, K].
+    What is not asked for is empty. M' is M rounded up to a multiple of 128.
     """
     row_form = column_form = None
     if rows and columns:
@@ -205,7 +220,7 @@ def _(x, power_of_two, rows, columns):
 def _fprop(
     rows: Tensor, row_scales: Tensor, weight: Tensor, dtype: torch.dtype, power_of_two: bool, backend: str
 ) -> Tensor:
-    """y [M, N] in `dtype`."""
+    """Returns y [M, N] in `dtype`."""
     x = Fp8Blocks(rows, row_scales.T, ROWS, tuple(rows.shape))
     return fp8_gemm.fprop(x, quantize_weight(weight, power_of_two), dtype, backend)
 
@@ -226,7 +241,10 @@ def _backward(
     power_of_two: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """dx [M, K] in the dtype of dy and dW [N, K] in that of the weight, or empty; on a GPU dy is read once for both."""
+    """Returns dx [M, K] in the dtype of dy and dW [N, K] in that of the weight; what is not needed is empty.
+
+    On a GPU dy is read once for both.
+    """
     dx = dw = None
     if need_dx and need_dw:
         rows, dy_columns = quantize_rows_and_columns(dy, power_of_two)

@@ -1,4 +1,4 @@
-"""Which linear layers compute in FP8, in the trainer and in the sampler, and the bytes that pass between the two.
+"""Decides which linear layers compute in FP8, in the trainer and in the sampler, and makes the bytes that pass between them.
 
 The list is made once, from Hugging Face names and shapes (`skip_reasons`). `convert` follows it in the trainer; the receipt
 states it as vLLM's `quantization_config`; `fp8_hf_tensors` sends FP8 weights for the same layers, rounded as the trainer's
@@ -22,56 +22,73 @@ from torchtune.modules.peft import DoRALinear, LoRALinear
 from torchtune_ext.kernels import fp8_gemm
 from torchtune_ext.kernels.fp8_gemm import Choice
 from torchtune_ext.kernels.fp8_quantize import BLOCK, COLUMNS, FP8, ROWS, TILES, Fp8Blocks, quantize_weight
+from torchtune_ext.policy.families import hf_name
 from torchtune_ext.policy.fp8.linear import Fp8BlockLinear, Fp8Config, Fp8LoRALinear
-from torchtune_ext.policy.hf_model import HFModel, clean_name, hf_name
+from torchtune_ext.policy.hf_model import HFModel, clean_name
 from torchtune_ext.policy.lora import adapter_names
 
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # vLLM holds each as one layer: all in FP8, or none
+# vLLM holds each of these groups as one layer: all of it is in FP8, or none.
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 HEAD = "lm_head"
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Layer:
-    """A linear layer of the model and what becomes of it."""
+    """A linear layer of the model and what becomes of it.
 
-    name: str  # Hugging Face's, without ".weight"
-    shape: tuple[int, int]  # out-features, in-features
-    reason: str | None  # why it stays in the compute dtype; None: it computes in FP8
+    Args:
+        name: is Hugging Face's, without ".weight".
+        shape: has the out-features, then the in-features.
+        reason: says why the layer stays in the compute dtype. With None it computes in FP8.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    reason: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Receipt:
-    """What a conversion did. It speaks for the sampler, too."""
+    """What a conversion did. It speaks for the sampler, too.
+
+    Args:
+        dtype: the one in which a forward sees the weights and quantizes them.
+        layers: stand in the order of the model; the output head is the last, tied or not.
+        choices: has GEMM, (out, in) and backend. A plan for the sampler alone has none.
+    """
 
     config: Fp8Config
-    dtype: torch.dtype  # of the weights that a forward sees and quantizes
-    layers: tuple[Fp8Layer, ...]  # in the order of the model; last the output head, tied or not
-    choices: tuple[tuple[str, tuple[int, int], Choice], ...] = ()  # GEMM, (out, in), backend; empty of a plan
+    dtype: torch.dtype
+    layers: tuple[Fp8Layer, ...]
+    choices: tuple[tuple[str, tuple[int, int], Choice], ...] = ()
 
     @property
     def converted(self) -> frozenset[str]:
-        """Hugging Face names of the layers in FP8."""
+        """Returns Hugging Face's names of the layers in FP8."""
         return frozenset(layer.name for layer in self.layers if layer.reason is None)
 
     @property
     def parameters(self) -> int:
-        """Of the weights in FP8."""
+        """Returns how many values are in FP8."""
         return sum(out * features for out, features in (layer.shape for layer in self.layers if layer.reason is None))
 
     @property
     def share(self) -> float:
-        """Of the parameters of all linear layers, output head included, and so of their FLOPs for a token, in FP8."""
+        """Returns which share of the parameters of all linear layers is in FP8, and so of their FLOPs for a token.
+
+        The output head counts as a linear layer.
+        """
         return self.parameters / sum(layer.shape[0] * layer.shape[1] for layer in self.layers)
 
     def quantization_config(self) -> dict[str, Any]:
-        """`quantization_config` of a Hugging Face config.json, by which vLLM computes the same layers in the same blocks.
+        """Returns `quantization_config` of a config.json, by which vLLM computes the same layers in the same blocks.
 
         Raises:
-            ValueError: torchao's recipes have no counterpart in vLLM.
+            ValueError: torchao's scalings have no counterpart in vLLM.
         """
-        if self.config.recipe != "block":
+        if self.config.scaling != "block":
             raise ValueError(
-                f"precision.recipe={self.config.recipe}: no sampler computes like it; set precision.recipe=block"
+                f"precision.scaling={self.config.scaling}: no sampler computes like it; set precision.scaling=block"
             )
         return {
             "quant_method": "fp8",
@@ -83,10 +100,10 @@ class Fp8Receipt:
         }
 
     def table(self) -> str:
-        """Layers by kind and fate, then the backends; a few lines for any model."""
+        """Writes the layers by kind and fate, then the backends, in a few lines for any model."""
         lines = [
-            f"FP8 ({self.config.recipe}): {len(self.converted)} of {len(self.layers)} linear layers, {self.share:.1%} of their "
-            "parameters and of their FLOPs for a token"
+            f"FP8 ({self.config.scaling}): {len(self.converted)} of {len(self.layers)} linear layers, {self.share:.1%} of "
+            "their parameters and of their FLOPs for a token"
         ]
         kinds = Counter((layer.name.rpartition(".")[2], layer.shape, layer.reason) for layer in self.layers)
         for (kind, (out, features), reason), count in kinds.items():
@@ -106,12 +123,12 @@ class Fp8Receipt:
 def skip_reasons(
     shapes: Mapping[str, tuple[int, int]], skip: Collection[str] = (), unfit: Mapping[str, str] | None = None
 ) -> dict[str, str | None]:
-    """The one rule: for each linear layer why it stays as it is, or None if it computes in FP8.
+    """Returns for each linear layer why it stays as it is, or None if it computes in FP8. Nobody else decides this.
 
     Args:
-        shapes: Hugging Face name -> (out, in), all linear layers of the model.
-        skip: last parts of names, or whole names, of layers to leave alone.
-        unfit: further reasons, by name.
+        shapes: has all linear layers of the model: Hugging Face name -> (out, in).
+        skip: names layers to leave alone, by the last parts of their names or by whole names.
+        unfit: has further reasons, by name.
 
     Raises:
         ValueError: `skip` names no layer.
@@ -147,12 +164,12 @@ def skip_reasons(
 def linear_layers(
     model: TransformerDecoder, config: Fp8Config, trains: bool, names: HFModel | None = None
 ) -> tuple[tuple[Fp8Layer, ...], dict[str, nn.Module]]:
-    """All linear layers in the order of the model, last the output head, and the modules by Hugging Face name.
+    """Returns all linear layers in the order of the model, the output head last, and the modules by Hugging Face name.
 
     Args:
         model: may lie on the meta device.
-        trains: they compute in FP8 in the trainer, too, which then has to be able to.
-        names: of the model directory; without it nobody looks whether rows change places on their way to Hugging Face.
+        trains: says that the trainer computes in FP8, too, and so has to be able to.
+        names: is the model directory. Without it nobody looks whether rows change places on their way to Hugging Face.
 
     Raises:
         ValueError: `config.skip` names no layer.
@@ -179,11 +196,11 @@ def linear_layers(
 def plan(
     model: TransformerDecoder, names: HFModel, config: Fp8Config, dtype: torch.dtype, device: torch.device | None = None
 ) -> Fp8Receipt:
-    """The list for a model, which may lie on the meta device and stays as it is.
+    """Makes the list for a model, which may lie on the meta device and stays as it is.
 
     Args:
-        dtype: in which the forward sees the weights.
-        device: where the trainer computes, which decides the backends; None: the sampler alone is in FP8.
+        dtype: the one in which the forward sees the weights.
+        device: is where the trainer computes, and decides the backends. With None the sampler alone is in FP8.
 
     Raises:
         ValueError: nothing can be converted, `config.skip` names no layer, the checkpoint is quantized already, or no backend
@@ -197,16 +214,16 @@ def convert(
 ) -> Fp8Receipt:
     """Lets the layers of `plan` compute in FP8. Parameters, their names and checkpoints stay as they are.
 
-    Before sharding, checkpointing and compile, and after `lora.prepare`.
+    It comes before sharding, checkpointing and compile, and after `lora.prepare`.
 
     Args:
-        device: where the model will compute; it decides the backends.
+        device: is where the model will compute, and decides the backends.
 
     Raises:
-        ValueError: as `plan`.
+        ValueError: for the reasons of `plan`.
     """
     receipt, modules = _plan(model, names, config, dtype, device)
-    if config.recipe != "block":
+    if config.scaling != "block":
         _convert_by_torchao(
             model, {module for name, module in modules.items() if name in receipt.converted}, config, device
         )
@@ -222,19 +239,20 @@ def convert(
 def fp8_hf_tensors(
     tensors: Iterable[tuple[str, Tensor]], receipt: Fp8Receipt, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, tensor) for a sampler that was made with `receipt.quantization_config()`.
+    """Yields (Hugging Face name, tensor) for a sampler that was made with `receipt.quantization_config()`.
 
-    Of a converted layer `X.weight`, float8_e4m3fn [N, K], and `X.weight_scale_inv`, float32 [N/128, K/128], a multiplier;
-    everything else in `dtype`.
+    A converted layer becomes `X.weight`, float8_e4m3fn [N, K], and `X.weight_scale_inv`, float32 [N/128, K/128], by which it is
+    multiplied. Everything else comes in `dtype`.
 
     Args:
-        tensors: of `named_hf_tensors` or `lora.base_hf_tensors` in `receipt.dtype`, so that what is rounded here is what the
-            forward rounds. Consumed one at a time: still a collective if they are gathered.
+        tensors: come from `named_hf_tensors` or `lora.base_hf_tensors` in `receipt.dtype`, so that what is rounded here is what
+            the forward rounds. They are taken one at a time: still a collective if they are gathered.
 
     Raises:
-        ValueError: tensors of another dtype, or not all that were converted.
+        ValueError: tensors have another dtype, or not all that were converted are among them.
     """
-    receipt.quantization_config()  # of a recipe that has one
+    # This refuses a scaling that no sampler has.
+    receipt.quantization_config()
     missing = set(receipt.converted)
     for name, tensor in tensors:
         layer = name.removesuffix(".weight")
@@ -260,7 +278,7 @@ def _kind(name: str) -> str:
 def _plan(
     model: TransformerDecoder, names: HFModel, config: Fp8Config, dtype: torch.dtype, device: torch.device | None
 ) -> tuple[Fp8Receipt, dict[str, nn.Module]]:
-    """The receipt, and the modules by Hugging Face name."""
+    """Returns the receipt, and the modules by Hugging Face name."""
     names.require_unquantized()
     layers, modules = linear_layers(model, config, device is not None, names)
     receipt = Fp8Receipt(config, dtype, layers)
@@ -269,7 +287,7 @@ def _plan(
             f"{receipt.table()}\nprecision: no layer of model_dir={str(names.path)!r} can compute in FP8, for the reasons "
             "above; take another model, or set precision=bf16"
         )
-    if device is None or config.recipe != "block":
+    if device is None or config.scaling != "block":
         return receipt, modules
     frozen, choices = bool(adapter_names(model)), {}
     for layer in layers:
@@ -285,16 +303,17 @@ def _unfit(module: nn.Module, config: Fp8Config) -> str | None:
         return "its weight is NF4 (model.quantize_base=False or precision=fp8_rollout would do)"
     if isinstance(module, DoRALinear):
         return "DoRA: no sampler has it but merged, and then rounded as a whole (precision=fp8_rollout would do)"
-    if isinstance(module, LoRALinear) and config.recipe != "block":
-        return f"torchao's recipe {config.recipe} knows no adapters"
+    if isinstance(module, LoRALinear) and config.scaling != "block":
+        return f"torchao's scaling {config.scaling} knows no adapters"
     if type(module) not in (nn.Linear, LoRALinear):
         return f"it is a {type(module).__name__}"
     return None
 
 
 def _moved(names: HFModel, ours: str, module: nn.Module) -> str | None:
-    """Rows may trade places inside their tile: its scale stays, and each value keeps its bits. Not across tiles."""
-    places = torch.arange(module.weight.shape[0], device="cpu")[:, None]  # they stand in for the weight
+    """Refuses a layer whose rows change places across tiles; inside a tile they may, since its scale and its values stay."""
+    # The numbers of the rows stand in for the weight.
+    places = torch.arange(module.weight.shape[0], device="cpu")[:, None]
     _, order = names.to_hf(f"{ours}.weight", places)
     tiles = torch.arange(order.shape[0]) // BLOCK
     if torch.equal(order[:, 0] // BLOCK, tiles):
@@ -303,7 +322,7 @@ def _moved(names: HFModel, ours: str, module: nn.Module) -> str | None:
 
 
 def _choice(gemm: str, layer: Fp8Layer, receipt: Fp8Receipt, device: torch.device) -> Choice:
-    """The backend for one GEMM of a layer, asked with operands of no tokens."""
+    """Returns the backend for one GEMM of a layer, after asking with operands of no tokens."""
     out, features = layer.shape
 
     def blocks(rows: int, columns: int, block: tuple[int, int]) -> Fp8Blocks:
@@ -335,10 +354,10 @@ def _choice(gemm: str, layer: Fp8Layer, receipt: Fp8Receipt, device: torch.devic
 
 
 def _convert_by_torchao(model: nn.Module, chosen: set[nn.Module], config: Fp8Config, device: torch.device) -> None:
-    """One scale for a tensor or for a row of it; emulated where no tensor core can do it."""
+    """Gives a tensor, or each row of it, one scale; it is emulated where no tensor core can do it."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     options = replace(
-        Float8LinearConfig.from_recipe_name(config.recipe), emulate=device.type != "cuda", pad_inner_dim=True
+        Float8LinearConfig.from_recipe_name(config.scaling), emulate=device.type != "cuda", pad_inner_dim=True
     )
     convert_to_float8_training(model, config=options, module_filter_fn=lambda module, _: module in chosen)

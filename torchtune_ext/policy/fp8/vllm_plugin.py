@@ -1,4 +1,4 @@
-"""Block-FP8 models on a CPU in vLLM, which has no kernel for them there: the reference GEMM of kernels/fp8_gemm.py.
+"""Lets vLLM compute block-FP8 models on a CPU, for which it has no kernel, with the reference GEMM of kernels/fp8_gemm.py.
 
 vLLM loads `register` by itself through the entry point `vllm.general_plugins` (setup.cfg), in every process. The kernel
 quantizes activations as the trainer does, in 1x128 blocks, and sums in float32, so that a whole FP8 run can be made and checked
@@ -13,7 +13,7 @@ from torchtune_ext.kernels.fp8_quantize import BLOCK, TILES, Fp8Blocks, quantize
 
 
 def register() -> None:
-    """Puts the kernel before vLLM's own for CPUs, which need AMX. Does nothing elsewhere, and nothing a second time."""
+    """Puts the kernel before vLLM's own for CPUs, which need AMX. It does nothing elsewhere, and nothing a second time."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -30,7 +30,7 @@ def _kernel() -> type:
     from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
 
     class ReferenceFp8BlockKernel(Fp8BlockScaledMMLinearKernel):
-        """Leaves `weight` and `weight_scale_inv` as they were loaded: they are what a publication can be compared with."""
+        """Leaves `weight` and `weight_scale_inv` as they were loaded, so that a publication can be compared with them."""
 
         apply_input_quant = False
 

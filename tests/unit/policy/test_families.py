@@ -1,0 +1,245 @@
+"""`from_config` for every family: against transformers, and against torchtune's builders of published sizes."""
+
+import json
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+from public_configs import PUBLIC, write_config
+from torchtune.models import llama3, llama3_1, llama3_2, qwen2_5
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+from torchtune_ext import policy
+from torchtune_ext.policy import from_config, lora, qwen3
+from torchtune_ext.policy.builder import on_meta
+from torchtune_ext.policy.families import FAMILIES
+from torchtune_ext.policy.hf_model import HFModel, load_weights
+from torchtune_ext.training.export import export_model
+
+VOCAB, LENGTH = 80, 512
+# Position times frequency is rounded to 24 bits, and so is off by up to 512 / 2^24 = 3e-5 radians, in each of two layers.
+LIMIT = 3e-4
+SIZES = dict(
+    vocab_size=VOCAB,
+    hidden_size=64,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=600,
+)
+PLAIN = {"rope_type": "default", "rope_theta": 5e5}
+# A wavelength of more than 2,048 positions is scaled: with this theta, a quarter of the frequencies of 16 numbers are between
+# there and 8,192, and a quarter above. LENGTH is long enough for them to turn.
+SCALED = {
+    "rope_type": "llama3",
+    "rope_theta": 5e4,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+CASES = {
+    "qwen2": (Qwen2Config, {"rope_parameters": PLAIN}),
+    "qwen2, untied": (Qwen2Config, {"rope_parameters": PLAIN, "tie_word_embeddings": False}),
+    "qwen3": (Qwen3Config, {"rope_parameters": PLAIN, "head_dim": 32}),
+    "llama 3": (LlamaConfig, {"rope_parameters": PLAIN, "tie_word_embeddings": False}),
+    "llama, tied": (LlamaConfig, {"rope_parameters": PLAIN}),
+    "llama 3.1": (LlamaConfig, {"rope_parameters": {**SCALED, "factor": 8.0}, "tie_word_embeddings": False}),
+    "llama 3.2": (LlamaConfig, {"rope_parameters": {**SCALED, "factor": 32.0}}),
+}
+
+
+@torch.no_grad()
+def save(folder, kind, **changes):
+    """Saves a random model of transformers, in which no weight is at its usual first value."""
+    config = kind(**{**SIZES, "tie_word_embeddings": True, **changes})
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    generator = torch.Generator().manual_seed(0)
+    for name, param in sorted(model.named_parameters()):
+        noise = torch.randn(param.shape, generator=generator)
+        param.copy_((1 + 0.5 * noise) if name.endswith("norm.weight") else 0.25 * noise)
+    model.save_pretrained(folder)
+    return model
+
+
+def loaded(folder, **options):
+    model = from_config(str(folder), **options)
+    load_weights(model, HFModel(folder), new=lora.adapter_names(model))
+    return model.eval()
+
+
+@torch.no_grad()
+def logprobs(model):
+    ids = torch.randint(0, VOCAB, (1, LENGTH), generator=torch.Generator().manual_seed(1))
+    out = model(ids)
+    return (out if isinstance(out, torch.Tensor) else out.logits).double().log_softmax(-1)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logprobs_are_those_of_transformers_and_weights_go_both_ways(case, tmp_path):
+    kind, changes = CASES[case]
+    theirs = save(tmp_path / "theirs", kind, **changes)
+    ours = loaded(tmp_path / "theirs")
+    assert (logprobs(ours) - logprobs(theirs)).abs().max() < LIMIT
+    (tmp_path / "ours").mkdir()
+    export_model(tmp_path / "ours", ours, HFModel(tmp_path / "theirs"), torch.float32)
+    stored = theirs.state_dict()
+    returned = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32).state_dict()
+    assert stored.keys() == returned.keys()
+    assert all(torch.equal(stored[name], returned[name]) for name in stored)
+
+
+@pytest.mark.parametrize("factor", [1.0, 8.0, 32.0])
+def test_another_scale_of_rope_would_show(factor, tmp_path):
+    theirs = save(tmp_path, LlamaConfig, rope_parameters={**SCALED, "factor": factor})
+    for other in (1.0, 8.0, 32.0):
+        config = json.loads((tmp_path / "config.json").read_text())
+        config["rope_parameters"] = {**SCALED, "factor": other}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        far = (logprobs(loaded(tmp_path)) - logprobs(theirs)).abs().max()
+        assert far < LIMIT if other == factor else far > 0.05
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_configs_of_transformers_4_and_5_mean_the_same(case, tmp_path):
+    kind, changes = CASES[case]
+    theirs = save(tmp_path, kind, **changes)
+    config = json.loads((tmp_path / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    assert "rope_theta" not in config
+    scaling = None if rope["rope_type"] == "default" else {k: v for k, v in rope.items() if k != "rope_theta"}
+    (tmp_path / "config.json").write_text(
+        json.dumps({**config, "rope_theta": rope["rope_theta"], "rope_scaling": scaling})
+    )
+    assert (logprobs(loaded(tmp_path)) - logprobs(theirs)).abs().max() < LIMIT
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=["lora", "dora"])
+def test_fresh_adapters_change_nothing(case, options, tmp_path):
+    kind, changes = CASES[case]
+    theirs = save(tmp_path, kind, **changes)
+    asked = {"lora_attn_modules": ["q_proj", "v_proj"], "apply_lora_to_mlp": True, "lora_rank": 4, "lora_alpha": 8.0}
+    model = loaded(tmp_path, **asked, **options)
+    lora.initialize(model, seed=0)
+    assert len(lora.adapted_modules(model)) == 2 * 5
+    assert (logprobs(model) - logprobs(theirs)).abs().max() < LIMIT
+
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "output_proj"]
+BUILDERS = {  # builders of torchtune, or of qwen3.py, for the same model without and with adapters
+    "Qwen2.5-0.5B-Instruct": (qwen2_5.qwen2_5_0_5b, qwen2_5.lora_qwen2_5_0_5b),
+    "Qwen2.5-3B-Instruct": (qwen2_5.qwen2_5_3b, qwen2_5.lora_qwen2_5_3b),
+    "Qwen2.5-7B": (qwen2_5.qwen2_5_7b_base, qwen2_5.lora_qwen2_5_7b_base),
+    "Qwen2.5-7B-Instruct": (qwen2_5.qwen2_5_7b_instruct, qwen2_5.lora_qwen2_5_7b_instruct),
+    "Qwen2.5-14B-Instruct": (qwen2_5.qwen2_5_14b_instruct, qwen2_5.lora_qwen2_5_14b_instruct),
+    "Qwen2.5-32B": (qwen2_5.qwen2_5_32b_base, qwen2_5.lora_qwen2_5_32b_base),
+    "Qwen2.5-32B-Instruct": (qwen2_5.qwen2_5_32b_instruct, qwen2_5.lora_qwen2_5_32b_instruct),
+    "Qwen3-1.7B": (qwen3.qwen3_1_7b, qwen3.lora_qwen3_1_7b),
+    "Qwen3-8B": (qwen3.qwen3_8b, qwen3.lora_qwen3_8b),
+    "Qwen3-8B-Base": (partial(qwen3.qwen3_8b, max_seq_len=32768), partial(qwen3.lora_qwen3_8b, max_seq_len=32768)),
+    "Meta-Llama-3-8B-Instruct": (llama3.llama3_8b, llama3.lora_llama3_8b),
+    "Llama-3.1-8B-Instruct": (llama3_1.llama3_1_8b, llama3_1.lora_llama3_1_8b),
+    "Llama-3.2-1B-Instruct": (llama3_2.llama3_2_1b, llama3_2.lora_llama3_2_1b),
+    "Llama-3.2-3B-Instruct": (llama3_2.llama3_2_3b, llama3_2.lora_llama3_2_3b),
+}
+
+
+def described(model):
+    """All by which two models may differ before they have weights."""
+    ropes = [layer.attn.pos_embeddings for layer in model.layers]
+    return {
+        "parameters": {name: (param.shape, type(param)) for name, param in model.named_parameters()},
+        "eps": {module.eps for module in model.modules() if hasattr(module, "eps")},
+        "rope": {(rope.dim, rope.base, rope.max_seq_len, getattr(rope, "scale_factor", 1)) for rope in ropes},
+        "heads": {(layer.attn.num_heads, layer.attn.num_kv_heads, layer.attn.head_dim) for layer in model.layers},
+        "longest": model.max_seq_len,
+        "output": type(model.output),
+        "adapters": {name: (m.alpha, m.rank) for name, m in model.named_modules() if hasattr(m, "lora_a")},
+    }
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_published_sizes_are_those_of_torchtunes_builders(name, tmp_path):
+    plain, adapted = BUILDERS[name]
+    model_dir = str(write_config(tmp_path, name))
+    assert described(on_meta(partial(from_config, model_dir))) == described(on_meta(plain))
+    options = {"apply_lora_to_mlp": True, "lora_rank": 32, "lora_alpha": 64}
+    theirs = on_meta(partial(adapted, ATTENTION, **options))
+    assert described(on_meta(partial(from_config, model_dir, lora_attn_modules=ATTENTION, **options))) == described(
+        theirs
+    )
+
+
+def test_a_shorter_rope_table_may_be_asked_for(tmp_path):
+    model = on_meta(partial(from_config, str(write_config(tmp_path, "Qwen3-1.7B")), max_seq_len=100))
+    assert model.max_seq_len == 100 and len(model.layers[0].attn.pos_embeddings.cache) == 100
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}
+QWEN, LLAMA = "Qwen3-1.7B", "Llama-3.1-8B-Instruct"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (QWEN, {"model_type": "mamba"}, "says model_type='mamba', .* a model of one of these: llama, qwen2, qwen3"),
+        (QWEN, {"rope_parameters": YARN}, "says rope_type='yarn', but the builder of qwen3 can only do default"),
+        (QWEN, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "says rope_type='yarn'"),
+        (
+            QWEN,
+            {"use_sliding_window": True},
+            "says use_sliding_window=True, but the builder of qwen3 can only do False",
+        ),
+        (QWEN, {"layer_types": ["full_attention", "sliding_attention"]}, "says layer_types="),
+        (QWEN, {"attention_bias": True}, "says attention_bias=True"),
+        (
+            LLAMA,
+            {"rope_scaling": YARN},
+            "says rope_type='yarn', but the builder of llama can only do default or llama3",
+        ),
+        (
+            LLAMA,
+            {"rope_scaling": {**SCALED, "factor": 8.0, "high_freq_factor": 8.0}},
+            "says high_freq_factor=8.0, .* do 4",
+        ),
+        (LLAMA, {"rope_scaling": {"rope_type": "llama3"}}, "config.json lacks factor; copy it anew"),
+        (LLAMA, {"head_dim": 64}, "says head_dim=64, but in the builder of llama a head has .* = 128"),
+        (LLAMA, {"hidden_act": "gelu"}, "says hidden_act='gelu', but the builder of llama can only do silu"),
+        (LLAMA, {"vocab_size": ...}, "config.json lacks vocab_size; copy it anew"),
+        (LLAMA, {"num_key_value_heads": ...}, "config.json lacks num_key_value_heads; copy it anew"),
+    ],
+)
+def test_directories_that_would_be_misread_are_refused(name, change, message, tmp_path):
+    folder = write_config(tmp_path, name)
+    config = {key: value for key, value in (PUBLIC[name] | change).items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        on_meta(partial(from_config, str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"use_dora": True}, "model.use_dora=True without model.lora_attn_modules"),
+        ({"quantize_base": True}, "model.quantize_base=True without model.lora_attn_modules"),
+        ({"lora_attn_modules": ["q_proj"], "lora_rank": 0}, "model.lora_rank=0 must be at least 1"),
+    ],
+)
+def test_adapters_that_cannot_be_are_refused(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        on_meta(partial(from_config, str(write_config(tmp_path, LLAMA)), **options))
+
+
+def test_the_short_path_leads_to_the_table_and_to_nothing_else():
+    assert from_config.__module__ == "torchtune_ext.policy.families" and set(FAMILIES) == {"qwen2", "qwen3", "llama"}
+    with pytest.raises(AttributeError, match="has no attribute 'from_confg'"):
+        policy.from_confg  # noqa: B018
+
+
+def test_the_package_itself_imports_nothing():
+    """An engine process imports it for its plugin, and must not pay for torchtune."""
+    check = "import sys, torchtune_ext.policy; assert not {'torch', 'torchtune'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", check], check=True, timeout=120)

@@ -1,0 +1,250 @@
+"""The model families: what has to be known of each, and `from_config`, which builds a model of any of them.
+
+To add a family, add a line to `FAMILIES`. If torchtune has no builder for it, write one first: `qwen3.py` is such a file.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torchtune.models.convert_weights import get_mapped_key, hf_to_tune, tune_to_hf
+from torchtune.models.llama3_1 import llama3_1, lora_llama3_1
+from torchtune.models.llama3_2 import llama3_2, lora_llama3_2
+from torchtune.models.qwen2 import lora_qwen2, qwen2, qwen2_hf_to_tune, qwen2_tune_to_hf
+from torchtune.models.qwen2._convert_weights import _FROM_HF
+from torchtune.modules import TransformerDecoder
+
+from torchtune_ext.policy.qwen3 import lora_qwen3, qwen3
+
+Config = Mapping[str, Any]  # the content of a config.json
+
+# Qwen3 has the names of Qwen2 and those of the norms of q and k. Llama's are among them, so this map serves all families.
+_TO_TUNE = _FROM_HF | {
+    f"model.layers.{{}}.self_attn.{x}_norm.weight": f"layers.{{}}.attn.{x}_norm.scale" for x in ("q", "k")
+}
+_TO_HF = {ours: hf for hf, ours in _TO_TUNE.items()}
+
+
+def hf_name(name: str) -> str:
+    """Returns Hugging Face's name of a torchtune weight, on which all families agree."""
+    return get_mapped_key(name, _TO_HF)
+
+
+def _renamed(weights: dict[str, Tensor], names: dict[str, str], **_: int) -> dict[str, Tensor]:
+    return {get_mapped_key(name, names): weight for name, weight in weights.items()}
+
+
+def _sizes(config: Config) -> dict[str, Any]:
+    """Returns the arguments that the builders of all families take."""
+    return dict(
+        vocab_size=config["vocab_size"],
+        num_layers=config["num_hidden_layers"],
+        num_heads=config["num_attention_heads"],
+        num_kv_heads=config["num_key_value_heads"],
+        embed_dim=config["hidden_size"],
+        intermediate_dim=config["intermediate_size"],
+        max_seq_len=config["max_position_embeddings"],
+        norm_eps=config["rms_norm_eps"],
+        rope_base=config["rope_theta"],
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+    )
+
+
+def _qwen3_sizes(config: Config) -> dict[str, Any]:
+    return _sizes(config) | {"head_dim": config.get("head_dim") or 128}
+
+
+def _llama_sizes(config: Config) -> dict[str, Any]:
+    # A factor of 1 leaves every frequency as it is, which is Llama 3.0.
+    return _sizes(config) | {"scale_factor": config["factor"] if config["rope_type"] == "llama3" else 1}
+
+
+def _llama(
+    tied: Callable, untied: Callable, *adapted: Any, tie_word_embeddings: bool, **rest: Any
+) -> TransformerDecoder:
+    """Builds a Llama of any version: those of torchtune differ in whether the output head is tied, and in defaults."""
+    return tied(*adapted, tie_word_embeddings=True, **rest) if tie_word_embeddings else untied(*adapted, **rest)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What has to be known of a family.
+
+    Args:
+        build: torchtune's builder, or one with its arguments.
+        build_adapted: builds the same model with adapters; it takes torchtune's LoRA arguments, too.
+        to_tune: converts weights from Hugging Face's names and layout to torchtune's.
+        to_hf: converts them back.
+        arguments: turns a config.json, whose settings of RoPE stand at the top (`_flat`), into arguments of the builders.
+        can: for each key of config.json in which the builders are not free, the values that they can do.
+    """
+
+    build: Callable[..., TransformerDecoder]
+    build_adapted: Callable[..., TransformerDecoder]
+    to_tune: Callable[..., dict[str, Tensor]]
+    to_hf: Callable[..., dict[str, Tensor]]
+    arguments: Callable[[Config], dict[str, Any]]
+    can: Mapping[str, tuple]
+
+
+_QWEN = {
+    "hidden_act": ("silu",),
+    "rope_type": ("default",),
+    "use_sliding_window": (False, None),
+    "layer_types": (["full_attention"], None),
+    "attention_bias": (False, None),
+}
+_LLAMA = {
+    "hidden_act": ("silu",),
+    "rope_type": ("default", "llama3"),
+    "low_freq_factor": (1,),
+    "high_freq_factor": (4,),
+    "original_max_position_embeddings": (8192,),
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+}
+
+# By model_type of config.json; Qwen2.5 calls itself qwen2. Llama's q and k change places, since torchtune rotates pairs of
+# neighbors.
+FAMILIES = {
+    "qwen2": Family(
+        build=qwen2,
+        build_adapted=lora_qwen2,
+        to_tune=qwen2_hf_to_tune,
+        to_hf=qwen2_tune_to_hf,
+        arguments=_sizes,
+        can=_QWEN,
+    ),
+    "qwen3": Family(
+        build=qwen3,
+        build_adapted=lora_qwen3,
+        to_tune=partial(_renamed, names=_TO_TUNE),
+        to_hf=partial(_renamed, names=_TO_HF),
+        arguments=_qwen3_sizes,
+        can=_QWEN,
+    ),
+    "llama": Family(
+        build=partial(_llama, llama3_2, llama3_1),
+        build_adapted=partial(_llama, lora_llama3_2, lora_llama3_1),
+        to_tune=hf_to_tune,
+        to_hf=tune_to_hf,
+        arguments=_llama_sizes,
+        can=_LLAMA,
+    ),
+}
+
+
+def read_config(model_dir: str | Path) -> dict[str, Any]:
+    """Reads `config.json` of a model directory in Hugging Face format.
+
+    Raises:
+        ValueError: there is none, or it describes a family that is not in the table.
+    """
+    path = Path(model_dir)
+    file = path / "config.json"
+    if not file.is_file():
+        if path.parts[-2:] == ("warmup", "model"):
+            fix = f"`tune run warmup_sft --config warmup/{path.parts[-3] if len(path.parts) > 2 else 'tiny'}` makes it"
+        else:
+            fix = (
+                f"`hf download OWNER/{path.name} --local-dir {path}` fetches a model, and `hf download OWNER/{path.name} "
+                f"config.json --local-dir {path}` the one file that dry_run=True needs"
+            )
+        raise ValueError(
+            f"model_dir={str(model_dir)!r} has no config.json; name a directory in Hugging Face format: {fix}"
+        )
+    config = json.loads(file.read_text(encoding="utf-8"))
+    if config.get("model_type") not in FAMILIES:
+        raise ValueError(
+            f"{file} says model_type={config.get('model_type')!r}, which is not supported; take a model of one of these: "
+            f"{', '.join(sorted(FAMILIES))}"
+        )
+    require_keys(config, ("hidden_size", "num_attention_heads", "num_key_value_heads"), file)
+    return config
+
+
+def require_keys(config: Config, keys: Sequence[str], file: Path) -> None:
+    """Raises ValueError where a config.json lacks one of `keys`."""
+    if lacking := [key for key in keys if key not in config]:
+        raise ValueError(f"{file} lacks {', '.join(lacking)}; copy it anew from where the weights come from")
+
+
+def from_config(
+    model_dir: str,
+    max_seq_len: int | None = None,
+    lora_attn_modules: Sequence[str] = (),
+    apply_lora_to_mlp: bool = False,
+    apply_lora_to_output: bool = False,
+    lora_rank: int = 8,
+    lora_alpha: float = 16.0,
+    lora_dropout: float = 0.0,
+    use_dora: bool = False,
+    quantize_base: bool = False,
+) -> TransformerDecoder:
+    """Builds the torchtune model that `config.json` in `model_dir` describes, of whatever family it is.
+
+    It has adapters where `lora_attn_modules` names layers, and is plain otherwise. The names of the further arguments, and
+    what they do, are those of torchtune's LoRA builders.
+
+    Args:
+        max_seq_len: the longest sequence, if it is to be another than config.json says: the RoPE table has so many rows.
+
+    Raises:
+        ValueError: no config.json, one that asks for what the builder of its family cannot do, or adapters that cannot be.
+    """
+    config, file = _flat(read_config(model_dir)), Path(model_dir) / "config.json"
+    family = FAMILIES[config["model_type"]]
+    for key, values in family.can.items():
+        if key in config and config[key] not in values:
+            raise ValueError(
+                f"{file} says {key}={config[key]!r}, but the builder of {config['model_type']} can only do "
+                f"{' or '.join(str(value) for value in values if value is not None)}; take a model without it, or name a "
+                "builder of your own as model._component_"
+            )
+    try:
+        arguments = family.arguments(config)
+    except KeyError as error:
+        require_keys(config, error.args, file)
+        raise
+    width = arguments["embed_dim"] // arguments["num_heads"]
+    if "head_dim" not in arguments and config.get("head_dim") not in (None, width):
+        raise ValueError(
+            f"{file} says head_dim={config['head_dim']}, but in the builder of {config['model_type']} a head has hidden_size / "
+            f"num_attention_heads = {width}; take another model, or name a builder of your own as model._component_"
+        )
+    if max_seq_len is not None:
+        arguments["max_seq_len"] = max_seq_len
+    switches = {
+        "apply_lora_to_mlp": apply_lora_to_mlp,
+        "apply_lora_to_output": apply_lora_to_output,
+        "use_dora": use_dora,
+        "quantize_base": quantize_base,
+    }
+    if lora_attn_modules:
+        if lora_rank < 1:
+            raise ValueError(f"model.lora_rank={lora_rank} must be at least 1")
+        numbers = dict(lora_rank=lora_rank, lora_alpha=lora_alpha, lora_dropout=lora_dropout)
+        return family.build_adapted(list(lora_attn_modules), **switches, **numbers, **arguments)
+    if asked := [name for name, value in switches.items() if value]:
+        raise ValueError(
+            f"model.{asked[0]}=True without model.lora_attn_modules: there is no adapter that it could concern; set "
+            "lora_attn_modules=[q_proj, v_proj], for instance, or leave it out"
+        )
+    return family.build(**arguments)
+
+
+def _flat(config: Config) -> dict[str, Any]:
+    """Brings the settings of RoPE to the top, from where transformers 5 keeps them and from where 4 does."""
+    flat = {"rope_type": "default", **config}
+    for node in ("rope_parameters", "rope_scaling"):
+        rope = dict(config.get(node) or {})
+        if "type" in rope:
+            rope.setdefault("rope_type", rope.pop("type"))
+        flat |= rope
+    if flat.get("layer_types"):
+        flat["layer_types"] = sorted(set(flat["layer_types"]))
+    return flat
