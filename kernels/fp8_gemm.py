@@ -1,21 +1,23 @@
-"""The three GEMMs of a linear layer on FP8 blocks: y = x W^T and its two gradients.
+"""Computes the three GEMMs of a linear layer on FP8 blocks: y = x W^T and its two gradients.
 
-With x [M, K] (M tokens), W [N, K] and dy [M, N], each contracts another axis, which decides the blocks (fp8_quantize.py)::
+With x [M, K] (M tokens), W [N, K] and dy [M, N], each GEMM contracts another axis. The axis decides which blocks it
+needs (fp8_quantize.py)::
 
     FProp   y  = x W^T       over K, in-features     x   rows 1x128        W   tiles 128x128
-    DGrad   dx = dy W        over N, out-features    dy  rows 1x128        W^T tiles: FProp's own bits, transposed
+    DGrad   dx = dy W        over N, out-features    dy  rows 1x128        W^T tiles: the bits of FProp, transposed
     WGrad   dW = dy^T x      over M, tokens          dy  columns 128x1     x   columns 128x1
 
-After transposing, all three are one product A B^T whose operands lie contiguous along the contracted axis, A in 1x128
-blocks and B in 128x128 or 1x128 blocks. A backend is one function that computes it:
+After transposing, all three are one product A B^T. Its operands are contiguous along the contracted axis; A has 1x128
+blocks and B has 128x128 or 1x128 blocks. A backend is a function that computes this product:
 
-* `reference`: torch on any device. Dequantizes to float32 and multiplies in float32. What the others are held against.
-* `scaled_mm`: torch.nn.functional.scaled_mm, that is cuBLASLt. Hopper only, CUDA 12.9 or later.
-* `deep_gemm`: DeepGEMM, from the package `deep_gemm` or from the copy inside a GPU build of vLLM. Hopper only.
-* `torchao`: the Triton GEMMs of torchao's prototype of block-wise training. Needs triton; the slowest on a GPU.
+* `reference` runs on any device. It dequantizes to float32 and multiplies in float32. Tests compare the others with it.
+* `scaled_mm` is torch.nn.functional.scaled_mm, which calls cuBLASLt. It needs Hopper and CUDA 12.9 or later.
+* `deep_gemm` is DeepGEMM, from the package `deep_gemm` or from the copy inside a GPU build of vLLM. It needs Hopper.
+* `torchao` has the Triton GEMMs of torchao's prototype of block-wise training. It needs triton, and is the slowest on a
+  GPU.
 
-On a GPU the products of 128 are summed in the tensor core's own accumulator before float32 takes over, so the fast
-backends agree with the reference to a tolerance, not in bits.
+On a GPU, 128 products at a time are summed in the accumulator of the tensor core, and only these sums in float32. So
+the fast backends agree with the reference within a tolerance, but not bit by bit.
 """
 
 import functools
@@ -31,39 +33,52 @@ from torch import Tensor
 
 from torchtune_ext.kernels.fp8_quantize import COLUMNS, ROWS, TILES, Fp8Blocks, column_major, dequantize
 
-GEMMS = {  # blocks of the two operands as the caller gives them
+# The blocks of the two operands, as the caller gives them.
+GEMMS = {
     "fprop": (ROWS, TILES),
     "dgrad": (ROWS, TILES),
     "wgrad": (COLUMNS, COLUMNS),
 }
-SLACK = 256  # the largest tile of torchao's kernels, which read a scale for each of its rows and columns
+SLACK = 256  # size of the largest tile of torchao's kernels, which read a scale for each row and column of a tile
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Which backend runs a GEMM, and why: what spoke against those before it."""
+    """The backend that runs a GEMM, and the reason for it."""
 
     backend: str
-    reason: str
+    reason: str  # why the backends before it in the order cannot run
 
 
 def fprop(x: Fp8Blocks, w: Fp8Blocks, out_dtype: torch.dtype = torch.bfloat16, backend: str = "auto") -> Tensor:
-    """y [M, N] = x W^T, from the rows of x [M, K] and the tiles of w [N, K]."""
+    """Computes y [M, N] = x W^T from the rows of x [M, K] and the tiles of w [N, K].
+
+    Raises:
+        ValueError: the blocks, shapes or devices do not fit, or the backend cannot run this GEMM.
+    """
     return _run("fprop", x, w, out_dtype, backend)
 
 
 def dgrad(dy: Fp8Blocks, w: Fp8Blocks, out_dtype: torch.dtype = torch.bfloat16, backend: str = "auto") -> Tensor:
-    """dx [M, K] = dy W, from the rows of dy [M, N] and the same tiles of w [N, K] that FProp used."""
+    """Computes dx [M, K] = dy W from the rows of dy [M, N] and the tiles of w [N, K] that FProp used.
+
+    Raises:
+        ValueError: the blocks, shapes or devices do not fit, or the backend cannot run this GEMM.
+    """
     return _run("dgrad", dy, w, out_dtype, backend)
 
 
 def wgrad(dy: Fp8Blocks, x: Fp8Blocks, out_dtype: torch.dtype = torch.float32, backend: str = "auto") -> Tensor:
-    """dW [N, K] = dy^T x, from the columns of dy [M, N] and of x [M, K]; zero tokens pad both to whole blocks."""
+    """Computes dW [N, K] = dy^T x from the columns of dy [M, N] and of x [M, K]. Zero tokens pad both to whole blocks.
+
+    Raises:
+        ValueError: the blocks, shapes or devices do not fit, or the backend cannot run this GEMM.
+    """
     return _run("wgrad", dy, x, out_dtype, backend)
 
 
 def choose_backend(gemm: str, first: Fp8Blocks, second: Fp8Blocks, out_dtype: torch.dtype) -> Choice:
-    """What `backend="auto"` takes for `gemm` ("fprop", "dgrad" or "wgrad") on these operands."""
+    """Returns the backend that `backend="auto"` takes for `gemm` ("fprop", "dgrad" or "wgrad") on these operands."""
     against: dict[str, list[str]] = {}
     for name in BACKENDS:
         why = objection(name, gemm, first, second, out_dtype)
@@ -75,7 +90,11 @@ def choose_backend(gemm: str, first: Fp8Blocks, second: Fp8Blocks, out_dtype: to
 
 
 def objection(backend: str, gemm: str, first: Fp8Blocks, second: Fp8Blocks, out_dtype: torch.dtype) -> str | None:
-    """Why `backend` cannot run `gemm` on these operands, and what to install; None: it can."""
+    """Returns why `backend` cannot run `gemm` on these operands, and what to install, or None if it can.
+
+    Raises:
+        ValueError: there is no such backend or GEMM, or the operands do not fit.
+    """
     if backend not in BACKENDS:
         raise ValueError(f"FP8 backend {backend!r} does not exist: choose auto or one of {', '.join(BACKENDS)}")
     return BACKENDS[backend].objection(*_operands(gemm, first, second), out_dtype)
@@ -87,13 +106,14 @@ def _run(gemm: str, first: Fp8Blocks, second: Fp8Blocks, out_dtype: torch.dtype,
         backend = choose_backend(gemm, first, second, out_dtype).backend
     elif why := objection(backend, gemm, first, second, out_dtype):
         raise ValueError(f"FP8 backend {backend!r} cannot run {gemm}: {why}; or take backend='auto'")
-    if 0 in (*a.shape, *b.shape):  # no tokens: what a rank without data has
+    # A rank without data has no tokens.
+    if 0 in (*a.shape, *b.shape):
         return a.values.new_zeros(a.shape[0], b.shape[0], dtype=out_dtype)
     return BACKENDS[backend].run(a, b, out_dtype)
 
 
 def _operands(gemm: str, first: Fp8Blocks, second: Fp8Blocks) -> tuple[Fp8Blocks, Fp8Blocks]:
-    """A and B of A B^T."""
+    """Returns the operands A and B of the product A B^T."""
     if gemm not in GEMMS:
         raise ValueError(f"gemm {gemm!r} does not exist: choose one of {', '.join(GEMMS)}")
     if (first.block, second.block) != GEMMS[gemm]:
@@ -112,10 +132,12 @@ def _operands(gemm: str, first: Fp8Blocks, second: Fp8Blocks) -> tuple[Fp8Blocks
 
 
 def _reference(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> Tensor:
-    if torch.compiler.is_compiling():  # a graph can neither ask for the precision nor set it: the caller's holds
+    # A compiled graph can neither read the precision nor set it, so the precision that the caller has set is used.
+    if torch.compiler.is_compiling():
         return _product(a, b, out_dtype)
     precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")  # TensorFloat-32 would keep 10 bits, and the oracle be wrong
+    # TensorFloat-32 would keep only 10 bits of the mantissa, and the reference would be wrong.
+    torch.set_float32_matmul_precision("highest")
     try:
         return _product(a, b, out_dtype)
     finally:
@@ -127,7 +149,8 @@ def _product(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> Tensor:
 
 
 def _scaled_mm(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> Tensor:
-    if b.block == TILES:  # [K / 128 rounded up to 4, N / 128], contiguous along K: cuBLASLt's layout for 128x128
+    # For 128x128 blocks, cuBLASLt wants scales of shape [K / 128 rounded up to 4, N / 128], contiguous along K.
+    if b.block == TILES:
         scale_b = column_major(F.pad(b.scales, (0, -b.scales.shape[1] % 4)).T)
         recipe_b = F.ScalingType.BlockWise128x128
     else:
@@ -146,12 +169,14 @@ def _scaled_mm(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> Tensor:
 def _deep_gemm(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> Tensor:
     gemm = _deep_gemm_module().fp8_gemm_nt
     shape = a.shape[0], b.shape[0]
-    lhs = _contiguous(a.values), a.scales  # contiguous across the blocks: what its TMA loads, if M is a multiple of 4
+    # The scales are contiguous across the blocks. DeepGEMM loads them by TMA in this layout if M is a multiple of 4.
+    lhs = _contiguous(a.values), a.scales
     if b.block == TILES:
         out = a.values.new_empty(shape, dtype=torch.bfloat16)
         gemm(lhs, (_contiguous(b.values), _contiguous(b.scales)), out, disable_ue8m0_cast=True)
         return out
-    out = a.values.new_zeros(shape, dtype=torch.float32)  # this kernel adds to what is there
+    # This kernel adds its result to what `out` holds, so `out` begins with zeros.
+    out = a.values.new_zeros(shape, dtype=torch.float32)
     gemm(lhs, (_contiguous(b.values), b.scales), out, c=out, recipe=(1, 1, 128), disable_ue8m0_cast=True)
     return out.to(out_dtype)
 
@@ -165,7 +190,7 @@ def _torchao(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> Tensor:
 
 
 def _with_slack(scales: Tensor, column_major: bool) -> Tensor:
-    """A copy in memory that goes on: torchao's kernels read scales past a ragged end without a mask."""
+    """Copies scales into a larger piece of memory, because torchao's kernels read past the end of the last tile."""
     rows, columns = scales.shape
     memory = scales.new_zeros(scales.numel() + SLACK + columns)
     return memory.as_strided(scales.shape, (1, rows) if column_major else (columns, 1)).copy_(scales)
@@ -227,7 +252,7 @@ def _against_device(a: Fp8Blocks, only_hopper: bool) -> str | None:
 
 @functools.cache
 def _deep_gemm_module() -> ModuleType | Exception:
-    """The installed package, else vLLM's copy."""
+    """Imports the installed package, or the copy in vLLM if there is none."""
     return _imported("deep_gemm" if importlib.util.find_spec("deep_gemm") else "vllm.third_party.deep_gemm")
 
 
@@ -237,21 +262,26 @@ def _torchao_module() -> ModuleType | Exception:
 
 
 def _imported(name: str) -> ModuleType | Exception:
-    """The module, or why there is none; asked for again before every GEMM, so the callers keep either."""
+    """Imports a module. Returns the module, or the error.
+
+    Every GEMM asks for the module. So the callers cache the result, also if it is an error.
+    """
     try:
         return importlib.import_module(name)
     except Exception as error:
-        # Not an ImportError alone: DeepGEMM asserts that there is a CUDA_HOME, torchao raises ValueError.
+        # Not only ImportError is caught: DeepGEMM asserts that there is a CUDA_HOME, and torchao raises ValueError.
         return error
 
 
 @dataclass(frozen=True, slots=True)
 class _Backend:
     run: Callable[[Fp8Blocks, Fp8Blocks, torch.dtype], Tensor]  # (A, B, dtype of the result) -> A B^T
-    objection: Callable[[Fp8Blocks, Fp8Blocks, torch.dtype], str | None]  # why it cannot run and what to install
+    # (A, B, dtype of the result) -> why the backend cannot run and what to install, or None if it can.
+    objection: Callable[[Fp8Blocks, Fp8Blocks, torch.dtype], str | None]
 
 
-# In the order in which `auto` asks. scaled_mm before deep_gemm: nothing to install, no compiler at run time.
+# `auto` takes the first backend in this order that can run. scaled_mm comes before deep_gemm, because it needs no
+# further package and no compiler at run time.
 BACKENDS = {
     "scaled_mm": _Backend(_scaled_mm, _against_scaled_mm),
     "deep_gemm": _Backend(_deep_gemm, _against_deep_gemm),

@@ -1,28 +1,33 @@
-"""FP8 with one scale per block: E4M3 values and float32 multipliers, in the three forms that a linear layer's GEMMs need.
+"""Quantizes to FP8 with one scale per block, in the three forms that the GEMMs of a linear layer need.
+
+The values are E4M3 numbers and the scales are float32 multipliers.
 
 For a block B of x (amax is its largest magnitude)::
 
     scale = max(amax, 1e-12) / 448             448: the largest E4M3 number
     value = E4M3(clamp(x / scale, -448, 448))  round to nearest, ties to even
-    x    ~= value * scale                      so `scale` is a multiplier, as everywhere (vLLM calls it weight_scale_inv)
+    x    ~= value * scale                      `scale` is a multiplier, as in vLLM, which calls it weight_scale_inv
 
-A GEMM can take a scale out of its sum only if the scale is constant over 128 places of the contracted axis. Hence
+A GEMM can take a scale out of its sum only if the scale is constant over 128 places of the contracted axis. This gives
+three forms:
 
-* **rows**, 1x128 along the features: activations in FProp, output gradients in DGrad;
-* **columns**, 128x1 along the tokens: both operands of WGrad;
-* **tiles**, 128x128: weights. A tile's transpose has the same scale and the same bits, so DGrad needs no second copy.
+* **rows**, 1x128 along the features, are for activations in FProp and output gradients in DGrad.
+* **columns**, 128x1 along the tokens, are for both operands of WGrad.
+* **tiles**, 128x128, are for weights. The transpose of a tile has the same scale and the same bits, so DGrad needs no
+  second copy.
 
-Every step is one IEEE operation in float32, and both paths below take the same steps, so their bits agree. The steps
-are those of vLLM's CUDA kernel for activations (per_token_group_quant.cu: `amax / 448`, then `x / scale`), since the
-sampler quantizes its activations with it; DeepGEMM and torchao multiply by a reciprocal instead, which moves a few
-values to the neighboring code. One thing differs: the floor of amax is 1e-10 in vLLM and 1e-4 in DeepGEMM, where small
-gradients would vanish. With 1e-12 a number keeps its three bits of mantissa down to 1e-12 / 448 * 2^-6 = 3.5e-17.
+Every operation is one IEEE operation in float32, and both implementations do the same operations, so their bits agree.
+The operations are those of vLLM's CUDA kernel for activations (per_token_group_quant.cu: `amax / 448`, then `x /
+scale`), because the sampler quantizes its activations with it. DeepGEMM and torchao multiply by a reciprocal instead,
+which moves a few values to the neighboring E4M3 number. One thing differs from vLLM: the floor of amax. It is 1e-10 in
+vLLM and 1e-4 in DeepGEMM, which would make small gradients vanish. With 1e-12 a number keeps its three bits of mantissa
+down to 1e-12 / 448 * 2^-6 = 3.5e-17.
 
-`power_of_two` rounds a scale up to a power of two (UE8M0: an exponent and nothing else), what Blackwell wants.
-A block that holds a NaN or an infinity dequantizes to NaN as a whole: the failure stays visible.
+`power_of_two` rounds a scale up to a power of two (UE8M0, which has only an exponent), as Blackwell needs it. A block
+with a NaN or an infinity dequantizes to NaN as a whole, so that the failure stays visible.
 
-This file is the reference, plain torch on any device. fp8_quantize_triton.py is the fast path on CUDA: one kernel reads
-the activation once and writes rows and columns.
+This file is the reference, in plain torch on any device. fp8_quantize_triton.py is the fast implementation on CUDA: one
+kernel reads the activation once and writes rows and columns.
 """
 
 import importlib.util
@@ -37,37 +42,40 @@ FP8_MAX = 448.0
 AMAX_FLOOR = 1e-12
 BLOCK = 128
 ROWS, COLUMNS, TILES = (1, BLOCK), (BLOCK, 1), (BLOCK, BLOCK)
-LINE_BYTES = 1 + 4 / BLOCK  # of a number with its share of the scale, in rows or columns
-TILE_BYTES = 1 + 4 / BLOCK**2  # in tiles
+LINE_BYTES = 1 + 4 / BLOCK  # bytes of a number with its share of the scale, in rows or columns
+TILE_BYTES = 1 + 4 / BLOCK**2  # bytes of a number with its share of the scale, in tiles
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Blocks:
-    """A quantized matrix. Columns are padded with zero tokens to whole blocks; nothing else ever is.
+    """A quantized matrix. Only columns are padded, with zero tokens to whole blocks.
 
-    The layouts are those that Hopper's GEMMs read without a copy: values contiguous along the blocks of rows and of
-    columns, and scales contiguous across them (the scales of rows have stride (1, M), those of columns (K, 1)).
+    The GEMMs of Hopper read these layouts without a copy. In rows and columns, values are contiguous along the blocks,
+    and scales are contiguous across them: the scales of rows have strides (1, M), those of columns (K, 1).
     """
 
-    values: Tensor  # float8_e4m3fn [M, K], for columns [M rounded up to 128, K]
-    scales: Tensor  # float32, one per block: value * scale is the number that is meant
+    values: Tensor  # float8_e4m3fn [M, K]; for columns [M rounded up to a multiple of 128, K]
+    scales: Tensor  # float32, one per block; value * scale is the original number, up to rounding
     block: tuple[int, int]  # ROWS, COLUMNS or TILES
     shape: tuple[int, int]  # (M, K) without padding
 
     @property
     def T(self) -> "Fp8Blocks":
-        """The transpose, as views: rows become columns of the transposed matrix, tiles stay tiles."""
+        """Returns the transpose, as views. Rows become columns of the transposed matrix; tiles stay tiles."""
         return Fp8Blocks(self.values.T, self.scales.T, self.block[::-1], self.shape[::-1])
 
 
 @torch.no_grad()
 def quantize_rows(x: Tensor, power_of_two: bool = False, backend: str = "auto") -> Fp8Blocks:
-    """1x128 along the features of x [M, K]; any M, K a multiple of 128.
+    """Quantizes x [M, K] in blocks of 1x128 along the features.
 
     Args:
-        x: bfloat16, float16 or float32, any strides.
-        power_of_two: scales are rounded up to powers of two (UE8M0).
-        backend: "torch", "triton" (CUDA, capability 8.9 or later) or "auto", Triton where it can run.
+        x: bfloat16, float16 or float32, with any strides; K must be a multiple of 128.
+        power_of_two: True rounds scales up to powers of two (UE8M0).
+        backend: "torch", "triton" (CUDA, compute capability 8.9 or later), or "auto", which is Triton where it can run.
+
+    Raises:
+        ValueError: the dtype, the shape or the backend does not fit.
     """
     _check(x)
     if _use_triton(x, backend):
@@ -77,7 +85,10 @@ def quantize_rows(x: Tensor, power_of_two: bool = False, backend: str = "auto") 
 
 @torch.no_grad()
 def quantize_columns(x: Tensor, power_of_two: bool = False, backend: str = "auto") -> Fp8Blocks:
-    """128x1 along the tokens of x [M, K]; see `quantize_rows`. The last block is padded with zeros, which change nothing."""
+    """Quantizes x [M, K] in blocks of 128x1 along the tokens. The arguments are those of `quantize_rows`.
+
+    The last block is padded with zeros, which do not change its scale.
+    """
     _check(x)
     if _use_triton(x, backend):
         return _triton_activation(x, power_of_two, rows=False)[1]
@@ -89,7 +100,10 @@ def quantize_columns(x: Tensor, power_of_two: bool = False, backend: str = "auto
 def quantize_rows_and_columns(
     x: Tensor, power_of_two: bool = False, backend: str = "auto"
 ) -> tuple[Fp8Blocks, Fp8Blocks]:
-    """Both forms of an activation or a gradient; on CUDA x is read once."""
+    """Returns an activation or a gradient in both forms, rows and columns. The Triton kernel reads x only once.
+
+    The arguments are those of `quantize_rows`.
+    """
     _check(x)
     if _use_triton(x, backend):
         return _triton_activation(x, power_of_two)
@@ -98,7 +112,14 @@ def quantize_rows_and_columns(
 
 @torch.no_grad()
 def quantize_weight(w: Tensor, power_of_two: bool = False, backend: str = "auto") -> Fp8Blocks:
-    """128x128 tiles of w [N, K], both multiples of 128. `values` and `scales` are vLLM's `weight` and `weight_scale_inv`."""
+    """Quantizes a weight w [N, K] in tiles of 128x128.
+
+    `values` and `scales` are vLLM's `weight` and `weight_scale_inv`. The arguments are those of `quantize_rows`; N and
+    K must be multiples of 128.
+
+    Raises:
+        ValueError: the dtype, the shape or the backend does not fit.
+    """
     _check(w)
     if w.shape[0] % BLOCK:
         raise ValueError(
@@ -113,40 +134,44 @@ def quantize_weight(w: Tensor, power_of_two: bool = False, backend: str = "auto"
 
 
 def dequantize(q: Fp8Blocks, dtype: torch.dtype = torch.float32) -> Tensor:
-    """[M, K] of `q.shape`, padding cut off. value * scale is computed in float32 (float64 for float64), then cast."""
+    """Returns the matrix [M, K] of shape `q.shape`, without padding.
+
+    value * scale is computed in float32 (in float64 if `dtype` is float64) and then cast to `dtype`.
+    """
     accumulate = torch.float64 if dtype == torch.float64 else torch.float32
     tiles = _tiles(q.values.to(accumulate), q.block) * q.scales.to(accumulate)[:, None, :, None]
     return tiles.flatten(2).flatten(0, 1)[: q.shape[0], : q.shape[1]].to(dtype)
 
 
 def _quantize(x: Tensor, block: tuple[int, int], power_of_two: bool) -> tuple[Tensor, Tensor]:
-    """Values (row-major) and scales of a matrix of whole blocks."""
+    """Returns the values, row-major, and the scales of a matrix of whole blocks."""
     tiles = _tiles(x.float(), block)
     scales = _scale(tiles.abs().amax(dim=(1, 3)), power_of_two)
-    # Clamped because x / scale may round to just above 448, and because an older torch casts an overflow to NaN.
+    # The clamp is needed because x / scale may round to just above 448, which an older torch casts to NaN.
     values = (tiles / scales[:, None, :, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8)
     values = values.flatten(2).flatten(0, 1).contiguous()
     return values, scales if block == TILES else column_major(scales)
 
 
 def _scale(amax: Tensor, power_of_two: bool) -> Tensor:
-    # Divided by a tensor: on CUDA, torch turns a division by a Python number into a product with its reciprocal.
+    # The divisor is a tensor, because on CUDA torch turns a division by a Python number into a product with its
+    # reciprocal.
     scale = amax.clamp_min(AMAX_FLOOR) / torch.full((), FP8_MAX, device=amax.device)
     if not power_of_two:
         return scale
-    # The next power of two upwards: carry any bit of the mantissa into the exponent, then drop the mantissa.
+    # This rounds up to a power of two: any bit of the mantissa carries into the exponent, then the mantissa is removed.
     rounded = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
     return torch.where(scale < torch.inf, rounded, scale)
 
 
 def _tiles(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """[M, K] -> [M / block[0], block[0], K / block[1], block[1]], a view."""
+    """Returns a view of x [M, K] by blocks: [M / block[0], block[0], K / block[1], block[1]]."""
     (M, K), (m, k) = x.shape, block
     return x.unflatten(1, (K // k, k)).unflatten(0, (M // m, m))
 
 
 def column_major(x: Tensor) -> Tensor:
-    """The same matrix with strides (1, rows), copied only where they are others (also those of dimensions of size 1)."""
+    """Returns the matrix with strides (1, number of rows). It copies only if a stride differs, also in a size of 1."""
     return x if x.stride() == (1, x.shape[0]) else x.T.clone(memory_format=torch.contiguous_format).T
 
 
@@ -183,7 +208,7 @@ def _use_triton(x: Tensor, backend: str) -> bool:
 def _triton_activation(
     x: Tensor, power_of_two: bool, rows: bool = True, columns: bool = True
 ) -> tuple[Fp8Blocks | None, Fp8Blocks | None]:
-    # Imported here, since a CPU environment lacks triton.
+    # The import comes late, because an environment for CPU lacks triton.
     from torchtune_ext.kernels.fp8_quantize_triton import quantize_activation as kernel
 
     shape = tuple(x.shape)

@@ -1,11 +1,12 @@
-"""The fast path of fp8_quantize.py: Triton kernels with the same steps, bit for bit. Imports triton.
+"""The fast implementation of fp8_quantize.py: Triton kernels whose results have the same bits. It imports triton.
 
-One program holds one 128x128 tile in registers. The activation kernel reads it once and writes it twice, as 1x128 rows
-and as 128x1 columns; the columns go out transposed, so that the tokens, which WGrad contracts, are contiguous.
+One program holds one 128x128 tile in registers. The activation kernel reads the tile once and writes it twice, as 1x128
+rows and as 128x1 columns. The columns are written transposed, so that the tokens, which WGrad contracts, are
+contiguous.
 
-Three things keep the bits equal to torch's: `div_rn` (a plain `/` becomes `div.full`, off by up to two ulps), amax as an
-integer maximum over the bits of |x| (the same order as the numbers', and NaN is the largest, where a float maximum would
-drop it), and a clamp that lets NaN through.
+Three things keep the bits equal to those of torch. The first is `div_rn`, because a plain `/` becomes `div.full`, which
+is wrong by up to two ulps. The second is amax as an integer maximum over the bits of |x|: integers have the same order
+as the numbers, and NaN is the largest, while a maximum of floats would lose NaN. The third is a clamp that keeps NaN.
 """
 
 import contextlib
@@ -17,12 +18,12 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 128
-NUM_WARPS = 16  # a tile fills the registers of a multiprocessor either way; with 4 warps they spill
+NUM_WARPS = 16  # with 4 warps a thread has too few registers for its part of a tile and spills
 
 
 @triton.jit
 def _scale(amax_bits, FLOOR_BITS: tl.constexpr, MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """Bits of amax -> scale."""
+    """Returns the scale from the bits of amax."""
     amax = tl.maximum(amax_bits, FLOOR_BITS).to(tl.float32, bitcast=True)
     scale = tl.div_rn(amax, tl.full(amax.shape, MAX, tl.float32))
     if POWER_OF_TWO:
@@ -33,7 +34,7 @@ def _scale(amax_bits, FLOOR_BITS: tl.constexpr, MAX: tl.constexpr, POWER_OF_TWO:
 
 @triton.jit
 def _values(x, scale, MAX: tl.constexpr):
-    """x and scale of one shape -> E4M3."""
+    """Returns x / scale as E4M3. Both arguments have the same shape."""
     return tl.clamp(tl.div_rn(x, scale), -MAX, MAX, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
 
 
@@ -52,11 +53,12 @@ def activation_kernel(
     WRITE_ROWS: tl.constexpr,
     WRITE_COLUMNS: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
-    FLOOR_BITS: tl.constexpr,  # of the smallest amax, as int32
+    FLOOR_BITS: tl.constexpr,  # bits of the smallest amax, as int32
     MAX: tl.constexpr,  # 448.0
     SIZE: tl.constexpr,  # 128
 ):
-    # Where a tile lies needs 64 bits (128k tokens of 27,648 features are more than 2^31 elements), a place in it does not.
+    # The offset of a tile needs 64 bits: 128k tokens of 27,648 features are more than 2^31 elements. The offset inside
+    # a tile does not.
     tile_m, tile_k = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     m, k = tl.arange(0, SIZE), tl.arange(0, SIZE)
     real = m < M - tile_m * SIZE
@@ -86,7 +88,7 @@ def weight_kernel(
     stride_n,
     stride_k,
     POWER_OF_TWO: tl.constexpr,
-    FLOOR_BITS: tl.constexpr,  # of the smallest amax, as int32
+    FLOOR_BITS: tl.constexpr,  # bits of the smallest amax, as int32
     MAX: tl.constexpr,  # 448.0
     SIZE: tl.constexpr,  # 128
 ):
@@ -102,13 +104,13 @@ def weight_kernel(
     tl.store(scales_ptr + tile_n * (K // SIZE) + tile_k + one[:, None] + one[None, :], scale)
 
 
-Quantized = tuple[Tensor, Tensor]  # values and scales, laid out as fp8_quantize.Fp8Blocks says
+Quantized = tuple[Tensor, Tensor]  # values and scales, in the layouts of fp8_quantize.Fp8Blocks
 
 
 def quantize_activation(
     x: Tensor, power_of_two: bool, rows: bool, columns: bool, amax_floor: float, fp8_max: float
 ) -> tuple[Quantized | None, Quantized | None]:
-    """Rows and columns of x [M, K], K a multiple of 128; None for the form that is not wanted."""
+    """Returns the rows and columns of x [M, K], where K is a multiple of 128, or None for a form that is not wanted."""
     M, K = x.shape
     num_tiles = -(-M // BLOCK)
     padded = num_tiles * BLOCK
@@ -124,7 +126,7 @@ def quantize_activation(
 
 
 def quantize_weight(w: Tensor, power_of_two: bool, amax_floor: float, fp8_max: float) -> Quantized:
-    """Tiles of w [N, K], both multiples of 128."""
+    """Returns the tiles of w [N, K], where N and K are multiples of 128."""
     N, K = w.shape
     values, scales = _outputs(w, (N, K), (N // BLOCK, K // BLOCK))
     if w.numel():
@@ -140,10 +142,10 @@ def _outputs(x: Tensor, values: tuple[int, int], scales: tuple[int, int]) -> tup
 
 
 def _bits(number: float) -> int:
-    """The bits of a float32 as an int32."""
+    """Returns the bits of a float32 as an int32."""
     return struct.unpack("<i", struct.pack("<f", number))[0]
 
 
 def _on(x: Tensor) -> contextlib.AbstractContextManager:
-    """Triton launches on the current device, which need not be the tensor's."""
+    """Makes the device of a tensor the current one, because Triton launches on the current device."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()

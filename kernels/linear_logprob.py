@@ -1,13 +1,14 @@
-"""Log-prob and entropy of labels straight from hidden states, without ever holding the logits [L, V].
+"""Computes log-prob and entropy of labels from hidden states, without ever holding all the logits [L, V].
 
-With z = h W^T / temperature, for one label y (p = softmax(z), H its entropy)::
+With z = h W^T / temperature, p = softmax(z) and H the entropy of p, for one label y::
 
     log p(y) = z_y - logsumexp(z)                     d log p(y) / dz = onehot(y) - p
     H        = logsumexp(z) - sum(p * z)              dH / dz         = -p * (log p + H)
 
-Forward and backward walk over the labels in chunks; the backward computes a chunk's logits again, so the peak is one
-chunk [C, V] whatever L is (a vocabulary of 151,936 would need 10 GB for 16k labels in float32). The gradients of hidden
-states and weight are exact. Sums over the vocabulary are made in float32 (float64 for float64 input).
+Forward and backward go over the labels in chunks. The backward pass computes the logits of a chunk again, so the peak
+of memory is one chunk [C, V] for any L. (With a vocabulary of 151,936, the logits of 16k labels would need 10 GB in
+float32.) The gradients of hidden states and weight are exact. Sums over the vocabulary are computed in float32 (in
+float64 for float64 input).
 """
 
 import torch
@@ -19,7 +20,7 @@ CHUNK_ELEMENTS = 1 << 27  # logits held at a time: 512 MiB in float32
 def linear_logprob_reference(
     hidden_LD: Tensor, weight_VD: Tensor, labels_L: Tensor, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """The same from whole logits: what `linear_logprob` must equal."""
+    """Computes from whole logits what `linear_logprob` must equal."""
     logprobs_LV = torch.log_softmax(_upcast(hidden_LD @ weight_VD.T) / temperature, dim=-1)
     entropy_L = -(logprobs_LV.exp() * logprobs_LV).sum(-1)
     return logprobs_LV.gather(1, labels_L[:, None])[:, 0], entropy_L
@@ -28,13 +29,13 @@ def linear_logprob_reference(
 def linear_logprob(
     hidden_LD: Tensor, weight_VD: Tensor, labels_L: Tensor, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each label and entropy of its distribution (nats).
+    """Returns the log-prob of each label and the entropy of its distribution, in nats.
 
     Args:
-        hidden_LD: states that predict the labels, float.
+        hidden_LD: the hidden states that predict the labels, of a floating-point dtype.
         weight_VD: output projection.
-        labels_L: int64 ids in [0, V).
-        temperature: divides the logits, as in sampling.
+        labels_L: ids of the labels in [0, V), int64.
+        temperature: the logits are divided by it, as in sampling.
 
     Returns:
         (logprobs_L, entropy_L), float32 (float64 for float64 input), differentiable in `hidden_LD` and `weight_VD`.
@@ -44,7 +45,11 @@ def linear_logprob(
 
 @torch.no_grad()
 def linear_top_k(hidden_LD: Tensor, weight_VD: Tensor, k: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """The k highest log-probs of every distribution, highest first, and their ids: (logprobs_LK, ids_LK int64). No gradient."""
+    """Returns the k highest log-probs of every distribution, the highest first, and their ids, without gradients.
+
+    Returns:
+        (logprobs_LK, ids_LK), in nats and int64. K is at most the size of the vocabulary.
+    """
     k = min(k, weight_VD.shape[0])
     num_labels = hidden_LD.shape[0]
     logprobs_LK = _upcast(hidden_LD).new_empty(num_labels, k)
@@ -58,7 +63,7 @@ def linear_top_k(hidden_LD: Tensor, weight_VD: Tensor, k: int, temperature: floa
 
 @torch.no_grad()
 def linear_gather(hidden_LD: Tensor, weight_VD: Tensor, ids_LK: Tensor, temperature: float = 1.0) -> Tensor:
-    """Log-probs [L, K] of given ids. No gradient."""
+    """Returns the log-probs [L, K] of given ids, in nats, without gradients."""
     logprobs_LK = _upcast(hidden_LD).new_empty(ids_LK.shape)
     for c in _chunks(hidden_LD.shape[0], weight_VD.shape[0]):
         z = _upcast(hidden_LD[c] @ weight_VD.T).mul_(1.0 / temperature)
@@ -96,13 +101,15 @@ class _LinearLogProb(torch.autograd.Function):
     def backward(ctx, d_logprobs_L: Tensor, d_entropy_L: Tensor):
         hidden_LD, weight_VD, labels_L, lse_L, entropy_L = ctx.saved_tensors
         d_hidden_LD = torch.empty_like(hidden_LD)
-        d_weight_VD = None  # a frozen head (adapters) needs none: it is as large as the head, and a third of the work
+        # With adapters the output projection is frozen and needs no gradient. That gradient would be as large as the
+        # projection, and a third of the work.
+        d_weight_VD = None
         if ctx.needs_input_grad[1]:
             d_weight_VD = torch.zeros(weight_VD.shape, dtype=lse_L.dtype, device=weight_VD.device)
         for c in _chunks(labels_L.numel(), weight_VD.shape[0]):
             logp = _upcast(hidden_LD[c] @ weight_VD.T).mul_(ctx.scale).sub_(lse_L[c, None])
             p = logp.exp()
-            # dz = d_logprob * (onehot - p) - d_entropy * p * (log p + H)
+            # The gradient is dz = d_logprob * (onehot - p) - d_entropy * p * (log p + H).
             logp.add_(entropy_L[c, None]).mul_(d_entropy_L[c, None]).add_(d_logprobs_L[c, None])
             dz = p.mul_(logp).neg_()
             dz.scatter_add_(1, labels_L[c, None], d_logprobs_L[c, None])

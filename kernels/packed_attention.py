@@ -1,19 +1,21 @@
-"""Attention over packed rows: a completion sees its prompt and itself, never its siblings.
+"""Computes attention over packed rows: a completion sees its prompt and itself, but no other completion.
 
-The rule, for query i and key j of a row (`dense_mask` is the reference; everything else must equal it)::
+This is the rule for query i and key j of a row. `dense_mask` is the reference, which everything else must equal::
 
     allowed[i, j] = j <= i  and  (group[i] == group[j]  or  parent[i] == group[j])
 
-How it is computed depends on the device:
+The computation depends on the device:
 
-* **CUDA**: FlexAttention with a block mask made from the ids. Tiles of 128 x 128 in which nothing is allowed are never
-  loaded, so the cost follows the allowed area and no T x T mask exists.
-* **CPU**: FlexAttention has no backward there, and a dense mask wastes three quarters of the work. But the structure is
+* On **CUDA** it is FlexAttention with a block mask made from the ids. Tiles of 128 x 128 in which nothing is allowed
+are
+  never loaded, so the cost grows with the allowed area, and there is no T x T mask.
+* On **CPU** FlexAttention has no backward pass, and a dense mask wastes three quarters of the work. But the structure
+is
   known: causal attention inside the prompt, then every completion over [prompt, itself]. Completions of one prompt are
-  stacked (sorted by length, so that little is padded) and share one mask [R, P + R], since what a shorter one is padded
-  with lies after its own tokens. Two fused SDPA calls a group do the work of a row.
+  stacked, sorted by length, so that there is little padding. They share one mask [R, P + R], because the padding of a
+  shorter one comes after its own tokens. A group needs two fused SDPA calls if all its completions are in one stack.
 
-Both are exact: they equal the dense mask to rounding, in value and gradient.
+Both are exact: they equal the dense mask up to rounding, in value and gradient.
 """
 
 from dataclasses import dataclass
@@ -25,20 +27,20 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from torchtune_ext.packing import Row, Segment
 
-TILE = 128  # FlexAttention's block of queries, and of keys
-TILES_AT_ONCE = 8  # query tiles whose mask is looked at together while a block mask is made
-MAX_PADDING = 0.25  # completions are stacked while the shortest has at least this share less padding than its length
+TILE = 128  # queries, and keys, in a block of FlexAttention
+TILES_AT_ONCE = 8  # query tiles whose mask is computed at a time while a block mask is made
+MAX_PADDING = 0.25  # largest share of padding in a stacked completion
 
 
 def dense_mask(group_ids_T: Tensor, parent_ids_T: Tensor) -> Tensor:
-    """[T, T] bool, True where query (row) may see key (column). The reference; O(T^2) memory."""
+    """Returns the reference mask, bool [T, T], True where a query (first axis) may see a key. Needs O(T^2) memory."""
     same = group_ids_T[:, None] == group_ids_T[None, :]
     child = parent_ids_T[:, None] == group_ids_T[None, :]
     return (same | child).tril()
 
 
 def block_mask(group_ids_T: Tensor, parent_ids_T: Tensor) -> BlockMask:
-    """The same rule as a FlexAttention block mask."""
+    """Returns the rule of `dense_mask` as a block mask of FlexAttention."""
 
     def allowed(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return (j <= i) & ((group_ids_T[i] == group_ids_T[j]) | (parent_ids_T[i] == group_ids_T[j]))
@@ -46,8 +48,9 @@ def block_mask(group_ids_T: Tensor, parent_ids_T: Tensor) -> BlockMask:
     T, device = group_ids_T.numel(), group_ids_T.device
     num_tiles = -(-T // TILE)
     columns = torch.arange(T, device=device)[None]
-    counts = torch.empty(num_tiles, num_tiles, dtype=torch.int64, device=device)  # of allowed pairs in each tile
-    for start in range(0, T, TILES_AT_ONCE * TILE):  # a strip of queries at a time: memory grows with T, not with T^2
+    counts = torch.empty(num_tiles, num_tiles, dtype=torch.int64, device=device)  # allowed pairs in each tile
+    # The loop handles some queries at a time, so that memory grows with T and not with T^2.
+    for start in range(0, T, TILES_AT_ONCE * TILE):
         rows = torch.arange(start, min(start + TILES_AT_ONCE * TILE, T), device=device)[:, None]
         strip = F.pad(allowed(None, None, rows, columns), (0, -T % TILE, 0, -rows.numel() % TILE))
         tiles = strip.view(-1, TILE, num_tiles, TILE)
@@ -60,44 +63,49 @@ def block_mask(group_ids_T: Tensor, parent_ids_T: Tensor) -> BlockMask:
 
 
 def _ordered(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """Which key tiles each query tile needs, as FlexAttention wants it: how many, [1, 1, n], and which, [1, 1, n, n]."""
+    """Lists the key tiles that each query tile needs, in the form of FlexAttention.
+
+    Returns:
+        The number of key tiles, [1, 1, n], and their indices, [1, 1, n, n], the needed ones first.
+    """
     which = tiles.int().argsort(dim=1, descending=True, stable=True)
     return tiles.sum(dim=1).int()[None, None], which.int()[None, None]
 
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """Completions of one prompt that are computed together."""
+    """N completions of one prompt that are computed together."""
 
     prompt: tuple[int, int]
     index_NR: Tensor  # int64, places in the row; short completions are padded with their last place
-    valid_NR: Tensor  # bool, False on that padding
+    valid_NR: Tensor  # bool, False on padding
     mask: Tensor  # [R, P + R] bool
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentMask:
-    """What the CPU path needs of a row, made once and used by every layer."""
+    """The plan by which the CPU computes a row. It is made once and used by every layer."""
 
     prompts: tuple[tuple[int, int], ...]
     stacks: tuple[_Stack, ...]
-    order_T: Tensor  # int64, where each place of the row stands in the concatenated results
+    order_T: Tensor  # int64, for each place of the row, its index in the concatenated results
 
 
 def packed_mask(row: Row) -> BlockMask | SegmentMask:
-    """The mask object of a row for the device that its tensors lie on."""
+    """Returns the mask object of a row for the device that its tensors are on."""
     if row.tokens_T.is_cuda:
         return block_mask(row.group_ids_T, row.parent_ids_T)
     return segment_mask(row.segments, row.tokens_T.numel())
 
 
 def segment_mask(segments: tuple[Segment, ...], num_tokens: int) -> SegmentMask:
-    """Plans the CPU path: which completions are stacked, and how results return to their places."""
+    """Makes the plan for the CPU: which completions are stacked, and how the results return to their places."""
     stacks = tuple(stack for segment in segments for stack in _stacks(segment))
     places = [torch.arange(*segment.prompt) for segment in segments]
     places += [stack.index_NR[stack.valid_NR] for stack in stacks]
     used = torch.cat(places) if places else torch.empty(0, dtype=torch.int64)
-    order = torch.full((num_tokens,), used.numel(), dtype=torch.int64)  # padding reads a zero appended at the end
+    # Padding gets the index of a zero that is appended to the results.
+    order = torch.full((num_tokens,), used.numel(), dtype=torch.int64)
     order[used] = torch.arange(used.numel())
     return SegmentMask(tuple(segment.prompt for segment in segments), stacks, order)
 
@@ -120,8 +128,10 @@ def _stacks(segment: Segment) -> list[_Stack]:
 
 @torch.compiler.disable(recursive=False)
 def _segment_attention(q: Tensor, k: Tensor, v: Tensor, mask: SegmentMask) -> Tensor:
-    """q, k, v: [1, H, T, D] -> [1, H, T, D]; zero on padding."""
-    if not mask.prompts:  # a row of padding alone: every parameter must still get a gradient, or ranks fall out of step
+    """Computes attention on the CPU. q, k, v and the result are [1, H, T, D]; the result is zero on padding."""
+    # In a row of padding alone every parameter must still get a gradient. Otherwise this rank would make fewer
+    # collectives than the others.
+    if not mask.prompts:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     q, k, v = q[0], k[0], v[0]  # [H, T, D]
     results = []
@@ -147,7 +157,7 @@ _flex_attention = torch.compile(flex_attention, dynamic=False)
 def packed_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | SegmentMask | Tensor | None, dropout_p: float, is_causal: bool
 ) -> Tensor:
-    """Stands in for torchtune's `MultiHeadAttention._attention_call`; q, k, v: [1, H, T, D]."""
+    """Replaces torchtune's `MultiHeadAttention._attention_call`. q, k, v and the result are [1, H, T, D]."""
     if isinstance(mask, SegmentMask):
         return _segment_attention(q, k, v, mask)
     if isinstance(mask, BlockMask):
@@ -157,6 +167,6 @@ def packed_attention(
 
 
 def use_packed_attention(model: nn.Module) -> None:
-    """Gives every layer of a torchtune decoder `packed_attention`; `mask` may then be what `packed_mask` returns."""
+    """Makes every layer of a torchtune decoder use `packed_attention`. Its `mask` may then come from `packed_mask`."""
     for layer in model.layers:
         layer.attn._attention_call = packed_attention

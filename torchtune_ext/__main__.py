@@ -1,4 +1,4 @@
-"""`python -m torchtune_ext` is `torchtune-ext`, also where the scripts of this environment are not on PATH."""
+"""Makes `python -m torchtune_ext` do what `torchtune-ext` does, also where that script is not on PATH."""
 
 import sys
 

@@ -1,5 +1,8 @@
-"""Rewards of one group -> advantages. Samples that nobody could grade are not trained on, and groups without signal only
-where the loss has a term that acts without an advantage."""
+"""Turns the rewards of each group into advantages.
+
+Samples that could not be graded are not trained on. Groups without signal are trained on only if the loss has a term
+that acts without an advantage.
+"""
 
 import math
 from dataclasses import dataclass, replace
@@ -13,21 +16,22 @@ TIE = 1e-9  # rewards of a group that lie this close, relative to their size, ca
 
 @dataclass(frozen=True, slots=True)
 class AdvantageStats:
-    """What became of the groups of one step."""
+    """Counts of what became of the groups of one step."""
 
     groups: int  # groups that carry a signal
     no_signal: int  # groups whose gradable samples all have the same reward
-    infra_failed: int  # samples that could not be graded (raised, hung or crashed); not in the baseline
+    infra_failed: int  # samples that could not be graded (the grader raised, hung or crashed); not in the baseline
     truncated: int  # samples cut by max_tokens or a deadline
 
     def metrics(self) -> dict[str, float]:
+        """Returns the counts by their names in the log."""
         names = ("no_signal", "infra_failed")
         return {"groups/used": float(self.groups)} | {f"groups/{name}": float(getattr(self, name)) for name in names}
 
 
 @dataclass(frozen=True, slots=True)
 class AdvantageConfig:
-    """How rewards become advantages: A = (value - baseline) / scale.
+    """The node `advantage:` of a recipe. It says how rewards become advantages: A = (value - baseline) / scale.
 
     name            baseline            scale          value                          source
     GRPO            "mean"              "group_std"    R                              arXiv 2402.03300
@@ -37,17 +41,21 @@ class AdvantageConfig:
     pass@k          "mean"              "group_std"    mean best of k, pass_k = k     arXiv 2508.10751
 
     Raises:
-        ValueError: an unknown word, options that exclude each other, or a value outside its range.
+        ValueError: a word is unknown, options exclude each other, or a value is outside its range.
     """
 
-    baseline: str = "mean"  # of the group: "mean", or "leave_one_out" (of the others)
-    scale: str = "group_std"  # "group_std", "batch_std" (of all rewards of the step) or "none"
-    pass_k: int = 1  # above 1: a sample is worth the mean best reward of k samples of its group, itself among them
-    # Samples cut by max_tokens or a deadline: "keep", "mask" (they count in the baseline only) or "penalize".
+    baseline: str = "mean"  # "mean" of the group, or "leave_one_out", the mean of the other samples of the group
+    scale: str = "group_std"  # deviation of the group, "batch_std" (of all rewards of the step), or "none"
+    # Above 1, the value of a sample is the best reward among k samples of its group, averaged over all choices of k
+    # samples that include it.
+    pass_k: int = 1
+    # What happens to samples cut by max_tokens or a deadline: "keep", "mask" (they count only in the baseline),
+    # "penalize".
     truncated: str = "keep"
-    penalty: float = 1.0  # taken off the reward of a cut sample by "penalize"
-    # The last share of max_tokens over which "penalize" grows from 0 to `penalty` (DAPO: 0.2). With it a group carries a signal
-    # only if the grader's rewards differ: lengths alone would be normalized to full size.
+    penalty: float = 1.0  # what "penalize" subtracts from the reward of a cut sample
+    # The last share of max_tokens over which the subtraction grows from 0 to `penalty` (DAPO: 0.2). Then a group
+    # carries a signal only if the rewards of the grader differ. Otherwise small differences of length would be scaled
+    # to full size.
     overlong: float = 0.0
 
     def __post_init__(self) -> None:
@@ -89,17 +97,20 @@ class AdvantageConfig:
 def with_advantages(
     groups: list[Group], config: AdvantageConfig, max_tokens: int | None = None, train_all: bool = False
 ) -> tuple[list[Group], AdvantageStats]:
-    """Sets advantage and `trained` of every sample.
+    """Sets the advantage of every sample, and whether it is trained on.
 
     Args:
-        groups: as graded; samples whose outcome has no score are left out of the baseline.
-        config: see there. Standard deviations are those of the population (ddof 0).
-        max_tokens: of a completion; needed by `config.overlong`.
-        train_all: the loss has terms (KL, entropy) that act where the advantage is 0, so that groups without signal are
-            trained on, too.
+        groups: graded groups. Samples whose outcome has no score are left out of the baseline.
+        config: how to compute the advantages. Standard deviations are those of the population (ddof 0).
+        max_tokens: the longest completion that the engine may sample, in tokens; needed by `config.overlong`.
+        train_all: True if the loss has terms (KL, entropy) that act where the advantage is 0. Groups without signal are
+            then trained on, too.
 
     Returns:
         All groups in order, and the counts. In a group without signal every advantage is 0.
+
+    Raises:
+        ValueError: `config.overlong` is set, but `max_tokens` is not given.
     """
     if config.overlong and max_tokens is None:
         raise ValueError(f"advantage.overlong={config.overlong} is a share of max_tokens, which is not given")
@@ -125,12 +136,17 @@ def with_advantages(
 
 
 def refilled(groups: list[Group], size: int) -> tuple[list[Group], list[Group]]:
-    """The `size` groups that a step trains on, and those without signal in whose place others were sampled.
+    """Chooses the groups of a step after groups without signal were replaced by sampling others.
 
     Args:
-        groups: with advantages, in the order of sampling; at most `size` of them have a signal.
+        groups: groups with advantages, in the order of sampling. At most `size` of them have a signal.
+        size: how many groups the step has.
+
+    Returns:
+        The `size` groups of the step, and the groups without signal that were replaced. Those are not trained on.
     """
-    room = size - sum(group.has_signal for group in groups)  # for groups without signal that nothing replaced
+    # If too few groups have a signal, the first groups without one fill the step.
+    room = size - sum(group.has_signal for group in groups)
     kept, replaced = [], []
     for group in groups:
         if group.has_signal or room > 0:
@@ -142,7 +158,7 @@ def refilled(groups: list[Group], size: int) -> tuple[list[Group], list[Group]]:
 
 
 def _advantages(rewards_G: np.ndarray, config: AdvantageConfig, batch_std: float) -> np.ndarray | None:
-    """[G] float64; None for a group without signal."""
+    """Returns the advantages of a group, float64 [G], or None for a group without signal."""
     if len(rewards_G) < max(2, config.pass_k):
         return None
     values_G, mean, std = rewards_G, rewards_G.mean(), rewards_G.std()
@@ -151,29 +167,40 @@ def _advantages(rewards_G: np.ndarray, config: AdvantageConfig, batch_std: float
     if _all_equal(values_G):
         return None
     advantages_G = values_G - mean
-    if config.baseline == "leave_one_out":  # R_i - mean of the others = G / (G - 1) (R_i - mean of all)
+    # For sample i: R_i - (mean of the others) = G / (G - 1) * (R_i - (mean of all)).
+    if config.baseline == "leave_one_out":
         advantages_G = advantages_G * len(rewards_G) / (len(rewards_G) - 1)
     return advantages_G / {"group_std": std, "batch_std": batch_std, "none": 1.0}[config.scale]
 
 
 def _all_equal(values_G: np.ndarray) -> bool:
-    """Not std == 0: rounding makes equal rewards differ in their last bits, and dividing by std would blow that up."""
+    """Tells whether rewards are equal up to rounding.
+
+    A test for std == 0 would fail: rounding makes equal rewards differ in their last bits, and dividing by such a small
+    std would turn this difference into large advantages.
+    """
     return len(values_G) == 0 or np.ptp(values_G) <= TIE * max(1.0, np.abs(values_G).max())
 
 
 def best_of_k(rewards_G: np.ndarray, k: int) -> tuple[np.ndarray, float, float]:
-    """The best reward of k of the G samples, over all subsets: (its mean [G] where sample i is in, its mean, its deviation).
+    """Computes the best reward among k of the G samples, over all subsets of k.
 
     For rewards 0 and 1 this is the analytical form of pass@k training (arXiv 2508.10751); it holds for any rewards.
+
+    Returns:
+        The mean [G] over the subsets that include sample i, the mean over all subsets, and their standard deviation.
     """
     order = np.argsort(rewards_G, kind="stable")
     r, n = rewards_G[order], len(rewards_G)
-    best = np.array([math.comb(i, k - 1) for i in range(n)]) / math.comb(n, k)  # P(the i-th smallest is the best)
+    # The probability that the i-th smallest reward is the best of a subset.
+    best = np.array([math.comb(i, k - 1) for i in range(n)]) / math.comb(n, k)
     mean = float(best @ r)
     std = math.sqrt(max(0.0, float(best @ (r - mean) ** 2)))
     total = math.comb(n - 1, k - 1)
-    own = np.array([math.comb(i, k - 1) for i in range(n)]) / total  # P(it is the best | it is in)
-    # P(j is the best | i is in), for i below j: the other k - 2 out of the j - 1 that are below j and not i
+    # The probability that i is the best of a subset that includes i.
+    own = np.array([math.comb(i, k - 1) for i in range(n)]) / total
+    # The probability that j is the best of a subset that includes i, for i below j. The other k - 2 samples are chosen
+    # from the j - 1 samples that are below j and are not i.
     above = np.array([math.comb(j - 1, k - 2) if j and k > 1 else 0 for j in range(n)]) / total
     later = np.concatenate([np.cumsum((above * r)[::-1])[::-1][1:], [0.0]])
     values_G = np.empty(n)
@@ -182,7 +209,10 @@ def best_of_k(rewards_G: np.ndarray, k: int) -> tuple[np.ndarray, float, float]:
 
 
 def _reward(sample: Sample, config: AdvantageConfig, max_tokens: int | None) -> float:
-    """The grader's reward, less what "penalize" takes off (DAPO's soft overlong punishment, arXiv 2503.14476, eq. 13)."""
+    """Returns the reward of the grader minus what "penalize" subtracts.
+
+    With `overlong` this is the soft overlong punishment of DAPO (arXiv 2503.14476, eq. 13).
+    """
     reward = sample.score.reward
     if config.truncated != "penalize":
         return reward
@@ -194,6 +224,7 @@ def _reward(sample: Sample, config: AdvantageConfig, max_tokens: int | None) -> 
 
 
 def _cut(sample: Sample) -> bool:
+    """Tells whether max_tokens or a deadline cut the completion."""
     return sample.completion.finish_reason in ("length", "deadline")
 
 

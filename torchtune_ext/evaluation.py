@@ -1,4 +1,4 @@
-"""Accuracy of graded groups: means with 95% intervals, and the unbiased pass@k."""
+"""Computes the accuracy of graded groups: the mean reward with its 95% interval, and the unbiased pass@k."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,16 +9,16 @@ import numpy as np
 
 from torchtune_ext.groups import Group
 
-SOLVED = 1.0 - 1e-9  # a reward from here on counts as solved in pass@k
+SOLVED = 1.0 - 1e-9  # the smallest reward that counts as fully right in pass@k
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationConfig:
     """The node `evaluation:` of a recipe that trains."""
 
-    task: Any = None  # held-out problems, all of them used; null: no evaluation
-    every: int = 10  # steps; also before the first and after the last
-    samples: int = 1  # samples per held-out problem at the training temperature, beside a greedy one
+    task: Any = None  # the held-out problems, all of which are used; null: no evaluation
+    every: int = 10  # steps between evaluations; there is also one before the first step and one after the last
+    samples: int = 1  # samples per held-out problem at the training temperature, besides a greedy one
 
     def __post_init__(self) -> None:
         if isinstance(self.task, Mapping) and "_component_" not in self.task:
@@ -37,22 +37,26 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """Mean reward over problems, with what is needed to trust it."""
+    """The mean reward over problems, its uncertainty, and the counts behind it."""
 
     mean: float  # mean over problems of the mean reward of their graded samples
-    low: float  # 95% interval of the mean over problems (normal approximation, clustered by problem)
-    high: float
-    pass_at: dict[int, float]  # k -> probability that one of k samples is fully right
+    low: float  # lower end of the 95% interval of the mean (normal approximation, clustered by problem)
+    high: float  # upper end of the 95% interval of the mean
+    pass_at: dict[int, float]  # for each k, the probability that at least one of k samples is fully right
     problems: int  # problems with at least one graded sample
     ungraded: int  # samples that the infrastructure failed to grade
 
 
 def accuracy(groups: Sequence[Group], ks: Sequence[int] = (1,)) -> Accuracy:
-    """Scores groups.
+    """Computes the accuracy of groups.
 
     Args:
         groups: graded groups.
-        ks: for which k to estimate pass@k; each at most the number of graded samples of every group.
+        ks: the values of k for which pass@k is estimated. A k that is larger than the number of graded samples of some
+            problem is left out.
+
+    Raises:
+        ValueError: no sample could be graded.
     """
     rewards = [[s.score.reward for s in g.samples if s.score is not None] for g in groups]
     ungraded = sum(len(g.samples) for g in groups) - sum(map(len, rewards))
@@ -71,7 +75,13 @@ def accuracy(groups: Sequence[Group], ks: Sequence[int] = (1,)) -> Accuracy:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """1 - C(n - c, k) / C(n, k): unbiased for the chance that k draws hold a right one (Chen et al., arXiv 2107.03374)."""
+    """Estimates the probability that at least one of k samples is right, when c of n samples are right.
+
+    The estimate is 1 - C(n - c, k) / C(n, k), which is unbiased (Chen et al., arXiv 2107.03374).
+
+    Raises:
+        ValueError: k is not between 1 and n.
+    """
     if not 1 <= k <= n:
         raise ValueError(f"pass@k with k={k} needs 1 <= k <= n={n} samples")
     if n - c < k:

@@ -1,4 +1,4 @@
-"""The records between sampling and packing: one prompt and what became of each of its completions."""
+"""The records between sampling and packing: a prompt, and what became of each of its completions."""
 
 from dataclasses import dataclass
 
@@ -13,15 +13,16 @@ from torchtune_ext.tasks.task import Problem, Score
 class Sample:
     """One completion of a prompt with what became of it."""
 
-    completion: Completion  # as it was sampled, or, of a supervised sample, as it should have been
-    text: str = ""  # its tokens decoded, behind a "<think>" that the prompt opened; for graders and people
-    outcome: Outcome | None = None  # what the grader said, or why it could not; None: nobody was asked
+    completion: Completion  # what the engine sampled, or, in a supervised sample, the target
+    # The decoded tokens, for graders and people. If the prompt ends with an open "<think>", the text begins with it.
+    text: str = ""
+    outcome: Outcome | None = None  # what came out of grading; None: the sample was not given to a grader
     advantage: float = 0.0  # set by `with_advantages`
-    trained: bool = False  # False: kept for the record, not packed
+    trained: bool = False  # False: the sample is kept for the record, but not packed
 
     @property
     def score(self) -> Score | None:
-        """None where the sample has no reward: it was not graded, or could not be."""
+        """Returns the score, or None where the sample was not graded or could not be graded."""
         return None if self.outcome is None else self.outcome.score
 
 
@@ -31,13 +32,14 @@ class Group:
 
     problem: Problem
     prompt_tokens: np.ndarray  # [P] int32
-    samples: tuple[Sample, ...]  # G of them
+    samples: tuple[Sample, ...]  # G samples
 
     @property
     def has_signal(self) -> bool:
+        """Tells whether any sample has an advantage other than 0."""
         return any(sample.advantage for sample in self.samples)
 
     @property
     def completions(self) -> int:
-        """Samples with a reward, or trained without one (supervised)."""
+        """Returns the number of samples that have a reward, or that are trained on without one (supervised)."""
         return sum(sample.trained or sample.score is not None for sample in self.samples)

@@ -1,4 +1,4 @@
-"""Groups -> rows. A prompt stands once in a row, its completions follow it, and every label says where it is predicted from.
+"""Packs groups into rows: a prompt is in a row once, its completions follow it, and every label has its source.
 
 A row is one flat sequence that holds several groups::
 
@@ -7,14 +7,16 @@ A row is one flat sequence that holds several groups::
     parent id    0  0  0    0  0    0  0  0    3  3    3
     position     0  1  2    3  4    3  4  5    0  1    2
 
-Query i sees key j when j <= i and (group[i] == group[j] or parent[i] == group[j]), so siblings are blind to each other.
+Query i sees key j when j <= i and (group[i] == group[j] or parent[i] == group[j]). So the completions of a prompt do
+not see each other.
 
-The last token of a completion predicts nothing, so it is a label but never an input: a completion of R tokens costs
-R - 1 places. Its first token is predicted from the last *prompt* token, whatever stands before it in the row. Nothing
-outside this file shifts labels.
+The last token of a completion predicts nothing, so it is a label but never an input. A completion of R tokens therefore
+takes R - 1 places in the row. Its first token is predicted from the last *prompt* token, whatever is before it in the
+row. No other file shifts labels.
 
-Weights make the aggregation: the loss of an optimizer step is the sum over all its rows of weight * token loss, and
-the weights of a step sum to one (token and sequence mean), however the groups fell into rows.
+The weights do the aggregation: the loss of an update is the sum over all its rows of weight * token loss. With token
+    and
+sequence mean, the weights of an update sum to one, whichever row a group is in.
 """
 
 from collections.abc import Sequence
@@ -26,31 +28,31 @@ from torch import Tensor
 
 from torchtune_ext.groups import Group, Sample
 
-PAD_ID = -1  # group and parent id of padding: it sees only padding
+PAD_ID = -1  # group and parent id of padding, so that padding sees only padding
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Where one prompt and its completions lie in a row, as half-open [start, stop) intervals."""
+    """The places of one prompt and its completions in a row, as half-open [start, stop) intervals."""
 
     prompt: tuple[int, int]
-    completions: tuple[tuple[int, int], ...]  # may be empty intervals (completions of one token)
+    completions: tuple[tuple[int, int], ...]  # the interval of a completion of one token is empty
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One packed sequence of T tokens with L labels. All tensors lie on the CPU until the step moves them."""
+    """One packed sequence of T tokens with L labels. All tensors are on the CPU until `to` moves them to a device."""
 
     tokens_T: Tensor  # int64, input ids
     positions_T: Tensor  # int64, position of the token in its own unpacked sequence
     group_ids_T: Tensor  # int32, id of the prompt or of the completion; PAD_ID on padding
     parent_ids_T: Tensor  # int32, id of the prompt; PAD_ID on padding
-    segments: tuple[Segment, ...]  # the same structure as intervals
-    labels_L: Tensor  # int64, the token to be predicted
+    segments: tuple[Segment, ...]  # places of the prompts and their completions, as intervals
+    labels_L: Tensor  # int64, id of the token to be predicted
     sources_L: Tensor  # int64, index into T of the hidden state that predicts the label
     logprobs_L: Tensor  # float32, log-prob of the label under the policy that sampled it, as the sampler reported
     advantages_L: Tensor  # float32
-    weights_L: Tensor  # float32, share of the label in the loss of the optimizer step
+    weights_L: Tensor  # float32, weight of the label in the loss of the update
     versions_L: Tensor  # int32, policy version that sampled the label
     samples_L: Tensor  # int64, index of the label's completion in the row, 0 .. number of completions - 1
 
@@ -59,6 +61,7 @@ class Row:
         return self.labels_L.numel()
 
     def to(self, device: torch.device) -> "Row":
+        """Returns the row with its tensors on `device`."""
         moved = {name: getattr(self, name).to(device, non_blocking=True) for name in _TENSORS}
         return Row(segments=self.segments, **moved)
 
@@ -68,15 +71,16 @@ _TENSORS = tuple(name for name in Row.__slots__ if name != "segments")
 
 @dataclass(frozen=True, slots=True)
 class PackStats:
-    """How well the rows are used."""
+    """Measures of how well the rows are used."""
 
     rows: int  # rows that hold labels
     tokens: int  # input tokens in the rows, without padding
     labels: int  # labels in the rows
-    rho: float  # unpacked tokens / packed tokens: what sharing prompts saves, at most N(P+R)/(P+NR)
-    fill: float  # tokens / (rows * row length)
+    rho: float  # tokens without shared prompts / tokens with them, at most N(P + R) / (P + NR)
+    fill: float  # tokens / (rows * row_tokens)
 
     def metrics(self) -> dict[str, float]:
+        """Returns the measures by their names in the log."""
         return {f"pack/{name}": float(getattr(self, name)) for name in self.__slots__}
 
 
@@ -99,24 +103,29 @@ def pack(
     num_rows_multiple: int = 1,
     completions: float | None = None,
 ) -> tuple[list[Row], PackStats]:
-    """Packs the trained samples of `groups` into rows, best-fit decreasing; a group larger than a row is split.
+    """Packs the trained samples of `groups` into rows, by best-fit decreasing. A group larger than a row is split.
 
     Args:
         groups: groups with advantages; samples with `trained=False` are left out.
         row_tokens: capacity of a row in input tokens.
         aggregation: "token" (every label weighs the same), "sequence" (every completion weighs the same) or
-            "constant" (labels / (completions * `aggregation_constant`), Dr.GRPO, arXiv 2503.20783). The first two divide by
-            what is trained; "constant" by all completions that were graded, so that no factor depends on the rewards.
-        pad_id: token id written on padding.
-        pad_to: pad rows to this length (fixed shapes for compiled kernels); None leaves rows as long as they are.
-        num_rows_multiple: append empty rows until their number is a multiple of this (one share for every rank).
-        completions: what "constant" divides by; None: the completions of `groups` that were graded.
+            "constant" (every label weighs 1 / (completions * `aggregation_constant`), Dr.GRPO, arXiv 2503.20783). The
+            first two divide by what is trained on. "constant" divides by all completions that were graded, so that no
+            factor depends on the rewards.
+        aggregation_constant: tokens, for example max_tokens; needed by "constant".
+        pad_id: token id that padding gets.
+        pad_to: rows are padded to this length in tokens (compiled kernels need fixed shapes); None: rows keep their
+            length.
+        num_rows_multiple: empty rows are appended until the number of rows is a multiple of this, so that every rank
+            gets the same number.
+        completions: the number of completions that "constant" divides by; None: those of `groups` that were graded.
 
     Returns:
         The rows in a deterministic order, and how well they are used.
 
     Raises:
-        ValueError: a prompt with one of its completions is longer than a row, or an unknown aggregation.
+        ValueError: a prompt with one of its completions is longer than a row, the aggregation is unknown, or "constant"
+            has no `aggregation_constant`.
     """
     pieces = [piece for group in groups for piece in _pieces(group, row_tokens)]
     if completions is None:
@@ -141,12 +150,18 @@ def pack(
 def pack_updates(
     groups: Sequence[Group], num_updates: int, row_tokens: int, **options
 ) -> tuple[list[list[Row]], PackStats]:
-    """Deals the trained groups out to `num_updates` optimizer updates and packs each; `options` as in `pack`.
+    """Distributes the trained groups over `num_updates` updates and packs the groups of each.
 
-    Each update stands for an equal share of all completions, however many of them are trained.
+    Each update stands for an equal share of all completions, however many of them are trained on.
+
+    Args:
+        groups: groups with advantages.
+        num_updates: how many updates the step makes.
+        row_tokens: capacity of a row in input tokens.
+        options: the other arguments of `pack`.
 
     Returns:
-        The rows of every update that has labels, and the statistics of all of them together.
+        The rows of every update that has labels, and the statistics of all updates together.
     """
     trained = [group for group in groups if any(s.trained for s in group.samples)]
     share = sum(group.completions for group in groups) / num_updates
@@ -165,13 +180,16 @@ def pack_updates(
 
 
 def contexts(row: Row) -> list[int]:
-    """[L] what each label is asked for: a hash of its prompt, of the tokens before it and of the label. Labels of equal
-    contexts, also in different rows, have the same log-prob under the same policy."""
+    """Returns a hash for each label of a row, [L], over its prompt, the tokens before it and the label itself.
+
+    Labels with equal hashes, also in different rows, have the same log-prob under the same policy.
+    """
     labels, found, begin = row.labels_L.tolist(), [], 0
     for segment in row.segments:
         prompt = hash(tuple(row.tokens_T[slice(*segment.prompt)].tolist()))
         for start, stop in segment.completions:
-            end, context = begin + stop - start + 1, prompt  # the last token of a completion is no input
+            # A completion has one label more than places in the row, since its last token is no input.
+            end, context = begin + stop - start + 1, prompt
             for label in labels[begin:end]:
                 context = hash((context, label))
                 found.append(context)
@@ -180,6 +198,7 @@ def contexts(row: Row) -> list[int]:
 
 
 def _pieces(group: Group, row_tokens: int) -> list[_Piece]:
+    """Splits a group into pieces that fit into a row."""
     samples = [s for s in group.samples if s.trained and len(s.completion.tokens)]
     prompt = len(group.prompt_tokens)
     pieces, current, used = [], [], prompt
@@ -201,10 +220,11 @@ def _pieces(group: Group, row_tokens: int) -> list[_Piece]:
 
 
 def _bins(pieces: list[_Piece], row_tokens: int) -> list[list[_Piece]]:
-    """Best-fit decreasing: at most 11/9 of the optimal number of rows (Johnson 1973)."""
+    """Distributes pieces over rows by best-fit decreasing: at most 11/9 of the fewest possible rows (Johnson 1973)."""
     bins: list[list[_Piece]] = []
     free: list[int] = []
-    for piece in sorted(pieces, key=lambda p: -p.num_tokens):  # stable: equal sizes keep their order
+    # The sort is stable: pieces of equal size keep their order, so the rows are deterministic.
+    for piece in sorted(pieces, key=lambda p: -p.num_tokens):
         fitting = [i for i, room in enumerate(free) if room >= piece.num_tokens]
         if fitting:
             best = min(fitting, key=lambda i: free[i])
@@ -218,7 +238,7 @@ def _bins(pieces: list[_Piece], row_tokens: int) -> list[list[_Piece]]:
 
 
 def _weights(samples: list[Sample], aggregation: str, constant: int | None, completions: float):
-    """Function from a completion's length to the weight of each of its labels."""
+    """Returns a function from the length of a completion to the weight of each of its labels."""
     labels = sum(len(s.completion.tokens) for s in samples)
     if aggregation == "token":
         return lambda length: 1.0 / labels
@@ -232,6 +252,7 @@ def _weights(samples: list[Sample], aggregation: str, constant: int | None, comp
 
 
 def _build(pieces: list[_Piece], weight_of, pad_id: int, pad_to: int | None) -> Row:
+    """Makes a row from its pieces. This is the only place where labels are made."""
     tokens, positions, group_ids, parent_ids, segments = [], [], [], [], []
     labels, sources, logprobs, advantages, weights, versions, sample_ids = [], [], [], [], [], [], []
     at = next_id = next_sample = 0
@@ -260,7 +281,8 @@ def _build(pieces: list[_Piece], weight_of, pad_id: int, pad_to: int | None) -> 
             intervals.append((at, at + length - 1))
             at, next_id, next_sample = at + length - 1, next_id + 1, next_sample + 1
         segments.append(Segment(prompt, tuple(intervals)))
-    padding = max((pad_to or 0) - at, 0 if at else 1)  # an empty row still holds one token, so that a model can run it
+    # An empty row still holds one token of padding, so that a model can run it.
+    padding = max((pad_to or 0) - at, 0 if at else 1)
     tokens.append(np.full(padding, pad_id))
     positions.append(np.zeros(padding))
     group_ids.append(np.full(padding, PAD_ID))

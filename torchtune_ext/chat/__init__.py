@@ -1,4 +1,4 @@
-"""Text and token ids: what the model reads, and which tokens it writes itself."""
+"""Converts between messages, text and token ids, and tells which tokens the model writes itself."""
 
 from torchtune_ext.chat.templates import CHATML
 from torchtune_ext.chat.tokenizer import ChatTokenizer

@@ -1,11 +1,11 @@
-"""Chat templates: messages -> text, and which characters of the text the assistant wrote.
+"""Renders messages with a chat template, and tells which characters of the text the assistant wrote.
 
-A template that carries `{% generation %}...{% endgeneration %}` tags says itself what the assistant wrote. Most
-published templates carry none, and some rewrite the past (Qwen3 drops the thinking of every turn but the newest), so a
-model trained on their text would see turns that it never sampled. Such a template is not edited here: it is *rendered
-around*. Every assistant turn is rendered as the newest message of the conversation that ends with it, which is the form
-in which it was sampled, and the pieces are joined. What is needed for that is checked on every conversation; where it
-does not hold, a ValueError says what was looked for and asks for tags.
+A template with `{% generation %}...{% endgeneration %}` tags marks itself what the assistant wrote. Most published
+templates have no such tags. Some also rewrite earlier turns (Qwen3 drops the thinking of every turn but the newest), so
+a model trained on their text would see turns that it never sampled. This module does not edit such a template. It
+renders every assistant turn as the newest message of the conversation that ends with it, because that is the form in
+which the turn was sampled, and joins the pieces. The conditions for this are checked on every conversation. If one
+fails, a ValueError says what was missing and asks for tags.
 """
 
 import re
@@ -19,8 +19,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 Message = dict[str, Any]
 
-# ChatML with nothing to spare: four tokens around a message (<|im_start|>, role, newline, <|im_end|>), no default
-# system message, no newline after a turn. For models made from scratch by the supervised warm-up.
+# This is ChatML with as few tokens as possible: four tokens around a message (<|im_start|>, role, newline, <|im_end|>),
+# no default system message, no newline after a turn. It is for models that the supervised warm-up makes from scratch.
 CHATML = """\
 {%- for message in messages -%}
     {{- '<|im_start|>' + message.role + '\\n' -}}
@@ -34,7 +34,7 @@ CHATML = """\
 """
 
 _TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_MARK = "\ue0f1\ue0f2"  # private-use characters: in no vocabulary, in no real message
+_MARK = "\ue0f1\ue0f2"  # private-use characters, which are in no vocabulary and in no real message
 _FIX = (
     "Put {% generation %} and {% endgeneration %} around what the assistant writes (its text and the token that ends "
     "its turn) in a copy of the template, and name the copy in `template`; docs/chat_templates.md has an example."
@@ -42,7 +42,7 @@ _FIX = (
 
 
 class _NoCalls(tuple):
-    """A list of tool calls that counts as present and holds none: it asks a template for its barest assistant turn."""
+    """An empty list of tool calls that is true, so that a template renders its shortest assistant turn."""
 
     def __bool__(self) -> bool:
         return True
@@ -50,26 +50,29 @@ class _NoCalls(tuple):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Where one assistant turn lies in a rendered conversation, in characters."""
+    """The place of one assistant turn in a rendered conversation, in characters."""
 
-    start: int  # first character after the turn's header (where `{% generation %}` stands)
-    sampled: int  # first character that the generation prompt does not hold; start <= sampled <= end
-    end: int  # one past the turn's last character (where `{% endgeneration %}` stands)
+    start: int  # first character after the header of the turn (where `{% generation %}` is)
+    sampled: int  # first character that is not in the generation prompt; start <= sampled <= end
+    end: int  # one past the last character of the turn (where `{% endgeneration %}` is)
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """A conversation rendered for training."""
 
-    text: str  # what is tokenized
-    turns: tuple[Turn, ...]  # one for each assistant message, in order
+    text: str  # the whole text, to be tokenized
+    turns: tuple[Turn, ...]  # one turn for each assistant message, in order
 
 
 class ChatTemplate:
     """A Jinja chat template with its special tokens.
 
-    source: the template's text. name: how errors call it. special_tokens: {"bos_token": ..., "eos_token": ...}.
-    options: further variables of the template, for instance {"enable_thinking": False}.
+    Args:
+        source: the text of the template.
+        name: the name that error messages use.
+        special_tokens: variables of the template, {"bos_token": ..., "eos_token": ...}.
+        options: more variables of the template, for example {"enable_thinking": False}.
     """
 
     def __init__(self, source: str, name: str, special_tokens: dict[str, str], options: dict[str, Any] | None = None):
@@ -80,15 +83,20 @@ class ChatTemplate:
         self._frame: tuple[str, str] | None = None
 
     def render(self, messages: Sequence[Message], tools: list | None = None, generation_prompt: bool = False) -> str:
-        """The template's own text for `messages`. Raises ValueError when the template refuses them."""
+        """Returns the text that the template gives for `messages`.
+
+        Raises:
+            ValueError: the template refuses the messages.
+        """
         return self._render(messages, tools, generation_prompt, tags=False)[0]
 
     def conversation(
         self, messages: Sequence[Message], tools: list | None = None, generation_prompt: bool = False
     ) -> Conversation:
-        """The text to train on, with the place of each assistant turn.
+        """Returns the text to train on, with the place of each assistant turn.
 
-        Raises ValueError when the place of a turn cannot be told, or when the template drops part of one.
+        Raises:
+            ValueError: the place of a turn cannot be found, or the template drops a part of a turn.
         """
         messages = list(messages)
         if self.has_tags:
@@ -123,7 +131,7 @@ class ChatTemplate:
         return texts[0], [tuple(span) for span in spans[0]] if tags else []
 
     def _render_around(self, messages, tools, generation_prompt) -> tuple[str, list[tuple[int, int]]]:
-        """Joins, for each assistant message, what stands before it and its turn rendered as the newest message."""
+        """Joins, for each assistant message, the text before it and its turn, rendered as the newest message."""
         header = self._frame_texts()[1]
         pieces: list[str] = []
         spans: list[tuple[int, int]] = []
@@ -146,7 +154,7 @@ class ChatTemplate:
         return "".join(pieces) + self._between(messages, previous, len(messages), tools, generation_prompt), spans
 
     def _between(self, messages, previous: int, index: int, tools, generation_prompt: bool) -> str:
-        """The text after assistant message `previous` (-1: none) and before message `index`."""
+        """Returns the text after assistant message `previous` (-1: none) and before message `index`."""
         if index == previous + 1 and not generation_prompt:
             return ""
         now = self.render(messages[:index], tools, generation_prompt)
@@ -155,7 +163,7 @@ class ChatTemplate:
         then = self.render(messages[: previous + 1], tools)
         if now.startswith(then):
             return now[len(then) :]
-        # The template rewrites the past: find the end of the turn behind a mark that stands for its text.
+        # The template rewrites earlier turns. A mark in place of the text of the turn shows where the turn ends.
         marked = {key: value for key, value in messages[previous].items() if key != "reasoning_content"}
         marked["content"] = _MARK
         past = [*messages[:previous], marked]
@@ -166,10 +174,13 @@ class ChatTemplate:
         return now[2][len(then[2]) :]
 
     def _frame_texts(self) -> tuple[str, str]:
-        """(generation prompt, header): what asks for a turn, and how much of it *every* form of a turn begins with.
+        """Finds the generation prompt, which asks for a turn, and the part of it that begins *every* form of a turn.
 
-        The two differ where a form of the turn leaves something out: Qwen2.5 writes the newline after "assistant"
-        together with what follows, so its barest turn has none. The header is then shorter than the prompt.
+        The two differ if a form of the turn leaves something out. Qwen2.5 writes the newline after "assistant" together
+        with what follows, so its shortest turn has no newline, and the header is shorter than the prompt.
+
+        Returns:
+            The generation prompt and the header.
         """
         if self._frame is not None:
             return self._frame
@@ -183,7 +194,8 @@ class ChatTemplate:
             try:
                 forms.append(self.render([*asked, {"role": "assistant", **extra}]))
             except ValueError:
-                continue  # a form that this template does not have says nothing about its header
+                # This template has no such form, so the form says nothing about the header.
+                continue
         if not all(form.startswith(before) for form in forms):
             raise self._no_place("the assistant's turn behind an unchanged user message")
         self._frame = prompt, commonprefix([prompt, *(form[len(before) :] for form in forms)])
@@ -194,7 +206,7 @@ class ChatTemplate:
 
 
 def _after(text: str, start: int, prompt: str) -> int:
-    """The end of the generation prompt that stands around `start` in `text`; `start` when none stands there."""
+    """Returns the end of the generation prompt that covers or touches `start` in `text`, or `start` without one."""
     for overlap in range(min(len(prompt), start), -1, -1):
         if text.startswith(prompt, start - overlap):
             return start - overlap + len(prompt)
@@ -202,7 +214,10 @@ def _after(text: str, start: int, prompt: str) -> int:
 
 
 def _check_nothing_lost(name: str, index: int, message: Message, turn: str) -> None:
-    """Raises ValueError when the turn lacks text of the message (white space aside): it could not be learnt."""
+    """Raises ValueError when text of the message is missing in the turn, because the model could not learn that text.
+
+    White space is not compared.
+    """
     content = message.get("content")
     if isinstance(content, str) and "".join(content.split()) not in "".join(turn.split()):
         raise ValueError(

@@ -1,14 +1,14 @@
-"""Messages -> token ids, and which of them the policy generates.
+"""Turns messages into token ids, and tells which of the ids the policy generates.
 
-This is where text ends. A prompt becomes ids once, here; from then on a completion is the ids that the engine sampled.
-`decode` is for graders and people: its text never becomes training ids again, because encoding a decoded text can give
-other ids than were sampled ("ab" may have been sampled as "a", "b"), and log-probs belong to ids.
+After this module no text is used for training. A prompt becomes ids once, here. A completion is the ids that the engine
+sampled. `decode` is for graders and people. Its text is never encoded again for training, because encoding a decoded
+text can give other ids than were sampled ("ab" may have been sampled as "a", "b"), and log-probs belong to ids.
 
-Which tokens are generated? After the generation prompt (`<|im_start|>assistant\\n`) the engine samples the turn's
-text and then the token that ends the turn (`<|im_end|>`), where it stops. These `conversation_ids` marks: the end token
-is trained; the newline that templates write behind it is not, nor is any part of the generation prompt. With
-`sampled_only=False` the mask covers exactly the template's generation block, as `apply_chat_template` counts it; for
-Qwen's templates that is also the newline behind the turn (and, for Qwen2.5, the one before it).
+Which tokens are generated? After the generation prompt (`<|im_start|>assistant\\n`) the engine samples the text of the
+turn and then the token that ends the turn (`<|im_end|>`), where it stops. `conversation_ids` marks these tokens. The
+end token is trained on. The newline that templates write after it is not, and no part of the generation prompt is. With
+`sampled_only=False` the mask covers exactly the generation block of the template, as `apply_chat_template` counts it.
+For the templates of Qwen this includes the newline after the turn, and for Qwen2.5 also the one before it.
 """
 
 import json
@@ -22,19 +22,22 @@ from torchtune_ext.chat.templates import CHATML, ChatTemplate, Message
 __all__ = ["CHATML", "ChatTokenizer"]
 
 _OPEN_THOUGHT = re.compile(r"<think>\s*\Z")
-_LONGEST_OPENING = 16  # tokens of "<think>" and white space, when every character is one
+_LONGEST_OPENING = 16  # tokens; enough for "<think>" and white space if every character is a token
 _THOUGHT_MARKS = ("<think>", "</think>")
 
 
 class ChatTokenizer:
     """The tokenizer and the chat template of a model directory.
 
-    path: a Hugging Face model directory (tokenizer.json, and where present tokenizer_config.json, chat_template.jinja,
-    generation_config.json, config.json). Nothing is downloaded.
-    template: None for the directory's own; "chatml" for the built-in one; the path of a Jinja file; or the Jinja text.
-    template_options: further variables of the template, for instance {"enable_thinking": False}.
+    Args:
+        path: a Hugging Face model directory (tokenizer.json and, if they exist, tokenizer_config.json,
+            chat_template.jinja, generation_config.json, config.json). Nothing is downloaded.
+        template: None for the template of the directory, "chatml" for the built-in one, the path of a Jinja file, or
+            the Jinja text itself.
+        template_options: more variables of the template, for example {"enable_thinking": False}.
 
-    Raises ValueError when a file or the template is missing or unusable.
+    Raises:
+        ValueError: a file or the template is missing or cannot be used.
     """
 
     def __init__(self, path: str | Path, template: str | None = None, template_options: dict[str, Any] | None = None):
@@ -53,14 +56,14 @@ class ChatTokenizer:
         self.pad_id: int = self.eos_id if pad_id is None else pad_id
 
     def prompt_ids(self, messages: Sequence[Message], tools: list | None = None) -> list[int]:
-        """[P] ids of the messages followed by the generation prompt: what the engine completes."""
+        """Returns the prompt that the engine completes: the ids [P] of the messages and of the generation prompt."""
         return self.encode(self.template.render(messages, tools, generation_prompt=True))
 
     def opened_thought(self, prompt_ids: Sequence[int]) -> str:
-        """The "<think>" (with the white space behind it) in which a prompt ends, else "".
+        """Returns the "<think>" and the white space after it if a prompt ends with them, otherwise "".
 
-        The policy continues this thought and samples its end alone. With it in front, a completion's text is the whole
-        turn, as from a model that samples "<think>" itself.
+        The policy continues this thought and samples only its end. With the returned text in front, the text of a
+        completion is the whole turn, as from a model that samples "<think>" itself.
         """
         opened = _OPEN_THOUGHT.search(self.decode(prompt_ids[-_LONGEST_OPENING:]))
         return opened[0] if opened else ""
@@ -72,11 +75,19 @@ class ChatTokenizer:
         add_generation_prompt: bool = False,
         sampled_only: bool = True,
     ) -> tuple[list[int], list[bool]]:
-        """([T] ids, [T] mask) of a conversation; the mask is True on the tokens that the policy generates.
+        """Returns the ids [T] and the mask [T] of a conversation. The mask is True on tokens that the policy generates.
 
-        Every assistant turn stands in the form in which it was the newest message (so thinking is kept), whatever the
-        template does with older ones. sampled_only=False widens the mask to the template's whole generation block.
-        Raises ValueError when the template does not let an assistant turn be found, or loses part of one.
+        Every assistant turn has the form that it had as the newest message, so thinking is kept, whatever the template
+        does with older turns.
+
+        Args:
+            messages: the conversation.
+            tools: the tools that the template shows, if any.
+            add_generation_prompt: whether the generation prompt follows the conversation.
+            sampled_only: False extends the mask to the whole generation block of the template.
+
+        Raises:
+            ValueError: an assistant turn cannot be found in the text, or the template drops a part of it.
         """
         conversation = self.template.conversation(messages, tools, add_generation_prompt)
         ids, offsets = self._encode_cut(conversation.text, [])
@@ -88,7 +99,9 @@ class ChatTokenizer:
             return ids, mask
         seams = {turn.sampled for turn in conversation.turns}
         cuts = [seam for seam in sorted(seams) if any(begin < seam < end for begin, end in offsets)]
-        if cuts:  # a token over the seam of prompt and turn could not have been sampled
+        # The engine could not have sampled a token that is partly prompt and partly turn. So the text is cut at the
+        # seam, and each piece is encoded by itself.
+        if cuts:
             ids, offsets = self._encode_cut(conversation.text, cuts)
             mask = [False] * len(ids)
         for turn in conversation.turns:
@@ -99,13 +112,13 @@ class ChatTokenizer:
         return ids, mask
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text; special tokens written in it become their ids, and none is added."""
+        """Returns the ids of a text. Special tokens written in it become their ids, and none is added."""
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of sampled ids, without special tokens, but with the marks of thoughts, which some models call special.
+        """Returns the text of sampled ids, for graders and people, never for training.
 
-        For graders and people, never for training.
+        Special tokens are left out, except the marks of thoughts, which are special tokens in some models.
         """
         return self._tokenizer.decode(
             [int(i) for i in ids if int(i) not in self._unread_ids],
@@ -114,7 +127,7 @@ class ChatTokenizer:
         )
 
     def _encode_cut(self, text: str, cuts: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
-        """(ids, character spans) of a text whose pieces between the cuts are encoded each by itself."""
+        """Encodes each piece of a text between the cuts by itself. Returns the ids and their character spans."""
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
         for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
@@ -141,7 +154,7 @@ class ChatTokenizer:
         return template, Path(template).read_text(encoding="utf-8")
 
     def _find_stop_token_ids(self) -> tuple[int, ...]:
-        """The tokenizer's eos, those of generation_config.json (or config.json), and the token that ends a turn."""
+        """Returns the end tokens: of the tokenizer, of generation_config.json and config.json, and of a turn."""
         found: list[int | None] = [self._tokenizer.eos_token_id]
         for name in ("generation_config.json", "config.json"):
             file = self.path / name
@@ -156,20 +169,25 @@ class ChatTokenizer:
         return stop_ids
 
     def _turn_end_id(self) -> int | None:
-        """The last special token of an assistant turn; None where the template has no such turn or token."""
+        """Returns the last special token of an assistant turn, or None where the template has no such turn or token."""
         try:
             conversation = self.template.conversation(
                 [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]
             )
         except ValueError:
-            return None  # a template for prompts alone; `conversation_ids` raises with the reason
+            # The template is for prompts only. `conversation_ids` raises this error with the reason if it is called.
+            return None
         turn = conversation.turns[-1]
         ends = [i for i in self.encode(conversation.text[turn.sampled : turn.end]) if i in self._special_ids]
         return ends[-1] if ends else None
 
 
 def _load_tokenizer(path: Path):
-    """The fast tokenizer of a directory. Importing this class alone takes 0.5 s and no torch (AutoTokenizer: 2.4 s)."""
+    """Loads the fast tokenizer of a directory.
+
+    The class PreTrainedTokenizerFast is imported where it is enough, since that takes 0.5 s and no torch (AutoTokenizer
+    takes 2.4 s).
+    """
     if not path.is_dir():
         raise ValueError(f"path={str(path)!r} is not a directory; give a downloaded Hugging Face model directory")
     if (path / "tokenizer.json").is_file():

@@ -1,4 +1,4 @@
-"""Texts -> outcomes, in processes that can be killed."""
+"""Grades texts in processes that can be killed."""
 
 from torchtune_ext.grading.grader import Grader, GraderConfig, Outcome, log_failures, results
 

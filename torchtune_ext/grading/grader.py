@@ -1,15 +1,15 @@
-"""Texts -> outcomes. A grader's failure is an outcome of its own kind, never a number that hides it.
+"""Grades texts. When a grader fails, the outcome says so; no reward is invented for the text.
 
 kind             what happened                                                     score   trained on
-"scored"         the task's grader returned a Score; a wrong answer is scored too   yes     yes
-"policy_failed"  the same, and the grader says that the text holds no answer to    yes     yes
-                 grade: Score.parts["failed"] is not 0 (a log can tell the two apart)
+"scored"         the task's grader returned a Score, also for a wrong answer        yes     yes
+"policy_failed"  the grader returned a Score whose parts["failed"] is not 0: the    yes     yes
+                 text holds no answer to grade
 "infra_failed"   the grader raised, crashed, or returned no finite number           None    no, kept out of the baseline
 "timed_out"      the grader was still busy after the deadline, and was killed       None    no, kept out of the baseline
 
 Graders run in worker processes that can be killed at any moment, also inside C code that holds the interpreter lock
-(a regular expression that backtracks for ever). A worker holds one text (or one group) at a time: what it does to itself
-concerns no other, and a round trip takes some 0.1 ms, so there is little to gain from chunks.
+(a regular expression that backtracks for ever). A worker has one text (or one group) at a time, so a worker that dies
+loses no other text. A round trip takes about 0.1 ms, so handing over several texts at once would gain little.
 """
 
 import concurrent.futures
@@ -40,27 +40,28 @@ __all__ = ["FAILED_PART", "Grader", "GraderConfig", "Outcome", "log_failures", "
 
 log = logging.getLogger(__name__)
 
-START_DEADLINE_S = 120.0  # for a worker to import the task's module
-# Python acts on a Ctrl-C in the main thread alone, but the kernel may give it to another: so often a wait looks for one.
+START_DEADLINE_S = 120.0  # seconds that a worker has to import the module of the task
+# The kernel may deliver a Ctrl-C to any thread, but Python acts on it only in the main thread. So a wait of the main
+# thread wakes up after this many seconds, and Python can act.
 WAKE_S = 1.0
-MAX_START_FAILURES = 3  # in a row, before the Grader gives up
-_LOST = (EOFError, OSError, pickle.UnpicklingError)  # how the end of a worker looks from here
+MAX_START_FAILURES = 3  # workers that may fail to start, one after the other, before the Grader gives up
+_LOST = (EOFError, OSError, pickle.UnpicklingError)  # the errors that this process sees when a worker ends
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of grading one text."""
+    """The result of grading one text."""
 
     kind: str  # "scored", "policy_failed", "infra_failed" or "timed_out"
     score: Score | None  # None when the infrastructure failed or timed out
-    cause: str  # error text for the log, "" when there is a score
+    cause: str  # the error, for the log; "" when there is a score
 
 
 @dataclass(frozen=True, slots=True)
 class GraderConfig:
     """The node `grader:` of a recipe."""
 
-    workers: int = 1  # processes that grade
+    workers: int = 1  # number of processes that grade
     timeout_s: float = 10.0  # seconds for one text
 
     def __post_init__(self) -> None:
@@ -73,47 +74,55 @@ class GraderConfig:
 class Grader:
     """Grades texts with `task.grade` in `workers` processes, each text within `timeout_s` seconds.
 
-    Where the task defines `grade_group(problem, texts)`, for a judge that compares, whole groups can be handed in, each within
-    the same time.
+    If the task defines `grade_group(problem, texts)`, because its grader compares texts, whole groups can be handed in.
+    The same time limit then holds for a group.
 
-    The task travels by cloudpickle, so its class may live in the user's copied recipe (`__main__`). The processes start
-    at once, import no torch unless the task does, and do not outlive this process or `close`.
-    Raises ValueError for a knob out of range or a task that cannot be pickled, RuntimeError when workers cannot start.
+    The task is sent by cloudpickle, so its class may be defined in the user's copied recipe (`__main__`). The processes
+    start at once, import torch only if the task does, and end with this process or with `close`.
+
+    Raises:
+        ValueError: a setting is out of range, or the task cannot be pickled.
+        RuntimeError: the workers cannot start.
     """
 
     def __init__(self, task: Task, workers: int = 1, timeout_s: float = 10.0):
         config = GraderConfig(workers, timeout_s)
         try:
             payload = cloudpickle.dumps(task)
-        except Exception as error:  # pickling runs code of the task's, which may raise anything
+        except Exception as error:
+            # Pickling runs code of the task, which may raise any error.
             raise ValueError(
                 f"task {type(task).__name__} cannot be sent to a grading process: {type(error).__name__}: {error}. "
                 "Keep open files, locks and models out of its attributes"
             ) from error
-        self.compares = hasattr(task, "grade_group")  # texts of a problem are graded together
+        self.compares = hasattr(task, "grade_group")  # whether the texts of a problem are graded together
         self._config = config
         self._hello = pickle.dumps((list(sys.path), payload))
-        self._lock = threading.Lock()  # of the queue and of what ended it
+        self._lock = threading.Lock()  # guards `_queue` and `_ended`
         self._queue: deque[_Item] = deque()
-        self._ended: Exception | None = None  # why nothing is taken any more
+        self._ended: Exception | None = None  # the reason why no more texts are accepted
         self._bell, self._listener = socket.socketpair()
         self._listener.setblocking(False)
-        # One thread alone has to do with the workers. The kernel ties their lives to it, and it lives as long as this object.
+        # Only one thread starts the workers and talks to them. The kernel kills the workers when this thread ends, so
+        # the thread lives as long as this object.
         started: Future[None] = Future()
         self._thread = threading.Thread(target=self._serve, args=[started], name="grading", daemon=True)
         self._thread.start()
         started.result(timeout=START_DEADLINE_S)
 
     def submit(self, problem: Problem, text: str) -> "Future[Outcome]":
-        """Hands a text in and returns at once. One that is slow delays only those that find no other worker free."""
+        """Hands in a text and returns at once. A slow text delays others only if no other worker is free."""
         return self._submit(problem, (text,), together=False)
 
     def submit_group(self, problem: Problem, texts: Sequence[str]) -> "Future[list[Outcome]]":
-        """The same of all texts of a problem at once, for a task with `grade_group`; one outcome for each, in their order."""
+        """Hands in all texts of a problem at once, for a task with `grade_group`, and returns at once.
+
+        The result is one outcome for each text, in the same order.
+        """
         return self._submit(problem, tuple(texts), together=True)
 
     def grade(self, items: Sequence[tuple[Problem, str]]) -> list[Outcome]:
-        """One outcome for each (problem, text), in their order."""
+        """Returns one outcome for each (problem, text), in the same order."""
         futures = [self.submit(problem, text) for problem, text in items]
         outcomes = results(futures)
         log_failures(outcomes)
@@ -141,20 +150,22 @@ class Grader:
         return item.future
 
     def _ring(self) -> None:
-        """Wakes the thread that serves."""
+        """Wakes the thread that runs `_serve`."""
         try:
             self._bell.send(b"!", socket.MSG_DONTWAIT)
         except OSError:
-            pass  # it has not answered the last hundreds of rings yet, or has ended
+            # The socket is full of earlier rings, so the thread will wake up anyway, or the thread has ended.
+            pass
 
     def _end(self, reason: Exception) -> None:
+        """Records why no more texts are accepted. Only the first reason counts."""
         with self._lock:
             self._ended = self._ended or reason
 
     def _serve(self, started: Future) -> None:
-        """The life of the thread: gives texts to workers that are free, takes answers, replaces workers that fail."""
+        """Runs in the thread: gives texts to free workers, takes answers, and replaces workers that fail."""
         self._workers: list[_Worker] = []
-        self._start_failures = 0  # in a row
+        self._start_failures = 0  # workers that failed to start since the last one that started
         try:
             try:
                 for _ in range(self._config.workers):
@@ -166,7 +177,8 @@ class Grader:
             while self._ended is None:
                 self._assign()
                 self._wait()
-        except Exception as error:  # whatever it is, those who wait for outcomes have to hear of it
+        except Exception as error:
+            # Whatever the error is, everyone who waits for an outcome has to get it.
             self._end(error)
         finally:
             self._end(RuntimeError("the thread that grades has ended"))
@@ -182,6 +194,7 @@ class Grader:
                 worker.kill()
 
     def _assign(self) -> None:
+        """Gives items of the queue to workers that are free."""
         for slot, worker in enumerate(self._workers):
             while worker.ready and worker.item is None:
                 with self._lock:
@@ -189,16 +202,18 @@ class Grader:
                         return
                     item = self._queue.popleft()
                 if item.future.cancelled():
-                    item.future.set_running_or_notify_cancel()  # those who wait for several hear of it
+                    # Without this call, a wait for several futures would never count the canceled one as done.
+                    item.future.set_running_or_notify_cancel()
                     continue
                 if not worker.take(item, self._config.timeout_s):
                     with self._lock:
                         self._queue.appendleft(item)
-                    self._replace(slot)  # it died while idle: nothing of ours was lost
+                    # The worker died while it had no text. The text is back in the queue.
+                    self._replace(slot)
                     break
 
     def _wait(self) -> None:
-        """Until a worker answers, a deadline passes, or the bell rings."""
+        """Waits until a worker answers, a deadline passes, or the bell rings, and deals with what happened."""
         busy = [worker for worker in self._workers if worker.item is not None or not worker.ready]
         left_s = max(0.0, min(worker.deadline for worker in busy) - time.monotonic()) if busy else None
         answered = set(wait([self._listener, *(worker.connection for worker in busy)], timeout=left_s))
@@ -208,7 +223,8 @@ class Grader:
             failure = None
             if worker.connection in answered:
                 failure = worker.receive()
-            # It may have answered since, while this thread was kept from looking.
+            # The worker may have answered after `wait` returned, so the connection is polled before the worker is
+            # blamed.
             elif worker in busy and time.monotonic() >= worker.deadline and not worker.connection.poll():
                 cause = f"no answer within {worker.allowed_s:g} s; the process was killed"
                 failure = Outcome("timed_out", None, cause)
@@ -216,7 +232,11 @@ class Grader:
                 self._fail(slot, failure)
 
     def _fail(self, slot: int, failure: Outcome) -> None:
-        """The failure of a worker belongs to the item it had in hand, or, before it was ready, to the task."""
+        """Deals with a worker that failed: replaces it, and gives the failure as the outcome of the texts that it had.
+
+        Raises:
+            RuntimeError: the worker says that it cannot start with this task, or too many workers failed to start.
+        """
         worker = self._workers[slot]
         self._start_failures = 0 if worker.ready else self._start_failures + 1
         if worker.refused or self._start_failures == MAX_START_FAILURES:
@@ -231,11 +251,15 @@ class Grader:
 
 
 def results(futures: Sequence[Future]) -> list:
-    """What the futures come to, in their order. Where this is interrupted, the rest is cancelled: what a worker has in hand it
-    finishes for nobody."""
+    """Returns the results of the futures, in their order.
+
+    If this is interrupted, the other futures are canceled. A worker still finishes the text that it has, but nobody
+    gets the outcome.
+    """
     left = set(futures)
     try:
-        # All at once: to wake up for each of thousands would take the interpreter from the thread that serves.
+        # This waits for all futures at once. If it woke up for each of thousands, it would take the interpreter lock
+        # from the thread that serves the workers.
         while left:
             left = concurrent.futures.wait(left, timeout=WAKE_S).not_done
         return [future.result() for future in futures]
@@ -248,14 +272,16 @@ def results(futures: Sequence[Future]) -> list:
 class _Item:
     """One text, or the texts of a group."""
 
-    payload: bytes  # (problem, texts, together), pickled where it was handed in, so that what cannot be raises there
-    count: int  # of texts
-    together: bool
+    # (problem, texts, together) is pickled by the caller's thread, so that an object that cannot be pickled raises
+    # there.
+    payload: bytes
+    count: int  # number of texts
+    together: bool  # True: the texts are graded together by `grade_group`
     future: Future = field(default_factory=Future)
 
 
 class _Worker:
-    """One worker process, as this side sees it."""
+    """One worker process, as the parent process sees it."""
 
     def __init__(self, hello: bytes):
         ours, theirs = socket.socketpair()
@@ -264,21 +290,23 @@ class _Worker:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True, env=environment()
             )
-            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # a stopped worker may not block us in a message
+            # A worker that is stopped in the middle of a message must not block this process.
+            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
                 ours.setsockopt(socket.SOL_SOCKET, option, _timeval(START_DEADLINE_S))
             self.connection = Connection(ours.detach())
-        self.ready = False  # has imported the task
-        self.refused = False  # says itself why it cannot
-        self.item: _Item | None = None  # what it is grading
-        self.allowed_s = START_DEADLINE_S  # for its next answer
+        self.ready = False  # True: the worker has imported the task
+        self.refused = False  # True: the worker has said that it cannot import the task
+        self.item: _Item | None = None  # the item that the worker is grading
+        self.allowed_s = START_DEADLINE_S  # seconds that the worker has for its next answer
         self.deadline = time.monotonic() + self.allowed_s
         try:
             self.connection.send_bytes(hello)
         except _LOST:
-            pass  # it died at once; `receive` finds out and reports it
+            # The worker died at once. `receive` finds out and reports it.
+            pass
 
     def take(self, item: _Item, timeout_s: float) -> bool:
-        """Gives it an item; False when it is dead."""
+        """Gives the worker an item. Returns False when the worker is dead."""
         try:
             self.connection.send_bytes(item.payload)
         except _LOST:
@@ -289,7 +317,7 @@ class _Worker:
         return True
 
     def receive(self) -> Outcome | None:
-        """Takes one answer; returns a failure when there is none because the process has died or cannot start."""
+        """Takes one answer. Returns a failure instead when the process has died or cannot start, otherwise None."""
         try:
             if not self.ready:
                 state, cause = self.connection.recv()
@@ -302,17 +330,18 @@ class _Worker:
         return None
 
     def answer(self, outcomes: list[Outcome]) -> None:
-        """Ends the item that it has in hand."""
+        """Gives the outcomes to the future of the item that the worker has."""
         item, self.item = self.item, None
         if item.future.set_running_or_notify_cancel():
             item.future.set_result(outcomes if item.together else outcomes[0])
 
     def kill(self) -> None:
-        """Kills the process and all that it started (it leads a process group of its own), and reaps it."""
+        """Kills the process and everything that it started (the process leads its own process group), and reaps it."""
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
         except ProcessLookupError:
-            pass  # already gone, and so is its group
+            # The process and its group have ended already.
+            pass
         self.process.wait(timeout=START_DEADLINE_S)
         self.connection.close()
 
@@ -330,7 +359,7 @@ def _outcome(kind: str, reward: float, parts: dict[str, float], note: str, cause
 
 
 def _timeval(seconds: float) -> bytes:
-    """C's struct timeval, as SO_RCVTIMEO takes it."""
+    """Returns a struct timeval of C, which the option SO_RCVTIMEO needs."""
     return int(seconds).to_bytes(8, sys.byteorder) + bytes(8)
 
 

@@ -1,13 +1,16 @@
-"""The worker process of `grader.py`: started as a script, it grades what arrives on a socket until that closes.
+"""The worker process of `grader.py`: a script that grades the texts that arrive on a socket until the socket closes.
 
     python -P worker_process.py FD PARENT_PID
 
-It is a plain subprocess and not a `multiprocessing` one, because that would import the trainer's `__main__` (the
-recipe, and with it torch) a second time. Messages: first (sys.path, task), answered by ("ready", "") or ("failed",
-cause); then (problem, texts, together) one at a time, each answered by a (kind, reward, parts, note, cause) for each text: by
-`grade_group` if together, else one by `grade`. The kernel kills this process
-when the thread that started it ends, however it ends. It leads a session of its own, so that Ctrl-C in the trainer's
-terminal does not reach it.
+It is a plain subprocess. A process of `multiprocessing` would import the trainer's `__main__` (the recipe, and with it
+torch) a second time.
+
+The first message is (sys.path, task). The answer is ("ready", "") or ("failed", cause). Each later message is (problem,
+texts, together). The answer is a list with (kind, reward, parts, note, cause) for each text. If `together` is true, the
+texts are graded by `grade_group`; otherwise there is one text, graded by `grade`.
+
+The kernel kills this process when the thread that started it ends, however it ends. The process leads its own session,
+so that Ctrl-C in the trainer's terminal does not reach it.
 """
 
 import ctypes
@@ -21,11 +24,11 @@ from multiprocessing.connection import Connection
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 MAX_CAUSE_CHARS, MAX_NOTE_CHARS = 1000, 2000
-FAILED_PART = "failed"  # the part of a Score that makes an outcome "policy_failed" when it is not 0
+FAILED_PART = "failed"  # if this part of a Score is not 0, the outcome is "policy_failed"
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Asks the kernel for SIGKILL when the parent goes; leaves at once when it has gone already."""
+    """Asks the kernel to kill this process when the parent ends. If the parent has ended already, exits at once."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
@@ -34,7 +37,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def last_line(error: BaseException) -> str:
-    """The last line of a traceback and where it was raised: "ValueError: no digits (my_task.py:12)"."""
+    """Returns the last line of a traceback and the place of the error: "ValueError: no digits (my_task.py:12)"."""
     text = traceback.format_exception_only(error)[-1].strip()
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
@@ -42,12 +45,12 @@ def last_line(error: BaseException) -> str:
 
 
 def failed(cause: str) -> tuple[str, float, dict[str, float], str, str]:
-    """The answer for a text that could not be graded."""
+    """Returns the answer for a text that could not be graded."""
     return "infra_failed", 0.0, {}, "", cause
 
 
 def checked_all(scores, count: int) -> list[tuple[str, float, dict[str, float], str, str]]:
-    """One answer for each of `count` texts that were graded together."""
+    """Returns one answer for each of `count` texts that were graded together."""
     if not isinstance(scores, list | tuple) or len(scores) != count:
         what = f"{len(scores)} scores" if isinstance(scores, list | tuple) else type(scores).__name__
         return [failed(f"grade_group() returned {what} for {count} texts")] * count
@@ -55,8 +58,9 @@ def checked_all(scores, count: int) -> list[tuple[str, float, dict[str, float], 
 
 
 def checked(score) -> tuple[str, float, dict[str, float], str, str]:
-    """(kind, reward, parts, note, cause) of what a grader returned."""
-    from torchtune_ext.tasks.task import Score  # here, because sys.path arrives with the first message
+    """Checks what a grader returned, and returns (kind, reward, parts, note, cause)."""
+    # This import comes late, because sys.path arrives with the first message.
+    from torchtune_ext.tasks.task import Score
 
     if not isinstance(score, Score):
         return failed(f"grade() returned {type(score).__name__}, not a Score")
@@ -69,6 +73,7 @@ def checked(score) -> tuple[str, float, dict[str, float], str, str]:
 
 
 def main(fd: int, parent_pid: int) -> None:
+    """Receives the task and then texts from the socket `fd`, and answers until the parent closes the socket."""
     die_with_parent(parent_pid)
     parent = Connection(fd)
     try:
@@ -83,14 +88,16 @@ def main(fd: int, parent_pid: int) -> None:
         try:
             problem, texts, together = pickle.loads(parent.recv_bytes())
         except (EOFError, ConnectionError):
-            return  # the parent closed the socket
+            # The parent closed the socket.
+            return
         try:
             scores = task.grade_group(problem, list(texts)) if together else [task.grade(problem, texts[0])]
             answers = checked_all(scores, len(texts))
         except (Exception, SystemExit) as error:  # noqa: BLE001 (reported as infra_failed)
             answers = [failed(last_line(error))] * len(texts)
         if os.getpid() != pid:
-            os._exit(0)  # a grader forked, and this is the child that came back: it has no say
+            # A grader forked, and this is the child, which must not answer.
+            os._exit(0)
         parent.send(answers)
 
 
@@ -98,4 +105,5 @@ if __name__ == "__main__":
     try:
         main(int(sys.argv[1]), int(sys.argv[2]))
     except ConnectionError:
-        pass  # the parent ended while this process was about to answer: nobody is left to hear of it
+        # The parent ended while this process was about to answer.
+        pass

@@ -1,1 +1,1 @@
-"""How `tune` and the shell meet the library: recipes and configs by name, settings, checks of the machine."""
+"""Connects `tune` and the shell with the library: recipes and configs by name, settings, checks of the machine."""

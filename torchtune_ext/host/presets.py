@@ -1,4 +1,4 @@
-"""Published methods by name: configs/presets/NAME.yaml, each a few keys of a GRPO recipe."""
+"""Finds presets. A preset is a published method as a few keys of a GRPO recipe, in configs/presets/NAME.yaml."""
 
 import argparse
 import difflib
@@ -9,15 +9,15 @@ from torchtune_ext.host.catalog import folder
 
 
 def preset_files() -> dict[str, Path]:
-    """Name -> file, sorted by name."""
+    """Returns the file of every preset of ours by its name, sorted by name."""
     return {path.stem: path for path in sorted((folder("configs") / "presets").glob("*.yaml"))}
 
 
 def preset_file(preset: str) -> Path:
-    """The file of a preset: of ours by its name, or of the user's by its path.
+    """Returns the file of a preset, which is given by its name if it is ours, or by its path.
 
     Raises:
-        ValueError: there is none, with the nearest name.
+        ValueError: there is no such preset. The message gives the nearest name.
     """
     if str(preset).endswith((".yaml", ".yml")):
         if not Path(preset).is_file():
@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
+    """Lists the presets, or prints one of them. Returns the exit status: 0, or 2 for an unknown name."""
     if args.name:
         try:
             print(preset_file(args.name).read_text(encoding="utf-8"), end="")

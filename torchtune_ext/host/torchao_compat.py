@@ -1,7 +1,8 @@
-"""Makes torchtune 0.6.1 importable with torchao 0.16 to 0.18, which removed or moved five names that it imports.
+"""Makes torchtune 0.6.1 importable with torchao 0.16 to 0.18, which removed or moved five names that torchtune imports.
 
-`apply` must run before `torchtune` is executed (`plugin.install` sees to that). With torchao <= 0.15 it changes
-nothing. What the removed names did stays unavailable: torchtune's post-training int4 and int8 quantizers.
+`apply` must run before `torchtune` is executed (`plugin.install` takes care of that). With torchao 0.15 or earlier it
+changes nothing. The functions behind the removed names stay unavailable: torchtune's post-training int4 and int8
+quantizers.
 """
 
 import importlib
@@ -22,16 +23,23 @@ def _removed(name: str) -> Callable:
 
 
 def _of_interest(record: logging.LogRecord) -> bool:
-    """torchao's C++ extensions fit one torch version each; nothing here uses them: nobody need read that they are skipped."""
+    """Tells whether a log record is of interest.
+
+    torchao logs that it skips its C++ extensions. They fit one version of torch, and nothing here uses them.
+    """
     return "Skipping import of cpp extensions" not in record.getMessage()
 
 
 def apply(_module: ModuleType | None = None) -> None:
-    """Put back the names that torchtune 0.6.1 imports. Idempotent. Raises ImportError without torchao."""
+    """Puts back the names that torchtune 0.6.1 imports. It may be called again.
+
+    Raises:
+        ImportError: torchao is not installed.
+    """
     logging.getLogger("torchao").addFilter(_of_interest)
     from torchao import dtypes, quantization
 
-    # 0.18 moved NF4
+    # torchao 0.18 moved NF4 to another module.
     try:
         importlib.import_module("torchao.dtypes.nf4tensor")
     except ModuleNotFoundError:
@@ -42,7 +50,7 @@ def apply(_module: ModuleType | None = None) -> None:
             if name not in vars(dtypes):
                 setattr(dtypes, name, vars(nf4)[name])
 
-    # 0.16 replaced functions by configuration classes
+    # torchao 0.16 replaced these functions by configuration classes.
     for name, successor in (
         ("int4_weight_only", "Int4WeightOnlyConfig"),
         ("int8_dynamic_activation_int4_weight", "Int8DynamicActivationInt4WeightConfig"),
@@ -50,6 +58,6 @@ def apply(_module: ModuleType | None = None) -> None:
         if name not in vars(quantization):
             setattr(quantization, name, vars(quantization).get(successor) or _removed(name))
 
-    # 0.18 removed the tensor-core layout
+    # torchao 0.18 removed the tensor-core layout.
     if "TensorCoreTiledLayout" not in vars(dtypes):
         dtypes.TensorCoreTiledLayout = _removed("TensorCoreTiledLayout")

@@ -1,1 +1,1 @@
-"""What every run needs, whatever it trains: its folder, its signals, its processes."""
+"""The parts that every run needs, whatever it trains: its folder, its signals, its processes."""

@@ -1,4 +1,4 @@
-"""Files that are whole or absent, however the process ends."""
+"""Writes files so that each one is whole or absent, however the process ends."""
 
 import logging
 import os
@@ -10,15 +10,19 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-# Names of what a killed process leaves. Folders: half written, half deleted, or out of the way while another takes their place.
+# A killed process leaves files and folders with these names. A folder is half written (PARTIAL), half deleted (PRUNED),
+# or was moved out of the way while another one takes its place (REPLACED).
 _STRAYS = re.compile(r"\.(.+\.\d+\.tmp|partial_.+|pruned_.+)")
 PARTIAL, PRUNED, REPLACED = ".partial_", ".pruned_", ".replaced_"
 
 
 def write_atomic(path: Path, data: bytes, sync: bool = True) -> None:
-    """Write `data` to `path` through a temporary file beside it; a reader sees the old file or the new one.
+    """Writes `data` to `path` through a temporary file beside it. A reader sees the old file or the new one.
 
-    `sync=False` leaves out the fsync: still whole after kill -9, perhaps empty after a power cut.
+    With `sync=False` there is no fsync: the file is still whole after kill -9, but it may be empty after a power cut.
+
+    Raises:
+        OSError: the file cannot be written. The old one is untouched.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -29,14 +33,15 @@ def write_atomic(path: Path, data: bytes, sync: bool = True) -> None:
                 os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)  # only there when something above raised
+        # After the rename the temporary file no longer exists. It is there only when something above raised.
+        temporary.unlink(missing_ok=True)
 
 
 def sweep(folder: Path) -> list[Path]:
-    """Mends what killed processes left in `folder`; nobody else may be writing there. Returns what was found.
+    """Cleans up what killed processes left in `folder`, and returns the paths that it found there.
 
-    What was half written or half deleted goes. What was out of the way, while another was about to take its place, comes back
-    if that place is still empty.
+    Nobody else may write into the folder meanwhile. What was half written or half deleted is removed. A folder that was
+    moved out of the way for another one comes back if its place is still empty.
     """
     found = sorted(path for path in folder.glob(".*") if _STRAYS.fullmatch(path.name) or path.name.startswith(REPLACED))
     for path in found:
@@ -50,7 +55,7 @@ def sweep(folder: Path) -> list[Path]:
 
 
 def remove(path: Path) -> None:
-    """Deletes a file or folder that nobody needs; a failure is only a warning."""
+    """Deletes a file or folder that nobody needs. A failure is logged as a warning and does not raise."""
     try:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -62,7 +67,10 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def explained(what: str, fix: str) -> Iterator[None]:
-    """Turns an OSError in the block, a bare "[Errno 28]" say, into one that names the file and the fix."""
+    """Turns an OSError in the block into one that names the file and the fix.
+
+    The message of a bare OSError, for example "[Errno 28]", tells the user neither.
+    """
     try:
         yield
     except OSError as error:

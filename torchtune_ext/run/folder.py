@@ -1,8 +1,10 @@
-"""The folder of a run: one process owns it, one run is in it, and earlier runs stand whole in `old-1`, `old-2`, ...
+"""The folder of a run: one process owns it, one run is in it, and each earlier run is whole in `old-1`, `old-2`, ...
 
-folder = RunFolder(output_dir)                             # nobody else has it now
-run = folder.begin(settings, resuming=False, reads=[...])  # an earlier run is set aside, this one has an id
-folder.close()                                             # so does the end of the process, kill -9 too
+folder = RunFolder(output_dir)                             # no other process can take the folder now
+run = folder.begin(settings, resuming=False, reads=[...])  # an earlier run is set aside, and the new one has an id
+folder.close()                                             # another process may take the folder
+
+The end of the process, also by kill -9, gives the folder back as `close` does.
 """
 
 import errno
@@ -25,8 +27,8 @@ log = logging.getLogger(__name__)
 
 LOCK = "run.lock"
 RECORD = "run.json"
-# What recipes write into output_dir, but for two things: W&B gives each run a folder of its own in `wandb/`, and `model/` of
-# a warm-up, which the configs of other runs name, stays until a whole new one takes its place.
+# These are the names that recipes write into output_dir. Two are missing on purpose: W&B gives each run its own folder
+# in `wandb/`, and `model/` of a warm-up stays until a new one is whole, because the configs of other runs name it.
 CONTENTS = (
     RECORD,
     "metrics.jsonl",
@@ -39,37 +41,39 @@ CONTENTS = (
     "report.html",
     "start",
 )
-CHECKPOINT = re.compile(r"step_(\d{6,})")  # name of a checkpoint's folder
-PAPERS = (RECORD, "engine.log", "fp8.txt")  # what a run writes before its first line of metrics
-_MOVING = ".old.partial"  # an earlier run on its way to old-N; it gets its number when it is whole
+CHECKPOINT = re.compile(r"step_(\d{6,})")  # the name of a checkpoint's folder
+PAPERS = (RECORD, "engine.log", "fp8.txt")  # the files that a run writes before its first line of metrics
+# An earlier run is collected under this name. When it is whole, the folder is renamed to old-N.
+_MOVING = ".old.partial"
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _ELSEWHERE = "Choose another output_dir"
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Who a run is: what `run.json` holds."""
+    """The identity of a run, as `run.json` holds it."""
 
-    id: str  # also Weights & Biases'; a resumed run keeps it
-    name: str  # of the folder that the run began in
+    id: str  # Weights & Biases uses the same id; a resumed run keeps it
+    name: str  # the name of the folder that the run began in
     started: float  # seconds since 1970
     config: Mapping[str, Any]  # the settings, JSON-able
 
 
 class RunFolder:
-    """Takes hold of the folder of a run, on rank 0, until `close` or the end of the process. Made when missing.
+    """Owns the folder of a run, on rank 0, until `close` or the end of the process.
 
-    Only the lock is taken, so that this can come before anything expensive. Where a start was killed while it set an earlier
-    run aside, that is finished, too: until then the folder holds one half of a run.
+    A missing folder is made. The constructor takes the lock and does little more, so that it can come before anything
+    expensive. If an earlier start was killed while it set a run aside, the constructor finishes that: until then the
+    folder holds one half of a run.
 
     Raises:
-        ValueError: another process has it; says which.
+        ValueError: another process owns the folder (the message says which one), or the path is no folder.
         OSError: the folder cannot be made or written.
     """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self.run: Run | None = None  # the one that `begin` began
+        self.run: Run | None = None  # the run that `begin` began
         self._lock: int | None = None
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"output_dir={path} is no folder. {_ELSEWHERE}")
@@ -78,7 +82,8 @@ class RunFolder:
         ):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            os.register_at_fork(after_in_child=self._drop)  # a child that outlives this process must not keep it locked
+            # A forked child inherits the lock. A child that outlives this process must not keep the folder locked.
+            os.register_at_fork(after_in_child=self._drop)
             try:
                 self._hold()
                 if os.path.lexists(self.path / _MOVING):
@@ -89,7 +94,7 @@ class RunFolder:
 
     @property
     def id(self) -> str | None:
-        """Of the run that is in the folder; None when there is none, or its `run.json` is damaged."""
+        """Returns the id of the run in the folder, or None when there is no run or its `run.json` is damaged."""
         if self.run is not None:
             return self.run.id
         try:
@@ -99,7 +104,7 @@ class RunFolder:
         return record and record["id"]
 
     def resumes(self, wanted: bool) -> bool:
-        """Whether the run that is in the folder goes on: it is wanted, and there is a checkpoint, whole or not."""
+        """Tells whether the run in the folder goes on: it is wanted, and there is a checkpoint, whole or damaged."""
         found = bool(self._checkpoints())
         if wanted and not found:
             aside = sorted({str(path.parent.parent) for path in self.path.glob("old-*/checkpoints/step_*")})
@@ -110,16 +115,19 @@ class RunFolder:
         return wanted and found
 
     def begin(self, settings: Mapping[str, Any], resuming: bool, reads: Iterable[str | Path] = ()) -> Run:
-        """Makes the folder ready for a run. A fresh one has its `run.json` then, another after `write_record`.
+        """Makes the folder ready for a run, and returns the run.
+
+        For a new run this writes `run.json`. For a resumed run the recipe calls `write_record` later.
 
         Args:
-            settings: the settings of the run, kept for the reader. JSON-able.
-            resuming: whether the run that is in the folder goes on, and keeps its id. Otherwise all that it left is set aside
-                together, as `old-1` or the next free number, which is a run folder itself.
-            reads: what the new run reads (its model, its tasks' files).
+            settings: the settings of the run, JSON-able. They are kept for people who read the folder.
+            resuming: True if the run in the folder goes on and keeps its id. Otherwise everything that it left is moved
+                together into `old-1`, or the next free number, which is a run folder itself.
+            reads: the paths that the new run reads (its model, the files of its tasks).
 
         Raises:
-            ValueError: a path in `reads` would be set aside; or, when resuming, nobody knows which run is in the folder.
+            ValueError: a path in `reads` would be set aside; or, when resuming, nothing says which run is in the
+                folder.
             OSError: the folder cannot be written.
         """
         with explained(f"output_dir={self.path} cannot be written", "Free disk space or choose another output_dir"):
@@ -139,13 +147,19 @@ class RunFolder:
         return run
 
     def write_record(self) -> None:
-        """Writes `run.json`. A run that goes on does so once its checkpoint is accepted: refused settings never ran."""
+        """Writes `run.json`.
+
+        A resumed run calls this only when its checkpoint is accepted, because settings that were refused never ran.
+        """
         with explained(f"output_dir={self.path} cannot be written", "Free disk space or choose another output_dir"):
             text = json.dumps(asdict(self.run), indent=1, default=str) + "\n"
             write_atomic(self.path / RECORD, text.encode())
 
     def close(self) -> None:
-        """Lets another process have the folder. The file of the lock stays: removing it could split a lock in two."""
+        """Gives up the folder, so that another process can own it.
+
+        The lock file stays. If it were removed, two processes could each hold a lock on a different file of that name.
+        """
         if self._lock is not None:
             fcntl.flock(self._lock, fcntl.LOCK_UN)
             self._drop()
@@ -187,10 +201,14 @@ class RunFolder:
         return sorted(path.relative_to(self.path) for path in found)
 
     def _left(self) -> list[Path]:
-        """What an earlier run left. An empty folder holds nothing of a run: somebody prepared it for this one. And a start
-        that failed before it did anything is no run: the next one takes over its papers."""
+        """Returns the paths that an earlier run left.
+
+        Empty folders do not count: somebody prepared them for this run. A start that failed before it did anything does
+        not count as a run: the next start takes over its `PAPERS`.
+        """
         left = [path for name in CONTENTS if os.path.lexists(path := self.path / name) and not _empty(path)]
-        half = os.path.lexists(self.path / _MOVING)  # then these may be the papers of a run whose other half has moved
+        # If half of a run has moved already, these may be the papers that belong to it, so they count.
+        half = os.path.lexists(self.path / _MOVING)
         return left if half or any(path.name not in PAPERS for path in left) else []
 
     def _require_unread(self, reads: Iterable[str | Path]) -> None:
@@ -203,9 +221,11 @@ class RunFolder:
                     )
 
     def _set_aside(self) -> None:
-        """Whole or not yet: the earlier run is gathered under a name of its own, and gets its number by the last rename.
+        """Moves the earlier run into `old-N`, so that this folder is there as a whole or not at all.
 
-        A new run writes nothing before that. So what lies at the top when a start finds a half-gathered run is its other half.
+        The files are collected under the name `_MOVING`, and the last rename gives the number. A new run writes nothing
+        before that. If a start finds a run that is only half collected, what lies beside it is therefore the other
+        half.
         """
         left, moving = self._left(), self.path / _MOVING
         if not left and not moving.exists():
@@ -226,7 +246,7 @@ class RunFolder:
         log.warning("%s held an earlier run; all of it is kept in %s", self.path, target)
 
     def _resumed(self) -> dict[str, Any]:
-        """The record of the run that is there; where it is lost, what its checkpoints know."""
+        """Returns the record of the run in the folder. If the record is lost, it takes the id from the checkpoints."""
         try:
             if (record := read_record(self.path)) is not None:
                 return record
@@ -244,7 +264,11 @@ class RunFolder:
 
 
 def read_record(folder: str | Path) -> dict[str, Any] | None:
-    """What `run.json` in `folder` holds, the fields of `Run`; None where there is none. ValueError when it is damaged."""
+    """Returns what `run.json` in `folder` holds, the fields of `Run`, or None where there is no such file.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
     path = Path(folder) / RECORD
     try:
         record = json.loads(path.read_bytes())
@@ -269,7 +293,7 @@ def _empty(path: Path) -> bool:
 
 
 def _holder(lock: int) -> str:
-    """What the lock's file says; the other process may be writing it."""
+    """Returns who holds the lock, from the lock file. The other process may still be writing the file."""
     try:
         holder = json.loads(os.pread(lock, 4096, 0))
         return f"process {holder['pid']} on {holder['host']}, since {holder['since']}"

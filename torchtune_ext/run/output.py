@@ -1,4 +1,4 @@
-"""Text for the user. A reader who goes away (`| head`, a closed terminal) ends the text, not the run."""
+"""Prints text for the user. If the reader goes away (`| head`, a closed terminal), the run goes on without text."""
 
 import atexit
 import logging
@@ -13,9 +13,10 @@ log = logging.getLogger(__name__)
 
 
 def say(text: str, file: TextIO | None = None) -> None:
-    """Prints lines at once, above bars that are drawn at the moment. `file`: None for `sys.stdout`."""
+    """Prints `text` at once, above the progress bars that are on the screen. `file=None` means `sys.stdout`."""
     out = sys.stdout if file is None else file
-    if out is None:  # a process may be started without standard output
+    # `sys.stdout` is None in a process that was started without standard output.
+    if out is None:
         return
 
     def write() -> None:
@@ -26,14 +27,15 @@ def say(text: str, file: TextIO | None = None) -> None:
         with tqdm.external_write_mode(file=out):
             attempt(out, write)
 
-    attempt(sys.stderr, above_bars)  # where the bars are, which are cleared and drawn again
+    # The bars are on stderr. To print above them, tqdm clears them and draws them again, which may fail as well.
+    attempt(sys.stderr, above_bars)
 
 
 def attempt(stream: TextIO | None, write: Callable[[], Any]) -> bool:
-    """Whether `write`, which writes to `stream`, could do so.
+    """Calls `write`, which writes to `stream`, and returns whether it succeeded.
 
-    The first time that it cannot, a warning says so, and the descriptor leads to the null device from then on: what still
-    waits in the buffers has a place to go, so that the flush at the end of the interpreter does not fail and set the exit
+    The first failure is logged as a warning. From then on the descriptor of the stream leads to the null device. Python
+    can then empty its buffers into it. Otherwise the flush at the end of the interpreter would fail and set the exit
     status to 120.
     """
     try:
@@ -48,7 +50,8 @@ def attempt(stream: TextIO | None, write: Callable[[], Any]) -> bool:
 def _lead_away(stream: TextIO | None) -> None:
     try:
         descriptor = stream.fileno()
-    except (AttributeError, OSError, ValueError):  # none, a stream in memory, or a closed one
+    except (AttributeError, OSError, ValueError):
+        # There is no stream, it is a stream in memory, or it is closed.
         return
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, descriptor)
@@ -57,7 +60,7 @@ def _lead_away(stream: TextIO | None) -> None:
 
 @atexit.register
 def _flush() -> None:
-    """Before the interpreter does, for what others printed."""
+    """Flushes both streams before the interpreter does, because other libraries may have printed without `say`."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not stream.closed:
             attempt(stream, stream.flush)

@@ -1,4 +1,4 @@
-"""What a process and the one that started it owe each other."""
+"""Ties a child process to its parent: the child ends with the parent, and starts with a copy of its environment."""
 
 import ctypes
 import os
@@ -8,11 +8,14 @@ PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
 def die_with_parent(parent: int) -> None:
-    """Asks the kernel for SIGKILL when the parent ends; ends at once if that has happened already.
+    """Asks the kernel to kill this process when the parent ends. If the parent has ended already, exits at once.
 
     Args:
-        parent: process id of the parent. The kernel counts the end of the *thread* that started this process as the end of
-            the parent, so that thread has to live as long as this process may.
+        parent: process id of the parent. The kernel treats the end of the *thread* that started this process as the end
+            of the parent. That thread must therefore live as long as this process may run.
+
+    Raises:
+        OSError: the kernel refuses the request.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
@@ -22,7 +25,10 @@ def die_with_parent(parent: int) -> None:
 
 
 def environment() -> dict[str, str]:
-    """A copy of the environment, for a process to start. Give it to every one: without it exec reads C's own table, and where
-    another thread changes the environment in that moment, as vLLM's configuration does, that fails with "Bad address"."""
+    """Returns a copy of the environment for a process that is about to be started.
+
+    Every new process must be given such a copy. Without it, exec reads the table that the C library keeps. If another
+    thread changes the environment at that moment, as vLLM's configuration does, exec fails with "Bad address".
+    """
     found = {name: os.environ.get(name) for name in list(os.environ)}
     return {name: value for name, value in found.items() if value is not None}

@@ -1,15 +1,16 @@
-"""What a run does when it is told to stop.
+"""Stops a run in good order when it gets a signal.
 
 signal              the run                                                                     exit status
 SIGINT (Ctrl-C)     ends at once; a second one, a second later or more, skips the cleanup        130
-SIGHUP              ends at once: its terminal is gone                                           129
+SIGHUP              ends at once, because its terminal is gone                                   129
 SIGTERM             goes on to the end of the step and writes a checkpoint, if the step ends     143
-                    within the grace time; else it ends when the grace time is over
+                    within the grace time; otherwise it ends when the grace time is over
 
-"Ends" means that `Stopped` is raised in the main thread, so that all parts are closed on the way out. Python runs signal
-handlers in the main thread alone, between two of its own instructions: a rank that waits in a collective, in C, would not hear
-of the signal. So a thread hears of it too, through the wake-up descriptor that C writes to at once. It keeps the deadlines, and
-ends the process itself when the main thread does not react.
+"Ends" means that `Stopped` is raised in the main thread, so that all parts are closed on the way out. Python runs
+signal handlers only in the main thread, between two of its own instructions. A rank that waits in a collective runs C
+code and would not react to the signal. Therefore a second thread gets the signal too, through the wake-up descriptor,
+to which Python's C handler writes at once. This thread keeps the deadlines, and ends the process itself when the main
+thread does not react.
 """
 
 import os
@@ -24,22 +25,25 @@ from contextlib import contextmanager
 from typing import Any
 
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
-REACTION_S = 5.0  # for the main thread to raise `Stopped` once it shall
-CLEANUP_S = 60.0  # for closing all parts after that
-AGAIN_S = 1.0  # a Ctrl-C so soon after the first is the same one, sent to us twice
+REACTION_S = 5.0  # seconds that the main thread has to raise `Stopped` when it is time
+CLEANUP_S = 60.0  # seconds that closing all parts may take
+AGAIN_S = 1.0  # seconds within which a second Ctrl-C counts as the first one, delivered twice
 NEVER = float("inf")
 
 
 class Stopped(KeyboardInterrupt):
-    """The run was told to stop. A subclass of KeyboardInterrupt: what treats Ctrl-C right treats this right.
+    """The run was told to stop.
+
+    It derives from KeyboardInterrupt, so that code which handles Ctrl-C correctly handles this correctly.
 
     Attributes:
-        signal: which one.
+        signal: the signal that stopped the run.
         orderly: whether all ranks left together, at the end of a step.
     """
 
     def __init__(self, number: signal.Signals, orderly: bool = False):
-        super().__init__(number, orderly)  # these arguments: the error is pickled when ranks tell each other of it
+        # Ranks send this error to each other. Pickle makes it again from the arguments that the base class was given.
+        super().__init__(number, orderly)
         self.signal, self.orderly = number, orderly
 
     def __str__(self) -> str:
@@ -47,45 +51,56 @@ class Stopped(KeyboardInterrupt):
 
 
 class StopSignals:
-    """Listens to the three signals while it is used as a context manager, in the main thread.
+    """Listens to the three signals while it is used as a context manager in the main thread.
 
-    A signal that the process was started to ignore (nohup, a shell's background job) stays ignored.
+    If the process was started with a signal ignored (nohup, a background job of a shell), that signal stays ignored.
     """
 
     def __init__(self, grace_s: float, standing: Callable[[], str], reaction_s: float = REACTION_S):
-        """Args: grace_s: seconds that a step has to end after SIGTERM; standing: says where the run stands and how to go on,
-        from any thread; reaction_s: seconds after which a main thread that does not react is given up."""
+        """Prepares to listen; `with` begins it.
+
+        Args:
+            grace_s: seconds within which a step must end after SIGTERM.
+            standing: returns a text that says where the run is and how to go on. Any thread may call it.
+            reaction_s: seconds that the main thread has to react. After that the process is ended without it.
+        """
         self._grace_s, self._standing, self._reaction_s = grace_s, standing, reaction_s
-        self.signal: signal.Signals | None = None  # that ends the run
-        self._came_at = NEVER  # on time.monotonic()
-        self._stepping = False  # SIGTERM waits for the end of a step
-        self._saving = False  # a checkpoint is being written: the grace time does not cut it short
-        self._agreed = False  # all ranks end with this step: nor what is left to do
-        self._closing_at = NEVER  # when the parts began to be closed
-        self.raised = False  # whether `Stopped` was raised in the midst of something
-        self.speaks = os.environ.get("RANK", "0") == "0"  # of several ranks, one tells the user
-        self._handlers: dict[int, Any] = {}  # before ours
+        self.signal: signal.Signals | None = None  # the signal that ends the run
+        self._came_at = NEVER  # the time.monotonic() at which the signal came
+        self._stepping = False  # True: SIGTERM waits for the end of the step
+        self._saving = False  # True: a checkpoint is being written, and the grace time does not interrupt it
+        self._agreed = False  # True: all ranks end with this step, and the grace time does not interrupt it either
+        self._closing_at = NEVER  # the time.monotonic() at which the cleanup began
+        self.raised = False  # whether the signal handler raised `Stopped`, in the middle of some work
+        self.speaks = os.environ.get("RANK", "0") == "0"  # only one rank tells the user
+        self._handlers: dict[int, Any] = {}  # the signal handlers that were set before ours
         self._thread: threading.Thread | None = None
 
     # -- the recipe's side --------------------------------------------------------------------------------------------
 
     @property
     def requested(self) -> bool:
-        """Whether this process has had a signal."""
+        """Tells whether this process has received a signal."""
         return self.signal is not None
 
     def agreed(self, on_any_rank: Callable[[bool], bool]) -> bool:
-        """Whether the run ends with this step: one verdict for all ranks, who call this together at the end of each step."""
+        """Decides whether the run ends with this step.
+
+        All ranks call this together at the end of each step, and all get the same answer.
+        """
         self._agreed = on_any_rank(self.requested)
         return self._agreed
 
     def begin_steps(self) -> None:
-        """From now on SIGTERM waits for the end of a step."""
+        """Makes SIGTERM wait for the end of the step from now on."""
         self._stepping = True
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Inside, a checkpoint is written. It is whole or absent, so it may take longer than the grace time."""
+        """Marks the block in which a checkpoint is written.
+
+        The grace time does not interrupt the block, because a checkpoint that is interrupted is lost.
+        """
         self._saving = True
         try:
             yield
@@ -93,19 +108,25 @@ class StopSignals:
             self._saving = False
 
     def leave(self) -> None:
-        """Ends the run, on every rank, after they have agreed. Raises Stopped."""
+        """Ends the run on every rank, after the ranks have agreed.
+
+        Raises:
+            Stopped: always.
+        """
         self.begin_cleanup()
-        raise Stopped(self.signal or signal.SIGTERM, orderly=True)  # another rank may have had the signal
+        # This rank has no signal if only another rank received one.
+        raise Stopped(self.signal or signal.SIGTERM, orderly=True)
 
     def begin_cleanup(self) -> None:
-        """From now on no signal interrupts; only a second Ctrl-C still ends the process."""
+        """Begins the cleanup: no signal interrupts it, and only a second Ctrl-C still ends the process."""
         self._closing_at = min(self._closing_at, time.monotonic())
 
     # -- signals ------------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> "StopSignals":
+        # Python accepts signal handlers only in the main thread. A recipe in another thread is ended by its owner.
         if threading.current_thread() is not threading.main_thread():
-            return self  # Python takes handlers there alone; a recipe in another thread is ended by its owner
+            return self
         self._ours, self._wakeup = socket.socketpair()
         self._wakeup.setblocking(False)
         self._handlers = {number: signal.getsignal(number) for number in NAMES}
@@ -127,23 +148,25 @@ class StopSignals:
         signal.set_wakeup_fd(self._wakeup_before)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        self._wakeup.close()  # the thread reads the end of it
+        # When this end of the socket is closed, the thread reads the end of the data and returns.
+        self._wakeup.close()
         self._thread.join()
         self._ours.close()
 
     def _due_at(self) -> float:
-        """When the main thread shall raise."""
+        """Returns the time.monotonic() at which the main thread has to raise `Stopped`."""
         if self.signal != signal.SIGTERM or not self._stepping:
             return self._came_at
         return NEVER if self._saving or self._agreed else self._came_at + self._grace_s
 
     def _note(self, found: signal.Signals) -> None:
-        """Called for every signal by the handler and by the thread, in either order."""
+        """Records a signal. The handler and the thread both call this for every signal, in either order."""
+        # Ctrl-C or SIGHUP after SIGTERM replaces it: the run then no longer waits for the end of the step.
         if self.signal is None or (self.signal == signal.SIGTERM and found != signal.SIGTERM):
-            self.signal, self._came_at = found, time.monotonic()  # Ctrl-C after SIGTERM: no more waiting
+            self.signal, self._came_at = found, time.monotonic()
 
     def _handle(self, number: int, frame: object) -> None:
-        """Python's handler, in the main thread."""
+        """Handles a signal. Python calls this in the main thread."""
         self._note(signal.Signals(number))
         if self._closing_at == NEVER and time.monotonic() >= self._due_at():
             self.begin_cleanup()
@@ -151,7 +174,7 @@ class StopSignals:
             raise Stopped(self.signal)
 
     def _watch(self) -> None:
-        """The thread: hears of signals at once and keeps the deadlines."""
+        """Runs in the second thread: reads the signals as they come, and keeps the deadlines."""
         told, called_at = False, NEVER
         while True:
             ready, _, _ = select.select([self._ours], [], [], 0.05 if self.requested else None)
@@ -169,7 +192,8 @@ class StopSignals:
             elif now >= self._due_at():
                 if called_at == NEVER:
                     called_at = now
-                    signal.pthread_kill(threading.main_thread().ident, self.signal)  # it raises, now that it shall
+                    # The handler runs again in the main thread, and raises now that the time has come.
+                    signal.pthread_kill(threading.main_thread().ident, self.signal)
                 elif now > called_at + self._reaction_s:
                     self._end("in the midst of a call")
             elif self.requested and self.speaks and not told:
@@ -179,7 +203,7 @@ class StopSignals:
                 )
 
     def _leave_to_parent(self) -> None:
-        """In a forked child: its signals are its own, and C would write them into our socket."""
+        """Puts the earlier handlers back in a forked child. Otherwise the child's signals would go to our socket."""
         signal.set_wakeup_fd(-1)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
@@ -187,8 +211,9 @@ class StopSignals:
         self._ours.close()
 
     def _end(self, how: str) -> None:
-        """Ends the process from this thread; the kernel and the janitor end its children."""
-        # The disk that the message asks, or a full pipe, may be the very thing that the main thread is stuck in.
+        """Ends the process from this thread. The kernel and the janitor end its children."""
+        # The main thread may be stuck because of the disk or of a full pipe. The message needs both, and could get
+        # stuck too.
         timer = threading.Timer(2.0, os._exit, [128 + self.signal])
         timer.daemon = True
         timer.start()
@@ -199,7 +224,7 @@ class StopSignals:
             os._exit(128 + self.signal)
 
 
-_listening: list[StopSignals] = []  # in this process, at most one
+_listening: list[StopSignals] = []  # what listens in this process, at most one
 
 
 def _after_fork() -> None:
@@ -211,7 +236,10 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _tell(line: str) -> None:
-    """A line on stderr. Not `output.say`: the lock of the bars may be held by a main thread that is stuck."""
+    """Prints a line on stderr.
+
+    This does not use `output.say`, which needs the lock of the progress bars: a main thread that is stuck may hold it.
+    """
     try:
         print(line, file=sys.stderr, flush=True)
     except OSError:

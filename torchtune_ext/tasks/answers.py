@@ -1,28 +1,31 @@
-r"""Is the answer in this text the right one? Extraction of the answer, and equality of two answers by math-verify.
+r"""Finds the answer in a text, and compares it with the right one by math-verify.
 
-Where the answer stands, the first that is found counts:
+Rule 1 says what is read. Of the other rules, the first one that finds an answer counts:
 
-1. thinking is set aside: only what follows the last `</think>` is read, and nothing of a thought that never ends; 2.
-the last \boxed{...} or \fbox{...}, together with those of the same sentence: they are one list. The last sentence
-alone:
-   a text cannot answer twice. A box that is never closed, or empty, is no answer, whatever stands before it;
-3. with `brackets`, the last [...]; 4. `#### 72` in the last line, the habit of GSM8K; 5. the last "answer is ..." or
-"Answer: ..."; 6. in the last `TAIL_CHARS` characters, the last values that are joined: "2, 3 or 5" is one list; 7.
-math-verify's own extraction, from the same end. It settles on one expression as well. A text that is the right answer
-   letter by letter, and no more, is right.
+1. Thinking is set aside: only the text after the last `</think>` is read, and nothing of a thought that never ends.
+2. The last \boxed{...} or \fbox{...} counts, together with the other boxes of its sentence: they are one list. Boxes of
+   earlier sentences do not count, so that a text cannot answer twice. A box that is empty or never closed is no answer,
+   and no other rule is tried then.
+3. With `brackets`, the last [...] counts.
+4. `#### 72` in the last line counts, as GSM8K writes it.
+5. The last "answer is ..." or "Answer: ..." counts.
+6. In the last `TAIL_CHARS` characters, the last joined values count: "2, 3 or 5" is one list.
+7. Otherwise math-verify searches the same characters, and the one expression that it chooses counts. A text that is
+   exactly the right answer is always right.
 
-Two answers are equal when they are the same text, the same plain number, or the same by math-verify: values (1/2 = 0.5,
-to six decimals), sets in any order, tuples, intervals, equations; units (`values.py`) are left out. `{1, 2, 3}` is not
-3: to name candidates gains nothing, and where the right answer is a list, the whole list must be right.
+Two answers are equal when they are the same text, the same plain number, or the same for math-verify: values (1/2 =
+0.5, to six decimals), sets in any order, tuples, intervals, equations. Units (`values.py`) are left out. `{1, 2, 3}`
+does not equal 3, so naming several candidates gains nothing. If the right answer is a list, the whole list must be
+right.
 
-**Time.** math-verify's own time-outs work by signals, which fail in threads, so they are off. Some answers take for
-ever (10^{10^{10}}); `grade` therefore belongs into the processes of `torchtune_ext.grading`, which kill it at its
-deadline. That outcome is `timed_out`, not a reward of 0: nobody knows whether the answer was right. Can a policy use
-that? A hang is never reinforced: the sample has no advantage and is not trained on. But it is not discouraged either,
-where a wrong answer in a group with a right one is. So what can be ruled out without computing is ruled out at once and
-scored 0: more than `MAX_CHARS` characters, digits other than 0-9. The rest is counted (metric `groups/infra_failed`,
-the cause is in the log): a count that grows means that the policy has found such answers; then subclass the task and
-score them yourself.
+**Time.** The time-outs of math-verify work by signals, which fail in threads, so they are off. Some answers take for
+ever (10^{10^{10}}). Therefore `grade` must run in the processes of `torchtune_ext.grading`, which kill it at its
+deadline. The outcome is then `timed_out` and not a reward of 0, since nobody knows whether the answer was right. Can a
+policy exploit this? A hang is never reinforced: the sample has no advantage and is not trained on. But it is not
+discouraged either, while a wrong answer is, in a group that also has a right one. So what can be rejected without
+computing is rejected at once with reward 0: an answer of more than `MAX_CHARS` characters, digits other than 0-9. The
+rest is counted (metric `groups/infra_failed`; the cause is in the log). A growing count means that the policy has found
+such answers. Then subclass the task and give them a reward yourself.
 """
 
 import importlib.util
@@ -36,8 +39,8 @@ from typing import Any
 from torchtune_ext.tasks.task import Score
 from torchtune_ext.tasks.values import SENTENCE_END, STYLES, changes_value, joined_values, without_unit, word_behind
 
-MAX_CHARS = 1000  # of an answer; a longer one is wrong, unless the right one is as long
-TAIL_CHARS = 2000  # of a text without a box or a phrase; its end is searched for an expression
+MAX_CHARS = 1000  # characters of an answer; a longer answer is wrong, unless the right one is more than half as long
+TAIL_CHARS = 2000  # characters at the end of a text without a mark, which are searched for values or an expression
 FORMATS = ("box", "think")
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:(?P<brace>\{)|(?<=\s)(?P<token>[^\s${}\\]+))")
@@ -45,7 +48,8 @@ _BRACKETS = re.compile(r"(?<!\\)\[([^\[\]]*[^\[\]\\])\]")
 _HASHES = re.compile(r"(?:(?!####).)*####\s*:?\s*(\S.*)")
 _PHRASE = re.compile(r"\banswer\b[*_\s]*(?:is|:|=)[*_:\s]*", re.IGNORECASE)
 _CLAUSE_END = re.compile(r"[.!?](?=\s|$)|;\s(?![^\n]{0,80}\d)|,?\s(?:because|since|so|which)\b")
-# "the largest $n$ is 34": a subject that is no number and leaves nothing open, one verb, the answer.
+# This matches clauses such as "the largest $n$ is 34": a subject that is no number, one verb, the answer. Words such as
+# "or" and "if" must not occur, because they leave the answer open.
 _STATED = re.compile(
     r"(?!.*\b(?:or|if|unless|either|not|but)\b)[A-Za-z$\\(](?:(?!\b(?:is|are|equals)\b)[^,;:?])*\s(?:is|are|equals)\s+"
     r"((?:(?!\b(?:is|are|equals)\b).)+)",
@@ -65,22 +69,23 @@ _PERCENT = re.compile(rf"(\\(?:{STYLES})\s*\{{\s*)?\b(?:per\s?cent(?:age)?|pct)\
 
 
 def spoken(text: str) -> str:
-    """What follows the thinking. Empty when a thought begins and never ends."""
+    """Returns the text after the thinking, which is empty when a thought begins and never ends."""
     return text.rpartition("</think>")[2].partition("<think>")[0]
 
 
 def last_box(text: str) -> str | None:
-    r"""What the last \boxed{...} or \fbox{...} holds ("\boxed 7": 7); None without one, or when it is never closed."""
+    r"""Returns what the last \boxed{...} or \fbox{...} holds ("\boxed 7": 7), or None without one that is closed."""
     boxes = last_boxes(text)
     return boxes[-1] if boxes else None
 
 
 def last_boxes(text: str) -> list[str] | None:
-    """What the boxes of the last sentence that has one hold, in order; None as `last_box`."""
+    """Returns what the boxes hold in the last sentence with a box, in order, or None in the cases of `last_box`."""
     found, until = [], len(text)
     for box in reversed(list(_BOX.finditer(text))):
         held = _held(text, box, until)
-        if held is None:  # for an earlier one: it holds the one that follows
+        # The last box is never closed, or an earlier box contains the one after it.
+        if held is None:
             break
         if found and _parts(text[held[1] : until]):
             break
@@ -90,13 +95,14 @@ def last_boxes(text: str) -> list[str] | None:
 
 
 def _held(text: str, box: re.Match, until: int) -> tuple[str, int] | None:
-    """What a box holds, and where it ends; None when it is not closed before `until`."""
+    """Returns what a box holds and where it ends, or None when it is not closed before `until`."""
     if box["token"]:
         return box["token"].rstrip(".,;"), box.end()
     depth, at = 1, box.end()
     while at < until:
         if text[at] == "\\":
-            at += 1  # \{ and \} are signs, not braces
+            # The braces of \{ and \} are printed. They do not open or close a group.
+            at += 1
         elif text[at] in "{}":
             depth += 1 if text[at] == "{" else -1
             if depth == 0:
@@ -106,20 +112,20 @@ def _held(text: str, box: re.Match, until: int) -> tuple[str, int] | None:
 
 
 def _parts(between: str) -> bool:
-    """Whether a sentence ends between two boxes: at a stop, or with a line, unless at most "and" or "or" stands there."""
+    """Tells whether a sentence ends between two boxes: with a full stop, or a line with more words than "and", "or"."""
     words = set(re.findall(r"(?<!\\)\b[A-Za-z]{2,}", between))
     return bool(SENTENCE_END.search(between)) or ("\n" in between and not words <= {"and", "or"})
 
 
 def after_hashes(text: str) -> str | None:
-    """What follows `####` in the last line that is not empty, without thousands separators. Earlier ones are headings."""
+    """Returns what follows `####` in the last line that is not empty. In earlier lines `####` may begin a heading."""
     lines = text.rstrip().rsplit("\n", 1)
     found = _HASHES.match(lines[-1])
     return _GROUPED.sub("", found[1].strip()) if found else None
 
 
 def after_phrase(text: str) -> str | None:
-    """The clause after the last "answer is" or "answer:"; of several in one sentence, after the first of them."""
+    """Returns the clause after the last "answer is" or "answer:". Of several in one sentence, the first one counts."""
     phrases = list(_PHRASE.finditer(text))
     if not phrases:
         return None
@@ -132,7 +138,7 @@ def after_phrase(text: str) -> str | None:
 
 
 def extract(text: str, require_box: bool = False, brackets: bool = False) -> str | None:
-    """The answer in a text by rules 2 to 5 of this module; None: there is none, or it has no mark."""
+    """Returns the answer in a text by rules 2 to 5 of this module, or None if these rules find no answer."""
     if require_box or "\\boxed" in text or "\\fbox" in text:
         boxes = last_boxes(text)
         return None if boxes is None else ", ".join(dict.fromkeys(boxes))
@@ -143,7 +149,7 @@ def extract(text: str, require_box: bool = False, brackets: bool = False) -> str
 
 
 def gold_answer(value: Any) -> str:
-    r"""The right answer in a field of a data set: a number, an answer, or a solution that ends in one (\boxed, ####, a phrase).
+    r"""Returns the right answer from a field that holds it, or a solution that ends with it (\boxed, ####, a phrase).
 
     Raises:
         ValueError: the field holds neither text nor a number, is empty, or has braces that do not match.
@@ -151,7 +157,7 @@ def gold_answer(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float) or value != value:
         raise ValueError(f"is {value!r:.60}, neither text nor a number")
     if isinstance(value, float) and value.is_integer():
-        value = int(value)  # 145.0 of a table
+        value = int(value)  # a table may hold 145.0 where 145 is meant
     found = extract(str(value))
     answer = str(value).strip() if found is None else found
     if not tidy(answer):
@@ -162,7 +168,7 @@ def gold_answer(value: Any) -> str:
 
 
 def thinks(text: str) -> bool:
-    """One thought, from the first character on, closed, then the rest: <think>...</think>..."""
+    """Tells whether a text begins with a thought that is closed, and has no other one: <think>...</think>..."""
     return text.lstrip().startswith("<think>") and text.count("<think>") == text.count("</think>") == 1
 
 
@@ -170,15 +176,16 @@ def thinks(text: str) -> bool:
 
 
 def tidy(answer: str) -> str:
-    r"""An answer without what never changes its value: math signs, dollars, spacing commands, emphasis, a full stop.
+    r"""Returns an answer without what never changes its value: math signs, dollars, spacing, emphasis, a full stop.
 
-    1.5e-7, as computers write it, becomes 1.5 \times 10^{-7}.
+    The notation 1.5e-7 becomes 1.5 \times 10^{-7}.
     """
     answer = _NARROW.sub("", answer)
     for useless in ("\\$", "$", "\\(", "\\)", "\\,", "\\;"):
         answer = answer.replace(useless, "")
     answer = answer.replace("{,}", ",").replace("\N{MINUS SIGN}", "-")
-    if "\\left" not in answer:  # \[ ... \]; in "\left\[" it would be a bracket
+    # \[ ... \] are math signs, but in "\left\[" the same characters are a bracket.
+    if "\\left" not in answer:
         answer = answer.replace("\\[", "").replace("\\]", "")
     answer = answer.strip().strip("*").strip()
     answer = answer[:-1].rstrip() if answer.endswith((".", ",")) else answer
@@ -187,7 +194,10 @@ def tidy(answer: str) -> str:
 
 
 def equal(gold: str, answer: str) -> bool:
-    """Whether `answer` is right where `gold` is. May take for ever, or kill the process: see the module."""
+    """Tells whether `answer` equals the right answer `gold`.
+
+    This may take for ever or kill the process (see the module), so it must run in a grading process.
+    """
     gold, answer = tidy(gold), tidy(answer)
     if not gold or not answer:
         return False
@@ -206,35 +216,36 @@ def equal(gold: str, answer: str) -> bool:
 
 
 def all_equal(gold: str, answers: list[str]) -> bool:
-    """Whether several answers are right: all of them, or none alone and the list of them."""
+    """Tells whether several answers are right: each of them equals `gold`, or the list of them does and none alone."""
     verdicts = {equal(gold, answer) for answer in answers}
     values = (without_unit(tidy(answer), variables=False) for answer in answers)
     return verdicts == {True} or (len(answers) > 1 and True not in verdicts and equal(gold, ", ".join(values)))
 
 
 def expression(answer: str) -> list:
-    """What math-verify makes of an answer: a sympy object, then the text itself; the text alone when it cannot be read.
+    """Parses an answer as a whole with math-verify; no part of it is searched for an expression ("first_match").
 
-    The answer as a whole ("first_match"): no part is searched for in one that cannot be read.
+    Returns:
+        A sympy object and the text itself, or only the text when math-verify cannot read it.
     """
     answer = _PERCENT.sub(r"\\%", _SYMBOL.sub(r" \1", answer))
     return _library().parse(f"\\boxed{{{answer}}}", [_latex()], extraction_mode="first_match", parsing_timeout=None)
 
 
 def search(text: str) -> list:
-    """What math-verify finds in a text, as `expression`. Empty when there is nothing."""
+    """Searches a text with math-verify. Returns a list as `expression` does, which is empty when nothing is found."""
     library = _library()
     return library.parse(_SYMBOL.sub(r" \1", text), [_latex(), library.ExprExtractionConfig()], parsing_timeout=None)
 
 
 def verified(gold: str, found: list) -> bool:
-    """math-verify's verdict on the first of what it found in a text; only one, so that there is no second guess."""
+    """Tells whether the first item of `found` equals `gold`. Only one item counts, so that a text has one guess."""
     right = _gold_expressions(tidy(gold))
     return _library().verify(right, found[:1], float_rounding=_decimals(right), timeout_seconds=None)
 
 
 def unmarked(gold: str, tail: str) -> tuple[bool, bool]:
-    """(found, right) for the end of a text without a box or a phrase: rules 6 and 7 of this module."""
+    """Tells whether the end of a text has an answer by rules 6 and 7 of this module, and whether that is right."""
     if _words(tidy(tail)) == _words(tidy(gold)):
         return True, True
     values = joined_values(tail)
@@ -246,7 +257,7 @@ def unmarked(gold: str, tail: str) -> tuple[bool, bool]:
     behind, text = word_behind(tail), str(read[-1])
     if changes_value(behind) and not (_PERCENT.fullmatch(behind) and _percentage(gold)):
         return True, False
-    # within math signs, a unit may stand behind the value
+    # Inside math signs, a unit may follow the value. Then the value without it is compared.
     return True, verified(gold, read) or (without_unit(text) != text and equal(gold, text))
 
 
@@ -255,20 +266,23 @@ def _percentage(gold: str) -> bool:
 
 
 def readable(gold: str) -> bool:
-    """Whether math-verify makes an expression of the right answer. One that it cannot read is compared as text."""
+    """Tells whether math-verify can read the right answer. An answer that it cannot read is compared as text."""
     gold = tidy(gold)
     return _plain(gold) is not None or any(not isinstance(e, str) for e in _gold_expressions(gold))
 
 
 def _words(answer: str) -> str:
-    """Text for comparison letter by letter: words without a style, and without case when they are words alone."""
+    """Returns the text that is compared letter by letter: without styles, and in lower case if it has only words."""
     plain = " ".join(_STYLE.sub(r"\1", answer).split())
     return plain.casefold() if len(plain) > 1 and plain.replace(" ", "").isalpha() else plain
 
 
 def _plain(answer: str) -> Decimal | None:
-    """The value of an integer (15 digits) or a decimal (5 behind the point), where math-verify's rounding to six decimals
-    changes nothing: most answers of GSM8K or AIME need no library."""
+    """Returns the value of an integer (at most 15 digits) or a decimal (at most 5 digits after the point), or None.
+
+    The rounding of math-verify to six decimals does not change such numbers, so they need no library. Most answers of
+    GSM8K and AIME are such numbers.
+    """
     return Decimal(answer.replace(",", "")) if _PLAIN.fullmatch(answer) else None
 
 
@@ -277,7 +291,7 @@ def _foreign_digits(text: str) -> bool:
 
 
 def _decimals(right: list) -> int:
-    """math-verify rounds floats to six decimals, which makes 0 of 0.0000001. Small values keep three digits that count."""
+    """Returns the number of decimals for math-verify: six, or more if a right answer such as 0.0000001 needs them."""
     if right and getattr(right[0], "is_number", False):
         size = abs(right[0].evalf(3))
         if size.is_finite and 0 < size < 1e-4:
@@ -292,17 +306,17 @@ def _gold_expressions(gold: str) -> list:
 
 @lru_cache(maxsize=1)
 def _latex() -> Any:
-    r"""How math-verify reads LaTeX: units are ours, since it drops any \text at the end, whatever that says."""
+    r"""Returns how math-verify reads LaTeX. Units are left to `values.py`, since it would drop any \text at the end."""
     defaults = _library().LatexExtractionConfig()
     return replace(defaults, normalization_config=replace(defaults.normalization_config, units=False))
 
 
 @lru_cache(maxsize=1)
 def _library() -> Any:
-    """math-verify, imported when it is first needed: half a second, most of it sympy's."""
+    """Imports math-verify when it is first needed, because that takes half a second, most of it for sympy."""
     import math_verify
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time-outs are off, which is our doing
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # hides the warning that time-outs are off, as intended
     return math_verify
 
 
@@ -310,19 +324,21 @@ def _library() -> Any:
 
 
 class MathGrader:
-    r"""A right answer and a text -> Score: 1.0 when the answer in the text is right, else 0.0.
+    r"""Grades a text against a right answer. The reward is 1.0 when the answer in the text is right, else 0.0.
 
-    Parts: "accuracy"; "format", 1.0 for an answer in a box (or, with format="think", one closed thought before the
-        rest);
-    "failed", 1.0 when the text holds no answer.
+    Parts of the score: "accuracy", 1.0 for a right answer; "format", 1.0 for an answer in a box (or, with
+        format="think",
+    one closed thought before the rest); "failed", 1.0 when the text holds no answer.
 
     Args:
         require_box: only an answer in \boxed{} counts.
         require_thinking: only an answer after `</think>` counts.
-        brackets: [45] is an answer, too, as Geometry3K's prompts ask for.
-        format: "box" or "think", what the part "format" looks for.
-        format_reward: share of the reward that the format earns: (1 - format_reward) * accuracy + format_reward *
-            format.
+        brackets: [45] counts as an answer, too; the prompts of Geometry3K ask for this form.
+        format: what the part "format" looks for: "box" or "think".
+        format_reward: share of the reward for the format: (1 - format_reward) * accuracy + format_reward * format.
+
+    Raises:
+        ValueError: `format` is unknown, `format_reward` is not in [0, 1), or math-verify is not installed.
     """
 
     def __init__(
@@ -343,7 +359,7 @@ class MathGrader:
         self.format, self.format_reward = format, format_reward
 
     def __setstate__(self, state: dict) -> None:
-        """In a grading process: loads the library now, so that the first text does not pay for it."""
+        """Unpickles the grader in a grading process, and loads math-verify, so that no text has to wait for it."""
         self.__dict__.update(state)
         expression("1")
 
@@ -365,5 +381,5 @@ class MathGrader:
 
 
 def grade(answer: Any, text: str) -> Score:
-    """`MathGrader` with its defaults, for `grader:` of a task. `answer` is anything that `gold_answer` understands."""
+    """Grades a text by `MathGrader` with its defaults, for `grader:` of a task. `gold_answer` reads the answer."""
     return MathGrader()(gold_answer(answer), text)

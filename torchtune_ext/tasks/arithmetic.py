@@ -1,8 +1,8 @@
-"""Arithmetic: generated without end, cheap to sample and to grade, so that a run takes a minute and can be repeated.
+"""An endless task of arithmetic that is cheap to sample and to grade, so that a run takes a minute and can be repeated.
 
-A question is terse, "7+5-9=", and its solution has the values on the way in brackets, then the answer: "(12) 3". A
-character is a token for a tokenizer without merges, so a completion has from 2 to about 12 of them, at level 9 about
-20. Only the last number is graded: whether to work before answering is the policy's affair.
+A question is short, "7+5-9=". Its solution has the intermediate values in brackets, then the answer: "(12) 3". For a
+tokenizer without merges each character is a token, so a completion has from 2 to about 12 tokens, and about 20 at level
+9. Only the last number is graded. The policy is free to write intermediate values or not.
 """
 
 import random
@@ -15,18 +15,18 @@ from torchtune_ext.tasks.task import Problem, Score
 
 ENDLESS = 2**31 - 1  # the length of the task without a count
 SPLITS = ("train", "heldout", "all")
-HELD_OUT = 8  # one question in so many is held out
-NEAR = 3  # of a guess
+HELD_OUT = 8  # one question in 8 is held out
+NEAR = 3  # the largest distance of a guess from the answer
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What the questions of a level look like."""
+    """The form of the questions of a level."""
 
-    numbers: tuple[int, int]  # how many, least and most
+    numbers: tuple[int, int]  # the smallest and the largest count of numbers
     below: int  # every number is in [0, below)
-    operators: str  # drawn from these with equal chances
-    brackets: bool = False  # one pair, around two neighbors
+    operators: str  # each operator is drawn from these with equal probability
+    brackets: bool = False  # True: one pair of brackets is around two neighboring numbers
 
 
 LEVELS = {
@@ -38,23 +38,27 @@ LEVELS = {
     6: Form((2, 3), 10, "+-*"),  # 7-5*3=
     7: Form((3, 4), 10, "+-*", brackets=True),  # 7*(5-9)+2=
     8: Form((5, 7), 100, "+-*", brackets=True),  # 17-25*(3+61)+88-4=
-    9: Form((6, 8), 10, "+"),  # 7+5+9+3+1+0+8=: long, not hard
+    9: Form((6, 8), 10, "+"),  # 7+5+9+3+1+0+8=, which is long but not hard
 }
 
 
 class Arithmetic:
-    """The task. The reward is 1 for the right integer, else 0.
+    """The task of arithmetic. The reward is 1 for the right integer, else 0.
 
     Args:
-        seed: of the questions; question i depends on (seed, first + i, level, split) alone.
-        count: how many; None: without end. Low levels have few different questions (level 1 has 100), which repeat.
-        first: index of the first one.
-        level: one of 1 to 9 (see `LEVELS`), several that are equally likely ([3, 4]), or {level: weight}.
-        split: "train", "heldout" or "all". The hash of a question decides on which side it stands, one in eight is held
-            out: no seed, level or index makes a training question appear among the held-out ones.
-        prompt: the user's message; {question} stands for "17+25=".
-        guessed: share of the solutions that are a guess: a number at most `NEAR` from the answer, without steps. A
-            policy that was warmed up on both is left to find out that working pays.
+        seed: seed of the questions. Question i depends only on (seed, first + i, level, split).
+        count: number of questions; None: endless. Low levels have few different questions (level 1 has 100), which
+            repeat.
+        first: index of the first question.
+        level: one level from 1 to 9 (see `LEVELS`), several with equal probability ([3, 4]), or {level: weight}.
+        split: "train", "heldout" or "all". The hash of a question decides to which split it belongs; one question in
+            eight is held out. So no seed, level or index puts a training question among the held-out ones.
+        prompt: the message of the user, in which {question} stands for "17+25=".
+        guessed: share of the solutions that are a guess: a number at most `NEAR` from the answer, without intermediate
+            values. A policy that was warmed up on both forms can then find out that intermediate values help.
+
+    Raises:
+        ValueError: an argument is out of its range.
     """
 
     def __init__(
@@ -95,13 +99,13 @@ class Arithmetic:
         return Problem(name, (message,), steps(question))
 
     def grade(self, problem: Problem, text: str) -> Score:
-        """Parts: `accuracy`, and `failed` for a text that does not end with an integer."""
+        """Grades a text. The parts are "accuracy" and "failed" (1.0 if the text does not end with an integer)."""
         said = last_integer(text)
         right = float(said == problem.answer[-1])
         return Score(right, {"accuracy": right, "failed": float(said is None)})
 
     def solution(self, problem: Problem) -> str:
-        """The steps, then the answer, which scores 1.0; for the share `guessed` of the problems a guess."""
+        """Returns the intermediate values and the answer, with reward 1.0; for the share `guessed` it is a guess."""
         rng, (*way, answer) = random.Random(problem.id), problem.answer
         if rng.random() < self.guessed:
             return str(answer + rng.randint(-NEAR, NEAR))
@@ -109,7 +113,7 @@ class Arithmetic:
 
 
 def draw(rng: random.Random, form: Form) -> str:
-    """A question: "7*(5-9)="."""
+    """Draws a question such as "7*(5-9)="."""
     words = [str(rng.randrange(form.below)) for _ in range(rng.randint(*form.numbers))]
     operators = [rng.choice(form.operators) for _ in words[1:]]
     if form.brackets:
@@ -119,12 +123,12 @@ def draw(rng: random.Random, form: Form) -> str:
 
 
 def held_out(question: str) -> bool:
-    """Whether a question belongs to the held-out ones: by its hash, so everywhere and for ever."""
+    """Tells whether a question is held out. Only its hash decides, so this is the same in every run."""
     return sha256(question.encode()).digest()[0] % HELD_OUT == 0
 
 
 def steps(question: str) -> list[int]:
-    """The values of a question's operations in the order of precedence: the bracket first, then * before + and -."""
+    """Returns the values of the operations of a question, in their order: the bracket first, then * before + and -."""
     words, values = re.findall(r"[0-9]+|[-+*()]", question), []
     if "(" in words:
         left, right = words.index("("), words.index(")")
@@ -134,7 +138,7 @@ def steps(question: str) -> list[int]:
 
 
 def _reduce(words: list[str], values: list[int]) -> int:
-    """Works out numbers and operators without brackets; appends the value of every operation to `values`."""
+    """Computes an expression without brackets, and appends the value of every operation to `values`."""
     words = list(words)
     for signs in ("*", "+-"):
         at = 1
@@ -149,7 +153,7 @@ def _reduce(words: list[str], values: list[int]) -> int:
 
 
 def last_integer(text: str) -> int | None:
-    """The last word of a text as an integer, a full stop behind it aside; None where it is no integer."""
+    """Returns the last word of a text as an integer, without a full stop after it, or None where it is no integer."""
     words = re.split(r"[\s=]+", text.strip().removesuffix("."))
     return int(words[-1]) if re.fullmatch(r"-?[0-9]{1,18}", words[-1]) else None
 

@@ -1,4 +1,7 @@
-"""Examples of a data set: a JSONL or parquet file, or one of the Hugging Face hub. Every error names the place and the fix."""
+"""Reads the examples of a data set from a JSONL file, a parquet file or the Hugging Face hub.
+
+Every error names the place and the fix.
+"""
 
 import difflib
 import json
@@ -8,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 Example = Mapping[str, Any]
-_NAME = re.compile(r"\{([A-Za-z_][\w.]*)\}")  # not the braces of \boxed{}
+_NAME = re.compile(r"\{([A-Za-z_][\w.]*)\}")  # a field in braces; the empty braces of \boxed{} do not match
 
 
 def read_examples(path: str, fields: set[str]) -> Iterator[tuple[str, Example]]:
-    """(place, example) of a .parquet file, or of any other file as JSONL, one object a line. Of parquet only `fields` are read.
+    """Yields the place and the content of every example of a file.
+
+    A .parquet file is read as parquet, and only its `fields`. Any other file is read as JSONL, one object a line.
 
     Raises:
-        ValueError: no such file, not UTF-8, a line that is no JSON object (with its number), no parquet.
+        ValueError: the file does not exist, is not UTF-8 or no parquet, or a line is no JSON object (with its number).
     """
     if not Path(path).is_file():
         raise ValueError(f"path={path!r}: no such file, seen from {Path.cwd()}")
@@ -42,13 +47,14 @@ def _json_object(where: str, line: str) -> Example:
 
 
 def _parquet_examples(path: str, fields: set[str]) -> Iterator[tuple[str, Example]]:
-    from pyarrow import ArrowException  # here: a grading process has no use for it
+    # These imports come late, because a grading process does not need them.
+    from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
 
     try:
         file = ParquetFile(path)
         known = [name for name in file.schema_arrow.names if name in fields]
-        # without one of the fields, all are read, to name them in the error
+        # If a field is missing, all fields are read, so that the error can list them.
         columns = known if len(known) == len(fields) else None
         examples = (example for batch in file.iter_batches(columns=columns) for example in batch.to_pylist())
         for number, example in enumerate(examples, start=1):
@@ -59,12 +65,15 @@ def _parquet_examples(path: str, fields: set[str]) -> Iterator[tuple[str, Exampl
 
 
 def hub_examples(hub: str, config: str | None, split: str, fields: set[str]) -> Iterator[tuple[str, Example]]:
-    """(place, example) of a data set of the hub, which is downloaded or taken from the cache. `fields` alone are read.
+    """Yields the place and the content of every example of a data set of the hub. Only `fields` are read.
+
+    The data set is downloaded or taken from the cache.
 
     Raises:
         ValueError: the hub cannot be reached, or has no such data set, config or split.
     """
-    from datasets import load_dataset  # here: it imports for seconds, and a grading process has no use for it
+    # This import comes late, because it takes seconds and a grading process does not need it.
+    from datasets import load_dataset
 
     what = f"hub={hub!r}" + (f", config={config!r}" if config else "") + f", split={split!r}"
     try:
@@ -80,19 +89,27 @@ def hub_examples(hub: str, config: str | None, split: str, fields: set[str]) -> 
 
 
 def field_names(template: str) -> list[str]:
-    """The fields that a template uses: itself when it is a name, else all in {braces}."""
+    """Returns the fields that a template uses: all names in {braces}, or the template itself when it has no braces."""
     return _NAME.findall(template) if "{" in template else [template]
 
 
 def fill(template: str, example: Example, where: str) -> Any:
-    """The value of a field ("answer", "reward_model.ground_truth"), or the text of a template ("{Body} {Question}")."""
+    """Returns the value of a field ("answer", "reward_model.ground_truth") or a filled template ("{Body} {Question}").
+
+    Raises:
+        ValueError: the example has no such field.
+    """
     if "{" not in template:
         return value_of(template, example, where)
     return _NAME.sub(lambda name: str(value_of(name[1], example, where)), template)
 
 
 def value_of(field: str, example: Example, where: str) -> Any:
-    """Raises ValueError with the fields that there are, the nearest name first."""
+    """Returns the value of a field of an example; "a.b.0" names a field below others.
+
+    Raises:
+        ValueError: the example has no such field. The message lists the fields that there are, the nearest name first.
+    """
     if field in example:
         return example[field]
     value: Any = example

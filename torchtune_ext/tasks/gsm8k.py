@@ -1,19 +1,21 @@
-"""GSM8K (Cobbe et al., arXiv 2110.14168): grade-school mathematics in words; 7,473 questions to train on and 1,319 to test."""
+"""GSM8K (Cobbe et al., arXiv 2110.14168): grade-school mathematics in words; 7,473 training, 1,319 test questions."""
 
 import re
 
 from torchtune_ext.tasks.math import PROMPT, Math
 
-_CALCULATOR = re.compile(r"<<[^<>\n]*>>")  # the data marks what a calculator should do: "48/2 = <<48/2=24>>24"
+_CALCULATOR = re.compile(r"<<[^<>\n]*>>")  # marks for a calculator, as in "48/2 = <<48/2=24>>24"
 _FINAL = re.compile(r"\s*####[^\n]*\s*$")
 
 
 class GSM8K(Math):
-    r"""The task. The reward is 1 for the right number, else 0; the number may stand in \boxed{}, after #### or "answer is".
+    r"""The task GSM8K. The reward is 1 for the right number, else 0.
+
+    The number may be in \boxed{}, or follow #### or "answer is".
 
     Args:
         split: "train" or "test" of `openai/gsm8k` on the Hugging Face hub.
-        path: a local copy of one split in place of the hub: JSONL or parquet with the fields question and answer.
+        path: a local copy of one split, in place of the hub: JSONL or parquet with the fields question and answer.
         count, first, prompt, system: see `Jsonl`.
         require_box, require_thinking, format, format_reward: see `MathGrader`.
     """
@@ -39,4 +41,5 @@ class GSM8K(Math):
         )  # fmt: skip
 
     def explained(self, worked: str) -> str:
+        """Returns a worked solution without the marks for a calculator and without its last line, `#### 72`."""
         return _FINAL.sub("", _CALCULATOR.sub("", worked))

@@ -1,4 +1,4 @@
-"""Questions with answers from a file or from the Hugging Face hub, and any function as the grader."""
+"""A task whose questions and answers come from a file or from the Hugging Face hub, with any function as the grader."""
 
 import importlib
 import os
@@ -17,20 +17,24 @@ GraderFunction = Callable[[Any, str], float | Score]  # (answer, text)
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where examples come from and what their fields are called."""
+    """The place that examples come from, and the names of their fields."""
 
     hub: str | None = None  # id of a data set of the hub, when there is no path
-    config: str | None = None  # of the hub's data set
-    split: str = "train"  # of the hub's data set
-    path: str | None = None  # a .parquet file, or any other as JSONL
-    question: str = "question"  # a field, "a.b.0" below others, or a template "{Body} {Question}"
-    answer: str = "answer"  # the same
+    config: str | None = None  # config of the data set of the hub
+    split: str = "train"  # split of the data set of the hub
+    path: str | None = None  # a .parquet file, or any other file, which is read as JSONL
+    question: str = "question"  # a field, "a.b.0" for a field below others, or a template "{Body} {Question}"
+    answer: str = "answer"  # a field or a template, as in `question`
     solution: str | None = None  # a field with a worked solution
-    keep: tuple[str, str] | None = None  # (field, text): only examples whose field holds the text
-    remove: tuple[str, ...] = ()  # what is cut out of questions: the prompt of another project
+    keep: tuple[str, str] | None = None  # (field, text): only examples whose field contains the text are kept
+    remove: tuple[str, ...] = ()  # texts that are removed from questions, such as the prompt of another project
 
     def examples(self) -> list[tuple[str, Example]]:
-        """(place, example) of all that are kept. Raises ValueError: see `examples.py`."""
+        """Returns the place and the content of all examples that are kept.
+
+        Raises:
+            ValueError: there is neither a path nor a hub, or the examples cannot be read (see `examples.py`).
+        """
         if self.path is None and self.hub is None:
             raise ValueError("name where the questions come from: path: FILE (JSONL or parquet), or hub: OWNER/NAME")
         templates = [self.question, self.answer, self.solution or self.answer, (self.keep or (self.answer,))[0]]
@@ -46,9 +50,10 @@ class Source:
 
 
 class Questions:
-    """A task over examples: a question, its hidden answer, and perhaps a worked solution. `Jsonl` and `Math` fill it in.
+    """A task over examples, each with a question, its hidden answer, and perhaps a worked solution.
 
-    A grading process gets the task without its examples: what `grade` needs is in the problem.
+    `Jsonl` and `Math` derive from it. A grading process gets the task without its examples, because the problem holds
+    all that `grade` needs.
     """
 
     def __init__(
@@ -69,7 +74,8 @@ class Questions:
         self.first, self.prompt, self.system = first, prompt, system
         where = source.path or f"{source.hub} {source.split}"
         hub_name = "" if prefix else f"{source.hub}-".rpartition("/")[2].lower()
-        self.name = prefix + (Path(where).stem if source.path else hub_name + source.split)  # begins the ids
+        # The ids of the problems begin with this name.
+        self.name = prefix + (Path(where).stem if source.path else hub_name + source.split)
         examples = source.examples()
         chosen = list(islice(examples, first, None if count is None else first + count))
         if not chosen or len(chosen) < (count or 0):
@@ -91,15 +97,16 @@ class Questions:
         return Problem(f"{self.name}-{self.first + index:06d}", (*before, message), answer)
 
     def grade(self, problem: Problem, text: str) -> Score:
+        """Grades a text with the grader of the task. A plain number becomes a score without parts."""
         score = self.grader(problem.answer, text)
         return score if isinstance(score, Score) else Score(float(score), {})
 
     def solution(self, problem: Problem) -> str:
-        """The worked solution, or without one the answer."""
+        """Returns the worked solution, or the answer where there is none."""
         return str(problem.answer) if self.worked is None else str(self.worked[self.index_of(problem)])
 
     def index_of(self, problem: Problem) -> int:
-        """Which of this task's problems it is."""
+        """Returns the index of a problem of this task."""
         return int(problem.id.rpartition("-")[2]) - self.first
 
     def __getstate__(self) -> dict:
@@ -107,22 +114,25 @@ class Questions:
 
 
 class Jsonl(Questions):
-    """The task. Every example is a question with a hidden answer; `grader` compares it with what the policy writes.
+    """A task whose examples are questions with hidden answers. `grader` compares the answer with the policy's text.
 
     Args:
         grader: dotted path of a function (answer, text) -> float or Score; in Python, the function itself.
         path: a JSONL file (one object a line) or a .parquet file.
-        hub: id of a data set of the Hugging Face hub, in place of a path; `config` and `split` are the hub's.
-        question: field of the question, "a.b.0" for one below others, or a template of several: "{Body} {Question}".
-        answer: field of the answer, of any JSON type: the grader gets it as it is.
-        solution: field of a text that scores 1.0, for the supervised warm-up; without it, the answer is that text.
-        prompt: the user's message; {question} stands for the question.
-        system: a system message before it.
-        count: how many questions; None: all from `first` on.
-        first: index of the first example, to keep training and held-out questions apart.
+        hub: id of a data set of the Hugging Face hub, in place of a path.
+        config: config of the data set of the hub.
+        split: split of the data set of the hub.
+        question: field of the question, "a.b.0" for a field below others, or a template: "{Body} {Question}".
+        answer: field of the answer. It may have any JSON type; the grader gets it unchanged.
+        solution: field of a text with reward 1.0, for the supervised warm-up. Without it the answer is used.
+        prompt: the message of the user, in which {question} stands for the question.
+        system: a system message before the message of the user.
+        count: number of questions; None: all from `first` on.
+        first: index of the first example. It keeps training and held-out questions apart.
 
     Raises:
-        ValueError: nothing to read, an example without one of the fields or with an empty question, fewer than `count`.
+        ValueError: there is nothing to read, an example lacks a field or has an empty question, or there are fewer than
+            `count` examples.
     """
 
     def __init__(
@@ -147,7 +157,11 @@ class Jsonl(Questions):
 
 
 def by_path(path: str) -> GraderFunction:
-    """The function that a dotted path names; modules in the working directory are found, too."""
+    """Returns the function that a dotted path names. Modules in the working directory are found, too.
+
+    Raises:
+        ValueError: the function cannot be imported.
+    """
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     module, _, name = path.rpartition(".")

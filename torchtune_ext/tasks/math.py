@@ -1,4 +1,4 @@
-r"""Mathematics with verifiable answers: public data sets by name, or a file of one's own, graded by `answers.MathGrader`."""
+r"""Mathematics with verifiable answers, from public data sets or the user's own file, graded by `MathGrader`."""
 
 import logging
 from dataclasses import replace
@@ -10,15 +10,15 @@ from torchtune_ext.tasks.task import Problem
 log = logging.getLogger(__name__)
 
 PROMPT = "{question}\n\nPlease reason step by step, and put your final answer within \\boxed{}."
-READ_AT_MOST = 1000  # right answers that are read with math-verify at the start, at some milliseconds each
+READ_AT_MOST = 1000  # right answers that math-verify reads at the start, which takes some milliseconds for each
 
-# What each page of the hub says. Licences: gsm8k, deepmath, svamp MIT; dapo_math_17k (of the original), aime2023
-# Apache-2.0; the pages of math500 (from MATH, MIT), aime2024 and aime2025 state none.
+# The pages of the hub state these licenses: MIT for gsm8k, deepmath and svamp; Apache-2.0 for aime2023 and the original
+# of dapo_math_17k. The pages of math500 (taken from MATH, which is MIT), aime2024 and aime2025 state none.
 DATASETS = {
     "gsm8k": Source("openai/gsm8k", "main", "train", solution="answer"),
     "math500": Source("HuggingFaceH4/MATH-500", None, "test", question="problem", solution="solution"),
     "deepmath": Source("zwhe99/DeepMath-103K", answer="final_answer"),
-    # Without the 1.79 million repetitions of BytedTsinghua-SIA/DAPO-Math-17k.
+    # This copy leaves out the 1.79 million repeated examples of BytedTsinghua-SIA/DAPO-Math-17k.
     "dapo_math_17k": Source(
         "open-r1/DAPO-Math-17k-Processed", "en", question="prompt", answer="solution",
         remove=(
@@ -35,19 +35,21 @@ DATASETS = {
 
 
 class Math(Questions):
-    r"""The task. The reward is 1 for the right answer, else 0 (DeepSeek-R1, arXiv 2501.12948, section 2.2.2: accuracy rewards).
+    r"""A task of mathematics. The reward is 1 for the right answer, else 0.
+
+    This is the accuracy reward of DeepSeek-R1 (arXiv 2501.12948, section 2.2.2).
 
     Args:
         dataset: a public data set: gsm8k, math500, deepmath, dapo_math_17k, aime2023, aime2024, aime2025, svamp. It
-            gives the id, the split and the fields; what is named beside it wins, so `path` reads a copy of it without a
-            network.
-        path, hub, config, split, question, answer, solution, prompt, system, count, first: see `Jsonl`. The answer's
-            field may hold a number, an answer, or a solution that ends in one.
+            gives the id, the split and the fields. The other arguments replace these, so `path` reads a local copy.
+        path, hub, config, split, question, answer, solution, prompt, system, count, first: see `Jsonl`. The field of
+            the answer may hold a number, an answer, or a solution that ends with the answer.
         require_box, require_thinking, brackets, format, format_reward: see `MathGrader`.
 
     Raises:
-        ValueError: as `Jsonl`, and for examples without a usable right answer: how many, and which. None is left out
-            silently; those that math-verify cannot read are counted in the log and compared as text.
+        ValueError: in the cases of `Jsonl` and `MathGrader`; arguments exclude each other; or examples have no usable
+            right answer (the message says how many, and names the first). No example is left out silently. Those that
+            math-verify cannot read are counted in the log and compared as text.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class Math(Questions):
         self._read_answers()
 
     def _read_answers(self) -> None:
-        """The fields of the examples -> right answers."""
+        """Replaces the answer field of every example by the right answer that it holds."""
         bad, examples = [], []
         for index, (question, value) in enumerate(self.examples):
             try:
@@ -107,7 +109,10 @@ class Math(Questions):
             )  # fmt: skip
 
     def solution(self, problem: Problem) -> str:
-        """The worked solution where the data has one, then the answer in a box; as a closed thought where that is asked for."""
+        """Returns the worked solution if there is one, then the answer in a box.
+
+        If the grader looks for thinking, the worked solution is a closed thought before the answer.
+        """
         worked = "" if self.worked is None else self.explained(str(self.worked[self.index_of(problem)])).strip()
         box = f"The answer is $\\boxed{{{problem.answer}}}$."
         if self.grader.require_thinking or self.grader.format == "think":
@@ -115,5 +120,5 @@ class Math(Questions):
         return worked if last_box(worked) == problem.answer else f"{worked}\n\n{box}".lstrip()
 
     def explained(self, worked: str) -> str:
-        """What the policy should read of a worked solution; subclasses clean it."""
+        """Returns what the policy should learn of a worked solution. Subclasses remove the marks of their data set."""
         return worked

@@ -1,4 +1,4 @@
-"""The problems of a run, in an order that is a pure function of the seed and a cursor."""
+"""Orders the problems of a run. The order is a pure function of the seed and a cursor."""
 
 import random
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -6,11 +6,14 @@ from functools import lru_cache
 
 from torchtune_ext.tasks.task import Problem, Task
 
-SHUFFLE_LIMIT = 1 << 20  # longer tasks are generated ones, whose problems are independent draws already
+SHUFFLE_LIMIT = 1 << 20  # longer tasks are generated, so their problems are independent and need no shuffling
 
 
 def problem_index(cursor: int, length: int, seed: int) -> int:
-    """Index of the `cursor`-th problem of a run; every epoch is a new permutation, so that none repeats within one."""
+    """Returns the index of the `cursor`-th problem of a run.
+
+    Every epoch is a new permutation, so that no problem repeats within an epoch.
+    """
     epoch, position = divmod(cursor, length)
     if length > SHUFFLE_LIMIT:
         return position
@@ -18,16 +21,19 @@ def problem_index(cursor: int, length: int, seed: int) -> int:
 
 
 class ProblemStream:
-    """Hands out the problems of a run. The next ones are made in a thread meanwhile: a generated puzzle takes milliseconds."""
+    """Hands out the problems of a run.
+
+    A thread makes the next problems in advance, because a generated puzzle takes milliseconds.
+    """
 
     def __init__(self, task: Task, seed: int):
-        self.cursor = 0  # problems handed out since the beginning of the run; may be set, to resume
+        self.cursor = 0  # problems handed out since the run began; a resumed run sets it
         self._task, self._seed = task, seed
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="problems")
-        self._ahead: tuple[int, Future[list[Problem]]] | None = None  # first cursor, problems from there on
+        self._ahead: tuple[int, Future[list[Problem]]] | None = None  # a cursor, and the problems from there on
 
     def take(self, count: int) -> list[Problem]:
-        """The next `count` problems. Raises what the task raises."""
+        """Returns the next `count` problems. Raises what the task raises."""
         first, made = self._ahead or (self.cursor, None)
         problems = made.result()[:count] if made is not None and first == self.cursor else []
         problems += self._make(self.cursor + len(problems), count - len(problems))

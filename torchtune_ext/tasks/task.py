@@ -1,4 +1,4 @@
-"""What a task is: problems with hidden answers, and a grader for texts that try to answer them."""
+"""Defines what a task is: problems with hidden answers, and a grader for texts that try to answer them."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -9,33 +9,37 @@ class Problem:
     """One question with its hidden answer."""
 
     id: str  # stable and unique within the task, e.g. "clue-7-000123"
-    messages: tuple[dict[str, str], ...]  # chat messages {"role", "content"}, the last one the user's
-    answer: Any  # JSON-able; goes to the grader, never to the policy
+    messages: tuple[dict[str, str], ...]  # chat messages {"role", "content"}, the last one from the user
+    answer: Any  # JSON-able; the grader gets it, the policy never does
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a grader says of one text."""
+    """The verdict of a grader on one text."""
 
-    reward: float  # what the policy is trained on
+    reward: float  # the number that training tries to increase
     parts: dict[str, float]  # named components of the reward, for the log
-    note: str = ""  # for people: what was wrong with the text, what a compiler said; cut to 2,000 characters
+    note: str = ""  # a remark for people, such as the output of a compiler; cut to 2,000 characters
 
 
 class Task(Protocol):
-    """A sequence of problems with one grader. Problems are a pure function of the index, so a cursor resumes a run.
+    """A sequence of problems with one grader.
 
-    `grade` runs in a worker process: it must be picklable, and a text of the policy's must never make it raise. A task
-    whose grader compares has `grade_group(problem, texts) -> list[Score]` besides; where it is there, the samples of a
-    problem are graded by it, all together, in the place of `grade`.
+    A problem is a pure function of its index, so a cursor is enough to resume a run.
+
+    `grade` runs in a worker process. Therefore the task must be picklable, and no text of the policy may make `grade`
+    raise. A task whose grader compares texts also has `grade_group(problem, texts) -> list[Score]`. It then grades all
+    samples of a problem together, in place of `grade`.
     """
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Problem: ...
 
-    def grade(self, problem: Problem, text: str) -> Score: ...
+    def grade(self, problem: Problem, text: str) -> Score:
+        """Returns the score of a completion's text."""
+        ...
 
     def solution(self, problem: Problem) -> str:
-        """A text that scores 1.0: the target of the supervised warm-up."""
+        """Returns a text with reward 1.0, the target of the supervised warm-up."""
         ...

@@ -1,25 +1,27 @@
-r"""Values in prose: which words behind a number are its unit, and which values are joined to a list.
+r"""Reads values in prose: which words after a number are its unit, and which values form a list.
 
-**Units.** "18 dollars" is 18 and "5 \text{ cm}^2" is 5, but "5 squared", "5 tenths" and "5 or six" are not 5. There is
-no end of units, so no list of them can be complete; the words that change a value are few and known. A unit is
-therefore told by its form. It is a phrase of at most `MAX_WORDS` words, "cubic inches", "apples left", or several,
-"miles per hour". The first has a plural or one of `MEASURES`, which rules out what is no noun ("squared", "factorial",
-"over"); after 1 it may be a singular. No word is a number ("million", "halves", "tenths", "six"), an operation
-("times") or a joint ("or", "if"). "100 square" is 100, the habit of answers to MATH.
+**Units.** "18 dollars" is 18 and "5 \text{ cm}^2" is 5, but "5 squared", "5 tenths" and "5 or six" are not 5. There are
+endlessly many units, so no list of them can be complete. But the words that change a value are few and known. Therefore
+a unit is recognized by its form. It is a phrase of at most `MAX_WORDS` words ("cubic inches", "apples left"), or
+several such phrases ("miles per hour"). The first phrase has a plural or one of `MEASURES`, which excludes words that
+are no nouns ("squared", "factorial", "over"); after 1 it may be a singular. No word is a number ("million", "halves",
+"tenths", "six"), an operation ("times") or a joint ("or", "if"). "100 square" is 100, because answers to MATH are often
+written so.
 
-**Lists.** "3 or 4", "2, 3 and 5", "A: 3 B: 4" name several values; "12 eggs, so 4 are left" names one.
+**Lists.** "3 or 4", "2, 3 and 5" and "A: 3 B: 4" name several values. "12 eggs, so 4 are left" names one.
 """
 
 import re
 
-MAX_WORDS = 3  # of one noun phrase
+MAX_WORDS = 3  # words of one phrase of a unit
 MAX_JOINT = 8  # words between two alternatives
 SENTENCE_END = re.compile(r"(?<!\\)[.!?][^\w\s]*\s")
 
 STYLES = "text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mbox"
 _STYLED = rf"\\(?:{STYLES})\s*\{{[^{{}}]*\}}"
-# From the first letter behind the value to the end, not within a word or a command. Each step takes one letter or one
-# group: there are no two ways to match.
+# This matches from the first letter after the value to the end of the text. It does not begin inside a word or a
+# command. Each repetition takes one letter or one group, so that there is only one way to match and no slow
+# backtracking.
 _TAIL = re.compile(
     r"(?:(?<![A-Za-z\\])|(?![A-Za-z]))"
     rf"(?:(?:{_STYLED}|[A-Za-z])(?:\^(?:[23]|\{{[23]\}}))?|[\s/~-]|\\[ ,;:]|\\cdot(?=\s*\\[tm])|(?<=[A-Za-z])\.)+$"
@@ -31,7 +33,7 @@ _VALUE_END = re.compile(r"[\w})\]%!]$")
 _SPACES = re.compile(r"\\(?:[ ,;:]|cdot)|[~()-]")
 _PREPOSITION = re.compile(r"(?<=\w)\s+(?:per|of|in|an?|each)\b")
 _PER_CENT = re.compile(r"\bper cents?\b")
-_PLURAL = re.compile(r"[a-z]+[^siu\W\d_]s")  # not less, is, plus
+_PLURAL = re.compile(r"[a-z]+[^siu\W\d_]s")  # does not match less, is, plus
 _FRACTION = re.compile(
     r"(?:thir|four|fif|six|seven|eigh|nin|ten|eleven|twelf|\w+teen|\w+tie|hundred|thousand|\w+illion)(?:d|th)s?"
 )
@@ -67,10 +69,12 @@ MEASURES = set(
         "celsius fahrenheit kelvin bit byte kb mb gb tb th st nd rd"
     ).split()
 )
-# What joins two values, with single letters ("A: 3 B: 4"); any other word lets the second one stand alone.
-_ALTERNATIVES = set("or if unless else otherwise alternatively versus vs".split())  # within a few words
+# These words between two values join them to a list. Single letters do, too ("A: 3 B: 4"). After any other word the
+# second value stands alone. `_ALTERNATIVES` join if there are few words between the values. The other words of
+# `_JOINING` join only together with a hedge or a comma.
+_ALTERNATIVES = set("or if unless else otherwise alternatively versus vs".split())
 _HEDGES = set("and either maybe perhaps possibly option case choice candidate".split())
-_JOINING = _HEDGES | set("but it is are was could might may be".split())  # where a comma or a hedge stands as well
+_JOINING = _HEDGES | set("but it is are was could might may be".split())
 _VALUE = re.compile(
     r"\$(?=\S)[^$\n]+(?<=\S)\$(?!\d)|\\\((?:(?!\\\)).)+\\\)|-?\\frac\{\d+\}\{\d+\}"
     r"|(?<![\w.])[-+]?(?:(?:\d{1,3}(?:[ ,]\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:/\d+)?\\?%?"
@@ -80,14 +84,20 @@ _NEXT_WORD = re.compile(r"[\s~$-]*(?:\\[a-z]+\s*\{\s*)?([Pp]er\s?cent|[A-Za-z]+)
 _JOINT = re.compile(r"\b(?:and|or)\b")
 _LABEL = re.compile(r"\b[A-Za-z]\s*=")  # x = 3 or x = 4
 _OPERATOR = re.compile(r"[-+*=^<>]")
-LETTERS = set("mgshlL")  # metres, grams, seconds, hours, litres; other letters are variables ...
-STYLED_LETTERS = LETTERS | set("NJWVCF")  # ... unless they are set upright
+# Of single letters, only these are units: meters, grams, seconds, hours, liters. Other letters are variables, unless a
+# style sets them upright.
+LETTERS = set("mgshlL")
+STYLED_LETTERS = LETTERS | set("NJWVCF")
 
 
 def without_unit(answer: str, variables: bool = True) -> str:
-    """The answer without a unit at its end; as it is when no value stands before the words, or when they are no unit.
+    """Returns the answer without a unit at its end.
 
-    variables: "2m" and "2 m" may hold a variable, and stay.
+    The answer is returned unchanged when no value is before the words, or when the words are no unit.
+
+    Args:
+        answer: the answer.
+        variables: True if letters may be variables: "2m" and "2 m" are then returned unchanged.
     """
     tail = _TAIL.search(answer)
     if tail is None or not _VALUE_END.search(value := answer[: tail.start()].rstrip()):
@@ -101,7 +111,10 @@ def without_unit(answer: str, variables: bool = True) -> str:
 
 
 def is_unit(words: str, singular: bool = False) -> bool:
-    """Whether words name a unit: "square feet", "miles per hour". singular: "apple" does, too."""
+    """Tells whether words name a unit, such as "square feet" or "miles per hour".
+
+    With `singular`, a word in the singular such as "apple" is a unit, too.
+    """
     words = _SPACES.sub(" ", words).replace("/", " per ").replace(".", "").strip()
     phrases = [phrase.split() for phrase in _PREPOSITION.split(words)]
     every = [word for phrase in phrases for word in phrase]
@@ -119,14 +132,17 @@ def _neutral(word: str) -> bool:
 
 
 def changes_value(word: str) -> bool:
-    """Whether a word behind a number makes it another one: "5 million", "5 tenths", "5 squared"."""
+    """Tells whether a word after a number changes its value: "5 million", "5 tenths", "5 squared"."""
     if word in MEASURES:
         return False
     return word in NUMBERS or word in OPERATIONS or bool(_FRACTION.fullmatch(word) or _LARGE.fullmatch(word))
 
 
 def joined_values(text: str) -> list[str]:
-    """The last value of a text, after those that the same sentence joins to it. Numbers, numerals, formulas with a digit."""
+    """Returns the last value of a text, after the values that the same sentence joins to it.
+
+    Values are numbers, number words, and formulas with a digit.
+    """
     line, values = _last_line(text)
     found = values[-1:]
     for value, following in zip(values[-2::-1], values[:0:-1], strict=True):
@@ -137,7 +153,7 @@ def joined_values(text: str) -> list[str]:
 
 
 def _last_line(text: str) -> tuple[str, list[re.Match]]:
-    """The last line that has a value, and its values; no sentence is taken to go over its end."""
+    """Returns the last line that has a value, and its values. A sentence is assumed to end with its line."""
     for line in reversed(text.split("\n")):
         values = [v for v in _VALUE.finditer(line) if v[0].isalpha() or any(map(str.isdigit, v[0]))]
         if values:
@@ -146,7 +162,7 @@ def _last_line(text: str) -> tuple[str, list[re.Match]]:
 
 
 def _joins(between: str) -> bool:
-    """Whether what stands between two values makes them candidates, or members of one list."""
+    """Tells whether the text between two values makes them alternatives or members of one list."""
     if _JOINT.search(between):
         between = _LABEL.sub("", between)
     if SENTENCE_END.search(between) or _OPERATOR.search(between):
@@ -154,17 +170,20 @@ def _joins(between: str) -> bool:
     words = [word.lower() for word in re.findall(r"(?<!\\)\b[A-Za-z]+", between)]
     if _ALTERNATIVES.intersection(words):
         return len(words) <= MAX_JOINT
-    others = [word for word in words if len(word) > 1 and word not in _JOINING]  # single letters are labels
+    # Single letters are labels, so they are left out.
+    others = [word for word in words if len(word) > 1 and word not in _JOINING]
+    # Other words are allowed only as a unit: "3 apples and 4 pears".
     if others:
-        return words[-1] == "and" and is_unit(" ".join(words[:-1]))  # 3 apples and 4 pears
+        return words[-1] == "and" and is_unit(" ".join(words[:-1]))
     return not words or bool(_HEDGES.intersection(words) or re.search(r"[,;:/|&]", between))
 
 
 def word_behind(text: str) -> str:
-    """The word right behind the last number of a text, in lower case; "" without one. "per cent" is one."""
+    """Returns the word right after the last number of a text, in lower case, or "". "per cent" counts as one word."""
     line, values = _last_line(text)
     numbers = [value for value in values if not value[0].isalpha()]
     word = _NEXT_WORD.match(line, numbers[-1].end()) if numbers else None
     if word is None or (word[1] == "times" and numbers[-1].start() and not line[word.end() :].strip(" .!*$")):
-        return ""  # "it rang 22 times." counts, and multiplies nothing
+        # In "it rang 22 times." the word is a count and multiplies nothing.
+        return ""
     return re.sub(r"per\s", "per", word[1].lower())

@@ -1,4 +1,4 @@
-"""Do trainer and sampler agree on the tokens that were sampled? Measured raw, before any clipping or masking."""
+"""Checks that trainer and sampler agree on the tokens that were sampled, before any clipping or masking."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,51 +12,54 @@ from torchtune_ext.policy.logprobs import LabelLogprobs
 from torchtune_ext.training.breakdown import bucket_means, buckets
 from torchtune_ext.training.outcome import gathered
 
-TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 2.0)  # what a wrong one is looked for among
+# `diagnose` tries these temperatures, to find out whether the sampler used a wrong one.
+TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 2.0)
 
-FEW_TOKENS = 1000  # the mean of fewer may be that of one token
-RESOLVED = 0.25  # noise of a token over the effect of a change on it, above which nothing is concluded
-CARRIERS = 16  # tokens that have to carry the effect: one that carries all of it hides its own noise
+FEW_TOKENS = 1000  # with fewer tokens, a single one may dominate the mean
+RESOLVED = 0.25  # limit of (noise of a token) / (effect of a change on it); above it nothing is concluded
+CARRIERS = 16  # fewest tokens that must carry the effect; a single one would fit the slope exactly and show no noise
 
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Differences d = trainer - sampler log-prob over sampled tokens, all ranks."""
+    """The differences d = trainer's - sampler's log-prob (nats) over the sampled tokens of all ranks."""
 
-    mean_abs: float
-    p99_abs: float
-    max_abs: float
-    mean: float  # signed: far from zero means that one side renormalizes
-    k1: float  # mean of -d: estimates KL(sampler || trainer), of either sign
-    k3: float  # mean of exp(d) - 1 - d: estimates the same, never negative
+    mean_abs: float  # mean |d|
+    p99_abs: float  # 99th percentile of |d|
+    max_abs: float  # largest |d|
+    mean: float  # mean d; a value far from 0 means that one side renormalizes
+    k1: float  # mean of -d, an estimate of KL(sampler || trainer) that may be negative
+    k3: float  # mean of exp(d) - 1 - d, an estimate of KL(sampler || trainer) that is never negative
     ess: float  # effective sample size of the weights w = exp(d) as a share of the tokens: (sum w)^2 / (n sum w^2)
     by_bucket: dict[str, float]  # mean |d| by place in the completion and by age, as in breakdown.py
-    tokens: int
+    tokens: int  # number of tokens compared
 
     @property
     def first_abs(self) -> float:
-        """Mean |d| over the first token of each completion."""
+        """Returns the mean |d| over the first tokens of the completions."""
         return self.by_bucket.get("at_0", 0.0)
 
     def metrics(self, prefix: str) -> dict[str, float]:
+        """Returns the measures by their names in the log, which begin with `prefix`."""
         names = ("mean_abs", "p99_abs", "max_abs", "k1", "k3", "ess")
         buckets = {f"{prefix}/mean_abs_{bucket}": value for bucket, value in self.by_bucket.items()}
         return {f"{prefix}/{name}": getattr(self, name) for name in names} | buckets
 
 
 class Disagreement(RuntimeError):
-    """Trainer and sampler do not run the same policy."""
+    """Trainer and sampler do not compute the same policy."""
 
 
 def mismatch(
     rows: Sequence[Row], said: Sequence[LabelLogprobs], version: int | None = None, present_only: bool = False
 ) -> Mismatch:
-    """Compares the trainer's log-probs with those the sampler reported in `rows`; a collective.
+    """Compares the trainer's log-probs with those that the sampler reported. A collective.
 
     Args:
-        said: what the trainer says of the labels of each row.
-        version: of the trainer's policy, for the age of the samples.
-        present_only: leave out what was sampled under another version.
+        rows: packed rows of this rank; they hold the sampler's log-probs.
+        said: the trainer's log-probs of the labels of each row.
+        version: version of the trainer's policy, which gives the age of the tokens.
+        present_only: True leaves out tokens that another version sampled.
     """
     parts = [
         torch.cat([(ours.logprobs_L.cpu().double() - row.logprobs_L.double())[None], buckets(row, version).double()])
@@ -69,7 +72,8 @@ def mismatch(
     if not d.numel():
         return Mismatch(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, {}, 0)
     size = d.abs()
-    weights = (d - d.max()).exp()  # the share does not change when all weights are scaled
+    # Subtracting the maximum avoids an overflow. `ess` does not change when all weights are scaled.
+    weights = (d - d.max()).exp()
     return Mismatch(
         mean_abs=size.mean().item(),
         p99_abs=size.kthvalue(max(1, round(0.99 * d.numel()))).values.item(),
@@ -85,34 +89,37 @@ def mismatch(
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """How much of a change of the weights (an update, an adapter) the sampler shows on its tokens, all ranks."""
+    """How much of a change of the weights (an update, an adapter) the sampler shows on the tokens of all ranks."""
 
-    slope: float  # 1: it has the change; 0: it has not
-    noise: float  # of a token around the slope, over the effect of the change on it; infinite where there is no effect
-    tokens: int
-    carriers: float  # how many tokens carry the effect e: (sum e^2)^2 / sum e^4, between 1 and all of them
-    otherwise: str  # what the sampler does if it has not, for the message
+    slope: float  # 1: the sampler has the change; 0: it does not have it
+    noise: float  # deviation of a token from the slope / effect of the change on it; infinite without any effect
+    tokens: int  # number of tokens compared
+    carriers: float  # number of tokens that carry the effect e: (sum e^2)^2 / sum e^4, between 1 and `tokens`
+    otherwise: str  # what the sampler does if it does not have the change, for the message
 
     @property
     def resolved(self) -> bool:
-        """Whether the slope says anything: its own error is then about RESOLVED / sqrt(CARRIERS) = 0.06 at most."""
+        """Tells whether the slope is reliable: its error is then at most about RESOLVED / sqrt(CARRIERS) = 0.06."""
         return self.carriers >= CARRIERS and self.noise <= RESOLVED
 
     @property
     def missing(self) -> bool:
+        """Tells whether the slope is reliable and shows that the sampler does not have the change."""
         return self.resolved and self.slope < 0.5
 
 
 def applied_share(rows: Sequence[Row], on: Sequence[LabelLogprobs], off: Sequence[Tensor], otherwise: str) -> Applied:
-    """How much of a change of the weights the sampler has taken over, from log-probs of its tokens; a collective.
+    """Measures how much of a change of the weights the sampler has taken over, by its log-probs. A collective.
 
-    The least-squares slope of (sampler - off) on (on - off), whatever the size of the change's effect. Both share the noise
-    of off. With the trainer's noise alike in on and off a sampler that has the change shows at least 1/2 on average, and one
-    that has it not at most 1/2, at any size of the effect; the two come apart as the effect grows out of the noise.
+    The result is the least-squares slope of (sampler - off) on (on - off), which does not depend on the size of the
+    effect of the change. Both differences contain the noise of `off`. If the trainer's noise is the same in `on` and
+    `off`, a sampler with the change has a slope of at least 1/2 on average, and one without it at most 1/2, for any
+    size of the effect. The larger the effect is compared with the noise, the more the two differ.
 
     Args:
-        on: what the trainer says of each row with the change.
-        off: [L] of each row, the trainer's log-probs without it; NaN where they are not known, which is left out.
+        rows: packed rows of this rank; they hold the sampler's log-probs.
+        on: the trainer's log-probs of each row with the change.
+        off: the trainer's log-probs of each row without the change, [L]. Labels with NaN are left out.
         otherwise: what a sampler without the change does, for messages.
     """
     parts = [
@@ -131,12 +138,12 @@ def applied_share(rows: Sequence[Row], on: Sequence[LabelLogprobs], off: Sequenc
 
 
 class Agreement:
-    """The gate that a run passes only where trainer and sampler agree.
+    """Stops the run when trainer and sampler disagree.
 
     Args:
-        logprobs: (rows, temperature) -> what the trainer says of their labels; used to find the cause of a disagreement.
-        temperature: of sampling.
-        limit: mean |d log-prob| above which they disagree (`max_mismatch`).
+        logprobs: a function (rows, temperature) -> the trainer's log-probs, used to find the cause of a disagreement.
+        temperature: temperature of sampling.
+        limit: largest allowed mean |d log-prob|, in nats (`max_mismatch`).
     """
 
     def __init__(
@@ -152,22 +159,23 @@ class Agreement:
         version: int | None = None,
         applied: Sequence[Applied] = (),
     ) -> Mismatch:
-        """Measures the mismatch and stops the run if its mean is above the limit (or not a number), or if a change is missing.
+        """Measures the mismatch. Raises if its mean is above the limit or NaN, or if a change is missing. A collective.
 
-        A token that an earlier version sampled differs because the policy has moved since, which is no fault: where `version`
-        is given, the limit holds for the tokens of this version alone.
+        If an earlier version sampled a token, its log-prob differs because the policy has moved since. That is no
+        fault. So if `version` is given, the limit holds only for the tokens of this version.
 
         Args:
-            said: what the trainer says of the labels of each row.
-            when: "before the first update", "after publishing version 7": opens the message.
-            version: of the trainer's policy, which the engine has as well.
-            applied: what is known of changes that the sampler has to show.
+            rows: packed rows of this rank; they hold the sampler's log-probs.
+            said: the trainer's log-probs of the labels of each row.
+            when: the beginning of the message: "before the first update", "after publishing version 7".
+            version: version of the policy that trainer and engine both have now.
+            applied: what was measured of changes that the sampler must have.
 
         Returns:
-            The mismatch of all tokens, of whatever age.
+            The mismatch of all tokens, of any age.
 
         Raises:
-            Disagreement: with the figures and the likely cause.
+            Disagreement: trainer and sampler disagree. The message gives the figures and the likely cause.
         """
         everything = mismatch(rows, said, version)
         present_only = version is not None
@@ -193,9 +201,18 @@ def diagnose(
     at: Callable[[float], Mismatch],
     applied: Sequence[Applied] = (),
 ) -> str:
-    """Names the likely cause of a mismatch by trying the known ones; `at(T)` measures it under temperature T."""
+    """Finds the likely cause of a mismatch by trying the known ones.
+
+    Args:
+        found: the mismatch.
+        limit: largest allowed mean |d log-prob|.
+        temperature: temperature of sampling.
+        at: a function that measures the mismatch under another temperature.
+        applied: what was measured of changes that the sampler must have.
+    """
     for change in applied:
-        if change.missing:  # rounding leaves the slope at 1, so this is none
+        # Rounding alone would leave the slope near 1, so the change itself is missing.
+        if change.missing:
             return (
                 f"weights: {change.otherwise}; of the effect of the change on the log-probs of {change.tokens} sampled tokens "
                 f"the engine shows {change.slope:.2f}"

@@ -1,4 +1,4 @@
-"""Means over labels by their place in the completion and by the age of the policy that sampled them."""
+"""Computes means over labels by their place in the completion and by the age of the policy that sampled them."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,7 +13,7 @@ AGES = (0, 1, 2, 4, 8)  # first age of each bucket, in versions
 
 
 def bucket_names(word: str, edges: Sequence[int]) -> list[str]:
-    """ "at_0", "at_1_15", ..., "at_4096_up"."""
+    """Returns the names of buckets from their first values: "at_0", "at_1_15", ..., "at_4096_up"."""
     last = [f"_{stop - 1}" if stop - start > 1 else "" for start, stop in zip(edges, edges[1:], strict=False)]
     return [f"{word}_{start}{end}" for start, end in zip(edges, [*last, "_up"], strict=True)]
 
@@ -22,7 +22,7 @@ NAMES = [*bucket_names("at", POSITIONS), *bucket_names("age", AGES)]
 
 
 def places(samples_L: Tensor) -> Tensor:
-    """Place of every label in its completion, from 0; labels of a completion stand together."""
+    """Returns the place of every label in its completion, from 0. The labels of a completion must follow each other."""
     index_L = torch.arange(samples_L.numel(), device=samples_L.device)
     first_L = torch.ones_like(samples_L, dtype=torch.bool)
     first_L[1:] = samples_L[1:] != samples_L[:-1]
@@ -30,7 +30,10 @@ def places(samples_L: Tensor) -> Tensor:
 
 
 def buckets(row: Row, version: int | None) -> Tensor:
-    """[2, L] int64: indices into NAMES of every label's place and age. Without a version every age is 0."""
+    """Returns the buckets of every label, as indices into NAMES, int64 [2, L]: by place and by age.
+
+    The age is `version` minus the version that sampled the label. Without a `version` every age is 0.
+    """
     age_L = torch.zeros_like(row.versions_L) if version is None else (version - row.versions_L).clamp(min=0)
     place_L = torch.bucketize(places(row.samples_L), torch.tensor(POSITIONS[1:], device=age_L.device), right=True)
     age_L = torch.bucketize(age_L, torch.tensor(AGES[1:], device=age_L.device), right=True)
@@ -38,7 +41,7 @@ def buckets(row: Row, version: int | None) -> Tensor:
 
 
 def bucket_means(values_L: Tensor, buckets_2L: Tensor) -> dict[str, float]:
-    """Mean of each bucket that holds a label; ages only where there is more than one."""
+    """Returns the mean of each bucket that has a label. Ages are left out if all labels are in one bucket of age."""
     return _means("", *_sums(values_L, buckets_2L))
 
 
@@ -58,7 +61,7 @@ def _means(prefix: str, sums: Tensor, counts: Tensor) -> dict[str, float]:
 
 
 class Breakdown:
-    """Collects some of a loss's metrics over the rows of an update: where does it clip, where does it mask?"""
+    """Collects metrics of a loss over the rows of an update, to show where in completions it clips or masks."""
 
     def __init__(self, names: Sequence[str]):
         self._names = names
@@ -67,6 +70,7 @@ class Breakdown:
         self._counts = torch.zeros(len(NAMES), dtype=torch.float64)
 
     def add(self, row: Row, metrics: Mapping[str, Tensor], version: int | None) -> None:
+        """Adds the metrics of the loss on a row, one value per label."""
         where = buckets(row, version)
         for name in self._names:
             sums, counts = _sums(metrics.get(name, torch.zeros_like(row.weights_L)), where)
@@ -75,7 +79,10 @@ class Breakdown:
         self._seen |= metrics.keys()
 
     def metrics(self, device: torch.device) -> dict[str, float]:
-        """ "clip_fraction_at_0", ...: over all ranks, a collective. Metrics that the loss does not have are left out."""
+        """Returns the means over all ranks, such as "clip_fraction_at_0". A collective.
+
+        Metrics that the loss does not have are left out.
+        """
         flat = {f"{name}/{i}": float(v) for name, sums in self._sums.items() for i, v in enumerate(sums)}
         whole = reduce(flat | {f"/{i}": float(v) for i, v in enumerate(self._counts)}, "sum", device)
         counts, found = torch.tensor([whole[f"/{i}"] for i in range(len(NAMES))]), {}

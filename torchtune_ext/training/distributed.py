@@ -1,4 +1,4 @@
-"""The ranks of a run. One process without torchrun is rank 0 of 1, and every call here works there too."""
+"""Handles the ranks of a run. A process without torchrun is rank 0 of 1, and every function here works there, too."""
 
 import gc
 import os
@@ -16,25 +16,27 @@ from torchtune import training
 from torchtune_ext.run.parent import die_with_parent
 from torchtune_ext.training.watch import Limits, Watch
 
-SLACK_S = 600.0  # the process group's own limit comes so much later than the watch's, whose message is readable
-_watches: list[Watch] = []  # of this process, at most one; beside the process group, which is the process's, too
+# The process group has a time limit of its own. It is this many seconds longer than that of the watch, so that the
+# watch, whose message is readable, ends the run first.
+SLACK_S = 600.0
+_watches: list[Watch] = []  # the watch of this process, at most one; it is global, as the process group is
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among those that train."""
+    """The rank of this process among those that train."""
 
     rank: int
-    world_size: int
+    world_size: int  # number of ranks
     device: torch.device
-    watch: Watch | None = None  # over the others; None where there are no others
+    watch: Watch | None = None  # the watch over the other ranks; None where there are none
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value on every rank (pickled; small things and packed rows)."""
+        """Returns the value of rank 0 on every rank. It is pickled, so it should be small. A collective."""
         if self.world_size == 1:
             return value
         box = [value]
@@ -42,7 +44,7 @@ class Ranks:
         return box[0]
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is true on any rank. Every rank has to call it."""
+        """Tells whether the flag is true on any rank. A collective."""
         if self.world_size == 1:
             return bool(flag)
         found = torch.tensor([int(flag)], dtype=torch.int32, device=self.device)
@@ -50,36 +52,40 @@ class Ranks:
         return bool(found.item())
 
     def phase(self, name: str, step: int | None = None) -> AbstractContextManager[None]:
-        """`with ranks.phase("sample", 3):` says what this rank does, for the messages of those that wait for it.
+        """Names what this rank does inside `with ranks.phase("sample", 3):`, for messages of ranks that wait for it.
 
-        Use the same name on all ranks for what all do together, and a name of its own for what one does alone: a wait for a
-        rank in a phase of its own is no alarm.
+        All ranks must use the same name for what they do together, and a rank must use a different name for what it
+        does alone. The watch does not warn early about a rank that is in a phase of its own.
         """
         if self.watch is None:
             return nullcontext()
         return self.watch.phase(name if step is None else f"{name}, step {step}")
 
     def share(self, items: list) -> list:
-        """This rank's share of a list whose length is a multiple of the number of ranks."""
+        """Returns this rank's share of a list. The length of the list must be a multiple of the number of ranks."""
         return items[self.rank :: self.world_size]
 
 
 def init_ranks(device: str, rank_deadline_s: float = 300.0, **limits: float) -> Ranks:
-    """Joins the process group that torchrun set up, if any, and begins the watch over the other ranks.
+    """Joins the process group that torchrun set up, if there is one, and begins the watch over the other ranks.
 
-    A rank that torchrun started ends with it: SIGKILL for the one ends the other.
+    A rank that torchrun started is killed when torchrun ends, also when torchrun gets SIGKILL.
 
     Args:
         device: "cpu", "cuda" or "auto" (cuda where there is one).
-        rank_deadline_s: a rank that gives no sign of life for so long ends the run (see `watch`); greater than 0.
-        limits: other seconds of the watch, by their names in `watch.Limits`.
+        rank_deadline_s: seconds without a sign of life from a rank after which the run ends (see `watch`); more than 0.
+        limits: other times of the watch in seconds, by their names in `watch.Limits`.
+
+    Raises:
+        ValueError: the device is unknown or missing, a limit is out of its range, or a variable of torchrun is not set.
     """
     watch_limits = Limits(rank_deadline_s, **limits)
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device={device!r} is unknown; use 'auto', 'cpu' or 'cuda' (torchrun numbers the devices)")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device='cuda', but torch sees no CUDA device; use device=cpu or run `torchtune-ext doctor`")
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun starts the ranks from its main thread, which lives as long as it
+    # torchrun starts the ranks from its main thread, which lives as long as torchrun. `die_with_parent` needs that.
+    if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(os.getppid())
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     here = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device("cpu")
@@ -91,16 +97,17 @@ def init_ranks(device: str, rank_deadline_s: float = 300.0, **limits: float) -> 
     stay_on_this_machine()
     watch = make_watch(rank, world_size, watch_limits)
     _watches.append(watch)
-    watch.start()  # before the group, so that it also tells of ranks that do not arrive
+    # The watch starts before the process group is made, so that it also reports ranks that do not arrive.
+    watch.start()
     limit = timedelta(seconds=watch_limits.wait_s + SLACK_S)
     dist.init_process_group(training.get_distributed_backend(kind), timeout=limit)
     return Ranks(rank, world_size, here, watch)
 
 
 def stay_on_this_machine() -> None:
-    """When all ranks are on one machine, makes gloo listen on the loopback interface alone, unless the user has chosen one.
+    """Makes gloo listen only on the loopback interface if all ranks are on one machine and the user chose no interface.
 
-    Otherwise it listens on whatever address the host's name stands for, which may be one that the network reaches.
+    Otherwise gloo listens on the address that the name of the host stands for, which other machines may reach.
     """
     alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
     if alone and "lo" in [name for _, name in socket.if_nameindex()]:
@@ -108,13 +115,18 @@ def stay_on_this_machine() -> None:
 
 
 def make_watch(rank: int, world_size: int, limits: Limits) -> Watch:
-    """A watch with its own connection to the rendezvous store, since a connection serves one caller at a time."""
+    """Makes a watch with its own connection to the rendezvous store, because a connection serves one caller at a time.
+
+    Raises:
+        ValueError: a variable that torchrun sets is missing.
+    """
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ValueError(f"WORLD_SIZE={world_size}, but {missing[0]} is not set; start the run with torchrun")
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    # without torchrun's store rank 0 has it; all connections of one process to one port share it
+    # If torchrun does not hold the store, rank 0 does. With `multi_tenant`, all connections of a process to one port
+    # share a store.
     connect = partial(
         dist.TCPStore, host, port, is_master=rank == 0 and not agents, wait_for_workers=False, multi_tenant=not agents,
         timeout=timedelta(seconds=limits.deadline_s),
@@ -127,7 +139,10 @@ def make_watch(rank: int, world_size: int, limits: Limits) -> Watch:
 
 
 def reduce(values: dict[str, float], how: str, device: torch.device) -> dict[str, float]:
-    """Sum or maximum of each value over ranks; the same names on every rank."""
+    """Returns the sum (`how="sum"`) or the maximum of each value over all ranks. A collective.
+
+    The names must be the same on every rank.
+    """
     if not values or not dist.is_initialized() or dist.get_world_size() == 1:
         return dict(values)
     names = sorted(values)
@@ -137,17 +152,18 @@ def reduce(values: dict[str, float], how: str, device: torch.device) -> dict[str
 
 
 def close_ranks() -> None:
-    """Ends the group and the watch after a run that went well; every rank arrives first, so that none leaves another's
-    collective.
+    """Ends the process group and the watch after a run that went well. A collective.
 
-    Call it when nothing holds the model any more: its sharded weights keep the group alive, and a gloo thread that is alive
-    while the interpreter ends now and then aborts it ("terminate called without an active exception").
+    It waits for every rank first, so that no rank leaves while another one is still in a collective. It must be called
+    when nothing holds the model any more, because sharded weights keep the group alive. A gloo thread that is still
+    alive when the interpreter ends sometimes aborts the process ("terminate called without an active exception").
     """
     if dist.is_initialized():
         dist.barrier()
         while _watches:
             _watches.pop().close()
-            dist.barrier()  # rank 0 may hold the store that the watches of the others talk to until here
+            # Rank 0 may hold the store that the watches of the other ranks use, so it waits until they are closed.
+            dist.barrier()
         gc.collect()
         dist.destroy_process_group()
         gc.collect()

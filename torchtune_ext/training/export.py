@@ -1,4 +1,4 @@
-"""What other tools read: Hugging Face model directories and adapters, from a model that may be sharded."""
+"""Writes what other tools read: Hugging Face model directories and adapters, from a model that may be sharded."""
 
 import json
 import os
@@ -18,16 +18,20 @@ from torchtune_ext.training.manifest import NAME as MANIFEST
 from torchtune_ext.training.manifest import Checksums
 from torchtune_ext.training.outcome import together
 
-SHARD_BYTES = 4 << 30  # of one safetensors file
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json")  # of the source; its other files are copied
-_OF_CHECKPOINTS = ("recipe.json", MANIFEST)  # not copied either, where the source is a checkpoint
+SHARD_BYTES = 4 << 30  # largest size of one safetensors file
+# Files of the source with these endings are its weights. They are not copied. The second line names files that are not
+# copied if the source is a checkpoint.
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
+_OF_CHECKPOINTS = ("recipe.json", MANIFEST)
 
 
 def save_model(folder: Path, model: nn.Module, source: HFModel, dtype: torch.dtype, is_main: bool) -> Path:
-    """Writes a model directory, replacing an earlier one only when it is complete. Called by all ranks together.
+    """Writes a model directory and returns its path. A collective.
+
+    An earlier directory is replaced only when the new one is complete.
 
     Raises:
-        OSError: nothing was saved, on any rank; an earlier directory is untouched.
+        OSError: it could not be saved. This is raised on all ranks, and an earlier directory is untouched.
     """
     with written_aside(folder, lambda: "Free space there, or choose another output_dir"):
         partial = partial_of(folder)
@@ -40,9 +44,14 @@ def save_model(folder: Path, model: nn.Module, source: HFModel, dtype: torch.dty
 def export_model(
     folder: Path | None, model: nn.Module, source: HFModel, dtype: torch.dtype, checksums: Checksums | None = None
 ) -> None:
-    """A model directory for any other tool, with adapters merged, beside the config and tokenizer files of `source`.
+    """Writes a model directory that any tool can read, with adapters merged into the weights. A collective.
 
-    A collective; folder: None on ranks other than 0. `checksums` is told of the large files.
+    Args:
+        folder: an existing folder on rank 0, None on the other ranks.
+        model: the model, which may be sharded.
+        source: the model directory whose config and tokenizer files are copied.
+        dtype: the dtype of the written weights.
+        checksums: takes the checksums of the large files.
     """
     tensors = merged_hf_tensors(model, source, dtype)
     with _drained(tensors):
@@ -57,9 +66,15 @@ def export_adapter(
     merged: torch.dtype | None = None,
     checksums: Checksums | None = None,
 ) -> None:
-    """An adapter for PEFT or vLLM, in float32, and, if asked for, the merged model in that dtype in the folder `merged`.
+    """Writes an adapter in float32 that PEFT and vLLM can read. A collective.
 
-    A collective; folder: None on ranks other than 0. `checksums` is told of the large files.
+    Args:
+        folder: an existing folder on rank 0, None on the other ranks.
+        model: the model, which may be sharded.
+        source: the model directory that the adapter belongs to.
+        adapter: the kind and size of the adapter.
+        merged: if given, the merged model is also written, in this dtype, into the subfolder `merged`.
+        checksums: takes the checksums of the large files.
     """
     small = {name: tensor.cpu().contiguous() for name, tensor in adapter_hf_tensors(model, source, torch.float32)}
     large = merged_hf_tensors(model, source, merged) if merged is not None else iter(())
@@ -76,7 +91,10 @@ def export_adapter(
 
 @contextmanager
 def _drained(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[None]:
-    """Rank 0 takes part in all gathers even when its disk is full: the other ranks would wait for it there."""
+    """Takes part in the remaining gathers if the block raises, on a full disk for example.
+
+    Otherwise the other ranks would wait there for this one.
+    """
     try:
         yield
     except Exception:
@@ -88,7 +106,7 @@ def _drained(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[None]:
 def _write_model(
     folder: Path | None, tensors: Iterator[tuple[str, Tensor]], source: HFModel, checksums: Checksums | None
 ) -> None:
-    """Streams tensors into safetensors files of at most SHARD_BYTES; folder None: only takes part in the gathers."""
+    """Writes tensors one by one into safetensors files of at most SHARD_BYTES. Without a folder, only gathers them."""
     if folder is None:
         for _ in tensors:
             pass
@@ -128,14 +146,14 @@ def _write_model(
 
 
 def _copy_files(source: Path, folder: Path) -> None:
-    """Config, tokenizer and template files of a model directory."""
+    """Copies the config, tokenizer and template files of a model directory."""
     for file in source.iterdir():
         if file.is_file() and not file.name.endswith(_WEIGHTS) and file.name not in _OF_CHECKPOINTS:
             shutil.copyfile(file, folder / file.name)
 
 
 def _save_file(tensors: dict[str, Tensor], path: Path) -> None:
-    """safetensors makes files that only the user can read; this one gets the mode that the user's umask gives."""
+    """Writes a safetensors file with the mode that the umask gives. Without that, only the user could read the file."""
     path.touch()
     mode = path.stat().st_mode & 0o7777
     save_file(tensors, path, metadata={"format": "pt"})

@@ -1,4 +1,4 @@
-"""Folders that are whole or absent, when they appear and when they go, however the process ends."""
+"""Makes and removes folders so that each one is whole or absent, however the process ends."""
 
 import logging
 import os
@@ -14,19 +14,21 @@ log = logging.getLogger(__name__)
 
 
 def partial_of(folder: Path) -> Path:
-    """Where a folder is written before it is renamed to its place."""
+    """Returns the path where a folder is written before it is renamed to its place."""
     return folder.with_name(PARTIAL + folder.name)
 
 
 @contextmanager
 def written_aside(folder: Path, advice: Callable[[], str]) -> Iterator[None]:
-    """Inside, `partial_of(folder)` is written by all ranks. What fails there leaves nothing and raises one OSError.
+    """Surrounds the code by which all ranks write `partial_of(folder)`. If it fails, the folder is removed.
 
     Args:
-        advice: the end of the message: what the user can do.
+        folder: the final place of the folder.
+        advice: returns the end of the message, which says what the user can do.
 
     Raises:
-        OSError: with the true cause. KeyboardInterrupt and SystemExit go on as themselves.
+        OSError: the block failed. The message has the true cause. KeyboardInterrupt and SystemExit are raised
+            unchanged.
     """
     try:
         yield
@@ -36,19 +38,21 @@ def written_aside(folder: Path, advice: Callable[[], str]) -> Iterator[None]:
         if not isinstance(error, FAILURES):
             raise
         cause = true_cause(error)
-        if not isinstance(cause, Exception):  # DCP wraps a Ctrl-C, too
+        # DCP wraps a Ctrl-C as well, which must stop the run and not become an OSError.
+        if not isinstance(cause, Exception):
             raise cause from None
         raise OSError(f"{folder} was not saved: {describe(cause)}. {advice()}") from error
 
 
 def make_empty(folder: Path) -> None:
+    """Makes an empty folder, in place of an earlier one if there is one."""
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
 
 
 def put_in_place(folder: Path) -> None:
-    """Renames the finished `partial_of(folder)` to `folder`; an earlier one goes when its place is taken."""
+    """Renames the finished `partial_of(folder)` to `folder`. An earlier folder is removed after that."""
     partial, old = partial_of(folder), None
     sync_tree(partial)
     if folder.exists():
@@ -68,11 +72,12 @@ def put_in_place(folder: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Deletes a folder under another name: no half of it is ever seen under its own. A failure is only a warning."""
+    """Renames a folder and then deletes it, so that its name never shows half of it. A failure is only a warning."""
     aside = _free(folder.with_name(PRUNED + folder.name))
     try:
         folder.rename(aside)
-        sync(folder.parent)  # a power cut must not undo the renaming and keep the deletions
+        # Without this, a power cut could undo the renaming but keep the deletions.
+        sync(folder.parent)
     except OSError as error:
         log.warning("%s is not needed any more but cannot be removed: %s", folder, error)
     else:
@@ -80,17 +85,18 @@ def discard(folder: Path) -> None:
 
 
 def rename_to_free(folder: Path, name: str) -> Path:
-    """Renames a folder to `name`, or to `name-2`, `name-3`, ... where that is taken."""
+    """Renames a folder to `name`, or to `name-2`, `name-3`, ... if that exists already. Returns the new path."""
     return folder.rename(_free(folder.with_name(name)))
 
 
 def sync_tree(folder: Path) -> None:
-    """Returns when all below the folder is on the disk."""
+    """Returns when the folder and everything below it are on the disk."""
     for path in [*folder.rglob("*"), folder]:
         sync(path)
 
 
 def sync(path: Path) -> None:
+    """Returns when the file or the entries of the folder are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""What a checkpoint belongs to: a run, a model, and the weights that the run began with."""
+"""Identifies what a checkpoint belongs to: a run, a model, and the weights that the run began with."""
 
 import hashlib
 import json
@@ -11,7 +11,8 @@ from torch import nn
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import AdapterSpec, adapter_names
 
-_WRITERS_NOTES = ("transformers_version", "torch_dtype", "dtype")  # of config.json: who wrote it, not what the model is
+# These keys of config.json say who wrote the file and how, and not what the model is.
+_WRITERS_NOTES = ("transformers_version", "torch_dtype", "dtype")
 _FIX = {
     "run": "move it away, or give this run an output_dir of its own",
     "model": "set `model:` and model_dir back, or begin a new run in another output_dir",
@@ -21,14 +22,14 @@ _FIX = {
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Short texts that a person can read; two are the same when they are equal."""
+    """Three short texts that a person can read. They are compared for equality."""
 
     run: str  # id of the run
     model: str  # architecture, and names and shapes of what is saved
-    base: str  # fingerprint of the weights in model_dir: what adapters stand on, or the reference of the KL term
+    base: str  # fingerprint of the weights in model_dir, on which adapters and the reference of a KL term depend
 
     def refusal(self, saved: "Identity") -> str | None:
-        """Why a checkpoint of the identity `saved` is not one of this run, with the fix; None where it is."""
+        """Returns why a checkpoint with the identity `saved` does not belong to this run, with the fix, or None."""
         parts = [
             f"it belongs to another {name} ({theirs}; this run has {ours}): {_FIX[name]}"
             for name, ours in asdict(self).items()
@@ -38,14 +39,18 @@ class Identity:
 
 
 def identify(run: str, source: HFModel, model: nn.Module, adapter: AdapterSpec | None = None) -> Identity:
-    """Reads the headers and a sample of the weights in model_dir; of `model`, which may lie on the meta device, the shapes."""
+    """Makes the identity of a run from the headers and a sample of the weights in model_dir, and from the names and shapes of
+    `model`, which may lie on the meta device."""
     return Identity(run, model_text(source, model, adapter), source.fingerprint())
 
 
 def model_text(source: HFModel, model: nn.Module, adapter: AdapterSpec | None = None) -> str:
-    """Size, adapter and digest of a model; the digest covers all of config.json and every name and shape that is saved."""
+    """Returns a text with the size, the adapter and a digest of a model.
+
+    The digest covers config.json, without `_WRITERS_NOTES`, and every name and shape that is saved.
+    """
     adapters = adapter_names(model)
-    # Masters are float32, whatever the forward computes in.
+    # The saved weights are float32, whatever the precision of the forward pass is.
     saved = {
         name: ["float32", *param.shape] for name, param in model.named_parameters() if not adapters or name in adapters
     }

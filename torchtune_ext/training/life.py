@@ -1,4 +1,4 @@
-"""The life of a run from its first line to its exit status, whatever the recipe: signals, cleanup, ranks."""
+"""Runs a recipe from its first line to its exit status: signals, cleanup, ranks."""
 
 import logging
 import os
@@ -14,21 +14,21 @@ from torchtune_ext.training.distributed import close_ranks
 from torchtune_ext.training.state import Checkpoints
 
 log = logging.getLogger(__name__)
-EXIT_S = 5.0  # for the interpreter to end once all parts are closed
+EXIT_S = 5.0  # seconds that the interpreter has to end after all parts are closed
 
 
 class Recipe(Protocol):
-    """What `run_recipe` needs of a recipe; the names are torchtune's."""
+    """The methods that `run_recipe` calls. Their names are those of torchtune."""
 
     stop: StopSignals
 
     def setup(self) -> None: ...
 
-    def train(self) -> None: ...  # unless `run_recipe` is given other work
+    def train(self) -> None: ...  # not needed if `run_recipe` is given other work
 
-    def standing(self) -> str: ...  # where it stands and how to go on: for the message when it is stopped
+    def standing(self) -> str: ...  # says where the run is and how to go on, for the message when it is stopped
 
-    def cleanup(self) -> None: ...  # may be called whatever was set up
+    def cleanup(self) -> None: ...  # must work however far `setup` came
 
 
 def _train(recipe: Recipe) -> None:
@@ -36,11 +36,16 @@ def _train(recipe: Recipe) -> None:
 
 
 def run_recipe(make: Callable[[Any], Recipe], cfg: Any, work: Callable[[Any], None] = _train) -> None:
-    """Makes a recipe of `cfg`, sets it up, does its work (trains) and cleans up.
+    """Makes a recipe from `cfg`, sets it up, does its work and cleans up.
+
+    Args:
+        make: the class of the recipe.
+        cfg: its settings.
+        work: what to do after the set-up; by default `train`.
 
     Raises:
-        SystemExit: it was stopped by a signal (130, 143 or 129, see `run/stop.py`), after a message that says how to go on.
-        Whatever set-up and training raise, after cleanup.
+        SystemExit: a signal stopped the run (status 130, 143 or 129, see `run/stop.py`). A message says how to go on.
+        Exception: what set-up and work raise, after the cleanup.
     """
     recipe, stopped_by, orderly, message = make(cfg), None, True, ""
     several = int(os.environ.get("WORLD_SIZE", 1)) > 1
@@ -51,8 +56,8 @@ def run_recipe(make: Callable[[Any], Recipe], cfg: Any, work: Callable[[Any], No
         except Stopped as stopped:
             stopped_by, orderly = stopped.signal, stopped.orderly
         except Exception as error:
-            # Some libraries make an error of their own of whatever interrupts them. And a rank whose neighbor was stopped a
-            # moment earlier sees a broken connection. Any other error has nothing to do with the signal.
+            # Some libraries turn an interruption into an error of their own. And if another rank was stopped a moment
+            # earlier, this rank sees a broken connection. Any other error has nothing to do with the signal.
             neighbor = stop.requested and several and isinstance(error, RuntimeError | ConnectionError)
             if not (stop.raised or neighbor):
                 raise
@@ -63,8 +68,10 @@ def run_recipe(make: Callable[[Any], Recipe], cfg: Any, work: Callable[[Any], No
             recipe.cleanup()
     if stopped_by is not None:
         message = recipe.standing()
-    del recipe  # and with it the model, whose sharded weights hold the process group
-    if orderly:  # else this would wait for ranks that are stuck; torchrun ends those
+    # The recipe holds the model, whose sharded weights keep the process group alive.
+    del recipe
+    # If the ranks did not stop together, this would wait for ranks that are stuck. torchrun ends those.
+    if orderly:
         close_ranks()
     if stopped_by is not None:
         if stop.speaks:
@@ -74,15 +81,18 @@ def run_recipe(make: Callable[[Any], Recipe], cfg: Any, work: Callable[[Any], No
 
 
 def _end_after_main(status: int) -> None:
-    """At its end the interpreter waits for every thread. One whose start the signal interrupted is known to nobody who could
-    end it."""
+    """Ends the process if it is still alive `EXIT_S` seconds after the main thread has ended.
+
+    At its end the interpreter waits for every thread. If the signal interrupted the start of a thread, no part knows
+    that thread and can end it.
+    """
     threading.main_thread().join()
     time.sleep(EXIT_S)
     os._exit(status)
 
 
 def standing(step: int, total: int, checkpoints: Checkpoints | None) -> str:
-    """Where a run stands and how to go on with it."""
+    """Returns a text that says where a run is and how to go on with it."""
     newest = checkpoints.latest() if checkpoints is not None else None
     where = f"It was at step {step} of {total}" if step else "It had not begun its first step"
     if newest is None:
@@ -91,7 +101,7 @@ def standing(step: int, total: int, checkpoints: Checkpoints | None) -> str:
 
 
 def close_all(*parts: Any) -> None:
-    """Closes every part that is not None, whatever becomes of the others; a failure is logged."""
+    """Closes every part that is not None, also if another one fails. A failure is logged."""
     for part in parts:
         if part is not None:
             try:

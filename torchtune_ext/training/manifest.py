@@ -1,7 +1,7 @@
-"""manifest.json of a checkpoint: what it belongs to, and size and SHA-256 of every file.
+"""Writes and reads manifest.json, which says what a checkpoint belongs to, and the size and SHA-256 of every file.
 
-It is written last and read first, so that damage is found before anything is loaded or unpickled. It has no key: whoever can
-write into the folder can write a manifest that fits.
+The manifest is written last and read first, so that damage is found before anything is loaded or unpickled. It does not
+protect against an attacker: whoever can write into the folder can also write a manifest that fits.
 """
 
 import hashlib
@@ -23,31 +23,36 @@ from torchtune_ext.training.outcome import true_cause
 
 NAME = "manifest.json"
 FORMAT = 2
-BESIDE = 1 << 20  # bytes of a write from which on it is hashed by a thread beside it: below, the hand-over costs more
+BESIDE = 1 << 20  # bytes; a larger write is hashed in a second thread, for a smaller one that would cost more time
 Entry = tuple[int, str]  # size in bytes, SHA-256 in hex
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint is not what was written. The message names folder, file and what is wrong with it."""
+    """A checkpoint differs from what was written. The message names the folder, the file and what is wrong with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What is known of a checkpoint without reading its tensors."""
+    """The facts about a checkpoint that are known without reading its tensors."""
 
     step: int
-    accuracy: float | None  # on held-out problems; None where they were not evaluated
+    accuracy: float | None  # accuracy on held-out problems; None if there was no evaluation
     identity: Identity
-    files: dict[str, Entry]  # by path below the checkpoint; all but the manifest itself
+    files: dict[str, Entry]  # every file but the manifest itself, by its path below the checkpoint
 
     def write(self, folder: Path) -> None:
+        """Writes the manifest into a folder, with a checksum of its own."""
         content = {"format": FORMAT, **asdict(self)}
         whole = {"content": content, "sha256": _digest_of(content)}
         write_atomic(folder / NAME, json.dumps(whole, indent=1).encode())
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """Raises DamagedCheckpoint: no manifest, or not as it was written."""
+        """Reads the manifest of a checkpoint.
+
+        Raises:
+            DamagedCheckpoint: there is no manifest, or it differs from what was written.
+        """
         try:
             whole = json.loads((folder / NAME).read_bytes())
             content, digest = whole["content"], whole["sha256"]
@@ -68,7 +73,7 @@ class Manifest:
         return cls(content["step"], content["accuracy"], Identity(**content["identity"]), files)
 
     def wrong_with_files(self, folder: Path) -> str | None:
-        """Names and sizes alone: the first file that is missing, of another size, or unknown."""
+        """Compares names and sizes only. Returns what is wrong with the first file that differs, or None."""
         found = {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()} - {NAME}
         for name in sorted(found | set(self.files)):
             if name not in self.files:
@@ -77,14 +82,21 @@ class Manifest:
                 return f"{name} is missing"
             try:
                 size = (folder / name).stat().st_size
-            except OSError as error:  # a link to nothing, say
+            except OSError as error:
+                # The file may be a link that leads nowhere.
                 return f"{name} cannot be read ({error})"
             if size != self.files[name][0]:
                 return f"{name} has {size:,} bytes instead of {self.files[name][0]:,}"
         return None
 
     def wrong_with_bytes(self, folder: Path, share: int = 0, shares: int = 1) -> str | None:
-        """Reads a share of the files whole; the first whose checksum differs or that cannot be read."""
+        """Reads a share of the files completely. Returns what is wrong with the first bad file, or None.
+
+        Args:
+            folder: the checkpoint.
+            share: the number of the share, from 0.
+            shares: how many shares there are.
+        """
         by_size = sorted(self.files, key=lambda name: (-self.files[name][0], name))
         for name in sorted(by_size[share::shares]):
             try:
@@ -98,14 +110,14 @@ class Manifest:
 
 
 class Checksums:
-    """Sizes and checksums of the files that this process writes into a folder, taken while they are written."""
+    """Takes the sizes and checksums of the files that this process writes into a folder, while it writes them."""
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.seconds = 0.0  # that writing waited for checksums
+        self.seconds = 0.0  # time that writing waited for checksums
         self._files: dict[Path, Future[Entry]] = {}
-        self._reader = ThreadPoolExecutor(1)  # reads finished files back while the next are made
-        self._beside = ThreadPoolExecutor(1)  # hashes the bytes that are just being written
+        self._reader = ThreadPoolExecutor(1)  # reads finished files back while the next ones are written
+        self._beside = ThreadPoolExecutor(1)  # hashes bytes while they are written
 
     def __enter__(self) -> "Checksums":
         return self
@@ -115,20 +127,22 @@ class Checksums:
         self._beside.shutdown()
 
     def read_back(self, path: Path) -> None:
-        """Takes the checksum of a finished file in the background. It may be renamed meanwhile."""
+        """Takes the checksum of a finished file in the background. The file may be renamed meanwhile."""
         file = open(path, "rb")  # noqa: SIM115  (closed by the thread)
         self._files[path] = self._reader.submit(_entry, file)
 
     def renamed(self, old: Path, new: Path) -> None:
+        """Records that a file was renamed."""
         self._files[new] = self._files.pop(old)
 
     def finish(self) -> dict[str, Entry]:
-        """By path below the folder."""
+        """Waits for all checksums, and returns them by path below the folder."""
         with self.waiting():
             return {str(path.relative_to(self.folder)): entry.result() for path, entry in self._files.items()}
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
+        """Adds the time of the block to `seconds`."""
         began = perf_counter()
         try:
             yield
@@ -137,12 +151,13 @@ class Checksums:
 
     @contextmanager
     def stream(self, raw: IO[bytes], path: Path) -> Iterator["_HashedStream"]:
-        """A stream that writes to `raw` and takes the checksum of what goes through."""
+        """Yields a stream that writes to `raw` and takes the checksum of the bytes."""
         stream = _HashedStream(raw, self, self._beside)
         try:
             yield stream
         except Exception as error:
-            # Errors of other ranks travel without what they were raised from, so the true one has to be on top.
+            # When an error is sent to other ranks, the errors that caused it are lost. So the true cause is raised
+            # itself.
             cause = true_cause(error)
             if cause is error:
                 raise
@@ -153,10 +168,10 @@ class Checksums:
 
 
 def all_files(folder: Path, known: dict[str, Entry]) -> dict[str, Entry]:
-    """The entries of every file in a folder; those that are not in `known` are read.
+    """Returns the size and checksum of every file in a folder. Files that are not in `known` are read.
 
     Raises:
-        OSError: a known file is not there as it was written.
+        OSError: a known file is missing or has another size.
     """
     found = sorted(path for path in folder.rglob("*") if path.is_file())
     names = {str(path.relative_to(folder)): path for path in found}
@@ -170,7 +185,7 @@ def all_files(folder: Path, known: dict[str, Entry]) -> dict[str, Entry]:
 
 
 def state_writer(folder: Path, checksums: Checksums) -> FileSystemWriter:
-    """DCP's writer of files, which takes their checksums on the way."""
+    """Returns a writer for DCP (torch.distributed.checkpoint) that takes checksums while it writes."""
     writer = FileSystemWriter(folder)
     writer.fs = _HashingFileSystem(checksums)
     return writer
@@ -191,7 +206,7 @@ class _HashingFileSystem(FileSystem):
 
 
 class _HashedStream:
-    """What DCP uses of a file that is open for writing."""
+    """A file for writing, with the methods that DCP uses, which takes the checksum of its bytes."""
 
     def __init__(self, raw: IO[bytes], checksums: Checksums, beside: ThreadPoolExecutor):
         self._raw, self._checksums, self._beside = raw, checksums, beside
@@ -209,7 +224,8 @@ class _HashedStream:
         try:
             return self._raw.write(data)
         finally:
-            with self._checksums.waiting():  # always: `data` is memory of the caller's, which it may free now
+            # This waits also if the write failed, because the caller may free the memory of `data` after this call.
+            with self._checksums.waiting():
                 hashed.result()
 
 

@@ -1,4 +1,4 @@
-"""What became of an action on every rank: a failure on one is a failure on all, so that none waits for one that gave up."""
+"""Runs an action on every rank. A failure on one is a failure on all, so that no rank waits for one that gave up."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -7,19 +7,21 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 T = TypeVar("T")
-FAILURES = (Exception, CheckpointException)  # DCP's own type derives from BaseException
+FAILURES = (Exception, CheckpointException)  # the exception of DCP derives from BaseException, so it is named here
 
 
 def rank() -> int:
+    """Returns the number of this rank, which is 0 in a run of one process."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def distributed() -> bool:
+    """Tells whether the run has more than one rank."""
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
 def gathered(value: T) -> list[T]:
-    """The values (pickled, small) of all ranks, in their order: a collective."""
+    """Returns the values of all ranks, in their order. They are pickled and should be small. A collective."""
     if not distributed():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -28,10 +30,11 @@ def gathered(value: T) -> list[T]:
 
 
 def together(action: Callable[[], T]) -> T:
-    """Runs `action` on every rank and returns its result: a collective.
+    """Runs `action` on every rank and returns its result. A collective.
 
     Raises:
-        Exception: what `action` raised here, or an OSError with what it raised on the first of the other ranks.
+        Exception: the error that `action` raised on this rank.
+        OSError: `action` raised on another rank. The message has the error of the first such rank.
     """
     error: BaseException | None = None
     try:
@@ -48,7 +51,11 @@ def together(action: Callable[[], T]) -> T:
 
 
 def from_main(make: Callable[[], T]) -> T:
-    """What `make` returns on rank 0, where alone it runs, or the OSError or ValueError that it raises: a collective."""
+    """Runs `make` on rank 0 only, and returns its result on every rank. A collective.
+
+    Raises:
+        OSError or ValueError: `make` raised it on rank 0.
+    """
     box: list[Any] = [None, None]
     if rank() == 0:
         try:
@@ -64,14 +71,20 @@ def from_main(make: Callable[[], T]) -> T:
 
 
 def true_cause(error: BaseException) -> BaseException:
-    """What really went wrong: below `raise ... from`, below DCP's wrapper of the ranks' errors, below torch's zip writer."""
+    """Returns the error that began a chain of errors.
+
+    It looks behind `raise ... from`, behind the exception of DCP that collects the errors of the ranks, and behind
+    errors of torch's zip writer.
+    """
     while True:
         if isinstance(error, CheckpointException) and error.failures:
             found = [failure for failure, _ in error.failures.values()]
-            error = next((e for e in found if not isinstance(e, Exception)), found[0])  # a Ctrl-C before all else
+            # A Ctrl-C counts more than any other error.
+            error = next((e for e in found if not isinstance(e, Exception)), found[0])
         elif error.__cause__ is not None:
             error = error.__cause__
-        # The zip writer complains of its position (a RuntimeError) while the error of the write goes by.
+        # When a write fails, the zip writer raises a RuntimeError about its position, which hides the error of the
+        # write.
         elif type(error) is RuntimeError and error.__context__ is not None and "unexpected pos" in str(error):
             error = error.__context__
         else:
@@ -79,4 +92,5 @@ def true_cause(error: BaseException) -> BaseException:
 
 
 def describe(cause: BaseException) -> str:
+    """Returns the text of an error. The type is left out where the text alone is clear."""
     return str(cause) if isinstance(cause, (OSError, ValueError)) else f"{type(cause).__name__}: {cause}"

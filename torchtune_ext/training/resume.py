@@ -1,4 +1,4 @@
-"""What a recipe has to remember, beside weights, optimizer and random states, to go on where it was."""
+"""The state that a recipe needs, besides weights, optimizer and random states, to go on after a checkpoint."""
 
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -9,25 +9,31 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """Where a run is."""
+    """How far a run has come."""
 
-    step: int  # that has ended
-    version: int  # of the policy
+    step: int  # the last step that has ended
+    version: int  # version of the policy
     cursor: int  # problems taken so far
-    updates: int  # that the learning rate has come
+    updates: int  # updates that the schedule of the learning rate has counted
     throttle: dict[str, Any]  # state of the engine's throttle
 
     def to_json(self) -> dict[str, Any]:
+        """Returns the state as a JSON object, with the number of its format."""
         return {"format": FORMAT, **asdict(self)}
 
     @classmethod
     def from_json(cls, saved: dict[str, Any], path: Path) -> Self:
-        """Reads what `to_json` gave.
+        """Makes a state from what `to_json` returned.
+
+        Args:
+            saved: the JSON object.
+            path: the checkpoint, for the message.
 
         Raises:
-            ValueError: it was written by another version and lacks something, or has another format.
+            ValueError: another version of torchtune-ext wrote it, and a field is missing or the format differs.
         """
-        found = saved.get("format", FORMAT)  # the first versions wrote none
+        # The first versions wrote no format.
+        found = saved.get("format", FORMAT)
         missing = [field.name for field in fields(cls) if field.name not in saved]
         if found != FORMAT or missing:
             what = f"lacks {', '.join(missing)}" if missing else f"has format {found}, this version reads {FORMAT}"

@@ -1,4 +1,4 @@
-"""Learning rate over the updates of a run."""
+"""Schedules the learning rate over the updates of a run."""
 
 import math
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ DECAYS = ("constant", "linear", "cosine")
 class ScheduleConfig:
     """The node `schedule:` of a recipe."""
 
-    decay: str = "constant"  # "constant", "linear" or "cosine", to zero at the last update
+    decay: str = "constant"  # "constant", or "linear" or "cosine", which reach zero at the end of the run
     warmup: int = 0  # updates until the full learning rate
 
     def __post_init__(self) -> None:
@@ -21,13 +21,17 @@ class ScheduleConfig:
             raise ValueError(f"schedule.decay={self.decay!r} is unknown; use 'constant', 'linear' or 'cosine'")
 
     def require_fits(self, total: int) -> None:
-        """Raises ValueError for a warm-up that is longer than the run."""
+        """Raises ValueError if the warm-up is longer than the run of `total` updates."""
         if not 0 <= self.warmup <= total:
             raise ValueError(f"schedule.warmup={self.warmup} must lie between 0 and the number of updates, {total}")
 
 
 def make_schedule(optimizer: Optimizer, config: ScheduleConfig, total: int) -> LambdaLR:
-    """Linear warm-up, then what `config.decay` says, over `total` updates."""
+    """Makes a schedule over `total` updates: a linear warm-up, then the decay of `config`.
+
+    Raises:
+        ValueError: the warm-up is longer than the run.
+    """
     config.require_fits(total)
     warmup = config.warmup
 
@@ -42,10 +46,10 @@ def make_schedule(optimizer: Optimizer, config: ScheduleConfig, total: int) -> L
 
 
 def move_schedule(schedule: LambdaLR, updates: int) -> None:
-    """Sets a schedule, and its optimizer's learning rates, to where `updates` updates bring it.
+    """Sets a schedule, and the learning rates of its optimizer, to their values after `updates` updates.
 
-    So a run goes on from its checkpoint; and so a step counts as the updates that were planned for it, where some were left
-    out because no group had a signal: "linear" then still ends at zero.
+    A resumed run needs this to go on from its checkpoint. A step also needs it if some of its planned updates were left
+    out because no group had a signal: all planned updates count, so that "linear" still ends at zero.
     """
     schedule.last_epoch = updates
     rates = [base * factor(updates) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]

@@ -1,4 +1,4 @@
-"""Settings that would only fail late, or train silently wrong: refused before anything is loaded."""
+"""Refuses settings that would fail late or train wrongly without an error, before anything is loaded."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +18,10 @@ def at_least(settings: Mapping[str, Any], **least: int) -> None:
 
 
 def check_sampling(sampling: SamplingConfig, samples_per_prompt: int, advantage: AdvantageConfig) -> None:
-    """Training needs samples of the policy itself, not of a part of its distribution, and enough of them to compare."""
+    """Raises ValueError for settings of sampling that do not fit training.
+
+    Training needs samples of the policy itself, not of a part of its distribution, and enough of them to compare.
+    """
     if 1 < advantage.pass_k >= samples_per_prompt:
         raise ValueError(
             f"advantage.pass_k={advantage.pass_k} compares the best of so many samples with others: samples_per_prompt="
@@ -36,10 +39,14 @@ def check_sampling(sampling: SamplingConfig, samples_per_prompt: int, advantage:
 
 
 def check_needs(settings: Mapping[str, Any], needs: Needs) -> None:
-    """A loss of the user's own that has a coefficient for what it does not ask for would not get it.
+    """Raises ValueError if a loss has a setting for something that it does not ask for.
+
+    A loss of the user gets the reference or the stored tokens only if its class asks for them. Otherwise the setting
+    would have no effect.
 
     Args:
-        settings: `loss:` of the YAML.
+        settings: the node `loss:` of the YAML.
+        needs: what the loss asks for.
     """
     for key, got, attribute in (("kl_coef", needs.reference, "needs_reference"), ("top_k", needs.top_k, "top_k")):
         if settings.get(key) and not got:
@@ -50,6 +57,6 @@ def check_needs(settings: Mapping[str, Any], needs: Needs) -> None:
 
 
 def release_memory() -> None:
-    """Gives cached device memory back, so that another process on the device can have it."""
+    """Gives cached memory of the device back, so that another process on the device can use it."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,14 +1,16 @@
-"""Checkpoints: a Hugging Face model directory plus what the recipe needs to go on, written so that none is ever half there.
+"""Writes and reads checkpoints: a model directory of Hugging Face's format, and what the recipe needs to go on.
 
 checkpoints/step_000040/
-    config.json  model-00001-of-00001.safetensors  tokenizer files    a model directory for any other tool
-    (or adapter_config.json  adapter_model.safetensors  [merged/]     an adapter, and if asked for the merged model)
+    config.json  model-00001-of-00001.safetensors  tokenizer files    a model directory that any tool can read
+    (or adapter_config.json  adapter_model.safetensors  [merged/]     an adapter, and if wanted the merged model)
     recipe.json                                                       cursor, step, policy version, throttle, accuracy
-    state/                                                            float32 weights, optimizer, RNG (DCP, resharding)
+    state/                                                            float32 weights, optimizer, RNG, saved by DCP
     manifest.json                                                     what it belongs to; size and SHA-256 of every file
 
-Beside them: `.partial_*` is being written, `.pruned_*` is being deleted, `damaged_*` was found damaged and passed
-over, `old_*` stood where this run had to write.
+A checkpoint is whole or absent. DCP (torch.distributed.checkpoint) can load `state/` on another number of ranks. Other
+folders beside the checkpoints: `.partial_*` is being written, `.pruned_*` is being deleted, `damaged_*` was damaged, so
+    the
+run went on from an older one, and `old_*` was in the place where this run had to write.
 """
 
 import json
@@ -41,16 +43,17 @@ from torchtune_ext.training.outcome import (
 )
 
 log = logging.getLogger(__name__)
-TRAINED_ONLY = StateDictOptions(ignore_frozen_params=True, strict=False)  # what is frozen can be had from model_dir
+# Frozen weights are not saved, because they can be read from model_dir.
+TRAINED_ONLY = StateDictOptions(ignore_frozen_params=True, strict=False)
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
     """The node `checkpoints:` of a recipe."""
 
-    every: int = 50  # steps between checkpoints; also after the last
-    keep_last: int = 2  # checkpoints kept, beside the best
-    fall_back: bool = False  # when the newest is damaged, go on from the newest whole one
+    every: int = 50  # steps between checkpoints; there is also one after the last step
+    keep_last: int = 2  # newest checkpoints that are kept, besides the one with the highest accuracy
+    fall_back: bool = False  # True: if the newest checkpoint is damaged, the run goes on from the newest whole one
     stop_grace_s: float = 25.0  # seconds after SIGTERM within which a step must end for a checkpoint to be written
 
     def __post_init__(self) -> None:
@@ -69,14 +72,17 @@ class CheckpointConfig:
 class Checkpoints:
     """The checkpoints of one run.
 
-    `choose`, `save` and `load` are collectives: all ranks call them together, and what fails on one of them raises on all.
-    The rest only looks at names and manifests, on any rank.
+    `choose`, `save` and `load` are collectives: all ranks call them together, and a failure on one rank raises on all
+    ranks. The other methods only read names and manifests, and any rank may call them alone.
     """
 
     def __init__(self, folder: str | Path, identity: Identity | None, config: CheckpointConfig | None = None):
-        """
+        """Looks after the checkpoints in a folder, which need not exist yet.
+
         Args:
+            folder: the folder of all checkpoints of the run.
             identity: what the checkpoints belong to. Only rank 0 writes and checks it; it may be None on the others.
+            config: the settings; None for the defaults.
         """
         self.folder, self._identity, self._config = Path(folder), identity, config or CheckpointConfig()
         self._main = rank() == 0
@@ -84,22 +90,24 @@ class Checkpoints:
         assert identity is not None or not self._main, "rank 0 has to know what the checkpoints belong to"
 
     def all(self) -> list[Path]:
-        """Every checkpoint, whole or not, oldest first."""
+        """Returns every checkpoint, whole or damaged, the oldest first."""
         found = [path for path in self.folder.glob("step_*") if CHECKPOINT.fullmatch(path.name) and path.is_dir()]
         return sorted(found, key=self.step_of)
 
     def latest(self) -> Path | None:
-        """The newest checkpoint that looks whole: a quick look, which reads no tensors."""
+        """Returns the newest checkpoint that looks whole by the names and sizes of its files, or None."""
         return next((path for path in reversed(self.all()) if _glance(path) is not None), None)
 
     def choose(self) -> Path | None:
-        """The checkpoint to go on from, every file of it verified; None where there is none at all. A collective.
+        """Returns the checkpoint to go on from, or None where there is no checkpoint at all. A collective.
 
-        With `checkpoints.fall_back`, damaged ones that are newer than it are renamed to `damaged_step_*`.
+        Every file of the returned checkpoint has been verified. With `checkpoints.fall_back`, checkpoints that are
+        newer and damaged are renamed to `damaged_step_*`.
 
         Raises:
-            DamagedCheckpoint: the newest one is damaged, and `checkpoints.fall_back` is not set or no other is whole.
-            ValueError: the newest one belongs to another run, model or base.
+            DamagedCheckpoint: the newest checkpoint is damaged, and `checkpoints.fall_back` is not set or no other is
+                whole.
+            ValueError: the newest checkpoint belongs to another run, model or base.
         """
         newest, *older = from_main(self.all)[::-1] or [None]
         if newest is None:
@@ -114,7 +122,8 @@ class Checkpoints:
             try:
                 self._verify(path)
                 break
-            except ValueError:  # damaged, too, or of another run
+            except ValueError:
+                # This one is damaged as well, or it belongs to another run.
                 tried.append(path)
         else:
             raise DamagedCheckpoint(
@@ -133,10 +142,11 @@ class Checkpoints:
 
     @staticmethod
     def step_of(path: Path) -> int:
+        """Returns the step of a checkpoint from the name of its folder."""
         return int(path.name.removeprefix("step_"))
 
     def advice(self, step: int) -> str:
-        """What to do after a step whose update cannot be made."""
+        """Returns a text that says what to do after a step whose update cannot be made."""
         return (
             f"step {step} stopped before this update. Its samples are in {self.folder.parent / 'rollouts'}, the newest "
             f"checkpoint is {self.latest()}; lower the "
@@ -155,17 +165,23 @@ class Checkpoints:
         """Writes a checkpoint beside its final place and renames it there. A collective.
 
         Args:
-            export: writes what other tools read (`export_model`, `export_adapter`) into a folder, its argument; on ranks
-                other than 0 it gets None and only takes part in gathering the weights, which it has to finish on every rank
-                also when it fails. It is also called with `checksums=`, which it may tell of files that it has finished.
+            step: the step that has ended.
+            model: the model, which may be sharded.
+            optimizer: its optimizer.
+            export: writes what other tools read (`export_model`, `export_adapter`). It is called with a folder on rank
+                0, and with None on the other ranks, where it only takes part in gathering the weights. It must finish
+                gathering on every rank also when it fails. The argument `checksums=` may take the checksums of finished
+                files.
             recipe: JSON-able state of the recipe.
-            accuracy: of these weights on held-out problems; the checkpoint with the highest is kept.
+            accuracy: accuracy of these weights on held-out problems. The checkpoint with the highest accuracy is kept.
 
         Returns:
-            Seconds that some rank waited for checksums; what threads take from the processor meanwhile is not in them.
+            Seconds in which some rank waited for checksums. What the hashing threads take from the processor meanwhile is not
+            in them.
 
         Raises:
-            OSError: nothing was saved, on any rank (a full disk, say); earlier checkpoints are untouched.
+            OSError: nothing was saved, because of a full disk for example. This is raised on all ranks, and earlier
+                checkpoints are untouched.
         """
         final = self.folder / f"step_{step:06d}"
         partial = folders.partial_of(final)
@@ -184,14 +200,14 @@ class Checkpoints:
         return waited
 
     def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Restores weights, optimizer moments and RNG in place and returns what `recipe` held. A collective.
+        """Restores weights, optimizer and random states in place, and returns the state of the recipe. A collective.
 
-        The optimizer keeps the settings (learning rate, betas, ...) that it was built with. On more ranks than saved, or on
-        another kind of device, the random states that do not exist are left as they are.
+        The optimizer keeps the settings (learning rate, betas, ...) that it was built with. If there are more ranks
+        than before, or another kind of device, random states that were not saved stay as they are.
 
         Raises:
-            DamagedCheckpoint: `path` was not chosen by `choose`, and is damaged.
-            ValueError: `path` was not chosen by `choose`, and belongs to another run, model or base.
+            DamagedCheckpoint: `path` does not come from `choose`, and is damaged.
+            ValueError: `path` does not come from `choose`, and belongs to another run, model or base.
             OSError: it cannot be loaded, for example because it was saved with another kind of optimizer.
         """
         if path != self._verified:
@@ -208,7 +224,12 @@ class Checkpoints:
             ) from error
 
     def _verify(self, path: Path) -> None:
-        """Every rank reads a share of the files, and all come to one verdict. A collective."""
+        """Verifies every file of a checkpoint. Each rank reads a share of the files. A collective.
+
+        Raises:
+            DamagedCheckpoint: the checkpoint is damaged.
+            ValueError: the checkpoint belongs to another run, model or base.
+        """
         manifest = from_main(lambda: self._inspect(path))
         shares = len(gathered(None))
         wrong = [text for text in gathered(manifest.wrong_with_bytes(path, rank(), shares)) if text is not None]
@@ -217,7 +238,7 @@ class Checkpoints:
         self._verified = path
 
     def _inspect(self, path: Path) -> Manifest:
-        """What can be seen without reading tensors."""
+        """Checks everything that can be checked without reading tensors, and returns the manifest."""
         manifest = Manifest.read(path)
         if (refusal := self._identity.refusal(manifest.identity)) is not None:
             raise ValueError(f"{path} cannot be resumed: {refusal}")
@@ -228,7 +249,7 @@ class Checkpoints:
         return manifest
 
     def _complete(self, final: Path, recipe: dict[str, Any], known: dict, checksums: Checksums) -> None:
-        """On rank 0, when all tensors are written: the rest, and the name."""
+        """Writes the other files on rank 0, when all tensors are written, and renames the checkpoint to its place."""
         partial = folders.partial_of(final)
         (partial / "recipe.json").write_text(json.dumps(recipe))
         with checksums.waiting():
@@ -243,7 +264,7 @@ class Checkpoints:
         folders.put_in_place(final)
 
     def _prune(self) -> None:
-        """Damaged checkpoints and those of other runs are neither counted nor touched."""
+        """Deletes old checkpoints of this run. Damaged ones and those of other runs are neither counted nor touched."""
         mine = [(path, found) for path in self.all() if self._is_mine(found := _glance(path))]
         keep = {path for path, _ in mine[-self._config.keep_last :]}
         evaluated = [(path, found.accuracy) for path, found in mine if found.accuracy is not None]
@@ -261,11 +282,12 @@ class Checkpoints:
 
 
 def _glance(path: Path) -> Manifest | None:
-    """The manifest of a checkpoint that looks whole."""
+    """Returns the manifest of a checkpoint that looks whole, or None."""
     try:
         manifest = Manifest.read(path)
         return manifest if manifest.wrong_with_files(path) is None else None
-    except (DamagedCheckpoint, OSError):  # it may be going away
+    except (DamagedCheckpoint, OSError):
+        # An OSError may mean that the checkpoint is just being deleted.
         return None
 
 
@@ -305,7 +327,7 @@ def _load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 @contextmanager
 def _one_process_is_fine() -> Iterator[None]:
-    """DCP warns that nobody else takes part; a run of one process means it so."""
+    """Hides the warning of DCP that no other process takes part, because a run of one process intends that."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
         yield

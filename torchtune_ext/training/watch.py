@@ -1,17 +1,17 @@
-"""The watch over the ranks of a run: who gives no sign of life, who is waited for, and what that rank does.
+"""Watches over the ranks of a run: which rank gives no sign of life, which one the others wait for, and what it does.
 
-Every rank writes a beat into the rendezvous store again and again, and reads those of the others. Two things are told
-apart:
+Every rank writes a beat into the rendezvous store again and again, and reads the beats of the others. A rank can be
+late in two ways:
 
-    silent    a rank whose beats do not come any more: stopped, swapped out, ended, or its machine is dead. The others would
-              wait for it for ever, so the lowest of them says it, and after `deadline_s` the run ends
-    busy      a rank that beats, but has begun fewer collectives than the others, which wait for it: rank 0 while it
-              samples, or a rank that hangs in a loop. Rank 0 may be busy for long, so this is a note, and an end only
-              after `wait_s`
+    silent    A rank sends no more beats: it was stopped, swapped out or ended, or its machine is dead. The others would
+              wait for it for ever. So the lowest of them reports it, and after `deadline_s` the run ends.
+    busy      A rank sends beats, but has begun fewer collectives than the others, which wait for it: rank 0 while it
+              samples, or a rank that hangs in a loop. Rank 0 may be busy for a long time, so this is only reported, and
+              the run ends only after `wait_s`.
 
-The main thread of a rank that waits is inside gloo or NCCL, where no exception of ours reaches it. So the watch lives in
-threads of its own, and ends the process itself. `Judge` decides from beats alone; `Watch` holds the threads, the store and
-the end.
+The main thread of a rank that waits is inside gloo or NCCL, where no exception of ours can reach it. So the watch runs
+in threads of its own, and ends the process itself. `Judge` decides from the beats alone. `Watch` has the threads and
+the store, and ends the process.
 """
 
 import atexit
@@ -32,21 +32,25 @@ import torch.distributed as dist
 
 log = logging.getLogger(__name__)
 
-LOST_RANK_STATUS = 76  # exit status of a rank that ends because another one is lost or never comes
-JOIN_S = 2.0  # a thread that talks to a store without an answer is not waited for any longer at the end
+LOST_RANK_STATUS = 76  # exit status of a rank that ends because another one is lost or never arrives
+JOIN_S = 2.0  # seconds that the end waits for a thread, which may be waiting for a store that does not answer
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Seconds of the watch.
+    """The times of the watch, in seconds.
 
     Args:
-        deadline_s: a rank silent for longer ends the run (the recipes' `rank_deadline_s`).
-        beat_s: between two beats.
-        notice_s: of silence or waiting before the first line about it, and between two lines; at most half of `deadline_s`.
-        long_s: a wait for a rank that has work of its own is worth a warning after so long.
-        wait_s: the longest wait for a rank that is alive but busy; then the run ends.
+        deadline_s: silence of a rank after which the run ends (`rank_deadline_s` of the recipes).
+        beat_s: time between two beats.
+        notice_s: time of silence or waiting before the first log line about it, and between two lines; at most half of
+            `deadline_s`.
+        long_s: time of waiting for a rank that does work of its own, after which the log line is a warning.
+        wait_s: time of waiting for a rank that is alive but busy, after which the run ends.
+
+    Raises:
+        ValueError: `deadline_s` is not a positive number.
     """
 
     deadline_s: float = 300.0
@@ -67,40 +71,45 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """What a rank says of itself."""
+    """One sign of life of a rank, which says what the rank does."""
 
-    count: int  # grows with every beat; a reader needs no clock of the writer
+    count: int  # grows with every beat, so that a reader does not need the writer's clock
     host: str
     pid: int
-    phase: str  # "train, step 3"; "" before the recipe has named one
-    place: str  # of the main thread in code of ours or the user's: "grpo.py:214 in pack"
-    collectives: int  # begun by this rank so far
+    phase: str  # "train, step 3"; "" before the recipe has named a phase
+    place: str  # where the main thread is, in our code or the user's: "grpo.py:214 in pack"
+    collectives: int  # number of collectives that this rank has begun
 
     def doing(self) -> str:
+        """Returns a text with what the rank does, for messages."""
         return ", ".join(part for part in (self.phase, f"at {self.place}" if self.place else "") if part) or "starting"
 
 
 @dataclass(slots=True)
 class _Heard:
-    """What a reader knows of one rank; seconds are the reader's own waking time."""
+    """What this rank knows of one rank. All times are seconds during which this rank was awake."""
 
     beat: Beat | None = None
-    silent: float = 0.0  # since the last new beat
-    told: float = 0.0  # of that silence, when it was last said
-    waits: float = 0.0  # since it began a collective that another rank has not begun
+    silent: float = 0.0  # seconds since the last new beat
+    told: float = 0.0  # the value of `silent` when it was last reported
+    waits: float = 0.0  # seconds since the rank began a collective that another rank has not begun
 
 
 @dataclass(slots=True)
 class Verdict:
-    """What is to be said, and why the run must end (None: it goes on)."""
+    """The decision of a `Judge`: what to log, and whether the run must end."""
 
-    notes: list[tuple[int, str]] = field(default_factory=list)  # logging level, text
-    fatal: str | None = None
-    speaker: bool = True  # this rank is the one that tells the whole story
+    notes: list[tuple[int, str]] = field(default_factory=list)  # (logging level, text)
+    fatal: str | None = None  # why the run must end; None: it goes on
+    speaker: bool = True  # True: this rank prints the whole message
 
 
 class Judge:
-    """Decides from the beats of all ranks. Has no clock of its own: time in which the reader slept, too, blames nobody."""
+    """Decides from the beats of all ranks which rank is silent and which one the others wait for.
+
+    It has no clock. Its caller tells it how many seconds have passed, without the time in which this process was
+    stopped. So no other rank is blamed for that time.
+    """
 
     def __init__(self, rank: int, world_size: int, limits: Limits):
         self.rank, self.limits = rank, limits
@@ -108,7 +117,12 @@ class Judge:
         self._waits_told = 0.0
 
     def look(self, seconds: float, beats: Mapping[int, Beat]) -> Verdict:
-        """Args: seconds: since the last look, awake; beats: the newest of each rank that was ever heard."""
+        """Decides from the newest beats.
+
+        Args:
+            seconds: time since the last look during which this process was awake.
+            beats: the newest beat of each rank that has ever sent one.
+        """
         verdict = Verdict()
         for rank, heard in self._ranks.items():
             beat = beats.get(rank)
@@ -127,20 +141,22 @@ class Judge:
         return verdict
 
     def all_doing(self) -> str:
-        """What every rank did last, for messages."""
+        """Returns a text with what every rank did last, for messages."""
         return "; ".join(f"rank {rank}: {_doing(heard.beat)}" for rank, heard in self._ranks.items())
 
     def _count_wait(self, heard: _Heard, beat: Beat | None, beats: Mapping[int, Beat], seconds: float) -> None:
+        """Counts the time that a rank waits in a collective that another rank has not begun."""
         ahead = beat is not None and any(beat.collectives > other.collectives for other in beats.values())
         stands = ahead and heard.beat is not None and heard.beat.collectives == beat.collectives
         heard.waits = heard.waits + seconds if stands else 0.0
 
     def _speaks(self) -> bool:
-        """Whether this is the lowest rank that is alive, so that one rank speaks and not all."""
+        """Tells whether this is the lowest rank that is alive, so that only one rank speaks."""
         recent = self.limits.notice_s / 2
         return self.rank == min(rank for rank, heard in self._ranks.items() if heard.silent < recent)
 
     def _judge_silence(self, verdict: Verdict) -> None:
+        """Ends the run if a rank was silent for `deadline_s`, and reports shorter silence."""
         limits = self.limits
         lost = [_lost(rank, heard) for rank, heard in self._ranks.items() if heard.silent >= limits.deadline_s]
         if lost:
@@ -157,9 +173,11 @@ class Judge:
                     verdict.notes.append((logging.WARNING, f"{_silence(rank, heard)}; the others wait; {self.end()}"))
 
     def end(self) -> str:
+        """Returns the part of a message that says when the run ends."""
         return f"the run ends after {self.limits.deadline_s:g} s (rank_deadline_s)"
 
     def _judge_waits(self, verdict: Verdict) -> None:
+        """Ends the run if a rank waited in a collective for `wait_s`, and reports shorter waits."""
         limits = self.limits
         waiting = {rank: heard for rank, heard in self._ranks.items() if heard.waits}
         longest = max((heard.waits for heard in waiting.values()), default=0.0)
@@ -178,7 +196,8 @@ class Judge:
             )
         elif longest - self._waits_told >= limits.notice_s:
             self._waits_told = longest
-            # work that only this rank does is no alarm; a phase that all of them are in is one that none should be late in
+            # A rank may be late because of work that only it does. That is no alarm. But if the late rank is in the
+            # same phase as the others, it should not be late, and the line is a warning.
             shared = {heard.beat.phase for heard in waiting.values()} & {beat.phase for beat in behind.values()} - {""}
             level = logging.WARNING if shared or longest >= limits.long_s else logging.INFO
             if self.rank == min(waiting):
@@ -211,14 +230,18 @@ def _lost(rank: int, heard: _Heard) -> str:
 
 
 class Watch:
-    """The watch of this rank. `start` it, name what the rank does with `phase`, `close` it.
+    """The watch of this rank. Call `start`, name what the rank does with `phase`, and call `close` at the end.
 
     Args:
-        connect: makes a connection to the rendezvous store. A call of such a connection can block for as long as the store does
-            not answer, so it is used by one thread alone, and another one looks.
-        store: where the store is and who holds it, for messages.
-        agent_holds_store: the store lives in the parent, with which this rank dies. When it does not answer, it is stopped at
-            worst (Ctrl-Z reaches torchrun, but not its ranks), and the ranks need it no more: no reason to end the run.
+        rank: this rank.
+        world_size: number of ranks.
+        limits: the times of the watch.
+        connect: makes a connection to the rendezvous store. A call on the connection can block as long as the store
+            does not answer. So only one thread uses it, and another thread looks at the beats.
+        store: a text that says where the store is and who holds it, for messages.
+        agent_holds_store: True if the store is in the parent process, with which this rank ends. If such a store does
+            not answer, the parent was only stopped (Ctrl-Z reaches torchrun, but not its ranks). The ranks do not need
+            it, so the run goes on.
     """
 
     def __init__(self, rank: int, world_size: int, limits: Limits, connect: Callable[[], dist.Store], store: str,
@@ -227,22 +250,25 @@ class Watch:
         self._connect, self._store, self._agent_holds_store = connect, store, agent_holds_store
         self._judge = Judge(rank, world_size, limits)
         self._phase, self._count, self._host = "", 0, socket.gethostname()
-        self._answer: tuple[int, dict[int, Beat]] = (0, {})  # number of the answer, beats; replaced as a whole
-        self._error = ""  # of the last exchange with the store
+        # The number of the last answer of the store, and the beats in it. Threads may read it, since it is replaced as
+        # a whole.
+        self._answer: tuple[int, dict[int, Beat]] = (0, {})
+        self._error = ""  # the error of the last exchange with the store
         self._stop = threading.Event()
         self._threads = [threading.Thread(target=target, name=name, daemon=True)
                          for target, name in ((self._beat, "ranks-beat"), (self._look, "ranks-look"))]  # fmt: skip
 
     def start(self) -> "Watch":
+        """Starts the threads, and returns this watch."""
         for thread in self._threads:
             thread.start()
-        # a daemon thread that the ending interpreter finds in C code can abort it, so the threads end first, however it ends
+        # If a daemon thread is in C code when the interpreter ends, it can abort the process. So the threads end first.
         atexit.register(self.close)
         return self
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Names what this rank does until the end of the block."""
+        """Names what this rank does inside the block."""
         outer, self._phase = self._phase, name
         try:
             yield
@@ -250,14 +276,14 @@ class Watch:
             self._phase = outer
 
     def close(self) -> None:
-        """Says goodbye and ends the threads. Can be called twice."""
+        """Tells the other ranks that this rank has ended, and ends the threads. It may be called twice."""
         atexit.unregister(self.close)
         self._stop.set()
         for thread in self._threads:
             thread.join(JOIN_S)
 
     def _beat(self) -> None:
-        """Tells and reads beats until the end. The one thread that talks to the store."""
+        """Writes and reads beats until the end. This is the only thread that talks to the store."""
         store, known = None, set()
         while True:
             last = self._stop.is_set()
@@ -266,28 +292,31 @@ class Watch:
                 if last:
                     self._phase = "ended"
                 self._exchange(store, known)
-            except RuntimeError as error:  # torch's errors of the network are such; perhaps the next connection works
+            except RuntimeError as error:
+                # torch raises this for errors of the network. The next connection may work.
                 store, self._error = None, str(error)
             if last:
                 return
             self._stop.wait(self.limits.beat_s)
 
     def _exchange(self, store: dist.Store, known: set[int]) -> None:
+        """Writes the beat of this rank and reads the beats of all ranks that have written one."""
         self._count += 1
         beat = Beat(self._count, self._host, os.getpid(), self._phase, main_place(), collectives_begun())
         store.set(str(self.rank), json.dumps(asdict(beat)))
-        # only keys that exist are read: a read of others would wait for them
+        # Only keys that exist are read, because reading a key that is missing would wait for it.
         known.update(rank for rank in range(self.world_size) if rank not in known and store.check([str(rank)]))
         ranks = sorted(known)
         beats = [Beat(**json.loads(text)) for text in store.multi_get([str(rank) for rank in ranks])]
         self._answer = (self._count, dict(zip(ranks, beats, strict=True)))
 
     def _look(self) -> None:
-        """Looks at the beats until the end; says what is to be said, ends the process when it has to."""
+        """Looks at the beats until the end. It logs what `Judge` decides, and ends the process if it must end."""
         limits, seen, unanswered, told, then = self.limits, 0, 0.0, 0.0, time.monotonic()
         while not self._stop.wait(limits.beat_s):
             now = time.monotonic()
-            # a longer pause was ours: this process was stopped itself, or the machine was too busy to judge others
+            # If more time has passed, this process was itself stopped, or the machine was too busy. That time does not
+            # count, so that no other rank is blamed for it.
             seconds, then = min(now - then, 2 * limits.beat_s), now
             count, beats = self._answer
             unanswered = 0.0 if count != seen else unanswered + seconds
@@ -309,6 +338,7 @@ class Watch:
                 )))  # fmt: skip
 
     def _act(self, verdict: Verdict) -> None:
+        """Logs the notes of a verdict, and ends the process if the verdict says so."""
         for level, text in verdict.notes:
             log.log(level, "%s", text)
         if verdict.fatal is not None and not self._stop.is_set():
@@ -317,8 +347,8 @@ class Watch:
 
 
 def end_process(text: str) -> NoReturn:
-    """Ends this process with `LOST_RANK_STATUS` after the text, whatever the main thread is stuck in."""
-    # nobody may read stderr any more; that must not keep the process
+    """Prints the text and ends this process with `LOST_RANK_STATUS`, also if the main thread is stuck."""
+    # If nobody reads stderr any more, printing may block. The timer ends the process also then.
     timer = threading.Timer(JOIN_S, os._exit, [LOST_RANK_STATUS])
     timer.daemon = True
     timer.start()
@@ -328,16 +358,17 @@ def end_process(text: str) -> NoReturn:
 
 
 def collectives_begun() -> int:
-    """How many collectives this process has begun in the group of all ranks; 0 before there is one."""
+    """Returns how many collectives this process has begun in the group of all ranks, or 0 without a group."""
     group = dist.group.WORLD
     try:
         return 0 if group is None else group._get_sequence_number_for_group()
-    except RuntimeError:  # a backend that does not count: then nobody is said to wait, and silence is still seen
+    except RuntimeError:
+        # This backend does not count. Then waiting is not noticed, but silence still is.
         return 0
 
 
 def main_place() -> str:
-    """Where the main thread is: the innermost line that belongs to no library, "" if there is none."""
+    """Returns where the main thread is: the innermost line that belongs to no library, or ""."""
     frame = sys._current_frames().get(threading.main_thread().ident)
     while frame is not None:
         path = frame.f_code.co_filename

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torchtune_ext.kernels.fp8_quantize import (
     FP8,
 )
-from torchtune_ext.policy import from_config, scratch
+from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.policy.fp8 import plan as fp8
 from torchtune_ext.policy.fp8.linear import Fp8BlockLinear, Fp8Config
@@ -52,8 +52,7 @@ def hugging_face_linears(source):
 )  # fmt: skip
 def test_trainer_and_vllm_quantize_the_same_layers(tmp_path, changes, skip, converted):
     source = directory(tmp_path / "model", **changes)
-    make = getattr(scratch, f"{source.config['model_type']}_from_config")
-    policy = build_policy(partial(make, str(source.path)), source, CPU, F32, fp8=Fp8Config(skip=skip))
+    policy = build_policy(partial(from_config, str(source.path)), source, CPU, F32, fp8=Fp8Config(skip=skip))
     receipt = policy.fp8
     assert {layer.name: layer.shape for layer in receipt.layers} == hugging_face_linears(source)
     assert {name.rpartition(".")[2] for name in receipt.converted} == converted

@@ -1,4 +1,4 @@
-"""`torchtune-ext clue`: writes a file of puzzles.
+"""`torchtune-ext clue` writes a file of puzzles.
 
 torchtune-ext clue --seed 7 --count 1000 --size suspects=2-3,weapons=2,rooms=2-4 --out puzzles.jsonl
 """
@@ -14,7 +14,7 @@ from torchtune_ext.tasks.temporal_clue.size import NAMED, parse_size
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `torchtune-ext clue`."""
+    """Adds the arguments of `torchtune-ext clue`."""
     parser.add_argument("--seed", type=int, default=0, help="of the puzzles (default 0)")
     parser.add_argument("--count", type=int, default=100, help="how many puzzles (default 100)")
     parser.add_argument("--first", type=int, default=0, help="index of the first one (default 0)")
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Exit status: 0, 2 for a wrong argument, 1 where OR-Tools is missing or the file cannot be written."""
+    """Writes the file. Returns the exit status: 0; 2 for a wrong argument; 1 if nothing can be made or written."""
     try:
         size = parse_size(args.size)
         for name, least in (("count", 1), ("first", 0), ("workers", 1)):

@@ -1,7 +1,7 @@
-"""What a clue can say. Produces statements about a `World`: each can tell whether it holds in one.
+"""Defines what a clue can say: statements, each of which can tell whether it holds in a `World`.
 
-The statements are the kinds that the public puzzles have. `draw_clues` lists true ones for a scenario, the ones to do
-without first: the puzzle keeps a clue only where the later ones do not do its work.
+The kinds of statements are those of the public puzzles. `draw_clues` lists true statements for a scenario. The puzzle
+tries to drop them in this order, and keeps a clue only if the later clues cannot replace it.
 """
 
 import random
@@ -14,7 +14,7 @@ from torchtune_ext.tasks.temporal_clue.scenario import MURDER_WEAPON, MURDERER, 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """`who` was in `room` at `time` (one of them at least, where several share a motive)."""
+    """`who` was in `room` at `time`. If several suspects share the motive that `who` names, one of them was."""
 
     who: int  # piece or role
     time: int
@@ -26,7 +26,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Either:
-    """Exactly one of the two: "X or Y" is exclusive."""
+    """Exactly one of the two places is true: "X or Y" is exclusive."""
 
     first: Place
     second: Place
@@ -37,7 +37,7 @@ class Either:
 
 @dataclass(frozen=True, slots=True)
 class Iff:
-    """Both or neither: "X if and only if Y"."""
+    """Both places are true, or none: "X if and only if Y"."""
 
     first: Place
     second: Place
@@ -60,7 +60,7 @@ class SameRoom:
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """`who` and `other` were both in `room` at one time at least."""
+    """`who` and `other` were together in `room` at least once."""
 
     who: int  # piece or role
     other: int  # piece
@@ -73,13 +73,13 @@ class Together:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """`who` was in the room just `direction` of `other` at `time`."""
+    """`who` was in the room next to that of `other`, in `direction` from it, at `time`."""
 
     who: int  # piece
     other: int  # piece
     time: int
     direction: str  # "north", "south", "east", "west"
-    pairs: tuple[tuple[int, int], ...]  # the (room of who, room of other) which the board has in that direction
+    pairs: tuple[tuple[int, int], ...]  # every (room of who, room of other) on the board in that direction
 
     def holds(self, world: World) -> bool:
         return (world.places[self.who][self.time], world.places[self.other][self.time]) in self.pairs
@@ -87,14 +87,14 @@ class Beside:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """`who` went from `start` to `end` between the time before and `time`, with `cargo` where that is not None.
+    """`who` went from `start` to `end` between the time before and `time`, with `cargo` if that is not None.
 
-    Where several share the motive that `who` names, one and the same suspect did all of it.
+    If several suspects share the motive that `who` names, one of them made the whole move.
     """
 
     who: int  # suspect or role
     cargo: int | None  # weapon piece or MURDER_WEAPON
-    time: int  # of arrival
+    time: int  # the time of arrival
     start: int  # room
     end: int  # room
 
@@ -119,7 +119,7 @@ class HasMotive:
 
 @dataclass(frozen=True, slots=True)
 class Murder:
-    """One fact of the murder."""
+    """One fact of the murder is true."""
 
     fact: str  # "murderer", "weapon", "room", "time" or "motive"
     value: int  # suspect, weapon piece, room, time or motive
@@ -130,19 +130,21 @@ class Murder:
 
 Statement = Place | Either | Iff | SameRoom | Together | Beside | Moved | HasMotive | Murder
 
-# How unwilling a puzzle is to drop a clue of this kind: this plus a random number in [0, 1).
-# The values that the public generator uses, so that the mixture of kinds is like theirs.
+# Clues are sorted by the weight of their kind plus a random number in [0, 1). The puzzle tries to drop the first ones
+# first, so clues with a larger weight are kept more often. The values are those of the public generator, which give the
+# same mixture of kinds.
 WEIGHTS = {"murder": -0.2, "place": -0.15, "role": -0.1, "motive": 0.0, "or": -0.05, "iff": 0.05, "same_room": 0.5}
 WEIGHTS |= {"together": 0.8, "beside": 0.2, "moved": 0.1, "carried": 0.2, "role_moved": 0.2, "role_carried": 0.35}
-ROLE_MEETING = 1.5  # added to a meeting of the murderer or the murder weapon with somebody
+ROLE_MEETING = 1.5  # added to the weight if the murderer or the murder weapon meets somebody
 
 
 def murder_fact(world: World, fact: str) -> int:
+    """Returns one fact of the murder: "murderer", "weapon", "room", "time" or "motive"."""
     return world.motives[world.murderer] if fact == "motive" else getattr(world, fact)
 
 
 def murder_facts(scenario: Scenario) -> list[Murder]:
-    """The facts that the main questions ask for, in the order of the questions."""
+    """Returns the facts that the main questions ask for, in the order of the questions."""
     facts = ["murderer", "weapon", "room"]
     facts += ["time"] if len(scenario.times) > 1 else []
     facts += ["motive"] if scenario.motives else []
@@ -150,22 +152,23 @@ def murder_facts(scenario: Scenario) -> list[Murder]:
 
 
 def piece_places(scenario: Scenario) -> list[Place]:
-    """Where every piece was at every time."""
+    """Returns the place of every piece at every time."""
     places = scenario.truth.places
     return [Place(piece, time, room) for piece, way in enumerate(places) for time, room in enumerate(way)]
 
 
 def has_motives(scenario: Scenario) -> list[HasMotive]:
+    """Returns the motive of every suspect."""
     return [HasMotive(suspect, motive) for suspect, motive in enumerate(scenario.truth.motives)]
 
 
 def draw_clues(rng: random.Random, scenario: Scenario, kinds: tuple[str, ...]) -> list[Statement]:
-    """True statements in the order in which a puzzle tries to do without them. Together they settle everything."""
+    """Returns true statements in the order in which a puzzle tries to drop them. Together they determine everything."""
     ranked = [(WEIGHTS["murder"], clue) for clue in murder_facts(scenario)]
     for place in _all_places(scenario):
         ranked.append((WEIGHTS["role" if place.who in (MURDERER, MURDER_WEAPON) else "place"], place))
     ranked += [(WEIGHTS["motive"], clue) for clue in has_motives(scenario)]
-    count = 2 * round(len(ranked) / 6)  # of each indirect kind
+    count = 2 * round(len(ranked) / 6)  # clues of each indirect kind
     if "or" in kinds:
         ranked += _compounds(rng, scenario, "or", count)
     if "iff" in kinds:
@@ -189,7 +192,7 @@ def _shuffled(rng: random.Random, items) -> list:
 
 
 def _names(scenario: Scenario, piece: int) -> list[int]:
-    """The piece itself, and the roles that it has."""
+    """Returns the number of the piece, and the roles that it has."""
     truth = scenario.truth
     names = [piece]
     names += [MURDERER] if piece == truth.murderer else []
@@ -203,14 +206,14 @@ def _all_places(scenario: Scenario) -> list[Place]:
 
 
 def _false_place(rng: random.Random, scenario: Scenario, place: Place) -> Place | None:
-    """The same with a wrong room; None where the words would be true of another who shares the motive."""
+    """Returns the place with a wrong room, or None if that would be true of another suspect with the same motive."""
     room = rng.choice([room for room in range(len(scenario.rooms)) if room != place.room])
     wrong = Place(place.who, place.time, room)
     return None if wrong.holds(scenario.truth) else wrong
 
 
 def _compounds(rng: random.Random, scenario: Scenario, kind: str, count: int) -> list[tuple[float, Statement]]:
-    """ "or" joins a true and a false place; "if and only if" two true or two false ones."""
+    """Makes clues of two places: "or" joins a true and a false one, "if and only if" two true or two false ones."""
     right = _all_places(scenario)
     found: list[tuple[float, Statement]] = []
     for _ in range(count):
@@ -226,7 +229,7 @@ def _compounds(rng: random.Random, scenario: Scenario, kind: str, count: int) ->
 
 
 def _meetings(rng: random.Random, scenario: Scenario, kinds: tuple[str, ...]) -> Iterator[tuple[float, Statement]]:
-    """Two pieces which share a room: said of the time, or of the room."""
+    """Yields clues about two pieces in the same room. A clue names the time or the room."""
     places = scenario.truth.places
     suspects = len(scenario.suspects)
     forms = [kind for kind in ("same_room", "together") if kind in kinds]
@@ -251,7 +254,7 @@ def _meetings(rng: random.Random, scenario: Scenario, kinds: tuple[str, ...]) ->
 
 
 def _besides(rng: random.Random, scenario: Scenario, count: int) -> Iterator[tuple[float, Statement]]:
-    """Two pieces in neighboring rooms."""
+    """Yields clues about two pieces in neighboring rooms."""
     places = scenario.truth.places
     pairs = {
         direction: tuple(
@@ -280,7 +283,7 @@ def _moves(scenario: Scenario) -> Iterator[tuple[float, Statement]]:
 
 
 def _carries(scenario: Scenario) -> Iterator[tuple[float, Statement]]:
-    """A suspect and a weapon who made the same move."""
+    """Yields clues about a suspect and a weapon that made the same move."""
     places = scenario.truth.places
     for weapon in scenario.weapon_pieces:
         way = places[weapon]

@@ -1,6 +1,6 @@
-"""Many puzzles: made by several processes, written to a file, read from one.
+"""Makes many puzzles in several processes, writes them to a file, and reads them from one.
 
-A public file (a JSON list) and ours (one JSON object a line) hold the same fields, those of `Puzzle`.
+A public file is a JSON list; ours has one JSON object a line. Both hold the same fields, those of `Puzzle`.
 """
 
 import json
@@ -19,7 +19,7 @@ from torchtune_ext.tasks.temporal_clue.size import Size
 
 
 def generate(seed: int, count: int, size: Size, workers: int = 1, first: int = 0) -> Iterator[Puzzle]:
-    """Puzzles `first` to `first + count - 1` of `seed`, in order, made by `workers` processes."""
+    """Yields the puzzles `first` to `first + count - 1` of `seed`, in order, made by `workers` processes."""
     indices = range(first, first + count)
     if workers <= 1 or count < 2:
         yield from (make_puzzle(seed, index, size) for index in indices)
@@ -33,7 +33,7 @@ def generate(seed: int, count: int, size: Size, workers: int = 1, first: int = 0
 
 
 def _end_with_parent() -> None:
-    """A worker whose parent was killed ends too; without this it would wait for work for ever."""
+    """Makes a worker end when its parent is killed. Without this it would wait for work for ever."""
 
     def watch() -> None:
         parent_process().join()
@@ -43,7 +43,7 @@ def _end_with_parent() -> None:
 
 
 def write_jsonl(path: str | os.PathLike, puzzles: Iterable[Puzzle]) -> int:
-    """Writes one puzzle a line, all of them or no file at all; returns how many."""
+    """Writes one puzzle a line, and returns their number. If anything fails, no file is left."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -62,9 +62,11 @@ def write_jsonl(path: str | os.PathLike, puzzles: Iterable[Puzzle]) -> int:
 
 
 def read_puzzles(path: str | os.PathLike, first: int = 0, count: int | None = None) -> list[Puzzle]:
-    """Puzzles of a JSON list or of a file with one JSON object a line; `first` and `count` select a slice.
+    """Reads puzzles from a JSON list or from a file with one JSON object a line. `first` and `count` select a slice.
 
-    Raises ValueError that names the file, the line (or the number of the puzzle in a list), the field and the fix.
+    Raises:
+        ValueError: the file cannot be used. The message names the file, the line (or the number of the puzzle in a
+            list), the field and the fix.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")

@@ -1,8 +1,8 @@
-"""How much of an answer is right. Two rules: the published one, and the exact one that lets times score.
+"""Grades answers by two rules: the published one, and the exact one, which also accepts times.
 
-Both look for "A. answer", take the last one for each letter, and compare without regard to case. The published rule
-(OpenPipe, deductive-reasoning) has no digits among the letters of an answer, so "11:30 PM" never matches: with it the
-gold answers of the 64 public validation puzzles score 0.926 on average. It is there to compare with published results.
+Both rules look for "A. answer", take the last one for each letter, and ignore case. The published rule (OpenPipe,
+deductive-reasoning) allows no digits in an answer, so "11:30 PM" never matches. With it, the right answers of the 64
+public validation puzzles get a mean reward of 0.926. It exists so that results can be compared with published ones.
 """
 
 import re
@@ -17,7 +17,7 @@ def _pattern(key: str, letters: str) -> re.Pattern:
 
 
 def right_answers(solution: dict[str, str], text: str, grader: str = "exact") -> dict[str, bool]:
-    """For each letter, whether the last answer to it in `text` is the one in `solution`."""
+    """Tells for each letter whether the last answer to it in `text` is the one in `solution`."""
     letters = ANSWER_LETTERS[grader]
     right = {}
     for key, answer in solution.items():
@@ -27,5 +27,5 @@ def right_answers(solution: dict[str, str], text: str, grader: str = "exact") ->
 
 
 def answered(solution: dict[str, str], text: str) -> float:
-    """The fraction of the questions to which `text` holds any answer in the right format."""
+    """Returns the fraction of the questions to which `text` has any answer in the right format."""
     return sum(bool(_pattern(key, ANSWER_LETTERS["exact"]).search(text)) for key in solution) / len(solution)

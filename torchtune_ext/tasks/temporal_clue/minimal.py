@@ -1,7 +1,7 @@
-"""As few clues as will do: sufficient to settle some facts, and none of them can be removed.
+"""Reduces clues until they just determine some facts, so that none of them can be removed.
 
-Two ways to the same result. What is dropped depends on the order of the clues only (the first are tried first), never
-on which counterexamples the solver happens to find.
+There are two ways, which give the same result. The result depends only on the order of the clues (the first ones are
+tried first), and not on the counterexamples that the solver happens to find.
 """
 
 from bisect import insort
@@ -14,16 +14,21 @@ from torchtune_ext.tasks.temporal_clue.solver import Solver
 def drop_in_turn(
     solver: Solver, clues: list[Statement], facts: list[Statement], worlds: list[World]
 ) -> list[Statement]:
-    """Drops each clue in turn where the others still settle the facts: one question to the solver for a clue.
+    """Drops each clue in turn if the others still determine the facts. The solver is asked at most once for each clue.
 
-    `clues` settle the facts; `worlds` are possible worlds that are known already and may save a question.
+    Args:
+        solver: the solver of the scenario.
+        clues: true statements that determine the facts.
+        facts: the facts to determine.
+        worlds: possible worlds that are known already. They may make a question to the solver unnecessary.
     """
     goal = solver.differs(facts)
     broken = [_breaks(clues, world) for world in worlds if not all(fact.holds(world) for fact in facts)]
     left = (1 << len(clues)) - 1  # bit mask over the clues
     for bit in range(len(clues)):
+        # Only this clue excludes one of the worlds, so it must stay.
         if any(mask & left == 1 << bit for mask in broken):
-            continue  # there is a world that this clue alone excludes
+            continue
         others = left & ~(1 << bit)
         world = solver.find(_chosen(clues, others), goal)
         if world is None:
@@ -34,11 +39,14 @@ def drop_in_turn(
 
 
 def few_of_many(solver: Solver, clues: list[Statement], facts: list[Statement]) -> tuple[list[Statement], list[World]]:
-    """What `drop_in_turn` would leave, from few questions where few of the clues remain; and the worlds met on the way.
+    """Returns what `drop_in_turn` would leave, with fewer questions to the solver if few clues remain.
 
-    Each world in which a fact is otherwise must break a clue that is kept, and dropping in turn leaves it the last one
-    of those that it breaks, if none kept so far does. The solver looks for a world that the kept clues still allow
-    until there is none: every drop that these worlds allow is then allowed by all worlds.
+    Every world in which a fact is different must break a clue that is kept. If it breaks no clue kept so far,
+    `drop_in_turn` keeps the last of the clues that it breaks. So the solver looks for a world that the kept clues still
+    allow, and the clues to keep are chosen again, until there is no such world.
+
+    Returns:
+        The clues that remain, and the worlds that the solver found.
     """
     goal = solver.differs(facts)
     worlds: list[World] = []
@@ -60,7 +68,7 @@ def _chosen(clues: list[Statement], mask: int) -> list[Statement]:
 
 
 def _breaks(clues: list[Statement], world: World) -> int:
-    """The clues that do not hold in the world, as a bit mask."""
+    """Returns the clues that do not hold in the world, as a bit mask."""
     mask = sum(1 << bit for bit, clue in enumerate(clues) if not clue.holds(world))
     if not mask:
         raise AssertionError("all the clues together leave a fact open, or the solver reads a clue differently")

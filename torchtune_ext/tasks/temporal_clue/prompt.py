@@ -1,4 +1,4 @@
-"""The words of a puzzle, those of the public puzzles to the letter ("occured" included)."""
+"""Writes the text of a puzzle, in exactly the words of the public puzzles (also "occured", which they misspell)."""
 
 from torchtune_ext.tasks.temporal_clue.clues import (
     Beside,
@@ -40,7 +40,7 @@ MAIN_QUESTIONS = {
 
 
 def name(scenario: Scenario, who: int) -> str:
-    """A piece or a role in the middle of a sentence."""
+    """Returns the name of a piece or a role, as it is written in the middle of a sentence."""
     if who == MURDERER:
         return "the murderer"
     if who == MURDER_WEAPON:
@@ -56,16 +56,18 @@ def name(scenario: Scenario, who: int) -> str:
 
 
 def when(scenario: Scenario, time: int) -> str:
+    """Returns the words for a time, such as " at 11:30 PM", or "" if the puzzle does not mention time."""
     return f" at {scenario.times[time]}" if len(scenario.times) > 1 else ""
 
 
 def inside(scenario: Scenario, room: int) -> str:
+    """Returns the words for being in a room, such as "in the Library"."""
     room_name = scenario.rooms[room]
     return f"{'at' if room_name == 'Fountain' else 'in'} the {room_name}"
 
 
 def sentence(scenario: Scenario, clue: Statement) -> str:
-    """A clue as the prompt has it."""
+    """Returns a clue as a sentence of the prompt."""
     words = _words(scenario, clue)
     return words[0].upper() + words[1:]
 
@@ -109,7 +111,16 @@ def _murder_words(scenario: Scenario, clue: Murder) -> str:
 
 
 def question(scenario: Scenario, asked: Statement, ask_who: bool = False) -> tuple[str, str, str]:
-    """(question, answer, word for the kind of answer) about a fact; `ask_who` turns a motive's question round."""
+    """Writes the question about a fact.
+
+    Args:
+        scenario: the scenario of the puzzle.
+        asked: the fact.
+        ask_who: for a motive, True asks who has it, False asks what motivates the suspect.
+
+    Returns:
+        The question, the answer, and the word for the kind of answer.
+    """
     match asked:
         case Murder(fact, value):
             answer = name(scenario, value).removeprefix("the ") if fact in ("murderer", "weapon") else None
@@ -125,7 +136,7 @@ def question(scenario: Scenario, asked: Statement, ask_who: bool = False) -> tup
 
 
 def board(scenario: Scenario) -> str:
-    """The drawing of the rooms, row by row, with the compass around it."""
+    """Draws the rooms of the board as text, with the letters of the compass around them."""
     digits = 2 if len(scenario.rooms) > 9 else 1
     columns = scenario.columns
     cells = [f"{number + 1:0{digits}d}" for number in range(len(scenario.rooms))]
@@ -136,7 +147,7 @@ def board(scenario: Scenario) -> str:
 
 
 def prompt(scenario: Scenario, clues: list[Statement], questions: list[tuple[str, str, str]], num_main: int) -> str:
-    """The whole text that the policy reads. `questions` holds the main ones first."""
+    """Returns the whole text that the policy reads. `questions` begins with the `num_main` main questions."""
     digits = 2 if len(scenario.rooms) > 9 else 1
     letters = [chr(ord("A") + number) for number in range(len(questions))]
     asked = [f"{letter}. {text}" for letter, (text, _, _) in zip(letters, questions, strict=True)]

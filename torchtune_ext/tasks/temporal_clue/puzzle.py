@@ -1,7 +1,7 @@
-"""Makes puzzles: scenario, clues, the fewest of them that settle the answers, text. Produces `Puzzle`.
+"""Makes a `Puzzle`: draws a scenario and its clues, keeps the clues that determine the answers, and writes the text.
 
-A puzzle is a pure function of (seed, index, size): nothing depends on the order of a set or on which counterexamples
-the solver happens to find.
+A puzzle is a pure function of (seed, index, size). Nothing depends on the order of a set, or on the counterexamples
+that the solver happens to find.
 """
 
 import random
@@ -21,13 +21,13 @@ from torchtune_ext.tasks.temporal_clue.scenario import Scenario, draw_scenario, 
 from torchtune_ext.tasks.temporal_clue.size import Dims, Size
 from torchtune_ext.tasks.temporal_clue.solver import Solver
 
-EDITION = 1  # goes up when the same (seed, index, size) gives another puzzle than before
-ALL_QUESTIONS = 8  # main and bonus together, in the public puzzles
+EDITION = 1  # raised when the same (seed, index, size) gives another puzzle than before
+ALL_QUESTIONS = 8  # main and bonus questions together, in the public puzzles
 
 
 @dataclass(frozen=True, slots=True)
 class Puzzle:
-    """One puzzle, as in the public files."""
+    """One puzzle, with the fields of the public files."""
 
     num_clues: int
     prompt: str
@@ -35,10 +35,16 @@ class Puzzle:
 
 
 def make_puzzle(seed: int, index: int, size: Size) -> Puzzle:
-    """Puzzle `index` of the endless sequence of `seed`. Raises RuntimeError without OR-Tools."""
+    """Makes puzzle `index` of the endless sequence of `seed`.
+
+    Raises:
+        RuntimeError: OR-Tools is not installed.
+        TimeoutError: the solver needs too long; smaller puzzles help.
+    """
     rng = random.Random(f"temporal clue/{seed}/{index}")
     dims = size.draw(rng)
-    while True:  # a scenario that leaves no question to ask is drawn again; that is rare
+    # A scenario that leaves no question to ask is drawn again, which is rare.
+    while True:
         scenario = draw_scenario(rng, dims)
         puzzle = puzzle_of(rng, scenario, dims, size)
         if puzzle is not None:
@@ -46,7 +52,7 @@ def make_puzzle(seed: int, index: int, size: Size) -> Puzzle:
 
 
 def puzzle_of(rng: random.Random, scenario: Scenario, dims: Dims, size: Size) -> Puzzle | None:
-    """The puzzle of a scenario; None when every main question would be answered by a clue word for word."""
+    """Makes the puzzle of a scenario, or returns None if a clue states the answer to every main question."""
     solver = Solver(scenario)
     clues, worlds = few_of_many(solver, draw_clues(rng, scenario, size.clues), whole_world(scenario))
     main = [fact for fact in murder_facts(scenario) if fact not in clues]
@@ -63,14 +69,18 @@ def puzzle_of(rng: random.Random, scenario: Scenario, dims: Dims, size: Size) ->
 
 
 def whole_world(scenario: Scenario) -> list[Statement]:
-    """Everything there is to know."""
+    """Returns all facts of the scenario."""
     return [*murder_facts(scenario), *piece_places(scenario), *has_motives(scenario)]
 
 
 def _bonus_facts(
     rng: random.Random, scenario: Scenario, clues: list[Statement], most: int
 ) -> list[tuple[Statement, bool]]:
-    """(fact, asked as "Who is motivated by ...?") of up to `most` facts that no clue states."""
+    """Draws up to `most` facts that no clue states.
+
+    Returns:
+        Each fact, and whether its question is "Who is motivated by ...?".
+    """
     facts: list[tuple[Statement, bool]] = []
     for place in piece_places(scenario):
         if place.who == scenario.boddy:

@@ -1,8 +1,8 @@
-"""What happened on the night. Produces `World` (who was where, and the murder) and `Scenario` (the board, the truth).
+"""Draws what happened in the night: a `World` (who was where, the murder) and its `Scenario` (the board, the truth).
 
-Pieces are numbers: the suspects first, then the weapons, then Mr. Boddy. A clue may also speak of somebody by role:
-`MURDERER`, `MURDER_WEAPON`, or `motivated_by(m)`, the suspect or suspects who have motive m. Rooms, times and motives
-are numbers too, positions in the lists of the scenario.
+Pieces are numbers: first the suspects, then the weapons, then Mr. Boddy. A clue may also name a role: `MURDERER`,
+`MURDER_WEAPON`, or `motivated_by(m)`, the suspect or suspects who have motive m. Rooms, times and motives are numbers,
+too: positions in the lists of the scenario.
 """
 
 import random
@@ -24,27 +24,28 @@ MOTIVES = ("Anger", "Betrayal", "Fear", "Greed", "Hatred", "Jealousy", "Power", 
 MURDERER = -1
 MURDER_WEAPON = -2
 STEPS = {"north": (0, -1), "south": (0, 1), "west": (-1, 0), "east": (1, 0)}
-MOVE_CHANCE = 0.5  # that a character changes rooms between two times
-CARRY_CHANCE = 0.8  # that a suspect who leaves takes along the weapon in hand
+MOVE_CHANCE = 0.5  # probability that a character changes rooms between two times
+CARRY_CHANCE = 0.8  # probability that a weapon is held by a suspect in its room, who takes it along
 
 
 def motivated_by(motive: int) -> int:
+    """Returns the number of the role "a suspect motivated by `motive`"."""
     return -3 - motive
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """One way the night may have gone."""
+    """One possible course of the night."""
 
-    places: tuple[tuple[int, ...], ...]  # [piece][time] room
-    motives: tuple[int, ...]  # [suspect] motive; empty when the puzzle has none
+    places: tuple[tuple[int, ...], ...]  # the room for [piece][time]
+    motives: tuple[int, ...]  # the motive for [suspect]; empty when the puzzle has none
     murderer: int  # suspect
     weapon: int  # piece number of the murder weapon
-    room: int  # of the murder
-    time: int  # of the murder
+    room: int  # the room of the murder
+    time: int  # the time of the murder
 
     def members(self, who: int) -> list[int]:
-        """The pieces that a piece number or a role stands for."""
+        """Returns the pieces that a piece number or a role stands for."""
         if who >= 0:
             return [who]
         if who == MURDERER:
@@ -54,7 +55,7 @@ class World:
         return [suspect for suspect, motive in enumerate(self.motives) if motive == -3 - who]
 
     def rooms(self, who: int, time: int) -> int:
-        """The rooms where `who` was, as a bit mask (several suspects may share a motive)."""
+        """Returns the rooms where `who` was, as a bit mask, because several suspects may share a motive."""
         if who >= 0:
             return 1 << self.places[who][time]
         mask = 0
@@ -70,24 +71,27 @@ class Scenario:
     suspects: tuple[str, ...]
     weapons: tuple[str, ...]
     rooms: tuple[str, ...]
-    columns: int  # of the board; rooms fill it row by row from the north-west
+    columns: int  # columns of the board; rooms fill it line by line from the north-west
     times: tuple[str, ...]  # ("12:00 AM",) when the puzzle does not mention time
     motives: tuple[str, ...]  # empty when the puzzle has none
     truth: World
 
     @property
     def boddy(self) -> int:
+        """Returns the piece number of Mr. Boddy."""
         return len(self.suspects) + len(self.weapons)
 
     @property
     def weapon_pieces(self) -> range:
+        """Returns the piece numbers of the weapons."""
         return range(len(self.suspects), self.boddy)
 
     def holders(self, motive: int) -> int:
-        """How many suspects have this motive: the prompt says so."""
+        """Returns how many suspects have this motive."""
         return self.truth.motives.count(motive)
 
     def unique_motives(self) -> bool:
+        """Tells whether every suspect has a different motive."""
         return len(self.motives) == len(self.suspects)
 
     def neighbor(self, room: int, direction: str) -> int | None:
@@ -95,7 +99,7 @@ class Scenario:
 
 
 def neighbor(num_rooms: int, columns: int, room: int, direction: str) -> int | None:
-    """The room next to `room` in that direction, None at the edge of the board."""
+    """Returns the room next to `room` in that direction, or None at the edge of the board."""
     column, row = room % columns, room // columns
     dx, dy = STEPS[direction]
     column, row = column + dx, row + dy
@@ -104,7 +108,7 @@ def neighbor(num_rooms: int, columns: int, room: int, direction: str) -> int | N
 
 
 def draw_scenario(rng: random.Random, dims: Dims) -> Scenario:
-    """A night with a murder that keeps the rules of the prompt."""
+    """Draws a night with a murder, by the rules that the prompt states."""
     suspects = tuple(rng.sample(SUSPECTS, dims.suspects))
     weapons = tuple(rng.sample(WEAPONS, dims.weapons))
     rooms = tuple(rng.sample(ROOMS, dims.rooms))
@@ -114,14 +118,16 @@ def draw_scenario(rng: random.Random, dims: Dims) -> Scenario:
         [room, *(n for n in (neighbor(dims.rooms, columns, room, d) for d in STEPS) if n is not None)]
         for room in range(dims.rooms)
     ]
-    while True:  # a night without a possible murder is drawn again; almost every night has one
+    # A night without a possible murder is drawn again. Almost every night has one.
+    while True:
         walks = [_walk(rng, next_to, rng.randrange(dims.rooms), dims.times) for _ in suspects]
         carried = [_carry(rng, walks, dims) for _ in weapons]
         chances = _possible_murders(walks, carried, dims)
         if chances:
             break
     murderer, weapon, room, time = rng.choice(chances)
-    before = _walk(rng, next_to, room, time + 1)[::-1]  # Mr. Boddy walks to the murder room and stays there
+    # Mr. Boddy walks to the room of the murder and stays there. His way is drawn backwards from that room.
+    before = _walk(rng, next_to, room, time + 1)[::-1]
     boddy = before + [room] * (dims.times - time - 1)
     places = tuple(tuple(walk) for walk in [*walks, *carried, boddy])
     truth = World(places, motive_of, murderer, dims.suspects + weapon, room, time)
@@ -129,7 +135,7 @@ def draw_scenario(rng: random.Random, dims: Dims) -> Scenario:
 
 
 def _columns(rng: random.Random, num_rooms: int) -> int:
-    """Board widths of the public puzzles: near a square."""
+    """Draws the width of the board as the public puzzles do: the board is almost a square."""
     if num_rooms == 2:
         return rng.choice((1, 2))
     if num_rooms in (5, 6):
@@ -140,7 +146,7 @@ def _columns(rng: random.Random, num_rooms: int) -> int:
 
 
 def _draw_times(rng: random.Random, count: int) -> tuple[str, ...]:
-    """Times at even distance around midnight."""
+    """Draws times at equal distances around midnight."""
     if count == 1:
         return ("12:00 AM",)
     step = rng.choice((15, 30, 60))
@@ -150,19 +156,20 @@ def _draw_times(rng: random.Random, count: int) -> tuple[str, ...]:
 
 
 def _draw_motives(rng: random.Random, dims: Dims) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Names of the motives, and the motive of each suspect."""
+    """Draws the names of the motives, and the motive of each suspect."""
     names = rng.sample(MOTIVES, dims.motives)
     if dims.motives == dims.suspects:
         return tuple(names), tuple(rng.sample(range(dims.motives), dims.motives))
     drawn = [rng.randrange(dims.motives) for _ in range(dims.suspects)] if dims.motives > 1 else []
     used = [motive for motive in range(dims.motives) if motive in drawn]
-    if len(used) < 2:  # a motive that all share says nothing
+    # A motive that all suspects share tells nothing.
+    if len(used) < 2:
         return (), ()
     return tuple(names[motive] for motive in used), tuple(used.index(motive) for motive in drawn)
 
 
 def _walk(rng: random.Random, next_to: list[list[int]], room: int, steps: int) -> list[int]:
-    """A character's rooms, `steps` of them, from `room` on."""
+    """Draws the rooms of a character at `steps` times, beginning with `room`."""
     walk = [room]
     while len(walk) < steps:
         if rng.random() < MOVE_CHANCE:
@@ -172,7 +179,7 @@ def _walk(rng: random.Random, next_to: list[list[int]], room: int, steps: int) -
 
 
 def _carry(rng: random.Random, walks: list[list[int]], dims: Dims) -> list[int]:
-    """A weapon's rooms: at each time one of the suspects in its room holds it and may take it along."""
+    """Draws the rooms of a weapon. At each time a suspect in its room may hold it, and takes it along when leaving."""
     places = [rng.randrange(dims.rooms)]
     for time in range(1, dims.times):
         room = places[-1]
@@ -184,7 +191,7 @@ def _carry(rng: random.Random, walks: list[list[int]], dims: Dims) -> list[int]:
 
 
 def _possible_murders(walks: list[list[int]], carried: list[list[int]], dims: Dims) -> list[tuple[int, int, int, int]]:
-    """(suspect, weapon, room, time) wherever a suspect was alone with a weapon."""
+    """Returns every (suspect, weapon, room, time) at which the suspect was the only one in a room with the weapon."""
     found = []
     for time in range(dims.times):
         rooms = [walk[time] for walk in walks]

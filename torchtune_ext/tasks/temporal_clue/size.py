@@ -1,4 +1,4 @@
-"""How big and how hard a puzzle is. Produces `Size` (ranges, as a user writes them) and `Dims` (one puzzle's)."""
+"""Defines how big and how hard a puzzle is: `Size` holds ranges, as a user writes them; `Dims` is drawn from them."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -13,17 +13,20 @@ Range = int | tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What puzzles to draw. Each number is an int or (low, high), both ends included."""
+    """The size of the puzzles to draw. Each number is an int or (low, high), both ends included."""
 
     suspects: Range = 2  # 2 to 10
     weapons: Range = 2  # 2 to 8
     rooms: Range = 2  # 2 to 17
     times: Range = 1  # 1 to 12; 1 means that the puzzle does not mention time
-    motives: Range = 0  # 0 to 10; cut to the number of suspects (each has one of its own then); 0 and 1 mean none
-    bonus: Range = 0  # most bonus questions asked; fewer where a clue would state the answer
-    clues: tuple[str, ...] = KINDS  # kinds of clue in use, "direct" always among them; fewer kinds are easier puzzles
-    whole_world: bool = False  # True: the clues settle every position, as in the public puzzles, not only what is asked
-    players: Range | None = None  # 1 to 6: draws all the numbers from this one instead, as the public puzzles do
+    # 0 to 10, at most the number of suspects. If there are as many motives as suspects, each suspect has a different
+    # one. 0 and 1 mean that there are no motives.
+    motives: Range = 0
+    bonus: Range = 0  # largest number of bonus questions; a question is left out if a clue states its answer
+    clues: tuple[str, ...] = KINDS  # kinds of clues in use; "direct" must be among them; fewer kinds are easier
+    # True: the clues determine every position, as in the public puzzles. False: they determine only what is asked.
+    whole_world: bool = False
+    players: Range | None = None  # 1 to 6; all other numbers are then drawn from this one, as in the public puzzles
 
     def __post_init__(self) -> None:
         for name in LIMITS:
@@ -41,7 +44,7 @@ class Size:
             )
 
     def draw(self, rng: random.Random) -> "Dims":
-        """The numbers of one puzzle."""
+        """Draws the numbers of one puzzle."""
         if self.players is not None:
             return _draw_as_public(rng, _pick(rng, self.players))
         suspects = _pick(rng, self.suspects)
@@ -62,15 +65,18 @@ class Dims:
     suspects: int
     weapons: int
     rooms: int
-    times: int  # 1: no times
-    motives: int  # equal to suspects: one each; otherwise suspects may share, and a motive nobody got is dropped
-    bonus: int | None  # most bonus questions; None: as many as make eight questions in all
+    times: int  # 1: the puzzle does not mention time
+    # If there are as many motives as suspects, each suspect has a different one. Otherwise suspects may share a motive,
+    # and unused motives are dropped.
+    motives: int
+    bonus: int | None  # largest number of bonus questions; None: as many as make eight questions in all
 
 
 def parse_size(value: Size | str | Mapping) -> Size:
-    """A `Size` from what YAML or the command line holds: a named one ("small"), "suspects=2,rooms=2-3", or a mapping.
+    """Makes a `Size` from a name ("small"), a text ("suspects=2,rooms=2-3"), or a mapping.
 
-    Raises ValueError with the knob, the value and the fix.
+    Raises:
+        ValueError: the value is not understood. The message names the knob, the value and the fix.
     """
     if isinstance(value, Size):
         return value
@@ -95,7 +101,7 @@ def parse_size(value: Size | str | Mapping) -> Size:
 
 
 def _plain(name: str, item: object) -> object:
-    """A knob as `Size` keeps it: lists become tuples, and one kind of clue a tuple of one."""
+    """Converts a value as `Size` needs it: a list becomes a tuple, and a single kind of clue a tuple of one."""
     if name == "clues":
         item = [item] if isinstance(item, str) else item
     if isinstance(item, Sequence) and not isinstance(item, str):
@@ -104,7 +110,7 @@ def _plain(name: str, item: object) -> object:
 
 
 def _split(text: str) -> dict[str, object]:
-    """The mapping that "suspects=2,rooms=2-3,clues=direct+or" stands for."""
+    """Converts a text such as "suspects=2,rooms=2-3,clues=direct+or" to a mapping."""
     result: dict[str, object] = {}
     for part in text.split(","):
         name, equals, item = (word.strip() for word in part.partition("="))
@@ -138,7 +144,7 @@ def _pick(rng: random.Random, value: Range) -> int:
 
 
 def _draw_as_public(rng: random.Random, players: int) -> Dims:
-    """The public puzzles' way to draw all numbers from a number of players (read off their generator)."""
+    """Draws all numbers from a number of players, in the way of the generator of the public puzzles."""
     weapons = max(2, min(players + rng.randint(-1, 5), int(2.125 * players), 8))
     suspects = min(weapons + rng.randint(0, weapons - 1), int(2.5 * players), 10)
     rooms = min(suspects + rng.randint(0, suspects - 2), 3 * players, 17)

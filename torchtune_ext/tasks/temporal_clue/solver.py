@@ -1,8 +1,8 @@
-"""Is there another world that fits the clues? Produces counterexamples, with OR-Tools CP-SAT (extra `clue`).
+"""Looks for another world that fits the clues, with OR-Tools CP-SAT (extra `clue`). Such a world is a counterexample.
 
-One model for a scenario: the rules of the prompt as clauses over "piece p was in room r at time t", the motives and the
-facts of the murder. A clue becomes a literal when it is first asked for; a question to the solver is a set of literals
-to assume, with one more that says "something differs from the truth".
+A scenario has one model. It holds the rules of the prompt as clauses over "piece p was in room r at time t", the
+motives and the facts of the murder. A clue becomes a literal when it is first used. A question to the solver is a set
+of literals to assume, one of which says "something differs from the truth".
 """
 
 from collections.abc import Iterable
@@ -24,11 +24,15 @@ from torchtune_ext.tasks.temporal_clue.clues import (
 )
 from torchtune_ext.tasks.temporal_clue.scenario import MURDER_WEAPON, MURDERER, STEPS, Scenario, World
 
-SECONDS = 120.0  # longest time for one question to the solver; the public sizes need well under one second
+SECONDS = 120.0  # time limit of one question to the solver; the public sizes need much less than one second
 
 
 def ortools() -> ModuleType:
-    """OR-Tools' `cp_model`, imported when the first puzzle is made: reading and grading puzzles works without it."""
+    """Imports `cp_model` of OR-Tools, when the first puzzle is made. Reading and grading puzzles works without it.
+
+    Raises:
+        RuntimeError: OR-Tools is not installed.
+    """
     try:
         return import_module("ortools.sat.python.cp_model")
     except ImportError as error:
@@ -38,22 +42,22 @@ def ortools() -> ModuleType:
 
 
 class Solver:
-    """Answers whether a world differs from the truth in a goal and fits some clues."""
+    """Finds a world that fits some clues but differs from the truth in a goal, if there is one."""
 
     def __init__(self, scenario: Scenario) -> None:
         cp_model = ortools()
         self.scenario = scenario
         self.model = cp_model.CpModel()
-        self._known: dict = {}  # statement, conjunction or disjunction -> its literal
+        self._known: dict = {}  # the literal of each statement and conjunction that was used so far
         self._add_variables()
         self._add_murder()
         self._add_walks()
-        # Search towards the truth: a counterexample that breaks few clues says more about which clues are needed.
+        # The search tries true facts first. A counterexample that breaks few clues tells more about which are needed.
         self.model.add_decision_strategy(self._truths(), cp_model.CHOOSE_FIRST, cp_model.SELECT_MAX_VALUE)
         self.engine = cp_model.CpSolver()
         parameters = self.engine.parameters
         parameters.num_workers = 1
-        parameters.catch_sigint_signal = False  # else it takes Ctrl-C from Python and never gives it back
+        parameters.catch_sigint_signal = False  # otherwise CP-SAT takes Ctrl-C from Python and never gives it back
         parameters.search_branching = cp_model.FIXED_SEARCH
         parameters.cp_model_presolve = False
         parameters.cp_model_probing_level = 0
@@ -62,13 +66,17 @@ class Solver:
         parameters.max_time_in_seconds = SECONDS
 
     def differs(self, truths: Iterable[Statement]):
-        """A literal: at least one of these statements (true in the scenario) does not hold."""
+        """Returns a literal: at least one of these statements, which are true in the scenario, does not hold."""
         goal = self.model.new_bool_var("")
         self.model.add_bool_or(goal.negated(), *(self.literal(truth).negated() for truth in truths))
         return goal
 
     def find(self, clues: Iterable[Statement], goal) -> World | None:
-        """A world in which all the clues hold and the goal too; None when there is none."""
+        """Returns a world in which all the clues and the goal hold, or None when there is none.
+
+        Raises:
+            TimeoutError: the solver found no answer within `SECONDS`.
+        """
         literals = [self.literal(clue) for clue in clues]
         self.model.clear_assumptions()
         self.model.add_assumptions([goal, *literals])
@@ -88,7 +96,7 @@ class Solver:
         return literals
 
     def _add_variables(self) -> None:
-        """The world's variables first, in an order that `_world` reads back."""
+        """Adds the variables of the world. They come first in the model, in the order in which `_world` reads them."""
         s = self.scenario
         self.at = [[self._one_of(len(s.rooms)) for _ in s.times] for _ in s.truth.places]  # [piece][time][room]
         self.motive = [self._one_of(len(s.motives)) for _ in s.suspects] if s.motives else []
@@ -100,7 +108,7 @@ class Solver:
             self.model.add(sum(row[motive] for row in self.motive) == s.holders(motive))
 
     def _truths(self) -> list:
-        """The variables that are true in the scenario."""
+        """Returns the variables that are true in the scenario."""
         truth, suspects = self.scenario.truth, len(self.scenario.suspects)
         facts = [self.murderer[truth.murderer], self.weapon[truth.weapon - suspects]]
         facts += [self.room[truth.room], self.time[truth.time]]
@@ -124,7 +132,7 @@ class Solver:
         return World(places, motives, murderer, weapon, chosen(len(s.rooms)), chosen(len(s.times)))
 
     def _add_murder(self) -> None:
-        """The murderer alone with Mr. Boddy and the weapon; from then on Mr. Boddy stays."""
+        """Adds the murder: the murderer is alone with Mr. Boddy and the weapon, and then Mr. Boddy stays there."""
         s, clause = self.scenario, self.model.add_bool_or
         for time, room in product(range(len(s.times)), range(len(s.rooms))):
             elsewhere = [self.time[time].negated(), self.room[room].negated()]
@@ -138,7 +146,7 @@ class Solver:
                 clause(*elsewhere, self.at[s.boddy][later][room])
 
     def _add_walks(self) -> None:
-        """Characters stay or go to a room next to theirs; a weapon moves only with a suspect who moves so."""
+        """Adds the moves: a piece stays or goes to a neighboring room, and a weapon moves only with a suspect."""
         s, clause = self.scenario, self.model.add_bool_or
         rooms = range(len(s.rooms))
         next_to = [[n for n in (s.neighbor(room, d) for d in STEPS) if n is not None] for room in rooms]
@@ -158,7 +166,7 @@ class Solver:
     # ---- clues as literals
 
     def all_of(self, *literals):
-        """A literal that is true exactly where all of these are."""
+        """Returns a literal that is true exactly when all of these are true."""
         if len(literals) == 1:
             return literals[0]
         key = ("all", tuple(literal.index for literal in literals))
@@ -170,13 +178,13 @@ class Solver:
         return self._known[key]
 
     def any_of(self, literals: list):
-        """A literal that is true exactly where at least one of these is."""
+        """Returns a literal that is true exactly when at least one of these is true."""
         if len(literals) == 1:
             return literals[0]
         return self.all_of(*(literal.negated() for literal in literals)).negated()
 
     def _options(self, who: int) -> list[tuple[list, int]]:
-        """What a piece number or a role may stand for: (literals that make it so, piece)."""
+        """Returns the pieces that a piece number or a role may stand for, each after the literals that make it so."""
         s = self.scenario
         if who >= 0:
             return [([], who)]
@@ -190,7 +198,7 @@ class Solver:
         return self.any_of([self.all_of(*so, self.at[piece][time][room]) for so, piece in self._options(who)])
 
     def literal(self, statement: Statement):
-        """A literal that is true exactly where the statement holds."""
+        """Returns a literal that is true exactly when the statement holds."""
         if statement not in self._known:
             self._known[statement] = self._encode(statement)
         return self._known[statement]

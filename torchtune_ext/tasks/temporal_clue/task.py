@@ -1,4 +1,4 @@
-"""Temporal Clue: deduction puzzles after the board game, generated without end or read from a file."""
+"""The task Temporal Clue: deduction puzzles based on the board game, generated without end or read from a file."""
 
 from collections.abc import Mapping
 from functools import lru_cache
@@ -15,16 +15,19 @@ ENDLESS = 2**31 - 1  # the length of a generated task without a count
 
 
 class TemporalClue:
-    """The task. The reward is the fraction of the questions that are answered right.
+    """The task of Temporal Clue. The reward is the fraction of the questions that are answered right.
 
     Args:
-        seed: of the generated puzzles; puzzle i depends on (seed, i, size) alone.
-        count: how many puzzles; None: without end, or the rest of the file.
+        seed: seed of the generated puzzles. Puzzle i depends only on (seed, i, size).
+        count: number of puzzles; None: endless, or the rest of the file.
         size: a `Size`, a name ("2", "3", "small", "public"), or a mapping such as {suspects: [2, 3], weapons: 2}.
-        grader: "exact", or "published" (under which a time never scores).
-        path: a JSON or JSONL file of puzzles to read in place of generating.
+        grader: "exact", or "published", for which an answer that is a time is never right.
+        path: a JSON or JSONL file of puzzles, which are read and not generated.
         cache_dir: a folder where generated puzzles are kept, for sizes that take seconds each; made when it is missing.
-        first: index of the first puzzle, to keep training and held-out puzzles apart.
+        first: index of the first puzzle. It keeps training and held-out puzzles apart.
+
+    Raises:
+        ValueError: an argument is out of its range, or the file has too few puzzles.
     """
 
     def __init__(
@@ -67,13 +70,19 @@ class TemporalClue:
         return Problem(f"{self.prefix}-{self.first + index:06d}", (message,), puzzle.solution)
 
     def grade(self, problem: Problem, text: str) -> Score:
+        """Grades a text.
+
+        Parts of the score: "accuracy", the share of right answers; "solved", 1.0 if all are right; "format", the share
+            of
+        questions with any answer in the right format.
+        """
         right = right_answers(problem.answer, text, self.grader).values()
         reward = sum(right) / len(right)
         parts = {"accuracy": reward, "solved": float(all(right)), "format": answered(problem.answer, text)}
         return Score(reward, parts)
 
     def solution(self, problem: Problem) -> str:
-        """The answers in the format that the prompt asks for; scores 1.0 ("published": but for times)."""
+        """Returns the answers in the format of the prompt, with reward 1.0 (less for "published" if one is a time)."""
         return "\n".join(f"{letter}. {answer}" for letter, answer in problem.answer.items())
 
 
