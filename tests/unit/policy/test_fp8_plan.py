@@ -63,7 +63,7 @@ def test_trainer_and_vllm_quantize_the_same_layers(tmp_path, changes, skip, conv
         if isinstance(m, Fp8BlockLinear)
     }
     assert stored == {f"{name}.weight" for name in receipt.converted}
-    assert dict(policy.model.named_parameters()).keys() == dict(make(str(source.path)).named_parameters()).keys()
+    assert dict(policy.model.named_parameters()).keys() == dict(from_config(str(source.path)).named_parameters()).keys()
 
     vllm_fp8 = pytest.importorskip("vllm.model_executor.layers.quantization.fp8")
     from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
