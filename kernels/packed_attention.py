@@ -7,13 +7,11 @@ This is the rule for query i and key j of a row. `dense_mask` is the reference, 
 The computation depends on the device:
 
 * On **CUDA** it is FlexAttention with a block mask made from the ids. Tiles of 128 x 128 in which nothing is allowed
-are
-  never loaded, so the cost grows with the allowed area, and there is no T x T mask.
+  are never loaded, so the cost grows with the allowed area, and there is no T x T mask.
 * On **CPU** FlexAttention has no backward pass, and a dense mask wastes three quarters of the work. But the structure
-is
-  known: causal attention inside the prompt, then every completion over [prompt, itself]. Completions of one prompt are
-  stacked, sorted by length, so that there is little padding. They share one mask [R, P + R], because the padding of a
-  shorter one comes after its own tokens. A group needs two fused SDPA calls if all its completions are in one stack.
+  is known: causal attention inside the prompt, then every completion over [prompt, itself]. Completions of one prompt
+  are stacked, sorted by length, so that there is little padding. They share one mask [R, P + R], because the padding of
+  a shorter one comes after its own tokens. A group needs two fused SDPA calls if all its completions are in one stack.
 
 Both are exact: they equal the dense mask up to rounding, in value and gradient.
 """

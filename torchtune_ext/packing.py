@@ -15,8 +15,7 @@ takes R - 1 places in the row. Its first token is predicted from the last *promp
 row. No other file shifts labels.
 
 The weights do the aggregation: the loss of an update is the sum over all its rows of weight * token loss. With token
-    and
-sequence mean, the weights of an update sum to one, whichever row a group is in.
+and sequence mean, the weights of an update sum to one, whichever row a group is in.
 """
 
 from collections.abc import Sequence

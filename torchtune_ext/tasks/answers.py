@@ -118,14 +118,20 @@ def _parts(between: str) -> bool:
 
 
 def after_hashes(text: str) -> str | None:
-    """Returns what follows `####` in the last line that is not empty. In earlier lines `####` may begin a heading."""
+    """Returns what follows `####` in the last line that is not empty, without thousands separators, or None.
+
+    Earlier lines do not count, because `####` may begin a heading there.
+    """
     lines = text.rstrip().rsplit("\n", 1)
     found = _HASHES.match(lines[-1])
     return _GROUPED.sub("", found[1].strip()) if found else None
 
 
 def after_phrase(text: str) -> str | None:
-    """Returns the clause after the last "answer is" or "answer:". Of several in one sentence, the first one counts."""
+    """Returns the clause after the last "answer is" or "answer:", or None without one.
+
+    If the last sentence has several of them, the first of these counts.
+    """
     phrases = list(_PHRASE.finditer(text))
     if not phrases:
         return None
@@ -327,8 +333,7 @@ class MathGrader:
     r"""Grades a text against a right answer. The reward is 1.0 when the answer in the text is right, else 0.0.
 
     Parts of the score: "accuracy", 1.0 for a right answer; "format", 1.0 for an answer in a box (or, with
-        format="think",
-    one closed thought before the rest); "failed", 1.0 when the text holds no answer.
+    format="think", one closed thought before the rest); "failed", 1.0 when the text holds no answer.
 
     Args:
         require_box: only an answer in \boxed{} counts.

@@ -9,8 +9,7 @@ checkpoints/step_000040/
 
 A checkpoint is whole or absent. DCP (torch.distributed.checkpoint) can load `state/` on another number of ranks. Other
 folders beside the checkpoints: `.partial_*` is being written, `.pruned_*` is being deleted, `damaged_*` was damaged, so
-    the
-run went on from an older one, and `old_*` was in the place where this run had to write.
+the run went on from an older one, and `old_*` was in the place where this run had to write.
 """
 
 import json

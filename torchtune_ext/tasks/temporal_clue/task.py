@@ -73,8 +73,7 @@ class TemporalClue:
         """Grades a text.
 
         Parts of the score: "accuracy", the share of right answers; "solved", 1.0 if all are right; "format", the share
-            of
-        questions with any answer in the right format.
+        of questions with any answer in the right format.
         """
         right = right_answers(problem.answer, text, self.grader).values()
         reward = sum(right) / len(right)
