@@ -2,7 +2,7 @@
 
     tune run warmup_sft --config warmup/tiny          # a small Qwen2 model and its tokenizer from nothing
 
-With `model_dir` it continues an existing model instead. The rows, the log-probs and the step are those of GRPO; the loss
+With `model_dir` it continues an existing model instead. The rows, the log-probs and the update are those of GRPO; the loss
 is the negative log-likelihood of the solution. Writes a Hugging Face model directory to `output_dir`/model.
 """
 

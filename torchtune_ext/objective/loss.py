@@ -1,6 +1,6 @@
 """Policy objectives: pure functions of flat tensors, with one value per label.
 
-The step multiplies a loss by the labels' weights (packing makes them, and they sum to one over an optimizer step) and sums. So
+The learner multiplies a loss by the labels' weights (packing makes them, and they sum to one over an update) and sums. So
 an objective knows nothing of rows, padding, ranks or accumulation. A loss of your own is a class with `__call__`::
 
     class MyLoss:

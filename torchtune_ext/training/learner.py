@@ -197,7 +197,7 @@ class Learner:
         if token_loss_L.shape != labels:
             raise ValueError(
                 f"loss {name} returned shape {tuple(token_loss_L.shape)}; it must return one value per label, shape {labels} "
-                "(the step does the weighted sum)"
+                "(the learner does the weighted sum)"
             )
         for metric, values_L in metrics.items():
             if values_L.shape != labels:

@@ -1,0 +1,62 @@
+"""Every argument that a YAML gives to a `_component_`, in configs/ and in the pages of docs/, is one that it takes."""
+
+import importlib
+import inspect
+import re
+
+import pytest
+import yaml
+
+from torchtune_ext.host.catalog import config_files
+
+
+def nodes(tree, where=""):
+    """Yields (place, node) of all nodes with a `_component_`."""
+    if isinstance(tree, dict):
+        if "_component_" in tree:
+            yield where, tree
+        for key, value in tree.items():
+            yield from nodes(value, f"{where}.{key}".lstrip("."))
+
+
+def check(tree):
+    found = list(nodes(tree))
+    for where, node in found:
+        module, _, name = node["_component_"].rpartition(".")
+        if not module or module.startswith("my_"):  # it stands in a file of the user
+            continue
+        component = getattr(importlib.import_module(module), name)
+        given = {key: None for key in node if key != "_component_"}
+        try:
+            inspect.signature(component).bind_partial(**given)
+        except TypeError as error:
+            raise AssertionError(f"{where}: {node['_component_']}: {error}") from None
+    return len(found)
+
+
+def test_configs_give_components_what_they_take(repo_root):
+    for name, path in config_files(repo_root / "configs").items():
+        try:
+            check(yaml.safe_load(path.read_text()))
+        except AssertionError as error:
+            raise AssertionError(f"configs/{name}.yaml: {error}") from None
+
+
+def test_docs_give_components_what_they_take(repo_root):
+    pages = [repo_root / "README.md", *sorted((repo_root / "docs").glob("*.md"))]
+    seen = 0
+    for page in pages:
+        for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.M | re.S):
+            if language in ("", "yaml") and "_component_" in block:
+                try:
+                    seen += check(yaml.safe_load(block))
+                except (AssertionError, yaml.YAMLError) as error:
+                    raise AssertionError(f"{page.name}: {error} in\n{block}") from None
+    assert seen > 5
+
+
+@pytest.mark.parametrize("wrong", ["preset", "pathh"])
+def test_an_argument_that_is_not_taken_is_found(wrong):
+    tree = {"task": {"_component_": "torchtune_ext.tasks.math.Math", wrong: "aime2024"}}
+    with pytest.raises(AssertionError, match=f"task: .*Math: got an unexpected keyword argument '{wrong}'"):
+        check(tree)
