@@ -29,9 +29,16 @@ def request_seed(seed: int, prompt: int, sample: int) -> int:
     return value >> 1
 
 
-def request_seeds(seed: int | None, prompts: int, n: int) -> list[list[int]] | None:
-    """Returns the seeds [prompts, n] of a call of `sample`; None stays None."""
-    return None if seed is None else [[request_seed(seed, p, s) for s in range(n)] for p in range(prompts)]
+def request_seeds(
+    seed: int | None, prompts: int, n: int, given: Sequence[Sequence[int]] | None = None
+) -> Sequence[Sequence[int]] | None:
+    """Returns the seeds [prompts, n] of a call of `sample`: those that are given, or those that follow from one seed, whose
+    None stays None. Raises ValueError where their number is another."""
+    if given is not None and [len(seeds) for seeds in given] != [n] * prompts:
+        raise ValueError(f"sample: seeds has to hold {n} numbers for each of the {prompts} prompts")
+    if given is not None or seed is None:
+        return given
+    return [[request_seed(seed, p, s) for s in range(n)] for p in range(prompts)]
 
 
 def check_prompts(

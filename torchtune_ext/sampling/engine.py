@@ -155,21 +155,17 @@ class Engine:
             return
         self._thread.refuse_itself()
         self._closed = True
-        supervisor = self._supervisor
-        # This comes first, so that the restart of a lost engine makes no further one.
-        supervisor.closed = True
-        core = supervisor.core
+        self._supervisor.closed = True  # first, so that the restart of a lost engine makes no further one
+        core = self._supervisor.core
         if core is not None:
-            # The loop's thread stands still while an engine comes up, and goes on once that is dead.
-            core.kill()
+            core.kill()  # the loop's thread stands still while an engine comes up, and goes on once that is dead
         if self._thread.alive:
-            self._attempt("the engine", lambda: self._call(supervisor.close(), CLOSE_S))
+            self._attempt("the engine", lambda: self._call(self._supervisor.close(), CLOSE_S))
         self._attempt("its thread", self._thread.stop)
         self._attempt("the shared memory", self._buffers.close)
         if self._cleanup is not None:
             self._attempt("the janitor", self._cleanup.close)
-        # vLLM's client complains when it is still there at the end of the interpreter.
-        gc.collect()
+        gc.collect()  # vLLM's client complains when it is still there at the end of the interpreter
         if core is not None and core.group and not core.dead:
             raise EngineFailed(f"Engine.close: process {core.group} of the engine did not end")
 
@@ -224,17 +220,14 @@ class Engine:
         is raised here. Cancelling the future ends what is still sampled for it; closing the engine cancels it."""
         self._thread.refuse_itself()
         prompts = check_prompts(prompts, n, sampling, self.config.max_model_len)
-        seeds = request_seeds(sampling.seed, len(prompts), n) if seeds is None else seeds
-        if seeds is not None and [len(row) for row in seeds] != [n] * len(prompts):
-            raise ValueError(f"sample: seeds has to hold {n} numbers for each of the {len(prompts)} prompts")
+        seeds = request_seeds(sampling.seed, len(prompts), n, seeds)
         return self._thread.submit(self._sample(prompts, n, Batch(sampling, on_completion), seeds))
 
     def cancel(self) -> None:
         """Ends all running calls of `sample` early: they return what they have, with finish reason "abort". While the engine is
         being started again, they return once it is there."""
         for batch in list(self._batches):
-            # It is set from here, since the loop's thread stands still while an engine comes up.
-            batch.cancelled = True
+            batch.cancelled = True  # from here, since the loop's thread stands still while an engine comes up
         try:
             self._call(self._cancel(), timeout=30.0)
         except TimeoutError:
@@ -285,17 +278,16 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Returns the counters of the run until now."""
-        counts = self._counts
         return EngineStats(
-            prefix_queries=counts["queries"],
-            prefix_hits=counts["hits"],
-            preemptions=counts["preemptions"],
+            prefix_queries=self._counts["queries"],
+            prefix_hits=self._counts["hits"],
+            preemptions=self._counts["preemptions"],
             max_kv_usage=self._max_usage,
             running=self._last_step.running,
             waiting=self._last_step.waiting,
             concurrency=self._fixed or self._controller.limit,
-            completed=counts["completed"],
-            tokens=counts["tokens"],
+            completed=self._counts["completed"],
+            tokens=self._counts["tokens"],
             restarts=self._supervisor.restarts,
         )
 
@@ -321,8 +313,7 @@ class Engine:
         try:
             self._cleanup.guard(core.group)
         except BaseException:
-            # Nobody else knows of it yet.
-            core.kill()
+            core.kill()  # nobody else knows of it yet
             raise
         return core
 
@@ -349,8 +340,7 @@ class Engine:
         self._controller.expect(core.cache_tokens, longest, batch.sampling.max_tokens, n, core.block)
         self._resize()
         self._batches.add(batch)
-        # They come prompt by prompt, so that the first sample of a group fills the prefix cache in the step in which its
-        # siblings arrive.
+        # Prompt by prompt, so that the first sample of a group fills the prefix cache before its siblings arrive.
         tasks = [
             asyncio.create_task(self._one(batch, p, s, prompt, None if seeds is None else int(seeds[p][s])))
             for p, prompt in enumerate(prompts)
@@ -376,10 +366,9 @@ class Engine:
                 call = Call(f"{os.getpid()}-{next(self._ids)}", prompt, batch.sampling, seed, self._first_version)
                 try:
                     completion = await core.generate(call)
+                    break
                 except CoreLost as error:
                     await self._supervisor.report_lost(core, error)
-                    continue
-                break
         finally:
             self._throttle.release()
             if not self._throttle.held:
@@ -392,10 +381,9 @@ class Engine:
         return batch.notify(p, s, completion)
 
     def _on_step(self, step: Step) -> None:
-        counts = self._counts
-        counts["queries"] += step.prefix_queries
-        counts["hits"] += step.prefix_hits
-        counts["preemptions"] += step.preempted
+        self._counts["queries"] += step.prefix_queries
+        self._counts["hits"] += step.prefix_hits
+        self._counts["preemptions"] += step.preempted
         self._max_usage = max(self._max_usage, step.usage)
         self._last_step = step
         self._controller.step(step.usage, step.running, step.waiting, step.preempted, self._throttle.blocked)
