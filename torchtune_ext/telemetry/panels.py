@@ -33,7 +33,7 @@ PANELS = (
     Panel("Learning", "Evaluation", "Held-out accuracy; the band is the 95% interval.",
           (("eval/accuracy_sampled", "sampled"), ("eval/accuracy_greedy", "greedy")), unit="percent",
           band=("range", "eval/low", "eval/high")),
-    Panel("Learning", "Solved", "Share of held-out problems with a full score.",
+    Panel("Learning", "Solved", "Share of held-out problems with a full reward.",
           (("eval/solved_sampled", "sampled"), ("eval/solved_greedy", "greedy"), ("eval/pass_at_*", "pass at ")),
           unit="percent"),
     Panel("Learning", "Reward parts", "Named components of the reward.", (("reward/*", ""),)),
@@ -92,7 +92,7 @@ PANELS = (
           unit="seconds", style="stack", zero=True),
     Panel("Speed", "Seconds of training", "Scores of the proximal policy and the reference; forward and backward; the wait for "
           "other ranks; the optimizer.",
-          (("time/train/score", "score"), ("time/train/backward", "backward"), ("time/train/wait", "wait"),
+          (("time/train/logprobs", "log-probs"), ("time/train/backward", "backward"), ("time/train/wait", "wait"),
            ("time/train/optimizer", "optimizer")), unit="seconds", style="stack", zero=True),
     Panel("Speed", "Seconds of a publication", "Weights are gathered and copied; the engine pauses to load them; the canary "
           "proves that it did.",

@@ -41,7 +41,7 @@ class Learner:
         optimizer: over `policy.trainable()`; None where nobody will call `step`.
         schedule: of its learning rate.
         max_grad_norm: longer gradients are shortened to it; None: they are not.
-        watch: gives a context for each part of the work: "score" (what the proximal policy and the reference say), "backward"
+        watch: gives a context for each part of the work: "logprobs" (of the proximal policy and of the reference), "backward"
             (forward and backward), "wait" (for the other ranks at the end of the rows) and "optimizer".
     """
 
@@ -85,14 +85,14 @@ class Learner:
         """
         asked = [i > 0 or self.policy.noisy for i in range(len(updates))]
         pairs = zip(updates, asked, strict=True)
-        with self._watch("score"):
+        with self._watch("logprobs"):
             return [self.logprobs(rows, top_k=self._top_k) if ask else None for rows, ask in pairs]
 
     def reference(self, updates: Sequence[Sequence[Row]]) -> list[list[LabelLogprobs] | None]:
         """What the reference says of the rows of each update; None for a loss that needs no reference."""
         if self._reference is None:
             return [None] * len(updates)
-        with self._watch("score"), self._reference.swapped_in():
+        with self._watch("logprobs"), self._reference.swapped_in():
             return [self.logprobs(rows) for rows in updates]
 
     def forward_backward(
