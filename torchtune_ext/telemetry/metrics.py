@@ -228,8 +228,8 @@ def _require_package(sink: str) -> None:
         __import__(sink)
     except ImportError as error:
         raise ImportError(
-            f"metrics names {sink!r}, whose package is missing ({error}): "
-            f"run `pip install {sink}` or take {sink!r} out of metrics"
+            f"logging.to names {sink!r}, whose package is missing ({error}): "
+            f"run `pip install {sink}` or take {sink!r} out of logging.to"
         ) from error
 
 
@@ -253,8 +253,8 @@ class _Wandb:
             )  # fmt: skip
         except wandb.errors.UsageError as error:
             raise ValueError(
-                f"metrics names 'wandb', which cannot start: {error}. Run `wandb login`, set WANDB_MODE=offline, "
-                f"or take 'wandb' out of metrics"
+                f"logging.to names 'wandb', which cannot start: {error}. Run `wandb login`, set WANDB_MODE=offline, "
+                f"or take 'wandb' out of logging.to"
             ) from error
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")

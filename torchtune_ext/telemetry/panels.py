@@ -90,8 +90,8 @@ PANELS = (
     Panel("Speed", "Seconds of sampling", "The engine samples; grades are waited for after its last token; rollouts are kept.",
           (("time/sample/generate", "generate"), ("time/sample/grade", "grade"), ("time/sample/store", "store")),
           unit="seconds", style="stack", zero=True),
-    Panel("Speed", "Seconds of training", "Scores of the proximal policy and the reference; forward and backward; the wait for "
-          "other ranks; the optimizer.",
+    Panel("Speed", "Seconds of training", "Log-probs of the proximal policy and the reference; forward and backward; the wait "
+          "for other ranks; the optimizer.",
           (("time/train/logprobs", "log-probs"), ("time/train/backward", "backward"), ("time/train/wait", "wait"),
            ("time/train/optimizer", "optimizer")), unit="seconds", style="stack", zero=True),
     Panel("Speed", "Seconds of a publication", "Weights are gathered and copied; the engine pauses to load them; the canary "

@@ -6,8 +6,10 @@ import re
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from torchtune_ext.host.catalog import config_files
+from torchtune_ext.host.config import instantiate
 
 
 def nodes(tree, where=""):
@@ -60,3 +62,22 @@ def test_an_argument_that_is_not_taken_is_found(wrong):
     tree = {"task": {"_component_": "torchtune_ext.tasks.math.Math", wrong: "aime2024"}}
     with pytest.raises(AssertionError, match=f"task: .*Math: got an unexpected keyword argument '{wrong}'"):
         check(tree)
+
+
+GENERATED = ("torchtune_ext.tasks.temporal_clue.TemporalClue", "torchtune_ext.tasks.arithmetic.Arithmetic")
+
+
+def test_tasks_that_read_no_file_can_be_made(repo_root):
+    made = 0
+    for name, path in config_files(repo_root / "configs").items():
+        cfg = OmegaConf.load(path)
+        for where in ("task", "evaluation.task"):
+            node = OmegaConf.select(cfg, where)
+            if node is None or node._component_ not in GENERATED or "path" in node:
+                continue
+            try:
+                assert len(instantiate(node)) != 0
+            except ValueError as error:
+                raise AssertionError(f"configs/{name}.yaml: {where}: {error}") from None
+            made += 1
+    assert made > 10

@@ -27,7 +27,6 @@ ORDER = [
     "advantages",
     "evaluation",
     "rollout",
-    "buffer",
     "packing",
     "kernels",
     "policy",
