@@ -21,7 +21,8 @@ from torchtune_ext.telemetry.metrics import read_metrics
 SMALL = "model.lora_attn_modules=[q_proj,output_proj]"  # NF4 wants weights of 16,384 values: not k and v of this model
 DORA = ("grpo_lora", "grpo/tiny_lora", "adapters.publish=merged", "model.use_dora=True")
 VARIANTS = {
-    "full": ("grpo_full", "grpo/tiny"),
+    # With the objective of grpo/tiny_lora, so that the table compares what is trained.
+    "full": ("grpo_full", "grpo/tiny", "preset=clip_higher", "loss.entropy_coef=0.03", "aggregation=token"),
     "lora": ("grpo_lora", "grpo/tiny_lora"),
     "lora merged": ("grpo_lora", "grpo/tiny_lora", "adapters.publish=merged"),
     "dora": DORA,

@@ -68,12 +68,11 @@ class EvaluateRecipe:
         self.tokenizer, self.task = instantiate(cfg.tokenizer), instantiate(cfg.task)
         stops = tuple(self.tokenizer.stop_token_ids)
         self.sampling = build(SamplingConfig, cfg.sampling, "sampling", stop_token_ids=stops, seed=cfg.seed)
-        engine = build(EngineConfig, cfg.engine, "engine")
+        self.engine = Engine(cfg.model_dir, build(EngineConfig, cfg.engine, "engine"), cfg.output_dir)
         HFModel(cfg.model_dir).files()  # there are weights
 
         self.run = self.folder.begin(record(cfg), resuming=False, reads=named_paths(cfg))
         self.store = RolloutStore(cfg.output_dir)
-        self.engine = Engine(cfg.model_dir, engine, cfg.output_dir)
         self.engine.start()
         self.grader = Grader(self.task, self.grading.workers, self.grading.timeout_s)
         self.progress = Progress()

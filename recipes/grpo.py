@@ -208,6 +208,8 @@ class GRPORecipe:
             adapter=self.trained.spec,
             way=self.trained.way,
         )
+        if self.ranks.is_main:
+            self.engine = Engine(cfg.model_dir, self.precision.engine, cfg.output_dir)
         # Compiled kernels want rows of one length.
         self.row_length = cfg.row_tokens if self.ranks.device.type == "cuda" else None
 
@@ -241,8 +243,6 @@ class GRPORecipe:
 
     def start_engine(self) -> None:
         """Rank 0: the engine and the graders come up in processes of their own."""
-        cfg = self.cfg
-        self.engine = Engine(cfg.model_dir, self.precision.engine, cfg.output_dir)
         self.engine.start()
         tasks = [self.task] if self.eval_task is None else [self.task, self.eval_task]
         self.graders = [Grader(task, self.grading.workers, self.grading.timeout_s) for task in tasks]

@@ -102,7 +102,9 @@ class WarmupRecipe:
         self.ranks.broadcast(None)  # the others wait for the files
         self.source = HFModel(self.start)
         self.tokenizer: ChatTokenizer = instantiate(cfg.tokenizer, path=str(self.start))
-        model = OmegaConf.merge(cfg.model, {"model_dir": str(self.start)}) if cfg.model_dir is None else cfg.model
+        # Our builder reads the sizes of a model in its config.json; those of torchtune have them in their names.
+        reads_config = cfg.model_dir is None or cfg.model._component_ == "torchtune_ext.policy.from_config"
+        model = OmegaConf.merge({"model_dir": str(self.start)} if reads_config else {}, cfg.model)
         self.dtype = getattr(torch, cfg.dtype)
         self.policy = build_policy(
             partial(instantiate, model),

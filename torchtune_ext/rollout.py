@@ -43,7 +43,7 @@ def sample_groups(
 
     The engine samples as fast as it can, whoever takes the groups; texts reach the graders while somebody waits for the next
     group. A grader reads the assistant's turn: where the prompt ends in an open "<think>", the text begins with it. `watch`
-    gives a context for "generate", a wait while the engine samples, and one for "grade", a wait for grades alone.
+    gives a context for "generate", while the engine samples, and one for "grade", while only grades are waited for.
 
     Yields:
         (index of the problem, its group without advantages) as soon as the last sample of the group is graded. `in_order`
@@ -66,33 +66,38 @@ def sample_groups(
         futures.append(future)
         future.add_done_callback(lambda done: events.put((p, s, done)))
 
+    def take(p: int, s: int, what: Completion | Future) -> int:
+        """Hands a completion to the grader, or notes what the grader says. Returns the index of the group."""
+        group = groups[p]
+        if isinstance(what, Completion):
+            text = group.add(s, what)
+            if not grader.compares:
+                when_graded(p, s, grader.submit(group.problem, text))
+            elif group.drawn:
+                when_graded(p, 0, grader.submit_group(group.problem, group.texts))
+            return p
+        found = what.result()
+        for place, outcome in enumerate(found if grader.compares else [found], start=s):
+            group.outcomes[place] = outcome
+            if watcher is not None and outcome.score is not None:
+                watcher.add_reward(outcome.score.reward)
+        return p
+
     drawing = engine.submit([group.prompt for group in groups], samples_per_prompt, sampling, on_completion)
     try:
         drawing.add_done_callback(lambda _: events.put(None))
-        unfinished = len(groups)
+        unfinished = set(range(len(groups)))
         while unfinished:
             with watch("grade" if drawing.done() else "generate"):
                 event = _next(events)
-            if event is None:
-                _require(drawing)  # there will be no more completions: all are there, or this raises what went wrong
-                continue
-            p, s, what = event
-            group = groups[p]
-            if isinstance(what, Completion):
-                text = group.add(s, what)
-                if not grader.compares:
-                    when_graded(p, s, grader.submit(group.problem, text))
-                elif group.drawn:
-                    when_graded(p, 0, grader.submit_group(group.problem, group.texts))
-                continue
-            found = what.result()
-            for place, outcome in enumerate(found if grader.compares else [found], start=s):
-                group.outcomes[place] = outcome
-                if watcher is not None and outcome.score is not None:
-                    watcher.add_reward(outcome.score.reward)
-            if group.graded:
-                unfinished -= 1
-                yield p, group.finish()
+                if event is None:
+                    # There will be no more completions: all are there, or this raises what went wrong.
+                    _require(drawing)
+                    continue
+                p = take(*event)
+            if groups[p].graded:
+                unfinished.remove(p)
+                yield p, groups[p].finish()
     finally:
         # What nobody wants any more (an error, Ctrl-C, an iterator that was closed) does not hold up what comes next.
         for future in (drawing, *futures):

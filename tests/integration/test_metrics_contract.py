@@ -25,7 +25,7 @@ output_dir: warmup
 model_dir: model
 device: cpu
 dtype: float32
-model: {_component_: torchtune_ext.policy.from_config, model_dir: "${model_dir}"}
+model: {_component_: torchtune_ext.policy.from_config}
 tokenizer: {_component_: torchtune_ext.chat.ChatTokenizer}
 task: {_component_: letters.Letters}
 optimizer: {_component_: torch.optim.AdamW, lr: 1.0e-3}

@@ -52,6 +52,8 @@ class LoopThread:
             if self._thread.is_alive():
                 future = asyncio.run_coroutine_threadsafe(attended, self._loop)
                 self._futures.add(future)
+                if not self._thread.is_alive():
+                    future.cancel()  # the thread ended in this moment, perhaps without a look at the work
                 return future
         except RuntimeError:
             pass  # the loop has been closed in this moment

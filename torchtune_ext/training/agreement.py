@@ -1,5 +1,6 @@
 """Checks that trainer and sampler agree on the tokens that were sampled, before any clipping or masking."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,8 @@ from torchtune_ext.training.breakdown import bucket_means, buckets
 from torchtune_ext.training.outcome import gathered
 
 # `diagnose` tries these temperatures, to find out whether the sampler used a wrong one.
+log = logging.getLogger(__name__)
+
 TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 2.0)
 
 FEW_TOKENS = 1000  # with fewer tokens, a single one may dominate the mean
@@ -180,6 +183,8 @@ class Agreement:
         everything = mismatch(rows, said, version)
         present_only = version is not None
         found = mismatch(rows, said, version, present_only) if present_only else everything
+        if everything.tokens and not found.tokens:
+            log.warning("%s: no sampled token is of the present version %s, so the canary alone holds", when, version)
         if (found.tokens == 0 or found.mean_abs <= self._limit) and not any(change.missing for change in applied):
             return everything
 

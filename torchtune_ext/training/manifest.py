@@ -52,6 +52,7 @@ class Manifest:
 
         Raises:
             DamagedCheckpoint: there is no manifest, or it differs from what was written.
+            ValueError: another version of torchtune-ext wrote it, in another format.
         """
         try:
             whole = json.loads((folder / NAME).read_bytes())
@@ -66,8 +67,10 @@ class Manifest:
         if _digest_of(content) != digest:
             raise DamagedCheckpoint(f"{folder} is damaged: {NAME} has not the checksum that it was written with")
         if content["format"] != FORMAT:
-            raise DamagedCheckpoint(
-                f"{folder} cannot be checked: {NAME} has format {content['format']}, this version reads {FORMAT}"
+            raise ValueError(
+                f"{folder} cannot be resumed: {NAME} has format {content['format']}, this version reads {FORMAT}; another "
+                "version of torchtune-ext wrote it. Go on with that one, or begin a new run in another output_dir "
+                "(model_dir may be a checkpoint that is a whole model)"
             )
         files = {name: (size, checksum) for name, (size, checksum) in content["files"].items()}
         return cls(content["step"], content["accuracy"], Identity(**content["identity"]), files)

@@ -285,8 +285,8 @@ def _glance(path: Path) -> Manifest | None:
     try:
         manifest = Manifest.read(path)
         return manifest if manifest.wrong_with_files(path) is None else None
-    except (DamagedCheckpoint, OSError):
-        # An OSError may mean that the checkpoint is just being deleted.
+    except (ValueError, OSError):
+        # It is damaged or of another format, or it is just being deleted.
         return None
 
 

@@ -11,6 +11,7 @@ from torchtune_ext.grading import Grader
 from torchtune_ext.rollout import in_order, sample_groups
 from torchtune_ext.sampling.engine import Completion, EngineFailed, SamplingConfig
 from torchtune_ext.tasks.task import Problem, Score
+from torchtune_ext.telemetry.summary import Stopwatch
 
 PROBLEMS = [Problem(str(i), ({"role": "user", "content": f"{i}?"},), i) for i in range(3)]
 SAMPLING = SamplingConfig(max_tokens=8)
@@ -171,6 +172,18 @@ def test_a_grader_that_is_closed_ends_the_stream(engine):
     with pytest.raises(RuntimeError, match="closed"):
         next(stream)
     assert engine.future.cancelled()
+
+
+def test_work_on_completions_counts_while_the_engine_samples(engine, grader):
+    """So that tokens per second of "generate" are not those of the waits alone."""
+    engine.script = [(p, s, "x") for p in range(3) for s in (0, 1)]
+    watch, slow = Stopwatch(), Letters()
+    slow.decode = lambda ids: time.sleep(0.02) or "x"
+    stream = sample_groups(PROBLEMS, 2, SAMPLING, engine, slow, grader, None, watch)
+    submit = engine.submit
+    engine.submit = lambda *args: (submit(*args), [engine.draw(*drawn) for drawn in engine.script])[0]
+    in_order(stream)
+    assert watch.seconds["generate"] >= 6 * 0.02 and "grade" not in watch.seconds
 
 
 def test_no_problems_no_groups(engine, grader):

@@ -18,7 +18,7 @@ from torchtune_ext.policy.builder import build_policy, on_meta
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import AdapterSpec, adapter_spec
 from torchtune_ext.policy.scratch import Shape
-from torchtune_ext.training import identity
+from torchtune_ext.training import identity, manifest
 from torchtune_ext.training.export import export_adapter
 from torchtune_ext.training.identity import Identity, identify
 from torchtune_ext.training.manifest import DamagedCheckpoint, Manifest
@@ -132,6 +132,18 @@ def test_falling_back_sets_aside_what_is_newer_and_the_run_reaches_it_again(fold
         trained.save(checkpoints, step)
     left = sorted(path.name for path in folder.iterdir())
     assert left == ["damaged_step_000004", "damaged_step_000004-2", "damaged_step_000005", "step_000004", "step_000005"]
+
+
+def test_a_whole_checkpoint_of_another_format_is_not_called_damaged(folder, monkeypatch):
+    monkeypatch.setattr(manifest, "FORMAT", manifest.FORMAT + 1)
+    for fall_back in (False, True):
+        with pytest.raises(
+            ValueError, match="step_000002 cannot be resumed: manifest.json has format .*another version"
+        ) as e:
+            checkpoints_in(folder, fall_back=fall_back).choose()
+        assert not isinstance(e.value, DamagedCheckpoint)
+    assert sorted(path.name for path in folder.iterdir()) == ["step_000001", "step_000002"]
+    assert checkpoints_in(folder).latest() is None
 
 
 def test_a_renamed_checkpoint_is_refused(folder):
