@@ -45,6 +45,11 @@ MOVED = {
     "save_merged": "adapters.save_merged",
     "precision.recipe": "precision.scaling",
 }
+# Components of an earlier version, likewise.
+MOVED_COMPONENTS = {
+    f"torchtune_ext.policy.scratch.{name}_from_config": "torchtune_ext.policy.from_config"
+    for name in ("qwen2", "qwen3", "lora_qwen2", "lora_qwen3")
+}
 
 
 def load_config(schema: type, cfg: DictConfig) -> DictConfig:
@@ -289,11 +294,16 @@ def instantiate(node: DictConfig, **extra: Any) -> Any:
     try:
         inspect.signature(component).bind(**arguments, **extra)
     except TypeError as error:
-        raise ValueError(f"{where} {path} was given arguments that it does not take: {error}") from error
+        takes = ", ".join(inspect.signature(component).parameters)
+        raise ValueError(
+            f"{where} {path} was given arguments that it does not take: {error}; it takes {takes}"
+        ) from error
     return component(**arguments, **extra)
 
 
 def _by_path(path: str, where: str) -> Any:
+    if path in MOVED_COMPONENTS:
+        raise ValueError(f"{where} _component_={path} is {MOVED_COMPONENTS[path]} now")
     # The component may be in a module of the working directory, which is not on the path when `tune` runs.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())

@@ -275,7 +275,11 @@ def test_a_missing_value_is_named():
         ),
         (
             {"_component_": "torchtune_ext.objective.loss.PolicyLoss", "clip": 0.2},
-            "`loss:` .*arguments that it does not take: .*'clip'",
+            "`loss:` .*arguments that it does not take: .*'clip'; it takes level, .*clip_low",
+        ),
+        (
+            {"_component_": "torchtune_ext.policy.scratch.qwen2_from_config", "model_dir": "x"},
+            "`loss:` _component_=.*qwen2_from_config is torchtune_ext.policy.from_config now",
         ),
         (
             {"_component_": "torchtune_ext.objective.loss.GPROLoss"},
