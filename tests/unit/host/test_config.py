@@ -1,0 +1,152 @@
+"""Settings of a recipe: references to the environment, paths that are named, keys of earlier versions."""
+
+import json
+import re
+import warnings
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from torchtune_ext.evaluation import EvaluationConfig
+from torchtune_ext.host.config import MOVED, build, load_config, named_paths, record
+from torchtune_ext.objective.loss import PolicyLoss, needs_of
+from torchtune_ext.recipes import evaluate, grpo
+from torchtune_ext.training.settings import check_needs
+
+NEEDED = dict.fromkeys(("output_dir", "model_dir", "model", "tokenizer", "task", "optimizer"), "x") | {"max_steps": 1}
+
+
+def of_environment(monkeypatch, text, cli=()):
+    """(what the recipe gets, what is kept) of a YAML text, with a token in the environment."""
+    for name, value in {
+        "TTE_TOKEN": "s3cret",
+        "TTE_STEPS": "7",
+        "TTE_LIST": "[a, {b: s3cret}]",
+        "TTE_WHICH": "two",
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TTE_NOTHING", raising=False)
+    needed = {key: value for key, value in NEEDED.items() if f"\n{key}:" not in f"\n{text}"}
+    cfg = load_config(grpo.Config, OmegaConf.merge(needed, OmegaConf.create(text), OmegaConf.from_dotlist(list(cli))))
+    kept = record(cfg)
+    assert "s3cret" not in json.dumps(kept) and "torchtune_ext.env" not in json.dumps(kept)
+    return cfg, kept
+
+
+@pytest.mark.parametrize(
+    ("written", "value", "kept"),
+    [
+        ("${oc.env:TTE_TOKEN}", "s3cret", "${oc.env:TTE_TOKEN}"),
+        ("hf_${oc.env:TTE_TOKEN}/${seed}", "hf_s3cret/0", "hf_${oc.env:TTE_TOKEN}/0"),
+        ("${oc.decode:${oc.env:TTE_STEPS}}", 7, "${oc.env:TTE_STEPS}"),
+        ("${oc.decode:${oc.env:TTE_LIST}}", ["a", {"b": "s3cret"}], "${oc.env:TTE_LIST}"),
+        ("${oc.decode:${oc.env:TTE_TOKEN}}-${ oc.env : TTE_TOKEN }", "s3cret-s3cret", "${oc.env:TTE_TOKEN}-${oc.env:TTE_TOKEN}"),
+        ("${oc.env:TTE_NOTHING,default}", "default", "${oc.env:TTE_NOTHING,default}"),
+        ("${oc.env:TTE_NOTHING,null}", None, "${oc.env:TTE_NOTHING,null}"),
+        ("${oc.env:TTE_NOTHING,'a, b'}", "a, b", '${oc.env:TTE_NOTHING,"a, b"}'),
+        ("${oc.env:TTE_NOTHING,${oc.env:TTE_TOKEN}}", "s3cret", "${oc.env:TTE_NOTHING,${oc.env:TTE_TOKEN}}"),
+        ("${task.deep.0.token}", "s3cret", "${oc.env:TTE_TOKEN}"),
+        ("${task.deep}", [{"token": "s3cret", "plain": 1}], [{"token": "${oc.env:TTE_TOKEN}", "plain": 1}]),
+        ("${task.${oc.env:TTE_WHICH}}", 2, "${task.${oc.env:TTE_WHICH}}"),
+        ("${tte_shout:${oc.env:TTE_TOKEN}}", "S3CRET!", "${tte_shout:${oc.env:TTE_TOKEN}}"),
+        ("${tte_count:${oc.env:TTE_TOKEN}}", 6, "${tte_count:${oc.env:TTE_TOKEN}}"),
+        ("${output_dir}/x", "x/x", "x/x"),
+    ],
+)  # fmt: skip
+def test_values_of_the_environment_are_kept_as_references(monkeypatch, written, value, kept):
+    with warnings.catch_warnings(action="ignore"):  # of later versions, about the name of this function
+        OmegaConf.register_new_resolver("tte_shout", lambda text: text.upper() + "!", replace=True)
+        OmegaConf.register_new_resolver("tte_count", len, replace=True)
+    deep = 'task: {deep: [{token: "${oc.env:TTE_TOKEN}", plain: 1}], two: 2}\n'
+    cfg, found = of_environment(monkeypatch, f"{deep}engine: {{a: {{b: [0, {json.dumps(written)}]}}}}\n")
+    assert cfg.engine.a.b[1] == value
+    assert found["engine"] == {"a": {"b": [0, kept]}}
+    assert found["task"] == {"deep": [{"token": "${oc.env:TTE_TOKEN}", "plain": 1}], "two": 2}
+    rest = OmegaConf.to_container(cfg)
+    # Everything else is resolved.
+    others = [{k: v for k, v in node.items() if k not in ("engine", "task")} for node in (found, rest)]
+    assert others[0] == others[1]
+
+
+def test_references_in_typed_keys_overrides_and_presets(monkeypatch, tmp_path):
+    (tmp_path / "mine.yaml").write_text(
+        "loss: {_component_: a.Loss, x: '${oc.env:TTE_TOKEN}', y: '${prompts_per_step}'}\n"
+    )
+    text = f'max_steps: "${{oc.env:TTE_STEPS}}"\nprompts_per_step: "${{max_steps}}"\npreset: {tmp_path}/mine.yaml\n'
+    cfg, found = of_environment(
+        monkeypatch, text, cli=["model_dir=${oc.env:TTE_TOKEN}", "tokenizer.path=${model_dir}/t"]
+    )
+    assert (cfg.max_steps, cfg.prompts_per_step, cfg.model_dir, cfg.tokenizer.path) == (7, 7, "s3cret", "s3cret/t")
+    assert found["max_steps"] == found["prompts_per_step"] == "${oc.env:TTE_STEPS}"
+    assert (found["model_dir"], found["tokenizer"]) == ("${oc.env:TTE_TOKEN}", {"path": "${oc.env:TTE_TOKEN}/t"})
+    assert cfg.loss == {"_component_": "a.Loss", "x": "s3cret", "y": 7}
+    assert found["loss"] == {"_component_": "a.Loss", "x": "${oc.env:TTE_TOKEN}", "y": "${oc.env:TTE_STEPS}"}
+
+
+def test_a_missing_variable_is_still_named(monkeypatch):
+    with pytest.raises(ValueError, match="TTE_NOTHING"):
+        of_environment(monkeypatch, 'seed: "${oc.env:TTE_NOTHING}"\n')
+
+
+def test_the_paths_that_settings_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("model", "out", "data.jsonl", "tensorboard"):
+        (tmp_path / name).mkdir()
+    given = {**NEEDED, "output_dir": "out", "model_dir": "model", "logging": {"to": ["tensorboard"]}}
+    given |= {
+        "task": {"path": "${oc.env:PWD,x}/../data.jsonl", "more": [str(tmp_path / "data.jsonl"), "\0", "", "x" * 5000]}
+    }
+    found = named_paths(load_config(grpo.Config, OmegaConf.create(given)))
+    assert sorted(map(str, found)) == sorted(["model", str(tmp_path / "data.jsonl")])
+
+
+def test_an_old_key_that_has_no_successor_in_a_recipe_is_just_unknown():
+    with pytest.raises(ValueError, match="unknown key 'eval_every' in the config; (did you mean|known keys)"):
+        load_config(evaluate.Config, OmegaConf.create({"eval_every": 1}))
+
+
+def test_a_held_out_task_is_a_mapping():
+    with pytest.raises(ValueError, match=r"write evaluation.task._component_=my_task.Sums, or null"):
+        build(EvaluationConfig, {"task": "my_task.Sums"}, "evaluation")
+    with pytest.raises(ValueError, match=r"evaluation.task={'count': 4} names no component"):
+        build(EvaluationConfig, {"task": {"count": 4}}, "evaluation")
+    assert build(EvaluationConfig, {"task": None}, "evaluation").task is None
+    build(EvaluationConfig, {"task": {"_component_": None}}, "evaluation")  # as null arrives from the command line
+
+
+def test_a_loss_of_ones_own_has_to_ask_for_what_the_yaml_sets():
+    class Mine:
+        def __call__(self, t):
+            return -t.logprobs_L, {}
+
+    with pytest.raises(
+        ValueError, match=r"loss.kl_coef=0.1, but the loss my.Mine does not ask for it: .*needs_reference"
+    ):
+        check_needs({"_component_": "my.Mine", "kl_coef": 0.1}, needs_of(Mine()))
+    with pytest.raises(ValueError, match="loss.top_k=4"):
+        check_needs({"top_k": 4}, needs_of(Mine()))
+    check_needs({"kl_coef": 0.1, "top_k": 4}, needs_of(PolicyLoss(constraint="kl", top_k=4, kl_coef=0.1)))
+    check_needs({"kl_coef": 0.0}, needs_of(Mine()))
+
+
+@pytest.mark.parametrize(("old", "new"), MOVED.items())
+def test_an_old_key_names_the_new_one(old, new):
+    message = f"unknown key of an earlier version in the config: now '{old}' is {re.escape(new)}$"
+    with pytest.raises(ValueError, match=message):
+        load_config(grpo.Config, OmegaConf.merge(NEEDED, OmegaConf.from_dotlist([f"{old}=1"])))
+    node, _, name = new.partition(".")
+    assert isinstance(load_config(grpo.Config, OmegaConf.create({**NEEDED, node: {name: 1}}))[node], DictConfig)
+
+
+def test_all_old_keys_are_named_at_once():
+    old = OmegaConf.create({**NEEDED, "metrics": ["wandb"], "eval_task": {"_component_": "a.Task"}, "lr_warmup": 4})
+    with pytest.raises(
+        ValueError, match="unknown keys of an earlier version .*'metrics' is logging.to, 'eval_task' is "
+    ):
+        load_config(grpo.Config, old)
+
+
+def test_an_old_key_in_a_preset_names_the_new_one(tmp_path):
+    (tmp_path / "old.yaml").write_text("lr_warmup: 4\n")
+    with pytest.raises(ValueError, match="earlier version in preset .*old.yaml: now 'lr_warmup' is schedule.warmup"):
+        load_config(grpo.Config, OmegaConf.create({**NEEDED, "preset": str(tmp_path / "old.yaml")}))
