@@ -69,9 +69,7 @@ open(sys.argv[1], "w").write("end")
 
 
 def test_a_process_without_standard_output(tmp_path):
-    code = (
-        "from torchtune_ext.telemetry.progress import Progress; p = Progress(); p.summary(1, {\"time/step\": 1.0}); p.sampling(1).add()"
-    )
+    code = 'from torchtune_ext.telemetry.progress import Progress; p = Progress(); p.summary(1, {"time/step": 1.0}); p.sampling(1).add()'
     done = subprocess.run(["sh", "-c", 'exec "$0" -c "$1" >&- 2>&-', sys.executable, code], timeout=60)
     assert done.returncode == 0
 
