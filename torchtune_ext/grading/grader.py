@@ -32,11 +32,8 @@ from typing import Self
 import cloudpickle
 
 from torchtune_ext.grading import worker_process
-from torchtune_ext.grading.worker_process import FAILED_PART
 from torchtune_ext.run.parent import environment
 from torchtune_ext.tasks.task import Problem, Score, Task
-
-__all__ = ["FAILED_PART", "Grader", "GraderConfig", "Outcome", "log_failures", "results"]
 
 log = logging.getLogger(__name__)
 

@@ -45,14 +45,13 @@ class Metrics:
     """Writes the scalars of each step to `run_dir/metrics.jsonl` and to the named sinks.
 
     Args:
-        run_dir: is the folder of the run, which is made when it is missing.
-        sinks: names any of "wandb" and "tensorboard".
-        run: comes from `RunFolder.begin` and has the name, the id and the settings that W&B shows. With None it shows the name
-            of the folder, no more.
-        resume_step: is None for a fresh run. Otherwise it is the first step that will be logged again: lines at or after it are
-            cut.
-        project, group: are W&B's.
-        rank: is this process's. Only rank 0 writes; on other ranks every method does nothing.
+        run_dir: folder of the run, which is made when it is missing.
+        sinks: any of "wandb" and "tensorboard".
+        run: what `RunFolder.begin` returned: the name, the id and the settings that W&B shows; None: it shows the name of the
+            folder, no more.
+        resume_step: first step that will be logged again: lines at or after it are cut; None: a fresh run.
+        project, group: those of W&B.
+        rank: rank of this process. Only rank 0 writes; on other ranks every method does nothing.
 
     Raises:
         ValueError: a sink is unknown, W&B has no credentials, or an earlier run left its metrics where a fresh one begins.

@@ -31,10 +31,10 @@ class Bar:
 
     Args:
         label: names the phase.
-        total: says how many items will come.
-        unit: says what an item is ("sample", "row").
-        file: is where a tqdm bar is drawn. With None there are log lines, as there are when the file takes no more text.
-        log_every_s: is the time between two log lines where no bar is drawn.
+        total: how many items will come.
+        unit: what an item is ("sample", "row").
+        file: where a tqdm bar is drawn; None: log lines take its place, as they do when the file takes no more text.
+        log_every_s: seconds between two log lines, where no bar is drawn.
     """
 
     def __init__(self, label: str, total: int, unit: str, file: TextIO | None, log_every_s: float = 30.0,
@@ -118,11 +118,11 @@ class Progress:
     """Makes the bars, and prints the table of steps.
 
     Args:
-        total_steps: is the 200 of "12/200" in the table. It is None where nobody knows it.
-        rank: is this process's. Only rank 0 draws bars and prints the table; other ranks log.
-        bars: says whether bars are drawn. With None they are where `sys.stderr` is a terminal.
-        log_every_s: is the time between the log lines that stand in for a bar.
-        file: is where the table goes. With None that is `sys.stdout`.
+        total_steps: the 200 of "12/200" in the table; None where nobody knows it.
+        rank: rank of this process. Only rank 0 draws bars and prints the table; other ranks log.
+        bars: whether bars are drawn; None: where `sys.stderr` is a terminal.
+        log_every_s: seconds between the log lines that stand in for a bar.
+        file: where the table goes; None: `sys.stdout`.
     """
 
     def __init__(self, total_steps: int | None = None, rank: int = 0, bars: bool | None = None,

@@ -34,10 +34,9 @@ class RolloutStore:
     """Writes the groups of each step to `run_dir/rollouts/`.
 
     Args:
-        run_dir: is the folder of the run.
-        keep_every: says that steps divisible by it are kept; 0 keeps none.
-        resume_step: is None for a fresh run. Otherwise it is the first step that will be written again: files at or after it
-            are removed.
+        run_dir: folder of the run.
+        keep_every: steps divisible by it are kept; 0 keeps none.
+        resume_step: first step that will be written again: files at or after it are removed; None: a fresh run.
 
     Raises:
         ValueError: an earlier run left its rollouts where a fresh one begins.

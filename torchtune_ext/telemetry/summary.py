@@ -21,7 +21,7 @@ class Stopwatch:
     the phases without a slash add up to the step, and details to their phase but for what no detail covers.
 
     Args:
-        told: is called with the name of each phase, not of its details, and gives a context that is open as long as the phase
+        told: called with the name of each phase, not of its details, gives a context that is open as long as the phase
             (for instance `Ranks.phase`). Ranks in one phase may well be in different details of it.
     """
 
@@ -59,8 +59,8 @@ def clock_metrics(values: Mapping[str, float], seconds: Mapping[str, float]) -> 
     each in which the trainer trains (on packed rows, where prompts stand once).
 
     Args:
-        values: are the metrics of the step. Where tokens or their seconds are not counted there is no speed.
-        seconds: come from `Stopwatch.lap` of the same step.
+        values: the metrics of the step. Where tokens or their seconds are not counted there is no speed.
+        seconds: what `Stopwatch.lap` returned for the same step.
     """
     found = dict(seconds)
     for name, tokens, phase in (

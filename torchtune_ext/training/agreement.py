@@ -10,12 +10,12 @@ from torch import Tensor
 from torchtune_ext.objective.kl import kl_k3
 from torchtune_ext.packing import Row
 from torchtune_ext.policy.logprobs import LabelLogprobs
-from torchtune_ext.training.breakdown import bucket_means, buckets
+from torchtune_ext.training.breakdown import AGE_0, bucket_means, buckets
 from torchtune_ext.training.outcome import gathered
 
-# `diagnose` tries these temperatures, to find out whether the sampler used a wrong one.
 log = logging.getLogger(__name__)
 
+# `diagnose` tries these temperatures, to find out whether the sampler used a wrong one.
 TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 2.0)
 
 FEW_TOKENS = 1000  # with fewer tokens, a single one may dominate the mean
@@ -53,25 +53,28 @@ class Disagreement(RuntimeError):
     """Trainer and sampler do not compute the same policy."""
 
 
-def mismatch(
-    rows: Sequence[Row], said: Sequence[LabelLogprobs], version: int | None = None, present_only: bool = False
-) -> Mismatch:
+def mismatch(rows: Sequence[Row], said: Sequence[LabelLogprobs], version: int | None = None) -> Mismatch:
     """Compares the trainer's log-probs with those that the sampler reported. A collective.
 
     Args:
         rows: packed rows of this rank; they hold the sampler's log-probs.
         said: the trainer's log-probs of the labels of each row.
-        version: version of the trainer's policy, which gives the age of the tokens.
-        present_only: True leaves out tokens that another version sampled.
+        version: version of the trainer's policy, which gives the age of the tokens; None: every age is 0.
     """
+    return _measured(*_differences(rows, said, version))
+
+
+def _differences(rows: Sequence[Row], said: Sequence[LabelLogprobs], version: int | None) -> tuple[Tensor, Tensor]:
+    """Returns d of all tokens of all ranks, and their buckets [2, tokens] of place and age. A collective."""
     parts = [
         torch.cat([(ours.logprobs_L.cpu().double() - row.logprobs_L.double())[None], buckets(row, version).double()])
         for row, ours in zip(rows, said, strict=True)
     ]
-    if present_only:
-        parts = [part[:, row.versions_L == version] for part, row in zip(parts, rows, strict=True)]
     found = torch.cat(gathered(torch.cat(parts, dim=1) if parts else torch.empty(3, 0, dtype=torch.float64)), dim=1)
-    d, where = found[0], found[1:].long()
+    return found[0], found[1:].long()
+
+
+def _measured(d: Tensor, where: Tensor) -> Mismatch:
     if not d.numel():
         return Mismatch(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, {}, 0)
     size = d.abs()
@@ -180,16 +183,18 @@ class Agreement:
         Raises:
             Disagreement: trainer and sampler disagree. The message gives the figures and the likely cause.
         """
-        everything = mismatch(rows, said, version)
-        present_only = version is not None
-        found = mismatch(rows, said, version, present_only) if present_only else everything
+        d, where = _differences(rows, said, version)
+        everything = _measured(d, where)
+        present = where[1] == AGE_0
+        found = everything if present.all() else _measured(d[present], where[:, present])
         if everything.tokens and not found.tokens:
             log.warning("%s: no sampled token is of the present version %s, so the canary alone holds", when, version)
         if (found.tokens == 0 or found.mean_abs <= self._limit) and not any(change.missing for change in applied):
             return everything
 
         def at(temperature: float) -> Mismatch:
-            return mismatch(rows, self._logprobs(rows, temperature), version, present_only)
+            d, where = _differences(rows, self._logprobs(rows, temperature), version)
+            return _measured(d[present], where[:, present])
 
         cause = diagnose(found, self._limit, self._temperature, at, applied)
         raise Disagreement(

@@ -19,6 +19,7 @@ def bucket_names(word: str, edges: Sequence[int]) -> list[str]:
 
 
 NAMES = [*bucket_names("at", POSITIONS), *bucket_names("age", AGES)]
+AGE_0 = len(POSITIONS)  # index into NAMES of the tokens that the present version sampled
 
 
 def places(samples_L: Tensor) -> Tensor:
@@ -37,7 +38,7 @@ def buckets(row: Row, version: int | None) -> Tensor:
     age_L = torch.zeros_like(row.versions_L) if version is None else (version - row.versions_L).clamp(min=0)
     place_L = torch.bucketize(places(row.samples_L), torch.tensor(POSITIONS[1:], device=age_L.device), right=True)
     age_L = torch.bucketize(age_L, torch.tensor(AGES[1:], device=age_L.device), right=True)
-    return torch.stack([place_L, len(POSITIONS) + age_L])
+    return torch.stack([place_L, AGE_0 + age_L])
 
 
 def bucket_means(values_L: Tensor, buckets_2L: Tensor) -> dict[str, float]:
