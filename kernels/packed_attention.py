@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from torchtune_ext.balance import LENGTHS
 from torchtune_ext.packing import Row, Segment
 
 TILE = 128  # queries, and keys, in a block of FlexAttention
@@ -149,6 +150,9 @@ def _segment_attention(q: Tensor, k: Tensor, v: Tensor, mask: SegmentMask) -> Te
     return torch.cat(results, dim=1)[:, mask.order_T][None]
 
 
+# It is compiled for each length of a row, with gradient and without. Beyond the limit, PyTorch would no longer compile it,
+# and a GPU has no room for the T x T scores that it then holds.
+torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 * LENGTHS)
 _flex_attention = torch.compile(flex_attention, dynamic=False)
 
 

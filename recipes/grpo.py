@@ -162,7 +162,6 @@ class GRPORecipe:
             self.agreement,
             canary_prompts(self.task, self.tokenizer),
             self.sampling,
-            row_length=self.row_length,
         )
 
     def check(self) -> None:
@@ -210,8 +209,6 @@ class GRPORecipe:
         )
         if self.ranks.is_main:
             self.engine = Engine(cfg.model_dir, self.precision.engine, cfg.output_dir)
-        # Compiled kernels want rows of one length.
-        self.row_length = cfg.row_tokens if self.ranks.device.type == "cuda" else None
 
     @property
     def planned_updates(self) -> int:
@@ -291,7 +288,7 @@ class GRPORecipe:
             with watch("sample"):
                 groups, values = self.sample()
 
-            # A prompt stands once in a row for all its completions, and every rank gets its share of the rows.
+            # A prompt stands once in a row for all its completions, and every rank gets rows that cost about the same.
             with watch("pack"):
                 updates, packed = self.pack(groups)
 
@@ -359,8 +356,7 @@ class GRPORecipe:
                 aggregation=cfg.aggregation,
                 aggregation_constant=self.sampling.max_tokens,
                 pad_id=self.tokenizer.pad_id,
-                pad_to=self.row_length,
-                num_rows_multiple=self.ranks.world_size,
+                layout=self.learner.layout,
             )
             values = stats.metrics()
         return [self.ranks.share(rows) for rows in self.ranks.broadcast(updates)], values

@@ -147,15 +147,9 @@ class WarmupRecipe:
                 self.watch.lap()
                 at = range(update * cfg.batch_problems, (update + 1) * cfg.batch_problems)
                 batch = [groups[problem_index(i, len(groups), cfg.seed)] for i in at]
-                pad_to = cfg.row_tokens if self.ranks.device.type == "cuda" else None
                 with self.watch("pack"):
-                    rows, stats = pack(
-                        batch,
-                        cfg.row_tokens,
-                        pad_id=self.tokenizer.pad_id,
-                        pad_to=pad_to,
-                        num_rows_multiple=self.ranks.world_size,
-                    )
+                    layout = self.learner.layout
+                    rows, stats = pack(batch, cfg.row_tokens, pad_id=self.tokenizer.pad_id, layout=layout)
                 with self.watch("train"):
                     gradient = self.learner.forward_backward(self.ranks.share(rows))
                     values = self.learner.step(gradient, advice=lambda: "lower the learning rate")

@@ -18,16 +18,15 @@ The weights do the aggregation: the loss of an update is the sum over all its ro
 and sequence mean, the weights of an update sum to one, whichever row a group is in.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from torchtune_ext.balance import ALONE, Layout, Lengths, Parts, balanced_rows, dealt
 from torchtune_ext.groups import Group, Sample
-
-PAD_ID = -1  # group and parent id of padding, so that padding sees only padding
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +43,8 @@ class Row:
 
     tokens_T: Tensor  # int64, input ids
     positions_T: Tensor  # int64, position of the token in its own unpacked sequence
-    group_ids_T: Tensor  # int32, id of the prompt or of the completion; PAD_ID on padding
-    parent_ids_T: Tensor  # int32, id of the prompt; PAD_ID on padding
+    group_ids_T: Tensor  # int32, id of the prompt or of the completion; -1, -2, ... on padding, which sees itself alone
+    parent_ids_T: Tensor  # int32, id of the prompt; on padding the group id
     segments: tuple[Segment, ...]  # places of the prompts and their completions, as intervals
     labels_L: Tensor  # int64, id of the token to be predicted
     sources_L: Tensor  # int64, index into T of the hidden state that predicts the label
@@ -70,26 +69,27 @@ _TENSORS = tuple(name for name in Row.__slots__ if name != "segments")
 
 @dataclass(frozen=True, slots=True)
 class PackStats:
-    """Measures of how well the rows are used."""
+    """Counts of how well the rows are used. They can be added."""
 
-    rows: int  # rows that hold labels
-    tokens: int  # input tokens in the rows, without padding
-    labels: int  # labels in the rows
-    rho: float  # tokens without shared prompts / tokens with them, at most N(P + R) / (P + NR)
-    fill: float  # tokens / (rows * row_tokens)
+    rows: int = 0  # rows that hold labels
+    tokens: int = 0  # input tokens in the rows, without padding
+    labels: int = 0  # labels in the rows
+    unpacked: int = 0  # the tokens if every completion had a prompt of its own
+    needed: int = 0  # the tokens if every prompt stood once
+    computed: int = 0  # places that the ranks compute or wait for: of every round, its longest row, for each rank
+
+    def __add__(self, other: "PackStats") -> "PackStats":
+        return PackStats(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
 
     def metrics(self) -> dict[str, float]:
-        """Returns the measures by their names in the log."""
-        return {f"pack/{name}": float(getattr(self, name)) for name in self.__slots__}
+        """Returns the counts and their ratios by their names in the log.
 
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A prompt with as many of its completions as go into one row."""
-
-    prompt_tokens: np.ndarray
-    samples: tuple[Sample, ...]
-    num_tokens: int
+        `pack/rho` says how many times fewer tokens there are because prompts are shared, at most N(P + R) / (P + NR).
+        `pack/used` is the share of the computed places that is needed: padding, repeated prompts and waiting lower it.
+        """
+        counts = {f"pack/{name}": float(getattr(self, name)) for name in ("rows", "tokens", "labels")}
+        rho = self.unpacked / self.tokens if self.tokens else 1.0
+        return counts | {"pack/rho": rho, "pack/used": self.needed / self.computed if self.computed else 0.0}
 
 
 def pack(
@@ -98,58 +98,55 @@ def pack(
     aggregation: str = "token",
     aggregation_constant: int | None = None,
     pad_id: int = 0,
-    pad_to: int | None = None,
-    num_rows_multiple: int = 1,
+    layout: Layout = ALONE,
     completions: float | None = None,
 ) -> tuple[list[Row], PackStats]:
-    """Packs the trained samples of `groups` into rows, by best-fit decreasing. A group larger than a row is split.
+    """Packs the trained samples of `groups` into rows. A group may be split over rows.
 
     Args:
         groups: groups with advantages; samples with `trained=False` are left out.
-        row_tokens: capacity of a row in input tokens.
+        row_tokens: capacity of a row in input tokens; padding may go beyond it, to the next length of the layout.
         aggregation: "token" (every label weighs the same), "sequence" (every completion weighs the same) or
             "constant" (every label weighs 1 / (completions * `aggregation_constant`), Dr.GRPO, arXiv 2503.20783). The
             first two divide by what is trained on. "constant" divides by all completions that were graded, so that no
             factor depends on the rewards.
         aggregation_constant: tokens, for example max_tokens; needed by "constant".
         pad_id: token id that padding gets.
-        pad_to: rows are padded to this length in tokens (compiled kernels need fixed shapes); None: rows keep their
-            length.
-        num_rows_multiple: empty rows are appended until the number of rows is a multiple of this, so that every rank
-            gets the same number.
+        layout: what the ranks want of the rows.
         completions: the number of completions that "constant" divides by; None: those of `groups` that were graded.
 
     Returns:
-        The rows in a deterministic order, and how well they are used.
+        The rows in a deterministic order, and how well they are used. `Ranks.share` gives every rank its own: all have
+        the same number, and those that are computed at the same time cost about the same. A row is empty only where there
+        are fewer completions than ranks.
 
     Raises:
         ValueError: a prompt with one of its completions is longer than a row, the aggregation is unknown, or "constant"
             has no `aggregation_constant`.
     """
-    pieces = [piece for group in groups for piece in _pieces(group, row_tokens)]
+    trained = [(group, [s for s in group.samples if s.trained and len(s.completion.tokens)]) for group in groups]
+    trained = [(group, samples) for group, samples in trained if samples]
+    lengths = [_lengths(group, samples, row_tokens) for group, samples in trained]
     if completions is None:
         completions = sum(group.completions for group in groups)
-    samples = [s for piece in pieces for s in piece.samples]
-    weight_of = _weights(samples, aggregation, aggregation_constant, completions)
-    rows = [_build(bin_, weight_of, pad_id, pad_to) for bin_ in _bins(pieces, row_tokens)]
-    tokens = sum(piece.num_tokens for piece in pieces)
-    unpacked = sum(len(p.prompt_tokens) + len(s.completion.tokens) - 1 for p in pieces for s in p.samples)
+    weight_of = _weights([s for _, samples in trained for s in samples], aggregation, aggregation_constant, completions)
+    planned = balanced_rows(lengths, row_tokens, layout)
+    rows = [_build(parts, trained, weight_of, pad_id, layout.row_length(parts)) for parts in planned]
     stats = PackStats(
-        rows=len(rows),
-        tokens=tokens,
+        rows=sum(bool(parts) for parts in planned),
+        tokens=sum(part.tokens for parts in planned for part in parts),
         labels=sum(row.num_labels for row in rows),
-        rho=unpacked / tokens if tokens else 1.0,
-        fill=tokens / (len(rows) * row_tokens) if rows else 0.0,
+        unpacked=sum(group.prompt + places for group in lengths for places in group.completions),
+        needed=sum(group.tokens for group in lengths),
+        computed=layout.ranks * layout.over_rounds(planned, layout.row_length),
     )
-    while len(rows) % num_rows_multiple or not rows:
-        rows.append(_build([], weight_of, pad_id, pad_to))
     return rows, stats
 
 
 def pack_updates(
     groups: Sequence[Group], num_updates: int, row_tokens: int, **options
 ) -> tuple[list[list[Row]], PackStats]:
-    """Distributes the trained groups over `num_updates` updates and packs the groups of each.
+    """Deals the trained groups to `num_updates` updates of about equally many tokens, and packs the groups of each.
 
     Each update stands for an equal share of all completions, however many of them are trained on.
 
@@ -160,22 +157,17 @@ def pack_updates(
         options: the other arguments of `pack`.
 
     Returns:
-        The rows of every update that has labels, and the statistics of all updates together.
+        The rows of every update that has labels, and the counts of all updates together.
     """
-    trained = [group for group in groups if any(s.trained for s in group.samples)]
+    trained = [group for group in groups if any(s.trained and len(s.completion.tokens) for s in group.samples)]
+    sizes = [len(g.prompt_tokens) + sum(len(s.completion.tokens) for s in g.samples if s.trained) for g in trained]
     share = sum(group.completions for group in groups) / num_updates
-    packed = [pack(trained[i::num_updates], row_tokens, completions=share, **options) for i in range(num_updates)]
-    packed = [(rows, stats) for rows, stats in packed if stats.labels]
-    tokens = sum(stats.tokens for _, stats in packed)
-    num_rows = sum(stats.rows for _, stats in packed)
-    total = PackStats(
-        rows=num_rows,
-        tokens=tokens,
-        labels=sum(stats.labels for _, stats in packed),
-        rho=sum(stats.rho * stats.tokens for _, stats in packed) / tokens if tokens else 1.0,
-        fill=tokens / (num_rows * row_tokens) if num_rows else 0.0,
-    )
-    return [rows for rows, _ in packed], total
+    updates, total = [], PackStats()
+    for hand in dealt(sizes, num_updates):
+        rows, stats = pack([trained[i] for i in hand], row_tokens, completions=share, **options)
+        updates.append(rows)
+        total += stats
+    return updates, total
 
 
 def contexts(row: Row) -> list[int]:
@@ -196,47 +188,20 @@ def contexts(row: Row) -> list[int]:
     return found
 
 
-def _pieces(group: Group, row_tokens: int) -> list[_Piece]:
-    """Splits a group into pieces that fit into a row."""
-    samples = [s for s in group.samples if s.trained and len(s.completion.tokens)]
-    prompt = len(group.prompt_tokens)
-    pieces, current, used = [], [], prompt
-    for sample in samples:
-        cost = len(sample.completion.tokens) - 1
-        if prompt + cost > row_tokens:
-            raise ValueError(
-                f"row_tokens={row_tokens} cannot hold problem {group.problem.id!r}: its prompt has {prompt} tokens and a "
-                f"completion {len(sample.completion.tokens)}; raise row_tokens to at least {prompt + cost}, or lower max_tokens"
-            )
-        if current and used + cost > row_tokens:
-            pieces.append(_Piece(group.prompt_tokens, tuple(current), used))
-            current, used = [], prompt
-        current.append(sample)
-        used += cost
-    if current:
-        pieces.append(_Piece(group.prompt_tokens, tuple(current), used))
-    return pieces
+def _lengths(group: Group, samples: Sequence[Sample], row_tokens: int) -> Lengths:
+    prompt, completions = len(group.prompt_tokens), tuple(len(s.completion.tokens) - 1 for s in samples)
+    longest = prompt + max(completions)
+    if longest > row_tokens:
+        raise ValueError(
+            f"row_tokens={row_tokens} cannot hold problem {group.problem.id!r}: its prompt has {prompt} tokens and a "
+            f"completion {max(completions) + 1}; raise row_tokens to at least {longest}, or lower max_tokens"
+        )
+    return Lengths(prompt, completions)
 
 
-def _bins(pieces: list[_Piece], row_tokens: int) -> list[list[_Piece]]:
-    """Distributes pieces over rows by best-fit decreasing: at most 11/9 of the fewest possible rows (Johnson 1973)."""
-    bins: list[list[_Piece]] = []
-    free: list[int] = []
-    # The sort is stable: pieces of equal size keep their order, so the rows are deterministic.
-    for piece in sorted(pieces, key=lambda p: -p.num_tokens):
-        fitting = [i for i, room in enumerate(free) if room >= piece.num_tokens]
-        if fitting:
-            best = min(fitting, key=lambda i: free[i])
-        else:
-            best = len(bins)
-            bins.append([])
-            free.append(row_tokens)
-        bins[best].append(piece)
-        free[best] -= piece.num_tokens
-    return bins
-
-
-def _weights(samples: list[Sample], aggregation: str, constant: int | None, completions: float):
+def _weights(
+    samples: list[Sample], aggregation: str, constant: int | None, completions: float
+) -> Callable[[int], float]:
     """Returns a function from the length of a completion to the weight of each of its labels."""
     labels = sum(len(s.completion.tokens) for s in samples)
     if aggregation == "token":
@@ -250,21 +215,28 @@ def _weights(samples: list[Sample], aggregation: str, constant: int | None, comp
     raise ValueError(f"aggregation={aggregation!r} is unknown; use 'token', 'sequence' or 'constant'")
 
 
-def _build(pieces: list[_Piece], weight_of, pad_id: int, pad_to: int | None) -> Row:
-    """Makes a row from its pieces. This is the only place where labels are made."""
+def _build(
+    parts: Parts,
+    groups: Sequence[tuple[Group, Sequence[Sample]]],
+    weight_of: Callable[[int], float],
+    pad_id: int,
+    row_length: int,
+) -> Row:
+    """Makes a row of `row_length` places from its parts. This is the only place where labels are made."""
     tokens, positions, group_ids, parent_ids, segments = [], [], [], [], []
     labels, sources, logprobs, advantages, weights, versions, sample_ids = [], [], [], [], [], [], []
     at = next_id = next_sample = 0
-    for piece in pieces:
-        prompt_len, prompt_id = len(piece.prompt_tokens), next_id
+    for part in parts:
+        group, samples = groups[part.group]
+        prompt_len, prompt_id = len(group.prompt_tokens), next_id
         prompt = (at, at + prompt_len)
-        tokens.append(piece.prompt_tokens)
+        tokens.append(group.prompt_tokens)
         positions.append(np.arange(prompt_len))
         group_ids.append(np.full(prompt_len, prompt_id))
         parent_ids.append(np.full(prompt_len, prompt_id))
         at, next_id = at + prompt_len, next_id + 1
         intervals = []
-        for sample in piece.samples:
+        for sample in (samples[i] for i in part.completions):
             length = len(sample.completion.tokens)
             tokens.append(sample.completion.tokens[:-1])
             positions.append(np.arange(prompt_len, prompt_len + length - 1))
@@ -280,12 +252,12 @@ def _build(pieces: list[_Piece], weight_of, pad_id: int, pad_to: int | None) -> 
             intervals.append((at, at + length - 1))
             at, next_id, next_sample = at + length - 1, next_id + 1, next_sample + 1
         segments.append(Segment(prompt, tuple(intervals)))
-    # An empty row still holds one token of padding, so that a model can run it.
-    padding = max((pad_to or 0) - at, 0 if at else 1)
+    padding = row_length - at
+    pad_ids = -1 - np.arange(padding)  # each place of padding is a group of its own
     tokens.append(np.full(padding, pad_id))
     positions.append(np.zeros(padding))
-    group_ids.append(np.full(padding, PAD_ID))
-    parent_ids.append(np.full(padding, PAD_ID))
+    group_ids.append(pad_ids)
+    parent_ids.append(pad_ids)
     return Row(
         tokens_T=_tensor(tokens, torch.int64),
         positions_T=_tensor(positions, torch.int64),

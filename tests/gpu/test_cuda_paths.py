@@ -5,8 +5,9 @@ import pytest
 import torch
 from records import sampled
 
+from torchtune_ext.balance import Layout
 from torchtune_ext.groups import Group
-from torchtune_ext.kernels.packed_attention import dense_mask, packed_attention, packed_mask
+from torchtune_ext.kernels.packed_attention import TILE, dense_mask, packed_attention, packed_mask
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.packing import pack
 from torchtune_ext.policy import from_config
@@ -20,7 +21,7 @@ from torchtune_ext.training.learner import Learner
 T = 1024
 
 
-def row(seed=0):
+def row(seed=0, length=T):
     rng = np.random.default_rng(seed)
     groups = []
     for g in range(3):
@@ -29,7 +30,7 @@ def row(seed=0):
             for n in rng.integers(1, 60, 6)
         )
         groups.append(Group(Problem(f"p{g}", (), None), rng.integers(0, 200, 100).astype(np.int32), samples))
-    return pack(groups, T, pad_to=T)[0][0]
+    return pack(groups, length, layout=Layout(tile=length))[0][0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -38,19 +39,33 @@ def test_flex_attention_equals_the_dense_mask(dtype):
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 4, T, 64, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
     upstream = torch.randn(1, 4, T, 64, device="cuda", dtype=dtype)
-    upstream[:, :, cuda.group_ids_T == -1] = 0
+    upstream[:, :, cuda.group_ids_T < 0] = 0
     dense = torch.nn.functional.scaled_dot_product_attention(
         q.double(), k.double(), v.double(), attn_mask=dense_mask(cuda.group_ids_T, cuda.parent_ids_T)[None, None]
     )
     fast = packed_attention(q, k, v, packed_mask(cuda), 0.0, True)
     # one rounding of inputs to TF32 / of the result to bfloat16: 2^-10 and 2^-8 of values below 4
     bound = 4 * (2**-8 if dtype == torch.bfloat16 else 2**-9)
-    real = cuda.group_ids_T != -1
+    real = cuda.group_ids_T >= 0
     assert (dense[:, :, real] - fast[:, :, real]).abs().max() < bound
     want = torch.autograd.grad(dense, (q, k, v), upstream.double())
     got = torch.autograd.grad(fast, (q, k, v), upstream)
     for a, b in zip(want, got, strict=True):
         assert (a.double() - b.double()).norm() / a.double().norm() < 4 * bound
+
+
+def test_more_lengths_than_are_compiled_by_default():
+    """Twelve lengths, forward and backward. The 3 GiB of the T x T scores that an uncompiled one holds would be seen."""
+    T, H = 32 * TILE, 48
+    torch.cuda.reset_peak_memory_stats()
+    for length in range(T - 11 * TILE, T + 1, TILE):
+        cuda = row(length=length).to(torch.device("cuda"))
+        q, k, v = (
+            torch.randn(1, H, length, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+        )
+        packed_attention(q, k, v, packed_mask(cuda), 0.0, True).sum().backward()
+    scores = H * T * T * 4
+    assert torch.cuda.max_memory_allocated() < scores
 
 
 def test_policy_on_cuda_equals_cpu(tmp_path):

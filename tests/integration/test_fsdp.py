@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
+from torchtune_ext.balance import Layout
 from torchtune_ext.groups import Group, Sample
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.packing import pack
@@ -52,7 +53,7 @@ def gradients(ranks, world_size):
         for i, p in enumerate(policy.trainable()):  # move away from the reference, the same on one and on two ranks
             p.add_(1e-3) if lora else p.mul_(1.0 + 0.01 * (i % 7))
     before = {n: t.clone() for n, t in merged_hf_tensors(policy.model, source, torch.float32)}
-    rows, _ = pack(groups, row_tokens, num_rows_multiple=world_size)
+    rows, _ = pack(groups, row_tokens, layout=Layout(world_size))
     share = rows[ranks.rank :: world_size] if world_size > 1 else rows
     with reference.swapped_in():
         ref = learner.logprobs(share, top_k=8)

@@ -47,6 +47,10 @@ class PackedPolicy:
         self.fp8 = fp8
         # Dropout makes a forward of the training mode another each time.
         self.noisy = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())
+        # Multiplications for a pair of query and key, over those of the weights for a token.
+        pairs = sum(2 * layer.attn.num_heads * layer.attn.head_dim for layer in model.layers)
+        weights = sum(p.numel() for p in model.layers.parameters()) + model.tok_embeddings.weight.numel()
+        self.pair_cost = pairs / weights
         # The RoPE cache has so many rows: they bound a position, not the length of a packed row.
         self.max_positions = model.max_seq_len
         self._row: Row | None = None

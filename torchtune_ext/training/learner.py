@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from torchtune_ext.balance import Layout
+from torchtune_ext.kernels.packed_attention import TILE
 from torchtune_ext.objective.loss import Loss, Tokens, needs_of
 from torchtune_ext.packing import Row
 from torchtune_ext.policy.logprobs import LabelLogprobs, PackedPolicy
@@ -61,6 +63,12 @@ class Learner:
         needs = needs_of(loss)
         self._top_k = needs.top_k
         self._reference = reference_of(policy.model) if needs.reference else None
+
+    @property
+    def layout(self) -> Layout:
+        """What the ranks want of packed rows. Compiled kernels, on CUDA, want few lengths."""
+        tile = TILE if self.ranks.device.type == "cuda" else None
+        return Layout(self.ranks.world_size, tile, self.policy.pair_cost)
 
     @torch.no_grad()
     def logprobs(self, rows: Sequence[Row], temperature: float | None = None, top_k: int = 0) -> list[LabelLogprobs]:

@@ -46,7 +46,6 @@ class Publisher:
         agreement: the gate that the canary has to pass.
         canary_prompts: token ids.
         sampling: of the run; the canary's is the same but for its length and its seed.
-        row_length: length of packed rows where it is fixed (compiled kernels); None: as long as needed.
     """
 
     def __init__(
@@ -59,11 +58,10 @@ class Publisher:
         agreement: Agreement,
         canary_prompts: Sequence[list[int]],
         sampling: SamplingConfig,
-        row_length: int | None = None,
     ):
         self._engine, self._learner, self._ranks = engine, learner, learner.ranks
         self._trained, self._precision, self._source = trained, precision, source
-        self._agreement, self._prompts, self._row_length = agreement, list(canary_prompts), row_length
+        self._agreement, self._prompts = agreement, list(canary_prompts)
         tokens = min(CANARY_TOKENS, sampling.max_tokens)
         self._sampling = replace(sampling, max_tokens=tokens, seed=CANARY_SEED, early_stop_logprob=None)
         self._sent: dict[str, dict[str, int]] = {"model": {}, "adapter": {}}  # checksums by name, on rank 0
@@ -123,8 +121,7 @@ class Publisher:
             wrong = self._wrong_version(completions, version) or self._wrong_tensors()
             groups = [_as_group(p, found) for p, found in zip(self._prompts, completions, strict=True)]
             longest = sum(len(g.prompt_tokens) + CANARY_SAMPLES * CANARY_TOKENS for g in groups)
-            size = self._row_length or longest
-            rows = pack(groups, size, pad_to=self._row_length, num_rows_multiple=self._ranks.world_size)[0]
+            rows = pack(groups, longest, layout=self._learner.layout)[0]
         rows, wrong = self._ranks.broadcast((rows, wrong))
         return self._ranks.share(rows), wrong
 

@@ -24,6 +24,7 @@ ORDER = [
     "sampling",
     "grading",
     "groups",
+    "balance",
     "advantages",
     "evaluation",
     "rollout",

@@ -14,6 +14,7 @@ from records import sampled
 from torchtune.models.qwen2 import qwen2
 
 from torchtune_ext.advantages import AdvantageConfig, with_advantages
+from torchtune_ext.balance import Layout
 from torchtune_ext.grading import Outcome
 from torchtune_ext.groups import Group
 from torchtune_ext.host.catalog import folder
@@ -26,7 +27,6 @@ from torchtune_ext.packing import pack, pack_updates
 from torchtune_ext.policy.logprobs import PackedPolicy
 from torchtune_ext.tasks.task import Problem, Score
 
-CPU = torch.device("cpu")
 PRESETS = {
     path.stem: {k: v for k, v in OmegaConf.to_container(OmegaConf.load(path).loss).items() if k != "_component_"}
     for path in sorted((folder("configs") / "presets").glob("*.yaml"))
@@ -260,9 +260,9 @@ def make_groups(seed=0):
     return groups
 
 
-def loss_and_gradients(groups, options, aggregation, row_tokens, pad_to=None, turned=False):
+def loss_and_gradients(groups, options, aggregation, row_tokens, tile=None, turned=False):
     """One update after the policy has moved away from its old scores, so that ratios are not one."""
-    rows, _ = pack(groups, row_tokens, aggregation, 16, pad_to=pad_to)
+    rows, _ = pack(groups, row_tokens, aggregation, 16, layout=Layout(tile=tile))
     rows = rows[::-1] if turned else rows
     policy = PackedPolicy(tiny_model())
     top_k = options.get("top_k") or 0
@@ -287,8 +287,8 @@ def test_rows_padding_and_order_change_nothing(name, aggregation):
     for change in (
         {"row_tokens": 26},
         {"row_tokens": 26, "turned": True},
-        {"row_tokens": 200, "pad_to": 128},
-        {"row_tokens": 26, "pad_to": 40},
+        {"row_tokens": 200, "tile": 128},
+        {"row_tokens": 26, "tile": 20},
     ):
         total, gradients, metrics = loss_and_gradients(groups, options, aggregation, **change)
         assert total == pytest.approx(want_loss, rel=1e-6, abs=1e-6)

@@ -1,0 +1,155 @@
+"""How much of what the ranks compute is needed? Rows of one length, dealt by count, against balanced rows.
+
+python benchmarks/rows.py
+
+It counts; nothing is trained. Batch, samples, updates and row length are those of the shipped configs. Prompts and answers have
+lengths that fit the task, which each line names: answers are lognormal (sigma 0.5), cut at `max_tokens`.
+
+"needed" are the tokens of prompts and answers where each prompt stands once; "computed" are the places that the ranks compute
+or wait for: of each round the longest row, for each rank. Where a group is cut, its prompt is stored again; "prompts too"
+counts these as needed. "cost" is that of all rounds after, over that before, with the area of the attention masks (as in
+`balance.Layout.cost`, for a model of this width and the usual shape).
+"""
+
+import argparse
+import math
+import random
+import statistics
+import time
+
+from omegaconf import OmegaConf
+
+from torchtune_ext.balance import Layout, Lengths, Part, Parts, balanced_rows, dealt
+from torchtune_ext.host.catalog import folder
+from torchtune_ext.kernels.packed_attention import TILE
+
+# config: tokens of a prompt, median tokens of an answer, width of the model
+SHAPES = {
+    "qwen2_5_0_5B_full": (1000, 200, 896),
+    "qwen2_5_3B_gsm8k": (150, 200, 2048),
+    "qwen2_5_7B_full": (1000, 500, 3584),
+    "qwen2_5_7B_fp8": (200, 1500, 3584),
+    "qwen3_8B_fp8": (200, 3000, 4096),
+    "qwen2_5_14B_full": (1000, 800, 5120),
+    "qwen2_5_32B_qlora": (1000, 50, 5120),
+}
+
+
+def draw(config: str, rng: random.Random) -> list[Lengths]:
+    """The groups of one step."""
+    cfg, (prompt, answer, _) = OmegaConf.load(folder("configs") / f"grpo/{config}.yaml"), SHAPES[config]
+
+    def one() -> int:
+        return min(int(answer * math.exp(rng.gauss(0, 0.5))), cfg.sampling.max_tokens) - 1
+
+    answers = range(cfg.samples_per_prompt)
+    return [
+        Lengths(int(prompt * rng.uniform(0.8, 1.2)), tuple(one() for _ in answers)) for _ in range(cfg.prompts_per_step)
+    ]
+
+
+def unbalanced_rows(groups: list[Lengths], row_tokens: int, ranks: int) -> list[Parts]:
+    """As it was: groups cut where a row is full, best-fit decreasing, rows in that order, empty ones at the end."""
+    pieces: list[Part] = []
+    for index, group in enumerate(groups):
+        taken: list[int] = []
+        for i, length in enumerate(group.completions):
+            if taken and group.prompt + sum(group.completions[j] for j in taken) + length > row_tokens:
+                pieces.append(part(index, group, taken))
+                taken = []
+            taken.append(i)
+        pieces.append(part(index, group, taken))
+    rows: list[list[Part]] = []
+    for piece in sorted(pieces, key=lambda p: -p.tokens):
+        fitting = [row for row in rows if tokens(row) + piece.tokens <= row_tokens]
+        if fitting:
+            max(fitting, key=tokens).append(piece)
+        else:
+            rows.append([piece])
+    return [tuple(row) for row in rows] + [()] * (-len(rows) % ranks)
+
+
+def part(index: int, group: Lengths, taken: list[int]) -> Part:
+    lengths = [group.completions[i] for i in taken]
+    pairs = group.prompt**2 / 2 + sum(n * group.prompt + n**2 / 2 for n in lengths)
+    return Part(index, tuple(taken), group.prompt + sum(lengths), int(pairs))
+
+
+def tokens(row: list[Part] | Parts) -> int:
+    return sum(part.tokens for part in row)
+
+
+class FullLength(Layout):
+    """Every row is padded to the full length, whose padding sees all padding before it."""
+
+    def row_length(self, row: Parts) -> int:
+        return self.tile
+
+    def cost(self, row: Parts) -> float:
+        padding = self.tile - tokens(row)
+        return self.tile + self.pair_cost * (sum(part.pairs for part in row) + padding**2 / 2)
+
+
+def measure(config: str, ranks: int, steps: int) -> list[str]:
+    cfg, width, rng = OmegaConf.load(folder("configs") / f"grpo/{config}.yaml"), SHAPES[config][2], random.Random(0)
+    pair_cost = 1 / (6 * width)  # 2 products of `width` for a pair, 12 * width^2 weights, in each layer
+    layouts = {"before": FullLength(ranks, cfg.row_tokens, pair_cost), "after": Layout(ranks, TILE, pair_cost)}
+    found: dict[str, list[float]] = {}
+    needed, seconds = 0, 0.0
+
+    def add(name: str, value: float) -> None:
+        found.setdefault(name, []).append(value)
+
+    for _ in range(steps):
+        groups = draw(config, rng)
+        needed += sum(group.tokens for group in groups)
+        updates = cfg.updates_per_step
+        for way, layout in layouts.items():
+            begin = time.perf_counter()
+            if way == "before":
+                plans = [unbalanced_rows(groups[i::updates], cfg.row_tokens, ranks) for i in range(updates)]
+            else:
+                hands = dealt([group.tokens for group in groups], updates)
+                plans = [balanced_rows([groups[i] for i in hand], cfg.row_tokens, layout) for hand in hands]
+                seconds += time.perf_counter() - begin
+            for rows in plans:
+                add(f"{way}/computed", ranks * layout.over_rounds(rows, layout.row_length))
+                add(f"{way}/cost", layout.over_rounds(rows, layout.cost))
+                add(f"{way}/rounds", len(rows) / ranks)
+                add(f"{way}/tokens", sum(map(tokens, rows)))
+    whole = {name: sum(values) for name, values in found.items()}
+    used = {way: needed / whole[f"{way}/computed"] for way in layouts}
+    prompts_too = whole["after/tokens"] / whole["after/computed"]
+    rounds = [f"{statistics.fmean(found[f'{way}/rounds']):.1f}" for way in layouts]
+    ratio = whole["after/cost"] / whole["before/cost"]
+    return [
+        f"{used['before']:.2f}",
+        f"{used['after']:.2f}",
+        f"{prompts_too:.2f}",
+        *rounds,
+        f"{ratio:.2f}",
+        f"{1e3 * seconds / steps:.0f}",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 4, 6, 8])
+    parser.add_argument("--steps", type=int, default=10)
+    args = parser.parse_args()
+    print(
+        "| config | prompt / answer | ranks | needed / computed before | after | prompts too | rounds before | after | cost | "
+        "ms a step |"
+    )
+    print("|" + "---|" * 10)
+    for config, (prompt, answer, _) in SHAPES.items():
+        for ranks in args.ranks:
+            print(
+                "| "
+                + " | ".join([config, f"{prompt} / {answer}", str(ranks), *measure(config, ranks, args.steps)])
+                + " |"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Which completions share a row: nothing lost, no row too long, prompts rarely repeated, ranks busy alike."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchtune_ext.balance import ALONE, LENGTHS, ROUND, Layout, Lengths, balanced_rows, dealt
+
+GROUPS = st.lists(
+    st.builds(Lengths, st.integers(1, 30), st.lists(st.integers(0, 40), min_size=1, max_size=8).map(tuple)), max_size=12
+)
+LAYOUTS = st.builds(Layout, st.integers(1, 5), st.sampled_from([None, 1, 8]), st.sampled_from([0.0, 0.01, 1.0]))
+
+
+def tokens(row):
+    return sum(part.tokens for part in row)
+
+
+@settings(max_examples=300, deadline=None)
+@given(groups=GROUPS, layout=LAYOUTS, slack=st.integers(0, 100))
+def test_every_completion_is_in_one_row_that_holds_it(groups, layout, slack):
+    capacity = max((g.prompt + max(g.completions) for g in groups), default=1) + slack
+    rows = balanced_rows(groups, capacity, layout)
+    assert len(rows) >= layout.ranks and len(rows) % layout.ranks == 0
+    placed = sorted((part.group, i) for row in rows for part in row for i in part.completions)
+    assert placed == [(g, i) for g, group in enumerate(groups) for i in range(len(group.completions))]
+    for row in rows:
+        assert tokens(row) <= capacity
+        assert len({part.group for part in row}) == len(row), "the prompt of a group is twice in a row"
+        for part in row:
+            group = groups[part.group]
+            lengths = [group.completions[i] for i in part.completions]
+            assert part.tokens == group.prompt + sum(lengths)
+            # Each query sees the keys up to itself in its own sequence.
+            seen = [*range(1, group.prompt + 1)]
+            seen += [position for n in lengths for position in range(group.prompt + 1, group.prompt + n + 1)]
+            assert part.pairs == sum(seen)
+    assert rows == balanced_rows(groups, capacity, layout)
+
+
+@given(st.integers(1, 8), st.integers(1, 8))
+def test_a_rank_is_idle_only_if_there_are_too_few_completions(completions, ranks):
+    """Answers that are long beside their prompt: each rank has one, as long as there are some."""
+    for groups in ([Lengths(1, (100,) * completions)], [Lengths(1, (100,))] * completions):
+        rows = balanced_rows(groups, 1000, Layout(ranks))
+        assert sum(not row for row in rows) == max(ranks - completions, 0)
+
+
+def test_the_rows_of_equal_groups_are_equal():
+    """32 groups on 8 ranks: 4 for each, and not a prompt is repeated."""
+    rows = balanced_rows([Lengths(100, (50,) * 16)] * 32, 16_384, Layout(8, 128))
+    assert [tokens(row) for row in rows] == [3600] * 8
+    assert all(len(row) == 4 for row in rows)
+
+
+def test_a_group_longer_than_a_row_is_cut_into_rows_that_are_alike():
+    """16 answers of 1,000 tokens on 4 ranks, in rows of 8,192: four answers for each."""
+    rows = balanced_rows([Lengths(200, (1000,) * 16)], 8192, Layout(4))
+    assert [len(row[0].completions) for row in rows] == [4] * 4
+
+
+def test_long_answers_that_do_not_share_a_row_do_not_stretch_it():
+    """Four answers of 9,000 tokens cannot stand two in a row of 16,384, so rows of 9,010 are enough."""
+    rows = balanced_rows([Lengths(10, (9000,) * 4)], 16_384, ALONE)
+    assert [tokens(row) for row in rows] == [9010] * 4
+
+
+def test_attention_counts():
+    """One rank gets one answer of 8,000 tokens, another eight of 1,000: alike in tokens, not in what a round costs."""
+    groups = [Lengths(1, (8000,)), Lengths(1, (8000,)), Lengths(1, (1000,) * 8), Lengths(1, (1000,) * 8)]
+    rows = balanced_rows(groups, 8192, Layout(2, pair_cost=1e-3))
+    rounds = [{len(row[0].completions) for row in rows[start : start + 2]} for start in (0, 2)]
+    assert rounds == [{1}, {8}], "the ranks of a round do not do the same"
+
+
+def rank_sums(rows, layout):
+    return [sum(map(layout.cost, rows[rank :: layout.ranks])) for rank in range(layout.ranks)]
+
+
+@pytest.mark.parametrize("ranks", [1, 4, 6, 8])
+def test_close_to_the_best_that_there_is(ranks):
+    """Answers of a lognormal length behind short prompts: a round costs at most 3% more than the mean of its rows.
+
+    Answers are small beside a row (a row holds about 30), so a sum can come within half an answer, 2%, of any size; another
+    1% is the grid of sizes.
+    """
+    rng = random.Random(ranks)
+    groups = [Lengths(50, tuple(int(rng.lognormvariate(6, 0.5)) for _ in range(16))) for _ in range(48)]
+    layout = Layout(ranks)
+    rows = balanced_rows(groups, 16_384, layout)
+    mean = sum(map(layout.cost, rows)) / ranks
+    assert layout.over_rounds(rows, layout.cost) <= 1.03 * mean
+    assert max(rank_sums(rows, layout)) <= 1.03 * mean
+
+
+def test_few_lengths():
+    layout = Layout(tile=128)
+    lengths = [layout.length(n) for n in range(0, 16_385)]
+    assert all(n <= length and length % 128 == 0 for n, length in enumerate(lengths))
+    assert all(length <= max(n * (1 + 1 / LENGTHS) + 1, n + 127) for n, length in enumerate(lengths) if n)
+    assert len({length for length in lengths if 8192 < length <= 16_384}) == LENGTHS
+    assert lengths[0] == 128 and Layout().length(0) == 1 and Layout().length(77) == 77
+
+
+def test_fewer_rounds_are_worth_a_little_padding():
+    """Two rounds of 700 tokens a rank and one of 1,400 compute the same; the one has its weights gathered once."""
+    rows = balanced_rows([Lengths(100, (600,))] * 4, 2048, Layout(2))
+    assert len(rows) == 2 and ROUND > 0
+
+
+@given(st.lists(st.integers(1, 100), max_size=30), st.integers(1, 6))
+def test_dealing_is_fair(sizes, hands):
+    found = dealt(sizes, hands)
+    assert sorted(i for hand in found for i in hand) == list(range(len(sizes)))
+    assert len(found) == min(hands, len(sizes)) and found == sorted(found)
+    sums = [sum(sizes[i] for i in hand) for hand in found]
+    # Graham's rule: when an item came to the largest hand, every other one was at least as large without it.
+    assert not sizes or max(sums) - min([*sums, *[0] * (hands - len(found))]) <= max(sizes)
+
+
+def test_dealing_keeps_the_order_of_equal_items():
+    assert dealt([5] * 6, 3) == [[0, 3], [1, 4], [2, 5]]
