@@ -31,13 +31,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from unittest import mock
 
 import numpy as np
+import step_trl
 import torch
 from tokenizers import Tokenizer, models
 from torch import Tensor, nn
@@ -187,70 +187,9 @@ def causal(row: Row) -> Row:
 
 def trl_ways(names: list[str], case: Case) -> dict[str, Way]:
     """The ways that are TRL's trainer. They share one model, too."""
-    # TRL would import an engine that is installed, and takes no part in this.
-    with mock.patch("trl.import_utils.is_vllm_available", return_value=False):
-        from trl import GRPOConfig, GRPOTrainer
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-
-    class Trainer(GRPOTrainer):
-        def _prepare_inputs(self, inputs):
-            """Takes a batch as it is; TRL's own would sample one."""
-            return inputs
-
-    args = GRPOConfig(
-        output_dir=str(case.model / "trl"),
-        per_device_train_batch_size=SAMPLES,
-        num_generations=SAMPLES,
-        gradient_accumulation_steps=len(case.groups),
-        gradient_checkpointing=False,
-        bf16=case.dtype == torch.bfloat16,
-        use_cpu=case.device == CPU,
-        report_to="none",
-    )
-    model = AutoModelForCausalLM.from_pretrained(case.model, dtype=torch.float32)
-    trainer = Trainer(model, lambda **_: [], args, Dataset.from_dict({"prompt": ["never read"]}))
-    trainer.current_gradient_accumulation_steps = len(case.groups)
-    if case.dtype == torch.float64:
-        model.double()
-    batches = padded(case.groups, case.device)
-    tokens = sum(batch["prompt_ids"].numel() + batch["completion_ids"].numel() for batch in batches)
-
-    def way(name: str) -> Way:
-        def step() -> None:
-            # TRL asks this function whether it is on a GPU, where it scores labels only.
-            with mock.patch("trl.trainer.utils._use_triton", lambda _: True) if labels_only else nullcontext():
-                for batch in batches:
-                    trainer.training_step(model, batch, None)
-
-        labels_only = name == "trl_labels"
-        return Way(model, lambda *named: named, tokens, step)
-
-    return {name: way(name) for name in names}
-
-
-def padded(groups: list[Group], device: torch.device) -> list[dict[str, Tensor]]:
-    """What TRL's trainer makes of its samples: a batch for each group, all padded to the longest completion."""
-    completions = [torch.from_numpy(s.completion.tokens).long() for group in groups for s in group.samples]
-    completion_ids = nn.utils.rnn.pad_sequence(completions, batch_first=True)
-    lengths = torch.tensor([len(completion) for completion in completions])
-    completion_mask = (torch.arange(completion_ids.shape[1]) < lengths[:, None]).long()
-    prompt_ids = torch.stack([torch.from_numpy(g.prompt_tokens).long() for g in groups]).repeat_interleave(SAMPLES, 0)
-    whole_batch = {
-        "prompt_ids": prompt_ids,
-        "prompt_mask": torch.ones_like(prompt_ids),
-        "completion_ids": completion_ids,
-        "completion_mask": completion_mask,
-        "advantages": torch.tensor([s.advantage for group in groups for s in group.samples]),
-    }
-    parts = {name: tensor.to(device).split(SAMPLES) for name, tensor in whole_batch.items()}
-    num_items = lengths.sum().to(device)
-    return [
-        {name: part[i] for name, part in parts.items()} | {"num_items_in_batch": num_items} for i in range(len(groups))
-    ]
+    model, tokens, step = step_trl.prepare(case.model, case.groups, case.device, case.dtype)
+    steps = {"trl": step, "trl_labels": lambda: step(labels_only=True)}
+    return {name: Way(model, lambda *named: named, tokens, steps[name]) for name in names}
 
 
 def make_ways(names: list[str], case: Case) -> dict[str, Way]:
@@ -267,7 +206,7 @@ def differences(ways: dict[str, Way], dtype: torch.dtype) -> dict[str, float]:
     """
     want, found = ways["packed"].gradient(), {"packed": 0.0}
     size = sum(tensor.square().sum() for tensor in want.values()).sqrt().item()
-    for name in ways.keys() - found.keys():
+    for name in list(ways)[1:]:
         got = ways[name].gradient()
         found[name] = sum((got[n] - want[n]).square().sum() for n in want).sqrt().item() / size
         if not found[name] <= BOUNDS[dtype]:
