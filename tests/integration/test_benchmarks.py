@@ -1,10 +1,13 @@
 """Benchmarks that take a GPU or half an hour, tried in small: that every part of them runs, not what it measures."""
 
+import importlib.util
 import subprocess
 import sys
 
 import pytest
 import recipe_runs as runs
+import step
+import torch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -41,3 +44,29 @@ def test_precision_flow_in_small(repo_root, tmp_path):
     floor = next(cells for cells in table if cells[:3] == ["| run-on", "bf16", "bf16"])
     assert int(floor[3].replace(",", "")) == 2 * 8 * 200
     assert "| same rows, with gradient | 0.0 | 0.00 ± 0.00 |" in lines
+
+
+def test_step_in_small(repo_root):
+    """Each way has its row, with the tokens that go through its layers; a way that cannot be compared is named."""
+    small = ("--shapes", "30/1", "12/4", "--row-tokens", "200", "--repeats", "1")
+    lines = script(repo_root, "step.py", *small)
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[1:]]
+    tokens = {(cells[0], cells[1]): int(cells[2].replace(",", "")) for cells in table}
+    # Completions of one token are labels, but no inputs: 4 groups of 16.
+    assert tokens["30/1, 4 groups", "packed"] == tokens["30/1, 4 groups", "dense"] == 4 * 30
+    assert tokens["30/1, 4 groups", "repeated"] == 4 * 16 * 30
+    ways = ["packed", "repeated", "dense"]
+    if importlib.util.find_spec("trl"):
+        ways += ["trl", "trl_labels"]
+        assert tokens["30/1, 4 groups", "trl"] == 4 * 16 * 31  # the last token, too
+    assert list(tokens) == [(shape, way) for shape in ("30/1, 4 groups", "12/4, 2 groups") for way in ways]
+
+
+def test_step_refuses_to_time_another_computation(tmp_path, monkeypatch):
+    """Completions that see each other are a mask's usual mistake."""
+    model = step.make_model(tmp_path / "model", step.SMALL)
+    case = step.Case(model, step.make_groups(12, 4, 200), 200, step.CPU, torch.float64)
+    step.differences(step.make_ways(["dense"], case), case.dtype)
+    monkeypatch.setattr(step, "whole_mask", lambda row: torch.ones(1, *2 * row.tokens_T.shape, dtype=torch.bool).tril())
+    with pytest.raises(RuntimeError, match="gradient of 'dense' differs"):
+        step.differences(step.make_ways(["dense"], case), case.dtype)
