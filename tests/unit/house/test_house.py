@@ -26,6 +26,7 @@ ORDER = [
     "groups",
     "advantages",
     "evaluation",
+    "buffer",
     "rollout",
     "packing",
     "kernels",
