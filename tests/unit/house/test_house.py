@@ -27,6 +27,7 @@ ORDER = [
     "balance",
     "advantages",
     "evaluation",
+    "buffer",
     "rollout",
     "packing",
     "kernels",
