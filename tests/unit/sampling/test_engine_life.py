@@ -184,7 +184,7 @@ def test_an_error_over_the_counters_comes_out_of_sample(make_engine, monkeypatch
     def broken(*args):
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr(engine._controller, "step", broken)
+    monkeypatch.setattr(engine._dispatcher.controller, "step", broken)
     sampler, outcome = in_thread(lambda: engine.sample([[1, 2]], 1, SamplingConfig(max_tokens=4)))
     core = SleepingCore.made[0]
     wait_until(lambda: core.calls)

@@ -1,0 +1,144 @@
+"""Sends requests to the engine: as many at once as the throttle allows, and again whenever the engine was lost under them."""
+
+import asyncio
+import itertools
+import os
+from typing import Any
+
+import numpy as np
+
+from torchtune_ext.sampling.calls import Batch, Call, CoreLost, Step
+from torchtune_ext.sampling.core import DEFAULT_MAX_NUM_SEQS
+from torchtune_ext.sampling.records import Completion, EngineConfig, EngineStats
+from torchtune_ext.sampling.supervisor import Supervisor
+from torchtune_ext.sampling.throttle import Controller, Throttle
+
+
+class Dispatcher:
+    """Owns the throttle and the counters of the run. Coroutines and `on_step` run in the engine's asyncio thread, all other
+    methods in any."""
+
+    def __init__(self, config: EngineConfig, supervisor: Supervisor, version: int):
+        """Args: config: of the engine; supervisor: knows its present life; version: label of weights that were never
+        published."""
+        self._supervisor, self._first_version = supervisor, version
+        self._ids = itertools.count()
+        self._batches: set[Batch] = set()
+        self._counts = dict.fromkeys(("queries", "hits", "preemptions", "completed", "tokens"), 0)
+        self._max_usage = 0.0
+        self._last_step = Step(0.0, 0, 0, 0, 0, 0)
+        self.controller = Controller(config.max_num_seqs or DEFAULT_MAX_NUM_SEQS)
+        self._fixed = config.max_concurrency
+        self._throttle = Throttle(self._fixed or self.controller.allowed)
+
+    def mark_cancelled(self) -> None:
+        """Keeps all requests that wait from being sent: they end with nothing sampled."""
+        for batch in list(self._batches):
+            batch.cancelled = True
+
+    async def cancel(self) -> None:
+        """Ends all requests early, those that were sent with what they have."""
+        self.mark_cancelled()
+        core = self._supervisor.core
+        try:
+            for call in list(core.calls.values()) if core is not None else ():
+                await core.end(call, "abort")
+        except CoreLost:
+            pass  # the watch notices it, too, and a call that was cancelled is not repeated
+
+    def stats(self) -> EngineStats:
+        """Returns the counters of the run until now."""
+        return EngineStats(
+            prefix_queries=self._counts["queries"],
+            prefix_hits=self._counts["hits"],
+            preemptions=self._counts["preemptions"],
+            max_kv_usage=self._max_usage,
+            running=self._last_step.running,
+            waiting=self._last_step.waiting,
+            concurrency=self._fixed or self.controller.limit,
+            completed=self._counts["completed"],
+            tokens=self._counts["tokens"],
+            restarts=self._supervisor.restarts,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a resumed run should know: the throttle's findings."""
+        return self.controller.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from what `state_dict` of an earlier run has returned, before anything is sampled."""
+        self.controller.load_state_dict(state)
+        if self._fixed is None:
+            self._throttle.size = self.controller.allowed
+
+    async def draw(self, prompts: list[list[int]], n: int, batch: Batch, seeds: Any) -> list[list[Completion]]:
+        core = await self._supervisor.awake()
+        for p, prompt in enumerate(prompts):
+            # vLLM does not look, and dies of an id that it does not have.
+            if not 0 <= min(prompt) <= max(prompt) < core.vocabulary:
+                raise ValueError(
+                    f"sample: prompt {p} holds token ids from {min(prompt)} to {max(prompt)}, but the model has only "
+                    f"the ids 0 to {core.vocabulary - 1}: tokenizer and model do not belong together"
+                )
+        longest = max((len(prompt) for prompt in prompts), default=1)
+        self.controller.expect(core.cache_tokens, longest, batch.sampling.max_tokens, n, core.block)
+        self._resize()
+        self._batches.add(batch)
+        # Prompt by prompt, so that the first sample of a group fills the prefix cache before its siblings arrive.
+        tasks = [
+            asyncio.create_task(self._one(batch, p, s, prompt, None if seeds is None else int(seeds[p][s])))
+            for p, prompt in enumerate(prompts)
+            for s in range(n)
+        ]
+        try:
+            flat = await asyncio.gather(*tasks)
+        finally:
+            self._batches.discard(batch)
+            for task in tasks:
+                task.cancel()
+        return [flat[p * n : (p + 1) * n] for p in range(len(prompts))]
+
+    async def _one(self, batch: Batch, p: int, s: int, prompt: list[int], seed: int | None) -> Completion:
+        """Draws one completion, from as many lives of the engine as it takes."""
+        await self._throttle.acquire()
+        try:
+            while True:
+                core = await self._supervisor.awake()
+                if batch.cancelled:
+                    nothing = np.zeros(0, np.int32)
+                    return batch.notify(p, s, Completion(nothing, np.zeros(0, np.float32), nothing, "abort", 0))
+                call = Call(f"{os.getpid()}-{next(self._ids)}", prompt, batch.sampling, seed, self._first_version)
+                try:
+                    completion = await core.generate(call)
+                    break
+                except CoreLost as error:
+                    await self._supervisor.report_lost(core, error)
+        finally:
+            self._throttle.release()
+            if not self._throttle.held:
+                self.controller.start_round()
+        self._supervisor.report_finished()
+        self._counts["completed"] += 1
+        self._counts["tokens"] += len(completion.tokens)
+        self.controller.done()
+        self._resize()
+        return batch.notify(p, s, completion)
+
+    def on_step(self, step: Step) -> None:
+        self._counts["queries"] += step.prefix_queries
+        self._counts["hits"] += step.prefix_hits
+        self._counts["preemptions"] += step.preempted
+        self._max_usage = max(self._max_usage, step.usage)
+        self._last_step = step
+        self.controller.step(step.usage, step.running, step.waiting, step.preempted, self._throttle.blocked)
+        self._resize()
+
+    async def limit_concurrency(self, limit: int | None) -> None:
+        self._fixed = limit
+        self.controller = Controller(self.controller.ceiling)
+        self._resize()
+
+    def _resize(self) -> None:
+        limit = self._fixed or self.controller.allowed
+        if self._throttle.size != limit:
+            self._throttle.resize(limit)
