@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from operator import itemgetter
 from queue import Empty, SimpleQueue
 from typing import Protocol
@@ -54,8 +55,8 @@ def sample_groups(
         engine is lost or closed.
     """
     groups = [_Unfinished(problem, tokenizer, samples_per_prompt) for problem in problems]
-    events: SimpleQueue[tuple[int, int, Completion | Future] | None] = SimpleQueue()
-    futures: list[Future] = []
+    events: SimpleQueue[tuple[int, int, Completion | Future] | Future] = SimpleQueue()
+    grading: list[Future] = []
 
     def on_completion(p: int, s: int, completion: Completion) -> None:
         events.put((p, s, completion))
@@ -63,7 +64,7 @@ def sample_groups(
             watcher.on_completion(p, s, completion)
 
     def when_graded(p: int, s: int, future: Future) -> None:
-        futures.append(future)
+        grading.append(future)
         future.add_done_callback(lambda done: events.put((p, s, done)))
 
     def take(p: int, s: int, what: Completion | Future) -> int:
@@ -83,16 +84,21 @@ def sample_groups(
                 watcher.add_reward(outcome.score.reward)
         return p
 
-    drawing = engine.submit([group.prompt for group in groups], samples_per_prompt, sampling, on_completion)
+    drawing: list[Future] = []
     try:
-        drawing.add_done_callback(lambda _: events.put(None))
+        for p, group in enumerate(groups):
+            drawn = engine.submit(group.prompt, samples_per_prompt, sampling, partial(on_completion, p), group=p)
+            drawing.append(drawn)
+            drawn.add_done_callback(events.put)
+        undrawn = len(groups)
         unfinished = set(range(len(groups)))
         while unfinished:
-            with watch("grade" if drawing.done() else "generate"):
+            with watch("generate" if undrawn else "grade"):
                 event = _next(events)
-                if event is None:
-                    # There will be no more completions: all are there, or this raises what went wrong.
-                    _require(drawing)
+                if isinstance(event, Future):
+                    # All completions of a group are there, or this raises what went wrong.
+                    _require(event)
+                    undrawn -= 1
                     continue
                 p = take(*event)
             if groups[p].graded:
@@ -100,7 +106,7 @@ def sample_groups(
                 yield p, groups[p].finish()
     finally:
         # What nobody wants any more (an error, Ctrl-C, an iterator that was closed) does not hold up what comes next.
-        for future in (drawing, *futures):
+        for future in (*drawing, *grading):
             future.cancel()
     log_failures([outcome for group in groups for outcome in group.outcomes])
 
@@ -141,7 +147,7 @@ class _Unfinished:
         return Group(self.problem, np.asarray(self.prompt, dtype=np.int32), samples)
 
 
-def _next(events: SimpleQueue) -> tuple | None:
+def _next(events: SimpleQueue) -> tuple | Future:
     while True:
         try:
             return events.get(timeout=WAKE_S)
@@ -149,8 +155,8 @@ def _next(events: SimpleQueue) -> tuple | None:
             pass
 
 
-def _require(drawing: Future) -> None:
+def _require(drawn: Future) -> None:
     try:
-        drawing.result()
+        drawn.result()
     except CancelledError:  # another thread closed the engine
         raise EngineFailed("the engine was closed") from None

@@ -12,7 +12,6 @@ pytest.importorskip("vllm")
 
 import tiny_model  # noqa: E402
 
-from torchtune_ext.sampling.calls import request_seed  # noqa: E402
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -103,9 +102,8 @@ def test_seeds_decide_and_nothing_else_does(engine):
     assert len(set(map(tuple, first))) == 16
     other = [c.tokens.tolist() for c in flat(engine.sample(prompts, 4, SamplingConfig(max_tokens=24, seed=6)))]
     assert all(a != b for a, b in zip(first, other, strict=True))
-    seeds = [[request_seed(5, 2, 3)]]  # the last prompt but one alone, with the seed of its fourth sample
-    alone = engine.sample(prompts[2:3], 1, sampling, seeds=seeds)
-    assert alone[0][0].tokens.tolist() == first[2 * 4 + 3]
+    alone = engine.submit(prompts[2], 4, sampling, group=2).result(timeout=60)
+    assert [c.tokens.tolist() for c in alone] == first[2 * 4 : 3 * 4]
 
 
 def test_sample_frequencies_follow_the_distribution(engine, models):
@@ -213,22 +211,23 @@ def test_cancel_returns_partial_completions(engine):
     assert any(len(c.tokens) for c in flat(result[0]))
 
 
-def test_a_submission_is_ended_alone(engine):
-    """Who cancels one ends what is sampled for it, and nothing else."""
+def test_a_group_is_ended_alone(engine):
+    """Who cancels it ends what is sampled for it, and nothing else."""
     sampling = SamplingConfig(max_tokens=900, temperature=1.0)
     arrived = []
-    ended = engine.submit([[1, 2, 3]] * 4, 4, sampling, lambda *done: arrived.append(done))
-    other = engine.submit([[4, 5, 6]], 2, SamplingConfig(max_tokens=200, temperature=1.0))
+    ended = [engine.submit([1, 2, 3], 4, sampling, lambda *done: arrived.append(done)) for _ in range(4)]
+    other = engine.submit([4, 5, 6], 2, SamplingConfig(max_tokens=200, temperature=1.0))
     wait_until_running(engine, 18)
-    ended.cancel()
-    assert [len(completion.tokens) for completion in flat(other.result(timeout=60))] == [200, 200]
+    for group in ended:
+        group.cancel()
+    assert [len(completion.tokens) for completion in other.result(timeout=60)] == [200, 200]
     give_up_at = time.monotonic() + 20
     while engine.stats().running:
         assert time.monotonic() < give_up_at
         time.sleep(0.005)
     assert not arrived
     with pytest.raises(ValueError, match="prompt 0 is empty"):
-        engine.submit([[]], 1, sampling)
+        engine.submit([], 1, sampling)
 
 
 def test_two_threads_may_sample_at_once(engine):

@@ -3,11 +3,12 @@
 import asyncio
 import itertools
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from torchtune_ext.sampling.calls import Batch, Call, CoreLost, Step
+from torchtune_ext.sampling.calls import Call, CoreLost, Step, Submission
 from torchtune_ext.sampling.core import DEFAULT_MAX_NUM_SEQS
 from torchtune_ext.sampling.records import Completion, EngineConfig, EngineStats
 from torchtune_ext.sampling.supervisor import Supervisor
@@ -23,7 +24,7 @@ class Dispatcher:
         published."""
         self._supervisor, self._first_version = supervisor, version
         self._ids = itertools.count()
-        self._batches: set[Batch] = set()
+        self._groups: set[Submission] = set()
         self._counts = dict.fromkeys(("queries", "hits", "preemptions", "completed", "tokens"), 0)
         self._max_usage = 0.0
         self._last_step = Step(0.0, 0, 0, 0, 0, 0)
@@ -33,8 +34,8 @@ class Dispatcher:
 
     def mark_cancelled(self) -> None:
         """Keeps all requests that wait from being sent: they end with nothing sampled."""
-        for batch in list(self._batches):
-            batch.cancelled = True
+        for group in list(self._groups):
+            group.cancelled = True
 
     async def cancel(self) -> None:
         """Ends all requests early, those that were sent with what they have."""
@@ -71,43 +72,46 @@ class Dispatcher:
         if self._fixed is None:
             self._throttle.size = self.controller.allowed
 
-    async def draw(self, prompts: list[list[int]], n: int, batch: Batch, seeds: Any) -> list[list[Completion]]:
-        core = await self._supervisor.awake()
-        for p, prompt in enumerate(prompts):
-            # vLLM does not look, and dies of an id that it does not have.
-            if not 0 <= min(prompt) <= max(prompt) < core.vocabulary:
-                raise ValueError(
-                    f"sample: prompt {p} holds token ids from {min(prompt)} to {max(prompt)}, but the model has only "
-                    f"the ids 0 to {core.vocabulary - 1}: tokenizer and model do not belong together"
-                )
-        longest = max((len(prompt) for prompt in prompts), default=1)
-        self.controller.expect(core.cache_tokens, longest, batch.sampling.max_tokens, n, core.block)
-        self._resize()
-        self._batches.add(batch)
-        # Prompt by prompt, so that the first sample of a group fills the prefix cache before its siblings arrive.
-        tasks = [
-            asyncio.create_task(self._one(batch, p, s, prompt, None if seeds is None else int(seeds[p][s])))
-            for p, prompt in enumerate(prompts)
-            for s in range(n)
-        ]
+    async def draw_all(self, groups: Sequence[Submission]) -> list[list[Completion]]:
+        """Draws groups, in their order. Where one of them fails, the others end."""
+        tasks = [asyncio.create_task(self.draw(group)) for group in groups]
         try:
-            flat = await asyncio.gather(*tasks)
+            return await asyncio.gather(*tasks)
         finally:
-            self._batches.discard(batch)
             for task in tasks:
                 task.cancel()
-        return [flat[p * n : (p + 1) * n] for p in range(len(prompts))]
 
-    async def _one(self, batch: Batch, p: int, s: int, prompt: list[int], seed: int | None) -> Completion:
+    async def draw(self, group: Submission) -> list[Completion]:
+        """Draws the completions of a group. Raises ValueError, EngineFailed, WeightsIncomplete."""
+        core = await self._supervisor.awake()
+        prompt = group.prompt
+        # vLLM does not look, and dies of an id that it does not have.
+        if not 0 <= min(prompt) <= max(prompt) < core.vocabulary:
+            raise ValueError(
+                f"sample: prompt {group.group} holds token ids from {min(prompt)} to {max(prompt)}, but the model has only "
+                f"the ids 0 to {core.vocabulary - 1}: tokenizer and model do not belong together"
+            )
+        self.controller.expect(core.cache_tokens, len(prompt), group.sampling.max_tokens, len(group.seeds), core.block)
+        self._resize()
+        self._groups.add(group)
+        tasks = [asyncio.create_task(self._one(group, s, seed)) for s, seed in enumerate(group.seeds)]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            self._groups.discard(group)
+            for task in tasks:
+                task.cancel()
+
+    async def _one(self, group: Submission, sample: int, seed: int | None) -> Completion:
         """Draws one completion, from as many lives of the engine as it takes."""
         await self._throttle.acquire()
         try:
             while True:
                 core = await self._supervisor.awake()
-                if batch.cancelled:
+                if group.cancelled:
                     nothing = np.zeros(0, np.int32)
-                    return batch.notify(p, s, Completion(nothing, np.zeros(0, np.float32), nothing, "abort", 0))
-                call = Call(f"{os.getpid()}-{next(self._ids)}", prompt, batch.sampling, seed, self._first_version)
+                    return group.notify(sample, Completion(nothing, np.zeros(0, np.float32), nothing, "abort", 0))
+                call = Call(f"{os.getpid()}-{next(self._ids)}", group.prompt, group.sampling, seed, self._first_version)
                 try:
                     completion = await core.generate(call)
                     break
@@ -122,9 +126,10 @@ class Dispatcher:
         self._counts["tokens"] += len(completion.tokens)
         self.controller.done()
         self._resize()
-        return batch.notify(p, s, completion)
+        return group.notify(sample, completion)
 
     def on_step(self, step: Step) -> None:
+        """Takes the counters of one step of the engine."""
         self._counts["queries"] += step.prefix_queries
         self._counts["hits"] += step.prefix_hits
         self._counts["preemptions"] += step.preempted
@@ -134,6 +139,7 @@ class Dispatcher:
         self._resize()
 
     async def limit_concurrency(self, limit: int | None) -> None:
+        """Does what `Engine.limit_concurrency` says."""
         self._fixed = limit
         self.controller = Controller(self.controller.ceiling)
         self._resize()

@@ -25,13 +25,14 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from torchtune_ext.sampling.backends import find_backend
-from torchtune_ext.sampling.calls import Batch, Core, OnCompletion, check_prompts, request_seeds
+from torchtune_ext.sampling.calls import Core, OnCompletion, Submission, check_prompt
 from torchtune_ext.sampling.cleanup import Cleanup
 from torchtune_ext.sampling.dispatcher import Dispatcher
 from torchtune_ext.sampling.loop_thread import LoopThread
@@ -182,34 +183,49 @@ class Engine:
         prompts: Sequence[Sequence[int]],
         n: int,
         sampling: SamplingConfig,
-        on_completion: OnCompletion | None = None,
-        seeds: Sequence[Sequence[int]] | None = None,
+        on_completion: Callable[[int, int, Completion], None] | None = None,
     ) -> list[list[Completion]]:
-        """Draws `n` completions of each prompt.
+        """Draws `n` completions of each prompt, and waits for them. The prompts are groups 0, 1, ... (see `submit`).
 
         Args: prompts: P lists of token ids; n: completions of each; sampling: how they are drawn; on_completion: called with
         (prompt index, sample index, completion) as each one is done, in the engine's thread, from where it may not call the
-        engine; seeds: [P, n] integers, in place of those that are made from `sampling.seed`.
+        engine.
         Returns: P lists of n completions, in the order of the prompts.
         Raises: ValueError for prompts that do not fit, before anything is sent; EngineFailed when the engine is beyond
         help; WeightsIncomplete when the engine sleeps and the last publication broke off (publish again).
         """
-        return self._thread.result(self.submit(prompts, n, sampling, on_completion, seeds))
+        groups = [
+            self._submission(prompt, n, sampling, None if on_completion is None else partial(on_completion, p), p)
+            for p, prompt in enumerate(prompts)
+        ]
+        return self._call(self._dispatcher.draw_all(groups))
 
     def submit(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompt: Sequence[int],
         n: int,
         sampling: SamplingConfig,
         on_completion: OnCompletion | None = None,
-        seeds: Sequence[Sequence[int]] | None = None,
-    ) -> "Future[list[list[Completion]]]":
-        """Begins a call of `sample` and returns. What `sample` returns or raises is the result of the future, and ValueError
-        is raised here. Cancelling the future ends what is still sampled for it; closing the engine cancels it."""
+        group: int = 0,
+    ) -> "Future[list[Completion]]":
+        """Begins to draw one group, `n` completions of a prompt, and returns. Groups are served in the order in which they
+        were submitted.
+
+        Args: prompt: token ids; n: completions; sampling: how they are drawn; on_completion: called with (sample index,
+        completion), otherwise as in `sample`; group: number of the group among those with the same `sampling.seed`. The
+        seeds of its completions follow from (sampling.seed, group, sample index), whenever it is submitted.
+        Returns: a future of the n completions, or of what `sample` raises. Cancelling it ends what is still sampled for this
+        group; closing the engine cancels it.
+        Raises: ValueError for a prompt that does not fit.
+        """
         self._thread.refuse_itself()
-        prompts = check_prompts(prompts, n, sampling, self.config.max_model_len)
-        seeds = request_seeds(sampling.seed, len(prompts), n, seeds)
-        return self._thread.submit(self._dispatcher.draw(prompts, n, Batch(sampling, on_completion), seeds))
+        return self._thread.submit(self._dispatcher.draw(self._submission(prompt, n, sampling, on_completion, group)))
+
+    def _submission(
+        self, prompt: Sequence[int], n: int, sampling: SamplingConfig, on_completion: OnCompletion | None, group: int
+    ) -> Submission:
+        prompt = check_prompt(prompt, n, sampling, self.config.max_model_len, group)
+        return Submission(prompt, n, sampling, on_completion, group)
 
     def cancel(self) -> None:
         """Ends all running calls of `sample` early: they return what they have, with finish reason "abort". While the engine is

@@ -96,7 +96,9 @@ class SamplingConfig:
     top_p: float = 1.0  # below 1 the log-probs are of the renormalized distribution
     top_k: int = 0  # 0: off
     stop_token_ids: tuple[int, ...] = ()  # a completion ends with (and contains) the first of these; with nothing else
-    seed: int | None = None  # requests' seeds come from (seed, prompt index, sample index); None: not reproducible
+    seed: int | None = (
+        None  # requests' seeds come from (seed, number of the group, sample index); None: not reproducible
+    )
     early_stop_logprob: float | None = None  # mean log-prob (nats) below which a completion is stopped; None: off
     early_stop_decay: float = 0.992  # decay of the running mean: 0.992 looks back about 125 tokens
     early_stop_min_tokens: int = 64  # no early stop before so many tokens

@@ -42,7 +42,8 @@ class Controller:
         with None the first call of `expect` sets it."""
         self.ceiling = ceiling
         self.limit = min(limit or 1, ceiling)
-        self.known = limit is not None  # False: the limit is a placeholder until `expect`
+        self.known = limit is not None  # whether the limit was measured; until then `expect` sets it
+        self.expected: int | None = None  # the lowest that `expect` has found
         self.target = TARGET
         # Each round leaves its requests and the share of the cache that one of them took.
         self.costs: deque[tuple[int, float]] = deque(maxlen=MEMORY)
@@ -60,10 +61,11 @@ class Controller:
         self.crowded = False  # whether requests waited inside the engine because the cache was full
 
     def expect(self, cache_tokens: int, prompt_tokens: int, max_tokens: int, samples: int, block: int) -> None:
-        """Sets a first limit, on the safe side: every completion takes its longest possible length.
+        """Sets a first limit, on the safe side: every completion takes its longest possible length. Until a limit was
+        measured, the lowest one counts, of whatever group.
 
-        Args: cache_tokens: size of the KV cache; prompt_tokens: of the longest prompt; max_tokens: of a completion;
-        samples: requests that share a prompt; block: tokens of a block of the cache.
+        Args: cache_tokens: size of the KV cache; prompt_tokens: of the group's prompt; max_tokens: of a completion;
+        samples: requests that share the prompt; block: tokens of a block of the cache.
         """
         if not self.known:
             # Whole blocks are shared; the rest of the prompt is not.
@@ -71,10 +73,10 @@ class Controller:
             own = -(-(prompt_tokens - shared + max_tokens) // block) * block
             # There is one prompt more, whose first samples come while others still run.
             room = TARGET * cache_tokens - shared
-            self.limit = max(1, min(self.ceiling, int(room / (own + shared / samples))))
-            self.known = True
-            self.allowed = self.limit
-            self.start_round()
+            limit = max(1, min(self.ceiling, int(room / (own + shared / samples))))
+            if self.expected is None or limit < self.expected:
+                self.expected = self.limit = self.allowed = limit
+                self.start_round()
 
     def step(self, usage: float, running: int, waiting: int, preempted: int, blocked: bool) -> None:
         """One step of the engine.
@@ -109,6 +111,7 @@ class Controller:
             self._end_round()
 
     def _end_round(self) -> None:
+        self.known = True
         self.target = min(TARGET, self.target + TARGET_UP)
         self.costs.append((self.in_flight, self.peak / self.in_flight))
         # What few requests cost says little about many: they share fewer prompts, and chance weighs more.

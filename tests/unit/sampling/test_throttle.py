@@ -139,6 +139,22 @@ def test_one_excess_shrinks_once():
     assert controller.limit == 72
 
 
+def test_until_it_is_measured_the_limit_fits_the_longest_of_all_groups():
+    """A cache of 100 blocks, 92 to be used; a completion of up to 32 tokens takes one, of up to 320 tokens ten."""
+    controller = Controller(ceiling=256)
+    controller.expect(3200, 1, 31, 4, 32)
+    assert controller.limit == controller.allowed == 92
+    controller.expect(3200, 1, 319, 4, 32)
+    controller.expect(3200, 1, 31, 4, 32)
+    assert controller.limit == controller.allowed == 9
+    for _ in range(9):
+        controller.step(0.46, 9, 0, 0, True)
+        controller.done()
+    assert controller.limit == 18, "measured: nine took half of it"
+    controller.expect(3200, 1, 319, 4, 32)
+    assert controller.limit == 18
+
+
 def test_a_step_in_which_nothing_runs_teaches_nothing():
     """As after a pause, whatever the other counters say: above all it is no error."""
     controller = Controller(ceiling=256, limit=100)
