@@ -13,7 +13,7 @@ import numpy as np
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.grading import Grader, Outcome, log_failures
 from torchtune_ext.groups import Group, Sample
-from torchtune_ext.sampling.engine import Completion, Engine, EngineFailed, SamplingConfig
+from torchtune_ext.sampling.engine import Completion, Engine, EngineFailed, Priority, SamplingConfig
 from torchtune_ext.tasks.task import Problem
 
 # Python acts on a Ctrl-C in the main thread alone, but the kernel may give it to another: so often a wait looks for one.
@@ -38,6 +38,7 @@ def sample_groups(
     grader: Grader,
     watcher: Watcher | None = None,
     watch: Callable[[str], AbstractContextManager] = nullcontext,
+    priority: Priority = Priority.SAMPLE,
 ) -> Iterator[tuple[int, Group]]:
     """Samples `samples_per_prompt` completions of every problem and grades each while others are still sampled, or, with a
     grader that compares, each group when it is whole.
@@ -87,12 +88,11 @@ def sample_groups(
     drawing: list[Future] = []
     try:
         for p, group in enumerate(groups):
-            drawn = engine.submit(group.prompt, samples_per_prompt, sampling, partial(on_completion, p), group=p)
-            drawing.append(drawn)
+            drawn = engine.submit(group.prompt, samples_per_prompt, sampling, partial(on_completion, p), p, priority)
             drawn.add_done_callback(events.put)
-        undrawn = len(groups)
-        unfinished = set(range(len(groups)))
-        while unfinished:
+            drawing.append(drawn)
+        undrawn, unfinished = len(groups), set(range(len(groups)))
+        while unfinished or undrawn:  # so that nothing is drawn any more when the iterator ends
             with watch("generate" if undrawn else "grade"):
                 event = _next(events)
                 if isinstance(event, Future):

@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 
 import tiny_model  # noqa: E402
 
-from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig  # noqa: E402
+from torchtune_ext.sampling.engine import Engine, EngineConfig, Priority, SamplingConfig  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -228,6 +228,34 @@ def test_a_group_is_ended_alone(engine):
     assert not arrived
     with pytest.raises(ValueError, match="prompt 0 is empty"):
         engine.submit([], 1, sampling)
+
+
+@pytest.mark.parametrize("publishes", [False, True], ids=["alone", "after a publication"])
+def test_the_canary_goes_before_every_queued_request(engine, models, back_to_a, monkeypatch, publishes):
+    """Each of the 32 requests of a canary is taken in after the step that runs when it arrives: at the latest in the 32nd step
+    after the first. Its prompts fit into one step, and its tokens take 16. A sample leaves its place after 900 steps."""
+    core, begun, steps = engine._supervisor.core, [], []
+    generate, on_step = core.generate, core.on_step
+    monkeypatch.setattr(core, "generate", lambda call: begun.append(call.priority) or generate(call))
+    engine.limit_concurrency(16)
+    samples = [
+        engine.submit(prompt, 4, SamplingConfig(max_tokens=900)) for prompt in tiny_model.prompts(125, 100, seed=3)
+    ]
+    wait_until_running(engine, 16)
+    if publishes:  # it throws what runs back into the engine's queue
+        engine.publish(models[1].named_parameters(), engine.version + 1)
+    monkeypatch.setattr(core, "on_step", lambda step: steps.append(step) or on_step(step))
+    canary = engine.sample(
+        tiny_model.prompts(4, 30), 8, SamplingConfig(max_tokens=16, seed=0), priority=Priority.CANARY
+    )
+    taken = len(steps)
+    assert not any(group.done() for group in samples)
+    assert begun == [Priority.SAMPLE] * 16 + [Priority.CANARY] * 32
+    assert taken <= 1 + 32 + 16
+    assert {v for c in flat(canary) for v in c.versions} == {engine.version}
+    for group in samples:
+        group.cancel()
+    engine.limit_concurrency(None)
 
 
 def test_two_threads_may_sample_at_once(engine):

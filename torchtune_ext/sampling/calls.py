@@ -11,7 +11,7 @@ import numpy as np
 
 from torchtune_ext.sampling.early_stop import RunningLogprob
 from torchtune_ext.sampling.loop_thread import fetch_error
-from torchtune_ext.sampling.records import Completion, SamplingConfig
+from torchtune_ext.sampling.records import Completion, Priority, SamplingConfig
 
 POLL_S = 0.2  # seconds between two looks at an engine that is called
 
@@ -61,10 +61,12 @@ class Submission:
         sampling: SamplingConfig,
         on_completion: OnCompletion | None,
         group: int,
+        priority: Priority,
     ):
         """Args: those of `Engine.submit`."""
         self.prompt, self.sampling, self.on_completion, self.group = prompt, sampling, on_completion, group
         self.seeds = group_seeds(sampling.seed, group, n)
+        self.priority = priority
         self.cancelled = False
 
     def notify(self, sample: int, completion: Completion) -> Completion:
@@ -99,6 +101,7 @@ class Call:
     sampling: SamplingConfig
     seed: int | None
     first_version: int  # label of weights that were never published
+    priority: Priority = Priority.SAMPLE  # where it stands in the engine's own queue
     give_up_at: float = float("inf")  # the deadline, on time.monotonic()
     # "deadline", "early_stop" or "abort" once we have asked the engine to end the request
     ended_by: str = ""

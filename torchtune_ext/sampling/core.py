@@ -17,7 +17,7 @@ from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded, paused
 from torchtune_ext.sampling.core_process import LOG_FORMAT, LOG_LEVEL, CoreContext, CoreProcess
 from torchtune_ext.sampling.doors import one_machine
 from torchtune_ext.sampling.imports import environment_kept, import_vllm, on_cpu
-from torchtune_ext.sampling.records import LORA_RANKS, Completion, EngineConfig
+from torchtune_ext.sampling.records import CANARY_REQUESTS, LORA_RANKS, Completion, EngineConfig
 from torchtune_ext.sampling.weight_buffer import ADAPTER_ID, WeightBuffer
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,9 @@ class LocalCore:
             "seed": config.seed,
             "load_format": config.load_format,
             "tensor_parallel_size": config.tensor_parallel_size,
-            "max_num_seqs": config.max_num_seqs or DEFAULT_MAX_NUM_SEQS,
+            "max_num_seqs": (config.max_num_seqs or DEFAULT_MAX_NUM_SEQS) + CANARY_REQUESTS,
+            # A publication throws all running requests back into the engine's queue: the canary does not stand behind them.
+            "scheduling_policy": "priority",
             "max_num_batched_tokens": config.max_num_batched_tokens,
             "enable_prefix_caching": True,
             # Else a file of the model changes temperature and top_k in silence.
@@ -228,7 +230,10 @@ class LocalCore:
         self.calls[call.id] = call
         prompt = {"type": "token", "prompt_token_ids": call.prompt}
         try:
-            async for output in self.llm.generate(prompt, self._params(call), call.id, lora_request=self._lora_request):
+            outputs = self.llm.generate(
+                prompt, self._params(call), call.id, lora_request=self._lora_request, priority=call.priority
+            )
+            async for output in outputs:
                 part = output.outputs[0]
                 if call.add(part.token_ids, part.logprobs.logprobs) and not output.finished:
                     await self.llm.abort(call.id)  # one more output follows it

@@ -10,7 +10,7 @@ import numpy as np
 
 from torchtune_ext.sampling.calls import Call, CoreLost, Step, Submission
 from torchtune_ext.sampling.core import DEFAULT_MAX_NUM_SEQS
-from torchtune_ext.sampling.records import Completion, EngineConfig, EngineStats
+from torchtune_ext.sampling.records import Completion, EngineConfig, EngineStats, Priority
 from torchtune_ext.sampling.supervisor import Supervisor
 from torchtune_ext.sampling.throttle import Controller, Throttle
 
@@ -91,8 +91,10 @@ class Dispatcher:
                 f"sample: prompt {group.group} holds token ids from {min(prompt)} to {max(prompt)}, but the model has only "
                 f"the ids 0 to {core.vocabulary - 1}: tokenizer and model do not belong together"
             )
-        self.controller.expect(core.cache_tokens, len(prompt), group.sampling.max_tokens, len(group.seeds), core.block)
-        self._resize()
+        if group.priority is not Priority.CANARY:  # its few tokens say nothing of how long samples may get
+            max_tokens, samples = group.sampling.max_tokens, len(group.seeds)
+            self.controller.expect(core.cache_tokens, len(prompt), max_tokens, samples, core.block)
+            self._resize()
         self._groups.add(group)
         tasks = [asyncio.create_task(self._one(group, s, seed)) for s, seed in enumerate(group.seeds)]
         try:
@@ -104,14 +106,15 @@ class Dispatcher:
 
     async def _one(self, group: Submission, sample: int, seed: int | None) -> Completion:
         """Draws one completion, from as many lives of the engine as it takes."""
-        await self._throttle.acquire()
+        await self._throttle.acquire(group.priority)
         try:
             while True:
                 core = await self._supervisor.awake()
                 if group.cancelled:
                     nothing = np.zeros(0, np.int32)
                     return group.notify(sample, Completion(nothing, np.zeros(0, np.float32), nothing, "abort", 0))
-                call = Call(f"{os.getpid()}-{next(self._ids)}", group.prompt, group.sampling, seed, self._first_version)
+                name, version = f"{os.getpid()}-{next(self._ids)}", self._first_version
+                call = Call(name, group.prompt, group.sampling, seed, version, group.priority)
                 try:
                     completion = await core.generate(call)
                     break
@@ -124,8 +127,9 @@ class Dispatcher:
         self._supervisor.report_finished()
         self._counts["completed"] += 1
         self._counts["tokens"] += len(completion.tokens)
-        self.controller.done()
-        self._resize()
+        if group.priority is not Priority.CANARY:
+            self.controller.done()
+            self._resize()
         return group.notify(sample, completion)
 
     def on_step(self, step: Step) -> None:

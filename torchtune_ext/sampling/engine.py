@@ -23,7 +23,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,7 @@ from torchtune_ext.sampling.records import (
     EngineConfig,
     EngineFailed,
     EngineStats,
+    Priority,
     PublishReport,
     SamplingConfig,
     WeightsIncomplete,
@@ -54,6 +55,7 @@ __all__ = [
     "EngineConfig",
     "EngineFailed",
     "EngineStats",
+    "Priority",
     "PublishReport",
     "SamplingConfig",
     "WeightsIncomplete",
@@ -80,7 +82,8 @@ class Engine:
         self.model_dir = str(model_dir)
         self.log_path = Path(run_dir).absolute() / "engine.log"
         self._buffers = Buffers(config.rpc_deadline_s)
-        self._publish_lock = threading.Lock()  # one publication at a time
+        self._publish_lock = threading.Lock()  # one publication at a time, and none beside an evaluation
+        self._evaluation: set[Future] = set()  # what is drawn for one
         self._thread = LoopThread("torchtune-ext-engine")
         self._call = self._thread.call
         self._cleanup: Cleanup | None = None
@@ -184,21 +187,25 @@ class Engine:
         n: int,
         sampling: SamplingConfig,
         on_completion: Callable[[int, int, Completion], None] | None = None,
+        priority: Priority = Priority.SAMPLE,
     ) -> list[list[Completion]]:
         """Draws `n` completions of each prompt, and waits for them. The prompts are groups 0, 1, ... (see `submit`).
 
         Args: prompts: P lists of token ids; n: completions of each; sampling: how they are drawn; on_completion: called with
         (prompt index, sample index, completion) as each one is done, in the engine's thread, from where it may not call the
-        engine.
+        engine; priority: who goes first where others wait, too.
         Returns: P lists of n completions, in the order of the prompts.
         Raises: ValueError for prompts that do not fit, before anything is sent; EngineFailed when the engine is beyond
         help; WeightsIncomplete when the engine sleeps and the last publication broke off (publish again).
         """
+        self._thread.refuse_itself()
         groups = [
-            self._submission(prompt, n, sampling, None if on_completion is None else partial(on_completion, p), p)
+            self._submission(
+                prompt, n, sampling, None if on_completion is None else partial(on_completion, p), p, priority
+            )
             for p, prompt in enumerate(prompts)
         ]
-        return self._call(self._dispatcher.draw_all(groups))
+        return self._thread.result(self._begin(self._dispatcher.draw_all(groups), priority))
 
     def submit(
         self,
@@ -207,25 +214,43 @@ class Engine:
         sampling: SamplingConfig,
         on_completion: OnCompletion | None = None,
         group: int = 0,
+        priority: Priority = Priority.SAMPLE,
     ) -> "Future[list[Completion]]":
-        """Begins to draw one group, `n` completions of a prompt, and returns. Groups are served in the order in which they
-        were submitted.
+        """Begins to draw one group, `n` completions of a prompt, and returns. Of equal priority, groups are served in the
+        order in which they were submitted.
 
         Args: prompt: token ids; n: completions; sampling: how they are drawn; on_completion: called with (sample index,
         completion), otherwise as in `sample`; group: number of the group among those with the same `sampling.seed`. The
-        seeds of its completions follow from (sampling.seed, group, sample index), whenever it is submitted.
+        seeds of its completions follow from (sampling.seed, group, sample index), whenever it is submitted; priority: who goes
+        first where others wait, too.
         Returns: a future of the n completions, or of what `sample` raises. Cancelling it ends what is still sampled for this
         group; closing the engine cancels it.
         Raises: ValueError for a prompt that does not fit.
         """
         self._thread.refuse_itself()
-        return self._thread.submit(self._dispatcher.draw(self._submission(prompt, n, sampling, on_completion, group)))
+        submission = self._submission(prompt, n, sampling, on_completion, group, priority)
+        return self._begin(self._dispatcher.draw(submission), priority)
 
     def _submission(
-        self, prompt: Sequence[int], n: int, sampling: SamplingConfig, on_completion: OnCompletion | None, group: int
+        self,
+        prompt: Sequence[int],
+        n: int,
+        sampling: SamplingConfig,
+        on_completion: OnCompletion | None,
+        group: int,
+        priority: Priority,
     ) -> Submission:
         prompt = check_prompt(prompt, n, sampling, self.config.max_model_len, group)
-        return Submission(prompt, n, sampling, on_completion, group)
+        return Submission(prompt, n, sampling, on_completion, group, priority)
+
+    def _begin(self, work: Coroutine[Any, Any, Any], priority: Priority) -> Future:
+        if priority is not Priority.EVALUATION:
+            return self._thread.submit(work)
+        with self._publish_lock:  # a publication under way is waited for: the evaluation begins with its version
+            future = self._thread.submit(work)
+            self._evaluation.add(future)
+        future.add_done_callback(self._evaluation.discard)
+        return future
 
     def cancel(self) -> None:
         """Ends all running calls of `sample` early: they return what they have, with finish reason "abort". While the engine is
@@ -246,12 +271,17 @@ class Engine:
         tensors are those of an adapter (the engine then needs `lora_rank`), which all requests use from now on, over the model
         as it is.
         Returns: what it took, in bytes and seconds.
-        Raises: ValueError for tensors or a version that cannot be; EngineFailed when the engine takes the weights neither now
-        nor after a restart.
+        Raises: ValueError for tensors or a version that cannot be; RuntimeError while an evaluation is drawn; EngineFailed when
+        the engine takes the weights neither now nor after a restart.
         """
         if adapter is not None and self.config.lora_rank is None:
             raise ValueError("publish: an adapter, but the engine was started without engine.lora_rank")
         with self._publish_lock:
+            if not all(future.done() for future in self._evaluation.copy()):
+                raise RuntimeError(
+                    f"publish: version {version}, while an evaluation of version {self.version} is drawn, which belongs to one "
+                    f"version; publish when it is over, or cancel it"
+                )
             buffer, copy_s = self._buffers.write(named_tensors, version, adapter, self.version)
             pause_s, load_s = self._call(self._supervisor.load())
             return PublishReport(version, buffer.bytes, copy_s, pause_s, load_s)

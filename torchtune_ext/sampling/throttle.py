@@ -21,6 +21,8 @@ import asyncio
 import math
 from collections import deque
 
+from torchtune_ext.sampling.records import Priority
+
 MAX_GROWTH = 4.0  # factor by which the limit grows in one round, at most
 SHRINK = 0.85  # the next limit, as a share of the requests that ran when one was preempted
 TARGET = 0.92  # share of the KV cache to use
@@ -138,38 +140,40 @@ class Controller:
 
 
 class Throttle:
-    """Is a semaphore whose size may change while it is in use. Who comes first is served first, so that the samples of a
-    group go to the engine together and share their prompt. It is used from one asyncio loop."""
+    """Is a semaphore whose size may change while it is in use. An evaluation goes before every sample; among equals, who comes
+    first is served first, so that the samples of a group go to the engine together and share their prompt. The canary waits
+    for nobody: its requests are few, fit into the free part of the KV cache, and hold places that samples then wait for. It is
+    used from one asyncio loop."""
 
     def __init__(self, size: int):
         self.size = size
         self.held = 0
-        self._queue: deque[asyncio.Future] = deque()
+        self._queues: dict[Priority, deque[asyncio.Future]] = {priority: deque() for priority in Priority}
 
     @property
     def blocked(self) -> bool:
         """Whether somebody waits."""
-        return bool(self._queue)
+        return any(self._queues.values())
 
     def resize(self, size: int) -> None:
         """Changes the number of places: at once for those who wait, while those who hold a place keep it."""
         self.size = size
         self._admit()
 
-    async def acquire(self) -> None:
+    async def acquire(self, priority: Priority) -> None:
         """Waits for a place. The caller bounds the wait (every request in front has its own supervision)."""
-        if self.held < self.size and not self._queue:
+        if priority is Priority.CANARY or (self.held < self.size and not self.blocked):
             self.held += 1
             return
-        turn = asyncio.get_running_loop().create_future()
-        self._queue.append(turn)
+        turn, queue = asyncio.get_running_loop().create_future(), self._queues[priority]
+        queue.append(turn)
         try:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
                 self.release()  # the place was given in the same moment
-            elif turn in self._queue:
-                self._queue.remove(turn)
+            elif turn in queue:
+                queue.remove(turn)
             raise
 
     def release(self) -> None:
@@ -178,8 +182,9 @@ class Throttle:
         self._admit()
 
     def _admit(self) -> None:
-        while self._queue and self.held < self.size:
-            turn = self._queue.popleft()
-            if not turn.done():
-                self.held += 1
-                turn.set_result(None)
+        for queue in self._queues.values():
+            while queue and self.held < self.size:
+                turn = queue.popleft()
+                if not turn.done():
+                    self.held += 1
+                    turn.set_result(None)
