@@ -248,6 +248,14 @@ class Core(Protocol):
         """Ends this life, which may be over already, and every request in `calls` (`Call.lose`). It may be called twice."""
 
 
+def require_cleared(cleared: bool) -> None:
+    """Raises CoreLost where an engine says that it did not clear its KV cache: what it samples then fits no version."""
+    if not cleared:
+        raise CoreLost(
+            "the engine refused to clear its KV cache, and would go on with keys and values of the old weights"
+        )
+
+
 @contextmanager
 def paused() -> Iterator[None]:
     """Inside, the engine stands still with weights that may be half loaded: whatever goes wrong, this life is over."""

@@ -46,6 +46,8 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None  # tokens of one engine step; None: vLLM's choice
     block_size: int | None = None  # tokens in a KV block; None: 32 on CPU, vLLM's choice on GPU
     devices: str | None = None  # CUDA_VISIBLE_DEVICES of the engine's process; None: inherited
+    # keys and values of requests in flight at a publication: "recompute" under the new weights, or "keep" the old ones
+    kv_on_publish: str = "recompute"
     sleep: bool = False  # engine shares the trainer's GPU: give memory back between sampling and publishing
     # "http://host:port" of a running vLLM server, whose key is in TORCHTUNE_EXT_API_KEY; None: an engine of our own
     address: str | None = None
@@ -64,6 +66,12 @@ class EngineConfig:
     def __post_init__(self):
         if self.dtype not in ("bfloat16", "float16", "float32", "auto"):
             raise ValueError(f"engine.dtype is {self.dtype!r}: use 'bfloat16', 'float16', 'float32' or 'auto'")
+        if self.kv_on_publish not in ("recompute", "keep"):
+            raise ValueError(f"engine.kv_on_publish is {self.kv_on_publish!r}: use 'recompute' or 'keep'")
+        if self.kv_on_publish == "keep" and self.sleep:
+            raise ValueError(
+                "engine.kv_on_publish=keep with engine.sleep: what sleeps loses its KV cache; use 'recompute'"
+            )
         for name in ("max_model_len", "tensor_parallel_size", "max_failures"):
             if getattr(self, name) < 1:
                 raise ValueError(f"engine.{name} is {getattr(self, name)}: it has to be 1 or more")

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded, paused
+from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded, paused, require_cleared
 from torchtune_ext.sampling.doors import KEY_VARIABLE, authorization, server_key
 from torchtune_ext.sampling.records import Completion, EngineConfig
 from torchtune_ext.sampling.server_command import server_command
@@ -65,6 +65,7 @@ class ServerCore:
         self._model = "MODEL_DIR"  # the real one is known after the launch
         self._headers: dict[str, str] = {}  # they hold the key, once it is configured
         self._last: dict[str, float] | None = None
+        self._salt: str | None = None  # a prefix is shared by requests of the same salt alone
 
     def configure(self) -> None:
         """Reads the key; who starts the server configures all else. Raises ValueError without a key."""
@@ -165,6 +166,7 @@ class ServerCore:
             "request_id": call.id,
             "token_ids": call.prompt,
             "priority": call.priority,
+            "cache_salt": self._salt,
             "stream": call.watch is not None,
             "stream_options": {"include_usage": True} if call.watch is not None else None,
             "sampling_params": {
@@ -240,7 +242,12 @@ class ServerCore:
             ) from error
         started = time.monotonic()
         with paused():
-            await self._quick(self._post("/pause?mode=keep&clear_cache=true"))
+            await self._quick(self._post("/pause?mode=keep&clear_cache=false"))
+            if self.config.kv_on_publish == "recompute":
+                answer = await self._quick(self._post("/reset_prefix_cache?reset_running_requests=true"))
+                require_cleared(answer["success"])
+            else:  # as in LocalCore.load
+                self._salt = str(version)
             loading = time.monotonic()
             await self._start_update()
             await self._bounded(self._post("/update_weights", {"update_info": weights.manifest}))
