@@ -1,4 +1,5 @@
-"""Is publishing sound while the engine samples: no restart, no mixed weights, no preemption that a pause invented?
+"""Is publishing sound while the engine samples: no restart, no mixed weights, no preemption that a pause invented? And how
+long does a canary take behind the queue?
 
     python benchmarks/publish_under_load.py [--publications 200] [--requests 5000] [--kills 0]
 
@@ -7,7 +8,8 @@ follows whenever a share of them has been. The engine takes a checksum of every 
 (`Engine.checksums`), which has to be that of the version by which it was labelled. With `--kills` the engine is
 killed so often, as awkwardly as possible: in the midst of a copy, so that the engine that is started again finds a
 half-written buffer, and with the next publication beginning just when that engine loads. Then as many restarts belong to
-it. The exit status is 1 when something is wrong.
+it. In the end a canary of the recipes' size follows each of five publications into the idle engine, and of five with all
+requests queued once more; "as a sample" is the same without its priority. The exit status is 1 when something is wrong.
 """
 
 import argparse
@@ -29,10 +31,12 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from torchtune_ext.sampling.backends import BACKENDS
 from torchtune_ext.sampling.core import LocalCore
-from torchtune_ext.sampling.engine import Engine, EngineConfig, PublishReport, SamplingConfig
+from torchtune_ext.sampling.engine import Engine, EngineConfig, Priority, PublishReport, SamplingConfig
+from torchtune_ext.sampling.records import CANARY_REQUESTS
 from torchtune_ext.sampling.weight_buffer import checksum
 
 VOCABULARY, PROMPT, TOKENS = 512, 24, 48
+CANARIES = 5
 WAIT_S = 120.0  # seconds; less than a test gives the whole of this
 
 
@@ -151,6 +155,29 @@ class Publisher:
         os.kill(self.engine._supervisor.core.process.pid, signal.SIGKILL)
 
 
+def time_canaries(engine: Engine, publisher: Publisher, prompts: list[list[int]]) -> dict[str, str]:
+    """Rows of the table: how long a canary takes without and with a queue. It has 8 completions of 16 tokens for each of 4
+    prompts, as in training/publish.py."""
+    few = np.random.default_rng(1).integers(0, VOCABULARY, (CANARY_REQUESTS // 8, PROMPT)).tolist()
+
+    def milliseconds(priority: Priority) -> float:
+        publisher.publish()
+        began = time.monotonic()
+        engine.sample(few, 8, SamplingConfig(max_tokens=16, seed=0), priority=priority)
+        return 1e3 * (time.monotonic() - began)
+
+    idle = [milliseconds(Priority.CANARY) for _ in range(CANARIES)]
+    queued = [engine.submit(prompt, 4, SamplingConfig(max_tokens=TOKENS)) for prompt in prompts]
+    behind = [milliseconds(Priority.CANARY) for _ in range(CANARIES)]
+    left = sum(not group.done() for group in queued) * 4
+    as_sample = milliseconds(Priority.SAMPLE)
+    return {
+        "canary in an idle engine, ms, median and max": f"{np.median(idle):.0f}, {max(idle):.0f}",
+        f"canary with {left} to {len(queued) * 4} requests queued": f"{np.median(behind):.0f}, {max(behind):.0f}",
+        f"the same as a sample, with {left} queued": f"{as_sample:.0f}",
+    }
+
+
 def run(publications: int, requests: int, kills: int, folder: Path) -> tuple[dict[str, str], list[str]]:
     """Returns the table and what is wrong."""
     model = make_model()
@@ -194,15 +221,17 @@ def run(publications: int, requests: int, kills: int, folder: Path) -> tuple[dic
             engine.cancel()
         sampler.join(WAIT_S)
         seconds, stats = time.monotonic() - began, engine.stats()
+        reports = list(publisher.reports)
+        canaries = time_canaries(engine, publisher, prompts)
 
     answered = [completion for completion in answered if completion.finish_reason != "abort"]
     for completion in answered:
         kinds[len(set(completion.versions.tolist()))] += len(completion.tokens)
     wrong = [load[:2] for load in LOG.loads if publisher.sent[load[0]] != load[2] or load[1] != str(load[0])]
     unknown = {v for completion in answered for v in completion.versions.tolist()} - set(publisher.sent)
-    pauses = np.array([report.pause_s for report in publisher.reports])
+    pauses = np.array([report.pause_s for report in reports])
     table = {
-        "publications": f"{len(publisher.reports)}",
+        "publications": f"{len(reports)}",
         "requests answered": f"{len(answered)} in {seconds:.0f} s",
         "engines killed": f"{kills}",
         "restarts": f"{stats.restarts}",
@@ -213,6 +242,7 @@ def run(publications: int, requests: int, kills: int, folder: Path) -> tuple[dic
         "pause, ms, max": f"{1e3 * pauses.max():.0f}",
         "limit of requests at the end": f"{stats.concurrency}",
     }
+    table |= canaries
     table |= {f"tokens in completions of {k} version{'s' * (k > 1)}": f"{kinds[k]}" for k in sorted(kinds)}
     checks = {
         f"sample failed: {failed}": failed,

@@ -35,7 +35,7 @@ from torchtune_ext.rollout import in_order, sample_groups
 from torchtune_ext.run.folder import RunFolder
 from torchtune_ext.run.output import say
 from torchtune_ext.run.stop import StopSignals
-from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
+from torchtune_ext.sampling.engine import Engine, EngineConfig, Priority, SamplingConfig
 from torchtune_ext.tasks.order import ProblemStream
 from torchtune_ext.tasks.task import Problem
 from torchtune_ext.telemetry import summary
@@ -340,10 +340,20 @@ class GRPORecipe:
             self.rollouts.write(self.step, kept + replaced)
         return kept, summary.rollout_metrics(groups) | stats.metrics() | summary.engine_metrics(self.engine.stats())
 
-    def rollout(self, problems: list[Problem], n: int, sampling: SamplingConfig, by: Grader, label: str) -> list[Group]:
+    def rollout(
+        self,
+        problems: list[Problem],
+        n: int,
+        sampling: SamplingConfig,
+        by: Grader,
+        label: str,
+        priority: Priority = Priority.SAMPLE,
+    ) -> list[Group]:
         """Rank 0: `n` graded completions of every problem."""
         with self.progress.sampling(len(problems) * n, label) as bar:
-            return in_order(sample_groups(problems, n, sampling, self.engine, self.tokenizer, by, bar, self.watch))
+            return in_order(
+                sample_groups(problems, n, sampling, self.engine, self.tokenizer, by, bar, self.watch, priority)
+            )
 
     def pack(self, groups: list[Group]) -> tuple[list[list[Row]], dict[str, float]]:
         """This rank's rows for every update of the step, and how well they are used."""
@@ -395,8 +405,9 @@ class GRPORecipe:
             return {}
         problems = [self.eval_task[i] for i in range(len(self.eval_task))]
         seeded = replace(self.sampling, seed=self.cfg.seed)
-        sampled = self.rollout(problems, self.evaluation.samples, seeded, self.graders[1], "evaluate")
-        greedy = self.rollout(problems, 1, replace(seeded, temperature=0.0), self.graders[1], "evaluate greedy")
+        draw = partial(self.rollout, by=self.graders[1], priority=Priority.EVALUATION)
+        sampled = draw(problems, self.evaluation.samples, seeded, label="evaluate")
+        greedy = draw(problems, 1, replace(seeded, temperature=0.0), label="evaluate greedy")
         values = summary.evaluation_metrics(sampled, greedy)
         self.last_eval = values["eval/accuracy_sampled"]
         return values

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from operator import itemgetter
 from queue import Empty, SimpleQueue
 from typing import Protocol
@@ -12,7 +13,7 @@ import numpy as np
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.grading import Grader, Outcome, log_failures
 from torchtune_ext.groups import Group, Sample
-from torchtune_ext.sampling.engine import Completion, Engine, EngineFailed, SamplingConfig
+from torchtune_ext.sampling.engine import Completion, Engine, EngineFailed, Priority, SamplingConfig
 from torchtune_ext.tasks.task import Problem
 
 # Python acts on a Ctrl-C in the main thread alone, but the kernel may give it to another: so often a wait looks for one.
@@ -37,6 +38,7 @@ def sample_groups(
     grader: Grader,
     watcher: Watcher | None = None,
     watch: Callable[[str], AbstractContextManager] = nullcontext,
+    priority: Priority = Priority.SAMPLE,
 ) -> Iterator[tuple[int, Group]]:
     """Samples `samples_per_prompt` completions of every problem and grades each while others are still sampled, or, with a
     grader that compares, each group when it is whole.
@@ -54,8 +56,8 @@ def sample_groups(
         engine is lost or closed.
     """
     groups = [_Unfinished(problem, tokenizer, samples_per_prompt) for problem in problems]
-    events: SimpleQueue[tuple[int, int, Completion | Future] | None] = SimpleQueue()
-    futures: list[Future] = []
+    events: SimpleQueue[tuple[int, int, Completion | Future] | Future] = SimpleQueue()
+    grading: list[Future] = []
 
     def on_completion(p: int, s: int, completion: Completion) -> None:
         events.put((p, s, completion))
@@ -63,7 +65,7 @@ def sample_groups(
             watcher.on_completion(p, s, completion)
 
     def when_graded(p: int, s: int, future: Future) -> None:
-        futures.append(future)
+        grading.append(future)
         future.add_done_callback(lambda done: events.put((p, s, done)))
 
     def take(p: int, s: int, what: Completion | Future) -> int:
@@ -83,16 +85,20 @@ def sample_groups(
                 watcher.add_reward(outcome.score.reward)
         return p
 
-    drawing = engine.submit([group.prompt for group in groups], samples_per_prompt, sampling, on_completion)
+    drawing: list[Future] = []
     try:
-        drawing.add_done_callback(lambda _: events.put(None))
-        unfinished = set(range(len(groups)))
-        while unfinished:
-            with watch("grade" if drawing.done() else "generate"):
+        for p, group in enumerate(groups):
+            drawn = engine.submit(group.prompt, samples_per_prompt, sampling, partial(on_completion, p), p, priority)
+            drawn.add_done_callback(events.put)
+            drawing.append(drawn)
+        undrawn, unfinished = len(groups), set(range(len(groups)))
+        while unfinished or undrawn:  # so that nothing is drawn any more when the iterator ends
+            with watch("generate" if undrawn else "grade"):
                 event = _next(events)
-                if event is None:
-                    # There will be no more completions: all are there, or this raises what went wrong.
-                    _require(drawing)
+                if isinstance(event, Future):
+                    # All completions of a group are there, or this raises what went wrong.
+                    _require(event)
+                    undrawn -= 1
                     continue
                 p = take(*event)
             if groups[p].graded:
@@ -100,7 +106,7 @@ def sample_groups(
                 yield p, groups[p].finish()
     finally:
         # What nobody wants any more (an error, Ctrl-C, an iterator that was closed) does not hold up what comes next.
-        for future in (drawing, *futures):
+        for future in (*drawing, *grading):
             future.cancel()
     log_failures([outcome for group in groups for outcome in group.outcomes])
 
@@ -141,7 +147,7 @@ class _Unfinished:
         return Group(self.problem, np.asarray(self.prompt, dtype=np.int32), samples)
 
 
-def _next(events: SimpleQueue) -> tuple | None:
+def _next(events: SimpleQueue) -> tuple | Future:
     while True:
         try:
             return events.get(timeout=WAKE_S)
@@ -149,8 +155,8 @@ def _next(events: SimpleQueue) -> tuple | None:
             pass
 
 
-def _require(drawing: Future) -> None:
+def _require(drawn: Future) -> None:
     try:
-        drawing.result()
+        drawn.result()
     except CancelledError:  # another thread closed the engine
         raise EngineFailed("the engine was closed") from None

@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,8 +13,7 @@ pytest.importorskip("vllm")
 
 import tiny_model  # noqa: E402
 
-from torchtune_ext.sampling.calls import request_seed  # noqa: E402
-from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig  # noqa: E402
+from torchtune_ext.sampling.engine import Engine, EngineConfig, Priority, SamplingConfig  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -103,9 +103,8 @@ def test_seeds_decide_and_nothing_else_does(engine):
     assert len(set(map(tuple, first))) == 16
     other = [c.tokens.tolist() for c in flat(engine.sample(prompts, 4, SamplingConfig(max_tokens=24, seed=6)))]
     assert all(a != b for a, b in zip(first, other, strict=True))
-    seeds = [[request_seed(5, 2, 3)]]  # the last prompt but one alone, with the seed of its fourth sample
-    alone = engine.sample(prompts[2:3], 1, sampling, seeds=seeds)
-    assert alone[0][0].tokens.tolist() == first[2 * 4 + 3]
+    alone = engine.submit(prompts[2], 4, sampling, group=2).result(timeout=60)
+    assert [c.tokens.tolist() for c in alone] == first[2 * 4 : 3 * 4]
 
 
 def test_sample_frequencies_follow_the_distribution(engine, models):
@@ -213,22 +212,51 @@ def test_cancel_returns_partial_completions(engine):
     assert any(len(c.tokens) for c in flat(result[0]))
 
 
-def test_a_submission_is_ended_alone(engine):
-    """Who cancels one ends what is sampled for it, and nothing else."""
+def test_a_group_is_ended_alone(engine):
+    """Who cancels it ends what is sampled for it, and nothing else."""
     sampling = SamplingConfig(max_tokens=900, temperature=1.0)
     arrived = []
-    ended = engine.submit([[1, 2, 3]] * 4, 4, sampling, lambda *done: arrived.append(done))
-    other = engine.submit([[4, 5, 6]], 2, SamplingConfig(max_tokens=200, temperature=1.0))
+    ended = [engine.submit([1, 2, 3], 4, sampling, lambda *done: arrived.append(done)) for _ in range(4)]
+    other = engine.submit([4, 5, 6], 2, SamplingConfig(max_tokens=200, temperature=1.0))
     wait_until_running(engine, 18)
-    ended.cancel()
-    assert [len(completion.tokens) for completion in flat(other.result(timeout=60))] == [200, 200]
+    for group in ended:
+        group.cancel()
+    assert [len(completion.tokens) for completion in other.result(timeout=60)] == [200, 200]
     give_up_at = time.monotonic() + 20
     while engine.stats().running:
         assert time.monotonic() < give_up_at
         time.sleep(0.005)
     assert not arrived
     with pytest.raises(ValueError, match="prompt 0 is empty"):
-        engine.submit([[]], 1, sampling)
+        engine.submit([], 1, sampling)
+
+
+@pytest.mark.parametrize("publishes", [False, True], ids=["alone", "after a publication"])
+def test_the_canary_goes_before_every_queued_request(engine, models, back_to_a, monkeypatch, publishes):
+    """Each of the 32 requests of a canary is taken in after the step that runs when it arrives: at the latest in the 32nd step
+    after the first. Its prompts fit into one step, and its tokens take 16. A sample leaves its place after 900 steps."""
+    core, begun, steps = engine._supervisor.core, [], []
+    generate, on_step = core.generate, core.on_step
+    monkeypatch.setattr(core, "generate", lambda call: begun.append(call.priority) or generate(call))
+    engine.limit_concurrency(16)
+    samples = [
+        engine.submit(prompt, 4, SamplingConfig(max_tokens=900)) for prompt in tiny_model.prompts(125, 100, seed=3)
+    ]
+    wait_until_running(engine, 16)
+    if publishes:  # it throws what runs back into the engine's queue
+        engine.publish(models[1].named_parameters(), engine.version + 1)
+    monkeypatch.setattr(core, "on_step", lambda step: steps.append(step) or on_step(step))
+    canary = engine.sample(
+        tiny_model.prompts(4, 30), 8, SamplingConfig(max_tokens=16, seed=0), priority=Priority.CANARY
+    )
+    taken = len(steps)
+    assert not any(group.done() for group in samples)
+    assert begun == [Priority.SAMPLE] * 16 + [Priority.CANARY] * 32
+    assert taken <= 1 + 32 + 16
+    assert {v for c in flat(canary) for v in c.versions} == {engine.version}
+    for group in samples:
+        group.cancel()
+    engine.limit_concurrency(None)
 
 
 def test_two_threads_may_sample_at_once(engine):
@@ -285,6 +313,50 @@ def test_publish_in_flight_marks_every_token(engine, models, back_to_a):
             by_old, by_new = (tiny_model.logprobs(model, prompt, c.tokens) for model in models)
             assert np.abs(by_old[:split] - c.logprobs[:split]).max() < 1e-4
             assert np.abs(by_new[split:] - c.logprobs[split:]).max() < 1e-4
+
+
+def kept_logprobs(models, prompt, tokens, split):
+    """Log-probs of `tokens[split:]` by the second model over the first one's keys and values of all that it had seen: the last
+    token that it sampled had not gone through it."""
+    ids, seen = torch.tensor([[*prompt, *tokens.tolist()]]), len(prompt) + split - 1
+    with torch.no_grad():
+        kept = models[0](ids[:, :seen], use_cache=True).past_key_values
+        logits = models[1](ids[:, seen:-1], past_key_values=kept).logits[0].float()
+    return logits.log_softmax(-1).gather(-1, ids[0, seen + 1 :, None])[:, 0].numpy()
+
+
+def test_kept_keys_and_values_stay_with_the_requests_in_flight(engine, models, back_to_a, monkeypatch):
+    """What was in flight goes on with the new weights over the old keys and values, which is neither policy; what is sent
+    after the publication meets nothing old, though the same prompt is in the cache."""
+    core, prompt, old = engine._supervisor.core, tiny_model.prompts(1, 50)[0], engine.version
+    monkeypatch.setattr(core, "config", replace(core.config, kv_on_publish="keep"))
+    in_flight = engine.submit(prompt, 4, SamplingConfig(max_tokens=900, seed=8))
+    wait_until_running(engine, 4)
+    engine.publish(models[1].named_parameters(), old + 1)
+    fresh = [engine.submit(prompt, 1, SamplingConfig(max_tokens=16, seed=9)).result(timeout=60) for _ in range(2)]
+    assert [group[0].cached_prompt_tokens for group in fresh] == [0, 32]
+    assert worst(models[1], [prompt, prompt], fresh) < 1e-4
+    for c in in_flight.result(timeout=60):
+        split = int((c.versions == old).sum())
+        assert c.versions.tolist() == [old] * split + [old + 1] * (900 - split) and 0 < split < 900
+        assert np.abs(tiny_model.logprobs(models[0], prompt, c.tokens)[:split] - c.logprobs[:split]).max() < 1e-4
+        assert np.abs(kept_logprobs(models, prompt, c.tokens, split) - c.logprobs[split:]).max() < 1e-4
+        apart = np.abs(tiny_model.logprobs(models[1], prompt, c.tokens)[split:] - c.logprobs[split:])
+        assert apart.mean() > 0.1  # 0.42 to 0.47 nats were measured, of two random models that have nothing in common
+
+
+def test_a_cache_that_was_not_cleared_ends_that_engine(engine, models, back_to_a, monkeypatch, caplog):
+    """Such an engine would sample on with old keys and values. The next one begins with the new weights and an empty cache."""
+
+    async def refuse(reset_running_requests):
+        return False
+
+    restarts, version = engine.stats().restarts, engine.version + 1
+    monkeypatch.setattr(engine._supervisor.core.llm, "reset_prefix_cache", refuse)
+    engine.publish(models[1].named_parameters(), version)
+    assert "refused to clear its KV cache" in caplog.text and engine.stats().restarts == restarts + 1
+    prompts = tiny_model.prompts(1, 50)
+    assert worst(models[1], prompts, engine.sample(prompts, 1, SamplingConfig(max_tokens=8, seed=1))) < 1e-4
 
 
 def test_publish_refuses_what_cannot_be_right(engine, models):

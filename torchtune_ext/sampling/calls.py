@@ -11,17 +11,17 @@ import numpy as np
 
 from torchtune_ext.sampling.early_stop import RunningLogprob
 from torchtune_ext.sampling.loop_thread import fetch_error
-from torchtune_ext.sampling.records import Completion, SamplingConfig
+from torchtune_ext.sampling.records import Completion, Priority, SamplingConfig
 
 POLL_S = 0.2  # seconds between two looks at an engine that is called
 
-OnCompletion = Callable[[int, int, Completion], None]
+OnCompletion = Callable[[int, Completion], None]  # it takes the index of the sample in its group
 
 
-def request_seed(seed: int, prompt: int, sample: int) -> int:
+def request_seed(seed: int, group: int, sample: int) -> int:
     """Returns the seed of one request (63 bits), spread by SplitMix64 so that neighbors have nothing in common."""
     mask, value = (1 << 64) - 1, seed & ((1 << 64) - 1)
-    for part in (prompt, sample):
+    for part in (group, sample):
         value = (value + 0x9E3779B97F4A7C15 * (part + 1)) & mask
         value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
         value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
@@ -29,48 +29,50 @@ def request_seed(seed: int, prompt: int, sample: int) -> int:
     return value >> 1
 
 
-def request_seeds(
-    seed: int | None, prompts: int, n: int, given: Sequence[Sequence[int]] | None = None
-) -> Sequence[Sequence[int]] | None:
-    """Returns the seeds [prompts, n] of a call of `sample`: those that are given, or those that follow from one seed, whose
-    None stays None. Raises ValueError where their number is another."""
-    if given is not None and [len(seeds) for seeds in given] != [n] * prompts:
-        raise ValueError(f"sample: seeds has to hold {n} numbers for each of the {prompts} prompts")
-    if given is not None or seed is None:
-        return given
-    return [[request_seed(seed, p, s) for s in range(n)] for p in range(prompts)]
+def group_seeds(seed: int | None, group: int, n: int) -> list[int | None]:
+    """Returns the seeds of a group's `n` completions. They follow from one seed and the number of the group, so that a group
+    that is submitted alone gets those that it has among others; with None they stay None."""
+    return [None if seed is None else request_seed(seed, group, s) for s in range(n)]
 
 
-def check_prompts(
-    prompts: Sequence[Sequence[int]], n: int, sampling: SamplingConfig, max_model_len: int
-) -> list[list[int]]:
-    """Returns the prompts as lists of ints. Raises ValueError for what does not fit, before anything is sent."""
-    prompts = [np.asarray(prompt).tolist() for prompt in prompts]
+def check_prompt(prompt: Sequence[int], n: int, sampling: SamplingConfig, max_model_len: int, group: int) -> list[int]:
+    """Returns the prompt as a list of ints. Raises ValueError for what does not fit, before anything is sent."""
+    prompt = np.asarray(prompt).tolist()
     if n < 1:
         raise ValueError(f"sample: n is {n}; it has to be 1 or more")
-    for index, prompt in enumerate(prompts):
-        if not prompt:
-            raise ValueError(f"sample: prompt {index} is empty; it needs at least one token")
-        if len(prompt) + sampling.max_tokens > max_model_len:
-            raise ValueError(
-                f"sample: prompt {index} has {len(prompt)} tokens, sampling.max_tokens is {sampling.max_tokens}: "
-                f"together more than engine.max_model_len = {max_model_len}; "
-                f"shorten the prompt, lower max_tokens or raise max_model_len"
-            )
-    return prompts
+    if not prompt:
+        raise ValueError(f"sample: prompt {group} is empty; it needs at least one token")
+    if len(prompt) + sampling.max_tokens > max_model_len:
+        raise ValueError(
+            f"sample: prompt {group} has {len(prompt)} tokens, sampling.max_tokens is {sampling.max_tokens}: "
+            f"together more than engine.max_model_len = {max_model_len}; "
+            f"shorten the prompt, lower max_tokens or raise max_model_len"
+        )
+    return prompt
 
 
-class Batch:
-    """Holds what the requests of one call of `sample` share."""
+class Submission:
+    """Holds what the requests of one group share."""
 
-    def __init__(self, sampling: SamplingConfig, on_completion: OnCompletion | None):
-        self.sampling, self.on_completion = sampling, on_completion
+    def __init__(
+        self,
+        prompt: list[int],
+        n: int,
+        sampling: SamplingConfig,
+        on_completion: OnCompletion | None,
+        group: int,
+        priority: Priority,
+    ):
+        """Args: those of `Engine.submit`."""
+        self.prompt, self.sampling, self.on_completion, self.group = prompt, sampling, on_completion, group
+        self.seeds = group_seeds(sampling.seed, group, n)
+        self.priority = priority
         self.cancelled = False
 
-    def notify(self, prompt: int, sample: int, completion: Completion) -> Completion:
+    def notify(self, sample: int, completion: Completion) -> Completion:
         """Hands a completion to the caller's function, if there is one, and returns it."""
         if self.on_completion is not None:
-            self.on_completion(prompt, sample, completion)
+            self.on_completion(sample, completion)
         return completion
 
 
@@ -99,6 +101,7 @@ class Call:
     sampling: SamplingConfig
     seed: int | None
     first_version: int  # label of weights that were never published
+    priority: Priority = Priority.SAMPLE  # where it stands in the engine's own queue
     give_up_at: float = float("inf")  # the deadline, on time.monotonic()
     # "deadline", "early_stop" or "abort" once we have asked the engine to end the request
     ended_by: str = ""
@@ -243,6 +246,14 @@ class Core(Protocol):
 
     async def stop(self) -> None:
         """Ends this life, which may be over already, and every request in `calls` (`Call.lose`). It may be called twice."""
+
+
+def require_cleared(cleared: bool) -> None:
+    """Raises CoreLost where an engine says that it did not clear its KV cache: what it samples then fits no version."""
+    if not cleared:
+        raise CoreLost(
+            "the engine refused to clear its KV cache, and would go on with keys and values of the old weights"
+        )
 
 
 @contextmanager

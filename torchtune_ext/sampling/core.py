@@ -13,11 +13,11 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded, paused
+from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded, paused, require_cleared
 from torchtune_ext.sampling.core_process import LOG_FORMAT, LOG_LEVEL, CoreContext, CoreProcess
 from torchtune_ext.sampling.doors import one_machine
 from torchtune_ext.sampling.imports import environment_kept, import_vllm, on_cpu
-from torchtune_ext.sampling.records import LORA_RANKS, Completion, EngineConfig
+from torchtune_ext.sampling.records import CANARY_REQUESTS, LORA_RANKS, Completion, EngineConfig
 from torchtune_ext.sampling.weight_buffer import ADAPTER_ID, WeightBuffer
 
 log = logging.getLogger(__name__)
@@ -46,6 +46,7 @@ class LocalCore:
         self._stopping = False
         self.broken: Exception | None = None  # the error of our own code over a step's counters
         self._lora_request: Any = None  # it goes with every request once an adapter is loaded
+        self._salt: str | None = None  # a prefix is shared by requests of the same salt alone
         self.calls: dict[str, Call] = {}
         self.sign_of_life = time.monotonic()
         environ = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CONFIGURE_LOGGING": "0", "TMPDIR": temp_dir}
@@ -81,7 +82,9 @@ class LocalCore:
             "seed": config.seed,
             "load_format": config.load_format,
             "tensor_parallel_size": config.tensor_parallel_size,
-            "max_num_seqs": config.max_num_seqs or DEFAULT_MAX_NUM_SEQS,
+            "max_num_seqs": (config.max_num_seqs or DEFAULT_MAX_NUM_SEQS) + CANARY_REQUESTS,
+            # A publication throws all running requests back into the engine's queue: the canary does not stand behind them.
+            "scheduling_policy": "priority",
             "max_num_batched_tokens": config.max_num_batched_tokens,
             "enable_prefix_caching": True,
             # Else a file of the model changes temperature and top_k in silence.
@@ -227,8 +230,12 @@ class LocalCore:
         call.begin()
         self.calls[call.id] = call
         prompt = {"type": "token", "prompt_token_ids": call.prompt}
+        prompt |= {"cache_salt": self._salt} if self._salt is not None else {}
         try:
-            async for output in self.llm.generate(prompt, self._params(call), call.id, lora_request=self._lora_request):
+            outputs = self.llm.generate(
+                prompt, self._params(call), call.id, lora_request=self._lora_request, priority=call.priority
+            )
+            async for output in outputs:
                 part = output.outputs[0]
                 if call.add(part.token_ids, part.logprobs.logprobs) and not output.finished:
                     await self.llm.abort(call.id)  # one more output follows it
@@ -296,8 +303,13 @@ class LocalCore:
             await self._bounded(llm.wake_up(["weights"]))
         started = time.monotonic()
         with paused():
-            # The cache is cleared, so the KV of the old weights is computed again, also that of requests in flight.
-            await self._quick(llm.pause_generation(mode="keep", clear_cache=True))
+            await self._quick(llm.pause_generation(mode="keep", clear_cache=False))
+            if self.config.kv_on_publish == "recompute":
+                # It throws out all requests in flight, whose keys and values are then computed again.
+                require_cleared(await self._quick(llm.reset_prefix_cache(reset_running_requests=True)))
+            else:
+                # The old keys and values stay for those who have them; requests that come from now on never find them.
+                self._salt = str(version)
             loading = time.monotonic()
             for buffer in buffers:
                 load = self._load_model if buffer.adapter is None else self._load_adapter

@@ -19,36 +19,34 @@ from any thread, also at the same time.
 import asyncio
 import atexit
 import gc
-import itertools
 import logging
-import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from torchtune_ext.sampling.backends import find_backend
-from torchtune_ext.sampling.calls import Batch, Call, Core, CoreLost, OnCompletion, Step, check_prompts, request_seeds
+from torchtune_ext.sampling.calls import Core, OnCompletion, Submission, check_prompt
 from torchtune_ext.sampling.cleanup import Cleanup
-from torchtune_ext.sampling.core import DEFAULT_MAX_NUM_SEQS
+from torchtune_ext.sampling.dispatcher import Dispatcher
 from torchtune_ext.sampling.loop_thread import LoopThread
 from torchtune_ext.sampling.records import (
     Completion,
     EngineConfig,
     EngineFailed,
     EngineStats,
+    Priority,
     PublishReport,
     SamplingConfig,
     WeightsIncomplete,
 )
 from torchtune_ext.sampling.supervisor import Supervisor
-from torchtune_ext.sampling.throttle import Controller, Throttle
 from torchtune_ext.sampling.weight_buffer import Buffers
 
 __all__ = [
@@ -57,6 +55,7 @@ __all__ = [
     "EngineConfig",
     "EngineFailed",
     "EngineStats",
+    "Priority",
     "PublishReport",
     "SamplingConfig",
     "WeightsIncomplete",
@@ -83,23 +82,16 @@ class Engine:
         self.model_dir = str(model_dir)
         self.log_path = Path(run_dir).absolute() / "engine.log"
         self._buffers = Buffers(config.rpc_deadline_s)
-        self._publish_lock = threading.Lock()  # one publication at a time
-        self._first_version = version
+        self._publish_lock = threading.Lock()  # one publication at a time, and none beside an evaluation
+        self._evaluation: set[Future] = set()  # what is drawn for one
         self._thread = LoopThread("torchtune-ext-engine")
         self._call = self._thread.call
         self._cleanup: Cleanup | None = None
         self._janitor_watch: asyncio.Task | None = None
         self._started: Any = None  # future of the first start
         self._closed = False
-        self._ids = itertools.count()
-        self._batches: set[Batch] = set()
-        self._counts = dict.fromkeys(("queries", "hits", "preemptions", "completed", "tokens"), 0)
-        self._max_usage = 0.0
-        self._last_step = Step(0.0, 0, 0, 0, 0, 0)
-        self._controller = Controller(config.max_num_seqs or DEFAULT_MAX_NUM_SEQS)
-        self._fixed = config.max_concurrency
-        self._throttle = Throttle(self._fixed or self._controller.allowed)
         self._supervisor = Supervisor(config, self._make_core, self._buffers, version)
+        self._dispatcher = Dispatcher(config, self._supervisor, version)
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -194,42 +186,78 @@ class Engine:
         prompts: Sequence[Sequence[int]],
         n: int,
         sampling: SamplingConfig,
-        on_completion: OnCompletion | None = None,
-        seeds: Sequence[Sequence[int]] | None = None,
+        on_completion: Callable[[int, int, Completion], None] | None = None,
+        priority: Priority = Priority.SAMPLE,
     ) -> list[list[Completion]]:
-        """Draws `n` completions of each prompt.
+        """Draws `n` completions of each prompt, and waits for them. The prompts are groups 0, 1, ... (see `submit`).
 
         Args: prompts: P lists of token ids; n: completions of each; sampling: how they are drawn; on_completion: called with
         (prompt index, sample index, completion) as each one is done, in the engine's thread, from where it may not call the
-        engine; seeds: [P, n] integers, in place of those that are made from `sampling.seed`.
+        engine; priority: who goes first where others wait, too.
         Returns: P lists of n completions, in the order of the prompts.
         Raises: ValueError for prompts that do not fit, before anything is sent; EngineFailed when the engine is beyond
         help; WeightsIncomplete when the engine sleeps and the last publication broke off (publish again).
         """
-        return self._thread.result(self.submit(prompts, n, sampling, on_completion, seeds))
+        self._thread.refuse_itself()
+        groups = [
+            self._submission(
+                prompt, n, sampling, None if on_completion is None else partial(on_completion, p), p, priority
+            )
+            for p, prompt in enumerate(prompts)
+        ]
+        return self._thread.result(self._begin(self._dispatcher.draw_all(groups), priority))
 
     def submit(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompt: Sequence[int],
         n: int,
         sampling: SamplingConfig,
         on_completion: OnCompletion | None = None,
-        seeds: Sequence[Sequence[int]] | None = None,
-    ) -> "Future[list[list[Completion]]]":
-        """Begins a call of `sample` and returns. What `sample` returns or raises is the result of the future, and ValueError
-        is raised here. Cancelling the future ends what is still sampled for it; closing the engine cancels it."""
+        group: int = 0,
+        priority: Priority = Priority.SAMPLE,
+    ) -> "Future[list[Completion]]":
+        """Begins to draw one group, `n` completions of a prompt, and returns. Of equal priority, groups are served in the
+        order in which they were submitted.
+
+        Args: prompt: token ids; n: completions; sampling: how they are drawn; on_completion: called with (sample index,
+        completion), otherwise as in `sample`; group: number of the group among those with the same `sampling.seed`. The
+        seeds of its completions follow from (sampling.seed, group, sample index), whenever it is submitted; priority: who goes
+        first where others wait, too.
+        Returns: a future of the n completions, or of what `sample` raises. Cancelling it ends what is still sampled for this
+        group; closing the engine cancels it.
+        Raises: ValueError for a prompt that does not fit.
+        """
         self._thread.refuse_itself()
-        prompts = check_prompts(prompts, n, sampling, self.config.max_model_len)
-        seeds = request_seeds(sampling.seed, len(prompts), n, seeds)
-        return self._thread.submit(self._sample(prompts, n, Batch(sampling, on_completion), seeds))
+        submission = self._submission(prompt, n, sampling, on_completion, group, priority)
+        return self._begin(self._dispatcher.draw(submission), priority)
+
+    def _submission(
+        self,
+        prompt: Sequence[int],
+        n: int,
+        sampling: SamplingConfig,
+        on_completion: OnCompletion | None,
+        group: int,
+        priority: Priority,
+    ) -> Submission:
+        prompt = check_prompt(prompt, n, sampling, self.config.max_model_len, group)
+        return Submission(prompt, n, sampling, on_completion, group, priority)
+
+    def _begin(self, work: Coroutine[Any, Any, Any], priority: Priority) -> Future:
+        if priority is not Priority.EVALUATION:
+            return self._thread.submit(work)
+        with self._publish_lock:  # a publication under way is waited for: the evaluation begins with its version
+            future = self._thread.submit(work)
+            self._evaluation.add(future)
+        future.add_done_callback(self._evaluation.discard)
+        return future
 
     def cancel(self) -> None:
         """Ends all running calls of `sample` early: they return what they have, with finish reason "abort". While the engine is
         being started again, they return once it is there."""
-        for batch in list(self._batches):
-            batch.cancelled = True  # from here, since the loop's thread stands still while an engine comes up
+        self._dispatcher.mark_cancelled()  # from here, since the loop's thread stands still while an engine comes up
         try:
-            self._call(self._cancel(), timeout=30.0)
+            self._call(self._dispatcher.cancel(), timeout=30.0)
         except TimeoutError:
             log.warning("Engine.cancel: the engine is being started again; calls of sample end when it is there")
 
@@ -243,12 +271,17 @@ class Engine:
         tensors are those of an adapter (the engine then needs `lora_rank`), which all requests use from now on, over the model
         as it is.
         Returns: what it took, in bytes and seconds.
-        Raises: ValueError for tensors or a version that cannot be; EngineFailed when the engine takes the weights neither now
-        nor after a restart.
+        Raises: ValueError for tensors or a version that cannot be; RuntimeError while an evaluation is drawn; EngineFailed when
+        the engine takes the weights neither now nor after a restart.
         """
         if adapter is not None and self.config.lora_rank is None:
             raise ValueError("publish: an adapter, but the engine was started without engine.lora_rank")
         with self._publish_lock:
+            if not all(future.done() for future in self._evaluation.copy()):
+                raise RuntimeError(
+                    f"publish: version {version}, while an evaluation of version {self.version} is drawn, which belongs to one "
+                    f"version; publish when it is over, or cancel it"
+                )
             buffer, copy_s = self._buffers.write(named_tensors, version, adapter, self.version)
             pause_s, load_s = self._call(self._supervisor.load())
             return PublishReport(version, buffer.bytes, copy_s, pause_s, load_s)
@@ -274,32 +307,19 @@ class Engine:
         Raises ValueError for a limit below 1."""
         if limit is not None and limit < 1:
             raise ValueError(f"limit_concurrency: {limit} requests; use 1 or more, or None to follow the engine")
-        self._call(self._limit_concurrency(limit))
+        self._call(self._dispatcher.limit_concurrency(limit))
 
     def stats(self) -> EngineStats:
         """Returns the counters of the run until now."""
-        return EngineStats(
-            prefix_queries=self._counts["queries"],
-            prefix_hits=self._counts["hits"],
-            preemptions=self._counts["preemptions"],
-            max_kv_usage=self._max_usage,
-            running=self._last_step.running,
-            waiting=self._last_step.waiting,
-            concurrency=self._fixed or self._controller.limit,
-            completed=self._counts["completed"],
-            tokens=self._counts["tokens"],
-            restarts=self._supervisor.restarts,
-        )
+        return self._dispatcher.stats()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run should know: the throttle's findings."""
-        return self._controller.state_dict()
+        return self._dispatcher.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from what `state_dict` of an earlier run has returned."""
-        self._controller.load_state_dict(state)
-        if self._fixed is None:
-            self._throttle.size = self._controller.allowed
+        self._dispatcher.load_state_dict(state)
 
     # -- inside the loop's thread -------------------------------------------------------------------------------------
 
@@ -309,92 +329,10 @@ class Engine:
 
     def _make_core(self) -> Core:
         """Makes a life of the engine, the first one or a later one. Raises OSError when nobody could clean up after it."""
-        core = self._backend(self.model_dir, self.config, self.log_path, self._cleanup.folder, self._on_step)
+        core = self._backend(self.model_dir, self.config, self.log_path, self._cleanup.folder, self._dispatcher.on_step)
         try:
             self._cleanup.guard(core.group)
         except BaseException:
             core.kill()  # nobody else knows of it yet
             raise
         return core
-
-    async def _cancel(self) -> None:
-        for batch in self._batches:
-            batch.cancelled = True
-        core = self._supervisor.core
-        try:
-            for call in list(core.calls.values()) if core is not None else ():
-                await core.end(call, "abort")
-        except CoreLost:
-            pass  # the watch notices it, too, and a call that was cancelled is not repeated
-
-    async def _sample(self, prompts: list[list[int]], n: int, batch: Batch, seeds: Any) -> list[list[Completion]]:
-        core = await self._supervisor.awake()
-        for p, prompt in enumerate(prompts):
-            # vLLM does not look, and dies of an id that it does not have.
-            if not 0 <= min(prompt) <= max(prompt) < core.vocabulary:
-                raise ValueError(
-                    f"sample: prompt {p} holds token ids from {min(prompt)} to {max(prompt)}, but the model has only "
-                    f"the ids 0 to {core.vocabulary - 1}: tokenizer and model do not belong together"
-                )
-        longest = max((len(prompt) for prompt in prompts), default=1)
-        self._controller.expect(core.cache_tokens, longest, batch.sampling.max_tokens, n, core.block)
-        self._resize()
-        self._batches.add(batch)
-        # Prompt by prompt, so that the first sample of a group fills the prefix cache before its siblings arrive.
-        tasks = [
-            asyncio.create_task(self._one(batch, p, s, prompt, None if seeds is None else int(seeds[p][s])))
-            for p, prompt in enumerate(prompts)
-            for s in range(n)
-        ]
-        try:
-            flat = await asyncio.gather(*tasks)
-        finally:
-            self._batches.discard(batch)
-            for task in tasks:
-                task.cancel()
-        return [flat[p * n : (p + 1) * n] for p in range(len(prompts))]
-
-    async def _one(self, batch: Batch, p: int, s: int, prompt: list[int], seed: int | None) -> Completion:
-        """Draws one completion, from as many lives of the engine as it takes."""
-        await self._throttle.acquire()
-        try:
-            while True:
-                core = await self._supervisor.awake()
-                if batch.cancelled:
-                    nothing = np.zeros(0, np.int32)
-                    return batch.notify(p, s, Completion(nothing, np.zeros(0, np.float32), nothing, "abort", 0))
-                call = Call(f"{os.getpid()}-{next(self._ids)}", prompt, batch.sampling, seed, self._first_version)
-                try:
-                    completion = await core.generate(call)
-                    break
-                except CoreLost as error:
-                    await self._supervisor.report_lost(core, error)
-        finally:
-            self._throttle.release()
-            if not self._throttle.held:
-                self._controller.start_round()
-        self._supervisor.report_finished()
-        self._counts["completed"] += 1
-        self._counts["tokens"] += len(completion.tokens)
-        self._controller.done()
-        self._resize()
-        return batch.notify(p, s, completion)
-
-    def _on_step(self, step: Step) -> None:
-        self._counts["queries"] += step.prefix_queries
-        self._counts["hits"] += step.prefix_hits
-        self._counts["preemptions"] += step.preempted
-        self._max_usage = max(self._max_usage, step.usage)
-        self._last_step = step
-        self._controller.step(step.usage, step.running, step.waiting, step.preempted, self._throttle.blocked)
-        self._resize()
-
-    async def _limit_concurrency(self, limit: int | None) -> None:
-        self._fixed = limit
-        self._controller = Controller(self._controller.ceiling)
-        self._resize()
-
-    def _resize(self) -> None:
-        limit = self._fixed or self._controller.allowed
-        if self._throttle.size != limit:
-            self._throttle.resize(limit)

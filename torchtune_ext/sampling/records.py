@@ -2,12 +2,24 @@
 
 import math
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM has room for these; a rank between is padded to the next
 FINISH_REASONS = ("stop", "length", "early_stop", "deadline", "abort")
+
+
+CANARY_REQUESTS = 32  # at most in flight; an engine has so many rows in a step besides those of `max_num_seqs`
+
+
+class Priority(IntEnum):
+    """Says who goes first where requests wait: in front of the throttle, and in vLLM's own queue, whose word it is."""
+
+    CANARY = 0  # waits for no place of the throttle: all wait for it, and it is few and short (CANARY_REQUESTS)
+    EVALUATION = 1  # gets the next places; it belongs to one version, so nothing may be published while one is drawn
+    SAMPLE = 2  # what is trained on
 
 
 class EngineFailed(RuntimeError):
@@ -30,10 +42,12 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.85  # share of the GPU for weights + KV cache, when kv_cache_bytes is None
     tensor_parallel_size: int = 1  # GPUs of one engine
     max_concurrency: int | None = None  # requests in flight; None: follow the engine's own counters
-    max_num_seqs: int | None = None  # rows of one engine step; None: 256 on CPU, 1024 on GPU
+    max_num_seqs: int | None = None  # requests in one engine step, canary aside; None: 256 on CPU, 1024 on GPU
     max_num_batched_tokens: int | None = None  # tokens of one engine step; None: vLLM's choice
     block_size: int | None = None  # tokens in a KV block; None: 32 on CPU, vLLM's choice on GPU
     devices: str | None = None  # CUDA_VISIBLE_DEVICES of the engine's process; None: inherited
+    # keys and values of requests in flight at a publication: "recompute" under the new weights, or "keep" the old ones
+    kv_on_publish: str = "recompute"
     sleep: bool = False  # engine shares the trainer's GPU: give memory back between sampling and publishing
     # "http://host:port" of a running vLLM server, whose key is in TORCHTUNE_EXT_API_KEY; None: an engine of our own
     address: str | None = None
@@ -52,6 +66,12 @@ class EngineConfig:
     def __post_init__(self):
         if self.dtype not in ("bfloat16", "float16", "float32", "auto"):
             raise ValueError(f"engine.dtype is {self.dtype!r}: use 'bfloat16', 'float16', 'float32' or 'auto'")
+        if self.kv_on_publish not in ("recompute", "keep"):
+            raise ValueError(f"engine.kv_on_publish is {self.kv_on_publish!r}: use 'recompute' or 'keep'")
+        if self.kv_on_publish == "keep" and self.sleep:
+            raise ValueError(
+                "engine.kv_on_publish=keep with engine.sleep: what sleeps loses its KV cache; use 'recompute'"
+            )
         for name in ("max_model_len", "tensor_parallel_size", "max_failures"):
             if getattr(self, name) < 1:
                 raise ValueError(f"engine.{name} is {getattr(self, name)}: it has to be 1 or more")
@@ -96,7 +116,7 @@ class SamplingConfig:
     top_p: float = 1.0  # below 1 the log-probs are of the renormalized distribution
     top_k: int = 0  # 0: off
     stop_token_ids: tuple[int, ...] = ()  # a completion ends with (and contains) the first of these; with nothing else
-    seed: int | None = None  # requests' seeds come from (seed, prompt index, sample index); None: not reproducible
+    seed: int | None = None  # requests' seeds come from (seed, group, sample index); None: not reproducible
     early_stop_logprob: float | None = None  # mean log-prob (nats) below which a completion is stopped; None: off
     early_stop_decay: float = 0.992  # decay of the running mean: 0.992 looks back about 125 tokens
     early_stop_min_tokens: int = 64  # no early stop before so many tokens

@@ -11,19 +11,19 @@ environment variable on both sides (`doors.KEY_VARIABLE`), never in a config, a 
 import asyncio
 import json
 import logging
-import secrets
 import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded, paused
-from torchtune_ext.sampling.core import LOADER, UNIPROC
-from torchtune_ext.sampling.doors import GUARD, KEY_VARIABLE, authorization, one_machine, server_key
-from torchtune_ext.sampling.imports import on_cpu
+from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded, paused, require_cleared
+from torchtune_ext.sampling.doors import KEY_VARIABLE, authorization, server_key
 from torchtune_ext.sampling.records import Completion, EngineConfig
+from torchtune_ext.sampling.server_command import server_command
 from torchtune_ext.sampling.weight_buffer import UNREADABLE, WeightBuffer
+
+__all__ = ["ServerCore", "server_command"]
 
 log = logging.getLogger(__name__)
 
@@ -38,35 +38,6 @@ METRICS = {  # names on vLLM's Prometheus page -> our names
     "vllm:prefix_cache_queries_total": "queries",
     "vllm:prefix_cache_hits_total": "hits",
 }
-
-
-def server_command(
-    model_dir: str, config: EngineConfig, host: str = "127.0.0.1", port: int = 8000
-) -> tuple[list[str], dict[str, str]]:
-    """Returns the command line that starts a server which `ServerCore` can use, and the environment variables to add.
-
-    They hold the key that the server will ask for: the one of our own environment (`doors.KEY_VARIABLE`), or else a fresh
-    random one, which then has to get into the trainer's. Raises ValueError for a key that no header can carry.
-    Args: model_dir: directory of a Hugging Face model; config: how its engine is built; host: address to listen on: the trainer
-    is on the same machine, and over a network the key would travel in the clear; port: its number.
-    """
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model_dir]
-    command += ["--host", host, "--port", str(port), "--middleware", GUARD]
-    command += ["--dtype", config.dtype, "--max-model-len", str(config.max_model_len)]
-    command += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
-    command += ["--skip-tokenizer-init", "--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
-    command += ["--worker-extension-cls", LOADER, "--weight-transfer-config", json.dumps({"backend": "shm"})]
-    key = server_key() or secrets.token_urlsafe(32)
-    environ = {KEY_VARIABLE: key, "VLLM_API_KEY": key}  # else a VLLM_API_KEY of the user's would ask for another one
-    environ |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}  # the weight routes are in the "dev mode"
-    environ |= one_machine()
-    if on_cpu():
-        command += ["--enforce-eager", "--distributed-executor-backend", UNIPROC, "--no-enable-chunked-prefill"]
-        command += ["--block-size", str(config.block_size or 32)]
-        command += ["--max-num-batched-tokens", str(max(4096, config.max_model_len))]
-        command += ["--kv-cache-memory-bytes", str(config.kv_cache_bytes or 1 << 30)]
-        environ |= {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
-    return command, environ
 
 
 def _said(error: Exception) -> str:
@@ -94,6 +65,7 @@ class ServerCore:
         self._model = "MODEL_DIR"  # the real one is known after the launch
         self._headers: dict[str, str] = {}  # they hold the key, once it is configured
         self._last: dict[str, float] | None = None
+        self._salt: str | None = None  # a prefix is shared by requests of the same salt alone
 
     def configure(self) -> None:
         """Reads the key; who starts the server configures all else. Raises ValueError without a key."""
@@ -170,6 +142,11 @@ class ServerCore:
                 f"engine.address: {self.address} cannot take weights from shared memory; "
                 f"start it like this: {self._how()}"
             )
+        if config["scheduler_config"]["policy"] != "priority":
+            raise ValueError(
+                f"engine.address: {self.address} serves requests as they come, so a canary would wait behind all samples; "
+                f"start it like this: {self._how()}"
+            )
         if model["max_model_len"] < self.config.max_model_len:
             raise ValueError(
                 f"engine.max_model_len is {self.config.max_model_len}, but {self.address} was started with "
@@ -188,6 +165,8 @@ class ServerCore:
         body = {
             "request_id": call.id,
             "token_ids": call.prompt,
+            "priority": call.priority,
+            "cache_salt": self._salt,
             "stream": call.watch is not None,
             "stream_options": {"include_usage": True} if call.watch is not None else None,
             "sampling_params": {
@@ -263,7 +242,12 @@ class ServerCore:
             ) from error
         started = time.monotonic()
         with paused():
-            await self._quick(self._post("/pause?mode=keep&clear_cache=true"))
+            await self._quick(self._post("/pause?mode=keep&clear_cache=false"))
+            if self.config.kv_on_publish == "recompute":
+                answer = await self._quick(self._post("/reset_prefix_cache?reset_running_requests=true"))
+                require_cleared(answer["success"])
+            else:  # as in LocalCore.load
+                self._salt = str(version)
             loading = time.monotonic()
             await self._start_update()
             await self._bounded(self._post("/update_weights", {"update_info": weights.manifest}))

@@ -21,6 +21,8 @@ import asyncio
 import math
 from collections import deque
 
+from torchtune_ext.sampling.records import Priority
+
 MAX_GROWTH = 4.0  # factor by which the limit grows in one round, at most
 SHRINK = 0.85  # the next limit, as a share of the requests that ran when one was preempted
 TARGET = 0.92  # share of the KV cache to use
@@ -42,7 +44,8 @@ class Controller:
         with None the first call of `expect` sets it."""
         self.ceiling = ceiling
         self.limit = min(limit or 1, ceiling)
-        self.known = limit is not None  # False: the limit is a placeholder until `expect`
+        self.known = limit is not None  # whether the limit was measured; until then `expect` sets it
+        self.expected: int | None = None  # the lowest that `expect` has found
         self.target = TARGET
         # Each round leaves its requests and the share of the cache that one of them took.
         self.costs: deque[tuple[int, float]] = deque(maxlen=MEMORY)
@@ -60,10 +63,11 @@ class Controller:
         self.crowded = False  # whether requests waited inside the engine because the cache was full
 
     def expect(self, cache_tokens: int, prompt_tokens: int, max_tokens: int, samples: int, block: int) -> None:
-        """Sets a first limit, on the safe side: every completion takes its longest possible length.
+        """Sets a first limit, on the safe side: every completion takes its longest possible length. Until a limit was
+        measured, the lowest one counts, of whatever group.
 
-        Args: cache_tokens: size of the KV cache; prompt_tokens: of the longest prompt; max_tokens: of a completion;
-        samples: requests that share a prompt; block: tokens of a block of the cache.
+        Args: cache_tokens: size of the KV cache; prompt_tokens: of the group's prompt; max_tokens: of a completion;
+        samples: requests that share the prompt; block: tokens of a block of the cache.
         """
         if not self.known:
             # Whole blocks are shared; the rest of the prompt is not.
@@ -71,10 +75,10 @@ class Controller:
             own = -(-(prompt_tokens - shared + max_tokens) // block) * block
             # There is one prompt more, whose first samples come while others still run.
             room = TARGET * cache_tokens - shared
-            self.limit = max(1, min(self.ceiling, int(room / (own + shared / samples))))
-            self.known = True
-            self.allowed = self.limit
-            self.start_round()
+            limit = max(1, min(self.ceiling, int(room / (own + shared / samples))))
+            if self.expected is None or limit < self.expected:
+                self.expected = self.limit = self.allowed = limit
+                self.start_round()
 
     def step(self, usage: float, running: int, waiting: int, preempted: int, blocked: bool) -> None:
         """One step of the engine.
@@ -109,6 +113,7 @@ class Controller:
             self._end_round()
 
     def _end_round(self) -> None:
+        self.known = True
         self.target = min(TARGET, self.target + TARGET_UP)
         self.costs.append((self.in_flight, self.peak / self.in_flight))
         # What few requests cost says little about many: they share fewer prompts, and chance weighs more.
@@ -135,38 +140,40 @@ class Controller:
 
 
 class Throttle:
-    """Is a semaphore whose size may change while it is in use. Who comes first is served first, so that the samples of a
-    group go to the engine together and share their prompt. It is used from one asyncio loop."""
+    """Is a semaphore whose size may change while it is in use. An evaluation goes before every sample; among equals, who comes
+    first is served first, so that the samples of a group go to the engine together and share their prompt. The canary waits
+    for nobody: its requests are few, fit into the free part of the KV cache, and hold places that samples then wait for. It is
+    used from one asyncio loop."""
 
     def __init__(self, size: int):
         self.size = size
         self.held = 0
-        self._queue: deque[asyncio.Future] = deque()
+        self._queues: dict[Priority, deque[asyncio.Future]] = {priority: deque() for priority in Priority}
 
     @property
     def blocked(self) -> bool:
         """Whether somebody waits."""
-        return bool(self._queue)
+        return any(self._queues.values())
 
     def resize(self, size: int) -> None:
         """Changes the number of places: at once for those who wait, while those who hold a place keep it."""
         self.size = size
         self._admit()
 
-    async def acquire(self) -> None:
+    async def acquire(self, priority: Priority) -> None:
         """Waits for a place. The caller bounds the wait (every request in front has its own supervision)."""
-        if self.held < self.size and not self._queue:
+        if priority is Priority.CANARY or (self.held < self.size and not self.blocked):
             self.held += 1
             return
-        turn = asyncio.get_running_loop().create_future()
-        self._queue.append(turn)
+        turn, queue = asyncio.get_running_loop().create_future(), self._queues[priority]
+        queue.append(turn)
         try:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
                 self.release()  # the place was given in the same moment
-            elif turn in self._queue:
-                self._queue.remove(turn)
+            elif turn in queue:
+                queue.remove(turn)
             raise
 
     def release(self) -> None:
@@ -175,8 +182,9 @@ class Throttle:
         self._admit()
 
     def _admit(self) -> None:
-        while self._queue and self.held < self.size:
-            turn = self._queue.popleft()
-            if not turn.done():
-                self.held += 1
-                turn.set_result(None)
+        for queue in self._queues.values():
+            while queue and self.held < self.size:
+                turn = queue.popleft()
+                if not turn.done():
+                    self.held += 1
+                    turn.set_result(None)

@@ -13,7 +13,8 @@ from torchtune_ext.groups import Group, Sample
 from torchtune_ext.packing import Row, contexts, pack
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.logprobs import LabelLogprobs
-from torchtune_ext.sampling.engine import Completion, Engine, SamplingConfig
+from torchtune_ext.sampling.engine import Completion, Engine, Priority, SamplingConfig
+from torchtune_ext.sampling.records import CANARY_REQUESTS
 from torchtune_ext.sampling.weight_buffer import checksum
 from torchtune_ext.tasks.task import Problem, Task
 from torchtune_ext.training.agreement import Agreement, Applied, Disagreement, applied_share
@@ -22,7 +23,8 @@ from torchtune_ext.training.outcome import gathered
 from torchtune_ext.training.precision import Precision
 from torchtune_ext.training.trained import Adapters, AllWeights
 
-CANARY_PROMPTS, CANARY_SAMPLES, CANARY_TOKENS = 4, 8, 16
+CANARY_SAMPLES, CANARY_TOKENS = 8, 16
+CANARY_PROMPTS = CANARY_REQUESTS // CANARY_SAMPLES
 CANARY_SEED = 0  # the same every time, so that most tokens come again and two policies can be compared on them
 
 
@@ -117,7 +119,7 @@ class Publisher:
         """This rank's share of freshly sampled rows, and what shows already that other weights sampled them."""
         rows = wrong = None
         if self._engine is not None:
-            completions = self._engine.sample(self._prompts, CANARY_SAMPLES, self._sampling)
+            completions = self._engine.sample(self._prompts, CANARY_SAMPLES, self._sampling, priority=Priority.CANARY)
             wrong = self._wrong_version(completions, version) or self._wrong_tensors()
             groups = [_as_group(p, found) for p, found in zip(self._prompts, completions, strict=True)]
             longest = sum(len(g.prompt_tokens) + CANARY_SAMPLES * CANARY_TOKENS for g in groups)

@@ -31,17 +31,32 @@ class Letters:
 
 
 class Told:
-    """An engine that says what the test tells it to."""
+    """An engine that says what the test tells it to: `script` once all problems are submitted, then what `draw` is told."""
 
-    def submit(self, prompts, n, sampling, on_completion):
-        self.prompts, self.say, self.future = prompts, on_completion, Future()
-        if any(len(prompt) > 2 for prompt in prompts):
+    def __init__(self):
+        self.prompts, self.say, self.futures, self.script, self.drawn = [], [], [], [], set()
+
+    def submit(self, prompt, n, sampling, on_completion, group, priority):
+        if len(prompt) > 2:
             raise ValueError("the prompt does not fit")
-        return self.future
+        assert group == len(self.futures)
+        self.prompts.append(prompt)
+        self.say.append(on_completion)
+        self.futures.append(Future())
+        if len(self.futures) == len(PROBLEMS):
+            self.play()
+        return self.futures[-1]
+
+    def play(self):
+        for drawn in self.script:
+            self.draw(*drawn)
 
     def draw(self, p, s, text):
         ids = np.array([ord(letter) for letter in text], np.int32)
-        self.say(p, s, Completion(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32), "stop", 0))
+        self.say[p](s, Completion(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32), "stop", 0))
+        self.drawn.add((p, s))
+        if {(p, 0), (p, 1)} <= self.drawn:
+            self.futures[p].set_result([])
 
 
 class Slow:
@@ -79,18 +94,7 @@ class Seen(list):
 
 
 def stream_of(engine, grader, watcher=None):
-    """The iterator, after its first step has begun: `draw` fills it from here on, before anybody waits."""
-    stream = sample_groups(PROBLEMS, 2, SAMPLING, engine, Letters(), grader, watcher)
-    submit = engine.submit
-
-    def submit_and_draw(*args):
-        future = submit(*args)
-        for drawn in engine.script:
-            engine.draw(*drawn)
-        return future
-
-    engine.submit = submit_and_draw
-    return stream
+    return sample_groups(PROBLEMS, 2, SAMPLING, engine, Letters(), grader, watcher)
 
 
 def rewards(group):
@@ -109,7 +113,6 @@ def test_a_group_comes_when_it_is_whole_while_others_are_sampled(engine, grader)
     assert (index, rewards(group), [sample.text for sample in group.samples]) == (0, [5.0, 1.0], ["bbbbb", "b"])
     assert not any(sample.advantage or sample.trained for sample in group.samples)
     engine.draw(1, 1, "")
-    engine.future.set_result([])
     assert [index for index, _ in stream] == [1]
     assert sorted(seen) == [0.0, 1.0, 1.0, 2.0, 3.0, 5.0]
 
@@ -121,13 +124,13 @@ def test_the_batch_is_in_the_order_of_the_problems(engine, grader):
 
 
 def test_a_slow_text_delays_its_own_group_alone(engine, grader):
-    engine.script = [(0, 0, "9.9 s"), *((p, s, "quick") for p in (1, 2) for s in (0, 1)), (0, 1, "quick")]
+    engine.script = [(0, 0, "9.9 s"), *((p, s, "quick") for p in (1, 2) for s in (0, 1))]
     begun = time.monotonic()
     stream = stream_of(engine, grader)
     assert {index for index, _ in islice(stream, 2)} == {1, 2}
     assert time.monotonic() - begun < 9.0
     stream.close()
-    assert engine.future.cancelled()
+    assert [future.cancelled() for future in engine.futures] == [True, False, False]
 
 
 def test_a_judge_gets_whole_groups(engine):
@@ -141,24 +144,23 @@ def test_a_judge_gets_whole_groups(engine):
 def test_what_the_engine_refuses_is_raised_at_once(engine, grader):
     wrong = [Problem("long", ({"role": "user", "content": "far too long"},), 0)]
     with pytest.raises(ValueError, match="does not fit"):
-        next(sample_groups(wrong, 2, SAMPLING, engine, Letters(), grader))
+        next(sample_groups([PROBLEMS[0], *wrong], 2, SAMPLING, engine, Letters(), grader))
+    assert engine.futures[0].cancelled(), "the group before it is sampled for nobody"
 
 
 def test_groups_that_were_whole_come_before_the_error(engine, grader):
     engine.script = [(1, 0, "a"), (1, 1, "a"), (0, 0, "a")]
     stream = stream_of(engine, grader)
     assert next(stream)[0] == 1
-    engine.future.set_exception(EngineFailed("beyond help"))
+    engine.futures[0].set_exception(EngineFailed("beyond help"))
     with pytest.raises(EngineFailed, match="beyond help"):
         next(stream)
 
 
 def test_an_engine_that_is_closed_ends_the_stream(engine, grader):
-    engine.script = []
+    engine.script = [(0, 0, "a")]
     stream = stream_of(engine, grader)
-    engine.script.append((0, 0, "a"))
-    submit = engine.submit
-    engine.submit = lambda *args: (future := submit(*args)).cancel() and future
+    engine.play = lambda: [Told.play(engine), *(future.cancel() for future in engine.futures)]
     with pytest.raises(EngineFailed, match="closed"):
         next(stream)
 
@@ -171,7 +173,7 @@ def test_a_grader_that_is_closed_ends_the_stream(engine):
     engine.draw = lambda *args: (draw(*args), grader.close())
     with pytest.raises(RuntimeError, match="closed"):
         next(stream)
-    assert engine.future.cancelled()
+    assert [future.cancelled() for future in engine.futures] == [False, True, True]
 
 
 def test_work_on_completions_counts_while_the_engine_samples(engine, grader):
@@ -180,10 +182,8 @@ def test_work_on_completions_counts_while_the_engine_samples(engine, grader):
     watch, slow = Stopwatch(), Letters()
     slow.decode = lambda ids: time.sleep(0.02) or "x"
     stream = sample_groups(PROBLEMS, 2, SAMPLING, engine, slow, grader, None, watch)
-    submit = engine.submit
-    engine.submit = lambda *args: (submit(*args), [engine.draw(*drawn) for drawn in engine.script])[0]
     in_order(stream)
-    assert watch.seconds["generate"] >= 6 * 0.02 and "grade" not in watch.seconds
+    assert watch.seconds["generate"] >= 6 * 0.02
 
 
 def test_no_problems_no_groups(engine, grader):

@@ -20,7 +20,7 @@ from waiting import in_thread, wait_until  # noqa: E402
 
 from torchtune_ext.run.stop import Stopped, StopSignals  # noqa: E402
 from torchtune_ext.sampling.calls import CoreLost, Step  # noqa: E402
-from torchtune_ext.sampling.engine import EngineFailed, SamplingConfig  # noqa: E402
+from torchtune_ext.sampling.engine import EngineFailed, Priority, SamplingConfig  # noqa: E402
 from torchtune_ext.sampling.records import Completion  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
@@ -161,6 +161,41 @@ def test_two_threads_publish_one_after_the_other(make_engine):
     assert engine.version == 2
 
 
+def test_nothing_is_published_while_an_evaluation_is_drawn(make_engine):
+    engine, sampling = make_engine(), SamplingConfig(max_tokens=4)
+    sample = engine.submit([1, 2], 2, sampling)
+    evaluation = engine.submit([1, 2], 2, sampling, priority=Priority.EVALUATION)
+    with pytest.raises(RuntimeError, match="version 1, while an evaluation of version 0 is drawn"):
+        engine.publish(weights(1), 1)
+    assert engine.version == 0
+    evaluation.cancel()
+    engine.publish(weights(1), 1)
+    assert engine.version == 1 and not sample.done()
+
+
+def test_an_evaluation_waits_for_a_publication_under_way(make_engine):
+    engine = make_engine()
+    core, half, rest = SleepingCore.made[0], threading.Event(), threading.Event()
+
+    def slowly():
+        yield weights(1)[0]
+        half.set()
+        assert rest.wait(10)
+        yield weights(1)[1]
+
+    publisher, _ = in_thread(lambda: engine.publish(slowly(), 1))
+    assert half.wait(5)
+    asked = lambda: engine.submit([1], 1, SamplingConfig(max_tokens=4), priority=Priority.EVALUATION)  # noqa: E731
+    asker, _ = in_thread(asked)
+    time.sleep(0.05)
+    assert not core.calls
+    rest.set()
+    publisher.join(10)
+    asker.join(10)
+    wait_until(lambda: core.calls)
+    assert engine.version == 1
+
+
 def test_cancel_while_an_engine_comes_up(make_engine):
     engine = make_engine()
     sampler, outcome = in_thread(lambda: engine.sample([[1, 2]], 3, SamplingConfig(max_tokens=4)))
@@ -184,7 +219,7 @@ def test_an_error_over_the_counters_comes_out_of_sample(make_engine, monkeypatch
     def broken(*args):
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr(engine._controller, "step", broken)
+    monkeypatch.setattr(engine._dispatcher.controller, "step", broken)
     sampler, outcome = in_thread(lambda: engine.sample([[1, 2]], 1, SamplingConfig(max_tokens=4)))
     core = SleepingCore.made[0]
     wait_until(lambda: core.calls)

@@ -2,6 +2,7 @@
 
 import asyncio
 import traceback
+from dataclasses import replace
 
 import pytest
 
@@ -26,9 +27,12 @@ def core(monkeypatch):
     return core
 
 
+CLEAR = "/reset_prefix_cache?reset_running_requests=true"
+
+
 def answers(monkeypatch, core, replies):
     """Lets the server answer by path: text, or an error to raise; all else is fine. Returns the paths that were asked."""
-    asked = []
+    asked, replies = [], {CLEAR: {"success": True}} | replies
 
     async def request(method, path, body):
         asked.append(path)
@@ -91,6 +95,21 @@ def test_only_a_server_that_cannot_read_our_memory_is_told_to_be_on_this_machine
     answers(monkeypatch, core, {"/init_weight_transfer_engine": unread})
     with pytest.raises(ValueError, match="has to run on this machine"):
         asyncio.run(core.load([weights], 1))
+
+
+def test_a_cache_that_was_not_cleared_ends_the_connection(core, monkeypatch, weights):
+    """The server says so in a body, with status 200."""
+    asked = answers(monkeypatch, core, {CLEAR: {"success": False}})
+    with pytest.raises(CoreLost, match="refused to clear its KV cache"):
+        asyncio.run(core.load([weights], 1))
+    assert "/update_weights" not in asked and "/resume" not in asked
+
+
+def test_kept_keys_and_values_are_found_by_no_later_request(core, monkeypatch, weights):
+    core.config = replace(core.config, kv_on_publish="keep")
+    asked = answers(monkeypatch, core, {})
+    asyncio.run(core.load([weights], 1))
+    assert CLEAR not in asked and core._salt == "1"
 
 
 def test_an_update_that_another_trainer_began_is_finished_first(core, monkeypatch, weights):

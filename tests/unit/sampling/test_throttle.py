@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 
+from torchtune_ext.sampling.records import Priority
 from torchtune_ext.sampling.throttle import MAX_GROWTH, TARGET, Controller, Throttle
 
 
@@ -139,6 +140,22 @@ def test_one_excess_shrinks_once():
     assert controller.limit == 72
 
 
+def test_until_it_is_measured_the_limit_fits_the_longest_of_all_groups():
+    """A cache of 100 blocks, 92 to be used; a completion of up to 32 tokens takes one, of up to 320 tokens ten."""
+    controller = Controller(ceiling=256)
+    controller.expect(3200, 1, 31, 4, 32)
+    assert controller.limit == controller.allowed == 92
+    controller.expect(3200, 1, 319, 4, 32)
+    controller.expect(3200, 1, 31, 4, 32)
+    assert controller.limit == controller.allowed == 9
+    for _ in range(9):
+        controller.step(0.46, 9, 0, 0, True)
+        controller.done()
+    assert controller.limit == 18, "measured: nine took half of it"
+    controller.expect(3200, 1, 319, 4, 32)
+    assert controller.limit == 18
+
+
 def test_a_step_in_which_nothing_runs_teaches_nothing():
     """As after a pause, whatever the other counters say: above all it is no error."""
     controller = Controller(ceiling=256, limit=100)
@@ -183,7 +200,7 @@ def test_throttle_is_fair_and_bounded():
 
         async def work(number):
             nonlocal most
-            await throttle.acquire()
+            await throttle.acquire(Priority.SAMPLE)
             order.append(number)
             most = max(most, throttle.held)
             await asyncio.sleep(0)
@@ -195,11 +212,41 @@ def test_throttle_is_fair_and_bounded():
     asyncio.run(scenario())
 
 
+def test_throttle_admits_the_canary_at_once_and_an_evaluation_before_every_sample():
+    async def scenario():
+        throttle, order = Throttle(2), []
+
+        async def work(priority, number):
+            await throttle.acquire(priority)
+            order.append((priority, number))
+
+        for number in range(2):
+            await work(Priority.SAMPLE, number)
+        queued = [asyncio.create_task(work(Priority.SAMPLE, number)) for number in range(2, 6)]
+        queued += [asyncio.create_task(work(Priority.EVALUATION, number)) for number in range(3)]
+        await asyncio.sleep(0)
+        for number in range(2):
+            await asyncio.wait_for(work(Priority.CANARY, number), 0.1)
+        assert throttle.held == 4 and order[2:] == [(Priority.CANARY, 0), (Priority.CANARY, 1)]
+        queued[4].cancel()  # the first of the evaluation
+        for _ in range(2):
+            throttle.release()
+            await asyncio.sleep(0)
+        assert len(order) == 4, "samples wait for the places that the canary holds, too"
+        for _ in range(6):
+            throttle.release()
+            await asyncio.sleep(0)
+        assert order[4:] == [(Priority.EVALUATION, n) for n in (1, 2)] + [(Priority.SAMPLE, n) for n in (2, 3, 4, 5)]
+        assert throttle.held == 2 and not throttle.blocked
+
+    asyncio.run(scenario())
+
+
 def test_throttle_resizes_while_in_use():
     async def scenario():
         throttle = Throttle(1)
-        await throttle.acquire()
-        waiters = [asyncio.create_task(throttle.acquire()) for _ in range(4)]
+        await throttle.acquire(Priority.SAMPLE)
+        waiters = [asyncio.create_task(throttle.acquire(Priority.SAMPLE)) for _ in range(4)]
         await asyncio.sleep(0)
         assert throttle.blocked and throttle.held == 1
         throttle.resize(3)
@@ -221,8 +268,8 @@ def test_throttle_resizes_while_in_use():
 def test_throttle_loses_no_place_when_a_waiter_is_cancelled():
     async def scenario():
         throttle = Throttle(1)
-        await throttle.acquire()
-        waiting, next_one = (asyncio.create_task(throttle.acquire()) for _ in range(2))
+        await throttle.acquire(Priority.SAMPLE)
+        waiting, next_one = (asyncio.create_task(throttle.acquire(Priority.SAMPLE)) for _ in range(2))
         await asyncio.sleep(0)
         throttle.release()  # gives the place to `waiting`...
         waiting.cancel()  # ...which is cancelled before it has run
