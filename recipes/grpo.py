@@ -2,9 +2,11 @@
 
     tune run grpo_full --config grpo/tiny
     tune run grpo_lora --config grpo/tiny_lora
+    tune run grpo_async --config grpo/tiny_async
     CUDA_VISIBLE_DEVICES=0,1,2,3 tune run --nproc_per_node 4 grpo_full --config grpo/qwen2_5_7B_full
 
-`tune` knows this one file by two names. What is trained, all weights or adapters, and in which precision, says the config.
+`tune` knows this one file by three names. What is trained, all weights or adapters, in which precision, and whether the engine
+samples ahead while the trainer works, says the config.
 
 The whole algorithm is in `train()`. To change it: `tune cp grpo_full my_grpo.py`, edit, `tune run my_grpo.py --config ...`.
 Rank 0 owns the engine, the graders and the files; every rank trains on its share of the packed rows.
@@ -20,6 +22,7 @@ import torch
 from omegaconf import MISSING, DictConfig
 
 from torchtune_ext.advantages import AdvantageConfig, refilled, with_advantages
+from torchtune_ext.buffer import Ledger
 from torchtune_ext.evaluation import EvaluationConfig
 from torchtune_ext.grading import Grader, GraderConfig
 from torchtune_ext.groups import Group
@@ -31,13 +34,13 @@ from torchtune_ext.packing import Row, pack_updates
 from torchtune_ext.policy.builder import build_policy, on_meta
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.memory import memory_table
-from torchtune_ext.rollout import in_order, sample_groups
+from torchtune_ext.rollout import GroupStream, in_order, sample_groups
 from torchtune_ext.run.folder import RunFolder
 from torchtune_ext.run.output import say
 from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.sampling.engine import Engine, EngineConfig, Priority, SamplingConfig
+from torchtune_ext.source import GroupSource
 from torchtune_ext.tasks.order import ProblemStream
-from torchtune_ext.tasks.task import Problem
 from torchtune_ext.telemetry import summary
 from torchtune_ext.telemetry.metrics import LoggingConfig, Metrics
 from torchtune_ext.telemetry.progress import Progress
@@ -51,12 +54,11 @@ from torchtune_ext.training.precision import Precision, PrecisionConfig
 from torchtune_ext.training.publish import Publisher, canary_prompts
 from torchtune_ext.training.resume import RunState
 from torchtune_ext.training.schedule import ScheduleConfig, make_schedule
-from torchtune_ext.training.settings import at_least, check_needs, check_sampling, release_memory
+from torchtune_ext.training.settings import at_least, check_settings, release_memory
 from torchtune_ext.training.state import CheckpointConfig, Checkpoints
 from torchtune_ext.training.trained import AdapterConfig, trained_part
 
-TUNE_NAMES = ("grpo_full", "grpo_lora")
-SEED_STRIDE = 1 << 20  # sampling seeds of one step start here times the step
+TUNE_NAMES = ("grpo_full", "grpo_lora", "grpo_async")
 
 
 @dataclass
@@ -83,6 +85,11 @@ class Config:
     max_steps: int = MISSING  # steps of sample -> train -> publish
     prompts_per_step: int = 32  # groups a step
     samples_per_prompt: int = 16  # completions of a group
+    staleness: int = 0  # versions that the policy may be ahead of the one that began a sample; 0: sample, then train
+    depth: int | None = (
+        None  # steps ahead for which the engine samples, at most staleness; null: 1, with staleness 0 none
+    )
+    rollout_deadline_s: float = 1800.0  # seconds without a completion or grade after which a step is given up
     refill_rounds: int = 0  # further sampling, up to so many times, to replace groups without signal
     updates_per_step: int = 1  # optimizer updates on the samples of one step
     row_tokens: int = 16384  # capacity of a packed row
@@ -110,6 +117,7 @@ class GRPORecipe:
         self.folder: RunFolder | None = None
         self.engine: Engine | None = None
         self.graders: list[Grader] = []  # of the task, of the held-out task
+        self.source: GroupSource | None = None
         self.metrics: Metrics | None = None
         self.rollouts: RolloutStore | None = None
         self.checkpoints: Checkpoints | None = None
@@ -139,6 +147,15 @@ class GRPORecipe:
             self.start_engine()
             if not resume:
                 self.open_records()
+        self.source = GroupSource(
+            Ledger(cfg.prompts_per_step, cfg.max_steps, cfg.staleness, cfg.depth),
+            GroupStream(self.engine, self.tokenizer, self.graders[0]) if self.engine else None,
+            self.problems,
+            samples=cfg.samples_per_prompt,
+            sampling=self.sampling,
+            seed=cfg.seed,
+            deadline_s=cfg.rollout_deadline_s,
+        )
         self.build_learner()
 
         # Metrics and rollouts of a run that goes on are cut to its checkpoint, once nothing can be wrong with it.
@@ -158,7 +175,7 @@ class GRPORecipe:
             self.learner,
             self.trained,
             self.precision,
-            self.source,
+            self.hf_model,
             self.agreement,
             canary_prompts(self.task, self.tokenizer),
             self.sampling,
@@ -167,8 +184,8 @@ class GRPORecipe:
     def check(self) -> None:
         """Builds the parts that cost nothing: what is wrong with the settings is said before anything is touched."""
         cfg = self.cfg
-        self.source = HFModel(cfg.model_dir)
-        self.source.files()  # there are weights
+        self.hf_model = HFModel(cfg.model_dir)
+        self.hf_model.files()  # there are weights
         self.meta_model = on_meta(partial(instantiate, cfg.model))  # names and shapes, no weights
         self.tokenizer = instantiate(cfg.tokenizer)
         self.task = instantiate(cfg.task)
@@ -177,20 +194,18 @@ class GRPORecipe:
         self.grading = build(GraderConfig, cfg.grader, "grader")
         self.problems = ProblemStream(self.task, cfg.seed)
         self.loss = instantiate(cfg.loss)
-        check_needs(cfg.loss, needs_of(self.loss))
         self.advantage = build(AdvantageConfig, cfg.advantage, "advantage")
         self.sampling = build(SamplingConfig, cfg.sampling, "sampling", stop_token_ids=self.tokenizer.stop_token_ids)
-        check_sampling(self.sampling, cfg.samples_per_prompt, self.advantage)
-        at_least(cfg, prompts_per_step=1, samples_per_prompt=2, updates_per_step=1)
+        check_settings(cfg, self.loss, self.sampling, self.advantage)
         self.schedule = build(ScheduleConfig, cfg.schedule, "schedule")
-        self.schedule.require_fits(self.planned_updates)
+        self.schedule.require_fits(cfg.max_steps * cfg.updates_per_step)
         self.logging = build(LoggingConfig, cfg.logging, "logging")
 
         # What is trained, and in which precision, both concern the engine, too: how it is started and what it is sent.
         adapters = build(AdapterConfig, cfg.adapters, "adapters")
         self.trained = trained_part(
             self.meta_model,
-            self.source,
+            self.hf_model,
             asked=cfg.model,
             adapters=adapters,
             world_size=self.ranks.world_size,
@@ -200,7 +215,7 @@ class GRPORecipe:
         self.precision = Precision(
             build(PrecisionConfig, cfg.precision, "precision", bare="flow"),
             self.meta_model,
-            self.source,
+            self.hf_model,
             dtype=cfg.dtype,
             engine=engine,
             device=self.ranks.device,
@@ -210,26 +225,14 @@ class GRPORecipe:
         if self.ranks.is_main:
             self.engine = Engine(cfg.model_dir, self.precision.engine, cfg.output_dir)
 
-    @property
-    def planned_updates(self) -> int:
-        return self.cfg.max_steps * self.cfg.updates_per_step
-
     def open_folder(self) -> Identity:
         """Rank 0: begins or continues the run in its folder. Returns what its checkpoints belong to."""
         cfg = self.cfg
-        said = opening(
-            cfg,
-            self.loss,
-            self.advantage,
-            checkpoints=self.saving,
-            evaluation=self.evaluation,
-            trained=self.trained,
-            precision=self.precision,
-        )
-        say(said)
+        parts = {"evaluation": self.evaluation, "trained": self.trained, "precision": self.precision}
+        say(opening(cfg, self.loss, self.advantage, checkpoints=self.saving, **parts))
         resuming = self.folder.resumes(cfg.resume_from_checkpoint)
         run = self.folder.begin(record(cfg), resuming, reads=named_paths(cfg))
-        return identify(run.id, self.source, self.meta_model, self.trained.spec)
+        return identify(run.id, self.hf_model, self.meta_model, self.trained.spec)
 
     def open_records(self) -> None:
         """Rank 0: what the run writes beside its checkpoints. One that goes on cuts it to the step that it goes on from."""
@@ -249,7 +252,7 @@ class GRPORecipe:
         cfg = self.cfg
         self.policy = build_policy(
             partial(instantiate, cfg.model),
-            self.source,
+            self.hf_model,
             device=self.ranks.device,
             compute_dtype=self.precision.dtype,
             world_size=self.ranks.world_size,
@@ -265,7 +268,7 @@ class GRPORecipe:
             self.ranks,
             temperature=self.sampling.temperature,
             optimizer=optimizer,
-            schedule=make_schedule(optimizer, self.schedule, self.planned_updates),
+            schedule=make_schedule(optimizer, self.schedule, cfg.max_steps * cfg.updates_per_step),
             max_grad_norm=cfg.max_grad_norm,
             watch=self.watch,
         )
@@ -284,7 +287,8 @@ class GRPORecipe:
             self.step += 1
             self.last_eval = None  # a checkpoint has the accuracy of its own weights alone
 
-            # Rank 0 samples and grades. Rewards become advantages inside each group of samples of one prompt.
+            # Groups come finished and graded. With staleness 0 they were all sampled by the policy of this step, otherwise none
+            # of their tokens is older than so many versions. Rewards become advantages inside each group.
             with watch("sample"):
                 groups, values = self.sample()
 
@@ -297,10 +301,11 @@ class GRPORecipe:
             self.version += 1
 
             # The engine takes the new weights in memory, and a canary proves that it samples with them. On a GPU that it
-            # shares with the trainer, it wakes up now and needs the memory.
+            # shares with the trainer, it wakes up now and needs the memory. Then it samples ahead, as far as it may.
             with watch("publish"):
                 release_memory()
                 values |= self.publisher.publish(self.version)
+                self.source.open(self.version)
 
             last = self.step == cfg.max_steps
             if last or self.step % self.evaluation.every == 0:
@@ -322,15 +327,14 @@ class GRPORecipe:
         cfg, groups, wanted = self.cfg, [], self.cfg.prompts_per_step
         if not self.ranks.is_main:
             return [], {}
-        for sampling_round in range(1 + cfg.refill_rounds):
-            sampling = replace(self.sampling, seed=(cfg.seed * SEED_STRIDE + self.step) * SEED_STRIDE + sampling_round)
-            problems = self.problems.take(wanted)
-            groups += self.rollout(problems, cfg.samples_per_prompt, sampling, self.graders[0], "sample")
+        for refill in range(1 + cfg.refill_rounds):
+            with self.progress.sampling(wanted * cfg.samples_per_prompt) as bar:
+                more, values = self.source.take(wanted, self.watch, bar, refill)
 
             # A group whose rewards are all equal says nothing about what is better. It is trained on only where the loss has
             # a term that acts without an advantage (a KL penalty, an entropy bonus), and may be replaced by a further round.
             train_all = needs_of(self.loss).all_groups
-            groups, stats = with_advantages(groups, self.advantage, self.sampling.max_tokens, train_all)
+            groups, stats = with_advantages(groups + more, self.advantage, self.sampling.max_tokens, train_all)
             wanted = cfg.prompts_per_step - stats.groups
             if wanted <= 0:
                 break
@@ -338,22 +342,8 @@ class GRPORecipe:
         kept, replaced = refilled(groups, cfg.prompts_per_step)
         with self.watch("store"):
             self.rollouts.write(self.step, kept + replaced)
-        return kept, summary.rollout_metrics(groups) | stats.metrics() | summary.engine_metrics(self.engine.stats())
-
-    def rollout(
-        self,
-        problems: list[Problem],
-        n: int,
-        sampling: SamplingConfig,
-        by: Grader,
-        label: str,
-        priority: Priority = Priority.SAMPLE,
-    ) -> list[Group]:
-        """Rank 0: `n` graded completions of every problem."""
-        with self.progress.sampling(len(problems) * n, label) as bar:
-            return in_order(
-                sample_groups(problems, n, sampling, self.engine, self.tokenizer, by, bar, self.watch, priority)
-            )
+        values |= summary.rollout_metrics(groups) | stats.metrics() | summary.engine_metrics(self.engine.stats())
+        return kept, values
 
     def pack(self, groups: list[Group]) -> tuple[list[list[Row]], dict[str, float]]:
         """This rank's rows for every update of the step, and how well they are used."""
@@ -403,11 +393,20 @@ class GRPORecipe:
         """Accuracy on all held-out problems, sampled and greedy, by rank 0."""
         if self.eval_task is None or not self.ranks.is_main:
             return {}
-        problems = [self.eval_task[i] for i in range(len(self.eval_task))]
-        seeded = replace(self.sampling, seed=self.cfg.seed)
-        draw = partial(self.rollout, by=self.graders[1], priority=Priority.EVALUATION)
-        sampled = draw(problems, self.evaluation.samples, seeded, label="evaluate")
-        greedy = draw(problems, 1, replace(seeded, temperature=0.0), label="evaluate greedy")
+        problems, n = [self.eval_task[i] for i in range(len(self.eval_task))], self.evaluation.samples
+        sampling = replace(self.sampling, seed=self.cfg.seed)
+        draw = partial(
+            sample_groups,
+            engine=self.engine,
+            tokenizer=self.tokenizer,
+            grader=self.graders[1],
+            watch=self.watch,
+            priority=Priority.EVALUATION,
+        )
+        with self.progress.sampling(len(problems) * n, "evaluate") as bar:
+            sampled = in_order(draw(problems, n, sampling, watcher=bar))
+        with self.progress.sampling(len(problems), "evaluate greedy") as bar:
+            greedy = in_order(draw(problems, 1, replace(sampling, temperature=0.0), watcher=bar))
         values = summary.evaluation_metrics(sampled, greedy)
         self.last_eval = values["eval/accuracy_sampled"]
         return values
@@ -426,12 +425,13 @@ class GRPORecipe:
             cursor=self.problems.cursor,
             updates=self.learner.updates,
             throttle=self.engine.state_dict() if self.ranks.is_main else {},
+            source=self.source.state_dict(),
         )
-        model, optimizer = self.policy.model, self.learner.optimizer
-        export = self.trained.export(model, self.source, self.precision.dtype)
+        model = self.policy.model
+        export = self.trained.export(model, self.hf_model, self.precision.dtype)
         with self.stop.saving(), self.watch("save"):
             self.watch.seconds["save/hash"] = self.checkpoints.save(
-                self.step, model, optimizer, export, state.to_json(), self.last_eval
+                self.step, model, self.learner.optimizer, export, state.to_json(), self.last_eval
             )
 
     def load_checkpoint(self, path: Path) -> None:
@@ -441,12 +441,14 @@ class GRPORecipe:
         self.problems.cursor, self.learner.updates = state.cursor, state.updates
         if self.engine:
             self.engine.load_state_dict(state.throttle)
+        self.source.load_state_dict(state.source, self.step, self.version)
 
     def standing(self) -> str:
         return standing(self.step, self.cfg.max_steps, self.checkpoints)
 
     def cleanup(self) -> None:
-        close_all(self.rollouts, self.metrics, self.engine, *self.graders, self.folder)  # the lock goes last
+        # The lock of the folder goes last.
+        close_all(self.source, self.rollouts, self.metrics, self.engine, *self.graders, self.folder)
 
 
 @parse

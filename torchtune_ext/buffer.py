@@ -77,6 +77,11 @@ class Ledger:
         """Returns how many groups have been taken."""
         return self.next - len(self.again) - len(self.running) - len(self.finished)
 
+    def start_at(self, step: int) -> None:
+        """Begins after so many steps, with nothing on its way."""
+        self.version = self.step = step
+        self.next = step * self.batch
+
     def advance(self, version: int) -> list[int]:
         """Notes that the policy has been published for the `version`-th time; to be called after `load_state_dict`, too.
 

@@ -1,11 +1,14 @@
 """Problems -> graded groups: prompt ids, completions from the sampler, texts, outcomes."""
 
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import itemgetter
 from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Protocol
 
 import numpy as np
@@ -18,15 +21,163 @@ from torchtune_ext.tasks.task import Problem
 
 # Python acts on a Ctrl-C in the main thread alone, but the kernel may give it to another: so often a wait looks for one.
 WAKE_S = 1.0
+CLOSE_S = 10.0  # seconds that the thread of a stream has to end
 
 
 class Watcher(Protocol):
-    """Who wants to see samples as they come: a progress bar. The engine's thread calls `on_completion`, whoever takes the
-    groups calls `add_reward`."""
+    """Who wants to see samples as they come: a progress bar. The engine's thread calls `on_completion`, that of the stream
+    calls `add_reward`."""
 
     def on_completion(self, problem: int, sample: int, completion: Completion) -> None: ...
 
     def add_reward(self, reward: float) -> None: ...
+
+
+class GroupStream:
+    """Groups on their way: submitted to the engine, graded as their completions come, and had by `next` as they are finished.
+
+    Every completion is graded while others are still sampled, or, with a grader that compares, each group when it is whole. A
+    thread hands texts to the graders, so this goes on while nobody waits. A grader reads the assistant's turn: where the prompt
+    ends in an open "<think>", the text begins with it.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: ChatTokenizer, grader: Grader, watcher: Watcher | None = None):
+        self.watcher = watcher
+        self.last_sign = time.monotonic()  # when the last completion or grade came
+        self._engine, self._tokenizer, self._grader = engine, tokenizer, grader
+        self._groups: dict[int, _Unfinished] = {}
+        self._events: SimpleQueue[tuple[_Unfinished, int | None, Completion | Future] | None] = SimpleQueue()
+        self._finished: SimpleQueue[tuple[int, Group] | Exception | None] = SimpleQueue()
+        self._thread = Thread(target=self._work, name="torchtune-ext-groups", daemon=True)
+        self._thread.start()
+
+    @property
+    def drawing(self) -> bool:
+        """Tells whether the engine still samples for any group."""
+        return any(not group.drawn for group in list(self._groups.values()))
+
+    def submit(
+        self,
+        number: int,
+        problem: Problem,
+        samples: int,
+        sampling: SamplingConfig,
+        place: int,
+        priority: Priority = Priority.SAMPLE,
+    ) -> None:
+        """Begins to sample a group.
+
+        Args:
+            number: by which `next` and `cancel` name the group.
+            samples: completions of the prompt.
+            place: number of the group among those with the same `sampling.seed` (`Engine.submit`).
+
+        Raises:
+            What `Engine.submit` raises, ValueError for instance.
+        """
+        group = _Unfinished(number, problem, self._tokenizer, samples)
+        self._groups[number] = group
+        self.last_sign = time.monotonic()
+        try:
+            arrived = partial(self._arrived, group)
+            drawing = self._engine.submit(group.prompt, samples, sampling, arrived, place, priority)
+        except BaseException:
+            del self._groups[number]
+            raise
+        group.futures.append(drawing)
+        drawing.add_done_callback(lambda done: self._events.put((group, None, done)))
+
+    def next(
+        self, watch: Callable[[str], AbstractContextManager] = nullcontext, within_s: float = math.inf
+    ) -> tuple[int, Group] | None:
+        """Waits for a finished group.
+
+        Args:
+            watch: gives a context for "generate", while the engine samples, and one for "grade", while only grades lack.
+            within_s: seconds to wait at most.
+
+        Returns:
+            (its number, the group without advantages), or None when the time is over.
+
+        Raises:
+            What `Grader.submit` and the task raise; EngineFailed when the engine is lost or closed.
+        """
+        end = time.monotonic() + within_s
+        while True:
+            with watch("generate" if self.drawing else "grade"):
+                try:
+                    found = self._finished.get(timeout=max(0.0, min(end - time.monotonic(), WAKE_S)))
+                except Empty:
+                    found = None
+            if isinstance(found, Exception):
+                raise found
+            if found is not None or time.monotonic() >= end:
+                return found
+
+    def cancel(self, number: int) -> int:
+        """Ends what is still sampled and graded of a group that is not finished. Returns the tokens that were sampled of it."""
+        group = self._groups.pop(number)
+        group.cancel()
+        return group.tokens
+
+    def missing(self, number: int) -> str:
+        """Says what is not there yet of an unfinished group, for messages."""
+        return self._groups[number].missing
+
+    def close(self) -> None:
+        """Ends everything that is under way. What nobody wants any more does not hold up what comes next."""
+        for number in list(self._groups):
+            self.cancel(number)
+        self._events.put(None)
+        self._thread.join(CLOSE_S)
+
+    def _arrived(self, group: "_Unfinished", sample: int, completion: Completion) -> None:
+        self._events.put((group, sample, completion))
+        if self.watcher is not None:
+            self.watcher.on_completion(group.number, sample, completion)
+
+    def _work(self) -> None:
+        while (event := self._events.get()) is not None:
+            group = event[0]
+            if group.cancelled:
+                continue
+            self.last_sign = time.monotonic()
+            try:
+                self._take(*event)
+            except Exception as error:
+                self._finished.put(error)
+                continue
+            if group.drawn and group.graded:
+                # `cancel` may take it out at the same moment.
+                if self._groups.pop(group.number, None) is not None:
+                    self._finished.put((group.number, group.finish()))
+
+    def _take(self, group: "_Unfinished", sample: int | None, what: Completion | Future) -> None:
+        """Hands a completion to the grader, or notes what the grader says, or that the engine is done with the group."""
+        if isinstance(what, Completion):
+            text = group.add(sample, what)
+            if not self._grader.compares:
+                self._when_graded(group, sample, self._grader.submit(group.problem, text))
+            elif group.arrived:
+                self._when_graded(group, 0, self._grader.submit_group(group.problem, group.texts))
+        elif sample is None:
+            try:
+                what.result()
+            except CancelledError:  # another thread closed the engine
+                raise EngineFailed("the engine was closed") from None
+            group.drawn = True
+            if not self.drawing:
+                self._finished.put(None)  # who waits learns that only grades are waited for now
+        else:
+            found = what.result()
+            for place, outcome in enumerate(found if self._grader.compares else [found], start=sample):
+                group.outcomes[place] = outcome
+                if self.watcher is not None and outcome.score is not None:
+                    self.watcher.add_reward(outcome.score.reward)
+
+    def _when_graded(self, group: "_Unfinished", sample: int, future: Future) -> None:
+        group.futures.append(future)
+        future.add_done_callback(lambda done: self._events.put((group, sample, done)))
 
 
 def sample_groups(
@@ -40,75 +191,28 @@ def sample_groups(
     watch: Callable[[str], AbstractContextManager] = nullcontext,
     priority: Priority = Priority.SAMPLE,
 ) -> Iterator[tuple[int, Group]]:
-    """Samples `samples_per_prompt` completions of every problem and grades each while others are still sampled, or, with a
-    grader that compares, each group when it is whole.
+    """Samples `samples_per_prompt` completions of every problem and grades them (`GroupStream`).
 
-    The engine samples as fast as it can, whoever takes the groups; texts reach the graders while somebody waits for the next
-    group. A grader reads the assistant's turn: where the prompt ends in an open "<think>", the text begins with it. `watch`
-    gives a context for "generate", while the engine samples, and one for "grade", while only grades are waited for.
+    `watch` gives a context for "generate", while the engine samples, and one for "grade", while only grades are waited for.
 
     Yields:
         (index of the problem, its group without advantages) as soon as the last sample of the group is graded. `in_order`
         makes the batch of them. An iterator that is closed early ends what is still sampled and graded.
 
     Raises:
-        What `Engine.submit` and `Grader.submit` raise, ValueError for instance, before the first group; EngineFailed when the
-        engine is lost or closed.
+        What `GroupStream.submit` raises, before the first group, and what `GroupStream.next` raises.
     """
-    groups = [_Unfinished(problem, tokenizer, samples_per_prompt) for problem in problems]
-    events: SimpleQueue[tuple[int, int, Completion | Future] | Future] = SimpleQueue()
-    grading: list[Future] = []
-
-    def on_completion(p: int, s: int, completion: Completion) -> None:
-        events.put((p, s, completion))
-        if watcher is not None:
-            watcher.on_completion(p, s, completion)
-
-    def when_graded(p: int, s: int, future: Future) -> None:
-        grading.append(future)
-        future.add_done_callback(lambda done: events.put((p, s, done)))
-
-    def take(p: int, s: int, what: Completion | Future) -> int:
-        """Hands a completion to the grader, or notes what the grader says. Returns the index of the group."""
-        group = groups[p]
-        if isinstance(what, Completion):
-            text = group.add(s, what)
-            if not grader.compares:
-                when_graded(p, s, grader.submit(group.problem, text))
-            elif group.drawn:
-                when_graded(p, 0, grader.submit_group(group.problem, group.texts))
-            return p
-        found = what.result()
-        for place, outcome in enumerate(found if grader.compares else [found], start=s):
-            group.outcomes[place] = outcome
-            if watcher is not None and outcome.score is not None:
-                watcher.add_reward(outcome.score.reward)
-        return p
-
-    drawing: list[Future] = []
+    stream, outcomes = GroupStream(engine, tokenizer, grader, watcher), []
     try:
-        for p, group in enumerate(groups):
-            drawn = engine.submit(group.prompt, samples_per_prompt, sampling, partial(on_completion, p), p, priority)
-            drawn.add_done_callback(events.put)
-            drawing.append(drawn)
-        undrawn, unfinished = len(groups), set(range(len(groups)))
-        while unfinished or undrawn:  # so that nothing is drawn any more when the iterator ends
-            with watch("generate" if undrawn else "grade"):
-                event = _next(events)
-                if isinstance(event, Future):
-                    # All completions of a group are there, or this raises what went wrong.
-                    _require(event)
-                    undrawn -= 1
-                    continue
-                p = take(*event)
-            if groups[p].graded:
-                unfinished.remove(p)
-                yield p, groups[p].finish()
+        for p, problem in enumerate(problems):
+            stream.submit(p, problem, samples_per_prompt, sampling, p, priority)
+        for _ in problems:
+            p, group = stream.next(watch)
+            outcomes += [sample.outcome for sample in group.samples]
+            yield p, group
     finally:
-        # What nobody wants any more (an error, Ctrl-C, an iterator that was closed) does not hold up what comes next.
-        for future in (*drawing, *grading):
-            future.cancel()
-    log_failures([outcome for group in groups for outcome in group.outcomes])
+        stream.close()
+    log_failures(outcomes)
 
 
 def in_order(stream: Iterable[tuple[int, Group]]) -> list[Group]:
@@ -119,13 +223,16 @@ def in_order(stream: Iterable[tuple[int, Group]]) -> list[Group]:
 class _Unfinished:
     """A group on its way: its completions arrive, then their outcomes, each in any order."""
 
-    def __init__(self, problem: Problem, tokenizer: ChatTokenizer, samples: int):
-        self.problem, self._decode = problem, tokenizer.decode
+    def __init__(self, number: int, problem: Problem, tokenizer: ChatTokenizer, samples: int):
+        self.number, self.problem, self._decode = number, problem, tokenizer.decode
         self.prompt = tokenizer.prompt_ids(list(problem.messages))
         self._opened = tokenizer.opened_thought(self.prompt)
         self._completions: list[Completion | None] = [None] * samples
         self.texts = [""] * samples
         self.outcomes: list[Outcome | None] = [None] * samples
+        self.futures: list[Future] = []  # of the engine, of the grader
+        self.drawn = False  # the engine is done with it
+        self.cancelled = False
 
     def add(self, sample: int, completion: Completion) -> str:
         """Takes a completion and returns its text."""
@@ -133,30 +240,34 @@ class _Unfinished:
         self.texts[sample] = self._opened + self._decode(completion.tokens.tolist())
         return self.texts[sample]
 
+    def cancel(self) -> None:
+        self.cancelled = True
+        for future in list(self.futures):
+            future.cancel()
+
     @property
-    def drawn(self) -> bool:
+    def arrived(self) -> bool:
+        """Tells whether all completions are there."""
         return all(completion is not None for completion in self._completions)
 
     @property
     def graded(self) -> bool:
         return all(outcome is not None for outcome in self.outcomes)
 
+    @property
+    def tokens(self) -> int:
+        """The tokens of the completions that are there."""
+        return sum(len(completion.tokens) for completion in self._completions if completion is not None)
+
+    @property
+    def missing(self) -> str:
+        samples = len(self.outcomes)
+        undrawn, ungraded = self._completions.count(None), self.outcomes.count(None)
+        if undrawn:
+            return f"the engine has not ended {undrawn} of {samples} completions"
+        return f"{ungraded} of {samples} texts are not graded"
+
     def finish(self) -> Group:
         found = zip(self._completions, self.texts, self.outcomes, strict=True)
         samples = tuple(Sample(completion, text=text, outcome=outcome) for completion, text, outcome in found)
         return Group(self.problem, np.asarray(self.prompt, dtype=np.int32), samples)
-
-
-def _next(events: SimpleQueue) -> tuple | Future:
-    while True:
-        try:
-            return events.get(timeout=WAKE_S)
-        except Empty:
-            pass
-
-
-def _require(drawn: Future) -> None:
-    try:
-        drawn.result()
-    except CancelledError:  # another thread closed the engine
-        raise EngineFailed("the engine was closed") from None

@@ -41,6 +41,10 @@ class ProblemStream:
         self._ahead = self.cursor, self._thread.submit(self._make, self.cursor, count)
         return problems
 
+    def at(self, cursor: int) -> Problem:
+        """Returns the problem that was, or will be, the `cursor`-th of the run, once more. Raises what the task raises."""
+        return self._make(cursor, 1)[0]
+
     def _make(self, cursor: int, count: int) -> list[Problem]:
         length = len(self._task)
         return [self._task[problem_index(i, length, self._seed)] for i in range(cursor, cursor + count)]

@@ -16,6 +16,7 @@ class RunState:
     cursor: int  # problems taken so far
     updates: int  # updates that the schedule of the learning rate has counted
     throttle: dict[str, Any]  # state of the engine's throttle
+    source: dict[str, Any]  # groups between submission and training
 
     def to_json(self) -> dict[str, Any]:
         """Returns the state as a JSON object, with the number of its format."""

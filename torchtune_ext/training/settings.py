@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from torchtune_ext.advantages import AdvantageConfig
-from torchtune_ext.objective.loss import Needs
+from torchtune_ext.buffer import Ledger
+from torchtune_ext.objective.loss import Needs, PolicyLoss, needs_of
 from torchtune_ext.sampling.records import SamplingConfig
 
 
@@ -15,6 +16,19 @@ def at_least(settings: Mapping[str, Any], **least: int) -> None:
     for name, bound in least.items():
         if settings[name] < bound:
             raise ValueError(f"{name}={settings[name]} must be at least {bound}")
+
+
+def check_settings(cfg: Mapping[str, Any], loss: Any, sampling: SamplingConfig, advantage: AdvantageConfig) -> None:
+    """Raises ValueError for settings of a GRPO recipe that do not go together.
+
+    Args:
+        cfg: settings of the recipe.
+        loss, sampling, advantage: what was built from them.
+    """
+    check_needs(cfg["loss"], needs_of(loss))
+    check_sampling(sampling, cfg["samples_per_prompt"], advantage)
+    at_least(cfg, prompts_per_step=1, samples_per_prompt=2, updates_per_step=1)
+    check_staleness(cfg, loss)
 
 
 def check_sampling(sampling: SamplingConfig, samples_per_prompt: int, advantage: AdvantageConfig) -> None:
@@ -36,6 +50,36 @@ def check_sampling(sampling: SamplingConfig, samples_per_prompt: int, advantage:
         )
     if sampling.seed is not None:
         raise ValueError(f"sampling.seed={sampling.seed}: a run draws its own seeds for every step; set `seed`")
+
+
+def check_staleness(settings: Mapping[str, Any], loss: Any) -> None:
+    """Raises ValueError for settings that do not go together with samples of an older policy.
+
+    Args:
+        settings: of the recipe.
+        loss: what was built from its node `loss`.
+    """
+    staleness = settings["staleness"]
+    Ledger(settings["prompts_per_step"], settings["max_steps"], staleness, settings["depth"])
+    if not staleness:
+        return
+    if settings["engine"].get("sleep"):
+        raise ValueError(
+            f"staleness={staleness} with engine.sleep=true: an engine that gives its memory back while the trainer works "
+            "cannot sample meanwhile; give it GPUs of its own (engine.devices), or set staleness=0"
+        )
+    if settings["refill_rounds"]:
+        raise ValueError(
+            f"refill_rounds={settings['refill_rounds']} with staleness={staleness}: the next step is sampled before it is "
+            "known which groups of this one have a signal; set refill_rounds=0 and raise prompts_per_step instead"
+        )
+    uncorrected = isinstance(loss, PolicyLoss) and loss.importance == "none" and loss.old == "trainer"
+    if uncorrected and "importance" not in settings["loss"]:
+        raise ValueError(
+            f"staleness={staleness}, but nothing in this objective corrects for samples of an older policy: use "
+            "preset=decoupled_ppo or preset=grpo, or set loss.importance (full, tis, ...). To train without a correction, say "
+            "so: loss.importance=none"
+        )
 
 
 def check_needs(settings: Mapping[str, Any], needs: Needs) -> None:

@@ -29,6 +29,7 @@ ORDER = [
     "evaluation",
     "buffer",
     "rollout",
+    "source",
     "packing",
     "kernels",
     "policy",

@@ -48,12 +48,11 @@ class Recorded:
             ids = np.asarray(tokenizer.encode(text + "<|im_end|>"), dtype=np.int32)
             self.completions.append(Completion(ids, np.zeros(len(ids)), np.zeros(len(ids), dtype=np.int32), "stop", 0))
 
-    def submit(self, prompts, samples_per_prompt, sampling, on_completion):
-        for p in range(len(prompts)):
-            for s, completion in enumerate(self.completions):
-                on_completion(p, s, completion)
+    def submit(self, prompt, n, sampling, on_completion, group, priority):
+        for s, completion in enumerate(self.completions):
+            on_completion(s, completion)
         done = Future()
-        done.set_result([self.completions for _ in prompts])
+        done.set_result(self.completions)
         return done
 
 

@@ -1,0 +1,211 @@
+"""Keeps groups on their way to the trainer, as far ahead of it as the ledger allows.
+
+`GroupSource.open` is told of every publication and submits the groups of later steps; `take` waits for those of the next step.
+With staleness 0 nothing is submitted before it is asked for, and the groups of a step are those of a run that samples and
+trains in turns.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from statistics import fmean
+from typing import Any
+
+from torchtune_ext.buffer import Ledger
+from torchtune_ext.grading import log_failures
+from torchtune_ext.groups import Group
+from torchtune_ext.rollout import WAKE_S, GroupStream, Watcher
+from torchtune_ext.sampling.engine import SamplingConfig
+from torchtune_ext.tasks.order import ProblemStream
+
+log = logging.getLogger(__name__)
+
+SEED_STRIDE = 1 << 20  # the seeds of a step start here times the step, those of a refill one by one behind
+NAMED = 5  # groups that a message names
+
+
+def step_seed(seed: int, step: int, refill: int = 0) -> int:
+    """Returns the seed of sampling of a step of the run, counted from 1, or of one of its refills."""
+    return (seed * SEED_STRIDE + step) * SEED_STRIDE + refill
+
+
+class GroupSource:
+    """Submits problems and hands out finished groups, in the order and at the age that a ledger allows.
+
+    Args:
+        ledger: what may be submitted, and what is taken. Its `depth` says how many steps ahead.
+        stream: samples and grades; None on a rank that does not.
+        problems: where the problems come from. A group that is submitted again keeps its problem.
+        samples: completions of each prompt.
+        sampling: how they are drawn; its seed is replaced by that of the group's step.
+        seed: of the run.
+        deadline_s: seconds without any completion or grade after which `take` gives up.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        stream: GroupStream | None,
+        problems: ProblemStream,
+        samples: int,
+        sampling: SamplingConfig,
+        seed: int,
+        deadline_s: float,
+    ):
+        self.ledger = ledger
+        self._stream, self._problems, self._samples = stream, problems, samples
+        self._sampling, self._seed, self._deadline_s = sampling, seed, deadline_s
+        self._cursors: dict[int, int] = {}  # number -> where its problem stands in the run, of all that are not taken
+        self._finished: dict[int, Group] = {}
+        self._submitted: dict[int, float] = {}  # number -> when it was submitted last
+        self._dropped_tokens = 0
+        self._step = 0  # whose groups were taken last, counted from 1
+
+    def open(self, version: int) -> None:
+        """Notes that the engine has the weights of this version, and submits what may be sampled ahead with them.
+
+        A group that has become too old is ended, or forgotten, and submitted again.
+        """
+        for number in self.ledger.advance(version):
+            finished = self._finished.pop(number, None)
+            tokens = _tokens([finished]) if finished else self._stream.cancel(number)
+            self._dropped_tokens += tokens
+            log.warning(
+                "group %d is too old for version %d and is sampled again; %d tokens are lost", number, version, tokens
+            )
+        if self.ledger.depth and self._stream is not None:
+            self._submit()
+
+    def take(
+        self,
+        count: int,
+        watch: Callable[[str], AbstractContextManager] = nullcontext,
+        watcher: Watcher | None = None,
+        refill: int = 0,
+    ) -> tuple[list[Group], dict[str, float]]:
+        """Waits for groups to train on.
+
+        Args:
+            count: how many groups; for a step those of a batch of the ledger.
+            watch: as in `GroupStream.next`.
+            watcher: is told of every completion and reward that comes while this waits.
+            refill: 0: the groups of the next step. From 1: further ones for the step whose groups were taken last, sampled at
+                once and beside the ledger, for the `refill`-th time.
+
+        Returns:
+            The groups, without advantages, in the order of their problems, and what is to be logged of them.
+
+        Raises:
+            TimeoutError: nothing came for `deadline_s` seconds. The message names the groups that are missing.
+            What `GroupStream.submit` and `GroupStream.next` raise.
+        """
+        self._stream.watcher = watcher
+        try:
+            if refill:
+                return self._take_beside(count, watch, refill), {}
+            return self._take_batch(watch)
+        finally:
+            self._stream.watcher = None
+
+    def close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a resumed run needs, in JSON's types: nothing, if there is nothing between submission and training."""
+        if not self._cursors:
+            return {}
+        ledger = self.ledger.state_dict()
+        # What is finished is sampled again, with its number and so with its problem and its seed.
+        ledger["again"] = sorted([*ledger["again"], *(number for number, _ in ledger["finished"])])
+        ledger["finished"] = []
+        cursors = sorted([number, cursor] for number, cursor in self._cursors.items())
+        return {"ledger": ledger, "cursors": cursors, "dropped_tokens": self._dropped_tokens}
+
+    def load_state_dict(self, state: dict[str, Any], step: int, version: int) -> None:
+        """Goes on after step `step` of an earlier run, from what `state_dict` returned then, with weights of `version`.
+
+        Raises:
+            ValueError: `prompts_per_step` has changed while groups were on their way.
+        """
+        if state:
+            self.ledger.load_state_dict(state["ledger"])
+            self._cursors = dict(map(tuple, state["cursors"]))
+            self._dropped_tokens = state["dropped_tokens"]
+        else:
+            self.ledger.start_at(step)
+        self.ledger.advance(version)
+
+    def _take_batch(self, watch: Callable[[str], AbstractContextManager]) -> tuple[list[Group], dict[str, float]]:
+        self._submit()
+        self._collect(within_s=0.0)
+        while (ages := self.ledger.take()) is None:
+            self._collect(WAKE_S, watch)
+            self._require_signs()
+        groups = [self._finished.pop(number) for number in ages]
+        for number in ages:
+            del self._cursors[number], self._submitted[number]
+        self._step = self.ledger.taken // self.ledger.batch
+        log_failures([sample.outcome for group in groups for sample in group.samples])
+        return groups, self._metrics(list(ages.values())) if self.ledger.staleness else {}
+
+    def _take_beside(self, count: int, watch: Callable[[str], AbstractContextManager], refill: int) -> list[Group]:
+        sampling = replace(self._sampling, seed=step_seed(self._seed, self._step, refill))
+        for place, problem in enumerate(self._problems.take(count)):
+            self._stream.submit(place, problem, self._samples, sampling, place)
+        found = dict(self._stream.next(watch) for _ in range(count))
+        return [found[place] for place in range(count)]
+
+    def _submit(self) -> None:
+        numbers = self.ledger.submit()
+        new = [number for number in numbers if number not in self._cursors]
+        first = self._problems.cursor
+        problems = dict(zip(new, self._problems.take(len(new)) if new else [], strict=True))
+        self._cursors |= {number: first + i for i, number in enumerate(new)}
+        for number in numbers:
+            problem = problems[number] if number in problems else self._problems.at(self._cursors[number])
+            step, place = divmod(number, self.ledger.batch)
+            sampling = replace(self._sampling, seed=step_seed(self._seed, step + 1))
+            self._stream.submit(number, problem, self._samples, sampling, place)
+            self._submitted[number] = time.monotonic()
+
+    def _collect(self, within_s: float, watch: Callable[[str], AbstractContextManager] = nullcontext) -> None:
+        """Takes what is finished from the stream; waits for the first one for `within_s` seconds."""
+        while found := self._stream.next(watch, within_s):
+            number, group = found
+            self._finished[number] = group
+            self.ledger.finish(number)
+            within_s = 0.0
+
+    def _require_signs(self) -> None:
+        now = time.monotonic()
+        silent = now - max(self._stream.last_sign, *self._submitted.values())
+        if silent <= self._deadline_s:
+            return
+        missing = [number for number in self.ledger.waits_for() if number in self.ledger.running]
+        named = "; ".join(
+            f"group {number} (submitted {now - self._submitted[number]:.0f} s ago at version "
+            f"{self.ledger.running[number]}): {self._stream.missing(number)}"
+            for number in missing[:NAMED]
+        )
+        more = f"; and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
+        raise TimeoutError(
+            f"no completion and no grade came for {silent:.0f} s (rollout_deadline_s={self._deadline_s:g}), while "
+            f"{len(missing)} groups are waited for: {named}{more}. Look at engine.log, or raise rollout_deadline_s"
+        )
+
+    def _metrics(self, ages: Sequence[int]) -> dict[str, float]:
+        return {
+            "async/age_mean": fmean(ages),
+            "async/age_max": float(max(ages)),
+            "async/finished": float(len(self.ledger.finished)),
+            "async/running": float(len(self.ledger.running)),
+            "async/dropped": float(self.ledger.dropped),
+            "async/dropped_tokens": float(self._dropped_tokens),
+        }
+
+
+def _tokens(groups: Sequence[Group]) -> int:
+    return sum(len(sample.completion.tokens) for group in groups for sample in group.samples)
