@@ -231,32 +231,44 @@ def test_a_group_is_ended_alone(engine):
         engine.submit([], 1, sampling)
 
 
-@pytest.mark.parametrize("publishes", [False, True], ids=["alone", "after a publication"])
-def test_the_canary_goes_before_every_queued_request(engine, models, back_to_a, monkeypatch, publishes):
-    """Each of the 32 requests of a canary is taken in after the step that runs when it arrives: at the latest in the 32nd step
-    after the first. Its prompts fit into one step, and its tokens take 16. A sample leaves its place after 900 steps."""
-    core, begun, steps = engine._supervisor.core, [], []
+@pytest.fixture
+def seen(engine, monkeypatch):
+    """The engine's steps, and the priorities of its requests, as they begin."""
+    core, steps, begun = engine._supervisor.core, [], []
     generate, on_step = core.generate, core.on_step
     monkeypatch.setattr(core, "generate", lambda call: begun.append(call.priority) or generate(call))
-    engine.limit_concurrency(16)
-    samples = [
-        engine.submit(prompt, 4, SamplingConfig(max_tokens=900)) for prompt in tiny_model.prompts(125, 100, seed=3)
-    ]
-    wait_until_running(engine, 16)
-    if publishes:  # it throws what runs back into the engine's queue
-        engine.publish(models[1].named_parameters(), engine.version + 1)
     monkeypatch.setattr(core, "on_step", lambda step: steps.append(step) or on_step(step))
-    canary = engine.sample(
-        tiny_model.prompts(4, 30), 8, SamplingConfig(max_tokens=16, seed=0), priority=Priority.CANARY
-    )
-    taken = len(steps)
-    assert not any(group.done() for group in samples)
-    assert begun == [Priority.SAMPLE] * 16 + [Priority.CANARY] * 32
-    assert taken <= 1 + 32 + 16
-    assert {v for c in flat(canary) for v in c.versions} == {engine.version}
-    for group in samples:
-        group.cancel()
+    yield steps, begun
+    engine.cancel()
     engine.limit_concurrency(None)
+
+
+def test_the_canary_goes_before_every_queued_request(engine, seen):
+    """The engine takes each of its requests into the next step, so none waits when a step is over."""
+    steps, begun = seen
+    engine.limit_concurrency(16)
+    for prompt in tiny_model.prompts(125, 100, seed=3):
+        engine.submit(prompt, 4, SamplingConfig(max_tokens=900))
+    wait_until_running(engine, 16)
+    canary = SamplingConfig(max_tokens=16, seed=0)
+    engine.sample(tiny_model.prompts(4, 30), 8, canary, priority=Priority.CANARY)
+    first = begun.index(Priority.CANARY)
+    assert begun[first : first + 32] == [Priority.CANARY] * 32 and first < 500 - 32, "samples are still queued"
+    assert max(step.running for step in steps) > 16 and not any(step.waiting for step in steps)
+
+
+def test_the_canary_goes_before_what_a_publication_makes_the_engine_compute_again(engine, models, seen, back_to_a):
+    """200 requests of 300 tokens and more, of which a step takes 13 at most, are under way again after 16 steps."""
+    steps, left = seen[0], []
+    engine.limit_concurrency(200)
+    for prompt in tiny_model.prompts(200, 300, seed=3):
+        engine.submit(prompt, 1, SamplingConfig(max_tokens=700))
+    wait_until_running(engine, 200)
+    engine.publish(models[1].named_parameters(), engine.version + 1)
+    canary = SamplingConfig(max_tokens=1, seed=0)
+    note = lambda *done: left.append(steps[-1].waiting)  # noqa: E731
+    engine.sample(tiny_model.prompts(4, 30), 8, canary, note, Priority.CANARY)
+    assert max(left) > 0, "the canary was computed last"
 
 
 def test_two_threads_may_sample_at_once(engine):
@@ -315,16 +327,6 @@ def test_publish_in_flight_marks_every_token(engine, models, back_to_a):
             assert np.abs(by_new[split:] - c.logprobs[split:]).max() < 1e-4
 
 
-def kept_logprobs(models, prompt, tokens, split):
-    """Log-probs of `tokens[split:]` by the second model over the first one's keys and values of all that it had seen: the last
-    token that it sampled had not gone through it."""
-    ids, seen = torch.tensor([[*prompt, *tokens.tolist()]]), len(prompt) + split - 1
-    with torch.no_grad():
-        kept = models[0](ids[:, :seen], use_cache=True).past_key_values
-        logits = models[1](ids[:, seen:-1], past_key_values=kept).logits[0].float()
-    return logits.log_softmax(-1).gather(-1, ids[0, seen + 1 :, None])[:, 0].numpy()
-
-
 def test_kept_keys_and_values_stay_with_the_requests_in_flight(engine, models, back_to_a, monkeypatch):
     """What was in flight goes on with the new weights over the old keys and values, which is neither policy; what is sent
     after the publication meets nothing old, though the same prompt is in the cache."""
@@ -340,7 +342,7 @@ def test_kept_keys_and_values_stay_with_the_requests_in_flight(engine, models, b
         split = int((c.versions == old).sum())
         assert c.versions.tolist() == [old] * split + [old + 1] * (900 - split) and 0 < split < 900
         assert np.abs(tiny_model.logprobs(models[0], prompt, c.tokens)[:split] - c.logprobs[:split]).max() < 1e-4
-        assert np.abs(kept_logprobs(models, prompt, c.tokens, split) - c.logprobs[split:]).max() < 1e-4
+        assert np.abs(tiny_model.kept_logprobs(models, prompt, c.tokens, split) - c.logprobs[split:]).max() < 1e-4
         apart = np.abs(tiny_model.logprobs(models[1], prompt, c.tokens)[split:] - c.logprobs[split:])
         assert apart.mean() > 0.1  # 0.42 to 0.47 nats were measured, of two random models that have nothing in common
 
