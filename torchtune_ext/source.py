@@ -5,6 +5,7 @@ With staleness 0 nothing is submitted before it is asked for, and the groups of 
 trains in turns.
 """
 
+import json
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 
 from torchtune_ext.buffer import Ledger
 from torchtune_ext.grading import log_failures
+from torchtune_ext.group_json import group_json, group_of
 from torchtune_ext.groups import Group
 from torchtune_ext.rollout import WAKE_S, GroupStream, Watcher
 from torchtune_ext.sampling.engine import SamplingConfig
@@ -68,13 +70,7 @@ class GroupSource:
 
         A group that has become too old is ended, or forgotten, and submitted again.
         """
-        for number in self.ledger.advance(version):
-            finished = self._finished.pop(number, None)
-            tokens = _tokens([finished]) if finished else self._stream.cancel(number)
-            self._dropped_tokens += tokens
-            log.warning(
-                "group %d is too old for version %d and is sampled again; %d tokens are lost", number, version, tokens
-            )
+        self._forget_late(version)
         if self.ledger.depth and self._stream is not None:
             self._submit()
 
@@ -117,12 +113,13 @@ class GroupSource:
         """Returns what a resumed run needs, in JSON's types: nothing, if there is nothing between submission and training."""
         if not self._cursors:
             return {}
-        ledger = self.ledger.state_dict()
-        # What is finished is sampled again, with its number and so with its problem and its seed.
-        ledger["again"] = sorted([*ledger["again"], *(number for number, _ in ledger["finished"])])
-        ledger["finished"] = []
-        cursors = sorted([number, cursor] for number, cursor in self._cursors.items())
-        return {"ledger": ledger, "cursors": cursors, "dropped_tokens": self._dropped_tokens}
+        self._collect(within_s=0.0)
+        return {
+            "ledger": self.ledger.state_dict(),
+            "cursors": sorted([number, cursor] for number, cursor in self._cursors.items()),
+            "finished": [[number, json.loads(group_json(group))] for number, group in sorted(self._finished.items())],
+            "dropped_tokens": self._dropped_tokens,
+        }
 
     def load_state_dict(self, state: dict[str, Any], step: int, version: int) -> None:
         """Goes on after step `step` of an earlier run, from what `state_dict` returned then, with weights of `version`.
@@ -134,9 +131,12 @@ class GroupSource:
             self.ledger.load_state_dict(state["ledger"])
             self._cursors = dict(map(tuple, state["cursors"]))
             self._dropped_tokens = state["dropped_tokens"]
+            for number, record in state["finished"]:
+                # The problem comes from the task, since JSON may have changed its answer.
+                self._finished[number] = replace(group_of(record), problem=self._problems.at(self._cursors[number]))
         else:
             self.ledger.start_at(step)
-        self.ledger.advance(version)
+        self._forget_late(version)
 
     def _take_batch(self, watch: Callable[[str], AbstractContextManager]) -> tuple[list[Group], dict[str, float]]:
         self._submit()
@@ -157,6 +157,15 @@ class GroupSource:
             self._stream.submit(place, problem, self._samples, sampling, place)
         found = dict(self._stream.next(watch) for _ in range(count))
         return [found[place] for place in range(count)]
+
+    def _forget_late(self, version: int) -> None:
+        for number in self.ledger.advance(version):
+            finished = self._finished.pop(number, None)
+            tokens = _tokens([finished]) if finished else self._stream.cancel(number)
+            self._dropped_tokens += tokens
+            log.warning(
+                "group %d is too old for version %d and is sampled again; %d tokens are lost", number, version, tokens
+            )
 
     def _submit(self) -> None:
         numbers = self.ledger.submit()

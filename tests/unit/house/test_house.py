@@ -24,6 +24,7 @@ ORDER = [
     "sampling",
     "grading",
     "groups",
+    "group_json",
     "balance",
     "advantages",
     "evaluation",

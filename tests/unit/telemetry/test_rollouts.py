@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtune_ext.grading import Outcome
+from torchtune_ext.group_json import run_lengths
 from torchtune_ext.groups import Group, Sample
 from torchtune_ext.sampling.records import Completion
 from torchtune_ext.tasks.task import Problem, Score
 from torchtune_ext.telemetry import rollouts as module
-from torchtune_ext.telemetry.rollouts import RolloutStore, pack_rollouts, read_rollouts, rollout_paths, run_lengths
+from torchtune_ext.telemetry.rollouts import RolloutStore, pack_rollouts, read_rollouts, rollout_paths
 
 SCORED = Outcome("scored", Score(0.1 + 0.2, {"accuracy": 0.25, "format": 1.0}, "a note\non two lines"), "")
 
