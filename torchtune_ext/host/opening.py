@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from torchtune_ext.advantages import AdvantageConfig
+from torchtune_ext.buffer import Ledger
 from torchtune_ext.evaluation import EvaluationConfig
 from torchtune_ext.host.config import build, has_component, instantiate, load_preset
 from torchtune_ext.training.precision import Precision
@@ -34,6 +35,9 @@ def opening(
         loss, advantage, checkpoints, evaluation, trained, precision: what was built from these settings.
     """
     lines = [f"trains: {trained}; {precision}", objective_line(cfg, loss, advantage)]
+    ledger = Ledger(cfg.prompts_per_step, cfg.max_steps, cfg.staleness, cfg.depth)
+    if ledger.staleness:
+        lines.append(f"samples ahead: staleness {ledger.staleness}, depth {ledger.depth}")
     evaluated = has_component(cfg.evaluation.get("task"))
     if evaluated and checkpoints.every < cfg.max_steps and checkpoints.every % evaluation.every:
         lines.append(

@@ -82,6 +82,15 @@ PANELS = (
     Panel("Agreement", "Changes that the engine shows", "Share of the effect of the last update, and of the adapter, on "
           "log-probs; 1 where the engine has the new weights, no value where the effect is below the noise.",
           (("canary/update_applied", "update"), ("canary/adapter_applied", "adapter")), baseline=1.0),
+    Panel("Sampling ahead", "Age of the groups", "Versions from the policy that began a group to the one that it trains.",
+          (("async/age_mean", "mean"), ("async/age_max", "max")), zero=True),
+    Panel("Sampling ahead", "Groups on their way", "Counted when the groups of a step have been taken: finished before their "
+          "turn; still sampled or graded.",
+          (("async/finished", "finished"), ("async/running", "running")), unit="int", zero=True),
+    Panel("Sampling ahead", "Groups that became too old", "Since the run began; they are sampled again.",
+          (("async/dropped", "groups"),), unit="int", zero=True, quiet=True),
+    Panel("Sampling ahead", "Tokens of groups that became too old", "Since the run began.",
+          (("async/dropped_tokens", "tokens"),), unit="int", zero=True, quiet=True),
     Panel("Speed", "Seconds of a step", "By phase; together they are the step.",
           (("time/sample", "sample"), ("time/pack", "pack"), ("time/train", "train"), ("time/publish", "publish"),
            ("time/eval", "eval"), ("time/save", "save"), ("time/log", "log")),
@@ -102,7 +111,8 @@ PANELS = (
           (("time/eval/generate", "generate"), ("time/eval/grade", "grade")), unit="seconds", style="stack", zero=True),
     Panel("Speed", "Seconds of a checkpoint", "The whole of it, and the wait for checksums in it.",
           (("time/save", "whole"), ("time/save/hash", "checksums")), unit="seconds", zero=True),
-    Panel("Speed", "Throughput", "Sampled tokens per second of sampling, packed tokens per second of training.",
+    Panel("Speed", "Throughput", "Sampled tokens per second of sampling, or of the step where the engine samples "
+          "ahead; packed tokens per second of training.",
           (("speed/sampled_tokens_s", "sampled"), ("speed/trained_tokens_s", "trained")), unit="tok/s", zero=True),
     Panel("Speed", "Tokens of a step", "Sampled; put into the packed rows (prompts once); trained on.",
           (("length/tokens", "sampled"), ("pack/tokens", "packed"), ("pack/labels", "trained on")), unit="int", zero=True),

@@ -58,13 +58,16 @@ def clock_metrics(values: Mapping[str, float], seconds: Mapping[str, float]) -> 
     """Returns the seconds of a step and what follows from them: the tokens of each second in which the engine samples, and of
     each in which the trainer trains (on packed rows, where prompts stand once).
 
+    An engine that samples ahead does so all the time, and the step waits for a part of it, or for nothing. Then the sampled
+    tokens are divided by the seconds of the whole step.
+
     Args:
         values: the metrics of the step. Where tokens or their seconds are not counted there is no speed.
         seconds: what `Stopwatch.lap` returned for the same step.
     """
-    found = dict(seconds)
+    found, ahead = dict(seconds), "async/age_mean" in values
     for name, tokens, phase in (
-        ("sampled", "length/tokens", "time/sample/generate"),
+        ("sampled", "length/tokens", "time/step" if ahead else "time/sample/generate"),
         ("trained", "pack/tokens", "time/train"),
     ):
         if tokens in values and seconds.get(phase):

@@ -156,6 +156,7 @@ class Agreement:
         self, logprobs: Callable[[Sequence[Row], float], list[LabelLogprobs]], temperature: float, limit: float
     ):
         self._logprobs, self._temperature, self._limit = logprobs, temperature, limit
+        self._told = False  # that no token was of the present version
 
     def require(
         self,
@@ -168,7 +169,8 @@ class Agreement:
         """Measures the mismatch. Raises if its mean is above the limit or NaN, or if a change is missing. A collective.
 
         If an earlier version sampled a token, its log-prob differs because the policy has moved since. That is no
-        fault. So if `version` is given, the limit holds only for the tokens of this version.
+        fault. So if `version` is given, the limit holds only for the tokens of this version. Where there are none, which
+        is usual for an engine that samples ahead, the first such call says so in a warning.
 
         Args:
             rows: packed rows of this rank; they hold the sampler's log-probs.
@@ -187,8 +189,14 @@ class Agreement:
         everything = _measured(d, where)
         present = where[1] == AGE_0
         found = everything if present.all() else _measured(d[present], where[:, present])
-        if everything.tokens and not found.tokens:
-            log.warning("%s: no sampled token is of the present version %s, so the canary alone holds", when, version)
+        if everything.tokens and not found.tokens and not self._told:
+            self._told = True
+            log.warning(
+                "%s: no sampled token is of the present version %s, so the canary alone proves that trainer and engine agree; "
+                "this is not said again in later steps",
+                when,
+                version,
+            )
         if (found.tokens == 0 or found.mean_abs <= self._limit) and not any(change.missing for change in applied):
             return everything
 

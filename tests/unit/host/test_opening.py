@@ -90,13 +90,30 @@ def test_words(own, words):
     assert said.endswith(words.partition("; ")[2])
 
 
+def lines(cfg, every=40):
+    evaluation = build(EvaluationConfig, cfg.evaluation, "evaluation")
+    checkpoints = CheckpointConfig(every=every)
+    return opening(
+        cfg, instantiate(cfg.loss), AdvantageConfig(), checkpoints, evaluation, AllWeights(), "precision bf16"
+    ).splitlines()
+
+
 def test_checkpoints_without_a_score_are_said():
     cfg = settings("grpo/tiny")
-    loss, advantage = instantiate(cfg.loss), AdvantageConfig()
-    parts = build(EvaluationConfig, cfg.evaluation, "evaluation"), AllWeights(), "precision bf16"
-    assert "best checkpoint" not in opening(cfg, loss, advantage, CheckpointConfig(every=40), *parts)
-    said = opening(cfg, loss, advantage, CheckpointConfig(every=50), *parts)
-    assert said.startswith("trains: all weights; precision bf16\nobjective: ")
-    assert "with checkpoints.every=50 and evaluation.every=40 that is each 200 steps" in said
-    last_alone = opening(cfg, loss, advantage, CheckpointConfig(every=10_000), *parts)
-    assert "best checkpoint" not in last_alone
+    trains, objective = lines(cfg)
+    assert trains == "trains: all weights; precision bf16" and objective.startswith("objective: ")
+    assert "with checkpoints.every=50 and evaluation.every=40 that is each 200 steps" in lines(cfg, every=50)[2]
+    assert lines(cfg, every=10_000) == [trains, objective]
+
+
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        ({}, ["samples ahead: staleness 1, depth 1"]),
+        ({"staleness": 4}, ["samples ahead: staleness 4, depth 1"]),
+        ({"staleness": 4, "depth": 2}, ["samples ahead: staleness 4, depth 2"]),
+        ({"staleness": 0}, []),
+    ],
+)
+def test_sampling_ahead_is_said(own, words):
+    assert lines(settings("grpo/tiny_async", **own))[2:] == words

@@ -68,3 +68,11 @@ def test_speeds_are_tokens_over_their_seconds():
     values = {"length/tokens": 100.0, "pack/tokens": 300.0}
     assert clock_metrics(values, seconds) == seconds | {"speed/sampled_tokens_s": 50.0, "speed/trained_tokens_s": 75.0}
     assert clock_metrics({"pack/tokens": 300.0}, {"time/step": 9.0}) == {"time/step": 9.0}
+
+
+@pytest.mark.parametrize("waited", [{}, {"time/sample/generate": 1e-5}])
+def test_the_speed_of_an_engine_that_samples_ahead_is_of_the_whole_step(waited):
+    """The step has waited for nothing, or for an instant, in which the engine has not sampled all its tokens."""
+    seconds = waited | {"time/train": 4.0, "time/step": 8.0}
+    found = clock_metrics({"length/tokens": 100.0, "async/age_mean": 1.0}, seconds)
+    assert found == seconds | {"speed/sampled_tokens_s": 12.5}
