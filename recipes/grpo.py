@@ -86,7 +86,7 @@ class Config:
     prompts_per_step: int = 32  # groups a step
     samples_per_prompt: int = 16  # completions of a group
     staleness: int = 0  # versions that the policy may be ahead of the one that began a sample; 0: sample, then train
-    depth: int | None = None  # steps that the engine is ahead, at most staleness; null: 1, with staleness 0 none
+    depth: int | None = None  # steps that the engine samples ahead, at most staleness; null: 1, with staleness 0 none
     rollout_deadline_s: float = 1800.0  # seconds without a completion or grade after which a step is given up
     refill_rounds: int = 0  # further sampling, up to so many times, to replace groups without signal
     updates_per_step: int = 1  # optimizer updates on the samples of one step

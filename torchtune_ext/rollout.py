@@ -45,9 +45,10 @@ class GroupStream:
         self.watcher = watcher
         self.last_sign = time.monotonic()  # when the last completion or grade came
         self._engine, self._tokenizer, self._grader = engine, tokenizer, grader
+        # Those that `next` has not handed out and `cancel` has not ended. Only their caller's thread changes the dict.
         self._groups: dict[int, _Unfinished] = {}
         self._events: SimpleQueue[tuple[_Unfinished, int | None, Completion | Future] | None] = SimpleQueue()
-        self._finished: SimpleQueue[tuple[int, Group] | Exception | None] = SimpleQueue()
+        self._finished: SimpleQueue[_Unfinished | Exception | None] = SimpleQueue()
         self._thread = Thread(target=self._work, name="torchtune-ext-groups", daemon=True)
         self._thread.start()
 
@@ -111,17 +112,20 @@ class GroupStream:
                     found = None
             if isinstance(found, Exception):
                 raise found
-            if found is not None or time.monotonic() >= end:
-                return found
+            if found is not None and not found.cancelled:
+                return found.number, self._groups.pop(found.number).finish()
+            if time.monotonic() >= end:
+                return None
 
     def cancel(self, number: int) -> int:
-        """Ends what is still sampled and graded of a group that is not finished. Returns the tokens that were sampled of it."""
+        """Ends what is still sampled and graded of a group that `next` has not handed out, also of one that is finished: `next`
+        never will. Returns the tokens that were sampled of it."""
         group = self._groups.pop(number)
         group.cancel()
         return group.tokens
 
     def missing(self, number: int) -> str:
-        """Says what is not there yet of an unfinished group, for messages."""
+        """Says when a group was submitted and what is not there yet of it, for messages."""
         return self._groups[number].missing
 
     def close(self) -> None:
@@ -133,8 +137,9 @@ class GroupStream:
 
     def _arrived(self, group: "_Unfinished", sample: int, completion: Completion) -> None:
         self._events.put((group, sample, completion))
-        if self.watcher is not None:
-            self.watcher.on_completion(group.number, sample, completion)
+        watcher = self.watcher  # it may be taken away at any moment
+        if watcher is not None:
+            watcher.on_completion(group.number, sample, completion)
 
     def _work(self) -> None:
         while (event := self._events.get()) is not None:
@@ -148,9 +153,7 @@ class GroupStream:
                 self._finished.put(error)
                 continue
             if group.drawn and group.graded:
-                # `cancel` may take it out at the same moment.
-                if self._groups.pop(group.number, None) is not None:
-                    self._finished.put((group.number, group.finish()))
+                self._finished.put(group)
 
     def _take(self, group: "_Unfinished", sample: int | None, what: Completion | Future) -> None:
         """Hands a completion to the grader, or notes what the grader says, or that the engine is done with the group."""
@@ -169,11 +172,11 @@ class GroupStream:
             if not self.drawing:
                 self._finished.put(None)  # who waits learns that only grades are waited for now
         else:
-            found = what.result()
+            found, watcher = what.result(), self.watcher
             for place, outcome in enumerate(found if self._grader.compares else [found], start=sample):
                 group.outcomes[place] = outcome
-                if self.watcher is not None and outcome.score is not None:
-                    self.watcher.add_reward(outcome.score.reward)
+                if watcher is not None and outcome.score is not None:
+                    watcher.add_reward(outcome.score.reward)
 
     def _when_graded(self, group: "_Unfinished", sample: int, future: Future) -> None:
         group.futures.append(future)
@@ -231,6 +234,7 @@ class _Unfinished:
         self.texts = [""] * samples
         self.outcomes: list[Outcome | None] = [None] * samples
         self.futures: list[Future] = []  # of the engine, of the grader
+        self.submitted = time.monotonic()
         self.drawn = False  # the engine is done with it
         self.cancelled = False
 
@@ -261,11 +265,12 @@ class _Unfinished:
 
     @property
     def missing(self) -> str:
+        since = f"submitted {time.monotonic() - self.submitted:.0f} s ago"
         samples = len(self.outcomes)
         undrawn, ungraded = self._completions.count(None), self.outcomes.count(None)
         if undrawn:
-            return f"the engine has not ended {undrawn} of {samples} completions"
-        return f"{ungraded} of {samples} texts are not graded"
+            return f"{since}, the engine has not ended {undrawn} of {samples} completions"
+        return f"{since}, {ungraded} of {samples} texts are not graded"
 
     def finish(self) -> Group:
         found = zip(self._completions, self.texts, self.outcomes, strict=True)

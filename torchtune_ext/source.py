@@ -43,7 +43,7 @@ class GroupSource:
         samples: completions of each prompt.
         sampling: how they are drawn; its seed is replaced by that of the group's step.
         seed: of the run.
-        deadline_s: seconds without any completion or grade after which `take` gives up.
+        deadline_s: seconds that `take` waits without any completion or grade before it gives up.
     """
 
     def __init__(
@@ -61,7 +61,6 @@ class GroupSource:
         self._sampling, self._seed, self._deadline_s = sampling, seed, deadline_s
         self._cursors: dict[int, int] = {}  # number -> where its problem stands in the run, of all that are not taken
         self._finished: dict[int, Group] = {}
-        self._submitted: dict[int, float] = {}  # number -> when it was submitted last
         self._dropped_tokens = 0
         self._step = 0  # whose groups were taken last, counted from 1
 
@@ -94,16 +93,19 @@ class GroupSource:
             The groups, without advantages, in the order of their problems, and what is to be logged of them.
 
         Raises:
-            TimeoutError: nothing came for `deadline_s` seconds. The message names the groups that are missing.
+            TimeoutError: nothing came for `deadline_s` seconds. The message names groups that are missing.
             What `GroupStream.submit` and `GroupStream.next` raise.
         """
         self._stream.watcher = watcher
         try:
             if refill:
-                return self._take_beside(count, watch, refill), {}
-            return self._take_batch(watch)
+                groups, values = self._take_beside(count, watch, refill), {}
+            else:
+                groups, values = self._take_batch(watch)
         finally:
             self._stream.watcher = None
+        log_failures([sample.outcome for group in groups for sample in group.samples])
+        return groups, values
 
     def close(self) -> None:
         if self._stream is not None:
@@ -141,21 +143,25 @@ class GroupSource:
     def _take_batch(self, watch: Callable[[str], AbstractContextManager]) -> tuple[list[Group], dict[str, float]]:
         self._submit()
         self._collect(within_s=0.0)
+        begun = time.monotonic()
         while (ages := self.ledger.take()) is None:
+            self._require_signs(begun, self.ledger.waits_for())
             self._collect(WAKE_S, watch)
-            self._require_signs()
         groups = [self._finished.pop(number) for number in ages]
         for number in ages:
-            del self._cursors[number], self._submitted[number]
+            del self._cursors[number]
         self._step = self.ledger.taken // self.ledger.batch
-        log_failures([sample.outcome for group in groups for sample in group.samples])
         return groups, self._metrics(list(ages.values())) if self.ledger.staleness else {}
 
     def _take_beside(self, count: int, watch: Callable[[str], AbstractContextManager], refill: int) -> list[Group]:
         sampling = replace(self._sampling, seed=step_seed(self._seed, self._step, refill))
         for place, problem in enumerate(self._problems.take(count)):
             self._stream.submit(place, problem, self._samples, sampling, place)
-        found = dict(self._stream.next(watch) for _ in range(count))
+        found, begun = {}, time.monotonic()
+        while len(found) < count:
+            self._require_signs(begun, [place for place in range(count) if place not in found])
+            if finished := self._stream.next(watch, WAKE_S):
+                found[finished[0]] = finished[1]
         return [found[place] for place in range(count)]
 
     def _forget_late(self, version: int) -> None:
@@ -178,7 +184,6 @@ class GroupSource:
             step, place = divmod(number, self.ledger.batch)
             sampling = replace(self._sampling, seed=step_seed(self._seed, step + 1))
             self._stream.submit(number, problem, self._samples, sampling, place)
-            self._submitted[number] = time.monotonic()
 
     def _collect(self, within_s: float, watch: Callable[[str], AbstractContextManager] = nullcontext) -> None:
         """Takes what is finished from the stream; waits for the first one for `within_s` seconds."""
@@ -188,15 +193,14 @@ class GroupSource:
             self.ledger.finish(number)
             within_s = 0.0
 
-    def _require_signs(self) -> None:
-        now = time.monotonic()
-        silent = now - max(self._stream.last_sign, *self._submitted.values())
+    def _require_signs(self, begun: float, missing: Sequence[int]) -> None:
+        """Raises TimeoutError where nothing has come for too long. A wait that has begun later than the last sign counts from
+        its own beginning: before it, an evaluation may have had the engine."""
+        silent = time.monotonic() - max(self._stream.last_sign, begun)
         if silent <= self._deadline_s:
             return
-        missing = [number for number in self.ledger.waits_for() if number in self.ledger.running]
         named = "; ".join(
-            f"group {number} (submitted {now - self._submitted[number]:.0f} s ago at version "
-            f"{self.ledger.running[number]}): {self._stream.missing(number)}"
+            f"group {number} (version {self.ledger.running.get(number, self.ledger.version)}): {self._stream.missing(number)}"
             for number in missing[:NAMED]
         )
         more = f"; and {len(missing) - NAMED} more" if len(missing) > NAMED else ""

@@ -28,6 +28,8 @@ def check_settings(cfg: Mapping[str, Any], loss: Any, sampling: SamplingConfig, 
     check_needs(cfg["loss"], needs_of(loss))
     check_sampling(sampling, cfg["samples_per_prompt"], advantage)
     at_least(cfg, prompts_per_step=1, samples_per_prompt=2, updates_per_step=1)
+    if not cfg["rollout_deadline_s"] > 0:
+        raise ValueError(f"rollout_deadline_s={cfg['rollout_deadline_s']} must be a number of seconds greater than 0")
     check_staleness(cfg, loss)
 
 

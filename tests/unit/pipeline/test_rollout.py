@@ -4,30 +4,18 @@ import time
 from concurrent.futures import Future
 from itertools import islice
 
-import numpy as np
 import pytest
+from letter_tokens import LetterTokenizer, completion
+from waiting import wait_until
 
 from torchtune_ext.grading import Grader
-from torchtune_ext.rollout import in_order, sample_groups
-from torchtune_ext.sampling.engine import Completion, EngineFailed, SamplingConfig
+from torchtune_ext.rollout import GroupStream, in_order, sample_groups
+from torchtune_ext.sampling.engine import EngineFailed, SamplingConfig
 from torchtune_ext.tasks.task import Problem, Score
 from torchtune_ext.telemetry.summary import Stopwatch
 
 PROBLEMS = [Problem(str(i), ({"role": "user", "content": f"{i}?"},), i) for i in range(3)]
 SAMPLING = SamplingConfig(max_tokens=8)
-
-
-class Letters:
-    """A tokenizer whose tokens are letters."""
-
-    def prompt_ids(self, messages):
-        return [ord(letter) for letter in messages[0]["content"]]
-
-    def opened_thought(self, prompt):
-        return ""
-
-    def decode(self, ids):
-        return "".join(map(chr, ids))
 
 
 class Told:
@@ -52,10 +40,9 @@ class Told:
             self.draw(*drawn)
 
     def draw(self, p, s, text):
-        ids = np.array([ord(letter) for letter in text], np.int32)
-        self.say[p](s, Completion(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32), "stop", 0))
+        self.say[p](s, completion(text))
         self.drawn.add((p, s))
-        if {(p, 0), (p, 1)} <= self.drawn:
+        if {(p, 0), (p, 1)} <= self.drawn and not self.futures[p].cancelled():
             self.futures[p].set_result([])
 
 
@@ -94,7 +81,7 @@ class Seen(list):
 
 
 def stream_of(engine, grader, watcher=None):
-    return sample_groups(PROBLEMS, 2, SAMPLING, engine, Letters(), grader, watcher)
+    return sample_groups(PROBLEMS, 2, SAMPLING, engine, LetterTokenizer(), grader, watcher)
 
 
 def rewards(group):
@@ -144,7 +131,7 @@ def test_a_judge_gets_whole_groups(engine):
 def test_what_the_engine_refuses_is_raised_at_once(engine, grader):
     wrong = [Problem("long", ({"role": "user", "content": "far too long"},), 0)]
     with pytest.raises(ValueError, match="does not fit"):
-        next(sample_groups([PROBLEMS[0], *wrong], 2, SAMPLING, engine, Letters(), grader))
+        next(sample_groups([PROBLEMS[0], *wrong], 2, SAMPLING, engine, LetterTokenizer(), grader))
     assert engine.futures[0].cancelled(), "the group before it is sampled for nobody"
 
 
@@ -179,7 +166,7 @@ def test_a_grader_that_is_closed_ends_the_stream(engine):
 def test_work_on_completions_counts_while_the_engine_samples(engine, grader):
     """So that tokens per second of "generate" are not those of the waits alone."""
     engine.script = [(p, s, "x") for p in range(3) for s in (0, 1)]
-    watch, slow = Stopwatch(), Letters()
+    watch, slow = Stopwatch(), LetterTokenizer()
     slow.decode = lambda ids: time.sleep(0.02) or "x"
     stream = sample_groups(PROBLEMS, 2, SAMPLING, engine, slow, grader, None, watch)
     in_order(stream)
@@ -187,4 +174,44 @@ def test_work_on_completions_counts_while_the_engine_samples(engine, grader):
 
 
 def test_no_problems_no_groups(engine, grader):
-    assert in_order(sample_groups([], 2, SAMPLING, engine, Letters(), grader)) == []
+    assert in_order(sample_groups([], 2, SAMPLING, engine, LetterTokenizer(), grader)) == []
+
+
+@pytest.fixture
+def stream(engine, grader):
+    """A stream with groups 0 and 1 on their way, of two completions each."""
+    stream = GroupStream(engine, LetterTokenizer(), grader, Seen())
+    for number in (0, 1):
+        stream.submit(number, PROBLEMS[number], 2, SAMPLING, place=number)
+    yield stream
+    stream.close()
+
+
+def test_grading_goes_on_while_nobody_waits(engine, stream):
+    for p, s in ((0, 0), (0, 1), (1, 0)):
+        engine.draw(p, s, "x" * (p + s))
+    wait_until(lambda: sorted(stream.watcher) == [0.0, 1.0, 1.0])
+    assert "0 of 2 texts are not graded" in stream.missing(0) and "not ended 1 of 2 completions" in stream.missing(1)
+    number, group = stream.next(within_s=0.0)
+    assert (number, rewards(group)) == (0, [0.0, 1.0])
+    assert stream.next(within_s=0.0) is None
+
+
+def test_what_still_comes_of_a_cancelled_group_is_nobodys(engine, stream):
+    engine.draw(0, 0, "xxx")
+    wait_until(lambda: "not ended 1 of 2" in stream.missing(0))
+    assert stream.cancel(0) == 3 and engine.futures[0].cancelled()
+    stream.submit(0, PROBLEMS[0], 2, SAMPLING, place=2)
+    for p, s, text in ((0, 1, "late"), (2, 0, "a"), (2, 1, "bb"), (1, 0, ""), (1, 1, "")):
+        engine.draw(p, s, text)
+    groups = dict(stream.next(within_s=20.0) for _ in range(2))
+    assert {number: rewards(group) for number, group in groups.items()} == {0: [1.0, 2.0], 1: [0.0, 0.0]}
+    assert stream.next(within_s=0.0) is None and not stream.drawing
+
+
+def test_a_finished_group_may_be_cancelled_until_it_is_handed_out(engine, stream):
+    for p, s in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        engine.draw(p, s, "xx")
+    wait_until(lambda: len(stream.watcher) == 4)
+    assert stream.cancel(0) == 4
+    assert stream.next(within_s=20.0)[0] == 1 and stream.next(within_s=0.0) is None

@@ -7,7 +7,7 @@ import pytest
 
 from torchtune_ext.training.resume import RunState
 
-STATE = RunState(step=7, version=9, cursor=28, updates=14, throttle={"limit": 32})
+STATE = RunState(step=7, version=9, cursor=28, updates=14, throttle={"limit": 32}, source={"cursors": [[8, 9]]})
 
 
 def test_it_comes_back():

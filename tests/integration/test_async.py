@@ -1,0 +1,136 @@
+"""Sampling and training at the same time, as a user runs it: a real vLLM, real graders, real processes."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from collections import Counter
+
+import psutil
+import pytest
+import recipe_runs as runs
+
+from torchtune_ext.chat import ChatTokenizer
+from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
+from torchtune_ext.source import step_seed
+from torchtune_ext.tasks.order import problem_index
+from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+STALENESS, GROUPS, PROBLEMS = 2, 4, 64  # GROUPS a step and PROBLEMS of the task: as in recipe_runs
+AHEAD = [f"staleness={STALENESS}", f"depth={STALENESS}", "evaluation.task=null"]
+
+
+def stored(run):
+    """The groups of each step as the run has stored them."""
+    return {step: read_rollouts(path) for step, path in rollout_paths(run).items()}
+
+
+def drawn(completions):
+    return [(c.tokens.tolist(), c.logprobs.tolist(), c.versions.tolist(), c.finish_reason) for c in completions]
+
+
+def record(groups):
+    """All of stored groups that does not depend on the time at which something happened."""
+    return [
+        (g.problem.id, drawn(s.completion for s in g.samples), [(s.score.reward, s.advantage) for s in g.samples])
+        for g in groups
+    ]
+
+
+def weights(run):
+    """The bytes of what the run has trained."""
+    return {path.name: path.read_bytes() for path in (run / "checkpoints" / "step_000003").glob("*.safetensors")}
+
+
+def require_ahead(run, steps):
+    """Raises AssertionError where a run breaks what `staleness` promises."""
+    lines, groups = runs.metrics(run)[1:], stored(run)
+    assert [line["step"] for line in lines] == list(groups) == list(range(1, steps + 1))
+    for line in lines:
+        present = line["step"] - 1  # the version that the step begins with
+        versions = [v for g in groups[line["step"]] for s in g.samples for v in s.completion.versions.tolist()]
+        assert 0 <= line["async/age_mean"] <= line["async/age_max"] <= STALENESS
+        assert present - line["async/age_max"] <= min(versions) and max(versions) <= present
+        assert line["async/dropped"] == line["async/dropped_tokens"] == 0.0
+
+    # Every problem that the run has submitted is trained once, and nothing is left behind.
+    want = [f"letters-{problem_index(cursor, PROBLEMS, seed=0)}" for cursor in range(GROUPS * steps)]
+    assert Counter(g.problem.id for step in groups.values() for g in step) == Counter(want)
+    assert lines[-1]["async/running"] == lines[-1]["async/finished"] == 0.0
+    last = json.loads((run / "checkpoints" / f"step_{steps:06d}" / "recipe.json").read_text())
+    assert last["source"] == {} and last["cursor"] == GROUPS * steps
+
+
+@pytest.mark.parametrize(
+    ("workplace", "recipe", "config"),
+    [("full_workplace", "grpo_full", "run.yaml"), ("lora_workplace", "grpo_lora", "lora.yaml")],
+    ids=["full", "lora"],
+)
+def test_depth_0_is_the_run_that_samples_and_trains_in_turns(request, workplace, recipe, config):
+    """Another bound of the age changes nothing where nothing is sampled ahead: no token, no loss, no weight."""
+    folder = request.getfixturevalue(workplace)
+    runs.run(folder, recipe, "output_dir=in_turns", "staleness=1", "depth=0", config=config)
+    want, got = folder / "reference", folder / "in_turns"
+    assert {s: record(g) for s, g in stored(got).items()} == {s: record(g) for s, g in stored(want).items()}
+    lines = runs.metrics(got)
+    assert all(line["async/age_max"] == line["async/running"] == 0.0 for line in lines[1:])
+    ours = [{name: v for name, v in line.items() if not name.startswith("async/")} for line in lines]
+    assert ours == runs.metrics(want)
+    assert weights(got) == weights(want) != {}
+
+
+def test_the_groups_of_a_step_are_what_its_policy_says_to_its_problems(full_workplace, tmp_path):
+    """An engine that was started with the checkpoint of step 2 draws what the run drew in step 3."""
+    groups = stored(full_workplace / "reference")[3]
+    config = EngineConfig(dtype="float32", max_model_len=128, kv_cache_bytes=16777216)
+    tokenizer = ChatTokenizer(str(full_workplace / "model"))
+    checkpoint = full_workplace / "reference" / "checkpoints" / "step_000002"
+    with Engine(str(checkpoint), config, str(tmp_path), version=2) as engine:
+        engine.start()
+        engine.wait_ready()
+        sampling = SamplingConfig(max_tokens=12, seed=step_seed(0, 3), stop_token_ids=tokenizer.stop_token_ids)
+        found = engine.sample([g.prompt_tokens.tolist() for g in groups], 4, sampling)
+    order = [f"letters-{problem_index(cursor, PROBLEMS, seed=0)}" for cursor in range(2 * GROUPS, 3 * GROUPS)]
+    assert [g.problem.id for g in groups] == order
+    assert [[c.tokens.tolist() for c in group] for group in found] == [
+        [s.completion.tokens.tolist() for s in group.samples] for group in groups
+    ]
+
+
+@pytest.mark.parametrize("steps", [1, 5])
+def test_ahead_of_the_trainer(full_workplace, steps):
+    """Also in a run that is shorter than it may be ahead."""
+    run = full_workplace / f"ahead{steps}"
+    runs.run(full_workplace, "grpo_async", f"output_dir={run.name}", f"max_steps={steps}", *AHEAD)
+    require_ahead(run, steps)
+    # At a depth as great as the staleness, and behind the first groups, each is due at just the step that its number names.
+    assert [line["async/age_mean"] for line in runs.metrics(run)[4:]] == [STALENESS] * max(0, steps - 3)
+
+
+def test_killed_and_resumed_trains_every_problem_once(full_workplace):
+    """The kill comes at a random moment, long before the end, and while groups are on their way."""
+    steps, name = 8, "ahead_killed"
+    args = [f"output_dir={name}", f"max_steps={steps}", "resume_from_checkpoint=True", *AHEAD]
+    run = full_workplace / name
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(
+        runs.command("grpo_async", *args), cwd=full_workplace, env=runs.environment(), start_new_session=True, **quiet
+    )
+    runs.wait_for_steps(run, 3, process)  # the third line comes after the checkpoint of step 2
+    time.sleep(random.uniform(0.0, 0.5))
+    children = psutil.Process(process.pid).children(recursive=True)
+    os.kill(process.pid, signal.SIGKILL)
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert not alive, f"left running: {alive}"
+    process.wait(10)
+    survived = max(rollout_paths(run))
+    assert survived < steps, "the run ended before it was killed"
+    first = rollout_paths(run)[1].stat().st_mtime_ns
+
+    runs.run(full_workplace, "grpo_async", *args)
+    require_ahead(run, steps)
+    assert rollout_paths(run)[1].stat().st_mtime_ns == first, "the run began again"

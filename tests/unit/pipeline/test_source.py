@@ -1,0 +1,338 @@
+"""source.py with its real ledger, stream and graders; the engine alone answers when the test says so."""
+
+import json
+import re
+import time
+from concurrent.futures import Future
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import pytest
+from letter_tokens import LetterTokenizer, completion
+from waiting import wait_until
+
+from torchtune_ext.buffer import Ledger
+from torchtune_ext.grading import Grader
+from torchtune_ext.rollout import GroupStream
+from torchtune_ext.sampling.engine import SamplingConfig
+from torchtune_ext.source import GroupSource
+from torchtune_ext.tasks.order import ProblemStream, problem_index
+from torchtune_ext.tasks.task import Problem, Score
+
+SEED, PROBLEMS, SAMPLES = 3, 100, 2
+
+
+class Numbered:
+    """Problem i is called i and asks for i. A text is rewarded by its length; some texts cannot be graded, or take long."""
+
+    def __len__(self):
+        return PROBLEMS
+
+    def __getitem__(self, index):
+        return Problem(str(index), ({"role": "user", "content": str(index)},), index)
+
+    def grade(self, problem, text):
+        if text == "broken":
+            raise ValueError("a broken text")
+        time.sleep(60.0 if text == "long" else 0.0)
+        return Score(float(len(text)), {})
+
+
+@dataclass
+class Call:
+    """A group that the engine was asked for. `step` and `refill` are read from its seed."""
+
+    problem: str
+    step: int
+    refill: int
+    place: int
+    say: object = field(compare=False)
+    future: Future = field(compare=False, default_factory=Future)
+
+    def answer(self, *texts):
+        for sample, text in enumerate(texts or ["xx"] * SAMPLES):
+            self.say(sample, completion(text))
+        self.future.set_result([])
+
+
+class Told:
+    """An engine that answers when the test says so, or, with `at_once`, as it is asked."""
+
+    def __init__(self, at_once=False):
+        self.calls, self.at_once = [], at_once
+
+    def submit(self, prompt, n, sampling, on_completion, group, priority):
+        assert n == SAMPLES and sampling.max_tokens == 8
+        # seed = (seed of the run * 2^20 + step) * 2^20 + refill
+        upper, refill = divmod(sampling.seed, 1 << 20)
+        seed, step = divmod(upper, 1 << 20)
+        assert seed == SEED
+        self.calls.append(Call(LetterTokenizer().decode(prompt), step, refill, group, on_completion))
+        if self.at_once:
+            self.calls[-1].answer()
+        return self.calls[-1].future
+
+
+@pytest.fixture(scope="module")
+def grader():
+    with Grader(Numbered(), workers=2, timeout_s=90.0) as grader:
+        yield grader
+
+
+@pytest.fixture
+def make(grader):
+    """Makes a source of 2 groups a step for 10 steps, and its engine."""
+    made = []
+
+    def make(staleness=0, depth=None, at_once=True, batch=2, deadline_s=30.0, cursor=0, by=grader):
+        engine, problems = Told(at_once), ProblemStream(Numbered(), SEED)
+        problems.cursor = cursor
+        stream = GroupStream(engine, LetterTokenizer(), by)
+        sampling, ledger = SamplingConfig(max_tokens=8), Ledger(batch, 10, staleness, depth)
+        made.append(GroupSource(ledger, stream, problems, SAMPLES, sampling, SEED, deadline_s))
+        return made[-1], engine
+
+    yield make
+    for source in made:
+        source.close()
+
+
+def call(number, batch=2):
+    """What the engine is asked for group `number` of a run."""
+    problem = str(problem_index(number, PROBLEMS, SEED))
+    return Call(problem, step=number // batch + 1, refill=0, place=number % batch, say=None)
+
+
+def calls(*numbers):
+    return [call(number) for number in numbers]
+
+
+def names(groups):
+    return [group.problem.id for group in groups]
+
+
+def wait_for(source, *numbers):
+    """Waits until these groups are finished, and nobody has asked for them."""
+    wait_until(lambda: all("0 of 2 texts are not graded" in source._stream.missing(number) for number in numbers))
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_depth_0_submits_the_groups_of_a_step_when_they_are_asked_for(make, staleness):
+    source, engine = make(staleness, depth=0)
+    for step in range(3):
+        source.open(version=step)
+        assert len(engine.calls) == 2 * step
+        groups, values = source.take(2)
+        assert names(groups) == [call(n).problem for n in (2 * step, 2 * step + 1)]
+        assert bool(values) == bool(staleness)
+    assert engine.calls == calls(*range(6))
+
+
+def test_depth_1_submits_the_groups_of_the_next_step_too(make):
+    source, engine = make(staleness=1)
+    source.open(version=0)
+    assert engine.calls == calls(0, 1, 2, 3)
+    for step in range(1, 4):
+        source.take(2)
+        assert len(engine.calls) == 2 * step + 2, "the weights are those of the last version still"
+        source.open(version=step)
+        assert engine.calls == calls(*range(2 * step + 4))
+
+
+def test_a_step_gets_its_groups_in_the_order_of_their_numbers_with_their_ages(make):
+    source, engine = make(staleness=2, depth=1, at_once=False)
+    source.open(version=0)
+    for number in (3, 1, 0):
+        engine.calls[number].answer()
+    wait_for(source, 3, 1, 0)
+    groups, values = source.take(2)
+    assert names(groups) == [call(n).problem for n in (0, 1)]
+    want = {"age_mean": 0, "age_max": 0, "finished": 1, "running": 1, "dropped": 0, "dropped_tokens": 0}
+    assert values == {f"async/{name}": value for name, value in want.items()}
+
+    # Group 4 may pass group 2, but does not pass group 3.
+    source.open(version=1)
+    engine.calls[4].answer()
+    wait_for(source, 4)
+    engine.calls[2].answer()
+    groups, values = source.take(2)
+    assert names(groups) == [call(n).problem for n in (2, 3)]
+    assert (values["async/age_mean"], values["async/age_max"], values["async/finished"]) == (1, 1, 1)
+    source.open(version=2)
+    engine.calls[5].answer()
+    groups, values = source.take(2)
+    assert names(groups) == [call(n).problem for n in (4, 5)] and values["async/age_mean"] == 1
+
+
+def test_a_jump_of_versions_samples_again_what_is_too_old(make, caplog):
+    source, engine = make(staleness=1, at_once=False)
+    source.open(version=0)
+    engine.calls[3].answer()
+    wait_for(source, 3)
+    engine.calls[0].answer()
+    engine.calls[1].answer()
+    assert names(source.take(2)[0]) == [call(n).problem for n in (0, 1)]  # it has got group 3, too
+    source.open(version=1)
+    engine.calls[4].answer("xxx", "xxx")  # finished, and not asked for
+    engine.calls[2].say(1, completion("xxxxx"))
+    wait_for(source, 4)
+
+    source.open(version=3)  # groups 2 and 3 are of version 0, 4 and 5 of version 1
+    assert engine.calls[6:] == calls(2, 3, 4, 5), "they keep their problems and their seeds"
+    assert engine.calls[2].future.cancelled() and engine.calls[5].future.cancelled()
+    lost = {
+        int(n): int(tokens) for n, tokens in re.findall(r"group (\d) is too old .* (\d+) tokens are lost", caplog.text)
+    }
+    assert lost == {2: 5, 3: 4, 4: 6, 5: 0}
+
+    engine.calls[2].say(0, completion("late"))
+    for again in engine.calls[6:]:
+        again.answer("y", "y")
+    for numbers in ((2, 3), (4, 5)):
+        groups, values = source.take(2)
+        assert names(groups) == [call(n).problem for n in numbers]
+        assert [sample.text for group in groups for sample in group.samples] == ["y"] * 4
+        assert (values["async/dropped"], values["async/dropped_tokens"]) == (4, 15)
+
+
+def test_what_is_on_its_way_is_submitted_again_by_a_resumed_run(make):
+    source, engine = make(staleness=1, at_once=False)
+    source.open(version=0)
+    engine.calls[2].answer()
+    wait_for(source, 2)
+    engine.calls[0].answer()
+    engine.calls[1].answer()
+    source.take(2)  # group 2 is finished, group 3 is running
+    source.open(version=1)
+    state = json.loads(json.dumps(source.state_dict()))
+
+    resumed, engine = make(staleness=1, cursor=6)
+    resumed.load_state_dict(state, step=1, version=1)
+    assert engine.calls == []
+    for step in (2, 3):
+        groups, values = resumed.take(2)
+        assert names(groups) == [call(n).problem for n in (2 * step - 2, 2 * step - 1)]
+        assert values["async/age_max"] == step - 2
+        assert engine.calls == calls(*range(2, 2 * step + 2))
+        resumed.open(version=step)
+
+
+def test_a_resumed_run_counts_the_tokens_that_were_lost_before(make):
+    source, engine = make(staleness=1)
+    source.open(version=0)
+    wait_for(source, 0, 1, 2, 3)
+    source.open(version=2)
+    resumed, _ = make(staleness=1, cursor=4)
+    resumed.load_state_dict(json.loads(json.dumps(source.state_dict())), step=0, version=2)
+    values = resumed.take(2)[1]
+    assert (values["async/dropped"], values["async/dropped_tokens"]) == (4, 16)
+
+
+def test_a_run_may_go_on_with_other_prompts_per_step_when_nothing_is_on_its_way(make):
+    source, _ = make(staleness=1, depth=0)
+    source.open(version=0)
+    source.take(2)
+    assert source.state_dict() == {}
+    resumed, engine = make(staleness=0, batch=3, cursor=2)
+    resumed.load_state_dict({}, step=1, version=1)
+    resumed.take(3)
+    assert [(made.step, made.place) for made in engine.calls] == [(2, 0), (2, 1), (2, 2)]
+    assert [made.problem for made in engine.calls] == [call(n).problem for n in (2, 3, 4)]
+
+    source, _ = make(staleness=1)
+    source.open(version=0)
+    with pytest.raises(ValueError, match="prompts_per_step=3, but the checkpoint was written with 2"):
+        make(staleness=1, batch=3)[0].load_state_dict(source.state_dict(), step=0, version=0)
+
+
+def test_who_does_not_answer_is_named(make):
+    with Grader(Numbered(), timeout_s=90.0) as hanging:
+        source, engine = make(staleness=1, at_once=False, batch=8, deadline_s=0.05, by=hanging)
+        source.open(version=0)
+        engine.calls[2].answer()
+        engine.calls[1].say(0, completion("x"))
+        engine.calls[0].answer("x", "long")
+        wait_until(lambda: "1 of 2 texts are not graded" in source._stream.missing(0))
+        with pytest.raises(TimeoutError) as raised:
+            source.take(8)
+    message = str(raised.value)
+    assert re.match(r"no completion and no grade came for \d+ s \(rollout_deadline_s=0.05\), while 7 groups", message)
+    assert re.search(r"group 0 \(version 0\): submitted \d+ s ago, 1 of 2 texts are not graded; ", message)
+    assert re.search(
+        r"group 1 \(version 0\): submitted \d+ s ago, the engine has not ended 1 of 2 completions; ", message
+    )
+    assert "group 2 " not in message and "group 6 " not in message and "; and 2 more" in message
+    assert message.endswith("or raise rollout_deadline_s")
+
+
+def test_what_was_silent_while_nobody_waited_has_its_time_yet(make):
+    source, engine = make(staleness=1, at_once=False)
+    source.open(version=0)
+    source._stream.last_sign -= 1000.0  # a long step of the trainer
+    waits = []
+
+    def watch(name):
+        waits.append(name)
+        if len(waits) == 2:  # the first wait was in vain
+            for number in (0, 1):
+                engine.calls[number].answer()
+        return nullcontext()
+
+    assert len(source.take(2, watch)[0]) == 2 and waits[0] == "generate"
+
+
+def test_a_refill_has_its_own_seeds_and_goes_on_with_the_problems(make, caplog):
+    source, engine = make()
+    source.open(version=0)
+    source.take(2)
+    groups, values = source.take(3, refill=1)
+    assert names(groups) == [call(n).problem for n in (2, 3, 4)] and values == {}
+    source.take(1, refill=2)
+    assert [(made.step, made.refill, made.place) for made in engine.calls[2:]] == [
+        (1, 1, 0),
+        (1, 1, 1),
+        (1, 1, 2),
+        (1, 2, 0),
+    ]
+    source.open(version=1)
+    assert names(source.take(2)[0]) == [call(n).problem for n in (6, 7)]
+    assert [(made.step, made.refill, made.place) for made in engine.calls[6:]] == [(2, 0, 0), (2, 0, 1)]
+
+
+@pytest.mark.parametrize("refill", [0, 1])
+def test_texts_that_could_not_be_graded_are_logged(make, caplog, refill):
+    source, engine = make(at_once=False)
+    engine.submit = lambda *args: (Told.submit(engine, *args), engine.calls[-1].answer("broken", "broken"))[0]
+    source.take(2, refill=refill)
+    assert "4 of 4 texts infra_failed" in caplog.text and "a broken text" in caplog.text
+
+
+def test_a_refill_has_a_deadline(make):
+    source, engine = make(deadline_s=0.05)
+    source.take(2)
+    engine.at_once = False
+    with pytest.raises(
+        TimeoutError, match=r"2 groups are waited for: group 0 \(version 0\): .*; group 1 .*rollout_deadline_s"
+    ):
+        source.take(2, refill=1)
+
+
+def test_a_rank_without_a_stream_does_nothing(make):
+    problems = ProblemStream(Numbered(), SEED)
+    source = GroupSource(Ledger(2, 10, 1), None, problems, SAMPLES, SamplingConfig(max_tokens=8), SEED, 1.0)
+    for version in range(3):
+        source.open(version)
+    assert source.state_dict() == {} and problems.cursor == 0
+    main, _ = make(staleness=1)
+    main.open(version=0)
+    source.load_state_dict(main.state_dict(), step=0, version=0)
+    source.open(version=5)
+    source.close()
+
+
+def test_close_ends_what_is_on_its_way(make):
+    source, engine = make(staleness=1, at_once=False)
+    source.open(version=0)
+    source.close()
+    assert [made.future.cancelled() for made in engine.calls] == [True] * 4
+    source.close()

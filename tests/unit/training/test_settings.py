@@ -1,0 +1,81 @@
+"""Settings that do not go together with samples of an older policy are refused by name; the rest passes."""
+
+import pytest
+
+from torchtune_ext.advantages import AdvantageConfig
+from torchtune_ext.objective.loss import PolicyLoss
+from torchtune_ext.sampling.records import SamplingConfig
+from torchtune_ext.training.settings import check_settings
+
+
+class Own:
+    """A loss of the user."""
+
+    def __call__(self, t):
+        return -t.advantages_L * t.logprobs_L, {}
+
+
+def check(loss=None, **changed):
+    """Checks the settings of a run of grpo.py. `loss`: an object, or fields of `PolicyLoss` as in the YAML."""
+    fields = {"importance": "tis"} if loss is None else loss if isinstance(loss, dict) else {}
+    settings = {
+        "prompts_per_step": 4,
+        "samples_per_prompt": 4,
+        "updates_per_step": 1,
+        "max_steps": 10,
+        "staleness": 2,
+        "depth": None,
+        "rollout_deadline_s": 60.0,
+        "refill_rounds": 0,
+        "engine": {},
+        "loss": fields,
+        **changed,
+    }
+    made = PolicyLoss(**fields) if loss is None or isinstance(loss, dict) else loss
+    check_settings(settings, made, SamplingConfig(max_tokens=8), AdvantageConfig())
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"staleness": -1}, "staleness=-1 must be a whole number, 0 or more"),
+        ({"depth": -1}, "depth=-1 must be a whole number, 0 or more"),
+        ({"depth": 3}, "depth=3 is above staleness=2: .*; set depth to at most 2, or staleness to at least 3"),
+        ({"staleness": 0, "depth": 1}, "depth=1 is above staleness=0"),
+        ({"engine": {"sleep": True}}, r"staleness=2 with engine.sleep=true: .*\(engine.devices\), or set staleness=0"),
+        ({"refill_rounds": 1}, "refill_rounds=1 with staleness=2: .* set refill_rounds=0 and raise prompts_per_step"),
+        ({"rollout_deadline_s": 0.0}, "rollout_deadline_s=0.0 must be a number of seconds greater than 0"),
+        ({"rollout_deadline_s": float("nan")}, "rollout_deadline_s=nan must be"),
+    ],
+)
+def test_what_does_not_fit_is_named(changed, message):
+    with pytest.raises(ValueError, match=message):
+        check(**changed)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"depth": 0},
+        {"depth": 2},
+        {"engine": {"sleep": False}},
+        {"staleness": 0, "engine": {"sleep": True}, "refill_rounds": 1},
+        {"rollout_deadline_s": float("inf")},
+    ],
+)
+def test_what_fits_passes(changed):
+    check(**changed)
+
+
+@pytest.mark.parametrize("loss", [{}, {"level": "sequence"}])
+def test_an_objective_that_corrects_nothing_is_refused(loss):
+    with pytest.raises(ValueError, match="preset=decoupled_ppo or preset=grpo, .* loss.importance=none"):
+        check(loss)
+    check(loss, staleness=0)
+    check({**loss, "importance": "none"})
+
+
+@pytest.mark.parametrize("loss", [{"importance": "full"}, {"old": "sampler"}, Own()])
+def test_an_objective_that_corrects_passes_and_so_does_ones_own(loss):
+    check(loss)
