@@ -21,13 +21,14 @@ from typing import Any
 
 import numpy as np
 
+from torchtune_ext.group_json import run_lengths
 from torchtune_ext.groups import Group, Sample
 from torchtune_ext.run.files import explained
 from torchtune_ext.run.folder import read_record
 from torchtune_ext.telemetry.metrics import read_metrics
 from torchtune_ext.telemetry.panels import Panel, panels_for
 from torchtune_ext.telemetry.pieces import TokenPieces
-from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths, run_lengths
+from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
 
 log = logging.getLogger(__name__)
 
