@@ -60,7 +60,7 @@ class GroupSource:
         self._stream, self._problems, self._samples = stream, problems, samples
         self._sampling, self._seed, self._deadline_s = sampling, seed, deadline_s
         self._cursors: dict[int, int] = {}  # number -> where its problem stands in the run, of all that are not taken
-        self._finished: dict[int, Group] = {}
+        self.finished: dict[int, Group] = {}
         self._dropped_tokens = 0
         self._step = 0  # whose groups were taken last, counted from 1
 
@@ -119,7 +119,7 @@ class GroupSource:
         return {
             "ledger": self.ledger.state_dict(),
             "cursors": sorted([number, cursor] for number, cursor in self._cursors.items()),
-            "finished": [[number, json.loads(group_json(group))] for number, group in sorted(self._finished.items())],
+            "finished": [[number, json.loads(group_json(group))] for number, group in sorted(self.finished.items())],
             "dropped_tokens": self._dropped_tokens,
         }
 
@@ -135,7 +135,7 @@ class GroupSource:
             self._dropped_tokens = state["dropped_tokens"]
             for number, record in state["finished"]:
                 # The problem comes from the task, since JSON may have changed its answer.
-                self._finished[number] = replace(group_of(record), problem=self._problems.at(self._cursors[number]))
+                self.finished[number] = replace(group_of(record), problem=self._problems.at(self._cursors[number]))
         else:
             self.ledger.start_at(step)
         self._forget_late(version)
@@ -147,7 +147,7 @@ class GroupSource:
         while (ages := self.ledger.take()) is None:
             self._require_signs(begun, self.ledger.waits_for())
             self._collect(WAKE_S, watch)
-        groups = [self._finished.pop(number) for number in ages]
+        groups = [self.finished.pop(number) for number in ages]
         for number in ages:
             del self._cursors[number]
         self._step = self.ledger.taken // self.ledger.batch
@@ -166,7 +166,7 @@ class GroupSource:
 
     def _forget_late(self, version: int) -> None:
         for number in self.ledger.advance(version):
-            finished = self._finished.pop(number, None)
+            finished = self.finished.pop(number, None)
             tokens = _tokens([finished]) if finished else self._stream.cancel(number)
             self._dropped_tokens += tokens
             log.warning(
@@ -189,7 +189,7 @@ class GroupSource:
         """Takes what is finished from the stream; waits for the first one for `within_s` seconds."""
         while found := self._stream.next(watch, within_s):
             number, group = found
-            self._finished[number] = group
+            self.finished[number] = group
             self.ledger.finish(number)
             within_s = 0.0
 

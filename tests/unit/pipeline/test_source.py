@@ -13,6 +13,7 @@ from waiting import wait_until
 
 from torchtune_ext.buffer import Ledger
 from torchtune_ext.grading import Grader
+from torchtune_ext.group_json import group_json
 from torchtune_ext.rollout import GroupStream
 from torchtune_ext.sampling.engine import SamplingConfig
 from torchtune_ext.source import GroupSource
@@ -195,7 +196,7 @@ def test_a_jump_of_versions_samples_again_what_is_too_old(make, caplog):
         assert (values["async/dropped"], values["async/dropped_tokens"]) == (4, 15)
 
 
-def test_what_is_on_its_way_is_submitted_again_by_a_resumed_run(make):
+def test_a_resumed_run_keeps_what_is_finished_and_submits_again_what_is_running(make):
     source, engine = make(staleness=1, at_once=False)
     source.open(version=0)
     engine.calls[2].answer()
@@ -205,6 +206,7 @@ def test_what_is_on_its_way_is_submitted_again_by_a_resumed_run(make):
     source.take(2)  # group 2 is finished, group 3 is running
     source.open(version=1)
     state = json.loads(json.dumps(source.state_dict()))
+    finished = source.finished[2]
 
     resumed, engine = make(staleness=1, cursor=6)
     resumed.load_state_dict(state, step=1, version=1)
@@ -212,8 +214,10 @@ def test_what_is_on_its_way_is_submitted_again_by_a_resumed_run(make):
     for step in (2, 3):
         groups, values = resumed.take(2)
         assert names(groups) == [call(n).problem for n in (2 * step - 2, 2 * step - 1)]
-        assert values["async/age_max"] == step - 2
-        assert engine.calls == calls(*range(2, 2 * step + 2))
+        assert values["async/age_max"] == 1.0
+        assert engine.calls == calls(*range(3, 2 * step + 2))
+        if step == 2:
+            assert group_json(groups[0]) == group_json(finished) and groups[0].problem is not finished.problem
         resumed.open(version=step)
 
 
