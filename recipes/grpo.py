@@ -360,7 +360,7 @@ class GRPORecipe:
         return [self.ranks.share(rows) for rows in self.ranks.broadcast(updates)], values
 
     def update(self, updates: list[list[Row]]) -> dict[str, float]:
-        """Optimizer updates on the rows of this step, all from samples of the same policy."""
+        """Optimizer updates on the rows of this step."""
         # The proximal policy is the policy of this moment. The first update starts from it, so its own forward pass says what
         # the policy thinks; the later ones start from a policy that has moved, so it is asked beforehand.
         proximal = self.learner.proximal(updates)

@@ -116,11 +116,11 @@ class Ledger:
         when the policy was last published. That is the version, unless the caller's count of versions has jumped, where
         the version would let in more groups than can be trained in time.
         """
-        end = max(self.next, min(self.total, (self.step + self.depth + 1) * self.batch))
-        numbers = [*sorted(self.again), *range(self.next, end)]
+        end = min(self.total, (self.step + self.depth + 1) * self.batch)
+        numbers = [*sorted(number for number in self.again if number < end), *range(self.next, end)]
         self.running.update(dict.fromkeys(numbers, self.version))
-        self.next = end
-        self.again.clear()
+        self.next = max(self.next, end)
+        self.again.difference_update(numbers)
         return numbers
 
     def finish(self, number: int) -> None:
@@ -128,8 +128,9 @@ class Ledger:
         self.finished[number] = self.running.pop(number)
 
     def lose(self, number: int) -> None:
-        """Notes that a running group will not finish (its engine died, its deadline passed): it is submitted again."""
-        del self.running[number]
+        """Notes that a group, running or finished, is not to be had any more: it is submitted again."""
+        if self.running.pop(number, None) is None:
+            del self.finished[number]
         self.again.add(number)
 
     def take(self) -> dict[int, int] | None:

@@ -118,7 +118,7 @@ def pack(
     Returns:
         The rows in a deterministic order, and how well they are used. `Ranks.share` gives every rank its own: all have
         the same number, and those that are computed at the same time cost about the same. A row is empty only where there
-        are fewer completions than ranks.
+        are fewer completions than rows.
 
     Raises:
         ValueError: a prompt with one of its completions is longer than a row, the aggregation is unknown, or "constant"

@@ -1,5 +1,6 @@
 """Problems -> graded groups: prompt ids, completions from the sampler, texts, outcomes."""
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,6 +19,8 @@ from torchtune_ext.grading import Grader, Outcome, log_failures
 from torchtune_ext.groups import Group, Sample
 from torchtune_ext.sampling.engine import Completion, Engine, EngineFailed, Priority, SamplingConfig
 from torchtune_ext.tasks.task import Problem
+
+log = logging.getLogger(__name__)
 
 # Python acts on a Ctrl-C in the main thread alone, but the kernel may give it to another: so often a wait looks for one.
 WAKE_S = 1.0
@@ -109,13 +112,14 @@ class GroupStream:
                 try:
                     found = self._finished.get(timeout=max(0.0, min(end - time.monotonic(), WAKE_S)))
                 except Empty:
-                    found = None
+                    if time.monotonic() >= end:
+                        return None
+                    continue
             if isinstance(found, Exception):
                 raise found
+            # Nothing but the end of sampling was told, or a group that nobody wants any more.
             if found is not None and not found.cancelled:
                 return found.number, self._groups.pop(found.number).finish()
-            if time.monotonic() >= end:
-                return None
 
     def cancel(self, number: int) -> int:
         """Ends what is still sampled and graded of a group that `next` has not handed out, also of one that is finished: `next`
@@ -134,6 +138,8 @@ class GroupStream:
             self.cancel(number)
         self._events.put(None)
         self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            log.warning("the thread that hands texts to the graders did not end within %g s", CLOSE_S)
 
     def _arrived(self, group: "_Unfinished", sample: int, completion: Completion) -> None:
         self._events.put((group, sample, completion))

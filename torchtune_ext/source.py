@@ -8,9 +8,9 @@ trains in turns.
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, replace
 from statistics import fmean
 from typing import Any
 
@@ -63,15 +63,20 @@ class GroupSource:
         self.finished: dict[int, Group] = {}
         self._dropped_tokens = 0
         self._step = 0  # whose groups were taken last, counted from 1
+        self._error: Exception | None = None  # of groups that nobody has asked for yet
 
     def open(self, version: int) -> None:
         """Notes that the engine has the weights of this version, and submits what may be sampled ahead with them.
 
-        A group that has become too old is ended, or forgotten, and submitted again.
+        A group that has become too old is ended, or forgotten, and submitted again. An error of groups of later steps waits for
+        `take`, so that the step that was just trained is still evaluated and saved. Without a stream nothing happens.
         """
+        if self._stream is None:
+            return
         self._forget_late(version)
-        if self.ledger.depth and self._stream is not None:
-            self._submit()
+        if self.ledger.depth:
+            with self._kept():
+                self._submit()
 
     def take(
         self,
@@ -94,8 +99,11 @@ class GroupSource:
 
         Raises:
             TimeoutError: nothing came for `deadline_s` seconds. The message names groups that are missing.
+            RuntimeError: the groups of this step may not be submitted yet, since `open` was not told of a publication.
             What `GroupStream.submit` and `GroupStream.next` raise.
         """
+        if self._error is not None:
+            raise self._error
         self._stream.watcher = watcher
         try:
             if refill:
@@ -115,37 +123,76 @@ class GroupSource:
         """Returns what a resumed run needs, in JSON's types: nothing, if there is nothing between submission and training."""
         if not self._cursors:
             return {}
-        self._collect(within_s=0.0)
+        with self._kept():
+            self._collect(within_s=0.0)
         return {
             "ledger": self.ledger.state_dict(),
             "cursors": sorted([number, cursor] for number, cursor in self._cursors.items()),
-            "finished": [[number, json.loads(group_json(group))] for number, group in sorted(self.finished.items())],
+            # As text, since making JSON of it twice would hold up the engine's thread.
+            "finished": [[number, group_json(group)] for number, group in sorted(self.finished.items())],
+            "drawn": self._drawn(),
             "dropped_tokens": self._dropped_tokens,
         }
 
     def load_state_dict(self, state: dict[str, Any], step: int, version: int) -> None:
         """Goes on after step `step` of an earlier run, from what `state_dict` returned then, with weights of `version`.
 
+        A finished group is sampled again where the settings of sampling or its problem have changed since.
+
         Raises:
             ValueError: `prompts_per_step` has changed while groups were on their way.
         """
-        if state:
-            self.ledger.load_state_dict(state["ledger"])
-            self._cursors = dict(map(tuple, state["cursors"]))
-            self._dropped_tokens = state["dropped_tokens"]
-            for number, record in state["finished"]:
-                # The problem comes from the task, since JSON may have changed its answer.
-                self.finished[number] = replace(group_of(record), problem=self._problems.at(self._cursors[number]))
-        else:
+        if self._stream is None:
+            return
+        if not state:
             self.ledger.start_at(step)
+            self.ledger.advance(version)
+            return
+        self.ledger.load_state_dict(state["ledger"])
+        self._cursors = dict(map(tuple, state["cursors"]))
+        self._dropped_tokens = state["dropped_tokens"]
+        changed = []
+        for number, text in state["finished"]:
+            group, problem = group_of(json.loads(text)), self._problems.at(self._cursors[number])
+            if state["drawn"] == self._drawn() and group.problem.id == problem.id:
+                # The problem comes from the task, since JSON may have changed its answer.
+                self.finished[number] = replace(group, problem=problem)
+            else:
+                self.ledger.lose(number)
+                changed.append(number)
+        if changed:
+            log.warning(
+                "the settings of sampling or the problems have changed since the checkpoint: %d finished groups are sampled "
+                "again",
+                len(changed),
+            )
         self._forget_late(version)
+
+    def _drawn(self) -> dict[str, Any]:
+        """What decides how a group is sampled, in JSON's types."""
+        drawn = {"seed": self._seed, "samples": self._samples, "sampling": asdict(self._sampling)}
+        return json.loads(json.dumps(drawn))
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        """Inside, an error is kept, and the next `take` raises it."""
+        try:
+            yield
+        except Exception as error:
+            self._error = error
 
     def _take_batch(self, watch: Callable[[str], AbstractContextManager]) -> tuple[list[Group], dict[str, float]]:
         self._submit()
         self._collect(within_s=0.0)
         begun = time.monotonic()
         while (ages := self.ledger.take()) is None:
-            self._require_signs(begun, self.ledger.waits_for())
+            missing = self.ledger.waits_for()
+            if unsent := [number for number in missing if number not in self.ledger.running]:
+                raise RuntimeError(
+                    f"version {self.ledger.version}: {len(unsent)} groups of the next step may not be sampled before a newer "
+                    "version is published; call open(version) after each publication, and publish once a step"
+                )
+            self._require_signs(begun, missing)
             self._collect(WAKE_S, watch)
         groups = [self.finished.pop(number) for number in ages]
         for number in ages:
@@ -183,7 +230,10 @@ class GroupSource:
             problem = problems[number] if number in problems else self._problems.at(self._cursors[number])
             step, place = divmod(number, self.ledger.batch)
             sampling = replace(self._sampling, seed=step_seed(self._seed, step + 1))
-            self._stream.submit(number, problem, self._samples, sampling, place)
+            try:
+                self._stream.submit(number, problem, self._samples, sampling, place)
+            except ValueError as error:
+                raise ValueError(f"problem {problem.id!r} of step {step + 1}: {error}") from error
 
     def _collect(self, within_s: float, watch: Callable[[str], AbstractContextManager] = nullcontext) -> None:
         """Takes what is finished from the stream; waits for the first one for `within_s` seconds."""

@@ -11,6 +11,7 @@ environment variable on both sides (`doors.KEY_VARIABLE`), never in a config, a 
 import asyncio
 import json
 import logging
+import secrets
 import shlex
 import sys
 import time
@@ -66,6 +67,7 @@ class ServerCore:
         self._headers: dict[str, str] = {}  # they hold the key, once it is configured
         self._last: dict[str, float] | None = None
         self._salt: str | None = None  # a prefix is shared by requests of the same salt alone
+        self._life = secrets.token_hex(8)  # a server outlives trainers, whose versions begin anew
 
     def configure(self) -> None:
         """Reads the key; who starts the server configures all else. Raises ValueError without a key."""
@@ -247,7 +249,7 @@ class ServerCore:
                 answer = await self._quick(self._post("/reset_prefix_cache?reset_running_requests=true"))
                 require_cleared(answer["success"])
             else:  # as in LocalCore.load
-                self._salt = str(version)
+                self._salt = f"{self._life}-{version}"
             loading = time.monotonic()
             await self._start_update()
             await self._bounded(self._post("/update_weights", {"update_info": weights.manifest}))

@@ -19,6 +19,9 @@ log = logging.getLogger(__name__)
 TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 2.0)
 
 FEW_TOKENS = 1000  # with fewer tokens, a single one may dominate the mean
+TOO_FEW = (
+    32  # of a batch of several versions, so many tokens of the present one are judged; below, one may be the whole mean
+)
 RESOLVED = 0.25  # limit of (noise of a token) / (effect of a change on it); above it nothing is concluded
 CARRIERS = 16  # fewest tokens that must carry the effect; a single one would fit the slope exactly and show no noise
 
@@ -189,15 +192,17 @@ class Agreement:
         everything = _measured(d, where)
         present = where[1] == AGE_0
         found = everything if present.all() else _measured(d[present], where[:, present])
-        if everything.tokens and not found.tokens and not self._told:
+        judged = present.all() or found.tokens >= TOO_FEW
+        if not judged and not self._told:
             self._told = True
             log.warning(
-                "%s: no sampled token is of the present version %s, so the canary alone proves that trainer and engine agree; "
-                "this is not said again in later steps",
+                "%s: %s sampled tokens are of the present version %s, so the canary alone proves that trainer and engine "
+                "agree; this is not said again in later steps",
                 when,
+                found.tokens or "no",
                 version,
             )
-        if (found.tokens == 0 or found.mean_abs <= self._limit) and not any(change.missing for change in applied):
+        if (not judged or found.mean_abs <= self._limit) and not any(change.missing for change in applied):
             return everything
 
         def at(temperature: float) -> Mismatch:

@@ -313,14 +313,35 @@ def test_a_bound_that_shrinks_lets_less_ahead():
     ledger = Ledger(2, 9, staleness=1)
     ledger.load_state_dict(state)
     assert ledger.advance(0) == []
-    assert ledger.submit() == [0, 2, 3, 4, 6, 7, 8, 9]  # what was running, and no more
+    assert ledger.submit() == [0, 2, 3]  # of what was running, no more than the new depth allows
     finished(ledger, 0)
     assert ledger.take() == {0: 0, 1: 0}
-    assert ledger.advance(1) == ledger.submit() == []
+    assert ledger.advance(1) == [] and ledger.submit() == [4]
     finished(ledger, 2, 3)
     assert ledger.take() == {2: 1, 3: 1}
-    assert ledger.advance(2) == [4, 5, 6, 7, 8, 9] and ledger.dropped == 6
-    assert ledger.submit() == [4, 5, 6, 7, 8, 9]
+    assert ledger.advance(2) == [5] and ledger.dropped == 1, "it was finished by the version of the beginning"
+    assert ledger.submit() == [5, 6, 7]
+    finished(ledger, 4, 5)
+    assert ledger.take() == {4: 1, 5: 0}
+
+
+def test_a_run_that_ends_earlier_submits_no_more_than_it_needs():
+    ledger = Ledger(2, 9, staleness=4, depth=4)
+    ledger.submit()
+    state = ledger.state_dict()
+    ledger = Ledger(2, 1, staleness=4, depth=4)
+    ledger.load_state_dict(state)
+    assert ledger.submit() == [0, 1]
+    finished(ledger, 0, 1)
+    assert ledger.take() == {0: 0, 1: 0} and ledger.submit() == []
+
+
+def test_a_finished_group_can_be_lost_too():
+    ledger = Ledger(2, 2, staleness=1)
+    ledger.submit()
+    finished(ledger, 0, 1)
+    ledger.lose(1)
+    assert ledger.take() is None and ledger.submit() == [1]
 
 
 def test_default_depth():
@@ -364,9 +385,10 @@ def test_what_nobody_promised_is_an_error():
     ledger = Ledger(1, 1)
     ledger.submit()
     finished(ledger, 0)
-    for call in (ledger.finish, ledger.lose):
-        with pytest.raises(KeyError):
-            call(0)  # it has finished already
+    with pytest.raises(KeyError):
+        ledger.finish(0)  # it has finished already
     ledger.take()
+    with pytest.raises(KeyError):
+        ledger.lose(0)  # it is trained on
     with pytest.raises(AssertionError, match="all 1 groups of the run have been taken"):
         ledger.take()

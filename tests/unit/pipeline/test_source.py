@@ -329,9 +329,55 @@ def test_a_rank_without_a_stream_does_nothing(make):
     assert source.state_dict() == {} and problems.cursor == 0
     main, _ = make(staleness=1)
     main.open(version=0)
+    wait_for(main, 0, 1)
     source.load_state_dict(main.state_dict(), step=0, version=0)
     source.open(version=5)
+    assert source.state_dict() == {}
     source.close()
+
+
+@pytest.mark.parametrize("change", ["settings", "problem"])
+def test_finished_groups_are_sampled_again_where_something_has_changed(make, change, caplog):
+    source, _ = make(staleness=1)
+    source.open(version=0)
+    wait_for(source, 0, 1, 2, 3)
+    state = json.loads(json.dumps(source.state_dict()))
+    assert [number for number, _ in state["finished"]] == [0, 1, 2, 3]
+    if change == "settings":
+        state["drawn"]["sampling"]["temperature"] = 0.5
+    else:
+        state["cursors"][2] = [2, 99]
+    resumed, engine = make(staleness=1, cursor=4)
+    resumed.load_state_dict(state, step=0, version=0)
+    again = [0, 1, 2, 3] if change == "settings" else [2]
+    assert f"{len(again)} finished groups are sampled again" in caplog.text
+    resumed.open(version=0)
+    assert [made.place + 2 * made.step - 2 for made in engine.calls] == again
+    assert len(resumed.take(2)[0]) == 2
+
+
+def test_an_error_of_later_groups_waits_until_they_are_asked_for(make):
+    """So the step that was just trained is still evaluated and saved."""
+    source, engine = make(staleness=1)
+    source.open(version=0)
+    source.take(2)
+
+    def refuse(*args):
+        raise ValueError("the prompt does not fit")
+
+    engine.submit = refuse
+    source.open(version=1)
+    assert source.state_dict()["ledger"]["version"] == 1
+    with pytest.raises(ValueError, match=r"problem '\d+' of step 3: the prompt does not fit"):
+        source.take(2)
+
+
+def test_a_recipe_that_does_not_tell_of_its_publications_is_told_so(make):
+    source, _ = make()
+    source.open(version=0)
+    source.take(2)
+    with pytest.raises(RuntimeError, match=r"call open\(version\) after each publication"):
+        source.take(2)
 
 
 def test_close_ends_what_is_on_its_way(make):

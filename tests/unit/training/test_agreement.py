@@ -13,6 +13,7 @@ from torchtune_ext.policy.logprobs import LabelLogprobs
 from torchtune_ext.tasks.task import Problem
 from torchtune_ext.training.agreement import (
     CARRIERS,
+    TOO_FEW,
     Agreement,
     Disagreement,
     applied_share,
@@ -115,7 +116,24 @@ def test_a_batch_without_a_token_of_the_present_version_is_said_once(caplog):
         found = gate.require([row], said, f"step {step}", version=step - 1)
         assert found.mean_abs == pytest.approx(0.3, abs=1e-6)
     (warning,) = caplog.messages
-    assert warning.startswith("step 5: no sampled token is of the present version 4, so the canary alone")
+    assert warning.startswith("step 5: no sampled tokens are of the present version 4, so the canary alone")
+
+
+@pytest.mark.parametrize("count", [TOO_FEW - 1, TOO_FEW])
+def test_few_tokens_of_the_present_version_do_not_end_a_run(count, caplog):
+    """The tail of a completion that was sampled over a publication: in bfloat16 one of its tokens may well be 0.06 away."""
+    table = Table()
+    (row,) = table.rows(table.score(1.0).double() + 0.3)
+    versions = torch.full_like(row.versions_L, 3)
+    versions[:count] = 4
+    said = [LabelLogprobs(table.score(1.0), torch.zeros(SAMPLES * TOKENS))]
+    gate, row = Agreement(lambda rows, t: said, 1.0, 0.05), replace(row, versions_L=versions)
+    if count < TOO_FEW:
+        gate.require([row], said, "step 5", version=4)
+        assert f"{count} sampled tokens are of the present version 4, so the canary alone" in caplog.text
+    else:
+        with pytest.raises(Disagreement, match=f"on {count} sampled tokens"):
+            gate.require([row], said, "step 5", version=4)
 
 
 @pytest.mark.parametrize(("sampled", "scored"), [(1.0, 0.7), (0.7, 1.0), (1.3, 1.0)])
