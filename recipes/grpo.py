@@ -275,6 +275,7 @@ class GRPORecipe:
         """Sample, grade, pack, train, publish, repeat. To change the algorithm, change the line that does it."""
         cfg, watch = self.cfg, self.watch
         self.publisher.publish(self.version)
+        self.source.open(self.version)
         if self.step == 0:
             with watch("eval"):
                 self.log(self.evaluate())

@@ -111,7 +111,7 @@ def test_weights_that_do_not_arrive_stop_the_run(repo_root, tmp_path, way):
         "updates_per_step=1",
         "checkpoints.every=100",
     ]
-    options += ["prompts_per_step=2", "task.count=8"]
+    options += ["prompts_per_step=2", "task.count=8", "max_steps=20"]  # more than all rounds of `drive` together
     output = runs.run(tmp_path, "driven.py", "output_dir=run", *options)
     lines = [line.removeprefix("FAULT ").split(" | ") for line in output.splitlines() if line.startswith("FAULT ")]
     found = {fault: (int(publications), outcome) for fault, publications, outcome in lines}
