@@ -34,21 +34,13 @@ from tiny_runs import command, environment
 from torchtune_ext.telemetry.metrics import read_metrics
 
 LEVELS = "task.level={3: 6, 8: 1, 9: 1}"
-WARM_UP = (
-    "--config",
-    "warmup/tiny_fp8",
-    "num_problems=24000",
-    LEVELS,
-)  # its model is large enough to give the trainer work
+# The model of this warm-up is large enough to give the trainer work.
+WARM_UP = ("--config", "warmup/tiny_fp8", "num_problems=24000", LEVELS)
 TRAINING = ("evaluation.task=null", "checkpoints.every=1000000")  # neither takes time away from the steps
 TRAINING += ("prompts_per_step=64", "updates_per_step=4", "max_steps=60", LEVELS)
 TRAINING += ("sampling.max_tokens=128", "engine.max_model_len=192")
-SYNC_PINNED, ASYNC_PINNED, SYNC, ASYNC = (
-    "sync, a core each",
-    "async, a core each",
-    "sync, both cores",
-    "async, both cores",
-)
+SYNC_PINNED, ASYNC_PINNED = "sync, a core each", "async, a core each"
+SYNC, ASYNC = "sync, both cores", "async, both cores"
 ARMS = {SYNC_PINNED: (0, True), ASYNC_PINNED: (1, True), SYNC: (0, False), ASYNC: (1, False)}  # staleness; a core each?
 POLL_S = 0.5  # seconds between two looks at the clocks of a run
 LIMIT_S = 3600.0  # seconds after which a run is given up
@@ -102,7 +94,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Run], float]]] = {  # title -> how to wr
 
 def cpu_seconds(pid: int, engine_core: int | None) -> dict[str, float]:
     """CPU seconds until now of the engine, the trainer with its graders, and the trainer's threads beside its main one. Keeps
-    the engine's threads on `engine_core`. Raises psutil.Error or OSError where a process or a thread has ended meanwhile."""
+    the engine's threads on `engine_core`. Raises psutil.Error or ProcessLookupError where one of them has ended meanwhile."""
     trainer = psutil.Process(pid)
     children = trainer.children(recursive=True)
     engines = [child.pid for child in children if "torchtune_ext.sampling.core_process" in child.cmdline()]
@@ -134,21 +126,22 @@ def train(arm: str, repeat: int, folder: Path, model: Path, settings: Sequence[s
     try:
         while process.poll() is None and time.monotonic() < deadline:
             time.sleep(POLL_S)
-            with suppress(psutil.Error, OSError):  # a process has ended meanwhile: the next reading is as good
+            with suppress(
+                psutil.Error, ProcessLookupError
+            ):  # a process has ended meanwhile: the next reading is as good
                 spent = cpu_seconds(process.pid, cores[1] if pinned else None)
                 done = metrics.read_text().count('"time/step"') if metrics.exists() else 0
                 readings.setdefault(done, (time.monotonic(), spent))
     finally:
-        process.terminate()  # after a deadline or Ctrl-C, and its engine ends with it; else it has ended
-        status = process.wait(120)
-    if status or time.monotonic() > deadline:
+        process.kill()  # after the limit or Ctrl-C, and its engine ends with it; else it has ended
+        status = process.wait(60)
+    if status:
         raise RuntimeError(f"{arm}, repeat {repeat}: exit status {status} (the limit is {LIMIT_S:.0f} s), see {log}")
     window = [readings[done] for done in sorted(readings) if 0 < done < max(readings)]
     if max(readings) < SMOOTH or len(window) < 2 or not window[-1][1]["engine"] > window[0][1]["engine"]:
         raise RuntimeError(f"{arm}, repeat {repeat}: too few steps, or no engine was seen: raise max_steps")
     (begin, before), (end, after) = window[0], window[-1]
-    busy = {side: (after[side] - before[side]) / (end - begin) for side in before}
-    (folder / "busy.json").write_text(json.dumps(busy))
+    (folder / "busy.json").write_text(json.dumps({key: (after[key] - before[key]) / (end - begin) for key in before}))
 
 
 def spread(values: Sequence[float], form: str, middle: float | None = None) -> str:
