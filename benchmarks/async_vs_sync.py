@@ -126,9 +126,8 @@ def train(arm: str, repeat: int, folder: Path, model: Path, settings: Sequence[s
     try:
         while process.poll() is None and time.monotonic() < deadline:
             time.sleep(POLL_S)
-            with suppress(
-                psutil.Error, ProcessLookupError
-            ):  # a process has ended meanwhile: the next reading is as good
+            # Where a process has just ended, the next reading is as good.
+            with suppress(psutil.Error, ProcessLookupError):
                 spent = cpu_seconds(process.pid, cores[1] if pinned else None)
                 done = metrics.read_text().count('"time/step"') if metrics.exists() else 0
                 readings.setdefault(done, (time.monotonic(), spent))
