@@ -19,9 +19,8 @@ log = logging.getLogger(__name__)
 TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 2.0)
 
 FEW_TOKENS = 1000  # with fewer tokens, a single one may dominate the mean
-TOO_FEW = (
-    32  # of a batch of several versions, so many tokens of the present one are judged; below, one may be the whole mean
-)
+# In a batch of several versions the tokens of the present one are judged if there are so many. Of fewer, one may be the mean.
+TOO_FEW = 32
 RESOLVED = 0.25  # limit of (noise of a token) / (effect of a change on it); above it nothing is concluded
 CARRIERS = 16  # fewest tokens that must carry the effect; a single one would fit the slope exactly and show no noise
 
