@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtune_ext.balance import ALONE, LENGTHS, ROUND, Layout, Lengths, balanced_rows, dealt
+from torchtune_ext import balance
+from torchtune_ext.balance import ALONE, LENGTHS, Layout, Lengths, balanced_rows, dealt
 
 GROUPS = st.lists(
     st.builds(Lengths, st.integers(1, 30), st.lists(st.integers(0, 40), min_size=1, max_size=8).map(tuple)), max_size=12
@@ -104,10 +105,12 @@ def test_few_lengths():
     assert lengths[0] == 128 and Layout().length(0) == 1 and Layout().length(77) == 77
 
 
-def test_fewer_rounds_are_worth_a_little_padding():
-    """Two rounds of 700 tokens a rank and one of 1,400 compute the same; the one has its weights gathered once."""
-    rows = balanced_rows([Lengths(100, (600,))] * 4, 2048, Layout(2))
-    assert len(rows) == 2 and ROUND > 0
+def test_a_round_less_is_worth_a_repeated_prompt(monkeypatch):
+    """Three groups of 100 tokens in rows of 175: two rows with one group cut, 350 tokens, or three rows, 300 tokens."""
+    groups = [Lengths(50, (25, 25))] * 3
+    assert [tokens(row) for row in balanced_rows(groups, 175, ALONE)] == [175, 175]
+    monkeypatch.setattr(balance, "ROUND", 0)
+    assert [tokens(row) for row in balanced_rows(groups, 175, ALONE)] == [100] * 3
 
 
 @given(st.lists(st.integers(1, 100), max_size=30), st.integers(1, 6))
