@@ -34,7 +34,7 @@ class Constraint:
 
         Args:
             level: of the ratio, one of `levels`.
-            old: whose log-probs pi_old are: "trainer" or "sampler".
+            old: whose log-probs pi_old are, one of `OLDS` in `ratios.py`.
 
         Raises:
             ValueError: the message names the key, the value and the fix.
@@ -144,9 +144,10 @@ class TopKL(Constraint):
     top_k: int | None = None
 
     def check(self, level: str, old: str) -> None:
-        if old == "sampler":
+        if old != "trainer":
             raise ValueError(
-                "loss.old='sampler' has no constraint='kl': the sampler's whole distribution is not kept; use old=trainer"
+                f"loss.old={old!r} has no constraint='kl': only the proximal policy's likeliest tokens are stored; "
+                "use old=trainer"
             )
         _require(self.delta > 0.0, "delta", self.delta, "must be positive; kl uses 0.02")
         if not (isinstance(self.top_k, int) and self.top_k >= 1):

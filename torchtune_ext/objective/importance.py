@@ -67,7 +67,7 @@ def check_importance(name: str, low: float | None, high: float | None, level: st
         name: of the method.
         low, high: bounds in place of the method's own; None where nobody gave one.
         level: of the ratio, see `ratios.py`.
-        old: whose log-probs pi_old are: "trainer" or "sampler".
+        old: whose log-probs pi_old are, one of `OLDS` in `ratios.py`.
 
     Raises:
         ValueError: the message names the key, the value and the fix.

@@ -11,7 +11,7 @@ an objective knows nothing of rows, padding, ranks or accumulation. A loss of yo
 What it needs beside these it says by attributes, which `needs_of` reads: `needs_reference = True` for log-probs under a
 reference policy, `top_k = 16` for those of the proximal policy's 16 likeliest tokens, and `needs_all_groups = True` for a
 term that acts where the advantage is 0 (a KL penalty, an entropy bonus). Without the last one, groups without signal, whose
-advantages are 0, are not trained on.
+advantages are 0, are not trained on. `needs_proximal = False` spares the pass that says `old_logprobs_L`, which is None then.
 """
 
 import difflib
@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -27,7 +27,7 @@ from torchtune_ext.objective.clipping import clip
 from torchtune_ext.objective.constraints import CONSTRAINTS, OPTIONS, Constraint, Options, make_constraint
 from torchtune_ext.objective.importance import METHODS, check_importance, importance_weights
 from torchtune_ext.objective.kl import KLS, kl_k3, kl_penalty
-from torchtune_ext.objective.ratios import LEVELS, MAX_LOG, bounded_exp, sample_means
+from torchtune_ext.objective.ratios import LEVELS, MAX_LOG, OLDS, bounded_exp, old_logprobs, sample_means
 from torchtune_ext.objective.tokens import Tokens
 
 Loss = Callable[[Tokens], tuple[Tensor, dict[str, Tensor]]]
@@ -36,7 +36,7 @@ Loss = Callable[[Tokens], tuple[Tensor, dict[str, Tensor]]]
 WORDS = {
     "level": LEVELS,
     "constraint": CONSTRAINTS,
-    "old": ("trainer", "sampler"),
+    "old": OLDS,
     "importance": METHODS,
     "kl": KLS,
 }
@@ -46,6 +46,8 @@ WORDS = {
 class Needs:
     """What a loss asks for beside the log-probs of the policy that is trained."""
 
+    # The loss reads log-probs under the proximal policy.
+    proximal: bool
     # The loss reads log-probs under a reference policy.
     reference: bool
     # The loss acts on groups without signal, too.
@@ -55,8 +57,9 @@ class Needs:
 
 
 def needs_of(loss: Loss) -> Needs:
-    """What a loss says that it needs. One of the user's own may be silent: then it needs nothing."""
+    """What a loss says that it needs. One of the user's own may be silent: then it needs the proximal policy's log-probs."""
     return Needs(
+        proximal=bool(getattr(loss, "needs_proximal", True)),
         reference=bool(getattr(loss, "needs_reference", False)),
         all_groups=bool(getattr(loss, "needs_all_groups", False)),
         top_k=getattr(loss, "top_k", None) or 0,
@@ -82,7 +85,8 @@ class PolicyLoss(Options):
     level: str = "token"
     # The constraint is a name in the table of constraints.py.
     constraint: str = "clip"
-    # The log-probs of pi_old are those of the proximal policy ("trainer"), or those that the sampler reported ("sampler").
+    # The log-probs of pi_old are those of the proximal policy ("trainer"), those that the sampler reported ("sampler"), or
+    # between the sampler's and those of the policy itself ("interpolated"), which spares a pass; see `ratios.py`.
     old: str = "trainer"
     # A method of importance.py weighs what differs between pi_old and the sampler.
     importance: str = "none"
@@ -129,8 +133,8 @@ class PolicyLoss(Options):
     def __str__(self) -> str:
         """The objective as short as papers write it, for instance "clip 0.2/0.28 per token, TIS <= 2, entropy 0.03"."""
         parts = [self._constraint.words(LEVELS[self.level])]
-        if self.old == "sampler":
-            parts.append("ratio to the sampler")
+        if self.old != "trainer":
+            parts.append({"sampler": "ratio to the sampler", "interpolated": "old policy interpolated"}[self.old])
         if self.importance != "none":
             parts.append(str(METHODS[self.importance].within(self.importance_low, self.importance_high)))
         for coef, word in ((self.kl_coef, "reference"), (self.old_kl_coef, "old policy")):
@@ -139,6 +143,11 @@ class PolicyLoss(Options):
         if self.entropy_coef:
             parts.append(f"entropy {self.entropy_coef:g}")
         return ", ".join(parts)
+
+    @property
+    def needs_proximal(self) -> bool:
+        """Where the old policy is not the proximal one, nothing reads the log-probs of the latter."""
+        return self.old == "trainer"
 
     @property
     def needs_reference(self) -> bool:
@@ -156,11 +165,11 @@ class PolicyLoss(Options):
         Raises:
             ValueError: a term needs log-probs that `t` does not hold.
         """
-        old_L = t.old_logprobs_L if self.old == "trainer" else t.behavior_logprobs_L
+        old_L = old_logprobs(self.old, t)
         token_ratio_L = bounded_exp(t.logprobs_L - old_L)
         objective_L, cut_L = self._constrained(t, old_L, token_ratio_L)
         method = METHODS[self.importance].within(self.importance_low, self.importance_high)
-        weight_L, masked_L = importance_weights(t.old_logprobs_L - t.behavior_logprobs_L, t.samples_L, method)
+        weight_L, masked_L = importance_weights(old_L - t.behavior_logprobs_L, t.samples_L, method)
         loss_L = -weight_L * objective_L
         metrics = {
             "clip_fraction": cut_L.float(),
@@ -217,6 +226,8 @@ def _require_number(name: str, value: Any) -> None:
 @dataclass(frozen=True, slots=True)
 class NLLLoss:
     """-A log pi: the negative log-likelihood of supervised samples, which carry advantage 1."""
+
+    needs_proximal: ClassVar[bool] = False
 
     def __call__(self, t: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         return -t.advantages_L * t.logprobs_L, {"entropy": t.entropy_L.detach(), "nll": -t.logprobs_L.detach()}

@@ -4,14 +4,53 @@ level        ratio that every label of a completion y gets                      
 "token"      r_t = pi(y_t) / pi_old(y_t)                                                     PPO, arXiv 1707.06347
 "sequence"   s = exp(mean_t log r_t)                                                         GSPO, arXiv 2507.18071
 "geometric"  exp(mean_t clip_A(log r_t)): clipped token by token, then the geometric mean    GMPO, arXiv 2507.20673
+
+pi_old            log-probs
+"trainer"         of the proximal policy, which the updates of a step start from
+"sampler"         of the policy that sampled, as the sampler reported them
+"interpolated"    between the sampler's and those of the policy that is trained, by age: `interpolated`
 """
 
 from torch import Tensor
+
+from torchtune_ext.objective.tokens import Tokens
+
+OLDS = ("trainer", "sampler", "interpolated")
 
 # Each level stands here with the words that the opening line of a run has for it.
 LEVELS = {"token": "per token", "sequence": "per sequence", "geometric": "in the geometric mean"}
 # A ratio of e^20 lies far outside any constraint, and float32 still holds its square.
 MAX_LOG = 20.0
+
+
+def old_logprobs(old: str, t: Tokens) -> Tensor:
+    """log pi_old of every label, in nats, without gradient. `old` is one of `OLDS`.
+
+    Raises:
+        ValueError: `t` lacks what is asked for.
+    """
+    found = {"trainer": t.old_logprobs_L, "sampler": t.behavior_logprobs_L}
+    logprobs_L = interpolated(t) if old == "interpolated" else found[old]
+    if logprobs_L is None:
+        raise ValueError(f"loss.old={old!r} needs log-probs of the proximal policy, but none were computed")
+    return logprobs_L
+
+
+def interpolated(t: Tokens) -> Tensor:
+    """The proximal policy's log-probs without asking it (AReaL, `prox_logp` by "loglinear" approximation):
+
+        log pi_old = log pi_sampler + alpha (log pi - log pi_sampler),   alpha = (v_old - v_sampler) / (v - v_sampler),
+
+    where v counts versions and pi, the policy that is on its way to the next one, has v = v_old + 1. A label of age a, which
+    is v_old - v_sampler, so has alpha = a / (a + 1): the policy is taken to have moved by the same step in each version.
+
+    Raises:
+        ValueError: nobody says which version the proximal policy is.
+    """
+    if t.version is None:
+        raise ValueError("loss.old='interpolated' needs the version of the proximal policy (Tokens.version)")
+    age_L = (t.version - t.versions_L).to(t.behavior_logprobs_L.dtype)
+    return t.behavior_logprobs_L.lerp(t.logprobs_L.detach(), age_L / (age_L + 1))
 
 
 def bounded_exp(log_ratio_L: Tensor) -> Tensor:

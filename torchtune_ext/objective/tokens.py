@@ -16,8 +16,9 @@ class Tokens:
     logprobs_L: Tensor
     # The entropy of that policy at every label is float32, in nats, and carries a gradient, too.
     entropy_L: Tensor
-    # These are under the proximal policy, which is the one that the updates of a step start from.
-    old_logprobs_L: Tensor
+    # These are under the proximal policy, which is the one that the updates of a step start from. They are None where the loss
+    # has said that it does not need them.
+    old_logprobs_L: Tensor | None
     # These are under the policy that sampled, as the sampler itself reported them.
     behavior_logprobs_L: Tensor
     # These are under the reference policy, or None where no KL term needs them.
@@ -33,3 +34,5 @@ class Tokens:
     old_top_LK: Tensor | None = None
     # These belong to the same K tokens under the policy that is trained, and carry no gradient.
     top_LK: Tensor | None = None
+    # The version of the proximal policy; `versions_L` count from the same start. It is None where nobody counts.
+    version: int | None = None

@@ -27,7 +27,8 @@ class Gradient:
 
     loss: float  # sum(weight * loss) over the labels of all ranks
     metrics: dict[str, float]  # "loss/...", over all ranks: means over labels, or the maximum for names in `_max`
-    logprobs: list[LabelLogprobs]  # per row of this rank, under the proximal policy, without gradient
+    # Per row of this rank, without gradient: under the proximal policy if the pass was told or is that of a first update.
+    logprobs: list[LabelLogprobs]
 
 
 class Learner:
@@ -61,7 +62,7 @@ class Learner:
         self.policy, self.loss, self.ranks, self.temperature = policy, loss, ranks, temperature
         self.optimizer, self.schedule, self._max_grad_norm, self._watch = optimizer, schedule, max_grad_norm, watch
         needs = needs_of(loss)
-        self._top_k = needs.top_k
+        self._top_k, self._needs_proximal = needs.top_k, needs.proximal
         self._reference = reference_of(policy.model) if needs.reference else None
 
     @property
@@ -89,9 +90,10 @@ class Learner:
         """What the policy that the updates of a step start from says of the rows of each of them, before the first is made.
 
         None stands for "the forward pass of the update will say it": so it is for the first update, whose policy is still the
-        proximal one, unless dropout makes every forward pass another policy.
+        proximal one, unless dropout makes every forward pass another policy. It also stands for "nobody wants to know": so it
+        is for the others, where the loss does not need the proximal policy.
         """
-        asked = [i > 0 or self.policy.noisy for i in range(len(updates))]
+        asked = [self._needs_proximal if i else self.policy.noisy for i in range(len(updates))]
         pairs = zip(updates, asked, strict=True)
         with self._watch("logprobs"):
             return [self.logprobs(rows, top_k=self._top_k) if ask else None for rows, ask in pairs]
@@ -114,9 +116,10 @@ class Learner:
         """Adds the gradient of sum(weight * loss) over the rows of all ranks to that of the parameters.
 
         Args:
-            proximal: per row, what the proximal policy says; None: it is the policy as it is now (ratio 1, gradient kept).
+            proximal: per row, what the proximal policy says; None: it is the policy as it is now (ratio 1, gradient kept), or
+                the loss does not need it.
             reference: the same of the reference, if the loss wants one.
-            version: of the policy, for the age of its samples in the metrics.
+            version: of the proximal policy, for the age of its samples in the metrics and in an interpolating loss.
             on_row: called after each row, for progress.
 
         Raises:
@@ -133,7 +136,7 @@ class Learner:
                 tokens = Tokens(
                     logprobs_L=now.logprobs_L,
                     entropy_L=now.entropy_L,
-                    old_logprobs_L=before.logprobs_L,
+                    old_logprobs_L=before.logprobs_L if self._needs_proximal else None,
                     behavior_logprobs_L=row.logprobs_L,
                     ref_logprobs_L=None if reference is None else reference[i].logprobs_L,
                     advantages_L=row.advantages_L,
@@ -141,6 +144,7 @@ class Learner:
                     samples_L=row.samples_L,
                     old_top_LK=before.top_LK,
                     top_LK=now.top_LK,
+                    version=version,
                 )
                 token_loss_L, metrics = self.loss(tokens)
                 self._require_labels(row, token_loss_L, metrics)

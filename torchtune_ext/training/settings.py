@@ -75,7 +75,7 @@ def check_staleness(settings: Mapping[str, Any], loss: Any) -> None:
             f"refill_rounds={settings['refill_rounds']} with staleness={staleness}: the next step is sampled before it is "
             "known which groups of this one have a signal; set refill_rounds=0 and raise prompts_per_step instead"
         )
-    uncorrected = isinstance(loss, PolicyLoss) and loss.importance == "none" and loss.old == "trainer"
+    uncorrected = isinstance(loss, PolicyLoss) and loss.importance == "none" and loss.old != "sampler"
     if uncorrected and "importance" not in settings["loss"]:
         raise ValueError(
             f"staleness={staleness}, but nothing in this objective corrects for samples of an older policy: use "

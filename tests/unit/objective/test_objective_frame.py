@@ -32,10 +32,8 @@ PRESETS = {
     for path in sorted((folder("configs") / "presets").glob("*.yaml"))
 }
 LOSSES = PRESETS | {
-    "k1": {"kl_coef": 0.1, "kl": "k1"},
-    "k2": {"kl_coef": 0.1, "kl": "k2"},
+    **{kl: {"kl_coef": 0.1, "kl": kl} for kl in ("k1", "k2", "k3_unbiased")},
     "k3": {"kl_coef": 0.1, "entropy_coef": 0.02},
-    "k3_unbiased": {"kl_coef": 0.1, "kl": "k3_unbiased"},
     "sequence_mis": {"importance": "sequence_mis"},
     "sequence kl3": {
         "level": "sequence",
@@ -46,6 +44,7 @@ LOSSES = PRESETS | {
         "importance_high": 1.25,
     },
     "sequence cispo": {"level": "sequence", "constraint": "cispo"},
+    "interpolated": {"old": "interpolated", "importance": "full"},
 }
 # Every other constraint of the table has to hold the same.
 NAMED = {options.get("constraint", "clip") for options in LOSSES.values()}
@@ -73,10 +72,11 @@ def random_tokens(seed, num=40, spread=0.4, dtype=torch.float64, top_k=4, length
         behavior_logprobs_L=sampler,
         ref_logprobs_L=ref,
         advantages_L=advantages,
-        versions_L=torch.zeros(len(samples), dtype=torch.int32),
+        versions_L=torch.tensor(rng.integers(3, 8, len(samples)), dtype=torch.int32),
         samples_L=torch.tensor(samples),
         old_top_LK=tops[0].log_softmax(-1)[:, :top_k],
         top_LK=(tops[0] + 0.2 * tops[1]).log_softmax(-1)[:, :top_k],
+        version=7,
     )
 
 
@@ -176,8 +176,8 @@ def test_a_label_alone_and_the_order_of_completions_change_nothing():
         values, gradients, _ = run(loss, t)
         for sample in reversed(range(int(t.samples_L.max()) + 1)):
             at = t.samples_L == sample
-            alone = Tokens(**{f: getattr(t, f)[at].detach() for f in Tokens.__slots__ if f != "samples_L"},
-                           samples_L=torch.zeros(int(at.sum()), dtype=torch.int64))  # fmt: skip
+            cut = {f: getattr(t, f)[at].detach() for f in Tokens.__slots__ if f not in ("samples_L", "version")}
+            alone = Tokens(**cut, samples_L=torch.zeros(int(at.sum()), dtype=torch.int64), version=t.version)
             found = run(loss, alone)
             kept["values"].insert(0, found[0])
             kept["gradients"].insert(0, found[1])
@@ -196,7 +196,7 @@ def test_sample_sums_and_means():
 
 
 # Their value is not the integral of their gradient; they are worked by hand in test_objective.py.
-STOPPED = {"cispo", "sequence cispo", "k1"}
+STOPPED = {"cispo", "sequence cispo", "k1", "interpolated"}
 
 
 @pytest.mark.parametrize("name", [name for name in LOSSES if name not in STOPPED])
@@ -218,7 +218,7 @@ def test_far_out_nothing_is_infinite(name, dtype):
     sign = torch.tensor([1.0, -1.0]).repeat_interleave(len(cases)).to(dtype)
     tops = torch.tensor([[-80.0, -60.0], [0.0, -80.0], [-0.5, -1.0]]).to(dtype)[torch.arange(len(new)) % 3]
     t = Tokens(new, sign * 0, old, sampler, ref, sign, torch.zeros(len(new), dtype=torch.int32),
-               torch.arange(len(new)) // 3, tops, tops.flip(0))  # fmt: skip
+               torch.arange(len(new)) // 3, tops, tops.flip(0), version=1)  # fmt: skip
     values, gradients, metrics = run(PolicyLoss(**LOSSES[name]), t)
     assert torch.isfinite(values).all() and torch.isfinite(gradients).all()
     assert all(torch.isfinite(m).all() for m in metrics.values())
@@ -252,11 +252,11 @@ def make_groups(seed=0):
     rng = np.random.default_rng(seed)
     groups = []
     for g, (prompt, lengths) in enumerate([(7, [5, 1, 9]), (4, [12, 11]), (2, [1, 6, 3, 2])]):
-        samples = tuple(
-            sampled(rng.integers(0, 60, n), -4 + 0.3 * rng.normal(size=n), advantage=float(rng.normal()), trained=True)
-            for n in lengths
-        )
-        groups.append(Group(Problem(f"g{g}", (), None), rng.integers(0, 60, prompt).astype(np.int32), samples))
+        samples = []
+        for n in lengths:
+            ids, noise, advantage = rng.integers(0, 60, n), 0.3 * rng.normal(size=n), float(rng.normal())
+            samples.append(sampled(ids, noise - 4, 3 + np.arange(n) % 5, advantage=advantage, trained=True))
+        groups.append(Group(Problem(f"g{g}", (), None), rng.integers(0, 60, prompt).astype(np.int32), tuple(samples)))
     return groups
 
 
@@ -273,7 +273,7 @@ def loss_and_gradients(groups, options, aggregation, row_tokens, tile=None, turn
         for i, param in enumerate(policy.model.parameters()):
             noise = torch.rand(param.shape, generator=torch.Generator().manual_seed(i)) - 0.5
             param.add_(0.03 * noise)
-    found = learner.forward_backward(rows, old, ref)
+    found = learner.forward_backward(rows, old, ref, version=7)
     return found.loss, torch.cat([p.grad.flatten() for p in policy.model.parameters()]), found.metrics
 
 

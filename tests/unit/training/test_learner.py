@@ -6,7 +6,7 @@ import torch
 import unpacked
 from learners import alone
 
-from torchtune_ext.objective.loss import NLLLoss, PolicyLoss, needs_of
+from torchtune_ext.objective.loss import Needs, NLLLoss, PolicyLoss, needs_of
 from torchtune_ext.packing import pack
 from torchtune_ext.policy.logprobs import PackedPolicy
 from torchtune_ext.training.schedule import ScheduleConfig, make_schedule
@@ -65,21 +65,23 @@ def test_what_a_loss_does_not_ask_for_it_does_not_get():
 
 
 @pytest.mark.parametrize(
-    ("loss", "reference", "all_groups", "top_k"),
+    ("loss", "proximal", "reference", "all_groups", "top_k"),
     [
-        (PolicyLoss(), False, False, 0),
-        (PolicyLoss(kl_coef=0.1), True, True, 0),
-        (PolicyLoss(entropy_coef=0.1), False, True, 0),
-        (PolicyLoss(constraint="kl", top_k=16), False, False, 16),
-        (NLLLoss(), False, False, 0),
-        (Silent(), False, False, 0),
-        (TowardsTheReference(), True, True, 0),
-        (lambda t: (t.logprobs_L, {}), False, False, 0),
+        (PolicyLoss(), True, False, False, 0),
+        (PolicyLoss(old="sampler"), False, False, False, 0),
+        (PolicyLoss(old="interpolated", importance="full"), False, False, False, 0),
+        (PolicyLoss(kl_coef=0.1), True, True, True, 0),
+        (PolicyLoss(entropy_coef=0.1), True, False, True, 0),
+        (PolicyLoss(constraint="kl", top_k=16), True, False, False, 16),
+        (NLLLoss(), False, False, False, 0),
+        (Silent(), True, False, False, 0),
+        (TowardsTheReference(), True, True, True, 0),
+        (lambda t: (t.logprobs_L, {}), True, False, False, 0),
     ],
 )
-def test_needs(loss, reference, all_groups, top_k):
+def test_needs(loss, proximal, reference, all_groups, top_k):
     needs = needs_of(loss)
-    assert (needs.reference, needs.all_groups, needs.top_k) == (reference, all_groups, top_k)
+    assert needs == Needs(proximal, reference, all_groups, top_k)
 
 
 def test_only_later_updates_ask_the_proximal_policy_beforehand():
@@ -88,6 +90,19 @@ def test_only_later_updates_ask_the_proximal_policy_beforehand():
     assert first is None and [said.top_LK.shape[-1] for said in second] == [4] * len(second)
     its.policy.noisy = True  # dropout makes every forward pass another policy
     assert None not in its.proximal([rows(), rows()])
+
+
+@pytest.mark.parametrize("options", [{"old": "sampler"}, {"old": "interpolated", "importance": "full"}])
+def test_nobody_asks_a_proximal_policy_that_the_loss_does_not_need(options):
+    its = learner(PolicyLoss(**options))
+    assert its.proximal([rows(), rows()]) == [None, None]
+    its.step(its.forward_backward(rows(), version=0), advice=str)
+    # The later update gets no log-probs of it, and these of the policy as it is now would be wrong.
+    moved = its.forward_backward(rows(), version=0).metrics["loss/ratio_max"]
+    assert moved != pytest.approx(1.0, abs=1e-6)
+    its.policy.noisy = True  # then the gate before the first update has to ask it
+    first, later = its.proximal([rows(), rows()])
+    assert first is not None and later is None
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing():

@@ -1,0 +1,81 @@
+"""The old policy between the sampler's log-probs and the policy's own, by age (AReaL), against the real one and by hand."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from torchtune_ext.objective.loss import PolicyLoss, Tokens
+
+VERSION = 7
+
+
+def make_tokens(versions_L, logprobs_L, behavior_logprobs_L, old_logprobs_L=None):
+    """Labels in completions of three, with advantages of both signs."""
+    num = len(versions_L)
+    return Tokens(
+        logprobs_L=logprobs_L.clone().requires_grad_(),
+        entropy_L=torch.ones(num, dtype=torch.float64),
+        old_logprobs_L=old_logprobs_L,
+        behavior_logprobs_L=behavior_logprobs_L,
+        ref_logprobs_L=None,
+        advantages_L=torch.tensor([2.0, -1.0], dtype=torch.float64)[torch.arange(num) // 3 % 2],
+        versions_L=versions_L,
+        samples_L=torch.arange(num) // 3,
+        version=VERSION,
+    )
+
+
+def gradient(options, t):
+    """(loss, its gradient, metrics) of every label."""
+    t = replace(t, logprobs_L=t.logprobs_L.detach().clone().requires_grad_())
+    values_L, metrics = PolicyLoss(**options)(t)
+    values_L.sum().backward()
+    return values_L.detach(), t.logprobs_L.grad, metrics
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"constraint": "kl3", "delta": 1e-5},
+        {"constraint": "cispo"},
+        {"level": "sequence", "importance": "sequence_tis"},
+    ],
+)
+def test_it_is_exact_where_the_policy_moves_by_the_same_step_in_each_version(options):
+    options = {"importance": "full", **options}
+    noise = torch.Generator().manual_seed(0)
+    sampler, step = (torch.randn(30, dtype=torch.float64, generator=noise) for _ in range(2))
+    sampler, step, age = sampler - 4, 0.02 * step, torch.arange(30) % 5
+    t = make_tokens(VERSION - age, sampler + (age + 1) * step, sampler, sampler + age * step)
+    for got, want in zip(gradient({"old": "interpolated", **options}, t)[:2], gradient(options, t)[:2], strict=True):
+        assert (got - want).abs().max() < 1e-12 * want.abs().max()
+
+
+def test_a_token_of_the_present_version_has_the_sampler_for_its_old_policy():
+    logprobs = -torch.arange(1.0, 7.0, dtype=torch.float64)
+    t = make_tokens(torch.full((6,), VERSION), logprobs, logprobs - 0.1)
+    got, want = gradient({"old": "interpolated", "importance": "full"}, t), gradient({"old": "sampler"}, t)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+def test_by_hand():
+    """One token of age 3: alpha is 3/4. log pi is -1.0, the sampler said -1.4; so the old policy is at -1.1, r = e^0.1 and
+    w = e^0.3."""
+    one = torch.ones(1, dtype=torch.float64)
+    t = make_tokens(torch.tensor([4]), -one, -1.4 * one)
+    values, slope, metrics = gradient({"old": "interpolated", "importance": "full"}, t)
+    assert values.item() == slope.item() == pytest.approx(-2 * math.exp(0.1) * math.exp(0.3), rel=1e-14)
+    assert metrics["ratio_max"].item() == pytest.approx(math.exp(0.1), rel=1e-14)
+
+
+def test_what_is_missing_is_named():
+    t = make_tokens(torch.tensor([4]), torch.zeros(1), torch.zeros(1))
+    with pytest.raises(ValueError, match="loss.old='trainer' needs log-probs of the proximal policy"):
+        PolicyLoss()(t)
+    with pytest.raises(ValueError, match="loss.old='interpolated' needs the version"):
+        PolicyLoss(old="interpolated")(replace(t, version=None))
+    with pytest.raises(ValueError, match="loss.old='interpolated' has no constraint='kl'"):
+        PolicyLoss(old="interpolated", constraint="kl", top_k=4)
