@@ -34,11 +34,12 @@ from torchtune_ext.packing import Row, pack_updates
 from torchtune_ext.policy.builder import build_policy, on_meta
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.memory import memory_table
-from torchtune_ext.rollout import GroupStream, in_order, sample_groups
+from torchtune_ext.replay import Replay
+from torchtune_ext.rollout import GroupStream, sample_held_out
 from torchtune_ext.run.folder import RunFolder
 from torchtune_ext.run.output import say
 from torchtune_ext.run.stop import StopSignals
-from torchtune_ext.sampling.engine import Engine, EngineConfig, Priority, SamplingConfig
+from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.source import GroupSource
 from torchtune_ext.tasks.order import ProblemStream
 from torchtune_ext.telemetry import summary
@@ -88,6 +89,7 @@ class Config:
     staleness: int = 0  # versions that the policy may be ahead of the one that began a sample; 0: sample, then train
     depth: int | None = None  # steps that the engine samples ahead, at most staleness; null: 1, with staleness 0 none
     rollout_deadline_s: float = 1800.0  # seconds without a completion or grade after which a step is given up
+    replay: str | None = None  # folder of a run: trains on its stored rollouts again, without an engine
     refill_rounds: int = 0  # further sampling, up to so many times, to replace groups without signal
     updates_per_step: int = 1  # optimizer updates on the samples of one step
     row_tokens: int = 16384  # capacity of a packed row
@@ -109,13 +111,13 @@ class GRPORecipe:
     def __init__(self, cfg: Config):
         self.cfg = cfg
         self.saving = build(CheckpointConfig, cfg.checkpoints, "checkpoints")
-        self.stop = StopSignals(self.saving.stop_grace_s, self.standing)
+        self.stop = StopSignals(self.saving.stop_grace_s, lambda: standing(self.step, cfg.max_steps, self.checkpoints))
 
         # What rank 0 owns, and what a run that is stopped early may not have yet.
         self.folder: RunFolder | None = None
         self.engine: Engine | None = None
         self.graders: list[Grader] = []  # of the task, of the held-out task
-        self.source: GroupSource | None = None
+        self.source: GroupSource | Replay | None = None
         self.metrics: Metrics | None = None
         self.rollouts: RolloutStore | None = None
         self.checkpoints: Checkpoints | None = None
@@ -141,11 +143,11 @@ class GRPORecipe:
         resume = self.checkpoints.choose() if cfg.resume_from_checkpoint else None
 
         # The engine loads in a process of its own while the policy is built here.
-        if self.ranks.is_main:
+        if self.engine:
             self.start_engine()
-            if not resume:
-                self.open_records()
-        self.source = GroupSource(
+        if self.ranks.is_main and not resume:
+            self.open_records()
+        self.source = self.replay or GroupSource(
             Ledger(cfg.prompts_per_step, cfg.max_steps, cfg.staleness, cfg.depth),
             GroupStream(self.engine, self.tokenizer, self.graders[0]) if self.engine else None,
             self.problems,
@@ -168,7 +170,7 @@ class GRPORecipe:
             self.precision.write_receipt(cfg.output_dir, self.policy, cfg.row_tokens)
         self.progress = Progress(cfg.max_steps, self.ranks.rank)
         self.agreement = Agreement(self.learner.logprobs, self.sampling.temperature, cfg.max_mismatch)
-        self.publisher = Publisher(
+        self.publisher = self.replay or Publisher(
             self.engine,
             self.learner,
             self.trained,
@@ -220,13 +222,20 @@ class GRPORecipe:
             adapter=self.trained.spec,
             way=self.trained.way,
         )
-        if self.ranks.is_main:
+        identity = partial(identify, "", self.hf_model, self.meta_model, self.trained.spec)
+        self.replay = Replay(cfg.replay, record(cfg), identity(), self.problems) if cfg.replay else None
+        if self.ranks.is_main and not self.replay:
             self.engine = Engine(cfg.model_dir, self.precision.engine, cfg.output_dir)
 
     def open_folder(self) -> Identity:
         """Rank 0: begins or continues the run in its folder. Returns what its checkpoints belong to."""
         cfg = self.cfg
-        parts = {"evaluation": self.evaluation, "trained": self.trained, "precision": self.precision}
+        parts = {
+            "evaluation": self.evaluation,
+            "trained": self.trained,
+            "precision": self.precision,
+            "replay": self.replay,
+        }
         say(opening(cfg, self.loss, self.advantage, checkpoints=self.saving, **parts))
         resuming = self.folder.resumes(cfg.resume_from_checkpoint)
         run = self.folder.begin(record(cfg), resuming, reads=named_paths(cfg))
@@ -337,11 +346,13 @@ class GRPORecipe:
             wanted = cfg.prompts_per_step - stats.groups
             if wanted <= 0:
                 break
-        self.engine.sleep()  # where it shares the trainer's GPU
-        kept, replaced = refilled(groups, cfg.prompts_per_step)
+        kept, drawn = refilled(groups, cfg.prompts_per_step)
         with self.watch("store"):
-            self.rollouts.write(self.step, kept + replaced)
-        values |= summary.rollout_metrics(groups) | stats.metrics() | summary.engine_metrics(self.engine.stats())
+            self.rollouts.write(self.step, drawn)
+        values |= summary.rollout_metrics(groups) | stats.metrics()
+        if self.engine:
+            self.engine.sleep()  # where it shares the trainer's GPU
+            values |= summary.engine_metrics(self.engine.stats())
         return kept, values
 
     def pack(self, groups: list[Group]) -> tuple[list[list[Row]], dict[str, float]]:
@@ -390,23 +401,20 @@ class GRPORecipe:
 
     def evaluate(self) -> dict[str, float]:
         """Accuracy on all held-out problems, sampled and greedy, by rank 0."""
-        if self.eval_task is None or not self.ranks.is_main:
+        if self.eval_task is None or not self.engine:
             return {}
-        problems, n = [self.eval_task[i] for i in range(len(self.eval_task))], self.evaluation.samples
-        sampling = replace(self.sampling, seed=self.cfg.seed)
-        draw = partial(
-            sample_groups,
-            engine=self.engine,
-            tokenizer=self.tokenizer,
-            grader=self.graders[1],
-            watch=self.watch,
-            priority=Priority.EVALUATION,
+        values = summary.evaluation_metrics(
+            *sample_held_out(
+                [self.eval_task[i] for i in range(len(self.eval_task))],
+                self.evaluation.samples,
+                replace(self.sampling, seed=self.cfg.seed),
+                self.engine,
+                self.tokenizer,
+                self.graders[1],
+                bars=self.progress.sampling,
+                watch=self.watch,
+            )
         )
-        with self.progress.sampling(len(problems) * n, "evaluate") as bar:
-            sampled = in_order(draw(problems, n, sampling, watcher=bar))
-        with self.progress.sampling(len(problems), "evaluate greedy") as bar:
-            greedy = in_order(draw(problems, 1, replace(sampling, temperature=0.0), watcher=bar))
-        values = summary.evaluation_metrics(sampled, greedy)
         self.last_eval = values["eval/accuracy_sampled"]
         return values
 
@@ -423,7 +431,7 @@ class GRPORecipe:
             version=self.version,
             cursor=self.problems.cursor,
             updates=self.learner.updates,
-            throttle=self.engine.state_dict() if self.ranks.is_main else {},
+            throttle=self.engine.state_dict() if self.engine else {},
             source=self.source.state_dict(),
         )
         model = self.policy.model
@@ -441,9 +449,6 @@ class GRPORecipe:
         if self.engine:
             self.engine.load_state_dict(state.throttle)
         self.source.load_state_dict(state.source, self.step, self.version)
-
-    def standing(self) -> str:
-        return standing(self.step, self.cfg.max_steps, self.checkpoints)
 
     def cleanup(self) -> None:
         # The lock of the folder goes last.

@@ -143,18 +143,20 @@ def refilled(groups: list[Group], size: int) -> tuple[list[Group], list[Group]]:
         size: how many groups the step has.
 
     Returns:
-        The `size` groups of the step, and the groups without signal that were replaced. Those are not trained on.
+        The `size` groups of the step, and all groups in the order of sampling. Those without signal that were replaced are
+        only among the latter, and not trained on.
     """
     # If too few groups have a signal, the first groups without one fill the step.
     room = size - sum(group.has_signal for group in groups)
-    kept, replaced = [], []
+    kept, drawn = [], []
     for group in groups:
         if group.has_signal or room > 0:
             kept.append(group)
             room -= not group.has_signal
+            drawn.append(group)
         else:
-            replaced.append(replace(group, samples=tuple(replace(s, trained=False) for s in group.samples)))
-    return kept, replaced
+            drawn.append(replace(group, samples=tuple(replace(s, trained=False) for s in group.samples)))
+    return kept, drawn
 
 
 def _advantages(rewards_G: np.ndarray, config: AdvantageConfig, batch_std: float) -> np.ndarray | None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from queue import Empty, SimpleQueue
@@ -222,6 +223,39 @@ def sample_groups(
     finally:
         stream.close()
     log_failures(outcomes)
+
+
+def sample_held_out(
+    problems: Sequence[Problem],
+    samples_per_problem: int,
+    sampling: SamplingConfig,
+    engine: Engine,
+    tokenizer: ChatTokenizer,
+    grader: Grader,
+    bars: Callable[[int, str], AbstractContextManager[Watcher]],
+    watch: Callable[[str], AbstractContextManager] = nullcontext,
+) -> tuple[list[Group], list[Group]]:
+    """Samples and grades every held-out problem before whatever else is queued: `samples_per_problem` times, and once greedily.
+
+    Args:
+        bars: makes the watcher of so many samples, with a title.
+        watch: as in `sample_groups`.
+
+    Returns:
+        The sampled groups and the greedy ones, each in the order of the problems.
+
+    Raises:
+        What `sample_groups` raises.
+    """
+    found = []
+    for title, n, how in (
+        ("evaluate", samples_per_problem, sampling),
+        ("evaluate greedy", 1, replace(sampling, temperature=0.0)),
+    ):
+        with bars(len(problems) * n, title) as bar:
+            groups = sample_groups(problems, n, how, engine, tokenizer, grader, bar, watch, Priority.EVALUATION)
+            found.append(in_order(groups))
+    return found[0], found[1]
 
 
 def in_order(stream: Iterable[tuple[int, Group]]) -> list[Group]:

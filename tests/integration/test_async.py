@@ -21,6 +21,7 @@ from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 STALENESS, GROUPS, PROBLEMS = 2, 4, 64  # GROUPS a step and PROBLEMS of the task: as in recipe_runs
+TRAINED = ("loss/", "optim/", "mismatch/", "reward/", "pack/", "groups/")  # metrics that the rollouts decide
 AHEAD = [f"staleness={STALENESS}", f"depth={STALENESS}", "evaluation.task=null"]
 
 
@@ -42,8 +43,28 @@ def record(groups):
 
 
 def weights(run):
-    """The bytes of what the run has trained."""
-    return {path.name: path.read_bytes() for path in (run / "checkpoints" / "step_000003").glob("*.safetensors")}
+    """The bytes of what the run has trained in the end."""
+    last = max((run / "checkpoints").glob("step_*"))
+    return {path.name: path.read_bytes() for path in last.glob("*.safetensors")}
+
+
+def require_replayed(run, workplace, recipe, *args, config="run.yaml"):
+    """Raises AssertionError where a replay of `run`, which knows only what it has stored, does not end as it did."""
+    replay = workplace / f"{run.name}_replayed"
+    steps = len(rollout_paths(run))
+    words = [f"output_dir={replay.name}", f"replay={run.name}", f"max_steps={steps}", *args]
+    said = runs.run(workplace, recipe, *words, config=config)
+    assert f"replays {run.name}: its rollouts of {steps} steps" in said and "Set otherwise" not in said
+    assert weights(replay) == weights(run) != {}
+    assert stored(replay).keys() == stored(run).keys()
+    for (step, ours), theirs in zip(stored(replay).items(), stored(run).values(), strict=True):
+        assert record(ours) == record(theirs), step
+    ours, theirs = (
+        [{k: v for k, v in line.items() if k.startswith(TRAINED)} for line in runs.metrics(r)[-steps:]]
+        for r in (replay, run)
+    )
+    assert ours == theirs and "loss/total" in ours[0]
+    assert not (replay / "engine.log").exists()
 
 
 def require_ahead(run, steps):
@@ -81,6 +102,8 @@ def test_depth_0_is_the_run_that_samples_and_trains_in_turns(request, workplace,
     ours = [{name: v for name, v in line.items() if not name.startswith("async/")} for line in lines]
     assert ours == runs.metrics(want)
     assert weights(got) == weights(want) != {}
+    if recipe == "grpo_lora":
+        require_replayed(got, folder, recipe, "staleness=1", "depth=0", config=config)
 
 
 def test_the_groups_of_a_step_are_what_its_policy_says_to_its_problems(full_workplace, tmp_path):
@@ -107,30 +130,46 @@ def test_ahead_of_the_trainer(full_workplace, steps):
     run = full_workplace / f"ahead{steps}"
     runs.run(full_workplace, "grpo_async", f"output_dir={run.name}", f"max_steps={steps}", *AHEAD)
     require_ahead(run, steps)
+    if steps > 1:
+        require_replayed(run, full_workplace, "grpo_async", *AHEAD)
     # At a depth as great as the staleness, and behind the first groups, each is due at just the step that its number names.
     assert [line["async/age_mean"] for line in runs.metrics(run)[4:]] == [STALENESS] * max(0, steps - 3)
 
 
-def test_killed_and_resumed_trains_every_problem_once(full_workplace):
-    """The kill comes at a random moment of the first half, while groups are on their way."""
-    steps, name = PROBLEMS // GROUPS, "ahead_killed"
-    args = [f"output_dir={name}", f"max_steps={steps}", "resume_from_checkpoint=True", *AHEAD]
-    run = full_workplace / name
+@pytest.mark.parametrize("kills", [1, pytest.param(10, marks=pytest.mark.long)])
+def test_killed_and_resumed_trains_every_problem_once(full_workplace, kills):
+    """Each kill comes at a random moment, while groups are on their way. Nothing is left of a killed run, nothing is trained
+    twice in the history that survives, and this history ends with the weights that a replay of it has."""
+    steps, name = PROBLEMS // GROUPS * (1 + kills // 5), f"killed{kills}"
+    args = [f"output_dir={name}", f"max_steps={steps}", *AHEAD]
+    run, trained = full_workplace / name, 0
+    for kill in range(kills):
+        # A start is told to go on; step 0 has metrics, too.
+        process = start(full_workplace, *args)
+        latest = max(trained + 1, (kill + 1) * steps // (kills + 1))
+        runs.wait_for_steps(run, 1 + random.randint(trained + 1, latest), process)
+        time.sleep(random.uniform(0.0, 0.3))
+        end_by_kill(process)
+        trained = max(rollout_paths(run))
+        assert trained < steps, "the run ended before it was killed"
+    first = rollout_paths(run)[1].stat().st_mtime_ns
+
+    runs.run(full_workplace, "grpo_async", "resume_from_checkpoint=True", *args)
+    assert rollout_paths(run)[1].stat().st_mtime_ns == first, "the run began again"
+    require_ahead(run, steps)
+    require_replayed(run, full_workplace, "grpo_async", *AHEAD)
+
+
+def start(folder, *args):
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen(
-        runs.command("grpo_async", *args), cwd=full_workplace, env=runs.environment(), start_new_session=True, **quiet
-    )
-    runs.wait_for_steps(run, random.randint(3, steps // 2), process)  # step 0 among them, so there is a checkpoint
-    time.sleep(random.uniform(0.0, 0.1))
+    command = runs.command("grpo_async", "resume_from_checkpoint=True", *args)
+    return subprocess.Popen(command, cwd=folder, env=runs.environment(), start_new_session=True, **quiet)
+
+
+def end_by_kill(process):
+    """Kills a run. Raises AssertionError where it leaves a process behind."""
     children = psutil.Process(process.pid).children(recursive=True)
     os.kill(process.pid, signal.SIGKILL)
     _, alive = psutil.wait_procs(children, timeout=30)
     assert not alive, f"left running: {alive}"
     process.wait(10)
-    survived = max(rollout_paths(run))
-    assert survived < steps, "the run ended before it was killed"
-    first = rollout_paths(run)[1].stat().st_mtime_ns
-
-    runs.run(full_workplace, "grpo_async", *args)
-    require_ahead(run, steps)
-    assert rollout_paths(run)[1].stat().st_mtime_ns == first, "the run began again"

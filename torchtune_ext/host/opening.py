@@ -12,6 +12,7 @@ from torchtune_ext.advantages import AdvantageConfig
 from torchtune_ext.buffer import Ledger
 from torchtune_ext.evaluation import EvaluationConfig
 from torchtune_ext.host.config import build, has_component, instantiate, load_preset
+from torchtune_ext.replay import Replay
 from torchtune_ext.training.precision import Precision
 from torchtune_ext.training.state import CheckpointConfig
 from torchtune_ext.training.trained import Adapters, AllWeights
@@ -27,18 +28,21 @@ def opening(
     evaluation: EvaluationConfig,
     trained: AllWeights | Adapters,
     precision: Precision,
+    replay: Replay | None = None,
 ) -> str:
     """Returns the lines that a GRPO recipe prints first.
 
     Args:
         cfg: settings of the recipe, as `load_config` returned them.
-        loss, advantage, checkpoints, evaluation, trained, precision: what was built from these settings.
+        loss, advantage, checkpoints, evaluation, trained, precision, replay: what was built from these settings.
     """
     lines = [f"trains: {trained}; {precision}", objective_line(cfg, loss, advantage)]
     ledger = Ledger(cfg.prompts_per_step, cfg.max_steps, cfg.staleness, cfg.depth)
-    if ledger.staleness:
+    if replay:
+        lines.append(str(replay))
+    elif ledger.staleness:
         lines.append(f"samples ahead: staleness {ledger.staleness}, depth {ledger.depth}")
-    evaluated = has_component(cfg.evaluation.get("task"))
+    evaluated = has_component(cfg.evaluation.get("task")) and not replay
     if evaluated and checkpoints.every < cfg.max_steps and checkpoints.every % evaluation.every:
         lines.append(
             f"best checkpoint: only one that is written when the run evaluates has an accuracy; with checkpoints.every="

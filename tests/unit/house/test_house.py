@@ -37,6 +37,7 @@ ORDER = [
     "objective",
     "training",
     "telemetry",
+    "replay",
     "host.config",
     "host.opening",
     "host.doctor_facts",

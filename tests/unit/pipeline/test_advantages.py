@@ -144,8 +144,10 @@ def test_refilling_replaces_groups_without_signal_the_last_first(signal, size, t
     groups, _ = with_advantages(
         [group(sample(1.0), sample(0.0 if found else 1.0)) for found in signal], AdvantageConfig(), train_all=train_all
     )
-    kept, replaced = refilled(groups, size)
+    kept, drawn = refilled(groups, size)
+    replaced = [g for g in drawn if not any(g is k for k in kept)]
     assert len(kept) == min(size, len(groups)) and len(kept) + len(replaced) == len(groups)
+    assert all(a.samples[0].completion is b.samples[0].completion for a, b in zip(drawn, groups, strict=True))
     assert sum(g.has_signal for g in kept) == sum(signal)
     assert [any(g is k for k in kept) for g in groups] == _expected(signal, size)
     assert not any(s.trained for g in replaced for s in g.samples)

@@ -1,0 +1,114 @@
+"""What a replay hands out, and that it refuses a run whose rollouts do not fit. Real replays: tests/integration/test_async.py."""
+
+import json
+
+import pytest
+from records import sampled
+
+from torchtune_ext.grading import Outcome
+from torchtune_ext.groups import Group
+from torchtune_ext.replay import Replay
+from torchtune_ext.tasks.order import ProblemStream
+from torchtune_ext.tasks.task import Problem, Score
+from torchtune_ext.telemetry.rollouts import RolloutStore
+from torchtune_ext.training.identity import Identity
+from torchtune_ext.training.manifest import Manifest
+
+BATCH, STEPS = 2, 3
+IDENTITY = Identity("", "qwen2 of 2 layers", "0123abcd")
+
+
+class Sums:
+    def __init__(self, words):
+        self.words = words
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return Problem(f"sum-{index}", ({"role": "user", "content": f"{self.words} {index} + 1"},), index + 1)
+
+
+def settings(**own):
+    loss = {"_component_": "PolicyLoss", "clip_low": 0.2}
+    known = {"output_dir": "elsewhere", "model_dir": "model", "task": {"_component_": "Sums", "level": 1}, "loss": loss}
+    counts = {"seed": 0, "prompts_per_step": BATCH, "samples_per_prompt": 2, "max_steps": STEPS}
+    return {**known, **counts, "tokenizer": {"path": "model"}, "staleness": 0, "depth": None, **own}
+
+
+def group(problem):
+    samples = [sampled([1, 2, k], [-0.1, -0.2, -0.3], outcome=Outcome("scored", Score(k, {}), "")) for k in range(2)]
+    return Group(problem, sampled([7, 8]).completion.tokens, tuple(samples))
+
+
+@pytest.fixture
+def run(tmp_path):
+    """What a run of three steps leaves, as far as it is read."""
+    folder, problems = tmp_path / "run", ProblemStream(Sums("what is"), seed=0)
+    store = RolloutStore(folder)
+    for step in range(1, STEPS + 1):
+        store.write(step, [group(problem) for problem in problems.take(BATCH)])
+    (folder / "run.json").write_text(json.dumps({"id": "abc", "config": settings()}))
+    checkpoint = folder / "checkpoints" / "step_000003"
+    checkpoint.mkdir(parents=True)
+    Manifest(3, None, Identity("abc", IDENTITY.model, IDENTITY.base), {}).write(checkpoint)
+    return folder
+
+
+def replay(run, words="what is", identity=IDENTITY, **own):
+    return Replay(run, settings(replay=str(run), **own), identity, ProblemStream(Sums(words), seed=0))
+
+
+def test_it_hands_out_each_step_once_and_nothing_in_further_rounds(run):
+    its, problems = replay(run), ProblemStream(Sums("what is"), seed=0)
+    assert str(its) == f"replays {run}: its rollouts of 3 steps; no engine, no evaluation"
+    for _ in range(STEPS):
+        groups, values = its.take(BATCH)
+        assert [g.problem.id for g in groups] == [p.id for p in problems.take(BATCH)] and values == {}
+        assert its.take(BATCH, refill=1) == ([], {})
+    its.load_state_dict({}, step=1, version=1)
+    again = ProblemStream(Sums("what is"), seed=0).take(2 * BATCH)[BATCH:]
+    assert [g.problem.id for g in its.take(BATCH)[0]] == [p.id for p in again]
+    assert its.publish(1) == its.state_dict() == {}
+
+
+def test_settings_of_learning_that_differ_are_named(run):
+    said = str(replay(run, loss={"_component_": "PolicyLoss", "clip_low": 0.1}, staleness=2, lr=0.5))
+    assert said.endswith(
+        "Set otherwise there, so the weights will differ: loss.clip_low=0.2 (here 0.1), lr=None (here 0.5)"
+    )
+    many = str(replay(run, **{f"k{i}": i for i in range(10)}))
+    assert many.endswith("k7=None (here 7), and 2 more")
+
+
+@pytest.mark.parametrize(
+    ("own", "text"),
+    [
+        ({"seed": 1}, "answers other problems: seed=0 .here 1.. Set seed as it is in"),
+        ({"task": {"_component_": "Sums", "level": 2}}, r"task\.level=1 .here 2."),
+        ({"samples_per_prompt": 4}, "samples_per_prompt=2 .here 4."),
+        ({"max_steps": 5}, "lacks the rollouts of step 4, and max_steps=5: set max_steps=3"),
+        (
+            {"identity": Identity("", "llama of 2 layers", "0123abcd")},
+            "began with another model .*: set model_dir=model",
+        ),
+        ({"identity": Identity("", IDENTITY.model, "ffff")}, "began with other weights .0123abcd; this run has ffff"),
+        ({"words": "how much is"}, "does not ask so"),
+    ],
+)
+def test_a_run_of_other_problems_model_or_seed_is_refused(run, own, text):
+    with pytest.raises(ValueError, match=f"replay={run}.*{text}"):
+        replay(run, **own)
+
+
+def test_what_is_no_run_is_refused(run, tmp_path):
+    with pytest.raises(ValueError, match="is the output_dir of this run"):
+        replay(run, output_dir=str(run))
+    with pytest.raises(ValueError, match="there is no run.json"):
+        replay(tmp_path / "nowhere")
+    (run / "rollouts" / "step_000001.jsonl.gz").unlink()
+    with pytest.raises(ValueError, match="holds no rollouts of step 1"):
+        replay(run)
+    (run / "run.json").write_text("{")
+    with pytest.raises(ValueError, match="run.json is damaged"):
+        replay(run)
