@@ -72,7 +72,7 @@ class Replay:
         text = f"replays {self._run}: its rollouts of {len(self._paths)} steps; no engine, no evaluation"
         if self._changed:
             more = f", and {len(self._changed) - NAMED} more" if len(self._changed) > NAMED else ""
-            text += f". Set otherwise there, so the weights will differ: {', '.join(self._changed[:NAMED])}{more}"
+            text += f". Set otherwise there, so the weights may differ: {', '.join(self._changed[:NAMED])}{more}"
         return text
 
     def publish(self, version: int) -> dict[str, float]:

@@ -75,7 +75,7 @@ def test_it_hands_out_each_step_once_and_nothing_in_further_rounds(run):
 def test_settings_of_learning_that_differ_are_named(run):
     said = str(replay(run, loss={"_component_": "PolicyLoss", "clip_low": 0.1}, staleness=2, lr=0.5))
     assert said.endswith(
-        "Set otherwise there, so the weights will differ: loss.clip_low=0.2 (here 0.1), lr=None (here 0.5)"
+        "Set otherwise there, so the weights may differ: loss.clip_low=0.2 (here 0.1), lr=None (here 0.5)"
     )
     many = str(replay(run, **{f"k{i}": i for i in range(10)}))
     assert many.endswith("k7=None (here 7), and 2 more")
