@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-MAX_BINS = 20_000  # So the strip adds at most 0.4 MiB to a page: that is with another value in each bin of nine rows.
+MAX_BINS = 20_000  # So the strip adds at most 0.25 MiB to a page: that is with another value in each bin of nine rows.
 _LEAST_S = 0.001  # A bin is at least so long.
 _WORKS = ("engine", "graders")
 

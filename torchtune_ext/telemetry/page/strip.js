@@ -5,13 +5,13 @@ const PHASE_COLORS = { sample: 1, pack: 2, train: 3, publish: 4, eval: 5, save: 
 
 class Strip extends Chart {
   constructor(data, steps) {
-    super({ title: "What ran when", series: [], note: "Engine and graders are the darker the more groups they work on; the trainer shows its phases, "
+    super({ title: "What ran when", series: [], note: "Engine and graders: the stronger the shade, the more groups they work on. Trainer: its phases, "
       + "and a gap where it is in none. A dotted line: the run was stopped here, and went on." }, {}, steps);
     this.data = data;
     this.node.classList.add("wide");
     this.colors = new Map(Object.keys(data.phases).map((name, i) => [name, `var(--c${PHASE_COLORS[name] ?? (i % 7) + 1})`]));
     this.shares = new Map(["engine", "graders", ...this.colors.keys()].map((name) => [name, el("span", { class: "number" })]));
-    const color = (name) => this.colors.get(name) ?? "var(--accent)";
+    const color = (name) => this.colors.get(name) ?? "var(--ink)";
     this.node.querySelector(".legend").append(...[...this.shares].map(([name, number]) => el("span", {},
       el("i", { class: "key", style: `background:${color(name)}` }), el("span", { class: "name" }, name), number)));
     this.stretches = new Map(); // step -> the bins from its first beginning to its last end: a resumed run makes a step twice
@@ -82,7 +82,7 @@ class Strip extends Chart {
         while (levels[i + 1] === level) i++;
         d += `M${LEFT + from},${y}h${i - from + 1}v${ROW}h${from - i - 1}z`;
       }
-      if (d) add("path", { d, style: "fill:var(--accent)", opacity: level / SHADES });
+      if (d) add("path", { d, style: "fill:var(--ink)", opacity: (0.9 * level) / SHADES });
     }
   }
 
@@ -124,7 +124,7 @@ class Strip extends Chart {
     }
     for (const [name, number] of this.shares) {
       const [mean] = this.columns(works[name] ?? phases[name], from, to, 1);
-      number.textContent = name in works ? `${format((mean / 100) * most[name], "")} of ${format(most[name], "")} groups` : format(mean / 100, "percent");
+      number.textContent = name in works ? `${format((mean / 100) * most[name], "")} of ${format(most[name], "int")} groups` : format(mean / 100, "percent");
     }
   }
 }
