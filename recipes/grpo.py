@@ -46,6 +46,7 @@ from torchtune_ext.telemetry import summary
 from torchtune_ext.telemetry.metrics import LoggingConfig, Metrics
 from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.telemetry.rollouts import RolloutStore
+from torchtune_ext.telemetry.timeline import Timeline
 from torchtune_ext.training.agreement import Agreement
 from torchtune_ext.training.distributed import init_ranks
 from torchtune_ext.training.identity import Identity, identify
@@ -124,13 +125,16 @@ class GRPORecipe:
 
         self.step = self.version = 0
         self.last_eval: float | None = None
+        self.timeline = Timeline(cfg.output_dir, lambda: self.step)
 
     def setup(self) -> None:
         """Checks what can be checked, opens the run's folder, starts the engine, and builds the learner meanwhile."""
         cfg = self.cfg
         self.ranks = init_ranks(cfg.device, cfg.rank_deadline_s)
         # It tells the other ranks, too, who is at what.
-        self.watch = summary.Stopwatch(lambda phase: self.ranks.phase(phase, self.step))
+        self.watch = summary.Stopwatch(
+            lambda phase: self.ranks.phase(phase, self.step), self.timeline if self.ranks.is_main else None
+        )
         if self.ranks.is_main:
             # The lock of the folder comes before all else: a second run in it is refused.
             self.folder = RunFolder(cfg.output_dir)
@@ -149,7 +153,7 @@ class GRPORecipe:
             self.open_records()
         self.source = self.replay or GroupSource(
             Ledger(cfg.prompts_per_step, cfg.max_steps, cfg.staleness, cfg.depth),
-            GroupStream(self.engine, self.tokenizer, self.graders[0]) if self.engine else None,
+            GroupStream(self.engine, self.tokenizer, self.graders[0], times=self.timeline) if self.engine else None,
             self.problems,
             samples=cfg.samples_per_prompt,
             sampling=self.sampling,
@@ -413,6 +417,7 @@ class GRPORecipe:
                 self.graders[1],
                 bars=self.progress.sampling,
                 watch=self.watch,
+                times=self.timeline,
             )
         )
         self.last_eval = values["eval/accuracy_sampled"]
@@ -423,6 +428,7 @@ class GRPORecipe:
             with self.watch("log"):
                 self.metrics.log(self.step, values)
                 self.progress.summary(self.step, values)
+                self.timeline.flush()
 
     def save_checkpoint(self) -> None:
         """All ranks: weights, optimizer and random state, and what the recipe itself has to remember."""
@@ -452,7 +458,7 @@ class GRPORecipe:
 
     def cleanup(self) -> None:
         # The lock of the folder goes last.
-        close_all(self.source, self.rollouts, self.metrics, self.engine, *self.graders, self.folder)
+        close_all(self.source, self.timeline, self.rollouts, self.metrics, self.engine, *self.graders, self.folder)
 
 
 @parse

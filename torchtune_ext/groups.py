@@ -1,6 +1,7 @@
 """The records between sampling and packing: a prompt, and what became of each of its completions."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -43,3 +44,20 @@ class Group:
     def completions(self) -> int:
         """Returns the number of samples that have a reward, or that are trained on without one (supervised)."""
         return sum(sample.trained or sample.score is not None for sample in self.samples)
+
+
+GroupKey = tuple[str, int]  # what kind of group ("group" of the run, "refill", "evaluation"), and its number among them
+
+
+class GroupTimes:
+    """Is told where each group is, at the moment when it comes there: with the engine, with the graders, in the buffer. The
+    stream's thread calls it, and its user's. This one forgets it all; `telemetry.timeline.Timeline` writes it down."""
+
+    def begin(self, key: GroupKey, **facts: Any) -> None:
+        """The group is submitted to the engine."""
+
+    def move(self, key: GroupKey, track: str, **facts: Any) -> None:
+        """The group is with the "graders", or in the "buffer". An unknown key is nobody's: the group was cancelled."""
+
+    def end(self, key: GroupKey, **facts: Any) -> None:
+        """The group is taken, or given up. As for an unknown key: see `move`."""

@@ -11,13 +11,13 @@ from functools import partial
 from operator import itemgetter
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.grading import Grader, Outcome, log_failures
-from torchtune_ext.groups import Group, Sample
+from torchtune_ext.groups import Group, GroupKey, GroupTimes, Sample
 from torchtune_ext.sampling.engine import Completion, Engine, EngineFailed, Priority, SamplingConfig
 from torchtune_ext.tasks.task import Problem
 
@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 # Python acts on a Ctrl-C in the main thread alone, but the kernel may give it to another: so often a wait looks for one.
 WAKE_S = 1.0
 CLOSE_S = 10.0  # seconds that the thread of a stream has to end
+EVALUATION = "evaluation"  # of `GroupKey`: nobody waits for the others of a batch
 
 
 class Watcher(Protocol):
@@ -45,8 +46,15 @@ class GroupStream:
     ends in an open "<think>", the text begins with it.
     """
 
-    def __init__(self, engine: Engine, tokenizer: ChatTokenizer, grader: Grader, watcher: Watcher | None = None):
-        self.watcher = watcher
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: ChatTokenizer,
+        grader: Grader,
+        watcher: Watcher | None = None,
+        times: GroupTimes | None = None,
+    ):
+        self.watcher, self._times = watcher, times or GroupTimes()
         self.last_sign = time.monotonic()  # when the last completion or grade came
         self._engine, self._tokenizer, self._grader = engine, tokenizer, grader
         # Those that `next` has not handed out and `cancel` has not ended. Only their caller's thread changes the dict.
@@ -69,6 +77,7 @@ class GroupStream:
         sampling: SamplingConfig,
         place: int,
         priority: Priority = Priority.SAMPLE,
+        kind: str = "group",
     ) -> None:
         """Begins to sample a group.
 
@@ -76,18 +85,21 @@ class GroupStream:
             number: by which `next` and `cancel` name the group.
             samples: completions of the prompt.
             place: number of the group among those with the same `sampling.seed` (`Engine.submit`).
+            kind: of `GroupKey`, for `GroupTimes`.
 
         Raises:
             What `Engine.submit` raises, ValueError for instance.
         """
-        group = _Unfinished(number, problem, self._tokenizer, samples)
+        group = _Unfinished((kind, number), problem, self._tokenizer, samples)
         self._groups[number] = group
         self.last_sign = time.monotonic()
+        self._times.begin(group.key, problem=problem.id)
         try:
             arrived = partial(self._arrived, group)
             drawing = self._engine.submit(group.prompt, samples, sampling, arrived, place, priority)
         except BaseException:
             del self._groups[number]
+            self._times.end(group.key, cancelled=True)
             raise
         group.futures.append(drawing)
         drawing.add_done_callback(lambda done: self._events.put((group, None, done)))
@@ -127,7 +139,13 @@ class GroupStream:
         never will. Returns the tokens that were sampled of it."""
         group = self._groups.pop(number)
         group.cancel()
+        self._times.end(group.key, tokens=group.tokens, cancelled=True)
         return group.tokens
+
+    def left(self, numbers: Iterable[int], kind: str = "group", **facts: Any) -> None:
+        """Notes for `GroupTimes` that these groups, which `next` has handed out, are not in the buffer any more."""
+        for number in numbers:
+            self._times.end((kind, number), **facts)
 
     def missing(self, number: int) -> str:
         """Says when a group was submitted and what is not there yet of it, for messages."""
@@ -160,12 +178,18 @@ class GroupStream:
                 self._finished.put(error)
                 continue
             if group.drawn and group.graded:
+                if group.key[0] == EVALUATION:
+                    self._times.end(group.key)
+                else:
+                    self._times.move(group.key, "buffer")
                 self._finished.put(group)
 
     def _take(self, group: "_Unfinished", sample: int | None, what: Completion | Future) -> None:
         """Hands a completion to the grader, or notes what the grader says, or that the engine is done with the group."""
         if isinstance(what, Completion):
             text = group.add(sample, what)
+            if group.arrived:
+                self._times.move(group.key, "graders", tokens=group.tokens, versions=group.versions)
             if not self._grader.compares:
                 self._when_graded(group, sample, self._grader.submit(group.problem, text))
             elif group.arrived:
@@ -200,6 +224,7 @@ def sample_groups(
     watcher: Watcher | None = None,
     watch: Callable[[str], AbstractContextManager] = nullcontext,
     priority: Priority = Priority.SAMPLE,
+    times: GroupTimes | None = None,
 ) -> Iterator[tuple[int, Group]]:
     """Samples `samples_per_prompt` completions of every problem and grades them (`GroupStream`).
 
@@ -212,10 +237,10 @@ def sample_groups(
     Raises:
         What `GroupStream.submit` raises, before the first group, and what `GroupStream.next` raises.
     """
-    stream, outcomes = GroupStream(engine, tokenizer, grader, watcher), []
+    stream, outcomes = GroupStream(engine, tokenizer, grader, watcher, times), []
     try:
         for p, problem in enumerate(problems):
-            stream.submit(p, problem, samples_per_prompt, sampling, p, priority)
+            stream.submit(p, problem, samples_per_prompt, sampling, p, priority, EVALUATION)
         for _ in problems:
             p, group = stream.next(watch)
             outcomes += [sample.outcome for sample in group.samples]
@@ -234,12 +259,13 @@ def sample_held_out(
     grader: Grader,
     bars: Callable[[int, str], AbstractContextManager[Watcher]],
     watch: Callable[[str], AbstractContextManager] = nullcontext,
+    times: GroupTimes | None = None,
 ) -> tuple[list[Group], list[Group]]:
     """Samples and grades every held-out problem before whatever else is queued: `samples_per_problem` times, and once greedily.
 
     Args:
         bars: makes the watcher of so many samples, with a title.
-        watch: as in `sample_groups`.
+        watch, times: as in `sample_groups`.
 
     Returns:
         The sampled groups and the greedy ones, each in the order of the problems.
@@ -253,7 +279,7 @@ def sample_held_out(
         ("evaluate greedy", 1, replace(sampling, temperature=0.0)),
     ):
         with bars(len(problems) * n, title) as bar:
-            groups = sample_groups(problems, n, how, engine, tokenizer, grader, bar, watch, Priority.EVALUATION)
+            groups = sample_groups(problems, n, how, engine, tokenizer, grader, bar, watch, Priority.EVALUATION, times)
             found.append(in_order(groups))
     return found[0], found[1]
 
@@ -266,8 +292,8 @@ def in_order(stream: Iterable[tuple[int, Group]]) -> list[Group]:
 class _Unfinished:
     """A group on its way: its completions arrive, then their outcomes, each in any order."""
 
-    def __init__(self, number: int, problem: Problem, tokenizer: ChatTokenizer, samples: int):
-        self.number, self.problem, self._decode = number, problem, tokenizer.decode
+    def __init__(self, key: GroupKey, problem: Problem, tokenizer: ChatTokenizer, samples: int):
+        self.key, self.problem, self._decode = key, problem, tokenizer.decode
         self.prompt = tokenizer.prompt_ids(list(problem.messages))
         self._opened = tokenizer.opened_thought(self.prompt)
         self._completions: list[Completion | None] = [None] * samples
@@ -302,6 +328,17 @@ class _Unfinished:
     def tokens(self) -> int:
         """The tokens of the completions that are there."""
         return sum(len(completion.tokens) for completion in self._completions if completion is not None)
+
+    @property
+    def number(self) -> int:
+        return self.key[1]
+
+    @property
+    def versions(self) -> list[int]:
+        """The lowest and the highest version that sampled a token of the completions that are there."""
+        found = [completion.versions for completion in self._completions if completion is not None]
+        found = np.concatenate(found) if found else np.zeros(0)
+        return [int(found.min()), int(found.max())] if len(found) else []
 
     @property
     def missing(self) -> str:

@@ -195,6 +195,7 @@ class GroupSource:
             self._require_signs(begun, missing)
             self._collect(WAKE_S, watch)
         groups = [self.finished.pop(number) for number in ages]
+        self._stream.left(ages)
         for number in ages:
             del self._cursors[number]
         self._step = self.ledger.taken // self.ledger.batch
@@ -203,18 +204,23 @@ class GroupSource:
     def _take_beside(self, count: int, watch: Callable[[str], AbstractContextManager], refill: int) -> list[Group]:
         sampling = replace(self._sampling, seed=step_seed(self._seed, self._step, refill))
         for place, problem in enumerate(self._problems.take(count)):
-            self._stream.submit(place, problem, self._samples, sampling, place)
+            self._stream.submit(place, problem, self._samples, sampling, place, kind="refill")
         found, begun = {}, time.monotonic()
         while len(found) < count:
             self._require_signs(begun, [place for place in range(count) if place not in found])
             if finished := self._stream.next(watch, WAKE_S):
                 found[finished[0]] = finished[1]
+        self._stream.left(found, "refill")
         return [found[place] for place in range(count)]
 
     def _forget_late(self, version: int) -> None:
         for number in self.ledger.advance(version):
             finished = self.finished.pop(number, None)
-            tokens = _tokens([finished]) if finished else self._stream.cancel(number)
+            if finished:
+                tokens = _tokens([finished])
+                self._stream.left([number], cancelled=True)
+            else:
+                tokens = self._stream.cancel(number)
             self._dropped_tokens += tokens
             log.warning(
                 "group %d is too old for version %d and is sampled again; %d tokens are lost", number, version, tokens
@@ -260,10 +266,11 @@ class GroupSource:
         )
 
     def _metrics(self, ages: Sequence[int]) -> dict[str, float]:
-        return {
+        shares = {f"async/age_{age}": ages.count(age) / len(ages) for age in range(self.ledger.staleness + 1)}
+        return shares | {
             "async/age_mean": fmean(ages),
             "async/age_max": float(max(ages)),
-            "async/finished": float(len(self.ledger.finished)),
+            "async/buffer": float(len(self.ledger.finished)),
             "async/running": float(len(self.ledger.running)),
             "async/dropped": float(self.ledger.dropped),
             "async/dropped_tokens": float(self._dropped_tokens),

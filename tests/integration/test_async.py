@@ -75,13 +75,16 @@ def require_ahead(run, steps):
         present = line["step"] - 1  # the version that the step begins with
         versions = [v for g in groups[line["step"]] for s in g.samples for v in s.completion.versions.tolist()]
         assert 0 <= line["async/age_mean"] <= line["async/age_max"] <= STALENESS
+        shares = [line[f"async/age_{age}"] for age in range(STALENESS + 1)]
+        assert sum(shares) == pytest.approx(1.0) and shares[int(line["async/age_max"])] > 0.0
+        assert sum(age * share for age, share in enumerate(shares)) == pytest.approx(line["async/age_mean"])
         assert present - line["async/age_max"] <= min(versions) and max(versions) <= present
         assert line["async/dropped"] == line["async/dropped_tokens"] == 0.0
 
     # Every problem that the run has submitted is trained once, and nothing is left behind.
     want = [f"letters-{problem_index(cursor, PROBLEMS, seed=0)}" for cursor in range(GROUPS * steps)]
     assert Counter(g.problem.id for step in groups.values() for g in step) == Counter(want)
-    assert lines[-1]["async/running"] == lines[-1]["async/finished"] == 0.0
+    assert lines[-1]["async/running"] == lines[-1]["async/buffer"] == 0.0
     last = json.loads((run / "checkpoints" / f"step_{steps:06d}" / "recipe.json").read_text())
     assert last["source"] == {} and last["cursor"] == GROUPS * steps
 

@@ -6,9 +6,12 @@ import pytest
 import recipe_runs as runs
 import torch
 from metric_names import documented, drawn, known_as
+from traces import as_chrome_reads, phases, require_valid, spans
 
 from torchtune_ext.telemetry.metrics import read_metrics
 from torchtune_ext.telemetry.panels import panels_for
+from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
+from torchtune_ext.telemetry.timeline import read_trace
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -58,6 +61,10 @@ def all_runs(full_workplace, kl_run, lora_workplace, async_run, warmup):
     return [full_workplace / "reference", kl_run, lora_workplace / "reference", async_run, warmup]
 
 
+# A sum of two details, beside the phases: the seconds that a step waited for groups.
+NO_PHASES = {"time/step", "time/wait_for_rollouts"}
+
+
 def written(run):
     return {name for line in read_metrics(run / "metrics.jsonl") for name in line} - {"step"}
 
@@ -95,7 +102,7 @@ def test_the_phases_of_a_step_add_up_to_it(full_workplace):
     late = max(seconds["time/log"] for seconds in phases.values())
     end, counted, passed = ends(run), 0.0, 0.0
     for before, step in pairwise(sorted(phases)):
-        counted += sum(v for name, v in phases[step].items() if name.count("/") == 1 and name != "time/step")
+        counted += sum(v for name, v in phases[step].items() if name.count("/") == 1 and name not in NO_PHASES)
         passed += end[step] - end[before]
     assert passed > 0.2 and abs(counted - passed) <= max(0.02 * passed, late), (counted, passed, late)
 
@@ -120,3 +127,76 @@ def test_a_speed_is_tokens_over_seconds(all_runs):
                     assert line[f"speed/{name}_tokens_s"] * line[f"time/{phase}"] == pytest.approx(
                         line[tokens], rel=1e-9
                     )
+
+
+def test_the_wait_for_groups_is_two_details(all_runs, async_run):
+    for run in all_runs:
+        for line in read_metrics(run / "metrics.jsonl"):
+            ahead = run == async_run and line["step"] > 0
+            assert ("time/wait_for_rollouts" in line) == ahead
+            if ahead:
+                details = [line.get(f"time/sample/{part}", 0.0) for part in ("generate", "grade")]
+                assert line["time/wait_for_rollouts"] == pytest.approx(sum(details), abs=1e-12)
+
+
+@pytest.fixture(params=["reference", "kl", "lora", "async"])
+def traced(request, full_workplace):
+    """A run of a recipe that samples, and the events of its timeline."""
+    fixtures = {"reference": "full_workplace", "kl": "kl_run", "lora": "lora_workplace", "async": "async_run"}
+    found = request.getfixturevalue(fixtures[request.param])
+    run = found / "reference" if request.param in ("reference", "lora") else found
+    return run, read_trace(run / "trace.json")
+
+
+def test_the_timeline_of_a_run_is_what_chromes_readers_need(traced):
+    run, events = traced
+    require_valid(events)
+    assert as_chrome_reads(run / "trace.json") == events
+
+
+def test_the_timeline_and_the_metrics_are_of_one_clock(traced):
+    """The phases of a step take as long in both. Each event is cut to microseconds at both ends. A line of seconds is written
+    in the phase "log", which so belongs to two steps."""
+    run, events = traced
+    for line in read_metrics(run / "metrics.jsonl"):
+        for name in ("sample", "pack", "train", "publish", "eval", "save") if line["step"] else ():
+            found = phases(events, name).get(line["step"], [])
+            assert len(found) == (f"time/{name}" in line)
+            drawn = sum(end - begin for begin, end in found)
+            # A float of seconds since 1970 is exact to a quarter of a microsecond.
+            assert drawn == pytest.approx(line.get(f"time/{name}", 0.0), abs=3e-6)
+
+
+def test_the_groups_of_the_timeline_are_those_of_the_rollouts(traced):
+    """Each group that a step has stored was with the engine, with the graders and in the buffer once, in this order."""
+    run, events = traced
+    found = [span for span in spans(events) if "evaluation" not in span[3]]
+    for step, path in rollout_paths(run).items():
+        stored = []
+        for group in read_rollouts(path):
+            versions = [v for s in group.samples for v in s.completion.versions.tolist()]
+            tokens = sum(len(s.completion.tokens) for s in group.samples)
+            stored.append((group.problem.id, tokens, [min(versions), max(versions)]))
+        of_step = [span for span in found if span[3]["step"] == step]
+        engine = [span for span in of_step if span[0] == "engine"]
+        assert sorted((a["problem"], a["tokens"], a["versions"]) for *_, a in engine) == sorted(stored)
+        ((since, until),) = phases(events, "sample")[step]
+        for kind in ("group", "refill"):
+            for number in {span[3][kind] for span in engine if kind in span[3]}:
+                tracks = [span[:3] for span in of_step if span[3].get(kind) == number]
+                assert [track for track, *_ in tracks] == ["engine", "graders", "buffer"]
+                assert tracks[0][2] == tracks[1][1] and tracks[1][2] == tracks[2][1] <= tracks[2][2]
+                assert since <= tracks[2][2] <= until, "it leaves the buffer when the step takes it"
+
+
+def test_the_timeline_shows_whether_the_engine_samples_ahead(traced, async_run):
+    """In turns, a step samples its own groups. At depth 1 those of step n are submitted before step n - 1 trains."""
+    run, events = traced
+    for step, ((began, _),) in phases(events, "sample").items():
+        for track, since, _, args in spans(events):
+            if track != "engine" or args["step"] != step or "evaluation" in args:
+                continue
+            if run != async_run:
+                assert since >= began
+            elif step > 1:
+                assert since < phases(events, "train")[step - 1][0][0]

@@ -32,6 +32,7 @@ RECORD = "run.json"
 CONTENTS = (
     RECORD,
     "metrics.jsonl",
+    "trace.json",
     "rollouts",
     "checkpoints",
     "tensorboard",

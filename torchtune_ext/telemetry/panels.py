@@ -84,9 +84,13 @@ PANELS = (
           (("canary/update_applied", "update"), ("canary/adapter_applied", "adapter")), baseline=1.0),
     Panel("Sampling ahead", "Age of the groups", "Versions from the policy that began a group to the one that it trains.",
           (("async/age_mean", "mean"), ("async/age_max", "max")), zero=True),
-    Panel("Sampling ahead", "Groups on their way", "Counted when the groups of a step have been taken: finished before their "
-          "turn; still sampled or graded.",
-          (("async/finished", "finished"), ("async/running", "running")), unit="int", zero=True),
+    Panel("Sampling ahead", "Groups by age", "Share of the step's groups that are so many versions old.",
+          (("async/age_*", "age "),), unit="percent", style="stack", zero=True),
+    Panel("Sampling ahead", "Wait for groups", "Seconds of a step in which the trainer had no groups to train on.",
+          (("time/wait_for_rollouts", "wait"),), unit="seconds", zero=True),
+    Panel("Sampling ahead", "Groups on their way", "Counted when the groups of a step have been taken: finished, in the "
+          "buffer; still sampled or graded.",
+          (("async/buffer", "buffer"), ("async/running", "running")), unit="int", zero=True),
     Panel("Sampling ahead", "Groups that became too old", "Since the run began; they are sampled again.",
           (("async/dropped", "groups"),), unit="int", zero=True, quiet=True),
     Panel("Sampling ahead", "Tokens of groups that became too old", "Since the run began.",

@@ -29,8 +29,13 @@ from torchtune_ext.telemetry.metrics import read_metrics
 from torchtune_ext.telemetry.panels import Panel, panels_for
 from torchtune_ext.telemetry.pieces import TokenPieces
 from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
+from torchtune_ext.telemetry.strip import strip_of
+from torchtune_ext.telemetry.timeline import FILE as TRACE
+from torchtune_ext.telemetry.timeline import read_trace
 
 log = logging.getLogger(__name__)
+
+SCRIPTS = ("charts", "strip", "rollouts", "main")  # of the page, in this order
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +139,20 @@ def _overview(run_dir: Path, records: list[dict], index: list[dict], stored: int
         "steps": [record["step"] for record in records],
         "series": series,
         "panels": [asdict(panel) for panel in panels_for(series) if not panel.quiet or _any(panel, series)],
+        "strip": _strip(run_dir / TRACE),
         "notices": _notices(records),
         "rollouts": index,
         "stored": stored,
     }
+
+
+def _strip(path: Path) -> dict[str, Any] | None:
+    """Returns what ran when, or None for a run without a timeline, or with a damaged one."""
+    try:
+        return strip_of(read_trace(path)) if path.exists() else None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.warning("left out of the report: %s: %r", path, error)
+        return None
 
 
 def _any(panel: Panel, series: dict[str, list]) -> bool:
@@ -333,7 +348,7 @@ def _page(overview: dict[str, Any], blobs: dict[int, str]) -> str:
     parts = {
         "title": html.escape(overview["name"]),
         "css": (folder / "page.css").read_text(encoding="utf-8"),
-        "js": "\n".join((folder / f"{name}.js").read_text(encoding="utf-8") for name in ("charts", "rollouts", "main")),
+        "js": "\n".join((folder / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS),
         "data": "\n".join(f'<script type="text/plain" id="{key}">{blob}</script>' for key, blob in data.items()),
     }
     template = (folder / "page.html").read_text(encoding="utf-8")

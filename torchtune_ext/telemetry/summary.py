@@ -12,6 +12,7 @@ import torch
 from torchtune_ext.evaluation import accuracy
 from torchtune_ext.groups import Group
 from torchtune_ext.sampling.records import EngineStats
+from torchtune_ext.telemetry.timeline import Timeline
 
 
 class Stopwatch:
@@ -23,10 +24,13 @@ class Stopwatch:
     Args:
         told: called with the name of each phase, not of its details, gives a context that is open as long as the phase
             (for instance `Ranks.phase`). Ranks in one phase may well be in different details of it.
+        timeline: is told when each phase and each detail began and ended.
     """
 
-    def __init__(self, told: Callable[[str], AbstractContextManager] = nullcontext) -> None:
-        self._told, self._inside = told, ""
+    def __init__(
+        self, told: Callable[[str], AbstractContextManager] = nullcontext, timeline: Timeline | None = None
+    ) -> None:
+        self._told, self._timeline, self._inside = told, timeline, ""
         self.seconds: dict[str, float] = defaultdict(float)  # These are the seconds since the last lap, by phase.
         self._begin = time.monotonic()
 
@@ -41,7 +45,10 @@ class Stopwatch:
                     # What a phase gives a device to do is done in its own seconds.
                     torch.cuda.synchronize()
         finally:
-            self.seconds[self._inside] += time.monotonic() - begin
+            end = time.monotonic()
+            self.seconds[self._inside] += end - begin
+            if self._timeline is not None:
+                self._timeline.phase(self._inside, begin, end)
             self._inside = outer
 
     def lap(self) -> dict[str, float]:
@@ -59,13 +66,16 @@ def clock_metrics(values: Mapping[str, float], seconds: Mapping[str, float]) -> 
     each in which the trainer trains (on packed rows, where prompts stand once).
 
     An engine that samples ahead does so all the time, and the step waits for a part of it, or for nothing. Then the sampled
-    tokens are divided by the seconds of the whole step.
+    tokens are divided by the seconds of the whole step, and `time/wait_for_rollouts` is what the step waited: a sum of two
+    details, and no phase.
 
     Args:
         values: the metrics of the step. Where tokens or their seconds are not counted there is no speed.
         seconds: what `Stopwatch.lap` returned for the same step.
     """
     found, ahead = dict(seconds), "async/age_mean" in values
+    if ahead:
+        found["time/wait_for_rollouts"] = sum(seconds.get(f"time/sample/{part}", 0.0) for part in ("generate", "grade"))
     for name, tokens, phase in (
         ("sampled", "length/tokens", "time/step" if ahead else "time/sample/generate"),
         ("trained", "pack/tokens", "time/train"),

@@ -148,7 +148,8 @@ def test_a_step_gets_its_groups_in_the_order_of_their_numbers_with_their_ages(ma
     wait_for(source, 3, 1, 0)
     groups, values = source.take(2)
     assert names(groups) == [call(n).problem for n in (0, 1)]
-    want = {"age_mean": 0, "age_max": 0, "finished": 1, "running": 1, "dropped": 0, "dropped_tokens": 0}
+    want = {"age_mean": 0, "age_max": 0, "buffer": 1, "running": 1, "dropped": 0, "dropped_tokens": 0}
+    want |= {"age_0": 1, "age_1": 0, "age_2": 0}
     assert values == {f"async/{name}": value for name, value in want.items()}
 
     # Group 4 may pass group 2, but does not pass group 3.
@@ -158,7 +159,8 @@ def test_a_step_gets_its_groups_in_the_order_of_their_numbers_with_their_ages(ma
     engine.calls[2].answer()
     groups, values = source.take(2)
     assert names(groups) == [call(n).problem for n in (2, 3)]
-    assert (values["async/age_mean"], values["async/age_max"], values["async/finished"]) == (1, 1, 1)
+    assert (values["async/age_mean"], values["async/age_max"], values["async/buffer"]) == (1, 1, 1)
+    assert [values[f"async/age_{age}"] for age in range(3)] == [0, 1, 0]
     source.open(version=2)
     engine.calls[5].answer()
     groups, values = source.take(2)

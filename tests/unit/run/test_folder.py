@@ -21,7 +21,7 @@ from torchtune_ext.training.identity import Identity
 from torchtune_ext.training.manifest import Manifest
 
 LEFT = ("metrics.jsonl", "rollouts/step_000001.jsonl.gz", "checkpoints/step_000002/recipe.json", "engine.log", "fp8.txt",
-        "tensorboard/events", "evaluation.json", "report.html", "start/config.json")  # fmt: skip
+        "trace.json", "tensorboard/events", "evaluation.json", "report.html", "start/config.json")  # fmt: skip
 TRAINING = LEFT[:5]  # without what other recipes and optional metrics leave: its papers come last
 
 

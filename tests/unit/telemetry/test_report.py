@@ -6,6 +6,7 @@ import gzip
 import json
 import shutil
 import subprocess
+import time
 from html.parser import HTMLParser
 
 import numpy as np
@@ -20,6 +21,7 @@ from torchtune_ext.telemetry.metrics import Metrics
 from torchtune_ext.telemetry.pieces import TokenPieces
 from torchtune_ext.telemetry.report import Limits, build_report
 from torchtune_ext.telemetry.rollouts import RolloutStore
+from torchtune_ext.telemetry.timeline import Timeline
 
 HOSTILE = (
     "</script></pre><script>document.title='broken'</script><!-- <img src=x onerror=\"document.title='broken'\"> {{js}}"
@@ -60,10 +62,23 @@ def make_run(folder, steps=12, groups=4, keep_every=3, **shape):
                 "reward/mean": step / steps,
                 "loss/kl_ref": float("nan") if step == 2 else 0.1,
                 f"odd/{HOSTILE}": 1.0,
+                "time/step": 2.0,
             }
             metrics.log(step, values)
             store.write(step, [make_group(step, n, spread=n / groups, **shape) for n in range(groups)])
     return folder
+
+
+def leave_a_timeline(run, steps=12):
+    """Each step samples for a second and trains for a second."""
+    at = iter(range(2, 100))
+    line, began = Timeline(run, lambda: next(at) // 2), time.monotonic() - 2 * steps
+    for step in range(steps):
+        line.phase("sample", began + 2 * step, began + 2 * step + 1)
+        line.phase("train", began + 2 * step + 1, began + 2 * step + 2)
+    line.begin(("group", 0), problem=HOSTILE)
+    line.end(("group", 0))
+    line.flush()
 
 
 class Scripts(HTMLParser):
@@ -136,7 +151,8 @@ def test_nothing_in_a_run_breaks_the_page(tmp_path):
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium")
 def test_a_browser_shows_it(tmp_path):
-    report = build_report(make_run(tmp_path / "run"))
+    leave_a_timeline(make_run(tmp_path / "run"))
+    report = build_report(tmp_path / "run")
     command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
                f"--user-data-dir={tmp_path}/profile", "--virtual-time-budget=5000", "--dump-dom",
                f"file://{report.path}#step=6&view=tokens"]  # fmt: skip
@@ -145,6 +161,7 @@ def test_a_browser_shows_it(tmp_path):
     assert 'id="trouble" class="notice" hidden' in dom
     assert dom.count('class="series"') >= 3 and "step 6</output>" in dom
     assert dom.count('class="token"') > 100 and dom.count("<article") == 6
+    assert 'aria-label="What ran when"' in dom and dom.count('class="lane"') == 3
     assert "&lt;img src=x" in dom and "<img" not in dom
 
 
@@ -202,6 +219,27 @@ def test_panels_that_are_all_zero_and_only_matter_otherwise_are_left_out(tmp_pat
         ["Groups", "Samples without a grade"],
         ["1 sample could not be graded (grader raised, hung or crashed)."],
     )
+
+
+def test_the_strip_is_there_where_a_timeline_is(tmp_path, caplog):
+    def strip():
+        return Scripts(build_report(tmp_path / "run").path.read_text()).data()["overview"]["strip"]
+
+    run = make_run(tmp_path / "run")
+    assert strip() is None and not caplog.messages
+    leave_a_timeline(run)
+    found = strip()
+    shares = {name: sum(values) / found["bins"] for name, values in found["phases"].items()}
+    assert shares == {"sample": pytest.approx(50.0, abs=0.1), "train": pytest.approx(50.0, abs=0.1)}
+    assert [step for step, *_ in found["steps"]] == list(range(1, 13)) and not caplog.messages
+    whole = (run / "trace.json").read_bytes()
+    for damaged in (b"{}", whole.replace(b'"ph":"X"', b'"ph:"X"', 1), whole.replace(b'"dur"', b'"duration"', 1)):
+        (run / "trace.json").write_bytes(damaged)
+        caplog.clear()
+        assert strip() is None
+        assert (
+            [m for m in caplog.messages if "left out of the report" in m and "trace.json" in m] == caplog.messages != []
+        )
 
 
 def test_a_damaged_rollout_file_is_left_out(tmp_path, caplog):

@@ -49,6 +49,11 @@ function charts(overview) {
     cursor.charts.push(chart);
     sections.get(panel.section).append(chart.node);
   }
+  if (overview.strip && sections.has("Speed")) {
+    const strip = new Strip(overview.strip, overview.steps);
+    cursor.charts.push(strip);
+    sections.get("Speed").prepend(strip.node);
+  }
   for (const [id, label] of [["rollouts", "Rollouts"], ["configuration", "Configuration"]]) if (document.getElementById(id)) nav.append(el("a", { href: `#${id}` }, label));
 }
 

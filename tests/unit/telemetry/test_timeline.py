@@ -1,0 +1,378 @@
+"""The timeline of a run: what every reader of Chrome's format needs, whole after a kill, and no danger to the run."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from concurrent.futures import Future
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from letter_tokens import LetterTokenizer, completion
+from traces import as_chrome_reads, phases, require_valid, spans
+
+from torchtune_ext.grading import Grader
+from torchtune_ext.rollout import GroupStream, in_order, sample_groups
+from torchtune_ext.sampling.engine import SamplingConfig
+from torchtune_ext.tasks.task import Problem, Score
+from torchtune_ext.telemetry import strip, summary, timeline
+from torchtune_ext.telemetry.strip import strip_of
+from torchtune_ext.telemetry.summary import Stopwatch
+from torchtune_ext.telemetry.timeline import COUNTS, Timeline, read_trace
+
+BEGAN = 1_700_000_000.0  # what the wall clock says when the monotonic one says 100
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still until a test moves it."""
+
+    class Clock:
+        now = 100.0
+
+        def monotonic(self):
+            return self.now
+
+        def time(self):
+            return BEGAN + self.now - 100.0
+
+    clock = Clock()
+    monkeypatch.setattr(summary, "time", clock)
+    monkeypatch.setattr(timeline, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def line(tmp_path, clock):
+    """A timeline of step 7."""
+    return Timeline(tmp_path, lambda: 7)
+
+
+def group(line, clock, number, *seconds, kind="group"):
+    """A group that is so long with the engine, with the graders and in the buffer."""
+    line.begin((kind, number), problem=f"p{number}")
+    for track, wait in zip(("graders", "buffer", None), seconds, strict=True):
+        clock.now += wait
+        if track is not None:
+            line.move((kind, number), track)
+    line.end((kind, number))
+
+
+def complete(events):
+    """X events as (name, cat, begin, seconds), by their begin since the clock's."""
+    found = [
+        (e["name"], e["cat"], e["ts"] / 1e6 - BEGAN, e["dur"] / 1e6, e["args"]["step"])
+        for e in events
+        if e["ph"] == "X"
+    ]
+    return sorted(found, key=lambda e: (e[2], -e[3]))
+
+
+def test_phases_and_details_are_drawn_when_they_were(line, clock):
+    watch = Stopwatch(timeline=line)
+    with watch("train"):
+        clock.now += 1.0
+        with watch("backward"):
+            clock.now += 2.0
+        clock.now += 0.5
+    with watch("log"):
+        line.flush()
+        clock.now += 0.25
+    line.close()
+    events = read_trace(line.path)
+    require_valid(events)
+    assert complete(events) == [
+        ("train", "phase", 0.0, 3.5, 7),
+        ("backward", "detail", 1.0, 2.0, 7),
+        ("log", "phase", 3.5, 0.25, 7),
+    ]
+
+
+def test_many_waits_for_groups_are_drawn_as_one(line, clock):
+    watch = Stopwatch(timeline=line)
+    for _ in range(2):
+        with watch("sample"):
+            for _ in range(50):
+                with watch("generate"):
+                    clock.now += 0.5
+                clock.now += 0.001
+            with watch("grade"):
+                clock.now += 1.0
+            clock.now += 1.0
+    line.flush()
+    events = read_trace(line.path)
+    require_valid(events)
+    assert [name for name, *_ in complete(events)] == ["sample", "generate", "grade"] * 2
+    assert [round(seconds, 3) for *_, seconds, _ in complete(events)] == [27.05, 25.049, 1.0] * 2
+    assert sum(watch.seconds[f"sample/{part}"] for part in ("generate", "grade")) == pytest.approx(52.0)
+
+
+def test_a_group_is_with_the_engine_then_with_the_graders_then_in_the_buffer(line, clock):
+    group(line, clock, 3, 2.0, 0.5, 4.0)
+    line.flush()
+    found = [(track, begin - BEGAN, end - BEGAN, args) for track, begin, end, args in spans(read_trace(line.path))]
+    assert found == [
+        ("engine", 0.0, 2.0, {"group": 3, "step": 7, "problem": "p3"}),
+        ("graders", 2.0, 2.5, {"group": 3, "step": 7}),
+        ("buffer", 2.5, 6.5, {"group": 3, "step": 7}),
+    ]
+
+
+def test_what_nobody_took_is_told_at_the_end(line, clock):
+    line.flush()
+    line.begin(("group", 1), problem="one")
+    clock.now += 3.0
+    line.close()
+    ((track, begin, end, args),) = spans(read_trace(line.path))
+    assert (track, end - begin) == ("engine", 3.0) and args["cancelled"] is True
+
+
+def test_a_cancelled_group_is_over_whatever_still_comes_of_it(line):
+    line.begin(("group", 1), problem="one")
+    line.end(("group", 1), cancelled=True)
+    line.move(("group", 1), "graders")
+    line.end(("group", 1))
+    line.flush()
+    events = read_trace(line.path)
+    assert [track for track, *_ in spans(events)] == ["engine"]
+    assert [e for e in events if e["ph"] == "C"][-1]["args"] == {"engine": 0, "graders": 0, "buffer": 0}
+
+
+def test_counts_are_few_and_the_last_is_true(line, clock):
+    for number in range(1000):
+        line.begin(("group", number), problem="p")
+        clock.now += 1.0
+    line.flush()
+    counts = [(e["ts"], e["args"]["engine"]) for e in read_trace(line.path) if e["ph"] == "C"]
+    assert len(counts) == COUNTS and max(counts) == (int((BEGAN + 999.0) * 1e6), 1000)
+    assert all(engine == (at / 1e6 - BEGAN) + 1 for at, engine in counts)
+
+
+class Lengths:
+    def grade(self, problem, text):
+        return Score(float(len(text)), {})
+
+
+class AtOnce:
+    """An engine that answers as it is asked, with tokens of versions 2 and 3."""
+
+    def submit(self, prompt, n, sampling, on_completion, group, priority):
+        future = Future()
+        for sample in range(n):
+            found = completion("x" * (sample + 1))
+            found.versions[:] = 2 + sample % 2
+            on_completion(sample, found)
+        future.set_result([])
+        return future
+
+
+def test_real_streams_and_graders_tell_of_their_groups(tmp_path):
+    """With threads and processes as in a run; only the engine is of a few lines."""
+    problems = [Problem(f"p{i}", ({"role": "user", "content": f"{i}"},), i) for i in range(20)]
+    sampling, line = SamplingConfig(max_tokens=8), Timeline(tmp_path, lambda: 4)
+    with Grader(Lengths(), workers=2, timeout_s=60.0) as grader:
+        stream = GroupStream(AtOnce(), LetterTokenizer(), grader, times=line)
+        for number, problem in enumerate(problems):
+            stream.submit(number, problem, 3, sampling, number)
+        got = [stream.next(within_s=60.0)[0] for _ in problems[:-1]]
+        stream.left(got)
+        (rest,) = set(range(20)) - set(got)
+        stream.cancel(rest)
+        stream.close()
+        in_order(sample_groups(problems[:5], 2, sampling, AtOnce(), LetterTokenizer(), grader, times=line))
+    line.flush()
+    events = read_trace(line.path)
+    require_valid(events)
+    found = spans(events)
+    trained = [s for s in found if "group" in s[3] and s[3]["group"] != rest]
+    assert sorted((s[3]["group"], s[0]) for s in trained) == sorted(
+        (number, track) for number in got for track in ("engine", "graders", "buffer")
+    )
+    for number in got:
+        (engine, graders, buffer) = [s for s in trained if s[3]["group"] == number]
+        assert engine[2] == graders[1] and graders[2] == buffer[1] and engine[1] <= engine[2] <= graders[2] <= buffer[2]
+        told = {"group": number, "step": 4, "problem": f"p{number}", "tokens": 6, "versions": [2, 3]}
+        assert engine[3] == told and graders[3] == buffer[3] == {"group": number, "step": 4}
+    assert all(s[3]["cancelled"] for s in found if s[3].get("group") == rest and s[0] == "engine")
+    held_out = [(s[3]["evaluation"], s[0]) for s in found if "evaluation" in s[3]]
+    assert sorted(held_out) == [(number, track) for number in range(5) for track in ("engine", "graders")]
+    assert [e for e in events if e["ph"] == "C"][-1]["args"] == {"engine": 0, "graders": 0, "buffer": 0}
+
+
+def test_readers_of_chromes_format_take_the_open_file(line, clock):
+    group(line, clock, 1, 1.0, 1.0, 1.0)
+    line.flush()
+    group(line, clock, 2, 1.0, 1.0, 1.0)
+    line.flush()
+    assert as_chrome_reads(line.path) == read_trace(line.path)
+    names = {(e["name"], e["args"]["name"]) for e in read_trace(line.path) if e["ph"] == "M"}
+    assert names == {("process_name", line.path.parent.name), ("thread_name", "trainer")}
+
+
+@pytest.mark.parametrize("torn", range(0, 600, 23))
+def test_a_run_that_goes_on_cuts_a_torn_end_and_appends(tmp_path, clock, torn):
+    first = Timeline(tmp_path, lambda: 1)
+    group(first, clock, 1, 1.0, 1.0, 1.0)
+    first.flush()
+    whole = first.path.read_bytes()
+    first.path.write_bytes(whole[: max(0, len(whole) - torn)])
+
+    second = Timeline(tmp_path, lambda: 2)
+    clock.now += 5.0
+    group(second, clock, 2, 1.0, 1.0, 1.0)
+    second.flush()
+    events = read_trace(second.path)
+    assert as_chrome_reads(second.path) == events
+    require_valid(events)
+    assert [s[3]["group"] for s in spans(events)][-3:] == [2, 2, 2]
+    kept = whole[: len(whole) - torn].rpartition(b"\n")[0].count(b'"ph":"b"')
+    assert len(spans(events)) == kept + 3
+    assert [e["name"] for e in events if e["ph"] == "i"][-1] == "start"
+
+
+def test_the_timeline_of_a_killed_process_is_read_and_goes_on(tmp_path):
+    """It is killed while it writes, again and again; what it was writing at that moment is lost, and nothing else."""
+    code = """
+import sys
+from torchtune_ext.telemetry.timeline import Timeline
+line = Timeline(sys.argv[1], lambda: 1)
+for number in range(10**9):
+    line.begin(("group", number), problem="p")
+    line.move(("group", number), "graders")
+    line.end(("group", number))
+    line.flush()
+    if number == 20:
+        print(flush=True)
+"""
+    for _ in range(3):
+        process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE)
+        process.stdout.readline()
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    events = read_trace(tmp_path / "trace.json")
+    require_valid(events)
+    numbers = [s[3]["group"] for s in spans(events) if s[0] == "engine"]
+    lives = [i for i, number in enumerate(numbers) if number == 0]
+    assert len(lives) == 3
+    for begin, end in zip(lives, [*lives[1:], len(numbers)], strict=True):
+        assert numbers[begin:end] == list(range(end - begin)) and end - begin > 20
+
+
+def test_a_run_that_fails_before_its_first_flush_leaves_no_file(line, clock):
+    group(line, clock, 1, 1.0, 1.0, 1.0)
+    line.close()
+    assert not line.path.exists()
+
+
+@contextmanager
+def full_disk(size):
+    """Inside, no file of this process may grow beyond `size`; the kernel then writes what fits, like a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_disk_that_refuses_is_a_warning_and_the_file_stays_valid(line, clock, caplog):
+    group(line, clock, 1, 1.0, 1.0, 1.0)
+    line.flush()
+    with full_disk(line.path.stat().st_size + 100):
+        for number in (2, 3):
+            group(line, clock, number, 1.0, 1.0, 1.0)
+            line.flush()
+            require_valid(read_trace(line.path))
+    group(line, clock, 4, 1.0, 1.0, 1.0)
+    line.flush()
+    events = read_trace(line.path)
+    require_valid(events)
+    assert [s[3]["group"] for s in spans(events) if s[0] == "buffer"] == [1, 4]
+    assert len(caplog.messages) == 2
+    assert "cannot write" in caplog.messages[0] and "free disk space" in caplog.messages[0]
+    assert "written again" in caplog.messages[1]
+
+
+def test_damage_is_named(line, clock):
+    group(line, clock, 1, 1.0, 1.0, 1.0)
+    line.flush()
+    whole = line.path.read_bytes()
+    line.path.write_bytes(whole.replace(b'"ph":"b"', b'"ph:"b"', 1))
+    with pytest.raises(ValueError, match=r"trace\.json, line \d+: not an event"):
+        read_trace(line.path)
+    line.path.write_bytes(b"\0" * 100)
+    with pytest.raises(ValueError, match="not a timeline"):
+        read_trace(line.path)
+
+
+def test_the_strip_shows_shares_of_each_bin(line, clock):
+    """Ten bins of a second, worked by hand."""
+    watch = Stopwatch(timeline=line)
+    with watch("sample"):
+        line.begin(("group", 1), problem="p")
+        clock.now += 2.0
+        line.begin(("group", 2), problem="p")
+        clock.now += 2.5
+        line.move(("group", 1), "graders")
+        clock.now += 0.5
+        line.move(("group", 2), "graders")
+        line.end(("group", 1))
+        line.end(("group", 2))
+    with watch("train"), watch("backward"):
+        clock.now += 5.0
+    line.flush()
+    found = strip_of(read_trace(line.path), max_bins=10)
+    assert found["bins"] == 10 and found["seconds"] == pytest.approx(1.0, abs=1e-6)
+    assert found["most"] == {"engine": 2.0, "graders": 0.5}
+    assert found["works"] == {"engine": [50, 50, 100, 100, 75] + [0] * 5, "graders": [0] * 4 + [100] + [0] * 5}
+    assert found["phases"] == {"sample": [100] * 5 + [0] * 5, "train": [0] * 5 + [100] * 5}
+    assert found["steps"] == [[7, 0, 10]] and found["cuts"] == []
+
+
+def test_the_strip_leaves_out_the_time_between_two_processes(tmp_path, clock):
+    for step in (1, 2):
+        life = Timeline(tmp_path, lambda step=step: step)
+        clock.now += 30.0  # it starts
+        watch = Stopwatch(timeline=life)
+        with watch("train"):
+            clock.now += 5.0
+        life.flush()
+        clock.now += 1e5
+    found = strip_of(read_trace(tmp_path / "trace.json"), max_bins=10)
+    assert found["seconds"] == pytest.approx(1.0, abs=1e-6) and found["phases"] == {"train": [100] * 10}
+    assert found["steps"] == [[1, 0, 5], [2, 5, 10]] and found["cuts"] == [5]
+
+
+def test_the_strip_is_bounded_and_nothing_without_phases(line, clock):
+    line.begin(("group", 1), problem="p")
+    line.end(("group", 1))
+    line.flush()
+    assert strip_of(read_trace(line.path)) is None
+    clock.now += 1e6
+    line.phase("train", 100.0, clock.now)
+    line.flush()
+    found = strip_of(read_trace(line.path))
+    assert found["bins"] == strip.MAX_BINS == len(found["phases"]["train"])
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_a_mean_count_is_the_integral_over_the_bin():
+    """Against a count on a fine grid of times."""
+    rng = np.random.default_rng(0)
+    begins = rng.uniform(0.0, 9.0, 50)
+    pairs = np.stack([begins, begins + rng.exponential(1.0, 50)], axis=1)
+    edges = np.linspace(0.0, 15.0, 31)
+    grid = (np.arange(300_000) + 0.5) * 15.0 / 300_000
+    count = (np.searchsorted(np.sort(pairs[:, 0]), grid) - np.searchsorted(np.sort(pairs[:, 1]), grid)).astype(float)
+    # Each of the 100 changes inside a bin of 10,000 points moves its mean by less than one point of the grid.
+    expected = count.reshape(30, -1).mean(axis=1)
+    np.testing.assert_allclose(strip._mean_count([tuple(p) for p in pairs], edges), expected, atol=100 / 10_000)
+
+
+def test_phases_are_found_by_name(line, clock):
+    line.phase("train", 100.0, 103.0)
+    line.flush()
+    assert phases(read_trace(line.path), "train") == {7: [(BEGAN, BEGAN + 3.0)]}

@@ -1,0 +1,224 @@
+"""What engine, graders and trainer did when: `RUN/trace.json`, which ui.perfetto.dev and chrome://tracing open.
+
+The format is Chrome's ("Trace Event Format", JSON Array Format, which may lack its last bracket, so that appending is enough).
+Times are in microseconds since 1970, by one clock for all threads. What the file holds:
+
+    ph       name                    what it is
+    X        sample, backward, ...   a phase of the trainer (cat "phase"), or a detail of one (cat "detail"); they nest
+    b and e  engine                  a group from its submission to its last completion
+    b and e  graders                 from there to its last grade
+    b and e  buffer                  from there until it is taken for a step; evaluations have none
+    C        groups                  how many groups are with the engine, with the graders and in the buffer
+    i        start                   a process begins or goes on with the run
+
+`args` of a group are its number as `group`, `refill` or `evaluation`, and the `step` that took it; with the engine also its
+`problem` (the id), `tokens` (of all completions) and `versions` (lowest and highest that sampled one of them). Where nobody
+took it there is `cancelled`. The `id2` of b and e is local to the process: so Perfetto draws them below it, in as few lanes as
+hold them without overlap, and each name in lanes of its own.
+
+A step of 64 groups, with their problems, adds about 57 KB, of which 5 KB are the counters, at most `COUNTS` for a flush.
+"""
+
+import errno
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from threading import Lock
+from typing import Any, BinaryIO
+
+from torchtune_ext.groups import GroupKey, GroupTimes
+
+log = logging.getLogger(__name__)
+
+FILE = "trace.json"
+TRACKS = ("engine", "graders", "buffer")  # where a group can be, in this order
+COUNTS = 50  # At most so many events of a flush say how many groups are where.
+MERGED_S = 0.01  # Two waits for groups with less between them are drawn as one.
+_PLACE = {"pid": 1, "tid": 1}  # Chrome's format wants a process and a thread, whatever they mean.
+_LONGEST_ID = 80  # characters of a problem's id
+
+
+@dataclass(slots=True)
+class _Stay:
+    """A group that is on its way, and when it came to each track, in seconds of `time.monotonic`."""
+
+    facts: dict[str, Any]
+    since: list[tuple[str, float]] = field(default_factory=list)
+
+
+class Timeline(GroupTimes):
+    """Collects what happens, from several threads, and appends it to `run_dir/trace.json` at each `flush`.
+
+    The events of a group are written when it has been taken, those of a phase when it is over. So a killed run leaves nothing
+    half told, and lacks what was on its way. A run that goes on appends; what a kill has torn off at the end of the file is
+    cut away first. Nothing is written before the first `flush`.
+
+    Args:
+        run_dir: folder of the run.
+        step: returns the step that the run is at.
+    """
+
+    def __init__(self, run_dir: str | Path, step: Callable[[], int]):
+        self.path = Path(run_dir) / FILE
+        self._step, self._lock, self._ids = step, Lock(), count()
+        self._began = time.monotonic()
+        self._epoch = time.time() - self._began  # when the monotonic clock was 0, in seconds since 1970
+        self._open: dict[GroupKey, _Stay] = {}
+        self._phases: list[list] = []  # name, begin, end, step
+        self._lines: list[str] = []
+        self._now_at = dict.fromkeys(TRACKS, 0)
+        self._counts: list[tuple[float, dict[str, int]]] = []
+        self._flushed = self._refused = False
+
+    def phase(self, name: str, begin: float, end: float) -> None:
+        """Notes a phase of the trainer, or with a slash a detail of one, which is over.
+
+        Args:
+            begin, end: in seconds of `time.monotonic`.
+        """
+        with self._lock:
+            last = self._phases[-1] if self._phases else None
+            if last is not None and last[0] == name and begin - last[2] < MERGED_S:
+                last[2] = end
+            else:
+                self._phases.append([name, begin, end, self._step()])
+
+    def begin(self, key: GroupKey, **facts: Any) -> None:
+        with self._lock:
+            self._open[key] = stay = _Stay(facts)
+            self._enter(stay, TRACKS[0], time.monotonic())
+
+    def move(self, key: GroupKey, track: str, **facts: Any) -> None:
+        with self._lock:
+            if (stay := self._open.get(key)) is not None:
+                stay.facts |= facts
+                self._enter(stay, track, time.monotonic())
+
+    def end(self, key: GroupKey, **facts: Any) -> None:
+        with self._lock:
+            if (stay := self._open.pop(key, None)) is not None:
+                stay.facts |= facts
+                now = time.monotonic()
+                self._enter(stay, None, now)
+                self._lines += self._group(key, stay, now)
+
+    def flush(self) -> None:
+        """Appends what is over to the file.
+
+        The timeline is a record, not worth the run. So a disk that refuses is a warning, and the next flush tries again,
+        without the events of this one.
+        """
+        with self._lock:
+            lines = self._lines + [self._phase(*phase) for phase in self._phases]
+            each = -(-len(self._counts) // COUNTS) or 1
+            # The last count always stays.
+            lines += [self._event("C", "groups", at, args=there) for at, there in self._counts[::-1][::each][::-1]]
+            self._lines, self._phases, self._counts = [], [], []
+        try:
+            self._append(lines)
+        except OSError as error:
+            if not self._refused:
+                log.warning("cannot write %s: %s. The run goes on without it; free disk space", self.path, error)
+            self._refused = True
+            return
+        if self._refused:
+            log.warning("%s is written again; it has a gap", self.path)
+        self._flushed, self._refused = True, False
+
+    def close(self) -> None:
+        """Writes what is left, if there was a `flush` before: a run that failed before its first one leaves no file."""
+        for key in list(self._open):
+            self.end(key, cancelled=True)
+        if self._flushed:
+            self.flush()
+
+    def _enter(self, stay: _Stay, track: str | None, now: float) -> None:
+        """Notes that a group leaves the track where it is, and comes to another one."""
+        if stay.since:
+            self._now_at[stay.since[-1][0]] -= 1
+        if track is not None:
+            stay.since.append((track, now))
+            self._now_at[track] += 1
+        self._counts.append((now, dict(self._now_at)))
+
+    def _event(self, ph: str, name: str, at: float, **fields: Any) -> str:
+        event = {"ph": ph, "name": name, "ts": self._us(at)} | _PLACE | fields
+        return json.dumps(event, separators=(",", ":"))
+
+    def _us(self, at: float) -> int:
+        """Returns microseconds since 1970. Rounding down keeps the order, so that what nests still does."""
+        return int((self._epoch + at) * 1e6)
+
+    def _phase(self, name: str, begin: float, end: float, step: int) -> str:
+        cat, last = ("detail" if "/" in name else "phase"), name.rpartition("/")[2]
+        return self._event("X", last, begin, cat=cat, dur=self._us(end) - self._us(begin), args={"step": step})
+
+    def _group(self, key: GroupKey, stay: _Stay, now: float) -> list[str]:
+        """Returns a line for each track where the group has been: begin and end in one, so that a cut leaves both or none."""
+        number, common = str(next(self._ids)), {key[0]: key[1], "step": self._step()}
+        facts = stay.facts | {"problem": stay.facts.get("problem", "")[:_LONGEST_ID]}
+        lines = []
+        for (track, since), until in zip(stay.since, [*(at for _, at in stay.since[1:]), now], strict=True):
+            args = common | facts if track == TRACKS[0] else common
+            same = {"cat": track, "id2": {"local": number}}
+            lines.append(
+                self._event("b", track, since, **same, args=args) + "," + self._event("e", track, until, **same)
+            )
+        return lines
+
+    def _append(self, lines: list[str]) -> None:
+        """Makes one write. What did not fit as a whole is taken back, so that the file stays valid."""
+        with open(self.path, "ab+", buffering=0) as file:
+            if not self._flushed:
+                _cut_torn_line(file)
+                lines = [self._event("i", "start", self._began, s="p", args={"step": self._step()}), *lines]
+            size = file.seek(0, os.SEEK_END)
+            if not size:
+                names = ("process_name", self.path.absolute().parent.name), ("thread_name", "trainer")
+                lines = [self._event("M", name, self._began, args={"name": value}) for name, value in names] + lines
+            data = (("" if size else "[\n") + "".join(f"{line},\n" for line in lines)).encode()
+            try:
+                if file.write(data) != len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                file.truncate(size)
+                raise
+
+
+def read_trace(path: str | Path) -> list[dict[str, Any]]:
+    """Returns the events of a `trace.json`. A torn last line, which a killed run may leave, is left out.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is damaged elsewhere.
+    """
+    first, *lines = Path(path).read_bytes().split(b"\n")
+    if first != b"[":
+        raise ValueError(f"{path}: not a timeline of a run (its first line is not a bracket)")
+    events = []
+    # What follows the last line break is nothing, or a line in which the run was killed.
+    for number, line in enumerate(lines[:-1], 2):
+        try:
+            events += json.loads(b"[%b]" % line.removesuffix(b","))
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: not an event ({error})") from error
+    return events
+
+
+def _cut_torn_line(file: BinaryIO) -> None:
+    """Cuts a file behind its last line break."""
+    end, block = file.seek(0, os.SEEK_END), 1 << 16
+    while end:
+        begin = max(0, end - block)
+        file.seek(begin)
+        found = file.read(end - begin).rfind(b"\n") + 1
+        if found:
+            file.truncate(begin + found)
+            return
+        end = begin
+    file.truncate(0)
