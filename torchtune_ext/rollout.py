@@ -3,9 +3,9 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -54,7 +54,7 @@ class GroupStream:
         watcher: Watcher | None = None,
         times: GroupTimes | None = None,
     ):
-        self.watcher, self._times = watcher, times or GroupTimes()
+        self.watcher, self._watched_below, self._times = watcher, math.inf, times or GroupTimes()
         self.last_sign = time.monotonic()  # when the last completion or grade came
         self._engine, self._tokenizer, self._grader = engine, tokenizer, grader
         # Those that `next` has not handed out and `cancel` has not ended. Only their caller's thread changes the dict.
@@ -147,6 +147,28 @@ class GroupStream:
         for number in numbers:
             self._times.end((kind, number), **facts)
 
+    @contextmanager
+    def watched(
+        self, watcher: Watcher | None, finished: Mapping[int, Group], below: float = math.inf
+    ) -> Iterator[None]:
+        """Inside, `watcher` is told what comes of groups with numbers under `below`, and first of all what has come of them.
+
+        Args:
+            finished: groups that `next` has handed out, by number.
+        """
+        if watcher is not None:
+            for number, group in finished.items():
+                if number < below:
+                    tell(watcher, number, ((sample.completion, sample.outcome) for sample in group.samples))
+            for number, group in list(self._groups.items()):
+                if number < below:
+                    tell(watcher, number, group.arrived_so_far)
+        self.watcher, self._watched_below = watcher, below
+        try:
+            yield
+        finally:
+            self.watcher, self._watched_below = None, math.inf
+
     def missing(self, number: int) -> str:
         """Says when a group was submitted and what is not there yet of it, for messages."""
         return self._groups[number].missing
@@ -162,9 +184,12 @@ class GroupStream:
 
     def _arrived(self, group: "_Unfinished", sample: int, completion: Completion) -> None:
         self._events.put((group, sample, completion))
-        watcher = self.watcher  # it may be taken away at any moment
-        if watcher is not None:
+        if (watcher := self._watcher_of(group)) is not None:
             watcher.on_completion(group.number, sample, completion)
+
+    def _watcher_of(self, group: "_Unfinished") -> Watcher | None:
+        """Returns who wants to see this group now. The watcher may be taken away at any moment."""
+        return self.watcher if group.number < self._watched_below else None
 
     def _work(self) -> None:
         while (event := self._events.get()) is not None:
@@ -203,7 +228,7 @@ class GroupStream:
             if not self.drawing:
                 self._finished.put(None)  # who waits learns that only grades are waited for now
         else:
-            found, watcher = what.result(), self.watcher
+            found, watcher = what.result(), self._watcher_of(group)
             for place, outcome in enumerate(found if self._grader.compares else [found], start=sample):
                 group.outcomes[place] = outcome
                 if watcher is not None and outcome.score is not None:
@@ -248,6 +273,15 @@ def sample_groups(
     finally:
         stream.close()
     log_failures(outcomes)
+
+
+def tell(watcher: Watcher, number: int, samples: Iterable[tuple[Completion | None, Outcome | None]]) -> None:
+    """Tells a watcher what has come of a group already: completions, and outcomes with a score."""
+    for place, (completion, outcome) in enumerate(samples):
+        if completion is not None:
+            watcher.on_completion(number, place, completion)
+        if outcome is not None and outcome.score is not None:
+            watcher.add_reward(outcome.score.reward)
 
 
 def sample_held_out(
@@ -319,6 +353,11 @@ class _Unfinished:
     def arrived(self) -> bool:
         """Tells whether all completions are there."""
         return all(completion is not None for completion in self._completions)
+
+    @property
+    def arrived_so_far(self) -> list[tuple[Completion | None, Outcome | None]]:
+        """The completion and the outcome of each sample, as far as they are there."""
+        return list(zip(self._completions, self.outcomes, strict=True))
 
     @property
     def graded(self) -> bool:

@@ -90,7 +90,8 @@ class GroupSource:
         Args:
             count: how many groups; for a step those of a batch of the ledger.
             watch: as in `GroupStream.next`.
-            watcher: is told of every completion and reward that comes while this waits.
+            watcher: is told of every completion and reward of the groups that the step would have without asynchrony, also of
+                those that have come before.
             refill: 0: the groups of the next step. From 1: further ones for the step whose groups were taken last, sampled at
                 once and beside the ledger, for the `refill`-th time.
 
@@ -104,14 +105,12 @@ class GroupSource:
         """
         if self._error is not None:
             raise self._error
-        self._stream.watcher = watcher
-        try:
-            if refill:
+        if refill:
+            with self._stream.watched(watcher, {}):
                 groups, values = self._take_beside(count, watch, refill), {}
-            else:
+        else:
+            with self._stream.watched(watcher, self.finished, self.ledger.taken + self.ledger.batch):
                 groups, values = self._take_batch(watch)
-        finally:
-            self._stream.watcher = None
         log_failures([sample.outcome for group in groups for sample in group.samples])
         return groups, values
 

@@ -215,3 +215,31 @@ def test_a_finished_group_may_be_cancelled_until_it_is_handed_out(engine, stream
     wait_until(lambda: len(stream.watcher) == 4)
     assert stream.cancel(0) == 4
     assert stream.next(within_s=20.0)[0] == 1 and stream.next(within_s=0.0) is None
+
+
+class SeenWhole(Seen):
+    """A watcher that remembers whose completions it was told of, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.completions = []
+
+    def on_completion(self, problem, sample, completion):
+        self.completions.append((problem, sample))
+
+
+def test_who_watches_sees_what_has_come_before_and_nothing_of_other_groups(engine, stream):
+    stream.submit(2, PROBLEMS[2], 2, SAMPLING, place=2)
+    for p, s, text in ((0, 0, "a"), (0, 1, "bb"), (1, 1, "ccc"), (2, 0, "dddd")):
+        engine.draw(p, s, text)
+    wait_until(lambda: len(stream.watcher) == 4)
+    number, group = stream.next(within_s=0.0)
+    watcher = SeenWhole()
+    with stream.watched(watcher, finished={number: group}, below=2):
+        assert sorted(watcher.completions) == [(0, 0), (0, 1), (1, 1)] and sorted(watcher) == [1.0, 2.0, 3.0]
+        engine.draw(2, 1, "eeeee")
+        engine.draw(1, 0, "ffffff")
+        wait_until(lambda: len(watcher) == 4)
+        assert sorted({stream.next(within_s=20.0)[0] for _ in range(2)}) == [1, 2]
+    assert watcher.completions[3:] == [(1, 0)] and watcher[3:] == [6.0]
+    assert stream.watcher is None
