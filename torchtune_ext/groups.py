@@ -53,8 +53,8 @@ class GroupTimes:
     """Is told where each group is, at the moment when it comes there: with the engine, with the graders, in the buffer. The
     stream's thread calls it, and its user's. This one forgets it all; `telemetry.timeline.Timeline` writes it down."""
 
-    def begin(self, key: GroupKey, **facts: Any) -> None:
-        """The group is submitted to the engine."""
+    def begin(self, key: GroupKey, track: str = "engine", **facts: Any) -> None:
+        """The group is submitted to the engine; or it is in the "buffer" already, since a checkpoint had it finished."""
 
     def move(self, key: GroupKey, track: str, **facts: Any) -> None:
         """The group is with the "graders", or in the "buffer". An unknown key is nobody's: the group was cancelled."""

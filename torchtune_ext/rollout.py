@@ -11,7 +11,7 @@ from functools import partial
 from operator import itemgetter
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -44,6 +44,8 @@ class GroupStream:
     Every completion is graded while others are still sampled, or, with a grader that compares, each group when it is whole. A
     thread hands texts to the graders, so this goes on while nobody waits. A grader reads the assistant's turn: where the prompt
     ends in an open "<think>", the text begins with it.
+
+    `times` is told where each group is, until it comes into the buffer: who takes groups tells when one leaves it.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class GroupStream:
         watcher: Watcher | None = None,
         times: GroupTimes | None = None,
     ):
-        self.watcher, self._watched_below, self._times = watcher, math.inf, times or GroupTimes()
+        self.watcher, self._watched_below, self.times = watcher, math.inf, times or GroupTimes()
         self.last_sign = time.monotonic()  # when the last completion or grade came
         self._engine, self._tokenizer, self._grader = engine, tokenizer, grader
         # Those that `next` has not handed out and `cancel` has not ended. Only their caller's thread changes the dict.
@@ -85,7 +87,7 @@ class GroupStream:
             number: by which `next` and `cancel` name the group.
             samples: completions of the prompt.
             place: number of the group among those with the same `sampling.seed` (`Engine.submit`).
-            kind: of `GroupKey`, for `GroupTimes`.
+            kind: of group, for `times`.
 
         Raises:
             What `Engine.submit` raises, ValueError for instance.
@@ -93,13 +95,13 @@ class GroupStream:
         group = _Unfinished((kind, number), problem, self._tokenizer, samples)
         self._groups[number] = group
         self.last_sign = time.monotonic()
-        self._times.begin(group.key, problem=problem.id)
+        self.times.begin(group.key, problem=problem.id)
         try:
             arrived = partial(self._arrived, group)
             drawing = self._engine.submit(group.prompt, samples, sampling, arrived, place, priority)
         except BaseException:
             del self._groups[number]
-            self._times.end(group.key, cancelled=True)
+            self.times.end(group.key, cancelled=True)
             raise
         group.futures.append(drawing)
         drawing.add_done_callback(lambda done: self._events.put((group, None, done)))
@@ -139,13 +141,8 @@ class GroupStream:
         never will. Returns the tokens that were sampled of it."""
         group = self._groups.pop(number)
         group.cancel()
-        self._times.end(group.key, tokens=group.tokens, cancelled=True)
+        self.times.end(group.key, tokens=group.tokens, cancelled=True)
         return group.tokens
-
-    def left(self, numbers: Iterable[int], kind: str = "group", **facts: Any) -> None:
-        """Notes for `GroupTimes` that these groups, which `next` has handed out, are not in the buffer any more."""
-        for number in numbers:
-            self._times.end((kind, number), **facts)
 
     @contextmanager
     def watched(
@@ -204,9 +201,9 @@ class GroupStream:
                 continue
             if group.drawn and group.graded:
                 if group.key[0] == EVALUATION:
-                    self._times.end(group.key)
+                    self.times.end(group.key)
                 else:
-                    self._times.move(group.key, "buffer")
+                    self.times.move(group.key, "buffer")
                 self._finished.put(group)
 
     def _take(self, group: "_Unfinished", sample: int | None, what: Completion | Future) -> None:
@@ -214,7 +211,7 @@ class GroupStream:
         if isinstance(what, Completion):
             text = group.add(sample, what)
             if group.arrived:
-                self._times.move(group.key, "graders", tokens=group.tokens, versions=group.versions)
+                self.times.move(group.key, "graders", tokens=group.tokens, versions=group.versions)
             if not self._grader.compares:
                 self._when_graded(group, sample, self._grader.submit(group.problem, text))
             elif group.arrived:

@@ -156,6 +156,7 @@ class GroupSource:
             if state["drawn"] == self._drawn() and group.problem.id == problem.id:
                 # The problem comes from the task, since JSON may have changed its answer.
                 self.finished[number] = replace(group, problem=problem)
+                self._stream.times.begin(("group", number), "buffer")
             else:
                 self.ledger.lose(number)
                 changed.append(number)
@@ -194,9 +195,9 @@ class GroupSource:
             self._require_signs(begun, missing)
             self._collect(WAKE_S, watch)
         groups = [self.finished.pop(number) for number in ages]
-        self._stream.left(ages)
         for number in ages:
             del self._cursors[number]
+            self._stream.times.end(("group", number))
         self._step = self.ledger.taken // self.ledger.batch
         return groups, self._metrics(list(ages.values())) if self.ledger.staleness else {}
 
@@ -209,7 +210,8 @@ class GroupSource:
             self._require_signs(begun, [place for place in range(count) if place not in found])
             if finished := self._stream.next(watch, WAKE_S):
                 found[finished[0]] = finished[1]
-        self._stream.left(found, "refill")
+        for place in found:
+            self._stream.times.end(("refill", place))
         return [found[place] for place in range(count)]
 
     def _forget_late(self, version: int) -> None:
@@ -217,7 +219,7 @@ class GroupSource:
             finished = self.finished.pop(number, None)
             if finished:
                 tokens = _tokens([finished])
-                self._stream.left([number], cancelled=True)
+                self._stream.times.end(("group", number), cancelled=True)
             else:
                 tokens = self._stream.cancel(number)
             self._dropped_tokens += tokens

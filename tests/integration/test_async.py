@@ -11,12 +11,14 @@ from collections import Counter
 import psutil
 import pytest
 import recipe_runs as runs
+from traces import phases, require_valid, spans
 
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.source import step_seed
 from torchtune_ext.tasks.order import problem_index
 from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
+from torchtune_ext.telemetry.timeline import read_trace
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -161,6 +163,13 @@ def test_killed_and_resumed_trains_every_problem_once(full_workplace, kills):
     assert rollout_paths(run)[1].stat().st_mtime_ns == first, "the run began again"
     require_ahead(run, steps)
     require_replayed(run, full_workplace, "grpo_async", *AHEAD)
+
+    # The timeline has all processes, and the groups of every step.
+    events = read_trace(run / "trace.json")
+    require_valid(events)
+    assert sum(event["ph"] == "i" for event in events) == kills + 1
+    taken = {args["step"] for track, _, _, args in spans(events) if track == "buffer"}
+    assert taken == set(phases(events, "train")) == set(range(1, steps + 1))
 
 
 def start(folder, *args):

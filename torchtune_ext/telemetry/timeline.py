@@ -88,10 +88,10 @@ class Timeline(GroupTimes):
             else:
                 self._phases.append([name, begin, end, self._step()])
 
-    def begin(self, key: GroupKey, **facts: Any) -> None:
+    def begin(self, key: GroupKey, track: str = TRACKS[0], **facts: Any) -> None:
         with self._lock:
             self._open[key] = stay = _Stay(facts)
-            self._enter(stay, TRACKS[0], time.monotonic())
+            self._enter(stay, track, time.monotonic())
 
     def move(self, key: GroupKey, track: str, **facts: Any) -> None:
         with self._lock:
@@ -161,7 +161,7 @@ class Timeline(GroupTimes):
     def _group(self, key: GroupKey, stay: _Stay, now: float) -> list[str]:
         """Returns a line for each track where the group has been: begin and end in one, so that a cut leaves both or none."""
         number, common = str(next(self._ids)), {key[0]: key[1], "step": self._step()}
-        facts = stay.facts | {"problem": stay.facts.get("problem", "")[:_LONGEST_ID]}
+        facts = stay.facts | {"problem": str(stay.facts.get("problem", ""))[:_LONGEST_ID]}
         lines = []
         for (track, since), until in zip(stay.since, [*(at for _, at in stay.since[1:]), now], strict=True):
             args = common | facts if track == TRACKS[0] else common

@@ -14,6 +14,7 @@ from waiting import wait_until
 from torchtune_ext.buffer import Ledger
 from torchtune_ext.grading import Grader
 from torchtune_ext.group_json import group_json
+from torchtune_ext.groups import GroupTimes
 from torchtune_ext.rollout import GroupStream
 from torchtune_ext.sampling.engine import SamplingConfig
 from torchtune_ext.source import GroupSource
@@ -74,6 +75,24 @@ class Told:
         return self.calls[-1].future
 
 
+class Places(GroupTimes):
+    """Where each group is, and what became of those that are nowhere any more."""
+
+    def __init__(self):
+        self.now, self.gone = {}, {}
+
+    def begin(self, key, track="engine", **facts):
+        self.now[key] = track
+
+    def move(self, key, track, **facts):
+        if key in self.now:
+            self.now[key] = track
+
+    def end(self, key, **facts):
+        del self.now[key]
+        self.gone.setdefault(key, []).append("cancelled" if facts.get("cancelled") else "taken")
+
+
 @pytest.fixture(scope="module")
 def grader():
     with Grader(Numbered(), workers=2, timeout_s=90.0) as grader:
@@ -88,7 +107,7 @@ def make(grader):
     def make(staleness=0, depth=None, at_once=True, batch=2, deadline_s=30.0, cursor=0, by=grader):
         engine, problems = Told(at_once), ProblemStream(Numbered(), SEED)
         problems.cursor = cursor
-        stream = GroupStream(engine, LetterTokenizer(), by)
+        stream = GroupStream(engine, LetterTokenizer(), by, times=Places())
         sampling, ledger = SamplingConfig(max_tokens=8), Ledger(batch, 10, staleness, depth)
         made.append(GroupSource(ledger, stream, problems, SAMPLES, sampling, SEED, deadline_s))
         return made[-1], engine
@@ -303,6 +322,48 @@ def test_a_refill_has_its_own_seeds_and_goes_on_with_the_problems(make, caplog):
     source.open(version=1)
     assert names(source.take(2)[0]) == [call(n).problem for n in (6, 7)]
     assert [(made.step, made.refill, made.place) for made in engine.calls[6:]] == [(2, 0, 0), (2, 0, 1)]
+
+
+def places(source):
+    return source._stream.times
+
+
+def in_run(*numbers):
+    return [("group", number) for number in numbers]
+
+
+def test_where_each_group_is_told_until_it_is_taken(make):
+    source, engine = make(staleness=1, at_once=False)
+    source.open(version=0)
+    assert places(source).now == dict.fromkeys(in_run(0, 1, 2, 3), "engine")
+    for number in (0, 1, 2):
+        engine.calls[number].answer()
+    wait_until(lambda: places(source).now == dict.fromkeys(in_run(0, 1, 2), "buffer") | {("group", 3): "engine"})
+    source.take(2)
+    assert places(source).gone == dict.fromkeys(in_run(0, 1), ["taken"])
+    source.open(version=1)
+    state = json.loads(json.dumps(source.state_dict()))
+
+    # A checkpoint has group 2; the others are sampled again.
+    resumed, engine = make(staleness=1, cursor=6)
+    resumed.load_state_dict(state, step=1, version=1)
+    assert places(resumed).now == {("group", 2): "buffer"}
+    resumed.take(2)
+    assert places(resumed).gone == dict.fromkeys(in_run(2, 3), ["taken"])
+
+    # Versions that jump make groups 2 and 3 too old, one of them in the buffer, the other one with the engine.
+    source.open(version=3)
+    assert [places(source).gone[key] for key in in_run(2, 3)] == [["cancelled"]] * 2
+    assert {places(source).now[key] for key in in_run(2, 3)} == {"engine"}
+
+
+def test_groups_of_a_refill_are_not_taken_for_those_of_the_run(make):
+    source, _ = make()
+    source.open(version=0)
+    source.take(2)
+    source.take(3, refill=1)
+    taken = [*in_run(0, 1), *(("refill", place) for place in range(3))]
+    assert places(source).gone == dict.fromkeys(taken, ["taken"]) and places(source).now == {}
 
 
 @pytest.mark.parametrize("refill", [0, 1])

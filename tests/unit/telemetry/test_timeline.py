@@ -178,7 +178,8 @@ def test_real_streams_and_graders_tell_of_their_groups(tmp_path):
         for number, problem in enumerate(problems):
             stream.submit(number, problem, 3, sampling, number)
         got = [stream.next(within_s=60.0)[0] for _ in problems[:-1]]
-        stream.left(got)
+        for number in got:
+            line.end(("group", number))
         (rest,) = set(range(20)) - set(got)
         stream.cancel(rest)
         stream.close()
