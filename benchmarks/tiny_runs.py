@@ -11,8 +11,9 @@ from torchtune_ext.telemetry.metrics import CLOCK_PREFIXES, read_metrics
 def write_tiny_model(folder: Path, **larger: int) -> None:
     """A random Qwen2 with its tokenizer, in Hugging Face format. `larger`: fields of `Shape` to set otherwise."""
     text = ["Write about something. Go on. " * 3 + "The quick brown fox jumps over the lazy dog.\n"] * 8
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128, **larger}
-    shape = Shape(num_key_value_heads=1, max_position_embeddings=256, vocab_size=400, **sizes)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+    sizes |= {"num_key_value_heads": 1, "max_position_embeddings": 256, "vocab_size": 400, **larger}
+    shape = Shape(**sizes)
     write_model(folder, make_tokenizer(text, ["x"], [], 400), shape, seed=3)
 
 

@@ -1,35 +1,32 @@
 """Sampling and training at the same time, as a user runs it: a real vLLM, real graders, real processes."""
 
-import json
 import os
 import random
 import signal
 import subprocess
 import time
-from collections import Counter
 
+import flights
+import numpy as np
 import psutil
 import pytest
 import recipe_runs as runs
+import tiny_model
+import torch
+from async_runs import AHEAD, GROUPS, PROBLEMS, STALENESS, problem_of, require_ahead, stored
+from peft import PeftModel
 from traces import phases, require_valid, spans
+from transformers import AutoModelForCausalLM
 
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.source import step_seed
-from torchtune_ext.tasks.order import problem_index
-from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
+from torchtune_ext.telemetry.rollouts import rollout_paths
 from torchtune_ext.telemetry.timeline import read_trace
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-STALENESS, GROUPS, PROBLEMS = 2, 4, 64  # GROUPS a step and PROBLEMS of the task: as in recipe_runs
 TRAINED = ("loss/", "optim/", "mismatch/", "reward/", "pack/", "groups/")  # metrics that the rollouts decide
-AHEAD = [f"staleness={STALENESS}", f"depth={STALENESS}", "evaluation.task=null"]
-
-
-def stored(run):
-    """The groups of each step as the run has stored them."""
-    return {step: read_rollouts(path) for step, path in rollout_paths(run).items()}
 
 
 def drawn(completions):
@@ -50,12 +47,12 @@ def weights(run):
     return {path.name: path.read_bytes() for path in last.glob("*.safetensors")}
 
 
-def require_replayed(run, workplace, recipe, *args, config="run.yaml"):
+def require_replayed(run, workplace, recipe, *args):
     """Raises AssertionError where a replay of `run`, which knows only what it has stored, does not end as it did."""
     replay = workplace / f"{run.name}_replayed"
     steps = len(rollout_paths(run))
     words = [f"output_dir={replay.name}", f"replay={run.name}", f"max_steps={steps}", *args]
-    said = runs.run(workplace, recipe, *words, config=config)
+    said = runs.run(workplace, recipe, *words)
     assert f"replays {run.name}: its rollouts of {steps} steps" in said and "Set otherwise" not in said
     assert weights(replay) == weights(run) != {}
     assert stored(replay).keys() == stored(run).keys()
@@ -69,34 +66,12 @@ def require_replayed(run, workplace, recipe, *args, config="run.yaml"):
     assert not (replay / "engine.log").exists()
 
 
-def require_ahead(run, steps):
-    """Raises AssertionError where a run breaks what `staleness` promises."""
-    lines, groups = runs.metrics(run)[1:], stored(run)
-    assert [line["step"] for line in lines] == list(groups) == list(range(1, steps + 1))
-    for line in lines:
-        present = line["step"] - 1  # the version that the step begins with
-        versions = [v for g in groups[line["step"]] for s in g.samples for v in s.completion.versions.tolist()]
-        assert 0 <= line["async/age_mean"] <= line["async/age_max"] <= STALENESS
-        shares = [line[f"async/age_{age}"] for age in range(STALENESS + 1)]
-        assert sum(shares) == pytest.approx(1.0) and shares[int(line["async/age_max"])] > 0.0
-        assert sum(age * share for age, share in enumerate(shares)) == pytest.approx(line["async/age_mean"])
-        assert present - line["async/age_max"] <= min(versions) and max(versions) <= present
-        assert line["async/dropped"] == line["async/dropped_tokens"] == 0.0
-
-    # Every problem that the run has submitted is trained once, and nothing is left behind.
-    want = [f"letters-{problem_index(cursor, PROBLEMS, seed=0)}" for cursor in range(GROUPS * steps)]
-    assert Counter(g.problem.id for step in groups.values() for g in step) == Counter(want)
-    assert lines[-1]["async/running"] == lines[-1]["async/buffer"] == 0.0
-    last = json.loads((run / "checkpoints" / f"step_{steps:06d}" / "recipe.json").read_text())
-    assert last["source"] == {} and last["cursor"] == GROUPS * steps
-
-
 @pytest.mark.parametrize(
     ("workplace", "recipe", "config"),
     [("full_workplace", "grpo_full", "run.yaml"), ("lora_workplace", "grpo_lora", "lora.yaml")],
     ids=["full", "lora"],
 )
-def test_depth_0_is_the_run_that_samples_and_trains_in_turns(request, workplace, recipe, config):
+def test_zero_steps_ahead_is_the_run_that_samples_and_trains_in_turns(request, workplace, recipe, config):
     """Another bound of the age changes nothing where nothing is sampled ahead: no token, no loss, no weight."""
     folder = request.getfixturevalue(workplace)
     runs.run(folder, recipe, "output_dir=in_turns", "staleness=1", "depth=0", config=config)
@@ -107,8 +82,6 @@ def test_depth_0_is_the_run_that_samples_and_trains_in_turns(request, workplace,
     ours = [{name: v for name, v in line.items() if not name.startswith("async/")} for line in lines]
     assert ours == runs.metrics(want)
     assert weights(got) == weights(want) != {}
-    if recipe == "grpo_lora":
-        require_replayed(got, folder, recipe, "staleness=1", "depth=0", config=config)
 
 
 def test_the_groups_of_a_step_are_what_its_policy_says_to_its_problems(full_workplace, tmp_path):
@@ -122,23 +95,54 @@ def test_the_groups_of_a_step_are_what_its_policy_says_to_its_problems(full_work
         engine.wait_ready()
         sampling = SamplingConfig(max_tokens=12, seed=step_seed(0, 3), stop_token_ids=tokenizer.stop_token_ids)
         found = engine.sample([g.prompt_tokens.tolist() for g in groups], 4, sampling)
-    order = [f"letters-{problem_index(cursor, PROBLEMS, seed=0)}" for cursor in range(2 * GROUPS, 3 * GROUPS)]
+    order = [f"letters-{problem_of(number)}" for number in range(2 * GROUPS, 3 * GROUPS)]
     assert [g.problem.id for g in groups] == order
     assert [[c.tokens.tolist() for c in group] for group in found] == [
         [s.completion.tokens.tolist() for s in group.samples] for group in groups
     ]
 
 
-@pytest.mark.parametrize("steps", [1, 5])
-def test_ahead_of_the_trainer(full_workplace, steps):
-    """Also in a run that is shorter than it may be ahead."""
-    run = full_workplace / f"ahead{steps}"
-    runs.run(full_workplace, "grpo_async", f"output_dir={run.name}", f"max_steps={steps}", *AHEAD)
+def test_a_run_that_is_shorter_than_it_may_be_ahead(full_workplace):
+    runs.run(full_workplace, "grpo_async", "output_dir=ahead", "max_steps=1", *AHEAD)
+    require_ahead(full_workplace / "ahead", 1)
+
+
+LAYERS = "model.lora_attn_modules=[q_proj,k_proj,v_proj,output_proj]"
+ADAPTERS = [LAYERS, "model.apply_lora_to_mlp=True", "model.lora_rank=4", "model.lora_alpha=8"]
+
+
+def by_transformers(path, base):
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+def by_peft(path, base):
+    model = by_transformers(base, base)
+    return model if path == base else PeftModel.from_pretrained(model, path)
+
+
+@pytest.mark.parametrize(("model", "load"), [([], by_transformers), (ADAPTERS, by_peft)], ids=["full", "lora"])
+def test_flight_over_the_publications_of_a_run(tmp_path, model, load):
+    """Each token is of the policy that labels it: a checkpoint of that step says the same of it, to whoever loads it."""
+    folder, run, steps = runs.make_workplace(tmp_path, max_position_embeddings=512), tmp_path / "flight", 6
+    # The engine needs longer for the samples of a step than the trainer does, and so has some under way at each publication.
+    busy = ["engine.max_concurrency=4", "sampling.max_tokens=400", "engine.max_model_len=512", "row_tokens=1024"]
+    args = [*AHEAD, *busy, *model, "samples_per_prompt=2", "updates_per_step=1", "checkpoints.keep_last=6"]
+    runs.run(folder, "grpo_async", f"output_dir={run.name}", f"max_steps={steps}", *args)
     require_ahead(run, steps)
-    if steps > 1:
-        require_replayed(run, full_workplace, "grpo_async", *AHEAD)
     # At a depth as great as the staleness, and behind the first groups, each is due at just the step that its number names.
-    assert [line["async/age_mean"] for line in runs.metrics(run)[4:]] == [STALENESS] * max(0, steps - 3)
+    assert [line["async/age_mean"] for line in runs.metrics(run)[4:]] == [STALENESS] * (steps - 3)
+
+    paths = [folder / "model", *sorted((run / "checkpoints").glob("step_*"))]
+    # `crossed`: versions whose publication came in the midst of a completion; `wrong`: distances to other versions.
+    policies, crossed, wrong = [load(path, folder / "model") for path in paths[:steps]], set(), []
+    for group, c in ((g, s.completion) for groups in stored(run).values() for g in groups for s in g.samples):
+        said = [tiny_model.logprobs(policy, group.prompt_tokens.tolist(), c.tokens) for policy in policies]
+        apart = flights.distances(c, said.__getitem__, other=lambda v: v - 1 if v else v + 1)
+        assert all(own.max() < 1e-4 for own, _ in apart.values())
+        wrong += [other.mean() for _, other in apart.values()]
+        crossed |= set(list(apart)[1:])
+    assert len(crossed) >= 3 and np.mean(wrong) > 1e-3
+    require_replayed(run, folder, "grpo_async", *args)
 
 
 @pytest.mark.parametrize("kills", [1, pytest.param(10, marks=pytest.mark.long)])

@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
+import flights  # noqa: E402
 import tiny_model  # noqa: E402
 
 from torchtune_ext.sampling.engine import Engine, EngineConfig, Priority, SamplingConfig  # noqa: E402
@@ -307,24 +309,17 @@ def test_publish_there_and_back(engine, models, back_to_a):
         assert all(same) if model is models[0] else not any(same)
 
 
-def test_publish_in_flight_marks_every_token(engine, models, back_to_a):
-    """The tokens before the publication are of the old policy, those after of the new one, and both are exact."""
-    prompts, result = tiny_model.prompts(2, 50), []
-    old = engine.version
-    thread = threading.Thread(
-        target=lambda: result.append(engine.sample(prompts, 4, SamplingConfig(max_tokens=900, seed=8)))
-    )
-    thread.start()
-    wait_until_running(engine, 8)
-    engine.publish(models[1].named_parameters(), old + 1)
-    thread.join(60)
-    for prompt, group in zip(prompts, result[0], strict=True):
-        for c in group:
-            split = int((c.versions == old).sum())
-            assert c.versions.tolist() == [old] * split + [old + 1] * (900 - split) and 0 < split < 900
-            by_old, by_new = (tiny_model.logprobs(model, prompt, c.tokens) for model in models)
-            assert np.abs(by_old[:split] - c.logprobs[:split]).max() < 1e-4
-            assert np.abs(by_new[split:] - c.logprobs[split:]).max() < 1e-4
+def test_whole_weights_published_in_flight_mark_every_token(engine, models, back_to_a):
+    """Over three publications each token is of the policy that labels it, exactly, and of no other."""
+    prompts, first = tiny_model.prompts(2, 50), engine.version
+    policies = dict(enumerate([models[0], models[1], tiny_model.build(2), models[0]], start=first))
+    publish = [partial(engine.publish, policies[v].named_parameters(), v) for v in range(first + 1, first + 4)]
+    found = flights.flown(engine, prompts, 4, SamplingConfig(max_tokens=900, seed=8), publish)
+    for prompt, c in ((prompt, c) for prompt, group in zip(prompts, found, strict=True) for c in group):
+        said = {v: tiny_model.logprobs(model, prompt, c.tokens) for v, model in policies.items()}
+        apart = flights.distances(c, said.get, other=lambda v: v - 1 if v > first else v + 1)
+        assert list(apart) == list(policies)
+        assert all(own.max() < 1e-4 and other.mean() > 0.1 for own, other in apart.values())
 
 
 def test_kept_keys_and_values_stay_with_the_requests_in_flight(engine, models, back_to_a, monkeypatch):

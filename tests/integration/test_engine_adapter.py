@@ -2,8 +2,7 @@
 
 import gc
 import os
-import threading
-import time
+from functools import partial
 
 import numpy as np
 import psutil
@@ -12,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
+import flights  # noqa: E402
 import tiny_model  # noqa: E402
 
 from torchtune_ext.sampling.engine import Engine, EngineConfig, EngineFailed, SamplingConfig  # noqa: E402
@@ -89,24 +89,19 @@ def test_an_adapter_comes_over_a_published_base(engine):
     assert engine.stats().restarts == 0
 
 
-def test_requests_in_flight_go_on_with_the_new_adapter(engine):
-    prompts, old, new = tiny_model.prompts(2, 20), adapter(4), adapter(5)
-    engine.publish(old.items(), engine.version + 1, PEFT)
-    before, result = engine.version, []
-    long = SamplingConfig(max_tokens=700, seed=8)
-    thread = threading.Thread(target=lambda: result.append(engine.sample(prompts, 4, long)))
-    thread.start()
-    while engine.stats().running < 8:
-        time.sleep(0.005)
-    engine.publish(new.items(), before + 1, PEFT)
-    thread.join(60)
-    by_old, by_new = merged(old), merged(new)
-    for prompt, group in zip(prompts, result[0], strict=True):
-        for c in group:
-            split = int((c.versions == before).sum())
-            assert c.versions.tolist() == [before] * split + [before + 1] * (700 - split) and 0 < split < 700
-            assert np.abs(tiny_model.logprobs(by_old, prompt, c.tokens)[:split] - c.logprobs[:split]).max() < 1e-4
-            assert np.abs(tiny_model.logprobs(by_new, prompt, c.tokens)[split:] - c.logprobs[split:]).max() < 1e-4
+def test_adapters_published_in_flight_mark_every_token(engine):
+    """Over three publications each token is of the adapter that labels it, exactly, and of no other."""
+    prompts, first = tiny_model.prompts(2, 20), engine.version + 1
+    adapters = {version: adapter(version) for version in range(first, first + 4)}
+    engine.publish(adapters[first].items(), first, PEFT)
+    publish = [partial(engine.publish, adapters[v].items(), v, PEFT) for v in range(first + 1, first + 4)]
+    found = flights.flown(engine, prompts, 4, SamplingConfig(max_tokens=700, seed=8), publish)
+    policies = {version: merged(tensors) for version, tensors in adapters.items()}
+    for prompt, c in ((prompt, c) for prompt, group in zip(prompts, found, strict=True) for c in group):
+        said = {v: tiny_model.logprobs(model, prompt, c.tokens) for v, model in policies.items()}
+        apart = flights.distances(c, said.get, other=lambda v: v - 1 if v > first else v + 1)
+        assert list(apart) == list(policies)
+        assert all(own.max() < 1e-4 and other.mean() > 1e-2 for own, other in apart.values())
 
 
 def test_a_new_engine_finds_base_and_adapter(engine):

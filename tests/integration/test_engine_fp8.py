@@ -7,12 +7,18 @@ pytest.importorskip("vllm")
 
 from functools import partial  # noqa: E402
 
+import flights  # noqa: E402
+import numpy as np  # noqa: E402
+
+from torchtune_ext.groups import Group, Sample  # noqa: E402
+from torchtune_ext.packing import pack  # noqa: E402
 from torchtune_ext.policy import from_config, scratch  # noqa: E402
 from torchtune_ext.policy.builder import build_policy  # noqa: E402
 from torchtune_ext.policy.fp8.plan import Fp8Config, fp8_hf_tensors  # noqa: E402
 from torchtune_ext.policy.hf_model import HFModel, named_hf_tensors  # noqa: E402
 from torchtune_ext.sampling.engine import Engine, EngineConfig, EngineFailed, SamplingConfig  # noqa: E402
 from torchtune_ext.sampling.weight_buffer import checksum  # noqa: E402
+from torchtune_ext.tasks.task import Problem  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -75,6 +81,60 @@ def test_every_byte_and_scale_is_the_trainers_and_a_b_a_restores(trained):
         assert engine.checksums() == [{name: checksum(tensor) for name, tensor in tensors.items()}]
         samples.append([c.tokens.tolist() for group in engine.sample(PROMPTS, 2, SAMPLING) for c in group])
     assert samples[0] == samples[2] != samples[1]
+
+
+def said_by(policy, prompt, completion) -> np.ndarray:
+    """Log-probs [R] of a completion, float32."""
+    group = Group(Problem("p", (), None), np.asarray(prompt, np.int32), (Sample(completion, trained=True),))
+    (row,) = pack([group], 256)[0]
+    with torch.no_grad():
+        return policy(row).logprobs_L.numpy()
+
+
+def test_weights_in_fp8_published_in_flight_mark_every_token(trained):
+    """Over three publications each token is of the policy that labels it, as far as FP8 can tell.
+
+    How far that is follows from the trainer's own rounding: let e be the mean distance of its log-probs in FP8 from those of the
+    same masters in float32. The engine rounds the same numbers to the same blocks, only in another order of sums, and is as far
+    from float32. So the two are 2 e apart at most.
+    """
+    policy, source, engine = trained
+    exact = build_policy(partial(from_config, str(source.path)), source, torch.device("cpu"), torch.float32)
+    first, generator = engine.version + 1, torch.Generator().manual_seed(5)
+    begin = [param.detach().clone() for param in exact.trainable()]
+    masters = {
+        version: [p + 0.5 * p.std() * torch.randn(p.shape, generator=generator) for p in begin]
+        for version in range(first, first + 4)
+    }
+
+    def put(version: int) -> None:
+        policy.model.reshard()  # a forward without a backward leaves gathered copies in the place of some masters
+        with torch.no_grad():
+            for ours, theirs, value in zip(policy.trainable(), exact.trainable(), masters[version], strict=True):
+                ours.to_local().copy_(value)
+                theirs.copy_(value)
+
+    sent = {version: put(version) or published(policy, source) for version in masters}
+    engine.publish(sent[first].items(), first)
+    publish = [partial(engine.publish, sent[version].items(), version) for version in list(masters)[1:]]
+    found = flights.flown(engine, PROMPTS, 4, SamplingConfig(max_tokens=240, seed=8), publish)
+
+    pairs = [(prompt, c) for prompt, group in zip(PROMPTS, found, strict=True) for c in group]
+    said, rounding = {}, {}
+    for version in masters:
+        put(version)
+        said[version] = [said_by(policy, prompt, c) for prompt, c in pairs]
+        e = [np.abs(said_by(exact, *pair) - ours) for pair, ours in zip(pairs, said[version], strict=True)]
+        rounding[version] = np.concatenate(e).mean()
+    spans = {version: [] for version in masters}
+    for i, (_, c) in enumerate(pairs):
+        apart = flights.distances(c, lambda v, i=i: said[v][i], other=lambda v: v - 1 if v > first else v + 1)
+        assert list(apart) == list(masters)
+        for version, both in apart.items():
+            spans[version].append(both)
+    for version, both in spans.items():
+        own, other = (np.concatenate(part).mean() for part in zip(*both, strict=True))
+        assert own < 2 * rounding[version] < other
 
 
 CHANGES = {

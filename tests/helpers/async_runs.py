@@ -1,0 +1,47 @@
+"""What runs with `staleness` above 0 have to keep, looked up in what they have written."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import recipe_runs as runs
+
+from torchtune_ext.groups import Group
+from torchtune_ext.tasks.order import problem_index
+from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
+
+STALENESS, GROUPS, PROBLEMS = 2, 4, 64  # GROUPS a step and PROBLEMS of the task: as in recipe_runs
+AHEAD = [f"staleness={STALENESS}", f"depth={STALENESS}", "evaluation.task=null"]
+
+
+def stored(run: Path) -> dict[int, list[Group]]:
+    """The groups of each step as the run has stored them."""
+    return {step: read_rollouts(path) for step, path in rollout_paths(run).items()}
+
+
+def problem_of(number: int) -> int:
+    """The index of the problem of a group of the run, groups and problems counted from 0."""
+    return problem_index(number, PROBLEMS, seed=0)
+
+
+def require_ahead(run: Path, steps: int) -> None:
+    """Raises AssertionError where a run of so many steps breaks what `staleness` promises."""
+    lines, groups = runs.metrics(run)[1:], stored(run)
+    assert [line["step"] for line in lines] == list(groups) == list(range(1, steps + 1))
+    for line in lines:
+        present = line["step"] - 1  # the version that the step begins with
+        versions = [v for g in groups[line["step"]] for s in g.samples for v in s.completion.versions.tolist()]
+        assert 0 <= line["async/age_mean"] <= line["async/age_max"] <= STALENESS
+        shares = [line[f"async/age_{age}"] for age in range(STALENESS + 1)]
+        assert sum(shares) == pytest.approx(1.0) and shares[int(line["async/age_max"])] > 0.0
+        assert sum(age * share for age, share in enumerate(shares)) == pytest.approx(line["async/age_mean"])
+        assert present - line["async/age_max"] <= min(versions) and max(versions) <= present
+        assert line["async/dropped"] == line["async/dropped_tokens"] == 0.0
+
+    # Every problem that the run has submitted is trained once, and nothing is left behind.
+    want = [f"letters-{problem_of(number)}" for number in range(GROUPS * steps)]
+    assert Counter(g.problem.id for step in groups.values() for g in step) == Counter(want)
+    assert lines[-1]["async/running"] == lines[-1]["async/buffer"] == 0.0
+    last = json.loads((run / "checkpoints" / f"step_{steps:06d}" / "recipe.json").read_text())
+    assert last["source"] == {} and last["cursor"] == GROUPS * steps

@@ -1,0 +1,66 @@
+"""Completions that are sampled over publications, and how far the tokens of each version are from what that version says."""
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+import numpy as np
+from waiting import wait_until
+
+from torchtune_ext.sampling.engine import Completion, Engine, SamplingConfig
+
+# Steps of the engine before each publication, and so the tokens that each version samples of every completion, at least.
+STEPS = 20
+
+
+def flown(
+    engine: Engine, prompts: list[list[int]], n: int, sampling: SamplingConfig, publications: list[Callable[[], None]]
+) -> list[list[Completion]]:
+    """Samples `n` completions of each prompt, calls the publications in the midst of them, and returns the completions.
+
+    Raises:
+        AssertionError: requests had ended before the last publication was over.
+    """
+    core, running = engine._supervisor.core, []
+    on_step = core.on_step
+    core.on_step = lambda step: (running.append(step.running), on_step(step))
+    try:
+        futures = [engine.submit(prompt, n, sampling, group=g) for g, prompt in enumerate(prompts)]
+        wait_until(lambda: n * len(prompts) in running, 60)
+        for publish in publications:
+            begin = len(running)
+            wait_until(lambda begin=begin: len(running) > begin + STEPS, 60)
+            publish()
+        assert not any(future.done() for future in futures), "sampled too fast for so many publications"
+        return [future.result(timeout=120) for future in futures]
+    finally:
+        core.on_step = on_step
+
+
+def spans(versions: Sequence[int]) -> dict[int, slice]:
+    """Version -> the place of its tokens. Raises AssertionError where a version comes after a newer one."""
+    found, start = {}, 0
+    for version, tokens in groupby(np.asarray(versions).tolist()):
+        end = start + len(list(tokens))
+        assert version > max(found, default=-1), f"version {version} after {max(found)}"
+        found[version], start = slice(start, end), end
+    return found
+
+
+def distances(
+    completion: Completion, logprobs: Callable[[int], np.ndarray], other: Callable[[int], int]
+) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    """Compares each span of a completion with the version that labels it, and with one that does not.
+
+    Args:
+        logprobs: version -> log-probs [R] of all tokens of the completion under its weights.
+        other: version -> another one.
+
+    Returns:
+        Version -> |engine - log-prob| of the tokens of its span, by its own weights and by those of the other version.
+    """
+    return {
+        version: tuple(
+            np.abs(logprobs(which)[place] - completion.logprobs[place]) for which in (version, other(version))
+        )
+        for version, place in spans(completion.versions).items()
+    }
