@@ -2,119 +2,19 @@
 
 import json
 import re
-import time
-from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 
 import pytest
-from letter_tokens import LetterTokenizer, completion
+from letter_tokens import completion
+from told_engine import PROBLEMS, SAMPLES, SEED, Call, Numbered, Told
 from waiting import wait_until
 
 from torchtune_ext.buffer import Ledger
 from torchtune_ext.grading import Grader
 from torchtune_ext.group_json import group_json
-from torchtune_ext.groups import GroupTimes
-from torchtune_ext.rollout import GroupStream
 from torchtune_ext.sampling.engine import SamplingConfig
 from torchtune_ext.source import GroupSource
 from torchtune_ext.tasks.order import ProblemStream, problem_index
-from torchtune_ext.tasks.task import Problem, Score
-
-SEED, PROBLEMS, SAMPLES = 3, 100, 2
-
-
-class Numbered:
-    """Problem i is called i and asks for i. A text is rewarded by its length; some texts cannot be graded, or take long."""
-
-    def __len__(self):
-        return PROBLEMS
-
-    def __getitem__(self, index):
-        return Problem(str(index), ({"role": "user", "content": str(index)},), index)
-
-    def grade(self, problem, text):
-        if text == "broken":
-            raise ValueError("a broken text")
-        time.sleep(60.0 if text == "long" else 0.0)
-        return Score(float(len(text)), {})
-
-
-@dataclass
-class Call:
-    """A group that the engine was asked for. `step` and `refill` are read from its seed."""
-
-    problem: str
-    step: int
-    refill: int
-    place: int
-    say: object = field(compare=False)
-    future: Future = field(compare=False, default_factory=Future)
-
-    def answer(self, *texts):
-        for sample, text in enumerate(texts or ["xx"] * SAMPLES):
-            self.say(sample, completion(text))
-        self.future.set_result([])
-
-
-class Told:
-    """An engine that answers when the test says so, or, with `at_once`, as it is asked."""
-
-    def __init__(self, at_once=False):
-        self.calls, self.at_once = [], at_once
-
-    def submit(self, prompt, n, sampling, on_completion, group, priority):
-        assert n == SAMPLES and sampling.max_tokens == 8
-        # seed = (seed of the run * 2^20 + step) * 2^20 + refill
-        upper, refill = divmod(sampling.seed, 1 << 20)
-        seed, step = divmod(upper, 1 << 20)
-        assert seed == SEED
-        self.calls.append(Call(LetterTokenizer().decode(prompt), step, refill, group, on_completion))
-        if self.at_once:
-            self.calls[-1].answer()
-        return self.calls[-1].future
-
-
-class Places(GroupTimes):
-    """Where each group is, and what became of those that are nowhere any more."""
-
-    def __init__(self):
-        self.now, self.gone = {}, {}
-
-    def begin(self, key, track="engine", **facts):
-        self.now[key] = track
-
-    def move(self, key, track, **facts):
-        if key in self.now:
-            self.now[key] = track
-
-    def end(self, key, **facts):
-        del self.now[key]
-        self.gone.setdefault(key, []).append("cancelled" if facts.get("cancelled") else "taken")
-
-
-@pytest.fixture(scope="module")
-def grader():
-    with Grader(Numbered(), workers=2, timeout_s=90.0) as grader:
-        yield grader
-
-
-@pytest.fixture
-def make(grader):
-    """Makes a source of 2 groups a step for 10 steps, and its engine."""
-    made = []
-
-    def make(staleness=0, depth=None, at_once=True, batch=2, deadline_s=30.0, cursor=0, by=grader):
-        engine, problems = Told(at_once), ProblemStream(Numbered(), SEED)
-        problems.cursor = cursor
-        stream = GroupStream(engine, LetterTokenizer(), by, times=Places())
-        sampling, ledger = SamplingConfig(max_tokens=8), Ledger(batch, 10, staleness, depth)
-        made.append(GroupSource(ledger, stream, problems, SAMPLES, sampling, SEED, deadline_s))
-        return made[-1], engine
-
-    yield make
-    for source in made:
-        source.close()
 
 
 def call(number, batch=2):
@@ -322,48 +222,6 @@ def test_a_refill_has_its_own_seeds_and_goes_on_with_the_problems(make, caplog):
     source.open(version=1)
     assert names(source.take(2)[0]) == [call(n).problem for n in (6, 7)]
     assert [(made.step, made.refill, made.place) for made in engine.calls[6:]] == [(2, 0, 0), (2, 0, 1)]
-
-
-def places(source):
-    return source._stream.times
-
-
-def in_run(*numbers):
-    return [("group", number) for number in numbers]
-
-
-def test_where_each_group_is_told_until_it_is_taken(make):
-    source, engine = make(staleness=1, at_once=False)
-    source.open(version=0)
-    assert places(source).now == dict.fromkeys(in_run(0, 1, 2, 3), "engine")
-    for number in (0, 1, 2):
-        engine.calls[number].answer()
-    wait_until(lambda: places(source).now == dict.fromkeys(in_run(0, 1, 2), "buffer") | {("group", 3): "engine"})
-    source.take(2)
-    assert places(source).gone == dict.fromkeys(in_run(0, 1), ["taken"])
-    source.open(version=1)
-    state = json.loads(json.dumps(source.state_dict()))
-
-    # A checkpoint has group 2; the others are sampled again.
-    resumed, engine = make(staleness=1, cursor=6)
-    resumed.load_state_dict(state, step=1, version=1)
-    assert places(resumed).now == {("group", 2): "buffer"}
-    resumed.take(2)
-    assert places(resumed).gone == dict.fromkeys(in_run(2, 3), ["taken"])
-
-    # Versions that jump make groups 2 and 3 too old, one of them in the buffer, the other one with the engine.
-    source.open(version=3)
-    assert [places(source).gone[key] for key in in_run(2, 3)] == [["cancelled"]] * 2
-    assert {places(source).now[key] for key in in_run(2, 3)} == {"engine"}
-
-
-def test_groups_of_a_refill_are_not_taken_for_those_of_the_run(make):
-    source, _ = make()
-    source.open(version=0)
-    source.take(2)
-    source.take(3, refill=1)
-    taken = [*in_run(0, 1), *(("refill", place) for place in range(3))]
-    assert places(source).gone == dict.fromkeys(taken, ["taken"]) and places(source).now == {}
 
 
 @pytest.mark.parametrize("refill", [0, 1])

@@ -1,0 +1,81 @@
+"""An engine that answers when a test says so, problems for it, and what a source of groups tells of them."""
+
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from letter_tokens import LetterTokenizer, completion
+
+from torchtune_ext.groups import GroupTimes
+from torchtune_ext.tasks.task import Problem, Score
+
+SEED, PROBLEMS, SAMPLES = 3, 100, 2
+
+
+class Numbered:
+    """Problem i is called i and asks for i. A text is rewarded by its length; some texts cannot be graded, or take long."""
+
+    def __len__(self):
+        return PROBLEMS
+
+    def __getitem__(self, index):
+        return Problem(str(index), ({"role": "user", "content": str(index)},), index)
+
+    def grade(self, problem, text):
+        if text == "broken":
+            raise ValueError("a broken text")
+        time.sleep(60.0 if text == "long" else 0.0)
+        return Score(float(len(text)), {})
+
+
+@dataclass
+class Call:
+    """A group that the engine was asked for. `step` and `refill` are read from its seed."""
+
+    problem: str
+    step: int
+    refill: int
+    place: int
+    say: object = field(compare=False)
+    future: Future = field(compare=False, default_factory=Future)
+
+    def answer(self, *texts):
+        for sample, text in enumerate(texts or ["xx"] * SAMPLES):
+            self.say(sample, completion(text))
+        self.future.set_result([])
+
+
+class Told:
+    """An engine that answers when the test says so, or, with `at_once`, as it is asked."""
+
+    def __init__(self, at_once=False):
+        self.calls, self.at_once = [], at_once
+
+    def submit(self, prompt, n, sampling, on_completion, group, priority):
+        assert n == SAMPLES and sampling.max_tokens == 8
+        # seed = (seed of the run * 2^20 + step) * 2^20 + refill
+        upper, refill = divmod(sampling.seed, 1 << 20)
+        seed, step = divmod(upper, 1 << 20)
+        assert seed == SEED
+        self.calls.append(Call(LetterTokenizer().decode(prompt), step, refill, group, on_completion))
+        if self.at_once:
+            self.calls[-1].answer()
+        return self.calls[-1].future
+
+
+class Places(GroupTimes):
+    """Where each group is, and what became of those that are nowhere any more."""
+
+    def __init__(self):
+        self.now, self.gone = {}, {}
+
+    def begin(self, key, track="engine", **facts):
+        self.now[key] = track
+
+    def move(self, key, track, **facts):
+        if key in self.now:
+            self.now[key] = track
+
+    def end(self, key, **facts):
+        del self.now[key]
+        self.gone.setdefault(key, []).append("cancelled" if facts.get("cancelled") else "taken")

@@ -1,0 +1,36 @@
+"""Sources of groups with their real ledger, stream and graders; the engine alone answers when the test says so."""
+
+import pytest
+from letter_tokens import LetterTokenizer
+from told_engine import SAMPLES, SEED, Numbered, Places, Told
+
+from torchtune_ext.buffer import Ledger
+from torchtune_ext.grading import Grader
+from torchtune_ext.rollout import GroupStream
+from torchtune_ext.sampling.engine import SamplingConfig
+from torchtune_ext.source import GroupSource
+from torchtune_ext.tasks.order import ProblemStream
+
+
+@pytest.fixture(scope="module")
+def numbered_grader():
+    with Grader(Numbered(), workers=2, timeout_s=90.0) as grader:
+        yield grader
+
+
+@pytest.fixture
+def make(numbered_grader):
+    """Makes a source of 2 groups a step for 10 steps, and its engine."""
+    made = []
+
+    def make(staleness=0, depth=None, at_once=True, batch=2, deadline_s=30.0, cursor=0, by=numbered_grader):
+        engine, problems = Told(at_once), ProblemStream(Numbered(), SEED)
+        problems.cursor = cursor
+        stream = GroupStream(engine, LetterTokenizer(), by, times=Places())
+        sampling, ledger = SamplingConfig(max_tokens=8), Ledger(batch, 10, staleness, depth)
+        made.append(GroupSource(ledger, stream, problems, SAMPLES, sampling, SEED, deadline_s))
+        return made[-1], engine
+
+    yield make
+    for source in made:
+        source.close()
