@@ -138,9 +138,9 @@ def table(methods: dict[str, list[Result]]) -> str:
     """Mean over seeds ± half of the 95% interval."""
     rows = [["method", "seeds", *(head for head, _ in COLUMNS.values())]]
     for method, results in methods.items():
-        cells = [_cell([r.values[name] for r in results], digits) for name, (_, digits) in COLUMNS.items()]
+        cells = [cell([r.values[name] for r in results], digits) for name, (_, digits) in COLUMNS.items()]
         rows.append([method, str(len(results)), *cells])
-    return _markdown(rows)
+    return markdown(rows)
 
 
 def paired(methods: dict[str, list[Result]]) -> str:
@@ -151,17 +151,19 @@ def paired(methods: dict[str, list[Result]]) -> str:
         pairs = [(r.values, base[r.run.seed]) for r in results if r.run.seed in base]
         if method == "grpo" or not pairs:
             continue
-        cells = [_cell([a[name] - b[name] for a, b in pairs], COLUMNS[name][1], "+") for name in DIFFERENCES]
+        cells = [cell([a[name] - b[name] for a, b in pairs], COLUMNS[name][1], "+") for name in DIFFERENCES]
         rows.append([method, str(len(pairs)), *cells])
-    return _markdown(rows)
+    return markdown(rows)
 
 
-def _cell(values: Sequence[float], digits: int, sign: str = "") -> str:
+def cell(values: Sequence[float], digits: int, sign: str = "") -> str:
+    """Mean ± half of the 95% interval; the mean alone for one value."""
     center, half = interval(values)
     return f"{center:{sign}.{digits}f}" + ("" if math.isnan(half) else f" ± {half:.{digits}f}")
 
 
-def _markdown(rows: list[list[str]]) -> str:
+def markdown(rows: list[list[str]]) -> str:
+    """A table; the first row has the titles."""
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
 
