@@ -64,11 +64,17 @@ def read(run: "Run", start: Path) -> Result:
         "greedy": last["eval/accuracy_greedy"],
         "pass@8": last["eval/pass_at_8"],
         **json.loads(measured.read_text()),
-        **{name: mean(line[name] for line in steps) for name in CLIPPING},
+        **{name: over_steps(steps, name) for name in CLIPPING},
         "tokens": mean(line["length/mean"] for line in steps[-LAST_STEPS:]),
         "s/step": sorted(_learning_s(line) for line in steps)[len(steps) // 2],
     }
     return Result(run, values, [line["reward/mean"] for line in steps])
+
+
+def over_steps(steps: list[dict[str, float]], name: str) -> float:
+    """Mean over the steps that made an update, which needs a group with a signal; nan where none did."""
+    values = [line[name] for line in steps if name in line]
+    return mean(values) if values else math.nan
 
 
 def _learning_s(line: dict[str, float]) -> float:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from objectives_plots import band, plt, save
-from objectives_report import LAST_STEPS, Result, cell, interval, markdown
+from objectives_report import LAST_STEPS, Result, cell, interval, markdown, over_steps
 from objectives_report import read as read_common
 
 from torchtune_ext.telemetry.metrics import read_metrics
@@ -55,7 +55,7 @@ COLORS = {  # Okabe and Ito's, told apart by color-blind readers too
 def read(run: "Run", start: Path) -> Result:
     """What a run came to; `start`: the model after the warm-up."""
     result, steps = read_common(run, start), read_metrics(run.folder / "metrics.jsonl")[1:]
-    more = {name: mean(line[name] for line in steps) for name in MOVED}
+    more = {name: over_steps(steps, name) for name in MOVED}
     more |= {"reward": mean(result.rewards), "age": token_age(run.folder)}
     return replace(result, values=result.values | more)
 
