@@ -1,6 +1,7 @@
 """Policy objectives side by side: what does a constraint change, on-policy and with four updates on every batch?
 
     python benchmarks/objectives.py --out runs/objectives --jobs 2 [--seeds 0 1 2 3 4] [--updates 1 4] [--methods grpo ...]
+    python benchmarks/objectives.py --staleness 1 4 --jobs 2    # instead: what does correcting for old samples change?
 
 Trains `grpo/tiny_arithmetic` with the presets of `METHODS` from one warm-up, and writes table.md and two plots. Runs that are
 there already are read, not repeated, so that it may be stopped at any time and started again.
@@ -18,6 +19,14 @@ narrower than grpo's because its ratio is a mean over a completion.
 
 One update a batch is on-policy: every ratio is 1, nothing is clipped, and grpo, clip_higher, atr_grpo and gspo are the same
 estimator (all four average over completions). There the others run with the first seed alone, to show it.
+
+`--staleness` trains on samples of an older policy instead, with the objectives of `CORRECTIONS`: one loss that is corrected for
+the age of its samples in several ways, or not at all. With `staleness=K depth=K` every group is exactly K versions older than
+the policy that it trains, but for those of the first K steps. Questions are sums of 12 to 16 digits; a worked solution has 29
+to 46 characters, each of which has to be right. A second, short warm-up makes half of the solutions guesses: to leave them is
+what can be learned in 40 steps. All else is held equal, also clipping, advantages and aggregation. The line to compare with,
+staleness 0, has one method: there the proximal policy is the sampler's, and all are the same but for rounding. The learning
+rate was chosen with seed 0, so that staleness 0 learns and 4 without a correction is worse. Tables, plot: objectives_stale.py.
 """
 
 import argparse
@@ -42,6 +51,26 @@ METHODS = {
     "dr_grpo": ("preset=dr_grpo",),
 }
 DISTINCT_ON_POLICY = ("grpo", "dapo", "cispo", "dr_grpo")
+# Folder -> key=value. Each warm-up goes on from the model of the one before.
+WARM_UPS: dict[str, tuple[str, ...]] = {"warmup": ()}
+
+CORRECTIONS = {
+    "decoupled": (),
+    "interpolated": ("loss.old=interpolated",),
+    "TIS": ("loss.importance=tis",),
+    "none": ("loss.importance=none",),
+    # PPO as it is, clipped around the policy that sampled: what AReaL compares its decoupled objective with.
+    "to the sampler": ("loss.importance=none", "loss.old=sampler"),
+}
+AT_STALENESS_0 = "decoupled"
+STALE_UPDATES = 4
+LEVEL = "task.level=10"
+STALE = ("preset=decoupled_ppo", LEVEL, "sampling.max_tokens=64", "engine.max_model_len=128")
+STALE += ("optimizer.lr=2.0e-4", "schedule.warmup=20", "max_steps=40", "evaluation.every=1000")
+STALE_WARM_UPS = {
+    "sums": (LEVEL, "task.guessed=0.0"),
+    "warmup": (LEVEL, "task.seed=11", "num_problems=9600", "optimizer.lr=5.0e-4", "schedule.warmup=20"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +81,8 @@ class Run:
     updates: int  # optimizer updates on the samples of one step
     seed: int
     folder: Path
+    words: tuple[str, ...]  # key=value that make the method, and what it is tried on
+    staleness: int = 0  # versions between the policy that began a sample and the one that it trains
 
     @property
     def done(self) -> bool:
@@ -61,12 +92,23 @@ class Run:
 def plan(out: Path, methods: list[str], updates: list[int], seeds: list[int]) -> list[Run]:
     """All runs, seed by seed, so that what is finished can be compared at any time."""
     return [
-        Run(method, count, seed, out / f"{method.replace(' ', '_')}_u{count}_s{seed}")
+        Run(method, count, seed, out / f"{method.replace(' ', '_')}_u{count}_s{seed}", METHODS[method])
         for seed in seeds
         for count in updates
         for method in methods
         if count > 1 or method in DISTINCT_ON_POLICY or seed == seeds[0]
     ]
+
+
+def plan_stale(out: Path, methods: list[str], staleness: list[int], seeds: list[int]) -> list[Run]:
+    """All runs on samples of an older policy, seed by seed, each seed with its line of staleness 0."""
+    runs = []
+    for seed in seeds:
+        for method, age in [(AT_STALENESS_0, 0), *((method, age) for age in staleness for method in methods)]:
+            words = (*STALE, *CORRECTIONS[method], f"staleness={age}", f"depth={age}")
+            folder = out / f"{method.replace(' ', '_')}_k{age}_s{seed}"
+            runs.append(Run(method, STALE_UPDATES, seed, folder, words, age))
+    return runs
 
 
 def tune(log: Path, threads: int, *args: str) -> None:
@@ -80,6 +122,18 @@ def tune(log: Path, threads: int, *args: str) -> None:
         subprocess.run(command, check=True, env=env, stdout=file, stderr=subprocess.STDOUT)
 
 
+def warm_up(out: Path, threads: int, stages: dict[str, tuple[str, ...]]) -> Path:
+    """Makes what is not there yet of the models, each from the one before. Returns the last one."""
+    config, model = ("--config", "warmup/tiny_arithmetic"), None
+    for name, words in stages.items():
+        if not (out / name / "done").is_file():
+            begun = (f"model_dir={model}",) if model else ()
+            tune(out / f"{name}.txt", threads, "warmup_sft", *config, *words, *begun, f"output_dir={out / name}")
+            (out / name / "done").touch()
+        model = out / name / "model"
+    return model
+
+
 def train(run: Run, model: Path, threads: int, settings: list[str]) -> bool:
     """Trains unless it is done already. Returns whether it is done now."""
     if run.done:
@@ -89,9 +143,10 @@ def train(run: Run, model: Path, threads: int, settings: list[str]) -> bool:
     try:
         tune(
             run.folder / "log.txt", threads,
-            *("grpo_full", "--config", "grpo/tiny_arithmetic", f"output_dir={run.folder}", f"model_dir={model}"),
+            *("grpo_async" if run.staleness else "grpo_full", "--config", "grpo/tiny_arithmetic"),
+            *(f"output_dir={run.folder}", f"model_dir={model}"),
             *(f"seed={run.seed}", f"task.seed={100 + run.seed}", f"updates_per_step={run.updates}"),
-            *METHODS[run.method], *settings,
+            *run.words, *settings,
         )  # fmt: skip
     except subprocess.CalledProcessError as error:
         print(
@@ -108,29 +163,40 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/objectives"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--updates", type=int, nargs="+", default=[1, 4], help="optimizer updates on a batch")
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--staleness", type=int, nargs="+", default=[], help="ages to compare CORRECTIONS at, from 1")
+    parser.add_argument("--methods", nargs="+", default=None, help="some of METHODS, or of CORRECTIONS")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side, with one OpenMP thread each")
     parser.add_argument("--plots", type=Path, default=None, help="folder of the plots (default: --out)")
     parser.add_argument("--grpo", nargs="*", default=[], help="key=value for every GRPO run")
     args = parser.parse_args()
+    known = list(CORRECTIONS if args.staleness else METHODS)
+    methods = args.methods or known
+    if not set(methods) <= set(known) or min(args.staleness, default=1) < 1:
+        parser.error(f"--methods {' '.join(methods)}: choose among {', '.join(known)}; --staleness is 1 or more")
     threads = 1 if args.jobs > 1 else 0
-    warm = args.out / "warmup"
-    if not (warm / "done").is_file():
-        tune(args.out / "warmup.txt", threads, "warmup_sft", "--config", "warmup/tiny_arithmetic", f"output_dir={warm}")
-        (warm / "done").touch()
-    runs = plan(args.out, args.methods, args.updates, args.seeds)
+    if args.staleness:
+        out = args.out / "stale"
+        runs, stages = plan_stale(out, methods, args.staleness, args.seeds), STALE_WARM_UPS
+    else:
+        out = args.out
+        runs, stages = plan(out, methods, args.updates, args.seeds), WARM_UPS
+    model = warm_up(out, threads, stages)
     with ThreadPoolExecutor(args.jobs) as pool:
-        done = list(pool.map(lambda run: train(run, warm / "model", threads, args.grpo), runs))
+        done = list(pool.map(lambda run: train(run, model, threads, args.grpo), runs))
 
-    from objectives_plots import draw  # after the runs: these import torch and transformers
-    from objectives_report import read, report
+    # After the runs, since these import torch and transformers.
+    if args.staleness:
+        from objectives_stale import draw, read, report
+    else:
+        from objectives_plots import draw
+        from objectives_report import read, report
 
-    results = [read(run, warm / "model") for run in runs if run.done]
+    results = [read(run, model) for run in runs if run.done]
     if results:
         text = report(results)
-        (args.out / "table.md").write_text(text)
+        (out / "table.md").write_text(text)
         print(text)
-        draw(results, args.plots or args.out)
+        draw(results, args.plots or out)
     sys.exit(not all(done))
 
 

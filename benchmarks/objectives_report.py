@@ -64,11 +64,17 @@ def read(run: "Run", start: Path) -> Result:
         "greedy": last["eval/accuracy_greedy"],
         "pass@8": last["eval/pass_at_8"],
         **json.loads(measured.read_text()),
-        **{name: mean(line[name] for line in steps) for name in CLIPPING},
+        **{name: over_steps(steps, name) for name in CLIPPING},
         "tokens": mean(line["length/mean"] for line in steps[-LAST_STEPS:]),
         "s/step": sorted(_learning_s(line) for line in steps)[len(steps) // 2],
     }
     return Result(run, values, [line["reward/mean"] for line in steps])
+
+
+def over_steps(steps: list[dict[str, float]], name: str) -> float:
+    """Mean over the steps that made an update, which needs a group with a signal; nan where none did."""
+    values = [line[name] for line in steps if name in line]
+    return mean(values) if values else math.nan
 
 
 def _learning_s(line: dict[str, float]) -> float:
@@ -138,9 +144,9 @@ def table(methods: dict[str, list[Result]]) -> str:
     """Mean over seeds ± half of the 95% interval."""
     rows = [["method", "seeds", *(head for head, _ in COLUMNS.values())]]
     for method, results in methods.items():
-        cells = [_cell([r.values[name] for r in results], digits) for name, (_, digits) in COLUMNS.items()]
+        cells = [cell([r.values[name] for r in results], digits) for name, (_, digits) in COLUMNS.items()]
         rows.append([method, str(len(results)), *cells])
-    return _markdown(rows)
+    return markdown(rows)
 
 
 def paired(methods: dict[str, list[Result]]) -> str:
@@ -151,17 +157,19 @@ def paired(methods: dict[str, list[Result]]) -> str:
         pairs = [(r.values, base[r.run.seed]) for r in results if r.run.seed in base]
         if method == "grpo" or not pairs:
             continue
-        cells = [_cell([a[name] - b[name] for a, b in pairs], COLUMNS[name][1], "+") for name in DIFFERENCES]
+        cells = [cell([a[name] - b[name] for a, b in pairs], COLUMNS[name][1], "+") for name in DIFFERENCES]
         rows.append([method, str(len(pairs)), *cells])
-    return _markdown(rows)
+    return markdown(rows)
 
 
-def _cell(values: Sequence[float], digits: int, sign: str = "") -> str:
+def cell(values: Sequence[float], digits: int, sign: str = "") -> str:
+    """Mean ± half of the 95% interval; the mean alone for one value."""
     center, half = interval(values)
     return f"{center:{sign}.{digits}f}" + ("" if math.isnan(half) else f" ± {half:.{digits}f}")
 
 
-def _markdown(rows: list[list[str]]) -> str:
+def markdown(rows: list[list[str]]) -> str:
+    """A table; the first row has the titles."""
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
 

@@ -1,8 +1,8 @@
 """An endless task of arithmetic that is cheap to sample and to grade, so that a run takes a minute and can be repeated.
 
 A question is short, "7+5-9=". Its solution has the intermediate values in brackets, then the answer: "(12) 3". For a
-tokenizer without merges each character is a token, so a completion has from 2 to about 12 tokens, and about 20 at level
-9. Only the last number is graded. The policy is free to write intermediate values or not.
+tokenizer without merges each character is a token, so a completion has from 2 to about 12 tokens, about 20 at level 9
+and about 40 at level 10. Only the last number is graded. The policy is free to write intermediate values or not.
 """
 
 import random
@@ -39,6 +39,7 @@ LEVELS = {
     7: Form((3, 4), 10, "+-*", brackets=True),  # 7*(5-9)+2=
     8: Form((5, 7), 100, "+-*", brackets=True),  # 17-25*(3+61)+88-4=
     9: Form((6, 8), 10, "+"),  # 7+5+9+3+1+0+8=, which is long but not hard
+    10: Form((12, 16), 10, "+"),  # twice as long as level 9
 }
 
 
@@ -50,7 +51,7 @@ class Arithmetic:
         count: number of questions; None: endless. Low levels have few different questions (level 1 has 100), which
             repeat.
         first: index of the first question.
-        level: one level from 1 to 9 (see `LEVELS`), several with equal probability ([3, 4]), or {level: weight}.
+        level: one level from 1 to 10 (see `LEVELS`), several with equal probability ([3, 4]), or {level: weight}.
         split: "train", "heldout" or "all". The hash of a question decides to which split it belongs; one question in
             eight is held out. So no seed, level or index puts a training question among the held-out ones.
         prompt: the message of the user, in which {question} stands for "17+25=".

@@ -191,7 +191,7 @@ def test_settings_come_from_yaml():
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"level": 10}, "level={10: 1.0}: give a level from 1 to 9"),
+        ({"level": 11}, "level={11: 1.0}: give a level from 1 to 10"),
         ({"level": []}, "level={}: give a level"),
         ({"level": {3: -1, 4: 2}}, "level={3: -1, 4: 2}: give"),
         ({"level": {3: 0}}, "not all 0"),
