@@ -9,7 +9,7 @@ from waiting import wait_until
 from torchtune_ext.sampling.engine import Completion, Engine, SamplingConfig
 
 # Steps of the engine before each publication, and so the tokens that each version samples of every completion, at least.
-STEPS = 20
+STEPS = 8
 
 
 def flown(
