@@ -64,7 +64,7 @@ class StopSignals:
             standing: returns a text that says where the run is and how to go on. Any thread may call it.
             reaction_s: seconds that the main thread has to react. After that the process is ended without it.
         """
-        self._grace_s, self._standing, self._reaction_s = grace_s, standing, reaction_s
+        self._grace_s, self.standing, self._reaction_s = grace_s, standing, reaction_s
         self.signal: signal.Signals | None = None  # the signal that ends the run
         self._came_at = NEVER  # the time.monotonic() at which the signal came
         self._stepping = False  # True: SIGTERM waits for the end of the step
@@ -219,7 +219,7 @@ class StopSignals:
         timer.start()
         try:
             if self.speaks:
-                _tell(f"Stopped by {NAMES[self.signal]}, {how}. {self._standing()}")
+                _tell(f"Stopped by {NAMES[self.signal]}, {how}. {self.standing()}")
         finally:
             os._exit(128 + self.signal)
 

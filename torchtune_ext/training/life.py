@@ -26,8 +26,6 @@ class Recipe(Protocol):
 
     def train(self) -> None: ...  # not needed if `run_recipe` is given other work
 
-    def standing(self) -> str: ...  # says where the run is and how to go on, for the message when it is stopped
-
     def cleanup(self) -> None: ...  # must work however far `setup` came
 
 
@@ -67,7 +65,7 @@ def run_recipe(make: Callable[[Any], Recipe], cfg: Any, work: Callable[[Any], No
             stop.begin_cleanup()
             recipe.cleanup()
     if stopped_by is not None:
-        message = recipe.standing()
+        message = stop.standing()
     # The recipe holds the model, whose sharded weights keep the process group alive.
     del recipe
     # If the ranks did not stop together, this would wait for ranks that are stuck. torchrun ends those.

@@ -162,7 +162,7 @@ def test_the_error_travels_between_ranks():
 
 @pytest.mark.parametrize("standing", ["lambda: 1 / 0", "stuck"])
 def test_an_end_that_cannot_say_where_it_stands_is_an_end_all_the_same(standing):
-    process = start(f"stop._standing = {standing}; stop.begin_steps(); stuck()", grace=0.3)
+    process = start(f"stop.standing = {standing}; stop.begin_steps(); stuck()", grace=0.3)
     time.sleep(0.2)
     process.send_signal(signal.SIGTERM)
     assert end(process, 6)[0] == 143
