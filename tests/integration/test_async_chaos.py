@@ -110,7 +110,8 @@ def test_a_frozen_and_a_killed_engine_at_publications_and_a_hanging_grader(workp
     steps, hung = 9, problem_of(7 * GROUPS + 1)
     (workplace / f"hang_{hung}").touch()
     frozen = workplace / "frozen"
-    args = [*FAULTY, f"max_steps={steps}", "grader.timeout_s=4"]
+    # Without checkpoints a step is short, so that the groups of the last publication are under way when the next one begins.
+    args = [*FAULTY, f"max_steps={steps}", "grader.timeout_s=4", "checkpoints.every=100"]
     args += ["optimizer._component_=faulty_optimizer.Freezing", "optimizer.after=[3,6]"]
     run = recovers.start(*args)
     wait_for_step(run, 5)
