@@ -157,6 +157,7 @@ def start(home: Round, *args: str) -> Run:
     return home.start(*FAULTY, f"max_steps={STEPS}", "checkpoints.keep_last=20", RESUME, *args)
 
 
+@pytest.mark.long
 def test_a_full_disk_is_named_and_damages_nothing(ends):
     """The metrics of the step still fit, its checkpoint with the groups on their way does not."""
     if not os.path.ismount(ends.output_dir):
@@ -178,6 +179,7 @@ def test_a_full_disk_is_named_and_damages_nothing(ends):
     balloon.unlink()
 
 
+@pytest.mark.long
 def test_a_group_that_never_ends_is_named(ends):
     """A text holds its grader for longer than anybody waits. All that may be sampled before it is trained comes, then nothing."""
     number, silence_s = 6 * GROUPS + 2, 10.0
@@ -200,6 +202,7 @@ def test_a_group_that_never_ends_is_named(ends):
     require_nothing_left(ends)
 
 
+@pytest.mark.long
 def test_ctrl_c_while_groups_are_on_their_way(ends, hears_ctrl_c):
     run = start(ends)
     wait_for_step(run, 8)
@@ -214,6 +217,7 @@ def test_ctrl_c_while_groups_are_on_their_way(ends, hears_ctrl_c):
     require_nothing_left(ends)
 
 
+@pytest.mark.long
 def test_in_the_end_every_problem_was_trained_once(ends):
     run = start(ends)
     assert run.wait(240) == 0, run.output()

@@ -114,7 +114,7 @@ def test_the_age_of_the_tokens_is_that_of_the_step_that_trains_them(tmp_path):
     assert stale.token_age(tmp_path) == 1.0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_old_samples_in_small(repo_root, tmp_path):
     """Two real runs on sums of two digits: every group is one version old, and what is done is not done again."""
