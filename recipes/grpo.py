@@ -227,7 +227,7 @@ class GRPORecipe:
             way=self.trained.way,
         )
         identity = partial(identify, "", self.hf_model, self.meta_model, self.trained.spec)
-        self.replay = Replay(cfg.replay, record(cfg), identity(), self.problems) if cfg.replay else None
+        self.replay = Replay(cfg.replay, record(cfg), identity(), self.problems, self.tokenizer) if cfg.replay else None
         if self.ranks.is_main and not self.replay:
             self.engine = Engine(cfg.model_dir, self.precision.engine, cfg.output_dir)
 
@@ -452,9 +452,9 @@ class GRPORecipe:
         state = RunState.from_json(saved, path)
         self.step, self.version = state.step, state.version
         self.problems.cursor, self.learner.updates = state.cursor, state.updates
+        self.source.load_state_dict(state.source, self.step, self.version)
         if self.engine:
             self.engine.load_state_dict(state.throttle)
-        self.source.load_state_dict(state.source, self.step, self.version)
 
     def cleanup(self) -> None:
         # The lock of the folder goes last.

@@ -139,24 +139,22 @@ def refilled(groups: list[Group], size: int) -> tuple[list[Group], list[Group]]:
     """Chooses the groups of a step after groups without signal were replaced by sampling others.
 
     Args:
-        groups: groups with advantages, in the order of sampling. At most `size` of them have a signal.
+        groups: groups with advantages, in the order of sampling.
         size: how many groups the step has.
 
     Returns:
-        The `size` groups of the step, and all groups in the order of sampling. Those without signal that were replaced are
-        only among the latter, and not trained on.
+        The groups of the step, at most `size`, and all groups. Both are in the order of sampling. What is only among the
+        latter, mostly groups without signal that others have replaced, is not trained on.
     """
-    # If too few groups have a signal, the first groups without one fill the step.
-    room = size - sum(group.has_signal for group in groups)
-    kept, drawn = [], []
-    for group in groups:
-        if group.has_signal or room > 0:
-            kept.append(group)
-            room -= not group.has_signal
-            drawn.append(group)
-        else:
-            drawn.append(replace(group, samples=tuple(replace(s, trained=False) for s in group.samples)))
+    # The first groups with a signal go before the first ones without.
+    chosen = set(sorted(range(len(groups)), key=lambda i: not groups[i].has_signal)[:size])
+    kept = [group for i, group in enumerate(groups) if i in chosen]
+    drawn = [group if i in chosen else _untrained(group) for i, group in enumerate(groups)]
     return kept, drawn
+
+
+def _untrained(group: Group) -> Group:
+    return replace(group, samples=tuple(replace(sample, trained=False) for sample in group.samples))
 
 
 def _advantages(rewards_G: np.ndarray, config: AdvantageConfig, batch_std: float) -> np.ndarray | None:

@@ -46,7 +46,8 @@ class Group:
         return sum(sample.trained or sample.score is not None for sample in self.samples)
 
 
-GroupKey = tuple[str, int]  # what kind of group ("group" of the run, "refill", "evaluation"), and its number among them
+# What kind of group ("group" of the run, "refill", "evaluation", "greedy"), and its number among them.
+GroupKey = tuple[str, int]
 
 
 class GroupTimes:

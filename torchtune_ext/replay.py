@@ -6,19 +6,21 @@ give the same updates: on a CPU a replay ends with the weights of the run, bit f
 other settings of the objective or the optimizer a replay tells what these do to the same data.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.groups import Group
 from torchtune_ext.run.folder import read_record
+from torchtune_ext.source import REPLAYED
 from torchtune_ext.tasks.order import ProblemStream
 from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
 from torchtune_ext.training.identity import Identity
 from torchtune_ext.training.manifest import Manifest
 
-# With another value the stored groups would answer other problems, or be other steps.
-SAME = ("task", "tokenizer", "seed", "prompts_per_step", "samples_per_prompt")
+# With another value the stored groups would be other steps, or answers to other problems.
+SAME = ("seed", "prompts_per_step", "samples_per_prompt")
 # These settings say where and how a run works. They do not change what it learns from given rollouts.
 APART = (
     "output_dir",
@@ -33,6 +35,7 @@ APART = (
 )
 APART += ("evaluation", "engine", "staleness", "depth", "rollout_deadline_s", "rank_deadline_s", "max_mismatch")
 NAMED = 8  # settings that differ and that one line names
+BATCHES = 32  # The problems of a first step are among those of so many: of steps ahead, or of refills.
 
 
 class Replay:
@@ -43,36 +46,37 @@ class Replay:
         run: folder of the run that is replayed.
         settings: those of this run, as `host.config.record` returns them.
         identity: the model and the weights that this run begins with; its run does not count.
-        problems: those of this run.
+        problems, tokenizer: those of this run.
 
     Raises:
         ValueError: there is no such run, it is this one, it lacks the rollouts of a step, or it asked other problems, began
             with another model or had another seed. The message names the setting.
     """
 
-    def __init__(self, run: str | Path, settings: Mapping[str, Any], identity: Identity, problems: ProblemStream):
+    def __init__(
+        self,
+        run: str | Path,
+        settings: Mapping[str, Any],
+        identity: Identity,
+        problems: ProblemStream,
+        tokenizer: ChatTokenizer,
+    ):
         self._run, self._paths, self._step = Path(run), rollout_paths(run), 0
         if self._run.resolve() == Path(settings["output_dir"]).resolve():
             raise ValueError(f"replay={run} is the output_dir of this run; choose another output_dir")
-        try:
-            found = read_record(run)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"replay={run}: {error}; name the folder of a whole run") from None
-        if found is None:
-            raise ValueError(f"replay={run}: there is no run.json; name the folder of a run of a GRPO recipe")
-        self._theirs = found.get("config", {})
-        self._require_rollouts(settings["max_steps"])
-        self._require_same(settings)
-        self._require_model(identity)
-        self._require_problems(settings, problems)
-        self._changed = _differences(self._theirs, settings)
+        found = self._record()
+        self._id, self._steps, theirs = found["id"], settings["max_steps"], found.get("config", {})
+        self._require_rollouts()
+        self._changed = _differences(theirs, settings)
+        self._require_same(theirs, settings)
+        self._require_model(theirs, identity)
+        self._require_problems(settings["prompts_per_step"], problems, tokenizer)
 
     def __str__(self) -> str:
-        """Says in one line what is replayed, and which settings will make it end elsewhere."""
-        text = f"replays {self._run}: its rollouts of {len(self._paths)} steps; no engine, no evaluation"
+        """Says in one line what is replayed, and which settings may make it end elsewhere."""
+        text = f"replays {self._run}: {self._steps} of its {len(self._paths)} steps; no engine, no evaluation"
         if self._changed:
-            more = f", and {len(self._changed) - NAMED} more" if len(self._changed) > NAMED else ""
-            text += f". Set otherwise there, so the weights may differ: {', '.join(self._changed[:NAMED])}{more}"
+            text += f". Set otherwise there, so the weights may differ: {_named(self._changed)}"
         return text
 
     def publish(self, version: int) -> dict[str, float]:
@@ -90,72 +94,110 @@ class Replay:
         Those of refills are among them, so a further round, with `refill` from 1, brings nothing.
 
         Raises:
-            ValueError: the file of the step is damaged.
+            ValueError: the file of the step is damaged, or another run has begun in the folder.
         """
         if refill:
             return [], {}
+        if (now := self._record()["id"]) != self._id:
+            raise ValueError(
+                f"replay={self._run}: run {self._id} is not there any more, but {now}; name its folder of now"
+            )
         self._step += 1
         return read_rollouts(self._paths[self._step]), {}
 
     def state_dict(self) -> dict[str, Any]:
-        return {}
+        return {REPLAYED: self._id}
 
     def load_state_dict(self, state: Mapping[str, Any], step: int, version: int) -> None:
-        """Goes on after `step`."""
+        """Goes on after `step`.
+
+        Raises:
+            ValueError: until then the run was no replay, or that of another run.
+        """
+        if state.get(REPLAYED) != self._id:
+            before = f"replayed run {state[REPLAYED]}" if REPLAYED in state else "sampled its own groups"
+            raise ValueError(
+                f"replay={self._run} (run {self._id}) cannot go on from this checkpoint, whose run {before}: set replay as it "
+                "was, or begin in another output_dir"
+            )
         self._step = step
 
     def close(self) -> None:
         """Nothing is open."""
 
-    def _require_rollouts(self, steps: int) -> None:
-        missing = [step for step in range(1, steps + 1) if step not in self._paths]
+    def _record(self) -> dict[str, Any]:
+        """Returns what run.json of the folder says."""
+        try:
+            found = read_record(self._run)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"replay={self._run}: {error}; name the folder of a whole run") from None
+        if found is None:
+            raise ValueError(f"replay={self._run}: there is no run.json; name the folder of a run of a GRPO recipe")
+        return found
+
+    def _require_rollouts(self) -> None:
+        missing = [step for step in range(1, self._steps + 1) if step not in self._paths]
         if not missing:
             return
         if missing[0] == 1:
             raise ValueError(
                 f"replay={self._run} holds no rollouts of step 1: name the folder of a run that has trained"
             )
+        more = ", or let that run go on first" if missing[0] > max(self._paths) else ""
         raise ValueError(
-            f"replay={self._run} lacks the rollouts of step {missing[0]}, and max_steps={steps}: set "
-            f"max_steps={missing[0] - 1}, or let that run go on first"
+            f"replay={self._run} lacks the rollouts of step {missing[0]}, and max_steps={self._steps}: set "
+            f"max_steps={missing[0] - 1}{more}"
         )
 
-    def _require_same(self, settings: Mapping[str, Any]) -> None:
+    def _require_same(self, theirs: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         for key in SAME:
-            ours, theirs = settings[key], self._theirs.get(key)
-            if ours == theirs:
-                continue
-            where = _differences({key: theirs}, {key: ours})
+            if theirs.get(key) != settings[key]:
+                raise ValueError(
+                    f"replay={self._run} has {key}={theirs.get(key)}, and this run {key}={settings[key]}: set it as there"
+                )
+        # The check of an objective without a correction asks for the bound of this run.
+        if theirs.get("staleness", 0) > settings["staleness"]:
             raise ValueError(
-                f"replay={self._run} answers other problems: {', '.join(where)}. Set {key} as it is in "
-                f"{self._run}/run.json, or leave out replay"
+                f"replay={self._run} has samples up to staleness={theirs['staleness']} versions old, and this run staleness="
+                f"{settings['staleness']}: set staleness={theirs['staleness']}, so that the objective is checked for it"
             )
 
-    def _require_model(self, identity: Identity) -> None:
-        """Compares with the newest checkpoint, which says what the run began with. A run that has none yet is believed."""
-        manifests = sorted(self._run.glob("checkpoints/step_*/manifest.json"))
-        if not manifests:
+    def _require_model(self, theirs: Mapping[str, Any], identity: Identity) -> None:
+        """Compares with the newest checkpoint that can be read. A run that has none is believed."""
+        for manifest in sorted(self._run.glob("checkpoints/step_*/manifest.json"), reverse=True):
+            try:
+                found = Manifest.read(manifest.parent).identity
+            except ValueError:
+                continue
+            for what, there, here in (
+                ("another model", found.model, identity.model),
+                ("other weights", found.base, identity.base),
+            ):
+                if there != here:
+                    raise ValueError(
+                        f"replay={self._run} began with {what} ({there}; this run has {here}): set model_dir="
+                        f"{theirs.get('model_dir')} and model as there"
+                    )
             return
-        theirs = Manifest.read(manifests[-1].parent).identity
-        for name, ours in (("model", identity.model), ("base", identity.base)):
-            if ours != getattr(theirs, name):
-                what = {"model": "another model", "base": "other weights"}[name]
-                raise ValueError(
-                    f"replay={self._run} began with {what} ({getattr(theirs, name)}; this run has {ours}): set model_dir="
-                    f"{self._theirs.get('model_dir')} and model as there"
-                )
 
-    def _require_problems(self, settings: Mapping[str, Any], problems: ProblemStream) -> None:
-        """The first step's problems have to be among the first ones of the task: its file may have changed since."""
-        ahead = (self._theirs.get("depth") or self._theirs.get("staleness", 0)) + self._theirs.get("refill_rounds", 0)
-        first = [problems.at(cursor) for cursor in range((1 + ahead) * settings["prompts_per_step"])]
-        asked = {problem.id: [dict(message) for message in problem.messages] for problem in first}
-        for group in read_rollouts(self._paths[1]):
-            if asked.get(group.problem.id) != [dict(message) for message in group.problem.messages]:
-                raise ValueError(
-                    f"replay={self._run}: step 1 there has problem {group.problem.id!r}, which the task of this run does "
-                    "not ask so: the task's data or code has changed since"
-                )
+    def _require_problems(self, batch: int, problems: ProblemStream, tokenizer: ChatTokenizer) -> None:
+        """The prompts of the first step have to be among the first ones of this run: the task's data may have changed since."""
+        wanted = {group.problem.id: group for group in read_rollouts(self._paths[1])}
+        for cursor in range(BATCHES * batch):
+            problem = problems.at(cursor)
+            group = wanted.get(problem.id)
+            if group is not None and group.prompt_tokens.tolist() == tokenizer.prompt_ids(list(problem.messages)):
+                del wanted[problem.id]
+            if not wanted:
+                return
+        named = [text for text in self._changed if text.startswith(("task.", "tokenizer."))]
+        cause = f"set otherwise there: {_named(named)}" if named else "the task's data or code has changed since"
+        raise ValueError(f"replay={self._run} answers other problems, {next(iter(wanted))!r} for instance: {cause}")
+
+
+def _named(settings: Sequence[str]) -> str:
+    more = f", and {len(settings) - NAMED} more" if len(settings) > NAMED else ""
+    return f"{', '.join(settings[:NAMED])}{more}"
 
 
 def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:

@@ -3,35 +3,33 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from queue import Empty, SimpleQueue
-from threading import Thread
+from threading import Lock, Thread
 from typing import Protocol
-
-import numpy as np
 
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.grading import Grader, Outcome, log_failures
-from torchtune_ext.groups import Group, GroupKey, GroupTimes, Sample
+from torchtune_ext.groups import Group, GroupTimes
 from torchtune_ext.sampling.engine import Completion, Engine, EngineFailed, Priority, SamplingConfig
 from torchtune_ext.tasks.task import Problem
+from torchtune_ext.unfinished import Unfinished
 
 log = logging.getLogger(__name__)
 
 # Python acts on a Ctrl-C in the main thread alone, but the kernel may give it to another: so often a wait looks for one.
 WAKE_S = 1.0
 CLOSE_S = 10.0  # seconds that the thread of a stream has to end
-EVALUATION = "evaluation"  # of `GroupKey`: nobody waits for the others of a batch
+BUFFERED = ("group", "refill")  # kinds of groups (`GroupKey`) that stay in the buffer until a step takes them
 
 
 class Watcher(Protocol):
-    """Who wants to see samples as they come: a progress bar. The engine's thread calls `on_completion`, that of the stream
-    calls `add_reward`."""
+    """Who wants to see samples as they come: a progress bar. The stream's thread calls it."""
 
     def on_completion(self, problem: int, sample: int, completion: Completion) -> None: ...
 
@@ -56,20 +54,23 @@ class GroupStream:
         watcher: Watcher | None = None,
         times: GroupTimes | None = None,
     ):
-        self.watcher, self._watched_below, self.times = watcher, math.inf, times or GroupTimes()
+        # Who watches, and the number below which groups are watched. `_wanted` takes the place of `_watched` at the next event.
+        self._watched = self._wanted = None if watcher is None else (watcher, math.inf)
+        self._watch_lock, self.times = Lock(), times or GroupTimes()
         self.last_sign = time.monotonic()  # when the last completion or grade came
         self._engine, self._tokenizer, self._grader = engine, tokenizer, grader
         # Those that `next` has not handed out and `cancel` has not ended. Only their caller's thread changes the dict.
-        self._groups: dict[int, _Unfinished] = {}
-        self._events: SimpleQueue[tuple[_Unfinished, int | None, Completion | Future] | None] = SimpleQueue()
-        self._finished: SimpleQueue[_Unfinished | Exception | None] = SimpleQueue()
+        self._groups: dict[int, Unfinished] = {}
+        self._events: SimpleQueue[tuple[Unfinished, int | None, Completion | Future] | Callable | None] = SimpleQueue()
+        self._finished: SimpleQueue[Unfinished | Exception | None] = SimpleQueue()
         self._thread = Thread(target=self._work, name="torchtune-ext-groups", daemon=True)
         self._thread.start()
 
-    @property
-    def drawing(self) -> bool:
-        """Tells whether the engine still samples for any group."""
-        return any(not group.drawn for group in list(self._groups.values()))
+    def drawing(self, numbers: Collection[int] | None = None) -> bool:
+        """Tells whether the engine still samples for any group, or for any of these."""
+        return any(
+            not group.drawn for number, group in list(self._groups.items()) if numbers is None or number in numbers
+        )
 
     def submit(
         self,
@@ -92,7 +93,7 @@ class GroupStream:
         Raises:
             What `Engine.submit` raises, ValueError for instance.
         """
-        group = _Unfinished((kind, number), problem, self._tokenizer, samples)
+        group = Unfinished((kind, number), problem, self._tokenizer, samples)
         self._groups[number] = group
         self.last_sign = time.monotonic()
         self.times.begin(group.key, problem=problem.id)
@@ -107,13 +108,17 @@ class GroupStream:
         drawing.add_done_callback(lambda done: self._events.put((group, None, done)))
 
     def next(
-        self, watch: Callable[[str], AbstractContextManager] = nullcontext, within_s: float = math.inf
+        self,
+        watch: Callable[[str], AbstractContextManager] = nullcontext,
+        within_s: float = math.inf,
+        missing: Collection[int] | None = None,
     ) -> tuple[int, Group] | None:
         """Waits for a finished group.
 
         Args:
             watch: gives a context for "generate", while the engine samples, and one for "grade", while only grades lack.
             within_s: seconds to wait at most.
+            missing: numbers of the groups that decide which of the two it is; None: all.
 
         Returns:
             (its number, the group without advantages), or None when the time is over.
@@ -123,7 +128,7 @@ class GroupStream:
         """
         end = time.monotonic() + within_s
         while True:
-            with watch("generate" if self.drawing else "grade"):
+            with watch("generate" if self.drawing(missing) else "grade"):
                 try:
                     found = self._finished.get(timeout=max(0.0, min(end - time.monotonic(), WAKE_S)))
                 except Empty:
@@ -153,18 +158,30 @@ class GroupStream:
         Args:
             finished: groups that `next` has handed out, by number.
         """
-        if watcher is not None:
-            for number, group in finished.items():
-                if number < below:
-                    tell(watcher, number, ((sample.completion, sample.outcome) for sample in group.samples))
-            for number, group in list(self._groups.items()):
-                if number < below:
-                    tell(watcher, number, group.arrived_so_far)
-        self.watcher, self._watched_below = watcher, below
+        if watcher is None:
+            yield
+            return
+        self._wanted = wanted = watcher, below
+        self._events.put(partial(self._begin_to_watch, wanted, dict(finished)))
         try:
             yield
         finally:
-            self.watcher, self._watched_below = None, math.inf
+            with self._watch_lock:
+                self._wanted = self._watched = None
+
+    def _begin_to_watch(self, wanted: tuple[Watcher, float], finished: Mapping[int, Group]) -> None:
+        """In the stream's thread, so that a completion is either told of here or as it comes."""
+        watcher, below = wanted
+        with self._watch_lock:
+            if self._wanted is not wanted:
+                return
+            self._watched = wanted
+        for number, group in finished.items():
+            if number < below:
+                tell(watcher, number, ((sample.completion, sample.outcome) for sample in group.samples))
+        for number, group in list(self._groups.items()):
+            if number < below:
+                tell(watcher, number, group.arrived_so_far)
 
     def missing(self, number: int) -> str:
         """Says when a group was submitted and what is not there yet of it, for messages."""
@@ -179,17 +196,19 @@ class GroupStream:
         if self._thread.is_alive():
             log.warning("the thread that hands texts to the graders did not end within %g s", CLOSE_S)
 
-    def _arrived(self, group: "_Unfinished", sample: int, completion: Completion) -> None:
+    def _arrived(self, group: Unfinished, sample: int, completion: Completion) -> None:
         self._events.put((group, sample, completion))
-        if (watcher := self._watcher_of(group)) is not None:
-            watcher.on_completion(group.number, sample, completion)
 
-    def _watcher_of(self, group: "_Unfinished") -> Watcher | None:
+    def _watcher_of(self, group: Unfinished) -> Watcher | None:
         """Returns who wants to see this group now. The watcher may be taken away at any moment."""
-        return self.watcher if group.number < self._watched_below else None
+        watched = self._watched
+        return watched[0] if watched is not None and group.number < watched[1] else None
 
     def _work(self) -> None:
         while (event := self._events.get()) is not None:
+            if callable(event):
+                event()
+                continue
             group = event[0]
             if group.cancelled:
                 continue
@@ -200,16 +219,18 @@ class GroupStream:
                 self._finished.put(error)
                 continue
             if group.drawn and group.graded:
-                if group.key[0] == EVALUATION:
-                    self.times.end(group.key)
-                else:
+                if group.key[0] in BUFFERED:
                     self.times.move(group.key, "buffer")
+                else:
+                    self.times.end(group.key)
                 self._finished.put(group)
 
-    def _take(self, group: "_Unfinished", sample: int | None, what: Completion | Future) -> None:
+    def _take(self, group: Unfinished, sample: int | None, what: Completion | Future) -> None:
         """Hands a completion to the grader, or notes what the grader says, or that the engine is done with the group."""
         if isinstance(what, Completion):
             text = group.add(sample, what)
+            if (watcher := self._watcher_of(group)) is not None:
+                watcher.on_completion(group.number, sample, what)
             if group.arrived:
                 self.times.move(group.key, "graders", tokens=group.tokens, versions=group.versions)
             if not self._grader.compares:
@@ -222,8 +243,8 @@ class GroupStream:
             except CancelledError:  # another thread closed the engine
                 raise EngineFailed("the engine was closed") from None
             group.drawn = True
-            if not self.drawing:
-                self._finished.put(None)  # who waits learns that only grades are waited for now
+            if not group.graded:
+                self._finished.put(None)  # who waits learns that of this group only grades lack now
         else:
             found, watcher = what.result(), self._watcher_of(group)
             for place, outcome in enumerate(found if self._grader.compares else [found], start=sample):
@@ -231,7 +252,7 @@ class GroupStream:
                 if watcher is not None and outcome.score is not None:
                     watcher.add_reward(outcome.score.reward)
 
-    def _when_graded(self, group: "_Unfinished", sample: int, future: Future) -> None:
+    def _when_graded(self, group: Unfinished, sample: int, future: Future) -> None:
         group.futures.append(future)
         future.add_done_callback(lambda done: self._events.put((group, sample, done)))
 
@@ -247,6 +268,7 @@ def sample_groups(
     watch: Callable[[str], AbstractContextManager] = nullcontext,
     priority: Priority = Priority.SAMPLE,
     times: GroupTimes | None = None,
+    kind: str = "evaluation",
 ) -> Iterator[tuple[int, Group]]:
     """Samples `samples_per_prompt` completions of every problem and grades them (`GroupStream`).
 
@@ -262,7 +284,7 @@ def sample_groups(
     stream, outcomes = GroupStream(engine, tokenizer, grader, watcher, times), []
     try:
         for p, problem in enumerate(problems):
-            stream.submit(p, problem, samples_per_prompt, sampling, p, priority, EVALUATION)
+            stream.submit(p, problem, samples_per_prompt, sampling, p, priority, kind)
         for _ in problems:
             p, group = stream.next(watch)
             outcomes += [sample.outcome for sample in group.samples]
@@ -305,12 +327,14 @@ def sample_held_out(
         What `sample_groups` raises.
     """
     found = []
-    for title, n, how in (
-        ("evaluate", samples_per_problem, sampling),
-        ("evaluate greedy", 1, replace(sampling, temperature=0.0)),
+    for title, kind, n, how in (
+        ("evaluate", "evaluation", samples_per_problem, sampling),
+        ("evaluate greedy", "greedy", 1, replace(sampling, temperature=0.0)),
     ):
         with bars(len(problems) * n, title) as bar:
-            groups = sample_groups(problems, n, how, engine, tokenizer, grader, bar, watch, Priority.EVALUATION, times)
+            groups = sample_groups(
+                problems, n, how, engine, tokenizer, grader, bar, watch, Priority.EVALUATION, times, kind
+            )
             found.append(in_order(groups))
     return found[0], found[1]
 
@@ -318,74 +342,3 @@ def sample_held_out(
 def in_order(stream: Iterable[tuple[int, Group]]) -> list[Group]:
     """The batch: all groups of a stream, in the order of their problems."""
     return [group for _, group in sorted(stream, key=itemgetter(0))]
-
-
-class _Unfinished:
-    """A group on its way: its completions arrive, then their outcomes, each in any order."""
-
-    def __init__(self, key: GroupKey, problem: Problem, tokenizer: ChatTokenizer, samples: int):
-        self.key, self.problem, self._decode = key, problem, tokenizer.decode
-        self.prompt = tokenizer.prompt_ids(list(problem.messages))
-        self._opened = tokenizer.opened_thought(self.prompt)
-        self._completions: list[Completion | None] = [None] * samples
-        self.texts = [""] * samples
-        self.outcomes: list[Outcome | None] = [None] * samples
-        self.futures: list[Future] = []  # of the engine, of the grader
-        self.submitted = time.monotonic()
-        self.drawn = False  # the engine is done with it
-        self.cancelled = False
-
-    def add(self, sample: int, completion: Completion) -> str:
-        """Takes a completion and returns its text."""
-        self._completions[sample] = completion
-        self.texts[sample] = self._opened + self._decode(completion.tokens.tolist())
-        return self.texts[sample]
-
-    def cancel(self) -> None:
-        self.cancelled = True
-        for future in list(self.futures):
-            future.cancel()
-
-    @property
-    def arrived(self) -> bool:
-        """Tells whether all completions are there."""
-        return all(completion is not None for completion in self._completions)
-
-    @property
-    def arrived_so_far(self) -> list[tuple[Completion | None, Outcome | None]]:
-        """The completion and the outcome of each sample, as far as they are there."""
-        return list(zip(self._completions, self.outcomes, strict=True))
-
-    @property
-    def graded(self) -> bool:
-        return all(outcome is not None for outcome in self.outcomes)
-
-    @property
-    def tokens(self) -> int:
-        """The tokens of the completions that are there."""
-        return sum(len(completion.tokens) for completion in self._completions if completion is not None)
-
-    @property
-    def number(self) -> int:
-        return self.key[1]
-
-    @property
-    def versions(self) -> list[int]:
-        """The lowest and the highest version that sampled a token of the completions that are there."""
-        found = [completion.versions for completion in self._completions if completion is not None]
-        found = np.concatenate(found) if found else np.zeros(0)
-        return [int(found.min()), int(found.max())] if len(found) else []
-
-    @property
-    def missing(self) -> str:
-        since = f"submitted {time.monotonic() - self.submitted:.0f} s ago"
-        samples = len(self.outcomes)
-        undrawn, ungraded = self._completions.count(None), self.outcomes.count(None)
-        if undrawn:
-            return f"{since}, the engine has not ended {undrawn} of {samples} completions"
-        return f"{since}, {ungraded} of {samples} texts are not graded"
-
-    def finish(self) -> Group:
-        found = zip(self._completions, self.texts, self.outcomes, strict=True)
-        samples = tuple(Sample(completion, text=text, outcome=outcome) for completion, text, outcome in found)
-        return Group(self.problem, np.asarray(self.prompt, dtype=np.int32), samples)

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 SEED_STRIDE = 1 << 20  # the seeds of a step start here times the step, those of a refill one by one behind
 NAMED = 5  # groups that a message names
+REPLAYED = "replayed"  # in the state of a run that samples nothing but replays another one: whose id
 
 
 def step_seed(seed: int, step: int, refill: int = 0) -> int:
@@ -139,8 +140,13 @@ class GroupSource:
         A finished group is sampled again where the settings of sampling or its problem have changed since.
 
         Raises:
-            ValueError: `prompts_per_step` has changed while groups were on their way.
+            ValueError: `prompts_per_step` has changed while groups were on their way, or until then the run was a replay.
         """
+        if REPLAYED in state:
+            raise ValueError(
+                f"this checkpoint is of a replay of run {state[REPLAYED]}, which has asked no problems of its own: set replay "
+                "as it was, or begin a new run in another output_dir (model_dir may be a checkpoint that is a whole model)"
+            )
         if self._stream is None:
             return
         if not state:
@@ -193,7 +199,7 @@ class GroupSource:
                     "version is published; call open(version) after each publication, and publish once a step"
                 )
             self._require_signs(begun, missing)
-            self._collect(WAKE_S, watch)
+            self._collect(WAKE_S, watch, missing)
         groups = [self.finished.pop(number) for number in ages]
         for number in ages:
             del self._cursors[number]
@@ -242,9 +248,14 @@ class GroupSource:
             except ValueError as error:
                 raise ValueError(f"problem {problem.id!r} of step {step + 1}: {error}") from error
 
-    def _collect(self, within_s: float, watch: Callable[[str], AbstractContextManager] = nullcontext) -> None:
+    def _collect(
+        self,
+        within_s: float,
+        watch: Callable[[str], AbstractContextManager] = nullcontext,
+        missing: Sequence[int] | None = None,
+    ) -> None:
         """Takes what is finished from the stream; waits for the first one for `within_s` seconds."""
-        while found := self._stream.next(watch, within_s):
+        while found := self._stream.next(watch, within_s, missing):
             number, group = found
             self.finished[number] = group
             self.ledger.finish(number)

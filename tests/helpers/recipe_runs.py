@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tiny_runs import command, environment, metrics, write_tiny_model
 
-__all__ = ["command", "environment", "make_workplace", "metrics", "run", "wait_for_steps"]
+__all__ = ["KL", "command", "environment", "make_workplace", "metrics", "run", "wait_for_steps"]
 
 TASK = '''
 import hashlib
@@ -70,6 +70,15 @@ sampling: {max_tokens: 12}
 engine: {dtype: float32, max_model_len: 128, kv_cache_bytes: 16777216}
 checkpoints: {every: 1}
 """
+
+
+KL = [
+    "loss.kl_coef=0.1",
+    "refill_rounds=2",
+    "advantage.truncated=penalize",
+    "evaluation.samples=4",
+    "updates_per_step=1",
+]
 
 
 def make_workplace(folder: Path, **larger: int) -> Path:

@@ -2,6 +2,8 @@
 
 import json
 
+from torchtune_ext.telemetry.timeline import read_trace
+
 # The fields that the document and the importers of Perfetto and chrome://tracing need, by the kind of an event.
 NEEDED = {
     "X": {"name": str, "cat": str, "ts": int, "dur": int, "pid": int, "tid": int, "args": dict},
@@ -11,6 +13,10 @@ NEEDED = {
     "i": {"name": str, "ts": int, "s": str, "pid": int, "tid": int},
     "M": {"name": str, "ts": int, "pid": int, "tid": int, "args": dict},
 }
+
+
+def events_of(path):
+    return list(read_trace(path))
 
 
 def as_chrome_reads(path):

@@ -26,16 +26,7 @@ def full_workplace(tmp_path_factory):
 @pytest.fixture(scope="session")
 def kl_run(full_workplace):
     """A run of two steps with a KL term, further sampling and several samples of each held-out problem."""
-    args = [
-        "output_dir=kl",
-        "loss.kl_coef=0.1",
-        "refill_rounds=2",
-        "advantage.truncated=penalize",
-        "evaluation.samples=4",
-        "updates_per_step=1",
-        "max_steps=2",
-    ]
-    runs.run(full_workplace, "grpo_full", *args)
+    runs.run(full_workplace, "grpo_full", "output_dir=kl", "max_steps=2", *runs.KL)
     return full_workplace / "kl"
 
 

@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -15,14 +16,13 @@ import tiny_model
 import torch
 from async_runs import AHEAD, GROUPS, PROBLEMS, STALENESS, problem_of, require_ahead, stored
 from peft import PeftModel
-from traces import phases, require_valid, spans
+from traces import events_of, phases, require_valid, spans
 from transformers import AutoModelForCausalLM
 
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.source import step_seed
 from torchtune_ext.telemetry.rollouts import rollout_paths
-from torchtune_ext.telemetry.timeline import read_trace
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -53,7 +53,7 @@ def require_replayed(run, workplace, recipe, *args):
     steps = len(rollout_paths(run))
     words = [f"output_dir={replay.name}", f"replay={run.name}", f"max_steps={steps}", *args]
     said = runs.run(workplace, recipe, *words)
-    assert f"replays {run.name}: its rollouts of {steps} steps" in said and "Set otherwise" not in said
+    assert f"replays {run.name}: {steps} of its {steps} steps" in said and "Set otherwise" not in said
     assert weights(replay) == weights(run) != {}
     assert stored(replay).keys() == stored(run).keys()
     for (step, ours), theirs in zip(stored(replay).items(), stored(run).values(), strict=True):
@@ -145,6 +145,16 @@ def test_flight_over_the_publications_of_a_run(tmp_path, model, load):
     require_replayed(run, folder, "grpo_async", *args)
 
 
+def test_a_replay_of_refills_and_a_reference_resumes_as_any_run(full_workplace, kl_run):
+    require_replayed(kl_run, full_workplace, "grpo_full", *runs.KL)
+    replay, words = full_workplace / "kl_replayed", ["output_dir=kl_replayed", "max_steps=2", *runs.KL]
+    shutil.rmtree(replay / "checkpoints" / "step_000002")
+    said = runs.run(full_workplace, "grpo_full", "resume_from_checkpoint=True", *words, ok=False)
+    assert "this checkpoint is of a replay of run" in said
+    runs.run(full_workplace, "grpo_full", "resume_from_checkpoint=True", "replay=kl", *words)
+    assert weights(replay) == weights(kl_run)
+
+
 @pytest.mark.parametrize("kills", [1, pytest.param(10, marks=pytest.mark.long)])
 def test_killed_and_resumed_trains_every_problem_once(full_workplace, kills):
     """Each kill comes at a random moment, while groups are on their way. Nothing is left of a killed run, nothing is trained
@@ -169,7 +179,7 @@ def test_killed_and_resumed_trains_every_problem_once(full_workplace, kills):
     require_replayed(run, full_workplace, "grpo_async", *AHEAD)
 
     # The timeline has all processes, and the groups of every step.
-    events = read_trace(run / "trace.json")
+    events = events_of(run / "trace.json")
     require_valid(events)
     assert sum(event["ph"] == "i" for event in events) == kills + 1
     taken = {args["step"] for track, _, _, args in spans(events) if track == "buffer"}

@@ -6,12 +6,11 @@ import pytest
 import recipe_runs as runs
 import torch
 from metric_names import documented, drawn, known_as
-from traces import as_chrome_reads, phases, require_valid, spans
+from traces import as_chrome_reads, events_of, phases, require_valid, spans
 
 from torchtune_ext.telemetry.metrics import read_metrics
 from torchtune_ext.telemetry.panels import panels_for
 from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
-from torchtune_ext.telemetry.timeline import read_trace
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -145,7 +144,7 @@ def traced(request, full_workplace):
     fixtures = {"reference": "full_workplace", "kl": "kl_run", "lora": "lora_workplace", "async": "async_run"}
     found = request.getfixturevalue(fixtures[request.param])
     run = found / "reference" if request.param in ("reference", "lora") else found
-    return run, read_trace(run / "trace.json")
+    return run, events_of(run / "trace.json")
 
 
 def test_the_timeline_of_a_run_is_what_chromes_readers_need(traced):

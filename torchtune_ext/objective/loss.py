@@ -46,7 +46,7 @@ WORDS = {
 class Needs:
     """What a loss asks for beside the log-probs of the policy that is trained."""
 
-    # The loss reads log-probs under the proximal policy.
+    # The loss reads log-probs under the proximal policy, of the sampled tokens or of the likeliest ones.
     proximal: bool
     # The loss reads log-probs under a reference policy.
     reference: bool
@@ -59,7 +59,7 @@ class Needs:
 def needs_of(loss: Loss) -> Needs:
     """What a loss says that it needs. One of the user's own may be silent: then it needs the proximal policy's log-probs."""
     return Needs(
-        proximal=bool(getattr(loss, "needs_proximal", True)),
+        proximal=bool(getattr(loss, "needs_proximal", True) or getattr(loss, "top_k", None)),
         reference=bool(getattr(loss, "needs_reference", False)),
         all_groups=bool(getattr(loss, "needs_all_groups", False)),
         top_k=getattr(loss, "top_k", None) or 0,

@@ -11,9 +11,9 @@ Times are in microseconds since 1970, by one clock for all threads. What the fil
     C        groups                  how many groups are with the engine, with the graders and in the buffer
     i        start                   a process begins or goes on with the run
 
-`args` of a group are its number as `group`, `refill` or `evaluation`, and the `step` that took it; with the engine also its
-`problem` (the id), `tokens` (of all completions) and `versions` (lowest and highest that sampled one of them). Where nobody
-took it there is `cancelled`. The `id2` of b and e is local to the process: so Perfetto draws them below it, in as few lanes as
+`args` of a group are its number as `group`, `refill`, `evaluation` or `greedy`, and the `step` that took it, or `cancelled`
+where none did; with the engine also its `problem` (the id), `tokens` (of all completions) and `versions` (lowest and highest
+that sampled one of them). The `id2` of b and e is local to the process: so Perfetto draws them below it, in as few lanes as
 hold them without overlap, and each name in lanes of its own.
 
 A step of 64 groups, with their problems, adds about 57 KB, of which 5 KB are the counters, at most `COUNTS` for a flush.
@@ -24,7 +24,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -54,9 +54,9 @@ class _Stay:
 class Timeline(GroupTimes):
     """Collects what happens, from several threads, and appends it to `run_dir/trace.json` at each `flush`.
 
-    The events of a group are written when it has been taken, those of a phase when it is over. So a killed run leaves nothing
-    half told, and lacks what was on its way. A run that goes on appends; what a kill has torn off at the end of the file is
-    cut away first. Nothing is written before the first `flush`.
+    The events of a group are written at the first `flush` after it has been taken, those of a phase after it is over. So a
+    killed run leaves nothing half told, and lacks what had not been flushed. A run that goes on appends; what a kill has torn
+    off at the end of the file is cut away first. Nothing is written before the first `flush`.
 
     Args:
         run_dir: folder of the run.
@@ -160,7 +160,8 @@ class Timeline(GroupTimes):
 
     def _group(self, key: GroupKey, stay: _Stay, now: float) -> list[str]:
         """Returns a line for each track where the group has been: begin and end in one, so that a cut leaves both or none."""
-        number, common = str(next(self._ids)), {key[0]: key[1], "step": self._step()}
+        number, common = str(next(self._ids)), {key[0]: key[1]}
+        common |= {"cancelled": True} if stay.facts.pop("cancelled", False) else {"step": self._step()}
         facts = stay.facts | {"problem": str(stay.facts.get("problem", ""))[:_LONGEST_ID]}
         lines = []
         for (track, since), until in zip(stay.since, [*(at for _, at in stay.since[1:]), now], strict=True):
@@ -190,24 +191,24 @@ class Timeline(GroupTimes):
                 raise
 
 
-def read_trace(path: str | Path) -> list[dict[str, Any]]:
-    """Returns the events of a `trace.json`. A torn last line, which a killed run may leave, is left out.
+def read_trace(path: str | Path) -> Iterator[dict[str, Any]]:
+    """Yields the events of a `trace.json`. A torn last line, which a killed run may leave, is left out.
 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: the file is damaged elsewhere.
     """
-    first, *lines = Path(path).read_bytes().split(b"\n")
-    if first != b"[":
-        raise ValueError(f"{path}: not a timeline of a run (its first line is not a bracket)")
-    events = []
-    # What follows the last line break is nothing, or a line in which the run was killed.
-    for number, line in enumerate(lines[:-1], 2):
-        try:
-            events += json.loads(b"[%b]" % line.removesuffix(b","))
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: not an event ({error})") from error
-    return events
+    with open(path, "rb") as file:
+        if file.readline() != b"[\n":
+            raise ValueError(f"{path}: not a timeline of a run (its first line is not a bracket)")
+        for number, line in enumerate(file, 2):
+            # What follows the last line break is a line in which the run was killed.
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield from json.loads(b"[%b]" % line.rstrip().removesuffix(b","))
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: not an event ({error})") from error
 
 
 def _cut_torn_line(file: BinaryIO) -> None:

@@ -29,6 +29,7 @@ ORDER = [
     "advantages",
     "evaluation",
     "buffer",
+    "unfinished",
     "rollout",
     "source",
     "packing",

@@ -154,6 +154,14 @@ def test_refilling_replaces_groups_without_signal_the_last_first(signal, size, t
     assert all(g.has_signal or train_all == any(s.trained for s in g.samples) for g in kept)
 
 
+def test_more_groups_with_a_signal_than_a_step_has_leave_the_last_ones_out():
+    """So it may be where stored groups, with those that were replaced, get other advantages than they had."""
+    groups, _ = with_advantages([group(sample(1.0), sample(0.0)) for _ in range(4)], AdvantageConfig())
+    kept, drawn = refilled(groups, 2)
+    assert [any(g is k for k in kept) for g in drawn] == [True, True, False, False] and len(kept) == 2
+    assert [g.samples[0].trained for g in drawn] == [True, True, False, False]
+
+
 def _expected(signal: list[bool], size: int) -> list[bool]:
     silent = [i for i, found in enumerate(signal) if not found][: max(0, size - sum(signal))]
     return [found or i in silent for i, found in enumerate(signal)]

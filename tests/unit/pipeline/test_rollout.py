@@ -178,26 +178,31 @@ def test_no_problems_no_groups(engine, grader):
 
 
 @pytest.fixture
-def stream(engine, grader):
+def seen():
+    return Seen()
+
+
+@pytest.fixture
+def stream(engine, grader, seen):
     """A stream with groups 0 and 1 on their way, of two completions each."""
-    stream = GroupStream(engine, LetterTokenizer(), grader, Seen())
+    stream = GroupStream(engine, LetterTokenizer(), grader, seen)
     for number in (0, 1):
         stream.submit(number, PROBLEMS[number], 2, SAMPLING, place=number)
     yield stream
     stream.close()
 
 
-def test_grading_goes_on_while_nobody_waits(engine, stream):
+def test_grading_goes_on_while_nobody_waits(engine, stream, seen):
     for p, s in ((0, 0), (0, 1), (1, 0)):
         engine.draw(p, s, "x" * (p + s))
-    wait_until(lambda: sorted(stream.watcher) == [0.0, 1.0, 1.0])
+    wait_until(lambda: sorted(seen) == [0.0, 1.0, 1.0])
     assert "0 of 2 texts are not graded" in stream.missing(0) and "not ended 1 of 2 completions" in stream.missing(1)
     number, group = stream.next(within_s=0.0)
     assert (number, rewards(group)) == (0, [0.0, 1.0])
     assert stream.next(within_s=0.0) is None
 
 
-def test_what_still_comes_of_a_cancelled_group_is_nobodys(engine, stream):
+def test_what_still_comes_of_a_cancelled_group_is_nobodys(engine, stream, seen):
     engine.draw(0, 0, "xxx")
     wait_until(lambda: "not ended 1 of 2" in stream.missing(0))
     assert stream.cancel(0) == 3 and engine.futures[0].cancelled()
@@ -206,13 +211,13 @@ def test_what_still_comes_of_a_cancelled_group_is_nobodys(engine, stream):
         engine.draw(p, s, text)
     groups = dict(stream.next(within_s=20.0) for _ in range(2))
     assert {number: rewards(group) for number, group in groups.items()} == {0: [1.0, 2.0], 1: [0.0, 0.0]}
-    assert stream.next(within_s=0.0) is None and not stream.drawing
+    assert stream.next(within_s=0.0) is None and not stream.drawing()
 
 
-def test_a_finished_group_may_be_cancelled_until_it_is_handed_out(engine, stream):
+def test_a_finished_group_may_be_cancelled_until_it_is_handed_out(engine, stream, seen):
     for p, s in ((0, 0), (0, 1), (1, 0), (1, 1)):
         engine.draw(p, s, "xx")
-    wait_until(lambda: len(stream.watcher) == 4)
+    wait_until(lambda: len(seen) == 4)
     assert stream.cancel(0) == 4
     assert stream.next(within_s=20.0)[0] == 1 and stream.next(within_s=0.0) is None
 
@@ -228,18 +233,35 @@ class SeenWhole(Seen):
         self.completions.append((problem, sample))
 
 
-def test_who_watches_sees_what_has_come_before_and_nothing_of_other_groups(engine, stream):
+def test_who_watches_sees_what_has_come_before_and_nothing_of_other_groups(engine, stream, seen):
     stream.submit(2, PROBLEMS[2], 2, SAMPLING, place=2)
     for p, s, text in ((0, 0, "a"), (0, 1, "bb"), (1, 1, "ccc"), (2, 0, "dddd")):
         engine.draw(p, s, text)
-    wait_until(lambda: len(stream.watcher) == 4)
+    wait_until(lambda: len(seen) == 4)
     number, group = stream.next(within_s=0.0)
     watcher = SeenWhole()
     with stream.watched(watcher, finished={number: group}, below=2):
-        assert sorted(watcher.completions) == [(0, 0), (0, 1), (1, 1)] and sorted(watcher) == [1.0, 2.0, 3.0]
+        wait_until(
+            lambda: sorted(watcher.completions) == [(0, 0), (0, 1), (1, 1)] and sorted(watcher) == [1.0, 2.0, 3.0]
+        )
         engine.draw(2, 1, "eeeee")
         engine.draw(1, 0, "ffffff")
-        wait_until(lambda: len(watcher) == 4)
         assert sorted({stream.next(within_s=20.0)[0] for _ in range(2)}) == [1, 2]
-    assert watcher.completions[3:] == [(1, 0)] and watcher[3:] == [6.0]
-    assert stream.watcher is None
+    assert watcher.completions[3:] == [(1, 0)] and watcher[3:] == [6.0] and len(seen) == 4
+
+
+def test_who_watches_sees_each_completion_once_however_fast_they_come(grader):
+    """The engine is done before the stream's thread has looked at anything."""
+    engine = Told()
+    stream = GroupStream(engine, LetterTokenizer(), grader)
+    for number in range(len(PROBLEMS)):
+        stream.submit(number, PROBLEMS[number], 2, SAMPLING, place=number)
+        engine.draw(number, 0, "a")
+        engine.draw(number, 1, "b")
+    watcher = SeenWhole()
+    with stream.watched(watcher, finished={}):
+        for _ in PROBLEMS:
+            stream.next(within_s=20.0)
+    want = [(number, sample) for number in range(len(PROBLEMS)) for sample in (0, 1)]
+    assert sorted(watcher.completions) == want and len(watcher) == len(want)
+    stream.close()

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 from letter_tokens import LetterTokenizer, completion
-from traces import as_chrome_reads, phases, require_valid, spans
+from traces import as_chrome_reads, events_of, phases, require_valid, spans
 
 from torchtune_ext.grading import Grader
 from torchtune_ext.rollout import GroupStream, in_order, sample_groups
@@ -21,7 +21,7 @@ from torchtune_ext.tasks.task import Problem, Score
 from torchtune_ext.telemetry import strip, summary, timeline
 from torchtune_ext.telemetry.strip import strip_of
 from torchtune_ext.telemetry.summary import Stopwatch
-from torchtune_ext.telemetry.timeline import COUNTS, Timeline, read_trace
+from torchtune_ext.telemetry.timeline import COUNTS, Timeline
 
 BEGAN = 1_700_000_000.0  # what the wall clock says when the monotonic one says 100
 
@@ -82,7 +82,7 @@ def test_phases_and_details_are_drawn_when_they_were(line, clock):
         line.flush()
         clock.now += 0.25
     line.close()
-    events = read_trace(line.path)
+    events = events_of(line.path)
     require_valid(events)
     assert complete(events) == [
         ("train", "phase", 0.0, 3.5, 7),
@@ -103,7 +103,7 @@ def test_many_waits_for_groups_are_drawn_as_one(line, clock):
                 clock.now += 1.0
             clock.now += 1.0
     line.flush()
-    events = read_trace(line.path)
+    events = events_of(line.path)
     require_valid(events)
     assert [name for name, *_ in complete(events)] == ["sample", "generate", "grade"] * 2
     assert [round(seconds, 3) for *_, seconds, _ in complete(events)] == [27.05, 25.049, 1.0] * 2
@@ -113,7 +113,7 @@ def test_many_waits_for_groups_are_drawn_as_one(line, clock):
 def test_a_group_is_with_the_engine_then_with_the_graders_then_in_the_buffer(line, clock):
     group(line, clock, 3, 2.0, 0.5, 4.0)
     line.flush()
-    found = [(track, begin - BEGAN, end - BEGAN, args) for track, begin, end, args in spans(read_trace(line.path))]
+    found = [(track, begin - BEGAN, end - BEGAN, args) for track, begin, end, args in spans(events_of(line.path))]
     assert found == [
         ("engine", 0.0, 2.0, {"group": 3, "step": 7, "problem": "p3"}),
         ("graders", 2.0, 2.5, {"group": 3, "step": 7}),
@@ -126,8 +126,18 @@ def test_what_nobody_took_is_told_at_the_end(line, clock):
     line.begin(("group", 1), problem="one")
     clock.now += 3.0
     line.close()
-    ((track, begin, end, args),) = spans(read_trace(line.path))
-    assert (track, end - begin) == ("engine", 3.0) and args["cancelled"] is True
+    ((track, begin, end, args),) = spans(events_of(line.path))
+    assert (track, end - begin, args) == ("engine", 3.0, {"group": 1, "cancelled": True, "problem": "one"})
+
+
+def test_a_finished_group_that_nobody_took_is_told_as_such_in_the_buffer_too(line, clock):
+    line.flush()
+    line.begin(("group", 1), "buffer")
+    clock.now += 3.0
+    line.close()
+    assert [(track, args) for track, _, _, args in spans(events_of(line.path))] == [
+        ("buffer", {"group": 1, "cancelled": True})
+    ]
 
 
 def test_a_cancelled_group_is_over_whatever_still_comes_of_it(line):
@@ -136,7 +146,7 @@ def test_a_cancelled_group_is_over_whatever_still_comes_of_it(line):
     line.move(("group", 1), "graders")
     line.end(("group", 1))
     line.flush()
-    events = read_trace(line.path)
+    events = events_of(line.path)
     assert [track for track, *_ in spans(events)] == ["engine"]
     assert [e for e in events if e["ph"] == "C"][-1]["args"] == {"engine": 0, "graders": 0, "buffer": 0}
 
@@ -146,7 +156,7 @@ def test_counts_are_few_and_the_last_is_true(line, clock):
         line.begin(("group", number), problem="p")
         clock.now += 1.0
     line.flush()
-    counts = [(e["ts"], e["args"]["engine"]) for e in read_trace(line.path) if e["ph"] == "C"]
+    counts = [(e["ts"], e["args"]["engine"]) for e in events_of(line.path) if e["ph"] == "C"]
     assert len(counts) == COUNTS and max(counts) == (int((BEGAN + 999.0) * 1e6), 1000)
     assert all(engine == (at / 1e6 - BEGAN) + 1 for at, engine in counts)
 
@@ -185,7 +195,7 @@ def test_real_streams_and_graders_tell_of_their_groups(tmp_path):
         stream.close()
         in_order(sample_groups(problems[:5], 2, sampling, AtOnce(), LetterTokenizer(), grader, times=line))
     line.flush()
-    events = read_trace(line.path)
+    events = events_of(line.path)
     require_valid(events)
     found = spans(events)
     trained = [s for s in found if "group" in s[3] and s[3]["group"] != rest]
@@ -197,7 +207,8 @@ def test_real_streams_and_graders_tell_of_their_groups(tmp_path):
         assert engine[2] == graders[1] and graders[2] == buffer[1] and engine[1] <= engine[2] <= graders[2] <= buffer[2]
         told = {"group": number, "step": 4, "problem": f"p{number}", "tokens": 6, "versions": [2, 3]}
         assert engine[3] == told and graders[3] == buffer[3] == {"group": number, "step": 4}
-    assert all(s[3]["cancelled"] for s in found if s[3].get("group") == rest and s[0] == "engine")
+    given_up = [s for s in found if s[3].get("group") == rest]
+    assert given_up[0][0] == "engine" and all(s[3]["cancelled"] and "step" not in s[3] for s in given_up)
     held_out = [(s[3]["evaluation"], s[0]) for s in found if "evaluation" in s[3]]
     assert sorted(held_out) == [(number, track) for number in range(5) for track in ("engine", "graders")]
     assert [e for e in events if e["ph"] == "C"][-1]["args"] == {"engine": 0, "graders": 0, "buffer": 0}
@@ -208,8 +219,8 @@ def test_readers_of_chromes_format_take_the_open_file(line, clock):
     line.flush()
     group(line, clock, 2, 1.0, 1.0, 1.0)
     line.flush()
-    assert as_chrome_reads(line.path) == read_trace(line.path)
-    names = {(e["name"], e["args"]["name"]) for e in read_trace(line.path) if e["ph"] == "M"}
+    assert as_chrome_reads(line.path) == events_of(line.path)
+    names = {(e["name"], e["args"]["name"]) for e in events_of(line.path) if e["ph"] == "M"}
     assert names == {("process_name", line.path.parent.name), ("thread_name", "trainer")}
 
 
@@ -225,7 +236,7 @@ def test_a_run_that_goes_on_cuts_a_torn_end_and_appends(tmp_path, clock, torn):
     clock.now += 5.0
     group(second, clock, 2, 1.0, 1.0, 1.0)
     second.flush()
-    events = read_trace(second.path)
+    events = events_of(second.path)
     assert as_chrome_reads(second.path) == events
     require_valid(events)
     assert [s[3]["group"] for s in spans(events)][-3:] == [2, 2, 2]
@@ -253,7 +264,7 @@ for number in range(10**9):
         process.stdout.readline()
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-    events = read_trace(tmp_path / "trace.json")
+    events = events_of(tmp_path / "trace.json")
     require_valid(events)
     numbers = [s[3]["group"] for s in spans(events) if s[0] == "engine"]
     lives = [i for i, number in enumerate(numbers) if number == 0]
@@ -286,10 +297,10 @@ def test_a_disk_that_refuses_is_a_warning_and_the_file_stays_valid(line, clock, 
         for number in (2, 3):
             group(line, clock, number, 1.0, 1.0, 1.0)
             line.flush()
-            require_valid(read_trace(line.path))
+            require_valid(events_of(line.path))
     group(line, clock, 4, 1.0, 1.0, 1.0)
     line.flush()
-    events = read_trace(line.path)
+    events = events_of(line.path)
     require_valid(events)
     assert [s[3]["group"] for s in spans(events) if s[0] == "buffer"] == [1, 4]
     assert len(caplog.messages) == 2
@@ -303,10 +314,10 @@ def test_damage_is_named(line, clock):
     whole = line.path.read_bytes()
     line.path.write_bytes(whole.replace(b'"ph":"b"', b'"ph:"b"', 1))
     with pytest.raises(ValueError, match=r"trace\.json, line \d+: not an event"):
-        read_trace(line.path)
+        events_of(line.path)
     line.path.write_bytes(b"\0" * 100)
     with pytest.raises(ValueError, match="not a timeline"):
-        read_trace(line.path)
+        events_of(line.path)
 
 
 def test_the_strip_shows_shares_of_each_bin(line, clock):
@@ -325,7 +336,7 @@ def test_the_strip_shows_shares_of_each_bin(line, clock):
     with watch("train"), watch("backward"):
         clock.now += 5.0
     line.flush()
-    found = strip_of(read_trace(line.path), max_bins=10)
+    found = strip_of(events_of(line.path), max_bins=10)
     assert found["bins"] == 10 and found["seconds"] == pytest.approx(1.0, abs=1e-6)
     assert found["most"] == {"engine": 2.0, "graders": 0.5}
     assert found["works"] == {"engine": [50, 50, 100, 100, 75] + [0] * 5, "graders": [0] * 4 + [100] + [0] * 5}
@@ -342,7 +353,7 @@ def test_the_strip_leaves_out_the_time_between_two_processes(tmp_path, clock):
             clock.now += 5.0
         life.flush()
         clock.now += 1e5
-    found = strip_of(read_trace(tmp_path / "trace.json"), max_bins=10)
+    found = strip_of(events_of(tmp_path / "trace.json"), max_bins=10)
     assert found["seconds"] == pytest.approx(1.0, abs=1e-6) and found["phases"] == {"train": [100] * 10}
     assert found["steps"] == [[1, 0, 5], [2, 5, 10]] and found["cuts"] == [5]
 
@@ -351,11 +362,11 @@ def test_the_strip_is_bounded_and_nothing_without_phases(line, clock):
     line.begin(("group", 1), problem="p")
     line.end(("group", 1))
     line.flush()
-    assert strip_of(read_trace(line.path)) is None
+    assert strip_of(events_of(line.path)) is None
     clock.now += 1e6
     line.phase("train", 100.0, clock.now)
     line.flush()
-    found = strip_of(read_trace(line.path))
+    found = strip_of(events_of(line.path))
     assert found["bins"] == strip.MAX_BINS == len(found["phases"]["train"])
     assert json.loads(json.dumps(found)) == found
 
@@ -376,4 +387,4 @@ def test_a_mean_count_is_the_integral_over_the_bin():
 def test_phases_are_found_by_name(line, clock):
     line.phase("train", 100.0, 103.0)
     line.flush()
-    assert phases(read_trace(line.path), "train") == {7: [(BEGAN, BEGAN + 3.0)]}
+    assert phases(events_of(line.path), "train") == {7: [(BEGAN, BEGAN + 3.0)]}

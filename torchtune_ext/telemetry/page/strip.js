@@ -101,7 +101,7 @@ class Strip extends Chart {
     }
   }
 
-  // Time since the run began, and the steps where there is room for their numbers.
+  // Time since the run began.
   axis(add, y) {
     const { seconds } = this.data, [low, high] = [this.first * seconds, this.end * seconds];
     const base = high > 7200 ? 3600 : high > 120 ? 60 : 1, unit = { 3600: "h", 60: "min", 1: "s" }[base];
