@@ -11,7 +11,9 @@ pytest.importorskip("vllm")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-@pytest.mark.parametrize(("publications", "requests", "kills"), [(40, 600, 0), (12, 600, 2)])
+@pytest.mark.parametrize(
+    ("publications", "requests", "kills"), [pytest.param(40, 600, 0, marks=pytest.mark.long), (12, 600, 2)]
+)
 def test_no_mixed_weights_no_invented_preemptions(repo_root, publications, requests, kills):
     """Every load has the checksums of the version that labels it, and every restart belongs to a kill."""
     script = str(repo_root / "benchmarks" / "publish_under_load.py")
