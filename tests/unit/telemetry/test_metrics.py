@@ -4,15 +4,14 @@ import json
 import logging
 import math
 import os
-import resource
 import struct
 import sys
 import time
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
+from full_disk import full_disk
 
 from torchtune_ext.run.folder import RunFolder
 from torchtune_ext.telemetry import metrics as module
@@ -171,20 +170,6 @@ def test_a_failing_sink_is_reported_once_and_dropped(tmp_path, monkeypatch, capl
             metrics.log(step, {"a/b": 1})
     assert [record["step"] for record in read_metrics(metrics.path)] == [1, 2, 3, 4]
     assert [m for m in caplog.messages if "tensorboard" in m and "network is down" in m] == caplog.messages
-
-
-@contextmanager
-def full_disk(size):
-    """Inside, no file of this process may grow beyond `size`; the kernel then writes what fits, like a full disk.
-
-    The limit ends with the block: pytest itself writes its report to a file where its output is redirected.
-    """
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_full_disk_is_an_error_and_the_lines_before_stay_valid(tmp_path):

@@ -2,12 +2,13 @@
 
 import gzip
 import json
-import resource
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from full_disk import full_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -142,13 +143,8 @@ def test_a_disk_that_refuses_for_a_moment(tmp_path, caplog):
     store, groups = RolloutStore(tmp_path), [make_group([make_sample(2000)])]
     full = (4, 5, 6, 8)
     for step in range(1, 11):
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        if step in full:  # the kernel writes 100 bytes and then refuses, as a full disk does
-            resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
-        try:
+        with full_disk(100) if step in full else nullcontext():
             written = store.write(step, groups)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
         assert (written is None) == (step in full)
     assert list(rollout_paths(tmp_path)) == [1, 2, 3, 7, 9, 10]
     assert len(list(store.folder.iterdir())) == 6  # nothing half

@@ -2,15 +2,14 @@
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
 from concurrent.futures import Future
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
+from full_disk import full_disk
 from letter_tokens import LetterTokenizer, completion
 from traces import as_chrome_reads, events_of, phases, require_valid, spans
 
@@ -279,17 +278,6 @@ def test_a_run_that_fails_before_its_first_flush_leaves_no_file(line, clock):
     assert not line.path.exists()
 
 
-@contextmanager
-def full_disk(size):
-    """Inside, no file of this process may grow beyond `size`; the kernel then writes what fits, like a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def test_a_disk_that_refuses_is_a_warning_and_the_file_stays_valid(line, clock, caplog):
     group(line, clock, 1, 1.0, 1.0, 1.0)
     line.flush()
@@ -369,6 +357,23 @@ def test_the_strip_is_bounded_and_nothing_without_phases(line, clock):
     found = strip_of(events_of(line.path))
     assert found["bins"] == strip.MAX_BINS == len(found["phases"]["train"])
     assert json.loads(json.dumps(found)) == found
+
+
+def test_a_step_of_64_groups_takes_as_much_of_the_disk_as_the_docs_say(line, clock):
+    """57 KB, give or take the digits of numbers and the letters of problems."""
+    for step in range(20):
+        for number in range(64):
+            line.begin(("group", 64 * step + number), problem=f"problem-{number}")
+        for track, facts in (("graders", {"tokens": 12345, "versions": [step, step + 1]}), ("buffer", {})):
+            for number in range(64):
+                clock.now += 0.1
+                line.move(("group", 64 * step + number), track, **facts)
+        for number in range(64):
+            line.end(("group", 64 * step + number))
+        for i in range(16):
+            line.phase(f"phase{i}/detail", clock.now + i, clock.now + i + 0.9)
+        line.flush()
+    assert 50e3 < line.path.stat().st_size / 20 < 64e3
 
 
 def test_a_mean_count_is_the_integral_over_the_bin():

@@ -1,0 +1,18 @@
+"""A disk that is full for this process."""
+
+import resource
+from contextlib import contextmanager
+
+
+@contextmanager
+def full_disk(size):
+    """Inside, no file of this process may grow beyond `size`; the kernel then writes what fits, like a full disk.
+
+    The limit ends with the block: pytest itself writes its report to a file where its output is redirected.
+    """
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
