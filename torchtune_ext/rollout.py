@@ -162,14 +162,17 @@ class GroupStream:
             yield
             return
         self._wanted = wanted = watcher, below
-        self._events.put(partial(self._begin_to_watch, wanted, dict(finished)))
+        # `next` may hand out one of these before the thread has come here. What is submitted later is told of as it comes.
+        self._events.put(partial(self._begin_to_watch, wanted, dict(finished), list(self._groups.values())))
         try:
             yield
         finally:
             with self._watch_lock:
                 self._wanted = self._watched = None
 
-    def _begin_to_watch(self, wanted: tuple[Watcher, float], finished: Mapping[int, Group]) -> None:
+    def _begin_to_watch(
+        self, wanted: tuple[Watcher, float], finished: Mapping[int, Group], others: Sequence[Unfinished]
+    ) -> None:
         """In the stream's thread, so that a completion is either told of here or as it comes."""
         watcher, below = wanted
         with self._watch_lock:
@@ -179,9 +182,9 @@ class GroupStream:
         for number, group in finished.items():
             if number < below:
                 tell(watcher, number, ((sample.completion, sample.outcome) for sample in group.samples))
-        for number, group in list(self._groups.items()):
-            if number < below:
-                tell(watcher, number, group.arrived_so_far)
+        for group in others:
+            if group.number < below:
+                tell(watcher, group.number, group.arrived_so_far)
 
     def missing(self, number: int) -> str:
         """Says when a group was submitted and what is not there yet of it, for messages."""
