@@ -40,6 +40,8 @@ FAULTS = (
     Fault("trainer_pause", "goes on", ("engine", "sampling", "training", "checkpoint")),
     Fault("core_kill", "goes on", ENGINE, weight=2),
     Fault("core_stop", "goes on", ENGINE, weight=2),
+    Fault("client_kill", "goes on", ENGINE),
+    Fault("client_stop", "goes on", ENGINE),
     Fault("grader_kill", "goes on", ("grading", "training", "evaluation", "engine")),
     Fault("grader_stop", "goes on", ("grading", "training", "evaluation")),
     Fault("grader_pause", "goes on", ("grading", "sampling", "evaluation", "training")),

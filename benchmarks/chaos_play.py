@@ -218,6 +218,8 @@ class Play:
             "trainer_pause": lambda run: self.pause(run.pid, self.rng.uniform(2, 8)),
             "core_kill": lambda run: os.kill(self.find(run, "core"), signal.SIGKILL),
             "core_stop": lambda run: os.kill(self.find(run, "core"), signal.SIGSTOP),
+            "client_kill": lambda run: os.kill(self.find(run, "client"), signal.SIGKILL),
+            "client_stop": lambda run: os.kill(self.find(run, "client"), signal.SIGSTOP),
             "grader_kill": lambda run: os.kill(self.find(run, "grader"), signal.SIGKILL),
             "grader_stop": lambda run: os.kill(self.find(run, "grader"), signal.SIGSTOP),
             "grader_pause": lambda run: self.pause(self.find(run, "grader"), self.rng.uniform(0.2, 2)),

@@ -49,7 +49,13 @@ rank_deadline_s: 10
 """
 STEPS, UPDATES, GRADER_TIMEOUT_S = 4, 2, 4.0  # as above: max_steps, updates_per_step
 RESUME = "resume_from_checkpoint=True"
-ROLES = {"core_process": "core", "grading/worker_process.py": "grader", "janitor.py": "janitor", "grpo.py": "rank"}
+ROLES = {
+    "core_process": "core",
+    "client_process": "client",
+    "grading/worker_process.py": "grader",
+    "janitor.py": "janitor",
+    "grpo.py": "rank",
+}
 
 
 def make_workplace(folder: Path) -> None:
@@ -66,7 +72,7 @@ class Process:
     """A process that descends from one of our runs."""
 
     pid: int
-    role: str  # "core", "grader", "janitor", "rank", "" for others
+    role: str  # "core", "client", "grader", "janitor", "rank", "" for others
     rank: int  # of a rank
 
 

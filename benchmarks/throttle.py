@@ -78,8 +78,8 @@ def run_pass(engine: Engine, prompts: list[list[int]], sampling: SamplingConfig)
 
 
 def engine_cpu_s() -> float:
-    """CPU time until now of the engine's process, our busiest child."""
-    times = [child.cpu_times() for child in psutil.Process().children()]
+    """CPU time until now of the engine's process, the busiest of ours."""
+    times = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
     return max(one.user + one.system for one in times)
 
 

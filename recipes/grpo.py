@@ -130,7 +130,7 @@ class GRPORecipe:
     def setup(self) -> None:
         """Checks what can be checked, opens the run's folder, starts the engine, and builds the learner meanwhile."""
         cfg = self.cfg
-        self.ranks = init_ranks(cfg.device, cfg.rank_deadline_s)
+        self.ranks = init_ranks(cfg.device, cfg.rank_deadline_s, engine_beside=cfg.staleness > 0)
         # It tells the other ranks, too, who is at what.
         self.watch = summary.Stopwatch(
             lambda phase: self.ranks.phase(phase, self.step), self.timeline if self.ranks.is_main else None

@@ -44,6 +44,15 @@ def engine(model_dirs, tmp_path_factory):
     engine.close()
 
 
+@pytest.fixture(scope="module")
+def engine_in_process(model_dirs, tmp_path_factory):
+    config = replace(CONFIG, backend="vllm_in_process")  # its client is here, where a test can replace a part of it
+    with Engine(model_dirs[0], config, str(tmp_path_factory.mktemp("run"))) as engine:
+        engine.start()
+        engine.wait_ready(120)
+        yield engine
+
+
 @pytest.fixture
 def back_to_a(engine, models):
     """For tests that publish: the engine has model A again when they are over."""
@@ -322,9 +331,10 @@ def test_whole_weights_published_in_flight_mark_every_token(engine, models, back
         assert all(own.max() < 1e-4 and other.mean() > 0.1 for own, other in apart.values())
 
 
-def test_kept_keys_and_values_stay_with_the_requests_in_flight(engine, models, back_to_a, monkeypatch):
+def test_kept_keys_and_values_stay_with_the_requests_in_flight(engine_in_process, models, monkeypatch):
     """What was in flight goes on with the new weights over the old keys and values, which is neither policy; what is sent
     after the publication meets nothing old, though the same prompt is in the cache."""
+    engine = engine_in_process
     core, prompt, old = engine._supervisor.core, tiny_model.prompts(1, 50)[0], engine.version
     monkeypatch.setattr(core, "config", replace(core.config, kv_on_publish="keep"))
     in_flight = engine.submit(prompt, 4, SamplingConfig(max_tokens=900, seed=8))
@@ -342,8 +352,9 @@ def test_kept_keys_and_values_stay_with_the_requests_in_flight(engine, models, b
         assert apart.mean() > 0.1  # 0.42 to 0.47 nats were measured, of two random models that have nothing in common
 
 
-def test_a_cache_that_was_not_cleared_ends_that_engine(engine, models, back_to_a, monkeypatch, caplog):
+def test_a_cache_that_was_not_cleared_ends_that_engine(engine_in_process, models, monkeypatch, caplog):
     """Such an engine would sample on with old keys and values. The next one begins with the new weights and an empty cache."""
+    engine = engine_in_process
 
     async def refuse(reset_running_requests):
         return False

@@ -22,6 +22,7 @@ pytest.importorskip("vllm")
 import tiny_model  # noqa: E402
 
 from torchtune_ext.sampling.engine import Engine, EngineConfig, EngineFailed, SamplingConfig  # noqa: E402
+from torchtune_ext.sampling.remote_core import MARGIN_S  # noqa: E402
 from torchtune_ext.sampling.supervisor import COLLECT_S  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -42,18 +43,29 @@ def model_dir(models, tmp_path_factory):
     return tiny_model.save(models[0], tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(scope="module")
-def engine(model_dir, models, tmp_path_factory):
+def with_model_b(model_dir, models, folder, config):
     """An engine that samples with model B, version 1, while model A is on the disk."""
-    with Engine(model_dir, CONFIG, str(tmp_path_factory.mktemp("run"))) as engine:
+    with Engine(model_dir, config, str(folder)) as engine:
         engine.start()
         engine.wait_ready(120)
         engine.publish(models[1].named_parameters(), 1)
         yield engine
 
 
+@pytest.fixture(scope="module")
+def engine(model_dir, models, tmp_path_factory):
+    yield from with_model_b(model_dir, models, tmp_path_factory.mktemp("run"), CONFIG)
+
+
+@pytest.fixture(scope="module")
+def engine_in_process(model_dir, models, tmp_path_factory):
+    """vLLM's client is in this process, where a test can replace a part of it, and where what it leaves behind would stay."""
+    config = replace(CONFIG, backend="vllm_in_process")
+    yield from with_model_b(model_dir, models, tmp_path_factory.mktemp("run"), config)
+
+
 def core_pid(engine) -> int:
-    return engine._supervisor.core.process.pid
+    return engine._supervisor.core.group
 
 
 def sample_and(engine, action, prompts=None):
@@ -83,27 +95,29 @@ def wait_until(condition, seconds):
 
 
 @pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGSTOP])
-def test_sampling_goes_on_with_the_current_weights(engine, models, kill):
+@pytest.mark.parametrize("of", ["engine", "client"])
+def test_sampling_goes_on_with_the_current_weights(engine, models, of, kill):
     prompts = tiny_model.prompts(2, 20)
     undisturbed = engine.sample(prompts, 4, LONG)
-    pid, restarts = core_pid(engine), engine.stats().restarts
+    pid, client, restarts = core_pid(engine), engine._supervisor.core.client_pid, engine.stats().restarts
     noticed = []
 
     def strike():
         struck = time.monotonic()
-        os.kill(pid, kill)
-        wait_until(lambda: engine._supervisor.core is None or core_pid(engine) != pid, 10)
+        os.kill(pid if of == "engine" else client, kill)
+        wait_until(lambda: engine._supervisor.core is None or core_pid(engine) != pid, 20)
         noticed.append(time.monotonic() - struck)
 
     groups = sample_and(engine, strike, prompts)
-    assert noticed[0] < 6.0
+    # A frozen engine is noticed by the client; a frozen client MARGIN_S later, by this process.
+    assert noticed[0] < (6.0 if of == "engine" else 6.0 + MARGIN_S)
     assert engine.stats().restarts == restarts + 1 and core_pid(engine) != pid
     for prompt, group, before in zip(prompts, groups, undisturbed, strict=True):
         for c, d in zip(group, before, strict=True):
             assert c.finish_reason == "length" and set(c.versions) == {1}
             assert np.array_equal(c.tokens, d.tokens)  # the same seeds
             assert np.abs(tiny_model.logprobs(models[1], prompt, c.tokens) - c.logprobs).max() < 1e-4
-    assert not Path(f"/proc/{pid}").exists()
+    assert not Path(f"/proc/{pid}").exists() and not Path(f"/proc/{client}").exists()
 
 
 def test_death_while_idle_is_noticed_too(engine, models):
@@ -133,8 +147,9 @@ def test_a_failed_update_restarts_the_engine_with_the_new_weights(engine, models
 
 
 @pytest.mark.parametrize("moment", ["before", "in the load"])
-def test_an_engine_frozen_at_a_publication_is_noticed_in_time(engine, models, moment, caplog):
+def test_an_engine_frozen_at_a_publication_is_noticed_in_time(request, models, moment, caplog):
     """After probe_deadline_s (2 s here), not after rpc_deadline_s (300 s)."""
+    engine = request.getfixturevalue("engine" if moment == "before" else "engine_in_process")
     version, core, struck = engine.version + 1, engine._supervisor.core, []
 
     def freeze():
@@ -170,8 +185,10 @@ def test_an_engine_frozen_at_a_publication_is_noticed_in_time(engine, models, mo
     assert np.abs(tiny_model.logprobs(models[0], prompts[0], c.tokens) - c.logprobs).max() < 1e-4
 
 
-def test_the_janitor_dies_then_the_engine_and_nothing_leaks(engine, caplog, monkeypatch):
+@pytest.mark.parametrize("which", ["engine", "engine_in_process"])
+def test_the_janitor_dies_then_the_engine_and_nothing_leaks(request, which, caplog, monkeypatch):
     """The message says how the engine ended; the lost life gives back its descriptors and threads."""
+    engine = request.getfixturevalue(which)
     # pytest keeps every log record, with this one's traceback the lost client, and so its descriptors
     monkeypatch.setattr(logging.getLogger("vllm.v1.engine.async_llm"), "disabled", True)
     engine.sample([[1]], 1, SamplingConfig(max_tokens=1))
@@ -205,7 +222,7 @@ def test_three_failures_in_a_row_are_final(engine):
 
     error = sample_and(engine, strike)
     assert isinstance(error, EngineFailed)
-    assert "failed 3 times in a row" in str(error) and "vLLM imported" in str(error)
+    assert "failed 3 times in a row" in str(error) and "(core) " in str(error).split("engine's log")[1]
     with pytest.raises(EngineFailed, match="3 times"):
         engine.sample([[1]], 1, SamplingConfig(max_tokens=1))
 
@@ -224,20 +241,21 @@ def test_a_first_start_that_fails_says_why(tmp_path, model_dir):
 
 
 def test_close_while_a_lost_engine_restarts(model_dir, tmp_path):
-    """vLLM's launch blocks the engine's thread; `close` ends the process that comes up, and all the rest."""
+    """`close` ends the processes that come up, and all the rest."""
     with Engine(model_dir, CONFIG, str(tmp_path)) as engine:
         engine.start()
         engine.wait_ready(120)
         lost = core_pid(engine)
         os.kill(lost, signal.SIGKILL)
         supervisor = engine._supervisor
-        wait_until(lambda: supervisor.core is not None and supervisor.core.process.pid != lost, 20)
+        wait_until(lambda: supervisor.core is not None and supervisor.core.group != lost, 20)
         coming_up, folder, janitor = core_pid(engine), engine._cleanup.folder, engine._cleanup.pid
         time.sleep(1.0)  # in vLLM's hands by now
         started = time.monotonic()
         engine.close()
         assert time.monotonic() - started < 10
-    assert not any(Path(path).exists() for path in (f"/proc/{coming_up}", f"/proc/{janitor}", folder))
+    # The engine was a child of its client, so that init has to fetch its status.
+    wait_until(lambda: not any(Path(path).exists() for path in (f"/proc/{coming_up}", f"/proc/{janitor}", folder)), 5)
 
 
 TRAINER = """
@@ -249,7 +267,7 @@ TRAINER = """
     engine.start()
     while engine._supervisor.core is None:
         time.sleep(0.01)
-    print(engine._supervisor.core.process.pid, engine._cleanup.pid, engine._cleanup.folder, flush=True)
+    print(engine._supervisor.core.group, engine._cleanup.pid, engine._cleanup.folder, flush=True)
     if sys.argv[3] != "starting":
         engine.wait_ready(120)
         if raise_in_main:

@@ -156,7 +156,8 @@ def test_the_canary_catches_an_engine_that_forgets_the_adapter(workplace, tmp_pa
     with torch.no_grad():
         for module in adapted_modules(policy.model).values():
             module.lora_b.weight.normal_(std=1e-3)
-    config = EngineConfig(dtype="float32", max_model_len=128, kv_cache_bytes=1 << 24)
+    # vLLM's client is in this process, where it can be made to lie.
+    config = EngineConfig(backend="vllm_in_process", dtype="float32", max_model_len=128, kv_cache_bytes=1 << 24)
     with Engine(str(source.path), trained.engine(config), str(tmp_path)) as engine:
         engine.start()
         engine.wait_ready(120)

@@ -15,11 +15,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 DRIVE = """
 from pathlib import Path
 
-from torchtune_ext.sampling.core import LocalCore
+from torchtune_ext.sampling.remote_core import RemoteCore
 from torchtune_ext.training.agreement import Disagreement
 
 FAULT = Path("fault")
-load = LocalCore.load
+load = RemoteCore.load
 
 
 async def lose(self, buffers, version):
@@ -28,7 +28,7 @@ async def lose(self, buffers, version):
     return await load(self, [] if FAULT.read_text() == "lost under its label" else buffers, version)
 
 
-LocalCore.load = lose
+RemoteCore.load = lose
 
 
 def drive(recipe):

@@ -6,6 +6,7 @@ from pathlib import Path
 from torchtune_ext.sampling.calls import Core, Step
 from torchtune_ext.sampling.core import LocalCore
 from torchtune_ext.sampling.records import EngineConfig
+from torchtune_ext.sampling.remote_core import RemoteCore
 from torchtune_ext.sampling.server import ServerCore
 
 # A backend is called with the model's directory, the config, the file that takes the engine's log, a folder for temporary
@@ -17,10 +18,12 @@ def vllm(model_dir: str, config: EngineConfig, log_path: Path, temp_dir: str, on
     """Connects to a server when `engine.address` names one, and otherwise starts an engine of our own."""
     if config.address is not None:
         return ServerCore(config, on_step)
-    return LocalCore(model_dir, config, log_path, temp_dir, on_step)
+    return RemoteCore(model_dir, config, log_path, temp_dir, on_step)
 
 
-BACKENDS: dict[str, Backend] = {"vllm": vllm}
+# With "vllm_in_process" vLLM's client lives in the trainer: to set a breakpoint there, or to replace a part of it. It takes
+# time from training.
+BACKENDS: dict[str, Backend] = {"vllm": vllm, "vllm_in_process": LocalCore}
 
 
 def find_backend(name: str) -> Backend:

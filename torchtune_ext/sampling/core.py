@@ -1,7 +1,7 @@
-"""One life of a vLLM engine: `AsyncLLM` in this process, its EngineCore in a process of its own.
+"""One life of a vLLM engine: its client (`AsyncLLM`) in this process, its EngineCore in a process of its own.
 
-The supervisor makes, uses and ends it, always in the engine's asyncio thread. What goes wrong in here comes out as
-`CoreLost`: this life is over, and another one may begin.
+The client's process makes and uses it for the trainer, or the supervisor does so itself, always in one asyncio thread.
+What goes wrong in here comes out as `CoreLost`: this life is over, and another one may begin.
 """
 
 import asyncio
@@ -20,9 +20,6 @@ from torchtune_ext.sampling.imports import environment_kept, import_vllm, on_cpu
 from torchtune_ext.sampling.records import CANARY_REQUESTS, LORA_RANKS, Completion, EngineConfig
 from torchtune_ext.sampling.weight_buffer import ADAPTER_ID, WeightBuffer
 
-log = logging.getLogger(__name__)
-
-
 # It is named in full, since vLLM on CPU makes two processes of the short name.
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 LOADER = "torchtune_ext.sampling.worker.WeightLoader"
@@ -31,13 +28,32 @@ CPU_STEP = 4096  # tokens
 DEFAULT_MAX_NUM_SEQS = 256 if on_cpu() else 1024
 
 
+def core_environment(config: EngineConfig, temp_dir: str) -> dict[str, str]:
+    """Returns the variables that the engine's process needs on top of the trainer's environment."""
+    environ = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CONFIGURE_LOGGING": "0", "TMPDIR": temp_dir} | one_machine()
+    if on_cpu():
+        environ |= {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+    if config.quantization:
+        # Else vLLM rounds the scales of published weights to powers of two, on Hopper, too.
+        environ |= {"VLLM_USE_DEEP_GEMM_E8M0": "0", "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0"}
+    if config.devices is not None:
+        environ["CUDA_VISIBLE_DEVICES"] = config.devices
+    return environ
+
+
 class LocalCore:
     """Runs a vLLM engine of our own. What the methods of `Core` promise is said there."""
 
     def __init__(
-        self, model_dir: str, config: EngineConfig, log_path: Path, temp_dir: str, on_step: Callable[[Step], None]
+        self,
+        model_dir: str,
+        config: EngineConfig,
+        log_path: Path,
+        temp_dir: str,
+        on_step: Callable[[Step], None],
+        process: CoreProcess | None = None,
     ):
-        """Starts the engine's process; it imports vLLM in the background. `launch` waits for it."""
+        """Starts the engine's process, unless it is given; it imports vLLM in the background. `launch` waits for it."""
         self.config, self.model_dir, self.temp_dir, self.on_step = config, model_dir, temp_dir, on_step
         self.llm: Any = None
         self._vllm_config: Any = None
@@ -49,16 +65,7 @@ class LocalCore:
         self._salt: str | None = None  # a prefix is shared by requests of the same salt alone
         self.calls: dict[str, Call] = {}
         self.sign_of_life = time.monotonic()
-        environ = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CONFIGURE_LOGGING": "0", "TMPDIR": temp_dir}
-        environ |= one_machine()
-        if on_cpu():
-            environ |= {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
-        if config.quantization:
-            # Else vLLM rounds the scales of published weights to powers of two, on Hopper, too.
-            environ |= {"VLLM_USE_DEEP_GEMM_E8M0": "0", "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0"}
-        if config.devices is not None:
-            environ["CUDA_VISIBLE_DEVICES"] = config.devices
-        self.process = CoreProcess(environ, log_path)
+        self.process = process or CoreProcess(core_environment(config, temp_dir), log_path)
 
     @property
     def group(self) -> int:

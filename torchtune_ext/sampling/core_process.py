@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -109,38 +109,52 @@ class CoreProcess:
 
     def ending(self) -> str:
         """Says how the process ended. Ask before `kill`, whose signal it would name."""
-        code = self.exitcode
-        if code is None:
-            return "vLLM gave the engine up (the end of its log says why)"
-        if code >= 0:
-            return f"the engine's process ended with exit code {code}"
-        hint = ", perhaps by the kernel's out-of-memory killer (see dmesg)" if -code == signal.SIGKILL else ""
-        return f"the engine's process was killed by {signal.Signals(-code).name}{hint}"
+        return how_it_ended(self.exitcode, "the engine's process")
 
     def cpu_seconds(self) -> float:
         """Returns the seconds of CPU time that the process and its workers have used until now."""
-        ticks = 0
-        for folder in os.scandir("/proc"):
-            if folder.name.isdigit():
-                try:
-                    # The name in the brackets is whatever its process has called itself, so it is taken as bytes.
-                    fields = Path(folder.path, "stat").read_bytes().rsplit(b")", 1)[1].split()
-                except OSError:
-                    continue  # it has ended meanwhile
-                # The fourth field is the session, which the core and its workers share.
-                if int(fields[3]) == self.pid:
-                    ticks += int(fields[11]) + int(fields[12])
-        return ticks / os.sysconf("SC_CLK_TCK")
+        return cpu_seconds({self.pid})
 
-    def log_tail(self, lines: int = 30) -> str:
+    def log_tail(self) -> str:
         """Returns the last lines that this process wrote."""
-        try:
-            with open(self.log, "rb") as file:
-                file.seek(max(self.log_start, self.log.stat().st_size - 16384))
-                text = file.read().decode(errors="replace")
-        except OSError as error:
-            return f"(cannot be read: {error})"
-        return "\n".join(text.splitlines()[-lines:])
+        return log_tail(self.log, self.log_start)
+
+
+def how_it_ended(code: int | None, what: str) -> str:
+    """Says how a process ended, from its exit code; None: it lives, and vLLM gave up over something else."""
+    if code is None:
+        return "vLLM gave the engine up (the end of its log says why)"
+    if code >= 0:
+        return f"{what} ended with exit code {code}"
+    hint = ", perhaps by the kernel's out-of-memory killer (see dmesg)" if -code == signal.SIGKILL else ""
+    return f"{what} was killed by {signal.Signals(-code).name}{hint}"
+
+
+def cpu_seconds(sessions: Set[int]) -> float:
+    """Returns the seconds of CPU time that the processes of these sessions have used until now."""
+    ticks = 0
+    for folder in os.scandir("/proc"):
+        if folder.name.isdigit():
+            try:
+                # The name in the brackets is whatever its process has called itself, so it is taken as bytes.
+                fields = Path(folder.path, "stat").read_bytes().rsplit(b")", 1)[1].split()
+            except OSError:
+                continue  # it has ended meanwhile
+            # The fourth field is the session, which a core and its workers share.
+            if int(fields[3]) in sessions:
+                ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def log_tail(log: Path, start: int, lines: int = 30) -> str:
+    """Returns the last lines of a log from the byte `start` on."""
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(start, log.stat().st_size - 16384))
+            text = file.read().decode(errors="replace")
+    except OSError as error:
+        return f"(cannot be read: {error})"
+    return "\n".join(text.splitlines()[-lines:])
 
 
 class CoreContext:

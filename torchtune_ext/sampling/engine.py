@@ -11,9 +11,9 @@
     engine.publish(model.named_parameters(), version=1)
     engine.close()
 
-Inside lives one thread with an asyncio loop. It holds the backend's client (vLLM's, if nothing else is asked for), which
-it feeds as many requests as the throttle allows, while the supervisor keeps the engine alive. All methods may be called
-from any thread, also at the same time.
+Inside lives one thread with an asyncio loop. It feeds the backend (vLLM, if nothing else is asked for) as many requests as
+the throttle allows, while the supervisor keeps the engine alive. vLLM's client is in a process of its own
+(`remote_core.py`). All methods may be called from any thread, also at the same time.
 """
 
 import asyncio
@@ -98,8 +98,8 @@ class Engine:
     def start(self) -> None:
         """Begins to bring the engine up and returns; with `engine.sleep` it returns once the engine is up and sleeps.
 
-        On the way it imports vLLM (3 to 5 s, once in a process), because two threads cannot import it at once and the trainer's
-        own imports follow. The engine's process does the same in the meantime.
+        Before that the engine's client imports vLLM in its own process (5 s) and takes the config, so that one which vLLM
+        refuses is an error of this call. The engine's process imports the same in the meantime.
         Raises: EngineFailed when the engine refuses its config; RuntimeError when it was started before.
         """
         if self._started is not None or self._closed:

@@ -95,12 +95,13 @@ class Supervisor:
 
     async def ready(self) -> Core:
         """Waits for a working engine. Raises EngineFailed."""
-        # Every start is bounded by its own deadlines, so this wait needs only a distant one.
-        limit = self.config.max_failures * (self.config.start_deadline_s + 4 * self.config.rpc_deadline_s)
-        try:
-            await asyncio.wait_for(self._changed.wait(), limit)
-        except TimeoutError:
-            raise EngineFailed(f"the engine was not ready within {limit:g} s") from None
+        if not self._changed.is_set():
+            # Every start is bounded by its own deadlines, so this wait needs only a distant one.
+            limit = self.config.max_failures * (self.config.start_deadline_s + 4 * self.config.rpc_deadline_s)
+            try:
+                await asyncio.wait_for(self._changed.wait(), limit)
+            except TimeoutError:
+                raise EngineFailed(f"the engine was not ready within {limit:g} s") from None
         if self.closed:
             raise EngineFailed("the engine is closed")
         if self.failed is not None:

@@ -66,7 +66,7 @@ class Ranks:
         return items[self.rank :: self.world_size]
 
 
-def init_ranks(device: str, rank_deadline_s: float = 300.0, **limits: float) -> Ranks:
+def init_ranks(device: str, rank_deadline_s: float = 300.0, engine_beside: bool = False, **limits: float) -> Ranks:
     """Joins the process group that torchrun set up, if there is one, and begins the watch over the other ranks.
 
     A rank that torchrun started is killed when torchrun ends, also when torchrun gets SIGKILL.
@@ -74,6 +74,7 @@ def init_ranks(device: str, rank_deadline_s: float = 300.0, **limits: float) -> 
     Args:
         device: "cpu", "cuda" or "auto" (cuda where there is one).
         rank_deadline_s: seconds without a sign of life from a rank after which the run ends (see `watch`); more than 0.
+        engine_beside: an engine samples while this process trains; on a CPU a core is left to it.
         limits: other times of the watch in seconds, by their names in `watch.Limits`.
 
     Raises:
@@ -91,6 +92,8 @@ def init_ranks(device: str, rank_deadline_s: float = 300.0, **limits: float) -> 
     here = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(here)
+    elif engine_beside:
+        leave_a_core()
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if world_size == 1 or dist.is_initialized():
         return Ranks(rank, world_size, here)
@@ -102,6 +105,17 @@ def init_ranks(device: str, rank_deadline_s: float = 300.0, **limits: float) -> 
     limit = timedelta(seconds=watch_limits.wait_s + SLACK_S)
     dist.init_process_group(training.get_distributed_backend(kind), timeout=limit)
     return Ranks(rank, world_size, here, watch)
+
+
+def leave_a_core() -> None:
+    """Lets PyTorch compute on all cores but one, unless OMP_NUM_THREADS says on how many.
+
+    An engine on a CPU computes in one thread. Where it takes a core from one of the trainer's threads, all others wait for
+    that thread at the end of every operation.
+    """
+    cores = len(os.sched_getaffinity(0))
+    if "OMP_NUM_THREADS" not in os.environ and 1 < cores <= torch.get_num_threads():
+        torch.set_num_threads(cores - 1)
 
 
 def stay_on_this_machine() -> None:

@@ -1,0 +1,72 @@
+"""Messages between two processes of ours: pickled lists with their length before them, over a socket pair."""
+
+import asyncio
+import pickle
+import struct
+from collections.abc import Callable
+from typing import Any
+
+_LENGTH = struct.Struct("<Q")
+
+
+def pack(messages: list[Any]) -> bytes:
+    """Returns the bytes that carry some messages."""
+    data = pickle.dumps(messages, protocol=5)
+    return _LENGTH.pack(len(data)) + data
+
+
+class Frames(asyncio.Protocol):
+    """One end of the socket pair in an asyncio loop.
+
+    What is said in one turn of the loop leaves as one frame: the other end is woken once, not for each message.
+    """
+
+    def __init__(self, on_messages: Callable[[list[Any]], None], on_end: Callable[[], None]) -> None:
+        """Args: on_messages: takes what has arrived; on_end: called once when the other end is gone."""
+        self._on_messages, self._on_end = on_messages, on_end
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._waiting: list[Any] = []  # messages that have not left yet
+        self._flushing = False
+        self._arrived = bytearray()
+
+    def say(self, message: Any) -> None:
+        """Sends a message, unless the other end is gone."""
+        self._waiting.append(message)
+        if not self._flushing:
+            self._flushing = True
+            self._loop.call_soon(self._flush)
+
+    def close(self) -> None:
+        """Ends the connection, without a word to `on_end`. What was said before still leaves."""
+        self._flush()
+        self._on_end = lambda: None
+        if self._transport is not None:
+            self._transport.close()
+
+    def _flush(self) -> None:
+        self._flushing = False
+        if self._transport is not None and self._waiting:
+            messages, self._waiting = self._waiting, []
+            self._transport.write(pack(messages))
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]
+        self._flush()
+
+    def data_received(self, data: bytes) -> None:
+        self._arrived += data
+        begin = 0
+        while len(self._arrived) >= begin + _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._arrived, begin)
+            end = begin + _LENGTH.size + length
+            if len(self._arrived) < end:
+                break
+            messages = pickle.loads(self._arrived[begin + _LENGTH.size : end])
+            begin = end
+            self._on_messages(messages)
+        del self._arrived[:begin]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        self._on_end()
