@@ -42,7 +42,10 @@ TRAINING += ("sampling.max_tokens=128", "engine.max_model_len=192")
 SYNC_PINNED, ASYNC_PINNED = "sync, a core each", "async, a core each"
 SYNC, ASYNC = "sync, both cores", "async, both cores"
 ARMS = {SYNC_PINNED: (0, True), ASYNC_PINNED: (1, True), SYNC: (0, False), ASYNC: (1, False)}  # staleness; a core each?
-SAMPLERS = {"torchtune_ext.sampling.core_process", "torchtune_ext.sampling.client_process"}  # the engine, and its client
+SAMPLERS = {
+    "torchtune_ext.sampling.core_process",
+    "torchtune_ext.sampling.client_process",
+}  # the engine, and its client
 POLL_S = 0.5  # seconds between two looks at the clocks of a run
 LIMIT_S = 3600.0  # seconds after which a run is given up
 SMOOTH = 5  # steps of the moving mean of the reward

@@ -46,8 +46,9 @@ def engine(model_dirs, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine_in_process(model_dirs, tmp_path_factory):
-    config = replace(CONFIG, backend="vllm_in_process")  # its client is here, where a test can replace a part of it
-    with Engine(model_dirs[0], config, str(tmp_path_factory.mktemp("run"))) as engine:
+    with Engine(
+        model_dirs[0], replace(CONFIG, backend="vllm_in_process"), str(tmp_path_factory.mktemp("run"))
+    ) as engine:
         engine.start()
         engine.wait_ready(120)
         yield engine
@@ -354,11 +355,11 @@ def test_kept_keys_and_values_stay_with_the_requests_in_flight(engine_in_process
 
 def test_a_cache_that_was_not_cleared_ends_that_engine(engine_in_process, models, monkeypatch, caplog):
     """Such an engine would sample on with old keys and values. The next one begins with the new weights and an empty cache."""
-    engine = engine_in_process
 
     async def refuse(reset_running_requests):
         return False
 
+    engine = engine_in_process
     restarts, version = engine.stats().restarts, engine.version + 1
     monkeypatch.setattr(engine._supervisor.core.llm, "reset_prefix_cache", refuse)
     engine.publish(models[1].named_parameters(), version)

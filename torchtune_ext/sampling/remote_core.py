@@ -70,7 +70,9 @@ class RemoteCore:
             self._client = self._start(theirs)
         try:
             ours.settimeout(START_S)
-            ours.sendall(pack([(core_environment(config, temp_dir), str(log_path), (model_dir, config, log_path, temp_dir))]))
+            ours.sendall(
+                pack([(core_environment(config, temp_dir), str(log_path), (model_dir, config, log_path, temp_dir))])
+            )
             self.group = receive_first(ours)
         except (OSError, EOFError) as error:
             ours.close()
@@ -161,11 +163,11 @@ class RemoteCore:
 
     async def generate(self, call: Call) -> Completion:
         """Runs one request to its end. Raises CoreLost, or ValueError when vLLM refuses the request."""
-        call.begin()
-        self.calls[call.id] = call
         number, answer = self._ask(
             "generate", call.id, call.prompt, call.sampling, call.seed, call.first_version, call.priority
         )
+        call.begin()
+        self.calls[call.id] = call
         try:
             return await answer
         except asyncio.CancelledError:
