@@ -3,15 +3,16 @@
     python benchmarks/async_vs_sync.py --out runs/async_vs_sync [--repeats 3] [--grpo max_steps=60 ...]
 
 `grpo/tiny_arithmetic` on few long sums among many short ones: half of the answers have up to 6 tokens, one in a hundred has
-30 or more. Four arms train on the same questions: staleness 0 (sync) and 1 (async), with one core for the engine and the other
-for trainer and graders, and with both cores for all. On a CPU the engine computes in one thread, so that only the trainer can
-use both. Repeat i has the seed i, and its arms follow one another. Runs that have ended are not made again.
+30 or more. Four arms train on the same questions: staleness 0 (sync) and 1 (async), with one core for the engine and its client
+and the other for trainer and graders, and with both cores for all. On a CPU the engine computes in one thread, so that only the
+trainer can use both, and it does when it works alone. Repeat i has the seed i, and its arms follow one another. Runs that have
+ended are not made again.
 
 Seconds are those of the steps, without start-up. Accuracy is the mean reward of 5 steps, in an asynchronous run that of the
 policy before; the one to reach is the highest that every arm of the repeat reaches. The trainer is compared where each side has
 a core, by `time/train` for a packed token, without the first step and the last, which has no producer. A producer costs what is
-"serving" (the trainer's threads beside its main one: the engine's client, the graders'; with both cores also the second thread
-of training), the graders on the trainer's core, the interpreter's lock, caches and memory.
+"serving" (the trainer's threads beside its main one: the requests', the graders'; with both cores also the second thread of
+training), the graders on the trainer's core, the interpreter's lock, caches and memory.
 """
 
 import argparse
@@ -42,10 +43,8 @@ TRAINING += ("sampling.max_tokens=128", "engine.max_model_len=192")
 SYNC_PINNED, ASYNC_PINNED = "sync, a core each", "async, a core each"
 SYNC, ASYNC = "sync, both cores", "async, both cores"
 ARMS = {SYNC_PINNED: (0, True), ASYNC_PINNED: (1, True), SYNC: (0, False), ASYNC: (1, False)}  # staleness; a core each?
-SAMPLERS = {
-    "torchtune_ext.sampling.core_process",
-    "torchtune_ext.sampling.client_process",
-}  # the engine, and its client
+# the engine, and its client
+SAMPLERS = {"torchtune_ext.sampling.core_process", "torchtune_ext.sampling.client_process"}
 POLL_S = 0.5  # seconds between two looks at the clocks of a run
 LIMIT_S = 3600.0  # seconds after which a run is given up
 SMOOTH = 5  # steps of the moving mean of the reward
@@ -120,7 +119,9 @@ def train(arm: str, repeat: int, folder: Path, model: Path, settings: Sequence[s
     own = cores[:1] if pinned else cores
     words = [f"output_dir={folder}", f"model_dir={model}", f"staleness={staleness}", f"seed={repeat}", *settings]
     recipe = command("grpo_async", *words, f"task.seed={100 + repeat}", config="grpo/tiny_arithmetic")
-    env = environment() | {"OMP_NUM_THREADS": str(len(own)), "GOMP_SPINCOUNT": "10000"}  # as scripts/quickstart.sh
+    env = environment() | {"GOMP_SPINCOUNT": "10000"}  # as scripts/quickstart.sh
+    if not pinned:
+        env.pop("OMP_NUM_THREADS", None)  # the recipe leaves a core to an engine that works beside it
     readings: dict[int, tuple[float, dict[str, float]]] = {}  # steps that are over -> the first reading then
     shutil.rmtree(folder, ignore_errors=True)  # what a run left that was stopped
     log, metrics, deadline = folder.with_suffix(".log"), folder / "metrics.jsonl", time.monotonic() + LIMIT_S

@@ -46,9 +46,8 @@ def engine(model_dirs, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine_in_process(model_dirs, tmp_path_factory):
-    with Engine(
-        model_dirs[0], replace(CONFIG, backend="vllm_in_process"), str(tmp_path_factory.mktemp("run"))
-    ) as engine:
+    folder, config = tmp_path_factory.mktemp("run"), replace(CONFIG, backend="vllm_in_process")
+    with Engine(model_dirs[0], config, str(folder)) as engine:
         engine.start()
         engine.wait_ready(120)
         yield engine
@@ -333,8 +332,7 @@ def test_whole_weights_published_in_flight_mark_every_token(engine, models, back
 
 
 def test_kept_keys_and_values_stay_with_the_requests_in_flight(engine_in_process, models, monkeypatch):
-    """What was in flight goes on with the new weights over the old keys and values, which is neither policy; what is sent
-    after the publication meets nothing old, though the same prompt is in the cache."""
+    """What was in flight goes on over old keys and values, which is neither policy; what is sent later meets nothing old."""
     engine = engine_in_process
     core, prompt, old = engine._supervisor.core, tiny_model.prompts(1, 50)[0], engine.version
     monkeypatch.setattr(core, "config", replace(core.config, kv_on_publish="keep"))

@@ -1,0 +1,59 @@
+"""Messages between two processes: whole, in order, in as few frames as there are turns of the loop, and the end is told once."""
+
+import asyncio
+import socket
+
+from torchtune_ext.sampling.frames import Frames, pack
+
+
+def exchanged(say, chunk: int | None = None) -> tuple[list[list[object]], int]:
+    """Returns the messages that arrive, frame by frame, and how often the end was told. `chunk`: bytes that arrive at a time."""
+    frames, ends = [], []
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        ours, theirs = socket.socketpair()
+        receiver = Frames(frames.append, lambda: ends.append(1))
+        if chunk is not None:
+            whole = receiver.data_received
+            receiver.data_received = lambda data: [whole(data[i : i + chunk]) for i in range(0, len(data), chunk)]
+        sender = Frames(lambda messages: None, lambda: None)
+        sender.say("before the connection")
+        await loop.create_connection(lambda: receiver, sock=theirs)
+        await loop.create_connection(lambda: sender, sock=ours)
+        await say(sender)
+        sender.close()
+        while not ends:
+            await asyncio.sleep(0.001)
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+    return frames, len(ends)
+
+
+async def three_turns(sender: Frames) -> None:
+    for turn in range(3):
+        for i in range(4):
+            sender.say((turn, i, b"x" * 10_000))
+        await asyncio.sleep(0.01)
+
+
+def test_what_is_said_in_one_turn_arrives_as_one_frame_in_order():
+    frames, ends = exchanged(three_turns)
+    assert frames[0] == ["before the connection"] and ends == 1
+    assert [[message[:2] for message in frame] for frame in frames[1:]] == [
+        [(turn, i) for i in range(4)] for turn in range(3)
+    ]
+
+
+def test_frames_that_arrive_in_pieces_are_put_together():
+    frames, _ = exchanged(three_turns, chunk=7)
+    assert sum(frames, []) == ["before the connection"] + [(t, i, b"x" * 10_000) for t in range(3) for i in range(4)]
+
+
+def test_what_is_said_before_the_end_still_arrives():
+    async def say_and_end(sender: Frames) -> None:
+        sender.say("last")
+
+    frames, ends = exchanged(say_and_end)
+    assert sum(frames, []) == ["before the connection", "last"] and ends == 1
+    assert len(pack([1])) > 8
