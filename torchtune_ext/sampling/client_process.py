@@ -8,8 +8,8 @@ the client lives here. `remote_core.RemoteCore` is the trainer's end; what it as
 
 The first frame holds (environment of the engine's process, log, arguments of LocalCore). The engine's process is started
 at once, so that both import vLLM at the same time; the answer is its process id. After that a message is (number,
-method, arguments), and its answer (number, "value", value) or (number, "lost" | "refused", message). Two more come
-unasked: (0, "step", Step) and (0, "dead", how the engine ended).
+method, arguments), and its answer (number, "value", value) or (number, "lost" | "refused", message). Three more come
+unasked: (0, "step", Step), (0, "dead", how the engine ended), and (0, "beat", None).
 """
 
 import asyncio
@@ -19,6 +19,7 @@ import pickle
 import socket
 import struct
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from torchtune_ext.sampling.frames import Frames, pack
 
 LOG_FORMAT = "(client) %(asctime)s %(levelname)s %(name)s: %(message)s"
 LOOK_S = 0.1  # seconds between two looks at the engine's process
+BEAT_S = 1.0  # seconds between two messages which say that the client itself works
 
 
 class Client:
@@ -45,13 +47,17 @@ class Client:
         self._frames = frames = Frames(self._receive, self._gone.set)
         self.core.on_step = lambda step: frames.say((0, "step", step))
         await asyncio.get_running_loop().create_connection(lambda: frames, sock=end)
+        beat_at = 0.0
         while not self._gone.is_set() and not self.core.dead:
+            if time.monotonic() >= beat_at:
+                beat_at = time.monotonic() + BEAT_S
+                frames.say((0, "beat", None))
             try:
                 await asyncio.wait_for(self._gone.wait(), LOOK_S)
             except TimeoutError:
                 pass
         if not self._gone.is_set():
-            self._frames.say((0, "dead", self.core.ending()))
+            frames.say((0, "dead", self.core.ending()))
             await self._gone.wait()  # requests that fail over it are answered; the trainer ends this process
 
     def _receive(self, messages: list[Any]) -> None:

@@ -22,7 +22,7 @@ from torchtune_ext.sampling import janitor
 from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded
 from torchtune_ext.sampling.client_process import receive_first
 from torchtune_ext.sampling.core import core_environment
-from torchtune_ext.sampling.core_process import TORCHRUN, cpu_seconds, how_it_ended, log_tail
+from torchtune_ext.sampling.core_process import TORCHRUN, how_it_ended, log_tail
 from torchtune_ext.sampling.frames import Frames, pack
 from torchtune_ext.sampling.records import Completion, EngineConfig
 from torchtune_ext.sampling.weight_buffer import WeightBuffer
@@ -57,7 +57,7 @@ class RemoteCore:
         self.asleep = 0  # level of sleep
         self.broken: Exception | None = None  # the error of our own code over a step's counters
         self.calls: dict[str, Call] = {}
-        self.sign_of_life = time.monotonic()
+        self.sign_of_life = self._heard = time.monotonic()  # of the engine; of the client
         self.group = 0  # the process group of the engine's process and its workers
         self._numbers = itertools.count(1)
         self._answers: dict[int, asyncio.Future] = {}  # who waits, by the number of the message
@@ -238,15 +238,23 @@ class RemoteCore:
 
     async def _moving(self, method: str, *arguments: Any) -> Any:
         """Asks for something that moves weights: it may take long, but not stand still. Raises CoreLost, ValueError."""
-        config = self.config
-        # The client makes several calls, each of them within rpc_deadline_s, and one at most stands still in the end.
-        limit, idle_s = 8 * config.rpc_deadline_s, config.probe_deadline_s + MARGIN_S
+        silence_s = self.config.probe_deadline_s + MARGIN_S
+
+        def heard() -> float:
+            if time.monotonic() > self._heard + silence_s:
+                raise CoreLost(f"the engine's client is frozen: no word of it for {silence_s:g} s in {method}")
+            return self._heard
+
+        # The client makes several calls, each of them within rpc_deadline_s, and sees an engine that stands still.
         work = _named(self._answer(method, *arguments), method)
-        return await bounded(self, work, limit, lambda: cpu_seconds({self.group, self._client.pid}), idle_s)
+        return await bounded(self, work, 8 * self.config.rpc_deadline_s, heard, 2 * silence_s)
 
     def _receive(self, messages: list[Any]) -> None:
-        self.sign_of_life = time.monotonic()
+        self._heard = time.monotonic()
         for number, kind, value in messages:
+            if kind == "beat":
+                continue
+            self.sign_of_life = self._heard
             if kind == "step":
                 self._take_step(value)
             elif kind == "dead":
