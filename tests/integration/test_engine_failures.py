@@ -278,12 +278,13 @@ TRAINER = """
     engine.start()
     while engine._supervisor.core is None:
         time.sleep(0.01)
-    print(engine._supervisor.core.group, engine._cleanup.pid, engine._cleanup.folder, flush=True)
+    core = engine._supervisor.core
+    print(core.group, core.client_pid, engine._cleanup.pid, engine._cleanup.folder, flush=True)
     if sys.argv[3] != "starting":
         engine.wait_ready(120)
         if raise_in_main:
             raise SystemExit(3)
-        threading.Timer(0.3, lambda: print("sampling", flush=True)).start()
+        threading.Timer(0.3, lambda: print("vllm imported:", "vllm" in sys.modules, flush=True)).start()
         engine.sample([[1, 2, 3]] * 8, 8, SamplingConfig(max_tokens=1000))
     time.sleep(60)
 """
@@ -299,17 +300,17 @@ def test_nothing_is_left_of_a_trainer_that_ended(model_dir, tmp_path, moment):
     trainer = subprocess.Popen(
         [sys.executable, str(script), model_dir, str(tmp_path), moment], stdout=subprocess.PIPE, env=environ, text=True
     )
-    core, janitor, temp_dir = trainer.stdout.readline().split()
+    core, client, janitor, temp_dir = trainer.stdout.readline().split()
     assert Path(temp_dir).is_dir() and Path(f"/proc/{core}").exists() and Path(f"/proc/{janitor}").exists()
     if moment == "sampling":
-        assert trainer.stdout.readline() == "sampling\n"
+        assert trainer.stdout.readline() == "vllm imported: False\n"
         assert any(Path(temp_dir).iterdir())  # sockets
     if moment != "exception":
         time.sleep(1.0)
         trainer.kill()
     trainer.wait(60)
     assert trainer.returncode == (3 if moment == "exception" else -signal.SIGKILL)
-    gone = [Path(f"/proc/{core}"), Path(f"/proc/{janitor}"), Path(temp_dir)]
+    gone = [*(Path(f"/proc/{pid}") for pid in (core, client, janitor)), Path(temp_dir)]
     wait_until(lambda: not any(path.exists() and not is_zombie(path) for path in gone), 5)
     assert set(os.listdir("/dev/shm")) <= in_memory
     assert list((tmp_path / "tmp").iterdir()) == []

@@ -85,7 +85,7 @@ class RemoteCore:
     def _start(self, end: socket.socket) -> subprocess.Popen:
         path = [os.path.abspath(entry or ".") for entry in sys.path]
         env = {key: value for key, value in environment().items() if not key.startswith(TORCHRUN)}
-        env |= {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
+        env["PYTHONPATH"] = os.pathsep.join(path)
         module = "torchtune_ext.sampling.client_process"
         command = [sys.executable, "-P", "-m", module, str(end.fileno()), str(os.getpid())]
         with open(self.log, "ab", buffering=0) as out:
