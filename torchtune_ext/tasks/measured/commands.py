@@ -1,0 +1,68 @@
+"""Runs a command that may hang, flood its output or leave children behind, such as a compiler with a hostile source."""
+
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """How a command ended."""
+
+    status: int | None  # exit status, negative for a signal; None: it was killed at its deadline, or for its output
+    output: str
+    errors: str
+    cause: str  # why it was killed, "" if it was not
+    seconds: float
+
+
+def run(
+    command: Sequence[str], environment: Mapping[str, str], folder: str, deadline_s: float, max_bytes: int
+) -> Finished:
+    """Runs the command and kills its process group when it has not ended in time or says too much."""
+    start = time.monotonic()
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=dict(environment),
+        cwd=folder,
+        start_new_session=True,
+    )
+    parts: dict[str, list[bytes]] = {"output": [], "errors": []}
+    cause = ""
+    with selectors.DefaultSelector() as selector, process.stdout, process.stderr:
+        selector.register(process.stdout, selectors.EVENT_READ, "output")
+        selector.register(process.stderr, selectors.EVENT_READ, "errors")
+        said = 0
+        while selector.get_map() and not cause:
+            left_s = start + deadline_s - time.monotonic()
+            ready = selector.select(max(0.0, left_s))
+            if not ready and left_s <= 0:
+                cause = f"it did not end within {deadline_s:g} s"
+            for key, _ in ready:
+                data = os.read(key.fd, 1 << 16)
+                said += len(data)
+                parts[key.data].append(data)
+                if not data:
+                    selector.unregister(key.fileobj)
+                elif said > max_bytes:
+                    cause = f"it wrote more than {max_bytes} bytes"
+        if not cause:
+            try:
+                process.wait(max(0.1, start + deadline_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                cause = f"it did not end within {deadline_s:g} s"
+        # Also after a good end: what it left behind shares its process group.
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        process.wait()
+    output, errors = (b"".join(parts[name]).decode(errors="replace") for name in ("output", "errors"))
+    return Finished(None if cause else process.returncode, output, errors, cause, time.monotonic() - start)
