@@ -37,7 +37,9 @@ ALIGNMENT = 64  # bytes; every array starts at an address that this divides
 START_S = 20.0  # seconds until the sandbox is locked in; under load a process may start late
 END_S = 5.0  # seconds until a killed process is gone
 QUIET_S = 50e-6  # how long a child is watched after a call
-QUIET_NS = 20_000  # CPU nanoseconds it may use meanwhile: the end of its `write`, the start of its `read`, threads that fall asleep
+QUIET_NS = (
+    20_000  # CPU nanoseconds it may use meanwhile: for the end of its `write`, the start of its `read`, and to sleep
+)
 # NaNs with a payload that no computation produces: one is the content of outputs before a call, one lies around arrays.
 POISON = np.frombuffer(struct.pack("<Q", 0x7FF8_0BAD_0BAD_0BAD))
 CANARY = np.frombuffer(struct.pack("<Q", 0x7FF8_CA4A_4CA4_A4CA))
@@ -101,9 +103,7 @@ def arena_size(kernel: Kernel, largest: Size) -> int:
     return 2 * need + 64 * PAGE
 
 
-def lay_out(
-    kernel: Kernel, size: Size, arena_bytes: int, at_end: bool, rng: np.random.Generator
-) -> tuple[Place, ...]:
+def lay_out(kernel: Kernel, size: Size, arena_bytes: int, at_end: bool, rng: np.random.Generator) -> tuple[Place, ...]:
     """Puts the arrays at random pages, in random order, with pages between them that cannot be touched.
 
     at_end: an array ends where its last page ends (as far as its alignment allows), so that a step too far is seen;
@@ -132,7 +132,9 @@ def lay_out(
 class Call:
     """One call of the function."""
 
-    seconds: float  # from the request until its process sleeps, and what CPU it used before the request and after the answer
+    seconds: (
+        float  # from the request until its process sleeps, and what CPU it used before the request and after the answer
+    )
     cpu_s: float  # CPU seconds of all its threads since the last call
     outputs: Mapping[str, np.ndarray]  # copies of its results, made while the process slept
 
@@ -147,6 +149,7 @@ class Child:
         arena_bytes: address space for the arrays.
         cores: the cores that it runs on.
         threads: how many threads OpenMP may use.
+        limits: what it may use.
         load_s: seconds for loading.
 
     Raises:
@@ -161,9 +164,9 @@ class Child:
         kernel: Kernel,
         arena_bytes: int,
         cores: Sequence[int],
-        threads: int = 1,
-        limits: Limits = Limits(),
-        load_s: float = 5.0,
+        threads: int,
+        limits: Limits,
+        load_s: float,
     ) -> None:
         self.kernel = kernel
         self.arena_bytes = arena_bytes
@@ -193,6 +196,9 @@ class Child:
             self._arena = self._receive(_READY, START_S, locked_in=False)
             self._receive(_LOADED, load_s)
             self._idle_ns = self.cpu_ns()
+        except OSError as error:
+            self.close()
+            raise SandboxError(f"a process could not be started: {error}") from error
         except BaseException:
             self.close()
             raise
@@ -233,7 +239,9 @@ class Child:
         views = {place.name: self._array(place) for place in self._places}
         for place in self._places:
             views[place.name][...] = POISON if place.is_output else inputs[place.name]
-        arguments = [size[name] for name in self.kernel.size_names] + [self._arena + place.start for place in self._places]
+        arguments = [size[name] for name in self.kernel.size_names] + [
+            self._arena + place.start for place in self._places
+        ]
         before_ns = self.cpu_ns()
         start = time.perf_counter_ns()
         self._send(_CALL, len(arguments), arguments)
@@ -267,7 +275,9 @@ class Child:
             self._process.wait()
         if self._pidfd >= 0:
             # Inside of namespaces it is no child of ours, and ends a little later than bubblewrap, which is.
-            select.select([self._pidfd], [], [], END_S)
+            end = select.poll()
+            end.register(self._pidfd, select.POLLIN)
+            end.poll(END_S * 1e3)
             os.close(self._pidfd)
         self._inputs.close()
         self._outputs.close()
@@ -330,8 +340,10 @@ class Child:
             raise SandboxError(f"a process could not be locked in: {said or exit_cause(status)}")
         if status > 128:
             status = 128 - status  # bubblewrap's way to say that a signal ended its child
-        cause = exit_cause(status) if status < 0 else "it ended the process by itself" + (
-            f" with exit status {status}" if status else ""
+        cause = (
+            exit_cause(status)
+            if status < 0
+            else "it ended the process by itself" + (f" with exit status {status}" if status else "")
         )
         raise ChildFailed("runtime_error", f"{cause}; it said: {said}" if said else cause)
 

@@ -17,13 +17,23 @@ class Finished:
     output: str
     errors: str
     cause: str  # why it was killed, "" if it was not
+    timed_out: bool  # it was killed at its deadline
     seconds: float
 
 
 def run(
-    command: Sequence[str], environment: Mapping[str, str], folder: str, deadline_s: float, max_bytes: int
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    folder: str,
+    deadline_s: float,
+    max_bytes: int,
+    pass_fds: Sequence[int] = (),
 ) -> Finished:
-    """Runs the command and kills its process group when it has not ended in time or says too much."""
+    """Runs the command and kills its process group when it has not ended in time or says too much.
+
+    Raises:
+        OSError: it cannot be started.
+    """
     start = time.monotonic()
     process = subprocess.Popen(
         command,
@@ -32,8 +42,10 @@ def run(
         stderr=subprocess.PIPE,
         env=dict(environment),
         cwd=folder,
+        pass_fds=pass_fds,
         start_new_session=True,
     )
+    timed_out = False
     parts: dict[str, list[bytes]] = {"output": [], "errors": []}
     cause = ""
     with selectors.DefaultSelector() as selector, process.stdout, process.stderr:
@@ -44,7 +56,7 @@ def run(
             left_s = start + deadline_s - time.monotonic()
             ready = selector.select(max(0.0, left_s))
             if not ready and left_s <= 0:
-                cause = f"it did not end within {deadline_s:g} s"
+                timed_out, cause = True, f"it did not end within {deadline_s:g} s"
             for key, _ in ready:
                 data = os.read(key.fd, 1 << 16)
                 said += len(data)
@@ -57,7 +69,7 @@ def run(
             try:
                 process.wait(max(0.1, start + deadline_s - time.monotonic()))
             except subprocess.TimeoutExpired:
-                cause = f"it did not end within {deadline_s:g} s"
+                timed_out, cause = True, f"it did not end within {deadline_s:g} s"
         # Also after a good end: what it left behind shares its process group.
         try:
             os.killpg(process.pid, signal.SIGKILL)
@@ -65,4 +77,4 @@ def run(
             pass
         process.wait()
     output, errors = (b"".join(parts[name]).decode(errors="replace") for name in ("output", "errors"))
-    return Finished(None if cause else process.returncode, output, errors, cause, time.monotonic() - start)
+    return Finished(None if cause else process.returncode, output, errors, cause, timed_out, time.monotonic() - start)

@@ -1,6 +1,7 @@
 """Compiles a candidate to a shared library, locked in."""
 
 import os
+import select
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from pathlib import Path
 from torchtune_ext.tasks.measured import commands
 from torchtune_ext.tasks.measured.commands import Finished
 from torchtune_ext.tasks.measured.kernel import Kernel, prototype
-from torchtune_ext.tasks.measured.sandbox import Limits, Sandbox, clean_environment
+from torchtune_ext.tasks.measured.sandbox import Limits, Sandbox, SandboxError, clean_environment
 
 NAMES = ("gcc", "clang", "cc")
 INSTALL = "install one: apt-get install gcc (Debian, Ubuntu), dnf install gcc (Fedora), apk add gcc musl-dev (Alpine)"
@@ -53,13 +54,13 @@ def flags_of(kernel: Kernel, optimization: str, threads: int) -> list[str]:
 
 def write_source(kernel: Kernel, source: str, folder: Path) -> None:
     """Writes the candidate and the header, which holds the declaration that its function must match."""
-    (folder / SOURCE).write_text(source, encoding="utf-8")
+    (folder / SOURCE).write_text(source, encoding="utf-8", errors="replace")
     (folder / HEADER).write_text(prototype(kernel) + ";\n", encoding="utf-8")
 
 
 def preprocess(sandbox: Sandbox, compiler: Compiler, flags: Sequence[str], folder: Path, deadline_s: float) -> Finished:
     """Returns the source with its macros and headers expanded, and with marks of the lines they come from."""
-    words = [flag for flag in flags if not flag.startswith("-Wl")]
+    words = [flag for flag in flags if flag != "-shared" and not flag.startswith("-Wl")]
     return _run(sandbox, [compiler.path, *words, "-E", "-include", HEADER, SOURCE], folder, deadline_s)
 
 
@@ -75,5 +76,17 @@ def compile_library(
 
 def _run(sandbox: Sandbox, command: Sequence[str], folder: Path, deadline_s: float) -> Finished:
     environment = {**clean_environment(), "TMPDIR": str(folder)}
-    locked_in = sandbox.run_compiler(command, folder, LIMITS)
-    return commands.run(locked_in, environment, str(folder), deadline_s, MAX_OUTPUT_BYTES)
+    ready, started = os.pipe()
+    try:
+        locked_in = sandbox.run_compiler(command, folder, LIMITS, started)
+        done = commands.run(locked_in, environment, str(folder), deadline_s, MAX_OUTPUT_BYTES, (started,))
+        os.set_blocking(ready, False)
+        # Whatever else it says may be the candidate's words.
+        if not select.select([ready], [], [], 0)[0] or not os.read(ready, 1):
+            raise SandboxError(f"a compiler could not be locked in: {done.cause or done.errors.strip()[-1000:]}")
+        return done
+    except OSError as error:
+        raise SandboxError(f"a compiler could not be started: {error}") from error
+    finally:
+        os.close(ready)
+        os.close(started)

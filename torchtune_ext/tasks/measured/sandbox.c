@@ -7,7 +7,7 @@
                                                            calls a function, as the messages on the socket TALK ask
 
    Options: --read PATH, --write PATH (a file, or a folder and all below it), --memory BYTES, --seconds CPU_SECONDS,
-   --file BYTES, --processes COUNT, --cores FIRST,SECOND,..., --user UID (only as root), --without LAYER.
+   --file BYTES, --processes COUNT, --started FD (exec writes a byte there when it is locked in), --cores FIRST,SECOND,..., --user UID (only as root), --without LAYER.
 
    It is C and no Python, since it starts in a millisecond, holds nothing that is worth reading, and knows the numbers of
    the system calls of the machine that it is compiled on. The layers:
@@ -59,6 +59,7 @@ struct options {
     int readables, writables;
     uint64_t memory, seconds, file, processes;
     long user;
+    int started;
     const char *cores;
     int without_landlock, without_seccomp;
 };
@@ -70,7 +71,7 @@ static void refuse(const char *what) {
 
 static int read_options(int count, char **words, struct options *options) {
     memset(options, 0, sizeof *options);
-    options->user = -1;
+    options->user = options->started = -1;
     int i = 0;
     for (; i + 1 < count && strcmp(words[i], "--") != 0; i += 2) {
         const char *name = words[i], *value = words[i + 1];
@@ -91,6 +92,8 @@ static int read_options(int count, char **words, struct options *options) {
             options->cores = value;
         else if (strcmp(name, "--user") == 0)
             options->user = strtol(value, NULL, 10);
+        else if (strcmp(name, "--started") == 0)
+            options->started = atoi(value);
         else if (strcmp(name, "--without") == 0 && strcmp(value, "landlock") == 0)
             options->without_landlock = 1;
         else if (strcmp(name, "--without") == 0 && strcmp(value, "seccomp") == 0)
@@ -364,6 +367,8 @@ static int probe(void) {
 
 static int execute(char **words, const struct options *options) {
     lock_in(options, 0);
+    if (options->started >= 0 && (write(options->started, "1", 1) != 1 || close(options->started) != 0))
+        refuse("--started");
     execv(words[0], words);
     refuse(words[0]);
     return REFUSED;

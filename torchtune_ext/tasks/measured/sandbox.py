@@ -18,7 +18,9 @@ from pathlib import Path
 
 FLOOR = ("landlock", "seccomp")  # layers without which no program is run
 MIN_LANDLOCK = 1  # the first version keeps files away; 3 adds truncation, 4 TCP, 6 signals and abstract sockets
-PASSING_USERS = range(61184, 65520)  # ids that systemd keeps for users who exist for a moment; root's children become one
+PASSING_USERS = range(
+    61184, 65520
+)  # ids that systemd keeps for users who exist for a moment; root's children become one
 PROBE_S = 20.0  # seconds that a probe may take
 REFUSED = 125  # exit status of sandbox.c: it could not lock itself in
 SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/bin")  # where compilers, their headers and libraries are
@@ -95,10 +97,13 @@ class Sandbox:
             os.chown(folder, user, user)
         return folder
 
-    def run_compiler(self, command: Sequence[str], folder: Path, limits: Limits) -> list[str]:
-        """Returns the command line of a compiler that may read the system's folders and write below `folder` only."""
+    def run_compiler(self, command: Sequence[str], folder: Path, limits: Limits, started: int) -> list[str]:
+        """Returns the command line of a compiler that may read the system's folders and write below `folder` only.
+
+        A byte comes out of the file descriptor `started` when it is locked in. Without it, nothing has run.
+        """
         read = [*SYSTEM_FOLDERS, *SYSTEM_FILES, *_prefix_of(command[0])]
-        words = [*_each("--read", read), *_each("--write", [str(folder), "/dev/null"])]
+        words = ["--started", str(started), *_each("--read", read), *_each("--write", [str(folder), "/dev/null"])]
         visible = [*_each("--bind", [str(folder)], 2), "--dev-bind", "/dev/null", "/dev/null"]
         return [*self._locked_in("exec", words, folder, limits, 0, read, visible), "--", *command]
 
@@ -216,7 +221,14 @@ def _succeeds(command: Sequence[str]) -> bool:
 
 def _bubblewrap(read: Sequence[str], program: Path) -> list[str]:
     """The command line that makes namespaces in which only these paths of the machine exist, up to further paths."""
-    words = [shutil.which("bwrap") or "bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    words = [
+        shutil.which("bwrap") or "bwrap",
+        "--unshare-all",
+        "--die-with-parent",
+        "--new-session",
+        "--cap-drop",
+        "ALL",
+    ]
     return [*words, *_each("--ro-bind", [path for path in [*read, str(program)] if os.path.exists(path)], 2)]
 
 
