@@ -161,7 +161,7 @@ class Checker:
                     seed = secrets.randbits(63)  # nobody can know it while the program is compiled
                     worst = self._verify(folder / compilers.LIBRARY, np.random.default_rng(seed))
             except (_Refused, ChildFailed) as failed:
-                verdict, library = Verdict(failed.outcome, stage, str(failed)[:MAX_NOTE], seconds, seed), None
+                verdict, library = Verdict(failed.outcome, stage, _plain(str(failed)), seconds, seed), None
             else:
                 verdict, library = Verdict("ok", stage, "", seconds, seed, worst), folder / compilers.LIBRARY
             yield verdict, library
@@ -202,6 +202,11 @@ class Checker:
             self.deadlines.load_s,
         ) as child:
             return verify(child, self.kernel, rng, self.deadlines.verify_s)
+
+
+def _plain(text: str) -> str:
+    """Shortens a note and takes out what a terminal would obey: much of it are the candidate's words."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text[:MAX_NOTE])
 
 
 def _require_end(done: Finished) -> None:

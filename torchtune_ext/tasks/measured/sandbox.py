@@ -13,7 +13,6 @@ import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 
 FLOOR = ("landlock", "seccomp")  # layers without which no program is run
@@ -46,8 +45,8 @@ class Limits:
     """What a child may use."""
 
     memory_bytes: int = 2 << 30  # address space, beside the arrays
-    cpu_s: int = 30  # CPU seconds of all threads
-    file_bytes: int = 64 << 20  # size of one file
+    cpu_s: int = 30  # CPU seconds of all threads of a process
+    file_bytes: int = 1 << 20  # size of one file, and of what it says
 
 
 class Sandbox:
@@ -88,6 +87,12 @@ class Sandbox:
     def close(self) -> None:
         """Removes the folder and all folders in it."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def __enter__(self) -> "Sandbox":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
     def new_folder(self) -> Path:
         """Makes a folder for one candidate. Its owner is the user that works on the candidate, and nobody else may look."""
@@ -134,7 +139,10 @@ class Sandbox:
         words += ["--file", str(limits.file_bytes), *self.without]
         users_threads = 0 if self.other_users else _threads_of_user()
         words += ["--processes", str(users_threads + EXTRA_PROCESSES)]
-        user = ["--user", str(folder.stat().st_uid)] if self.other_users else []
+        owner = folder.stat().st_uid
+        if self.other_users and owner not in PASSING_USERS:
+            raise SandboxError(f"{folder} does not belong to a passing user: make it with new_folder")
+        user = ["--user", str(owner)] if self.other_users else []
         if not self.namespaces:
             return [str(self.program), mode, *user, *words]
         # In a namespace of its own root cannot become somebody else, so that comes first.
@@ -164,10 +172,8 @@ def compile_sandbox(compiler: str, folder: Path) -> Path:
         SandboxError: the compiler fails.
     """
     program = folder / "sandbox"
-    source = resources.files("torchtune_ext.tasks.measured").joinpath("sandbox.c").read_bytes()
     done = subprocess.run(
-        [compiler, "-O1", "-std=gnu11", "-x", "c", "-", "-o", str(program), "-ldl"],
-        input=source,
+        [compiler, "-O1", "-std=gnu11", str(Path(__file__).with_name("sandbox.c")), "-o", str(program), "-ldl"],
         capture_output=True,
         timeout=PROBE_S,
     )

@@ -2,10 +2,10 @@
 
 The bound. A kernel's `bound` says how far a float64 result may be from the exact one, whatever the order of its operations:
 γ_n times the sum of absolute values, γ_n = n u / (1 - n u), u = 2^-53 (see kernels.py). What a result is compared with has an
-error of its own. It is computed in `long double` where that takes no time. Its roundings are u_long/u times as large, so that
-it lies within bound * u_long/u of the exact result (x87: 2^-11, quadruple precision: 2^-60), and
-`|c - r| <= bound * (1 + 2 u_long/u)` covers it; the second half is for the roundings of the bound and of the comparison. At large sizes r is computed in float64 and
-may be as wrong as c, hence twice the bound. The comparison is written so that NaN never passes.
+error of its own. Where that takes no time it is computed in `long double`, whose roundings are u_long/u times as large (x87:
+2^-11, quadruple precision: 2^-60), so that it lies within bound * u_long/u of the exact result. A result passes if
+`|c - r| <= bound * (1 + 2 u_long/u)`; the second half is for the roundings of the bound and of the comparison. At large sizes
+r is computed in float64 and may be as wrong as c, hence twice the bound. The comparison is written so that NaN never passes.
 
 The inputs. Rounding errors of random signs cancel: a sum of two million float32 numbers is off by less than γ_n. So some inputs
 are `biased`: positive numbers k 2^-22 + 2^-25 in [1, 2), each of which float32 rounds down by 2^-25. Their errors add up to
