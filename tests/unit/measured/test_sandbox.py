@@ -212,7 +212,9 @@ def test_stack(bare):
 
 
 def test_threads(sandbox):
-    assert 100 < tried(sandbox, "many_threads") <= 256
+    if os.geteuid() != 0:
+        pytest.skip("an ordinary user's own threads are counted, too: see the next test")
+    assert 2 < tried(sandbox, "many_threads") <= Limits().processes
 
 
 def _threads_as_user(namespaces: bool) -> float:

@@ -16,7 +16,7 @@ from torchtune_ext.tasks.measured.sandbox import Limits, Sandbox, SandboxError, 
 NAMES = ("gcc", "clang", "cc")
 INSTALL = "install one: apt-get install gcc (Debian, Ubuntu), dnf install gcc (Fedora), apk add gcc musl-dev (Alpine)"
 MAX_OUTPUT_BYTES = 8 << 20  # of preprocessed text, or of messages
-LIMITS = Limits(memory_bytes=2 << 30, cpu_s=30, file_bytes=64 << 20)
+LIMITS = Limits(memory_bytes=2 << 30, processes=32, cpu_s=30, file_bytes=64 << 20)
 SOURCE, HEADER, LIBRARY = "candidate.c", "kernel.h", "candidate.so"
 
 

@@ -24,7 +24,7 @@ PROBE_S = 20.0  # seconds that a probe may take
 REFUSED = 125  # exit status of sandbox.c: it could not lock itself in
 SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/bin")  # where compilers, their headers and libraries are
 SYSTEM_FILES = ("/etc/ld.so.cache",)
-EXTRA_PROCESSES = 256  # how many threads a child may have, beside what its user runs already
+MORE_THREADS = 256  # how many threads an ordinary user may start beside those that run, here and elsewhere
 
 
 class SandboxError(RuntimeError):
@@ -45,6 +45,9 @@ class Limits:
     """What a child may use."""
 
     memory_bytes: int = 2 << 30  # address space, beside the arrays
+    processes: int = (
+        16  # threads and processes at a time (an ordinary user's own are added, with `MORE_THREADS` to spare)
+    )
     cpu_s: int = 30  # CPU seconds of all threads of a process
     file_bytes: int = 1 << 20  # size of one file, and of what it says
 
@@ -137,8 +140,8 @@ class Sandbox:
         """The command line up to `--`; `read` and `visible` say what there is inside of namespaces."""
         words = ["--memory", str(limits.memory_bytes + more_bytes), "--seconds", str(limits.cpu_s), *words]
         words += ["--file", str(limits.file_bytes), *self.without]
-        users_threads = 0 if self.other_users else _threads_of_user()
-        words += ["--processes", str(users_threads + EXTRA_PROCESSES)]
+        processes = limits.processes if self.other_users else _threads_of_user() + MORE_THREADS
+        words += ["--processes", str(processes)]
         owner = folder.stat().st_uid
         if self.other_users and owner not in PASSING_USERS:
             raise SandboxError(f"{folder} does not belong to a passing user: make it with new_folder")

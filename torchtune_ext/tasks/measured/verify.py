@@ -8,12 +8,15 @@ error of its own. Where that takes no time it is computed in `long double`, whos
 r is computed in float64 and may be as wrong as c, hence twice the bound. The comparison is written so that NaN never passes.
 
 The inputs. Rounding errors of random signs cancel: a sum of two million float32 numbers is off by less than γ_n. So some inputs
-are `biased`: positive numbers k 2^-22 + 2^-25 in [1, 2), each of which float32 rounds down by 2^-25. Their errors add up to
-2^-25 of the result or more (relative to a mean of 1.5: 2^-25.6), which is above γ_n for every n below 2^27.
+are `biased`: positive numbers k 2^-22 + j 2^-30 in [1, 2) with 0 < j < 64, each of which float32 rounds down to k 2^-22. What
+is lost adds up to 2^-26 of the result or more (the mean of j is drawn, and is at least 32), which is above γ_n for every n
+below 2^27. It differs from call to call, so that nobody can add it again without reading numbers in double precision. (A
+program may still guess it from a few thousand of a million numbers: the bound of a long sum is wide.) `wide` inputs have
+exponents that float32 lacks, and `denormal` ones are for programs that flush them to zero.
 
-The places. Of each size come: inputs; the same with one number changed, in the same place; the same once more in a new place.
-So an answer that was kept by address, by size or by a part of the content is wrong. Arrays lie at the ends of their pages
-first, then at the starts (see child.lay_out).
+The places. Of each size come: inputs; the same with one number changed, in the same place; the first ones once more, in a new
+place. So an answer that was kept by address, by size or by a part of the content is wrong, and so is what the call before
+has left. Arrays lie at the ends of their pages first, then at the starts (see child.lay_out).
 """
 
 import math
@@ -65,7 +68,8 @@ class Comparison:
 def draw(parameter: Parameter, shape: tuple[int, ...], kind: str, rng: np.random.Generator) -> np.ndarray:
     """Draws the content of one array."""
     if kind == "biased":
-        return 1.0 + rng.integers(0, 1 << 22, shape) * 2.0**-22 + 2.0**-25
+        least = rng.integers(1, 48)
+        return 1.0 + rng.integers(0, 1 << 22, shape) * 2.0**-22 + rng.integers(least, 64, shape) * 2.0**-30
     if kind == "wide":
         return np.ldexp(rng.uniform(1, 2, shape) * rng.choice([-1.0, 1.0], shape), rng.integers(-WIDEST, WIDEST, shape))
     if kind == "denormal":
@@ -157,8 +161,8 @@ def verify(child: Child, kernel: Kernel, rng: np.random.Generator, deadline_s: f
         for kind in kinds:
             first = draw_inputs(kernel, size, kind, rng)
             changed = change_one(first, rng)
-            # The place is the same for the second inputs, and another for the third.
-            for at_end, inputs in ((True, first), (None, changed), (False, changed)):
+            # The second inputs come to the place of the first.
+            for at_end, inputs in ((True, first), (None, changed), (False, first)):
                 if at_end is not None:
                     child.place(lay_out(kernel, size, child.arena_bytes, at_end, rng))
                 left_s = end - time.monotonic()
