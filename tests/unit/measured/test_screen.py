@@ -129,6 +129,8 @@ FORBIDDEN = {
     "header": ("#include <unistd.h>\n", "line 1: includes unistd.h"),
     "header of a header": ("#include <sys/time.h>\n", "includes time.h"),
     "header behind a macro": ("#define H <dlfcn.h>\n#include H\n", "line 2: includes dlfcn.h"),
+    "file of the system": ('\n#include "/etc/passwd"\n', "line 2: includes a file by its path"),
+    "file above": ("# include <../../etc/passwd>\n", "includes a file by its path"),
     "its own file": ("#ifndef X\n#define X\n#include __FILE__\n#endif\n", "line 3: includes candidate.c"),
     "call": ("\n" + BODY % 'extern int system(const char *); system("ls");', "line 2: calls system()"),
     "without a declaration": (BODY % 'system ("ls");', "line 1: calls system()"),

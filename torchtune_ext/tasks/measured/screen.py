@@ -31,35 +31,51 @@ HEADERS = frozenset(
 """Headers that a candidate may include, without their ".h"."""
 
 _SYSTEM = {
-    "starts, ends or signals processes": "fork vfork _Fork clone clone3 execl execle execlp execv execve execvp execvpe "
-    "execveat fexecve posix_spawn* system popen pclose wait waitpid wait3 wait4 waitid kill killpg tgkill tkill raise signal "
-    "bsd_signal sysv_signal sigaction sigprocmask sigqueue sigwait sigwaitinfo sigsuspend sigaltstack sigvec sigset _exit "
-    "quick_exit atexit on_exit at_quick_exit __cxa_* daemon setsid setpgid setpgrp ptrace prctl arch_prctl setuid setgid "
-    "seteuid setegid setreuid setregid setresuid setresgid setgroups setrlimit* prlimit* personality unshare setns sched_* "
-    "getpid getppid gettid alarm ualarm setitimer timer_create timer_settime timerfd_* signalfd eventfd setjmp _setjmp "
-    "longjmp _longjmp siglongjmp __sigsetjmp getcontext setcontext makecontext swapcontext",
-    "opens or changes files": "fopen fopen64 fopencookie freopen freopen64 fdopen open open64 openat openat64 creat creat64 "
-    "read write pread* pwrite* readv writev close dup dup2 dup3 fcntl fcntl64 ioctl pipe pipe2 remove rename renameat "
-    "renameat2 unlink unlinkat link linkat symlink symlinkat mkdir mkdirat mkfifo mkfifoat mknod mknodat rmdir opendir "
-    "fdopendir readdir* scandir* chdir fchdir chroot chmod fchmod fchmodat chown fchown lchown fchownat truncate* ftruncate* tmpfile* "
-    "tmpnam* mkstemp* mkostemp* mkdtemp stat stat64 lstat lstat64 fstat fstat64 fstatat* statx access faccessat readlink "
-    "readlinkat realpath mount umount umount2 poll ppoll select pselect epoll_* inotify_* fanotify_* sendfile sendfile64 "
-    "splice copy_file_range io_uring_* aio_*",
-    "uses the network": "socket socketpair connect bind listen accept accept4 send sendto sendmsg sendmmsg recv recvfrom "
-    "recvmsg recvmmsg getaddrinfo gethostbyname* gethostbyaddr* shutdown setsockopt getsockopt",
-    "loads code while it runs": "dlopen dlmopen dlsym dlvsym dladdr* dlinfo dlclose dl_iterate_phdr _dl_* _r_debug "
-    "_GLOBAL_OFFSET_TABLE_ _DYNAMIC __libc_* getauxval",
-    "reads a clock or sleeps": "clock clock_* time gettimeofday ftime times timespec_get* getrusage *rdtsc *rdtscp "
-    "*readcyclecounter *rdpmc sleep usleep nanosleep thrd_sleep omp_get_wtime omp_get_wtick",
-    "reads the environment": "getenv secure_getenv setenv putenv unsetenv clearenv environ _environ __environ "
-    "program_invocation_name program_invocation_short_name uname gethostname",
-    "calls the operating system": "syscall mmap mmap64 munmap mprotect pkey_* mremap madvise posix_madvise mlock mlock2 "
-    "mlockall munlock munlockall memfd_* shm_open shm_unlink shmget shmat shmctl shmdt sem_* semget semop semctl msgget "
-    "msgsnd msgrcv msgctl mq_* brk sbrk process_vm_* userfaultfd bpf perf_event_open keyctl",
-    "makes threads without OpenMP": "pthread_* thrd_* mtx_* cnd_* tss_* call_once",
-    "looks at who called it": "__builtin_return_address __builtin_extract_return_addr __builtin_frame_address "
-    "__builtin_apply* __builtin_longjmp __builtin_setjmp __builtin_unwind_init __builtin_eh_return __builtin_dwarf_* "
-    "backtrace backtrace_symbols* _Unwind_*",
+    "starts, ends or signals processes": (
+        "fork vfork _Fork clone clone3 execl execle execlp execv execve execvp execvpe execveat fexecve posix_spawn* "
+        "system popen pclose wait waitpid wait3 wait4 waitid kill killpg tgkill tkill raise signal bsd_signal sysv_signal "
+        "sigaction sigprocmask sigqueue sigwait sigwaitinfo sigsuspend sigaltstack sigvec sigset _exit quick_exit atexit "
+        "on_exit at_quick_exit __cxa_* daemon setsid setpgid setpgrp ptrace prctl arch_prctl setuid setgid seteuid "
+        "setegid setreuid setregid setresuid setresgid setgroups setrlimit* prlimit* personality unshare setns sched_* "
+        "getpid getppid gettid alarm ualarm setitimer timer_create timer_settime timerfd_* signalfd eventfd setjmp "
+        "_setjmp longjmp _longjmp siglongjmp __sigsetjmp getcontext setcontext makecontext swapcontext"
+    ),
+    "opens or changes files": (
+        "fopen fopen64 fopencookie freopen freopen64 fdopen open open64 openat openat64 creat creat64 read write pread* "
+        "pwrite* readv writev close dup dup2 dup3 fcntl fcntl64 ioctl pipe pipe2 remove rename renameat renameat2 unlink "
+        "unlinkat link linkat symlink symlinkat mkdir mkdirat mkfifo mkfifoat mknod mknodat rmdir opendir fdopendir "
+        "readdir* scandir* chdir fchdir chroot chmod fchmod fchmodat chown fchown lchown fchownat truncate* ftruncate* "
+        "tmpfile* tmpnam* mkstemp* mkostemp* mkdtemp stat stat64 lstat lstat64 fstat fstat64 fstatat* statx access "
+        "faccessat readlink readlinkat realpath mount umount umount2 poll ppoll select pselect epoll_* inotify_* "
+        "fanotify_* sendfile sendfile64 splice copy_file_range io_uring_* aio_*"
+    ),
+    "uses the network": (
+        "socket socketpair connect bind listen accept accept4 send sendto sendmsg sendmmsg recv recvfrom recvmsg recvmmsg "
+        "getaddrinfo gethostbyname* gethostbyaddr* shutdown setsockopt getsockopt"
+    ),
+    "loads code while it runs": (
+        "dlopen dlmopen dlsym dlvsym dladdr* dlinfo dlclose dl_iterate_phdr _dl_* _r_debug _GLOBAL_OFFSET_TABLE_ _DYNAMIC "
+        "__libc_* getauxval"
+    ),
+    "reads a clock or sleeps": (
+        "clock clock_* time gettimeofday ftime times timespec_get* getrusage *rdtsc *rdtscp *readcyclecounter *rdpmc "
+        "sleep usleep nanosleep thrd_sleep omp_get_wtime omp_get_wtick"
+    ),
+    "reads the environment": (
+        "getenv secure_getenv setenv putenv unsetenv clearenv environ _environ __environ program_invocation_name "
+        "program_invocation_short_name uname gethostname"
+    ),
+    "calls the operating system": (
+        "syscall mmap mmap64 munmap mprotect pkey_* mremap madvise posix_madvise mlock mlock2 mlockall munlock munlockall "
+        "memfd_* shm_open shm_unlink shmget shmat shmctl shmdt sem_* semget semop semctl msgget msgsnd msgrcv msgctl mq_* "
+        "brk sbrk process_vm_* userfaultfd bpf perf_event_open keyctl"
+    ),
+    "makes threads without OpenMP": ("pthread_* thrd_* mtx_* cnd_* tss_* call_once"),
+    "looks at who called it": (
+        "__builtin_return_address __builtin_extract_return_addr __builtin_frame_address __builtin_apply* "
+        "__builtin_longjmp __builtin_setjmp __builtin_unwind_init __builtin_eh_return __builtin_dwarf_* backtrace "
+        "backtrace_symbols* _Unwind_*"
+    ),
 }
 """What names of the system are for, and the names, with wildcards."""
 
@@ -83,6 +99,7 @@ _MARK = re.compile(r'# (\d+) "((?:[^"\\]|\\.)*)"((?: \d)*)')
 # the directive may stand behind a comment, so all of the text is searched. `a##1` is something else.
 _SPACE = r"(?:[ \t\v\f\r\0]|/\*.*?\*/)*"
 _LINE_DIRECTIVE = re.compile(rf'(?<![#%:])(?:#|%:){_SPACE}(?:line\b|\d+{_SPACE}")', re.DOTALL)
+_PATH_INCLUDE = re.compile(rf'(?:#|%:){_SPACE}include{_SPACE}["<](?:/|[^">\n]*\.\./)', re.DOTALL)
 _CONTINUED = re.compile(r"\\[ \t\v\f\r]*\n")
 _BLOCKS = ("compound_statement", "for_statement", "function_definition", "parameter_list")
 _PIECE = 1 << 14  # bytes that the parser gets at once
@@ -101,9 +118,13 @@ def screen(preprocessed: str, source: str, kernel: Kernel, deadline_s: float = 5
         TimeoutError: it takes longer. The text is made for that.
     """
     end = time.monotonic() + deadline_s
-    if match := _LINE_DIRECTIVE.search(_CONTINUED.sub("", source)):
-        line = source.count("\n", 0, source.find(match[0])) + 1 if match[0] in source else 1
-        return f"line {line}: says that its lines are those of another file"
+    for pattern, what in (
+        (_LINE_DIRECTIVE, "says that its lines are those of another file"),
+        (_PATH_INCLUDE, "includes a file by its path"),
+    ):
+        if match := pattern.search(_CONTINUED.sub("", source)):
+            line = source.count("\n", 0, source.find(match[0])) + 1 if match[0] in source else 1
+            return f"line {line}: {what}"
     text = _own_text(preprocessed)
     for line, path, is_system in text.includes:
         if not is_system or PurePath(path).name.removesuffix(".h") not in HEADERS:
