@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from torchtune_ext.tasks.measured.child import Child, Place, arena_size, lay_out
+from torchtune_ext.tasks.measured.arena import Place, arena_size, lay_out
+from torchtune_ext.tasks.measured.child import Child
 from torchtune_ext.tasks.measured.kernel import Parameter
 from torchtune_ext.tasks.measured.sandbox import Limits, Sandbox
 

@@ -14,8 +14,9 @@ from as_user import as_user
 
 from torchtune_ext.tasks.measured import child as children
 from torchtune_ext.tasks.measured import compiler as compilers
+from torchtune_ext.tasks.measured.arena import arena_size, lay_out
 from torchtune_ext.tasks.measured.check import OUTCOMES, Checker
-from torchtune_ext.tasks.measured.child import Child, ChildFailed, arena_size, lay_out
+from torchtune_ext.tasks.measured.child import Child, ChildFailed
 from torchtune_ext.tasks.measured.exploits import LAYERS, Exploit, exploits, table
 from torchtune_ext.tasks.measured.kernels import KERNELS
 from torchtune_ext.tasks.measured.sandbox import Limits, SandboxError

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtune_ext.tasks.measured.child import Call, ChildFailed, arena_size
+from torchtune_ext.tasks.measured.arena import arena_size
+from torchtune_ext.tasks.measured.child import Call, ChildFailed
 from torchtune_ext.tasks.measured.kernel import UNIT_ROUNDOFF, Arrays, Size, gamma
 from torchtune_ext.tasks.measured.kernels import KERNELS, Dgemm, Reduction
 from torchtune_ext.tasks.measured.verify import (

@@ -7,7 +7,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,13 +15,13 @@ from pathlib import Path
 import numpy as np
 
 from torchtune_ext.tasks.measured import compiler as compilers
-from torchtune_ext.tasks.measured.child import Child, ChildFailed, arena_size
+from torchtune_ext.tasks.measured.arena import arena_size
+from torchtune_ext.tasks.measured.child import Child, ChildFailed
 from torchtune_ext.tasks.measured.commands import Finished
 from torchtune_ext.tasks.measured.compiler import Compiler
 from torchtune_ext.tasks.measured.extract import extract
 from torchtune_ext.tasks.measured.kernel import Kernel
 from torchtune_ext.tasks.measured.sandbox import Limits, Sandbox, SandboxError
-from torchtune_ext.tasks.measured.screen import screen
 from torchtune_ext.tasks.measured.verify import verify
 
 OUTCOMES = ("format", "forbidden", "compile_error", "timeout", "runtime_error", "wrong_result", "ok")
@@ -74,7 +74,7 @@ class Checker:
         screened: whether the source is screened; the layers behind must hold without it.
 
     Raises:
-        ValueError: there is no compiler, or a core does not exist.
+        ValueError: there is no compiler or no tree-sitter, or a core does not exist.
         SandboxError: this machine cannot lock programs in, or the kernel's own program does not pass here.
     """
 
@@ -99,7 +99,7 @@ class Checker:
         self.deadlines, self.limits = deadlines or Deadlines(), limits or Limits()
         self.compiler = compiler or Compiler.find()
         self.flags = compilers.flags_of(kernel, optimization, threads)
-        self.screened = screened
+        self._screen_source = _reader() if screened else None
         self.sandbox = Sandbox(self.compiler.path, namespaces, allow_missing)
         try:
             own = self.check_source(kernel.naive)
@@ -151,7 +151,7 @@ class Checker:
                 stage = "screen"
                 with _timed(seconds, stage):
                     compilers.write_source(self.kernel, source, folder)
-                    if self.screened:
+                    if self._screen_source is not None:
                         self._screen(source, folder)
                 stage = "compile"
                 with _timed(seconds, stage):
@@ -174,7 +174,7 @@ class Checker:
         done = compilers.preprocess(self.sandbox, self.compiler, self.flags, folder, deadline_s)
         _require_end(done)
         try:
-            reason = screen(done.output, source, self.kernel, max(0.1, deadline_s - done.seconds))
+            reason = self._screen_source(done.output, source, self.kernel, max(0.1, deadline_s - done.seconds))
         except TimeoutError as error:
             raise _Refused("timeout", f"the screen: {error}") from None
         if reason:
@@ -207,6 +207,14 @@ class Checker:
 def _plain(text: str) -> str:
     """Shortens a note and takes out what a terminal would obey: much of it are the candidate's words."""
     return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text[:MAX_NOTE])
+
+
+def _reader() -> Callable[..., str]:
+    try:
+        from torchtune_ext.tasks.measured.screen import screen
+    except ImportError as error:
+        raise ValueError("programs are read with tree-sitter: pip install 'torchtune-ext[bench]'") from error
+    return screen
 
 
 def _require_end(done: Finished) -> None:

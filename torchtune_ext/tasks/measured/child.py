@@ -1,14 +1,14 @@
 """The process that runs a candidate's function, seen from outside: its arrays, its calls, and its clock.
 
 The child shares only the arrays with this process. Inputs are mapped so that nobody but this process can ever write them.
-Everything that the child says may be a lie, so it decides nothing: the clock is read here, the results are copied here, and
-every CPU second that the child uses after the clock was read is added to the time. So an answer that comes too early gains
-nothing: either the copy is incomplete, or the work was done while the clock ran.
+Everything that the child says may be a lie, so it decides nothing. The clock is read here. It starts when all threads of the
+child sleep, and stops when all sleep again; the results are copied while they sleep, and CPU seconds that were used between
+two calls are added to the second. So neither an early answer nor a thread that works between the calls gains anything.
+
+Linux brings the CPU clock of a process that runs up to date at ticks only, every 4 ms or so. Once its threads sleep it is
+exact.
 """
 
-import fcntl
-import math
-import mmap
 import os
 import select
 import signal
@@ -23,6 +23,7 @@ from typing import NoReturn
 
 import numpy as np
 
+from torchtune_ext.tasks.measured.arena import CANARY, POISON, Place, Shared
 from torchtune_ext.tasks.measured.kernel import Kernel, Size
 from torchtune_ext.tasks.measured.sandbox import (
     Limits,
@@ -32,20 +33,12 @@ from torchtune_ext.tasks.measured.sandbox import (
     exit_cause,
 )
 
-PAGE = mmap.PAGESIZE
-ALIGNMENT = 64  # bytes; every array starts at an address that this divides
 START_S = 20.0  # seconds until the sandbox is locked in; under load a process may start late
 END_S = 5.0  # seconds until a killed process is gone
-QUIET_S = 50e-6  # how long a child is watched after a call
-QUIET_NS = (
-    20_000  # CPU nanoseconds it may use meanwhile: for the end of its `write`, the start of its `read`, and to sleep
-)
-# NaNs with a payload that no computation produces: one is the content of outputs before a call, one lies around arrays.
-POISON = np.frombuffer(struct.pack("<Q", 0x7FF8_0BAD_0BAD_0BAD))
-CANARY = np.frombuffer(struct.pack("<Q", 0x7FF8_CA4A_4CA4_A4CA))
+GLANCES = 20  # how often one looks at a child without a pause; then every `GLANCE_S` seconds
+GLANCE_S = 50e-6
 _MESSAGE = struct.Struct("<IIQ24Q")
 _READY, _LOADED, _PLACE, _CALL, _DONE = range(1, 6)
-_F_SEAL_FUTURE_WRITE = 0x10  # <linux/fcntl.h>; not in the module fcntl
 
 
 class ChildFailed(Exception):
@@ -60,83 +53,19 @@ class ChildFailed(Exception):
         self.outcome = outcome
 
 
-class _Shared:
-    """Memory that a child can map. `writable`: the child may write it."""
-
-    def __init__(self, name: str, nbytes: int, writable: bool) -> None:
-        self.file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.file, nbytes)
-        self.memory = mmap.mmap(self.file, nbytes)
-        # A file that shrinks would kill this process when it looks. Seals are for ever.
-        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, seals | (0 if writable else _F_SEAL_FUTURE_WRITE))
-        self.bytes = np.frombuffer(self.memory, np.uint8)
-
-    def close(self) -> None:
-        os.close(self.file)
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where an array lies in the arena. Around its pages is memory that cannot be touched."""
-
-    name: str
-    shape: tuple[int, ...]
-    is_output: bool
-    first_page: int  # offset of its pages in bytes
-    pages_bytes: int
-    start: int  # offset of the array
-
-    @property
-    def nbytes(self) -> int:
-        return 8 * math.prod(self.shape)
-
-
-def pages(nbytes: int) -> int:
-    """Returns `nbytes` rounded up to whole pages."""
-    return -(-nbytes // PAGE) * PAGE
-
-
-def arena_size(kernel: Kernel, largest: Size) -> int:
-    """Returns how many bytes of address space arrays of the largest size need, with room to lie elsewhere."""
-    need = sum(pages(8 * math.prod(shape)) + PAGE for shape in kernel.shapes(largest).values())
-    return 2 * need + 64 * PAGE
-
-
-def lay_out(kernel: Kernel, size: Size, arena_bytes: int, at_end: bool, rng: np.random.Generator) -> tuple[Place, ...]:
-    """Puts the arrays at random pages, in random order, with pages between them that cannot be touched.
-
-    at_end: an array ends where its last page ends (as far as its alignment allows), so that a step too far is seen;
-    otherwise it starts where its first page starts, so that a step before it is seen.
-    """
-    shapes = kernel.shapes(size)
-    nbytes = {p.name: 8 * math.prod(shapes[p.name]) for p in kernel.parameters}
-    free = arena_bytes // PAGE - sum(pages(n) // PAGE + 1 for n in nbytes.values()) - 1
-    if free < 0:
-        raise ValueError(f"arrays of size {dict(size)} do not fit into an arena of {arena_bytes} bytes")
-    cuts = np.sort(rng.integers(0, free + 1, len(nbytes)))  # the free pages are dealt out before, between and after
-    places, used = {}, 1
-    for skipped, index in zip(cuts, rng.permutation(len(nbytes)), strict=True):
-        parameter = kernel.parameters[index]
-        first = (used + int(skipped)) * PAGE
-        whole = pages(nbytes[parameter.name])
-        inside = (whole - nbytes[parameter.name]) // ALIGNMENT * ALIGNMENT if at_end else 0
-        places[parameter.name] = Place(
-            parameter.name, shapes[parameter.name], parameter.is_output, first, whole, first + inside
-        )
-        used += whole // PAGE + 1
-    return tuple(places[parameter.name] for parameter in kernel.parameters)
-
-
 @dataclass(frozen=True, slots=True)
 class Call:
     """One call of the function."""
 
-    seconds: (
-        float  # from the request until its process sleeps, and what CPU it used before the request and after the answer
-    )
-    cpu_s: float  # CPU seconds of all its threads since the last call
+    seconds: float  # until all its threads sleep; with the CPU seconds that they used since the call before
+    cpu_s: float  # CPU seconds of all its threads since the call before
     outputs: Mapping[str, np.ndarray]  # copies of its results, made while the process slept
+
+
+def _state(file: int) -> tuple[bytes, int]:
+    """Reads the state of a thread and the number of threads from its file `stat` (proc_pid_stat(5), fields 3 and 20)."""
+    fields = os.pread(file, 1024, 0).rpartition(b") ")[2].split()
+    return fields[0], int(fields[17])
 
 
 class Child:
@@ -170,12 +99,15 @@ class Child:
     ) -> None:
         self.kernel = kernel
         self.arena_bytes = arena_bytes
-        self._inputs = _Shared("inputs", arena_bytes, writable=False)
-        self._outputs = _Shared("outputs", arena_bytes, writable=True)
+        self._inputs = Shared("inputs", arena_bytes, writable=False)
+        self._outputs = Shared("outputs", arena_bytes, writable=True)
         self._places: tuple[Place, ...] = ()
         self._number = 0  # of the last message
         self._closed = False
-        self._pidfd = -1  # of the process that runs the candidate
+        # Of the process that runs the candidate: a handle, and what the kernel says of its first thread.
+        self._pidfd = self._stat = -1
+        # Its CPU clock when it was last seen asleep, and what it used meanwhile, between two calls.
+        self._idle_ns = self._owed_ns = 0
         self._process: subprocess.Popen | None = None
         self._errors = os.memfd_create("errors", os.MFD_CLOEXEC)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -195,7 +127,7 @@ class Child:
                 )
             self._arena = self._receive(_READY, START_S, locked_in=False)
             self._receive(_LOADED, load_s)
-            self._idle_ns = self.cpu_ns()
+            self._idle_ns = self._sleep_ns(load_s)
         except OSError as error:
             self.close()
             raise SandboxError(f"a process could not be started: {error}") from error
@@ -209,7 +141,7 @@ class Child:
         return self._pid
 
     def cpu_ns(self) -> int:
-        """Returns the CPU nanoseconds that all threads of the child have used so far."""
+        """Returns the CPU nanoseconds that all threads of the child have used so far. It is exact while they sleep."""
         try:
             return time.clock_gettime_ns(~self._pid << 3 | 2)
         except OSError:
@@ -218,19 +150,17 @@ class Child:
     def place(self, places: Sequence[Place]) -> None:
         """Maps the arrays of the next calls, and fills the rest of their pages."""
         words = [word for place in places for word in (place.first_page, place.pages_bytes, int(place.is_output))]
+        self._owed_ns += self._sleep_ns(START_S) - self._idle_ns
         self._send(_PLACE, len(places), words)
         self._receive(_DONE, START_S)
         self._places = tuple(places)
         for place in self._places:
             memory = self._memory(place)
             memory[place.first_page : place.first_page + place.pages_bytes].view(np.float64)[:] = CANARY
-        self._idle_ns = self.cpu_ns()
+        self._idle_ns = self._sleep_ns(START_S)
 
     def call(self, size: Size, inputs: Mapping[str, np.ndarray], deadline_s: float) -> Call:
         """Writes the inputs, poisons the outputs, calls the function once, and copies its results.
-
-        The time of a call ends when the process uses no CPU any more. What its threads do between two calls is added to it,
-        so that work which is done before the request or after the answer gains nothing.
 
         Raises:
             ChildFailed: it does not end within `deadline_s`, crashes, says something that nobody asked, writes beside its
@@ -242,24 +172,21 @@ class Child:
         arguments = [size[name] for name in self.kernel.size_names] + [
             self._arena + place.start for place in self._places
         ]
-        before_ns = self.cpu_ns()
+        owed_ns = self._owed_ns + self._sleep_ns(deadline_s) - self._idle_ns
         start = time.perf_counter_ns()
         self._send(_CALL, len(arguments), arguments)
         self._receive(_DONE, deadline_s)
         while True:
-            end, end_ns = time.perf_counter_ns(), self.cpu_ns()
+            asleep_ns = self._sleep_ns(deadline_s - (time.perf_counter_ns() - start) * 1e-9)
+            end = time.perf_counter_ns()
             outputs = {place.name: views[place.name].copy() for place in self._places if place.is_output}
-            time.sleep(QUIET_S)
-            quiet_ns = self.cpu_ns()
-            if quiet_ns - end_ns <= QUIET_NS:
+            if self._asleep() and self.cpu_ns() == asleep_ns:
                 break
-            if (end - start) * 1e-9 > deadline_s:
-                self.close()
-                raise ChildFailed("timeout", f"its threads still work {deadline_s:g} s after the call began")
+            if end - start > deadline_s * 1e9:
+                self._fail_awake()
         self._require_untouched(inputs, views)
-        other_ns = before_ns - self._idle_ns + quiet_ns - end_ns
-        cpu_ns, self._idle_ns = quiet_ns - self._idle_ns, quiet_ns
-        return Call((end - start + other_ns) * 1e-9, cpu_ns * 1e-9, outputs)
+        cpu_ns, self._owed_ns, self._idle_ns = self._owed_ns + asleep_ns - self._idle_ns, 0, asleep_ns
+        return Call((end - start + owed_ns) * 1e-9, cpu_ns * 1e-9, outputs)
 
     def close(self) -> None:
         """Kills the process, and everything that it started, and waits for its end. A second call does nothing."""
@@ -279,6 +206,8 @@ class Child:
             end.register(self._pidfd, select.POLLIN)
             end.poll(END_S * 1e3)
             os.close(self._pidfd)
+        if self._stat >= 0:
+            os.close(self._stat)
         self._inputs.close()
         self._outputs.close()
         os.close(self._errors)
@@ -288,6 +217,43 @@ class Child:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _asleep(self) -> bool:
+        """Tells whether every thread of the child sleeps."""
+        try:
+            state, threads = _state(self._stat)
+            if state != b"S" or threads == 1:
+                return state == b"S"
+            for thread in os.listdir(f"/proc/{self._pid}/task"):
+                try:
+                    file = os.open(f"/proc/{self._pid}/task/{thread}/stat", os.O_RDONLY | os.O_CLOEXEC)
+                except FileNotFoundError:
+                    continue  # it has ended
+                try:
+                    if _state(file)[0] != b"S":
+                        return False
+                except ProcessLookupError:
+                    continue
+                finally:
+                    os.close(file)
+            return True
+        except (ProcessLookupError, FileNotFoundError):
+            self._fail()
+
+    def _sleep_ns(self, deadline_s: float) -> int:
+        """Waits until the child sleeps, and returns its CPU clock.
+
+        A thread that is about to sleep may not be in the clock yet: then the clock has moved at the next look.
+        """
+        end = time.monotonic() + deadline_s
+        glances = 0
+        while not self._asleep():
+            if time.monotonic() > end:
+                self._fail_awake()
+            glances += 1
+            if glances > GLANCES:
+                time.sleep(GLANCE_S)
+        return self.cpu_ns()
 
     def _send(self, kind: int, count: int, words: Sequence[int]) -> None:
         self._number += 1
@@ -323,7 +289,8 @@ class Child:
             self._pid = struct.unpack("iii", extra[0][2])[0]
             try:
                 self._pidfd = os.pidfd_open(self._pid)
-            except ProcessLookupError:
+                self._stat = os.open(f"/proc/{self._pid}/task/{self._pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+            except (ProcessLookupError, FileNotFoundError):
                 self._fail()
         return found[3]
 
@@ -346,6 +313,10 @@ class Child:
             else "it ended the process by itself" + (f" with exit status {status}" if status else "")
         )
         raise ChildFailed("runtime_error", f"{cause}; it said: {said}" if said else cause)
+
+    def _fail_awake(self) -> NoReturn:
+        self.close()
+        raise ChildFailed("timeout", "its threads still work after the call, until its deadline")
 
     def _array(self, place: Place) -> np.ndarray:
         memory = self._memory(place)

@@ -15,16 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-FLOOR = ("landlock", "seccomp")  # layers without which no program is run
 MIN_LANDLOCK = 1  # the first version keeps files away; 3 adds truncation, 4 TCP, 6 signals and abstract sockets
-PASSING_USERS = range(
-    61184, 65520
-)  # ids that systemd keeps for users who exist for a moment; root's children become one
+# Ids that systemd keeps for users who exist for a moment. The children of root become one of them.
+PASSING_USERS = range(61184, 65520)
 PROBE_S = 20.0  # seconds that a probe may take
-REFUSED = 125  # exit status of sandbox.c: it could not lock itself in
 SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/bin")  # where compilers, their headers and libraries are
 SYSTEM_FILES = ("/etc/ld.so.cache",)
-MORE_THREADS = 256  # how many threads an ordinary user may start beside those that run, here and elsewhere
+MORE_THREADS = 256  # an ordinary user's limit counts all threads of the user: so many may come to those that run
 
 
 class SandboxError(RuntimeError):
@@ -38,6 +35,8 @@ class Layer:
     name: str
     found: str  # what the machine has, "" if it has none
     missing: str  # what it costs if the layer is missing
+    fix: str  # how a machine gets it
+    needed: bool = False  # it belongs to the floor: without it no program is run
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +44,7 @@ class Limits:
     """What a child may use."""
 
     memory_bytes: int = 2 << 30  # address space, beside the arrays
-    processes: int = (
-        16  # threads and processes at a time (an ordinary user's own are added, with `MORE_THREADS` to spare)
-    )
+    processes: int = 16  # threads and processes at a time; for an ordinary user: see MORE_THREADS
     cpu_s: int = 30  # CPU seconds of all threads of a process
     file_bytes: int = 1 << 20  # size of one file, and of what it says
 
@@ -71,7 +68,7 @@ class Sandbox:
             self.program = compile_sandbox(compiler, self.folder)
             self.layers = probe(self.program)
             found = {layer.name: layer.found for layer in self.layers}
-            floor = [layer for layer in self.layers if layer.name in FLOOR and not layer.found]
+            floor = [layer for layer in self.layers if layer.needed and not layer.found]
             if bad := [layer for layer in floor if layer.name not in allow_missing]:
                 lost = "; ".join(f"no {layer.name}: {layer.missing}" for layer in bad)
                 raise SandboxError(
@@ -196,28 +193,45 @@ def probe(program: Path) -> list[Layer]:
     bwrap = [*(change if other_users else []), *_bubblewrap(SYSTEM_FOLDERS, program), "--"]
     namespaces = shutil.which("bwrap") is not None and _succeeds([*bwrap, str(program), "probe"])
     return [
-        Layer("limits", "memory, CPU seconds, file size, threads, open files", ""),
+        Layer("limits", "memory, CPU seconds, file size, threads, open files", "", ""),
         Layer(
             "landlock",
             f"version {version}" if version >= MIN_LANDLOCK else "",
             "a program can read and write every file that its user can",
+            "use Linux 5.13 or later with landlock in /sys/kernel/security/lsm",
+            needed=True,
         ),
         Layer(
             "seccomp",
             "filter" if found.get("seccomp") == "1" else "",
             "a program can start processes, use the network and debug other processes",
+            "use a kernel with CONFIG_SECCOMP_FILTER, in a container whose profile allows seccomp",
+            needed=True,
         ),
         Layer(
             "another user",
             "a passing one for each program" if other_users else "",
             "a program's threads are counted with those of the user, so that one which starts many can starve others",
+            "start as root",
         ),
         Layer(
             "namespaces",
             "bubblewrap" if namespaces else "",
             "files and processes of the machine are kept away by rules, and not invisible",
+            "install bubblewrap where user namespaces are allowed",
         ),
     ]
+
+
+def layers_here(compiler: str) -> list[Layer]:
+    """Finds out which layers this machine has, and leaves nothing behind.
+
+    Raises:
+        SandboxError: the sandbox cannot be compiled.
+    """
+    with tempfile.TemporaryDirectory(prefix="torchtune-ext-sandbox-") as folder:
+        os.chmod(folder, 0o711)
+        return probe(compile_sandbox(compiler, Path(folder)))
 
 
 def _succeeds(command: Sequence[str]) -> bool:

@@ -26,31 +26,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from torchtune_ext.tasks.measured.child import Child, ChildFailed, lay_out
+from torchtune_ext.tasks.measured.arena import lay_out
+from torchtune_ext.tasks.measured.child import Child, ChildFailed
 from torchtune_ext.tasks.measured.kernel import UNIT_ROUNDOFF, Arrays, Kernel, Parameter, Size, inputs_of, outputs_of
 
 KINDS = ("normal", "biased", "wide", "denormal")
 EXACT_WORK = 1 << 20  # numbers and operations up to which the reference is computed in long double
 WIDEST = 250  # binary exponents of "wide" inputs lie between -WIDEST and WIDEST: no product overflows or underflows
-SMALL = (
-    1,
-    2,
-    3,
-    5,
-    7,
-    8,
-    9,
-    11,
-    13,
-    15,
-    16,
-    17,
-    19,
-    23,
-    29,
-    31,
-    33,
-)  # mostly odd and prime, around the vectors of machines
+# Mostly odd and prime, around the widths of vectors.
+SMALL = (1, 2, 3, 5, 7, 8, 9, 11, 13, 15, 16, 17, 19, 23, 29, 31, 33)
 _LONG_ROUNDOFF = float(np.finfo(np.longdouble).eps) / 2
 
 
