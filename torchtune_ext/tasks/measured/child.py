@@ -155,8 +155,8 @@ class Child:
         self._receive(_DONE, START_S)
         self._places = tuple(places)
         for place in self._places:
-            memory = self._memory(place)
-            memory[place.first_page : place.first_page + place.pages_bytes].view(np.float64)[:] = CANARY
+            for around in self._around(place):
+                around.view(np.float64)[:] = CANARY
         self._idle_ns = self._sleep_ns(START_S)
 
     def call(self, size: Size, inputs: Mapping[str, np.ndarray], deadline_s: float) -> Call:
@@ -222,6 +222,8 @@ class Child:
         """Tells whether every thread of the child sleeps."""
         try:
             state, threads = _state(self._stat)
+            if state in (b"Z", b"X") and threads <= 1:
+                self._fail()  # it has ended, and only nobody has waited for it
             if state != b"S" or threads == 1:
                 return state == b"S"
             for thread in os.listdir(f"/proc/{self._pid}/task"):
@@ -325,6 +327,11 @@ class Child:
     def _memory(self, place: Place) -> np.ndarray:
         return self._outputs.bytes if place.is_output else self._inputs.bytes
 
+    def _around(self, place: Place) -> tuple[np.ndarray, np.ndarray]:
+        """What lies before and after the array in its pages."""
+        memory, end = self._memory(place), place.first_page + place.pages_bytes
+        return memory[place.first_page : place.start], memory[place.start + place.nbytes : end]
+
     def _require_untouched(self, inputs: Mapping[str, np.ndarray], views: Mapping[str, np.ndarray]) -> None:
         canary = int(CANARY.view(np.uint64)[0])
         for place in self._places:
@@ -333,9 +340,7 @@ class Child:
                     self.close()
                     raise ChildFailed("wrong_result", f"it changed its input {place.name}")
                 continue
-            memory = self._memory(place)
-            before = memory[place.first_page : place.start].view(np.uint64)
-            after = memory[place.start + place.nbytes : place.first_page + place.pages_bytes].view(np.uint64)
+            before, after = (around.view(np.uint64) for around in self._around(place))
             if (before != canary).any() or (after != canary).any():
                 self.close()
                 side = "before" if (before != canary).any() else "after"

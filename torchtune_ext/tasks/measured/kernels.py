@@ -19,7 +19,9 @@ class Dgemm:
     """C = A B for an m x k matrix A and a k x n matrix B. 2 m n k operations, as BLAS counts them."""
 
     name = "dgemm"
-    question = "the matrix product C = A B, where A has m rows and k columns, B k rows and n columns, C m rows and n columns"
+    question = (
+        "the matrix product C = A B, where A has m rows and k columns, B k rows and n columns, C m rows and n columns"
+    )
     size_names = ("m", "n", "k")
     parameters = (Parameter("A"), Parameter("B"), Parameter("C", is_output=True))
     forbidden = tuple(name for name in BLAS_NAMES if name != "*gemm") + ("cblas_dgemm",)
@@ -126,15 +128,21 @@ void stencil(int h, int w, const double *u, double *v) {
 
     def bound(self, size: Size, inputs: Arrays) -> dict[str, np.ndarray]:
         # Five products and four additions: no input passes through more than 5 roundings. On the border nothing is rounded.
-        bound = gamma(5) * _jacobi(np.abs(inputs["u"])) + 5 * SMALLEST
+        bound = _jacobi(np.abs(inputs["u"]))
+        bound *= gamma(5)
+        bound += 5 * SMALLEST
         bound[[0, -1]] = bound[:, [0, -1]] = 0.0
         return {"v": bound}
 
 
 def _jacobi(u: np.ndarray) -> np.ndarray:
+    sides = u[:-2, 1:-1] + u[2:, 1:-1]
+    sides += u[1:-1, :-2]
+    sides += u[1:-1, 2:]
+    sides /= 8
     v = u.copy()
-    sides = u[:-2, 1:-1] + u[2:, 1:-1] + u[1:-1, :-2] + u[1:-1, 2:]
-    v[1:-1, 1:-1] = u[1:-1, 1:-1] / 2 + sides / 8
+    v[1:-1, 1:-1] /= 2
+    v[1:-1, 1:-1] += sides
     return v
 
 
