@@ -1,5 +1,7 @@
 """The program in a model's answer."""
 
+import time
+
 import pytest
 
 from torchtune_ext.tasks.measured.extract import extract
@@ -57,3 +59,16 @@ def test_lines_of_windows():
 
 def test_other_marks_that_python_takes_for_the_end_of_a_line_stay():
     assert extract("```c\n// \x0c\u2028\n```\n") == "// \x0c\u2028\n"
+
+
+def test_no_line_makes_the_pattern_slow():
+    start = time.monotonic()
+    for line in (
+        "```" + "a" * 200_000 + "`",
+        "`" * 200_000,
+        " " * 200_000 + "`",
+        "```" + " " * 200_000 + "`",
+        "```a" * 50_000,
+    ):
+        assert extract(line) is None
+    assert time.monotonic() - start < 10

@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+import time
 
 import pytest
 
@@ -166,7 +167,8 @@ FORBIDDEN = {
     "renamed": ("#pragma redefine_extname harmless system\n", "#pragma redefine_extname"),
     "renamed by a string": ('_Pragma("redefine_extname harmless system")\n', "#pragma redefine_extname"),
     "another file's lines": ('# 1 "/usr/include/stdlib.h" 1 3\n' + BODY % "fork();", "lines are those of another file"),
-    "another line": ('/* x\n */ # /* y */ line 7 "/usr/include/stdlib.h"\n', "lines are those of another file"),
+    "another line": ('/* x\n */ # line 7 "/usr/include/stdlib.h"\n', "lines are those of another file"),
+    "comment in a directive": ('# /* y */ line 7 "/usr/include/stdlib.h"\n', "lines are those of another file"),
     "continued line": ('#\\\nline 7 "/usr/include/stdlib.h"\n', "lines are those of another file"),
     "raw string": ('const char *s = R"(")"; int x = sizeof(fork()); const char *t = R"(")";\n', "raw string"),
     "comment in a pragma": ('#pragma x "/*"\nint y = sizeof(fork());\n/* */\n', "calls fork()"),
@@ -215,9 +217,27 @@ def test_depth_is_no_danger(pair):
 
 
 def test_it_ends_in_time():
-    text = "int a = " + "((((" * 500_000 + "{}}}" * 500_000
+    text = "int a = " + "((((" * 100_000 + "{}}}" * 100_000
     with pytest.raises(TimeoutError, match="too long"):
-        screen(marked(text), text, DGEMM, deadline_s=0.2)
+        screen(marked(text), text, DGEMM, deadline_s=0.1)
+
+
+@pytest.mark.parametrize(
+    "piece", ["#/*", "# 1 ", "# include", "#include <../", "\\\\ ", "#line", '# 1 "', "%:", "/*#", "*/"]
+)
+def test_no_source_makes_the_patterns_slow(piece):
+    start = time.monotonic()
+    for source in (piece * 50_000, f"{piece * 50_000}*/ \n", piece + " " * 200_000):
+        screen(marked(""), source, DGEMM)
+    # A second is a hundred times what it takes; a pattern that tries all pairs of places takes minutes.
+    assert time.monotonic() - start < 10
+
+
+def test_size_of_the_expanded_text_has_a_bound():
+    text = "int a[] = {" + "1, " * 400_000 + "};"
+    assert "at most 1000000 are read" in screen(marked(text), text, DGEMM)
+    text = "int a[] = {" + "1, " * 20_000 + "};"
+    assert screen(marked(text), text, DGEMM, deadline_s=60) == ""
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ import re
 from torchtune_ext.tasks.answers import spoken
 
 C_NAMES = ("", "c", "c99", "c11", "c17", "cpp", "c++")  # what stands behind the fence of a C program
-_FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*([^`\s]*)[^`]*")
+# Nothing is given back once it is taken (`*+`): a long line would be tried in all ways to divide it.
+_FENCE = re.compile(r"[ \t]*+(`{3,}+|~{3,}+)[ \t]*+([^`\s]*+)(?:\s[^`]*+)?")
 
 
 def extract(text: str) -> str | None:

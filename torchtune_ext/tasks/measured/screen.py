@@ -95,14 +95,16 @@ _ASSEMBLY = frozenset(("asm", "__asm", "__asm__"))
 _RAW_STRINGS = frozenset(("R", "LR", "uR", "UR", "u8R"))
 _DIGRAPHS = {"<:": "[", ":>": "]", "<%": "{", "%>": "}", "%:": "#"}
 _MARK = re.compile(r'# (\d+) "((?:[^"\\]|\\.)*)"((?: \d)*)')
-# A directive that says where the next lines come from. White space, comments and continued lines may stand inside, and
-# the directive may stand behind a comment, so all of the text is searched. `a##1` is something else.
-_SPACE = r"(?:[ \t\v\f\r\0]|/\*.*?\*/)*"
-_LINE_DIRECTIVE = re.compile(rf'(?<![#%:])(?:#|%:){_SPACE}(?:line\b|\d+{_SPACE}")', re.DOTALL)
-_PATH_INCLUDE = re.compile(rf'(?:#|%:){_SPACE}include{_SPACE}["<](?:/|[^">\n]*\.\./)', re.DOTALL)
+# A directive that says where the next lines come from. It may stand behind a comment, so all of the text is searched, also
+# comments and strings. `a##1` is something else. No honest directive has a comment before its name, and a pattern that
+# followed comments could be made to run for hours.
+_SPACE = r"[ \t\v\f\r\0]*"
+_LINE_DIRECTIVE = re.compile(rf'(?<![#%:])(?:#|%:){_SPACE}(?:line\b|\d+{_SPACE}(?:"|/\*)|/\*)')
+_PATH_INCLUDE = re.compile(rf'(?:#|%:){_SPACE}include{_SPACE}["<](?:/|[^">\n]{{0,200}}?\.\./)')
 _CONTINUED = re.compile(r"\\[ \t\v\f\r]*\n")
 _BLOCKS = ("compound_statement", "for_statement", "function_definition", "parameter_list")
 _PIECE = 1 << 14  # bytes that the parser gets at once
+MAX_TEXT = 1_000_000  # characters of a candidate after preprocessing; the parser needs up to 200 bytes for each
 
 
 def screen(preprocessed: str, source: str, kernel: Kernel, deadline_s: float = 5.0) -> str:
@@ -119,13 +121,15 @@ def screen(preprocessed: str, source: str, kernel: Kernel, deadline_s: float = 5
     """
     end = time.monotonic() + deadline_s
     for pattern, what in (
-        (_LINE_DIRECTIVE, "says that its lines are those of another file"),
+        (_LINE_DIRECTIVE, "may say that its lines are those of another file"),
         (_PATH_INCLUDE, "includes a file by its path"),
     ):
         if match := pattern.search(_CONTINUED.sub("", source)):
             line = source.count("\n", 0, source.find(match[0])) + 1 if match[0] in source else 1
             return f"line {line}: {what}"
     text = _own_text(preprocessed)
+    if (length := sum(map(len, text.lines))) > MAX_TEXT:
+        return f"its macros expand to {length} characters, at most {MAX_TEXT} are read"
     for line, path, is_system in text.includes:
         if not is_system or PurePath(path).name.removesuffix(".h") not in HEADERS:
             allowed = ", ".join(f"{name}.h" for name in sorted(HEADERS))
