@@ -3,17 +3,20 @@
     python benchmarks/bench_throughput.py [--count 40] [--workers 2] [--starts 100]
 
 The naive program of each kernel, as a checker of `tasks/measured` treats what a model wrote: read, compiled with -O3, called on
-sizes and inputs that nobody knows. Each copy is a little different, though nothing is kept. "start" is the time from the
-request for a process to the moment it has locked itself in and loaded the library. Where other work runs, compare the lines.
+sizes and inputs that nobody knows. Each worker is a process with a checker of its own. "start" is the time from the request
+for a process to the moment it has locked itself in and loaded the library. CPU milliseconds say what a program costs on a
+machine that others use, too: "here" for drawing, references and waiting, "children" for compiler and program. (Inside of
+namespaces the CPU time of a process that is killed at its end is lost to "children".)
 """
 
 import argparse
+import multiprocessing
 import os
+import resource
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +27,6 @@ from torchtune_ext.tasks.measured import verify as verification  # noqa: E402
 from torchtune_ext.tasks.measured.arena import arena_size  # noqa: E402
 from torchtune_ext.tasks.measured.check import STAGES, Checker  # noqa: E402
 from torchtune_ext.tasks.measured.child import Child  # noqa: E402
-from torchtune_ext.tasks.measured.kernel import Kernel  # noqa: E402
 from torchtune_ext.tasks.measured.kernels import KERNELS, Reduction  # noqa: E402
 from torchtune_ext.tasks.measured.sandbox import SandboxError  # noqa: E402
 
@@ -86,40 +88,60 @@ def measure_starts(count: int) -> None:
         print(f"{name:28s} {1e3 * figures[0]:10.2f} {1e3 * figures[1]:8.2f} {1e3 * figures[2]:8.2f}", flush=True)
 
 
-def measure_checks(kernel: Kernel, namespaces: bool | None, count: int, workers: int) -> None:
-    """Prints one line: programs a second, and the mean milliseconds of each stage and of each part of verifying."""
-    sources = [f"/* program {number} */\n{kernel.naive}" for number in range(count)]
+def work(name: str, namespaces: bool | None, count: int, go: Any) -> tuple[float, float, list[float], Counter]:
+    """Checks `count` programs when all others are ready.
+
+    Returns:
+        The time at the begin and at the end, CPU seconds here and in the children, and seconds by stage and part.
+    """
     spent: Counter = Counter()
-    with Checker(kernel, namespaces=namespaces) as checker, ThreadPoolExecutor(workers) as pool:
-        list(pool.map(checker.check_source, sources[:workers]))
+    with Checker(KERNELS[name](), namespaces=namespaces) as checker:
+        checker.check_source(checker.kernel.naive)
+        go.wait()
+        before, begin = cpu_seconds(), time.monotonic()
         with timed_parts(spent):
-            begin = time.monotonic()
-            verdicts = list(pool.map(checker.check_source, sources))
-            seconds = time.monotonic() - begin
-    if bad := [verdict for verdict in verdicts if verdict.outcome != "ok"]:
-        raise RuntimeError(f"{kernel.name}: {bad[0]}")
-    stages = [1e3 * statistics.fmean(verdict.seconds[stage] for verdict in verdicts) for stage in STAGES[1:]]
-    parts = [1e3 * spent[name] / count for name in PARTS]
-    columns = " ".join(f"{value:9.1f}" for value in (*stages, *parts))
-    print(f"{kernel.name:10s} {workers:7d} {count / seconds:9.2f} {columns}", flush=True)
+            for number in range(count):
+                verdict = checker.check_source(f"/* program {number} */\n{checker.kernel.naive}")
+                if verdict.outcome != "ok":
+                    raise RuntimeError(f"{name}: {verdict}")
+                spent.update({stage: verdict.seconds[stage] for stage in STAGES})
+        return begin, time.monotonic(), [now - then for now, then in zip(cpu_seconds(), before, strict=True)], spent
+
+
+def cpu_seconds() -> list[float]:
+    """Returns the CPU seconds of this process, and of its children that have ended."""
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return [usage.ru_utime + usage.ru_stime for usage in usages]
+
+
+def measure_checks(name: str, namespaces: bool | None, count: int, workers: int) -> None:
+    """Prints one line: programs a second, CPU milliseconds of one, and how long each stage and part takes."""
+    context = multiprocessing.get_context("spawn")
+    with context.Manager() as manager, context.Pool(workers) as pool:
+        go = manager.Barrier(workers)
+        done = pool.starmap(work, [(name, namespaces, count, go)] * workers, chunksize=1)
+    begins, ends, cpu, spent = zip(*done, strict=True)
+    seconds, total = max(ends) - min(begins), count * workers
+    own, children = (1e3 * sum(each[i] for each in cpu) / total for i in (0, 1))
+    parts = " ".join(f"{1e3 * sum(each[part] for each in spent) / total:9.1f}" for part in (*STAGES[1:], *PARTS))
+    print(f"{name:10s} {total / seconds:9.2f} {own:9.1f} {children:9.1f} {parts}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=40, help="programs of each kernel")
-    parser.add_argument("--workers", type=int, default=2, help="threads of the last table; the one before has one")
+    parser.add_argument("--workers", type=int, default=2, help="processes of the last tables")
     parser.add_argument("--starts", type=int, default=100, help="processes that are started")
     args = parser.parse_args()
     measure_starts(args.starts)
     for workers in sorted({1, args.workers}):
         for namespaces in (False, None):
-            print(
-                f"\n{workers} at a time, {'with namespaces, where they work' if namespaces is None else 'without namespaces'}"
-            )
-            names = " ".join(f"{name:>9s}" for name in (*STAGES[1:], *PARTS))
-            print(f"{'kernel':10s} {'workers':>7s} {'a second':>9s} {names}   (ms each)")
-            for kernel in KERNELS.values():
-                measure_checks(kernel(), namespaces, args.count, workers)
+            layers = "with namespaces, where they work" if namespaces is None else "without namespaces"
+            print(f"\n{workers} at a time, {layers}; milliseconds of one program")
+            columns = ("a second", "CPU here", "children", *STAGES[1:], *PARTS)
+            print(f"{'kernel':10s} {' '.join(f'{column:>9s}' for column in columns)}", flush=True)
+            for name in KERNELS:
+                measure_checks(name, namespaces, args.count, workers)
 
 
 if __name__ == "__main__":

@@ -32,12 +32,12 @@ MAX_NOTE = 1500  # characters of a note
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """Seconds that each stage may take. Loading the library belongs to verifying."""
+    """Seconds that each stage may take."""
 
     screen_s: float = 10.0
     compile_s: float = 20.0
-    load_s: float = 5.0
-    verify_s: float = 20.0
+    load_s: float = 5.0  # of verifying: until the library is loaded
+    verify_s: float = 20.0  # of verifying: all calls together
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,8 @@ class _Refused(Exception):
 class Checker:
     """Checks programs for one kernel, in a sandbox and with a compiler that it shares among them.
 
-    `check` may be called by several threads at a time. Each process needs a checker of its own.
+    `check` may be called by several threads at a time, though they wait for each other's interpreter. Processes do not; each
+    needs a checker of its own.
 
     Args:
         kernel: what the programs should compute.
