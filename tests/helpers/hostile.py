@@ -45,15 +45,15 @@ def run_all(programs: Sequence[Exploit], namespaces: bool, screened: bool) -> tu
         with Checker(KERNELS[kernel](), namespaces=namespaces, screened=screened) as checker:
             for each in programs:
                 if each.kernel == kernel:
-                    results.append(run_one(each, checker))
+                    results.append(run_one(each, checker, screened))
         if checker.sandbox.folder.exists():
             raise AssertionError(f"{checker.sandbox.folder} is left")
     return results, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
 
 
-def run_one(program: Exploit, checker: Checker) -> Result:
+def run_one(program: Exploit, checker: Checker, screened: bool) -> Result:
     """Checks one program and compares the machine before and after."""
-    outcomes = program.outcomes if checker.screened else program.outcomes_behind
+    outcomes = program.outcomes if screened else program.outcomes_behind
     checker.deadlines = SHORT if outcomes == ("timeout",) else PATIENT
     before = traces(checker)
     start = time.monotonic()

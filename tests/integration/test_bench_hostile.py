@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import time
+import unicodedata
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -39,6 +40,7 @@ SAMPLE = (
     "messages_forged",
     "output_flood",
     "process_from_constructor",
+    "printed_figure_in_the_note",
     "reuse_nothing_done",
     "secret_included_by_macro",
 )
@@ -85,6 +87,8 @@ def require(results: list[hostile.Result], memory_bytes: int, screened: bool) ->
             wrong.append(f"{result.name}: left {', '.join(result.left)}")
         if result.peak_bytes > DISK:
             wrong.append(f"{result.name}: {result.peak_bytes} bytes of files")
+        if any(unicodedata.category(letter) == "Cc" and letter not in "\n\t" for letter in result.note):
+            wrong.append(f"{result.name}: its note holds characters that steer a terminal: {result.note!r}")
         if any(secret in result.note for secret in SECRETS):
             wrong.append(f"{result.name}: its note tells a secret: {result.note}")
     # The arrays come on top of the memory that a program may use, and are resident like it.
@@ -106,9 +110,7 @@ def test_every_attack_has_its_program():
         assert each.attack == "none" or each.layer_behind != "screen", f"{each.name}: the screen is never the defence"
         assert (each.layer == "screen") == (each.outcomes == ("forbidden",)), each.name
         # An attack that comes through to the end has gained nothing so far; the timing must see to the rest.
-        assert "ok" not in each.outcomes_behind or each.layer_behind in ("nothing", "clock outside", "timing"), (
-            each.name
-        )
+        assert "ok" not in each.outcomes_behind or each.layer_behind in COMES_THROUGH, each.name
         assert each.control == "" or controls_of(each), each.name
 
 
@@ -217,6 +219,7 @@ def controls_of(program: Exploit) -> Callable[[Exploit], bool] | None:
         "loose tolerance": lambda each: weakly(each, tolerance=1e-4),
         "small sizes": lambda each: weakly(each, size={"m": 31, "n": 17, "k": 23}),
         "one size": lambda each: weakly(each),
+        "positive inputs": lambda each: weakly(each),
         "few calls": lambda each: weakly(each, count=3),
         "normal numbers": lambda each: weakly(each, kind="normal"),
         "fixed inputs": lambda each: weakly(each, kind="ones"),

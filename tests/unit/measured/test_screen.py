@@ -217,9 +217,9 @@ def test_depth_is_no_danger(pair):
 
 
 def test_it_ends_in_time():
-    text = "int a = " + "((((" * 100_000 + "{}}}" * 100_000
+    text = "int a = " + "((((" * 40_000 + "{}}}" * 40_000
     with pytest.raises(TimeoutError, match="too long"):
-        screen(marked(text), text, DGEMM, deadline_s=0.1)
+        screen(marked(text), text, DGEMM, deadline_s=0.02)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_no_source_makes_the_patterns_slow(piece):
 
 def test_size_of_the_expanded_text_has_a_bound():
     text = "int a[] = {" + "1, " * 400_000 + "};"
-    assert "at most 1000000 are read" in screen(marked(text), text, DGEMM)
+    assert "at most 400000 are read" in screen(marked(text), text, DGEMM)
     text = "int a[] = {" + "1, " * 20_000 + "};"
     assert screen(marked(text), text, DGEMM, deadline_s=60) == ""
 

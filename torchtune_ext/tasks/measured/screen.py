@@ -104,7 +104,7 @@ _PATH_INCLUDE = re.compile(rf'(?:#|%:){_SPACE}include{_SPACE}["<](?:/|[^">\n]{{0
 _CONTINUED = re.compile(r"\\[ \t\v\f\r]*\n")
 _BLOCKS = ("compound_statement", "for_statement", "function_definition", "parameter_list")
 _PIECE = 1 << 14  # bytes that the parser gets at once
-MAX_TEXT = 1_000_000  # characters of a candidate after preprocessing; the parser needs up to 200 bytes for each
+MAX_TEXT = 400_000  # characters of a candidate after preprocessing; the parser needs up to 400 bytes for each
 
 
 def screen(preprocessed: str, source: str, kernel: Kernel, deadline_s: float = 5.0) -> str:
