@@ -82,13 +82,16 @@ _SYSTEM = {
 _EXACT = {name: use for use, names in _SYSTEM.items() for name in names.split() if "*" not in name}
 _PATTERNS = [(name, use) for use, names in _SYSTEM.items() for name in names.split() if "*" in name]
 # A program may call these, but must not put its own in their place.
-LIBRARY = (
-    "malloc calloc realloc reallocarray free aligned_alloc posix_memalign memalign valloc malloc_usable_size memcpy memmove "
-    "memset memcmp memchr mempcpy strlen strcpy strncpy strcat strcmp strncmp strchr strrchr strstr strdup strtol strtoull "
-    "strtod strerror bcopy bzero printf fprintf sprintf snprintf vprintf vfprintf vsnprintf puts fputs putchar fputc fwrite "
-    "fread fflush fclose perror atoi qsort bsearch rand srand exit abort __stack_chk_fail __assert_fail __errno_location "
-    "stdin stdout stderr omp_* GOMP_* gomp_* kmp_* __kmpc_* _init _fini _start __*_chk"
-).split()
+LIBRARY = tuple(
+    (
+        "malloc calloc realloc reallocarray free aligned_alloc posix_memalign memalign valloc malloc_usable_size "
+        "memcpy memmove memset memcmp memchr mempcpy strlen strcpy strncpy strcat strcmp strncmp strchr strrchr "
+        "strstr strdup strtol strtoull strtod strerror bcopy bzero printf fprintf sprintf snprintf vprintf "
+        "vfprintf vsnprintf puts fputs putchar fputc fwrite fread fflush fclose perror atoi qsort bsearch rand "
+        "srand exit abort __stack_chk_fail __assert_fail __errno_location stdin stdout stderr omp_* GOMP_* gomp_* "
+        "kmp_* __kmpc_* _init _fini _start __*_chk"
+    ).split()
+)
 ATTRIBUTES = frozenset("constructor destructor init_priority ifunc alias weak weakref section cleanup naked".split())
 _PRAGMAS = re.compile(r"\b(redefine_extname|weak|init|fini|section|attribute|pch_preprocess)\b")
 _ASSEMBLY = frozenset(("asm", "__asm", "__asm__"))
@@ -273,7 +276,7 @@ class _Reader:
         verb = f"calls {word}()" if called else f"uses {word}"
         if use := _use_of(word):
             return f"{verb}, which {use}: no program may"
-        if word not in self.own and _matches(word, self.kernel.forbidden):
+        if word not in self.own and _matches(word, tuple(self.kernel.forbidden)):
             return f"{verb}, which the problem does not allow"
         return ""
 
@@ -341,5 +344,6 @@ def _use_of(name: str) -> str:
     return ""
 
 
-def _matches(name: str, patterns: Sequence[str]) -> bool:
+@lru_cache(maxsize=4096)
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
