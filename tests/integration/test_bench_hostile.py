@@ -170,6 +170,48 @@ def _has_namespaces() -> bool:
     return True
 
 
+@pytest.mark.parametrize("namespaces", [True, False], ids=["namespaces", "no namespaces"])
+def test_a_harness_that_is_killed_takes_its_programs_along(namespaces):
+    if namespaces and not _has_namespaces():
+        pytest.skip("bubblewrap is missing or cannot make namespaces here")
+    reader, writer = os.pipe()
+    harness = os.fork()
+    if harness == 0:
+        try:
+            with Checker(KERNELS["dgemm"](32), namespaces=namespaces) as checker:
+                os.write(writer, str(checker.sandbox.folder).encode())
+                checker.check_source(BY_NAME["endless_loop"].source)
+        finally:
+            os._exit(1)
+    try:
+        folder = os.read(reader, 4096).decode()
+        wait_until(lambda: any(b" call " in line.replace(b"\0", b" ") for line in command_lines(folder)))
+    finally:
+        os.kill(harness, signal.SIGKILL)
+        os.waitpid(harness, 0)
+        os.close(reader)
+        os.close(writer)
+    wait_until(lambda: not hostile.processes(folder))
+    shutil.rmtree(folder)
+
+
+def command_lines(folder: str) -> list[bytes]:
+    found = []
+    for pid in hostile.processes(folder):
+        try:
+            found.append(Path(f"/proc/{pid}/cmdline").read_bytes())
+        except OSError:
+            continue  # it has ended
+    return found
+
+
+def wait_until(met: Callable[[], bool]) -> None:
+    end = time.monotonic() + 3 * hostile.END_S
+    while not met():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
 # ---------------------------------------------------------------- the work counts, whoever does it
 
 
