@@ -13,6 +13,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from torchtune_ext.host.doctor_facts import Facts, gather
+from torchtune_ext.tasks.measured.compiler import INSTALL
 
 OK, WARN, FAIL = "ok", "WARN", "FAIL"
 
@@ -219,6 +220,28 @@ def check_tools(facts: Facts) -> list[Finding]:
     return findings
 
 
+def check_sandbox(facts: Facts) -> list[Finding]:
+    """Lists the layers that keep measured programs away from the machine, and what the absence of one costs."""
+    if not facts.compiler:
+        return [Finding(WARN, "C compiler", "not found: programs cannot be measured", INSTALL)]
+    findings = [Finding(OK, "C compiler", facts.compiler)]
+    if facts.sandbox_error:
+        text = f"cannot be made, so that no program is measured: {facts.sandbox_error}"
+        return [
+            *findings,
+            Finding(WARN, "sandbox", text, f"try it: {facts.compiler.split()[0]} must compile C programs"),
+        ]
+    for layer in facts.layers:
+        name = f"sandbox: {layer.name}"
+        if layer.found:
+            findings.append(Finding(OK, name, layer.found))
+        elif layer.needed:
+            findings.append(Finding(WARN, name, f"missing, so that no program is measured: {layer.missing}", layer.fix))
+        else:
+            findings.append(Finding(OK, name, f"none: {layer.missing} ({layer.fix})"))
+    return findings
+
+
 def check_environment(facts: Facts) -> list[Finding]:
     if facts.environment.get("VLLM_CPU_KVCACHE_SPACE") == "":
         return [
@@ -242,6 +265,7 @@ CHECKS: tuple[Callable[[Facts], list[Finding]], ...] = (
     check_devices,
     check_space,
     check_tools,
+    check_sandbox,
     check_environment,
 )
 

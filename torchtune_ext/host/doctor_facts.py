@@ -17,6 +17,8 @@ import psutil
 
 from torchtune_ext.host import plugin
 from torchtune_ext.host.catalog import folder, recipe_files
+from torchtune_ext.tasks.measured.compiler import Compiler
+from torchtune_ext.tasks.measured.sandbox import Layer, SandboxError, layers_here
 
 TORCH_PROBE = """
 import json, torch
@@ -52,6 +54,9 @@ class Facts:
     memory_gb: float  # available memory in GB
     disk_gb: float  # free disk space in the working directory, in GB
     tools: dict[str, str]  # paths of g++ and lscpu, as far as they were found
+    compiler: str  # the C compiler that measured programs are compiled with; "" when there is none
+    layers: tuple[Layer, ...]  # of the sandbox for them; empty without a compiler, or when none can be made
+    sandbox_error: str  # why no sandbox can be made
     environment: dict[str, str]  # those of `WATCHED_VARIABLES` that are set
 
 
@@ -112,6 +117,19 @@ def has_bytecode(package: str) -> bool:
     return spec is not None and spec.origin is not None and (Path(spec.origin).parent / "__pycache__").is_dir()
 
 
+def sandbox_facts() -> tuple[str, tuple[Layer, ...], str]:
+    """Returns the C compiler, the layers of the sandbox, and why none can be made."""
+    try:
+        compiler = Compiler.find()
+    except ValueError:
+        return "", (), ""
+    text = f"{compiler.path} ({compiler.version})"
+    try:
+        return text, tuple(layers_here(compiler.path)), ""
+    except (SandboxError, OSError, subprocess.SubprocessError) as error:
+        return text, (), str(error)
+
+
 def gather(deadline_s: float) -> Facts:
     """Gathers the facts about this machine.
 
@@ -127,6 +145,7 @@ def gather(deadline_s: float) -> Facts:
     tune_path = shutil.which("tune") or ""
     tune_script, tune_python = read_tune(tune_path) if tune_path else ("", "")
     tools = {name: shutil.which(name) for name in ("g++", "lscpu")}
+    compiler, layers, sandbox_error = sandbox_facts()
     return Facts(
         python=tuple(sys.version_info[:3]),
         executable=sys.executable,
@@ -148,5 +167,8 @@ def gather(deadline_s: float) -> Facts:
         memory_gb=psutil.virtual_memory().available / 1e9,
         disk_gb=shutil.disk_usage(".").free / 1e9,
         tools={name: path for name, path in tools.items() if path},
+        compiler=compiler,
+        layers=layers,
+        sandbox_error=sandbox_error,
         environment={name: os.environ[name] for name in WATCHED_VARIABLES if name in os.environ},
     )

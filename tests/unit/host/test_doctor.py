@@ -1,6 +1,8 @@
 """Every pair that does not work together, as facts, and what `doctor` says about it."""
 
+import os
 import sys
+import tempfile
 from dataclasses import replace
 
 import pytest
@@ -8,6 +10,7 @@ import pytest
 from torchtune_ext.host import doctor, doctor_facts
 from torchtune_ext.host.doctor import FAIL, OK, WARN, Finding, diagnose, table
 from torchtune_ext.host.doctor_facts import Facts
+from torchtune_ext.tasks.measured.sandbox import Layer
 
 GOOD = Facts(
     python=(3, 11, 7),
@@ -39,6 +42,12 @@ GOOD = Facts(
     memory_gb=20.0,
     disk_gb=80.0,
     tools={"g++": "/usr/bin/g++", "lscpu": "/usr/bin/lscpu"},
+    compiler="/usr/bin/gcc (gcc 12.2.0)",
+    layers=(
+        Layer("landlock", "version 7", "files can be read", "use a newer kernel", needed=True),
+        Layer("namespaces", "", "files are visible", "install bubblewrap"),
+    ),
+    sandbox_error="",
     environment={},
 )
 
@@ -167,6 +176,21 @@ TROUBLE = {
     "little disk": (replace(GOOD, disk_gb=0.5), WARN, "free disk", "0.5 GB", "output_dir"),
     "no g++": (replace(GOOD, tools={"lscpu": "/usr/bin/lscpu"}), WARN, "g++", "torch.compile", "install"),
     "no lscpu": (replace(GOOD, tools={"g++": "/usr/bin/g++"}), FAIL, "lscpu", "vLLM on CPU", "util-linux"),
+    "no C compiler": (replace(GOOD, compiler="", layers=()), WARN, "C compiler", "not found", "apt-get install gcc"),
+    "a layer of the floor is missing": (
+        replace(GOOD, layers=(replace(GOOD.layers[0], found=""),)),
+        WARN,
+        "sandbox: landlock",
+        "no program is measured: files can be read",
+        "use a newer kernel",
+    ),
+    "no sandbox": (
+        replace(GOOD, layers=(), sandbox_error="no header"),
+        WARN,
+        "sandbox",
+        "cannot be made, so that no program is measured: no header",
+        "/usr/bin/gcc must compile",
+    ),
     "empty cache size": (
         replace(GOOD, environment={"VLLM_CPU_KVCACHE_SPACE": ""}),
         FAIL,
@@ -191,6 +215,27 @@ def test_trouble_is_named_with_its_cure(case):
     assert len(findings) == 1, diagnose(facts)
     assert fix in findings[0].fix
     assert all(finding.mark == OK or finding.fix for finding in diagnose(facts))
+
+
+def test_a_layer_that_is_only_useful_is_listed_with_its_cost():
+    lines = [finding for finding in diagnose(GOOD) if finding.name == "sandbox: namespaces"]
+    assert lines == [Finding(OK, "sandbox: namespaces", "none: files are visible (install bubblewrap)")]
+
+
+def test_the_sandbox_of_this_machine_is_looked_at(monkeypatch, tmp_path):
+    before = set(os.listdir(tempfile.gettempdir()))
+    compiler, layers, error = doctor_facts.sandbox_facts()
+    assert bool(compiler) == bool(layers or error)
+    assert not compiler or {layer.name for layer in layers} >= {"limits", "landlock", "seccomp"} and not error
+    left = set(os.listdir(tempfile.gettempdir())) - before
+    assert not {name for name in left if name.startswith("torchtune-ext-sandbox-")}
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert doctor_facts.sandbox_facts() == ("", (), "")
+    broken = tmp_path / "gcc"
+    broken.write_text("#!/bin/sh\n[ $1 = --version ] && echo gcc 0 || exit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    assert "cannot compile the sandbox" in doctor_facts.sandbox_facts()[2]
 
 
 def test_torchao_018_is_fine_with_the_hook():

@@ -1,0 +1,148 @@
+"""How many programs are compiled and verified in a second, where does the time go, and what does the sandbox cost?
+
+    python benchmarks/bench_throughput.py [--count 40] [--workers 2] [--starts 100]
+
+The naive program of each kernel, as a checker of `tasks/measured` treats what a model wrote: read, compiled with -O3, called on
+sizes and inputs that nobody knows. Each worker is a process with a checker of its own. "start" is the time from the request
+for a process to the moment it has locked itself in and loaded the library. CPU milliseconds say what a program costs on a
+machine that others use, too: "here" for drawing, references and waiting, "children" for compiler and program. (Inside of
+namespaces the CPU time of a process that is killed at its end is lost to "children".)
+"""
+
+import argparse
+import multiprocessing
+import os
+import resource
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+# References are small, and where cores are shared, threads of numpy's BLAS wait for each other.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+from torchtune_ext.tasks.measured import verify as verification  # noqa: E402
+from torchtune_ext.tasks.measured.arena import arena_size  # noqa: E402
+from torchtune_ext.tasks.measured.check import STAGES, Checker  # noqa: E402
+from torchtune_ext.tasks.measured.child import Child  # noqa: E402
+from torchtune_ext.tasks.measured.kernels import KERNELS, Reduction  # noqa: E402
+from torchtune_ext.tasks.measured.sandbox import SandboxError  # noqa: E402
+
+PARTS = {  # what verifying consists of: the functions that are timed
+    "start": (Child, "__init__"),
+    "arrays": (Child, "place"),
+    "calls": (Child, "call"),
+    "inputs": (verification, "draw_inputs"),
+    "reference": (verification, "compare"),
+    "end": (Child, "close"),
+}
+
+
+@contextmanager
+def timed_parts(spent: Counter) -> Iterator[None]:
+    """Adds to `spent` the seconds that each part takes, inside of the block."""
+
+    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                spent[name] += time.perf_counter() - begin
+
+        return run
+
+    before = {name: getattr(owner, key) for name, (owner, key) in PARTS.items()}
+    for name, (owner, key) in PARTS.items():
+        setattr(owner, key, timed(name, before[name]))
+    try:
+        yield
+    finally:
+        for name, (owner, key) in PARTS.items():
+            setattr(owner, key, before[name])
+
+
+def measure_starts(count: int) -> None:
+    print(f"{'start of a child':28s} {'median ms':>10s} {'90% ms':>8s} {'end ms':>8s}")
+    for namespaces in (False, True):
+        name = "with namespaces" if namespaces else "without namespaces"
+        try:
+            checker = Checker(Reduction(), namespaces=namespaces)
+        except SandboxError as error:
+            print(f"{name:28s} {error}")
+            continue
+        kernel, starts, ends = checker.kernel, [], []
+        arena_bytes = arena_size(kernel, kernel.timed)
+        with checker, checker.checked(kernel.naive, extracted=True) as (_, library):
+            for _ in range(count):
+                begin = time.perf_counter()
+                child = Child(checker.sandbox, library, kernel, arena_bytes, checker.cores, 1, checker.limits, 5.0)
+                starts.append(time.perf_counter() - begin)
+                begin = time.perf_counter()
+                child.close()
+                ends.append(time.perf_counter() - begin)
+        starts.sort()
+        figures = statistics.median(starts), starts[int(0.9 * count)], statistics.median(ends)
+        print(f"{name:28s} {1e3 * figures[0]:10.2f} {1e3 * figures[1]:8.2f} {1e3 * figures[2]:8.2f}", flush=True)
+
+
+def work(name: str, namespaces: bool | None, count: int, go: Any) -> tuple[float, float, list[float], Counter]:
+    """Checks `count` programs when all others are ready.
+
+    Returns:
+        The time at the begin and at the end, CPU seconds here and in the children, and seconds by stage and part.
+    """
+    spent: Counter = Counter()
+    with Checker(KERNELS[name](), namespaces=namespaces) as checker:
+        checker.check_source(checker.kernel.naive)
+        go.wait()
+        before, begin = cpu_seconds(), time.monotonic()
+        with timed_parts(spent):
+            for number in range(count):
+                verdict = checker.check_source(f"/* program {number} */\n{checker.kernel.naive}")
+                if verdict.outcome != "ok":
+                    raise RuntimeError(f"{name}: {verdict}")
+                spent.update({stage: verdict.seconds[stage] for stage in STAGES})
+        return begin, time.monotonic(), [now - then for now, then in zip(cpu_seconds(), before, strict=True)], spent
+
+
+def cpu_seconds() -> list[float]:
+    """Returns the CPU seconds of this process, and of its children that have ended."""
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return [usage.ru_utime + usage.ru_stime for usage in usages]
+
+
+def measure_checks(name: str, namespaces: bool | None, count: int, workers: int) -> None:
+    """Prints one line: programs a second, CPU milliseconds of one, and how long each stage and part takes."""
+    context = multiprocessing.get_context("spawn")
+    with context.Manager() as manager, context.Pool(workers) as pool:
+        go = manager.Barrier(workers)
+        done = pool.starmap(work, [(name, namespaces, count, go)] * workers, chunksize=1)
+    begins, ends, cpu, spent = zip(*done, strict=True)
+    seconds, total = max(ends) - min(begins), count * workers
+    own, children = (1e3 * sum(each[i] for each in cpu) / total for i in (0, 1))
+    parts = " ".join(f"{1e3 * sum(each[part] for each in spent) / total:9.1f}" for part in (*STAGES[1:], *PARTS))
+    print(f"{name:10s} {total / seconds:9.2f} {own:9.1f} {children:9.1f} {parts}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=40, help="programs of each kernel")
+    parser.add_argument("--workers", type=int, default=2, help="processes of the last tables")
+    parser.add_argument("--starts", type=int, default=100, help="processes that are started")
+    args = parser.parse_args()
+    measure_starts(args.starts)
+    for workers in sorted({1, args.workers}):
+        for namespaces in (False, None):
+            layers = "with namespaces, where they work" if namespaces is None else "without namespaces"
+            print(f"\n{workers} at a time, {layers}; milliseconds of one program")
+            columns = ("a second", "CPU here", "children", *STAGES[1:], *PARTS)
+            print(f"{'kernel':10s} {' '.join(f'{column:>9s}' for column in columns)}", flush=True)
+            for name in KERNELS:
+                measure_checks(name, namespaces, args.count, workers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Runs a function as an ordinary user, in a process of its own, when the tests run as root."""
+
+import os
+import pickle
+import select
+import signal
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+USER = 12345  # nobody's
+
+
+def as_user(function: Callable[..., Any], *arguments: Any, deadline_s: float = 60.0) -> Any:
+    """Returns what `function(*arguments)` returns, or raises AssertionError with its traceback.
+
+    The process is a fork: an interpreter that lies in root's home could not be started by another user. So everything that the
+    function imports must be imported before. As an ordinary user it is called without further ado.
+    """
+    if os.geteuid() != 0:
+        return function(*arguments)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.setgroups([])
+            os.setresgid(USER, USER, USER)
+            os.setresuid(USER, USER, USER)
+            os.environ["HOME"] = "/"
+            with open(writer, "wb") as file:
+                try:
+                    pickle.dump((True, function(*arguments)), file)
+                except BaseException:
+                    pickle.dump((False, traceback.format_exc()), file)
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(writer)
+    try:
+        with open(reader, "rb") as file:
+            if not select.select([file], [], [], deadline_s)[0]:
+                os.kill(child, signal.SIGKILL)
+                raise AssertionError(f"no answer within {deadline_s:g} s")
+            data = file.read()
+    finally:
+        os.waitpid(child, 0)
+    assert data, "the process of the ordinary user ended without a word"
+    worked, result = pickle.loads(data)
+    assert worked, result
+    return result

@@ -1,0 +1,237 @@
+"""From a text to a verdict: every outcome, compilers, threads, and whose fault it is."""
+
+import os
+import platform
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from as_user import as_user
+
+from torchtune_ext.tasks.measured.check import OUTCOMES, STAGES, Checker, Deadlines, Verdict
+from torchtune_ext.tasks.measured.compiler import LIBRARY, Compiler
+from torchtune_ext.tasks.measured.kernels import KERNELS, Dgemm, Reduction
+from torchtune_ext.tasks.measured.sandbox import SandboxError
+from torchtune_ext.tasks.measured.verify import sizes
+
+SUM = "void reduction(int n, const double *x, double *total) {{ {} }}"
+HONEST = SUM.format("double s = 0; for (int i = 0; i < n; i++) s += x[i]; *total = s;")
+
+
+def checker(**arguments) -> Checker:
+    try:
+        return Checker(arguments.pop("kernel", Reduction()), **arguments)
+    except (ValueError, SandboxError) as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def bare():
+    with checker(namespaces=False) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def unscreened():
+    deadlines = Deadlines(compile_s=5.0, load_s=0.5, verify_s=0.5)
+    with checker(namespaces=False, screened=False) as made:
+        made.deadlines = deadlines
+        yield made
+
+
+def fenced(source: str) -> str:
+    return f"Here it is:\n\n```c\n{source}\n```\nIt is fast."
+
+
+def test_ok(bare):
+    found = bare.check(fenced(HONEST))
+    assert (found.outcome, found.stage, found.note) == ("ok", "verify", "")
+    assert 0 <= found.worst <= 1 and found.seed > 0
+    assert list(found.seconds) == list(STAGES) and all(0 <= value < 60 for value in found.seconds.values())
+
+
+CASES = {
+    "no code": ("I cannot do that.", "format", "extract", "no closed block"),
+    "much code": (fenced("/*" + "x" * 300_000 + "*/"), "format", "extract", "300"),
+    "a shell": (fenced('#include <stdlib.h>\nvoid reduction(int n, const double *x, double *t) { system("ls"); }'), "forbidden", "screen", "system"),
+    "syntax": (fenced(SUM.format("return")), "compile_error", "compile", "candidate.c"),
+    "another signature": (fenced("double reduction(int n, double *x) { return x[0]; }"), "compile_error", "compile", "conflicting types"),
+    "another name": (fenced(HONEST.replace("reduction", "sum")), "compile_error", "compile", "reduction"),
+    "undefined": (fenced("double f(double);" + SUM.format("*total = f(*x);")), "compile_error", "compile", "undefined reference"),
+    "no header": (fenced('#include <no_such_header.h>\n' + HONEST), None, None, "no_such_header"),
+    "float": (fenced(HONEST.replace("double s", "float s")), "wrong_result", "verify", "and should be"),
+    "nothing": (fenced(SUM.format("")), "wrong_result", "verify", "was not written"),
+    "beyond the end": (fenced(HONEST.replace("i < n", "i <= n").replace("x[i];", "x[i < n ? i : i + 4096];")), "runtime_error", "verify", "SIGSEGV"),
+    "beside the output": (fenced(HONEST.replace("*total = s", "*total = s, total[-1] = 0")), "runtime_error", "verify", "before the array total"),
+    "no end": (fenced(SUM.format("for (volatile int i = 0;; i++);")), "timeout", "verify", "did not end"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_outcomes(bare, monkeypatch, case):
+    monkeypatch.setattr(bare, "deadlines", Deadlines(verify_s=1.0 if case == "no end" else 20.0))
+    text, outcome, stage, words = CASES[case]
+    found = bare.check(text)
+    assert found.outcome == outcome or outcome is None and found.outcome in ("forbidden", "compile_error"), found
+    assert found.stage == stage or stage is None
+    assert words in found.note and found.outcome in OUTCOMES
+    assert (found.seed == 0) == (found.stage != "verify")
+    assert found.worst != found.worst
+
+
+def test_a_note_obeys_no_terminal(bare):
+    found = bare.check_source('#error "\x1b[2J red \x07"')
+    assert found.outcome == "compile_error" and "red" in found.note
+    assert all(letter.isprintable() or letter == "\n" for letter in found.note)
+    assert bare.check_source("\ud800\0" + HONEST).outcome in ("compile_error", "ok")
+
+
+def test_folders_are_removed(bare):
+    for text in (fenced(HONEST), fenced("x"), "x"):
+        bare.check(text)
+    assert sorted(os.listdir(bare.sandbox.folder)) == ["sandbox"]
+
+
+def test_a_library_stays_as_long_as_it_is_needed(bare):
+    with bare.checked(fenced(HONEST)) as (found, library):
+        assert found.outcome == "ok" and library.name == LIBRARY and library.exists()
+    assert not library.exists()
+    with bare.checked("x") as (found, library):
+        assert found.outcome == "format" and library is None
+
+
+def test_seeds_differ_and_give_the_same_sizes_again(bare):
+    seeds = [bare.check_source(HONEST).seed for _ in range(2)]
+    assert seeds[0] != seeds[1]
+    first, again = (list(sizes(bare.kernel, np.random.default_rng(seeds[0]))) for _ in range(2))
+    assert first == again
+
+
+@pytest.mark.parametrize("name", sorted(KERNELS))
+@pytest.mark.parametrize("compiler", ["gcc", "clang"])
+def test_naive_programs_are_right_with_every_compiler(compiler, name):
+    if shutil.which(compiler) is None:
+        pytest.skip(f"{compiler} is not installed")
+    with checker(
+        kernel=KERNELS[name](), compiler=Compiler.find(compiler), optimization="-O0", namespaces=False
+    ) as made:
+        assert compiler in made.compiler.path and made.check_source(made.kernel.naive).outcome == "ok"
+
+
+def test_openmp(bare):
+    source = """
+#include <omp.h>
+void reduction(int n, const double *x, double *total) {
+    double s = 0;
+    int used = 0;
+    #pragma omp parallel for reduction(+ : s) reduction(max : used)
+    for (int i = 0; i < n; i++) { s += x[i]; used = omp_get_num_threads(); }
+    *total = n == 1 && used < 1 ? 0 : s + 0 * used;
+    if (used != 2) *total = used;
+}
+"""
+    with checker(threads=2, compiler=Compiler.find("gcc"), namespaces=False) as two:
+        assert two.check_source(source).outcome == "ok"
+    found = bare.check_source(source.replace("#include <omp.h>", "int omp_get_num_threads(void);"))
+    assert found.outcome == "compile_error" and "omp_get_num_threads" in found.note
+
+
+@pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="the register that flushes denormals is set in another way here"
+)
+def test_flushing_denormals_is_refused(unscreened):
+    source = "#include <immintrin.h>\n" + HONEST.replace(
+        "double s = 0;", "double s = 0; _mm_setcsr(_mm_getcsr() | 0x8040);"
+    )
+    found = unscreened.check_source(source)
+    assert found.outcome == "wrong_result" and "denormal" in found.note
+
+
+def test_loading_belongs_to_verifying(unscreened):
+    slow = "#include <unistd.h>\n__attribute__((constructor)) static void linger(void) { for (;;) sleep(1); }\n"
+    found = unscreened.check_source(slow + HONEST)
+    assert (found.outcome, found.stage) == ("timeout", "verify") and "loading" in found.note
+
+
+def test_a_compiler_that_does_not_end_is_stopped(unscreened):
+    """Thirty macros that double: a file of 2^30 words."""
+    unscreened.deadlines = Deadlines(compile_s=1.0)
+    lines = ["#define X0 1,", *(f"#define X{i + 1} X{i} X{i}" for i in range(30)), "int x[] = {X30};", HONEST]
+    found = unscreened.check_source("\n".join(lines))
+    assert found.stage == "compile" and found.outcome in ("timeout", "compile_error")
+    assert found.seconds["compile"] < 10
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", "/proc/self/environ", "/proc/1/environ"])
+@pytest.mark.parametrize("line", ['#include "{}"', '__asm__(".incbin \\"{}\\"");'])
+def test_a_compiler_reads_nothing_of_the_machine(unscreened, path, line):
+    found = unscreened.check_source(line.format(path) + "\n" + HONEST)
+    assert found.outcome == "compile_error"
+    assert "root:" not in found.note and "PATH=" not in found.note
+
+
+def test_several_at_a_time(bare):
+    texts = [fenced(HONEST), "x", fenced(SUM.format("")), fenced("y")] * 3
+    with ThreadPoolExecutor(4) as pool:
+        found = [verdict.outcome for verdict in pool.map(bare.check, texts)]
+    assert found == ["ok", "format", "wrong_result", "compile_error"] * 3
+
+
+def _as_user(namespaces: bool) -> list[Verdict]:
+    with Checker(Reduction(), namespaces=namespaces) as made:
+        return [made.check_source(source) for source in (HONEST, SUM.format(""))]
+
+
+@pytest.mark.parametrize("namespaces", [False, True])
+def test_as_root_and_as_an_ordinary_user(namespaces):
+    checker(namespaces=namespaces).close()
+    for run in (as_user, lambda function, *arguments: function(*arguments)):
+        assert [verdict.outcome for verdict in run(_as_user, namespaces)] == ["ok", "wrong_result"]
+
+
+# ---------------------------------------------------------------- whose fault
+
+
+def test_what_the_machine_does_wrong_is_no_verdict(monkeypatch):
+    with checker(namespaces=False) as made:
+        made.sandbox.without = ["--without", "nothing"]
+        with pytest.raises(SandboxError, match="could not be locked in"):
+            made.check_source(HONEST)
+        made.sandbox.without = []
+        made.sandbox.program.unlink()
+        with pytest.raises(SandboxError, match="could not be started"):
+            made.check_source(HONEST)
+
+
+def test_a_program_cannot_pretend_that_the_machine_failed(unscreened):
+    unscreened.deadlines = Deadlines()
+    for source in ('#line 1 "bwrap"\n#error x', '#line 1 "sandbox"\n#error x'):
+        assert unscreened.check_source(source).outcome == "compile_error"
+    for status in (125, 126, 127, 139):
+        quits = f"#include <unistd.h>\n__attribute__((constructor)) static void quit(void) {{ _exit({status}); }}\n"
+        assert unscreened.check_source(quits + HONEST).outcome == "runtime_error"
+
+
+def test_a_kernel_whose_own_program_fails_is_refused():
+    class Broken(Dgemm):
+        naive = "void dgemm(int m, int n, int k, const double *A, const double *B, double *C) {}"
+
+    checker(namespaces=False).close()
+    with pytest.raises(SandboxError, match="the naive program of dgemm itself ends with wrong_result"):
+        Checker(Broken(64), namespaces=False)
+
+
+def test_cores_that_do_not_exist_are_refused():
+    with pytest.raises(ValueError, match="cores: .* must be some of"):
+        Checker(Reduction(), cores=[100_000])
+    with pytest.raises(ValueError, match="cores"):
+        Checker(Reduction(), cores=[])
+
+
+def test_no_compiler(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(
+        ValueError, match="no C compiler: gcc, clang, cc not found on PATH; install one: apt-get install gcc"
+    ):
+        Checker(Reduction())

@@ -1,0 +1,74 @@
+"""The program in a model's answer."""
+
+import time
+
+import pytest
+
+from torchtune_ext.tasks.measured.extract import extract
+
+PROGRAM = "void f(void) {\n    return;\n}\n"
+
+
+def block(language: str = "c", program: str = PROGRAM, fence: str = "```") -> str:
+    return f"{fence}{language}\n{program}{fence}\n"
+
+
+@pytest.mark.parametrize("language", ["c", "C", "cpp", "c++", "", " c", "c title=dgemm.c"])
+def test_block_fenced_as_c(language):
+    assert extract("Here it is:\n\n" + block(language) + "\nIt blocks for the cache.") == PROGRAM
+
+
+@pytest.mark.parametrize("language", ["python", "text", "fortran", "bash", "cuda"])
+def test_block_of_another_language_is_no_program(language):
+    assert extract(block(language)) is None
+    assert extract(block() + block(language)) == PROGRAM
+
+
+def test_last_closed_block_counts():
+    last = PROGRAM.replace("f", "g")
+    assert extract(block() + "Better:\n" + block(program=last)) == last
+    assert extract(block() + "Better still:\n```c\nvoid cut_off(") == PROGRAM
+
+
+@pytest.mark.parametrize(
+    "text", ["", "void f(void) {}", "```c\nvoid f(void) {}", "`c` ```void f(void) {}```", "```c\n\n```\n"]
+)
+def test_answer_without_a_program(text):
+    assert extract(text) is None
+
+
+def test_thought_is_not_the_answer():
+    assert extract("<think>\nPerhaps\n" + block() + "is too slow.\n</think>\nI do not know.") is None
+    assert extract("<think>\nPerhaps\n" + block("", "draft\n") + "</think>\n" + block()) == PROGRAM
+
+
+@pytest.mark.parametrize("thought", ["```c\nvoid draft(", "```\nsome text", "````", "``` and then ```", "~~~\nvoid"])
+def test_unclosed_fence_before_it_swallows_nothing(thought):
+    assert extract(f"Let me think.\n{thought}\nNo. The answer is\n{block()}") == PROGRAM
+
+
+def test_fences_may_be_indented_or_longer_or_tildes():
+    assert extract("1. So:\n    ```c\n    int x;\n    ```\n") == "    int x;\n"
+    assert extract(block(fence="~~~")) == PROGRAM
+    assert extract("````c\n// ```\nint x;\n````\n") == "// ```\nint x;\n"
+
+
+def test_lines_of_windows():
+    assert extract("```c\r\nint x;\r\n```\r\n") == "int x;\n"
+
+
+def test_other_marks_that_python_takes_for_the_end_of_a_line_stay():
+    assert extract("```c\n// \x0c\u2028\n```\n") == "// \x0c\u2028\n"
+
+
+def test_no_line_makes_the_pattern_slow():
+    start = time.monotonic()
+    for line in (
+        "```" + "a" * 200_000 + "`",
+        "`" * 200_000,
+        " " * 200_000 + "`",
+        "```" + " " * 200_000 + "`",
+        "```a" * 50_000,
+    ):
+        assert extract(line) is None
+    assert time.monotonic() - start < 10

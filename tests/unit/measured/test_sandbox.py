@@ -1,0 +1,390 @@
+"""Each layer of the sandbox, by programs that try what it forbids, with the other layers taken away."""
+
+import errno
+import os
+import signal
+import socket
+import subprocess
+import time
+
+import pytest
+from as_user import as_user
+from locked_in import ATTEMPTS, Attempt, attempt, build, loaded
+
+from torchtune_ext.tasks.measured import commands
+from torchtune_ext.tasks.measured.child import ChildFailed
+from torchtune_ext.tasks.measured.compiler import Compiler
+from torchtune_ext.tasks.measured.sandbox import Limits, Sandbox, SandboxError, clean_environment, exit_cause
+
+pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs Linux")
+EACCES, EPERM, ENOSYS, ENOENT, ENOMEM = errno.EACCES, errno.EPERM, errno.ENOSYS, errno.ENOENT, errno.ENOMEM
+
+
+def compiler() -> str:
+    try:
+        return Compiler.find().path
+    except ValueError as error:
+        pytest.skip(str(error))
+
+
+def make(namespaces: bool, without: tuple[str, ...] = ()) -> Sandbox:
+    try:
+        sandbox = Sandbox(compiler(), namespaces, allow_missing=("landlock", "seccomp"))
+    except SandboxError as error:
+        pytest.skip(str(error))
+    lost = {layer.name for layer in sandbox.layers if not layer.found} & {"landlock", "seccomp"}
+    if lost:
+        pytest.skip(f"this kernel has no {' and no '.join(sorted(lost))}")
+    sandbox.without = [word for name in without for word in ("--without", name)]
+    return sandbox
+
+
+@pytest.fixture(scope="module")
+def bare():
+    with make(False) as sandbox:
+        yield sandbox
+
+
+@pytest.fixture(scope="module")
+def wrapped():
+    with make(True) as sandbox:
+        yield sandbox
+
+
+@pytest.fixture(scope="module", params=["bare", "wrapped"])
+def sandbox(request):
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(scope="module")
+def landlock_alone():
+    with make(False, without=("seccomp",)) as sandbox:
+        yield sandbox
+
+
+@pytest.fixture(scope="module")
+def seccomp_alone():
+    with make(False, without=("landlock",)) as sandbox:
+        yield sandbox
+
+
+@pytest.fixture(scope="module")
+def unlocked():
+    with make(False, without=("landlock", "seccomp")) as sandbox:
+        yield sandbox
+
+
+def library_in(sandbox: Sandbox):
+    library = sandbox.folder / "attempts" / "attempts.so"
+    if not library.exists():
+        sandbox.new_folder().rename(library.parent)
+        build(compiler(), ATTEMPTS, library, "-pthread")
+    return library
+
+
+def tried(sandbox: Sandbox, name: str, n: int = 5, limits: Limits | None = None) -> float:
+    return attempt(sandbox, library_in(sandbox), name, n, limits)
+
+
+def killed_by(sandbox: Sandbox, name: str, n: int = 5, limits: Limits | None = None) -> str:
+    with pytest.raises(ChildFailed) as caught:
+        tried(sandbox, name, n, limits)
+    assert caught.value.outcome == "runtime_error"
+    return str(caught.value).split(":")[0]
+
+
+# ---------------------------------------------------------------- Landlock
+
+
+@pytest.mark.parametrize(
+    "name", ["read_secret", "read_own_environment", "list_root", "create_file", "create_folder", "shared_memory"]
+)
+def test_landlock_keeps_files_away(landlock_alone, name):
+    assert tried(landlock_alone, name) == EACCES
+    assert not os.path.exists("/tmp/torchtune-ext-was-here")
+
+
+@pytest.mark.parametrize("name", ["read_secret", "list_root"])
+def test_without_landlock_they_could_be_read(unlocked, name):
+    assert tried(unlocked, name) == 0
+
+
+def test_landlock_keeps_the_memory_of_the_parent_away(landlock_alone):
+    assert tried(landlock_alone, "read_parents_memory", os.getpid()) == EACCES
+
+
+def test_landlock_keeps_tcp_away(landlock_alone):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert tried(landlock_alone, "connect_tcp", server.getsockname()[1]) == EACCES
+
+
+def test_without_landlock_tcp_could_be_used(unlocked):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert tried(unlocked, "connect_tcp", server.getsockname()[1]) == 0
+
+
+def _signal_as_user() -> tuple[float, float]:
+    with make(False, without=("seccomp",)) as locked, make(False, without=("landlock", "seccomp")) as open_:
+        return tuple(tried(box, "signal_parent", os.getpid()) for box in (locked, open_))
+
+
+def test_landlock_keeps_signals_in():
+    """As an ordinary user, since a passing user could not send signals to root anyway."""
+    assert as_user(_signal_as_user) == (EPERM, 0)
+
+
+# ---------------------------------------------------------------- seccomp
+
+KILLED = [
+    *(
+        "make_socket",
+        "call_fork",
+        "call_vfork",
+        "clone_process",
+        "call_exec",
+        "call_setsid",
+        "signal_parent",
+        "signal_all",
+    ),
+    *(
+        "signal_thread_of_parent",
+        "trace_parent",
+        "read_process",
+        "make_memfd",
+        "call_unshare",
+        "call_bpf",
+        "call_io_uring",
+    ),
+    *("call_keyctl",),
+]
+REFUSED = {
+    **{
+        "clone3_process": ENOSYS,
+        "call_sysinfo": EPERM,
+        "change_cores": EPERM,
+        "raise_limit": EPERM,
+        "new_filter": EPERM,
+    },
+    **{"create_folder": EPERM, "change_mode": EPERM, "read_limit": 0},
+}
+
+
+@pytest.mark.parametrize("name", KILLED)
+def test_seccomp_ends_what_no_computation_does(seccomp_alone, name):
+    assert killed_by(seccomp_alone, name, os.getpid()) == "SIGSYS"
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="other numbers of system calls exist on x86-64 only")
+@pytest.mark.parametrize("name", ["x32_call", "call_of_32_bits"])
+def test_seccomp_is_not_deceived_by_other_numbers(seccomp_alone, name):
+    assert killed_by(seccomp_alone, name) == "SIGSYS"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_seccomp_refuses_the_rest(seccomp_alone, name):
+    assert tried(seccomp_alone, name) == REFUSED[name]
+
+
+@pytest.mark.parametrize("name", ["make_socket", "call_fork", "call_vfork", "call_sysinfo"])
+def test_without_seccomp_they_would_work(unlocked, name):
+    assert tried(unlocked, name) == 0
+
+
+# ---------------------------------------------------------------- limits
+
+
+def test_memory(bare):
+    assert tried(bare, "much_memory") in (ENOMEM, EPERM)
+    assert tried(bare, "much_memory", limits=Limits(memory_bytes=4 << 30)) == 0
+
+
+def test_cpu_seconds(bare):
+    assert killed_by(bare, "endless", limits=Limits(cpu_s=1)) == "SIGXCPU"
+    assert killed_by(bare, "endless_deaf", limits=Limits(cpu_s=1)) == "SIGKILL"
+
+
+def test_size_of_files(bare):
+    assert killed_by(bare, "much_output", limits=Limits(file_bytes=1 << 20)) == "SIGXFSZ"
+
+
+def test_stack(bare):
+    assert killed_by(bare, "deep_recursion") == "SIGSEGV"
+
+
+def test_threads(sandbox):
+    if os.geteuid() != 0:
+        pytest.skip("an ordinary user's own threads are counted, too: see the next test")
+    assert 2 < tried(sandbox, "many_threads") <= Limits().processes
+
+
+def _threads_as_user(namespaces: bool) -> float:
+    with make(namespaces) as sandbox:
+        return tried(sandbox, "many_threads")
+
+
+@pytest.mark.parametrize("namespaces", [False, True])
+def test_threads_of_an_ordinary_user(namespaces):
+    make(namespaces).close()  # skips where it does not work
+    assert 100 < as_user(_threads_as_user, namespaces) <= 400
+
+
+# ---------------------------------------------------------------- what it sees
+
+
+def test_each_program_has_a_user_of_its_own(sandbox):
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    with loaded(sandbox, library_in(sandbox), Attempt("own_number")) as (child, _):
+        user = os.stat(f"/proc/{child.pid}").st_uid
+    assert user in range(61184, 65520)
+    assert user == library_in(sandbox).parent.stat().st_uid
+    assert len({sandbox.new_folder().stat().st_uid for _ in range(5)}) > 1
+
+
+def test_its_environment_holds_nothing_of_ours(sandbox, monkeypatch):
+    monkeypatch.setenv("TORCHTUNE_EXT_TEST_SECRET", "1")
+    assert tried(sandbox, "knows_secret") == 0
+    # bubblewrap sets PWD.
+    assert tried(sandbox, "environment_size") - len(clean_environment()) in (0, 1)
+
+
+def test_its_open_files_are_the_standard_ones_and_three(sandbox):
+    with open(os.devnull) as ours:
+        os.set_inheritable(ours.fileno(), True)
+        assert tried(sandbox, "open_files") == 6
+
+
+def test_namespaces_hide_files_and_processes(wrapped, bare):
+    assert tried(wrapped, "see_secret") == ENOENT
+    assert tried(bare, "see_secret") == 0
+    assert tried(wrapped, "own_number") < 10
+
+
+# ---------------------------------------------------------------- commands
+
+SPY = """
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/wait.h>
+#include <unistd.h>
+static int try(const char *path, int flags) { errno = 0; return open(path, flags, 0600) < 0 ? errno : 0; }
+int main(int count, char **words) {
+    printf("passwd %d\\n", try("/etc/passwd", O_RDONLY));
+    printf("environ %d\\n", try("/proc/self/environ", O_RDONLY));
+    printf("usr %d\\n", try("/usr/bin/env", O_RDONLY));
+    printf("writes_usr %d\\n", try("/usr/torchtune-ext-was-here", O_WRONLY | O_CREAT));
+    printf("writes_tmp %d\\n", try("/tmp/torchtune-ext-was-here", O_WRONLY | O_CREAT));
+    printf("writes_own %d\\n", try("mine", O_WRONLY | O_CREAT));
+    printf("user %d\\n", getuid());
+    if (fork() == 0) _exit(0);
+    printf("child %d\\n", wait(NULL) > 0);
+    printf("secret %d\\n", getenv("TORCHTUNE_EXT_TEST_SECRET") != NULL);
+    fflush(stdout);
+    if (count > 1) { int socket(int, int, int); socket(2, 1, 0); }
+    return 7;
+}
+"""
+
+
+def spied(sandbox: Sandbox, *words: str) -> tuple[int | None, dict[str, int]]:
+    folder = sandbox.new_folder()
+    program = folder / "spy"
+    subprocess.run([compiler(), "-w", "-x", "c", "-", "-o", str(program)], input=SPY, text=True, check=True)
+    program.chmod(0o755)
+    ready, started = os.pipe()
+    line = sandbox.run_compiler([str(program), *words], folder, Limits(), started)
+    done = commands.run(line, clean_environment(), str(folder), 10.0, 10_000, (started,))
+    os.close(started)
+    with open(ready, "rb") as file:
+        assert file.read() == b"1", done.errors
+    return done.status, {name: int(value) for name, value in map(str.split, done.output.splitlines())}
+
+
+def test_a_compiler_sees_the_system_and_writes_its_folder_only(sandbox, monkeypatch):
+    monkeypatch.setenv("TORCHTUNE_EXT_TEST_SECRET", "1")
+    status, found = spied(sandbox)
+    assert status == 7
+    assert found["passwd"] in (EACCES, ENOENT) and found["environ"] in (EACCES, ENOENT)
+    assert found["writes_usr"] in (EACCES, errno.EROFS) and found["writes_tmp"] in (EACCES, ENOENT)
+    assert (found["usr"], found["writes_own"], found["child"], found["secret"]) == (0, 0, 1, 0)
+    assert os.geteuid() != 0 or found["user"] in range(61184, 65520)
+
+
+def test_a_compiler_has_no_network(sandbox):
+    status, _ = spied(sandbox, "network")
+    assert status in (-signal.SIGSYS, 128 + signal.SIGSYS)
+
+
+# ---------------------------------------------------------------- its own life
+
+
+def _gone(pid: int) -> bool:
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                if file.read().rpartition(")")[2].split()[0] == "Z":
+                    return True
+        except OSError:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_nothing_is_left_when_a_child_is_closed(sandbox):
+    with loaded(sandbox, library_in(sandbox), Attempt("own_number")) as (child, _):
+        pid = child.pid
+        assert os.path.exists(f"/proc/{pid}")
+    assert not os.path.exists(f"/proc/{pid}")
+
+
+def test_a_child_ends_with_the_process_that_started_it(sandbox):
+    library = library_in(sandbox)
+    reader, writer = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        try:
+            with loaded(sandbox, library, Attempt("own_number")) as (child, _):
+                os.write(writer, str(child.pid).encode())
+                time.sleep(60)
+        finally:
+            os._exit(1)
+    os.close(writer)
+    with open(reader) as file:
+        pid = int(os.read(file.fileno(), 100))
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    assert _gone(pid)
+
+
+def test_a_floor_that_is_missing_is_refused(monkeypatch):
+    from torchtune_ext.tasks.measured import sandbox as module
+
+    def without_landlock(program):
+        return [
+            module.Layer("landlock", "", "files can be read", "", True),
+            *(layer for layer in real(program) if layer.name != "landlock"),
+        ]
+
+    real = module.probe
+    monkeypatch.setattr(module, "probe", without_landlock)
+    with pytest.raises(SandboxError, match="no landlock: files can be read"):
+        Sandbox(compiler())
+    with Sandbox(compiler(), allow_missing=["landlock"]) as sandbox:
+        assert sandbox.without == ["--without", "landlock"]
+
+
+def test_what_cannot_be_locked_in_never_runs(bare, monkeypatch):
+    """The sandbox's own failure is no failure of the candidate."""
+    library = library_in(bare)
+    monkeypatch.setattr(bare, "without", ["--without", "nothing"])
+    with pytest.raises(SandboxError, match="could not be locked in"):
+        attempt(bare, library, "own_number")
+
+
+def test_causes_are_told():
+    assert exit_cause(-signal.SIGSEGV).startswith("SIGSEGV: ")
+    assert exit_cause(-signal.SIGUSR1) == "SIGUSR1"
+    assert exit_cause(3) == "it ended with exit status 3"

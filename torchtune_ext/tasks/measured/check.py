@@ -1,0 +1,233 @@
+"""One candidate from its text to its verdict: extract -> screen -> compile -> verify.
+
+Each stage has a deadline and outcomes of its own. What the machine does wrong is a SandboxError and no verdict.
+"""
+
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from torchtune_ext.tasks.measured import compiler as compilers
+from torchtune_ext.tasks.measured.arena import arena_size
+from torchtune_ext.tasks.measured.child import Child, ChildFailed
+from torchtune_ext.tasks.measured.commands import Finished
+from torchtune_ext.tasks.measured.compiler import Compiler
+from torchtune_ext.tasks.measured.extract import extract
+from torchtune_ext.tasks.measured.kernel import Kernel
+from torchtune_ext.tasks.measured.sandbox import Limits, Sandbox, SandboxError
+from torchtune_ext.tasks.measured.verify import verify
+
+OUTCOMES = ("format", "forbidden", "compile_error", "timeout", "runtime_error", "wrong_result", "ok")
+STAGES = ("extract", "screen", "compile", "verify")
+MAX_SOURCE = 200_000  # characters of a program
+MAX_NOTE = 1500  # characters of a note
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Seconds that each stage may take."""
+
+    screen_s: float = 10.0
+    compile_s: float = 20.0
+    load_s: float = 5.0  # of verifying: until the library is loaded
+    verify_s: float = 20.0  # of verifying: all calls together
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of one candidate."""
+
+    outcome: str  # one of OUTCOMES
+    stage: str  # the stage that decided, one of STAGES
+    note: str  # for people: the compiler's message, the failing size; "" if it is ok
+    seconds: Mapping[str, float]  # of each stage that ran
+    seed: int  # of the sizes and inputs, drawn after compilation; 0 if it did not come so far
+    worst: float = field(default=float("nan"))  # the largest error in units of what is allowed, if it is ok
+
+
+class _Refused(Exception):
+    def __init__(self, outcome: str, note: str) -> None:
+        super().__init__(note)
+        self.outcome = outcome
+
+
+class Checker:
+    """Checks programs for one kernel, in a sandbox and with a compiler that it shares among them.
+
+    `check` may be called by several threads at a time, though they wait for each other's interpreter. Processes do not; each
+    needs a checker of its own.
+
+    Args:
+        kernel: what the programs should compute.
+        compiler: the C compiler; None: gcc or clang, as found.
+        optimization: "-O0" to "-O3".
+        threads: how many threads a program may use; OpenMP is compiled in from 2 on.
+        cores: the cores that programs run on; None: all that this process may use.
+        namespaces: whether bubblewrap is used; None: wherever it works.
+        allow_missing: layers of the floor that may be missing.
+        screened: whether the source is screened; the layers behind must hold without it.
+
+    Raises:
+        ValueError: there is no compiler or no tree-sitter, or a core does not exist.
+        SandboxError: this machine cannot lock programs in, or the kernel's own program does not pass here.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        compiler: Compiler | None = None,
+        optimization: str = "-O3",
+        threads: int = 1,
+        cores: Sequence[int] | None = None,
+        namespaces: bool | None = None,
+        allow_missing: Sequence[str] = (),
+        deadlines: Deadlines | None = None,
+        limits: Limits | None = None,
+        screened: bool = True,
+    ) -> None:
+        usable = os.sched_getaffinity(0)
+        self.cores = sorted(usable if cores is None else cores)
+        if not self.cores or not set(self.cores) <= usable:
+            raise ValueError(f"cores: {self.cores} must be some of {sorted(usable)}, which this process may use")
+        self.kernel, self.threads = kernel, threads
+        self.deadlines, self.limits = deadlines or Deadlines(), limits or Limits()
+        self.compiler = compiler or Compiler.find()
+        self.flags = compilers.flags_of(kernel, optimization, threads)
+        self._screen_source = _reader() if screened else None
+        self.sandbox = Sandbox(self.compiler.path, namespaces, allow_missing)
+        try:
+            own = self.check_source(kernel.naive)
+            if own.outcome != "ok":
+                raise SandboxError(f"the naive program of {kernel.name} itself ends with {own.outcome}: {own.note}")
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Removes all folders."""
+        self.sandbox.close()
+
+    def __enter__(self) -> "Checker":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def check(self, text: str) -> Verdict:
+        """Checks the program in a model's answer.
+
+        Raises:
+            SandboxError: the machine failed, and nothing is known about the program.
+        """
+        with self.checked(text) as (verdict, _):
+            return verdict
+
+    def check_source(self, source: str) -> Verdict:
+        """Checks a program that stands alone."""
+        with self.checked(source, extracted=True) as (verdict, _):
+            return verdict
+
+    @contextmanager
+    def checked(self, text: str, extracted: bool = False) -> Iterator[tuple[Verdict, Path | None]]:
+        """Checks a program and keeps its library, if it is ok, until the block ends."""
+        seconds: dict[str, float] = {}
+        seed, stage = 0, "extract"
+        folder = None
+        try:
+            try:
+                with _timed(seconds, stage):
+                    source = text if extracted else extract(text)
+                    if source is None:
+                        raise _Refused("format", "no closed block of C code in the answer")
+                    if len(source) > MAX_SOURCE:
+                        raise _Refused("format", f"{len(source)} characters of code, at most {MAX_SOURCE} are read")
+                folder = self.sandbox.new_folder()
+                stage = "screen"
+                with _timed(seconds, stage):
+                    compilers.write_source(self.kernel, source, folder)
+                    if self._screen_source is not None:
+                        self._screen(source, folder)
+                stage = "compile"
+                with _timed(seconds, stage):
+                    self._compile(folder)
+                stage = "verify"
+                with _timed(seconds, stage):
+                    seed = secrets.randbits(63)  # nobody can know it while the program is compiled
+                    worst = self._verify(folder / compilers.LIBRARY, np.random.default_rng(seed))
+            except (_Refused, ChildFailed) as failed:
+                verdict, library = Verdict(failed.outcome, stage, _plain(str(failed)), seconds, seed), None
+            else:
+                verdict, library = Verdict("ok", stage, "", seconds, seed, worst), folder / compilers.LIBRARY
+            yield verdict, library
+        finally:
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _screen(self, source: str, folder: Path) -> None:
+        deadline_s = self.deadlines.screen_s
+        done = compilers.preprocess(self.sandbox, self.compiler, self.flags, folder, deadline_s)
+        _require_end(done)
+        try:
+            reason = self._screen_source(done.output, source, self.kernel, max(0.1, deadline_s - done.seconds))
+        except TimeoutError as error:
+            raise _Refused("timeout", f"the screen: {error}") from None
+        if reason:
+            raise _Refused("forbidden", reason)
+        # The screen comes first: an #include of what nobody may read is forbidden, and not merely missing.
+        if done.status != 0:
+            raise _Refused("compile_error", done.errors.strip())
+
+    def _compile(self, folder: Path) -> None:
+        done = compilers.compile_library(self.sandbox, self.compiler, self.flags, folder, self.deadlines.compile_s)
+        _require_end(done)
+        if done.status != 0:
+            raise _Refused("compile_error", done.errors.strip())
+
+    def _verify(self, library: Path, rng: np.random.Generator) -> float:
+        arena_bytes = arena_size(self.kernel, self.kernel.timed)
+        with Child(
+            self.sandbox,
+            library,
+            self.kernel,
+            arena_bytes,
+            self.cores,
+            self.threads,
+            self.limits,
+            self.deadlines.load_s,
+        ) as child:
+            return verify(child, self.kernel, rng, self.deadlines.verify_s)
+
+
+def _plain(text: str) -> str:
+    """Shortens a note and takes out what a terminal would obey: much of it are the candidate's words."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text[:MAX_NOTE])
+
+
+def _reader() -> Callable[..., str]:
+    try:
+        from torchtune_ext.tasks.measured.screen import screen
+    except ImportError as error:
+        raise ValueError("programs are read with tree-sitter: pip install 'torchtune-ext[bench]'") from error
+    return screen
+
+
+def _require_end(done: Finished) -> None:
+    """Refuses a program whose compiler had to be killed."""
+    if done.status is None:
+        raise _Refused("timeout" if done.timed_out else "compile_error", f"the compiler: {done.cause}")
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
+    start = time.monotonic()
+    try:
+        yield
+    finally:
+        seconds[stage] = time.monotonic() - start

@@ -1,0 +1,298 @@
+"""The layers that keep a compiler and a candidate's code away from the rest of the machine.
+
+`sandbox.c` is the floor: limits, Landlock, seccomp, a clean environment. It works in containers that forbid namespaces, and
+as an ordinary user. Where bubblewrap may make namespaces, it stands around that: then no process, no network and no file
+of the machine is even visible. docs/measured.md says what this protects from, and what not.
+"""
+
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+MIN_LANDLOCK = 1  # the first version keeps files away; 3 adds truncation, 4 TCP, 6 signals and abstract sockets
+# Ids that systemd keeps for users who exist for a moment. The children of root become one of them.
+PASSING_USERS = range(61184, 65520)
+PROBE_S = 20.0  # seconds that a probe may take
+SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/bin")  # where compilers, their headers and libraries are
+SYSTEM_FILES = ("/etc/ld.so.cache",)
+MORE_THREADS = 256  # an ordinary user's limit counts all threads of the user: so many may come to those that run
+
+
+class SandboxError(RuntimeError):
+    """The sandbox itself failed. It says nothing about the candidate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One thing that stands between a candidate and the machine."""
+
+    name: str
+    found: str  # what the machine has, "" if it has none
+    missing: str  # what it costs if the layer is missing
+    fix: str  # how a machine gets it
+    needed: bool = False  # it belongs to the floor: without it no program is run
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a child may use."""
+
+    memory_bytes: int = 2 << 30  # address space, beside the arrays
+    processes: int = 16  # threads and processes at a time; for an ordinary user: see MORE_THREADS
+    cpu_s: int = 30  # CPU seconds of all threads of a process
+    file_bytes: int = 1 << 20  # size of one file, and of what it says
+
+
+class Sandbox:
+    """Makes the command lines of locked-in children. Its folder holds the compiled sandbox, and goes with `close`.
+
+    Args:
+        compiler: path of a C compiler.
+        namespaces: whether bubblewrap is used; None: wherever it works.
+        allow_missing: names of layers of the floor that may be missing ("landlock", "seccomp").
+
+    Raises:
+        SandboxError: a layer of the floor is missing, or bubblewrap was asked for and does not work.
+    """
+
+    def __init__(self, compiler: str, namespaces: bool | None = None, allow_missing: Sequence[str] = ()) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="torchtune-ext-sandbox-"))
+        try:
+            self.folder.chmod(0o711)  # root's children are other users, who may pass but not look around
+            self.program = compile_sandbox(compiler, self.folder)
+            self.layers = probe(self.program)
+            found = {layer.name: layer.found for layer in self.layers}
+            floor = [layer for layer in self.layers if layer.needed and not layer.found]
+            if bad := [layer for layer in floor if layer.name not in allow_missing]:
+                lost = "; ".join(f"no {layer.name}: {layer.missing}" for layer in bad)
+                raise SandboxError(
+                    f"this machine cannot lock programs in ({lost}). Use a kernel with it, or, if every program comes "
+                    "from people you trust, say sandbox: none"
+                )
+            self.without = [word for layer in floor for word in ("--without", layer.name)]
+            if namespaces and not found["namespaces"]:
+                raise SandboxError("namespaces: true, but bubblewrap is missing or cannot make them here")
+            self.namespaces = bool(found["namespaces"]) if namespaces is None else namespaces
+            self.other_users = bool(found["another user"])
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Removes the folder and all folders in it."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def __enter__(self) -> "Sandbox":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def new_folder(self) -> Path:
+        """Makes a folder for one candidate. Its owner is the user that works on the candidate, and nobody else may look."""
+        folder = Path(tempfile.mkdtemp(dir=self.folder))
+        if self.other_users:
+            user = secrets.choice(PASSING_USERS)
+            os.chown(folder, user, user)
+        return folder
+
+    def run_compiler(self, command: Sequence[str], folder: Path, limits: Limits, started: int) -> list[str]:
+        """Returns the command line of a compiler that may read the system's folders and write below `folder` only.
+
+        A byte comes out of the file descriptor `started` when it is locked in. Without it, nothing has run.
+        """
+        read = [*SYSTEM_FOLDERS, *SYSTEM_FILES, *_prefix_of(command[0])]
+        words = ["--started", str(started), *_each("--read", read), *_each("--write", [str(folder), "/dev/null"])]
+        visible = [*_each("--bind", [str(folder)], 2), "--dev-bind", "/dev/null", "/dev/null"]
+        return [*self._locked_in("exec", words, folder, limits, 0, read, visible), "--", *command]
+
+    def run_function(
+        self, library: Path, function: str, arena_bytes: int, files: Sequence[int], cores: Sequence[int], limits: Limits
+    ) -> list[str]:
+        """Returns the command line of the process that calls `function` of `library`, on these cores.
+
+        `files` are the file descriptors of the socket, the inputs and the outputs. It may open no file but the library.
+        """
+        words = ["--cores", ",".join(map(str, cores)), "--read", str(library)]
+        visible = _each("--ro-bind", [str(library)], 2)
+        locked_in = self._locked_in("call", words, library.parent, limits, arena_bytes, SYSTEM_FOLDERS, visible)
+        return [*locked_in, "--", str(library), function, str(arena_bytes), *map(str, files)]
+
+    def _locked_in(
+        self,
+        mode: str,
+        words: Sequence[str],
+        folder: Path,
+        limits: Limits,
+        more_bytes: int,
+        read: Sequence[str],
+        visible: Sequence[str],
+    ) -> list[str]:
+        """The command line up to `--`; `read` and `visible` say what there is inside of namespaces."""
+        words = ["--memory", str(limits.memory_bytes + more_bytes), "--seconds", str(limits.cpu_s), *words]
+        words += ["--file", str(limits.file_bytes), *self.without]
+        processes = limits.processes if self.other_users else _threads_of_user() + MORE_THREADS
+        words += ["--processes", str(processes)]
+        owner = folder.stat().st_uid
+        if self.other_users and owner not in PASSING_USERS:
+            raise SandboxError(f"{folder} does not belong to a passing user: make it with new_folder")
+        user = ["--user", str(owner)] if self.other_users else []
+        if not self.namespaces:
+            return [str(self.program), mode, *user, *words]
+        # In a namespace of its own root cannot become somebody else, so that comes first.
+        change = [str(self.program), "user", *user, "--"] if user else []
+        return [*change, *_bubblewrap(read, self.program), *visible, "--", str(self.program), mode, *words]
+
+
+def clean_environment(threads: int = 1) -> dict[str, str]:
+    """Returns the environment of a child: no key, no path and no name of ours is in it.
+
+    libgomp's threads spin after a parallel region; what they burn then would count as work of the call.
+    """
+    return {
+        "PATH": "/usr/bin:/bin",
+        "LC_ALL": "C",
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_DYNAMIC": "false",
+        "GOMP_SPINCOUNT": "1000",
+        "KMP_BLOCKTIME": "0",
+    }
+
+
+def compile_sandbox(compiler: str, folder: Path) -> Path:
+    """Compiles sandbox.c, which is ours, into `folder`.
+
+    Raises:
+        SandboxError: the compiler fails.
+    """
+    program = folder / "sandbox"
+    done = subprocess.run(
+        [compiler, "-O1", "-std=gnu11", str(Path(__file__).with_name("sandbox.c")), "-o", str(program), "-ldl"],
+        capture_output=True,
+        timeout=PROBE_S,
+    )
+    if done.returncode != 0:
+        raise SandboxError(f"{compiler} cannot compile the sandbox: {done.stderr.decode(errors='replace')[-1000:]}")
+    program.chmod(0o755)
+    return program
+
+
+def probe(program: Path) -> list[Layer]:
+    """Finds out which layers this machine has."""
+    done = subprocess.run([program, "probe"], capture_output=True, text=True, timeout=PROBE_S)
+    found = dict(line.split() for line in done.stdout.splitlines())
+    version = int(found.get("landlock", -1))
+    change = [str(program), "user", "--user", str(PASSING_USERS[0]), "--"]
+    other_users = os.geteuid() == 0 and _succeeds([*change, "/bin/true"])
+    bwrap = [*(change if other_users else []), *_bubblewrap(SYSTEM_FOLDERS, program), "--"]
+    namespaces = shutil.which("bwrap") is not None and _succeeds([*bwrap, str(program), "probe"])
+    return [
+        Layer("limits", "memory, CPU seconds, file size, threads, open files", "", ""),
+        Layer(
+            "landlock",
+            f"version {version}" if version >= MIN_LANDLOCK else "",
+            "a program can read and write every file that its user can",
+            "use Linux 5.13 or later with landlock in /sys/kernel/security/lsm",
+            needed=True,
+        ),
+        Layer(
+            "seccomp",
+            "filter" if found.get("seccomp") == "1" else "",
+            "a program can start processes, use the network and debug other processes",
+            "use a kernel with CONFIG_SECCOMP_FILTER, in a container whose profile allows seccomp",
+            needed=True,
+        ),
+        Layer(
+            "another user",
+            "a passing one for each program" if other_users else "",
+            "a program's threads are counted with those of the user, so that one which starts many can starve others",
+            "start as root",
+        ),
+        Layer(
+            "namespaces",
+            "bubblewrap" if namespaces else "",
+            "files and processes of the machine are kept away by rules, and not invisible",
+            "install bubblewrap where user namespaces are allowed",
+        ),
+    ]
+
+
+def layers_here(compiler: str) -> list[Layer]:
+    """Finds out which layers this machine has, and leaves nothing behind.
+
+    Raises:
+        SandboxError: the sandbox cannot be compiled.
+    """
+    with tempfile.TemporaryDirectory(prefix="torchtune-ext-sandbox-") as folder:
+        os.chmod(folder, 0o711)
+        return probe(compile_sandbox(compiler, Path(folder)))
+
+
+def _succeeds(command: Sequence[str]) -> bool:
+    try:
+        subprocess.run(command, check=True, capture_output=True, timeout=PROBE_S)
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return True
+
+
+def _bubblewrap(read: Sequence[str], program: Path) -> list[str]:
+    """The command line that makes namespaces in which only these paths of the machine exist, up to further paths."""
+    words = [
+        shutil.which("bwrap") or "bwrap",
+        "--unshare-all",
+        "--die-with-parent",
+        "--new-session",
+        "--cap-drop",
+        "ALL",
+    ]
+    return [*words, *_each("--ro-bind", [path for path in [*read, str(program)] if os.path.exists(path)], 2)]
+
+
+def _each(option: str, values: Sequence[str], times: int = 1) -> list[str]:
+    """Puts the option before each value, which may stand there twice (its path outside and inside)."""
+    return [word for value in values for word in (option, *[value] * times)]
+
+
+def _prefix_of(compiler: str) -> list[str]:
+    """The folder above the compiler's own, where its parts are, when it is not one of the system's."""
+    prefix = Path(compiler).resolve().parent.parent
+    return [] if str(prefix) in ("/", *SYSTEM_FOLDERS) or str(prefix).startswith("/usr/") else [str(prefix)]
+
+
+def _threads_of_user() -> int:
+    """Counts the threads of this user, since the kernel's limit counts them all."""
+    user, count = os.getuid(), 0
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            try:
+                if process.stat().st_uid == user:
+                    count += len(os.listdir(process / "task"))
+            except OSError:
+                continue  # it has ended, or is hidden
+    return count
+
+
+def exit_cause(status: int) -> str:
+    """Says in words how a child ended, from the exit status of `subprocess`."""
+    if status >= 0:
+        return f"it ended with exit status {status}"
+    name = signal.Signals(-status).name if -status in signal.valid_signals() else f"signal {-status}"
+    known: Mapping[str, str] = {
+        "SIGSEGV": "it used memory outside of its arrays, or wrote to an input",
+        "SIGSYS": "it made a system call that a computation has no use for",
+        "SIGXCPU": "it used up its CPU seconds",
+        "SIGXFSZ": "it wrote too large a file",
+        "SIGFPE": "it divided an integer by zero",
+        "SIGILL": "it used an instruction that this machine lacks",
+        "SIGBUS": "it used an address that is not aligned, or memory that is not there",
+        "SIGABRT": "it aborted",
+        "SIGKILL": "it was killed, perhaps for memory",
+    }
+    return f"{name}: {known[name]}" if name in known else name
