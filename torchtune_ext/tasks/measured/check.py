@@ -170,6 +170,20 @@ class Checker:
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
 
+    def compile_own(self, kernel: Kernel) -> Path:
+        """Compiles the kernel's naive program, which is ours, as well as the compiler can. The library goes with this object.
+
+        Raises:
+            SandboxError: the compiler fails.
+        """
+        folder = self.sandbox.new_folder()
+        compilers.write_source(kernel, kernel.naive, folder)
+        flags = compilers.flags_of(kernel, "-O3", self.threads)
+        done = compilers.compile_library(self.sandbox, self.compiler, flags, folder, self.deadlines.compile_s)
+        if done.status != 0:
+            raise SandboxError(f"the program of {kernel.name} does not compile: {done.cause or done.errors.strip()}")
+        return folder / compilers.LIBRARY
+
     def _screen(self, source: str, folder: Path) -> None:
         deadline_s = self.deadlines.screen_s
         done = compilers.preprocess(self.sandbox, self.compiler, self.flags, folder, deadline_s)

@@ -1,0 +1,160 @@
+"""Programs are timed on this machine: the real compiler, the real sandbox, the real clock.
+
+The machine that runs the tests may be busy, so no figure is asserted: only what holds on a busy one, too.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("tree_sitter_c")
+
+from torchtune_ext.host import cli
+from torchtune_ext.tasks.measured import compiler, timing
+from torchtune_ext.tasks.measured.check import Checker
+from torchtune_ext.tasks.measured.child import ChildFailed
+from torchtune_ext.tasks.measured.exploits import exploits
+from torchtune_ext.tasks.measured.kernels import Dgemm
+from torchtune_ext.tasks.measured.timing import Timer, Wild
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc"),
+]
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture
+def any_machine(monkeypatch):
+    """Times on a busy machine, too."""
+    monkeypatch.setattr(timing, "WILD", 1e9)
+
+
+@pytest.fixture
+def timer(any_machine):
+    core = max(os.sched_getaffinity(0))
+    with Checker(Dgemm(96), cores=[core], screened=False) as checker, Timer(checker, budget_s=1.0) as timer:
+        yield timer
+
+
+def measured(timer, source):
+    with timer.checker.checked(source, extracted=True) as (verdict, library):
+        assert verdict.outcome == "ok", verdict.note
+        return timer.time(library)
+
+
+def test_a_better_program_is_faster_and_the_naive_one_is_as_fast_as_itself(timer):
+    naive = measured(timer, timer.kernel.naive)
+    blocked = measured(timer, (EXAMPLES / "dgemm_blocked.c").read_text())
+    assert blocked.ratio > 3 * naive.ratio  # 20 times on a quiet machine
+    for found in (naive, blocked):
+        assert found.low <= found.seconds <= found.high and found.calls >= 3
+        assert found.gflops == pytest.approx(2 * 96**3 / found.seconds / 1e9)
+        assert found.peak_share == pytest.approx(found.gflops / timer.peak_gflops)
+
+
+# From its 6th call on it computes in single precision.
+LATE = """
+void dgemm(int m, int n, int k, const double *A, const double *B, double *C) {
+    static int calls;
+    calls++;
+    for (int i = 0; i < m; i++)
+        for (int j = 0; j < n; j++) {
+            double sum = 0;
+            float fast = 0;
+            for (int l = 0; l < k; l++)
+                if (calls > 5)
+                    fast += (float)A[i * k + l] * (float)B[l * n + j];
+                else
+                    sum += A[i * k + l] * B[l * n + j];
+            C[i * n + j] = calls > 5 ? fast : sum;
+        }
+}
+"""
+
+
+def test_every_timed_call_is_checked(timer):
+    library = compiled(
+        timer, LATE, timer.checker.sandbox.new_folder()
+    )  # as if it had waited for the end of verification
+    with pytest.raises(ChildFailed, match="in a timed call: C") as refused:
+        timer.time(library)
+    assert refused.value.outcome == "wrong_result"
+
+
+def compiled(timer, source, folder):
+    compiler.write_source(timer.kernel, source, folder)
+    checker = timer.checker
+    done = compiler.compile_library(checker.sandbox, checker.compiler, checker.flags, folder, 60)
+    assert done.status == 0, done.errors
+    return folder / compiler.LIBRARY
+
+
+def test_exploits_of_the_clock_gain_nothing(timer):
+    """Those that pass verification: what they are paid for is no more than an honest naive program is."""
+    honest = measured(timer, timer.kernel.naive).ratio
+    these = [each for each in exploits() if each.kernel == "dgemm" and "timing" in (each.layer, each.layer_behind)]
+    assert len(these) >= 4
+    for each in these:
+        with timer.checker.checked(each.source, extracted=True) as (verdict, library):
+            if library is None:
+                continue
+            try:
+                found = timer.time(library)
+            except ChildFailed:
+                continue
+            # Their honest part is as naive as the reference; on a busy machine two medians differ by less than this.
+            assert found.ratio < 2 * honest, each.name
+
+
+def test_a_speed_above_the_peak_is_not_believed(timer):
+    timer.peak_gflops = 1e-6
+    with pytest.raises(ChildFailed, match="not believed"):
+        measured(timer, timer.kernel.naive)
+
+
+def test_a_machine_that_varies_is_refused_by_how_much(monkeypatch):
+    monkeypatch.setattr(timing, "WILD", -1.0)
+    with (
+        Checker(Dgemm(16)) as checker,
+        pytest.raises(Wild, match=r"the same work took from .* ms here: this machine varies"),
+    ):
+        Timer(checker)
+
+
+def test_the_command_prints_a_table(any_machine, capsys, tmp_path):
+    files = [str(EXAMPLES / name) for name in ("dgemm_blocked.c", "dgemm_float.c", "reduction_pairwise.c")]
+    affinity = os.sched_getaffinity(0)
+    try:
+        status = cli.main(["bench", *files, "--budget", "0.5", "--size", "64"])
+    finally:
+        os.sched_setaffinity(0, affinity)
+    said = capsys.readouterr().out
+    rows = {line.split()[0]: line for line in said.splitlines() if line and not line.startswith(" ")}
+    assert status == 1  # one is wrong on purpose
+    assert "  ok  " in rows["dgemm_blocked.c"] and "wrong_result" in rows["dgemm_float.c"]
+    assert "  ok  " in rows["reduction_pairwise.c"] and "these cores can do" in said and "(naive)" in rows
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "no program: name at least one file"),
+        (["nowhere.c"], "nowhere.c cannot be read: No such file"),
+        (["{file}"], "defines none of dgemm, gemv, stencil, reduction; say which with --problem"),
+        (["{file}", "--problem", "dgemm", "--budget", "0"], "--budget 0.0 must be more than 0"),
+        (["{file}", "--problem", "dgemm", "--size", "0"], "--size 0 must be at least 1"),
+        (["{file}", "--problem", "dgemm", "--cores", "4096"], "cores=[4096]: use some of"),
+        (["{file}", "--problem", "dgemm", "--threads", "4096"], "threads=4096, but this process may run on"),
+        (["{file}", "--problem", "dgemm", "--compiler", "nocc"], "no C compiler: nocc"),
+    ],
+)
+def test_bad_input_is_told_before_anything_runs(words, message, capsys, tmp_path):
+    file = tmp_path / "program.c"
+    file.write_text("int main(void) { return 0; }\n")
+    assert cli.main(["bench", *(word.format(file=file) for word in words)]) == 2
+    assert message in capsys.readouterr().err

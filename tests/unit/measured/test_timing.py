@@ -1,0 +1,112 @@
+"""What a timing decides with: the interval of a median, what counts as quiet, whose cores are whose."""
+
+import math
+import multiprocessing
+import os
+from statistics import median
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchtune_ext.tasks.measured import machine
+from torchtune_ext.tasks.measured.cli import _numbers
+from torchtune_ext.tasks.measured.machine import User, alone_on, choose_cores
+from torchtune_ext.tasks.measured.timing import Quiet, interval_of_median
+
+
+def chance_outside(n: int, k: int) -> float:
+    """How likely the median lies outside of the k-th smallest to the k-th largest of n samples, by the binomial sum."""
+    return 2 * sum(math.comb(n, i) for i in range(k)) / 2**n
+
+
+@pytest.mark.parametrize("n", range(1, 60))
+def test_the_interval_of_a_median_is_the_narrowest_that_is_wide_enough(n):
+    samples = np.random.default_rng(n).permutation(n).astype(float).tolist()  # the rank is the value
+    low, high = interval_of_median(samples)
+    k = int(low) + 1
+    assert high == n - k  # as far from one end as from the other
+    if n >= 6:
+        assert chance_outside(n, k) <= 0.05 < chance_outside(n, k + 1)
+    else:
+        assert (low, high) == (0, n - 1)
+
+
+@given(st.lists(st.floats(0.001, 1000), min_size=1, max_size=40))
+def test_the_interval_holds_the_median_of_the_samples(samples):
+    low, high = interval_of_median(samples)
+    assert low <= median(samples) <= high
+
+
+def test_quiet_is_the_lower_quartile_of_what_was_seen_lately():
+    quiet = Quiet()
+    for seconds in [1.0] * 60 + [3.0] * 100:  # most of the time somebody disturbs
+        quiet.add(seconds)
+    assert quiet.level == 1.0 and quiet.is_disturbed(1.06) and not quiet.is_disturbed(1.04)
+    for _ in range(200):
+        quiet.add(2.0)  # the machine runs at another clock now
+    assert quiet.level == 2.0
+
+
+def test_cores_are_those_that_no_engine_may_use(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(machine, "engines", lambda: [User(17, frozenset({1, 3}))])
+    assert choose_cores(None, 1) == [2] and choose_cores(None, 2) == [0, 2]
+    assert choose_cores(None, 3) == [1, 2, 3]  # there are not enough: they are shared
+    assert choose_cores([2, 0], 1) == [0, 2]
+    with pytest.raises(
+        ValueError, match=r"cores=\[1, 2\]: \[1\] are those of an engine \(process 17\); use others of \[0, 2\]"
+    ):
+        choose_cores([1, 2], 1)
+    for wrong in ([7], []):
+        with pytest.raises(ValueError, match=r"use some of \[0, 1, 2, 3\]"):
+            choose_cores(wrong, 1)
+    with pytest.raises(ValueError, match="threads=5, but this process may run on 4 cores"):
+        choose_cores(None, 5)
+    monkeypatch.setattr(machine, "engines", lambda: [User(17, frozenset({0, 1, 2, 3}))])
+    assert choose_cores([1], 1) == [1] and choose_cores(None, 1) == [3]  # such an engine has no core of its own
+
+
+def hold(core, held, let_go):
+    with alone_on([core], 10):
+        held.set()
+        let_go.wait(30)
+
+
+def test_one_timing_at_a_time_on_a_core_whoever_asks():
+    spawn = multiprocessing.get_context("spawn")
+    held, let_go = spawn.Event(), spawn.Event()
+    core = 900_000 + os.getpid() % 10_000  # a core that nobody has
+    other = spawn.Process(target=hold, args=(core, held, let_go))
+    other.start()
+    try:
+        assert held.wait(60)
+        with (
+            pytest.raises(TimeoutError, match=f"core {core} was still used for timing after 0.1 s"),
+            alone_on([core], 0.1),
+        ):
+            pass
+        with alone_on([core + 1], 0.1):
+            pass  # another core is free
+        other.kill()  # the kernel takes the lock away from the dead
+        other.join(30)
+        with alone_on([core, core + 1], 10):
+            pass
+    finally:
+        other.kill()
+        for each in (core, core + 1):
+            machine.lock_path(each).unlink(missing_ok=True)
+
+
+def test_time_that_the_host_takes_is_read_for_these_cores_alone():
+    before = machine.stolen_ticks([0])
+    assert before >= 0 and machine.stolen_ticks([]) == 0 and machine.stolen_ticks([0]) >= before
+    assert str(os.cpu_count()) in machine.fingerprint()
+
+
+def test_numbers_of_cores():
+    assert _numbers("2,3") == [2, 3]
+    with pytest.raises(ValueError, match="--cores '2-3': write numbers with commas between them"):
+        _numbers("2-3")

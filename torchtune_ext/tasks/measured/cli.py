@@ -1,0 +1,169 @@
+"""`torchtune-ext bench`: compiles, verifies and times programs in C on this machine, and prints a table."""
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtune_ext.tasks.measured.check import Checker, Verdict
+from torchtune_ext.tasks.measured.child import ChildFailed
+from torchtune_ext.tasks.measured.compiler import Compiler
+from torchtune_ext.tasks.measured.exploits import exploits
+from torchtune_ext.tasks.measured.kernel import Kernel
+from torchtune_ext.tasks.measured.kernels import KERNELS
+from torchtune_ext.tasks.measured.machine import choose_cores, fingerprint
+from torchtune_ext.tasks.measured.sandbox import SandboxError
+from torchtune_ext.tasks.measured.timing import Timer, Timing, Wild
+
+HEAD = ("program", "kernel", "outcome", "ms", "GFLOPS", "±", "of peak", "x naive", "±", "")
+NAIVE = "(naive)"  # the row of the kernel's own program
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What became of one program in one repeat."""
+
+    name: str
+    kernel: str
+    outcome: str
+    note: str = ""
+    timing: Timing | None = None
+
+    def cells(self) -> list[str]:
+        cells = [self.name, self.kernel, self.outcome]
+        if (t := self.timing) is None:
+            return [*cells, *[""] * 6, self.note.split("\n")[0][:100]]
+        cells += [f"{1e3 * t.seconds:.3g}", f"{t.gflops:.3g}", f"{t.spread:.1%}"]
+        cells += [f"{t.peak_share:.1%}", f"{t.ratio:.2f}", f"{t.ratio_spread:.1%}"]
+        return [*cells, "" if t.is_narrow else "noisy: the interval is still wide after the budget"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", nargs="*", metavar="FILE", help="a program in C; - reads it from standard input")
+    parser.add_argument(
+        "--problem", choices=KERNELS, help="the kernel; without it, the one whose function the file has"
+    )
+    parser.add_argument("--size", type=int, help="length of each side (number of numbers for reduction) that is timed")
+    parser.add_argument("--repeat", type=int, default=1, help="how often each program is timed (1)")
+    parser.add_argument("--budget", type=float, default=10.0, help="seconds for one timing (10)")
+    parser.add_argument("--threads", type=int, default=1, help="threads that a program may use (1)")
+    parser.add_argument("--cores", help="cores to time on, as 2,3; without it, those that no engine uses")
+    parser.add_argument("--optimization", default="-O3", choices=["-O0", "-O1", "-O2", "-O3"])
+    parser.add_argument("--compiler", help="gcc or clang, or a path")
+    parser.add_argument("--exploits", action="store_true", help="run the programs that attack the benchmark instead")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Returns 0 if every program was ok (with --exploits: ended as expected), 1 if not, 2 if nothing could be measured."""
+    try:
+        return _measure(args)
+    except (ValueError, SandboxError, Wild, TimeoutError) as error:
+        print(f"torchtune-ext bench: {error}", file=sys.stderr)
+        return 2
+
+
+def _measure(args: argparse.Namespace) -> int:
+    for name, value in (("repeat", args.repeat), ("threads", args.threads), ("budget", args.budget)):
+        if not value > 0:
+            raise ValueError(f"--{name} {value} must be more than 0")
+    if args.size is not None and args.size < 1:
+        raise ValueError(f"--size {args.size} must be at least 1")
+    wanted = None if args.cores is None else _numbers(args.cores)
+    cores = choose_cores(wanted, args.threads)[: args.threads]
+    compiler = Compiler.find(args.compiler)
+    if args.exploits:
+        return _attack(compiler, cores)
+    if not args.files:
+        raise ValueError("no program: name at least one file, such as examples/dgemm_blocked.c")
+    programs = [(_name(file), source, _kernel(file, source, args)) for file in args.files for source in [_read(file)]]
+    print(f"{fingerprint()}; {compiler.version}; {args.optimization}, timed on core {', '.join(map(str, cores))}")
+    rows: list[Row] = []
+    with ExitStack() as stack:
+        checkers = {
+            name: stack.enter_context(Checker(kernel, compiler, args.optimization, args.threads, cores))
+            for name, kernel in {kernel.name: kernel for _, _, kernel in programs}.items()
+        }
+        # This process draws inputs and checks results on the cores that are not timed on, if there are any.
+        os.sched_setaffinity(0, os.sched_getaffinity(0) - set(cores) or cores)
+        for kernel, checker in checkers.items():
+            timer = stack.enter_context(Timer(checker, args.budget))
+            rows.append(_measured(NAIVE, checker.kernel.naive, checker, timer))
+            for name, source, its in programs:
+                if its.name == kernel:
+                    rows += [_measured(name, source, checker, timer) for _ in range(args.repeat)]
+            print(f"{kernel}: these cores can do {timer.peak_gflops:.4g} GFLOPS")
+    print(_table(HEAD, [row.cells() for row in rows]))
+    return 0 if all(row.outcome == "ok" for row in rows) else 1
+
+
+def _measured(name: str, source: str, checker: Checker, timer: Timer) -> Row:
+    with checker.checked(source, extracted=True) as (verdict, library):
+        if library is None:
+            return Row(name, checker.kernel.name, verdict.outcome, verdict.note)
+        try:
+            return Row(name, checker.kernel.name, "ok", timing=timer.time(library))
+        except ChildFailed as failed:
+            return Row(name, checker.kernel.name, failed.outcome, str(failed))
+
+
+def _attack(compiler: Compiler, cores: Sequence[int]) -> int:
+    """Runs every exploit and compares its outcome with the expected one."""
+    lines, bad = [], 0
+    for kernel in KERNELS.values():
+        these = [each for each in exploits() if each.kernel == kernel.name]
+        if not these:
+            continue
+        with Checker(kernel(), compiler) as checker:
+            for each in these:
+                verdict: Verdict = checker.check_source(each.source)
+                as_expected = verdict.outcome in each.outcomes
+                bad += not as_expected
+                mark = "" if as_expected else f"EXPECTED {' or '.join(each.outcomes)}"
+                lines.append([each.name, each.attack, verdict.outcome, mark, verdict.note.split("\n")[0][:80]])
+    print(_table(("program", "attack", "outcome", "", "note"), lines))
+    print(f"{len(lines) - bad} of {len(lines)} programs ended as they should")
+    return 1 if bad else 0
+
+
+def _numbers(text: str) -> list[int]:
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise ValueError(f"--cores {text!r}: write numbers with commas between them, as 2,3")
+    return [int(number) for number in text.split(",")]
+
+
+def _name(file: str) -> str:
+    return "standard input" if file == "-" else Path(file).name
+
+
+def _read(file: str) -> str:
+    if file == "-":
+        return sys.stdin.read()
+    try:
+        return Path(file).read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from error
+
+
+def _kernel(file: str, source: str, args: argparse.Namespace) -> Kernel:
+    """Returns the kernel of a program: the named one, or the one whose function it defines."""
+    name = args.problem
+    if name is None:
+        found = [each for each in KERNELS if re.search(rf"\bvoid\s+{each}\s*\(", source)]
+        if len(found) != 1:
+            raise ValueError(
+                f"{file}: defines {' and '.join(found) or 'none'} of {', '.join(KERNELS)}; say which with --problem"
+            )
+        name = found[0]
+    return KERNELS[name]() if args.size is None else KERNELS[name](args.size)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,110 @@
+"""The machine that times: whose cores are whose, one timing at a time on each of them, and what the host takes away."""
+
+import fcntl
+import os
+import platform
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+SAMPLERS = ("torchtune_ext.sampling.core_process", "torchtune_ext.sampling.client_process")
+_LOCK_RETRY_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class User:
+    """A process of an engine that may run on a core."""
+
+    pid: int
+    cores: frozenset[int]
+
+
+def engines() -> list[User]:
+    """Finds the engines of this machine, whoever started them, and the cores that they may run on."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                words = (folder / "cmdline").read_bytes().split(b"\0")
+                if any(name.encode() in words for name in SAMPLERS):
+                    found.append(User(int(folder.name), frozenset(os.sched_getaffinity(int(folder.name)))))
+            except OSError:
+                continue  # it has ended, or belongs to somebody else
+    return found
+
+
+def choose_cores(wanted: Sequence[int] | None, count: int) -> list[int]:
+    """Returns the cores to time on: those that are wanted, or `count` of those that no engine may use, or the last ones.
+
+    Raises:
+        ValueError: a wanted core does not exist here or is an engine's, or there are fewer than `count`.
+    """
+    usable = sorted(os.sched_getaffinity(0))
+    if wanted is not None:
+        if not wanted or not set(wanted) <= set(usable):
+            raise ValueError(f"cores={list(wanted)}: use some of {usable}, which this process may run on")
+        for user in engines():
+            # An engine that may run anywhere has no core of its own.
+            if len(user.cores) < (os.cpu_count() or 1) and (shared := user.cores & set(wanted)):
+                raise ValueError(
+                    f"cores={list(wanted)}: {sorted(shared)} are those of an engine (process {user.pid}); "
+                    f"use others of {sorted(set(usable) - user.cores)}, or give the engine others (taskset)"
+                )
+        return sorted(wanted)
+    if count > len(usable):
+        raise ValueError(f"threads={count}, but this process may run on {len(usable)} cores")
+    taken = frozenset[int]().union(*(user.cores for user in engines()))
+    free = [core for core in usable if core not in taken]
+    return (free or usable)[-count:] if len(free or usable) >= count else usable[-count:]
+
+
+def lock_path(core: int) -> Path:
+    """Returns the file whose lock stands for a core."""
+    return Path("/tmp", f"torchtune-ext-core-{core}.lock")  # not TMPDIR, which is another one for each user
+
+
+@contextmanager
+def alone_on(cores: Sequence[int], deadline_s: float) -> Iterator[None]:
+    """Keeps every other timing of this machine off these cores, whoever asks for it. The kernel ends it with this process.
+
+    Raises:
+        TimeoutError: another process still times on them after `deadline_s` seconds.
+    """
+    give_up_at = time.monotonic() + deadline_s
+    with ExitStack() as stack:
+        for core in sorted(cores):  # in one order, so that two who wait for two cores do not wait for each other
+            old = os.umask(0)  # other users wait for it, too
+            try:
+                file = os.open(lock_path(core), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            finally:
+                os.umask(old)
+            stack.callback(os.close, file)
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > give_up_at:
+                        raise TimeoutError(f"core {core} was still used for timing after {deadline_s:g} s") from None
+                    time.sleep(_LOCK_RETRY_S)
+        yield
+
+
+def stolen_ticks(cores: Sequence[int]) -> int:
+    """Returns the clock ticks (10 ms mostly) that the host has kept these cores for itself (proc_stat(5), "steal")."""
+    names = {f"cpu{core}" for core in cores}
+    with open("/proc/stat", encoding="ascii") as file:
+        return sum(int(line.split()[8]) for line in file if line.split()[0] in names)
+
+
+def fingerprint() -> str:
+    """Returns what a measured speed depends on, besides the program: processor, cores, kernel."""
+    model = "unknown"
+    with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if line.startswith(("model name", "CPU part")):
+                model = line.partition(":")[2].strip()
+                break
+    return f"{model}, {os.cpu_count()} cores, {platform.machine()}, Linux {platform.release()}"
