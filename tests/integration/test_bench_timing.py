@@ -78,9 +78,8 @@ void dgemm(int m, int n, int k, const double *A, const double *B, double *C) {
 
 
 def test_every_timed_call_is_checked(timer):
-    library = compiled(
-        timer, LATE, timer.checker.sandbox.new_folder()
-    )  # as if it had waited for the end of verification
+    # It is not verified here, as if it had waited for the end of that.
+    library = compiled(timer, LATE, timer.checker.sandbox.new_folder())
     with pytest.raises(ChildFailed, match="in a timed call: C") as refused:
         timer.time(library)
     assert refused.value.outcome == "wrong_result"
