@@ -157,7 +157,7 @@ def test_a_client_frozen_at_a_publication_is_noticed_in_time(engine, models, cap
     assert time.monotonic() - struck < 60 and engine.version == version and engine._supervisor.core is not core
 
 
-@pytest.mark.parametrize("moment", ["before", "in the load"])
+@pytest.mark.parametrize("moment", ["before", pytest.param("in the load", marks=pytest.mark.long)])
 def test_an_engine_frozen_at_a_publication_is_noticed_in_time(request, models, moment, caplog):
     """After probe_deadline_s (2 s here), not after rpc_deadline_s (300 s)."""
     engine = request.getfixturevalue("engine" if moment == "before" else "engine_in_process")
@@ -196,7 +196,7 @@ def test_an_engine_frozen_at_a_publication_is_noticed_in_time(request, models, m
     assert np.abs(tiny_model.logprobs(models[0], prompts[0], c.tokens) - c.logprobs).max() < 1e-4
 
 
-@pytest.mark.parametrize("which", ["engine", "engine_in_process"])
+@pytest.mark.parametrize("which", ["engine", pytest.param("engine_in_process", marks=pytest.mark.long)])
 def test_the_janitor_dies_then_the_engine_and_nothing_leaks(request, which, caplog, monkeypatch):
     """The message says how the engine ended; the lost life gives back its descriptors and threads."""
     engine = request.getfixturevalue(which)
