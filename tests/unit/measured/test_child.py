@@ -88,7 +88,7 @@ void leave_thread(int n, const double *in, double *out) {
 }
 static void *work_forever(void *x) { for (;;) burn(1); }
 void leave_thread_forever(int n, const double *in, double *out) { pthread_t t; pthread_create(&t, NULL, work_forever, NULL); burn(1e-3); add_one(n, in, out); }
-static void *doze_and_work(void *x) { for (;;) { doze(5e-4); burn(1e-4); } }
+static void *doze_and_work(void *x) { for (;;) { doze(2e-5); burn(1e-4); } }
 void wake_often(int n, const double *in, double *out) { pthread_t t; static int first = 1; if (first) pthread_create(&t, NULL, doze_and_work, NULL); first = 0; add_one(n, in, out); }
 static void *work_later(void *x) { doze(0.05); burn(0.03); return NULL; }
 void work_between(int n, const double *in, double *out) { pthread_t t; static int first = 1; if (first) pthread_create(&t, NULL, work_later, NULL); first = 0; add_one(n, in, out); }
@@ -214,7 +214,10 @@ def test_threads_that_outlive_the_call_are_in_its_time(run):
 
 
 def test_a_thread_that_wakes_up_again_and_again_is_no_endless_loop(sandbox, library):
-    """It wakes up while a large result is copied, each time, so that the copy is never one of a sleeping process."""
+    """It wakes up while a large result is copied, each time, so that the copy is never one of a sleeping process.
+
+    16 MB take half a millisecond or more, and it sleeps for less than a fifth of that.
+    """
     kernel = Attempt("wake_often", ARRAYS)
     kernel.timed = size = {"n": 2_000_000}
     arena_bytes = arena_size(kernel, size)
