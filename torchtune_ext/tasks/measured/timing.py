@@ -29,6 +29,7 @@ from torchtune_ext.tasks.measured.verify import compare, draw_inputs, explained
 NARROW = 0.02  # the 95% interval of the median ends this far from it, as a share, or nearer
 DISTURBED = 0.05  # a time above its quiet level by more than this share speaks of a neighbor
 WILD = 0.2  # share by which the fixed kernel may vary at the start
+CALM_TRIES = 10  # series of 20 calls of the fixed kernel, one of which has to be calm
 BLOCK_CALLS, BLOCK_S = 12, 0.25  # calls of a block at most, and seconds after which it ends (but 3 calls it has)
 BELIEVED = 1.05  # times the measured peak; above, a figure is no speed
 LOCK_S = 600.0  # seconds to wait for another timing on the same cores
@@ -227,9 +228,12 @@ class Timer:
     def _calibrate(self) -> None:
         """Finds the quiet levels and the peak. Raises Wild."""
         self._fixed_call(Fixed.timed)
-        times = [self._probe() for _ in range(20)]
-        low, high = np.quantile(times, [0.1, 0.9])
-        if high > (1 + WILD) * low:
+        # A burst of somebody else's work is waited for. What does not end is a machine on which nothing can be timed.
+        for _ in range(CALM_TRIES):
+            low, high = np.quantile([self._probe() for _ in range(20)], [0.1, 0.9])
+            if high <= (1 + WILD) * low:
+                break
+        else:
             raise Wild(
                 f"the same work took from {1e3 * low:.3g} to {1e3 * high:.3g} ms here: this machine varies by "
                 f"{high / low - 1:.0%}, at most {WILD:.0%} can be timed on. Stop what else runs on cores "
