@@ -1,8 +1,8 @@
 """The process of vLLM's client: `AsyncLLM`, with all that a request and a token cost outside of the engine's own process.
 
 That is most of what sampling asks of Python (0.7 ms for a request of eleven tokens), and in the trainer's interpreter it
-would take the lock from training: a step took 1.7 times as long beside it, with cores enough (benchmarks/README.md). So
-the client lives here. `remote_core.RemoteCore` is the trainer's end; what it asks for is done by a `LocalCore`.
+would take the lock from training, which then took twice as long (benchmarks/README.md). So the client lives here.
+`remote_core.RemoteCore` is the trainer's end; what it asks for is done by a `LocalCore`.
 
     python -P -m torchtune_ext.sampling.client_process SOCKET PARENT
 

@@ -1,0 +1,180 @@
+"""Does a measured speed repeat: on a quiet machine, and beside a neighbor that reads memory?
+
+    python benchmarks/timing.py [--minutes 10] [--programs 30] [--size 128] [--cores 1]
+
+Programs of different speeds (matrix products: loop orders, blocks, unrolled rows) are timed at random times, at least twice
+each. The table says how well two rounds of measurements agree on the order of the programs (Spearman's rank correlation), and
+how far measurements of one program lie apart (the median over the programs of half the range, as a share of the median). Then
+a third of them are timed again beside a process that streams through memory, on the same core and on another one. A
+measurement beside it should say that it is noisy, or lie within 2% of the quiet one (by its ratio to the reference); and no
+two programs that are 10% apart may change places. Exit status 1 where that does not hold.
+"""
+
+import argparse
+import multiprocessing
+import os
+import random
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from torchtune_ext.tasks.measured.check import Checker
+from torchtune_ext.tasks.measured.kernels import Dgemm
+from torchtune_ext.tasks.measured.machine import choose_cores, fingerprint
+from torchtune_ext.tasks.measured.timing import Timer, Timing
+
+CLOSE, APART = 0.02, 0.10
+ORDERS = ("ijk", "ikj", "jik", "kij")
+TEMPLATE = """
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+void dgemm(int m, int n, int k, const double *restrict A, const double *restrict B, double *restrict C) {{
+    for (int i = 0; i < m * n; i++)
+        C[i] = 0;
+    for (int ii = 0; ii < m; ii += {block})
+    for (int kk = 0; kk < k; kk += {block})
+    for (int jj = 0; jj < n; jj += {block})
+        {loops}
+            C[i * n + j] += A[i * k + l] * B[l * n + j];
+}}
+"""
+LOOPS = {
+    "i": "for (int i = ii; i < MIN(ii + {block}, m); i++)",
+    "j": "for (int j = jj; j < MIN(jj + {block}, n); j++)",
+    "k": "for (int l = kk; l < MIN(kk + {block}, k); l++)",
+}
+
+
+def programs(count: int) -> dict[str, str]:
+    """Programs by name, of many speeds."""
+    found = {}
+    for block in (4, 8, 12, 16, 24, 32, 48, 64, 96, 128):
+        for order in ORDERS:
+            loops = "\n        ".join(LOOPS[letter] for letter in order)
+            found[f"{order}_{block}"] = TEMPLATE.format(block=block, loops=loops.format(block=block))
+    names = random.Random(0).sample(sorted(found), min(count, len(found)))
+    return {name: found[name] for name in names}
+
+
+def spearman(a: list[float], b: list[float]) -> float:
+    """The correlation of the ranks."""
+    ranks = [np.argsort(np.argsort(values)) for values in (a, b)]
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def spread(values: list[float]) -> float:
+    return (max(values) - min(values)) / 2 / median(values)
+
+
+def stream(core: int) -> None:
+    """Reads and writes memory for ever."""
+    os.sched_setaffinity(0, {core})
+    a, b = np.ones(1 << 23), np.ones(1 << 23)
+    while True:
+        np.copyto(a, b)
+
+
+@contextmanager
+def neighbor(core: int | None):
+    """A process that streams through memory on a core; None: nobody."""
+    if core is None:
+        yield
+        return
+    process = multiprocessing.get_context("spawn").Process(target=stream, args=(core,), daemon=True)
+    process.start()
+    time.sleep(2.0)  # until it has its arrays
+    try:
+        yield
+    finally:
+        process.kill()
+        process.join()
+
+
+def measure(timer: Timer, libraries: dict[str, Path], seconds: float, rng: random.Random) -> dict[str, list[Timing]]:
+    """Times programs in random order for so long, each of them at least twice."""
+    found: dict[str, list[Timing]] = {name: [] for name in libraries}
+    end = time.monotonic() + seconds
+    while time.monotonic() < end or min(map(len, found.values())) < 2:
+        for name in rng.sample(list(libraries), len(libraries)):
+            found[name].append(timer.time(libraries[name]))
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--programs", type=int, default=30)
+    parser.add_argument("--size", type=int, default=128)
+    parser.add_argument("--budget", type=float, default=5.0, help="seconds for one timing")
+    parser.add_argument("--cores", type=int, nargs=1, help="the core to time on")
+    args = parser.parse_args()
+    usable, rng = sorted(os.sched_getaffinity(0)), random.Random(1)
+    cores = choose_cores(args.cores, 1)
+    print(fingerprint(), f"timed on core {cores[0]}", sep=", ", flush=True)
+    wrong = []
+    with Checker(Dgemm(args.size), cores=cores) as checker:
+        libraries = {}
+        for name, source in programs(args.programs).items():
+            verdict = checker.check_source(source)
+            if verdict.outcome != "ok":
+                raise RuntimeError(f"{name}: {verdict.outcome}: {verdict.note}")
+            libraries[name] = checker.compile_own(Program(args.size, source))
+        os.sched_setaffinity(0, set(usable) - set(cores) or set(usable))
+        with Timer(checker, args.budget) as timer:
+            quiet = measure(timer, libraries, 60 * args.minutes, rng)
+            first, second = ([found[i].ratio for found in quiet.values()] for i in (0, -1))
+            own = median(spread([t.seconds for t in found]) for found in quiet.values())
+            ratio = median(spread([t.ratio for t in found]) for found in quiet.values())
+            correlation = spearman(first, second)
+            rounds = min(map(len, quiet.values()))
+            speeds = sorted(median(t.gflops for t in found) for found in quiet.values())
+            print(f"{len(libraries)} programs of {speeds[0]:.2g} to {speeds[-1]:.2g} GFLOPS, {rounds} rounds and more")
+            print("| rank correlation, first and last round | spread of the time | spread of the ratio | narrow |")
+            print("| --- | --- | --- | --- |")
+            narrow = np.mean([t.is_narrow for found in quiet.values() for t in found])
+            print(f"| {correlation:.4f} | {own:.2%} | {ratio:.2%} | {narrow:.0%} |\n")
+            wrong += [] if correlation >= 0.95 else ["the rank correlation is below 0.95"]
+            wrong += [] if ratio < CLOSE else ["the ratio spreads by 2% or more"]
+            print("| neighbor | measurements | said to be noisy | within 2% | neither | changed places |")
+            print("| --- | --- | --- | --- | --- | --- |")
+            some = {name: libraries[name] for name in list(libraries)[:: max(1, len(libraries) // 10)]}
+            for where, core in (
+                ("the same core", cores[0]),
+                ("another core", min(set(usable) - set(cores), default=None)),
+            ):
+                if core is None:
+                    print(f"| {where} | there is none | | | | |")
+                    continue
+                with neighbor(core):
+                    beside = {name: timer.time(library) for name, library in some.items()}
+                known = {name: median(t.ratio for t in quiet[name]) for name in some}
+                noisy = [name for name, t in beside.items() if not t.is_narrow or t.excused]
+                close = [name for name, t in beside.items() if abs(t.ratio / known[name] - 1) <= CLOSE]
+                neither = sorted(set(some) - set(noisy) - set(close))
+                sure = {name: t.ratio for name, t in beside.items() if t.is_narrow}
+                swapped = [
+                    (a, b) for a in sure for b in sure if known[a] > (1 + APART) * known[b] and sure[a] < sure[b]
+                ]
+                print(
+                    f"| {where} | {len(some)} | {len(noisy)} | {len(close)} | {len(neither)} | {len(swapped)} |",
+                    flush=True,
+                )
+                wrong += [f"{where}: {neither} are neither noisy nor right"] if neither else []
+                wrong += [f"{where}: {swapped} changed places"] if swapped else []
+    print("\n".join(wrong))
+    return 1 if wrong else 0
+
+
+class Program(Dgemm):
+    """The kernel with another program in the place of the naive one, to compile it without checking it again."""
+
+    def __init__(self, size: int, source: str) -> None:
+        super().__init__(size)
+        self.naive = source
+
+
+if __name__ == "__main__":
+    sys.exit(main())
