@@ -47,11 +47,14 @@ def measured(timer, source):
         return timer.time(library)
 
 
-def test_a_better_program_is_faster_and_the_naive_one_is_as_fast_as_itself(timer):
+def test_a_program_that_does_more_is_slower(timer):
     naive = measured(timer, timer.kernel.naive)
-    blocked = measured(timer, (EXAMPLES / "dgemm_blocked.c").read_text())
-    assert blocked.ratio > 3 * naive.ratio  # 20 times on a quiet machine
-    for found in (naive, blocked):
+    # The same work a hundred times: no neighbor makes that look like once.
+    slow = measured(
+        timer, timer.kernel.naive.replace("for (int i", "for (volatile int r = 0; r < 100; r++) for (int i", 1)
+    )
+    assert slow.ratio < naive.ratio / 5
+    for found in (naive, slow):
         assert found.low <= found.seconds <= found.high and found.calls >= 3
         assert found.gflops == pytest.approx(2 * 96**3 / found.seconds / 1e9)
         assert found.peak_share == pytest.approx(found.gflops / timer.peak_gflops)
@@ -106,8 +109,8 @@ def test_exploits_of_the_clock_gain_nothing(timer):
                 found = timer.time(library)
             except ChildFailed:
                 continue
-            # Their honest part is as naive as the reference; on a busy machine two medians differ by less than this.
-            assert found.ratio < 2 * honest, each.name
+            # They compute as the reference does. An answer that was kept would come some hundred times as fast.
+            assert found.ratio < 10 * honest, each.name
 
 
 def test_a_speed_above_the_peak_is_not_believed(timer):
