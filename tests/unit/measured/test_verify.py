@@ -250,7 +250,7 @@ class Program:
 
     def call(self, size, inputs, deadline_s):
         self.calls.append((dict(size), tuple(place.start for place in self.places), inputs, deadline_s))
-        return Call(1e-3, 1e-3, self.function(size, inputs))
+        return Call(1e-3, 1e-3, 0.0, self.function(size, inputs))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -3,13 +3,13 @@
 Each stage has a deadline and outcomes of its own. What the machine does wrong is a SandboxError and no verdict.
 """
 
-import os
+import math
 import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,7 @@ from torchtune_ext.tasks.measured.commands import Finished
 from torchtune_ext.tasks.measured.compiler import Compiler
 from torchtune_ext.tasks.measured.extract import extract
 from torchtune_ext.tasks.measured.kernel import Kernel
+from torchtune_ext.tasks.measured.machine import usable_cores
 from torchtune_ext.tasks.measured.sandbox import Limits, Sandbox, SandboxError
 from torchtune_ext.tasks.measured.verify import verify
 
@@ -92,7 +93,7 @@ class Checker:
         limits: Limits | None = None,
         screened: bool = True,
     ) -> None:
-        usable = os.sched_getaffinity(0)
+        usable = usable_cores()
         self.cores = sorted(usable if cores is None else cores)
         if not self.cores or not set(self.cores) <= usable:
             raise ValueError(f"cores: {self.cores} must be some of {sorted(usable)}, which this process may use")
@@ -184,6 +185,22 @@ class Checker:
             raise SandboxError(f"the program of {kernel.name} does not compile: {done.cause or done.errors.strip()}")
         return folder / compilers.LIBRARY
 
+    def child(self, kernel: Kernel, library: Path, cpu_s: float = 0.0) -> Child:
+        """Starts a locked-in process that has loaded the library. Its arrays may be as large as those of the timed size.
+
+        Args:
+            cpu_s: CPU seconds that all its threads may use, if that is more than its limit says.
+
+        Raises:
+            SandboxError: the process could not be locked in.
+            ChildFailed: loading fails, or takes too long.
+        """
+        arena_bytes = arena_size(kernel, kernel.timed)
+        limits = replace(self.limits, cpu_s=max(self.limits.cpu_s, math.ceil(cpu_s)))
+        return Child(
+            self.sandbox, library, kernel, arena_bytes, self.cores, self.threads, limits, self.deadlines.load_s
+        )
+
     def _screen(self, source: str, folder: Path) -> None:
         deadline_s = self.deadlines.screen_s
         done = compilers.preprocess(self.sandbox, self.compiler, self.flags, folder, deadline_s)
@@ -205,17 +222,7 @@ class Checker:
             raise _Refused("compile_error", done.errors.strip())
 
     def _verify(self, library: Path, rng: np.random.Generator) -> float:
-        arena_bytes = arena_size(self.kernel, self.kernel.timed)
-        with Child(
-            self.sandbox,
-            library,
-            self.kernel,
-            arena_bytes,
-            self.cores,
-            self.threads,
-            self.limits,
-            self.deadlines.load_s,
-        ) as child:
+        with self.child(self.kernel, library) as child:
             return verify(child, self.kernel, rng, self.deadlines.verify_s)
 
 

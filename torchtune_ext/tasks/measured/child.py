@@ -59,6 +59,7 @@ class Call:
 
     seconds: float  # until all its threads sleep; with the CPU seconds that they used since the call before
     cpu_s: float  # CPU seconds of all its threads since the call before
+    waited_s: float  # seconds for which its first thread wanted to run, but somebody else had the core
     outputs: Mapping[str, np.ndarray]  # copies of its results, made while the process slept
 
 
@@ -105,7 +106,7 @@ class Child:
         self._number = 0  # of the last message
         self._closed = False
         # Of the process that runs the candidate: a handle, and what the kernel says of its first thread.
-        self._pidfd = self._stat = -1
+        self._pidfd = self._stat = self._schedule = -1
         # Its CPU clock when it was last seen asleep, and what it used meanwhile, between two calls.
         self._idle_ns = self._owed_ns = 0
         self._process: subprocess.Popen | None = None
@@ -173,6 +174,7 @@ class Child:
             self._arena + place.start for place in self._places
         ]
         owed_ns = self._owed_ns + self._sleep_ns(deadline_s) - self._idle_ns
+        waited_ns = self._waited_ns()
         start = time.perf_counter_ns()
         self._send(_CALL, len(arguments), arguments)
         self._receive(_DONE, deadline_s)
@@ -186,7 +188,8 @@ class Child:
                 self._fail_awake()
         self._require_untouched(inputs, views)
         cpu_ns, self._owed_ns, self._idle_ns = self._owed_ns + asleep_ns - self._idle_ns, 0, asleep_ns
-        return Call((end - start + owed_ns) * 1e-9, cpu_ns * 1e-9, outputs)
+        waited_s = (self._waited_ns() - waited_ns) * 1e-9
+        return Call((end - start + owed_ns) * 1e-9, cpu_ns * 1e-9, waited_s, outputs)
 
     def close(self) -> None:
         """Kills the process, and everything that it started, and waits for its end. A second call does nothing."""
@@ -206,8 +209,9 @@ class Child:
             end.register(self._pidfd, select.POLLIN)
             end.poll(END_S * 1e3)
             os.close(self._pidfd)
-        if self._stat >= 0:
-            os.close(self._stat)
+        for file in (self._stat, self._schedule):
+            if file >= 0:
+                os.close(file)
         self._inputs.close()
         self._outputs.close()
         os.close(self._errors)
@@ -240,6 +244,13 @@ class Child:
                     os.close(file)
             return True
         except (ProcessLookupError, FileNotFoundError):
+            self._fail()
+
+    def _waited_ns(self) -> int:
+        """Returns for how long the first thread has wanted to run and could not; 0 where the kernel does not count it."""
+        try:
+            return int(os.pread(self._schedule, 100, 0).split()[1]) if self._schedule >= 0 else 0
+        except ProcessLookupError:
             self._fail()
 
     def _sleep_ns(self, deadline_s: float) -> int:
@@ -291,7 +302,10 @@ class Child:
             self._pid = struct.unpack("iii", extra[0][2])[0]
             try:
                 self._pidfd = os.pidfd_open(self._pid)
-                self._stat = os.open(f"/proc/{self._pid}/task/{self._pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+                folder = f"/proc/{self._pid}/task/{self._pid}"
+                self._stat = os.open(f"{folder}/stat", os.O_RDONLY | os.O_CLOEXEC)
+                if os.path.exists(f"{folder}/schedstat"):
+                    self._schedule = os.open(f"{folder}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
             except (ProcessLookupError, FileNotFoundError):
                 self._fail()
         return found[3]

@@ -9,18 +9,23 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtune_ext.tasks.measured.check import Checker, Verdict
-from torchtune_ext.tasks.measured.child import ChildFailed
-from torchtune_ext.tasks.measured.compiler import Compiler
-from torchtune_ext.tasks.measured.exploits import exploits
-from torchtune_ext.tasks.measured.kernel import Kernel
-from torchtune_ext.tasks.measured.kernels import KERNELS
-from torchtune_ext.tasks.measured.machine import choose_cores, fingerprint
-from torchtune_ext.tasks.measured.sandbox import SandboxError
-from torchtune_ext.tasks.measured.timing import Timer, Timing, Wild
+# Where all cores are timed on, threads of numpy's BLAS would spin on them. It reads this once, when it is imported.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+from torchtune_ext.tasks.measured.check import Checker, Verdict  # noqa: E402
+from torchtune_ext.tasks.measured.child import ChildFailed  # noqa: E402
+from torchtune_ext.tasks.measured.compiler import Compiler  # noqa: E402
+from torchtune_ext.tasks.measured.exploits import exploits  # noqa: E402
+from torchtune_ext.tasks.measured.kernel import Kernel  # noqa: E402
+from torchtune_ext.tasks.measured.kernels import KERNELS  # noqa: E402
+from torchtune_ext.tasks.measured.machine import choose_cores, fingerprint  # noqa: E402
+from torchtune_ext.tasks.measured.probe import Wild  # noqa: E402
+from torchtune_ext.tasks.measured.sandbox import SandboxError  # noqa: E402
+from torchtune_ext.tasks.measured.timing import Timer, Timing  # noqa: E402
 
 HEAD = ("program", "kernel", "outcome", "ms", "GFLOPS", "±", "of peak", "x naive", "±", "")
 NAIVE = "(naive)"  # the row of the kernel's own program
+NUMPY = "(numpy)"  # the row of its reference: OpenBLAS for products
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +44,14 @@ class Row:
             return [*cells, *[""] * 6, self.note.split("\n")[0][:100]]
         cells += [f"{1e3 * t.seconds:.3g}", f"{t.gflops:.3g}", f"{t.spread:.1%}"]
         cells += [f"{t.peak_share:.1%}", f"{t.ratio:.2f}", f"{t.ratio_spread:.1%}"]
-        return [*cells, "" if t.is_narrow else "noisy: the interval is still wide after the budget"]
+        return [*cells, self._remark(t)]
+
+    def _remark(self, timing: Timing) -> str:
+        if timing.is_noisy:
+            return "noisy: somebody else was at work, and the naive program felt it, too"
+        if timing.disturbed:
+            return f"disturbed: somebody else was at work beside {timing.disturbed:.0%} of it"
+        return "" if timing.is_narrow else "wide: its own time varies"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +85,7 @@ def _measure(args: argparse.Namespace) -> int:
     if args.size is not None and args.size < 1:
         raise ValueError(f"--size {args.size} must be at least 1")
     wanted = None if args.cores is None else _numbers(args.cores)
-    cores = choose_cores(wanted, args.threads)[: args.threads]
+    cores = choose_cores(wanted, args.threads)
     compiler = Compiler.find(args.compiler)
     if args.exploits:
         return _attack(compiler, cores)
@@ -87,11 +99,10 @@ def _measure(args: argparse.Namespace) -> int:
             name: stack.enter_context(Checker(kernel, compiler, args.optimization, args.threads, cores))
             for name, kernel in {kernel.name: kernel for _, _, kernel in programs}.items()
         }
-        # This process draws inputs and checks results on the cores that are not timed on, if there are any.
-        os.sched_setaffinity(0, os.sched_getaffinity(0) - set(cores) or cores)
         for kernel, checker in checkers.items():
             timer = stack.enter_context(Timer(checker, args.budget))
             rows.append(_measured(NAIVE, checker.kernel.naive, checker, timer))
+            rows.append(Row(NUMPY, kernel, "ok", timing=timer.time_numpy()))
             for name, source, its in programs:
                 if its.name == kernel:
                     rows += [_measured(name, source, checker, timer) for _ in range(args.repeat)]
@@ -117,7 +128,7 @@ def _attack(compiler: Compiler, cores: Sequence[int]) -> int:
         these = [each for each in exploits() if each.kernel == kernel.name]
         if not these:
             continue
-        with Checker(kernel(), compiler) as checker:
+        with Checker(kernel(), compiler, cores=cores) as checker:
             for each in these:
                 verdict: Verdict = checker.check_source(each.source)
                 as_expected = verdict.outcome in each.outcomes

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 SAMPLERS = ("torchtune_ext.sampling.core_process", "torchtune_ext.sampling.client_process")
@@ -19,6 +20,12 @@ class User:
 
     pid: int
     cores: frozenset[int]
+
+
+@cache
+def usable_cores() -> frozenset[int]:
+    """Returns the cores that this process could run on when it asked first: later it may keep off some of them."""
+    return frozenset(os.sched_getaffinity(0))
 
 
 def engines() -> list[User]:
@@ -39,25 +46,49 @@ def choose_cores(wanted: Sequence[int] | None, count: int) -> list[int]:
     """Returns the cores to time on: those that are wanted, or `count` of those that no engine may use, or the last ones.
 
     Raises:
-        ValueError: a wanted core does not exist here or is an engine's, or there are fewer than `count`.
+        ValueError: there are fewer than `count`, or a wanted core does not exist here or is an engine's.
     """
-    usable = sorted(os.sched_getaffinity(0))
-    if wanted is not None:
-        if not wanted or not set(wanted) <= set(usable):
-            raise ValueError(f"cores={list(wanted)}: use some of {usable}, which this process may run on")
-        for user in engines():
-            # An engine that may run anywhere has no core of its own.
-            if len(user.cores) < (os.cpu_count() or 1) and (shared := user.cores & set(wanted)):
-                raise ValueError(
-                    f"cores={list(wanted)}: {sorted(shared)} are those of an engine (process {user.pid}); "
-                    f"use others of {sorted(set(usable) - user.cores)}, or give the engine others (taskset)"
-                )
-        return sorted(wanted)
+    usable = sorted(usable_cores())
     if count > len(usable):
         raise ValueError(f"threads={count}, but this process may run on {len(usable)} cores")
-    taken = frozenset[int]().union(*(user.cores for user in engines()))
-    free = [core for core in usable if core not in taken]
-    return (free or usable)[-count:] if len(free or usable) >= count else usable[-count:]
+    users = engines()
+    if wanted is None:
+        taken = frozenset[int]().union(*(user.cores for user in users))
+        free = [core for core in usable if core not in taken]
+        return (free if len(free) >= count else usable)[-count:]
+    if not wanted or not set(wanted) <= set(usable):
+        raise ValueError(f"cores={list(wanted)}: use some of {usable}, which this process may run on")
+    if len(set(wanted)) != count:
+        raise ValueError(f"cores={list(wanted)}: a program of {count} threads is timed on {count} different cores")
+    for user in users:
+        # An engine that may run anywhere has no core of its own.
+        if len(user.cores) < (os.cpu_count() or 1) and (shared := user.cores & set(wanted)):
+            raise ValueError(
+                f"cores={list(wanted)}: {sorted(shared)} are those of an engine (process {user.pid}); "
+                f"use others of {sorted(set(usable) - user.cores)}, or give the engine others (taskset)"
+            )
+    return sorted(wanted)
+
+
+@contextmanager
+def kept_off(cores: Sequence[int]) -> Iterator[None]:
+    """Keeps all threads of this process, also those of libraries, off these cores, if it may run on others."""
+    before: dict[int, set[int]] = {}
+    others = usable_cores() - set(cores)
+    for thread in map(int, os.listdir("/proc/self/task") if others else []):
+        try:
+            before[thread] = os.sched_getaffinity(thread)
+            os.sched_setaffinity(thread, others)
+        except ProcessLookupError:
+            continue  # it has ended
+    try:
+        yield
+    finally:
+        for thread, those in before.items():
+            try:
+                os.sched_setaffinity(thread, those)
+            except ProcessLookupError:
+                continue
 
 
 def lock_path(core: int) -> Path:

@@ -1,9 +1,12 @@
 """How fast a verified program is, such that the figure repeats.
 
 Calls come in blocks: the candidate's, and right after it one of the reference (the kernel's own naive program), on the same
-cores, one process at a time. Before and after stands the fixed kernel. A block is excused, and made again, if the fixed
-kernel, the host (steal) *and* the reference say that the machine was disturbed. What only the candidate suffers from is its
-own doing. Blocks go on until the 95% interval of the median is narrow enough, or the budget is used.
+cores, one process at a time. Before and after stands a look at the machine (probe.py). A block beside which somebody else
+was at work is made again. Blocks go on until the 95% interval of the median is narrow enough, or the budget is used.
+
+What only the candidate suffers from is its own doing: it has no hand in what the probe sees. If the machine never came to rest,
+the figure stands, with the remark that it was disturbed; only if the reference was disturbed as well, it is `noisy` and nothing
+is known.
 
 Every timed call has inputs of its own and is checked. So an answer that is kept, or is right only where it is verified,
 gains nothing. What is faster than the machine can be is not believed.
@@ -12,31 +15,43 @@ gains nothing. What is faster than the machine can be is not believed.
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Protocol
 
 import numpy as np
 
-from torchtune_ext.tasks.measured.arena import arena_size, lay_out
+from torchtune_ext.tasks.measured.arena import Place, lay_out
 from torchtune_ext.tasks.measured.check import Checker
-from torchtune_ext.tasks.measured.child import Child, ChildFailed
-from torchtune_ext.tasks.measured.fixed import Fixed
-from torchtune_ext.tasks.measured.kernel import Kernel, Size
-from torchtune_ext.tasks.measured.machine import alone_on, stolen_ticks
+from torchtune_ext.tasks.measured.child import Call, ChildFailed
+from torchtune_ext.tasks.measured.kernel import Arrays, Size
+from torchtune_ext.tasks.measured.machine import alone_on, kept_off, stolen_ticks
+from torchtune_ext.tasks.measured.numpy_child import NumpyChild
+from torchtune_ext.tasks.measured.probe import OWN_CPU_S, Look, Probe, Quiet
+from torchtune_ext.tasks.measured.sandbox import SandboxError
 from torchtune_ext.tasks.measured.verify import compare, draw_inputs, explained
 
 NARROW = 0.02  # the 95% interval of the median ends this far from it, as a share, or nearer
-DISTURBED = 0.05  # a time above its quiet level by more than this share speaks of a neighbor
-WILD = 0.2  # share by which the fixed kernel may vary at the start
-CALM_TRIES = 10  # series of 20 calls of the fixed kernel, one of which has to be calm
-BLOCK_CALLS, BLOCK_S = 12, 0.25  # calls of a block at most, and seconds after which it ends (but 3 calls it has)
+REFERENCE_DISTURBED = (
+    0.05  # a time of the reference above its quiet level by more than this share speaks of a neighbor, too
+)
+WAITED = 0.02  # share of a block for which its processes wanted to run and could not
+BLOCK_CALLS, BLOCK_S = 12, 0.06  # calls of a block at most, and seconds after which it ends (but 3 calls it has)
+MIN_BLOCKS = 4  # of a timing
 BELIEVED = 1.05  # times the measured peak; above, a figure is no speed
 LOCK_S = 600.0  # seconds to wait for another timing on the same cores
 
 
-class Wild(RuntimeError):
-    """The machine varies too much to time anything."""
+class Callee(Protocol):
+    """A process whose calls are timed."""
+
+    arena_bytes: int
+
+    def place(self, places: Sequence[Place]) -> None: ...
+
+    def call(self, size: Size, inputs: Arrays, deadline_s: float) -> Call: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +66,10 @@ class Timing:
     ratio: float  # how many times faster than the reference beside it; median over the blocks
     ratio_spread: float  # half of the 95% interval of that, as a share
     peak_share: float  # of the measured peak of these cores
-    excused: int  # blocks that were made again
+    repeated: int  # blocks that were made again, since somebody else was at work
+    disturbed: float  # share of such blocks among those that count; 0 unless the machine never came to rest
     is_narrow: bool  # the interval is within NARROW
+    is_noisy: bool  # it never came to rest, and the reference felt it as well: nothing is known about the program
 
     @property
     def spread(self) -> float:
@@ -75,32 +92,28 @@ def interval_of_median(samples: Sequence[float], level: float = 0.95) -> tuple[f
     return ordered[0], ordered[-1]
 
 
-@dataclass(slots=True)
-class Quiet:
-    """The times of a fixed piece of work while nobody disturbs: the lower quartile of what was seen lately."""
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Some calls of the candidate, and of the reference beside it."""
 
-    seen: list[float] = field(default_factory=list)
-
-    def add(self, seconds: float) -> None:
-        self.seen = [*self.seen[-199:], seconds]
-
-    @property
-    def level(self) -> float:
-        return sorted(self.seen)[len(self.seen) // 4]
-
-    def is_disturbed(self, seconds: float) -> bool:
-        return seconds > (1 + DISTURBED) * self.level
+    seconds: list[float]
+    reference_s: float  # the median
+    is_disturbed: bool  # somebody else was at work, as the probe or the host says
+    is_reference_disturbed: bool
 
 
 class Timer:
     """Times programs of one kernel on its own cores, one at a time.
+
+    It keeps all threads of this process off these cores, if there are others. OpenBLAS wants one thread here
+    (OPENBLAS_NUM_THREADS=1 before numpy is imported): others go on to spin for a while on a core that is timed on.
 
     Args:
         checker: compiles and locks in; its `cores` are those that are timed on.
         budget_s: seconds for one program, reference and checks included.
 
     Raises:
-        Wild: the fixed kernel varies by more than `WILD`.
+        Wild: the fixed kernel varies by more than 20%.
     """
 
     def __init__(self, checker: Checker, budget_s: float = 10.0) -> None:
@@ -108,23 +121,20 @@ class Timer:
             raise ValueError(f"budget_s={budget_s} must be more than 0 seconds")
         self.checker, self.kernel, self.budget_s = checker, checker.kernel, budget_s
         self.rng = np.random.default_rng()
-        self._reference, self._fixed = Quiet(), Quiet()
-        self._reference_child = self._fixed_child = None
-        self._fixed_kernel = Fixed()
-        try:
+        self._quiet = Quiet()  # of the reference
+        with ExitStack() as stack:
+            stack.enter_context(kept_off(checker.cores))
             with alone_on(checker.cores, LOCK_S):
-                self._fixed_child = self._own(self._fixed_kernel)
-                self._reference_child = self._own(self.kernel)
-                self._calibrate()
-        except BaseException:
-            self.close()
-            raise
+                self._probe = stack.enter_context(closing(Probe(checker)))
+                library = checker.compile_own(self.kernel)
+                self._reference = stack.enter_context(checker.child(self.kernel, library, OWN_CPU_S))
+                for _ in range(4):
+                    self._quiet.add(median(call.seconds for call in self._calls(self._reference)))
+            self._stack = stack.pop_all()
 
     def close(self) -> None:
-        """Ends the processes of the reference and the fixed kernel."""
-        for child in (self._reference_child, self._fixed_child):
-            if child is not None:
-                child.close()
+        """Ends the processes of the reference and the probe."""
+        self._stack.close()
 
     def __enter__(self) -> "Timer":
         return self
@@ -132,41 +142,68 @@ class Timer:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    @property
+    def peak_gflops(self) -> float:
+        """What all timed cores can do together: multiplications and additions of vectors in registers."""
+        return self._probe.peak_gflops
+
     def time(self, library: Path) -> Timing:
         """Times a program that `Checker.checked` has found right.
 
         Raises:
             ChildFailed: a call fails or its result is wrong, or it is faster than the machine can be.
+            SandboxError: a process of ours has failed. Nothing is known about the program, and this object is of no more use.
         """
-        with alone_on(self.checker.cores, LOCK_S), self._child(self.kernel, library) as child:
-            give_up_at = time.monotonic() + self.budget_s
-            self._block(child, self.kernel, 2)  # the first calls map memory and start threads
-            own: list[float] = []
-            ratios: list[float] = []
-            excused = 0
-            before = self._probe()
-            while True:
-                stolen = stolen_ticks(self.checker.cores)
-                calls = self._block(child, self.kernel)
-                beside = median(self._block(self._reference_child, self.kernel))
-                after = self._probe()
-                is_late = time.monotonic() > give_up_at
-                was_disturbed = (
-                    self._fixed.is_disturbed(max(before, after)) or stolen_ticks(self.checker.cores) > stolen
-                ) and self._reference.is_disturbed(beside)
-                before = after
-                self._reference.add(beside)
-                if was_disturbed and not (is_late and not own):
-                    excused += 1
-                else:
-                    own += calls
-                    ratios.append(beside / median(calls))
-                low, high = interval_of_median(own) if own else (0.0, math.inf)
-                is_narrow = len(own) >= 6 and (high - low) / 2 <= NARROW * median(own) and len(ratios) >= 3
-                if is_narrow or (is_late and own):
-                    return self._timing(own, ratios, excused, is_narrow)
+        cpu_s = 2 * self.budget_s * self.checker.threads
+        with alone_on(self.checker.cores, LOCK_S), self.checker.child(self.kernel, library, cpu_s) as child:
+            return self._time(child)
 
-    def _timing(self, own: list[float], ratios: list[float], excused: int, is_narrow: bool) -> Timing:
+    def time_numpy(self) -> Timing:
+        """Times the kernel's `reference` in numpy with as many threads: for products of matrices that is OpenBLAS."""
+        with (
+            alone_on(self.checker.cores, LOCK_S),
+            NumpyChild(self.kernel, self.checker.cores, self.checker.threads) as child,
+        ):
+            return self._time(child)
+
+    def _time(self, child: Callee) -> Timing:
+        give_up_at = time.monotonic() + self.budget_s
+        self._calls(child, 2)  # the first calls map memory and start threads
+        blocks: list[_Block] = []
+        look = self._probe.look()
+        while True:
+            block, look = self._block(child, look)
+            blocks.append(block)
+            is_late = time.monotonic() > give_up_at
+            # As long as there is time, what was disturbed is made again. If there was nothing else, it is better than nothing.
+            calm = [block for block in blocks if not block.is_disturbed]
+            if is_late or (len(calm) >= MIN_BLOCKS and self._is_narrow(calm)):
+                return self._timing(blocks, calm or blocks)
+
+    def _block(self, child: Callee, before: Look) -> tuple[_Block, Look]:
+        stolen = stolen_ticks(self.checker.cores)
+        own = self._calls(child)
+        try:
+            beside = self._calls(self._reference)
+        except ChildFailed as failed:
+            raise SandboxError(f"the naive program of {self.kernel.name} has failed: {failed}") from failed
+        after = self._probe.look()
+        reference_s = median(call.seconds for call in beside)
+        self._quiet.add(reference_s)
+        waited = [sum(call.waited_s for call in calls) / sum(call.seconds for call in calls) for calls in (own, beside)]
+        is_disturbed = (
+            max(waited) > WAITED or self._probe.is_disturbed(before, after) or stolen_ticks(self.checker.cores) > stolen
+        )
+        is_reference_disturbed = waited[1] > WAITED or self._quiet.is_above(reference_s, REFERENCE_DISTURBED)
+        return _Block([call.seconds for call in own], reference_s, is_disturbed, is_reference_disturbed), after
+
+    def _is_narrow(self, blocks: Sequence[_Block]) -> bool:
+        own = [seconds for block in blocks for seconds in block.seconds]
+        low, high = interval_of_median(own)
+        return len(own) >= 6 and (high - low) / 2 <= NARROW * median(own)
+
+    def _timing(self, blocks: Sequence[_Block], kept: Sequence[_Block]) -> Timing:
+        own = [seconds for block in kept for seconds in block.seconds]
         seconds, (low, high) = median(own), interval_of_median(own)
         gflops = self.kernel.operations(self.kernel.timed) / seconds / 1e9
         share = gflops / self.peak_gflops
@@ -175,73 +212,34 @@ class Timer:
                 "runtime_error",
                 f"{gflops:.4g} GFLOPS, and these cores can do {self.peak_gflops:.4g}: not believed",
             )
+        ratios = [block.reference_s / median(block.seconds) for block in kept]
         ratio, (least, most) = median(ratios), interval_of_median(ratios)
         return Timing(
-            seconds, low, high, len(own), gflops, ratio, (most - least) / 2 / ratio, share, excused, is_narrow
+            seconds,
+            low,
+            high,
+            len(own),
+            gflops,
+            ratio,
+            (most - least) / 2 / ratio,
+            share,
+            repeated=len(blocks) - len(kept),
+            disturbed=sum(block.is_disturbed for block in kept) / len(kept),
+            is_narrow=self._is_narrow(kept),
+            is_noisy=2 * sum(block.is_disturbed and block.is_reference_disturbed for block in kept) > len(kept),
         )
 
-    def _own(self, kernel: Kernel) -> Child:
-        """The process of a program of ours."""
-        library = self.checker.compile_own(kernel)
-        return self._child(kernel, library)
-
-    def _child(self, kernel: Kernel, library: Path) -> Child:
-        checker = self.checker
-        arena_bytes = arena_size(kernel, kernel.timed)
-        return Child(
-            checker.sandbox,
-            library,
-            kernel,
-            arena_bytes,
-            checker.cores,
-            checker.threads,
-            checker.limits,
-            checker.deadlines.load_s,
-        )
-
-    def _block(self, child: Child, kernel: Kernel, most: int = BLOCK_CALLS) -> list[float]:
-        """Returns the seconds of some calls, each with inputs of its own, and each checked."""
-        size, seconds = kernel.timed, []
+    def _calls(self, child: Callee, most: int = BLOCK_CALLS) -> list[Call]:
+        """Makes some calls, each with inputs of its own, and each checked."""
+        kernel, size, seconds = self.kernel, self.kernel.timed, 0.0
+        calls: list[Call] = []
         child.place(lay_out(kernel, size, child.arena_bytes, bool(self.rng.integers(2)), self.rng))
-        while len(seconds) < most and (sum(seconds) < BLOCK_S or len(seconds) < min(3, most)):
+        while len(calls) < most and (seconds < BLOCK_S or len(calls) < min(3, most)):
             inputs = draw_inputs(kernel, size, "biased", self.rng)
             call = child.call(size, inputs, self.checker.deadlines.verify_s)
             found = compare(kernel, size, inputs, call.outputs)
             if not found.ok:
                 raise ChildFailed("wrong_result", f"in a timed call: {explained(found, size, 'biased')}")
-            seconds.append(call.seconds)
-        return seconds
-
-    def _probe(self) -> float:
-        """Times the fixed kernel once, and remembers it."""
-        seconds = self._fixed_call(Fixed.timed)
-        self._fixed.add(seconds)
-        return seconds
-
-    def _fixed_call(self, size: Size) -> float:
-        self._fixed_child.place(lay_out(self._fixed_kernel, size, self._fixed_child.arena_bytes, False, self.rng))
-        inputs = {"x": np.ones(size["n"])}
-        call = self._fixed_child.call(size, inputs, self.checker.deadlines.verify_s)
-        self._width = float(call.outputs["y"][1])
-        return call.seconds
-
-    def _calibrate(self) -> None:
-        """Finds the quiet levels and the peak. Raises Wild."""
-        self._fixed_call(Fixed.timed)
-        # A burst of somebody else's work is waited for. What does not end is a machine on which nothing can be timed.
-        for _ in range(CALM_TRIES):
-            low, high = np.quantile([self._probe() for _ in range(20)], [0.1, 0.9])
-            if high <= (1 + WILD) * low:
-                break
-        else:
-            raise Wild(
-                f"the same work took from {1e3 * low:.3g} to {1e3 * high:.3g} ms here: this machine varies by "
-                f"{high / low - 1:.0%}, at most {WILD:.0%} can be timed on. Stop what else runs on cores "
-                f"{self.checker.cores}, or choose others"
-            )
-        size = {"rounds": 8 * Fixed.timed["rounds"], "n": 1}
-        best = min(self._fixed_call(size) for _ in range(10))
-        # One thread computes it; others have as much to themselves at best.
-        self.peak_gflops = self._fixed_kernel.operations(size) * self._width / best / 1e9 * self.checker.threads
-        for _ in range(4):
-            self._reference.add(median(self._block(self._reference_child, self.kernel)))
+            calls.append(call)
+            seconds += call.seconds
+        return calls
