@@ -3,8 +3,11 @@
 The machine that runs the tests may be busy, so no figure is asserted: only what holds on a busy one, too.
 """
 
+import multiprocessing
 import os
+import resource
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,12 +15,14 @@ import pytest
 pytest.importorskip("tree_sitter_c")
 
 from torchtune_ext.host import cli
-from torchtune_ext.tasks.measured import compiler, timing
+from torchtune_ext.tasks.measured import compiler, probe
 from torchtune_ext.tasks.measured.check import Checker
 from torchtune_ext.tasks.measured.child import ChildFailed
 from torchtune_ext.tasks.measured.exploits import exploits
 from torchtune_ext.tasks.measured.kernels import Dgemm
-from torchtune_ext.tasks.measured.timing import Timer, Wild
+from torchtune_ext.tasks.measured.probe import Wild
+from torchtune_ext.tasks.measured.sandbox import SandboxError
+from torchtune_ext.tasks.measured.timing import Timer
 
 pytestmark = [
     pytest.mark.slow,
@@ -31,7 +36,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 @pytest.fixture
 def any_machine(monkeypatch):
     """Times on a busy machine, too."""
-    monkeypatch.setattr(timing, "WILD", 1e9)
+    monkeypatch.setattr(probe, "WILD", 1e9)
 
 
 @pytest.fixture
@@ -114,13 +119,65 @@ def test_exploits_of_the_clock_gain_nothing(timer):
 
 
 def test_a_speed_above_the_peak_is_not_believed(timer):
-    timer.peak_gflops = 1e-6
+    timer._probe.peak_gflops = 1e-6
     with pytest.raises(ChildFailed, match="not believed"):
         measured(timer, timer.kernel.naive)
 
 
+def burn(core):
+    os.sched_setaffinity(0, {core})
+    while True:
+        pass
+
+
+def test_who_takes_the_core_away_is_seen(any_machine):
+    """The naive program works longer at a time than a scheduler lets one of two processes run."""
+    core = max(os.sched_getaffinity(0))
+    neighbor = multiprocessing.get_context("spawn").Process(target=burn, args=(core,), daemon=True)
+    with Checker(Dgemm(256), cores=[core], screened=False) as checker, Timer(checker, budget_s=1.5) as timer:
+        neighbor.start()
+        try:
+            found = measured(timer, timer.kernel.naive)
+        finally:
+            neighbor.kill()
+            neighbor.join(30)
+    assert found.disturbed == 1 and found.is_noisy  # the naive program felt it, too
+
+
+def test_numpy_is_timed_beside_the_programs(timer):
+    found, naive = timer.time_numpy(), measured(timer, timer.kernel.naive)
+    assert 0 < found.seconds < naive.seconds  # products of matrices are what BLAS is for
+    assert found.gflops == pytest.approx(2 * 96**3 / found.seconds / 1e9) and found.peak_share <= 1.05
+
+
+def test_numpy_that_fails_is_no_fault_of_a_program(timer):
+    class Failing(Dgemm):
+        def reference(self, size, inputs):
+            raise ArithmeticError("no numpy today")
+
+    timer.kernel = Failing(96)
+    with pytest.raises(SandboxError, match="numpy: ArithmeticError: no numpy today"):
+        timer.time_numpy()
+
+
+def test_a_naive_program_that_dies_is_no_fault_of_the_one_beside_it(timer):
+    with timer.checker.checked(timer.kernel.naive, extracted=True) as (_, library):
+        os.kill(timer._reference.pid, signal.SIGKILL)
+        with pytest.raises(SandboxError, match="the naive program of dgemm has failed: SIGKILL"):
+            timer.time(library)
+
+
+def test_programs_of_ours_may_work_for_days_and_others_as_long_as_they_are_timed(timer):
+    for child in (timer._reference, timer._probe.child):
+        assert resource.prlimit(child.pid, resource.RLIMIT_CPU)[0] >= 365 * 24 * 3600
+    with timer.checker.checked(timer.kernel.naive, extracted=True) as (_, library):
+        for cpu_s, allowed in ((0, timer.checker.limits.cpu_s), (99.5, 100)):
+            with timer.checker.child(timer.kernel, library, cpu_s) as child:
+                assert resource.prlimit(child.pid, resource.RLIMIT_CPU)[0] == allowed
+
+
 def test_a_machine_that_varies_is_refused_by_how_much(monkeypatch):
-    monkeypatch.setattr(timing, "WILD", -1.0)
+    monkeypatch.setattr(probe, "WILD", -1.0)
     with (
         Checker(Dgemm(16)) as checker,
         pytest.raises(Wild, match=r"the same work took from .* ms here: this machine varies"),
@@ -131,15 +188,18 @@ def test_a_machine_that_varies_is_refused_by_how_much(monkeypatch):
 def test_the_command_prints_a_table(any_machine, capsys, tmp_path):
     files = [str(EXAMPLES / name) for name in ("dgemm_blocked.c", "dgemm_float.c", "reduction_pairwise.c")]
     affinity = os.sched_getaffinity(0)
-    try:
-        status = cli.main(["bench", *files, "--budget", "0.5", "--size", "64"])
-    finally:
-        os.sched_setaffinity(0, affinity)
+    status = cli.main(["bench", *files, "--budget", "0.3", "--size", "64"])
+    assert os.sched_getaffinity(0) == affinity
     said = capsys.readouterr().out
     rows = {line.split()[0]: line for line in said.splitlines() if line and not line.startswith(" ")}
     assert status == 1  # one is wrong on purpose
     assert "  ok  " in rows["dgemm_blocked.c"] and "wrong_result" in rows["dgemm_float.c"]
-    assert "  ok  " in rows["reduction_pairwise.c"] and "these cores can do" in said and "(naive)" in rows
+    assert (
+        "  ok  " in rows["reduction_pairwise.c"]
+        and "these cores can do" in said
+        and "(naive)" in rows
+        and "(numpy)" in rows
+    )
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import math
 import multiprocessing
 import os
+import threading
 from statistics import median
 
 import numpy as np
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 
 from torchtune_ext.tasks.measured import machine
 from torchtune_ext.tasks.measured.cli import _numbers
-from torchtune_ext.tasks.measured.machine import User, alone_on, choose_cores
-from torchtune_ext.tasks.measured.timing import Quiet, interval_of_median
+from torchtune_ext.tasks.measured.machine import User, alone_on, choose_cores, kept_off, usable_cores
+from torchtune_ext.tasks.measured.probe import CHUNK, DISTURBED_MEMORY, DISTURBED_REGISTERS, KEPT_S, Look, Probe, Quiet
+from torchtune_ext.tasks.measured.timing import interval_of_median
 
 
 def chance_outside(n: int, k: int) -> float:
@@ -39,34 +41,85 @@ def test_the_interval_holds_the_median_of_the_samples(samples):
     assert low <= median(samples) <= high
 
 
-def test_quiet_is_the_lower_quartile_of_what_was_seen_lately():
+def test_quiet_is_the_lower_quartile_of_the_quietest_chunk_of_the_last_hour():
     quiet = Quiet()
-    for seconds in [1.0] * 60 + [3.0] * 100:  # most of the time somebody disturbs
-        quiet.add(seconds)
-    assert quiet.level == 1.0 and quiet.is_disturbed(1.06) and not quiet.is_disturbed(1.04)
-    for _ in range(200):
-        quiet.add(2.0)  # the machine runs at another clock now
+    for place in range(4 * CHUNK):  # somebody disturbs, except for a third of the second chunk
+        quiet.add(1.0 if CHUNK <= place < CHUNK + CHUNK // 3 else 3.0, now=float(place))
+    assert quiet.level == 1.0 and quiet.is_above(1.06, 0.05) and not quiet.is_above(1.04, 0.05)
+    for place in range(CHUNK):  # an hour later the machine runs at another clock
+        quiet.add(2.0, now=KEPT_S + 4 * CHUNK + place)
     assert quiet.level == 2.0
 
 
+def test_quiet_has_a_level_after_one_time():
+    quiet = Quiet()
+    quiet.add(4.0)
+    assert quiet.level == 4.0 and not quiet.is_above(4.0, 0.05)
+
+
+@given(st.lists(st.floats(0.5, 2.0), min_size=1, max_size=70))
+def test_a_quiet_level_is_one_that_was_seen_and_never_in_the_slower_three_quarters_of_all(times):
+    quiet = Quiet()
+    for number, seconds in enumerate(times):
+        quiet.add(seconds, now=float(number))
+    assert quiet.level in times and quiet.level <= sorted(times)[len(times) // 4 if len(times) < CHUNK else -1]
+
+
+def test_each_part_of_the_fixed_kernel_tells_of_a_neighbor_of_its_own():
+    probe = object.__new__(Probe)  # without a process
+    probe.registers, probe.memory = Quiet(), Quiet()
+    for quiet in (probe.registers, probe.memory):
+        quiet.add(1.0)
+    calm = Look((1.0,) * 3, (1.0,) * 3)
+    shared_core = Look((1.01 + DISTURBED_REGISTERS,) * 3, (1.0,) * 3)
+    shared_memory = Look((1.0,) * 3, (1.01 + DISTURBED_MEMORY,) * 3)
+    one_call = Look((9.0, 1.0, 1.0), (1.0, 1.0, 9.0))
+    assert not probe.is_disturbed(calm, calm) and not probe.is_disturbed(calm, one_call)
+    assert probe.is_disturbed(shared_core, shared_core) and probe.is_disturbed(shared_memory, shared_memory)
+
+
 def test_cores_are_those_that_no_engine_may_use(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    monkeypatch.setattr(machine, "usable_cores", lambda: frozenset({0, 1, 2, 3}))
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     monkeypatch.setattr(machine, "engines", lambda: [User(17, frozenset({1, 3}))])
     assert choose_cores(None, 1) == [2] and choose_cores(None, 2) == [0, 2]
     assert choose_cores(None, 3) == [1, 2, 3]  # there are not enough: they are shared
-    assert choose_cores([2, 0], 1) == [0, 2]
+    assert choose_cores([2, 0], 2) == [0, 2]
     with pytest.raises(
         ValueError, match=r"cores=\[1, 2\]: \[1\] are those of an engine \(process 17\); use others of \[0, 2\]"
     ):
-        choose_cores([1, 2], 1)
+        choose_cores([1, 2], 2)
     for wrong in ([7], []):
         with pytest.raises(ValueError, match=r"use some of \[0, 1, 2, 3\]"):
             choose_cores(wrong, 1)
+    for other in ([1, 2, 3], [2], [2, 2]):
+        with pytest.raises(ValueError, match="a program of 2 threads is timed on 2 different cores"):
+            choose_cores(other, 2)
     with pytest.raises(ValueError, match="threads=5, but this process may run on 4 cores"):
         choose_cores(None, 5)
     monkeypatch.setattr(machine, "engines", lambda: [User(17, frozenset({0, 1, 2, 3}))])
     assert choose_cores([1], 1) == [1] and choose_cores(None, 1) == [3]  # such an engine has no core of its own
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+def test_all_threads_keep_off_the_cores_and_come_back():
+    ready, end = threading.Event(), threading.Event()
+    other = threading.Thread(target=lambda: (ready.set(), end.wait(60)))
+    other.start()
+    ready.wait(60)
+    threads = [threading.get_native_id(), other.native_id]
+    before = [os.sched_getaffinity(thread) for thread in threads]
+    core = max(usable_cores())
+    try:
+        with kept_off([core]):
+            assert all(os.sched_getaffinity(thread) == usable_cores() - {core} for thread in threads)
+            assert core in usable_cores()
+        assert [os.sched_getaffinity(thread) for thread in threads] == before
+        with kept_off(sorted(usable_cores())):  # there are no others
+            assert [os.sched_getaffinity(thread) for thread in threads] == before
+    finally:
+        end.set()
+        other.join()
 
 
 def hold(core, held, let_go):

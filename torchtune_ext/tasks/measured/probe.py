@@ -28,7 +28,7 @@ CALLS = 5  # of each part at a look
 # Calls before those: whoever ran before has filled the caches with what is his, and vectors wake up units of the processor.
 WARM_REGISTERS, WARM_MEMORY = 1, 4
 CHUNK, KEPT_S = 20, 3600.0  # times that are looked at together, and seconds for which a quiet chunk is remembered
-OWN_CPU_S = 1e8  # CPU seconds of programs of ours, which serve for days
+OWN_CPU_S = 1e9  # CPU seconds of programs of ours, which serve for days
 
 
 class Wild(RuntimeError):
