@@ -24,7 +24,7 @@ from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.telemetry.rollouts import RolloutStore
 from torchtune_ext.training.life import close_all, run_recipe
-from torchtune_ext.training.settings import at_least
+from torchtune_ext.training.settings import at_least, check_deadline
 
 SUPPORTS_DISTRIBUTED = False  # one engine; it spreads over GPUs by engine.tensor_parallel_size
 
@@ -43,6 +43,7 @@ class Config:
     greedy: bool = True  # also one greedy sample per problem
     pass_at: list[int] = field(default_factory=lambda: [1])  # k of pass@k, at most samples_per_problem
     grader: dict[str, Any] = field(default_factory=dict)  # fields of GraderConfig: workers, timeout_s
+    rollout_deadline_s: float = 1800.0  # seconds without a completion or grade after which the evaluation is given up
     seed: int = 0  # of sampling
 
 
@@ -59,6 +60,7 @@ class EvaluateRecipe:
         cfg = self.cfg
         self.folder = RunFolder(cfg.output_dir)
         at_least(cfg, samples_per_problem=1)
+        check_deadline(cfg)
         self.grading = build(GraderConfig, cfg.grader, "grader")
         for k in cfg.pass_at:
             if not 1 <= k <= cfg.samples_per_problem:
@@ -88,7 +90,17 @@ class EvaluateRecipe:
         found = {}
         for i, (name, (sampling, n)) in enumerate(ways.items()):
             with self.progress.sampling(len(problems) * n, name) as bar:
-                groups = in_order(sample_groups(problems, n, sampling, self.engine, self.tokenizer, self.grader, bar))
+                stream = sample_groups(
+                    problems,
+                    n,
+                    sampling,
+                    self.engine,
+                    self.tokenizer,
+                    self.grader,
+                    bar,
+                    deadline_s=cfg.rollout_deadline_s,
+                )
+                groups = in_order(stream)
             self.store.write(i, groups)
             found[name] = accuracy(groups, list(cfg.pass_at))
         say(table(found))

@@ -89,7 +89,7 @@ class Config:
     samples_per_prompt: int = 16  # completions of a group
     staleness: int = 0  # versions that the policy may be ahead of the one that began a sample; 0: sample, then train
     depth: int | None = None  # steps that the engine samples ahead, at most staleness; null: 1, with staleness 0 none
-    rollout_deadline_s: float = 1800.0  # seconds without a completion or grade after which a step is given up
+    rollout_deadline_s: float = 1800.0  # seconds without a completion or grade after which a wait is given up
     replay: str | None = None  # folder of a run: trains on its stored rollouts again, without an engine
     refill_rounds: int = 0  # further sampling, up to so many times, to replace groups without signal
     updates_per_step: int = 1  # optimizer updates on the samples of one step
@@ -173,7 +173,9 @@ class GRPORecipe:
                 self.engine.wait_ready()
             self.precision.write_receipt(cfg.output_dir, self.policy, cfg.row_tokens)
         self.progress = Progress(cfg.max_steps, self.ranks.rank)
-        self.agreement = Agreement(self.learner.logprobs, self.sampling.temperature, cfg.max_mismatch)
+        self.agreement = Agreement(
+            self.learner.logprobs, self.sampling.temperature, cfg.max_mismatch, canary=self.replay is None
+        )
         self.publisher = self.replay or Publisher(
             self.engine,
             self.learner,
@@ -418,6 +420,7 @@ class GRPORecipe:
                 bars=self.progress.sampling,
                 watch=self.watch,
                 times=self.timeline,
+                deadline_s=self.cfg.rollout_deadline_s,
             )
         )
         self.last_eval = values["eval/accuracy_sampled"]

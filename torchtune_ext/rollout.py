@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 # Python acts on a Ctrl-C in the main thread alone, but the kernel may give it to another: so often a wait looks for one.
 WAKE_S = 1.0
 CLOSE_S = 10.0  # seconds that the thread of a stream has to end
+DEADLINE_S = 1800.0  # seconds without any completion or grade after which a wait is given up
+NAMED = 5  # groups that a message names
 BUFFERED = ("group", "refill")  # kinds of groups (`GroupKey`) that stay in the buffer until a step takes them
 
 
@@ -190,6 +192,32 @@ class GroupStream:
         """Says when a group was submitted and what is not there yet of it, for messages."""
         return self._groups[number].missing
 
+    def require_signs(
+        self, begun: float, deadline_s: float, missing: Sequence[int], named: Callable[[int], str]
+    ) -> None:
+        """Gives a wait up in which nothing has come for too long.
+
+        Args:
+            begun: when the wait began (`time.monotonic`). If that was later than the last sign, it counts from there: before
+                it, an evaluation may have had the engine.
+            deadline_s: seconds without a completion or a grade of any group of this stream.
+            missing: numbers of the groups that are waited for.
+            named: what the message calls such a group.
+
+        Raises:
+            TimeoutError: the wait is given up.
+        """
+        silent = time.monotonic() - max(self.last_sign, begun)
+        if silent <= deadline_s:
+            return
+        listed = "; ".join(f"{named(number)}: {self.missing(number)}" for number in missing[:NAMED])
+        more = f"; and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
+        count = "1 group is" if len(missing) == 1 else f"{len(missing)} groups are"
+        raise TimeoutError(
+            f"no completion and no grade came for {silent:.0f} s (rollout_deadline_s={deadline_s:g}), while {count} waited "
+            f"for: {listed}{more}. Look at engine.log, or raise rollout_deadline_s"
+        )
+
     def close(self) -> None:
         """Ends everything that is under way. What nobody wants any more does not hold up what comes next."""
         for number in list(self._groups):
@@ -272,10 +300,12 @@ def sample_groups(
     priority: Priority = Priority.SAMPLE,
     times: GroupTimes | None = None,
     kind: str = "evaluation",
+    deadline_s: float = DEADLINE_S,
 ) -> Iterator[tuple[int, Group]]:
     """Samples `samples_per_prompt` completions of every problem and grades them (`GroupStream`).
 
     `watch` gives a context for "generate", while the engine samples, and one for "grade", while only grades are waited for.
+    After `deadline_s` seconds without any completion or grade the wait is given up.
 
     Yields:
         (index of the problem, its group without advantages) as soon as the last sample of the group is graded. `in_order`
@@ -283,15 +313,23 @@ def sample_groups(
 
     Raises:
         What `GroupStream.submit` raises, before the first group, and what `GroupStream.next` raises.
+        TimeoutError: nothing came for `deadline_s` seconds. The message names problems that are missing.
     """
     stream, outcomes = GroupStream(engine, tokenizer, grader, watcher, times), []
     try:
         for p, problem in enumerate(problems):
             stream.submit(p, problem, samples_per_prompt, sampling, p, priority, kind)
-        for _ in problems:
-            p, group = stream.next(watch)
+        missing, begun = list(range(len(problems))), time.monotonic()
+        while missing:
+            stream.require_signs(begun, deadline_s, missing, lambda p: f"problem {problems[p].id!r}")
+            if (found := stream.next(watch, WAKE_S)) is None:
+                continue
+            p, group = found
+            missing.remove(p)
             outcomes += [sample.outcome for sample in group.samples]
             yield p, group
+            # Whoever takes the groups may have taken its time.
+            begun = time.monotonic()
     finally:
         stream.close()
     log_failures(outcomes)
@@ -316,12 +354,13 @@ def sample_held_out(
     bars: Callable[[int, str], AbstractContextManager[Watcher]],
     watch: Callable[[str], AbstractContextManager] = nullcontext,
     times: GroupTimes | None = None,
+    deadline_s: float = DEADLINE_S,
 ) -> tuple[list[Group], list[Group]]:
     """Samples and grades every held-out problem before whatever else is queued: `samples_per_problem` times, and once greedily.
 
     Args:
         bars: makes the watcher of so many samples, with a title.
-        watch, times: as in `sample_groups`.
+        watch, times, deadline_s: as in `sample_groups`.
 
     Returns:
         The sampled groups and the greedy ones, each in the order of the problems.
@@ -336,7 +375,7 @@ def sample_held_out(
     ):
         with bars(len(problems) * n, title) as bar:
             groups = sample_groups(
-                problems, n, how, engine, tokenizer, grader, bar, watch, Priority.EVALUATION, times, kind
+                problems, n, how, engine, tokenizer, grader, bar, watch, Priority.EVALUATION, times, kind, deadline_s
             )
             found.append(in_order(groups))
     return found[0], found[1]

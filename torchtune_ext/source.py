@@ -25,7 +25,6 @@ from torchtune_ext.tasks.order import ProblemStream
 log = logging.getLogger(__name__)
 
 SEED_STRIDE = 1 << 20  # the seeds of a step start here times the step, those of a refill one by one behind
-NAMED = 5  # groups that a message names
 REPLAYED = "replayed"  # in the state of a run that samples nothing but replays another one: whose id
 
 
@@ -198,7 +197,7 @@ class GroupSource:
                     f"version {self.ledger.version}: {len(unsent)} groups of the next step may not be sampled before a newer "
                     "version is published; call open(version) after each publication, and publish once a step"
                 )
-            self._require_signs(begun, missing)
+            self._stream.require_signs(begun, self._deadline_s, missing, self._named)
             self._collect(WAKE_S, watch, missing)
         groups = [self.finished.pop(number) for number in ages]
         for number in ages:
@@ -213,7 +212,8 @@ class GroupSource:
             self._stream.submit(place, problem, self._samples, sampling, place, kind="refill")
         found, begun = {}, time.monotonic()
         while len(found) < count:
-            self._require_signs(begun, [place for place in range(count) if place not in found])
+            missing = [place for place in range(count) if place not in found]
+            self._stream.require_signs(begun, self._deadline_s, missing, self._named)
             if finished := self._stream.next(watch, WAKE_S):
                 found[finished[0]] = finished[1]
         for place in found:
@@ -261,21 +261,8 @@ class GroupSource:
             self.ledger.finish(number)
             within_s = 0.0
 
-    def _require_signs(self, begun: float, missing: Sequence[int]) -> None:
-        """Raises TimeoutError where nothing has come for too long. A wait that has begun later than the last sign counts from
-        its own beginning: before it, an evaluation may have had the engine."""
-        silent = time.monotonic() - max(self._stream.last_sign, begun)
-        if silent <= self._deadline_s:
-            return
-        named = "; ".join(
-            f"group {number} (version {self.ledger.running.get(number, self.ledger.version)}): {self._stream.missing(number)}"
-            for number in missing[:NAMED]
-        )
-        more = f"; and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
-        raise TimeoutError(
-            f"no completion and no grade came for {silent:.0f} s (rollout_deadline_s={self._deadline_s:g}), while "
-            f"{len(missing)} groups are waited for: {named}{more}. Look at engine.log, or raise rollout_deadline_s"
-        )
+    def _named(self, number: int) -> str:
+        return f"group {number} (version {self.ledger.running.get(number, self.ledger.version)})"
 
     def _metrics(self, ages: Sequence[int]) -> dict[str, float]:
         shares = {f"async/age_{age}": ages.count(age) / len(ages) for age in range(self.ledger.staleness + 1)}

@@ -44,12 +44,15 @@ class Server:
     """A server process, and its group with it when it ends."""
 
     def __init__(self, model_dir, config, port, log):
-        command, environ = server_command(model_dir, config, port=port)
+        self.command, self.environ = server_command(model_dir, config, port=port)
         self.address, self.log = f"http://127.0.0.1:{port}", log
-        environ["TMPDIR"] = str(log.parent)
-        with open(log, "ab") as out:
+        self.environ["TMPDIR"] = str(log.parent)
+        self.start()
+
+    def start(self):
+        with open(self.log, "ab") as out:
             self.process = subprocess.Popen(
-                command, env={**os.environ, **environ}, stdout=out, stderr=out, start_new_session=True
+                self.command, env={**os.environ, **self.environ}, stdout=out, stderr=out, start_new_session=True
             )
 
     def wait(self):
@@ -275,29 +278,22 @@ def test_no_server(tmp_path):
             engine.wait_ready(60)
 
 
-def test_a_server_that_was_started_again_gets_the_current_weights(models, tmp_path):
+def test_a_server_that_was_started_again_gets_the_current_weights(server, models, tmp_path):
     """The server dies in the midst of sampling; somebody starts it again; the trainer goes on, with its weights."""
-    config = EngineConfig(dtype="float32", max_model_len=1024, kv_cache_bytes=64 << 20)
-    port, model_dir = free_port(), tiny_model.save(models[0], tmp_path / "model")
-    server = Server(model_dir, config, port, tmp_path / "1.log")
-    try:
-        server.wait()
-        client = EngineConfig(address=server.address, max_model_len=1024, start_deadline_s=120.0)
-        with Engine("", client, str(tmp_path)) as engine:
-            engine.start()
-            engine.wait_ready(60)
-            engine.publish(models[1].named_parameters(), 5)
-            prompts, result = tiny_model.prompts(2, 20), []
-            thread = threading.Thread(
-                target=lambda: result.append(engine.sample(prompts, 2, SamplingConfig(max_tokens=900, seed=8)))
-            )
-            thread.start()
-            time.sleep(0.5)
-            server.kill()
-            server = Server(model_dir, config, port, tmp_path / "2.log")
-            thread.join(120)
-            assert not thread.is_alive() and engine.stats().restarts == 1
-            check(models[1], prompts, result[0])
-            assert {v for group in result[0] for c in group for v in c.versions} == {5}
-    finally:
+    client = EngineConfig(address=server.address, max_model_len=1024, start_deadline_s=120.0)
+    with Engine("", client, str(tmp_path)) as engine:
+        engine.start()
+        engine.wait_ready(60)
+        engine.publish(models[1].named_parameters(), 5)
+        prompts, result = tiny_model.prompts(2, 20), []
+        thread = threading.Thread(
+            target=lambda: result.append(engine.sample(prompts, 2, SamplingConfig(max_tokens=900, seed=8)))
+        )
+        thread.start()
+        time.sleep(0.5)
         server.kill()
+        server.start()
+        thread.join(120)
+        assert not thread.is_alive() and engine.stats().restarts == 1
+        check(models[1], prompts, result[0])
+        assert {v for group in result[0] for c in group for v in c.versions} == {5}

@@ -14,6 +14,7 @@ import psutil
 import pytest
 import recipe_runs as runs
 import torch
+from refusals import refused
 from safetensors.torch import load_file
 
 from torchtune_ext.host.cli import main
@@ -78,11 +79,13 @@ def logged(run_dir):
         return 0
 
 
-def test_killed_five_times_and_resumed_equals_uninterrupted(workplace):
-    rng, kills = random.Random(0), 0
-    command = runs.command("grpo_full", "output_dir=killed", "resume_from_checkpoint=True")
-    run_dir = workplace / "killed"
-    for lines in (0, 1, 2, 2, 3):  # while it sets up, then a random moment after so many lines of metrics
+@pytest.mark.parametrize("moments", [(0, 2), pytest.param((0, 1, 2, 2, 3), marks=pytest.mark.long)], ids=len)
+def test_killed_and_resumed_equals_uninterrupted(workplace, moments):
+    """Killed while it sets up, then at a random moment after so many lines of metrics."""
+    rng, kills, name = random.Random(0), 0, f"killed_{len(moments)}"
+    command = runs.command("grpo_full", f"output_dir={name}", "resume_from_checkpoint=True")
+    run_dir = workplace / name
+    for lines in moments:
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         process = subprocess.Popen(command, cwd=workplace, env=runs.environment(), start_new_session=True, **quiet)
         if logged(run_dir) >= lines:
@@ -98,10 +101,10 @@ def test_killed_five_times_and_resumed_equals_uninterrupted(workplace):
             assert not alive, f"left running: {alive}"
             kills += 1
         process.wait(10)
-    assert kills >= 4, "the run ended before it could be killed"
-    runs.run(workplace, "grpo_full", "output_dir=killed", "resume_from_checkpoint=True")
+    assert kills >= len(moments) - 1, "the run ended before it could be killed"
+    runs.run(workplace, "grpo_full", f"output_dir={name}", "resume_from_checkpoint=True")
     assert runs.metrics(run_dir) == runs.metrics(workplace / "reference")
-    want, got = weights(workplace, "reference"), weights(workplace, "killed")
+    want, got = weights(workplace, "reference"), weights(workplace, name)
     assert all(torch.equal(want[n], got[n]) for n in want)
 
 
@@ -161,7 +164,7 @@ def test_the_kl_term_and_refills(kl_run):
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.01])
 def test_groups_without_signal(workplace, entropy_coef):
     """One group of four has a signal: the others are trained on where the loss has an entropy term, and of the two updates of a
-    step one is left out where it has not, but counted by the schedule."""
+    step one is left out where it has not, but counted by the schedule. Held-out problems are graded by a task of their own."""
     name = f"seldom_{entropy_coef}"
     args = [
         f"output_dir={name}",
@@ -169,13 +172,16 @@ def test_groups_without_signal(workplace, entropy_coef):
         "task.count=4",
         "schedule.decay=linear",
         "max_steps=2",
+        "evaluation.task._component_=letters.Generous",
     ]
     args += ["aggregation=constant"] + [f"loss.entropy_coef={entropy_coef}"] * (entropy_coef > 0)
     output = runs.run(workplace, "grpo_full", *args)
     for line in runs.metrics(workplace / name)[1:]:
         assert (line["groups/used"], line["groups/no_signal"]) == (1, 3)
         assert (line["pack/labels"] == line["length/tokens"]) == (entropy_coef > 0)
+        assert 0.0 < line["reward/mean"] < 1.0
     assert line["optim/lr"] == 0.0  # "linear" ends at zero
+    assert runs.metrics(workplace / name)[0]["eval/accuracy_sampled"] == line["eval/accuracy_greedy"] == 1.0
     method = "clip 0.2/0.2 per token, TIS <= 2, " + "entropy 0.01, " * (entropy_coef > 0) + "advantage mean/group_std"
     changed = "loss.entropy_coef, " * (entropy_coef > 0) + "aggregation"
     assert f"objective: {method}, sum over a constant; preset grpo, overridden here: {changed}\n" in output
@@ -189,7 +195,8 @@ def test_groups_without_signal(workplace, entropy_coef):
     [
         ("exact_kl", ["loss.delta=1e-6"]),
         ("gspo", ["loss.clip_low=1e-6", "loss.clip_high=1e-6"]),
-        ("dapo", ["refill_rounds=1"]),
+        # Its rule and its refills have tests of their own: tests/unit/objective, and the run with a KL term.
+        pytest.param("dapo", ["refill_rounds=1"], marks=pytest.mark.long),
     ],
 )
 def test_presets_run(workplace, preset, more):
@@ -204,14 +211,6 @@ def test_presets_run(workplace, preset, more):
     assert line["mismatch/mean_abs_at_1_15"] < 1e-4
 
 
-def test_held_out_problems_are_graded_by_their_own_task(workplace):
-    args = ["output_dir=generous", "evaluation.task._component_=letters.Generous", "max_steps=1"]
-    runs.run(workplace, "grpo_full", *args)
-    lines = runs.metrics(workplace / "generous")
-    assert lines[0]["eval/accuracy_sampled"] == lines[1]["eval/accuracy_greedy"] == 1.0
-    assert 0.0 < lines[1]["reward/mean"] < 1.0
-
-
 def test_bfloat16_trains_on_float32_masters(workplace):
     args = ["output_dir=bf16", "dtype=bfloat16", "engine.dtype=bfloat16", "max_mismatch=0.05", "max_steps=2"]
     runs.run(workplace, "grpo_full", *args)
@@ -224,14 +223,26 @@ def test_bfloat16_trains_on_float32_masters(workplace):
         (["sampling.max_token=4"], "unknown key 'sampling.max_token' in `sampling:`; did you mean 'max_tokens'"),
         (["sampling.temperature=0"], "sampling.temperature=0.0 leaves nothing to learn from"),
         (["task._component_=letters.Lettres"], "`task:` _component_=letters.Lettres"),
-        (["sampling.max_tokens=500"], "max_model_len"),
-        (["optimizer.lr=1e30"], "lower the learning rate"),
         (["sampling.top_k=3"], "use top_p=1 and top_k=0"),
         (["preset=clip_highr"], "preset='clip_highr' is unknown; did you mean 'clip_higher'?"),
         (["preset=atr_grpo", "loss.clip_low=0.2"], "loss.clip_low=0.2 contradicts loss.constraint='kl3'"),
         (["samples_per_prompt=1"], "samples_per_prompt=1 must be at least 2"),
     ],
 )
-def test_bad_input_is_named(workplace, args, message):
+def test_bad_input_is_named_before_the_engine_starts(workplace, args, message):
+    output = refused(workplace, "grpo_full", "output_dir=bad", "max_steps=2", *args)
+    assert message in output and not (workplace / "bad" / "engine.log").exists(), output[-3000:]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["optimizer.lr=1e30"], "lower the learning rate"),
+        # That the engine refuses it: test_engine.py, `does_not_fit`.
+        pytest.param(["sampling.max_tokens=500"], "max_model_len", marks=pytest.mark.long),
+    ],
+    ids=["an update that cannot be made", "too long for the engine"],
+)
+def test_what_only_the_first_step_shows_is_named(workplace, args, message):
     output = runs.run(workplace, "grpo_full", "output_dir=bad", "max_steps=2", *args, ok=False)
     assert message in output, output[-3000:]

@@ -11,6 +11,7 @@ import pytest
 import recipe_runs as runs
 import torch
 from learners import alone
+from refusals import refused
 from safetensors.torch import load_file
 
 from torchtune_ext.objective.loss import PolicyLoss
@@ -129,7 +130,8 @@ def test_dropout_is_off_wherever_the_policy_is_compared(workplace):
     assert lines[1]["loss/approx_kl"] < 1e-9 < lines[2]["loss/approx_kl"]
 
 
-def test_qlora_samples_with_the_weights_that_nf4_left(tmp_path):
+@pytest.mark.parametrize("way", ["adapter", pytest.param("merged", marks=pytest.mark.long)])
+def test_qlora_samples_with_the_weights_that_nf4_left(tmp_path, way):
     """A larger model: NF4 cuts weights into blocks of 64 values, 256 to a group."""
     runs.make_workplace(tmp_path, hidden_size=128, intermediate_size=256)
     config = runs.CONFIG.replace(
@@ -138,11 +140,10 @@ def test_qlora_samples_with_the_weights_that_nf4_left(tmp_path):
         "quantize_base: true}\ntokenizer",
     )
     (tmp_path / "lora.yaml").write_text(config)
-    for way in ("adapter", "merged"):
-        run(tmp_path, f"output_dir={way}", f"adapters.publish={way}", "max_steps=2")
-        lines = runs.metrics(tmp_path / way)
-        assert all(line["mismatch/mean_abs"] < 1e-5 and line["canary/adapter_applied"] > 0.99 for line in lines[1:])
-    assert json.loads((tmp_path / "adapter/checkpoints/step_000002/adapter_config.json").read_text())["r"] == 4
+    run(tmp_path, f"output_dir={way}", f"adapters.publish={way}", "max_steps=2")
+    lines = runs.metrics(tmp_path / way)
+    assert all(line["mismatch/mean_abs"] < 1e-5 and line["canary/adapter_applied"] > 0.99 for line in lines[1:])
+    assert json.loads((tmp_path / way / "checkpoints/step_000002/adapter_config.json").read_text())["r"] == 4
 
 
 def test_the_canary_catches_an_engine_that_forgets_the_adapter(workplace, tmp_path, monkeypatch):
@@ -209,6 +210,6 @@ def test_the_canary_catches_an_engine_that_forgets_the_adapter(workplace, tmp_pa
     ],
 )
 def test_bad_input_is_named_before_the_first_sample(workplace, args, message):
-    output = run(workplace, "output_dir=bad", *args, ok=False)
+    output = refused(workplace, "grpo_lora", "output_dir=bad", *args, config="lora.yaml")
     assert message in output, output[-3000:]
     assert [path.name for path in (workplace / "bad").iterdir()] == ["run.lock"]  # nothing has begun

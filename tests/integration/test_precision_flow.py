@@ -4,6 +4,7 @@ import re
 
 import pytest
 import recipe_runs as runs
+from refusals import refused
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -131,5 +132,5 @@ def test_adapters_over_a_base_in_fp8(workplace, name, flow, publish, settings):
     ids=["flow", "no flow", "key", "float32", "backend", "merged"],
 )
 def test_bad_settings_end_before_the_engine_starts(workplace, recipe, args, message):
-    output = runs.run(workplace, recipe, "output_dir=bad", *BFLOAT16, *args, ok=False)
+    output = refused(workplace, recipe, "output_dir=bad", *BFLOAT16, *args)
     assert message in output and not (workplace / "bad" / "engine.log").exists()

@@ -69,7 +69,14 @@ def same_as_reference(folder, run):
     return all(torch.equal(want[name], got[name]) for name in want)
 
 
-@pytest.mark.parametrize(("number", "name", "status"), [(signal.SIGINT, "Ctrl-C", 130), (signal.SIGHUP, "SIGHUP", 129)])
+@pytest.mark.parametrize(
+    ("number", "name", "status"),
+    [
+        (signal.SIGINT, "Ctrl-C", 130),
+        # The same but for name and status, which tests/unit/run/test_stop.py has.
+        pytest.param(signal.SIGHUP, "SIGHUP", 129, marks=pytest.mark.long),
+    ],
+)
 def test_ctrl_c_says_where_the_run_stands_and_how_to_go_on(workplace, number, name, status):
     run = f"output_dir=at_once_{status}"
     found, said = stopped(workplace, number, 3, run, "max_steps=400", "logging.to=[wandb]", within=20.0)

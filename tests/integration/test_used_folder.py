@@ -1,6 +1,7 @@
 """A folder that another run has used, or uses now, with the real recipe and engine."""
 
 import json
+import shutil
 import signal
 import subprocess
 import time
@@ -8,14 +9,19 @@ import time
 import pytest
 import recipe_runs as runs
 import torch
+from refusals import refused
 from safetensors.torch import load_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
-    return runs.make_workplace(tmp_path_factory.mktemp("work"))
+def workplace(full_workplace, tmp_path_factory):
+    """A folder in which `shared` and `mine` are a run of three steps that has ended well."""
+    folder = runs.make_workplace(tmp_path_factory.mktemp("work"))
+    for name in ("shared", "mine"):
+        shutil.copytree(full_workplace / "reference", folder / name)
+    return folder
 
 
 def contents(folder):
@@ -36,10 +42,8 @@ def model(run_dir, step):
 
 
 def test_a_second_run_keeps_its_own_checkpoints_and_goes_on_from_them(workplace):
-    """Run A ends after four steps. Run B begins in the same folder with another seed, is killed, and resumed."""
+    """Run A has ended after three steps. Run B begins in the same folder with another seed, is killed, and resumed."""
     folder = workplace / "shared"
-    a = ["output_dir=shared", "max_steps=4", "checkpoints.keep_last=4"]
-    runs.run(workplace, "grpo_full", *a)
     before, a_id = contents(folder), json.loads((folder / "run.json").read_text())["id"]
 
     b = ["output_dir=shared", "max_steps=400", "seed=7", "checkpoints.keep_last=2"]
@@ -71,8 +75,8 @@ def test_a_second_run_keeps_its_own_checkpoints_and_goes_on_from_them(workplace)
     assert all(torch.equal(want[name], got[name]) for name in want), "B did not go on from its own weights"
 
     # What was set aside is a run like any other.
-    runs.run(workplace, "grpo_full", "output_dir=shared/old-1", "max_steps=5", "resume_from_checkpoint=True")
-    assert [line["step"] for line in runs.metrics(folder / "old-1")] == [0, 1, 2, 3, 4, 5]
+    runs.run(workplace, "grpo_full", "output_dir=shared/old-1", "max_steps=4", "resume_from_checkpoint=True")
+    assert [line["step"] for line in runs.metrics(folder / "old-1")] == [0, 1, 2, 3, 4]
 
 
 def test_a_folder_in_use_is_refused_at_once(workplace):
@@ -83,7 +87,7 @@ def test_a_folder_in_use_is_refused_at_once(workplace):
     try:
         runs.wait_for_steps(workplace / "busy", 1, process)
         for resume in ("False", "True"):
-            said = runs.run(workplace, "grpo_full", "output_dir=busy", f"resume_from_checkpoint={resume}", ok=False)
+            said = refused(workplace, "grpo_full", "output_dir=busy", f"resume_from_checkpoint={resume}")
             assert f"process {process.pid} " in said and "output_dir=busy" in said, said
             assert "engine core" not in said
         steps = len(runs.metrics(workplace / "busy"))
@@ -91,14 +95,11 @@ def test_a_folder_in_use_is_refused_at_once(workplace):
     finally:
         process.kill()
         process.wait(10)
-    runs.run(workplace, "grpo_full", "output_dir=busy", "max_steps=1")  # the lock went with its holder
+    # The lock went with its holder: what is refused now is something else.
+    assert "max_steps" in refused(workplace, "grpo_full", "output_dir=busy", "max_steps=-1").splitlines()[-1]
 
 
 def test_another_model_or_another_base_is_refused_by_name(workplace):
-    runs.run(workplace, "grpo_full", "output_dir=mine", "max_steps=1")
-    other = workplace / "other"
-    runs.make_workplace(other, intermediate_size=96)
-    said = runs.run(
-        workplace, "grpo_full", "output_dir=mine", "model_dir=other/model", "resume_from_checkpoint=True", ok=False
-    )
+    runs.make_workplace(workplace / "other", intermediate_size=96)
+    said = refused(workplace, "grpo_full", "output_dir=mine", "model_dir=other/model", "resume_from_checkpoint=True")
     assert "model" in said.splitlines()[-1] and "model_dir" in said.splitlines()[-1], said[-2000:]

@@ -15,9 +15,7 @@ unasked: (0, "step", Step), (0, "dead", how the engine ended), and (0, "beat", N
 import asyncio
 import logging
 import os
-import pickle
 import socket
-import struct
 import sys
 import time
 from pathlib import Path
@@ -26,7 +24,7 @@ from typing import Any
 from torchtune_ext.run.parent import die_with_parent
 from torchtune_ext.sampling.calls import Call, CoreLost
 from torchtune_ext.sampling.core_process import LOG_LEVEL, CoreProcess
-from torchtune_ext.sampling.frames import Frames, pack
+from torchtune_ext.sampling.frames import Frames, pack, receive
 
 LOG_FORMAT = "(client) %(asctime)s %(levelname)s %(name)s: %(message)s"
 LOOK_S = 0.1  # seconds between two looks at the engine's process
@@ -116,29 +114,12 @@ class Client:
         await self.core.wake()
 
 
-def receive_first(end: socket.socket) -> Any:
-    """Reads the one frame that comes before the loop runs. Raises EOFError."""
-    with end.makefile("rb", buffering=0) as file:
-        (length,) = struct.unpack("<Q", _exactly(file, 8))
-        return pickle.loads(_exactly(file, length))[0]
-
-
-def _exactly(file: Any, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        part = file.read(count - len(data))
-        if not part:
-            raise EOFError("the other end was closed")
-        data += part
-    return data
-
-
 def main(descriptor: int, parent: int) -> None:
     """Lives as the client of one engine. Args: descriptor: of the socket; parent: process id of the trainer."""
     die_with_parent(parent)
     logging.basicConfig(level=LOG_LEVEL, format=LOG_FORMAT)
     end = socket.socket(fileno=descriptor)
-    environ, log, arguments = receive_first(end)
+    ((environ, log, arguments),) = receive(end)
     process = CoreProcess(environ, Path(log))
     end.sendall(pack([process.pid]))
     # These imports take seconds, in which the engine's process imports the same.

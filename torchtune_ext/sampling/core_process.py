@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -41,16 +41,10 @@ class CoreProcess:
 
     def __init__(self, environ: dict[str, str], log: Path):
         """Starts the process, with `environ` on top of our own environment and its output appended to `log`. Raises OSError."""
-        path = [os.path.abspath(entry or ".") for entry in sys.path]
-        env = {key: value for key, value in environment().items() if not key.startswith(TORCHRUN)}
-        env |= {"PYTHONPATH": os.pathsep.join(path), **environ}
-        command = [sys.executable, "-P", "-m", "torchtune_ext.sampling.core_process", str(os.getpid())]
         self.log_start = log.stat().st_size if log.exists() else 0
         self.log = log
-        with open(log, "ab", buffering=0) as out:
-            self._popen = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=out, stderr=out, env=env, start_new_session=True
-            )
+        module = "torchtune_ext.sampling.core_process"
+        self._popen = start_module(module, log, environ=environ, stdin=subprocess.PIPE)
         self.pid = self._popen.pid
         try:
             self.sentinel = os.pidfd_open(self.pid)  # readable once the process has ended
@@ -113,7 +107,18 @@ class CoreProcess:
 
     def cpu_seconds(self) -> float:
         """Returns the seconds of CPU time that the process and its workers have used until now."""
-        return cpu_seconds({self.pid})
+        ticks = 0
+        for folder in os.scandir("/proc"):
+            if folder.name.isdigit():
+                try:
+                    # The name in the brackets is whatever its process has called itself, so it is taken as bytes.
+                    fields = Path(folder.path, "stat").read_bytes().rsplit(b")", 1)[1].split()
+                except OSError:
+                    continue  # it has ended meanwhile
+                # The fourth field is the session, which a core and its workers share.
+                if int(fields[3]) == self.pid:
+                    ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
 
     def log_tail(self) -> str:
         """Returns the last lines that this process wrote."""
@@ -130,20 +135,35 @@ def how_it_ended(code: int | None, what: str) -> str:
     return f"{what} was killed by {signal.Signals(-code).name}{hint}"
 
 
-def cpu_seconds(sessions: Set[int]) -> float:
-    """Returns the seconds of CPU time that the processes of these sessions have used until now."""
-    ticks = 0
-    for folder in os.scandir("/proc"):
-        if folder.name.isdigit():
-            try:
-                # The name in the brackets is whatever its process has called itself, so it is taken as bytes.
-                fields = Path(folder.path, "stat").read_bytes().rsplit(b")", 1)[1].split()
-            except OSError:
-                continue  # it has ended meanwhile
-            # The fourth field is the session, which a core and its workers share.
-            if int(fields[3]) in sessions:
-                ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
+def start_module(
+    module: str,
+    log: Path,
+    *words: str,
+    environ: Mapping[str, str] | None = None,
+    stdin: int = subprocess.DEVNULL,
+    keep: Sequence[int] = (),
+) -> subprocess.Popen:
+    """Starts a module as a process in a session of its own. It finds the modules that we find, and no variable of torchrun's.
+
+    Args:
+        module: by its full name.
+        log: its output is appended to it.
+        words: its arguments; the last one is always our process id, to whose life it binds itself.
+        environ: on top of our own environment.
+        stdin: as `subprocess.Popen` takes it.
+        keep: descriptors that it inherits.
+
+    Raises:
+        OSError: it cannot be started, or the log cannot be written.
+    """
+    path = [os.path.abspath(entry or ".") for entry in sys.path]
+    env = {key: value for key, value in environment().items() if not key.startswith(TORCHRUN)}
+    env |= {"PYTHONPATH": os.pathsep.join(path), **(environ or {})}
+    command = [sys.executable, "-P", "-m", module, *words, str(os.getpid())]
+    with open(log, "ab", buffering=0) as out:
+        return subprocess.Popen(
+            command, stdin=stdin, stdout=out, stderr=out, env=env, pass_fds=keep, start_new_session=True
+        )
 
 
 def log_tail(log: Path, start: int, lines: int = 30) -> str:

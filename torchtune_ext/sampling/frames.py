@@ -2,6 +2,7 @@
 
 import asyncio
 import pickle
+import socket
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,22 @@ def pack(messages: list[Any]) -> bytes:
     """Returns the bytes that carry some messages."""
     data = pickle.dumps(messages, protocol=5)
     return _LENGTH.pack(len(data)) + data
+
+
+def receive(end: socket.socket) -> list[Any]:
+    """Reads one frame before a loop runs, and not a byte behind it. Returns its messages. Raises EOFError, OSError."""
+    (length,) = _LENGTH.unpack(_exactly(end, _LENGTH.size))
+    return pickle.loads(_exactly(end, length))
+
+
+def _exactly(end: socket.socket, count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        part = end.recv(count - len(data))
+        if not part:
+            raise EOFError("the other end was closed")
+        data += part
+    return bytes(data)
 
 
 class Frames(asyncio.Protocol):

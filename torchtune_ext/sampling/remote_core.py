@@ -7,26 +7,23 @@ with the published weights.
 
 import asyncio
 import itertools
-import os
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtune_ext.run.parent import environment
 from torchtune_ext.sampling import janitor
 from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded
-from torchtune_ext.sampling.client_process import receive_first
 from torchtune_ext.sampling.core import core_environment
-from torchtune_ext.sampling.core_process import TORCHRUN, how_it_ended, log_tail
-from torchtune_ext.sampling.frames import Frames, pack
+from torchtune_ext.sampling.core_process import how_it_ended, log_tail, start_module
+from torchtune_ext.sampling.frames import Frames, pack, receive
 from torchtune_ext.sampling.records import Completion, EngineConfig
 from torchtune_ext.sampling.weight_buffer import WeightBuffer
 
+CLIENT = "torchtune_ext.sampling.client_process"
 START_S = 25.0  # seconds until the client's process has started the engine's (a Python and a few modules)
 # The client bounds its own calls into the engine. This end waits so much longer, and then it is the client that hangs.
 MARGIN_S = 5.0
@@ -65,39 +62,31 @@ class RemoteCore:
         self._configured = False
         self._loop = asyncio.get_running_loop()
         self.log_start = log_path.stat().st_size if log_path.exists() else 0
+        first = pack([(core_environment(config, temp_dir), str(log_path), (model_dir, config, log_path, temp_dir))])
         ours, theirs = socket.socketpair()
         with theirs:
-            self._client = self._start(theirs)
+            self._client = start_module(CLIENT, log_path, str(theirs.fileno()), keep=[theirs.fileno()])
         try:
             ours.settimeout(START_S)
-            ours.sendall(
-                pack([(core_environment(config, temp_dir), str(log_path), (model_dir, config, log_path, temp_dir))])
-            )
-            self.group = receive_first(ours)
+            ours.sendall(first)
+            (self.group,) = receive(ours)
         except (OSError, EOFError) as error:
             ours.close()
-            self.kill()
-            raise OSError(f"the engine's client did not start: {error}; {self.ending()}") from error
+            ending = self._given_up(0.0 if isinstance(error, TimeoutError) else 1.0)
+            raise OSError(f"the engine's client did not start: {error}; {ending}") from error
         ours.setblocking(False)
         self._frames = Frames(self._receive, self._end)
         self._connected = self._loop.create_task(self._loop.create_connection(lambda: self._frames, sock=ours))
 
-    def _start(self, end: socket.socket) -> subprocess.Popen:
-        path = [os.path.abspath(entry or ".") for entry in sys.path]
-        env = {key: value for key, value in environment().items() if not key.startswith(TORCHRUN)}
-        env["PYTHONPATH"] = os.pathsep.join(path)
-        module = "torchtune_ext.sampling.client_process"
-        command = [sys.executable, "-P", "-m", module, str(end.fileno()), str(os.getpid())]
-        with open(self.log, "ab", buffering=0) as out:
-            return subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                env=env,
-                pass_fds=[end.fileno()],
-                start_new_session=True,
-            )
+    def _given_up(self, patience_s: float) -> str:
+        """Ends a client that did not start. Returns how it ended by itself within `patience_s` seconds, if it did."""
+        try:
+            ending = how_it_ended(self._client.wait(patience_s), "the engine's client")
+        except subprocess.TimeoutExpired:
+            ending = "it was killed"
+        self.kill()
+        self._reap()
+        return ending
 
     # -- life ---------------------------------------------------------------------------------------------------------
 

@@ -152,13 +152,18 @@ class Agreement:
         logprobs: a function (rows, temperature) -> the trainer's log-probs, used to find the cause of a disagreement.
         temperature: temperature of sampling.
         limit: largest allowed mean |d log-prob|, in nats (`max_mismatch`).
+        canary: a canary follows each publication. In a replay there is none, since there is no engine.
     """
 
     def __init__(
-        self, logprobs: Callable[[Sequence[Row], float], list[LabelLogprobs]], temperature: float, limit: float
+        self,
+        logprobs: Callable[[Sequence[Row], float], list[LabelLogprobs]],
+        temperature: float,
+        limit: float,
+        canary: bool = True,
     ):
         self._logprobs, self._temperature, self._limit = logprobs, temperature, limit
-        self._told = False  # that no token was of the present version
+        self._told = not canary  # that no token was of the present version; without a canary there is nothing to tell
 
     def require(
         self,
@@ -172,7 +177,7 @@ class Agreement:
 
         If an earlier version sampled a token, its log-prob differs because the policy has moved since. That is no
         fault. So if `version` is given, the limit holds only for the tokens of this version. Where there are none, which
-        is usual for an engine that samples ahead, the first such call says so in a warning.
+        is usual for an engine that samples ahead, the first such call says so in a warning, if there is a canary.
 
         Args:
             rows: packed rows of this rank; they hold the sampler's log-probs.

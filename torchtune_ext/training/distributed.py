@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torchtune import training
 
+from torchtune_ext.run.output import say
 from torchtune_ext.run.parent import die_with_parent
 from torchtune_ext.training.watch import Limits, Watch
 
@@ -90,11 +91,14 @@ def init_ranks(device: str, rank_deadline_s: float = 300.0, engine_beside: bool 
         die_with_parent(os.getppid())
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     here = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device("cpu")
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if kind == "cuda":
         torch.cuda.set_device(here)
-    elif engine_beside:
-        leave_a_core()
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    elif engine_beside and (cores := leave_a_core()) and rank == 0:
+        say(
+            f"cores: PyTorch computes on {cores - 1} of {cores}, since an engine that samples ahead needs one; "
+            "OMP_NUM_THREADS sets another number"
+        )
     if world_size == 1 or dist.is_initialized():
         return Ranks(rank, world_size, here)
     stay_on_this_machine()
@@ -107,8 +111,10 @@ def init_ranks(device: str, rank_deadline_s: float = 300.0, engine_beside: bool 
     return Ranks(rank, world_size, here, watch)
 
 
-def leave_a_core() -> None:
+def leave_a_core() -> int | None:
     """Lets PyTorch compute on all cores but one, unless OMP_NUM_THREADS says on how many.
+
+    Returns the number of cores, or None where nothing was changed.
 
     An engine on a CPU computes in one thread. Where it takes a core from one of the trainer's threads, all others wait for
     that thread at the end of every operation.
@@ -116,6 +122,8 @@ def leave_a_core() -> None:
     cores = len(os.sched_getaffinity(0))
     if "OMP_NUM_THREADS" not in os.environ and 1 < cores <= torch.get_num_threads():
         torch.set_num_threads(cores - 1)
+        return cores
+    return None
 
 
 def stay_on_this_machine() -> None:

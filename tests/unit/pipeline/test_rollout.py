@@ -173,6 +173,22 @@ def test_work_on_completions_counts_while_the_engine_samples(engine, grader):
     assert watch.seconds["generate"] >= 6 * 0.02
 
 
+def test_an_evaluation_is_given_up_after_silence(engine, grader):
+    """The time begins anew with each completion, and while nobody waits it stands still."""
+    engine.script = [(p, s, "x") for p in (0, 1) for s in (0, 1)]
+    stream = sample_groups(PROBLEMS, 2, SAMPLING, engine, LetterTokenizer(), grader, deadline_s=0.5)
+    assert {next(stream)[0], next(stream)[0]} == {0, 1}
+    time.sleep(0.6)
+    begun = time.monotonic()
+    with pytest.raises(
+        TimeoutError,
+        match=rf"rollout_deadline_s=0.5\), while 1 group is waited for: problem '{PROBLEMS[2].id}': submitted",
+    ):
+        next(stream)
+    assert time.monotonic() - begun > 0.5
+    assert engine.futures[2].cancelled(), "what nobody waits for any more is ended"
+
+
 def test_no_problems_no_groups(engine, grader):
     assert in_order(sample_groups([], 2, SAMPLING, engine, LetterTokenizer(), grader)) == []
 

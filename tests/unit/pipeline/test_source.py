@@ -240,6 +240,8 @@ def test_a_refill_has_a_deadline(make):
         TimeoutError, match=r"2 groups are waited for: group 0 \(version 0\): .*; group 1 .*rollout_deadline_s"
     ):
         source.take(2, refill=1)
+    with pytest.raises(TimeoutError, match="while 1 group is waited for: group 0 "):
+        source.take(1, refill=2)
 
 
 def test_a_rank_without_a_stream_does_nothing(make):

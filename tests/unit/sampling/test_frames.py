@@ -2,8 +2,11 @@
 
 import asyncio
 import socket
+import threading
 
-from torchtune_ext.sampling.frames import Frames, pack
+import pytest
+
+from torchtune_ext.sampling.frames import Frames, pack, receive
 
 
 def exchanged(say, chunk: int | None = None) -> tuple[list[list[object]], int]:
@@ -57,3 +60,24 @@ def test_what_is_said_before_the_end_still_arrives():
     frames, ends = exchanged(say_and_end)
     assert sum(frames, []) == ["before the connection", "last"] and ends == 1
     assert len(pack([1])) > 8
+
+
+def test_one_frame_is_read_before_the_loop_runs_and_nothing_behind_it():
+    """The second frame is there already, and belongs to the loop."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        sent = [("first", b"x" * 300_000)]
+        writer = threading.Thread(target=ours.sendall, args=(pack(sent) + pack(["second"]),))
+        writer.start()
+        assert receive(theirs) == sent and receive(theirs) == ["second"]
+        writer.join()
+
+
+@pytest.mark.parametrize("cut", [0, 5, 8, 20])
+def test_a_frame_that_is_cut_is_the_end(cut):
+    ours, theirs = socket.socketpair()
+    with theirs:
+        with ours:
+            ours.sendall(pack(["x" * 100])[:cut])
+        with pytest.raises(EOFError, match="the other end was closed"):
+            receive(theirs)

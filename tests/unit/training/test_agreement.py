@@ -119,6 +119,18 @@ def test_a_batch_without_a_token_of_the_present_version_is_said_once(caplog):
     assert warning.startswith("step 5: no sampled tokens are of the present version 4, so the canary alone")
 
 
+def test_where_there_is_no_canary_nothing_is_said_of_one(caplog):
+    """In a replay, which goes on."""
+    table = Table()
+    (row,) = table.rows(table.score(1.0).double() + 0.3)
+    said = [LabelLogprobs(table.score(1.0), torch.zeros(SAMPLES * TOKENS))]
+    gate = Agreement(lambda rows, t: said, 1.0, 1e-3, canary=False)
+    assert gate.require([row], said, "step 5", version=4).mean_abs == pytest.approx(0.3, abs=1e-6)
+    assert not caplog.messages
+    with pytest.raises(Disagreement):
+        gate.require([row], said, "step 5")
+
+
 @pytest.mark.parametrize("count", [TOO_FEW - 1, TOO_FEW])
 def test_few_tokens_of_the_present_version_do_not_end_a_run(count, caplog):
     """The tail of a completion that was sampled over a publication: in bfloat16 one of its tokens may well be 0.06 away."""

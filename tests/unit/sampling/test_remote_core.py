@@ -1,0 +1,39 @@
+"""The trainer's end of the engine's client: one that does not start is said so, and nothing is left of it."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from torchtune_ext.sampling import remote_core  # noqa: E402
+from torchtune_ext.sampling.records import EngineConfig  # noqa: E402
+
+pytestmark = pytest.mark.timeout(60)
+
+NOTE = "import os, pathlib, sys, time; pathlib.Path(__file__).with_suffix('.pid').write_text(str(os.getpid()))\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("sys.exit(3)", "did not start: .*; the engine's client ended with exit code 3"),
+        ("time.sleep(60)", "did not start: timed out; it was killed"),
+    ],
+    ids=["ends", "hangs"],
+)
+def test_a_client_that_does_not_start_is_reaped(program, message, tmp_path, monkeypatch):
+    (tmp_path / "no_client.py").write_text(NOTE + program)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(remote_core, "CLIENT", "no_client")
+    # Long enough for a Python to start on a busy machine and to note its number.
+    monkeypatch.setattr(remote_core, "START_S", 5.0)
+
+    async def make() -> None:
+        remote_core.RemoteCore("model", EngineConfig(), tmp_path / "engine.log", str(tmp_path), lambda step: None)
+
+    with pytest.raises(OSError, match=message):
+        asyncio.run(make())
+    # One that has ended and is not waited for is still listed there.
+    assert not Path(f"/proc/{(tmp_path / 'no_client.pid').read_text()}").exists()

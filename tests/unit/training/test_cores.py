@@ -1,0 +1,56 @@
+"""A core is left to the engine that samples beside the trainer, and the run says so."""
+
+import os
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torchtune_ext.training.distributed import init_ranks  # noqa: E402
+
+
+@pytest.fixture
+def cores(monkeypatch):
+    """A machine of so many cores, on which PyTorch computes with so many threads; the threads of before are set again."""
+    before = torch.get_num_threads()
+
+    def of(cores: int, threads: int, variable: str | None = None) -> None:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        if variable is not None:
+            monkeypatch.setenv("OMP_NUM_THREADS", variable)
+        torch.set_num_threads(threads)
+
+    yield of
+    torch.set_num_threads(before)
+
+
+def test_a_core_is_left_and_it_is_said_in_one_line(cores, capsys):
+    cores(4, threads=4)
+    init_ranks("cpu", engine_beside=True)
+    assert torch.get_num_threads() == 3
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("cores: PyTorch computes on 3 of 4, since ") and "OMP_NUM_THREADS" in line
+
+
+@pytest.mark.parametrize(
+    ("machine", "beside"),
+    [
+        ({"cores": 4, "threads": 4}, False),
+        ({"cores": 4, "threads": 4, "variable": "4"}, True),
+        ({"cores": 4, "threads": 2}, True),
+        ({"cores": 1, "threads": 1}, True),
+    ],
+    ids=["no engine beside", "the user says how many", "a core is free already", "one core"],
+)
+def test_otherwise_nothing_changes_and_nothing_is_said(cores, capsys, machine, beside):
+    cores(**machine)
+    init_ranks("cpu", engine_beside=beside)
+    assert torch.get_num_threads() == machine["threads"] and not capsys.readouterr().out
+
+
+def test_of_several_ranks_one_says_it(cores, capsys, monkeypatch):
+    cores(4, threads=4)
+    monkeypatch.setenv("RANK", "1")
+    init_ranks("cpu", engine_beside=True)
+    assert torch.get_num_threads() == 3 and not capsys.readouterr().out
