@@ -71,7 +71,8 @@ class Bench:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Ends all processes and removes all folders. Futures that are not done raise BenchError. A second call does nothing."""
+        """Ends all processes and removes all folders. Futures that are not done raise BenchError. A second
+        call does nothing."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
