@@ -21,11 +21,12 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import cloudpickle
@@ -64,14 +65,24 @@ class Processes:
         subject: what they are started with, for messages: "task".
         folder: where each process gets a folder for temporary files (its TMPDIR), which goes when the process ends, however
             it ends. None: the processes share the TMPDIR of this one.
+        variables: further variables of the environment of the processes.
 
     Raises:
         OSError: no process can be started.
     """
 
-    def __init__(self, target: bytes, count: int, name: str, subject: str, folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        target: bytes,
+        count: int,
+        name: str,
+        subject: str,
+        folder: Path | None = None,
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self._name, self._subject = name, subject
-        self._hello, self._count, self._folder = pickle.dumps((list(sys.path), target)), count, folder
+        self._count, self._folder = count, folder
+        self._hello, self._variables = pickle.dumps((list(sys.path), target)), dict(variables)
         self._lock = threading.Lock()  # guards `_queue` and `_ended`
         self._queue: deque[_Item] = deque()
         self._ended: Exception | None = None  # the reason why no more calls are accepted
@@ -145,7 +156,7 @@ class Processes:
         try:
             try:
                 for _ in range(self._count):
-                    self._workers.append(_Worker(self._hello, self._folder))
+                    self._workers.append(_Worker(self._hello, self._folder, self._variables))
             except Exception as error:
                 started.set_exception(error)
                 raise
@@ -227,7 +238,7 @@ class Processes:
     def _replace(self, slot: int) -> None:
         self._workers[slot].connection.close()
         self._workers[slot].end(kill_at=0.0)
-        self._workers[slot] = _Worker(self._hello, self._folder)
+        self._workers[slot] = _Worker(self._hello, self._folder, self._variables)
 
 
 @dataclass(eq=False, slots=True)
@@ -254,9 +265,9 @@ class _Item:
 class _Worker:
     """One process, as this one sees it."""
 
-    def __init__(self, hello: bytes, folder: Path | None) -> None:
+    def __init__(self, hello: bytes, folder: Path | None, variables: Mapping[str, str]) -> None:
         self.folder: Path | None = None
-        variables = environment()
+        variables = {**environment(), **variables}
         if folder is not None:
             self.folder = Path(tempfile.mkdtemp(dir=folder))
             self.folder.chmod(0o711)  # other users may have a folder in it, and only they know its name
