@@ -132,7 +132,7 @@ def test_a_killed_owner_leaves_no_process(tmp_path):
     )
     try:
         folder = Path(owner.stdout.readline().strip())
-        assert folder.is_dir() and folder.name.startswith("torchtune-ext-sandbox-")
+        assert folder.is_dir() and folder.name.startswith("torchtune-ext-programs-")
         time.sleep(2.5)  # until the processes of the timing have started
         below = psutil.Process(owner.pid).children(recursive=True)
         assert len(below) >= 4

@@ -19,12 +19,11 @@ pytest.importorskip("tree_sitter_c")
 
 from torchtune_ext.tasks.measured import bench as benches
 from torchtune_ext.tasks.measured import bench_processes, timing
-from torchtune_ext.tasks.measured.bench import Bench, BenchConfig, BenchError, Result
-from torchtune_ext.tasks.measured.bench_processes import Checked, TimeKeeping, is_noisy
+from torchtune_ext.tasks.measured.bench import Bench, BenchError, Result
+from torchtune_ext.tasks.measured.bench_processes import Checked, TimeKeeping
 from torchtune_ext.tasks.measured.check import STAGES, Deadlines
 from torchtune_ext.tasks.measured.machine import alone_on
 from torchtune_ext.tasks.measured.sandbox import SandboxError
-from torchtune_ext.tasks.measured.timing import Timing
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
 
@@ -328,11 +327,6 @@ def test_a_machine_on_which_nothing_can_be_timed_is_no_fault_of_the_program(serv
     assert service.stats()["noisy"] == 2
 
 
-@pytest.mark.parametrize(("is_narrow", "excused", "noisy"), [(True, 0, 0), (True, 9, 0), (False, 0, 0), (False, 1, 1)])
-def test_noise_is_what_others_make(is_narrow, excused, noisy):
-    assert is_noisy(Timing(1e-3, 1e-3, 2e-3, 9, 1.0, 1.0, 0.1, 0.5, excused, is_narrow)) == bool(noisy)
-
-
 # ---------------------------------------------------------------- the end, and bad input
 
 
@@ -388,36 +382,3 @@ def test_a_kernel_whose_own_program_is_wrong_is_told(service):
 
     with pytest.raises(BenchError, match="wrong_result"):
         outcome(service.submit(Broken(), fenced(HONEST)))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"workers": 0}, "bench.workers=0 must be at least 1, or null"),
-        ({"cores": []}, r"bench.cores=\[\]: name each core once"),
-        ({"cores": [1, 1]}, r"bench.cores=\[1, 1\]: name each core once"),
-        ({"cores": [0], "threads": 2}, r"bench.threads=2 needs as many cores, and bench.cores=\[0\] names 1"),
-        ({"threads": 0}, "bench.threads=0 must be at least 1"),
-        ({"optimization": "-Ofast"}, "bench.optimization='-Ofast': use -O0, -O1, -O2 or -O3"),
-        ({"budget_s": 0}, "bench.budget_s=0 must be more than 0 seconds"),
-        ({"budget_s": float("nan")}, "bench.budget_s=nan must be more than 0 seconds"),
-    ],
-)
-def test_settings_that_cannot_be(settings, message):
-    for make in (BenchConfig, Bench):
-        with pytest.raises(ValueError, match=message):
-            make(**settings)
-
-
-def test_settings_that_this_machine_cannot_have(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="bench.resource is empty"):
-        BenchConfig(resource="")
-    with pytest.raises(ValueError, match=r"cores=\[4096\]: use some of"):
-        Bench(cores=[4096])
-    with pytest.raises(ValueError, match="no C compiler: nocc"):
-        Bench(compiler="nocc")
-    with pytest.raises(ValueError, match="bench.cache=.*nowhere"):
-        bench(cache=tmp_path / "nowhere" / "file")
-    monkeypatch.setattr(benches.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"pip install 'torchtune-ext\[bench\]'"):
-        Bench()

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+from dataclasses import fields
 
 import pytest
 
@@ -12,7 +13,7 @@ from torchtune_ext.tasks.measured.check import OUTCOMES
 from torchtune_ext.tasks.measured.results import NOISY, Result
 from torchtune_ext.tasks.measured.timing import Timing
 
-TIMING = Timing(1e-3, 0.9e-3, 1.1e-3, 30, 12.5, 3.25, 0.01, 0.5, 1, True)
+TIMING = Timing(**{each.name: {float: 0.1, int: 30, bool: True}[each.type] for each in fields(Timing)})
 
 
 def result(outcome="ok", note="", timing=None) -> Result:

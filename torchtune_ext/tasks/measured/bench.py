@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 RETRIES = 2  # further attempts after the machine has failed
 OWN_S = 30.0  # seconds of our own work on a program at most: inputs, references, comparisons, starts of processes
 CLOSE_S = 3.0  # seconds that processes get to end by themselves
-FOLDER = "torchtune-ext-sandbox-"  # how the name of the folder begins
+FOLDER = "torchtune-ext-programs-"  # how the name of the folder begins
 
 
 class Bench:
@@ -93,9 +93,8 @@ class Bench:
         timed = choose_cores(chosen, threads)[:threads]
         checked = sorted(usable - set(timed)) or sorted(usable)
         found = Compiler.find(compiler)
-        Sandbox(
-            found.path, namespaces
-        ).close()  # a machine that cannot lock in is found out now, and not by each program
+        # A machine that cannot lock programs in is found out now, and not by each of them.
+        Sandbox(found.path, namespaces).close()
         self._settings = Settings(
             found,
             optimization,
