@@ -9,7 +9,7 @@ import signal
 import time
 from pathlib import Path
 
-from torchtune_ext.tasks.measured import bench_processes, timing
+from torchtune_ext.tasks.measured import bench_processes, probe
 from torchtune_ext.tasks.measured.kernels import Dgemm, Reduction
 
 SUM = "void reduction(int n, const double *x, double *total) {{ {} }}"
@@ -21,8 +21,8 @@ def fenced(source: str) -> str:
 
 
 def made(kind: type, *arguments):
-    timing.WILD = 1e9
-    timing.Quiet.is_disturbed = lambda self, seconds: False
+    probe.WILD = 1e9
+    probe.Probe.is_disturbed = lambda self, *looks: False
     bench_processes.wait_until_idle = lambda cores, deadline_s: 0.0
     return kind(*arguments)
 

@@ -18,7 +18,7 @@ from calm_kernels import HONEST, SUM, CalmDgemm, CalmReduction, Faulty, fenced
 pytest.importorskip("tree_sitter_c")
 
 from torchtune_ext.tasks.measured import bench as benches
-from torchtune_ext.tasks.measured import bench_processes, timing
+from torchtune_ext.tasks.measured import bench_processes, probe
 from torchtune_ext.tasks.measured.bench import Bench, BenchError, Result
 from torchtune_ext.tasks.measured.bench_processes import Checked, TimeKeeping
 from torchtune_ext.tasks.measured.check import STAGES, Deadlines
@@ -287,7 +287,7 @@ def test_waiting_for_the_cores_is_no_part_of_the_time():
             time.sleep(1.0)
             released.append(time.monotonic())
 
-    patched = (timing.WILD, timing.Quiet.is_disturbed, bench_processes.wait_until_idle)
+    patched = (probe.WILD, probe.Probe.is_disturbed, bench_processes.wait_until_idle)
     try:
         checked = checking(lambda: None, "key", sent, fenced(HONEST))
         assert isinstance(checked, Checked)
@@ -302,7 +302,7 @@ def test_waiting_for_the_cores_is_no_part_of_the_time():
     finally:
         bench_processes.CHECKERS.close()
         bench_processes.TIMERS.close()
-        timing.WILD, timing.Quiet.is_disturbed, bench_processes.wait_until_idle = patched
+        probe.WILD, probe.Probe.is_disturbed, bench_processes.wait_until_idle = patched
         os.sched_setaffinity(0, usable)
 
 
@@ -315,7 +315,7 @@ class Varying(CalmReduction):
 
 def varying(size: int) -> Varying:
     bench_processes.wait_until_idle = lambda cores, deadline_s: 0.0
-    timing.WILD, timing.CALM_TRIES = -1.0, 1
+    probe.WILD, probe.CALM_TRIES = -1.0, 1
     return Varying(size)
 
 

@@ -21,9 +21,10 @@ from torchtune_ext.tasks.measured.child import ChildFailed
 from torchtune_ext.tasks.measured.compiler import LIBRARY, Compiler
 from torchtune_ext.tasks.measured.kernel import Kernel
 from torchtune_ext.tasks.measured.machine import alone_on, wait_until_idle
+from torchtune_ext.tasks.measured.probe import Wild
 from torchtune_ext.tasks.measured.results import NOISY
 from torchtune_ext.tasks.measured.sandbox import Limits, SandboxError
-from torchtune_ext.tasks.measured.timing import LOCK_S, Timer, Timing, Wild
+from torchtune_ext.tasks.measured.timing import LOCK_S, Timer, Timing
 
 MAX_KERNELS = 8  # kernels for which a process keeps something
 TURN_S = 0.03  # between two timings; others who wait for the cores look every 0.02 s whether they are free
@@ -84,11 +85,6 @@ class Failed:
 
     cause: str
     is_final: bool  # another attempt would not help
-
-
-def is_noisy(timing: Timing) -> bool:
-    """Whether a neighbor is the reason why no speed is known. What a program does to itself is its own speed."""
-    return not timing.is_narrow and timing.excused > 0
 
 
 class Kept(Generic[Thing]):
@@ -173,7 +169,7 @@ class TimeKeeping:
         except (SandboxError, OSError) as error:
             TIMERS.drop(key)
             return _failed(error)
-        if is_noisy(timing):
+        if timing.is_noisy:
             note = f"others disturb the machine: after {self.settings.budget_s:g} s its speed is known to ±{timing.spread:.1%}"
             return Timed(NOISY, note, None, clock.seconds())
         return Timed("ok", "", timing, clock.seconds())
@@ -202,13 +198,13 @@ class QueuedTimer(Timer):
 
     when_alone: Callable[[], None] = staticmethod(lambda: None)
 
-    def _child(self, *arguments):  # a timer starts its processes as soon as it is alone
+    def _time(self, child):  # a timer calls it as soon as it is alone
         self.when_alone()
-        return super()._child(*arguments)
+        return super()._time(child)
 
     def is_broken(self) -> bool:
-        """Whether a process of ours has ended: then a call that failed says nothing about the program."""
-        own = (self._reference_child, self._fixed_child)
+        """Whether a process of ours has ended, too: whatever ended it did not choose the program's."""
+        own = (self._reference, self._probe.child)
         return any(child._closed or child._process.poll() is not None for child in own)
 
     def close(self) -> None:
