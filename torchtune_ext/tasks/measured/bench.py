@@ -34,7 +34,7 @@ from torchtune_ext.tasks.measured.child import START_S
 from torchtune_ext.tasks.measured.compiler import Compiler
 from torchtune_ext.tasks.measured.extract import extract
 from torchtune_ext.tasks.measured.kernel import Kernel, prototype
-from torchtune_ext.tasks.measured.machine import choose_cores, fingerprint
+from torchtune_ext.tasks.measured.machine import choose_cores, fingerprint, usable_cores
 from torchtune_ext.tasks.measured.results import NOISY, BenchConfig, BenchError, Result
 from torchtune_ext.tasks.measured.sandbox import PROBE_S, Limits, Sandbox
 from torchtune_ext.tasks.measured.schedule import CHECK, Schedule
@@ -89,8 +89,8 @@ class Bench:
         BenchConfig(workers, chosen, threads, optimization, compiler, budget_s, namespaces)
         if any(importlib.util.find_spec(name) is None for name in ("tree_sitter", "tree_sitter_c")):
             raise ValueError("programs are read with tree-sitter: pip install 'torchtune-ext[bench]'")
-        usable = os.sched_getaffinity(0)
-        timed = choose_cores(chosen, threads)[:threads]
+        usable = usable_cores()
+        timed = choose_cores(chosen, threads)
         checked = sorted(usable - set(timed)) or sorted(usable)
         found = Compiler.find(compiler)
         # A machine that cannot lock programs in is found out now, and not by each of them.

@@ -113,7 +113,7 @@ class Kept(Generic[Thing]):
 
 # Of this process. They cannot be sent to it, so they are no part of the objects below.
 CHECKERS: "Kept[Checker]" = Kept()
-TIMERS: "Kept[QueuedTimer]" = Kept()
+TIMERS: "Kept[OwningTimer]" = Kept()
 
 
 class Checking:
@@ -155,16 +155,12 @@ class TimeKeeping:
             try:
                 (folder / LIBRARY).write_bytes(zlib.decompress(library))
                 (folder / LIBRARY).chmod(0o755)
-                timer.when_alone = clock.begin
-                timing = timer.time(folder / LIBRARY)
+                timing = timer.time(folder / LIBRARY, clock.begin)
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
         except Wild as error:
             return Timed(NOISY, str(error), None, clock.seconds())
         except ChildFailed as failed:
-            if timer.is_broken():
-                TIMERS.drop(key)
-                return Failed(f"a process of ours ended while a program was timed: {failed}", is_final=False)
             return Timed(failed.outcome, str(failed), None, clock.seconds())
         except (SandboxError, OSError) as error:
             TIMERS.drop(key)
@@ -174,7 +170,7 @@ class TimeKeeping:
             return Timed(NOISY, note, None, clock.seconds())
         return Timed("ok", "", timing, clock.seconds())
 
-    def _timer(self, kernel: bytes) -> "QueuedTimer":
+    def _timer(self, kernel: bytes) -> "OwningTimer":
         others, cores = self.settings.check_cores, self.settings.timed_cores
         # A checker refuses cores that its process may not use, and it runs programs on them.
         os.sched_setaffinity(0, {*others, *cores})
@@ -183,7 +179,7 @@ class TimeKeeping:
         # This process draws inputs and checks results where nothing is timed, if it can.
         os.sched_setaffinity(0, others)
         try:
-            return QueuedTimer(checker, self.settings.budget_s)
+            return OwningTimer(checker, self.settings.budget_s)
         except ChildFailed as failed:
             # So far only our own programs have run.
             checker.close()
@@ -193,19 +189,8 @@ class TimeKeeping:
             raise
 
 
-class QueuedTimer(Timer):
-    """A timer that says when it is alone on its cores. Its checker ends with it."""
-
-    when_alone: Callable[[], None] = staticmethod(lambda: None)
-
-    def _time(self, child):  # a timer calls it as soon as it is alone
-        self.when_alone()
-        return super()._time(child)
-
-    def is_broken(self) -> bool:
-        """Whether a process of ours has ended, too: whatever ended it did not choose the program's."""
-        own = (self._reference, self._probe.child)
-        return any(child._closed or child._process.poll() is not None for child in own)
+class OwningTimer(Timer):
+    """A timer whose checker ends with it."""
 
     def close(self) -> None:
         super().close()

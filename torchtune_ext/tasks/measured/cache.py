@@ -51,6 +51,8 @@ class Cache:
         """Keeps a result, if another attempt would end in the same way."""
         if result.outcome in PASSING or result.note.startswith(_KILLED):
             return
+        if result.timing is not None and result.timing.disturbed:
+            return
         self._keep(key, replace(result, is_cached=True))
         if self._out >= 0:
             line = (json.dumps({"key": key, "result": asdict(result)}) + "\n").encode()

@@ -52,10 +52,10 @@ class BenchConfig:
             )
         if self.threads < 1:
             raise ValueError(f"bench.threads={self.threads} must be at least 1")
-        if self.cores is not None and len(self.cores) < self.threads:
+        if self.cores is not None and len(self.cores) != self.threads:
             raise ValueError(
                 f"bench.threads={self.threads} needs as many cores, and bench.cores={list(self.cores)} names "
-                f"{len(self.cores)}: name more, or null to have them chosen"
+                f"{len(self.cores)}: name {self.threads}, or null to have them chosen"
             )
         if self.optimization not in ("-O0", "-O1", "-O2", "-O3"):
             raise ValueError(f"bench.optimization={self.optimization!r}: use -O0, -O1, -O2 or -O3")

@@ -14,7 +14,7 @@ gains nothing. What is faster than the machine can be is not believed.
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,16 +147,22 @@ class Timer:
         """What all timed cores can do together: multiplications and additions of vectors in registers."""
         return self._probe.peak_gflops
 
-    def time(self, library: Path) -> Timing:
+    def time(self, library: Path, begin: Callable[[], None] = lambda: None) -> Timing:
         """Times a program that `Checker.checked` has found right.
+
+        Args:
+            library: what it was compiled to.
+            begin: called as soon as nobody else times on these cores.
 
         Raises:
             ChildFailed: a call fails or its result is wrong, or it is faster than the machine can be.
             SandboxError: a process of ours has failed. Nothing is known about the program, and this object is of no more use.
         """
         cpu_s = 2 * self.budget_s * self.checker.threads
-        with alone_on(self.checker.cores, LOCK_S), self.checker.child(self.kernel, library, cpu_s) as child:
-            return self._time(child)
+        with alone_on(self.checker.cores, LOCK_S):
+            begin()
+            with self.checker.child(self.kernel, library, cpu_s) as child:
+                return self._time(child)
 
     def time_numpy(self) -> Timing:
         """Times the kernel's `reference` in numpy with as many threads: for products of matrices that is OpenBLAS."""
