@@ -3,7 +3,7 @@
 import json
 import logging
 import os
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 
@@ -13,7 +13,9 @@ from torchtune_ext.tasks.measured.check import OUTCOMES
 from torchtune_ext.tasks.measured.results import NOISY, Result
 from torchtune_ext.tasks.measured.timing import Timing
 
-TIMING = Timing(**{each.name: {float: 0.1, int: 30, bool: True}[each.type] for each in fields(Timing)})
+TIMING = Timing(
+    **{each.name: {float: 0.1, int: 30, bool: True}[each.type] for each in fields(Timing)} | {"disturbed": 0.0}
+)
 
 
 def result(outcome="ok", note="", timing=None) -> Result:
@@ -37,6 +39,12 @@ def test_what_comes_back_is_equal_and_says_that_it_is_cached(tmp_path):
             assert Result(**{**{name: getattr(found, name) for name in Result.__slots__}, "is_cached": False}) == each
         assert cache.get("d") is None
         cache.close()
+
+
+def test_what_was_measured_beside_a_neighbor_is_not_kept():
+    cache = Cache()
+    cache.put("a", result(timing=replace(TIMING, disturbed=0.5)))
+    assert cache.get("a") is None
 
 
 @pytest.mark.parametrize("outcome", [*OUTCOMES, NOISY])

@@ -141,6 +141,10 @@ class Child:
         """The process that runs the candidate (inside of namespaces it is not the one that was started)."""
         return self._pid
 
+    def has_ended(self) -> bool:
+        """Tells whether the process has ended, or was given up."""
+        return self._closed or self._process.poll() is not None
+
     def cpu_ns(self) -> int:
         """Returns the CPU nanoseconds that all threads of the child have used so far. It is exact while they sleep."""
         try:

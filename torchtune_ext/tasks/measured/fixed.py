@@ -7,9 +7,8 @@ import numpy as np
 from torchtune_ext.tasks.measured.kernel import Arrays, Parameter, Size
 
 CHAINS = 10  # sums that do not wait for each other, enough for two units with a latency of four or five cycles
-NUMBERS = (
-    1 << 20
-)  # of its own memory: 8 MB, so that a neighbor shows who uses the cache that cores share, or the memory
+# Numbers of its own memory: 8 MB, so that a neighbor shows who uses the cache that cores share, or the memory.
+NUMBERS = 1 << 20
 REGISTERS: Size = {"rounds": 400_000, "n": 0}  # about half a millisecond
 MEMORY: Size = {"rounds": 0, "n": NUMBERS}  # about a fifth of a millisecond
 
@@ -23,12 +22,9 @@ class Fixed:
     parameters = (Parameter("y", is_output=True),)
     forbidden = ()
     timed: Size = REGISTERS
-    naive = (
-        f"""\
-#define CHAINS {CHAINS}
-#define NUMBERS {NUMBERS}
-"""
-        """\
+    naive = """\
+#define CHAINS @CHAINS@
+#define NUMBERS @NUMBERS@
 #if defined(__AVX512F__)
 #define WIDTH 8
 #elif defined(__AVX__)
@@ -65,8 +61,7 @@ void fixed(int rounds, int n, double *y) {
     y[0] = total;
     y[1] = WIDTH;
 }
-"""
-    )
+""".replace("@CHAINS@", str(CHAINS)).replace("@NUMBERS@", str(NUMBERS))
 
     def operations(self, size: Size) -> int:
         """For vectors of 1 number; times y[1] for those of this machine. What it reads is not counted."""

@@ -8,12 +8,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 log = logging.getLogger(__name__)
 
 SAMPLERS = ("torchtune_ext.sampling.core_process", "torchtune_ext.sampling.client_process")
+_kept_off: list[
+    frozenset[int]
+] = []  # cores that this process could run on before it kept off some, for each time it does
 _LOCK_RETRY_S = 0.02
 _WINDOW_S, _WINDOWS = 0.05, 2  # an engine is idle if it computes in none of so many windows of so many seconds
 _BUSY_SHARE = 0.2  # of one core in a window: below, it only looks whether there is something to do
@@ -29,10 +31,9 @@ class User:
     cores: frozenset[int]
 
 
-@cache
 def usable_cores() -> frozenset[int]:
-    """Returns the cores that this process could run on when it asked first: later it may keep off some of them."""
-    return frozenset(os.sched_getaffinity(0))
+    """Returns the cores that this process may run on, also those that it keeps off (`kept_off`)."""
+    return _kept_off[0] if _kept_off else frozenset(os.sched_getaffinity(0))
 
 
 def engines() -> list[User]:
@@ -81,7 +82,9 @@ def choose_cores(wanted: Sequence[int] | None, count: int) -> list[int]:
 def kept_off(cores: Sequence[int]) -> Iterator[None]:
     """Keeps all threads of this process, also those of libraries, off these cores, if it may run on others."""
     before: dict[int, set[int]] = {}
-    others = usable_cores() - set(cores)
+    usable = usable_cores()
+    others = usable - set(cores)
+    _kept_off.append(usable)
     for thread in map(int, os.listdir("/proc/self/task") if others else []):
         try:
             before[thread] = os.sched_getaffinity(thread)
@@ -91,6 +94,7 @@ def kept_off(cores: Sequence[int]) -> Iterator[None]:
     try:
         yield
     finally:
+        _kept_off.pop()
         for thread, those in before.items():
             try:
                 os.sched_setaffinity(thread, those)

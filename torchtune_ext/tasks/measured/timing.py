@@ -34,9 +34,8 @@ from torchtune_ext.tasks.measured.sandbox import SandboxError
 from torchtune_ext.tasks.measured.verify import compare, draw_inputs, explained
 
 NARROW = 0.02  # the 95% interval of the median ends this far from it, as a share, or nearer
-REFERENCE_DISTURBED = (
-    0.05  # a time of the reference above its quiet level by more than this share speaks of a neighbor, too
-)
+# A time of the reference above its quiet level by more than this share speaks of a neighbor, too.
+REFERENCE_DISTURBED = 0.05
 WAITED = 0.02  # share of a block for which its processes wanted to run and could not
 BLOCK_CALLS, BLOCK_S = 12, 0.06  # calls of a block at most, and seconds after which it ends (but 3 calls it has)
 MIN_BLOCKS = 4  # of a timing
@@ -161,8 +160,14 @@ class Timer:
         cpu_s = 2 * self.budget_s * self.checker.threads
         with alone_on(self.checker.cores, LOCK_S):
             begin()
-            with self.checker.child(self.kernel, library, cpu_s) as child:
-                return self._time(child)
+            try:
+                with self.checker.child(self.kernel, library, cpu_s) as child:
+                    return self._time(child)
+            except ChildFailed as failed:
+                if self._reference.has_ended() or self._probe.child.has_ended():
+                    # Whatever ended ours, too, did not choose the program's.
+                    raise SandboxError(f"processes of ours ended while a program was timed: {failed}") from failed
+                raise
 
     def time_numpy(self) -> Timing:
         """Times the kernel's `reference` in numpy with as many threads: for products of matrices that is OpenBLAS."""
