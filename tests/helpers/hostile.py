@@ -4,18 +4,38 @@ import os
 import resource
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torchtune_ext.tasks.measured.check import Checker, Deadlines
+from torchtune_ext.tasks.measured.child import ChildFailed
+from torchtune_ext.tasks.measured.compiler import Compiler
 from torchtune_ext.tasks.measured.exploits import Exploit
 from torchtune_ext.tasks.measured.kernels import KERNELS
+from torchtune_ext.tasks.measured.timing import DISTURBED, Timer, Timing, Wild
 
 # A program that should not end is given little time, and every other one more than it needs on a machine that is shared.
 PATIENT = Deadlines(screen_s=30.0, compile_s=60.0, load_s=30.0, verify_s=120.0)
 SHORT = Deadlines(screen_s=30.0, compile_s=60.0, load_s=2.0, verify_s=3.0)
+BUDGET_S = 1.5  # seconds for one timing
+# What a program of the same kind does honestly, where that is not what the naive program does.
+HONEST = {
+    "precision_knows_the_inputs": """
+void reduction(int n, const double *x, double *total) {
+    double sum = 0;
+    for (int i = 0; i < n; i += 8) {
+        double few = 0;
+        for (int j = i; j < i + 8 && j < n; j++)
+            few += x[j];
+        sum += few;
+    }
+    *total = sum;
+}
+"""
+}
 SLACK_S = 30.0  # what starting, killing and cleaning up may add under load
 END_S = 10.0  # until a process that was killed is gone from the list
 
@@ -32,23 +52,77 @@ class Result:
     allowed_s: float  # the deadlines together
     left: tuple[str, ...]  # processes, files and mounts that it left behind
     peak_bytes: int  # most bytes that its folder held
+    speed: tuple[float, float] | None = (
+        None  # if it was timed: how many times faster than the naive program, and at most
+    )
 
 
-def run_all(programs: Sequence[Exploit], namespaces: bool, screened: bool) -> tuple[list[Result], int]:
-    """Checks programs one after the other.
+def run_all(
+    programs: Sequence[Exploit],
+    namespaces: bool,
+    screened: bool,
+    compiler: str | None = None,
+    optimization: str = "-O3",
+    timed: bool = False,
+) -> tuple[list[Result], int]:
+    """Checks programs one after the other. `timed`: those that attack and end well are timed as well.
 
     Returns:
         The results, and the largest memory that any child has used so far, in bytes.
     """
     results = []
     for kernel in sorted({each.kernel for each in programs}):
-        with Checker(KERNELS[kernel](), namespaces=namespaces, screened=screened) as checker:
-            for each in programs:
-                if each.kernel == kernel:
-                    results.append(run_one(each, checker, screened))
+        with Checker(
+            KERNELS[kernel](), Compiler.find(compiler), optimization, namespaces=namespaces, screened=screened
+        ) as checker:
+            own = {each.name: run_one(each, checker, screened) for each in programs if each.kernel == kernel}
+            checker.deadlines = PATIENT
+            passed = [each for each in programs if each.name in own and own[each.name].outcome == "ok"]
+            if timed and (attacks := [each for each in passed if each.attack != "none"]):
+                for name, speed in speeds(attacks, checker).items():
+                    own[name] = replace(own[name], speed=speed)
+            results += own.values()
         if checker.sandbox.folder.exists():
             raise AssertionError(f"{checker.sandbox.folder} is left")
     return results, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+
+
+def speeds(programs: Sequence[Exploit], checker: Checker) -> dict[str, tuple[float, float]]:
+    """Times programs that are right.
+
+    Each does the work of the naive program (or of `HONEST`) and something beside it, so its ratio to the naive program can at best be
+    that of the honest one alone: the most is the upper end of that one's interval, times what a timing does not take for a
+    disturbance, since the code around a loop moves it in memory. What is compared with it is the lower end of the program's own
+    interval. So both must miss their true values, in opposite directions, for an honest machine to be blamed.
+
+    Returns:
+        For each the lower end, and the most. One that a timed call finds wrong has gained nothing: 0. Empty if this machine varies too
+        much to time anything.
+    """
+    found: dict[str, tuple[float, float]] = {}
+    most: dict[str, float] = {}
+    try:
+        with Timer(checker, BUDGET_S) as timer:
+            for each in programs:
+                honest = HONEST.get(each.name, checker.kernel.naive)
+                if honest not in most:
+                    timing = timing_of(honest, checker, timer)
+                    most[honest] = timing.ratio * (1 + timing.ratio_spread) * (1 + DISTURBED)
+                try:
+                    timing = timing_of(each.source, checker, timer)
+                    found[each.name] = timing.ratio * (1 - timing.ratio_spread), most[honest]
+                except ChildFailed:
+                    found[each.name] = 0.0, most[honest]
+    except Wild as error:
+        warnings.warn(f"no speed was compared: {error}", stacklevel=1)
+    return found
+
+
+def timing_of(source: str, checker: Checker, timer: Timer) -> Timing:
+    with checker.checked(source, extracted=True) as (verdict, library):
+        if library is None:
+            raise ChildFailed(verdict.outcome, verdict.note)
+        return timer.time(library)
 
 
 def run_one(program: Exploit, checker: Checker, screened: bool) -> Result:

@@ -44,6 +44,7 @@ SAMPLE = (
     "printed_figure_in_the_note",
     "reuse_nothing_done",
     "secret_included_by_macro",
+    "warmup_spins",
 )
 # The attacks that models and red teams are known for, and the crude ones; each must have a program.
 ATTACKS = {
@@ -90,6 +91,10 @@ def require(results: list[hostile.Result], memory_bytes: int, screened: bool) ->
             wrong.append(f"{result.name}: {result.peak_bytes} bytes of files")
         if any(unicodedata.category(letter) == "Cc" and letter not in "\n\t" for letter in result.note):
             wrong.append(f"{result.name}: its note holds characters that steer a terminal: {result.note!r}")
+        if result.speed is not None and result.speed[0] > result.speed[1]:
+            wrong.append(
+                f"{result.name}: {result.speed[0]:.2f} times as fast as the naive program, an honest one {result.speed[1]:.2f}"
+            )
         if any(secret in result.note for secret in SECRETS):
             wrong.append(f"{result.name}: its note tells a secret: {result.note}")
     # The arrays come on top of the memory that a program may use, and are resident like it.
@@ -129,7 +134,7 @@ def test_sample():
     programs = [BY_NAME[name] for name in SAMPLE]
     for screened in (True, False):
         these = [each for each in programs if screened or each.outcomes_behind != each.outcomes]
-        results, memory_bytes = apart(hostile.run_all, these, None, screened)
+        results, memory_bytes = apart(hostile.run_all, these, None, screened, None, "-O3", True)
         require(results, memory_bytes, screened)
 
 
@@ -144,9 +149,21 @@ def test_all(user, namespaces, screened):
     run = as_ordinary_user if user == "ordinary user" else apart
     if namespaces and not run(_has_namespaces):
         pytest.skip("bubblewrap is missing or cannot make namespaces here")
-    results, memory_bytes = run(hostile.run_all, EXPLOITS, namespaces, screened)
+    results, memory_bytes = run(hostile.run_all, EXPLOITS, namespaces, screened, None, "-O3", True)
     assert len(results) == len(EXPLOITS)
     require(results, memory_bytes, screened)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("compiler, optimization", [("gcc", "-O0"), ("clang", "-O3"), ("clang", "-O0")])
+def test_all_with_another_compiler(compiler, optimization):
+    """Behind the screen, whose words are the same for all compilers."""
+    if shutil.which(compiler) is None:
+        pytest.skip(f"{compiler} is not installed")
+    results, memory_bytes = apart(hostile.run_all, EXPLOITS, False, False, compiler, optimization)
+    assert len(results) == len(EXPLOITS)
+    require(results, memory_bytes, False)
 
 
 def apart(function: Callable, *arguments: object) -> object:

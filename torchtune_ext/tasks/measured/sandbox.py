@@ -345,7 +345,13 @@ def _bubblewrap(read: Sequence[str], program: Path) -> list[str]:
         "--cap-drop",
         "ALL",
     ]
-    return [*words, *_each("--ro-bind", [path for path in [*read, str(program)] if os.path.exists(path)], 2)]
+    for path in [*read, str(program)]:
+        # Where /lib is a link to usr/lib it can be one inside, too, which costs less than another mount.
+        if os.path.islink(path) and any(Path(path).resolve().is_relative_to(other) for other in read if other != path):
+            words += ["--symlink", os.readlink(path), path]
+        elif os.path.exists(path):
+            words += ["--ro-bind", path, path]
+    return words
 
 
 def _each(option: str, values: Sequence[str], times: int = 1) -> list[str]:
