@@ -21,21 +21,6 @@ from torchtune_ext.tasks.measured.timing import DISTURBED, Timer, Timing, Wild
 PATIENT = Deadlines(screen_s=30.0, compile_s=60.0, load_s=30.0, verify_s=120.0)
 SHORT = Deadlines(screen_s=30.0, compile_s=60.0, load_s=2.0, verify_s=3.0)
 BUDGET_S = 1.5  # seconds for one timing
-# What a program of the same kind does honestly, where that is not what the naive program does.
-HONEST = {
-    "precision_knows_the_inputs": """
-void reduction(int n, const double *x, double *total) {
-    double sum = 0;
-    for (int i = 0; i < n; i += 8) {
-        double few = 0;
-        for (int j = i; j < i + 8 && j < n; j++)
-            few += x[j];
-        sum += few;
-    }
-    *total = sum;
-}
-"""
-}
 SLACK_S = 30.0  # what starting, killing and cleaning up may add under load
 END_S = 10.0  # until a process that was killed is gone from the list
 
@@ -90,29 +75,26 @@ def run_all(
 def speeds(programs: Sequence[Exploit], checker: Checker) -> dict[str, tuple[float, float]]:
     """Times programs that are right.
 
-    Each does the work of the naive program (or of `HONEST`) and something beside it, so its ratio to the naive program can at best be
-    that of the honest one alone: the most is the upper end of that one's interval, times what a timing does not take for a
-    disturbance, since the code around a loop moves it in memory. What is compared with it is the lower end of the program's own
-    interval. So both must miss their true values, in opposite directions, for an honest machine to be blamed.
+    Each does the work of the naive program and something beside it, so its ratio to the naive program can at best be that which
+    the naive program has to itself: the most is the upper end of that interval, times what a timing does not take for a
+    disturbance, since the code around a loop moves it in memory. What is compared with it is the lower end of the program's
+    own interval. So both must miss their true values, in opposite directions, for an honest machine to be blamed.
 
     Returns:
-        For each the lower end, and the most. One that a timed call finds wrong has gained nothing: 0. Empty if this machine varies too
-        much to time anything.
+        For each the lower end, and the most. One that a timed call finds wrong has gained nothing: 0. Empty if this machine
+        varies too much to time anything.
     """
     found: dict[str, tuple[float, float]] = {}
-    most: dict[str, float] = {}
     try:
         with Timer(checker, BUDGET_S) as timer:
+            honest = timing_of(checker.kernel.naive, checker, timer)
+            most = honest.ratio * (1 + honest.ratio_spread) * (1 + DISTURBED)
             for each in programs:
-                honest = HONEST.get(each.name, checker.kernel.naive)
-                if honest not in most:
-                    timing = timing_of(honest, checker, timer)
-                    most[honest] = timing.ratio * (1 + timing.ratio_spread) * (1 + DISTURBED)
                 try:
                     timing = timing_of(each.source, checker, timer)
-                    found[each.name] = timing.ratio * (1 - timing.ratio_spread), most[honest]
+                    found[each.name] = timing.ratio * (1 - timing.ratio_spread), most
                 except ChildFailed:
-                    found[each.name] = 0.0, most[honest]
+                    found[each.name] = 0.0, most
     except Wild as error:
         warnings.warn(f"no speed was compared: {error}", stacklevel=1)
     return found

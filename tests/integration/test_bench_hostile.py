@@ -54,8 +54,8 @@ ATTACKS = {
     "reads the expected value", "reuse of output", "signals to the parent", "system secrets", "underflow of a mean",
     "warm-up detection", "writes outside",
 }  # fmt: skip
-# What may stand in the way of a program that is verified: its time is counted, or is worth no more than an honest one.
-COMES_THROUGH = ("nothing", "clock outside", "timing", "no gain")
+# What may stand in the way of a program that is verified: its time is counted.
+COMES_THROUGH = ("nothing", "clock outside", "timing")
 MEMORY = Limits().memory_bytes
 DISK = 4 * Limits().file_bytes  # source, object, library and what the compiler notes meanwhile
 RUN_S = 1700.0  # seconds for all programs

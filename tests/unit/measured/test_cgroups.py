@@ -291,6 +291,7 @@ def test_signals_of_a_group_that_is_closed_reach_nobody_else(groups):
     beside = subprocess.Popen(["sleep", "100"])
     group = groups.new(64 << 20, 16)
     with member(group, "sleep 100 & sleep 100"):
+        wait_until(lambda: len(Path(group.files[0]).read_text().split()) >= 2)
         group.close()
     assert beside.poll() is None
     beside.send_signal(signal.SIGKILL)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtune_ext.tasks.measured import commands
+from torchtune_ext.tasks.measured.cgroups import NO_GROUP
 from torchtune_ext.tasks.measured.commands import Finished
 from torchtune_ext.tasks.measured.kernel import Kernel, prototype
 from torchtune_ext.tasks.measured.sandbox import Limits, Sandbox, SandboxError, clean_environment
@@ -85,6 +86,7 @@ def compile_library(
 def _run(sandbox: Sandbox, command: Sequence[str], folder: Path, deadline_s: float) -> Finished:
     environment = {**clean_environment(), "TMPDIR": str(folder)}
     ready, started = os.pipe()
+    group = NO_GROUP
     try:
         group = sandbox.new_group(LIMITS)
         locked_in = sandbox.run_compiler(command, folder, LIMITS, started, group)
@@ -97,5 +99,6 @@ def _run(sandbox: Sandbox, command: Sequence[str], folder: Path, deadline_s: flo
     except OSError as error:
         raise SandboxError(f"a compiler could not be started: {error}") from error
     finally:
+        group.close()
         os.close(ready)
         os.close(started)
