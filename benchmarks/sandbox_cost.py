@@ -1,14 +1,14 @@
 """Does the sandbox change the time that is measured?
 
-    python benchmarks/sandbox_cost.py [--rounds 40] [--calls 5] [--core 1]
+    python benchmarks/sandbox_cost.py [--rounds 100] [--calls 5] [--core 1]
 
 The same library (the naive program of a kernel, and a function that does nothing) is called by processes of three kinds: with
-limits and a clean environment only, locked in, and locked in inside of namespaces. All of them live at the same time, with a
-cgroup each where the machine allows it, and take turns of a few calls, in an order that is drawn for each round, so that what
-disturbs the machine disturbs all alike. The clock is the harness's, as in every measurement. The table has the median of the
-turns' medians, its difference to the process without a sandbox, and p of the two-sided Mann-Whitney test between the two: the
-probability of ranks that differ so much, or more, if the sandbox made no difference. Exit status 1 where any p is below 0.01 /
-number of comparisons (Bonferroni) and the difference is a slowdown.
+limits and a clean environment only, locked in, and locked in inside of namespaces, with a cgroup each where the machine allows
+it. They take turns, in an order that is drawn for each round, and each turn has a new process, so that neither a neighbor nor
+where a process happens to lie in memory is taken for the sandbox. A turn is the median of some calls. The clock is the
+harness's, as in every measurement. The table has the median of the turns, its difference to the process without a sandbox, and
+p of the two-sided Mann-Whitney test between the two: the probability of ranks that differ so much, or more, if the sandbox made
+no difference. Exit status 1 where any p is below 0.01 / number of comparisons (Bonferroni) and the difference is a slowdown.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from statistics import NormalDist, median
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -28,6 +29,7 @@ import numpy as np  # noqa: E402
 from torchtune_ext.tasks.measured.arena import arena_size, lay_out  # noqa: E402
 from torchtune_ext.tasks.measured.check import Checker  # noqa: E402
 from torchtune_ext.tasks.measured.child import Child  # noqa: E402
+from torchtune_ext.tasks.measured.kernel import Kernel  # noqa: E402
 from torchtune_ext.tasks.measured.kernels import Dgemm, Gemv, Reduction, Stencil  # noqa: E402
 from torchtune_ext.tasks.measured.machine import choose_cores, fingerprint  # noqa: E402
 from torchtune_ext.tasks.measured.sandbox import SandboxError  # noqa: E402
@@ -81,17 +83,18 @@ def mann_whitney(first: Sequence[float], second: Sequence[float]) -> float:
     return min(1.0, 2 * NormalDist().cdf(-max(0.0, abs(u - mean) - 0.5) / math.sqrt(variance)))
 
 
-def turn(child: Child, inputs: dict, calls: int, rng: np.random.Generator) -> float:
-    """Returns the median of the seconds of some calls in new places."""
-    kernel = child.kernel
-    child.place(lay_out(kernel, kernel.timed, child.arena_bytes, False, rng))
-    return median(child.call(kernel.timed, inputs, 20.0).seconds for _ in range(calls))
+def turn(checker: Checker, library: Path, inputs: dict, core: int, calls: int, rng: np.random.Generator) -> float:
+    """Returns the median of the seconds of some calls in one new process, after one that is not counted."""
+    kernel = checker.kernel
+    arena_bytes = arena_size(kernel, kernel.timed)
+    with Child(checker.sandbox, library, kernel, arena_bytes, [core], 1, checker.limits, 5.0) as child:
+        child.place(lay_out(kernel, kernel.timed, child.arena_bytes, False, rng))
+        return median([child.call(kernel.timed, inputs, 20.0).seconds for _ in range(calls + 1)][1:])
 
 
-def measure(kernel, core: int, rounds: int, calls: int) -> dict[str, list[float]]:
+def measure(kernel: Kernel, core: int, rounds: int, calls: int) -> dict[str, list[float]]:
     """Returns the seconds of each turn, for each kind of process that can be started here."""
-    rng, children = np.random.default_rng(0), {}
-    seconds: dict[str, list[float]] = {}
+    rng, programs = np.random.default_rng(0), {}
     with ExitStack() as stack:
         for name, arguments in KINDS.items():
             try:
@@ -99,24 +102,20 @@ def measure(kernel, core: int, rounds: int, calls: int) -> dict[str, list[float]
             except SandboxError as error:
                 print(f"{name}: {error}", file=sys.stderr)
                 continue
-            library = checker.compile_own(kernel)
-            arena_bytes = arena_size(kernel, kernel.timed)
-            child = Child(checker.sandbox, library, kernel, arena_bytes, [core], 1, checker.limits, 5.0)
-            children[name], seconds[name] = stack.enter_context(child), []
+            programs[name] = checker, checker.compile_own(kernel)
         # Drawing and waiting happen on the other cores, if there are any.
         os.sched_setaffinity(0, os.sched_getaffinity(0) - {core} or {core})
         inputs = draw_inputs(kernel, kernel.timed, "biased", rng)
-        for child in children.values():
-            turn(child, inputs, calls, rng)
+        seconds: dict[str, list[float]] = {name: [] for name in programs}
         for _ in range(rounds):
-            for name in random.sample(list(children), len(children)):
-                seconds[name].append(turn(children[name], inputs, calls, rng))
+            for name in random.sample(list(programs), len(programs)):
+                seconds[name].append(turn(*programs[name], inputs, core, calls, rng))
     return seconds
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=40, help="turns of each process")
+    parser.add_argument("--rounds", type=int, default=100, help="turns of each kind of process")
     parser.add_argument("--calls", type=int, default=5, help="calls of a turn")
     parser.add_argument("--core", type=int, help="the core they run on; without it, one that no engine uses")
     args = parser.parse_args()
