@@ -9,9 +9,16 @@ import pytest
 from as_user import USER, as_user
 from killed import killed_while_it_has
 
+from torchtune_ext.tasks.measured import sandbox as sandboxes
 from torchtune_ext.tasks.measured.compiler import Compiler
 from torchtune_ext.tasks.measured.owned import Owned, left_behind
-from torchtune_ext.tasks.measured.sandbox import PREFIX, Sandbox, SandboxError
+from torchtune_ext.tasks.measured.sandbox import Sandbox, SandboxError
+
+
+@pytest.fixture(autouse=True)
+def apart(monkeypatch):
+    """Another harness that starts meanwhile on this machine should not remove what these tests leave behind."""
+    monkeypatch.setattr(sandboxes, "PREFIX", f"torchtune-ext-test-{os.getpid()}-")
 
 
 def sandbox() -> Sandbox:
@@ -55,7 +62,7 @@ def as_made_by_nobody():
     os.setgroups([])
     os.setresgid(USER, USER, USER)
     os.setresuid(USER, USER, USER)
-    owned = Owned(Path(tempfile.gettempdir()), PREFIX)
+    owned = Owned(Path(tempfile.gettempdir()), sandboxes.PREFIX)
     return owned, owned.path
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from torchtune_ext.tasks.measured.owned import Owned, left_behind
 
-PREFIX = "torchtune-ext-"
+PREFIX = "torchtune-ext-programs-"
 # First the one whose limit keeps members from starting others, since each hierarchy is emptied on its own in version 1.
 CONTROLLERS = ("pids", "memory")
 END_S = 5.0  # seconds until killed processes have left their group

@@ -28,7 +28,7 @@ PASSING_USERS = range(61184, 65520)
 PROBE_S = 20.0  # seconds that a probe may take
 SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/bin")  # where compilers, their headers and libraries are
 SYSTEM_FILES = ("/etc/ld.so.cache",)
-PREFIX = "torchtune-ext-programs-"  # how the names of the folders begin
+PREFIX = cgroups.PREFIX  # how the names of the folders begin
 NAMESPACES_PROCESSES = 2  # bubblewrap runs as two beside the command
 MORE_THREADS = 256  # an ordinary user's limit counts all threads of the user: so many may come to those that run
 
