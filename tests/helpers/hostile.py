@@ -22,7 +22,9 @@ PATIENT = Deadlines(screen_s=30.0, compile_s=60.0, load_s=30.0, verify_s=120.0)
 SHORT = Deadlines(screen_s=30.0, compile_s=60.0, load_s=2.0, verify_s=3.0)
 BUDGET_S = 1.5  # seconds for one timing
 CALM_TRIES, CALM_S = 3, 1.0  # how often, and after how many seconds, a machine that varies too much is tried again
-MOVED = 0.05  # share by which a loop may be faster because other code around it has moved it in memory
+# Share by which the same loop may be faster because other code around it has moved it in memory: 0.04 has been seen. What the
+# attacks are after is a third (single precision) or a multiple (work that is not done, or not counted).
+MOVED = 0.10
 SLACK_S = 30.0  # what starting, killing and cleaning up may add under load
 END_S = 10.0  # until a process that was killed is gone from the list
 
