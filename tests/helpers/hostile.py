@@ -41,9 +41,8 @@ class Result:
     allowed_s: float  # the deadlines together
     left: tuple[str, ...]  # processes, files and mounts that it left behind
     peak_bytes: int  # most bytes that its folder held
-    speed: tuple[float, float] | None = (
-        None  # if it was timed: how many times faster than the naive program, and at most
-    )
+    # If it was timed: how many times faster than the naive program it is, and at most may be.
+    speed: tuple[float, float] | None = None
 
 
 def run_all(
