@@ -17,7 +17,8 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 # References are small, and where cores are shared, threads of numpy's BLAS wait for each other.
@@ -65,27 +66,41 @@ def timed_parts(spent: Counter) -> Iterator[None]:
 
 
 def measure_starts(count: int) -> None:
-    print(f"{'start of a child':28s} {'median ms':>10s} {'90% ms':>8s} {'end ms':>8s}")
-    for namespaces in (False, True):
-        name = "with namespaces" if namespaces else "without namespaces"
-        try:
-            checker = Checker(Reduction(), namespaces=namespaces)
-        except SandboxError as error:
-            print(f"{name:28s} {error}")
-            continue
-        kernel, starts, ends = checker.kernel, [], []
-        arena_bytes = arena_size(kernel, kernel.timed)
-        with checker, checker.checked(kernel.naive, extracted=True) as (_, library):
-            for _ in range(count):
+    """Prints how long the start and the end of a child take. All kinds take turns, so that what disturbs one disturbs all."""
+    print(f"{'start of a child':36s} {'median ms':>10s} {'90% ms':>8s} {'end ms':>8s}")
+    with ExitStack() as stack:
+        checkers: dict[str, tuple[Checker, Path]] = {}
+        for namespaces in (False, True):
+            for grouped in (False, True):
+                name = f"{'with' if namespaces else 'without'} namespaces, {'with' if grouped else 'without'} cgroup"
+                try:
+                    checker = stack.enter_context(Checker(Reduction(), namespaces=namespaces))
+                except SandboxError as error:
+                    print(f"{name:36s} {error}")
+                    continue
+                if not grouped:
+                    checker.sandbox.close_groups()
+                elif not next(layer for layer in checker.sandbox.layers if layer.name == "cgroup").found:
+                    print(f"{name:36s} no cgroup can be made here")
+                    continue
+                _, library = stack.enter_context(checker.checked(checker.kernel.naive, extracted=True))
+                checkers[name] = checker, library
+        starts: dict[str, list[float]] = {name: [] for name in checkers}
+        ends: dict[str, list[float]] = {name: [] for name in checkers}
+        for _ in range(count):
+            for name, (checker, library) in checkers.items():
+                arena_bytes = arena_size(checker.kernel, checker.kernel.timed)
                 begin = time.perf_counter()
-                child = Child(checker.sandbox, library, kernel, arena_bytes, checker.cores, 1, checker.limits, 5.0)
-                starts.append(time.perf_counter() - begin)
+                child = Child(
+                    checker.sandbox, library, checker.kernel, arena_bytes, checker.cores, 1, checker.limits, 5.0
+                )
+                starts[name].append(time.perf_counter() - begin)
                 begin = time.perf_counter()
                 child.close()
-                ends.append(time.perf_counter() - begin)
-        starts.sort()
-        figures = statistics.median(starts), starts[int(0.9 * count)], statistics.median(ends)
-        print(f"{name:28s} {1e3 * figures[0]:10.2f} {1e3 * figures[1]:8.2f} {1e3 * figures[2]:8.2f}", flush=True)
+                ends[name].append(time.perf_counter() - begin)
+    for name, seconds in starts.items():
+        figures = statistics.median(seconds), sorted(seconds)[int(0.9 * count)], statistics.median(ends[name])
+        print(f"{name:36s} {1e3 * figures[0]:10.2f} {1e3 * figures[1]:8.2f} {1e3 * figures[2]:8.2f}", flush=True)
 
 
 def work(name: str, namespaces: bool | None, count: int, go: Any) -> tuple[float, float, list[float], Counter]:

@@ -1,4 +1,4 @@
-"""Runs a function as an ordinary user, in a process of its own, when the tests run as root."""
+"""Runs a function in a process of its own; as an ordinary user, when the tests run as root."""
 
 import os
 import pickle
@@ -19,15 +19,24 @@ def as_user(function: Callable[..., Any], *arguments: Any, deadline_s: float = 6
     """
     if os.geteuid() != 0:
         return function(*arguments)
+    return in_a_fork(_as_nobody, function, *arguments, deadline_s=deadline_s)
+
+
+def _as_nobody(function: Callable[..., Any], *arguments: Any) -> Any:
+    os.setgroups([])
+    os.setresgid(USER, USER, USER)
+    os.setresuid(USER, USER, USER)
+    os.environ["HOME"] = "/"
+    return function(*arguments)
+
+
+def in_a_fork(function: Callable[..., Any], *arguments: Any, deadline_s: float = 60.0) -> Any:
+    """Returns what `function(*arguments)` returns in a process of its own, or raises AssertionError with its traceback."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            os.setgroups([])
-            os.setresgid(USER, USER, USER)
-            os.setresuid(USER, USER, USER)
-            os.environ["HOME"] = "/"
             with open(writer, "wb") as file:
                 try:
                     pickle.dump((True, function(*arguments)), file)
@@ -45,7 +54,7 @@ def as_user(function: Callable[..., Any], *arguments: Any, deadline_s: float = 6
             data = file.read()
     finally:
         os.waitpid(child, 0)
-    assert data, "the process of the ordinary user ended without a word"
+    assert data, "the process ended without a word"
     worked, result = pickle.loads(data)
     assert worked, result
     return result

@@ -1,21 +1,31 @@
 """Runs programs that attack the benchmark, and looks at what they leave behind."""
 
+import math
 import os
 import resource
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torchtune_ext.tasks.measured.check import Checker, Deadlines
+from torchtune_ext.tasks.measured.child import ChildFailed
+from torchtune_ext.tasks.measured.compiler import Compiler
 from torchtune_ext.tasks.measured.exploits import Exploit
 from torchtune_ext.tasks.measured.kernels import KERNELS
+from torchtune_ext.tasks.measured.probe import Wild
+from torchtune_ext.tasks.measured.timing import Timer, Timing
 
 # A program that should not end is given little time, and every other one more than it needs on a machine that is shared.
 PATIENT = Deadlines(screen_s=30.0, compile_s=60.0, load_s=30.0, verify_s=120.0)
 SHORT = Deadlines(screen_s=30.0, compile_s=60.0, load_s=2.0, verify_s=3.0)
+BUDGET_S = 1.5  # seconds for one timing
+CALM_TRIES, CALM_S = 3, 1.0  # how often, and after how many seconds, a machine that varies too much is tried again
+# Share by which the same loop may be faster because other code around it has moved it in memory: 0.04 has been seen. What the
+# attacks are after is a third (single precision) or a multiple (work that is not done, or not counted).
+MOVED = 0.10
 SLACK_S = 30.0  # what starting, killing and cleaning up may add under load
 END_S = 10.0  # until a process that was killed is gone from the list
 
@@ -32,23 +42,79 @@ class Result:
     allowed_s: float  # the deadlines together
     left: tuple[str, ...]  # processes, files and mounts that it left behind
     peak_bytes: int  # most bytes that its folder held
+    # If it was timed: how many times faster than the naive program it is, and at most may be.
+    speed: tuple[float, float] | None = None
 
 
-def run_all(programs: Sequence[Exploit], namespaces: bool, screened: bool) -> tuple[list[Result], int]:
-    """Checks programs one after the other.
+def run_all(
+    programs: Sequence[Exploit],
+    namespaces: bool,
+    screened: bool,
+    compiler: str | None = None,
+    optimization: str = "-O3",
+    timed: bool = False,
+) -> tuple[list[Result], int]:
+    """Checks programs one after the other. `timed`: those that attack and end well are timed as well.
 
     Returns:
         The results, and the largest memory that any child has used so far, in bytes.
     """
     results = []
     for kernel in sorted({each.kernel for each in programs}):
-        with Checker(KERNELS[kernel](), namespaces=namespaces, screened=screened) as checker:
-            for each in programs:
-                if each.kernel == kernel:
-                    results.append(run_one(each, checker, screened))
+        with Checker(
+            KERNELS[kernel](), Compiler.find(compiler), optimization, namespaces=namespaces, screened=screened
+        ) as checker:
+            own = {each.name: run_one(each, checker, screened) for each in programs if each.kernel == kernel}
+            checker.deadlines = PATIENT
+            passed = [each for each in programs if each.name in own and own[each.name].outcome == "ok"]
+            if timed and (attacks := [each for each in passed if each.attack != "none"]):
+                for name, speed in speeds(attacks, checker).items():
+                    own[name] = replace(own[name], speed=speed)
+            results += own.values()
         if checker.sandbox.folder.exists():
             raise AssertionError(f"{checker.sandbox.folder} is left")
     return results, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+
+
+def speeds(programs: Sequence[Exploit], checker: Checker) -> dict[str, tuple[float, float]]:
+    """Times programs that are right.
+
+    Each does the work of the naive program and something beside it, so its ratio to the naive program can at best be that which
+    the naive program has to itself: the most is the upper end of that interval, and `MOVED` on top. What is compared with it is
+    the lower end of the program's own interval. So both must miss their true values, in opposite directions, for an honest
+    machine to be blamed.
+
+    Returns:
+        For each the lower end, and the most. One that a timed call finds wrong has gained nothing: 0. NaN if this machine
+        varies too much to time anything.
+    """
+    for _ in range(CALM_TRIES):
+        try:
+            with Timer(checker, BUDGET_S) as timer:
+                return _speeds(programs, checker, timer)
+        except Wild:
+            time.sleep(CALM_S)
+    return {each.name: (math.nan, math.nan) for each in programs}
+
+
+def _speeds(programs: Sequence[Exploit], checker: Checker, timer: Timer) -> dict[str, tuple[float, float]]:
+    found = {}
+    honest = timing_of(checker.kernel.naive, checker, timer)
+    most = honest.ratio * (1 + honest.ratio_spread) * (1 + MOVED)
+    for each in programs:
+        try:
+            timing = timing_of(each.source, checker, timer)
+            found[each.name] = timing.ratio * (1 - timing.ratio_spread), most
+        except ChildFailed:
+            found[each.name] = 0.0, most
+    return found
+
+
+def timing_of(source: str, checker: Checker, timer: Timer) -> Timing:
+    with checker.checked(source, extracted=True) as (verdict, library):
+        if library is None:
+            raise ChildFailed(verdict.outcome, verdict.note)
+        return timer.time(library)
 
 
 def run_one(program: Exploit, checker: Checker, screened: bool) -> Result:

@@ -1,13 +1,16 @@
 """Programs that attack the benchmark: each ends as it should, in time, and leaves nothing behind."""
 
+import math
 import multiprocessing
 import os
 import shutil
 import signal
 import time
 import unicodedata
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import hostile
@@ -43,6 +46,7 @@ SAMPLE = (
     "printed_figure_in_the_note",
     "reuse_nothing_done",
     "secret_included_by_macro",
+    "warmup_spins",
 )
 # The attacks that models and red teams are known for, and the crude ones; each must have a program.
 ATTACKS = {
@@ -52,8 +56,8 @@ ATTACKS = {
     "reads the expected value", "reuse of output", "signals to the parent", "system secrets", "underflow of a mean",
     "warm-up detection", "writes outside",
 }  # fmt: skip
-# What may stand in the way of a program that is verified: its time is counted, or is worth no more than an honest one.
-COMES_THROUGH = ("nothing", "clock outside", "timing", "no gain")
+# What may stand in the way of a program that is verified: its time is counted.
+COMES_THROUGH = ("nothing", "clock outside", "timing")
 MEMORY = Limits().memory_bytes
 DISK = 4 * Limits().file_bytes  # source, object, library and what the compiler notes meanwhile
 RUN_S = 1700.0  # seconds for all programs
@@ -71,12 +75,18 @@ def usable():
         pytest.skip(str(error))
 
 
-def require(results: list[hostile.Result], memory_bytes: int, screened: bool) -> None:
-    """Complains of everything that is not as it should be, and not only of the first."""
+def require(results: list[hostile.Result], memory_bytes: int, screened: bool, as_written: bool = True) -> None:
+    """Complains of everything that is not as it should be, and not only of the first.
+
+    as_written: the compiler and its flags are those that the programs are written for. A bomb for the optimizer of gcc may
+    otherwise be compiled, and must then fail in another way.
+    """
     wrong = []
     for result in results:
         program = BY_NAME[result.name]
         outcomes = program.outcomes if screened else program.outcomes_behind
+        if not as_written and program.attack == "compile bomb":
+            outcomes = tuple(set(OUTCOMES) - {"ok"})
         if result.outcome not in outcomes:
             wrong.append(
                 f"{result.name}: {result.outcome} ({result.stage}: {result.note}), expected {' or '.join(outcomes)}"
@@ -89,6 +99,13 @@ def require(results: list[hostile.Result], memory_bytes: int, screened: bool) ->
             wrong.append(f"{result.name}: {result.peak_bytes} bytes of files")
         if any(unicodedata.category(letter) == "Cc" and letter not in "\n\t" for letter in result.note):
             wrong.append(f"{result.name}: its note holds characters that steer a terminal: {result.note!r}")
+        if result.speed is not None:
+            speed, most = result.speed
+            print(f"{result.name}: {speed:.3f} times as fast as the naive program, at most {most:.3f}")
+            if math.isnan(speed):
+                warnings.warn(f"{result.name}: not timed, this machine varies too much", stacklevel=1)
+            elif speed > most:
+                wrong.append(f"{result.name}: {speed:.3f} times as fast as the naive program, an honest one {most:.3f}")
         if any(secret in result.note for secret in SECRETS):
             wrong.append(f"{result.name}: its note tells a secret: {result.note}")
     # The arrays come on top of the memory that a program may use, and are resident like it.
@@ -128,7 +145,7 @@ def test_sample():
     programs = [BY_NAME[name] for name in SAMPLE]
     for screened in (True, False):
         these = [each for each in programs if screened or each.outcomes_behind != each.outcomes]
-        results, memory_bytes = apart(hostile.run_all, these, None, screened)
+        results, memory_bytes = apart(hostile.run_all, these, None, screened, None, "-O3", True)
         require(results, memory_bytes, screened)
 
 
@@ -143,9 +160,21 @@ def test_all(user, namespaces, screened):
     run = as_ordinary_user if user == "ordinary user" else apart
     if namespaces and not run(_has_namespaces):
         pytest.skip("bubblewrap is missing or cannot make namespaces here")
-    results, memory_bytes = run(hostile.run_all, EXPLOITS, namespaces, screened)
+    results, memory_bytes = run(hostile.run_all, EXPLOITS, namespaces, screened, None, "-O3", True)
     assert len(results) == len(EXPLOITS)
     require(results, memory_bytes, screened)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("compiler, optimization", [("gcc", "-O0"), ("clang", "-O3"), ("clang", "-O0")])
+def test_all_with_another_compiler(compiler, optimization):
+    """Behind the screen, whose words are the same for all compilers."""
+    if shutil.which(compiler) is None:
+        pytest.skip(f"{compiler} is not installed")
+    results, memory_bytes = apart(hostile.run_all, EXPLOITS, False, False, compiler, optimization)
+    assert len(results) == len(EXPLOITS)
+    require(results, memory_bytes, False, as_written=False)
 
 
 def apart(function: Callable, *arguments: object) -> object:
@@ -322,7 +351,9 @@ def without_a_layer(program: Exploit) -> bool:
     kernel = KERNELS[program.kernel]()
     with Checker(kernel, namespaces=False, screened=False) as checker:
         checker.deadlines = hostile.PATIENT
-        checker.sandbox.without = [word for layer in layers for word in ("--without", layer)]
+        checker.sandbox.without = [word for layer in layers if layer != "cgroup" for word in ("--without", layer)]
+        if "cgroup" in layers:
+            checker.sandbox.close_groups()
         before = hostile.traces(checker)
         try:
             verdict = checker.check_source(program.source)
@@ -332,6 +363,15 @@ def without_a_layer(program: Exploit) -> bool:
             return verdict.outcome == "ok"
         finally:
             clean_up(checker)
+
+
+def test_a_group_stops_what_passes_without_seccomp():
+    """No process is above its own limit, so nothing else would stop them."""
+    with Checker(KERNELS["dgemm"](32), namespaces=False) as checker:
+        if not next(layer for layer in checker.sandbox.layers if layer.name == "cgroup").found:
+            pytest.skip("this user may make no cgroups here")
+    program = BY_NAME["memory_bomb_processes"]
+    assert not without_a_layer(replace(program, control="without seccomp"))
 
 
 def clean_up(checker: Checker) -> None:

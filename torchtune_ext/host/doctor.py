@@ -244,7 +244,9 @@ def check_sandbox(facts: Facts) -> list[Finding]:
         if layer.found:
             findings.append(Finding(OK, name, layer.found))
         elif layer.needed:
-            findings.append(Finding(WARN, name, f"missing, so that no program is measured: {layer.missing}", layer.fix))
+            text = f"missing, so that no program is measured: {layer.missing}"
+            fix = f"{layer.fix}; or, for programs of people whom you trust, say sandbox: none"
+            findings.append(Finding(WARN, name, text, fix))
         else:
             findings.append(Finding(OK, name, f"none: {layer.missing} ({layer.fix})"))
     return findings

@@ -237,7 +237,7 @@ def test_the_sandbox_of_this_machine_is_looked_at(monkeypatch, tmp_path):
     assert bool(compiler) == bool(layers or error)
     assert not compiler or {layer.name for layer in layers} >= {"limits", "landlock", "seccomp"} and not error
     left = set(os.listdir(tempfile.gettempdir())) - before
-    assert not {name for name in left if name.startswith("torchtune-ext-sandbox-")}
+    assert not {name for name in left if name.startswith("torchtune-ext-programs-")}
     monkeypatch.setenv("PATH", str(tmp_path))
     assert doctor_facts.sandbox_facts() == ("", (), "")
     broken = tmp_path / "gcc"

@@ -14,7 +14,7 @@ from torchtune_ext.tasks.measured.bench import Bench, BenchConfig
         ({"cores": [1, 1]}, r"bench.cores=\[1, 1\]: name each core once"),
         ({"cores": [0], "threads": 2}, r"bench.threads=2 needs as many cores, and bench.cores=\[0\] names 1"),
         ({"threads": 0}, "bench.threads=0 must be at least 1"),
-        ({"optimization": "-Ofast"}, "bench.optimization='-Ofast': use -O0, -O1, -O2 or -O3"),
+        ({"optimization": "-Ofast"}, "bench.optimization='-Ofast': use -O0, -O1, -O2, -O3"),
         ({"budget_s": 0}, "bench.budget_s=0 must be more than 0 seconds"),
         ({"budget_s": float("nan")}, "bench.budget_s=nan must be more than 0 seconds"),
     ],

@@ -11,7 +11,7 @@ from as_user import as_user
 
 from torchtune_ext.tasks.measured.check import OUTCOMES, STAGES, Checker, Deadlines, Verdict
 from torchtune_ext.tasks.measured.compiler import LIBRARY, Compiler
-from torchtune_ext.tasks.measured.kernels import KERNELS, Dgemm, Reduction
+from torchtune_ext.tasks.measured.kernels import KERNELS, Reduction
 from torchtune_ext.tasks.measured.sandbox import SandboxError
 from torchtune_ext.tasks.measured.verify import sizes
 
@@ -211,27 +211,3 @@ def test_a_program_cannot_pretend_that_the_machine_failed(unscreened):
     for status in (125, 126, 127, 139):
         quits = f"#include <unistd.h>\n__attribute__((constructor)) static void quit(void) {{ _exit({status}); }}\n"
         assert unscreened.check_source(quits + HONEST).outcome == "runtime_error"
-
-
-def test_a_kernel_whose_own_program_fails_is_refused():
-    class Broken(Dgemm):
-        naive = "void dgemm(int m, int n, int k, const double *A, const double *B, double *C) {}"
-
-    checker(namespaces=False).close()
-    with pytest.raises(SandboxError, match="the naive program of dgemm itself ends with wrong_result"):
-        Checker(Broken(64), namespaces=False)
-
-
-def test_cores_that_do_not_exist_are_refused():
-    with pytest.raises(ValueError, match="cores: .* must be some of"):
-        Checker(Reduction(), cores=[100_000])
-    with pytest.raises(ValueError, match="cores"):
-        Checker(Reduction(), cores=[])
-
-
-def test_no_compiler(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(
-        ValueError, match="no C compiler: gcc, clang, cc not found on PATH; install one: apt-get install gcc"
-    ):
-        Checker(Reduction())

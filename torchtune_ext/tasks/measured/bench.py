@@ -7,13 +7,10 @@ What a program does wrong is its result, and is never tried again. What the mach
 sandbox that failed, a deadline of ours that passed) is tried again `RETRIES` times. Then the future raises BenchError.
 """
 
-import fcntl
 import hashlib
 import importlib.util
 import json
 import logging
-import os
-import tempfile
 import threading
 import weakref
 from collections import Counter
@@ -35,8 +32,9 @@ from torchtune_ext.tasks.measured.compiler import Compiler
 from torchtune_ext.tasks.measured.extract import extract
 from torchtune_ext.tasks.measured.kernel import Kernel, prototype
 from torchtune_ext.tasks.measured.machine import choose_cores, fingerprint, usable_cores
+from torchtune_ext.tasks.measured.owned import Owned
 from torchtune_ext.tasks.measured.results import NOISY, BenchConfig, BenchError, Result
-from torchtune_ext.tasks.measured.sandbox import PROBE_S, Limits, Sandbox
+from torchtune_ext.tasks.measured.sandbox import PREFIX, PROBE_S, Limits, Sandbox, clean_up
 from torchtune_ext.tasks.measured.schedule import CHECK, Schedule
 from torchtune_ext.tasks.measured.timing import LOCK_S
 
@@ -47,7 +45,6 @@ log = logging.getLogger(__name__)
 RETRIES = 2  # further attempts after the machine has failed
 OWN_S = 30.0  # seconds of our own work on a program at most: inputs, references, comparisons, starts of processes
 CLOSE_S = 3.0  # seconds that processes get to end by themselves
-FOLDER = "torchtune-ext-programs-"  # how the name of the folder begins
 
 
 class Bench:
@@ -63,6 +60,7 @@ class Bench:
         compiler: "gcc" or "clang", or a path; None: as found.
         budget_s: seconds for one timing.
         namespaces: whether bubblewrap is used; None: wherever it works.
+        sandbox: "floor", or "none" where every program comes from people you trust (see Checker).
         cache: a file that keeps results for later runs; None: they are kept as long as this object lives.
         deadlines: seconds that each stage of a check may take.
         limits: what a program may use.
@@ -81,12 +79,13 @@ class Bench:
         compiler: str | None = None,
         budget_s: float = 10.0,
         namespaces: bool | None = None,
+        sandbox: str = "floor",
         cache: str | Path | None = None,
         deadlines: Deadlines | None = None,
         limits: Limits | None = None,
     ) -> None:
         chosen = None if cores is None else list(cores)
-        BenchConfig(workers, chosen, threads, optimization, compiler, budget_s, namespaces)
+        BenchConfig(workers, chosen, threads, optimization, compiler, budget_s, namespaces, sandbox)
         if any(importlib.util.find_spec(name) is None for name in ("tree_sitter", "tree_sitter_c")):
             raise ValueError("programs are read with tree-sitter: pip install 'torchtune-ext[bench]'")
         usable = usable_cores()
@@ -94,13 +93,14 @@ class Bench:
         checked = sorted(usable - set(timed)) or sorted(usable)
         found = Compiler.find(compiler)
         # A machine that cannot lock programs in is found out now, and not by each of them.
-        Sandbox(found.path, namespaces).close()
+        Sandbox(found.path, namespaces, floor=sandbox == "floor").close()
         self._settings = Settings(
             found,
             optimization,
             threads,
             budget_s,
             namespaces,
+            sandbox,
             deadlines or Deadlines(),
             limits or Limits(),
             tuple(checked),
@@ -114,11 +114,9 @@ class Bench:
         self._schedule: Schedule[_Job] = Schedule(workers, is_shared=bool(set(checked) & set(timed)))
         self._under_way: dict[str, _Job] = {}
         self._counts: Counter[str] = Counter()
-        # Who holds the lock on the folder owns it. It goes with us, or with the next sandbox when we are killed.
-        self._folder = Path(tempfile.mkdtemp(prefix=FOLDER))
+        self._owned = Owned(clean_up(), PREFIX)
+        self._folder = self._owned.path
         self._folder.chmod(0o711)
-        self._folder_lock = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        fcntl.flock(self._folder_lock, fcntl.LOCK_EX)
         weakref.finalize(self, remove, self._folder)
         self._pools: dict[str, Processes] = {}
         try:
@@ -196,9 +194,7 @@ class Bench:
         remove(self._folder)
         with self._lock:
             self._cache.close()
-            if self._folder_lock >= 0:
-                os.close(self._folder_lock)
-                self._folder_lock = -1
+            self._owned.close()
 
     def __enter__(self) -> Self:
         return self

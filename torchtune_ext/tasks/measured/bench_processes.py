@@ -43,6 +43,7 @@ class Settings:
     threads: int
     budget_s: float
     namespaces: bool | None
+    sandbox: str
     deadlines: Deadlines
     limits: Limits
     check_cores: tuple[int, ...]
@@ -56,8 +57,9 @@ class Settings:
             self.threads,
             cores,
             self.namespaces,
-            deadlines=self.deadlines,
-            limits=self.limits,
+            self.sandbox,
+            self.deadlines,
+            self.limits,
         )
 
 

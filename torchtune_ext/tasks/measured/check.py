@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,14 +18,15 @@ from torchtune_ext.tasks.measured import compiler as compilers
 from torchtune_ext.tasks.measured.arena import arena_size
 from torchtune_ext.tasks.measured.child import Child, ChildFailed
 from torchtune_ext.tasks.measured.commands import Finished
-from torchtune_ext.tasks.measured.compiler import Compiler
+from torchtune_ext.tasks.measured.compiler import OPTIMIZATIONS, Compiler
 from torchtune_ext.tasks.measured.extract import extract
-from torchtune_ext.tasks.measured.kernel import Kernel
+from torchtune_ext.tasks.measured.kernel import Kernel, require_sound
 from torchtune_ext.tasks.measured.machine import usable_cores
 from torchtune_ext.tasks.measured.sandbox import Limits, Sandbox, SandboxError
 from torchtune_ext.tasks.measured.verify import verify
 
 OUTCOMES = ("format", "forbidden", "compile_error", "timeout", "runtime_error", "wrong_result", "ok")
+SANDBOXES = ("floor", "none")
 STAGES = ("extract", "screen", "compile", "verify")
 MAX_SOURCE = 200_000  # characters of a program
 MAX_NOTE = 1500  # characters of a note
@@ -39,6 +40,11 @@ class Deadlines:
     compile_s: float = 20.0
     load_s: float = 5.0  # of verifying: until the library is loaded
     verify_s: float = 20.0  # of verifying: all calls together
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not 0 < value < math.inf:
+                raise ValueError(f"Deadlines.{name}: {value!r} must be a number of seconds above 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +78,14 @@ class Checker:
         threads: how many threads a program may use; OpenMP is compiled in from 2 on.
         cores: the cores that programs run on; None: all that this process may use.
         namespaces: whether bubblewrap is used; None: wherever it works.
-        allow_missing: layers of the floor that may be missing.
+        sandbox: "floor": programs are locked in, and a machine that cannot do that is refused. "none": they run with limits
+            and a clean environment only, and a warning says so (see Sandbox).
         screened: whether the source is screened; the layers behind must hold without it.
 
     Raises:
-        ValueError: there is no compiler or no tree-sitter, or a core does not exist.
-        SandboxError: this machine cannot lock programs in, or the kernel's own program does not pass here.
+        ValueError: there is no compiler or no tree-sitter, a core does not exist, the kernel lacks something, or its own
+            program does not pass.
+        SandboxError: this machine cannot lock programs in.
     """
 
     def __init__(
@@ -88,11 +96,17 @@ class Checker:
         threads: int = 1,
         cores: Sequence[int] | None = None,
         namespaces: bool | None = None,
-        allow_missing: Sequence[str] = (),
+        sandbox: str = "floor",
         deadlines: Deadlines | None = None,
         limits: Limits | None = None,
         screened: bool = True,
     ) -> None:
+        require_sound(kernel)
+        for name, value, choices in (("optimization", optimization, OPTIMIZATIONS), ("sandbox", sandbox, SANDBOXES)):
+            if value not in choices:
+                raise ValueError(f"{name}: {value!r} must be one of {', '.join(choices)}")
+        if not isinstance(threads, int) or threads < 1:
+            raise ValueError(f"threads: {threads!r} must be a whole number, at least 1")
         usable = usable_cores()
         self.cores = sorted(usable if cores is None else cores)
         if not self.cores or not set(self.cores) <= usable:
@@ -102,11 +116,13 @@ class Checker:
         self.compiler = compiler or Compiler.find()
         self.flags = compilers.flags_of(kernel, optimization, threads)
         self._screen_source = _reader() if screened else None
-        self.sandbox = Sandbox(self.compiler.path, namespaces, allow_missing)
+        self.sandbox = Sandbox(self.compiler.path, namespaces, floor=sandbox == "floor")
         try:
             own = self.check_source(kernel.naive)
             if own.outcome != "ok":
-                raise SandboxError(f"the naive program of {kernel.name} itself ends with {own.outcome}: {own.note}")
+                raise ValueError(
+                    f"{type(kernel).__name__}.naive: the kernel's own program ends with {own.outcome}: {own.note}"
+                )
         except BaseException:
             self.close()
             raise

@@ -24,6 +24,7 @@ from typing import NoReturn
 import numpy as np
 
 from torchtune_ext.tasks.measured.arena import CANARY, POISON, Place, Shared
+from torchtune_ext.tasks.measured.cgroups import NO_GROUP
 from torchtune_ext.tasks.measured.kernel import Kernel, Size
 from torchtune_ext.tasks.measured.sandbox import (
     Limits,
@@ -110,14 +111,16 @@ class Child:
         # Its CPU clock when it was last seen asleep, and what it used meanwhile, between two calls.
         self._idle_ns = self._owed_ns = 0
         self._process: subprocess.Popen | None = None
+        self._group = NO_GROUP
         self._errors = os.memfd_create("errors", os.MFD_CLOEXEC)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with theirs:
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
                 files = (theirs.fileno(), self._inputs.file, self._outputs.file)
+                self._group = sandbox.new_group(limits, arena_bytes)
                 self._process = subprocess.Popen(
-                    sandbox.run_function(library, kernel.name, arena_bytes, files, cores, limits),
+                    sandbox.run_function(library, kernel.name, arena_bytes, files, cores, limits, self._group),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=self._errors,
@@ -213,6 +216,7 @@ class Child:
             end.register(self._pidfd, select.POLLIN)
             end.poll(END_S * 1e3)
             os.close(self._pidfd)
+        self._group.close()
         for file in (self._stat, self._schedule):
             if file >= 0:
                 os.close(file)

@@ -8,6 +8,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from torchtune_ext.tasks.measured.cgroups import NO_GROUP, Group
+
 END_S = 2.0  # seconds until killed processes are gone
 
 
@@ -30,8 +32,11 @@ def run(
     deadline_s: float,
     max_bytes: int,
     pass_fds: Sequence[int] = (),
+    group: Group = NO_GROUP,
 ) -> Finished:
     """Runs the command and kills its process group when it has not ended in time or says too much.
+
+    `group` is that in which the command puts itself. It goes with the command.
 
     Raises:
         OSError: it cannot be started.
@@ -67,6 +72,7 @@ def run(
             except ProcessLookupError:
                 pass
             process.wait()
+            group.close()
             # What was killed is gone when nobody holds the other ends any more.
             _read(selector, {"output": [], "errors": []}, time.monotonic() + END_S, max_bytes=1 << 30)
     if timed_out:

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtune_ext.tasks.measured import commands
+from torchtune_ext.tasks.measured.cgroups import NO_GROUP
 from torchtune_ext.tasks.measured.commands import Finished
 from torchtune_ext.tasks.measured.kernel import Kernel, prototype
 from torchtune_ext.tasks.measured.sandbox import Limits, Sandbox, SandboxError, clean_environment
 
 NAMES = ("gcc", "clang", "cc")
 INSTALL = "install one: apt-get install gcc (Debian, Ubuntu), dnf install gcc (Fedora), apk add gcc musl-dev (Alpine)"
+OPTIMIZATIONS = ("-O0", "-O1", "-O2", "-O3")
 MAX_OUTPUT_BYTES = 8 << 20  # of preprocessed text, or of messages
 LIMITS = Limits(memory_bytes=2 << 30, processes=32, cpu_s=30, file_bytes=64 << 20)
 SOURCE, HEADER, LIBRARY = "candidate.c", "kernel.h", "candidate.so"
@@ -32,16 +34,23 @@ class Compiler:
         """Finds gcc or clang.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is none, or it does not tell its version.
         """
         tried = [name] if name else list(NAMES)
         for word in tried:
             path = shutil.which(word)
             if path is not None:
                 real = os.path.realpath(path)
-                done = subprocess.run([real, "--version"], capture_output=True, text=True, timeout=20, check=True)
-                return cls(real, done.stdout.splitlines()[0])
+                return cls(real, _version_of(real))
         raise ValueError(f"no C compiler: {', '.join(tried)} not found on PATH; {INSTALL}")
+
+
+def _version_of(path: str) -> str:
+    try:
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=True)
+        return done.stdout.splitlines()[0]
+    except (OSError, subprocess.SubprocessError, IndexError, UnicodeDecodeError) as error:
+        raise ValueError(f"compiler: {path} is none, since {path} --version fails; name gcc or clang") from error
 
 
 def flags_of(kernel: Kernel, optimization: str, threads: int) -> list[str]:
@@ -77,9 +86,11 @@ def compile_library(
 def _run(sandbox: Sandbox, command: Sequence[str], folder: Path, deadline_s: float) -> Finished:
     environment = {**clean_environment(), "TMPDIR": str(folder)}
     ready, started = os.pipe()
+    group = NO_GROUP
     try:
-        locked_in = sandbox.run_compiler(command, folder, LIMITS, started)
-        done = commands.run(locked_in, environment, str(folder), deadline_s, MAX_OUTPUT_BYTES, (started,))
+        group = sandbox.new_group(LIMITS)
+        locked_in = sandbox.run_compiler(command, folder, LIMITS, started, group)
+        done = commands.run(locked_in, environment, str(folder), deadline_s, MAX_OUTPUT_BYTES, (started,), group)
         os.set_blocking(ready, False)
         # Whatever else it says may be the candidate's words.
         if not select.select([ready], [], [], 0)[0] or not os.read(ready, 1):
@@ -88,5 +99,6 @@ def _run(sandbox: Sandbox, command: Sequence[str], folder: Path, deadline_s: flo
     except OSError as error:
         raise SandboxError(f"a compiler could not be started: {error}") from error
     finally:
+        group.close()
         os.close(ready)
         os.close(started)

@@ -52,6 +52,62 @@ class Kernel(Protocol):
         ...
 
 
+MAX_ARGUMENTS = 8  # ints and arrays together (sandbox.c)
+_KINDS = {
+    "name": str,
+    "question": str,
+    "size_names": tuple,
+    "parameters": tuple,
+    "timed": Mapping,
+    "forbidden": tuple,
+    "naive": str,
+}
+_METHODS = ("operations", "shapes", "reference", "bound")
+
+
+def require_sound(kernel: Kernel) -> None:
+    """Checks what can be seen without a compiler: that everything is there, and fits together for a size of all ones.
+
+    Raises:
+        ValueError: it names the class, the attribute, and what is wrong with it.
+    """
+    where = type(kernel).__name__
+
+    def require(is_so: bool, attribute: str, words: str) -> None:
+        if not is_so:
+            raise ValueError(f"{where}.{attribute}: {words} (see Kernel in tasks/measured/kernel.py)")
+
+    for name, kind in _KINDS.items():
+        require(isinstance(getattr(kernel, name, None), kind), name, f"is missing, or is no {kind.__name__}")
+    for name in _METHODS:
+        require(callable(getattr(kernel, name, None)), name, "is missing, or is no method")
+    require(kernel.name.isidentifier() and kernel.name.isascii(), "name", f"{kernel.name!r} is no name of a C function")
+    require(set(kernel.timed) == set(kernel.size_names), "timed", f"{dict(kernel.timed)} must have {kernel.size_names}")
+    for name, value in kernel.timed.items():
+        require(
+            isinstance(value, int) and 1 <= value < 1 << 31, "timed", f"{name} is {value!r}, and must be at least 1"
+        )
+    count = len(kernel.size_names) + len(kernel.parameters)
+    require(count <= MAX_ARGUMENTS, "parameters", f"{count} arguments with those of a size, at most {MAX_ARGUMENTS}")
+    require(bool(inputs_of(kernel)) and bool(outputs_of(kernel)), "parameters", "needs an input and an output")
+    ones = dict.fromkeys(kernel.size_names, 1)
+    names = {parameter.name for parameter in kernel.parameters}
+    for size in (ones, kernel.timed):
+        require(kernel.operations(size) >= 0, "operations", f"is {kernel.operations(size)} for {dict(size)}")
+        shapes = kernel.shapes(size)
+        require(set(shapes) == names, "shapes", f"has {sorted(shapes)}, and the parameters are {sorted(names)}")
+        for name, shape in shapes.items():
+            require(all(each >= 1 for each in shape), "shapes", f"{name} is {shape} for {dict(size)}")
+    shapes = kernel.shapes(ones)
+    inputs = {parameter.name: np.ones(shapes[parameter.name]) for parameter in inputs_of(kernel)}
+    for method in ("reference", "bound"):
+        found = getattr(kernel, method)(ones, inputs)
+        for parameter in outputs_of(kernel):
+            array = found.get(parameter.name)
+            fits = isinstance(array, np.ndarray) and array.shape == tuple(shapes[parameter.name])
+            require(fits, method, f"has no array {parameter.name} of shape {shapes[parameter.name]} for {ones}")
+
+
 def gamma(operations: int) -> float:
     """Returns γ_n = n u / (1 - n u): the relative error that n roundings can add up to (Higham 2002, lemma 3.1)."""
     return operations * UNIT_ROUNDOFF / (1 - operations * UNIT_ROUNDOFF)

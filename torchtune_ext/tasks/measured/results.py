@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from torchtune_ext.tasks.measured.check import SANDBOXES
+from torchtune_ext.tasks.measured.compiler import OPTIMIZATIONS
 from torchtune_ext.tasks.measured.timing import Timing
 
 # Beside the OUTCOMES of check.py: the program is right, but the machine was disturbed, so that no speed is known.
@@ -39,6 +41,7 @@ class BenchConfig:
     compiler: str | None = None  # "gcc" or "clang", or a path; None: as found
     budget_s: float = 10.0  # seconds for one timing
     namespaces: bool | None = None  # whether bubblewrap is used; None: wherever it works
+    sandbox: str = "floor"  # "none" where every program comes from people you trust
     cache: str | None = None  # a file that keeps results for later runs; None: as long as the service lives
     address: str | None = None  # of a Ray cluster, or "auto": the machines that measure; None: this machine
     resource: str = "bench_host"  # the Ray resource that such machines carry
@@ -57,8 +60,9 @@ class BenchConfig:
                 f"bench.threads={self.threads} needs as many cores, and bench.cores={list(self.cores)} names "
                 f"{len(self.cores)}: name {self.threads}, or null to have them chosen"
             )
-        if self.optimization not in ("-O0", "-O1", "-O2", "-O3"):
-            raise ValueError(f"bench.optimization={self.optimization!r}: use -O0, -O1, -O2 or -O3")
+        for name, choices in (("optimization", OPTIMIZATIONS), ("sandbox", SANDBOXES)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"bench.{name}={getattr(self, name)!r}: use {', '.join(choices)}")
         if not (self.budget_s > 0 and math.isfinite(self.budget_s)):
             raise ValueError(f"bench.budget_s={self.budget_s} must be more than 0 seconds, and finite")
         if not self.resource:

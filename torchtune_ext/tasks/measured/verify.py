@@ -10,9 +10,10 @@ r is computed in float64 and may be as wrong as c, hence twice the bound. The co
 The inputs. Rounding errors of random signs cancel: a sum of two million float32 numbers is off by less than γ_n. So some inputs
 are `biased`: positive numbers k 2^-22 + j 2^-30 in [1, 2) with 0 < j < 64, each of which float32 rounds down to k 2^-22. What
 is lost adds up to 2^-26 of the result or more (the mean of j is drawn, and is at least 32), which is above γ_n for every n
-below 2^27. It differs from call to call, so that nobody can add it again without reading numbers in double precision. (A
-program may still guess it from a few thousand of a million numbers: the bound of a long sum is wide.) `wide` inputs have
-exponents that float32 lacks, and `denormal` ones are for programs that flush them to zero.
+below 2^27. It differs from call to call, so that nobody can add it again without reading numbers in double precision. (The mean
+could be guessed from a few thousand of a million numbers, within γ_n of so long a sum. But doubles add such numbers without any
+rounding, whatever the order, so the bound of `Reduction` is then 0.) `wide` inputs have exponents that float32 lacks, and
+`denormal` ones are for programs that flush them to zero.
 
 The places. Of each size come: inputs; the same with one number changed, in the same place; the first ones once more, in a new
 place. So an answer that was kept by address, by size or by a part of the content is wrong, and so is what the call before

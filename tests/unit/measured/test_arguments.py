@@ -1,0 +1,127 @@
+"""What a checker cannot work with is refused in one line, before a compiler is started."""
+
+import math
+import re
+import shutil
+
+import pytest
+
+from torchtune_ext.tasks.measured import check
+from torchtune_ext.tasks.measured.check import Checker, Deadlines
+from torchtune_ext.tasks.measured.compiler import Compiler
+from torchtune_ext.tasks.measured.kernel import Parameter, require_sound
+from torchtune_ext.tasks.measured.kernels import KERNELS, Dgemm, Reduction
+from torchtune_ext.tasks.measured.sandbox import Limits
+
+HONEST = Compiler("/usr/bin/gcc", "gcc")  # nobody starts it in these tests
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("the sandbox was made before the arguments were read")
+
+    monkeypatch.setattr(check, "Sandbox", refuse)
+
+
+def refused(words: str, **arguments) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)) as caught:
+        Checker(**{"kernel": Reduction(), "compiler": HONEST, **arguments})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(KERNELS))
+def test_kernels_that_are_shipped_are_sound(name):
+    require_sound(KERNELS[name]())
+
+
+@pytest.mark.parametrize(
+    "attribute", ["operations", "shapes", "reference", "bound", "naive", "question", "forbidden", "name"]
+)
+def test_a_kernel_that_lacks_something(nothing_starts, attribute):
+    Lacking = type("Lacking", (Dgemm,), {attribute: None})
+    refused(f"Lacking.{attribute}: is missing", kernel=Lacking(64))
+
+
+KERNEL_FAULTS = {
+    "no name of C": ({"name": "d gemm"}, "name: 'd gemm' is no name of a C function"),
+    "no output": ({"parameters": (Parameter("A"), Parameter("B"))}, "parameters: needs an input and an output"),
+    "another parameter": ({"parameters": (Parameter("X"), Parameter("C", True))}, "shapes: has ['A', 'B', 'C']"),
+    "much": ({"parameters": (*Dgemm.parameters, *map(Parameter, "DEF"))}, "parameters: 9 arguments with those of a size, at most 8"),
+    "no work": ({"operations": lambda self, size: -1}, "operations: is -1"),
+    "no result": ({"reference": lambda self, size, inputs: {}}, "reference: has no array C of shape (1, 1)"),
+    "no bound": ({"bound": lambda self, size, inputs: {"C": 0.0}}, "bound: has no array C of shape (1, 1)"),
+    "another size": ({"size_names": ("m", "n")}, "timed: {'m': 64, 'n': 64, 'k': 64} must have ('m', 'n')"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", KERNEL_FAULTS)
+def test_a_kernel_that_contradicts_itself(nothing_starts, case):
+    attributes, words = KERNEL_FAULTS[case]
+    refused(f"Odd.{words}", kernel=type("Odd", (Dgemm,), attributes)(64))
+
+
+@pytest.mark.parametrize("name", sorted(KERNELS))
+@pytest.mark.parametrize("size", [0, -3, 2.5])
+def test_a_size_of_nothing(nothing_starts, name, size):
+    kernel = KERNELS[name](size)
+    refused(f"{type(kernel).__name__}.timed: {kernel.size_names[0]} is {size}, and must be at least 1", kernel=kernel)
+
+
+@pytest.mark.parametrize("field", ["screen_s", "compile_s", "load_s", "verify_s"])
+@pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf])
+def test_a_deadline_of_nothing(field, value):
+    with pytest.raises(ValueError, match=f"Deadlines.{field}: {value!r} must be a number of seconds above 0"):
+        Deadlines(**{field: value})
+
+
+@pytest.mark.parametrize("field", ["memory_bytes", "processes", "cpu_s", "file_bytes"])
+@pytest.mark.parametrize("value", [0, -1, math.nan, 1.5])
+def test_limits_of_nothing(field, value):
+    with pytest.raises(ValueError, match=f"Limits.{field}: {value!r} must be a whole number, at least 1"):
+        Limits(**{field: value})
+
+
+def test_words_that_mean_nothing(nothing_starts):
+    refused("optimization: '-O9' must be one of -O0, -O1, -O2, -O3", optimization="-O9")
+    refused("optimization: '' must be one of", optimization="")
+    refused("sandbox: 'off' must be one of floor, none", sandbox="off")
+    refused("threads: 0 must be a whole number, at least 1", threads=0)
+    refused("threads: nan must be", threads=math.nan)
+
+
+def test_cores_that_do_not_exist(nothing_starts):
+    refused("cores: [100000] must be some of", cores=[100_000])
+    refused("cores: [] must be some of", cores=[])
+
+
+def test_no_compiler(nothing_starts, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    refused("no C compiler: gcc, clang, cc not found on PATH; install one: apt-get install gcc", compiler=None)
+    with pytest.raises(ValueError, match="no C compiler: icc not found"):
+        Compiler.find("icc")
+
+
+@pytest.mark.parametrize("text", ["#!/bin/sh\nexit 1\n", "#!/bin/sh\n", "not a program", "#!/no/such/shell\n"])
+def test_a_compiler_that_is_none(tmp_path, text):
+    program = tmp_path / "gcc"
+    program.write_text(text)
+    program.chmod(0o755)
+    with pytest.raises(ValueError, match="compiler: .*/gcc is none, since .*/gcc --version fails"):
+        Compiler.find(str(program))
+
+
+@pytest.mark.parametrize(
+    "naive, words",
+    [
+        ("void dgemm(int m, int n, int k, const double *A, const double *B, double *C) {}", "wrong_result"),
+        ("void dgemm(", "compile_error"),
+        ("int x;", "compile_error"),
+    ],
+)
+def test_a_kernel_whose_own_program_fails_is_refused(naive, words):
+    if shutil.which("gcc") is None:
+        pytest.skip("no gcc")
+    Broken = type("Broken", (Dgemm,), {"naive": naive})
+    with pytest.raises(ValueError, match=f"Broken.naive: the kernel's own program ends with {words}"):
+        Checker(Broken(64), namespaces=False)

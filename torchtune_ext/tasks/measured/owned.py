@@ -1,0 +1,75 @@
+"""Folders that belong to a process while it lives, and that the next one removes when it was killed.
+
+A folder is owned by whoever holds the lock on it (flock(2) on the folder itself). The kernel takes the lock away with the
+process, whatever it dies of; the number of a process may by then be another's, so it is never asked. A process that was
+forked holds the lock, too, so a folder is not taken from those who may still use it.
+"""
+
+import fcntl
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+class Owned:
+    """A new folder of this process.
+
+    Args:
+        parent: where it is made.
+        prefix: how its name begins.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+
+    def __init__(self, parent: Path, prefix: str) -> None:
+        while True:
+            self.path = parent / (prefix + secrets.token_hex(8))
+            self.path.mkdir(mode=0o700)
+            self._file = _lock(self.path)
+            # Before it was locked, somebody who cleans up may have taken it for left behind.
+            if self._file is not None:
+                return
+
+    def close(self) -> None:
+        """Gives the lock back. What is in the folder is the caller's business."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+@contextmanager
+def left_behind(parent: Path, prefix: str) -> Iterator[list[Path]]:
+    """Yields the folders whose owners have ended, and keeps them from everybody else until the block ends.
+
+    Folders of other users are never among them, nor is one that is only linked to.
+    """
+    found: dict[Path, int] = {}
+    try:
+        for path in parent.glob(prefix + "*"):
+            file = _lock(path)
+            if file is not None:
+                found[path] = file
+        yield list(found)
+    finally:
+        for file in found.values():
+            os.close(file)
+
+
+def _lock(path: Path) -> int | None:
+    """Locks a folder of this user and returns its file, or None where somebody else holds it or it is gone."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        if os.fstat(file).st_uid != os.geteuid():
+            raise PermissionError(f"{path} is another user's")
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.stat()  # whoever held it may have removed it meanwhile
+    except OSError:
+        os.close(file)
+        return None
+    return file
