@@ -13,8 +13,6 @@ level, logger, message).
 
 import asyncio
 import logging
-import os
-import socket
 import sys
 import threading
 import time
@@ -28,9 +26,8 @@ from typing import Any
 from torchtune_ext.run.parent import die_with_parent
 from torchtune_ext.tasks.measured import ray_host
 from torchtune_ext.tasks.measured.dispatch import Dispatch
+from torchtune_ext.tasks.measured.ray_connect import Refused, connect, member_command, short
 
-KNOCK_S = 5.0  # seconds for the address to accept a connection
-CONNECT_S = 15.0  # seconds for Ray to answer behind it
 LOOK_S = 1.0  # seconds between two looks at the cluster, and at each of its machines
 SILENT_S = 60.0  # seconds without an answer after which a machine, or the whole cluster, counts as lost
 START_S = 120.0  # seconds for an actor to start, with the compiler and the sandbox of its machine
@@ -38,10 +35,6 @@ CLOSE_S = 10.0  # seconds for the actors to end their processes
 REST_S = (1.0, 5.0, 20.0, 60.0)  # seconds before an actor is started again: longer each time that it ends soon
 MAX_TRIES = 5  # how often a text may be lost with its machine, or fail there
 NOW = ("queued_checks", "queued_timings", "checking", "timing")  # counters of this moment; the others only grow
-
-
-class Refused(RuntimeError):
-    """The cluster, or a machine of it, cannot be used, and why."""
 
 
 @dataclass(slots=True)
@@ -138,7 +131,7 @@ class Driver:
             nodes = await asyncio.wait_for(asyncio.to_thread(self._ray.nodes), SILENT_S)
         except Exception as error:  # noqa: BLE001 (Ray has many)
             if time.monotonic() > self._answered_at + SILENT_S:
-                raise Refused(f"the Ray cluster is lost: {_short(error)}") from error
+                raise Refused(f"the Ray cluster is lost: {short(error)}") from error
             return
         self._answered_at = time.monotonic()
         there = {node["NodeID"]: node for node in nodes if node["Alive"] and self._resource in node["Resources"]}
@@ -167,7 +160,7 @@ class Driver:
             address = self._ray.get_runtime_context().gcs_address
             raise Refused(
                 f"no machine of the Ray cluster at {address} carries the resource {self._resource!r}. On each machine that "
-                f"measures: {start_command(address, self._resource)}"
+                f"measures: {member_command(address, self._resource)}"
             )
         elif there.keys() <= self._reasons.keys():
             raise Refused("no machine can measure: " + "; ".join(self._reasons.values()))
@@ -234,7 +227,7 @@ class Driver:
         except TimeoutError:
             life.lose(late)
         except self._ray.exceptions.RayError as error:
-            life.lose(_short(error))
+            life.lose(short(error))
 
     def _bury(self, name: str) -> None:
         """Takes a life out of service. What it had goes to others."""
@@ -264,7 +257,7 @@ class Driver:
         except self._ray.exceptions.RayError as error:
             # A canceled one is forgotten. Otherwise the actor has ended, and its keeper gives what it had to others.
             if self._calls.get(number) is call:
-                life.lose(_short(error))
+                life.lose(short(error))
             return
         if self._calls.get(number) is not call:
             # It was canceled, or was given to another machine in the meantime.
@@ -321,11 +314,6 @@ class Driver:
             task.cancel()
 
 
-def start_command(address: str, resource: str) -> str:
-    """Returns the command that makes a machine one of those that measure."""
-    return f"ray start --address={address} --num-cpus=0 --disable-usage-stats --resources='{{\"{resource}\": 1}}'"
-
-
 async def _set_within(event: asyncio.Event, seconds: float) -> None:
     try:
         await asyncio.wait_for(event.wait(), seconds)
@@ -340,59 +328,12 @@ async def _quietly(promised: Any) -> None:
         pass
 
 
-def _short(error: BaseException) -> str:
-    """The first line of an error. Ray's go on for a page."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
-
-
-def connect(address: str, resource: str, connection: Connection) -> Any:
-    """Connects to the cluster and returns the module `ray`.
-
-    Raises:
-        Refused: there is none, or this machine is no part of it.
-    """
-    named = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
-    if ":" in named:
-        host, _, port = named.rpartition(":")
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), KNOCK_S).close()
-        except (OSError, ValueError) as error:
-            raise Refused(
-                f"nobody answers at {named} ({error}). Start Ray there: ray start --head --node-ip-address={host} "
-                f"--port={port} --num-cpus=0 --include-dashboard=false --disable-usage-stats"
-            ) from error
-    member = (
-        f"this machine must be a part of the cluster: ray start --address={named} --num-cpus=0 --disable-usage-stats"
-    )
-
-    def give_up() -> None:
-        connection.send(
-            ("refused", f"Ray does not answer at {named} within {CONNECT_S:g} s. If Ray is there, {member}")
-        )
-        os._exit(1)
-
-    watchdog = threading.Timer(CONNECT_S, give_up)
-    watchdog.daemon = True
-    watchdog.start()
-    try:
-        import ray
-
-        ray.init(address=address, log_to_driver=False, configure_logging=False, logging_level=logging.WARNING)
-    except Exception as error:  # noqa: BLE001 (Ray has many)
-        hint = "start a cluster with `ray start --head`, or name its address" if address == "auto" else member
-        raise Refused(f"cannot join the Ray cluster at {named}: {_short(error)}; {hint}") from error
-    finally:
-        watchdog.cancel()
-    return ray
-
-
 def main(fd: int, parent: int) -> None:
     die_with_parent(parent)
     connection = Connection(fd)
     address, resource, settings, path = connection.recv()
     try:
-        ray = connect(address, resource, connection)
+        ray = connect(address, connection)
         asyncio.run(Driver(ray, connection, resource, settings, path).run())
     except Refused as refused:
         connection.send(("refused", str(refused)))
