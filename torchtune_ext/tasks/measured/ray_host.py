@@ -11,6 +11,7 @@ import os
 import pickle
 import sys
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +55,17 @@ class Host:
         self.bench = None
         self.log = Kept()
 
-    async def start(self, wanted: str, settings: bytes, path: list[str]) -> tuple[str, str, int]:
+    async def identity(self) -> tuple[str, str]:
+        """Returns ("ready", the version here), or ("refused", why)."""
+        try:
+            return "ready", identity()
+        except ImportError as error:
+            return "refused", f"torchtune_ext cannot be imported there ({error})"
+
+    async def start(self, settings: bytes, path: Sequence[str]) -> tuple[str, str, int]:
         """Makes the Bench, whose keywords are `settings` (pickled).
 
         Args:
-            wanted: the driver's identity().
             path: the driver's sys.path, for kernels of the user's own. What is installed here comes first.
 
         Returns:
@@ -66,12 +73,6 @@ class Host:
         """
         sys.path += [entry for entry in path if entry not in sys.path and os.path.isdir(entry)]
         logging.getLogger("torchtune_ext").addHandler(self.log)
-        try:
-            found = identity()
-        except ImportError as error:
-            return "refused", f"torchtune_ext cannot be imported there ({error}); install version {wanted}", 0
-        if found != wanted:
-            return "refused", f"torchtune_ext {found} is installed there, here it is {wanted}: install the same", 0
         from torchtune_ext.run.parent import die_with_parent
 
         # Ray lets an actor live on for a while when the raylet, which has started it, is gone.

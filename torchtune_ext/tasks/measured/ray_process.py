@@ -30,7 +30,8 @@ from torchtune_ext.tasks.measured.ray_connect import Refused, connect, member_co
 
 LOOK_S = 1.0  # seconds between two looks at the cluster, and at each of its machines
 SILENT_S = 60.0  # seconds without an answer after which a machine, or the whole cluster, counts as lost
-START_S = 120.0  # seconds for an actor to start, with the compiler and the sandbox of its machine
+PLACE_S = 30.0  # seconds for Ray to start an actor
+START_S = 90.0  # seconds for the actor to be ready, with the compiler and the sandbox of its machine
 CLOSE_S = 10.0  # seconds for the actors to end their processes
 REST_S = (1.0, 5.0, 20.0, 60.0)  # seconds before an actor is started again: longer each time that it ends soon
 MAX_TRIES = 5  # how often a text may be lost with its machine, or fail there
@@ -56,7 +57,7 @@ class Driver:
 
     def __init__(self, ray: Any, connection: Connection, resource: str, settings: bytes, path: Sequence[str]) -> None:
         self._ray, self._connection, self._resource = ray, connection, resource
-        self._start_with = (ray_host.identity(), settings, list(path))
+        self._start_with = (settings, list(path))
         # By value: a machine with another version of torchtune_ext must be able to say so.
         ray.cloudpickle.register_pickle_by_value(ray_host)
         self._host_class = ray.remote(ray_host.Host)
@@ -71,6 +72,7 @@ class Driver:
         self._past: Counter[str] = Counter(moved=0)  # counters of lives that have ended
         self._tasks: set[asyncio.Task] = set()  # the loop itself keeps tasks weakly
         self._is_ready = False
+        self._failure: BaseException | None = None
         self._ended = asyncio.Event()
         self._answered_at = time.monotonic()
 
@@ -85,6 +87,8 @@ class Driver:
             while not self._ended.is_set():
                 await self._look()
                 await _set_within(self._ended, LOOK_S)
+            if self._failure is not None:
+                raise self._failure
         finally:
             await self._close()
 
@@ -145,7 +149,7 @@ class Driver:
             self._reasons.pop(name, None)
             if (life := self._lives.get(name)) is not None:
                 life.lose("Ray says that the machine has gone")
-                self._log(logging.WARNING, f"lost {life.title}: {life.why}")
+                self._log(logging.WARNING, f"{life.title}: {life.why}")
                 self._bury(name)
         if not self._is_ready:
             self._judge(there)
@@ -182,7 +186,7 @@ class Driver:
                 self._ray.kill(life.actor)
             self._reasons[name] = f"{title}: {life.why}"
             rests = 0 if time.monotonic() > began_at + START_S else min(rests + 1, len(REST_S) - 1)
-            self._log(logging.WARNING, f"lost {self._reasons[name]}; tried again in {REST_S[rests]:g} s")
+            self._log(logging.WARNING, f"{self._reasons[name]}; tried again in {REST_S[rests]:g} s")
             await asyncio.sleep(REST_S[rests])
 
     def _make(self, name: str) -> Any:
@@ -199,9 +203,16 @@ class Driver:
 
     async def _live(self, name: str, life: Life) -> None:
         """Lives one life of an actor to its end. Raises Refused if the machine cannot be used."""
-        with self._losing(
-            life, f"no actor could start in {START_S:g} s; does another program use its {self._resource}?"
-        ):
+        wanted, taken = ray_host.identity(), f"does another program use its {self._resource}?"
+        with self._losing(life, f"Ray had no place for an actor within {PLACE_S:g} s; {taken}"):
+            async with asyncio.timeout(PLACE_S):
+                state, found = await life.actor.identity.remote()
+            if state == "refused" or found != wanted:
+                there = found if state == "refused" else f"torchtune_ext {found} is installed there"
+                raise Refused(f"{there}, and {wanted} here: install the same")
+        if life.lost.is_set():
+            return
+        with self._losing(life, f"the actor was not ready within {START_S:g} s"):
             async with asyncio.timeout(START_S):
                 state, text, room = await life.actor.start.remote(*self._start_with)
             if state == "refused":
@@ -302,8 +313,15 @@ class Driver:
     def _begin(self, work: Any) -> asyncio.Task:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._finish)
         return task
+
+    def _finish(self, task: asyncio.Task) -> None:
+        """An error that nobody has foreseen ends this process, and the trainer starts another one."""
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._failure = self._failure or task.exception()
+            self._ended.set()
 
     async def _close(self) -> None:
         """Has the actors end their processes and remove their folders. They themselves end with this process."""
