@@ -52,7 +52,7 @@ RESUME = "resume_from_checkpoint=True"
 ROLES = {
     "core_process": "core",
     "client_process": "client",
-    "grading/worker_process.py": "grader",
+    "run/worker_process.py": "grader",
     "janitor.py": "janitor",
     "grpo.py": "rank",
 }

@@ -108,7 +108,7 @@ def test_sigkill_of_the_trainer_leaves_no_worker(tmp_path):
         """
         grader = Grader(MyTask(), workers=3, timeout_s=600)
         pids = {int(o.score.reward) for o in grader.grade([(PROBLEM, "pid")] * 600)}
-        print(*[worker.process.pid for worker in grader._workers], flush=True)
+        print(*grader.processes.pids(), flush=True)
         grader.grade([(PROBLEM, "hang")] * 2)
         """,
     )
@@ -131,7 +131,7 @@ def test_a_trainer_that_forgets_close_ends_and_leaves_no_worker(tmp_path):
         """
         grader = Grader(MyTask(), workers=2)
         grader.grade([(PROBLEM, "pid")])
-        print(*[worker.process.pid for worker in grader._workers], flush=True)
+        print(*grader.processes.pids(), flush=True)
         """,
     )
     done = subprocess.run(
@@ -148,7 +148,7 @@ def test_ctrl_c_prints_no_worker_traceback(tmp_path):
         """
         with Grader(MyTask(), workers=2, timeout_s=600) as grader:
             grader.grade([(PROBLEM, "pid")] * 10)
-            print(*[worker.process.pid for worker in grader._workers], flush=True)
+            print(*grader.processes.pids(), flush=True)
             try:
                 print("now", flush=True)
                 grader.grade([(PROBLEM, "hang")] * 2)

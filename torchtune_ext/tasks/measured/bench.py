@@ -1,23 +1,59 @@
 """The coordinator: texts come in, and their results come out as soon as each is there.
 
-Checks run in parallel, in processes that can be killed. Timings run one after the other.
+Checks run in parallel, in processes that can be killed. Timings run one after the other, in a process of their own
+(schedule.py decides what is next). A program that was measured before, or is under way, is not measured again (cache.py).
+
+What a program does wrong is its result, and is never tried again. What the machine does wrong (a process that was killed, a
+sandbox that failed, a deadline of ours that passed) is tried again `RETRIES` times. Then the future raises BenchError.
 """
 
-from collections.abc import Sequence
+import fcntl
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import tempfile
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
+import cloudpickle
+
+from torchtune_ext.run.processes import Answer, Processes, remove
+from torchtune_ext.tasks.measured import compiler as compilers
+from torchtune_ext.tasks.measured.bench_processes import VARIABLES, Checked, Checking, Failed, Settings, TimeKeeping
+from torchtune_ext.tasks.measured.cache import Cache
 from torchtune_ext.tasks.measured.check import Deadlines
-from torchtune_ext.tasks.measured.kernel import Kernel
-from torchtune_ext.tasks.measured.results import BenchConfig, BenchError, Result
-from torchtune_ext.tasks.measured.sandbox import Limits
+from torchtune_ext.tasks.measured.child import START_S
+from torchtune_ext.tasks.measured.compiler import Compiler
+from torchtune_ext.tasks.measured.extract import extract
+from torchtune_ext.tasks.measured.kernel import Kernel, prototype
+from torchtune_ext.tasks.measured.machine import choose_cores, fingerprint
+from torchtune_ext.tasks.measured.results import NOISY, BenchConfig, BenchError, Result
+from torchtune_ext.tasks.measured.sandbox import PROBE_S, Limits, Sandbox
+from torchtune_ext.tasks.measured.schedule import CHECK, Schedule
+from torchtune_ext.tasks.measured.timing import LOCK_S
 
 __all__ = ["Bench", "BenchConfig", "BenchError", "Result"]
+
+log = logging.getLogger(__name__)
+
+RETRIES = 2  # further attempts after the machine has failed
+OWN_S = 30.0  # seconds of our own work on a program at most: inputs, references, comparisons, starts of processes
+CLOSE_S = 3.0  # seconds that processes get to end by themselves
+FOLDER = "torchtune-ext-programs-"  # how the name of the folder begins
 
 
 class Bench:
     """Measures programs on this machine. Any thread may use it.
+
+    Make it when the engine of a run has started, so that it can choose cores that the engine does not use.
 
     Args:
         workers: processes that check; None: one for each core that is not timed on.
@@ -49,7 +85,49 @@ class Bench:
         deadlines: Deadlines | None = None,
         limits: Limits | None = None,
     ) -> None:
-        raise NotImplementedError
+        chosen = None if cores is None else list(cores)
+        BenchConfig(workers, chosen, threads, optimization, compiler, budget_s, namespaces)
+        if any(importlib.util.find_spec(name) is None for name in ("tree_sitter", "tree_sitter_c")):
+            raise ValueError("programs are read with tree-sitter: pip install 'torchtune-ext[bench]'")
+        usable = os.sched_getaffinity(0)
+        timed = choose_cores(chosen, threads)[:threads]
+        checked = sorted(usable - set(timed)) or sorted(usable)
+        found = Compiler.find(compiler)
+        # A machine that cannot lock programs in is found out now, and not by each of them.
+        Sandbox(found.path, namespaces).close()
+        self._settings = Settings(
+            found,
+            optimization,
+            threads,
+            budget_s,
+            namespaces,
+            deadlines or Deadlines(),
+            limits or Limits(),
+            tuple(checked),
+            tuple(timed),
+        )
+        self._fingerprint = fingerprint()
+        self._cache = Cache(cache)
+        self._lock = threading.Lock()  # guards all that follows
+        self._ended: BenchError | None = None  # the reason why nothing is accepted any more
+        workers = workers or len(checked)
+        self._schedule: Schedule[_Job] = Schedule(workers, is_shared=bool(set(checked) & set(timed)))
+        self._under_way: dict[str, _Job] = {}
+        self._counts: Counter[str] = Counter()
+        # Who holds the lock on the folder owns it. It goes with us, or with the next sandbox when we are killed.
+        self._folder = Path(tempfile.mkdtemp(prefix=FOLDER))
+        self._folder.chmod(0o711)
+        self._folder_lock = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(self._folder_lock, fcntl.LOCK_EX)
+        weakref.finalize(self, remove, self._folder)
+        self._pools: dict[str, Processes] = {}
+        try:
+            for name, kind, count in (("checking", Checking, workers), ("timing", TimeKeeping, 1)):
+                target = cloudpickle.dumps(kind(self._settings))
+                self._pools[name] = Processes(target, count, name, "setting", self._folder, VARIABLES)
+        except BaseException:
+            self.close()
+            raise
 
     def submit(self, kernel: Kernel, text: str) -> "Future[Result]":
         """Hands in a model's answer and returns at once. Its future can be canceled until its check begins.
@@ -60,7 +138,35 @@ class Bench:
             BenchError: this object is closed, or has failed.
             ValueError: the kernel cannot be pickled.
         """
-        raise NotImplementedError
+        try:
+            pickled = cloudpickle.dumps(kernel)
+        except Exception as error:
+            # Pickling runs code of the kernel, which may raise any error.
+            raise ValueError(
+                f"kernel {type(kernel).__name__} cannot be sent to another process: {type(error).__name__}: {error}. "
+                "Keep open files, locks and functions out of its attributes"
+            ) from error
+        future: Future[Result] = Future()
+        key = self._key(kernel, text)
+        with self._lock:
+            if self._ended is not None:
+                raise self._ended
+            known = self._cache.get(key)
+            job = self._under_way.get(key)
+            if known is not None or job is not None:
+                self._counts["cached"] += 1
+            if known is None and job is not None:
+                job.futures.append(future)
+                if job.has_begun:
+                    future.set_running_or_notify_cancel()
+            elif known is None:
+                job = self._under_way[key] = _Job(key, kernel.name, _kernel_key(kernel), pickled, text, [future])
+                self._schedule.add(CHECK, job)
+        if known is not None:
+            future.set_result(known)
+        else:
+            self._advance()
+        return future
 
     def stats(self) -> dict[str, float]:
         """Returns counters for metrics, all of them numbers that may be added over machines.
@@ -68,14 +174,193 @@ class Bench:
         Now: "queued_checks", "queued_timings", "checking", "timing". Since the start: "done", "cached", "retried", "noisy",
         "failed", and "seconds_STAGE" for each stage (check.STAGES, "time", and "wait": until the cores were idle and free).
         """
-        raise NotImplementedError
+        with self._lock:
+            schedule = self._schedule
+            return {
+                "queued_checks": float(len(schedule.checks)),
+                "queued_timings": float(len(schedule.timings)),
+                "checking": float(len(schedule.checking)),
+                "timing": float(schedule.timing is not None),
+                **{name: float(self._counts[name]) for name in ("done", "cached", "retried", "noisy", "failed")},
+                **{name: seconds for name, seconds in self._counts.items() if name.startswith("seconds_")},
+            }
 
     def close(self) -> None:
-        """Ends all processes and removes all folders. Futures that are not done raise BenchError. A second call does nothing."""
-        raise NotImplementedError
+        """Ends all processes and removes all folders. Futures that are not done raise BenchError.
+
+        Programs that are being worked on are given up after `CLOSE_S` seconds.
+        """
+        self._give_up(BenchError("the Bench is closed"))
+        for pool in self._pools.values():
+            pool.close(self._ended, CLOSE_S)
+        remove(self._folder)
+        with self._lock:
+            self._cache.close()
+            if self._folder_lock >= 0:
+                os.close(self._folder_lock)
+                self._folder_lock = -1
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _key(self, kernel: Kernel, text: str) -> str:
+        """What a result depends on."""
+        settings = self._settings
+        words = [
+            extract(text),
+            compilers.flags_of(kernel, settings.optimization, settings.threads),
+            settings.compiler.version,
+            [_kernel_key(kernel), prototype(kernel), kernel.naive, list(kernel.forbidden)],
+            [self._fingerprint, settings.timed_cores, settings.threads, settings.budget_s],
+            [asdict(settings.deadlines), asdict(settings.limits)],
+        ]
+        return hashlib.sha256(json.dumps(words).encode()).hexdigest()
+
+    def _advance(self) -> None:
+        """Begins all that may begin now."""
+        while True:
+            with self._lock:
+                if self._ended is not None:
+                    return
+                begun = self._schedule.next()
+                if begun is None:
+                    return
+                stage, job = begun
+                if not job.begin():
+                    # Nobody waits for it any more.
+                    self._schedule.ended(stage, job)
+                    del self._under_way[job.key]
+                    continue
+            try:
+                self._hand_over(stage, job)
+            except Exception as error:  # noqa: BLE001 (whatever it is, everybody who waits has to get it)
+                self._give_up(BenchError(f"the processes of the Bench have ended: {error}"))
+
+    def _hand_over(self, stage: str, job: "_Job") -> None:
+        d, settings = self._settings.deadlines, self._settings
+        check_s = d.screen_s + d.compile_s + START_S + d.load_s + 2 * d.verify_s + OWN_S
+        checker_s = 4 * PROBE_S + check_s  # a kernel's checker probes the machine and checks the kernel's own program
+        if stage == CHECK:
+            pool, what, timeout_s, wait_s = "checking", job.text, check_s, checker_s
+        else:
+            # The last block may have five calls of the program and three of the reference.
+            timeout_s = START_S + d.load_s + settings.budget_s + 8 * d.verify_s + OWN_S
+            wait_s = 3 * LOCK_S + checker_s + timeout_s
+            pool, what = "timing", job.library
+        answer = self._pools[pool].submit((job.kernel_key, job.kernel, what), timeout_s, wait_s)
+        answer.add_done_callback(lambda future: self._ends(stage, job, future))
+
+    def _ends(self, stage: str, job: "_Job", future: "Future[Answer]") -> None:
+        """Deals with what a process says, in the thread that serves it."""
+        try:
+            if (error := future.exception()) is not None:
+                raise error
+            self._deal_with(stage, job, future.result())
+        except Exception as error:  # noqa: BLE001 (whatever it is, everybody who waits has to get it)
+            self._give_up(BenchError(f"the processes of the Bench have ended: {error}"))
+        self._advance()
+
+    def _deal_with(self, stage: str, job: "_Job", answer: Answer) -> None:
+        found = answer.value
+        if answer.kind == "returned" and not isinstance(found, Failed):
+            self._take(stage, job, found)
+            return
+        if answer.kind == "returned":
+            cause, is_final = found.cause, found.is_final
+        else:
+            # An error that a kernel or our own code raises would come again. Processes do not end, or hang, by themselves.
+            cause, is_final = answer.cause, answer.kind == "raised"
+            cause = f"the {stage} process died: {cause}" if answer.kind == "died" else cause
+        job.attempts += 1
+        is_final = is_final or job.attempts > RETRIES
+        with self._lock:
+            self._schedule.ended(stage, job)
+            self._counts["failed" if is_final else "retried"] += 1
+            if not is_final:
+                self._schedule.add(stage, job, first=True)
+        attempts = f" (attempt {job.attempts})" if job.attempts > 1 else ""
+        if is_final:
+            message = f"the {stage} of a program for {job.kernel_name} failed{attempts}: {cause}"
+            self._finish(job, lambda future: future.set_exception(BenchError(message)))
+        else:
+            log.warning("bench: the %s of a program is repeated%s: %s", stage, attempts, cause)
+
+    def _take(self, stage: str, job: "_Job", found: Any) -> None:
+        """Takes what became of a program in a stage."""
+        seconds = found.verdict.seconds if stage == CHECK else found.seconds
+        is_right = stage == CHECK and found.verdict.outcome == "ok"
+        job.seconds.update(seconds)
+        with self._lock:
+            self._schedule.ended(stage, job)
+            self._counts.update({f"seconds_{name}": value for name, value in seconds.items()})
+            if is_right:
+                job.library = found.library
+                self._schedule.add("time", job)
+        if is_right:
+            return
+        end = found.verdict if isinstance(found, Checked) else found
+        result = Result(
+            job.kernel_name,
+            end.outcome,
+            end.stage if stage == CHECK else "time",
+            end.note,
+            None if stage == CHECK else end.timing,
+            job.seconds,
+            self._fingerprint,
+        )
+        with self._lock:
+            self._cache.put(job.key, result)
+            self._counts["done"] += 1
+            self._counts["noisy"] += result.outcome == NOISY
+        first = job.futures[0]
+        self._finish(job, lambda future: future.set_result(replace(result, is_cached=future is not first)))
+
+    def _finish(self, job: "_Job", end: Callable[[Future], None]) -> None:
+        """Ends all futures of a job. Their callbacks may submit more, so this does not hold the lock."""
+        with self._lock:
+            if self._under_way.pop(job.key, None) is None:
+                return
+        for future in job.futures:
+            end(future)
+
+    def _give_up(self, error: BenchError) -> None:
+        """Accepts nothing more, and gives the reason to all who wait. Only the first reason counts."""
+        with self._lock:
+            if self._ended is not None:
+                return
+            self._ended = error
+            jobs = list(self._under_way.values())
+        for job in jobs:
+            if job.has_begun or job.begin():
+                self._finish(job, lambda future: future.set_exception(error))
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    """One program, and all who wait for its result."""
+
+    key: str
+    kernel_name: str
+    kernel_key: str
+    kernel: bytes
+    text: str
+    futures: list[Future]
+    library: bytes = b""
+    attempts: int = 0
+    has_begun: bool = False
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def begin(self) -> bool:
+        """Marks it as begun: from now on it cannot be canceled. Returns False if everybody has canceled it before."""
+        if not self.has_begun:
+            self.futures = [future for future in self.futures if future.set_running_or_notify_cancel()]
+            self.has_begun = bool(self.futures)
+        return self.has_begun
+
+
+def _kernel_key(kernel: Kernel) -> str:
+    kind = type(kernel)
+    return f"{kind.__module__}.{kind.__qualname__} {kernel.name} {dict(kernel.timed)}"

@@ -1,6 +1,7 @@
 """The machine that times: whose cores are whose, one timing at a time on each of them, and what the host takes away."""
 
 import fcntl
+import logging
 import os
 import platform
 import time
@@ -9,8 +10,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+log = logging.getLogger(__name__)
+
 SAMPLERS = ("torchtune_ext.sampling.core_process", "torchtune_ext.sampling.client_process")
 _LOCK_RETRY_S = 0.02
+_WINDOW_S, _WINDOWS = 0.05, 2  # an engine is idle if it computes in none of so many windows of so many seconds
+_BUSY_SHARE = 0.2  # of one core in a window: below, it only looks whether there is something to do
+_LOOK_S = 0.2  # seconds between two looks at an engine that computes
+_told: set[int] = set()  # engines that a line of the log has named
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +97,53 @@ def alone_on(cores: Sequence[int], deadline_s: float) -> Iterator[None]:
                         raise TimeoutError(f"core {core} was still used for timing after {deadline_s:g} s") from None
                     time.sleep(_LOCK_RETRY_S)
         yield
+
+
+def wait_until_idle(cores: Sequence[int], deadline_s: float) -> float:
+    """Waits until no engine that may run on one of these cores computes, and returns the seconds that this took.
+
+    Counted is the CPU time of engines and of their workers, which are in an engine's session (setsid(2)).
+
+    Raises:
+        TimeoutError: an engine still computes after `deadline_s` seconds.
+    """
+    begin = time.monotonic()
+    calm = 0
+    while users := [user.pid for user in engines() if user.cores & set(cores)]:
+        before = _cpu_ns(users)
+        time.sleep(_WINDOW_S)
+        after = _cpu_ns(users)
+        used = {pid: after[pid] - before[pid] for pid in before.keys() & after.keys()}
+        busiest = max(used, key=used.__getitem__, default=0)
+        calm = calm + 1 if used.get(busiest, 0) < _BUSY_SHARE * _WINDOW_S * 1e9 else 0
+        if calm == _WINDOWS:
+            break
+        if calm:
+            continue
+        if time.monotonic() - begin > deadline_s:
+            raise TimeoutError(
+                f"an engine (process {busiest}) still computes on cores {sorted(cores)} after {deadline_s:g} s: "
+                "time on cores that it may not use, or give it others (taskset)"
+            )
+        if busiest not in _told:
+            _told.add(busiest)
+            log.warning("timing on cores %s waits until an engine (process %d) is idle", sorted(cores), busiest)
+        time.sleep(_LOOK_S)
+    return time.monotonic() - begin
+
+
+def _cpu_ns(engine_pids: Sequence[int]) -> dict[int, int]:
+    """Returns the CPU nanoseconds of these engines, each with all processes of the session that it leads."""
+    used = dict.fromkeys(engine_pids, 0)
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                leader = int(name) if int(name) in used else os.getsid(int(name))
+                if leader in used:
+                    used[leader] += time.clock_gettime_ns(~int(name) << 3 | 2)  # clock_getcpuclockid(3)
+            except OSError:
+                continue  # it has ended
+    return used
 
 
 def stolen_ticks(cores: Sequence[int]) -> int:

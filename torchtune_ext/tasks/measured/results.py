@@ -6,13 +6,12 @@ from dataclasses import dataclass, field
 
 from torchtune_ext.tasks.measured.timing import Timing
 
-NOISY = (
-    "noisy"  # beside the OUTCOMES of check.py: it is right, but the machine was disturbed, so that no speed is known
-)
+# Beside the OUTCOMES of check.py: the program is right, but the machine was disturbed, so that no speed is known.
+NOISY = "noisy"
 
 
 class BenchError(RuntimeError):
-    """The service failed, again after it has tried once more, and nothing is known about the program."""
+    """The service itself failed, and nothing is known about the program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +24,7 @@ class Result:
     note: str  # for people: the compiler's message, the failing size, how noisy it was; "" if it is ok
     timing: Timing | None  # its speed, if the outcome is "ok"; else None
     seconds: Mapping[str, float] = field(default_factory=dict)  # of each stage that ran; of a cached one: when it ran
-    machine: str = ""  # `machine.fingerprint()` of the machine that measured: speeds of two machines are not compared
+    fingerprint: str = ""  # of the machine that measured: speeds of two machines are not compared
     is_cached: bool = False  # an equal text was measured before, or was under way at the same time
 
 
@@ -40,9 +39,7 @@ class BenchConfig:
     compiler: str | None = None  # "gcc" or "clang", or a path; None: as found
     budget_s: float = 10.0  # seconds for one timing
     namespaces: bool | None = None  # whether bubblewrap is used; None: wherever it works
-    cache: str | None = (
-        None  # a file that keeps results for later runs; None: they are kept as long as the service lives
-    )
+    cache: str | None = None  # a file that keeps results for later runs; None: as long as the service lives
     address: str | None = None  # of a Ray cluster, or "auto": the machines that measure; None: this machine
     resource: str = "bench_host"  # the Ray resource that such machines carry
 

@@ -1,0 +1,92 @@
+"""Kernels for tests of the benchmark service: small, timed on a busy machine, too, and with faults of the machine on demand.
+
+The processes of the service unpickle them, and what that runs makes those processes patient: a machine that varies is not
+refused, no block is excused, and nobody waits for engines of others.
+"""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from torchtune_ext.tasks.measured import bench_processes, timing
+from torchtune_ext.tasks.measured.kernels import Dgemm, Reduction
+
+SUM = "void reduction(int n, const double *x, double *total) {{ {} }}"
+HONEST = SUM.format("double s = 0; for (int i = 0; i < n; i++) s += x[i]; *total = s;")
+
+
+def fenced(source: str) -> str:
+    return f"Here it is:\n\n```c\n{source}\n```\nIt is fast."
+
+
+def made(kind: type, *arguments):
+    timing.WILD = 1e9
+    timing.Quiet.is_disturbed = lambda self, seconds: False
+    bench_processes.wait_until_idle = lambda cores, deadline_s: 0.0
+    return kind(*arguments)
+
+
+class CalmDgemm(Dgemm):
+    def __init__(self, size: int = 48) -> None:
+        super().__init__(size)
+        self.size = size
+
+    def __reduce__(self):
+        return made, (type(self), self.size)
+
+
+class CalmReduction(Reduction):
+    def __init__(self, size: int = 20_011) -> None:
+        super().__init__(size)
+        self.size = size
+
+    def __reduce__(self):
+        return made, (type(self), self.size)
+
+
+class Faulty(CalmReduction):
+    """The machine fails while a result is compared, as the files in `folder` say: "check-kill" once, "check-kill-always" each time.
+
+    The first word is the stage. The second is what happens: "kill" (of the process that compares), "hang", "full" (an error
+    of the system), "bug" (an error of the kernel), "orphan" (the processes below it are killed).
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def __reduce__(self):
+        return made, (type(self), self.folder)
+
+    def reference(self, size, inputs):
+        # Not while a checker or a timer is made.
+        stage = "check" if bench_processes.CHECKERS._things else "time" if bench_processes.TIMERS._things else "making"
+        for file in self.folder.glob(f"{stage}-*"):
+            _, what, *always = file.name.split("-")
+            if not always:
+                file.unlink(missing_ok=True)
+            getattr(self, what)()
+        return super().reference(size, inputs)
+
+    def kill(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def hang(self):
+        time.sleep(600)
+
+    def full(self):
+        raise OSError(28, "No space left on device")
+
+    def bug(self):
+        raise ZeroDivisionError("a bug of the kernel")
+
+    def orphan(self):
+        for process in Path("/proc").iterdir():
+            try:
+                fields = (process / "stat").read_bytes().rpartition(b") ")[2].split()
+            except (OSError, IndexError):
+                continue
+            if process.name.isdigit() and int(fields[1]) == os.getpid():
+                os.kill(int(process.name), signal.SIGKILL)
+        time.sleep(0.1)

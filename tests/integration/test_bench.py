@@ -1,0 +1,146 @@
+"""The benchmark service as a whole: what a checker says alone, also with processes that are killed, and nothing is left behind."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from calm_kernels import HONEST, SUM, CalmDgemm, CalmReduction, fenced
+
+pytest.importorskip("tree_sitter_c")
+
+from torchtune_ext.tasks.measured.bench import Bench, Result
+from torchtune_ext.tasks.measured.check import Checker, Deadlines
+from torchtune_ext.tasks.measured.kernels import Dgemm, Reduction
+from torchtune_ext.tasks.measured.sandbox import SandboxError
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")]
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINES = Deadlines(screen_s=10.0, compile_s=20.0, load_s=2.0, verify_s=1.5)
+WAIT_S = 250.0  # others may time on these cores, too
+# What a model may write, by how it ends.
+PROGRAMS = {
+    "right": HONEST,
+    "right in another way": SUM.format("double s = 0, t = 0; int i = 0; for (; i + 1 < n; i += 2) s += x[i], t += x[i + 1]; for (; i < n; i++) s += x[i]; *total = s + t;"),
+    "nothing": SUM.format(""),
+    "single precision": HONEST.replace("double s", "float s"),
+    "off by one": HONEST.replace("i < n", "i < n - 1"),
+    "never ends": SUM.format("for (volatile int i = 0;; i++);"),
+    "sleeps while it loads": "#include <unistd.h>\n__attribute__((constructor)) static void linger(void) { for (;;) sleep(1); }\n" + HONEST,
+    "crashes": SUM.format("*total = x[-1000000];"),
+    "writes beside": HONEST.replace("*total = s", "*total = s, total[-1] = 0"),
+    "divides by zero": SUM.format("volatile int zero = 0; *total = 1 / zero;"),
+    "aborts": SUM.format("__builtin_trap();"),
+    "fork bomb": "#include <unistd.h>\n" + SUM.format("for (;;) fork();"),
+    "a shell": "#include <stdlib.h>\n" + SUM.format('system("kill -9 -1");'),
+    "no C": "def reduction(n, x): return sum(x)",
+    "another function": HONEST.replace("reduction", "sum"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, tuple[str, str]]:
+    """What a checker says of each program."""
+    try:
+        with Checker(Reduction(20_011), deadlines=DEADLINES) as checker:
+            verdicts = {name: checker.check(fenced(source)) for name, source in PROGRAMS.items()}
+            verdicts["prose"] = checker.check("I would use vector instructions.")
+    except SandboxError as error:
+        pytest.skip(str(error))
+    found = {name: (verdict.outcome, verdict.stage) for name, verdict in verdicts.items()}
+    assert {outcome for outcome, _ in found.values()} >= {"ok", "wrong_result", "timeout", "runtime_error", "forbidden", "compile_error", "format"}  # fmt: skip
+    return {name: (outcome, "time" if outcome == "ok" else stage) for name, (outcome, stage) in found.items()}
+
+
+def seen(results: dict[str, Result]) -> dict[str, tuple[str, str]]:
+    return {name: (result.outcome, result.stage) for name, result in results.items()}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_mixed_stream_ends_as_each_program_does_alone(alone, workers):
+    texts = {**{name: fenced(source) for name, source in PROGRAMS.items()}, "prose": "I would use vector instructions."}
+    with Bench(workers=workers, budget_s=0.3, deadlines=DEADLINES) as bench:
+        futures = {name: bench.submit(CalmReduction(), text) for name, text in texts.items()}
+        product = bench.submit(CalmDgemm(), fenced(Dgemm.naive))
+        results = {name: future.result(timeout=WAIT_S) for name, future in futures.items()}
+        assert seen(results) == alone and product.result(timeout=WAIT_S).outcome == "ok"
+        assert bench.stats()["retried"] == bench.stats()["failed"] == 0
+        assert results["right"].timing.calls >= 3 and results["crashes"].timing is None
+
+
+def test_processes_that_are_killed_in_the_middle_lose_nothing(alone):
+    """Both kinds, again and again, at moments that nobody chose."""
+    names = [name for name in PROGRAMS if alone[name][0] != "timeout"]
+    with Bench(workers=2, budget_s=0.4, deadlines=DEADLINES) as bench:
+        futures = {
+            (name, i): bench.submit(CalmReduction(), fenced(f"/* {i} */ {PROGRAMS[name]}"))
+            for i in range(2)
+            for name in names
+        }
+        last = bench.submit(CalmReduction(), fenced("/* last */ " + HONEST))
+        stats = bench.stats
+        for kind, stage in (
+            ("checking", "seconds_verify"),
+            ("checking", "seconds_verify"),
+            ("timing", "seconds_time"),
+        ) * 2:
+            # Further ones of this kind have ended, so that the processes have started since the last kill.
+            before, deadline = stats().get(stage, 0.0), time.monotonic() + WAIT_S
+            while (stats().get(stage, 0.0) == before or not stats()[kind]) and not last.done():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            time.sleep(0.1)
+            os.kill(bench._pools[kind].pids()[0], signal.SIGKILL)
+        results = {name: future.result(timeout=WAIT_S) for name, future in futures.items()}
+        assert {name: found for (name, _), found in seen(results).items()} == {name: alone[name] for name in names}
+        assert last.result(timeout=WAIT_S).outcome == "ok"
+        assert bench.stats()["failed"] == 0 and 1 <= bench.stats()["retried"] <= 6
+
+
+def test_a_killed_owner_leaves_no_process(tmp_path):
+    """In the middle of a check and of a timing."""
+    script = tmp_path / "owner.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import sys, time
+            from calm_kernels import HONEST, SUM, CalmReduction, fenced
+            from torchtune_ext.tasks.measured.bench import Bench
+
+            bench = Bench(workers=2, budget_s=600.0)
+            hanging = bench.submit(CalmReduction(), fenced(SUM.format("for (volatile int i = 0;; i++);")))
+            # Its own noise keeps it from being narrow, and so it is timed until the budget ends.
+            noisy = HONEST.replace("*total = s", "for (volatile int j = 0; j < (int)(1e6 * x[0]); j++); *total = s")
+            timed = bench.submit(CalmReduction(), fenced(noisy))
+            while not bench.stats()["timing"]:
+                time.sleep(0.01)
+            print(bench._folder, flush=True)
+            time.sleep(600)
+            """
+        )
+    )
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers"), os.environ.get("PYTHONPATH", "")])
+    owner = subprocess.Popen(
+        [sys.executable, script], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
+    )
+    try:
+        folder = Path(owner.stdout.readline().strip())
+        assert folder.is_dir() and folder.name.startswith("torchtune-ext-programs-")
+        time.sleep(2.5)  # until the processes of the timing have started
+        below = psutil.Process(owner.pid).children(recursive=True)
+        assert len(below) >= 4
+        owner.send_signal(signal.SIGKILL)
+        owner.wait(timeout=30)
+        _, alive = psutil.wait_procs(below, timeout=20)
+        assert [each for each in alive if each.status() != psutil.STATUS_ZOMBIE] == []
+    finally:
+        owner.kill()
+        owner.stdout.close()
+        shutil.rmtree(folder, ignore_errors=True)

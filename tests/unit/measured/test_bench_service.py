@@ -1,0 +1,384 @@
+"""The coordinator of the benchmark service, with the real compiler, the real sandbox and real processes.
+
+Programs are small and budgets short: what is tested is who is measured when, and whose fault it is, and no speed.
+"""
+
+import itertools
+import os
+import pickle
+import shutil
+import threading
+import time
+from concurrent.futures import CancelledError, wait
+
+import psutil
+import pytest
+from calm_kernels import HONEST, SUM, CalmDgemm, CalmReduction, Faulty, fenced
+
+pytest.importorskip("tree_sitter_c")
+
+from torchtune_ext.tasks.measured import bench as benches
+from torchtune_ext.tasks.measured import bench_processes, timing
+from torchtune_ext.tasks.measured.bench import Bench, BenchError, Result
+from torchtune_ext.tasks.measured.bench_processes import Checked, TimeKeeping
+from torchtune_ext.tasks.measured.check import STAGES, Deadlines
+from torchtune_ext.tasks.measured.machine import alone_on
+from torchtune_ext.tasks.measured.sandbox import SandboxError
+
+pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
+
+SHORT = Deadlines(screen_s=5.0, compile_s=10.0, load_s=2.0, verify_s=1.0)
+HANGS = SUM.format("for (volatile int i = 0;; i++);")
+NUMBERS = itertools.count()
+# Right where it is verified, and wrong from the sixth call at the timed size on.
+LATE = """
+static int calls;
+void reduction(int n, const double *x, double *total) {
+    double s = 0;
+    for (int i = 0; i < n; i++) s += x[i];
+    if (n == 20011) calls++;
+    *total = calls > 5 ? s + 1 : s;
+}
+"""
+
+
+def bench(**arguments) -> Bench:
+    try:
+        return Bench(**{"workers": 1, "budget_s": 0.2, "namespaces": False, "deadlines": SHORT, **arguments})
+    except SandboxError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def service():
+    with bench(workers=2) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory):
+    """A folder whose files say what the machine does wrong."""
+    return tmp_path_factory.mktemp("faults")
+
+
+@pytest.fixture(scope="module")
+def lonely(faults):
+    """A service with one process that checks. Both of its processes know the kernel that fails."""
+    with bench() as made:
+        assert outcome(made.submit(Faulty(faults), variant())).outcome == "ok"
+        yield made
+
+
+def outcome(future, seconds: float = 200.0) -> Result:
+    """Other tests of this machine may time on the same cores, one after the other."""
+    return future.result(timeout=seconds)
+
+
+def variant(source: str = HONEST) -> str:
+    """A program of which no other text holds the same."""
+    return fenced(f"/* {next(NUMBERS)} */ {source}")
+
+
+def since(service: Bench, before: dict[str, float], *names: str) -> list[float]:
+    """How much the counters have grown."""
+    return [service.stats()[name] - before[name] for name in names]
+
+
+# ---------------------------------------------------------------- results
+
+
+def test_results_are_those_of_the_stages(service):
+    kernel = CalmReduction()
+    futures = {
+        "ok": service.submit(kernel, fenced(HONEST)),
+        "format": service.submit(kernel, "I cannot do that."),
+        "forbidden": service.submit(kernel, fenced("#include <stdlib.h>\n" + SUM.format('system("ls");'))),
+        "compile_error": service.submit(kernel, fenced(SUM.format("return"))),
+        "wrong_result": service.submit(kernel, fenced(SUM.format("*total = 0;"))),
+        "runtime_error": service.submit(kernel, fenced(SUM.format("*total = x[-100000];"))),
+        "timeout": service.submit(kernel, fenced(HANGS)),
+    }
+    found = {word: outcome(future) for word, future in futures.items()}
+    assert {word: each.outcome for word, each in found.items()} == {word: word for word in found}
+    stages = {word: each.stage for word, each in found.items()}
+    assert stages == {
+        "ok": "time", "format": "extract", "forbidden": "screen", "compile_error": "compile", "wrong_result": "verify",
+        "runtime_error": "verify", "timeout": "verify",
+    }  # fmt: skip
+    for word, each in found.items():
+        assert pickle.loads(pickle.dumps(each)) == each and not each.is_cached and each.kernel == "reduction"
+        assert (each.note == "") == (word == "ok") == (each.timing is not None)
+        assert str(os.cpu_count()) in each.fingerprint
+    assert list(found["ok"].seconds) == [*STAGES, "wait", "time"] and found["ok"].timing.calls >= 3
+    assert service.stats()["retried"] == service.stats()["failed"] == 0
+
+
+def test_a_program_that_turns_out_wrong_while_it_is_timed(service):
+    found = outcome(service.submit(CalmReduction(), fenced(LATE)))
+    assert (found.outcome, found.stage, found.timing) == ("wrong_result", "time", None)
+    assert "in a timed call" in found.note and service.stats()["retried"] == 0
+
+
+def test_results_come_as_soon_as_they_are_there(service):
+    slow = service.submit(CalmReduction(), variant(HANGS))
+    quick = [service.submit(CalmReduction(), fenced(SUM.format(f"*total = {i};"))) for i in range(4)]
+    wait(quick, timeout=200)
+    assert [outcome(each).outcome for each in quick] == ["wrong_result"] * 4
+    assert outcome(slow).outcome == "timeout"
+
+
+def test_kernels_do_not_mix_and_may_be_ones_own(service):
+    class Doubled(CalmReduction):
+        """Defined here, so that no process can import it."""
+
+        def reference(self, size, inputs):
+            return {"total": 2 * inputs["x"].sum(keepdims=True)}
+
+        def bound(self, size, inputs):
+            return {name: 2 * value for name, value in super().bound(size, inputs).items()}
+
+        naive = HONEST.replace("= s", "= 2 * s")
+
+    both = [
+        service.submit(kernel, fenced(HONEST.replace("x[i]", "x[i + 0]"))) for kernel in (CalmReduction(), Doubled())
+    ]
+    assert [outcome(each).outcome for each in both] == ["ok", "wrong_result"]
+    assert outcome(service.submit(Doubled(), fenced(Doubled.naive))).outcome == "ok"
+    sizes = [service.submit(CalmDgemm(size), fenced(CalmDgemm.naive)) for size in (8, 16)]
+    assert [outcome(each).outcome for each in sizes] == ["ok", "ok"] and not outcome(sizes[1]).is_cached
+
+
+# ---------------------------------------------------------------- cached, joined, canceled
+
+
+def test_equal_programs_are_measured_once(service):
+    before, text = service.stats(), variant()
+    same = [service.submit(CalmReduction(), words + text) for words in ("", "Well. ", "Let me see. ")]
+    found = [outcome(each) for each in same]
+    again = service.submit(CalmReduction(), text)
+    assert again.done() and outcome(again).is_cached
+    assert [each.is_cached for each in found] == [False, True, True]
+    assert len({each.timing for each in found}) == 1
+    assert since(service, before, "done", "cached") == [1, 3]
+
+
+def test_a_file_keeps_results_for_a_run_that_goes_on(tmp_path):
+    file = tmp_path / "results.jsonl"
+    with bench(cache=file) as first:
+        found = outcome(first.submit(CalmReduction(), fenced(HONEST)))
+    with bench(cache=file) as second:
+        future = second.submit(CalmReduction(), fenced(HONEST))
+        assert future.done() and outcome(future).timing == found.timing and outcome(future).is_cached
+    with bench(cache=file, optimization="-O0") as third:
+        assert not third.submit(CalmReduction(), fenced(HONEST)).done()
+
+
+def test_what_has_not_begun_can_be_canceled(lonely):
+    before = lonely.stats()
+    begun = lonely.submit(CalmReduction(), variant(HANGS))
+    texts = [variant() for _ in range(4)]
+    waiting = [lonely.submit(CalmReduction(), text) for text in texts]
+    joined = lonely.submit(CalmReduction(), texts[3])
+    assert not begun.cancel() and all(each.cancel() for each in waiting)
+    assert outcome(begun).outcome == "timeout"
+    # Somebody else waits for the same program.
+    assert outcome(joined).outcome == "ok" and not outcome(joined).is_cached
+    with pytest.raises(CancelledError):
+        waiting[3].result(1)
+    assert since(lonely, before, "done") == [2]
+
+
+# ---------------------------------------------------------------- what the machine does wrong
+
+
+@pytest.mark.parametrize("fault", ["check-kill", "check-full", "time-kill", "time-full", "time-orphan"])
+def test_what_the_machine_does_wrong_is_tried_again(fault, lonely, faults):
+    before = lonely.stats()
+    (faults / fault).touch()
+    others = [lonely.submit(Faulty(faults), variant()) for _ in range(2)]
+    assert [outcome(each).outcome for each in others] == ["ok", "ok"]
+    assert not list(faults.iterdir()) and since(lonely, before, "retried", "failed") == [1, 0]
+
+
+def test_the_machine_may_fail_three_times(lonely, faults):
+    before, text = lonely.stats(), variant()
+    (faults / "time-full-always").touch()
+    message = r"the time of a program for reduction failed \(attempt 3\): OSError: .*No space left"
+    with pytest.raises(BenchError, match=message):
+        outcome(lonely.submit(Faulty(faults), text))
+    (faults / "time-full-always").rename(faults / "check-kill-always")
+    with pytest.raises(BenchError, match=r"\(attempt 3\): the check process died: signal SIGKILL"):
+        outcome(lonely.submit(Faulty(faults), text))
+    assert since(lonely, before, "retried", "failed") == [4, 2]
+    (faults / "check-kill-always").unlink()
+    assert outcome(lonely.submit(Faulty(faults), text)).outcome == "ok"  # a failure is not kept
+
+
+def test_an_error_of_a_kernel_is_told_at_once(lonely, faults):
+    before = lonely.stats()
+    (faults / "check-bug").touch()
+    with pytest.raises(BenchError, match=r"failed: ZeroDivisionError: a bug of the kernel \(calm_kernels.py:\d+\)"):
+        outcome(lonely.submit(Faulty(faults), variant()))
+    assert since(lonely, before, "retried", "failed") == [0, 1]
+
+
+def test_a_process_that_hangs_costs_only_its_own_text(faults, monkeypatch):
+    monkeypatch.setattr(benches, "OWN_S", 0.5)
+    monkeypatch.setattr(benches, "START_S", 0.5)
+    with bench(workers=2, deadlines=Deadlines(0.5, 1.0, 0.5, 0.5)) as two:
+        (faults / "check-hang").touch()
+        hanging = two.submit(Faulty(faults), variant())
+        while (faults / "check-hang").exists():
+            time.sleep(0.01)
+        others = [two.submit(Faulty(faults), variant(SUM.format("*total = 0;"))) for _ in range(3)]
+        wait(others, timeout=200)
+        # They passed it, or the machine is so busy that they took as long as its deadline.
+        assert not hanging.done() or two.stats()["retried"] == 1
+        assert outcome(hanging).outcome == "ok" and two.stats()["retried"] == 1
+
+
+# ---------------------------------------------------------------- timing
+
+
+def test_checks_and_timings_share_a_core_one_after_the_other():
+    core = max(os.sched_getaffinity(0))
+    usable = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core})
+    try:
+        one = bench(workers=2)
+    finally:
+        os.sched_setaffinity(0, usable)
+    with one:
+        texts = [variant() for _ in range(3)] + [fenced(SUM.format(f"*total = {i};")) for i in range(6)]
+        futures = [one.submit(CalmReduction(), text) for text in texts]
+        seen = []
+        while not all(each.done() for each in futures):
+            seen.append(one.stats())
+            time.sleep(0.002)
+    assert all(not (each["checking"] and each["timing"]) for each in seen)
+    assert any(each["timing"] for each in seen) and any(each["checking"] == 2 for each in seen)
+
+
+def test_checks_leave_the_timed_cores_alone(service):
+    settings = service._settings
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("one core")
+    assert not set(settings.check_cores) & set(settings.timed_cores)
+    outcome(service.submit(CalmReduction(), variant()))
+    for pool in service._pools.values():
+        for pid in pool.pids():
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                assert os.sched_getaffinity(int(thread)) <= set(settings.check_cores)
+
+
+def test_waiting_for_the_cores_is_no_part_of_the_time():
+    """Whoever times on the cores lets go after a second; the clock of the program starts then."""
+    usable = os.sched_getaffinity(0)
+    with bench() as one:
+        settings, kernel = one._settings, CalmReduction()
+    checking, keeping = bench_processes.Checking(settings), TimeKeeping(settings)
+    sent = pickle.dumps(kernel)
+    begun, released = [], []
+    free = threading.Event()
+
+    def hold():
+        with alone_on(settings.timed_cores, 200):
+            free.set()
+            time.sleep(1.0)
+            released.append(time.monotonic())
+
+    patched = (timing.WILD, timing.Quiet.is_disturbed, bench_processes.wait_until_idle)
+    try:
+        checked = checking(lambda: None, "key", sent, fenced(HONEST))
+        assert isinstance(checked, Checked)
+        keeping(lambda: None, "key", sent, checked.library)  # makes the timer
+        holder = threading.Thread(target=hold)
+        holder.start()
+        free.wait(200)
+        found = keeping(lambda: begun.append(time.monotonic()), "key", sent, checked.library)
+        holder.join()
+        assert len(begun) == 1 and begun[0] >= released[0] and found.outcome == "ok"
+        assert found.seconds["wait"] > 0.9
+    finally:
+        bench_processes.CHECKERS.close()
+        bench_processes.TIMERS.close()
+        timing.WILD, timing.Quiet.is_disturbed, bench_processes.wait_until_idle = patched
+        os.sched_setaffinity(0, usable)
+
+
+class Varying(CalmReduction):
+    """On a machine that varies."""
+
+    def __reduce__(self):
+        return varying, (self.size,)
+
+
+def varying(size: int) -> Varying:
+    bench_processes.wait_until_idle = lambda cores, deadline_s: 0.0
+    timing.WILD, timing.CALM_TRIES = -1.0, 1
+    return Varying(size)
+
+
+def test_a_machine_on_which_nothing_can_be_timed_is_no_fault_of_the_program(service):
+    found = [outcome(service.submit(Varying(), fenced(HONEST))) for _ in range(2)]
+    for each in found:
+        assert (each.outcome, each.stage, each.timing) == ("noisy", "time", None)
+        assert "this machine varies" in each.note and not each.is_cached
+    assert service.stats()["noisy"] == 2
+
+
+# ---------------------------------------------------------------- the end, and bad input
+
+
+def test_close_leaves_nothing(tmp_path):
+    me = psutil.Process()
+    before = {child.pid for child in me.children(recursive=True)}
+    files = me.num_fds()
+    one = bench(workers=2, cache=tmp_path / "results.jsonl")
+    done = one.submit(CalmReduction(), fenced(HONEST))
+    outcome(done)
+    left = [one.submit(CalmReduction(), fenced(HANGS)), *(one.submit(CalmReduction(), variant()) for _ in range(5))]
+    left[5].cancel()
+    time.sleep(0.3)
+    one.close()
+    one.close()
+    for each in left[:5]:
+        with pytest.raises(BenchError, match="the Bench is closed"):
+            each.result(timeout=0)
+    with pytest.raises(BenchError, match="the Bench is closed"):
+        one.submit(CalmReduction(), fenced(HONEST))
+    deadline = time.monotonic() + 5
+    while {child.pid for child in me.children(recursive=True)} - before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert {child.pid for child in me.children(recursive=True)} <= before
+    assert not one._folder.exists() and me.num_fds() == files
+    one.stats()
+
+
+def test_a_callback_may_submit_more(service):
+    second = []
+    first = service.submit(CalmReduction(), "nothing")
+    first.add_done_callback(
+        lambda future: second.append(service.submit(CalmReduction(), "nothing either, or is there?"))
+    )
+    outcome(first)
+    deadline = time.monotonic() + 10
+    while not second and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert outcome(second[0]).outcome == "format"
+
+
+def test_kernels_that_cannot_be_sent_are_named(service):
+    kernel = CalmReduction()
+    kernel.__dict__["lock"] = threading.Lock()
+    kernel.__class__ = type("Locked", (CalmReduction,), {"__reduce__": object.__reduce__})
+    with pytest.raises(ValueError, match="kernel Locked cannot be sent to another process: TypeError: .*lock"):
+        service.submit(kernel, fenced(HONEST))
+
+
+def test_a_kernel_whose_own_program_is_wrong_is_told(service):
+    class Broken(CalmReduction):
+        naive = SUM.format("*total = 0;")
+
+    with pytest.raises(BenchError, match="wrong_result"):
+        outcome(service.submit(Broken(), fenced(HONEST)))

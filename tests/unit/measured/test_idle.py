@@ -1,0 +1,91 @@
+"""A timing waits until engines on its cores are idle. The engines here are processes of the same name that only compute."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from torchtune_ext.tasks.measured import machine
+from torchtune_ext.tasks.measured.machine import SAMPLERS, User, wait_until_idle
+
+FIND = machine.engines
+BURN = "import time\nend = time.monotonic() + {}\nwhile time.monotonic() < end: pass\n"
+
+
+@contextmanager
+def engine(monkeypatch, code: str, cores: frozenset[int] = frozenset({0})):
+    """An engine that runs `code`, and is the only one of this machine that counts."""
+    with subprocess.Popen([sys.executable, "-c", code, SAMPLERS[0]], start_new_session=True) as process:
+        try:
+            deadline = time.monotonic() + 20
+            while process.pid not in [user.pid for user in FIND()]:
+                assert time.monotonic() < deadline
+            monkeypatch.setattr(machine, "engines", lambda: [User(process.pid, cores)])
+            yield process
+        finally:
+            os.killpg(process.pid, 9)
+
+
+def wait_until_it_computes(pid: int) -> None:
+    while time.clock_gettime_ns(~pid << 3 | 2) < 50e6:
+        time.sleep(0.01)
+
+
+def test_without_an_engine_nobody_waits(monkeypatch):
+    monkeypatch.setattr(machine, "engines", lambda: [])
+    assert wait_until_idle([0], 0.0) < 0.5
+
+
+def test_an_engine_that_computes_is_waited_for(monkeypatch, caplog):
+    with engine(monkeypatch, BURN.format(1.5) + "time.sleep(600)") as process:
+        begin = time.monotonic()
+        wait_until_it_computes(process.pid)
+        waited = wait_until_idle([0, 1], 60.0)
+        assert time.monotonic() - begin > 0.5 and waited > 0
+        assert caplog.text.count(f"waits until an engine (process {process.pid}) is idle") == 1
+        wait_until_idle([0], 60.0)  # it is idle now
+        assert caplog.text.count("is idle") == 1
+
+
+def test_whoever_waits_too_long_is_told_for_whom(monkeypatch):
+    with engine(monkeypatch, BURN.format(600)) as process:
+        wait_until_it_computes(process.pid)
+        with pytest.raises(
+            TimeoutError, match=rf"an engine \(process {process.pid}\) still computes on cores \[0\] after 0.2 s"
+        ):
+            wait_until_idle([0], 0.2)
+        assert wait_until_idle([1], 0.2) < 0.2  # it may not run there
+
+
+def test_the_workers_of_an_engine_count_and_its_starter_does_not(monkeypatch):
+    """An engine leads a session; the trainer that started it is in another."""
+    burner = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {BURN.format(600)!r}])"
+    stop = threading.Event()
+
+    def compute():
+        while not stop.is_set():
+            pass
+
+    starter = threading.Thread(target=compute)
+    starter.start()
+    try:
+        with engine(monkeypatch, "import time; time.sleep(600)"):
+            time.sleep(0.3)  # until it has started
+            wait_until_idle([0], 60.0)
+        with engine(monkeypatch, burner), pytest.raises(TimeoutError):
+            time.sleep(0.5)
+            wait_until_idle([0], 1.0)
+    finally:
+        stop.set()
+        starter.join()
+
+
+def test_an_engine_that_ends_is_no_reason_to_wait(monkeypatch):
+    with engine(monkeypatch, BURN.format(600)) as process:
+        wait_until_it_computes(process.pid)
+        threading.Timer(0.4, process.kill).start()
+        assert wait_until_idle([0], 60.0) < 30

@@ -1,0 +1,123 @@
+"""What the service begins next: a program on paper, with any number of workers, arrivals and ends in any order."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchtune_ext.tasks.measured import schedule
+from torchtune_ext.tasks.measured.schedule import CHECK, TIME, Schedule
+
+EVENTS = st.lists(st.tuples(st.sampled_from(["submit", "check ends", "timing ends"]), st.integers(0, 9)), max_size=120)
+
+
+class Played:
+    """Plays a service: every second program is right and is timed, every fifth attempt fails and is made again."""
+
+    def __init__(self, workers: int, is_shared: bool) -> None:
+        self.schedule: Schedule[int] = Schedule(workers, is_shared)
+        self.running: list[tuple[str, int]] = []
+        self.begun: list[tuple[str, int]] = []
+        self.failed: Counter[tuple[str, int]] = Counter()
+        self.done: list[int] = []
+        self.submitted = 0
+
+    def begin(self) -> None:
+        while (found := self.schedule.next()) is not None:
+            self.running.append(found)
+            self.begun.append(found)
+            self.require_rules()
+
+    def require_rules(self) -> None:
+        stages = [stage for stage, _ in self.running]
+        assert stages.count(CHECK) <= self.schedule.workers and stages.count(TIME) <= 1
+        assert not self.schedule.is_shared or len(set(stages)) <= 1  # a check disturbs a timing on its cores
+
+    def submit(self) -> None:
+        self.schedule.add(CHECK, self.submitted)
+        self.submitted += 1
+
+    def end(self, stage: str, which: int) -> None:
+        those = [each for each in self.running if each[0] == stage]
+        if not those:
+            return
+        ended = those[which % len(those)]
+        self.running.remove(ended)
+        self.schedule.ended(*ended)
+        job = ended[1]
+        if job % 5 == 0 and self.failed[ended] < 2:
+            self.failed[ended] += 1
+            self.schedule.add(stage, job, first=True)
+        elif stage == CHECK and job % 2 == 0:
+            self.schedule.add(TIME, job)
+        else:
+            self.done.append(job)
+
+    def play(self, events) -> None:
+        for event, which in events:
+            if event == "submit":
+                self.submit()
+            else:
+                self.end(CHECK if event == "check ends" else TIME, which)
+            self.begin()
+
+
+@given(st.integers(1, 4), st.booleans(), EVENTS)
+def test_nothing_is_lost_and_no_rule_is_broken(workers, is_shared, events):
+    played = Played(workers, is_shared)
+    played.play(events)
+    for _ in range(10 * played.submitted):
+        if not played.running:
+            break
+        played.end(played.running[0][0], 0)
+        played.begin()
+    assert sorted(played.done) == list(range(played.submitted)) and not played.running
+    timed = [job for stage, job in played.begun if stage == TIME]
+    assert set(timed) == {job for job in range(played.submitted) if job % 2 == 0}
+
+
+@given(st.integers(1, 4), EVENTS)
+def test_cores_of_their_own_never_wait_for_each_other(workers, events):
+    played = Played(workers, is_shared=False)
+    played.play(events)
+    waiting = played.schedule
+    assert not waiting.checks or len(waiting.checking) == workers
+    assert not waiting.timings or waiting.timing is not None
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_checks_go_first_but_not_for_ever(workers):
+    played = Played(workers, is_shared=True)
+    played.submit()
+    played.begin()
+    played.end(CHECK, 0)  # it fails twice
+    played.begin()
+    played.end(CHECK, 0)
+    played.begin()
+    played.end(CHECK, 0)  # now it waits for its timing
+    for _ in range(3 * schedule.PATIENCE):
+        played.submit()  # there is always a check that waits
+        played.submit()
+        played.begin()
+        if ("time", 0) in played.running:
+            break
+        played.end(CHECK, 0)
+        played.begin()
+    between = len(played.begun) - 1 - 3
+    assert played.begun[-1] == (TIME, 0) and schedule.PATIENCE <= between <= schedule.PATIENCE + workers
+    played.end(TIME, 0)
+    played.begin()
+    assert played.running and {stage for stage, _ in played.running} == {CHECK}
+
+
+def test_without_checks_a_timing_begins_at_once():
+    found = Schedule(2, is_shared=True)
+    found.add(TIME, "a")
+    found.add(TIME, "b")
+    found.add(TIME, "c", first=True)
+    assert found.next() == (TIME, "c") and found.next() is None
+    with pytest.raises(ValueError, match="'a' is not being timed"):
+        found.ended(TIME, "a")
+    found.ended(TIME, "c")
+    assert found.next() == (TIME, "a")

@@ -1,0 +1,149 @@
+"""Calls in processes that can be killed: what becomes of each, deadlines that wait, folders, and a quiet end.
+
+How a process is killed, stopped, shared and interrupted: tests/unit/grading/test_grading_workers.py, which has them below a Grader.
+"""
+
+import atexit
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import cloudpickle
+import pytest
+
+from torchtune_ext.run.processes import Processes
+
+
+class Target:
+    """Does what its first argument says."""
+
+    def __call__(self, *arguments):
+        begin = arguments[0] if callable(arguments[0]) else None
+        verb, *rest = arguments[1:] if begin else arguments
+        return getattr(self, verb)(*rest, *([begin] if begin else []))
+
+    def same(self, value):
+        return value
+
+    def raises(self):
+        raise ValueError("no digits")
+
+    def function(self):
+        return lambda: 1
+
+    def hostile(self):
+        return Unreadable()
+
+    def dies(self):
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    def sleeps(self, seconds):
+        time.sleep(seconds)
+
+    def waits(self, before, after, begin):
+        time.sleep(before)
+        begin()
+        time.sleep(after)
+        return "done"
+
+    def folder(self):
+        path = Path(tempfile.mkdtemp())
+        (path / "file").write_text("x")
+        return path
+
+    def notes_its_end(self, file):
+        atexit.register(Path(file).write_text, "ended")
+
+    def starts_a_child(self):
+        return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
+
+
+class Unreadable:
+    def __reduce__(self):
+        return (int, ("not a number",))
+
+
+@pytest.fixture
+def processes(tmp_path):
+    made = Processes(cloudpickle.dumps(Target()), 1, "testing", "target", tmp_path)
+    yield made
+    made.close(RuntimeError("closed"))
+    assert os.listdir(tmp_path) == []
+
+
+def answer(processes, *arguments, timeout_s=20.0, **more):
+    return processes.submit(arguments, timeout_s, **more).result(timeout=60)
+
+
+def test_what_becomes_of_a_call_is_told_apart(processes):
+    found = [
+        answer(processes, "same", 5),
+        answer(processes, "raises"),
+        answer(processes, "dies"),
+        answer(processes, "sleeps", 60, timeout_s=0.2),
+        answer(processes, "same", 6),
+    ]
+    assert [each.kind for each in found] == ["returned", "raised", "died", "late", "returned"]
+    assert [each.value for each in found] == [5, None, None, None, 6]
+    assert "ValueError: no digits (test_processes.py:" in found[1].cause and found[2].cause == "signal SIGSEGV"
+    assert found[3].cause == "no answer within 0.2 s; the process was killed"
+
+
+def test_values_that_cannot_be_sent_or_read_are_errors_of_the_call(processes):
+    assert "pickle" in answer(processes, "function").cause.lower()
+    found = answer(processes, "hostile")
+    assert found.kind == "raised" and "the answer cannot be read: ValueError: invalid lit" in found.cause
+    with pytest.raises(TypeError, match="pickle"):
+        processes.submit(("same", (i for i in range(3))), 1.0)
+    assert answer(processes, "same", 7).value == 7
+
+
+def test_what_a_call_waits_for_is_not_counted(processes):
+    assert answer(processes, "waits", 1.0, 0.0, timeout_s=0.5, wait_s=20.0).value == "done"
+    late = answer(processes, "waits", 0.0, 60.0, timeout_s=0.3, wait_s=20.0)
+    assert (late.kind, late.cause) == ("late", "no answer within 0.3 s; the process was killed")
+    assert answer(processes, "waits", 60.0, 0.0, timeout_s=20.0, wait_s=0.2).kind == "late"
+
+
+def test_then_makes_the_result(processes):
+    assert answer(processes, "same", 5, then=lambda found: found.value + 1) == 6
+    with pytest.raises(ZeroDivisionError):
+        answer(processes, "same", 5, then=lambda found: 1 / 0)
+    assert answer(processes, "same", 5).value == 5
+
+
+def test_folders_go_with_their_process_however_it_ends(processes, tmp_path):
+    first = answer(processes, "folder").value
+    assert first.exists() and first.parent.parent == tmp_path and first.parent.stat().st_mode & 0o777 == 0o711
+    os.kill(processes.pids()[0], signal.SIGKILL)
+    time.sleep(0.2)  # until it is gone: what it is given before that, it takes along
+    second = answer(processes, "folder").value
+    assert second.exists() and not first.parent.exists() and len(os.listdir(tmp_path)) == 1
+
+
+def test_a_quiet_end_lets_processes_clean_up(tmp_path):
+    processes = Processes(cloudpickle.dumps(Target()), 2, "testing", "target")
+    answer(processes, "notes_its_end", str(tmp_path / "a"))
+    begin = time.monotonic()
+    processes.close(RuntimeError("closed"), grace_s=20.0)
+    assert time.monotonic() - begin < 10 and (tmp_path / "a").read_text() == "ended"
+    with pytest.raises(RuntimeError, match="closed"):
+        processes.submit(("same", 1), 1.0)
+
+
+def test_the_end_does_not_wait_for_a_call_that_hangs(tmp_path):
+    processes = Processes(cloudpickle.dumps(Target()), 1, "testing", "target", tmp_path)
+    child = answer(processes, "starts_a_child").value
+    hanging = processes.submit(("sleeps", 600), 600.0)
+    time.sleep(0.1)
+    begin = time.monotonic()
+    processes.close(RuntimeError("closed"), grace_s=0.5)
+    assert 0.4 < time.monotonic() - begin < 10 and os.listdir(tmp_path) == []
+    with pytest.raises(RuntimeError, match="closed"):
+        hanging.result(1)
+    time.sleep(0.1)
+    assert not Path(f"/proc/{child}/cmdline").exists() or Path(f"/proc/{child}/cmdline").read_bytes() == b""

@@ -1,0 +1,81 @@
+"""The worker process of `processes.py`: a script that calls an object with the arguments that arrive on a socket.
+
+    python -P worker_process.py FD PARENT_PID
+
+It is a plain subprocess. A process of `multiprocessing` would import the trainer's `__main__` (the recipe, and with it
+torch) a second time.
+
+The first message is (sys.path, pickled object). The answer is ("ready", None, "") or ("failed", None, cause). Each later
+message is (waits, arguments), and the answer ("returned", value, "") or ("raised", None, cause). If `waits` is true, the
+first argument is a function, and when the object calls it, ("begun", None, "") is sent before the answer.
+
+When the parent closes the socket, this process ends as Python programs do, so that what `atexit` knows is done. The kernel
+kills it when the thread that started it ends, however it ends. The process leads its own session, so that Ctrl-C in the
+trainer's terminal does not reach it.
+"""
+
+import ctypes
+import os
+import pickle
+import signal
+import sys
+import traceback
+from multiprocessing.connection import Connection
+
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+MAX_CAUSE_CHARS = 1000
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Asks the kernel to kill this process when the parent ends. If the parent has ended already, exits at once."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent_pid:
+        os._exit(0)
+
+
+def last_line(error: BaseException) -> str:
+    """Returns the last line of a traceback and the place of the error: "ValueError: no digits (my_task.py:12)"."""
+    text = traceback.format_exception_only(error)[-1].strip()
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    return text[:MAX_CAUSE_CHARS] + place
+
+
+def main(fd: int, parent_pid: int) -> None:
+    """Receives the object and then arguments from the socket `fd`, and answers until the parent closes the socket."""
+    die_with_parent(parent_pid)
+    parent = Connection(fd)
+    try:
+        sys.path[:], payload = parent.recv()
+        target = pickle.loads(payload)
+    except Exception as error:  # noqa: BLE001 (whatever it is, the parent raises it as an error of its own)
+        parent.send(("failed", None, last_line(error)))
+        return
+    parent.send(("ready", None, ""))
+    pid = os.getpid()
+    while True:
+        try:
+            message = parent.recv_bytes()
+        except (EOFError, ConnectionError):
+            # The parent closed the socket.
+            return
+        try:
+            waits, arguments = pickle.loads(message)
+            more = (lambda: parent.send(("begun", None, "")),) if waits else ()
+            answer = pickle.dumps(("returned", target(*more, *arguments), ""))
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (the parent is told)
+            answer = pickle.dumps(("raised", None, last_line(error)))
+        if os.getpid() != pid:
+            # The object forked, and this is the child, which must not answer.
+            os._exit(0)
+        parent.send_bytes(answer)
+
+
+if __name__ == "__main__":
+    try:
+        main(int(sys.argv[1]), int(sys.argv[2]))
+    except ConnectionError:
+        # The parent ended while this process was about to answer.
+        pass

@@ -1,0 +1,238 @@
+"""What the processes of the service do: `Checking` checks programs, `TimeKeeping` times those that are right.
+
+Both are called in a process of their own (run/processes.py), and keep what a kernel needs from one call to the next. They say
+by `begin` when they start to work on a program: what a kernel needs first, and what others do on the cores, takes nothing from
+its time.
+"""
+
+import atexit
+import os
+import pickle
+import shutil
+import time
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from torchtune_ext.tasks.measured.check import Checker, Deadlines, Verdict
+from torchtune_ext.tasks.measured.child import ChildFailed
+from torchtune_ext.tasks.measured.compiler import LIBRARY, Compiler
+from torchtune_ext.tasks.measured.kernel import Kernel
+from torchtune_ext.tasks.measured.machine import alone_on, wait_until_idle
+from torchtune_ext.tasks.measured.results import NOISY
+from torchtune_ext.tasks.measured.sandbox import Limits, SandboxError
+from torchtune_ext.tasks.measured.timing import LOCK_S, Timer, Timing, Wild
+
+MAX_KERNELS = 8  # kernels for which a process keeps something
+TURN_S = 0.03  # between two timings; others who wait for the cores look every 0.02 s whether they are free
+# What is computed by numpy here must not spread over the cores that are timed on.
+VARIABLES = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+
+Thing = TypeVar("Thing")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What all processes of a service know."""
+
+    compiler: Compiler
+    optimization: str
+    threads: int
+    budget_s: float
+    namespaces: bool | None
+    deadlines: Deadlines
+    limits: Limits
+    check_cores: tuple[int, ...]
+    timed_cores: tuple[int, ...]
+
+    def checker(self, kernel: Kernel, cores: tuple[int, ...]) -> Checker:
+        return Checker(
+            kernel,
+            self.compiler,
+            self.optimization,
+            self.threads,
+            cores,
+            self.namespaces,
+            deadlines=self.deadlines,
+            limits=self.limits,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """The end of a check."""
+
+    verdict: Verdict
+    library: bytes  # compressed; empty if the verdict is not "ok"
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """The end of a timing."""
+
+    outcome: str  # "ok", NOISY, or what a call that failed means
+    note: str
+    timing: Timing | None  # only if it is "ok"
+    seconds: Mapping[str, float]  # "wait": until the cores were idle, free, and their peak known; "time"
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The machine failed, and nothing is known about the program."""
+
+    cause: str
+    is_final: bool  # another attempt would not help
+
+
+def is_noisy(timing: Timing) -> bool:
+    """Whether a neighbor is the reason why no speed is known. What a program does to itself is its own speed."""
+    return not timing.is_narrow and timing.excused > 0
+
+
+class Kept(Generic[Thing]):
+    """What was made for a kernel, for the kernels that were asked for last."""
+
+    def __init__(self) -> None:
+        self._things: OrderedDict[str, Thing] = OrderedDict()
+        atexit.register(self.close)
+
+    def get(self, key: str, make: Callable[[], Thing]) -> Thing:
+        if key not in self._things:
+            while len(self._things) >= MAX_KERNELS:
+                self.drop(next(iter(self._things)))
+            self._things[key] = make()
+        self._things.move_to_end(key)
+        return self._things[key]
+
+    def drop(self, key: str) -> None:
+        if key in self._things:
+            self._things.pop(key).close()
+
+    def close(self) -> None:
+        for key in list(self._things):
+            self.drop(key)
+
+
+# Of this process. They cannot be sent to it, so they are no part of the objects below.
+CHECKERS: "Kept[Checker]" = Kept()
+TIMERS: "Kept[QueuedTimer]" = Kept()
+
+
+class Checking:
+    """Checks programs on the cores for that."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    def __call__(self, begin: Callable[[], None], key: str, kernel: bytes, text: str) -> Checked | Failed:
+        """Checks the program in a text. `key` tells kernels apart, `kernel` is pickled."""
+        try:
+            os.sched_setaffinity(0, self.settings.check_cores)
+            checker = CHECKERS.get(key, lambda: self._checker(kernel))
+            begin()
+            with checker.checked(text) as (verdict, library):
+                return Checked(verdict, b"" if library is None else zlib.compress(library.read_bytes(), 1))
+        except (SandboxError, OSError) as error:
+            CHECKERS.drop(key)
+            return _failed(error)
+
+    def _checker(self, kernel: bytes) -> Checker:
+        return self.settings.checker(pickle.loads(kernel), self.settings.check_cores)
+
+
+class TimeKeeping:
+    """Times programs, one after the other."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    def __call__(self, begin: Callable[[], None], key: str, kernel: bytes, library: bytes) -> Timed | Failed:
+        """Times a library that `Checking` has found right."""
+        cores, clock = self.settings.timed_cores, _Clock(begin)
+        try:
+            time.sleep(TURN_S)
+            wait_until_idle(cores, LOCK_S)
+            timer = TIMERS.get(key, lambda: self._timer(kernel))
+            folder = timer.checker.sandbox.new_folder()
+            try:
+                (folder / LIBRARY).write_bytes(zlib.decompress(library))
+                (folder / LIBRARY).chmod(0o755)
+                timer.when_alone = clock.begin
+                timing = timer.time(folder / LIBRARY)
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+        except Wild as error:
+            return Timed(NOISY, str(error), None, clock.seconds())
+        except ChildFailed as failed:
+            if timer.is_broken():
+                TIMERS.drop(key)
+                return Failed(f"a process of ours ended while a program was timed: {failed}", is_final=False)
+            return Timed(failed.outcome, str(failed), None, clock.seconds())
+        except (SandboxError, OSError) as error:
+            TIMERS.drop(key)
+            return _failed(error)
+        if is_noisy(timing):
+            note = f"others disturb the machine: after {self.settings.budget_s:g} s its speed is known to ±{timing.spread:.1%}"
+            return Timed(NOISY, note, None, clock.seconds())
+        return Timed("ok", "", timing, clock.seconds())
+
+    def _timer(self, kernel: bytes) -> "QueuedTimer":
+        others, cores = self.settings.check_cores, self.settings.timed_cores
+        # A checker refuses cores that its process may not use, and it runs programs on them.
+        os.sched_setaffinity(0, {*others, *cores})
+        with alone_on(cores, LOCK_S):
+            checker = self.settings.checker(pickle.loads(kernel), cores)
+        # This process draws inputs and checks results where nothing is timed, if it can.
+        os.sched_setaffinity(0, others)
+        try:
+            return QueuedTimer(checker, self.settings.budget_s)
+        except ChildFailed as failed:
+            # So far only our own programs have run.
+            checker.close()
+            raise SandboxError(f"a process of ours ended: {failed}") from failed
+        except BaseException:
+            checker.close()
+            raise
+
+
+class QueuedTimer(Timer):
+    """A timer that says when it is alone on its cores. Its checker ends with it."""
+
+    when_alone: Callable[[], None] = staticmethod(lambda: None)
+
+    def _child(self, *arguments):  # a timer starts its processes as soon as it is alone
+        self.when_alone()
+        return super()._child(*arguments)
+
+    def is_broken(self) -> bool:
+        """Whether a process of ours has ended: then a call that failed says nothing about the program."""
+        own = (self._reference_child, self._fixed_child)
+        return any(child._closed or child._process.poll() is not None for child in own)
+
+    def close(self) -> None:
+        super().close()
+        self.checker.close()
+
+
+class _Clock:
+    """How long a program waited, and how long it was worked on."""
+
+    def __init__(self, begin: Callable[[], None]) -> None:
+        self._begin = begin
+        self._start, self._begun = time.monotonic(), None
+
+    def begin(self) -> None:
+        self._begun = time.monotonic()
+        self._begin()
+
+    def seconds(self) -> dict[str, float]:
+        now = time.monotonic()
+        begun = now if self._begun is None else self._begun
+        return {"wait": begun - self._start, "time": now - begun}
+
+
+def _failed(error: Exception) -> Failed:
+    # Who has waited for long in vain is not sent to wait again.
+    return Failed(f"{type(error).__name__}: {error}", isinstance(error, TimeoutError))
