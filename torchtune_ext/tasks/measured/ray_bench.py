@@ -109,7 +109,7 @@ class RayBench:
         Args:
             group: texts whose speeds will be compared, such as the samples of one prompt. They are measured on one machine.
                 If that is lost, the ones that are not done go to another together, to one with the same fingerprint if there is
-                any: `Result.machine` says where each was measured.
+                any: `Result.fingerprint` says on what each was measured.
 
         The future raises BenchError if no machine could measure it, and says why.
 
