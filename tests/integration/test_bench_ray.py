@@ -113,9 +113,10 @@ def test_a_machine_that_is_killed_loses_no_program_and_one_that_comes_is_used(cl
         assert "tried again in" in caplog.text or "Ray says that the machine has gone" in caplog.text
         cluster.raylets[0] = cluster.add("bench_host")
         wait_until(lambda: bench.stats()["machines"] == 2, END_S)
-        more = [bench.submit(KERNEL, text) for text in TEXTS]
-        wait_until(lambda: bench.stats()["sent"] > SETTINGS["workers"] * 2 + 2, END_S)
-        assert outcomes(more) == local_outcomes
+        # Now only the one that has come can measure.
+        os.kill(cluster.raylets.pop(1), signal.SIGKILL)
+        more = [bench.submit(KERNEL, text) for text in TEXTS[: len(PROGRAMS)]]
+        assert outcomes(more) == local_outcomes[: len(PROGRAMS)]
 
 
 def test_actors_end_with_a_driver_that_is_killed(cluster):
