@@ -22,9 +22,9 @@ def member_command(address: str, resource: str = "") -> str:
 
 
 def short(error: BaseException) -> str:
-    """Returns the first line of an error. Ray's go on for a page."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+    """Returns the beginning of an error in one line. Ray's go on for a page."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
 
 
 def connect(address: str, connection: Connection) -> Any:
