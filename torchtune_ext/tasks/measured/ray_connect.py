@@ -1,0 +1,66 @@
+"""Joins a Ray cluster, or says within seconds why not and which command helps."""
+
+import logging
+import os
+import socket
+import threading
+from multiprocessing.connection import Connection
+from typing import Any
+
+KNOCK_S = 5.0  # seconds for the address to accept a connection
+CONNECT_S = 15.0  # seconds for Ray to answer behind it
+
+
+class Refused(RuntimeError):
+    """The cluster, or a machine of it, cannot be used, and why."""
+
+
+def member_command(address: str, resource: str = "") -> str:
+    """Returns the command that makes a machine a member of the cluster, with the resource of those that measure."""
+    carries = f" --resources='{{\"{resource}\": 1}}'" if resource else ""
+    return f"ray start --address={address} --num-cpus=0 --disable-usage-stats{carries}"
+
+
+def short(error: BaseException) -> str:
+    """Returns the beginning of an error in one line. Ray's go on for a page."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
+
+
+def connect(address: str, connection: Connection) -> Any:
+    """Connects to the cluster and returns the module `ray`.
+
+    Raises:
+        Refused: there is none, or this machine is no part of it.
+    """
+    named = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
+    if ":" in named:
+        host, _, port = named.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), KNOCK_S).close()
+        except (OSError, ValueError) as error:
+            raise Refused(
+                f"nobody answers at {named} ({error}). Start Ray there: ray start --head --node-ip-address={host} "
+                f"--port={port} --num-cpus=0 --include-dashboard=false --disable-usage-stats"
+            ) from error
+    member = f"this machine must be a member of the cluster: {member_command(named)}"
+
+    def give_up() -> None:
+        connection.send(
+            ("refused", f"Ray does not answer at {named} within {CONNECT_S:g} s. If Ray is there, {member}")
+        )
+        os._exit(1)
+
+    watchdog = threading.Timer(CONNECT_S, give_up)
+    watchdog.daemon = True
+    watchdog.start()
+    try:
+        import ray
+
+        ray.init(address=address, log_to_driver=False, configure_logging=False, logging_level=logging.WARNING)
+    except Exception as error:  # noqa: BLE001 (Ray has many)
+        hint = "start a cluster with `ray start --head`, or name its address" if address == "auto" else member
+        raise Refused(f"cannot join the Ray cluster at {named}: {short(error)}; {hint}") from error
+    finally:
+        watchdog.cancel()
+    return ray
