@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from itertools import permutations
 
 import pytest
 from hypothesis import given, settings
@@ -104,6 +105,16 @@ def test_figures_worked_by_hand():
     assert not archive.add(entry(1.1, 0.02, found=6, source="slower"))
     assert {cell.band: each.source for cell, each in archive.cells().items()} == {0: "surely", 2: "another band"}
     assert [entry(ratio).cell.band for ratio in (0.4, 0.5, 0.99, 1.0, 1.99, 2.0, 64.0)] == [-2, -1, -1, 0, 0, 1, 6]
+
+
+def test_the_surest_counts_though_an_older_one_reaches_higher():
+    """The wide one hides the sure one, whose lower end alone says that the slow one is slower."""
+    slow = entry(1.1, 0.0, found=1, source="slow")
+    wide = entry(1.5, 0.3, found=2, source="wide")
+    sure = entry(1.5, 0.0, found=3, source="sure")
+    archives = [Archive(order) for order in permutations((slow, wide, sure))]
+    assert all(archive == archives[0] for archive in archives)
+    assert archives[0].cells()[wide.cell] == wide
 
 
 def test_a_crowd_of_equals_does_not_fill_the_archive():

@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+pytest.importorskip("tree_sitter_c")
+
 from torchtune_ext.tasks.matmul.stages import (
     COLLAPSED,
     ENOUGH,
