@@ -2,6 +2,9 @@
 
 Program i is a pure function of (kernel, seed, i). What becomes of it is known by construction, and so are its techniques.
 The broken ones are there since a model that has never seen an error has nothing to learn from the checker.
+
+Programs for dgemm have 320 characters in the median. With a tokenizer of 512 words that was made from 4,000 of them
+(`policy.scratch.make_tokenizer`), an answer has 73 tokens in the median and at most 147 (400 others).
 """
 
 import random
