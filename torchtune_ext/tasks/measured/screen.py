@@ -13,16 +13,14 @@ compiler decides.
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import PurePath
 
 import tree_sitter
-import tree_sitter_c
 
 from torchtune_ext.tasks.measured.kernel import Kernel
+from torchtune_ext.tasks.measured.parsing import MAX_TEXT, Text, declared, inner_declarator, own_text, parse, walk
 
 HEADERS = frozenset(
     "stdlib string math stdint stddef stdbool stdio limits float assert complex tgmath stdalign omp "
@@ -96,8 +94,6 @@ ATTRIBUTES = frozenset("constructor destructor init_priority ifunc alias weak we
 _PRAGMAS = re.compile(r"\b(redefine_extname|weak|init|fini|section|attribute|pch_preprocess)\b")
 _ASSEMBLY = frozenset(("asm", "__asm", "__asm__"))
 _RAW_STRINGS = frozenset(("R", "LR", "uR", "UR", "u8R"))
-_DIGRAPHS = {"<:": "[", ":>": "]", "<%": "{", "%>": "}", "%:": "#"}
-_MARK = re.compile(r'# (\d+) "((?:[^"\\]|\\.)*)"((?: \d)*)')
 # A directive that says where the next lines come from. It may stand behind a comment, so all of the text is searched, also
 # comments and strings. `a##1` is something else. No honest directive has a comment before its name, and a pattern that
 # followed comments could be made to run for hours.
@@ -106,8 +102,6 @@ _LINE_DIRECTIVE = re.compile(rf'(?<![#%:])(?:#|%:){_SPACE}(?:line\b|\d+{_SPACE}(
 _PATH_INCLUDE = re.compile(rf'(?:#|%:){_SPACE}include{_SPACE}["<](?:/|[^">\n]{{0,200}}?\.\./)')
 _CONTINUED = re.compile(r"\\[ \t\v\f\r]*\n")
 _BLOCKS = ("compound_statement", "for_statement", "function_definition", "parameter_list")
-_PIECE = 1 << 14  # bytes that the parser gets at once
-MAX_TEXT = 400_000  # characters of a candidate after preprocessing; the parser needs up to 400 bytes for each
 
 
 def screen(preprocessed: str, source: str, kernel: Kernel, deadline_s: float = 5.0) -> str:
@@ -130,63 +124,23 @@ def screen(preprocessed: str, source: str, kernel: Kernel, deadline_s: float = 5
         if match := pattern.search(_CONTINUED.sub("", source)):
             line = source.count("\n", 0, source.find(match[0])) + 1 if match[0] in source else 1
             return f"line {line}: {what}"
-    text = _own_text(preprocessed)
+    text = own_text(preprocessed)
     if (length := sum(map(len, text.lines))) > MAX_TEXT:
         return f"its macros expand to {length} characters, at most {MAX_TEXT} are read"
     for line, path, is_system in text.includes:
         if not is_system or PurePath(path).name.removesuffix(".h") not in HEADERS:
             allowed = ", ".join(f"{name}.h" for name in sorted(HEADERS))
             return f"line {line}: includes {PurePath(path).name}; allowed are {allowed}"
-    for line, pragma in text.pragmas:
-        if match := _PRAGMAS.search(pragma):
-            return f"line {line}: #pragma {match[1]} is forbidden, since it changes what a name means"
+    for pragma in text.pragmas:
+        if match := _PRAGMAS.search(pragma.text):
+            return f"line {pragma.line}: #pragma {match[1]} is forbidden, since it changes what a name means"
     return _Reader(text, kernel, end).read()
-
-
-@dataclass(frozen=True, slots=True)
-class _Text:
-    """The lines of the candidate itself."""
-
-    lines: Sequence[bytes]  # directives and marks are left out
-    numbers: Sequence[int]  # of the lines in the source
-    includes: Sequence[tuple[int, str, bool]]  # line, path of the file, whether it is one of the system
-    pragmas: Sequence[tuple[int, str]]  # line, text
-
-
-def _own_text(preprocessed: str) -> _Text:
-    lines, numbers, includes, entered, pragmas = [], [], [], [], []
-    candidate = current = None
-    number = 0
-    for text in preprocessed.split("\n"):
-        if match := _MARK.fullmatch(text):
-            flags = match[3].split()
-            candidate = candidate or match[2]
-            number = int(match[1])
-            if current == candidate and "1" in flags and not match[2].startswith("<"):
-                entered.append((match[2], "3" in flags))
-            elif match[2] == candidate and "2" in flags:
-                # Only the way back tells the line of an #include: it is the one before.
-                includes += [(number - 1, *each) for each in entered]
-                entered = []
-            current = match[2]
-            continue
-        if current == candidate:
-            if text.lstrip().startswith("#"):
-                pragmas.append((number, text))
-            else:
-                for written, meant in _DIGRAPHS.items():
-                    text = text.replace(written, meant)
-                lines.append(text.replace("\0", " ").encode("utf-8", "replace"))
-                numbers.append(number)
-        number += 1
-    includes += [(number, *each) for each in entered]
-    return _Text(lines, numbers, includes, pragmas)
 
 
 class _Reader:
     """Walks over the tree of a candidate, without recursion: the depth of a text is the choice of its author."""
 
-    def __init__(self, text: _Text, kernel: Kernel, end: float) -> None:
+    def __init__(self, text: Text, kernel: Kernel, end: float) -> None:
         self.text, self.kernel, self.end = text, kernel, end
         self.bytes = b"\n".join(text.lines)
         self.scopes: list[set[str]] = []  # names that each open block declares
@@ -196,20 +150,16 @@ class _Reader:
 
     def read(self) -> str:
         """Returns the first thing that is forbidden, or ""."""
-        parser = tree_sitter.Parser(_language())
         try:
-            tree = parser.parse(
-                lambda offset, _: self.bytes[offset : offset + _PIECE],
-                progress_callback=lambda *_: time.monotonic() >= self.end,
-            )
+            tree = parse(self.bytes, lambda: time.monotonic() >= self.end)
         except ValueError:
             # What it raises when the callback ends it.
             self._in_time()
             raise
         for node in tree.root_node.children:
             if node.type == "function_definition":
-                self.own.update(self._declared(node))
-        for count, (node, leaving) in enumerate(_walk(tree.walk())):
+                self.own.update(declared(node))
+        for count, (node, leaving) in enumerate(walk(tree.walk())):
             if count % 1000 == 0:
                 self._in_time()
             if leaving:
@@ -234,7 +184,7 @@ class _Reader:
         if kind == "function_definition":
             self._hide(self._parameters(node))
         elif self.scopes and kind in ("declaration", "parameter_declaration") and not self._is_extern(node):
-            self._hide({name for name, is_function in self._declared(node).items() if not is_function})
+            self._hide({name for name, is_function in declared(node).items() if not is_function})
         return found if found or node.child_count else self._leaf(node)
 
     def _hide(self, names: set[str]) -> None:
@@ -246,7 +196,7 @@ class _Reader:
         """Says that the file defines a function (or a variable) of the C library, if it does."""
         if node.type == "declaration" and self._is_extern(node):
             return ""
-        for name, is_function in self._declared(node).items():
+        for name, is_function in declared(node).items():
             if node.type == "declaration" and is_function:
                 continue
             if name != self.kernel.name and (_matches(name, LIBRARY) or _use_of(name)):
@@ -286,53 +236,14 @@ class _Reader:
     def _is_extern(self, node: tree_sitter.Node) -> bool:
         return any(each.type == "storage_class_specifier" and self._word(each) == "extern" for each in node.children)
 
-    def _declared(self, node: tree_sitter.Node) -> dict[str, bool]:
-        """Returns the names that a declaration declares, and whether each is a function (not a pointer to one)."""
-        found = {}
-        for declarator in node.children_by_field_name("declarator"):
-            is_function = False
-            while declarator is not None and declarator.type != "identifier":
-                # What stands nearest to the name decides: int *f(void) is a function, int (*f)(void) a pointer.
-                if declarator.type in ("function_declarator", "pointer_declarator", "array_declarator"):
-                    is_function = declarator.type == "function_declarator"
-                declarator = _inner(declarator)
-            if declarator is not None:
-                found[self._word(declarator)] = is_function
-        return found
-
     def _parameters(self, function: tree_sitter.Node) -> set[str]:
         """Returns the names of the parameters of a function that is defined here."""
         declarator, found = function.child_by_field_name("declarator"), set()
         while declarator is not None and declarator.type != "identifier":
             if parameters := declarator.child_by_field_name("parameters"):
-                found = {name for each in parameters.named_children for name in self._declared(each)}
-            declarator = _inner(declarator)
+                found = {name for each in parameters.named_children for name in declared(each)}
+            declarator = inner_declarator(declarator)
         return found
-
-
-def _inner(declarator: tree_sitter.Node) -> tree_sitter.Node | None:
-    inner = declarator.child_by_field_name("declarator")
-    if inner is not None:
-        return inner
-    return next((each for each in declarator.named_children if each.type.endswith(("declarator", "identifier"))), None)
-
-
-@lru_cache(maxsize=1)
-def _language() -> tree_sitter.Language:
-    return tree_sitter.Language(tree_sitter_c.language())
-
-
-def _walk(cursor: tree_sitter.TreeCursor) -> Iterator[tuple[tree_sitter.Node, bool]]:
-    """Yields each node twice: before its children with False, and after them with True."""
-    while True:
-        yield cursor.node, False
-        if cursor.goto_first_child():
-            continue
-        yield cursor.node, True
-        while not cursor.goto_next_sibling():
-            if not cursor.goto_parent():
-                return
-            yield cursor.node, True
 
 
 @lru_cache(maxsize=4096)

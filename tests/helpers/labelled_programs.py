@@ -1,0 +1,33 @@
+"""Programs in C with the techniques that they use, as a person says."""
+
+import subprocess
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Labelled:
+    name: str
+    kernel: str
+    techniques: frozenset[str]
+    source: str
+
+
+def labelled_programs() -> list[Labelled]:
+    text = (ROOT / "tests/unit/matmul/labelled_programs.txt").read_text(encoding="utf-8")
+    found = []
+    for part in text.split("=== ")[1:]:
+        head, _, source = part.partition("\n")
+        name, kernel, techniques = (word.strip() for word in head.split("|"))
+        found.append(Labelled(name, kernel, frozenset(techniques.replace("-", "").split()), source))
+    return found
+
+
+@cache
+def preprocessed(source: str) -> str:
+    """What the checker hands to its readers, without the sandbox: `gcc -E`. An unknown processor has AVX2, too."""
+    command = ["gcc", "-E", "-std=gnu17", "-O3", "-mavx2", "-mfma", "-fopenmp", "-x", "c", "-"]
+    return subprocess.run(command, input=source, capture_output=True, text=True, timeout=60).stdout

@@ -1,0 +1,232 @@
+"""The archive: the same whatever the order, replaced by noise never, and whole after kill -9."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from itertools import permutations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchtune_ext.tasks.matmul.archive import Archive, Cell, entry_of
+
+HERE, THERE = "processor A, 2 cores", "processor B, 64 cores"
+
+
+def entry(ratio=2.0, spread=0.02, found=0, source="x", techniques=(), machine=HERE, kernel="dgemm", size=256):
+    return entry_of(
+        machine, kernel, {"m": size, "n": size, "k": size}, techniques, source, ratio, spread, 2 * ratio, found
+    )
+
+
+# Few different numbers, so that intervals touch, ages repeat and cells are shared.
+ENTRIES = st.lists(
+    st.builds(
+        entry,
+        ratio=st.one_of(st.sampled_from([1.0, 1.01, 1.03, 1.1, 1.5, 1.9, 2.0, 4.1]), st.floats(0.1, 50.0)),
+        spread=st.sampled_from([0.0, 0.01, 0.05, 0.3]),
+        found=st.integers(0, 6),
+        source=st.sampled_from(["a", "b", "c", "d\n\u00e4"]),
+        techniques=st.sampled_from([(), ("blocking",), ("blocking", "threads")]),
+        machine=st.sampled_from([HERE, THERE]),
+    ),
+    max_size=12,
+)
+
+
+@given(entries=ENTRIES, seed=st.integers(0, 1000), cut=st.integers(0, 12))
+@settings(max_examples=300, deadline=None)
+def test_any_order_and_any_merge_give_the_same_archive(entries, seed, cut):
+    expected = Archive(entries)
+    shuffled = random.Random(seed).sample(entries, len(entries))
+    assert Archive(shuffled) == expected
+    left, right = Archive(shuffled[:cut]), Archive(shuffled[cut:])
+    left.merge(right)
+    right.merge(Archive(shuffled[:cut]))
+    assert left == right == expected
+    assert left.dumps() == right.dumps() == expected.dumps()
+    assert Archive([*entries, *entries]) == expected
+
+
+@given(entries=ENTRIES)
+@settings(deadline=None)
+def test_the_elite_is_the_oldest_that_is_not_surely_slower(entries):
+    """What the archive keeps step by step is what the definition says of all entries at once."""
+    archive = Archive(entries)
+    assert {cell for cell in archive.cells()} == {each.cell for each in entries}
+    for cell, elite in archive.cells().items():
+        those = [each for each in entries if each.cell == cell]
+        surely = max(each.low for each in those)
+        assert elite == min((each for each in those if each.high >= surely), key=lambda each: each.age)
+
+
+@given(
+    entries=ENTRIES,
+    added=st.builds(entry, ratio=st.floats(1.0, 1.99), spread=st.sampled_from([0.0, 0.02, 0.2]), found=st.just(9)),
+)
+@settings(deadline=None)
+def test_an_elite_gives_way_only_to_what_is_faster_beyond_its_spread(entries, added):
+    archive = Archive(entries)
+    before = archive.cells().get(added.cell)
+    became = archive.add(replace(added, source="new"))
+    after = archive.cells()[added.cell]
+    if before is not None and after != before:
+        # Somebody's interval lies above that of the old elite, and it can only be that of the program that came.
+        assert added.low > before.high
+        assert became == (after.source == "new")
+
+
+@given(entries=ENTRIES)
+@settings(deadline=None)
+def test_a_file_holds_what_was_saved(tmp_path_factory, entries):
+    path = tmp_path_factory.mktemp("archive") / "archive.jsonl"
+    archive = Archive(entries)
+    archive.save(path)
+    assert Archive.load(path) == archive
+    assert all(json.loads(line) for line in path.read_text().splitlines())
+
+
+def test_figures_worked_by_hand():
+    archive = Archive()
+    assert archive.add(entry(1.50, 0.02, found=1, source="first"))
+    assert not archive.add(entry(1.55, 0.02, found=2, source="a little faster, within the spread"))
+    assert not archive.add(
+        entry(1.54, 0.00, found=3, source="from 1.54, and the first reaches 1.53: but 1.581 was before")
+    )
+    assert [each.source[:5] for each in archive.cells().values()] == ["a lit"]
+    assert archive.add(entry(1.90, 0.02, found=4, source="surely"))
+    assert archive.add(entry(4.2, 0.02, found=5, source="another band"))
+    assert not archive.add(entry(1.1, 0.02, found=6, source="slower"))
+    assert {cell.band: each.source for cell, each in archive.cells().items()} == {0: "surely", 2: "another band"}
+    assert [entry(ratio).cell.band for ratio in (0.4, 0.5, 0.99, 1.0, 1.99, 2.0, 64.0)] == [-2, -1, -1, 0, 0, 1, 6]
+
+
+def test_the_surest_counts_though_an_older_one_reaches_higher():
+    """The wide one hides the sure one, whose lower end alone says that the slow one is slower."""
+    slow = entry(1.1, 0.0, found=1, source="slow")
+    wide = entry(1.5, 0.3, found=2, source="wide")
+    sure = entry(1.5, 0.0, found=3, source="sure")
+    archives = [Archive(order) for order in permutations((slow, wide, sure))]
+    assert all(archive == archives[0] for archive in archives)
+    assert archives[0].cells()[wide.cell] == wide
+
+
+def test_a_crowd_of_equals_does_not_fill_the_archive():
+    """Equal programs find a place only by reaching higher than all before: about ln(n) records in n draws (Renyi 1962)."""
+    rng = random.Random(0)
+    archive = Archive(entry(rng.gauss(1.5, 0.02), 0.2, found=step, source=str(step)) for step in range(2000))
+    assert len(archive) == 1 and len(archive.dumps().splitlines()) < 1 + 4 * 7.6
+
+
+def test_best():
+    archive = Archive(
+        [
+            entry(3.0, 0.3, source="fast but not sure", techniques=["blocking"]),
+            entry(2.5, 0.01, source="sure"),
+            entry(2.4, 0.01, source="sure", techniques=["threads"]),
+            entry(1.2, 0.01, source="slow"),
+            entry(9.0, 0.01, source="a sum", kernel="reduction"),
+        ]
+    )
+    assert [each.source for each in archive.best(10)] == ["a sum", "sure", "fast but not sure", "slow"]
+    assert [each.ratio for each in archive.best(1, kernel="dgemm")] == [2.5]
+    archive.add(entry(50.0, 0.01, source="elsewhere", machine=THERE))
+    assert archive.machines() == [HERE, THERE]
+    assert [each.source for each in archive.best(1, HERE, "dgemm")] == ["sure"]
+    assert [each.source for each in archive.of_others(HERE)] == ["elsewhere"]
+    with pytest.raises(ValueError, match="2 machines, whose speeds cannot be compared"):
+        archive.best(1)
+    assert Archive().best(3) == []
+
+
+def test_neighbors():
+    center = entry(2.5, techniques=["blocking"]).cell
+    near = {
+        "one more": entry(40.0, techniques=["blocking", "threads"]),
+        "one less": entry(0.6),
+        "the band above": entry(4.5, techniques=["blocking"]),
+        "the band below": entry(1.5, techniques=["blocking"]),
+    }
+    far = {
+        "itself": entry(2.5, techniques=["blocking"]),
+        "two bands above": entry(9.0, techniques=["blocking"]),
+        "another technique": entry(2.5, techniques=["threads"]),
+        "another size": entry(4.5, techniques=["blocking"], size=128),
+        "another machine": entry(4.5, techniques=["blocking"], machine=THERE),
+        "another kernel": entry(4.5, techniques=["blocking"], kernel="gemv"),
+    }
+    archive = Archive(replace(each, source=name) for name, each in {**near, **far}.items())
+    drawn = [archive.neighbor_elite(center, random.Random(seed)).source for seed in range(200)]
+    assert set(drawn) == set(near)
+    assert drawn == [archive.neighbor_elite(center, random.Random(seed)).source for seed in range(200)]
+    allowed = {
+        archive.neighbor_elite(center, random.Random(seed), frozenset({"blocking"})).source for seed in range(200)
+    }
+    assert allowed == set(near) - {"one more"}
+    assert Archive().neighbor_elite(center, random.Random(0)) is None
+    assert Archive([entry(2.5, techniques=["blocking"])]).neighbor_elite(center, random.Random(0)) is None
+    assert isinstance(center, Cell)
+
+
+@pytest.mark.parametrize("change", [{"ratio": 0.0}, {"ratio": float("nan")}, {"spread": 1.0}, {"spread": -0.1}])
+def test_numbers_that_no_measurement_gives(change):
+    with pytest.raises(ValueError, match=next(iter(change))):
+        entry(**change)
+
+
+def test_damage_is_named(tmp_path):
+    path = tmp_path / "archive.jsonl"
+    Archive([entry(2.0, source=str(number), techniques=[f"t{number}"]) for number in range(5)]).save(path)
+    whole = path.read_text()
+    for damaged in (
+        whole[:-30],
+        whole.replace('"ratio"', '"rate"'),
+        "",
+        "[]",
+        whole.replace('"format": 1', '"format": 9'),
+    ):
+        path.write_text(damaged)
+        with pytest.raises(ValueError, match="archive.jsonl: damaged or cut off"):
+            Archive.load(path)
+    # A text cut at the end of any line is noticed, too.
+    lines = whole.splitlines(keepends=True)
+    for count in range(1, len(lines)):
+        path.write_text("".join(lines[:count]))
+        with pytest.raises(ValueError, match="damaged"):
+            Archive.load(path)
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from torchtune_ext.tasks.matmul.archive import Archive, entry_of
+archive, path = Archive(), Path(sys.argv[1])
+for number in range(1, 1000000):
+    archive.add(entry_of("m", "dgemm", {"m": 8}, [f"t{number % 40}"], "x" * 3000, 1.0 + number, 0.01, 1.0, number))
+    archive.save(path)
+    print(number, flush=True)
+"""
+
+
+def test_kill_9_at_any_moment_leaves_a_readable_file(tmp_path):
+    path, rng = tmp_path / "archive.jsonl", random.Random(1)
+    for _ in range(6):
+        path.unlink(missing_ok=True)
+        child = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True)
+        try:
+            child.stdout.readline()
+            time.sleep(rng.uniform(0.0, 0.15))
+            os.kill(child.pid, signal.SIGKILL)
+            said = [1, *map(int, child.stdout.read().split())]
+        finally:
+            child.kill()
+            child.wait()
+        newest = max(each.found for each in Archive.load(path).best(1000))
+        # What was said to be saved is there; one more may have been saved and not said.
+        assert newest in (said[-1], said[-1] + 1)

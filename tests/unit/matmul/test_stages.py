@@ -1,0 +1,206 @@
+"""The stages: they go on when learned, fall back and recover, and neither stick nor swing."""
+
+import json
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("tree_sitter_c")
+
+from torchtune_ext.tasks.matmul.stages import (
+    COLLAPSED,
+    ENOUGH,
+    FALL_WINDOW,
+    HALFWAY,
+    MAX_DOUBLINGS,
+    PATIENCE,
+    WINDOW,
+    Curriculum,
+    Visit,
+    wait_before,
+)
+from torchtune_ext.tasks.matmul.techniques import STAGES
+
+NAMES = list(STAGES)
+SAMPLES = 8  # of a group
+VISITS = st.lists(
+    st.builds(Visit, st.sampled_from([0.0, 0.05, 0.125, 0.25, 0.5, 0.75, 1.0]), st.none() | st.floats(-3.0, 6.0)),
+    max_size=400,
+)
+
+
+def visit(rng: random.Random, right: float, speed: float) -> Visit:
+    """A group of SAMPLES programs, of which each is right with this probability; speeds vary by a quarter of a doubling."""
+    count = sum(rng.random() < right for _ in range(SAMPLES))
+    return Visit(count / SAMPLES, speed + rng.gauss(0, 0.25 / math.sqrt(count)) if count else None)
+
+
+@given(visits=VISITS)
+@settings(deadline=None)
+def test_whatever_comes_a_stage_changes_by_one_and_falls_cost_visits(visits):
+    curriculum, falls, at = Curriculum(), dict.fromkeys(NAMES, 0), "none"
+    for each in visits:
+        move = curriculum.observe("p", each)
+        after = curriculum.stage("p")
+        assert (move is None) == (after == at)
+        if move is not None:
+            assert (move.before, move.after) == (at, after) and move.reason
+            assert abs(NAMES.index(after) - NAMES.index(at)) == 1
+            falls[at] += NAMES.index(after) < NAMES.index(at)
+        at = after
+    # Before each attempt at a stage stand the visits that its falls ask for, and before each fall those that show it.
+    for name, count in falls.items():
+        assert sum(wait_before(earlier) + FALL_WINDOW for earlier in range(count)) <= len(visits), name
+
+
+@given(visits=VISITS, cut=st.integers(0, 400))
+@settings(deadline=None)
+def test_a_saved_curriculum_goes_on_as_if_it_had_not_been(visits, cut):
+    whole, first = Curriculum(), Curriculum()
+    moves = [whole.observe("p", each) for each in visits]
+    head = [first.observe("p", each) for each in visits[:cut]]
+    resumed = Curriculum()
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert head + [resumed.observe("p", each) for each in visits[cut:]] == moves
+    assert resumed.state_dict() == whole.state_dict()
+
+
+@given(a=VISITS, b=VISITS, seed=st.integers(0, 99))
+@settings(deadline=None, max_examples=50)
+def test_problems_do_not_touch_each_other(a, b, seed):
+    together, alone = Curriculum(), Curriculum()
+    queue = [("a", len(a)), ("b", len(b))]
+    names = [name for name, count in queue for _ in range(count)]
+    random.Random(seed).shuffle(names)
+    left = {"a": list(a), "b": list(b)}
+    for name in names:
+        together.observe(name, left[name].pop(0))
+    for each in a:
+        alone.observe("a", each)
+    if a:
+        assert together.state_dict()["problems"]["a"] == alone.state_dict()["problems"]["a"]
+    assert sum(together.counts().values()) == bool(a) + bool(b)
+
+
+class Learner:
+    """Learns as GRPO runs do: what is newly permitted first costs correctness, then pays, and then nothing more comes."""
+
+    def __init__(self, seed: int, half_life: float) -> None:
+        self.rng, self.half_life = random.Random(seed), half_life
+        self.practice = dict.fromkeys(NAMES, 0)
+
+    def __call__(self, stage: str) -> Visit:
+        learned = 1 - 0.5 ** (self.practice[stage] / self.half_life)
+        self.practice[stage] += 1
+        return visit(self.rng, 0.35 + 0.45 * learned, NAMES.index(stage) + learned)
+
+
+@pytest.mark.parametrize("half_life", [3, 10, 30])
+def test_a_learner_neither_sticks_nor_swings(half_life):
+    """It is at the last stage after PATIENCE visits of each other one, since more than HALFWAY is right. It falls but by bad luck:
+    at most 6 right of 64, at 35% or more, has a probability of 2.4 in a million, and each of the 90 learners has 320 windows."""
+    for seed in range(30):
+        curriculum, learner, moves = Curriculum(), Learner(seed, half_life), []
+        for _ in range((len(NAMES) - 1) * PATIENCE):
+            move = curriculum.observe("p", learner(curriculum.stage("p")))
+            moves += [move] if move else []
+        assert [move.after for move in moves] == NAMES[1:], (seed, moves)
+        # It does not run through either: each stage had what it takes to see that it is settled.
+        assert all(learner.practice[name] >= WINDOW for name in NAMES[:-1])
+
+
+def test_a_slow_learner_gets_more_time():
+    """What still rises is not left: a stage keeps whoever learns slowly longer than whoever learns fast."""
+    visits = {}
+    for half_life in (3, 30):
+        total = 0
+        for seed in range(30):
+            curriculum, learner = Curriculum(), Learner(seed, half_life)
+            while curriculum.stage("p") != NAMES[-1]:
+                curriculum.observe("p", learner(curriculum.stage("p")))
+                total += 1
+        visits[half_life] = total / 30 / (len(NAMES) - 1)
+    assert WINDOW <= visits[3] < visits[30] <= PATIENCE
+
+
+def test_noise_about_a_level_is_no_collapse():
+    """A policy that is right half of the time goes up, stays up, and never falls."""
+    for seed in range(20):
+        curriculum, rng, moves = Curriculum(), random.Random(seed), []
+        for _ in range(1000):
+            move = curriculum.observe("p", visit(rng, ENOUGH, 1.0))
+            moves += [move] if move else []
+        assert [move.after for move in moves] == NAMES[1:]
+
+
+def test_a_stage_that_is_too_hard_costs_little_and_is_tried_again():
+    rng, curriculum = random.Random(0), Curriculum()
+    spent, falls, hard = 0, 0, "vectorization"
+    for _ in range(3000):
+        stage = curriculum.stage("p")
+        spent += stage == hard
+        move = curriculum.observe("p", visit(rng, 0.01 if stage == hard else 0.8, 1.0))
+        falls += move is not None and move.before == hard
+    # 16 + 32 + 64 visits of waiting and then 128 each, with 8 at the stage each time. 60 visits lead there first.
+    most = 3 + (3000 - 16 - 32 - 64) / (128 + FALL_WINDOW)
+    assert most - 4 <= falls <= most and spent / 3000 < 0.08
+    # One day it can: the next attempt succeeds, and the rest follows.
+    needed = wait_before(MAX_DOUBLINGS) + (len(NAMES) - NAMES.index(hard)) * PATIENCE
+    for _ in range(needed):
+        curriculum.observe("p", visit(rng, 0.8, 1.0))
+    assert curriculum.stage("p") == "all"
+
+
+def test_falls_back_and_recovers():
+    curriculum, rng = Curriculum(), random.Random(0)
+    while curriculum.stage("p") != "blocking":
+        curriculum.observe("p", Visit(0.9, 1.0))
+    for number in range(FALL_WINDOW):
+        assert curriculum.stage("p") == "blocking", number
+        move = curriculum.observe("p", Visit(0.0))
+    assert (move.before, move.after) == ("blocking", "loop_order")
+    assert "0% of the programs of the last 8 groups" in move.reason
+    visits = 0
+    while curriculum.stage("p") != "blocking":
+        curriculum.observe("p", visit(rng, 0.9, 1.0))
+        visits += 1
+    assert wait_before(1) <= visits <= wait_before(1) + WINDOW
+
+
+def test_nobody_falls_below_the_first_stage_or_leaves_it_without_enough():
+    curriculum = Curriculum()
+    assert all(curriculum.observe("p", Visit(0.0)) is None for _ in range(300))
+    assert all(curriculum.observe("q", Visit(HALFWAY - 0.01, 1.0)) is None for _ in range(300))
+    assert curriculum.counts()["none"] == 2 and curriculum.stage("never seen") == "none"
+
+
+def test_a_rise_keeps_a_problem_where_it_is_until_it_has_had_its_time():
+    for speed, right in ((0.05, 0.0), (0.0, 0.004)):
+        curriculum = Curriculum()
+        seen = 0
+        while curriculum.stage("p") == "none":
+            curriculum.observe("p", Visit(min(1.0, 0.6 + right * 4 * seen), speed * seen))
+            seen += 1
+        assert seen == PATIENCE if speed else WINDOW < seen < PATIENCE
+
+
+def test_bad_luck_is_no_collapse():
+    """What the constant says of itself: 64 samples that are right a quarter of the time seem collapsed but in 1 of 400 windows."""
+    most = math.ceil(COLLAPSED * FALL_WINDOW * SAMPLES) - 1
+    chance = sum(math.comb(64, x) * HALFWAY**x * (1 - HALFWAY) ** (64 - x) for x in range(most + 1))
+    assert FALL_WINDOW * SAMPLES == 64 and chance < 1 / 400
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="give some of none, loop_order"):
+        Curriculum(["none", "everything"])
+    with pytest.raises(ValueError, match="each once"):
+        Curriculum(["none", "none"])
+    with pytest.raises(ValueError, match="correct=1.2"):
+        Visit(1.2)
+    saved = Curriculum(["none", "all"]).state_dict()
+    with pytest.raises(ValueError, match="begin anew"):
+        Curriculum().load_state_dict(saved)

@@ -1,0 +1,159 @@
+"""Which techniques are found, against what a person says of each program, and that no text can break the reader."""
+
+import random
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("tree_sitter_c")
+
+from labelled_programs import labelled_programs, preprocessed
+
+from torchtune_ext.tasks.matmul.techniques import (
+    STAGES,
+    TECHNIQUES,
+    Unreadable,
+    permitted,
+    techniques,
+    uses,
+    violations,
+)
+from torchtune_ext.tasks.measured.kernels import KERNELS, Dgemm
+
+needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
+ROOT = Path(__file__).resolve().parents[3]
+LABELLED = labelled_programs()
+HEAD = "void dgemm(int m, int n, int k, const double *A, const double *B, double *C) {"
+FILES = {
+    "examples/dgemm_avx2.c": "loop_order unrolling register_accumulation vectorization",
+    "examples/dgemm_blocked.c": "loop_order blocking",
+    "examples/dgemm_float.c": "",
+    "examples/dgemm_naive.c": "",
+    "examples/gemv_unrolled.c": "unrolling register_accumulation",
+    "examples/reduction_pairwise.c": "blocking register_accumulation",
+    "examples/stencil_rows.c": "",
+    "torchtune_ext/tasks/measured/exploits/control_naive.c": "",
+    "torchtune_ext/tasks/measured/exploits/control_blocked.c": "loop_order register_accumulation vectorization packing",
+}
+
+
+@needs_gcc
+@pytest.mark.parametrize("program", LABELLED, ids=lambda program: f"{program.kernel} {program.name}")
+def test_labelled_program(program):
+    kernel = KERNELS[program.kernel]()
+    text = preprocessed(program.source)
+    assert program.name.startswith("wrong") or "void" in text
+    assert techniques(text, kernel) == program.techniques
+
+
+@needs_gcc
+@pytest.mark.parametrize("file", FILES)
+def test_examples_and_honest_exploits(file):
+    kernel = next((KERNELS[name]() for name in KERNELS if name in file), Dgemm())
+    assert techniques(preprocessed((ROOT / file).read_text()), kernel) == set(FILES[file].split())
+
+
+def test_labels_cover_every_technique_and_every_kernel():
+    assert {program.kernel for program in LABELLED} == set(KERNELS)
+    assert frozenset().union(*(program.techniques for program in LABELLED)) == set(TECHNIQUES)
+    for technique in TECHNIQUES:
+        # A technique that is only ever seen among others could be taken for one of them.
+        assert any(program.techniques == {technique} for program in LABELLED), technique
+    assert len(LABELLED) + len(FILES) >= 60
+
+
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=list(KERNELS))
+def test_the_naive_program_uses_nothing(kernel):
+    assert uses(kernel.naive, kernel()) == []
+
+
+def test_a_stage_permits_what_the_one_before_permits():
+    stages = list(STAGES)
+    assert stages == ["none", "loop_order", "blocking", "vectorization", "threads", "all"]
+    for before, after in zip(stages, stages[1:], strict=False):
+        assert permitted(before) < permitted(after)
+    assert permitted("none") == set() and permitted("all") == set(TECHNIQUES)
+    with pytest.raises(ValueError, match="none, loop_order, blocking"):
+        permitted("everything")
+
+
+@needs_gcc
+def test_a_violation_names_the_line_of_the_source():
+    source = f"""#include <stdlib.h>
+#define EACH(x, n) for (int x = 0; x < n; x++)
+
+{HEAD}
+    EACH(i, m * n) C[i] = 0;
+#pragma omp parallel for
+    EACH(i, m)
+        EACH(l, k)
+            EACH(j, n)
+                C[i * n + j] += A[i * k + l] * B[l * n + j];
+}}
+"""
+    text = preprocessed(source)
+    found = violations(text, "none", Dgemm())
+    assert found == [
+        "line 6: not permitted here: threads: #pragma omp parallel (#pragma omp parallel for)",
+        "line 7: not permitted here: loops in another order than that of the definition (the loops are nested i, l, j)",
+    ]
+    assert violations(text, "loop_order", Dgemm()) == found[:1]
+    assert violations(text, "threads", Dgemm()) == []
+    assert violations(text, "none", Dgemm(), openmp=False) == found[1:]
+
+
+@needs_gcc
+@pytest.mark.parametrize("program", LABELLED, ids=lambda program: f"{program.kernel} {program.name}")
+def test_violations_are_what_the_stage_does_not_permit(program):
+    kernel, text = KERNELS[program.kernel](), preprocessed(program.source)
+    for stage in STAGES:
+        assert len(violations(text, stage, kernel)) == len(program.techniques - permitted(stage))
+
+
+def calls_on_calls(depth: int) -> str:
+    helpers = ["static double f0(double x) { return x * x; }"]
+    helpers += [f"static double f{i}(double x) {{ return f{i - 1}(x) + f{i - 1}(x); }}" for i in range(1, depth)]
+    return "\n".join([*helpers, f"{HEAD} C[0] = f{depth - 1}(A[0]) * B[0]; }}"])
+
+
+BOMBS = {
+    "calls": calls_on_calls(60),
+    "parentheses": f"{HEAD} C[0] = {'(' * 5000}A[0]{')' * 5000}; }}",
+    "parentheses on the left": f"{HEAD} {'(' * 5000}C[0]{')' * 5000} = 1; }}",
+    "blocks": f"{HEAD} {'{' * 5000} {'}' * 5000} }}",
+    "loops": f"{HEAD} {'for (int i = 0; i < m; i++) ' * 3000} C[0] += A[0] * B[0]; }}",
+    "ifs": f"{HEAD} {'if (m) ' * 3000} C[0] = 1; }}",
+    "products": f"{HEAD} for (int i = 0; i < m; i++) {{ {('C[i] += ' + ' + '.join(['A[i] * B[i]'] * 900) + ';') * 6} }} }}",
+    "vectors": f"typedef double v __attribute__((vector_size(32))); {HEAD} {''.join(f'v x{i}; ' for i in range(9000))} }}",
+    "a long sum": f"{HEAD} C[0] = {' + '.join(['A[0] * B[0]'] * 5000)}; }}",
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_bomb_ends(bomb):
+    start = time.monotonic()
+    try:
+        found = techniques(BOMBS[bomb], Dgemm())
+    except Unreadable as error:
+        found = str(error)
+        assert violations(BOMBS[bomb], "all", Dgemm()) == [f"line 1: the program cannot be read: {found}"]
+    # The slowest takes 2 s on two idle cores; without the limits the first would run for longer than the universe has.
+    assert time.monotonic() - start < 60, found
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_broken_text_is_read_or_refused(seed):
+    """Cut, doubled and exchanged pieces: whatever the tree looks like, nothing but Unreadable may come out."""
+    rng = random.Random(seed)
+    program = rng.choice(LABELLED)
+    text = program.source
+    for _ in range(rng.randint(1, 12)):
+        a, b = sorted(rng.randrange(len(text) + 1) for _ in range(2))
+        b = min(b, a + rng.randint(1, 40))
+        text = rng.choice([text[:a] + text[b:], text[:b] + text[a:], text[:a] + text[a:b][::-1] + text[b:]])
+    try:
+        assert techniques(text, KERNELS[program.kernel]()) <= set(TECHNIQUES)
+    except Unreadable:
+        pass

@@ -1,0 +1,224 @@
+"""Writes programs for C = A B: short ones, in the manner of people who optimize by hand.
+
+Each writer draws from a generator of random numbers, and knows which techniques its program uses. The style is terse, since a
+model of a million parameters has to write it: names of one letter, no spaces, no remark. The loops are those over
+i (rows of C), j (columns) and l (the sum), blocks have capital letters.
+"""
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+HEAD = "void dgemm(int m,int n,int k,const double*A,const double*B,double*C){\n"
+ZERO = "for(int i=0;i<m*n;i++)C[i]=0;\n"
+LEAST = "#define M(a,b)(a<b?a:b)\n"
+PARALLEL, SIMD = "#pragma omp parallel for\n", "#pragma omp simd\n"
+SIMD_SUM = "#pragma omp simd reduction(+:s)\n"
+ENDS = {"i": "m", "j": "n", "l": "k"}
+ORDERS = ("ijl", "ilj", "jil", "jli", "lij", "lji")
+BLOCKS = (8, 16, 32, 64, 128, 256)
+STEPS = (2, 4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A program that is right."""
+
+    source: str
+    techniques: frozenset[str]
+    words: str  # what it is, for people
+
+
+Writer = Callable[[random.Random], Draft]
+
+
+def loop(name: str, end: str, start: str = "0", step: int = 1) -> str:
+    """Returns "for(int i=0;i<m;i++)"."""
+    return f"for(int {name}={start};{name}<{end};{name}{'++' if step == 1 else f'+={step}'})"
+
+
+def vector_type(lanes: int) -> str:
+    """Returns the definition of v, a vector of so many doubles that needs no aligned address."""
+    return f"typedef double v __attribute__((vector_size({8 * lanes}),aligned(8)));\n"
+
+
+def threaded(rng: random.Random, may: bool, found: set[str]) -> str:
+    """Draws whether the next loop is divided among threads, and returns its pragma."""
+    if not may or rng.random() > 0.25:
+        return ""
+    found.add("threads")
+    return PARALLEL
+
+
+def hinted(rng: random.Random, found: set[str], simd: str = SIMD) -> str:
+    """Draws what is asked of the compiler for an inner loop, and returns its pragma."""
+    kind = rng.choices(["", "simd", "unroll"], [6, 3 if simd else 0, 2])[0]
+    if kind == "simd":
+        found.add("vectorization")
+        return simd
+    if kind == "unroll":
+        found.add("unrolling")
+        return f"#pragma GCC unroll {rng.choice(STEPS)}\n"
+    return ""
+
+
+def draft(source: str, found: set[str], words: str) -> Draft:
+    extra = [name for name in ("threads", "vectorization", "unrolling") if name in found and name not in words]
+    return Draft(source, frozenset(found), ", ".join([words, *extra]))
+
+
+def plain(rng: random.Random) -> Draft:
+    """Three loops in any order."""
+    order = rng.choice(ORDERS)
+    found = {"loop_order"} if order != "ijl" else set()
+    outer = threaded(rng, order[0] != "l", found)
+    loops = [loop(name, ENDS[name]) + "\n" for name in order]
+    if order[2] == "l":
+        hint = hinted(rng, found, SIMD_SUM)
+        body = f"{loops[0]}{loops[1][:-1]}{{double s=0;\n{hint}{loops[2][:-1]}s+=A[i*k+l]*B[l*n+j];\nC[i*n+j]=s;}}\n"
+        return draft(f"{HEAD}{outer}{body}}}\n", found, f"loops {order}, one sum")
+    hint = hinted(rng, found)
+    body = f"{loops[0]}{loops[1]}{hint}{loops[2]}C[i*n+j]+=A[i*k+l]*B[l*n+j];\n"
+    if order[1] == "l" and rng.random() < 0.4:
+        body = f"{loops[0]}{loops[1][:-1]}{{double a=A[i*k+l];\n{hint}{loops[2][:-1]}C[i*n+j]+=a*B[l*n+j];}}\n"
+        body = body if order[2] == "j" else body.replace("A[i*k+l]", "B[l*n+j]").replace("a*B[l*n+j]", "A[i*k+l]*a")
+    return draft(f"{HEAD}{ZERO}{outer}{body}}}\n", found, f"loops {order} into C")
+
+
+def tiled(rng: random.Random) -> Draft:
+    """Blocks in one to three dimensions."""
+    inner, found = rng.choice(ORDERS), {"blocking"}
+    if inner != "ijl":
+        found.add("loop_order")
+    blocks = {name: rng.choice(BLOCKS) for name in rng.sample("ijl", rng.randint(1, 3))}
+    outer = "".join(loop(name.upper(), ENDS[name], "0", size) + "\n" for name, size in blocks.items())
+    parallel = threaded(rng, next(iter(blocks)) != "l", found)
+    ends = {name: f"M({name.upper()}+{blocks[name]},{ENDS[name]})" if name in blocks else ENDS[name] for name in "ijl"}
+    loops = [loop(name, ends[name], name.upper() if name in blocks else "0") for name in inner]
+    if inner[2] == "l":
+        hint = hinted(rng, found, SIMD_SUM)
+        body = f"{loops[0]}\n{loops[1]}{{double s=0;\n{hint}{loops[2]}s+=A[i*k+l]*B[l*n+j];\nC[i*n+j]+=s;}}\n"
+    else:
+        hint = hinted(rng, found)
+        body = f"{loops[0]}\n{loops[1]}\n{hint}{loops[2]}\nC[i*n+j]+=A[i*k+l]*B[l*n+j];\n"
+    sizes = ", ".join(f"{name} by {size}" for name, size in blocks.items())
+    return draft(f"{LEAST}{HEAD}{ZERO}{parallel}{outer}{body}}}\n", found, f"blocks of {sizes}; inside {inner}")
+
+
+def unrolled(rng: random.Random) -> Draft:
+    """Several steps written out, and a loop for what remains."""
+    steps, found = rng.choice(STEPS), {"unrolling"}
+    parallel = threaded(rng, True, found)
+    if rng.random() < 0.5:
+        found.add("loop_order")
+        written = "".join(f"c[j+{u}]+=a*b[j+{u}];" for u in range(steps)).replace("+0]", "]")
+        body = (
+            f"{parallel}{loop('i', 'm')}\n{loop('l', 'k')}{{double a=A[i*k+l],*c=C+i*n;const double*b=B+l*n;int j=0;\n"
+            f"for(;j+{steps}<=n;j+={steps}){{{written}}}\nfor(;j<n;j++)c[j]+=a*b[j];}}\n"
+        )
+        return draft(f"{HEAD}{ZERO}{body}}}\n", found, f"loops ilj, {steps} columns a step")
+    sums = "stuvwxyz"[: steps if rng.random() < 0.6 else 1]
+    if len(sums) > 1:
+        found.add("register_accumulation")
+    terms = [f"a[{u}]*b[{u}*n]" for u in range(steps)]
+    written = "".join(f"{sums[u % len(sums)]}+={term.replace('0*n', '0')};" for u, term in enumerate(terms))
+    body = (
+        f"{parallel}{loop('i', 'm')}\n{loop('j', 'n')}{{const double*a=A+i*k,*b=B+j;int l=0;"
+        f"double {','.join(f'{name}=0' for name in sums)};\n"
+        f"for(;l+{steps}<=k;l+={steps}){{{written}a+={steps};b+={steps}*n;}}\n"
+        f"for(;l<k;l++){{s+=*a++**b;b+=n;}}\nC[i*n+j]={'+'.join(sums)};}}\n"
+    )
+    return draft(f"{HEAD}{body}}}\n", found, f"loops ijl, {steps} terms a step, {len(sums)} sums")
+
+
+def registers(rng: random.Random) -> Draft:
+    """A tile of sums that stays in registers, as a helper that the compiler copies for the full size."""
+    rows, columns = rng.choice([(2, 4), (2, 8), (4, 4), (4, 8), (6, 8), (8, 4), (8, 8), (4, 16)])
+    found, order = {"register_accumulation"}, rng.choice(["ij", "ji"])
+    if order == "ji":
+        found.add("loop_order")
+    parallel = threaded(rng, True, found)
+    steps = {"i": rows, "j": columns}
+    helper = (
+        f"static inline void t(int h,int w,int n,int k,const double*A,const double*B,double*C){{"
+        f"double s[{rows}][{columns}]={{0}};\n"
+        f"{loop('l', 'k')}{loop('r', 'h')}{loop('c', 'w')}s[r][c]+=A[r*k+l]*B[l*n+c];\n"
+        f"{loop('r', 'h')}{loop('c', 'w')}C[r*n+c]=s[r][c];}}\n"
+    )
+    at = "n,k,A+i*k,B+j,C+i*n+j)"
+    body = (
+        "".join(loop(name, ENDS[name], "0", steps[name]) + "\n" for name in order)
+        + f"i+{rows}<=m&&j+{columns}<=n?t({rows},{columns},{at}:t(M({rows},m-i),M({columns},n-j),{at};\n"
+    )
+    return draft(f"{LEAST}{helper}{HEAD}{parallel}{body}}}\n", found, f"tiles of {rows} x {columns} sums, {order}")
+
+
+def vectors(rng: random.Random) -> Draft:
+    """Vectors of the compiler: along a row of C, or a column of them as sums."""
+    lanes, found = rng.choice([2, 4, 8]), {"vectorization"}
+    parallel = threaded(rng, True, found)
+    if rng.random() < 0.4:
+        found.add("loop_order")
+        body = (
+            f"{parallel}{loop('i', 'm')}\n{loop('l', 'k')}{{double a=A[i*k+l];int j=0;\n"
+            f"for(;j+{lanes}<=n;j+={lanes})*(v*)(C+i*n+j)+=a**(v*)(B+l*n+j);\nfor(;j<n;j++)C[i*n+j]+=a*B[l*n+j];}}\n"
+        )
+        return draft(f"{vector_type(lanes)}{HEAD}{ZERO}{body}}}\n", found, f"loops ilj, vectors of {lanes}")
+    rows = rng.choice([1, 2, 4, 8])
+    edge = (
+        f"{loop('i', 'm')}\n{loop('j', 'n', f'n/{lanes}*{lanes}')}{{double s=0;\n"
+        f"{loop('l', 'k')}s+=A[i*k+l]*B[l*n+j];\nC[i*n+j]=s;}}\n"
+    )
+    if rows == 1:
+        body = (
+            f"{parallel}{loop('i', 'm')}\nfor(int j=0;j+{lanes}<=n;j+={lanes}){{v s={{0}};\n"
+            f"{loop('l', 'k')}s+=A[i*k+l]**(v*)(B+l*n+j);\n*(v*)(C+i*n+j)=s;}}\n"
+        )
+        return draft(f"{vector_type(lanes)}{HEAD}{body}{edge}}}\n", found, f"a sum of {lanes} lanes")
+    found.add("register_accumulation")
+    helper = (
+        f"static inline void t(int h,int n,int k,const double*A,const double*B,double*C){{v s[{rows}]={{0}};\n"
+        f"{loop('l', 'k')}{loop('r', 'h')}s[r]+=A[r*k+l]**(v*)(B+l*n);\n{loop('r', 'h')}*(v*)(C+r*n)=s[r];}}\n"
+    )
+    at = "n,k,A+i*k,B+j,C+i*n+j)"
+    body = (
+        f"{parallel}{loop('i', 'm', '0', rows)}\nfor(int j=0;j+{lanes}<=n;j+={lanes})\n"
+        f"i+{rows}<=m?t({rows},{at}:t(m-i,{at};\n"
+    )
+    words = f"{rows} sums of {lanes} lanes"
+    return draft(f"{vector_type(lanes)}{helper}{HEAD}{body}{edge}}}\n", found, words)
+
+
+def packed(rng: random.Random) -> Draft:
+    """A part of B is copied, so that it is read in the order of its use."""
+    found, kind = {"packing"}, rng.choice(["column", "transposed", "panel", "panel"])
+    if kind == "column":
+        found.add("loop_order")
+        parallel = threaded(rng, True, found)
+        body = f"{parallel}{loop('j', 'n')}{{double t[k];\n{loop('l', 'k')}t[l]=B[l*n+j];\n"
+        hint = hinted(rng, found, SIMD_SUM)
+        body += f"{loop('i', 'm')}{{double s=0;\n{hint}{loop('l', 'k')}s+=A[i*k+l]*t[l];\nC[i*n+j]=s;}}}}\n"
+        return draft(f"{HEAD}{body}}}\n", found, "each column of B copied")
+    if kind == "transposed":
+        parallel = threaded(rng, True, found)
+        hint = hinted(rng, found, SIMD_SUM)
+        body = f"double*t=malloc(8l*n*k);\n{loop('l', 'k')}{loop('j', 'n')}t[j*k+l]=B[l*n+j];\n"
+        body += (
+            f"{parallel}{loop('i', 'm')}\n{loop('j', 'n')}{{double s=0;\n{hint}{loop('l', 'k')}s+=A[i*k+l]*t[j*k+l];\n"
+        )
+        return draft(f"#include<stdlib.h>\n{HEAD}{body}C[i*n+j]=s;}}\nfree(t);}}\n", found, "B transposed")
+    found |= {"blocking", "loop_order"}
+    size = rng.choice([32, 64, 128])
+    parallel, hint = threaded(rng, True, found), hinted(rng, found)
+    body = (
+        f"{loop('L', 'k', '0', size)}\n{loop('J', 'n', '0', size)}{{int d=M({size},k-L),w=M({size},n-J);\n"
+        f"{loop('l', 'd')}{loop('j', 'w')}p[l*{size}+j]=B[(L+l)*n+J+j];\n"
+        f"{parallel}{loop('i', 'm')}\n{loop('l', 'd')}{{double a=A[i*k+L+l];\n"
+        f"{hint}{loop('j', 'w')}C[i*n+J+j]+=a*p[l*{size}+j];}}}}\n"
+    )
+    buffer = f"static double p[{size * size}];\n"
+    return draft(f"{LEAST}{buffer}{HEAD}{ZERO}{body}}}\n", found, f"panels of B of {size} x {size} copied, inside ilj")
+
+
+DGEMM: Mapping[Writer, int] = {plain: 4, tiled: 4, unrolled: 3, registers: 3, vectors: 3, packed: 2}
+"""The writers for C = A B, and how often each is chosen beside the others."""
