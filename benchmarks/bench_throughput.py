@@ -36,7 +36,8 @@ PARTS = {  # what verifying consists of: the functions that are timed
     "arrays": (Child, "place"),
     "calls": (Child, "call"),
     "inputs": (verification, "draw_inputs"),
-    "reference": (verification, "compare"),
+    "reference": (verification, "expect"),
+    "compare": (verification, "compare"),
     "end": (Child, "close"),
 }
 

@@ -123,8 +123,9 @@ def test_a_speed_above_the_peak_is_not_believed(timer):
         measured(timer, timer.kernel.naive)
 
 
-def burn(core):
+def burn(core, burns):
     os.sched_setaffinity(0, {core})
+    burns.set()
     while True:
         pass
 
@@ -132,10 +133,13 @@ def burn(core):
 def test_who_takes_the_core_away_is_seen(any_machine):
     """The naive program works longer at a time than a scheduler lets one of two processes run."""
     core = max(os.sched_getaffinity(0))
-    neighbor = multiprocessing.get_context("spawn").Process(target=burn, args=(core,), daemon=True)
+    spawn = multiprocessing.get_context("spawn")
+    burns = spawn.Event()
+    neighbor = spawn.Process(target=burn, args=(core, burns), daemon=True)
     with Checker(Dgemm(256), cores=[core], screened=False) as checker, Timer(checker, budget_s=1.5) as timer:
         neighbor.start()
         try:
+            assert burns.wait(60)
             found = measured(timer, timer.kernel.naive)
         finally:
             neighbor.kill()

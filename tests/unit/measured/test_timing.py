@@ -114,6 +114,9 @@ def test_all_threads_keep_off_the_cores_and_come_back():
         with kept_off([core]):
             assert all(os.sched_getaffinity(thread) == usable_cores() - {core} for thread in threads)
             assert core in usable_cores()
+            with kept_off([core]):
+                pass
+            assert all(os.sched_getaffinity(thread) == usable_cores() - {core} for thread in threads)
         assert [os.sched_getaffinity(thread) for thread in threads] == before
         with kept_off(sorted(usable_cores())):  # there are no others
             assert [os.sched_getaffinity(thread) for thread in threads] == before

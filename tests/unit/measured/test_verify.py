@@ -20,6 +20,7 @@ from torchtune_ext.tasks.measured.verify import (
     compare,
     draw,
     draw_inputs,
+    expect,
     sizes,
     verify,
     work,
@@ -105,7 +106,7 @@ def test_every_honest_order_is_within_the_bound_of_the_exact_result(name, order,
         exact = sum(a * b for a, b in pairs)
         # The bound is itself computed in float64, by fewer than 100 roundings.
         assert abs(Fraction(float(result)) - exact) <= Fraction(float(allowed)) * (1 + 100 * Fraction(UNIT_ROUNDOFF))
-    assert compare(kernel, size, inputs, {output: results}).ok
+    assert compare(kernel, expect(kernel, size, inputs), {output: results}).ok
 
 
 @precise
@@ -118,11 +119,11 @@ def test_four_units_in_the_last_place_more_than_the_bound_are_refused(name, seed
     terms = exact_terms(name, size, inputs)
     (output, bound), *_ = kernel.bound(size, inputs).items()
     exact = np.array([rounded(sum(a * b for a, b in pairs)) for pairs in terms]).reshape(bound.shape)
-    assert compare(kernel, size, inputs, {output: exact}).ok
+    assert compare(kernel, expect(kernel, size, inputs), {output: exact}).ok
     place = np.unravel_index(np.random.default_rng(seed).integers(exact.size), exact.shape)
     wrong = exact.copy()
     wrong[place] = exact[place] + sign * (bound[place] + 4 * np.spacing(exact[place]))
-    found = compare(kernel, size, inputs, {output: wrong})
+    found = compare(kernel, expect(kernel, size, inputs), {output: wrong})
     assert not found.ok and found.where.startswith(output)
     assert found.got == wrong[place] and found.expected == pytest.approx(exact[place], rel=1e-15)
 
@@ -147,7 +148,7 @@ def test_single_precision_hides_in_random_signs_and_shows_with_biased_inputs():
     for kind in ("normal", "biased"):
         inputs = draw_inputs(kernel, kernel.timed, kind, rng)
         total = inputs["x"].astype(np.float32).astype(np.float64).sum(keepdims=True)
-        found = compare(kernel, kernel.timed, inputs, {"total": total})
+        found = compare(kernel, expect(kernel, kernel.timed, inputs), {"total": total})
         ok[kind] = found.ok
     assert ok == {"normal": True, "biased": False}
 
@@ -157,8 +158,8 @@ def test_single_precision_is_refused_at_the_timed_size(name):
     kernel = KERNELS[name]()
     inputs = draw_inputs(kernel, kernel.timed, "biased", np.random.default_rng(1))
     singles = {key: value.astype(np.float32).astype(np.float64) for key, value in inputs.items()}
-    assert compare(kernel, kernel.timed, inputs, kernel.reference(kernel.timed, inputs)).ok
-    found = compare(kernel, kernel.timed, inputs, kernel.reference(kernel.timed, singles))
+    assert compare(kernel, expect(kernel, kernel.timed, inputs), kernel.reference(kernel.timed, inputs)).ok
+    found = compare(kernel, expect(kernel, kernel.timed, inputs), kernel.reference(kernel.timed, singles))
     assert not found.ok and found.worst > 10
 
 
@@ -182,16 +183,16 @@ def test_what_is_no_number_never_passes(name, bad):
     outputs = kernel.reference(size, inputs)
     (output,) = outputs
     outputs[output].flat[-1] = bad
-    found = compare(kernel, size, inputs, outputs)
+    found = compare(kernel, expect(kernel, size, inputs), outputs)
     assert not found.ok and found.worst == math.inf
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_flushed_denormals_are_refused(name):
     kernel, size, inputs = small_case(name, 5, "denormal")
-    assert compare(kernel, size, inputs, kernel.reference(size, inputs)).ok
+    assert compare(kernel, expect(kernel, size, inputs), kernel.reference(size, inputs)).ok
     flushed = {key: np.where(np.abs(value) < 2.0**-1022, 0.0, value) for key, value in inputs.items()}
-    assert not compare(kernel, size, inputs, kernel.reference(size, flushed)).ok
+    assert not compare(kernel, expect(kernel, size, inputs), kernel.reference(size, flushed)).ok
 
 
 # ---------------------------------------------------------------- what is drawn

@@ -127,10 +127,11 @@ class Bench:
             self.close()
             raise
 
-    def submit(self, kernel: Kernel, text: str) -> "Future[Result]":
+    def submit(self, kernel: Kernel, text: str, group: str | int | None = None) -> "Future[Result]":
         """Hands in a model's answer and returns at once. Its future can be canceled until its check begins.
 
-        The future raises BenchError if the service fails, and says how.
+        The future raises BenchError if the service fails, and says how. `group` is for `RayBench`: here all texts are
+        measured on one machine.
 
         Raises:
             BenchError: this object is closed, or has failed.

@@ -96,6 +96,9 @@ class Kept(Generic[Thing]):
         self._things: OrderedDict[str, Thing] = OrderedDict()
         atexit.register(self.close)
 
+    def __len__(self) -> int:
+        return len(self._things)
+
     def get(self, key: str, make: Callable[[], Thing]) -> Thing:
         if key not in self._things:
             while len(self._things) >= MAX_KERNELS:
@@ -149,6 +152,9 @@ class TimeKeeping:
     def __call__(self, begin: Callable[[], None], key: str, kernel: bytes, library: bytes) -> Timed | Failed:
         """Times a library that `Checking` has found right."""
         cores, clock = self.settings.timed_cores, _Clock(begin)
+        if not TIMERS:
+            # Whoever started this process may have kept off some of them.
+            os.sched_setaffinity(0, {*self.settings.check_cores, *cores})
         try:
             time.sleep(TURN_S)
             wait_until_idle(cores, LOCK_S)
@@ -173,13 +179,9 @@ class TimeKeeping:
         return Timed("ok", "", timing, clock.seconds())
 
     def _timer(self, kernel: bytes) -> "OwningTimer":
-        others, cores = self.settings.check_cores, self.settings.timed_cores
-        # A checker refuses cores that its process may not use, and it runs programs on them.
-        os.sched_setaffinity(0, {*others, *cores})
+        cores = self.settings.timed_cores
         with alone_on(cores, LOCK_S):
             checker = self.settings.checker(pickle.loads(kernel), cores)
-        # This process draws inputs and checks results where nothing is timed, if it can.
-        os.sched_setaffinity(0, others)
         try:
             return OwningTimer(checker, self.settings.budget_s)
         except ChildFailed as failed:

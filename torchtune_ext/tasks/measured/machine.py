@@ -5,7 +5,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +13,8 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 SAMPLERS = ("torchtune_ext.sampling.core_process", "torchtune_ext.sampling.client_process")
-_kept_off: list[
-    frozenset[int]
-] = []  # cores that this process could run on before it kept off some, for each time it does
+# For each time that this process keeps off some cores: those that it could run on before.
+_kept_off: list[frozenset[int]] = []
 _LOCK_RETRY_S = 0.02
 _WINDOW_S, _WINDOWS = 0.05, 2  # an engine is idle if it computes in none of so many windows of so many seconds
 _BUSY_SHARE = 0.2  # of one core in a window: below, it only looks whether there is something to do
@@ -80,26 +79,30 @@ def choose_cores(wanted: Sequence[int] | None, count: int) -> list[int]:
 
 @contextmanager
 def kept_off(cores: Sequence[int]) -> Iterator[None]:
-    """Keeps all threads of this process, also those of libraries, off these cores, if it may run on others."""
-    before: dict[int, set[int]] = {}
+    """Keeps all threads of this process, also those of libraries, off these cores, if it may run on others.
+
+    At the end of the last such block they may run again wherever this process could.
+    """
     usable = usable_cores()
     others = usable - set(cores)
     _kept_off.append(usable)
-    for thread in map(int, os.listdir("/proc/self/task") if others else []):
-        try:
-            before[thread] = os.sched_getaffinity(thread)
-            os.sched_setaffinity(thread, others)
-        except ProcessLookupError:
-            continue  # it has ended
     try:
+        if others:
+            _pin(others)
         yield
     finally:
         _kept_off.pop()
-        for thread, those in before.items():
-            try:
-                os.sched_setaffinity(thread, those)
-            except ProcessLookupError:
-                continue
+        if others and not _kept_off:
+            _pin(usable)
+
+
+def _pin(cores: Set[int]) -> None:
+    """Lets all threads of this process run on these cores alone."""
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            os.sched_setaffinity(int(thread), cores)
+        except ProcessLookupError:
+            continue  # it has ended
 
 
 def lock_path(core: int) -> Path:

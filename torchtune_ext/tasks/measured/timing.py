@@ -31,7 +31,7 @@ from torchtune_ext.tasks.measured.machine import alone_on, kept_off, stolen_tick
 from torchtune_ext.tasks.measured.numpy_child import NumpyChild
 from torchtune_ext.tasks.measured.probe import OWN_CPU_S, Look, Probe, Quiet
 from torchtune_ext.tasks.measured.sandbox import SandboxError
-from torchtune_ext.tasks.measured.verify import compare, draw_inputs, explained
+from torchtune_ext.tasks.measured.verify import compare, draw_inputs, expect, explained
 
 NARROW = 0.02  # the 95% interval of the median ends this far from it, as a share, or nearer
 # A time of the reference above its quiet level by more than this share speaks of a neighbor, too.
@@ -248,7 +248,7 @@ class Timer:
         while len(calls) < most and (seconds < BLOCK_S or len(calls) < min(3, most)):
             inputs = draw_inputs(kernel, size, "biased", self.rng)
             call = child.call(size, inputs, self.checker.deadlines.verify_s)
-            found = compare(kernel, size, inputs, call.outputs)
+            found = compare(kernel, expect(kernel, size, inputs), call.outputs)
             if not found.ok:
                 raise ChildFailed("wrong_result", f"in a timed call: {explained(found, size, 'biased')}")
             calls.append(call)

@@ -109,20 +109,34 @@ def sizes(kernel: Kernel, rng: np.random.Generator) -> Iterator[dict[str, int]]:
     yield dict(kernel.timed)
 
 
-def compare(kernel: Kernel, size: Size, inputs: Arrays, outputs: Arrays) -> Comparison:
-    """Compares results with the reference, number by number."""
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What the outputs of a call should be, and how far from it they may be."""
+
+    references: Arrays
+    allowed: Arrays
+
+
+def expect(kernel: Kernel, size: Size, inputs: Arrays) -> Expected:
+    """Computes the outputs, and what the operation's bound and the error of this computation itself allow."""
     exact = work(kernel, size) <= EXACT_WORK
     kind = np.longdouble if exact else np.float64
     precise = {name: np.asarray(value, kind) for name, value in inputs.items()}
     slack = (1 if exact else 2) * (1 + 2 * _LONG_ROUNDOFF / UNIT_ROUNDOFF)
     references, bounds = kernel.reference(size, precise), kernel.bound(size, precise)
+    with np.errstate(all="ignore"):
+        return Expected(references, {name: np.multiply(bound, slack, out=bound) for name, bound in bounds.items()})
+
+
+def compare(kernel: Kernel, expected: Expected, outputs: Arrays) -> Comparison:
+    """Compares results with what they should be, number by number."""
     ok, worst = True, Comparison(True, 0.0, "", 0.0, 0.0)
     for parameter in outputs_of(kernel):
-        found, reference = outputs[parameter.name], references[parameter.name]
+        found, reference = outputs[parameter.name], expected.references[parameter.name]
+        allowed = expected.allowed[parameter.name]
         with np.errstate(all="ignore"):
             error = found - reference
             np.abs(error, out=error)
-            allowed = np.multiply(bounds[parameter.name], slack, out=bounds[parameter.name])
             ok = ok and bool((error <= allowed).all())
             units = np.divide(error, allowed, out=error, where=error > 0)
         index = np.unravel_index(int(np.argmax(units)), units.shape)  # the first one that is NaN, if there is one
@@ -148,6 +162,7 @@ def verify(child: Child, kernel: Kernel, rng: np.random.Generator, deadline_s: f
         for kind in kinds:
             first = draw_inputs(kernel, size, kind, rng)
             changed = change_one(first, rng)
+            expected = expect(kernel, size, first)
             # The second inputs come to the place of the first.
             for at_end, inputs in ((True, first), (None, changed), (False, first)):
                 if at_end is not None:
@@ -162,7 +177,7 @@ def verify(child: Child, kernel: Kernel, rng: np.random.Generator, deadline_s: f
                 except ChildFailed as failed:
                     raise ChildFailed(failed.outcome, f"{failed} ({described(size)}, {kind} inputs)") from None
                 spent_s += call.seconds  # what drawing and comparing takes is not the program's fault
-                found = compare(kernel, size, inputs, call.outputs)
+                found = compare(kernel, expected if inputs is first else expect(kernel, size, inputs), call.outputs)
                 if not found.ok:
                     raise ChildFailed("wrong_result", explained(found, size, kind))
                 worst = max(worst, found.worst)

@@ -1,0 +1,50 @@
+"""The node `bench:` chooses the service, and results become scores that a rollout browser can show."""
+
+from dataclasses import fields
+
+import pytest
+
+pytest.importorskip("tree_sitter_c")
+
+from calm_kernels import HONEST, CalmReduction, fenced
+
+from torchtune_ext.tasks.measured import service
+from torchtune_ext.tasks.measured.results import BenchConfig, Result
+from torchtune_ext.tasks.measured.service import open_bench, score
+from torchtune_ext.tasks.measured.timing import Timing
+
+SPEED = Timing(**{each.name: {float: 0.25, int: 30, bool: True}[each.type] for each in fields(Timing)})
+
+
+def test_without_an_address_it_is_this_machine():
+    with open_bench(BenchConfig(workers=1, budget_s=0.2)) as bench:
+        wrong = bench.submit(CalmReduction(), fenced(HONEST.replace("s += x[i]", "s -= x[i]"))).result(200)
+        broken = bench.submit(CalmReduction(), fenced("void reduction(int n) {}"), group="a prompt").result(200)
+    found = score(wrong, -0.5)
+    assert found.reward == -0.5 and found.parts["outcome_wrong_result"] == 1 and "should be" in found.note
+    assert "conflicting types" in score(broken, -1).note and score(broken, -1).parts["outcome_compile_error"] == 1
+
+
+def test_with_an_address_it_is_a_cluster(monkeypatch):
+    asked = []
+    monkeypatch.setattr(service, "RayBench", lambda *words, **settings: asked.append((words, settings)))
+    open_bench(BenchConfig(address="10.0.0.1:6379", resource="fast_host", threads=4, budget_s=3.0))
+    ((words, settings),) = asked
+    assert words == ("10.0.0.1:6379", "fast_host") and settings["threads"] == 4 and settings["budget_s"] == 3.0
+    assert not {"address", "resource"} & set(settings)
+
+
+def test_a_score_has_the_speed_in_numbers_and_the_rest_in_words():
+    found = score(Result("dgemm", "ok", "time", "", SPEED), 1.5)
+    assert found.reward == 1.5 and found.note == ""
+    assert {name: value for name, value in found.parts.items() if value} == {
+        "outcome_ok": 1.0,
+        "gflops": 0.25,
+        "speedup": 0.25,
+        "peak_share": 0.25,
+    }
+    assert all(isinstance(value, float) for value in found.parts.values())
+    noisy = score(Result("dgemm", "noisy", "time", "others disturb the machine", None), 0.0)
+    assert (
+        noisy.parts["outcome_noisy"] == 1 and "gflops" not in noisy.parts and noisy.note == "others disturb the machine"
+    )
