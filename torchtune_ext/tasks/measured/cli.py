@@ -12,9 +12,9 @@ from pathlib import Path
 # Where all cores are timed on, threads of numpy's BLAS would spin on them. It reads this once, when it is imported.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-from torchtune_ext.tasks.measured.check import Checker, Verdict  # noqa: E402
+from torchtune_ext.tasks.measured.check import SANDBOXES, Checker, Verdict  # noqa: E402
 from torchtune_ext.tasks.measured.child import ChildFailed  # noqa: E402
-from torchtune_ext.tasks.measured.compiler import Compiler  # noqa: E402
+from torchtune_ext.tasks.measured.compiler import OPTIMIZATIONS, Compiler  # noqa: E402
 from torchtune_ext.tasks.measured.exploits import exploits  # noqa: E402
 from torchtune_ext.tasks.measured.kernel import Kernel  # noqa: E402
 from torchtune_ext.tasks.measured.kernels import KERNELS  # noqa: E402
@@ -64,8 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", type=float, default=10.0, help="seconds for one timing (10)")
     parser.add_argument("--threads", type=int, default=1, help="threads that a program may use (1)")
     parser.add_argument("--cores", help="cores to time on, as 2,3; without it, those that no engine uses")
-    parser.add_argument("--optimization", default="-O3", choices=["-O0", "-O1", "-O2", "-O3"])
+    parser.add_argument("--optimization", default="-O3", choices=OPTIMIZATIONS)
     parser.add_argument("--compiler", help="gcc or clang, or a path")
+    parser.add_argument("--sandbox", default="floor", choices=SANDBOXES, help="none: programs of people you trust (floor)")
     parser.add_argument("--exploits", action="store_true", help="run the programs that attack the benchmark instead")
 
 
@@ -95,8 +96,9 @@ def _measure(args: argparse.Namespace) -> int:
     print(f"{fingerprint()}; {compiler.version}; {args.optimization}, timed on core {', '.join(map(str, cores))}")
     rows: list[Row] = []
     with ExitStack() as stack:
+        settings = {"optimization": args.optimization, "threads": args.threads, "cores": cores, "sandbox": args.sandbox}
         checkers = {
-            name: stack.enter_context(Checker(kernel, compiler, args.optimization, args.threads, cores))
+            name: stack.enter_context(Checker(kernel, compiler, **settings))
             for name, kernel in {kernel.name: kernel for _, _, kernel in programs}.items()
         }
         for kernel, checker in checkers.items():
