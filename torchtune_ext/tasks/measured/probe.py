@@ -47,9 +47,14 @@ class Quiet:
     past: list[tuple[float, float]] = field(default_factory=list)  # when a chunk ended, and its lower quartile
 
     def add(self, seconds: float, now: float | None = None) -> None:
-        now = time.monotonic() if now is None else now
         self.chunk.append(seconds)
         if len(self.chunk) == CHUNK:
+            self.settle(now)
+
+    def settle(self, now: float | None = None) -> None:
+        """Ends the chunk, though it be short: a neighbor who comes now must not become the measure of it."""
+        now = time.monotonic() if now is None else now
+        if self.chunk:
             self.past = [each for each in self.past if each[0] > now - KEPT_S] + [(now, _lower_quartile(self.chunk))]
             self.chunk = []
 
@@ -71,7 +76,6 @@ class Look:
 
     registers: tuple[float, ...]
     memory: tuple[float, ...]
-    waited_s: float = 0.0  # for how long the process could not run, since somebody else had the core
 
 
 class Probe:
@@ -101,11 +105,10 @@ class Probe:
 
     def look(self) -> Look:
         """Times the fixed kernel, and remembers what it saw."""
-        calls = [self._calls(size, warm) for size, warm in ((REGISTERS, WARM_REGISTERS), (MEMORY, WARM_MEMORY))]
-        registers, memory = (tuple(call.seconds for call in each) for each in calls)
+        registers, memory = self._seconds(REGISTERS, WARM_REGISTERS), self._seconds(MEMORY, WARM_MEMORY)
         self.registers.add(median(registers))
         self.memory.add(median(memory))
-        return Look(registers, memory, sum(call.waited_s for each in calls for call in each))
+        return Look(registers, memory)
 
     def is_disturbed(self, *looks: Look) -> bool:
         """Tells whether somebody else was at work at these looks."""
@@ -113,8 +116,8 @@ class Probe:
         memory = median(seconds for look in looks for seconds in look.memory)
         return self.registers.is_above(registers, DISTURBED_REGISTERS) or self.memory.is_above(memory, DISTURBED_MEMORY)
 
-    def _calls(self, size: Size, warm: int) -> list[Call]:
-        return [self._call(size) for _ in range(warm + CALLS)][warm:]
+    def _seconds(self, size: Size, warm: int) -> tuple[float, ...]:
+        return tuple(self._call(size).seconds for _ in range(warm + CALLS))[warm:]
 
     def _call(self, size: Size) -> Call:
         try:
