@@ -15,7 +15,8 @@ log = logging.getLogger(__name__)
 MAX_RESULTS = 16_384  # kept in memory; the ones that nobody has asked for the longest are dropped
 # What another attempt may end with in another way: it says something about the machine at that moment.
 PASSING = ("timeout", NOISY)
-_KILLED = "SIGKILL"  # how the note of a program begins that was killed, perhaps because the machine's memory was full
+# What a note says if a program, or a part of its compiler (gcc's words), was killed: perhaps the machine's memory was full.
+_KILLED = ("SIGKILL", "Killed signal terminated program")
 
 
 class Cache:
@@ -49,7 +50,7 @@ class Cache:
 
     def put(self, key: str, result: Result) -> None:
         """Keeps a result, if another attempt would end in the same way."""
-        if result.outcome in PASSING or result.note.startswith(_KILLED):
+        if result.outcome in PASSING or any(words in result.note for words in _KILLED):
             return
         if result.timing is not None and result.timing.disturbed:
             return

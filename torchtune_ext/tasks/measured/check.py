@@ -22,7 +22,7 @@ from torchtune_ext.tasks.measured.compiler import OPTIMIZATIONS, Compiler
 from torchtune_ext.tasks.measured.extract import extract
 from torchtune_ext.tasks.measured.kernel import Kernel, require_sound
 from torchtune_ext.tasks.measured.machine import usable_cores
-from torchtune_ext.tasks.measured.sandbox import Limits, Sandbox, SandboxError
+from torchtune_ext.tasks.measured.sandbox import Limits, Sandbox, SandboxError, exit_cause
 from torchtune_ext.tasks.measured.verify import verify
 
 OUTCOMES = ("format", "forbidden", "compile_error", "timeout", "runtime_error", "wrong_result", "ok")
@@ -235,7 +235,7 @@ class Checker:
         done = compilers.compile_library(self.sandbox, self.compiler, self.flags, folder, self.deadlines.compile_s)
         _require_end(done)
         if done.status != 0:
-            raise _Refused("compile_error", done.errors.strip())
+            raise _Refused("compile_error", done.errors.strip() or exit_cause(done.status))
 
     def _verify(self, library: Path, rng: np.random.Generator) -> float:
         with self.child(self.kernel, library) as child:

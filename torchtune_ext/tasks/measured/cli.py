@@ -66,7 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cores", help="cores to time on, as 2,3; without it, those that no engine uses")
     parser.add_argument("--optimization", default="-O3", choices=OPTIMIZATIONS)
     parser.add_argument("--compiler", help="gcc or clang, or a path")
-    parser.add_argument("--sandbox", default="floor", choices=SANDBOXES, help="none: programs of people you trust (floor)")
+    parser.add_argument(
+        "--sandbox", default="floor", choices=SANDBOXES, help="none: programs of people you trust (floor)"
+    )
     parser.add_argument("--exploits", action="store_true", help="run the programs that attack the benchmark instead")
 
 

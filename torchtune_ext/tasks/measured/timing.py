@@ -5,9 +5,9 @@ cores, one process at a time. Before and after stands a look at the machine (pro
 was at work is made again. Blocks go on until the 95% interval of the median is narrow enough, or the budget is used.
 
 What only the candidate suffers from is its own doing. It has no hand in what the probe and the reference see: one whose
-threads work then is refused, and threads of its own that wait for each other are no neighbors. If the machine never came to rest,
-the figure stands, with the remark that it was disturbed; only if the reference was disturbed as well, it is `noisy` and nothing
-is known.
+threads work then is refused, and threads of its own that wait for each other are no neighbors. If the machine never came to
+rest, the figure stands, with the remark that it was disturbed; only if the reference was disturbed as well, it is `noisy` and
+nothing is known.
 
 Every timed call has inputs of its own and is checked. So an answer that is kept, or is right only where it is verified,
 gains nothing. What is faster than the machine can be is not believed.
@@ -40,7 +40,9 @@ REFERENCE_DISTURBED = 0.05
 WAITED = 0.02  # share of a block for which its processes wanted to run and could not
 # CPU seconds that a program may use while the reference and the probe run. One whose threads sleep uses none.
 RESTLESS_S = 1e-4
-BLOCK_CALLS, BLOCK_S = 12, 0.06  # calls of a block at most, and seconds after which it ends (but 3 calls it has)
+BLOCK_CALLS, BLOCK_S = 12, 0.06  # calls of a block at most, and seconds after which it ends (but for LEAST_CALLS)
+FIRST_CALLS, LEAST_CALLS = 2, 3  # that are not counted, and of a block
+MOST_LATE_CALLS = FIRST_CALLS + LEAST_CALLS  # of a program whose every call takes as long as it may
 MIN_BLOCKS = 4  # of a timing
 BELIEVED = 1.05  # times the measured peak; above, a figure is no speed
 LOCK_S = 600.0  # seconds to wait for another timing on the same cores
@@ -68,7 +70,9 @@ class Timing:
     calls: int
     gflops: float  # operations of a call / seconds, in 10^9
     ratio: float  # how many times faster than the reference beside it; median over the blocks
-    ratio_spread: float  # half of the 95% interval of that, as a share; below 6 blocks: of what lies between the extremes
+    ratio_spread: (
+        float  # half of the 95% interval of that, as a share; below 6 blocks: of what lies between the extremes
+    )
     peak_share: float  # of the measured peak of these cores
     repeated: int  # blocks that were made again, since somebody else was at work
     disturbed: float  # share of such blocks among those that count; 0 unless the machine never came to rest
@@ -163,7 +167,8 @@ class Timer:
             ChildFailed: a call fails or its result is wrong, or it is faster than the machine can be.
             SandboxError: a process of ours has failed. Nothing is known about the program, and this object is of no more use.
         """
-        cpu_s = 2 * self.budget_s * self.checker.threads
+        # A slow program ends by the deadline of a call, and not by what the first calls and a late block need.
+        cpu_s = (self.budget_s + MOST_LATE_CALLS * self.checker.deadlines.verify_s) * self.checker.threads
         with alone_on(self.checker.cores, LOCK_S):
             begin()
             try:
@@ -185,7 +190,7 @@ class Timer:
 
     def _time(self, child: Callee) -> Timing:
         give_up_at = time.monotonic() + self.budget_s
-        self._calls(child, 2)  # the first calls map memory and start threads
+        self._calls(child, FIRST_CALLS)  # they map memory and start threads
         blocks: list[_Block] = []
         look = self._probe.look()
         while True:
@@ -230,6 +235,9 @@ class Timer:
         own = [seconds for block in kept for seconds in block.seconds]
         seconds, (low, high) = median(own), interval_of_median(own)
         gflops = self.kernel.operations(self.kernel.timed) / seconds / 1e9
+        if gflops > BELIEVED * self.peak_gflops:
+            # Somebody may have shared the cores when their peak was measured.
+            self._probe.measure_peak()
         share = gflops / self.peak_gflops
         if share > BELIEVED:
             raise ChildFailed(
@@ -258,7 +266,7 @@ class Timer:
         kernel, size, seconds = self.kernel, self.kernel.timed, 0.0
         calls: list[Call] = []
         child.place(lay_out(kernel, size, child.arena_bytes, bool(self.rng.integers(2)), self.rng))
-        while len(calls) < most and (seconds < BLOCK_S or len(calls) < min(3, most)):
+        while len(calls) < most and (seconds < BLOCK_S or len(calls) < min(LEAST_CALLS, most)):
             inputs = draw_inputs(kernel, size, "biased", self.rng)
             call = child.call(size, inputs, self.checker.deadlines.verify_s)
             found = compare(kernel, expect(kernel, size, inputs), call.outputs)
