@@ -197,9 +197,8 @@ def test_programs_of_ours_may_work_for_days_and_others_as_long_as_they_are_timed
             timer.checker, "child", lambda kernel, library, cpu_s: asked.append(cpu_s) or start(kernel, library, cpu_s)
         )
         timer.time(library)
-        assert (
-            asked[0] >= timer.budget_s + 5 * timer.checker.deadlines.verify_s
-        )  # each call may last until its deadline
+        # Each call may last until its deadline.
+        assert asked[0] >= timer.budget_s + 5 * timer.checker.deadlines.verify_s
         monkeypatch.undo()
         for cpu_s, allowed in ((0, timer.checker.limits.cpu_s), (99.5, 100)):
             with timer.checker.child(timer.kernel, library, cpu_s) as child:

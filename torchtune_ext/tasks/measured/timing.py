@@ -70,9 +70,8 @@ class Timing:
     calls: int
     gflops: float  # operations of a call / seconds, in 10^9
     ratio: float  # how many times faster than the reference beside it; median over the blocks
-    ratio_spread: (
-        float  # half of the 95% interval of that, as a share; below 6 blocks: of what lies between the extremes
-    )
+    # Half of the 95% interval of that, as a share; below 6 blocks: half of what lies between the extremes.
+    ratio_spread: float
     peak_share: float  # of the measured peak of these cores
     repeated: int  # blocks that were made again, since somebody else was at work
     disturbed: float  # share of such blocks among those that count; 0 unless the machine never came to rest
@@ -89,7 +88,8 @@ def interval_of_median(samples: Sequence[float], level: float = 0.95) -> tuple[f
     """Returns an interval that holds the median with at least this probability, whatever the distribution.
 
     It lies between two order statistics (David and Nagaraja 2003, section 7.1): k of n samples lie below the median with the
-    probabilities of a fair coin. With fewer than 6 samples no interval reaches 95%; then it is all of them.
+    probabilities of a fair coin. With fewer than 6 samples no interval reaches 95%; then it is all of them. The samples have to
+    be independent, which the calls of a block are not quite.
     """
     ordered, n = sorted(samples), len(samples)
     outside = 0.0
