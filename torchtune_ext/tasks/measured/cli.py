@@ -23,7 +23,7 @@ from torchtune_ext.tasks.measured.probe import Wild  # noqa: E402
 from torchtune_ext.tasks.measured.sandbox import SandboxError  # noqa: E402
 from torchtune_ext.tasks.measured.timing import Timer, Timing  # noqa: E402
 
-HEAD = ("program", "kernel", "outcome", "ms", "GFLOPS", "±", "of peak", "x naive", "±", "")
+HEAD = ("program", "kernel", "outcome", "ms", "GFLOPS", "±", "of roofline", "x naive", "±", "")
 NAIVE = "(naive)"  # the row of the kernel's own program
 NUMPY = "(numpy)"  # the row of its reference: OpenBLAS for products
 
@@ -66,7 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cores", help="cores to time on, as 2,3; without it, those that no engine uses")
     parser.add_argument("--optimization", default="-O3", choices=OPTIMIZATIONS)
     parser.add_argument("--compiler", help="gcc or clang, or a path")
-    parser.add_argument("--sandbox", default="floor", choices=SANDBOXES, help="none: programs of people you trust (floor)")
+    parser.add_argument(
+        "--sandbox", default="floor", choices=SANDBOXES, help="none: programs of people you trust (floor)"
+    )
     parser.add_argument("--exploits", action="store_true", help="run the programs that attack the benchmark instead")
 
 
@@ -108,7 +110,7 @@ def _measure(args: argparse.Namespace) -> int:
             for name, source, its in programs:
                 if its.name == kernel:
                     rows += [_measured(name, source, checker, timer) for _ in range(args.repeat)]
-            print(f"{kernel}: these cores can do {timer.peak_gflops:.4g} GFLOPS")
+            print(f"{kernel}: roofline {timer.peak_gflops:.4g} GFLOPS, {timer.peak_gbytes_s:.3g} GB/s")
     print(_table(HEAD, [row.cells() for row in rows]))
     return 0 if all(row.outcome == "ok" for row in rows) else 1
 
