@@ -132,9 +132,8 @@ def test_the_roofline_is_that_of_operations_or_of_bytes(timer):
     probe.peak_gflops, probe._best_memory_s = 10.0, 1e-3
     assert timer.peak_gbytes_s == pytest.approx(8e-9 * 2**20 / 1e-3)
     assert probe.roofline_s(Dgemm(1000)) == pytest.approx(2e9 / 10e9)
-    assert probe.roofline_s(Reduction(2**20)) == pytest.approx(
-        1e-3, rel=1e-5
-    )  # as long as the fixed kernel reads as much
+    # As long as the fixed kernel reads as much.
+    assert probe.roofline_s(Reduction(2**20)) == pytest.approx(1e-3, rel=1e-5)
 
 
 def burn(core, burns):
