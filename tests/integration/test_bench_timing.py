@@ -117,6 +117,13 @@ def test_exploits_of_the_clock_gain_nothing(timer):
             assert found.ratio < 10 * honest, each.name
 
 
+def test_who_works_while_others_are_timed_is_refused(timer):
+    spoils = next(each for each in exploits() if each.name == "deferred_beside_the_reference")
+    with pytest.raises(ChildFailed, match=r"its threads worked for .* ms while others were timed") as refused:
+        measured(timer, spoils.source)
+    assert refused.value.outcome == "runtime_error"
+
+
 @pytest.mark.parametrize("name", ["peak_gflops", "peak_gbytes_s"])
 def test_a_speed_above_the_roofline_is_not_believed(timer, name, monkeypatch):
     if name == "peak_gflops":

@@ -48,9 +48,14 @@ class Quiet:
     past: list[tuple[float, float]] = field(default_factory=list)  # when a chunk ended, and its lower quartile
 
     def add(self, seconds: float, now: float | None = None) -> None:
-        now = time.monotonic() if now is None else now
         self.chunk.append(seconds)
         if len(self.chunk) == CHUNK:
+            self.settle(now)
+
+    def settle(self, now: float | None = None) -> None:
+        """Ends the chunk, though it be short: a neighbor who comes now must not become the measure of it."""
+        now = time.monotonic() if now is None else now
+        if self.chunk:
             self.past = [each for each in self.past if each[0] > now - KEPT_S] + [(now, _lower_quartile(self.chunk))]
             self.chunk = []
 

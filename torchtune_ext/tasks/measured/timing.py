@@ -5,9 +5,10 @@ cores, one process at a time. Before and after stands a look at the machine (pro
 was at work is made again. Blocks go on until the 95% intervals of the medians, of the times and of the ratios to the reference,
 are narrow enough, or the budget is used.
 
-What only the candidate suffers from is its own doing: it has no hand in what the probe sees. If the machine never came to rest,
-the figure stands, with the remark that it was disturbed; only if the reference was disturbed as well, it is `noisy` and nothing
-is known.
+What only the candidate suffers from is its own doing. It has no hand in what the probe and the reference see: one whose
+threads work then is refused, and threads of its own that wait for each other are no neighbors. If the machine never came to
+rest, the figure stands, with the remark that it was disturbed; only if the reference was disturbed as well, it is `noisy` and
+nothing is known.
 
 Every timed call has inputs of its own and is checked. So an answer that is kept, or is right only where it is verified,
 gains nothing. What is faster than the machine can be is not believed.
@@ -38,6 +39,8 @@ NARROW = 0.02  # the 95% intervals of the medians end this far from them, as a s
 # A time of the reference above its quiet level by more than this share speaks of a neighbor, too.
 REFERENCE_DISTURBED = 0.05
 WAITED = 0.02  # share of a block for which its processes wanted to run and could not
+# CPU seconds that a program may use while the reference and the probe run. One whose threads sleep uses none.
+RESTLESS_S = 1e-4
 BLOCK_CALLS, BLOCK_S = 12, 0.06  # calls of a block at most, and seconds after which it ends (but 3 calls it has)
 MIN_BLOCKS = 6  # of a timing; from fewer ratios no interval of their median reaches 95%
 BELIEVED = 1.05  # times as fast as the roofline allows; above, a figure is no speed
@@ -50,6 +53,8 @@ class Callee(Protocol):
     arena_bytes: int
 
     def place(self, places: Sequence[Place]) -> None: ...
+
+    def restless_s(self) -> float: ...
 
     def call(self, size: Size, inputs: Arrays, deadline_s: float) -> Call: ...
 
@@ -64,7 +69,9 @@ class Timing:
     calls: int
     gflops: float  # operations of a call / seconds, in 10^9
     ratio: float  # how many times faster than the reference beside it; median over the blocks
-    ratio_spread: float  # half of the 95% interval of that, as a share
+    ratio_spread: (
+        float  # half of the 95% interval of that, as a share; below 6 blocks: of what lies between the extremes
+    )
     peak_share: float  # what the roofline of these cores allows / seconds
     repeated: int  # blocks that were made again, since somebody else was at work
     disturbed: float  # share of such blocks among those that count; 0 unless the machine never came to rest
@@ -149,6 +156,7 @@ class Timer:
                 self._reference = stack.enter_context(checker.child(self.kernel, library, OWN_CPU_S))
                 for _ in range(4):
                     self._quiet.add(median(call.seconds for call in self._calls(self._reference)))
+                self._quiet.settle()
             self._stack = stack.pop_all()
 
     def close(self) -> None:
@@ -211,10 +219,12 @@ class Timer:
             block, look = self._block(child, look)
             blocks.append(block)
             is_late = time.monotonic() > give_up_at
-            # As long as there is time, what was disturbed is made again. If there was nothing else, it is better than nothing.
+            # As long as there is time, what was disturbed is made again. A few calm blocks are chance, or the program's
+            # choice; then all count, and the figure says that it was disturbed.
             calm = [block for block in blocks if not block.is_disturbed]
             if is_late or _is_narrow(calm):
-                return self._timing(blocks, calm or blocks)
+                is_enough = len(calm) >= MIN_BLOCKS or 2 * len(calm) >= len(blocks)
+                return self._timing(blocks, calm if is_enough else blocks)
 
     def _block(self, child: Callee, before: Look) -> tuple[_Block, Look]:
         stolen = stolen_ticks(self.checker.cores)
@@ -224,6 +234,11 @@ class Timer:
         except ChildFailed as failed:
             raise SandboxError(f"the naive program of {self.kernel.name} has failed: {failed}") from failed
         after = self._probe.look()
+        # Otherwise a program could slow down what it is compared with, or make every block look disturbed.
+        if (restless_s := child.restless_s()) > RESTLESS_S:
+            raise ChildFailed(
+                "runtime_error", f"its threads worked for {1e3 * restless_s:.3g} ms while others were timed"
+            )
         reference_s = median(call.seconds for call in beside)
         self._quiet.add(reference_s)
         waited = [sum(call.waited_s for call in calls) / sum(call.seconds for call in calls) for calls in (own, beside)]
