@@ -5,6 +5,7 @@ is slower when somebody shares the core, or the other half of it (SMT), or when 
 8 MB: it is slower when somebody fills the cache or the memory bus that cores share. No candidate has a hand in either.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,8 +16,8 @@ import numpy as np
 from torchtune_ext.tasks.measured.arena import arena_size, lay_out
 from torchtune_ext.tasks.measured.check import Checker
 from torchtune_ext.tasks.measured.child import Call, Child, ChildFailed
-from torchtune_ext.tasks.measured.fixed import MEMORY, REGISTERS, Fixed
-from torchtune_ext.tasks.measured.kernel import Size
+from torchtune_ext.tasks.measured.fixed import MEMORY, NUMBERS, REGISTERS, Fixed
+from torchtune_ext.tasks.measured.kernel import Kernel, Size
 from torchtune_ext.tasks.measured.sandbox import SandboxError
 
 # Shares above the quiet level from which on a neighbor is at work. Without one, 90% of the looks at a small virtual machine
@@ -89,6 +90,7 @@ class Probe:
         self.checker, self.kernel = checker, Fixed()
         self.rng = np.random.default_rng()
         self.registers, self.memory = Quiet(), Quiet()
+        self._best_memory_s = math.inf
         arena_bytes = arena_size(self.kernel, REGISTERS)
         self.child: Child = checker.child(self.kernel, checker.compile_own(self.kernel), OWN_CPU_S)
         try:
@@ -110,10 +112,23 @@ class Probe:
 
     def look(self) -> Look:
         """Times the fixed kernel, and remembers what it saw."""
-        registers, memory = self._seconds(REGISTERS, WARM_REGISTERS), self._seconds(MEMORY, WARM_MEMORY)
-        self.registers.add(median(registers))
-        self.memory.add(median(memory))
-        return Look(registers, memory)
+        look = Look(self._seconds(REGISTERS, WARM_REGISTERS), self._seconds(MEMORY, WARM_MEMORY))
+        self.registers.add(median(look.registers))
+        self.memory.add(median(look.memory))
+        self._best_memory_s = min(self._best_memory_s, *look.memory)
+        return look
+
+    @property
+    def peak_gbytes_s(self) -> float:
+        """The fastest that the timed cores were seen to read 8 MB that lie in the cache that cores share, in 10^9 bytes/s."""
+        return 8e-9 * NUMBERS / self._best_memory_s * self.checker.threads
+
+    def roofline_s(self, kernel: Kernel) -> float:
+        """Returns the seconds that a call needs at least, whatever the program: it has its operations to do, and each number
+        of its arrays to read or write once (Williams, Waterman and Patterson 2009, "Roofline")."""
+        size = kernel.timed
+        nbytes = 8 * sum(math.prod(shape) for shape in kernel.shapes(size).values())
+        return 1e-9 * max(kernel.operations(size) / self.peak_gflops, nbytes / self.peak_gbytes_s)
 
     def is_disturbed(self, *looks: Look) -> bool:
         """Tells whether somebody else was at work at these looks."""
