@@ -25,6 +25,7 @@ from torchtune_ext.tasks.measured.timing import Timer, Timing  # noqa: E402
 
 HEAD = ("program", "kernel", "outcome", "ms", "GFLOPS", "±", "of peak", "x naive", "±", "")
 NAIVE = "(naive)"  # the row of the kernel's own program
+SHORT_S = 0.3e-3  # a call of nothing takes up to 0.06 ms
 NUMPY = "(numpy)"  # the row of its reference: OpenBLAS for products
 
 
@@ -41,9 +42,10 @@ class Row:
     def cells(self) -> list[str]:
         cells = [self.name, self.kernel, self.outcome]
         if (t := self.timing) is None:
-            return [*cells, *[""] * 6, self.note.split("\n")[0][:100]]
+            return [*cells, *[""] * 6, _first(self.note)]
         cells += [f"{1e3 * t.seconds:.3g}", f"{t.gflops:.3g}", f"{t.spread:.1%}"]
-        cells += [f"{t.peak_share:.1%}", f"{t.ratio:.2f}", f"{t.ratio_spread:.1%}"]
+        # Of one block there is no interval.
+        cells += [f"{t.peak_share:.1%}", f"{t.ratio:.2f}", f"{t.ratio_spread:.1%}" if t.ratio_spread else "?"]
         return [*cells, self._remark(t)]
 
     def _remark(self, timing: Timing) -> str:
@@ -51,6 +53,8 @@ class Row:
             return "noisy: somebody else was at work, and the naive program felt it, too"
         if timing.disturbed:
             return f"disturbed: somebody else was at work beside {timing.disturbed:.0%} of it"
+        if timing.seconds < SHORT_S and self.name != NUMPY:
+            return "short: much of it is the call itself; a larger --size has less of that"
         return "" if timing.is_narrow else "wide: its own time varies"
 
 
@@ -66,7 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cores", help="cores to time on, as 2,3; without it, those that no engine uses")
     parser.add_argument("--optimization", default="-O3", choices=OPTIMIZATIONS)
     parser.add_argument("--compiler", help="gcc or clang, or a path")
-    parser.add_argument("--sandbox", default="floor", choices=SANDBOXES, help="none: programs of people you trust (floor)")
+    parser.add_argument(
+        "--sandbox", default="floor", choices=SANDBOXES, help="none: programs of people you trust (floor)"
+    )
     parser.add_argument("--exploits", action="store_true", help="run the programs that attack the benchmark instead")
 
 
@@ -74,9 +80,16 @@ def main(args: argparse.Namespace) -> int:
     """Returns 0 if every program was ok (with --exploits: ended as expected), 1 if not, 2 if nothing could be measured."""
     try:
         return _measure(args)
-    except (ValueError, SandboxError, Wild, TimeoutError) as error:
-        print(f"torchtune-ext bench: {error}", file=sys.stderr)
+    except BrokenPipeError:
+        # Nobody reads on, as with `| head`. Python would complain once more when it empties its buffer at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 2
+    except (ValueError, SandboxError, Wild, OSError, MemoryError) as error:
+        print(f"torchtune-ext bench: {str(error).strip() or type(error).__name__}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("torchtune-ext bench: stopped", file=sys.stderr)
+        return 130
 
 
 def _measure(args: argparse.Namespace) -> int:
@@ -93,7 +106,10 @@ def _measure(args: argparse.Namespace) -> int:
     if not args.files:
         raise ValueError("no program: name at least one file, such as examples/dgemm_blocked.c")
     programs = [(_name(file), source, _kernel(file, source, args)) for file in args.files for source in [_read(file)]]
-    print(f"{fingerprint()}; {compiler.version}; {args.optimization}, timed on core {', '.join(map(str, cores))}")
+    print(
+        f"{fingerprint()}; {compiler.version}; {args.optimization}, timed on core {', '.join(map(str, cores))}",
+        flush=True,
+    )
     rows: list[Row] = []
     with ExitStack() as stack:
         settings = {"optimization": args.optimization, "threads": args.threads, "cores": cores, "sandbox": args.sandbox}
@@ -108,8 +124,8 @@ def _measure(args: argparse.Namespace) -> int:
             for name, source, its in programs:
                 if its.name == kernel:
                     rows += [_measured(name, source, checker, timer) for _ in range(args.repeat)]
-            print(f"{kernel}: these cores can do {timer.peak_gflops:.4g} GFLOPS")
-    print(_table(HEAD, [row.cells() for row in rows]))
+            print(f"{kernel}: these cores can do {timer.peak_gflops:.4g} GFLOPS", flush=True)
+    print(_table(HEAD, [row.cells() for row in rows]), flush=True)
     return 0 if all(row.outcome == "ok" for row in rows) else 1
 
 
@@ -138,7 +154,7 @@ def _attack(compiler: Compiler, cores: Sequence[int]) -> int:
                 mark = "" if as_expected else f"EXPECTED {' or '.join(each.outcomes)}"
                 lines.append([each.name, each.attack, verdict.outcome, mark, verdict.note.split("\n")[0][:80]])
     print(_table(("program", "attack", "outcome", "", "note"), lines))
-    print(f"{len(lines) - bad} of {len(lines)} programs ended as they should")
+    print(f"{len(lines) - bad} of {len(lines)} programs ended as they should", flush=True)
     return 1 if bad else 0
 
 
@@ -172,6 +188,12 @@ def _kernel(file: str, source: str, args: argparse.Namespace) -> Kernel:
             )
         name = found[0]
     return KERNELS[name]() if args.size is None else KERNELS[name](args.size)
+
+
+def _first(note: str) -> str:
+    """Returns the line of a note that says most: a compiler names a function, or warns, before it comes to the error."""
+    lines = note.split("\n")
+    return next((line for line in lines if " error: " in line), lines[0])[:100]
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
