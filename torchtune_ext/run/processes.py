@@ -134,7 +134,9 @@ class Processes:
         self._grace_s = max(self._grace_s, grace_s)
         self._end(reason)
         self._ring()
-        self._thread.join(timeout=START_DEADLINE_S)
+        # The function that makes a result, or a callback of its future, may be what closes.
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=START_DEADLINE_S)
 
     def _ring(self) -> None:
         """Wakes the thread that runs `_serve`."""

@@ -4,6 +4,7 @@ import math
 import re
 import shutil
 
+import numpy as np
 import pytest
 
 from torchtune_ext.tasks.measured import check
@@ -51,6 +52,16 @@ KERNEL_FAULTS = {
     "no work": ({"operations": lambda self, size: -1}, "operations: is -1"),
     "no result": ({"reference": lambda self, size, inputs: {}}, "reference: has no array C of shape (1, 1)"),
     "no bound": ({"bound": lambda self, size, inputs: {"C": 0.0}}, "bound: has no array C of shape (1, 1)"),
+    "a bound of infinity": ({"bound": lambda self, size, inputs: {"C": np.full((1, 1), np.inf)}}, "bound: C must be finite"),
+    "a bound below 0": ({"bound": lambda self, size, inputs: {"C": np.full((1, 1), -1.0)}}, "bound: C must be finite"),
+    "a result of nothing": ({"reference": lambda self, size, inputs: None}, "reference: has no array C"),
+    "a reference that fails": ({"reference": lambda self, size, inputs: inputs["q"]}, "reference: raises KeyError: 'q' for {'m': 1"),
+    "work of nothing": ({"operations": lambda self, size: None}, "operations: is None"),
+    "shapes of numbers": ({"shapes": lambda self, size: {"A": 1, "B": 1, "C": 1}}, "shapes: A is 1"),
+    "words for parameters": ({"parameters": ("A", "B", "C")}, "parameters: has what is no Parameter"),
+    "one name twice": ({"size_names": ("m", "m", "k")}, "parameters: 'm' is no name, or that of two arguments"),
+    "no size": ({"size_names": ()}, "size_names: needs at least one name"),
+    "numbers forbidden": ({"forbidden": (1,)}, "forbidden: has what is no str"),
     "another size": ({"size_names": ("m", "n")}, "timed: {'m': 64, 'n': 64, 'k': 64} must have ('m', 'n')"),
 }  # fmt: skip
 
@@ -62,10 +73,13 @@ def test_a_kernel_that_contradicts_itself(nothing_starts, case):
 
 
 @pytest.mark.parametrize("name", sorted(KERNELS))
-@pytest.mark.parametrize("size", [0, -3, 2.5])
+@pytest.mark.parametrize("size", [0, -3, 2.5, 1 << 31])
 def test_a_size_of_nothing(nothing_starts, name, size):
     kernel = KERNELS[name](size)
-    refused(f"{type(kernel).__name__}.timed: {kernel.size_names[0]} is {size}, and must be at least 1", kernel=kernel)
+    refused(
+        f"{type(kernel).__name__}.timed: {kernel.size_names[0]} is {size}, and must be an int from 1 to 2147483647",
+        kernel=kernel,
+    )
 
 
 @pytest.mark.parametrize("field", ["screen_s", "compile_s", "load_s", "verify_s"])

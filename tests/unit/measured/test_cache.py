@@ -134,3 +134,10 @@ def test_a_full_disk_ends_the_file_and_not_the_run(tmp_path, caplog):
         cache.put(key, result())
     assert cache.get("a") and cache.get("b") and "No space left" in caplog.text
     assert caplog.text.count("the cache of results is not written any more") == 1
+
+
+def test_a_file_without_an_end_is_not_read(caplog):
+    cache = Cache("/dev/full")  # an endless row of zeros, to which nothing can be written
+    cache.put("a", result())
+    assert cache.get("a") == replace(result(), is_cached=True)
+    assert "the cache of results is not written any more" in caplog.text

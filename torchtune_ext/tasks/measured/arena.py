@@ -24,8 +24,12 @@ class Shared:
 
     def __init__(self, name: str, nbytes: int, writable: bool) -> None:
         self.file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.file, nbytes)
-        self.memory = mmap.mmap(self.file, nbytes)
+        try:
+            os.ftruncate(self.file, nbytes)
+            self.memory = mmap.mmap(self.file, nbytes)
+        except BaseException:
+            self.close()
+            raise
         # A file that shrinks would kill this process when it looks. Seals are for ever.
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, seals | (0 if writable else _F_SEAL_FUTURE_WRITE))

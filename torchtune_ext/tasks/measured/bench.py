@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import json
 import logging
+import os
 import threading
 import weakref
 from collections import Counter
@@ -117,7 +118,8 @@ class Bench:
         self._owned = Owned(clean_up(), PREFIX)
         self._folder = self._owned.path
         self._folder.chmod(0o711)
-        weakref.finalize(self, remove, self._folder)
+        self._pid = os.getpid()
+        weakref.finalize(self, _remove_own, self._folder, self._pid)
         self._pools: dict[str, Processes] = {}
         try:
             for name, kind, count in (("checking", Checking, workers), ("timing", TimeKeeping, 1)):
@@ -134,9 +136,12 @@ class Bench:
         measured on one machine.
 
         Raises:
-            BenchError: this object is closed, or has failed.
+            BenchError: this object is closed, has failed, or belongs to the process that this one was forked from.
             ValueError: the kernel cannot be pickled.
         """
+        if os.getpid() != self._pid:
+            # The threads that would answer are not in this process, and its copy of the lock may be held for ever.
+            raise BenchError(f"this Bench was made by process {self._pid}, before a fork: make one in each process")
         try:
             pickled = cloudpickle.dumps(kernel)
         except Exception as error:
@@ -187,8 +192,10 @@ class Bench:
     def close(self) -> None:
         """Ends all processes and removes all folders. Futures that are not done raise BenchError.
 
-        Programs that are being worked on are given up after `CLOSE_S` seconds.
+        Programs that are being worked on are given up after `CLOSE_S` seconds. In a process that was forked it does nothing.
         """
+        if os.getpid() != self._pid:
+            return
         self._give_up(BenchError("the Bench is closed"))
         for pool in self._pools.values():
             pool.close(self._ended, CLOSE_S)
@@ -359,6 +366,12 @@ class _Job:
             self.futures = [future for future in self.futures if future.set_running_or_notify_cancel()]
             self.has_begun = bool(self.futures)
         return self.has_begun
+
+
+def _remove_own(folder: Path, owner_pid: int) -> None:
+    """Removes the folder of a Bench that nobody has closed, but not at the end of a forked process: the owner still uses it."""
+    if os.getpid() == owner_pid:
+        remove(folder)
 
 
 def _kernel_key(kernel: Kernel) -> str:

@@ -180,7 +180,10 @@ class TimeKeeping:
             TIMERS.drop(key)
             return _failed(error)
         if timing.is_noisy:
-            note = f"others disturb the machine: after {self.settings.budget_s:g} s its speed is known to ±{timing.spread:.1%}"
+            note = (
+                f"others disturb the machine: after {self.settings.budget_s:g} s nothing is known of its speed "
+                f"(what was timed has an interval of ±{timing.spread:.1%})"
+            )
             return Timed(NOISY, note, None, clock.seconds())
         return Timed("ok", "", timing, clock.seconds())
 

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from torchtune_ext.tasks.measured.check import KILLED
 from torchtune_ext.tasks.measured.results import NOISY, Result
 from torchtune_ext.tasks.measured.timing import Timing
 
@@ -15,8 +16,8 @@ log = logging.getLogger(__name__)
 MAX_RESULTS = 16_384  # kept in memory; the ones that nobody has asked for the longest are dropped
 # What another attempt may end with in another way: it says something about the machine at that moment.
 PASSING = ("timeout", NOISY)
-# What a note says if a program, or a part of its compiler (gcc's words), was killed: perhaps the machine's memory was full.
-_KILLED = ("SIGKILL", "Killed signal terminated program")
+# How gcc says that a part of it was killed: perhaps the machine's memory was full.
+_COMPILER_KILLED = "Killed signal terminated program"
 
 
 class Cache:
@@ -35,7 +36,8 @@ class Cache:
         if file is not None:
             try:
                 self._out = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-                self._read(Path(file))
+                if Path(file).is_file():  # what is none may have no end, as /dev/full
+                    self._read(Path(file))
             except OSError as error:
                 raise ValueError(
                     f"bench.cache={str(file)!r}: {error.strerror}; name a file in a folder that exists and can be written to"
@@ -50,7 +52,7 @@ class Cache:
 
     def put(self, key: str, result: Result) -> None:
         """Keeps a result, if another attempt would end in the same way."""
-        if result.outcome in PASSING or any(words in result.note for words in _KILLED):
+        if result.outcome in PASSING or result.note.startswith(KILLED) or _COMPILER_KILLED in result.note:
             return
         if result.timing is not None and result.timing.disturbed:
             return

@@ -4,8 +4,10 @@ Each stage has a deadline and outcomes of its own. What the machine does wrong i
 """
 
 import math
+import re
 import secrets
 import shutil
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,6 +32,13 @@ SANDBOXES = ("floor", "none")
 STAGES = ("extract", "screen", "compile", "verify")
 MAX_SOURCE = 200_000  # characters of a program
 MAX_NOTE = 1500  # characters of a note
+KILLED = "SIGKILL"  # how a note begins where something was killed, perhaps because the machine's memory was full
+FULL = "No space left on device"  # what compilers say where there is none, in the language that they run in here
+# How gcc and clang say that a part of them was killed.
+_KILLED = re.compile(
+    r"^\S+: (fatal )?error: (Killed signal terminated program|ld terminated with signal 9|unable to execute command: Killed)",
+    re.MULTILINE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +94,7 @@ class Checker:
     Raises:
         ValueError: there is no compiler or no tree-sitter, a core does not exist, the kernel lacks something, or its own
             program does not pass.
-        SandboxError: this machine cannot lock programs in.
+        SandboxError: this machine cannot lock programs in, or kills the kernel's own program.
     """
 
     def __init__(
@@ -119,6 +128,8 @@ class Checker:
         self.sandbox = Sandbox(self.compiler.path, namespaces, floor=sandbox == "floor")
         try:
             own = self.check_source(kernel.naive)
+            if own.note.startswith(KILLED):
+                raise SandboxError(f"the program of {kernel.name} was killed while it was checked: {own.note}")
             if own.outcome != "ok":
                 raise ValueError(
                     f"{type(kernel).__name__}.naive: the kernel's own program ends with {own.outcome}: {own.note}"
@@ -198,7 +209,9 @@ class Checker:
         flags = compilers.flags_of(kernel, "-O3", self.threads)
         done = compilers.compile_library(self.sandbox, self.compiler, flags, folder, self.deadlines.compile_s)
         if done.status != 0:
-            raise SandboxError(f"the program of {kernel.name} does not compile: {done.cause or done.errors.strip()}")
+            raise SandboxError(
+                f"the program of {kernel.name} does not compile: {done.cause or done.errors.strip() or exit_cause(done.status)}"
+            )
         return folder / compilers.LIBRARY
 
     def child(self, kernel: Kernel, library: Path, cpu_s: float = 0.0) -> Child:
@@ -235,6 +248,9 @@ class Checker:
         done = compilers.compile_library(self.sandbox, self.compiler, self.flags, folder, self.deadlines.compile_s)
         _require_end(done)
         if done.status != 0:
+            # The words alone may be the candidate's.
+            if FULL in done.errors and shutil.disk_usage(folder).free < compilers.LIMITS.file_bytes:
+                raise SandboxError(f"the disk of {folder} is full: {done.errors.strip()[-300:]}")
             raise _Refused("compile_error", done.errors.strip() or exit_cause(done.status))
 
     def _verify(self, library: Path, rng: np.random.Generator) -> float:
@@ -256,7 +272,10 @@ def _reader() -> Callable[..., str]:
 
 
 def _require_end(done: Finished) -> None:
-    """Refuses a program whose compiler had to be killed."""
+    """Refuses a program whose compiler was killed, by us or by somebody else."""
+    was_killed = done.status in (-signal.SIGKILL, 128 + signal.SIGKILL)
+    if was_killed or (done.status and _KILLED.search(done.errors)):
+        raise _Refused("compile_error", f"{KILLED}: the compiler was killed, perhaps for memory\n{done.errors.strip()}")
     if done.status is None:
         raise _Refused("timeout" if done.timed_out else "compile_error", f"the compiler: {done.cause}")
 

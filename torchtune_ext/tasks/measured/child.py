@@ -101,8 +101,11 @@ class Child:
     ) -> None:
         self.kernel = kernel
         self.arena_bytes = arena_bytes
-        self._inputs = Shared("inputs", arena_bytes, writable=False)
-        self._outputs = Shared("outputs", arena_bytes, writable=True)
+        try:
+            self._inputs = Shared("inputs", arena_bytes, writable=False)
+            self._outputs = Shared("outputs", arena_bytes, writable=True)
+        except (OSError, OverflowError) as error:
+            raise SandboxError(f"no room for {2 * arena_bytes / 1e9:.3g} GB of arrays: {error}") from error
         self._places: tuple[Place, ...] = ()
         self._number = 0  # of the last message
         self._closed = False

@@ -26,6 +26,7 @@ from torchtune_ext.tasks.measured.timing import Timer, Timing  # noqa: E402
 HEAD = ("program", "kernel", "outcome", "ms", "GFLOPS", "±", "of roofline", "x naive", "±", "")
 NOTE = 90  # characters of a note
 NAIVE = "(naive)"  # the row of the kernel's own program
+SHORT_S = 0.3e-3  # a call of nothing takes up to 0.06 ms
 NUMPY = "(numpy)"  # the row of its reference: OpenBLAS for products
 
 
@@ -44,7 +45,8 @@ class Row:
         if (t := self.timing) is None:
             return [*cells, *[""] * 6, _shortened(self.note)]
         cells += [f"{1e3 * t.seconds:.3g}", f"{t.gflops:.3g}", f"{t.spread:.1%}"]
-        cells += [f"{t.peak_share:.1%}", f"{t.ratio:.2f}", f"{t.ratio_spread:.1%}"]
+        # Of one block there is no interval.
+        cells += [f"{t.peak_share:.1%}", f"{t.ratio:.2f}", f"{t.ratio_spread:.1%}" if t.ratio_spread else "?"]
         return [*cells, self._remark(t)]
 
     def _remark(self, timing: Timing) -> str:
@@ -52,6 +54,8 @@ class Row:
             return "noisy: somebody else was at work, and the naive program felt it, too"
         if timing.disturbed:
             return f"disturbed: somebody else was at work beside {timing.disturbed:.0%} of it"
+        if timing.seconds < SHORT_S and self.name != NUMPY:
+            return "short: much of it is the call itself; a larger --size has less of that"
         return "" if timing.is_narrow else "wide: its intervals are not within 2% after the budget"
 
 
@@ -77,9 +81,16 @@ def main(args: argparse.Namespace) -> int:
     """Returns 0 if every program was ok (with --exploits: ended as expected), 1 if not, 2 if nothing could be measured."""
     try:
         return _measure(args)
-    except (ValueError, SandboxError, Wild, TimeoutError) as error:
-        print(f"torchtune-ext bench: {error}", file=sys.stderr)
+    except BrokenPipeError:
+        # Nobody reads on, as with `| head`. Python would complain once more when it empties its buffer at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 2
+    except (ValueError, SandboxError, Wild, OSError, MemoryError) as error:
+        print(f"torchtune-ext bench: {str(error).strip() or type(error).__name__}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("torchtune-ext bench: stopped", file=sys.stderr)
+        return 130
 
 
 def _measure(args: argparse.Namespace) -> int:
@@ -96,7 +107,10 @@ def _measure(args: argparse.Namespace) -> int:
     if not args.files:
         raise ValueError("no program: name at least one file, such as examples/dgemm_blocked.c")
     programs = [(_name(file), source, _kernel(file, source, args)) for file in args.files for source in [_read(file)]]
-    print(f"{fingerprint()}; {compiler.version}; {args.optimization}, timed on core {', '.join(map(str, cores))}")
+    print(
+        f"{fingerprint()}; {compiler.version}; {args.optimization}, timed on core {', '.join(map(str, cores))}",
+        flush=True,
+    )
     rows: list[Row] = []
     with ExitStack() as stack:
         settings = {"optimization": args.optimization, "threads": args.threads, "cores": cores, "sandbox": args.sandbox}
@@ -111,8 +125,8 @@ def _measure(args: argparse.Namespace) -> int:
             for name, source, its in programs:
                 if its.name == kernel:
                     rows += [_measured(name, source, checker, timer) for _ in range(args.repeat)]
-            print(f"{kernel}: roofline {timer.peak_gflops:.4g} GFLOPS, {timer.peak_gbytes_s:.3g} GB/s")
-    print(_table(HEAD, [row.cells() for row in rows]))
+            print(f"{kernel}: roofline {timer.peak_gflops:.4g} GFLOPS, {timer.peak_gbytes_s:.3g} GB/s", flush=True)
+    print(_table(HEAD, [row.cells() for row in rows]), flush=True)
     return 0 if all(row.outcome == "ok" for row in rows) else 1
 
 
@@ -141,7 +155,7 @@ def _attack(compiler: Compiler, cores: Sequence[int]) -> int:
                 mark = "" if as_expected else f"EXPECTED {' or '.join(each.outcomes)}"
                 lines.append([each.name, each.attack, verdict.outcome, mark, _shortened(verdict.note)])
     print(_table(("program", "attack", "outcome", "", "note"), lines))
-    print(f"{len(lines) - bad} of {len(lines)} programs ended as they should")
+    print(f"{len(lines) - bad} of {len(lines)} programs ended as they should", flush=True)
     return 1 if bad else 0
 
 
@@ -178,8 +192,12 @@ def _kernel(file: str, source: str, args: argparse.Namespace) -> Kernel:
 
 
 def _shortened(note: str) -> str:
-    """Returns the first line of a note, as much as fits behind the table."""
-    line = note.split("\n")[0]
+    """Returns the line of a note that says most, as much as fits behind the table.
+
+    A compiler names a function, or warns, before it comes to the error.
+    """
+    lines = note.split("\n")
+    line = next((line for line in lines if " error: " in line), lines[0])
     return line if len(line) <= NOTE else f"{line[: NOTE - 1]}…"
 
 

@@ -77,7 +77,8 @@ def compile_library(
     sandbox: Sandbox, compiler: Compiler, flags: Sequence[str], folder: Path, deadline_s: float
 ) -> Finished:
     """Compiles the candidate in `folder` to `LIBRARY`."""
-    words = [*flags, "-include", HEADER, "-fmax-errors=5", "-fdiagnostics-color=never"]
+    # A note has little room. Without -w, warnings would stand before the error.
+    words = [*flags, "-include", HEADER, "-w", "-fmax-errors=5", "-fdiagnostics-color=never"]
     if "clang" in compiler.version:
         words = [word.replace("-fmax-errors", "-ferror-limit") for word in words]
     return _run(sandbox, [compiler.path, *words, SOURCE, "-o", LIBRARY, "-lm"], folder, deadline_s)

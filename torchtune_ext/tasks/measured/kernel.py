@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from numbers import Integral, Real
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -53,6 +54,7 @@ class Kernel(Protocol):
         ...
 
 
+MAX_SIZE = (1 << 31) - 1  # of an int
 MAX_ARGUMENTS = 8  # ints and arrays together (sandbox.c)
 _KINDS = {
     "name": str,
@@ -78,35 +80,58 @@ def require_sound(kernel: Kernel) -> None:
         if not is_so:
             raise ValueError(f"{where}.{attribute}: {words} (see Kernel in tasks/measured/kernel.py)")
 
+    def called(method: str, *arguments: object) -> Any:
+        try:
+            return getattr(kernel, method)(*arguments)
+        except Exception as error:
+            raise ValueError(f"{where}.{method}: raises {type(error).__name__}: {error} for {arguments[0]}") from error
+
     for name, kind in _KINDS.items():
         require(isinstance(getattr(kernel, name, None), kind), name, f"is missing, or is no {kind.__name__}")
     for name in _METHODS:
         require(callable(getattr(kernel, name, None)), name, "is missing, or is no method")
-    require(kernel.name.isidentifier() and kernel.name.isascii(), "name", f"{kernel.name!r} is no name of a C function")
+    require(_is_name(kernel.name), "name", f"{kernel.name!r} is no name of a C function")
+    for name, kind in (("size_names", str), ("parameters", Parameter), ("forbidden", str)):
+        require(all(isinstance(each, kind) for each in getattr(kernel, name)), name, f"has what is no {kind.__name__}")
+    words = [*kernel.size_names, *(parameter.name for parameter in kernel.parameters)]
+    for word in words:
+        require(
+            _is_name(word) and words.count(word) == 1, "parameters", f"{word!r} is no name, or that of two arguments"
+        )
+    require(bool(kernel.size_names), "size_names", "needs at least one name")
     require(set(kernel.timed) == set(kernel.size_names), "timed", f"{dict(kernel.timed)} must have {kernel.size_names}")
     for name, value in kernel.timed.items():
-        require(
-            isinstance(value, int) and 1 <= value < 1 << 31, "timed", f"{name} is {value!r}, and must be at least 1"
-        )
-    count = len(kernel.size_names) + len(kernel.parameters)
+        is_size = type(value) is int and 1 <= value <= MAX_SIZE
+        require(is_size, "timed", f"{name} is {value!r}, and must be an int from 1 to {MAX_SIZE}")
+    count = len(words)
     require(count <= MAX_ARGUMENTS, "parameters", f"{count} arguments with those of a size, at most {MAX_ARGUMENTS}")
     require(bool(inputs_of(kernel)) and bool(outputs_of(kernel)), "parameters", "needs an input and an output")
     ones = dict.fromkeys(kernel.size_names, 1)
     names = {parameter.name for parameter in kernel.parameters}
     for size in (ones, kernel.timed):
-        require(kernel.operations(size) >= 0, "operations", f"is {kernel.operations(size)} for {dict(size)}")
-        shapes = kernel.shapes(size)
+        operations = called("operations", size)
+        require(isinstance(operations, Real) and operations >= 0, "operations", f"is {operations} for {dict(size)}")
+        shapes = called("shapes", size)
+        require(isinstance(shapes, Mapping), "shapes", f"is no Mapping for {dict(size)}")
         require(set(shapes) == names, "shapes", f"has {sorted(shapes)}, and the parameters are {sorted(names)}")
         for name, shape in shapes.items():
-            require(all(each >= 1 for each in shape), "shapes", f"{name} is {shape} for {dict(size)}")
+            fits = isinstance(shape, tuple) and all(isinstance(each, Integral) and each >= 1 for each in shape)
+            require(fits, "shapes", f"{name} is {shape} for {dict(size)}")
     shapes = kernel.shapes(ones)
     inputs = {parameter.name: np.ones(shapes[parameter.name]) for parameter in inputs_of(kernel)}
     for method in ("reference", "bound"):
-        found = getattr(kernel, method)(ones, inputs)
+        found = called(method, ones, inputs)
         for parameter in outputs_of(kernel):
-            array = found.get(parameter.name)
-            fits = isinstance(array, np.ndarray) and array.shape == tuple(shapes[parameter.name])
+            array = found.get(parameter.name) if isinstance(found, Mapping) else None
+            fits = isinstance(array, np.ndarray) and array.shape == shapes[parameter.name]
             require(fits, method, f"has no array {parameter.name} of shape {shapes[parameter.name]} for {ones}")
+            # Whatever is compared with infinity would pass.
+            is_bound = method != "bound" or bool(np.isfinite(array).all() and (array >= 0).all())
+            require(is_bound, method, f"{parameter.name} must be finite and not below 0, and is {array} for {ones}")
+
+
+def _is_name(word: str) -> bool:
+    return word.isidentifier() and word.isascii()
 
 
 def gamma(operations: int) -> float:

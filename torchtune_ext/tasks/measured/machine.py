@@ -16,6 +16,7 @@ SAMPLERS = ("torchtune_ext.sampling.core_process", "torchtune_ext.sampling.clien
 # For each time that this process keeps off some cores: those that it could run on before.
 _kept_off: list[frozenset[int]] = []
 _LOCK_RETRY_S = 0.02
+_TELL_S = 15.0  # seconds of waiting for a lock after which a line of the log says so: one timing takes less mostly
 _WINDOW_S, _WINDOWS = 0.05, 2  # an engine is idle if it computes in none of so many windows of so many seconds
 _BUSY_SHARE = 0.2  # of one core in a window: below, it only looks whether there is something to do
 _LOOK_S = 0.2  # seconds between two looks at an engine that computes
@@ -139,15 +140,33 @@ def alone_on(cores: Sequence[int], deadline_s: float) -> Iterator[None]:
         for core in sorted(cores):  # in one order, so that two who wait for two cores do not wait for each other
             file = _open_lock(lock_path(core))
             stack.callback(os.close, file)
+            tell_at = time.monotonic() + _TELL_S
             while True:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:
                     if time.monotonic() > give_up_at:
-                        raise TimeoutError(f"core {core} was still used for timing after {deadline_s:g} s") from None
+                        raise TimeoutError(
+                            f"core {core} was still used for timing after {deadline_s:g} s, by {_holder(file)}"
+                        ) from None
+                    if time.monotonic() > tell_at:
+                        tell_at = give_up_at + 1
+                        log.warning("timing on core %d waits until %s no longer times on it", core, _holder(file))
                     time.sleep(_LOCK_RETRY_S)
         yield
+
+
+def _holder(file: int) -> str:
+    """Says who holds the lock on an open file (proc_locks(5)). The process may be suspended, as by Ctrl-Z."""
+    try:
+        for line in Path("/proc/locks").read_text().splitlines():
+            words = line.split()
+            if words[1] == "FLOCK" and int(words[5].rpartition(":")[2]) == os.fstat(file).st_ino and int(words[4]) > 0:
+                return f"process {words[4]}"
+    except (OSError, ValueError, IndexError):
+        pass  # it is not told here
+    return "another process"
 
 
 def wait_until_idle(cores: Sequence[int], deadline_s: float) -> float:

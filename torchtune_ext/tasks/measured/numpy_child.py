@@ -3,9 +3,11 @@
 It is our own code, so nothing is locked in, and it reads the clock itself. Programs cannot see it.
 """
 
+import math
 import os
 import pickle
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -44,7 +46,8 @@ class NumpyChild:
                 env={**environment(), "PYTHONPATH": os.pathsep.join(sys.path), **dict.fromkeys(THREADS, str(threads))},
                 start_new_session=True,
             )
-        self._connection = Connection(ours.detach())
+        self._socket = ours
+        self._connection = Connection(os.dup(ours.fileno()))
         try:
             self._ask((sorted(cores), cloudpickle.dumps(kernel)), START_S)
         except BaseException:
@@ -69,6 +72,7 @@ class NumpyChild:
     def close(self) -> None:
         """Ends the process."""
         self._connection.close()
+        self._socket.close()
         self._process.kill()
         self._process.wait()
 
@@ -79,11 +83,16 @@ class NumpyChild:
         self.close()
 
     def _ask(self, question: object, deadline_s: float) -> Call:
+        # A process that is stopped must not block this one, neither in the middle of a question nor of an answer.
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", math.ceil(deadline_s), 0))
         try:
             self._connection.send(question)
             if not wait([self._connection], deadline_s):
                 raise SandboxError(f"numpy did not end within {deadline_s:g} s")
             answer = self._connection.recv()
+        except BlockingIOError:
+            raise SandboxError(f"numpy did not end within {deadline_s:g} s") from None
         except (EOFError, OSError, pickle.UnpicklingError) as error:
             raise SandboxError(f"the process in which numpy is timed has ended: {error}") from error
         if isinstance(answer, str):

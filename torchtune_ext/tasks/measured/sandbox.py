@@ -213,26 +213,21 @@ def clean_environment(threads: int = 1) -> dict[str, str]:
 
 
 def compile_sandbox(compiler: str, folder: Path) -> Path:
-    """Compiles sandbox.c, which is ours, into `folder`.
-
-    Raises:
-        SandboxError: the compiler fails.
-    """
+    """Compiles sandbox.c, which is ours, into `folder`. Raises SandboxError if the compiler fails."""
     program = folder / "sandbox"
-    done = subprocess.run(
-        [compiler, "-O1", "-std=gnu11", str(Path(__file__).with_name("sandbox.c")), "-o", str(program), "-ldl"],
-        capture_output=True,
-        timeout=PROBE_S,
-    )
-    if done.returncode != 0:
-        raise SandboxError(f"{compiler} cannot compile the sandbox: {done.stderr.decode(errors='replace')[-1000:]}")
+    command = [compiler, "-O1", "-std=gnu11", str(Path(__file__).with_name("sandbox.c")), "-o", str(program), "-ldl"]
+    done = _ended(command)
+    if done.returncode != 0 or not program.exists():  # what is no compiler may end well and make nothing
+        raise SandboxError(
+            f"{compiler} cannot compile the sandbox: {done.stderr.strip()[-1000:] or exit_cause(done.returncode)}"
+        )
     program.chmod(0o755)
     return program
 
 
 def probe(program: Path) -> list[Layer]:
-    """Finds out which layers this machine has."""
-    done = subprocess.run([program, "probe"], capture_output=True, text=True, timeout=PROBE_S)
+    """Finds out which layers this machine has. Raises SandboxError if that does not end."""
+    done = _ended([str(program), "probe"])
     found = dict(line.split() for line in done.stdout.splitlines())
     version = int(found.get("landlock", -1))
     change = [str(program), "enter", "--user", str(PASSING_USERS[0]), "--"]
@@ -327,12 +322,18 @@ def _probe_cgroups(program: Path) -> str:
         return ""
 
 
+def _ended(command: Sequence[str]) -> "subprocess.CompletedProcess[str]":
+    try:
+        return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=PROBE_S)
+    except subprocess.TimeoutExpired as error:
+        raise SandboxError(f"{' '.join(command[:2])} did not end within {PROBE_S:g} s") from error
+
+
 def _succeeds(command: Sequence[str]) -> bool:
     try:
-        subprocess.run(command, check=True, capture_output=True, timeout=PROBE_S)
-    except (OSError, subprocess.SubprocessError):
+        return _ended(command).returncode == 0
+    except (OSError, SandboxError):
         return False
-    return True
 
 
 def _bubblewrap(read: Sequence[str], program: Path) -> list[str]:

@@ -1,0 +1,236 @@
+"""What the machine, or somebody at it, does wrong: a compiler or a process that is killed or stopped, no memory, a fork, Ctrl-C."""
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from calm_kernels import HONEST, CalmReduction, fenced
+
+pytest.importorskip("tree_sitter_c")
+
+from torchtune_ext.tasks.measured import cli, machine
+from torchtune_ext.tasks.measured import compiler as compilers
+from torchtune_ext.tasks.measured.bench import Bench, BenchError
+from torchtune_ext.tasks.measured.cache import Cache
+from torchtune_ext.tasks.measured.check import Checker
+from torchtune_ext.tasks.measured.kernels import Dgemm, Reduction
+from torchtune_ext.tasks.measured.numpy_child import NumpyChild
+from torchtune_ext.tasks.measured.results import Result
+from torchtune_ext.tasks.measured.sandbox import Sandbox, SandboxError
+
+pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
+GCC = shutil.which("gcc")
+# The compiler itself is killed, or a part of it while it compiles.
+KILLED = {"all": ["/bin/sh", "-c", "kill -9 $$"], "cc1": [GCC, "-wrapper", "sh,-c,kill -9 $$", "-c", "candidate.c"]}
+
+
+@pytest.fixture(scope="module", params=[False, None], ids=["bare", "namespaces"])
+def checker(request):
+    try:
+        with Checker(Reduction(), namespaces=request.param) as made:
+            yield made
+    except SandboxError as error:
+        pytest.skip(str(error))
+
+
+def compiling_by(monkeypatch, command: list[str]) -> None:
+    """From now on this command runs in place of the compiler."""
+
+    def instead(sandbox, compiler, flags, folder, deadline_s):
+        return compilers._run(sandbox, command, folder, deadline_s)
+
+    monkeypatch.setattr(compilers, "compile_library", instead)
+
+
+@pytest.mark.parametrize("what", KILLED)
+def test_what_becomes_of_a_killed_compiler_is_not_kept(checker, monkeypatch, what):
+    compiling_by(monkeypatch, KILLED[what])
+    found = checker.check_source(HONEST)
+    assert (found.outcome, found.stage) == ("compile_error", "compile")
+    assert found.note.startswith("SIGKILL: the compiler was killed")
+    cache = Cache()
+    cache.put("a", Result("reduction", found.outcome, found.stage, found.note, None))
+    assert cache.get("a") is None
+
+
+@pytest.mark.parametrize("what", KILLED)
+def test_a_compiler_that_is_killed_over_our_own_program_is_no_fault_of_the_kernel(checker, monkeypatch, what):
+    compiling_by(monkeypatch, KILLED[what])
+    with pytest.raises(SandboxError, match="reduction was killed while it was checked: SIGKILL"):
+        Checker(Reduction(), namespaces=checker.sandbox.namespaces)
+    with pytest.raises(SandboxError, match="(?i)kill|status 137"):
+        checker.compile_own(checker.kernel)
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+def test_a_full_disk_is_no_fault_of_the_program_but_its_words_prove_nothing(checker, monkeypatch, is_full):
+    said = ["/bin/sh", "-c", "echo 'ld: final link failed: No space left on device' >&2; exit 1"]
+    compiling_by(monkeypatch, said)
+    usage = shutil.disk_usage("/")._replace(free=1000 if is_full else 1 << 40)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    if is_full:
+        with pytest.raises(SandboxError, match="the disk of .* is full: ld: final link failed"):
+            checker.check_source(HONEST)
+    else:
+        assert checker.check_source(HONEST).outcome == "compile_error"
+
+
+def test_the_error_comes_before_the_warnings(checker):
+    warned = "".join(f"int *p{i} = {i + 1};\n" for i in range(100))
+    assert checker.check_source(warned + HONEST).outcome == "ok"
+    note = checker.check_source(warned + "void reduction(int n, const double *x, double *total) { nobody; }").note
+    assert "nobody" in note and "warning" not in note
+
+
+def test_what_is_no_compiler_is_named():
+    with pytest.raises(SandboxError, match="/bin/true cannot compile the sandbox"):
+        Sandbox("/bin/true")
+
+
+def test_arrays_that_no_machine_has_room_for():
+    with pytest.raises(SandboxError, match="no room for .* GB of arrays"):
+        Checker(Dgemm(1 << 26), namespaces=False)
+
+
+def test_the_lock_of_a_core_is_one_for_all_users_and_tells_who_holds_it(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(machine, "lock_path", lambda core: tmp_path / f"core-{core}")
+    monkeypatch.setattr(machine, "_TELL_S", 0.05)
+    asked, real = [], os.open
+    monkeypatch.setattr(os, "open", lambda path, flags, *mode: asked.append(flags) or real(path, flags, *mode))
+    with machine.alone_on([5], 1.0):
+        assert (tmp_path / "core-5").stat().st_mode & 0o777 == 0o666
+        del asked[:]
+        with pytest.raises(TimeoutError, match=f"core 5 was still used .* by process {os.getpid()}"):
+            machine.alone_on([5], 0.3).__enter__()
+        assert (
+            f"waits until process {os.getpid()} no longer times on it" in caplog.text
+            and caplog.text.count("waits") == 1
+        )
+    # Where /tmp is protected, whoever opens another user's file with O_CREAT is refused, even root.
+    assert asked and not any(flags & os.O_CREAT for flags in asked)
+
+
+def test_numpy_that_is_stopped_is_not_waited_for():
+    # The inputs are larger than what a socket holds, so that the question itself cannot be sent to the end.
+    kernel = Dgemm(1024)
+    with NumpyChild(kernel, sorted(os.sched_getaffinity(0))[:1], 1) as child:
+        os.kill(child._process.pid, signal.SIGSTOP)
+        start = time.monotonic()
+        with pytest.raises(SandboxError, match="numpy did not end within 1 s"):
+            child.call(kernel.timed, {name: 0 * value for name, value in _inputs(kernel).items()}, 1.0)
+        assert time.monotonic() - start < 30.0
+
+
+def _inputs(kernel):
+    import numpy as np
+
+    return {name: np.ones(shape) for name, shape in kernel.shapes(kernel.timed).items() if name != "C"}
+
+
+def test_a_bench_belongs_to_its_process_and_may_be_closed_by_a_callback():
+    try:
+        bench = Bench(workers=1, budget_s=0.2, namespaces=False)
+    except SandboxError as error:
+        pytest.skip(str(error))
+    with bench:
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                bench.submit(CalmReduction(), "nothing")
+            except BenchError as error:
+                # What runs at the end of a process that ends in the usual way, too.
+                bench.close()
+                status = 0 if "before a fork" in str(error) and bench.__class__ is Bench else 2
+            os._exit(status)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert bench._folder.exists()
+        raised = []
+
+        def close(future):
+            try:
+                bench.close()
+            except BaseException as error:  # noqa: BLE001 (a future only logs what its callback raises)
+                raised.append(error)
+
+        done = bench.submit(CalmReduction(), fenced("void reduction("))
+        done.add_done_callback(close)
+        assert done.result(timeout=100).outcome == "compile_error"
+        assert _until(lambda: not bench._folder.exists()) and not raised
+
+
+def test_the_folder_of_a_bench_outlives_a_fork_that_ends(tmp_path):
+    """A forked process that ends as programs do calls all finalizers that it has inherited."""
+    script = (
+        "import os, sys\n"
+        "from torchtune_ext.tasks.measured.bench import Bench\n"
+        "bench = Bench(workers=1, namespaces=False)\n"
+        "pid = os.fork()\n"
+        "if not pid: sys.exit(0)\n"
+        "os.waitpid(pid, 0)\n"
+        "print(bench._folder.exists())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True, text=True
+    )
+    if "SandboxError" in done.stderr:
+        pytest.skip(done.stderr[-300:])
+    assert done.stdout == "True\n", done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def _until(is_so, seconds: float = 20.0) -> bool:
+    end = time.monotonic() + seconds
+    while not is_so() and time.monotonic() < end:
+        time.sleep(0.02)
+    return is_so()
+
+
+# ---------------------------------------------------------------- the command
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [
+        (KeyboardInterrupt(), 130, "stopped"),
+        (OSError(28, "No space left on device"), 2, "No space left"),
+        (MemoryError(), 2, "MemoryError"),
+    ],
+)
+def test_the_command_ends_in_one_line(monkeypatch, capsys, error, status, words):
+    def measure(args):
+        raise error
+
+    monkeypatch.setattr(cli, "_measure", measure)
+    assert cli.main(argparse.Namespace()) == status
+    said = capsys.readouterr().err
+    assert words in said and said.count("\n") == 1
+
+
+def test_nobody_reads_on(tmp_path):
+    file = tmp_path / "a.c"
+    file.write_text("void dgemm(")
+    ours, theirs = os.pipe()
+    os.close(ours)
+    command = [sys.executable, "-m", "torchtune_ext", "bench", str(file)]
+    done = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, text=True, timeout=100)
+    os.close(theirs)
+    assert (done.returncode, done.stderr) == (2, "")
+
+
+def test_a_row_shows_the_error_and_no_interval_of_one_block():
+    note = "candidate.c: In function 'dgemm':\ncandidate.c:2:1: error: expected ';'"
+    assert cli.Row("a.c", "dgemm", "compile_error", note).cells()[-1] == "candidate.c:2:1: error: expected ';'"
+    assert cli.Row("a.c", "dgemm", "wrong_result", "C[0] is 1\nmore").cells()[-1] == "C[0] is 1"
+    numbers = dict.fromkeys(("seconds", "low", "high", "gflops", "ratio", "peak_share"), 0.001)
+    counts = {"calls": 3, "repeated": 0, "disturbed": 0.0, "is_narrow": True, "is_noisy": False}
+    one = cli.Timing(**numbers, ratio_spread=0.0, **counts)
+    assert cli.Row("a.c", "dgemm", "ok", timing=one).cells()[-2:] == ["?", ""]
+    short = cli.Timing(**{**numbers, "seconds": 1e-4}, ratio_spread=0.01, **counts)
+    assert "larger --size" in cli.Row("a.c", "dgemm", "ok", timing=short).cells()[-1]
+    assert cli.Row(cli.NUMPY, "dgemm", "ok", timing=short).cells()[-1] == ""
