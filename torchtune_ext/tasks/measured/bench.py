@@ -34,6 +34,7 @@ from torchtune_ext.tasks.measured.extract import extract
 from torchtune_ext.tasks.measured.kernel import Kernel, prototype
 from torchtune_ext.tasks.measured.machine import choose_cores, fingerprint, usable_cores
 from torchtune_ext.tasks.measured.owned import Owned
+from torchtune_ext.tasks.measured.ray_host import identity
 from torchtune_ext.tasks.measured.results import NOISY, BenchConfig, BenchError, Result
 from torchtune_ext.tasks.measured.sandbox import PREFIX, PROBE_S, Limits, Sandbox, clean_up
 from torchtune_ext.tasks.measured.schedule import CHECK, Schedule
@@ -107,7 +108,7 @@ class Bench:
             tuple(checked),
             tuple(timed),
         )
-        self._fingerprint = fingerprint()
+        self._fingerprint, self._identity = fingerprint(), identity()
         self._cache = Cache(cache)
         self._lock = threading.Lock()  # guards all that follows
         self._ended: BenchError | None = None  # the reason why nothing is accepted any more
@@ -172,6 +173,11 @@ class Bench:
             self._advance()
         return future
 
+    @property
+    def timed_cores(self) -> tuple[int, ...]:
+        """The cores that are timed on. A trainer keeps off them with `machine.kept_off`."""
+        return self._settings.timed_cores
+
     def stats(self) -> dict[str, float]:
         """Returns counters for metrics, all of them numbers that may be added over machines.
 
@@ -214,6 +220,7 @@ class Bench:
         """What a result depends on."""
         settings = self._settings
         words = [
+            self._identity,
             extract(text),
             compilers.flags_of(kernel, settings.optimization, settings.threads),
             settings.compiler.version,

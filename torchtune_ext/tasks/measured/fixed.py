@@ -11,6 +11,7 @@ CHAINS = 10  # sums that do not wait for each other, enough for two units with a
 NUMBERS = 1 << 20
 REGISTERS: Size = {"rounds": 400_000, "n": 0}  # about half a millisecond
 MEMORY: Size = {"rounds": 0, "n": NUMBERS}  # about a fifth of a millisecond
+EMPTY: Size = {"rounds": 0, "n": 0}
 
 
 class Fixed:

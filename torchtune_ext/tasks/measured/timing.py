@@ -65,9 +65,9 @@ class Callee(Protocol):
 class Timing:
     """The speed of one program at the kernel's timed size."""
 
-    seconds: float  # median of a call
-    low: float  # the 95% interval of the median: from here
-    high: float  # to here
+    seconds: float  # of a call: the median of the medians of the blocks
+    low: float  # the 95% interval of that: from here
+    high: float  # to here; below 6 blocks: between the extremes
     calls: int
     gflops: float  # operations of a call / seconds, in 10^9
     ratio: float  # how many times faster than the reference beside it; median over the blocks
@@ -90,7 +90,7 @@ def interval_of_median(samples: Sequence[float], level: float = 0.95) -> tuple[f
 
     It lies between two order statistics (David and Nagaraja 2003, section 7.1): k of n samples lie below the median with the
     probabilities of a fair coin. With fewer than 6 samples no interval reaches 95%; then it is all of them. The samples have to
-    be independent, which the calls of a block are not quite.
+    be independent, which the calls of a block are not: a block is one sample.
     """
     ordered, n = sorted(samples), len(samples)
     outside = 0.0
@@ -105,15 +105,19 @@ def interval_of_median(samples: Sequence[float], level: float = 0.95) -> tuple[f
 class _Block:
     """Some calls of the candidate, and of the reference beside it."""
 
-    seconds: list[float]
+    calls: Sequence[float]  # seconds
     reference_s: float  # the median
     is_disturbed: bool  # somebody else was at work, as the probe or the host says
     is_reference_disturbed: bool
 
     @property
+    def seconds(self) -> float:
+        return median(self.calls)
+
+    @property
     def ratio(self) -> float:
         """How many times faster than the reference the candidate was."""
-        return self.reference_s / median(self.seconds)
+        return self.reference_s / self.seconds
 
 
 def _spread(samples: Sequence[float]) -> float:
@@ -126,8 +130,7 @@ def _is_narrow(blocks: Sequence[_Block]) -> bool:
     """Tells whether the medians of the times and of the ratios are known well enough."""
     if len(blocks) < MIN_BLOCKS:
         return False
-    own = [seconds for block in blocks for seconds in block.seconds]
-    return max(_spread(own), _spread([block.ratio for block in blocks])) <= NARROW
+    return max(_spread([block.seconds for block in blocks]), _spread([block.ratio for block in blocks])) <= NARROW
 
 
 class Timer:
@@ -252,9 +255,9 @@ class Timer:
         return _Block([call.seconds for call in own], reference_s, is_disturbed, is_reference_disturbed), after
 
     def _timing(self, blocks: Sequence[_Block], kept: Sequence[_Block]) -> Timing:
-        own = [seconds for block in kept for seconds in block.seconds]
-        ratios = [block.ratio for block in kept]
-        seconds, (low, high) = median(own), interval_of_median(own)
+        own, ratios = [block.seconds for block in kept], [block.ratio for block in kept]
+        # Of one block there is nothing but its calls.
+        seconds, (low, high) = median(own), interval_of_median(own if len(own) > 1 else kept[0].calls)
         gflops = self.kernel.operations(self.kernel.timed) / seconds / 1e9
         if seconds * BELIEVED < self._probe.roofline_s(self.kernel):
             # Somebody may have shared the cores when their peak was measured.
@@ -270,7 +273,7 @@ class Timer:
             seconds,
             low,
             high,
-            len(own),
+            sum(len(block.calls) for block in kept),
             gflops,
             median(ratios),
             _spread(ratios),
