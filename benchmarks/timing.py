@@ -4,11 +4,11 @@
 
 Programs of different speeds (matrix products: loop orders, blocks, unrolled rows) are timed at random times, at least twice
 each. The table says how well two rounds of measurements agree on the order of the programs (Spearman's rank correlation), and
-how far measurements of one program lie apart (the median over the programs of half the range, as a share of the median). Then
-a third of them are timed again beside a process that streams through memory, on the same core and on another one. A
-measurement beside it should say that it was disturbed, or lie within 2% of the quiet one (by its ratio to the reference); and
-no two programs that are 10% apart may change places, as far as the measurements stand by their figures. Exit status 1 where
-that does not hold.
+how far measurements of one program lie apart: the standard deviation as a share of the mean, and half of the range, which
+grows with the number of rounds; of each the median over the programs. Then a third of them are timed again beside a process
+that streams through memory, on the same core and on another one. A measurement beside it should say that it was disturbed, or
+lie within 2% of the quiet one (by its ratio to the reference); and no two programs that are 10% apart may change places, as
+far as the measurements stand by their figures. Exit status 1 where that does not hold.
 """
 
 import argparse
@@ -68,7 +68,11 @@ def spearman(a: list[float], b: list[float]) -> float:
     return float(np.corrcoef(*ranks)[0, 1])
 
 
-def spread(values: list[float]) -> float:
+def deviation(values: list[float]) -> float:
+    return float(np.std(values, ddof=1) / np.mean(values))
+
+
+def half_range(values: list[float]) -> float:
     return (max(values) - min(values)) / 2 / median(values)
 
 
@@ -133,16 +137,23 @@ def main() -> int:
         with Timer(checker, args.budget) as timer:
             quiet = measure(timer, libraries, 60 * args.minutes, rng)
             first, second = ([found[i].ratio for found in quiet.values()] for i in (0, -1))
-            own = median(spread([t.seconds for t in found]) for found in quiet.values())
-            ratio = median(spread([t.ratio for t in found]) for found in quiet.values())
+            times = [[t.seconds for t in found] for found in quiet.values()]
+            ratios = [[t.ratio for t in found] for found in quiet.values()]
+            own, ratio = (median(map(deviation, each)) for each in (times, ratios))
+            own_range, ratio_range = (median(map(half_range, each)) for each in (times, ratios))
             correlation = spearman(first, second)
             rounds = min(map(len, quiet.values()))
             speeds = sorted(median(t.gflops for t in found) for found in quiet.values())
             print(f"{len(libraries)} programs of {speeds[0]:.2g} to {speeds[-1]:.2g} GFLOPS, {rounds} rounds and more")
-            print("| rank correlation, first and last round | spread of the time | spread of the ratio | flagged |")
-            print("| --- | --- | --- | --- |")
+            print(
+                "| rank correlation, first and last round | time: deviation | half range | ratio: deviation | half range "
+                "| flagged |"
+            )
+            print("| --- | --- | --- | --- | --- | --- |")
             share = np.mean([is_flagged(t) for found in quiet.values() for t in found])
-            print(f"| {correlation:.4f} | {own:.2%} | {ratio:.2%} | {share:.0%} |\n")
+            print(
+                f"| {correlation:.4f} | {own:.2%} | {own_range:.2%} | {ratio:.2%} | {ratio_range:.2%} | {share:.0%} |\n"
+            )
             wrong += [] if correlation >= 0.95 else ["the rank correlation is below 0.95"]
             wrong += [] if ratio < CLOSE else ["the ratio spreads by 2% or more"]
             wrong += [] if own < 0.05 else ["the time spreads by 5% or more"]

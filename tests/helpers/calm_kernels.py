@@ -4,6 +4,7 @@ The processes of the service unpickle them, and what that runs makes those proce
 refused, no block is excused, and nobody waits for engines of others.
 """
 
+import math
 import os
 import signal
 import time
@@ -23,8 +24,7 @@ def fenced(source: str) -> str:
 def made(kind: type, *arguments):
     probe.WILD = 1e9
     probe.Probe.is_disturbed = lambda self, *looks: False
-    timing.WAITED = 1e9
-    timing.stolen_ticks = lambda cores: 0
+    timing.WAITED, timing.stolen_ticks = math.inf, lambda cores: 0
     bench_processes.wait_until_idle = lambda cores, deadline_s: 0.0
     return kind(*arguments)
 

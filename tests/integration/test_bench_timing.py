@@ -18,7 +18,7 @@ from torchtune_ext.tasks.measured import compiler, probe
 from torchtune_ext.tasks.measured.check import Checker
 from torchtune_ext.tasks.measured.child import ChildFailed
 from torchtune_ext.tasks.measured.exploits import exploits
-from torchtune_ext.tasks.measured.kernels import Dgemm
+from torchtune_ext.tasks.measured.kernels import Dgemm, Reduction
 from torchtune_ext.tasks.measured.probe import Wild
 from torchtune_ext.tasks.measured.sandbox import SandboxError
 from torchtune_ext.tasks.measured.timing import Timer
@@ -117,10 +117,30 @@ def test_exploits_of_the_clock_gain_nothing(timer):
             assert found.ratio < 10 * honest, each.name
 
 
-def test_a_speed_above_the_peak_is_not_believed(timer):
-    timer._probe.peak_gflops = 1e-6
-    with pytest.raises(ChildFailed, match="not believed"):
+def test_who_works_while_others_are_timed_is_refused(timer):
+    spoils = next(each for each in exploits() if each.name == "deferred_beside_the_reference")
+    with pytest.raises(ChildFailed, match=r"its threads worked for .* ms while others were timed") as refused:
+        measured(timer, spoils.source)
+    assert refused.value.outcome == "runtime_error"
+
+
+@pytest.mark.parametrize("name", ["peak_gflops", "peak_gbytes_s"])
+def test_a_speed_above_the_roofline_is_not_believed(timer, name, monkeypatch):
+    if name == "peak_gflops":
+        timer._probe.peak_gflops = 1e-6
+    else:
+        monkeypatch.setattr(probe.Probe, name, 1e-6)
+    with pytest.raises(ChildFailed, match="ms at least: not believed"):
         measured(timer, timer.kernel.naive)
+
+
+def test_the_roofline_is_that_of_operations_or_of_bytes(timer):
+    probe = timer._probe
+    probe.peak_gflops, probe._best_memory_s = 10.0, 1e-3
+    assert timer.peak_gbytes_s == pytest.approx(8e-9 * 2**20 / 1e-3)
+    assert probe.roofline_s(Dgemm(1000)) == pytest.approx(2e9 / 10e9)
+    # As long as the fixed kernel reads as much.
+    assert probe.roofline_s(Reduction(2**20)) == pytest.approx(1e-3, rel=1e-5)
 
 
 def burn(core, burns):
@@ -204,7 +224,7 @@ def test_the_command_prints_a_table(any_machine, capsys, tmp_path):
     assert "  ok  " in rows["dgemm_blocked.c"] and "wrong_result" in rows["dgemm_float.c"]
     assert (
         "  ok  " in rows["reduction_pairwise.c"]
-        and "these cores can do" in said
+        and "dgemm: roofline" in said
         and "(naive)" in rows
         and "(numpy)" in rows
     )

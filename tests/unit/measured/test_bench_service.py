@@ -10,6 +10,7 @@ import shutil
 import threading
 import time
 from concurrent.futures import CancelledError, wait
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -18,7 +19,7 @@ from calm_kernels import HONEST, SUM, CalmDgemm, CalmReduction, Faulty, fenced
 pytest.importorskip("tree_sitter_c")
 
 from torchtune_ext.tasks.measured import bench as benches
-from torchtune_ext.tasks.measured import bench_processes, probe
+from torchtune_ext.tasks.measured import bench_processes, probe, timing
 from torchtune_ext.tasks.measured.bench import Bench, BenchError, Result
 from torchtune_ext.tasks.measured.bench_processes import Checked, TimeKeeping
 from torchtune_ext.tasks.measured.check import STAGES, Deadlines
@@ -288,10 +289,12 @@ def test_waiting_for_the_cores_is_no_part_of_the_time():
             released.append(time.monotonic())
 
     patched = (probe.WILD, probe.Probe.is_disturbed, bench_processes.wait_until_idle)
+    limits, looked = (timing.WAITED, timing.stolen_ticks), []
     try:
         checked = checking(lambda: None, "key", sent, fenced(HONEST))
         assert isinstance(checked, Checked)
         keeping(lambda: None, "key", sent, checked.library)  # makes the timer
+        bench_processes.wait_until_idle = lambda cores, deadline_s: looked.append(time.monotonic())
         holder = threading.Thread(target=hold)
         holder.start()
         free.wait(200)
@@ -299,10 +302,13 @@ def test_waiting_for_the_cores_is_no_part_of_the_time():
         holder.join()
         assert len(begun) == 1 and begun[0] >= released[0] and found.outcome == "ok"
         assert found.seconds["wait"] > 0.9
+        # An engine may have begun while this waited for the cores.
+        assert looked[0] < released[0] <= looked[-1] <= begun[0]
     finally:
         bench_processes.CHECKERS.close()
         bench_processes.TIMERS.close()
         probe.WILD, probe.Probe.is_disturbed, bench_processes.wait_until_idle = patched
+        timing.WAITED, timing.stolen_ticks = limits
         os.sched_setaffinity(0, usable)
 
 
@@ -366,6 +372,14 @@ def test_a_callback_may_submit_more(service):
     while not second and time.monotonic() < deadline:
         time.sleep(0.01)
     assert outcome(second[0]).outcome == "format"
+
+
+def test_what_stands_around_a_program_is_part_of_what_its_result_depends_on(service, monkeypatch):
+    settings, keys = service._settings, set()
+    for sandbox, namespaces in (("floor", False), ("none", False), ("floor", True)):
+        monkeypatch.setattr(service, "_settings", replace(settings, sandbox=sandbox, namespaces=namespaces))
+        keys.add(service._key(CalmReduction(), fenced(HONEST)))
+    assert len(keys) == 3  # a system call that ends a program in one of them is allowed in another
 
 
 def test_kernels_that_cannot_be_sent_are_named(service):

@@ -90,6 +90,10 @@ static void *work_forever(void *x) { for (;;) burn(1); }
 void leave_thread_forever(int n, const double *in, double *out) { pthread_t t; pthread_create(&t, NULL, work_forever, NULL); burn(1e-3); add_one(n, in, out); }
 static void *doze_and_work(void *x) { for (;;) { doze(2e-5); burn(1e-4); } }
 void wake_often(int n, const double *in, double *out) { pthread_t t; static int first = 1; if (first) pthread_create(&t, NULL, doze_and_work, NULL); first = 0; add_one(n, in, out); }
+void compete(int n, const double *in, double *out) {
+    static double seconds; seconds = 0.1;
+    pthread_t t; pthread_create(&t, NULL, work_on, &seconds); burn(0.1); pthread_join(t, NULL); add_one(n, in, out);
+}
 static void *work_later(void *x) { doze(0.05); burn(0.03); return NULL; }
 void work_between(int n, const double *in, double *out) { pthread_t t; static int first = 1; if (first) pthread_create(&t, NULL, work_later, NULL); first = 0; add_one(n, in, out); }
 """
@@ -135,6 +139,25 @@ def test_results_are_read(run):
     for number, call in enumerate(run("add_one", calls=3)):
         np.testing.assert_array_equal(call.outputs["out"], np.arange(5.0) + number + 1)
         assert 0 < call.seconds < 5 and 0 <= call.cpu_s < 5
+
+
+def test_work_between_calls_is_told_before_the_next(sandbox, library):
+    kernel = Attempt("work_between", ARRAYS)
+    with loaded(sandbox, library, kernel) as (child, _):
+        child.call(SIZE, {"in": np.arange(5.0)}, 10.0)
+        deadline = time.monotonic() + 20
+        while child.restless_s() < 0.03 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert child.restless_s() >= 0.03
+        assert child.call(SIZE, {"in": np.arange(5.0)}, 10.0).seconds >= 0.03  # it is counted, too
+        assert child.restless_s() == 0
+
+
+def test_threads_that_are_in_each_others_way_disturb_nobody_but_themselves(run):
+    (call,) = run("compete")
+    assert call.cpu_s >= 0.2
+    # They share a core with whoever else is there, so others can have had no more of it than what is left.
+    assert call.waited_s <= call.seconds - call.cpu_s + 1e-3
 
 
 def test_outputs_are_poisoned_before_each_call(run):

@@ -3,19 +3,25 @@
 import math
 import multiprocessing
 import os
+import tempfile
 import threading
+import time
+from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from as_user import as_user
 from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtune_ext.tasks.measured import machine
 from torchtune_ext.tasks.measured.cli import _numbers
+from torchtune_ext.tasks.measured.kernels import Dgemm
 from torchtune_ext.tasks.measured.machine import User, alone_on, choose_cores, kept_off, usable_cores
 from torchtune_ext.tasks.measured.probe import CHUNK, DISTURBED_MEMORY, DISTURBED_REGISTERS, KEPT_S, Look, Probe, Quiet
-from torchtune_ext.tasks.measured.timing import interval_of_median
+from torchtune_ext.tasks.measured.timing import Timer, Timing, _Block, interval_of_median
 
 
 def chance_outside(n: int, k: int) -> float:
@@ -49,6 +55,53 @@ def test_quiet_is_the_lower_quartile_of_the_quietest_chunk_of_the_last_hour():
     for place in range(CHUNK):  # an hour later the machine runs at another clock
         quiet.add(2.0, now=KEPT_S + 4 * CHUNK + place)
     assert quiet.level == 2.0
+
+
+def test_a_neighbor_who_comes_after_the_start_is_not_the_measure():
+    quiet = Quiet()
+    for _ in range(4):
+        quiet.add(1.0, now=0.0)
+    quiet.settle(now=0.0)
+    for place in range(3 * CHUNK):
+        quiet.add(1.5, now=float(place))
+        assert quiet.is_above(1.5, 0.05)
+    quiet = Quiet()
+    quiet.settle()
+    quiet.add(2.0)
+    assert quiet.level == 2.0  # where nothing was seen nothing is settled
+
+
+def timed_by_blocks(are_calm: str) -> Timing:
+    """A timing whose blocks are calm ("c", 1 ms a call) or disturbed, the reference as well ("d", 2 ms)."""
+    timer = object.__new__(Timer)  # without a process
+    timer.kernel, timer.budget_s = Dgemm(16), 0.1
+    timer._probe = SimpleNamespace(look=lambda: None, peak_gflops=1e9, roofline_s=lambda kernel: 1e-9)
+    timer._calls = lambda child, most: []
+    blocks = [
+        _Block([1e-3, 1e-3, 1e-3] if each == "c" else [2e-3] * 3, 1e-3, each == "d", each == "d") for each in are_calm
+    ]
+
+    def block(child, look):
+        if len(blocks) == 1:
+            time.sleep(timer.budget_s)
+        return blocks.pop(0), look
+
+    timer._block = block
+    return timer._time(None)
+
+
+@pytest.mark.parametrize(
+    ("are_calm", "calls", "disturbed", "is_noisy"),
+    [
+        ("ccccccdddd", 18, 0, False),  # the sixth calm one is enough
+        ("dddddddcccd", 33, 8 / 11, True),  # three of eleven may be chance, or chosen
+        ("dcc", 6, 0, False),  # there was no time for more
+        ("d", 3, 1, True),
+    ],
+)
+def test_a_few_calm_blocks_among_many_are_not_picked_out(are_calm, calls, disturbed, is_noisy):
+    found = timed_by_blocks(are_calm)
+    assert (found.calls, found.disturbed, found.is_noisy) == (calls, pytest.approx(disturbed), is_noisy)
 
 
 def test_quiet_has_a_level_after_one_time():
@@ -154,6 +207,42 @@ def test_one_timing_at_a_time_on_a_core_whoever_asks():
         other.kill()
         for each in (core, core + 1):
             machine.lock_path(each).unlink(missing_ok=True)
+
+
+@pytest.fixture
+def common():
+    """A folder like /tmp, which everybody reaches."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o1777)
+        yield Path(folder)
+
+
+def test_the_lock_of_a_core_may_be_a_file_of_anybody(common, monkeypatch):
+    monkeypatch.setattr(machine, "lock_path", lambda core: common / f"core-{core}.lock")
+    as_user(locked, 1)
+    made_by_user = machine.lock_path(1)
+    assert made_by_user.stat().st_mode & 0o777 == 0o644
+    mask = os.umask(0o077)
+    try:
+        locked(2)
+    finally:
+        os.umask(mask)
+    as_user(locked, 2)
+    opened = os.open
+
+    def protected(path, flags, *mode):
+        """Linux with fs.protected_regular, for files of others in /tmp."""
+        if flags & os.O_CREAT and os.path.exists(path) and not flags & os.O_EXCL:
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", protected)
+    locked(1)
+
+
+def locked(core: int) -> None:
+    with alone_on([core], 0.1), pytest.raises(TimeoutError), alone_on([core], 0.0):
+        pass
 
 
 def test_time_that_the_host_takes_is_read_for_these_cores_alone():

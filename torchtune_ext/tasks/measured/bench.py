@@ -219,6 +219,7 @@ class Bench:
             settings.compiler.version,
             [_kernel_key(kernel), prototype(kernel), kernel.naive, list(kernel.forbidden)],
             [self._fingerprint, settings.timed_cores, settings.threads, settings.budget_s],
+            [settings.sandbox, settings.namespaces],
             [asdict(settings.deadlines), asdict(settings.limits)],
         ]
         return hashlib.sha256(json.dumps(words).encode()).hexdigest()
@@ -252,7 +253,8 @@ class Bench:
         else:
             # The last block may have five calls of the program and three of the reference.
             timeout_s = START_S + d.load_s + settings.budget_s + 8 * d.verify_s + OWN_S
-            wait_s = 3 * LOCK_S + checker_s + timeout_s
+            # Twice for engines; for the cores when a checker, then its timer, is made, and when the program is timed.
+            wait_s = 5 * LOCK_S + checker_s + timeout_s
             pool, what = "timing", job.library
         answer = self._pools[pool].submit((job.kernel_key, job.kernel, what), timeout_s, wait_s)
         answer.add_done_callback(lambda future: self._ends(stage, job, future))

@@ -152,6 +152,12 @@ class TimeKeeping:
     def __call__(self, begin: Callable[[], None], key: str, kernel: bytes, library: bytes) -> Timed | Failed:
         """Times a library that `Checking` has found right."""
         cores, clock = self.settings.timed_cores, _Clock(begin)
+
+        def alone() -> None:
+            # An engine may have begun to compute while this waited for the cores.
+            wait_until_idle(cores, LOCK_S)
+            clock.begin()
+
         if not TIMERS:
             # Whoever started this process may have kept off some of them.
             os.sched_setaffinity(0, {*self.settings.check_cores, *cores})
@@ -163,7 +169,7 @@ class TimeKeeping:
             try:
                 (folder / LIBRARY).write_bytes(zlib.decompress(library))
                 (folder / LIBRARY).chmod(0o755)
-                timing = timer.time(folder / LIBRARY, clock.begin)
+                timing = timer.time(folder / LIBRARY, alone)
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
         except Wild as error:

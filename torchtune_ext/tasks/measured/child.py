@@ -60,7 +60,7 @@ class Call:
 
     seconds: float  # until all its threads sleep; with the CPU seconds that they used since the call before
     cpu_s: float  # CPU seconds of all its threads since the call before
-    waited_s: float  # seconds for which its first thread wanted to run, but somebody else had the core
+    waited_s: float  # seconds for which its first thread wanted to run, but another process had the core
     outputs: Mapping[str, np.ndarray]  # copies of its results, made while the process slept
 
 
@@ -158,6 +158,10 @@ class Child:
         except OSError:
             self._fail()
 
+    def restless_s(self) -> float:
+        """Returns the CPU seconds that its threads have used since the last call, while nobody had asked for anything."""
+        return (self._owed_ns + self._sleep_ns(START_S) - self._idle_ns) * 1e-9
+
     def place(self, places: Sequence[Place]) -> None:
         """Maps the arrays of the next calls, and fills the rest of their pages."""
         words = [word for place in places for word in (place.first_page, place.pages_bytes, int(place.is_output))]
@@ -183,8 +187,9 @@ class Child:
         arguments = [size[name] for name in self.kernel.size_names] + [
             self._arena + place.start for place in self._places
         ]
-        owed_ns = self._owed_ns + self._sleep_ns(deadline_s) - self._idle_ns
-        waited_ns = self._waited_ns()
+        before_ns = self._sleep_ns(deadline_s)
+        owed_ns = self._owed_ns + before_ns - self._idle_ns
+        ran_ns, waited_ns = self._scheduled_ns()
         start = time.perf_counter_ns()
         self._send(_CALL, len(arguments), arguments)
         self._receive(_DONE, deadline_s)
@@ -198,8 +203,10 @@ class Child:
                 self._fail_awake()
         self._require_untouched(inputs, views)
         cpu_ns, self._owed_ns, self._idle_ns = self._owed_ns + asleep_ns - self._idle_ns, 0, asleep_ns
-        waited_s = (self._waited_ns() - waited_ns) * 1e-9
-        return Call((end - start + owed_ns) * 1e-9, cpu_ns * 1e-9, waited_s, outputs)
+        ran_ns, waited_ns = (now - then for now, then in zip(self._scheduled_ns(), (ran_ns, waited_ns), strict=True))
+        # While other threads of its own ran, nobody else may have been in its way.
+        waited_ns = max(0, waited_ns - max(0, asleep_ns - before_ns - ran_ns))
+        return Call((end - start + owed_ns) * 1e-9, cpu_ns * 1e-9, waited_ns * 1e-9, outputs)
 
     def close(self) -> None:
         """Kills the process, and everything that it started, and waits for its end. A second call does nothing."""
@@ -257,10 +264,13 @@ class Child:
         except (ProcessLookupError, FileNotFoundError):
             self._fail()
 
-    def _waited_ns(self) -> int:
-        """Returns for how long the first thread has wanted to run and could not; 0 where the kernel does not count it."""
+    def _scheduled_ns(self) -> tuple[int, int]:
+        """Returns for how long the first thread has run, and has wanted to and could not; zeros where nobody counts it."""
+        if self._schedule < 0:
+            return 0, 0
         try:
-            return int(os.pread(self._schedule, 100, 0).split()[1]) if self._schedule >= 0 else 0
+            ran, waited = os.pread(self._schedule, 100, 0).split()[:2]
+            return int(ran), int(waited)
         except ProcessLookupError:
             self._fail()
 

@@ -23,7 +23,8 @@ from torchtune_ext.tasks.measured.probe import Wild  # noqa: E402
 from torchtune_ext.tasks.measured.sandbox import SandboxError  # noqa: E402
 from torchtune_ext.tasks.measured.timing import Timer, Timing  # noqa: E402
 
-HEAD = ("program", "kernel", "outcome", "ms", "GFLOPS", "±", "of peak", "x naive", "±", "")
+HEAD = ("program", "kernel", "outcome", "ms", "GFLOPS", "±", "of roofline", "x naive", "±", "")
+NOTE = 90  # characters of a note
 NAIVE = "(naive)"  # the row of the kernel's own program
 SHORT_S = 0.3e-3  # a call of nothing takes up to 0.06 ms
 NUMPY = "(numpy)"  # the row of its reference: OpenBLAS for products
@@ -42,7 +43,7 @@ class Row:
     def cells(self) -> list[str]:
         cells = [self.name, self.kernel, self.outcome]
         if (t := self.timing) is None:
-            return [*cells, *[""] * 6, _first(self.note)]
+            return [*cells, *[""] * 6, _shortened(self.note)]
         cells += [f"{1e3 * t.seconds:.3g}", f"{t.gflops:.3g}", f"{t.spread:.1%}"]
         # Of one block there is no interval.
         cells += [f"{t.peak_share:.1%}", f"{t.ratio:.2f}", f"{t.ratio_spread:.1%}" if t.ratio_spread else "?"]
@@ -55,7 +56,7 @@ class Row:
             return f"disturbed: somebody else was at work beside {timing.disturbed:.0%} of it"
         if timing.seconds < SHORT_S and self.name != NUMPY:
             return "short: much of it is the call itself; a larger --size has less of that"
-        return "" if timing.is_narrow else "wide: its own time varies"
+        return "" if timing.is_narrow else "wide: its intervals are not within 2% after the budget"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -124,7 +125,7 @@ def _measure(args: argparse.Namespace) -> int:
             for name, source, its in programs:
                 if its.name == kernel:
                     rows += [_measured(name, source, checker, timer) for _ in range(args.repeat)]
-            print(f"{kernel}: these cores can do {timer.peak_gflops:.4g} GFLOPS", flush=True)
+            print(f"{kernel}: roofline {timer.peak_gflops:.4g} GFLOPS, {timer.peak_gbytes_s:.3g} GB/s", flush=True)
     print(_table(HEAD, [row.cells() for row in rows]), flush=True)
     return 0 if all(row.outcome == "ok" for row in rows) else 1
 
@@ -152,7 +153,7 @@ def _attack(compiler: Compiler, cores: Sequence[int]) -> int:
                 as_expected = verdict.outcome in each.outcomes
                 bad += not as_expected
                 mark = "" if as_expected else f"EXPECTED {' or '.join(each.outcomes)}"
-                lines.append([each.name, each.attack, verdict.outcome, mark, verdict.note.split("\n")[0][:80]])
+                lines.append([each.name, each.attack, verdict.outcome, mark, _shortened(verdict.note)])
     print(_table(("program", "attack", "outcome", "", "note"), lines))
     print(f"{len(lines) - bad} of {len(lines)} programs ended as they should", flush=True)
     return 1 if bad else 0
@@ -190,10 +191,14 @@ def _kernel(file: str, source: str, args: argparse.Namespace) -> Kernel:
     return KERNELS[name]() if args.size is None else KERNELS[name](args.size)
 
 
-def _first(note: str) -> str:
-    """Returns the line of a note that says most: a compiler names a function, or warns, before it comes to the error."""
+def _shortened(note: str) -> str:
+    """Returns the line of a note that says most, as much as fits behind the table.
+
+    A compiler names a function, or warns, before it comes to the error.
+    """
     lines = note.split("\n")
-    return next((line for line in lines if " error: " in line), lines[0])[:100]
+    line = next((line for line in lines if " error: " in line), lines[0])
+    return line if len(line) <= NOTE else f"{line[: NOTE - 1]}…"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

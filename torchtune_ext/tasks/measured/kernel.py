@@ -25,7 +25,8 @@ class Parameter:
 class Kernel(Protocol):
     """A function to write in C. Its arguments are first the ints of a size, then the arrays, and it returns nothing.
 
-    Arrays hold doubles in row-major order, start at an address that 64 divides, and do not overlap.
+    Arrays hold doubles in row-major order, start at an address that 64 divides, and do not overlap. Each of their numbers has
+    to be read or written: a speed that leaves no time for that is not believed.
     """
 
     name: str  # also the name of the C function

@@ -111,6 +111,23 @@ def lock_path(core: int) -> Path:
     return Path("/tmp", f"torchtune-ext-core-{core}.lock")  # not TMPDIR, which is another one for each user
 
 
+def _open_lock(path: Path) -> int:
+    """Opens the file, which anybody may have made. Reading it is enough to lock it (flock(2))."""
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+    while True:
+        try:
+            # Not with O_CREAT: in /tmp Linux refuses that for files of others, even to root (fs.protected_regular).
+            return os.open(path, flags)
+        except FileNotFoundError:
+            pass
+        try:
+            file = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o644)
+        except FileExistsError:
+            continue  # somebody was faster
+        os.fchmod(file, 0o644)  # other users wait for it, too, whatever the umask is
+        return file
+
+
 @contextmanager
 def alone_on(cores: Sequence[int], deadline_s: float) -> Iterator[None]:
     """Keeps every other timing of this machine off these cores, whoever asks for it. The kernel ends it with this process.
@@ -121,7 +138,7 @@ def alone_on(cores: Sequence[int], deadline_s: float) -> Iterator[None]:
     give_up_at = time.monotonic() + deadline_s
     with ExitStack() as stack:
         for core in sorted(cores):  # in one order, so that two who wait for two cores do not wait for each other
-            file = _open_lock(core)
+            file = _open_lock(lock_path(core))
             stack.callback(os.close, file)
             tell_at = time.monotonic() + _TELL_S
             while True:
@@ -138,26 +155,6 @@ def alone_on(cores: Sequence[int], deadline_s: float) -> Iterator[None]:
                         log.warning("timing on core %d waits until %s no longer times on it", core, _holder(file))
                     time.sleep(_LOCK_RETRY_S)
         yield
-
-
-def _open_lock(core: int) -> int:
-    """Opens the file of a core's lock, and makes it where there is none.
-
-    Linux may forbid O_CREAT for a file of another user in /tmp (proc_sys_fs(5), "protected_regular"), so that comes second.
-    """
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-    while True:
-        try:
-            return os.open(lock_path(core), flags)
-        except FileNotFoundError:
-            pass
-        old = os.umask(0)  # other users wait for it, too
-        try:
-            return os.open(lock_path(core), flags | os.O_CREAT | os.O_EXCL, 0o666)
-        except FileExistsError:
-            continue  # somebody else was first
-        finally:
-            os.umask(old)
 
 
 def _holder(file: int) -> str:

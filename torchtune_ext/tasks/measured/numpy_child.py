@@ -54,6 +54,10 @@ class NumpyChild:
             self.close()
             raise
 
+    def restless_s(self) -> float:
+        """Returns 0: it is ours, and wants nobody's harm."""
+        return 0.0
+
     def place(self, places: Sequence[Place]) -> None:
         """Does nothing: numpy's arrays lie where numpy puts them."""
 

@@ -5,6 +5,7 @@ is slower when somebody shares the core, or the other half of it (SMT), or when 
 8 MB: it is slower when somebody fills the cache or the memory bus that cores share. No candidate has a hand in either.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,8 +16,8 @@ import numpy as np
 from torchtune_ext.tasks.measured.arena import arena_size, lay_out
 from torchtune_ext.tasks.measured.check import Checker
 from torchtune_ext.tasks.measured.child import Call, Child, ChildFailed
-from torchtune_ext.tasks.measured.fixed import MEMORY, REGISTERS, Fixed
-from torchtune_ext.tasks.measured.kernel import Size
+from torchtune_ext.tasks.measured.fixed import MEMORY, NUMBERS, REGISTERS, Fixed
+from torchtune_ext.tasks.measured.kernel import Kernel, Size
 from torchtune_ext.tasks.measured.sandbox import SandboxError
 
 # Shares above the quiet level from which on a neighbor is at work. Without one, 90% of the looks at a small virtual machine
@@ -47,9 +48,14 @@ class Quiet:
     past: list[tuple[float, float]] = field(default_factory=list)  # when a chunk ended, and its lower quartile
 
     def add(self, seconds: float, now: float | None = None) -> None:
-        now = time.monotonic() if now is None else now
         self.chunk.append(seconds)
         if len(self.chunk) == CHUNK:
+            self.settle(now)
+
+    def settle(self, now: float | None = None) -> None:
+        """Ends the chunk, though it be short: a neighbor who comes now must not become the measure of it."""
+        now = time.monotonic() if now is None else now
+        if self.chunk:
             self.past = [each for each in self.past if each[0] > now - KEPT_S] + [(now, _lower_quartile(self.chunk))]
             self.chunk = []
 
@@ -71,7 +77,6 @@ class Look:
 
     registers: tuple[float, ...]
     memory: tuple[float, ...]
-    waited_s: float = 0.0  # for how long the process could not run, since somebody else had the core
 
 
 class Probe:
@@ -85,6 +90,7 @@ class Probe:
         self.checker, self.kernel = checker, Fixed()
         self.rng = np.random.default_rng()
         self.registers, self.memory = Quiet(), Quiet()
+        self._best_memory_s = math.inf
         arena_bytes = arena_size(self.kernel, REGISTERS)
         self.child: Child = checker.child(self.kernel, checker.compile_own(self.kernel), OWN_CPU_S)
         try:
@@ -101,11 +107,23 @@ class Probe:
 
     def look(self) -> Look:
         """Times the fixed kernel, and remembers what it saw."""
-        calls = [self._calls(size, warm) for size, warm in ((REGISTERS, WARM_REGISTERS), (MEMORY, WARM_MEMORY))]
-        registers, memory = (tuple(call.seconds for call in each) for each in calls)
-        self.registers.add(median(registers))
-        self.memory.add(median(memory))
-        return Look(registers, memory, sum(call.waited_s for each in calls for call in each))
+        look = Look(self._seconds(REGISTERS, WARM_REGISTERS), self._seconds(MEMORY, WARM_MEMORY))
+        self.registers.add(median(look.registers))
+        self.memory.add(median(look.memory))
+        self._best_memory_s = min(self._best_memory_s, *look.memory)
+        return look
+
+    @property
+    def peak_gbytes_s(self) -> float:
+        """The fastest that the timed cores were seen to read 8 MB that lie in the cache that cores share, in 10^9 bytes/s."""
+        return 8e-9 * NUMBERS / self._best_memory_s * self.checker.threads
+
+    def roofline_s(self, kernel: Kernel) -> float:
+        """Returns the seconds that a call needs at least, whatever the program: it has its operations to do, and each number
+        of its arrays to read or write once (Williams, Waterman and Patterson 2009, "Roofline")."""
+        size = kernel.timed
+        nbytes = 8 * sum(math.prod(shape) for shape in kernel.shapes(size).values())
+        return 1e-9 * max(kernel.operations(size) / self.peak_gflops, nbytes / self.peak_gbytes_s)
 
     def is_disturbed(self, *looks: Look) -> bool:
         """Tells whether somebody else was at work at these looks."""
@@ -113,8 +131,8 @@ class Probe:
         memory = median(seconds for look in looks for seconds in look.memory)
         return self.registers.is_above(registers, DISTURBED_REGISTERS) or self.memory.is_above(memory, DISTURBED_MEMORY)
 
-    def _calls(self, size: Size, warm: int) -> list[Call]:
-        return [self._call(size) for _ in range(warm + CALLS)][warm:]
+    def _seconds(self, size: Size, warm: int) -> tuple[float, ...]:
+        return tuple(self._call(size).seconds for _ in range(warm + CALLS))[warm:]
 
     def _call(self, size: Size) -> Call:
         try:

@@ -2,11 +2,13 @@
 
 Calls come in blocks: the candidate's, and right after it one of the reference (the kernel's own naive program), on the same
 cores, one process at a time. Before and after stands a look at the machine (probe.py). A block beside which somebody else
-was at work is made again. Blocks go on until the 95% interval of the median is narrow enough, or the budget is used.
+was at work is made again. Blocks go on until the 95% intervals of the medians, of the times and of the ratios to the reference,
+are narrow enough, or the budget is used.
 
-What only the candidate suffers from is its own doing: it has no hand in what the probe sees. If the machine never came to rest,
-the figure stands, with the remark that it was disturbed; only if the reference was disturbed as well, it is `noisy` and nothing
-is known.
+What only the candidate suffers from is its own doing. It has no hand in what the probe and the reference see: one whose
+threads work then is refused, and threads of its own that wait for each other are no neighbors. If the machine never came to
+rest, the figure stands, with the remark that it was disturbed; only if the reference was disturbed as well, it is `noisy` and
+nothing is known.
 
 Every timed call has inputs of its own and is checked. So an answer that is kept, or is right only where it is verified,
 gains nothing. What is faster than the machine can be is not believed.
@@ -33,13 +35,15 @@ from torchtune_ext.tasks.measured.probe import OWN_CPU_S, Look, Probe, Quiet
 from torchtune_ext.tasks.measured.sandbox import SandboxError
 from torchtune_ext.tasks.measured.verify import compare, draw_inputs, expect, explained
 
-NARROW = 0.02  # the 95% interval of the median ends this far from it, as a share, or nearer
+NARROW = 0.02  # the 95% intervals of the medians end this far from them, as a share, or nearer
 # A time of the reference above its quiet level by more than this share speaks of a neighbor, too.
 REFERENCE_DISTURBED = 0.05
 WAITED = 0.02  # share of a block for which its processes wanted to run and could not
+# CPU seconds that a program may use while the reference and the probe run. One whose threads sleep uses none.
+RESTLESS_S = 1e-4
 BLOCK_CALLS, BLOCK_S = 12, 0.06  # calls of a block at most, and seconds after which it ends (but 3 calls it has)
-MIN_BLOCKS = 4  # of a timing
-BELIEVED = 1.05  # times the measured peak; above, a figure is no speed
+MIN_BLOCKS = 6  # of a timing; from fewer ratios no interval of their median reaches 95%
+BELIEVED = 1.05  # times as fast as the roofline allows; above, a figure is no speed
 LOCK_S = 600.0  # seconds to wait for another timing on the same cores
 
 
@@ -49,6 +53,8 @@ class Callee(Protocol):
     arena_bytes: int
 
     def place(self, places: Sequence[Place]) -> None: ...
+
+    def restless_s(self) -> float: ...
 
     def call(self, size: Size, inputs: Arrays, deadline_s: float) -> Call: ...
 
@@ -63,11 +69,11 @@ class Timing:
     calls: int
     gflops: float  # operations of a call / seconds, in 10^9
     ratio: float  # how many times faster than the reference beside it; median over the blocks
-    ratio_spread: float  # half of the 95% interval of that, as a share
-    peak_share: float  # of the measured peak of these cores
+    ratio_spread: float  # half of the 95% interval of that, as a share; below 6 blocks: of all that they span
+    peak_share: float  # what the roofline of these cores allows / seconds
     repeated: int  # blocks that were made again, since somebody else was at work
     disturbed: float  # share of such blocks among those that count; 0 unless the machine never came to rest
-    is_narrow: bool  # the interval is within NARROW
+    is_narrow: bool  # both intervals are within NARROW
     is_noisy: bool  # it never came to rest, and the reference felt it as well: nothing is known about the program
 
     @property
@@ -100,6 +106,25 @@ class _Block:
     is_disturbed: bool  # somebody else was at work, as the probe or the host says
     is_reference_disturbed: bool
 
+    @property
+    def ratio(self) -> float:
+        """How many times faster than the reference the candidate was."""
+        return self.reference_s / median(self.seconds)
+
+
+def _spread(samples: Sequence[float]) -> float:
+    """Half of the interval of the median, as a share of it."""
+    low, high = interval_of_median(samples)
+    return (high - low) / 2 / median(samples)
+
+
+def _is_narrow(blocks: Sequence[_Block]) -> bool:
+    """Tells whether the medians of the times and of the ratios are known well enough."""
+    if len(blocks) < MIN_BLOCKS:
+        return False
+    own = [seconds for block in blocks for seconds in block.seconds]
+    return max(_spread(own), _spread([block.ratio for block in blocks])) <= NARROW
+
 
 class Timer:
     """Times programs of one kernel on its own cores, one at a time.
@@ -129,6 +154,7 @@ class Timer:
                 self._reference = stack.enter_context(checker.child(self.kernel, library, OWN_CPU_S))
                 for _ in range(4):
                     self._quiet.add(median(call.seconds for call in self._calls(self._reference)))
+                self._quiet.settle()
             self._stack = stack.pop_all()
 
     def close(self) -> None:
@@ -145,6 +171,11 @@ class Timer:
     def peak_gflops(self) -> float:
         """What all timed cores can do together: multiplications and additions of vectors in registers."""
         return self._probe.peak_gflops
+
+    @property
+    def peak_gbytes_s(self) -> float:
+        """What they can read together from the cache that cores share, in 10^9 bytes/s."""
+        return self._probe.peak_gbytes_s
 
     def time(self, library: Path, begin: Callable[[], None] = lambda: None) -> Timing:
         """Times a program that `Checker.checked` has found right.
@@ -186,10 +217,12 @@ class Timer:
             block, look = self._block(child, look)
             blocks.append(block)
             is_late = time.monotonic() > give_up_at
-            # As long as there is time, what was disturbed is made again. If there was nothing else, it is better than nothing.
+            # As long as there is time, what was disturbed is made again. A few calm blocks are chance, or the program's
+            # choice; then all count, and the figure says that it was disturbed.
             calm = [block for block in blocks if not block.is_disturbed]
-            if is_late or (len(calm) >= MIN_BLOCKS and self._is_narrow(calm)):
-                return self._timing(blocks, calm or blocks)
+            if is_late or _is_narrow(calm):
+                is_enough = len(calm) >= MIN_BLOCKS or 2 * len(calm) >= len(blocks)
+                return self._timing(blocks, calm if is_enough else blocks)
 
     def _block(self, child: Callee, before: Look) -> tuple[_Block, Look]:
         stolen = stolen_ticks(self.checker.cores)
@@ -199,6 +232,11 @@ class Timer:
         except ChildFailed as failed:
             raise SandboxError(f"the naive program of {self.kernel.name} has failed: {failed}") from failed
         after = self._probe.look()
+        # Otherwise a program could slow down what it is compared with, or make every block look disturbed.
+        if (restless_s := child.restless_s()) > RESTLESS_S:
+            raise ChildFailed(
+                "runtime_error", f"its threads worked for {1e3 * restless_s:.3g} ms while others were timed"
+            )
         reference_s = median(call.seconds for call in beside)
         self._quiet.add(reference_s)
         waited = [sum(call.waited_s for call in calls) / sum(call.seconds for call in calls) for calls in (own, beside)]
@@ -208,35 +246,30 @@ class Timer:
         is_reference_disturbed = waited[1] > WAITED or self._quiet.is_above(reference_s, REFERENCE_DISTURBED)
         return _Block([call.seconds for call in own], reference_s, is_disturbed, is_reference_disturbed), after
 
-    def _is_narrow(self, blocks: Sequence[_Block]) -> bool:
-        own = [seconds for block in blocks for seconds in block.seconds]
-        low, high = interval_of_median(own)
-        return len(own) >= 6 and (high - low) / 2 <= NARROW * median(own)
-
     def _timing(self, blocks: Sequence[_Block], kept: Sequence[_Block]) -> Timing:
         own = [seconds for block in kept for seconds in block.seconds]
+        ratios = [block.ratio for block in kept]
         seconds, (low, high) = median(own), interval_of_median(own)
         gflops = self.kernel.operations(self.kernel.timed) / seconds / 1e9
-        share = gflops / self.peak_gflops
-        if share > BELIEVED:
+        roofline_s = self._probe.roofline_s(self.kernel)
+        if seconds * BELIEVED < roofline_s:
             raise ChildFailed(
                 "runtime_error",
-                f"{gflops:.4g} GFLOPS, and these cores can do {self.peak_gflops:.4g}: not believed",
+                f"{1e3 * seconds:.3g} ms, and at {self.peak_gflops:.4g} GFLOPS and {self.peak_gbytes_s:.3g} GB/s these cores "
+                f"need {1e3 * roofline_s:.3g} ms at least: not believed",
             )
-        ratios = [block.reference_s / median(block.seconds) for block in kept]
-        ratio, (least, most) = median(ratios), interval_of_median(ratios)
         return Timing(
             seconds,
             low,
             high,
             len(own),
             gflops,
-            ratio,
-            (most - least) / 2 / ratio,
-            share,
+            median(ratios),
+            _spread(ratios),
+            roofline_s / seconds,
             repeated=len(blocks) - len(kept),
             disturbed=sum(block.is_disturbed for block in kept) / len(kept),
-            is_narrow=self._is_narrow(kept),
+            is_narrow=_is_narrow(kept),
             is_noisy=2 * sum(block.is_disturbed and block.is_reference_disturbed for block in kept) > len(kept),
         )
 
