@@ -124,10 +124,18 @@ def test_who_works_while_others_are_timed_is_refused(timer):
     assert refused.value.outcome == "runtime_error"
 
 
+def test_a_peak_that_somebody_slowed_down_is_measured_again(timer):
+    peak = timer.peak_gflops
+    timer._probe.peak_gflops = 1e-6
+    # Whoever was in the way of the first measurement has gone.
+    assert measured(timer, timer.kernel.naive).peak_share < 1 and timer.peak_gflops > peak / 10
+
+
 @pytest.mark.parametrize("name", ["peak_gflops", "peak_gbytes_s"])
 def test_a_speed_above_the_roofline_is_not_believed(timer, name, monkeypatch):
     if name == "peak_gflops":
         timer._probe.peak_gflops = 1e-6
+        monkeypatch.setattr(timer._probe, "_peak_gflops", lambda: 1e-6)
     else:
         monkeypatch.setattr(probe.Probe, name, 1e-6)
     with pytest.raises(ChildFailed, match="ms at least: not believed"):
@@ -195,10 +203,19 @@ def cpu_limit(child):
     return int(next(line.split()[3] for line in limits if line.startswith("Max cpu time")))
 
 
-def test_programs_of_ours_may_work_for_days_and_others_as_long_as_they_are_timed(timer):
+def test_programs_of_ours_may_work_for_days_and_others_as_long_as_they_are_timed(timer, monkeypatch):
     for child in (timer._reference, timer._probe.child):
         assert cpu_limit(child) >= 365 * 24 * 3600
     with timer.checker.checked(timer.kernel.naive, extracted=True) as (_, library):
+        start = timer.checker.child
+        asked = []
+        monkeypatch.setattr(
+            timer.checker, "child", lambda kernel, library, cpu_s: asked.append(cpu_s) or start(kernel, library, cpu_s)
+        )
+        timer.time(library)
+        # Each call may last until its deadline.
+        assert asked[0] >= timer.budget_s + 5 * timer.checker.deadlines.verify_s
+        monkeypatch.undo()
         for cpu_s, allowed in ((0, timer.checker.limits.cpu_s), (99.5, 100)):
             with timer.checker.child(timer.kernel, library, cpu_s) as child:
                 assert cpu_limit(child) == allowed

@@ -37,7 +37,7 @@ from torchtune_ext.tasks.measured.owned import Owned
 from torchtune_ext.tasks.measured.results import NOISY, BenchConfig, BenchError, Result
 from torchtune_ext.tasks.measured.sandbox import PREFIX, PROBE_S, Limits, Sandbox, clean_up
 from torchtune_ext.tasks.measured.schedule import CHECK, Schedule
-from torchtune_ext.tasks.measured.timing import LOCK_S
+from torchtune_ext.tasks.measured.timing import LEAST_CALLS, LOCK_S, MOST_LATE_CALLS
 
 __all__ = ["Bench", "BenchConfig", "BenchError", "Result"]
 
@@ -251,8 +251,9 @@ class Bench:
         if stage == CHECK:
             pool, what, timeout_s, wait_s = "checking", job.text, check_s, checker_s
         else:
-            # The last block may have five calls of the program and three of the reference.
-            timeout_s = START_S + d.load_s + settings.budget_s + 8 * d.verify_s + OWN_S
+            # When the budget ends, a last block may begin, with calls of the reference as well.
+            calls = MOST_LATE_CALLS + LEAST_CALLS
+            timeout_s = START_S + d.load_s + settings.budget_s + calls * d.verify_s + OWN_S
             # Twice for engines; for the cores when a checker, then its timer, is made, and when the program is timed.
             wait_s = 5 * LOCK_S + checker_s + timeout_s
             pool, what = "timing", job.library

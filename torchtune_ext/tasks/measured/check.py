@@ -251,7 +251,7 @@ class Checker:
             # The words alone may be the candidate's.
             if FULL in done.errors and shutil.disk_usage(folder).free < compilers.LIMITS.file_bytes:
                 raise SandboxError(f"the disk of {folder} is full: {done.errors.strip()[-300:]}")
-            raise _Refused("compile_error", done.errors.strip())
+            raise _Refused("compile_error", done.errors.strip() or exit_cause(done.status))
 
     def _verify(self, library: Path, rng: np.random.Generator) -> float:
         with self.child(self.kernel, library) as child:

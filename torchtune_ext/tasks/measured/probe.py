@@ -96,7 +96,8 @@ class Probe:
         try:
             self.child.place(lay_out(self.kernel, REGISTERS, arena_bytes, False, self.rng))
             self._require_calm()
-            self.peak_gflops = self._peak_gflops()
+            self.peak_gflops = 0.0
+            self.measure_peak()
         except BaseException:
             self.close()
             raise
@@ -104,6 +105,10 @@ class Probe:
     def close(self) -> None:
         """Ends the process of the fixed kernel."""
         self.child.close()
+
+    def measure_peak(self) -> None:
+        """Measures `peak_gflops` once more: what somebody has slowed down is no peak, so the highest figure counts."""
+        self.peak_gflops = max(self.peak_gflops, self._peak_gflops())
 
     def look(self) -> Look:
         """Times the fixed kernel, and remembers what it saw."""

@@ -41,7 +41,9 @@ REFERENCE_DISTURBED = 0.05
 WAITED = 0.02  # share of a block for which its processes wanted to run and could not
 # CPU seconds that a program may use while the reference and the probe run. One whose threads sleep uses none.
 RESTLESS_S = 1e-4
-BLOCK_CALLS, BLOCK_S = 12, 0.06  # calls of a block at most, and seconds after which it ends (but 3 calls it has)
+BLOCK_CALLS, BLOCK_S = 12, 0.06  # calls of a block at most, and seconds after which it ends (but for LEAST_CALLS)
+FIRST_CALLS, LEAST_CALLS = 2, 3  # that are not counted, and of a block
+MOST_LATE_CALLS = FIRST_CALLS + LEAST_CALLS  # of a program whose every call takes as long as it may
 MIN_BLOCKS = 6  # of a timing; from fewer ratios no interval of their median reaches 95%
 BELIEVED = 1.05  # times as fast as the roofline allows; above, a figure is no speed
 LOCK_S = 600.0  # seconds to wait for another timing on the same cores
@@ -69,7 +71,8 @@ class Timing:
     calls: int
     gflops: float  # operations of a call / seconds, in 10^9
     ratio: float  # how many times faster than the reference beside it; median over the blocks
-    ratio_spread: float  # half of the 95% interval of that, as a share; below 6 blocks: of all that they span
+    # Half of the 95% interval of that, as a share; below 6 blocks: half of what lies between the extremes.
+    ratio_spread: float
     peak_share: float  # what the roofline of these cores allows / seconds
     repeated: int  # blocks that were made again, since somebody else was at work
     disturbed: float  # share of such blocks among those that count; 0 unless the machine never came to rest
@@ -86,7 +89,8 @@ def interval_of_median(samples: Sequence[float], level: float = 0.95) -> tuple[f
     """Returns an interval that holds the median with at least this probability, whatever the distribution.
 
     It lies between two order statistics (David and Nagaraja 2003, section 7.1): k of n samples lie below the median with the
-    probabilities of a fair coin. With fewer than 6 samples no interval reaches 95%; then it is all of them.
+    probabilities of a fair coin. With fewer than 6 samples no interval reaches 95%; then it is all of them. The samples have to
+    be independent, which the calls of a block are not quite.
     """
     ordered, n = sorted(samples), len(samples)
     outside = 0.0
@@ -188,7 +192,8 @@ class Timer:
             ChildFailed: a call fails or its result is wrong, or it is faster than the machine can be.
             SandboxError: a process of ours has failed. Nothing is known about the program, and this object is of no more use.
         """
-        cpu_s = 2 * self.budget_s * self.checker.threads
+        # A slow program ends by the deadline of a call, and not by what the first calls and a late block need.
+        cpu_s = (self.budget_s + MOST_LATE_CALLS * self.checker.deadlines.verify_s) * self.checker.threads
         with alone_on(self.checker.cores, LOCK_S):
             begin()
             try:
@@ -210,7 +215,7 @@ class Timer:
 
     def _time(self, child: Callee) -> Timing:
         give_up_at = time.monotonic() + self.budget_s
-        self._calls(child, 2)  # the first calls map memory and start threads
+        self._calls(child, FIRST_CALLS)  # they map memory and start threads
         blocks: list[_Block] = []
         look = self._probe.look()
         while True:
@@ -251,6 +256,9 @@ class Timer:
         ratios = [block.ratio for block in kept]
         seconds, (low, high) = median(own), interval_of_median(own)
         gflops = self.kernel.operations(self.kernel.timed) / seconds / 1e9
+        if seconds * BELIEVED < self._probe.roofline_s(self.kernel):
+            # Somebody may have shared the cores when their peak was measured.
+            self._probe.measure_peak()
         roofline_s = self._probe.roofline_s(self.kernel)
         if seconds * BELIEVED < roofline_s:
             raise ChildFailed(
@@ -278,7 +286,7 @@ class Timer:
         kernel, size, seconds = self.kernel, self.kernel.timed, 0.0
         calls: list[Call] = []
         child.place(lay_out(kernel, size, child.arena_bytes, bool(self.rng.integers(2)), self.rng))
-        while len(calls) < most and (seconds < BLOCK_S or len(calls) < min(3, most)):
+        while len(calls) < most and (seconds < BLOCK_S or len(calls) < min(LEAST_CALLS, most)):
             inputs = draw_inputs(kernel, size, "biased", self.rng)
             call = child.call(size, inputs, self.checker.deadlines.verify_s)
             found = compare(kernel, expect(kernel, size, inputs), call.outputs)
