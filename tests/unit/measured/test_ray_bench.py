@@ -68,12 +68,6 @@ def test_an_address_at_which_somebody_answers_who_is_not_ray_is_refused():
     assert "does not answer" in why and f"ray start --address={address}" in why
 
 
-def test_a_version_is_known_by_its_sources():
-    version, _, digest = ray_host.identity().partition(" ")
-    assert version and len(digest.strip("()")) == 12
-    assert ray_host.identity() == f"{version} {digest}"
-
-
 def test_lines_of_the_log_are_kept_until_they_are_fetched():
     kept = ray_host.Kept()
     logger = ray_host.logging.getLogger("torchtune_ext.of_this_test")

@@ -34,11 +34,11 @@ from torchtune_ext.tasks.measured.extract import extract
 from torchtune_ext.tasks.measured.kernel import Kernel, prototype
 from torchtune_ext.tasks.measured.machine import choose_cores, fingerprint, usable_cores
 from torchtune_ext.tasks.measured.owned import Owned
-from torchtune_ext.tasks.measured.ray_host import identity
 from torchtune_ext.tasks.measured.results import NOISY, BenchConfig, BenchError, Result
 from torchtune_ext.tasks.measured.sandbox import PREFIX, PROBE_S, Limits, Sandbox, clean_up
 from torchtune_ext.tasks.measured.schedule import CHECK, Schedule
 from torchtune_ext.tasks.measured.timing import LEAST_CALLS, LOCK_S, MOST_LATE_CALLS
+from torchtune_ext.tasks.measured.version import version
 
 __all__ = ["Bench", "BenchConfig", "BenchError", "Result"]
 
@@ -108,7 +108,7 @@ class Bench:
             tuple(checked),
             tuple(timed),
         )
-        self._fingerprint, self._identity = fingerprint(), identity()
+        self._fingerprint, self._version = fingerprint(), version()
         self._cache = Cache(cache)
         self._lock = threading.Lock()  # guards all that follows
         self._ended: BenchError | None = None  # the reason why nothing is accepted any more
@@ -220,7 +220,7 @@ class Bench:
         """What a result depends on."""
         settings = self._settings
         words = [
-            self._identity,
+            self._version,
             extract(text),
             compilers.flags_of(kernel, settings.optimization, settings.threads),
             settings.compiler.version,

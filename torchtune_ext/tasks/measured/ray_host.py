@@ -5,32 +5,15 @@ none, can say so. That is why all imports of ours stand in the methods.
 """
 
 import asyncio
-import hashlib
 import logging
 import os
 import pickle
 import sys
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 LOGGED = 1000  # lines of the log that are kept until they are fetched
-
-
-def identity() -> str:
-    """Returns the version of torchtune_ext on this machine, with a digest of all that measures.
-
-    Raises:
-        ImportError: there is none.
-    """
-    import torchtune_ext
-
-    digest = hashlib.sha256()
-    folder = Path(torchtune_ext.__file__).parent / "tasks" / "measured"
-    for path in sorted(path for ending in ("*.py", "*.c") for path in folder.rglob(ending)):
-        digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes() + b"\0")
-    return f"{torchtune_ext.__version__} ({digest.hexdigest()[:12]})"
 
 
 class Kept(logging.Handler):
@@ -55,12 +38,13 @@ class Host:
         self.bench = None
         self.log = Kept()
 
-    async def identity(self) -> tuple[str, str]:
+    async def version(self) -> tuple[str, str]:
         """Returns ("ready", the version here), or ("refused", why)."""
         try:
-            return "ready", identity()
+            from torchtune_ext.tasks.measured.version import version
         except ImportError as error:
             return "refused", f"torchtune_ext cannot be imported there ({error})"
+        return "ready", version()
 
     async def start(self, settings: bytes, path: Sequence[str]) -> tuple[str, str, int]:
         """Makes the Bench, whose keywords are `settings` (pickled).

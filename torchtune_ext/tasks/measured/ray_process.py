@@ -27,6 +27,7 @@ from torchtune_ext.run.parent import die_with_parent
 from torchtune_ext.tasks.measured import ray_host
 from torchtune_ext.tasks.measured.dispatch import Dispatch
 from torchtune_ext.tasks.measured.ray_connect import Refused, connect, member_command, short
+from torchtune_ext.tasks.measured.version import version
 
 LOOK_S = 1.0  # seconds between two looks at the cluster, and at each of its machines
 SILENT_S = 60.0  # seconds without an answer after which a machine, or the whole cluster, counts as lost
@@ -203,10 +204,10 @@ class Driver:
 
     async def _live(self, name: str, life: Life) -> None:
         """Lives one life of an actor to its end. Raises Refused if the machine cannot be used."""
-        wanted, taken = ray_host.identity(), f"does another program use its {self._resource}?"
+        wanted, taken = version(), f"does another program use its {self._resource}?"
         with self._losing(life, f"Ray had no place for an actor within {PLACE_S:g} s; {taken}"):
             async with asyncio.timeout(PLACE_S):
-                state, found = await life.actor.identity.remote()
+                state, found = await life.actor.version.remote()
             if state == "refused" or found != wanted:
                 there = found if state == "refused" else f"torchtune_ext {found} is installed there"
                 raise Refused(f"{there}, and {wanted} here: install the same")
