@@ -13,6 +13,7 @@ from calm_kernels import HONEST, CalmReduction, fenced
 
 pytest.importorskip("tree_sitter_c")
 
+from torchtune_ext.run.processes import Processes
 from torchtune_ext.tasks.measured import cli, machine
 from torchtune_ext.tasks.measured import compiler as compilers
 from torchtune_ext.tasks.measured.bench import Bench, BenchError
@@ -126,18 +127,47 @@ def test_numpy_that_is_stopped_is_not_waited_for():
         assert time.monotonic() - start < 30.0
 
 
+def test_a_process_that_waits_for_the_cores_may_wait_for_long_and_is_soon_replaced_when_it_is_stopped(
+    monkeypatch, caplog
+):
+    given, submit = [], Processes.submit
+
+    def submit_with_little_patience(self, arguments, timeout_s, wait_s):
+        given.append(wait_s)
+        return submit(self, arguments, timeout_s, 4.0 if len(given) == 4 else wait_s)
+
+    monkeypatch.setattr(Processes, "submit", submit_with_little_patience)
+    with quick_bench() as bench:
+        # The timer is made, so that nothing but waiting stands before the second timing.
+        assert bench.submit(CalmReduction(), fenced(HONEST)).result(timeout=200).outcome == "ok"
+        with machine.alone_on(bench.timed_cores, 200.0):
+            waiting = bench.submit(CalmReduction(), fenced("/* again */" + HONEST))
+            assert _until(lambda: bench.stats()["timing"] == 1, 100.0)
+            time.sleep(6.0)
+            assert bench.stats()["timing"] == 1 and bench.stats()["retried"] == 0
+            os.kill(bench._pools["timing"].pids()[0], signal.SIGSTOP)
+            assert _until(lambda: bench.stats()["retried"] == 1, 30.0)
+        assert waiting.result(timeout=200).outcome == "ok"
+    assert "no answer within 4 s; the process was killed" in caplog.text
+    # Minutes, and not the ten for each lock that somebody else may hold.
+    assert max(given) <= 240.0
+
+
 def _inputs(kernel):
     import numpy as np
 
     return {name: np.ones(shape) for name, shape in kernel.shapes(kernel.timed).items() if name != "C"}
 
 
-def test_a_bench_belongs_to_its_process_and_may_be_closed_by_a_callback():
+def quick_bench() -> Bench:
     try:
-        bench = Bench(workers=1, budget_s=0.2, namespaces=False)
+        return Bench(workers=1, budget_s=0.2, namespaces=False)
     except SandboxError as error:
         pytest.skip(str(error))
-    with bench:
+
+
+def test_a_bench_belongs_to_its_process_and_may_be_closed_by_a_callback():
+    with quick_bench() as bench:
         pid = os.fork()
         if pid == 0:
             status = 1

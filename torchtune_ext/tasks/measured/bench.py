@@ -37,7 +37,7 @@ from torchtune_ext.tasks.measured.owned import Owned
 from torchtune_ext.tasks.measured.results import NOISY, BenchConfig, BenchError, Result
 from torchtune_ext.tasks.measured.sandbox import PREFIX, PROBE_S, Limits, Sandbox, clean_up
 from torchtune_ext.tasks.measured.schedule import CHECK, Schedule
-from torchtune_ext.tasks.measured.timing import LEAST_CALLS, LOCK_S, MOST_LATE_CALLS
+from torchtune_ext.tasks.measured.timing import LEAST_CALLS, MOST_LATE_CALLS
 from torchtune_ext.tasks.measured.version import version
 
 __all__ = ["Bench", "BenchConfig", "BenchError", "Result"]
@@ -254,15 +254,15 @@ class Bench:
     def _hand_over(self, stage: str, job: "_Job") -> None:
         d, settings = self._settings.deadlines, self._settings
         check_s = d.screen_s + d.compile_s + START_S + d.load_s + 2 * d.verify_s + OWN_S
-        checker_s = 4 * PROBE_S + check_s  # a kernel's checker probes the machine and checks the kernel's own program
+        # A kernel's checker probes the machine and checks the kernel's own program. Who makes a timer, or waits for the
+        # cores or for an engine, is never as long without a sign of life.
+        wait_s = 4 * PROBE_S + check_s
         if stage == CHECK:
-            pool, what, timeout_s, wait_s = "checking", job.text, check_s, checker_s
+            pool, what, timeout_s = "checking", job.text, check_s
         else:
             # When the budget ends, a last block may begin, with calls of the reference as well.
             calls = MOST_LATE_CALLS + LEAST_CALLS
             timeout_s = START_S + d.load_s + settings.budget_s + calls * d.verify_s + OWN_S
-            # Twice for engines; for the cores when a checker, then its timer, is made, and when the program is timed.
-            wait_s = 5 * LOCK_S + checker_s + timeout_s
             pool, what = "timing", job.library
         answer = self._pools[pool].submit((job.kernel_key, job.kernel, what), timeout_s, wait_s)
         answer.add_done_callback(lambda future: self._ends(stage, job, future))

@@ -29,7 +29,7 @@ from torchtune_ext.tasks.measured.arena import Place, lay_out
 from torchtune_ext.tasks.measured.check import Checker
 from torchtune_ext.tasks.measured.child import Call, ChildFailed
 from torchtune_ext.tasks.measured.kernel import Arrays, Size
-from torchtune_ext.tasks.measured.machine import alone_on, kept_off, stolen_ticks
+from torchtune_ext.tasks.measured.machine import alone_on, kept_off, nobody, stolen_ticks
 from torchtune_ext.tasks.measured.numpy_child import NumpyChild
 from torchtune_ext.tasks.measured.probe import OWN_CPU_S, Look, Probe, Quiet
 from torchtune_ext.tasks.measured.sandbox import SandboxError
@@ -142,12 +142,13 @@ class Timer:
     Args:
         checker: compiles and locks in; its `cores` are those that are timed on.
         budget_s: seconds for one program, reference and checks included.
+        tell: called again and again while this waits for the cores, and between the steps of making it.
 
     Raises:
         Wild: the fixed kernel varies by more than 20%.
     """
 
-    def __init__(self, checker: Checker, budget_s: float = 10.0) -> None:
+    def __init__(self, checker: Checker, budget_s: float = 10.0, tell: Callable[[], None] = nobody) -> None:
         if not budget_s > 0:
             raise ValueError(f"budget_s={budget_s} must be more than 0 seconds")
         self.checker, self.kernel, self.budget_s = checker, checker.kernel, budget_s
@@ -155,8 +156,9 @@ class Timer:
         self._quiet = Quiet()  # of the reference
         with ExitStack() as stack:
             stack.enter_context(kept_off(checker.cores))
-            with alone_on(checker.cores, LOCK_S):
+            with alone_on(checker.cores, LOCK_S, tell):
                 self._probe = stack.enter_context(closing(Probe(checker)))
+                tell()
                 library = checker.compile_own(self.kernel)
                 self._reference = stack.enter_context(checker.child(self.kernel, library, OWN_CPU_S))
                 for _ in range(4):
@@ -184,12 +186,13 @@ class Timer:
         """What they can read together from the cache that cores share, in 10^9 bytes/s."""
         return self._probe.peak_gbytes_s
 
-    def time(self, library: Path, begin: Callable[[], None] = lambda: None) -> Timing:
+    def time(self, library: Path, begin: Callable[[], None] = nobody, tell: Callable[[], None] = nobody) -> Timing:
         """Times a program that `Checker.checked` has found right.
 
         Args:
             library: what it was compiled to.
             begin: called as soon as nobody else times on these cores.
+            tell: called again and again before that.
 
         Raises:
             ChildFailed: a call fails or its result is wrong, or it is faster than the machine can be.
@@ -197,7 +200,7 @@ class Timer:
         """
         # A slow program ends by the deadline of a call, and not by what the first calls and a late block need.
         cpu_s = (self.budget_s + MOST_LATE_CALLS * self.checker.deadlines.verify_s) * self.checker.threads
-        with alone_on(self.checker.cores, LOCK_S):
+        with alone_on(self.checker.cores, LOCK_S, tell):
             begin()
             try:
                 with self.checker.child(self.kernel, library, cpu_s) as child:
