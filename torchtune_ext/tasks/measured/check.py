@@ -33,6 +33,8 @@ STAGES = ("extract", "screen", "compile", "verify")
 MAX_SOURCE = 200_000  # characters of a program
 MAX_NOTE = 1500  # characters of a note
 KILLED = "SIGKILL"  # how a note begins where something was killed, perhaps because the machine's memory was full
+# Share of its deadline for which a late program has computed; below, it may be in time on a machine that is less busy.
+COMPUTED = 0.9
 FULL = "No space left on device"  # what compilers say where there is none, in the language that they run in here
 # How gcc and clang say that a part of them was killed.
 _KILLED = re.compile(
@@ -66,12 +68,14 @@ class Verdict:
     seconds: Mapping[str, float]  # of each stage that ran
     seed: int  # of the sizes and inputs, drawn after compilation; 0 if it did not come so far
     worst: float = field(default=float("nan"))  # the largest error in units of what is allowed, if it is ok
+    # A timeout that may be the machine's fault: of the compiler, or of a program that was not computing most of the time.
+    is_starved: bool = False
 
 
 class _Refused(Exception):
-    def __init__(self, outcome: str, note: str) -> None:
+    def __init__(self, outcome: str, note: str, is_starved: bool = False) -> None:
         super().__init__(note)
-        self.outcome = outcome
+        self.outcome, self.is_starved = outcome, is_starved
 
 
 class Checker:
@@ -94,7 +98,7 @@ class Checker:
     Raises:
         ValueError: there is no compiler or no tree-sitter, a core does not exist, the kernel lacks something, or its own
             program does not pass.
-        SandboxError: this machine cannot lock programs in, or kills the kernel's own program.
+        SandboxError: this machine cannot lock programs in, kills the kernel's own program, or is too busy to run it in time.
     """
 
     def __init__(
@@ -130,6 +134,10 @@ class Checker:
             own = self.check_source(kernel.naive)
             if own.note.startswith(KILLED):
                 raise SandboxError(f"the program of {kernel.name} was killed while it was checked: {own.note}")
+            if own.is_starved:
+                raise SandboxError(
+                    f"this machine is too busy to check the kernel's own program of {kernel.name}, or that sleeps: {own.note}"
+                )
             if own.outcome != "ok":
                 raise ValueError(
                     f"{type(kernel).__name__}.naive: the kernel's own program ends with {own.outcome}: {own.note}"
@@ -189,8 +197,9 @@ class Checker:
                 with _timed(seconds, stage):
                     seed = secrets.randbits(63)  # nobody can know it while the program is compiled
                     worst = self._verify(folder / compilers.LIBRARY, np.random.default_rng(seed))
-            except (_Refused, ChildFailed) as failed:
-                verdict, library = Verdict(failed.outcome, stage, _plain(str(failed)), seconds, seed), None
+            except _Refused as failed:
+                note, library = _plain(str(failed)), None
+                verdict = Verdict(failed.outcome, stage, note, seconds, seed, is_starved=failed.is_starved)
             else:
                 verdict, library = Verdict("ok", stage, "", seconds, seed, worst), folder / compilers.LIBRARY
             yield verdict, library
@@ -237,7 +246,7 @@ class Checker:
         try:
             reason = self._screen_source(done.output, source, self.kernel, max(0.1, deadline_s - done.seconds))
         except TimeoutError as error:
-            raise _Refused("timeout", f"the screen: {error}") from None
+            raise _Refused("timeout", f"the screen: {error}", is_starved=True) from None
         if reason:
             raise _Refused("forbidden", reason)
         # The screen comes first: an #include of what nobody may read is forbidden, and not merely missing.
@@ -254,8 +263,16 @@ class Checker:
             raise _Refused("compile_error", done.errors.strip() or exit_cause(done.status))
 
     def _verify(self, library: Path, rng: np.random.Generator) -> float:
-        with self.child(self.kernel, library) as child:
-            return verify(child, self.kernel, rng, self.deadlines.verify_s)
+        allowed_s = self.deadlines.load_s
+        try:
+            with self.child(self.kernel, library) as child:
+                allowed_s = self.deadlines.verify_s
+                return verify(child, self.kernel, rng, allowed_s)
+        except ChildFailed as failed:
+            if failed.outcome != "timeout":
+                raise _Refused(failed.outcome, str(failed)) from failed
+            note = f"{failed}; it computed for {failed.cpu_s:.2g} s"
+            raise _Refused("timeout", note, is_starved=failed.cpu_s < COMPUTED * allowed_s) from failed
 
 
 def _plain(text: str) -> str:
@@ -277,7 +294,8 @@ def _require_end(done: Finished) -> None:
     if was_killed or (done.status and _KILLED.search(done.errors)):
         raise _Refused("compile_error", f"{KILLED}: the compiler was killed, perhaps for memory\n{done.errors.strip()}")
     if done.status is None:
-        raise _Refused("timeout" if done.timed_out else "compile_error", f"the compiler: {done.cause}")
+        outcome = "timeout" if done.timed_out else "compile_error"
+        raise _Refused(outcome, f"the compiler: {done.cause}", is_starved=done.timed_out)
 
 
 @contextmanager
