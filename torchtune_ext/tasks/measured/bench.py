@@ -27,7 +27,7 @@ from torchtune_ext.run.processes import Answer, Processes, remove
 from torchtune_ext.tasks.measured import compiler as compilers
 from torchtune_ext.tasks.measured.bench_processes import VARIABLES, Checked, Checking, Failed, Settings, TimeKeeping
 from torchtune_ext.tasks.measured.cache import Cache
-from torchtune_ext.tasks.measured.check import Deadlines
+from torchtune_ext.tasks.measured.check import Deadlines, require_records
 from torchtune_ext.tasks.measured.child import START_S
 from torchtune_ext.tasks.measured.compiler import Compiler
 from torchtune_ext.tasks.measured.extract import extract
@@ -86,8 +86,9 @@ class Bench:
         deadlines: Deadlines | None = None,
         limits: Limits | None = None,
     ) -> None:
+        BenchConfig(workers, cores, threads, optimization, compiler, budget_s, namespaces, sandbox, cache)
+        require_records(deadlines, limits)
         chosen = None if cores is None else list(cores)
-        BenchConfig(workers, chosen, threads, optimization, compiler, budget_s, namespaces, sandbox)
         if any(importlib.util.find_spec(name) is None for name in ("tree_sitter", "tree_sitter_c")):
             raise ValueError("programs are read with tree-sitter: pip install 'torchtune-ext[bench]'")
         usable = usable_cores()

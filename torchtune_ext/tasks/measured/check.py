@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from numbers import Real
 from pathlib import Path
 
 import numpy as np
@@ -54,8 +55,18 @@ class Deadlines:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if not 0 < value < math.inf:
+            if not (isinstance(value, Real) and 0 < value < math.inf):
                 raise ValueError(f"Deadlines.{name}: {value!r} must be a number of seconds above 0")
+
+
+def require_records(deadlines: Deadlines | None, limits: Limits | None) -> None:
+    """Raises ValueError if one of them is something else, such as a number."""
+    for name, value, kind, example in (
+        ("deadlines", deadlines, Deadlines, "Deadlines(verify_s=40.0)"),
+        ("limits", limits, Limits, "Limits(cpu_s=60)"),
+    ):
+        if not isinstance(value, kind | None):
+            raise ValueError(f"{name}={value!r} must be None or {kind.__name__}, as {example}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +126,7 @@ class Checker:
         screened: bool = True,
     ) -> None:
         require_sound(kernel)
+        require_records(deadlines, limits)
         for name, value, choices in (("optimization", optimization, OPTIMIZATIONS), ("sandbox", sandbox, SANDBOXES)):
             if value not in choices:
                 raise ValueError(f"{name}: {value!r} must be one of {', '.join(choices)}")
