@@ -67,7 +67,7 @@ def choose_cores(wanted: Sequence[int] | None, count: int) -> list[int]:
     if not wanted or not set(wanted) <= set(usable):
         raise ValueError(f"cores={list(wanted)}: use some of {usable}, which this process may run on")
     if len(set(wanted)) != count:
-        raise ValueError(f"cores={list(wanted)}: a program of {count} threads is timed on {count} different cores")
+        raise ValueError(f"cores={list(wanted)}: threads={count} needs {count} different core{'s' * (count > 1)}")
     for user in users:
         # An engine that may run anywhere has no core of its own.
         if len(user.cores) < (os.cpu_count() or 1) and (shared := user.cores & set(wanted)):
