@@ -13,6 +13,7 @@ from calm_kernels import HONEST, CalmReduction, fenced
 
 pytest.importorskip("tree_sitter_c")
 
+from torchtune_ext.host import cli as commands
 from torchtune_ext.run.processes import Processes
 from torchtune_ext.tasks.measured import cli, machine
 from torchtune_ext.tasks.measured import compiler as compilers
@@ -242,6 +243,34 @@ def test_the_command_ends_in_one_line(monkeypatch, capsys, error, status, words)
     assert words in said and said.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b" \n", "is empty"),
+        (b"\x7fELF\0\0", "is no program in C: it is no text"),
+        (b"x" * (cli.MAX_BYTES + 1), "is no program in C: it is too long"),
+        (b"int x;\xff", "defines none of"),
+    ],
+)
+def test_a_file_that_is_no_program_is_told_in_one_line(tmp_path, capsys, content, words):
+    file = tmp_path / "a.c"
+    file.write_bytes(content)
+    assert commands.main(["bench", str(file)]) == 2
+    said = capsys.readouterr().err
+    assert f"{file} {words}" in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words", [["-O2"], ["--optimization", "-O2"], ["--optimization=-O2"], ["--optimization", "O2"]]
+)
+def test_the_optimization_is_written_as_compilers_take_it(words):
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    found = parser.parse_args([*words, "a.c"])
+    assert (found.optimization, found.files) == ("-O2", ["a.c"])
+    assert parser.parse_args(["a.c"]).optimization == "-O3"
+
+
 def test_nobody_reads_on(tmp_path):
     file = tmp_path / "a.c"
     file.write_text("void dgemm(")
@@ -256,6 +285,9 @@ def test_nobody_reads_on(tmp_path):
 def test_a_row_shows_the_error_and_no_interval_of_one_block():
     note = "candidate.c: In function 'dgemm':\ncandidate.c:2:1: error: expected ';'"
     assert cli.Row("a.c", "dgemm", "compile_error", note).cells()[-1] == "candidate.c:2:1: error: expected ';'"
+    linker = "collect2: error: ld returned 1 exit status"
+    for telling in ("/usr/bin/ld: required symbol `dgemm' not defined", "a.c:(.text+0xd): undefined reference to `f'"):
+        assert cli.Row("a.c", "dgemm", "compile_error", f"{telling}\n{linker}").cells()[-1] == telling
     assert cli.Row("a.c", "dgemm", "wrong_result", "C[0] is 1\nmore").cells()[-1] == "C[0] is 1"
     numbers = dict.fromkeys(("seconds", "low", "high", "gflops", "ratio", "peak_share"), 0.001)
     counts = {"calls": 3, "repeated": 0, "disturbed": 0.0, "is_narrow": True, "is_noisy": False}
