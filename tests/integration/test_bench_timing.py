@@ -255,6 +255,8 @@ def test_the_command_prints_a_table(any_machine, capsys, tmp_path):
         (["nowhere.c"], "nowhere.c cannot be read: No such file"),
         (["{file}"], "defines none of dgemm, gemv, stencil, reduction; say which with --problem"),
         (["{file}", "--problem", "dgemm", "--budget", "0"], "--budget 0.0 must be more than 0"),
+        (["{file}", "--problem", "dgemm", "--budget", "inf"], "--budget inf must be more than 0, and finite"),
+        (["{file}", "--problem", "dgemm", "-O9"], "--optimization -O9: use -O0, -O1, -O2, -O3"),
         (["{file}", "--problem", "dgemm", "--size", "0"], "--size 0 must be at least 1"),
         (["{file}", "--problem", "dgemm", "--cores", "4096"], "cores=[4096]: use some of"),
         (["{file}", "--problem", "dgemm", "--threads", "4096"], "threads=4096, but this process may run on"),

@@ -259,9 +259,13 @@ def build(record: type[T], values: Any, where: str, bare: str | None = None, **e
         checked = OmegaConf.merge({where: schema}, node)[where]
     except ValidationError as error:
         value = OmegaConf.select(node, error.full_key)
-        if isinstance(value, str) and "ListConfig" in str(error.msg):
+        if not isinstance(value, DictConfig | ListConfig) and "ListConfig" in str(error.msg):
             raise ValueError(f"{error.full_key}={value!r} must be a list: {error.full_key}=[{value}]") from None
         raise ValueError(f"{error.full_key}: {error.msg}".split("\n")[0]) from None
+    except TypeError as error:
+        # OmegaConf does not say where: a list or a plain value is needed, and there is a mapping, or the other way round.
+        found = ", ".join(f"{where}.{key}" for key, value in node[where].items() if OmegaConf.is_config(value))
+        raise ValueError(f"one of {found} is a mapping and should not be, or is none and should be: {error}") from None
     plain = OmegaConf.to_container(checked)
     missing = [key for key, value in plain.items() if value == MISSING and key not in extra]
     if missing:

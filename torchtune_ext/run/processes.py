@@ -33,6 +33,7 @@ import cloudpickle
 
 from torchtune_ext.run import worker_process
 from torchtune_ext.run.parent import environment
+from torchtune_ext.run.worker_process import BEGUN, WAITING
 
 START_DEADLINE_S = 120.0  # seconds that a process has to unpickle the object, with all imports
 MAX_START_FAILURES = 3  # processes that may fail to start, one after the other, before all is given up
@@ -104,8 +105,9 @@ class Processes:
         Args:
             arguments: of the call. They are pickled here, so that an object that cannot be pickled raises here.
             timeout_s: seconds for the call, counted from when a process takes it.
-            wait_s: if it is not 0, the call gets a function as its first argument. It may wait for so many seconds before it
-                calls that function, and the `timeout_s` are counted from then on.
+            wait_s: if it is not 0, the call gets a function as its first argument. It calls that with BEGUN when it begins, and
+                the `timeout_s` are counted from then on. It may wait before that as long as it likes if it calls the function
+                with WAITING again and again: it is given up when it was silent for `wait_s` seconds.
             then: makes the result of the future from the Answer, in the thread that serves all processes.
 
         Returns:
@@ -317,8 +319,8 @@ class _Worker:
         if not self.ready:
             self.ready, self.refused = kind == "ready", kind == "failed"
             return Answer("raised", cause=cause) if self.refused else None
-        if kind == "begun":
-            self._allow(self.item.timeout_s)
+        if kind in (WAITING, BEGUN):
+            self._allow(self.item.wait_s if kind == WAITING else self.item.timeout_s)
         else:
             self.answer(Answer(kind, value, cause))
         return None

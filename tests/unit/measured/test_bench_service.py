@@ -291,14 +291,14 @@ def test_waiting_for_the_cores_is_no_part_of_the_time():
     patched = (probe.WILD, probe.Probe.is_disturbed, bench_processes.wait_until_idle)
     limits, looked = (timing.WAITED, timing.stolen_ticks), []
     try:
-        checked = checking(lambda: None, "key", sent, fenced(HONEST))
+        checked = checking(lambda word: None, "key", sent, fenced(HONEST))
         assert isinstance(checked, Checked)
-        keeping(lambda: None, "key", sent, checked.library)  # makes the timer
-        bench_processes.wait_until_idle = lambda cores, deadline_s: looked.append(time.monotonic())
+        keeping(lambda word: None, "key", sent, checked.library)  # makes the timer
+        bench_processes.wait_until_idle = lambda *arguments: looked.append(time.monotonic())
         holder = threading.Thread(target=hold)
         holder.start()
         free.wait(200)
-        found = keeping(lambda: begun.append(time.monotonic()), "key", sent, checked.library)
+        found = keeping(lambda word: word == "begun" and begun.append(time.monotonic()), "key", sent, checked.library)
         holder.join()
         assert len(begun) == 1 and begun[0] >= released[0] and found.outcome == "ok"
         assert found.seconds["wait"] > 0.9
@@ -320,7 +320,7 @@ class Varying(CalmReduction):
 
 
 def varying(size: int) -> Varying:
-    bench_processes.wait_until_idle = lambda cores, deadline_s: 0.0
+    bench_processes.wait_until_idle = lambda *arguments: 0.0
     probe.WILD, probe.CALM_TRIES = -1.0, 1
     return Varying(size)
 

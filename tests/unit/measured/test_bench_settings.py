@@ -1,9 +1,17 @@
 """Settings of the benchmark service that cannot be are told before anything is started."""
 
-import pytest
+import re
+from functools import partial
 
+import pytest
+from omegaconf import OmegaConf
+
+from torchtune_ext.host.config import build
 from torchtune_ext.tasks.measured import bench as benches
 from torchtune_ext.tasks.measured.bench import Bench, BenchConfig
+from torchtune_ext.tasks.measured.check import Checker, Deadlines
+from torchtune_ext.tasks.measured.kernels import Reduction
+from torchtune_ext.tasks.measured.ray_bench import RayBench
 
 
 @pytest.mark.parametrize(
@@ -15,6 +23,20 @@ from torchtune_ext.tasks.measured.bench import Bench, BenchConfig
         ({"cores": [0], "threads": 2}, r"bench.threads=2 needs as many cores, and bench.cores=\[0\] names 1"),
         ({"threads": 0}, "bench.threads=0 must be at least 1"),
         ({"optimization": "-Ofast"}, "bench.optimization='-Ofast': use -O0, -O1, -O2, -O3"),
+        ({"workers": "2"}, "bench.workers='2' must be a whole number, or null for one on each core"),
+        ({"workers": True}, "bench.workers=True must be a whole number, or null"),
+        ({"cores": 1}, r"bench.cores=1 must be a list of whole numbers, as \[2, 3\], or null"),
+        ({"cores": "1"}, r"bench.cores='1' must be a list of whole numbers"),
+        ({"cores": [[1]]}, r"bench.cores=\[\[1\]\] must be a list of whole numbers"),
+        ({"cores": {1: 1}}, r"bench.cores=\{1: 1\} must be a list of whole numbers"),
+        ({"threads": 1.5}, "bench.threads=1.5 must be a whole number, as 1"),
+        ({"threads": None}, "bench.threads=None must be a whole number, as 1"),
+        ({"optimization": 3}, "bench.optimization=3: use -O0"),
+        ({"sandbox": ["none"]}, r"bench.sandbox=\['none'\]: use floor, none"),
+        ({"compiler": 12}, "bench.compiler=12 must be a name or a path, as gcc, or null"),
+        ({"budget_s": "3"}, "bench.budget_s='3' must be a number of seconds, as 10.0"),
+        ({"namespaces": "yes"}, "bench.namespaces='yes' must be true, false, or null"),
+        ({"cache": 5}, "bench.cache=5 must be the path of a file, or null"),
         ({"budget_s": 0}, "bench.budget_s=0 must be more than 0 seconds"),
         ({"budget_s": float("nan")}, "bench.budget_s=nan must be more than 0 seconds"),
     ],
@@ -23,6 +45,45 @@ def test_settings_that_cannot_be(settings, message):
     for make in (BenchConfig, Bench):
         with pytest.raises(ValueError, match=message):
             make(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"deadlines": 5}, r"deadlines=5 must be None or Deadlines, as Deadlines\(verify_s=40.0\)"),
+        ({"limits": {"cpu_s": 5}}, r"limits=\{'cpu_s': 5\} must be None or Limits, as Limits\(cpu_s=60\)"),
+    ],
+)
+def test_deadlines_and_limits_are_records(settings, message):
+    for make in (Bench, RayBench, partial(Checker, Reduction())):
+        with pytest.raises(ValueError, match=message):
+            make(**settings)
+    with pytest.raises(ValueError, match="Deadlines.verify_s: '3' must be a number of seconds above 0"):
+        Deadlines(verify_s="3")
+
+
+@pytest.mark.parametrize(
+    ("node", "message"),
+    [
+        ({"core": [1]}, "unknown key 'bench.core' in `bench:`; did you mean 'cores'?"),
+        ({"cores": 1}, "bench.cores=1 must be a list: bench.cores=[1]"),
+        ({"cores": {"a": 1}}, "one of bench.cores is a mapping and should not be"),
+        ({"cores": [[1]]}, "bench.cores=([1],) must be a list of whole numbers"),
+        ({"workers": "two"}, "bench.workers: Value 'two' of type 'str' could not be converted to Integer"),
+        ({"threads": 1.5}, "bench.threads: Value '1.5' of type 'float' could not be converted to Integer"),
+        ({"namespaces": "maybe"}, "bench.namespaces: Value 'maybe' is not a valid bool"),
+        ({"budget_s": -1}, "bench.budget_s=-1.0 must be more than 0 seconds"),
+    ],
+)
+def test_a_node_of_a_recipe_says_which_key_is_wrong(node, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as raised:
+        build(BenchConfig, OmegaConf.create(node), "bench")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_node_of_a_recipe():
+    found = build(BenchConfig, OmegaConf.create({"cores": [0], "workers": "2", "budget_s": 3}), "bench")
+    assert (found.cores, found.workers, found.budget_s) == ((0,), 2, 3.0)
 
 
 def test_settings_that_this_machine_cannot_have(tmp_path, monkeypatch):

@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 from as_user import as_user
 
+from torchtune_ext.tasks.measured import check
+from torchtune_ext.tasks.measured import compiler as compilers
 from torchtune_ext.tasks.measured.check import OUTCOMES, STAGES, Checker, Deadlines, Verdict
+from torchtune_ext.tasks.measured.commands import Finished
 from torchtune_ext.tasks.measured.compiler import LIBRARY, Compiler
 from torchtune_ext.tasks.measured.kernels import KERNELS, Dgemm, Reduction
 from torchtune_ext.tasks.measured.sandbox import SandboxError
@@ -202,6 +205,44 @@ def test_what_the_machine_does_wrong_is_no_verdict(monkeypatch):
         made.sandbox.program.unlink()
         with pytest.raises(SandboxError, match="could not be started"):
             made.check_source(HONEST)
+
+
+class Late(Reduction):
+    """Its own program is never in time: it computes, or it waits as if others had the machine."""
+
+    def __init__(self, call: str = "", loading: str = "") -> None:
+        super().__init__(100)
+        on_loading = f"__attribute__((constructor)) static void linger(void) {{ {loading} }}" if loading else ""
+        self.naive = f"#include <unistd.h>\n{on_loading}\n{SUM.format(call)}"
+
+
+COMPUTES, WAITS = "for (volatile int i = 0;; i++);", "for (;;) sleep(1);"
+TIGHT = Deadlines(load_s=0.5, verify_s=0.5)
+
+
+@pytest.mark.parametrize("where", ["call", "loading"])
+def test_a_busy_machine_makes_no_kernel_unsound(bare, monkeypatch, where):
+    arguments = {"namespaces": False, "screened": False, "deadlines": TIGHT}
+    with pytest.raises(
+        SandboxError, match="too busy to check the kernel's own program .* did not end .* it computed for"
+    ):
+        Checker(Late(**{where: WAITS}), **arguments)
+    # However busy the machine is, what computes all the time gets some of it.
+    monkeypatch.setattr(check, "COMPUTED", 1e-3)
+    with pytest.raises(
+        ValueError, match="Late.naive: the kernel's own program ends with timeout: .* did not end within"
+    ):
+        Checker(Late(**{where: COMPUTES}), **arguments)
+
+
+def test_a_compiler_that_is_too_slow_for_our_own_program_says_nothing_of_the_kernel(bare, monkeypatch):
+    monkeypatch.setattr(compilers, "compile_library", lambda *arguments: Finished(None, "", "", "late", True, 1.0))
+    with pytest.raises(
+        SandboxError, match="too busy to check the kernel's own program of reduction.*the compiler: late"
+    ):
+        Checker(Reduction(), namespaces=False)
+    found = bare.check_source(HONEST)
+    assert (found.outcome, found.stage, found.is_starved) == ("timeout", "compile", True)
 
 
 def test_a_program_cannot_pretend_that_the_machine_failed(unscreened):

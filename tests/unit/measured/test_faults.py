@@ -13,6 +13,8 @@ from calm_kernels import HONEST, CalmReduction, fenced
 
 pytest.importorskip("tree_sitter_c")
 
+from torchtune_ext.host import cli as commands
+from torchtune_ext.run.processes import Processes
 from torchtune_ext.tasks.measured import cli, machine
 from torchtune_ext.tasks.measured import compiler as compilers
 from torchtune_ext.tasks.measured.bench import Bench, BenchError
@@ -126,18 +128,47 @@ def test_numpy_that_is_stopped_is_not_waited_for():
         assert time.monotonic() - start < 30.0
 
 
+def test_a_process_that_waits_for_the_cores_may_wait_for_long_and_is_soon_replaced_when_it_is_stopped(
+    monkeypatch, caplog
+):
+    given, submit = [], Processes.submit
+
+    def submit_with_little_patience(self, arguments, timeout_s, wait_s):
+        given.append(wait_s)
+        return submit(self, arguments, timeout_s, 4.0 if len(given) == 4 else wait_s)
+
+    monkeypatch.setattr(Processes, "submit", submit_with_little_patience)
+    with quick_bench() as bench:
+        # The timer is made, so that nothing but waiting stands before the second timing.
+        assert bench.submit(CalmReduction(), fenced(HONEST)).result(timeout=200).outcome == "ok"
+        with machine.alone_on(bench.timed_cores, 200.0):
+            waiting = bench.submit(CalmReduction(), fenced("/* again */" + HONEST))
+            assert _until(lambda: bench.stats()["timing"] == 1, 100.0)
+            time.sleep(6.0)
+            assert bench.stats()["timing"] == 1 and bench.stats()["retried"] == 0
+            os.kill(bench._pools["timing"].pids()[0], signal.SIGSTOP)
+            assert _until(lambda: bench.stats()["retried"] == 1, 30.0)
+        assert waiting.result(timeout=200).outcome == "ok"
+    assert "no answer within 4 s; the process was killed" in caplog.text
+    # Minutes, and not the ten for each lock that somebody else may hold.
+    assert max(given) <= 240.0
+
+
 def _inputs(kernel):
     import numpy as np
 
     return {name: np.ones(shape) for name, shape in kernel.shapes(kernel.timed).items() if name != "C"}
 
 
-def test_a_bench_belongs_to_its_process_and_may_be_closed_by_a_callback():
+def quick_bench() -> Bench:
     try:
-        bench = Bench(workers=1, budget_s=0.2, namespaces=False)
+        return Bench(workers=1, budget_s=0.2, namespaces=False)
     except SandboxError as error:
         pytest.skip(str(error))
-    with bench:
+
+
+def test_a_bench_belongs_to_its_process_and_may_be_closed_by_a_callback():
+    with quick_bench() as bench:
         pid = os.fork()
         if pid == 0:
             status = 1
@@ -212,6 +243,34 @@ def test_the_command_ends_in_one_line(monkeypatch, capsys, error, status, words)
     assert words in said and said.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b" \n", "is empty"),
+        (b"\x7fELF\0\0", "is no program in C: it is no text"),
+        (b"x" * (cli.MAX_BYTES + 1), "is no program in C: it is too long"),
+        (b"int x;\xff", "defines none of"),
+    ],
+)
+def test_a_file_that_is_no_program_is_told_in_one_line(tmp_path, capsys, content, words):
+    file = tmp_path / "a.c"
+    file.write_bytes(content)
+    assert commands.main(["bench", str(file)]) == 2
+    said = capsys.readouterr().err
+    assert f"{file} {words}" in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words", [["-O2"], ["--optimization", "-O2"], ["--optimization=-O2"], ["--optimization", "O2"]]
+)
+def test_the_optimization_is_written_as_compilers_take_it(words):
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    found = parser.parse_args([*words, "a.c"])
+    assert (found.optimization, found.files) == ("-O2", ["a.c"])
+    assert parser.parse_args(["a.c"]).optimization == "-O3"
+
+
 def test_nobody_reads_on(tmp_path):
     file = tmp_path / "a.c"
     file.write_text("void dgemm(")
@@ -226,6 +285,9 @@ def test_nobody_reads_on(tmp_path):
 def test_a_row_shows_the_error_and_no_interval_of_one_block():
     note = "candidate.c: In function 'dgemm':\ncandidate.c:2:1: error: expected ';'"
     assert cli.Row("a.c", "dgemm", "compile_error", note).cells()[-1] == "candidate.c:2:1: error: expected ';'"
+    linker = "collect2: error: ld returned 1 exit status"
+    for telling in ("/usr/bin/ld: required symbol `dgemm' not defined", "a.c:(.text+0xd): undefined reference to `f'"):
+        assert cli.Row("a.c", "dgemm", "compile_error", f"{telling}\n{linker}").cells()[-1] == telling
     assert cli.Row("a.c", "dgemm", "wrong_result", "C[0] is 1\nmore").cells()[-1] == "C[0] is 1"
     numbers = dict.fromkeys(("seconds", "low", "high", "gflops", "ratio", "peak_share"), 0.001)
     counts = {"calls": 3, "repeated": 0, "disturbed": 0.0, "is_narrow": True, "is_noisy": False}

@@ -41,6 +41,14 @@ def test_the_interval_of_a_median_is_the_narrowest_that_is_wide_enough(n):
         assert (low, high) == (0, n - 1)
 
 
+@pytest.mark.parametrize("n", [1100, 5001])
+def test_the_interval_of_many_samples(n):
+    low, high = interval_of_median([float(rank) for rank in range(n)])
+    k = int(low) + 1
+    # The normal distribution: 1.96 standard deviations of the number of samples below the median, half a sample apart at most.
+    assert high == n - k and abs(k - (n / 2 - 1.96 * math.sqrt(n) / 2)) <= 1
+
+
 @given(st.lists(st.floats(0.001, 1000), min_size=1, max_size=40))
 def test_the_interval_holds_the_median_of_the_samples(samples):
     low, high = interval_of_median(samples)
@@ -146,7 +154,7 @@ def test_cores_are_those_that_no_engine_may_use(monkeypatch):
         with pytest.raises(ValueError, match=r"use some of \[0, 1, 2, 3\]"):
             choose_cores(wrong, 1)
     for other in ([1, 2, 3], [2], [2, 2]):
-        with pytest.raises(ValueError, match="a program of 2 threads is timed on 2 different cores"):
+        with pytest.raises(ValueError, match="threads=2 needs 2 different cores"):
             choose_cores(other, 2)
     with pytest.raises(ValueError, match="threads=5, but this process may run on 4 cores"):
         choose_cores(None, 5)

@@ -46,8 +46,16 @@ class Target:
 
     def waits(self, before, after, begin):
         time.sleep(before)
-        begin()
+        begin("begun")
         time.sleep(after)
+        return "done"
+
+    def signs(self, count, after, tell):
+        for _ in range(count):
+            time.sleep(0.1)
+            tell("waiting")
+        time.sleep(after)
+        tell("begun")
         return "done"
 
     def folder(self):
@@ -107,6 +115,14 @@ def test_what_a_call_waits_for_is_not_counted(processes):
     late = answer(processes, "waits", 0.0, 60.0, timeout_s=0.3, wait_s=20.0)
     assert (late.kind, late.cause) == ("late", "no answer within 0.3 s; the process was killed")
     assert answer(processes, "waits", 60.0, 0.0, timeout_s=20.0, wait_s=0.2).kind == "late"
+
+
+def test_who_waits_may_wait_for_long_if_it_gives_signs_of_life(processes):
+    begin = time.monotonic()
+    assert answer(processes, "signs", 40, 0.0, timeout_s=20.0, wait_s=3.0).value == "done"
+    assert time.monotonic() - begin > 3.9
+    silent = answer(processes, "signs", 3, 60.0, timeout_s=60.0, wait_s=1.0)
+    assert (silent.kind, silent.cause) == ("late", "no answer within 1 s; the process was killed")
 
 
 def test_then_makes_the_result(processes):

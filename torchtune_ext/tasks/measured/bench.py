@@ -27,7 +27,7 @@ from torchtune_ext.run.processes import Answer, Processes, remove
 from torchtune_ext.tasks.measured import compiler as compilers
 from torchtune_ext.tasks.measured.bench_processes import VARIABLES, Checked, Checking, Failed, Settings, TimeKeeping
 from torchtune_ext.tasks.measured.cache import Cache
-from torchtune_ext.tasks.measured.check import Deadlines
+from torchtune_ext.tasks.measured.check import Deadlines, require_records
 from torchtune_ext.tasks.measured.child import START_S
 from torchtune_ext.tasks.measured.compiler import Compiler
 from torchtune_ext.tasks.measured.extract import extract
@@ -38,7 +38,7 @@ from torchtune_ext.tasks.measured.owned import Owned
 from torchtune_ext.tasks.measured.results import NOISY, BenchConfig, BenchError, Result
 from torchtune_ext.tasks.measured.sandbox import PREFIX, PROBE_S, Limits, Sandbox, clean_up
 from torchtune_ext.tasks.measured.schedule import CHECK, Schedule
-from torchtune_ext.tasks.measured.timing import LEAST_CALLS, LOCK_S, MOST_LATE_CALLS
+from torchtune_ext.tasks.measured.timing import LEAST_CALLS, MOST_LATE_CALLS
 from torchtune_ext.tasks.measured.version import version
 
 __all__ = ["Bench", "BenchConfig", "BenchError", "Result"]
@@ -87,8 +87,9 @@ class Bench:
         deadlines: Deadlines | None = None,
         limits: Limits | None = None,
     ) -> None:
+        BenchConfig(workers, cores, threads, optimization, compiler, budget_s, namespaces, sandbox, cache)
+        require_records(deadlines, limits)
         chosen = None if cores is None else list(cores)
-        BenchConfig(workers, chosen, threads, optimization, compiler, budget_s, namespaces, sandbox)
         if any(importlib.util.find_spec(name) is None for name in ("tree_sitter", "tree_sitter_c")):
             raise ValueError("programs are read with tree-sitter: pip install 'torchtune-ext[bench]'")
         usable = usable_cores()
@@ -267,15 +268,15 @@ class Bench:
     def _hand_over(self, stage: str, job: "Job") -> None:
         d, settings = self._settings.deadlines, self._settings
         check_s = d.screen_s + d.compile_s + START_S + d.load_s + 2 * d.verify_s + OWN_S
-        checker_s = 4 * PROBE_S + check_s  # a kernel's checker probes the machine and checks the kernel's own program
+        # A kernel's checker probes the machine and checks the kernel's own program. Who makes a timer, or waits for the
+        # cores or for an engine, is never as long without a sign of life.
+        wait_s = 4 * PROBE_S + check_s
         if stage == CHECK:
-            pool, what, timeout_s, wait_s = "checking", (job.text, job.permitted), check_s, checker_s
+            pool, what, timeout_s = "checking", (job.text, job.permitted), check_s
         else:
             # When the budget ends, a last block may begin, with calls of the reference as well.
             calls = MOST_LATE_CALLS + LEAST_CALLS
             timeout_s = START_S + d.load_s + settings.budget_s + calls * d.verify_s + OWN_S
-            # Twice for engines; for the cores when a checker, then its timer, is made, and when the program is timed.
-            wait_s = 5 * LOCK_S + checker_s + timeout_s
             pool, what = "timing", (job.library,)
         answer = self._pools[pool].submit((job.kernel_key, job.kernel, *what), timeout_s, wait_s)
         answer.add_done_callback(lambda future: self._ends(stage, job, future))

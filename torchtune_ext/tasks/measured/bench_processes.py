@@ -1,8 +1,8 @@
 """What the processes of the service do: `Checking` checks programs, `TimeKeeping` times those that are right.
 
-Both are called in a process of their own (run/processes.py), and keep what a kernel needs from one call to the next. They say
-by `begin` when they start to work on a program: what a kernel needs first, and what others do on the cores, takes nothing from
-its time.
+Both are called in a process of their own (run/processes.py), and keep what a kernel needs from one call to the next. They tell
+when they start to work on a program (BEGUN): what a kernel needs first, and what others do on the cores, takes nothing from its
+time. Meanwhile they tell that they are still there (WAITING), so that a process which is stopped or hangs is soon found out.
 """
 
 import atexit
@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from torchtune_ext.run.worker_process import BEGUN, WAITING
 from torchtune_ext.tasks.measured.check import Checker, Deadlines, Verdict
 from torchtune_ext.tasks.measured.child import ChildFailed
 from torchtune_ext.tasks.measured.compiler import LIBRARY, Compiler
@@ -28,6 +29,7 @@ from torchtune_ext.tasks.measured.timing import LOCK_S, Timer, Timing
 
 MAX_KERNELS = 8  # kernels for which a process keeps something
 TURN_S = 0.03  # between two timings; others who wait for the cores look every 0.02 s whether they are free
+SIGN_S = 1.0  # seconds between two signs of life of who waits
 # What is computed by numpy here must not spread over the cores that are timed on.
 VARIABLES = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
@@ -128,13 +130,13 @@ class Checking:
         self.settings = settings
 
     def __call__(
-        self, begin: Callable[[], None], key: str, kernel: bytes, text: str, permitted: tuple[str, ...] | None = None
+        self, tell: Callable[[str], None], key: str, kernel: bytes, text: str, permitted: tuple[str, ...] | None = None
     ) -> Checked | Failed:
         """Checks the program in a text. `key` tells kernels apart, `kernel` is pickled, `permitted` is as in `Bench.submit`."""
         try:
             os.sched_setaffinity(0, self.settings.check_cores)
             checker = CHECKERS.get(key, lambda: self._checker(kernel))
-            begin()
+            tell(BEGUN)
             with checker.checked(text, permitted=permitted) as (verdict, library):
                 return Checked(verdict, b"" if library is None else zlib.compress(library.read_bytes(), 1))
         except (SandboxError, OSError) as error:
@@ -151,13 +153,13 @@ class TimeKeeping:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
 
-    def __call__(self, begin: Callable[[], None], key: str, kernel: bytes, library: bytes) -> Timed | Failed:
+    def __call__(self, tell: Callable[[str], None], key: str, kernel: bytes, library: bytes) -> Timed | Failed:
         """Times a library that `Checking` has found right."""
-        cores, clock = self.settings.timed_cores, _Clock(begin)
+        cores, clock = self.settings.timed_cores, _Clock(tell)
 
         def alone() -> None:
             # An engine may have begun to compute while this waited for the cores.
-            wait_until_idle(cores, LOCK_S)
+            wait_until_idle(cores, LOCK_S, clock.waits)
             clock.begin()
 
         if not TIMERS:
@@ -165,13 +167,13 @@ class TimeKeeping:
             os.sched_setaffinity(0, {*self.settings.check_cores, *cores})
         try:
             time.sleep(TURN_S)
-            wait_until_idle(cores, LOCK_S)
-            timer = TIMERS.get(key, lambda: self._timer(kernel))
+            wait_until_idle(cores, LOCK_S, clock.waits)
+            timer = TIMERS.get(key, lambda: self._timer(kernel, clock))
             folder = timer.checker.sandbox.new_folder()
             try:
                 (folder / LIBRARY).write_bytes(zlib.decompress(library))
                 (folder / LIBRARY).chmod(0o755)
-                timing = timer.time(folder / LIBRARY, alone)
+                timing = timer.time(folder / LIBRARY, alone, clock.waits)
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
         except Wild as error:
@@ -189,12 +191,12 @@ class TimeKeeping:
             return Timed(NOISY, note, None, clock.seconds())
         return Timed("ok", "", timing, clock.seconds())
 
-    def _timer(self, kernel: bytes) -> "OwningTimer":
+    def _timer(self, kernel: bytes, clock: "_Clock") -> "OwningTimer":
         cores = self.settings.timed_cores
-        with alone_on(cores, LOCK_S):
+        with alone_on(cores, LOCK_S, clock.waits):
             checker = self.settings.checker(pickle.loads(kernel), cores)
         try:
-            return OwningTimer(checker, self.settings.budget_s)
+            return OwningTimer(checker, self.settings.budget_s, clock.waits)
         except ChildFailed as failed:
             # So far only our own programs have run.
             checker.close()
@@ -215,13 +217,20 @@ class OwningTimer(Timer):
 class _Clock:
     """How long a program waited, and how long it was worked on."""
 
-    def __init__(self, begin: Callable[[], None]) -> None:
-        self._begin = begin
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
         self._start, self._begun = time.monotonic(), None
+        self._told = self._start
+
+    def waits(self) -> None:
+        """It still waits. Not every call of this is worth a message."""
+        if time.monotonic() > self._told + SIGN_S:
+            self._told = time.monotonic()
+            self._tell(WAITING)
 
     def begin(self) -> None:
         self._begun = time.monotonic()
-        self._begin()
+        self._tell(BEGUN)
 
     def seconds(self) -> dict[str, float]:
         now = time.monotonic()

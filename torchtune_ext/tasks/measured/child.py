@@ -47,11 +47,12 @@ class ChildFailed(Exception):
 
     Attributes:
         outcome: "timeout", "runtime_error" or "wrong_result".
+        cpu_s: of a timeout: CPU seconds of all threads of the process.
     """
 
-    def __init__(self, outcome: str, note: str) -> None:
+    def __init__(self, outcome: str, note: str, cpu_s: float = 0.0) -> None:
         super().__init__(note)
-        self.outcome = outcome
+        self.outcome, self.cpu_s = outcome, cpu_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,11 +306,11 @@ class Child:
         try:
             data, extra, _, _ = self._socket.recvmsg(_MESSAGE.size + 1, socket.CMSG_SPACE(12))
         except TimeoutError:
-            what = "loading the library" if kind == _LOADED else "a call"
-            self.close()
             if not locked_in:
+                self.close()
                 raise SandboxError(f"a locked-in process did not start within {deadline_s:g} s") from None
-            raise ChildFailed("timeout", f"{what} did not end within {deadline_s:g} s") from None
+            what = "loading the library" if kind == _LOADED else "a call"
+            self._late(f"{what} did not end within {deadline_s:g} s")
         except OSError:
             data, extra = b"", []
         if not data:
@@ -352,8 +353,12 @@ class Child:
         raise ChildFailed("runtime_error", f"{cause}; it said: {said}" if said else cause)
 
     def _fail_awake(self) -> NoReturn:
+        self._late("its threads still work after the call, until its deadline")
+
+    def _late(self, note: str) -> NoReturn:
+        cpu_s = self.cpu_ns() * 1e-9
         self.close()
-        raise ChildFailed("timeout", "its threads still work after the call, until its deadline")
+        raise ChildFailed("timeout", note, cpu_s) from None
 
     def _array(self, place: Place) -> np.ndarray:
         memory = self._memory(place)

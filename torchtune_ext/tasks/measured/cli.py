@@ -1,6 +1,7 @@
 """`torchtune-ext bench`: compiles, verifies and times programs in C on this machine, and prints a table."""
 
 import argparse
+import math
 import os
 import re
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 # Where all cores are timed on, threads of numpy's BLAS would spin on them. It reads this once, when it is imported.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-from torchtune_ext.tasks.measured.check import SANDBOXES, Checker, Verdict  # noqa: E402
+from torchtune_ext.tasks.measured.check import MAX_SOURCE, SANDBOXES, Checker, Verdict  # noqa: E402
 from torchtune_ext.tasks.measured.child import ChildFailed  # noqa: E402
 from torchtune_ext.tasks.measured.compiler import OPTIMIZATIONS, Compiler  # noqa: E402
 from torchtune_ext.tasks.measured.exploits import exploits  # noqa: E402
@@ -25,7 +26,10 @@ from torchtune_ext.tasks.measured.timing import Timer, Timing  # noqa: E402
 
 HEAD = ("program", "kernel", "outcome", "ms", "GFLOPS", "±", "of roofline", "x naive", "±", "")
 NOTE = 90  # characters of a note
+MAX_BYTES = 4 * MAX_SOURCE  # of a file
 NAIVE = "(naive)"  # the row of the kernel's own program
+_TELLING = re.compile(r" error: |: undefined reference to ")
+_LINKER = re.compile(r"collect2: error: |clang: error: linker command failed")
 SHORT_S = 0.3e-3  # a call of nothing takes up to 0.06 ms
 NUMPY = "(numpy)"  # the row of its reference: OpenBLAS for products
 
@@ -69,7 +73,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", type=float, default=10.0, help="seconds for one timing (10)")
     parser.add_argument("--threads", type=int, default=1, help="threads that a program may use (1)")
     parser.add_argument("--cores", help="cores to time on, as 2,3; without it, those that no engine uses")
-    parser.add_argument("--optimization", default="-O3", choices=OPTIMIZATIONS)
+    # Also `--optimization -O2`: for argparse that is two options, of which the first says nothing.
+    parser.add_argument(
+        "-O",
+        "--optimization",
+        nargs="?",
+        const="-O3",
+        default="-O3",
+        type=_level,
+        metavar="LEVEL",
+        help="-O0 to -O3 (-O3)",
+    )
     parser.add_argument("--compiler", help="gcc or clang, or a path")
     parser.add_argument(
         "--sandbox", default="floor", choices=SANDBOXES, help="none: programs of people you trust (floor)"
@@ -95,8 +109,10 @@ def main(args: argparse.Namespace) -> int:
 
 def _measure(args: argparse.Namespace) -> int:
     for name, value in (("repeat", args.repeat), ("threads", args.threads), ("budget", args.budget)):
-        if not value > 0:
-            raise ValueError(f"--{name} {value} must be more than 0")
+        if not 0 < value < math.inf:
+            raise ValueError(f"--{name} {value} must be more than 0, and finite")
+    if args.optimization not in OPTIMIZATIONS:
+        raise ValueError(f"--optimization {args.optimization}: use {', '.join(OPTIMIZATIONS)}")
     if args.size is not None and args.size < 1:
         raise ValueError(f"--size {args.size} must be at least 1")
     wanted = None if args.cores is None else _numbers(args.cores)
@@ -106,7 +122,11 @@ def _measure(args: argparse.Namespace) -> int:
         return _attack(compiler, cores)
     if not args.files:
         raise ValueError("no program: name at least one file, such as examples/dgemm_blocked.c")
-    programs = [(_name(file), source, _kernel(file, source, args)) for file in args.files for source in [_read(file)]]
+    programs = [
+        (Path(_where(file)).name, source, _kernel(file, source, args))
+        for file in args.files
+        for source in [_read(file)]
+    ]
     print(
         f"{fingerprint()}; {compiler.version}; {args.optimization}, timed on core {', '.join(map(str, cores))}",
         flush=True,
@@ -165,17 +185,27 @@ def _numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
-def _name(file: str) -> str:
-    return "standard input" if file == "-" else Path(file).name
+def _level(word: str) -> str:
+    """Returns "-O2" for "2", "O2" and "-O2"."""
+    return f"-O{word.removeprefix('-').removeprefix('O')}"
+
+
+def _where(file: str) -> str:
+    return "standard input" if file == "-" else file
 
 
 def _read(file: str) -> str:
-    if file == "-":
-        return sys.stdin.read()
+    where = _where(file)
     try:
-        return Path(file).read_text(encoding="utf-8", errors="replace")
+        with open(0 if file == "-" else file, "rb", closefd=file != "-") as opened:
+            data = opened.read(MAX_BYTES + 1)
     except OSError as error:
-        raise ValueError(f"{file} cannot be read: {error.strerror}") from error
+        raise ValueError(f"{where} cannot be read: {error.strerror}") from error
+    if not data.strip():
+        raise ValueError(f"{where} is empty")
+    if len(data) > MAX_BYTES or b"\0" in data:
+        raise ValueError(f"{where} is no program in C: it is {'too long' if len(data) > MAX_BYTES else 'no text'}")
+    return data.decode(errors="replace")
 
 
 def _kernel(file: str, source: str, args: argparse.Namespace) -> Kernel:
@@ -185,7 +215,7 @@ def _kernel(file: str, source: str, args: argparse.Namespace) -> Kernel:
         found = [each for each in KERNELS if re.search(rf"\bvoid\s+{each}\s*\(", source)]
         if len(found) != 1:
             raise ValueError(
-                f"{file}: defines {' and '.join(found) or 'none'} of {', '.join(KERNELS)}; say which with --problem"
+                f"{_where(file)} defines {' and '.join(found) or 'none'} of {', '.join(KERNELS)}; say which with --problem"
             )
         name = found[0]
     return KERNELS[name]() if args.size is None else KERNELS[name](args.size)
@@ -197,7 +227,9 @@ def _shortened(note: str) -> str:
     A compiler names a function, or warns, before it comes to the error.
     """
     lines = note.split("\n")
-    line = next((line for line in lines if " error: " in line), lines[0])
+    # That the linker has failed is said after why.
+    errors = (line for line in lines if _TELLING.search(line) and not _LINKER.match(line))
+    line = next(errors, lines[0])
     return line if len(line) <= NOTE else f"{line[: NOTE - 1]}…"
 
 

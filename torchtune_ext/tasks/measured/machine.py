@@ -5,7 +5,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +67,7 @@ def choose_cores(wanted: Sequence[int] | None, count: int) -> list[int]:
     if not wanted or not set(wanted) <= set(usable):
         raise ValueError(f"cores={list(wanted)}: use some of {usable}, which this process may run on")
     if len(set(wanted)) != count:
-        raise ValueError(f"cores={list(wanted)}: a program of {count} threads is timed on {count} different cores")
+        raise ValueError(f"cores={list(wanted)}: threads={count} needs {count} different core{'s' * (count > 1)}")
     for user in users:
         # An engine that may run anywhere has no core of its own.
         if len(user.cores) < (os.cpu_count() or 1) and (shared := user.cores & set(wanted)):
@@ -128,9 +128,15 @@ def _open_lock(path: Path) -> int:
         return file
 
 
+def nobody() -> None:
+    """Who is told that somebody still waits, where nobody wants to know."""
+
+
 @contextmanager
-def alone_on(cores: Sequence[int], deadline_s: float) -> Iterator[None]:
+def alone_on(cores: Sequence[int], deadline_s: float, tell: Callable[[], None] = nobody) -> Iterator[None]:
     """Keeps every other timing of this machine off these cores, whoever asks for it. The kernel ends it with this process.
+
+    `tell` is called again and again while this waits, and once when it need not wait any more.
 
     Raises:
         TimeoutError: another process still times on them after `deadline_s` seconds.
@@ -142,6 +148,7 @@ def alone_on(cores: Sequence[int], deadline_s: float) -> Iterator[None]:
             stack.callback(os.close, file)
             tell_at = time.monotonic() + _TELL_S
             while True:
+                tell()
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
@@ -169,10 +176,11 @@ def _holder(file: int) -> str:
     return "another process"
 
 
-def wait_until_idle(cores: Sequence[int], deadline_s: float) -> float:
+def wait_until_idle(cores: Sequence[int], deadline_s: float, tell: Callable[[], None] = nobody) -> float:
     """Waits until no engine that may run on one of these cores computes, and returns the seconds that this took.
 
-    Counted is the CPU time of engines and of their workers, which are in an engine's session (setsid(2)).
+    Counted is the CPU time of engines and of their workers, which are in an engine's session (setsid(2)). `tell` is called
+    again and again while this waits.
 
     Raises:
         TimeoutError: an engine still computes after `deadline_s` seconds.
@@ -180,6 +188,7 @@ def wait_until_idle(cores: Sequence[int], deadline_s: float) -> float:
     begin = time.monotonic()
     calm = 0
     while users := [user.pid for user in engines() if user.cores & set(cores)]:
+        tell()
         before = _cpu_ns(users)
         time.sleep(_WINDOW_S)
         after = _cpu_ns(users)

@@ -27,6 +27,7 @@ import cloudpickle
 
 from torchtune_ext.run.parent import environment
 from torchtune_ext.tasks.measured.bench import Bench
+from torchtune_ext.tasks.measured.check import require_records
 from torchtune_ext.tasks.measured.kernel import Kernel
 from torchtune_ext.tasks.measured.results import BenchConfig, BenchError, Result
 
@@ -72,6 +73,7 @@ class RayBench:
             address=address,
             resource=resource,
         )
+        require_records(settings.get("deadlines"), settings.get("limits"))
         if not re.fullmatch(r"auto|[^/\s]+:\d+", address):
             raise ValueError(
                 f"bench.address={address!r}: use auto, or HOST:PORT of the cluster's head as 10.0.0.1:6379 (and no ray://: "

@@ -1,8 +1,11 @@
 """What the benchmark service says of a program, and how it is set up."""
 
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import Any
 
 from torchtune_ext.tasks.measured.check import SANDBOXES
 from torchtune_ext.tasks.measured.compiler import OPTIMIZATIONS
@@ -10,6 +13,18 @@ from torchtune_ext.tasks.measured.timing import Timing
 
 # Beside the OUTCOMES of check.py: the program is right, but the machine was disturbed, so that no speed is known.
 NOISY = "noisy"
+# Of the settings below: the types that a value may have, and what to write. "or null" stands where None is one of them.
+_KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
+    "workers": (Integral, "a whole number, or null for one on each core"),
+    "cores": (Collection, "a list of whole numbers, as [2, 3], or null to have them chosen"),
+    "threads": (Integral, "a whole number, as 1"),
+    "compiler": (str, "a name or a path, as gcc, or null for the one that is found"),
+    "budget_s": (Real, "a number of seconds, as 10.0"),
+    "namespaces": (bool, "true, false, or null for wherever they work"),
+    "cache": ((str, os.PathLike), "the path of a file, or null to keep results as long as the service lives"),
+    "address": (str, "auto or HOST:PORT, or null for this machine"),
+    "resource": (str, "a name, as bench_host"),
+}
 
 
 class BenchError(RuntimeError):
@@ -48,9 +63,10 @@ class BenchConfig:
     resource: str = "bench_host"  # the Ray resource that such machines carry
 
     def __post_init__(self) -> None:
+        self._require_kinds()
         if self.workers is not None and self.workers < 1:
             raise ValueError(f"bench.workers={self.workers} must be at least 1, or null for one on each core")
-        if self.cores is not None and (not self.cores or len(set(self.cores)) < len(self.cores) or min(self.cores) < 0):
+        if self.cores is not None and (len(set(self.cores)) < max(1, len(self.cores)) or min(self.cores) < 0):
             raise ValueError(
                 f"bench.cores={list(self.cores)}: name each core once, as [2, 3], or null to have them chosen"
             )
@@ -70,3 +86,17 @@ class BenchConfig:
             raise ValueError(
                 "bench.resource is empty: name the Ray resource of the machines that measure, as bench_host"
             )
+
+    def _require_kinds(self) -> None:
+        for name, (kind, words) in _KINDS.items():
+            value = getattr(self, name)
+            fits = (value is None and "or null" in words) or _is_a(value, kind)
+            if fits and name == "cores" and value is not None:
+                fits = not isinstance(value, str | bytes | Mapping) and all(_is_a(core, Integral) for core in value)
+            if not fits:
+                raise ValueError(f"bench.{name}={value!r} must be {words}")
+
+
+def _is_a(value: Any, kind: type | tuple[type, ...]) -> bool:
+    """Tells whether a value is of a kind. For Python True is a number, too."""
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))

@@ -14,7 +14,6 @@ Every timed call has inputs of its own and is checked. So an answer that is kept
 gains nothing. What is faster than the machine can be is not believed.
 """
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
@@ -29,7 +28,7 @@ from torchtune_ext.tasks.measured.arena import Place, lay_out
 from torchtune_ext.tasks.measured.check import Checker
 from torchtune_ext.tasks.measured.child import Call, ChildFailed
 from torchtune_ext.tasks.measured.kernel import Arrays, Size
-from torchtune_ext.tasks.measured.machine import alone_on, kept_off, stolen_ticks
+from torchtune_ext.tasks.measured.machine import alone_on, kept_off, nobody, stolen_ticks
 from torchtune_ext.tasks.measured.numpy_child import NumpyChild
 from torchtune_ext.tasks.measured.probe import OWN_CPU_S, Look, Probe, Quiet
 from torchtune_ext.tasks.measured.sandbox import SandboxError
@@ -93,11 +92,13 @@ def interval_of_median(samples: Sequence[float], level: float = 0.95) -> tuple[f
     be independent, which the calls of a block are not: a block is one sample.
     """
     ordered, n = sorted(samples), len(samples)
-    outside = 0.0
+    ways = outside = 1  # of n coins: that k show heads, and that at most k do
     for k in range(n // 2):
-        outside += 2 * math.comb(n, k) * 0.5**n
-        if outside > 1 - level:
+        # Whole numbers, since from 1030 samples on they are too large for floats.
+        if 2 * outside / 2**n > 1 - level:
             return ordered[max(0, k - 1)], ordered[n - max(1, k)]
+        ways = ways * (n - k) // (k + 1)
+        outside += ways
     return ordered[0], ordered[-1]
 
 
@@ -142,12 +143,13 @@ class Timer:
     Args:
         checker: compiles and locks in; its `cores` are those that are timed on.
         budget_s: seconds for one program, reference and checks included.
+        tell: called again and again while this waits for the cores, and between the steps of making it.
 
     Raises:
         Wild: the fixed kernel varies by more than 20%.
     """
 
-    def __init__(self, checker: Checker, budget_s: float = 10.0) -> None:
+    def __init__(self, checker: Checker, budget_s: float = 10.0, tell: Callable[[], None] = nobody) -> None:
         if not budget_s > 0:
             raise ValueError(f"budget_s={budget_s} must be more than 0 seconds")
         self.checker, self.kernel, self.budget_s = checker, checker.kernel, budget_s
@@ -155,8 +157,9 @@ class Timer:
         self._quiet = Quiet()  # of the reference
         with ExitStack() as stack:
             stack.enter_context(kept_off(checker.cores))
-            with alone_on(checker.cores, LOCK_S):
+            with alone_on(checker.cores, LOCK_S, tell):
                 self._probe = stack.enter_context(closing(Probe(checker)))
+                tell()
                 library = checker.compile_own(self.kernel)
                 self._reference = stack.enter_context(checker.child(self.kernel, library, OWN_CPU_S))
                 for _ in range(4):
@@ -184,12 +187,13 @@ class Timer:
         """What they can read together from the cache that cores share, in 10^9 bytes/s."""
         return self._probe.peak_gbytes_s
 
-    def time(self, library: Path, begin: Callable[[], None] = lambda: None) -> Timing:
+    def time(self, library: Path, begin: Callable[[], None] = nobody, tell: Callable[[], None] = nobody) -> Timing:
         """Times a program that `Checker.checked` has found right.
 
         Args:
             library: what it was compiled to.
             begin: called as soon as nobody else times on these cores.
+            tell: called again and again before that.
 
         Raises:
             ChildFailed: a call fails or its result is wrong, or it is faster than the machine can be.
@@ -197,7 +201,7 @@ class Timer:
         """
         # A slow program ends by the deadline of a call, and not by what the first calls and a late block need.
         cpu_s = (self.budget_s + MOST_LATE_CALLS * self.checker.deadlines.verify_s) * self.checker.threads
-        with alone_on(self.checker.cores, LOCK_S):
+        with alone_on(self.checker.cores, LOCK_S, tell):
             begin()
             try:
                 with self.checker.child(self.kernel, library, cpu_s) as child:

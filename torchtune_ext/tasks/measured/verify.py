@@ -169,13 +169,13 @@ def verify(child: Child, kernel: Kernel, rng: np.random.Generator, deadline_s: f
                     child.place(lay_out(kernel, size, child.arena_bytes, at_end, rng))
                 left_s = deadline_s - spent_s
                 if left_s <= 0:
-                    raise ChildFailed(
-                        "timeout", f"its calls took more than {deadline_s:g} s, {described(size)} was next"
-                    )
+                    note = f"its calls took more than {deadline_s:g} s, {described(size)} was next"
+                    raise ChildFailed("timeout", note, child.cpu_ns() * 1e-9)
                 try:
                     call = child.call(size, inputs, left_s)
                 except ChildFailed as failed:
-                    raise ChildFailed(failed.outcome, f"{failed} ({described(size)}, {kind} inputs)") from None
+                    note = f"{failed} ({described(size)}, {kind} inputs)"
+                    raise ChildFailed(failed.outcome, note, failed.cpu_s) from None
                 spent_s += call.seconds  # what drawing and comparing takes is not the program's fault
                 found = compare(kernel, expected if inputs is first else expect(kernel, size, inputs), call.outputs)
                 if not found.ok:
