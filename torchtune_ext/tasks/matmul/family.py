@@ -95,17 +95,29 @@ class Family:
         kernel: its name, a key of WRITERS.
         seed: programs of two seeds are drawn independently.
         broken: the share that is wrong in some way.
+        weights: {name of a writer: how often it is chosen beside the others}; those not named are chosen as WRITERS says.
 
     Raises:
         ValueError: an argument is out of its range.
     """
 
-    def __init__(self, kernel: str = "dgemm", seed: int = 0, broken: float = 0.25) -> None:
+    def __init__(
+        self, kernel: str = "dgemm", seed: int = 0, broken: float = 0.25, weights: Mapping[str, float] | None = None
+    ) -> None:
         if kernel not in WRITERS:
             raise ValueError(f"kernel={kernel!r}: there are programs for {', '.join(WRITERS)}")
         if not 0.0 <= broken <= 1.0:
             raise ValueError(f"broken={broken} is a share of the programs: give a number from 0 to 1")
         self.kernel, self.seed, self.broken = kernel, seed, broken
+        chosen = {writer.__name__: weight for writer, weight in WRITERS[kernel].items()}
+        if unknown := set(weights or {}) - set(chosen):
+            raise ValueError(
+                f"weights: no writer of {kernel} is named {', '.join(sorted(unknown))}; {', '.join(chosen)} are"
+            )
+        chosen |= weights or {}
+        if min(chosen.values()) < 0 or not sum(chosen.values()) > 0:
+            raise ValueError(f"weights={chosen} must not be negative, nor all 0")
+        self._writers, self._weights = list(WRITERS[kernel]), list(chosen.values())
 
     def __len__(self) -> int:
         return ENDLESS
@@ -114,8 +126,7 @@ class Family:
         if not 0 <= index < ENDLESS:
             raise IndexError(f"program {index} of {ENDLESS}")
         rng = random.Random(f"{self.kernel}/{self.seed}/{index}")
-        writers = WRITERS[self.kernel]
-        (writer,) = rng.choices(list(writers), list(writers.values()))
+        (writer,) = rng.choices(self._writers, self._weights)
         made = writer(rng)
         if rng.random() >= self.broken:
             return Program(index, self.kernel, made.source, "ok", made.techniques, made.words)

@@ -74,15 +74,27 @@ def plain(rng: random.Random) -> Draft:
     outer = threaded(rng, order[0] != "l", found)
     loops = [loop(name, ENDS[name]) + "\n" for name in order]
     if order[2] == "l":
-        hint = hinted(rng, found, SIMD_SUM)
-        body = f"{loops[0]}{loops[1][:-1]}{{double s=0;\n{hint}{loops[2][:-1]}s+=A[i*k+l]*B[l*n+j];\nC[i*n+j]=s;}}\n"
-        return draft(f"{HEAD}{outer}{body}}}\n", found, f"loops {order}, one sum")
+        return _innermost_sum(rng, order, loops, outer, found)
     hint = hinted(rng, found)
     body = f"{loops[0]}{loops[1]}{hint}{loops[2]}C[i*n+j]+=A[i*k+l]*B[l*n+j];\n"
     if order[1] == "l" and rng.random() < 0.4:
         body = f"{loops[0]}{loops[1][:-1]}{{double a=A[i*k+l];\n{hint}{loops[2][:-1]}C[i*n+j]+=a*B[l*n+j];}}\n"
         body = body if order[2] == "j" else body.replace("A[i*k+l]", "B[l*n+j]").replace("a*B[l*n+j]", "A[i*k+l]*a")
     return draft(f"{HEAD}{ZERO}{outer}{body}}}\n", found, f"loops {order} into C")
+
+
+def _innermost_sum(rng: random.Random, order: str, loops: list[str], outer: str, found: set[str]) -> Draft:
+    """Each number of C is finished before the next is begun: as a sum, by pointers, or in C itself."""
+    form = rng.choice(["sum", "sum", "pointers", "memory"])
+    hint = hinted(rng, found, SIMD_SUM if form != "memory" else "")
+    begin, step, end = {
+        "sum": ("double s=0;", "s+=A[i*k+l]*B[l*n+j];", "\nC[i*n+j]=s;"),
+        "pointers": ("const double*a=A+i*k,*b=B+j;double s=0;", "s+=a[l]*b[l*n];", "\nC[i*n+j]=s;"),
+        "memory": ("C[i*n+j]=0;", "C[i*n+j]+=A[i*k+l]*B[l*n+j];", ""),
+    }[form]
+    body = f"{loops[0]}{loops[1][:-1]}{{{begin}\n{hint}{loops[2][:-1]}{step}{end}}}\n"
+    words = {"sum": "one sum", "pointers": "one sum by pointers", "memory": "each number of C at once"}[form]
+    return draft(f"{HEAD}{outer}{body}}}\n", found, f"loops {order}, {words}")
 
 
 def tiled(rng: random.Random) -> Draft:

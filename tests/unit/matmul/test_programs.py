@@ -1,0 +1,121 @@
+"""The task of the warm-up: each program depends on its index alone, its stage permits it, and it is what is said of it."""
+
+from collections import Counter
+
+import pytest
+
+pytest.importorskip("tree_sitter_c")
+
+from torchtune_ext.tasks.matmul import Programs
+from torchtune_ext.tasks.matmul.family import WRITERS, Family
+from torchtune_ext.tasks.matmul.prompts import short_messages
+from torchtune_ext.tasks.matmul.stages import STAGES, permitted
+from torchtune_ext.tasks.measured.check import Checker
+from torchtune_ext.tasks.measured.kernels import KERNELS, Dgemm
+from torchtune_ext.tasks.measured.sandbox import SandboxError
+
+ONE_THREAD = [stage for stage in STAGES if stage != "threads"]
+BAD = [
+    ({"kernels": ["fft"]}, "there are programs for dgemm, gemv, stencil, reduction"),
+    ({"kernels": []}, "kernels is empty"),
+    ({"kernels": {"dgemm": 0}}, r"kernels.dgemm=\[0\]: give a size, at least 1"),
+    ({"kernels": {"dgemm": []}}, r"kernels.dgemm=\[\]: give a size"),
+    ({"stages": []}, r"stages=\[\]: give some of none, loop_order"),
+    ({"stages": ["all", "none"]}, "each once and in this order"),
+    ({"stages": ["none", "none"]}, "each once and in this order"),
+    ({"stages": ["fast"]}, "give some of none, loop_order"),
+    ({"new": 1.5}, "new=1.5 is a share"),
+    ({"broken": -1}, "broken=-1 is a share"),
+    ({"weights": {"gemv": {}}}, "weights: there are no programs for gemv among these kernels"),
+    ({"weights": {"dgemm": {"plane": 1}}}, "no writer of dgemm is named plane; plain, tiled"),
+    ({"weights": {"dgemm": {"plain": -1}}}, "must not be negative, nor all 0"),
+    # Who only copies panels writes nothing that the first stage permits.
+    (
+        {"weights": {"dgemm": dict.fromkeys(["plain", "tiled", "unrolled", "registers", "vectors"], 0)}},
+        "of 1000 programs for dgemm the first of them permits none",
+    ),
+]
+
+
+def stage_of(problem) -> str:
+    return problem.messages[0]["content"].split()[-1]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Programs(**arguments)
+
+
+def test_a_problem_is_a_function_of_its_index():
+    kernels = {"dgemm": [192, 256], "gemv": None}
+    first, task, other = Programs(kernels, seed=3), Programs(kernels, seed=3), Programs(kernels, seed=4)
+    forwards = [first[index] for index in range(40)]
+    assert [task[index] for index in reversed(range(40))] == forwards[::-1]
+    assert len({problem.id for problem in forwards}) == 40
+    assert [other[index].answer for index in range(40)] != [each.answer for each in forwards]
+    for index in (-1, len(task)):
+        with pytest.raises(IndexError):
+            task[index]
+
+
+@pytest.mark.parametrize("stages", [list(STAGES), ONE_THREAD, ["none", "blocking"]], ids=len)
+def test_a_stage_permits_the_programs_that_it_asks_for(stages):
+    task = Programs(list(WRITERS), stages=stages)
+    seen = Counter()
+    for problem in (task[index] for index in range(400)):
+        program, stage = task.program(problem), stage_of(problem)
+        assert task.solution(problem) == program.text
+        assert program.techniques <= permitted(stage) and (program.kernel, stage) in {
+            (problem.messages[0]["content"].split()[0], each) for each in stages
+        }
+        assert "threads" in stages or "#pragma omp" not in problem.answer
+        seen[stage] += 1
+    # 400 draws of 1 / len(stages): five deviations of at most 10.
+    assert all(abs(seen[stage] - 400 / len(stages)) < 50 for stage in stages)
+
+
+@pytest.mark.parametrize("new", [0.0, 0.5, 1.0])
+def test_the_share_of_programs_that_no_earlier_stage_permits(new):
+    task = Programs(stages=["blocking", "all"], new=new)
+    asked = [problem for problem in (task[index] for index in range(600)) if stage_of(problem) == "all"]
+    share = sum(not task.program(each).techniques <= permitted("blocking") for each in asked) / len(asked)
+    # The others are any of the family without OpenMP, and some of these are new as well.
+    drawn = [program for program in map(Family(seed=1).__getitem__, range(2000)) if "#pragma omp" not in program.source]
+    natural = sum(not program.techniques <= permitted("blocking") for program in drawn) / len(drawn)
+    # Five deviations of a share among 240 or more: 5 * sqrt(1/4 / 240) = 0.16.
+    assert len(asked) >= 240 and abs(share - (new + (1 - new) * natural)) < 0.16
+
+
+def test_the_sizes_and_the_prompt_are_those_of_the_kernel():
+    task = Programs({"dgemm": [192, 256]})
+    asked = {task[index].messages[0]["content"] for index in range(300)}
+    assert asked == {short_messages(Dgemm(size), stage)[0]["content"] for size in (192, 256) for stage in STAGES}
+
+
+def test_weights_choose_the_writers():
+    only = dict.fromkeys(["tiled", "unrolled", "registers", "vectors", "packed"], 0)
+    family = Family(broken=0.0, weights=only)
+    assert {family[index].words.split()[0] for index in range(50)} == {"loops"}
+    assert all(Family()[index] == Family(weights={"plain": 4})[index] for index in range(50))
+
+
+def test_it_gives_no_reward():
+    task = Programs()
+    with pytest.raises(NotImplementedError, match="Train with torchtune_ext.tasks.matmul.Matmul"):
+        task.grade(task[0], task.solution(task[0]))
+
+
+def test_some_solutions_end_as_they_say():
+    task = Programs({"dgemm": 64}, broken=0.5, stages=ONE_THREAD)
+    try:
+        checker = Checker(KERNELS["dgemm"](64))
+    except (ValueError, SandboxError) as error:
+        pytest.skip(str(error))
+    with checker:
+        seen = set()
+        for problem in (task[index] for index in range(8)):
+            program = task.program(problem)
+            assert checker.check(task.solution(problem)).outcome == program.outcome, program.source
+            seen.add(program.outcome)
+    assert "ok" in seen and len(seen) > 1
