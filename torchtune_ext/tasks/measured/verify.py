@@ -156,7 +156,7 @@ def verify(child: Child, kernel: Kernel, rng: np.random.Generator, deadline_s: f
     Raises:
         ChildFailed: a result is wrong, the process fails, or all calls together take longer than `deadline_s`.
     """
-    worst = spent_s = 0.0
+    worst = spent_s = computed_s = 0.0
     for number, size in enumerate(sizes(kernel, rng)):
         kinds = ["biased"] if size == kernel.timed else [KINDS[number % 2], KINDS[2 + number % 2]]
         for kind in kinds:
@@ -170,13 +170,14 @@ def verify(child: Child, kernel: Kernel, rng: np.random.Generator, deadline_s: f
                 left_s = deadline_s - spent_s
                 if left_s <= 0:
                     note = f"its calls took more than {deadline_s:g} s, {described(size)} was next"
-                    raise ChildFailed("timeout", note, child.cpu_ns() * 1e-9)
+                    raise ChildFailed("timeout", note, computed_s)
                 try:
                     call = child.call(size, inputs, left_s)
                 except ChildFailed as failed:
                     note = f"{failed} ({described(size)}, {kind} inputs)"
                     raise ChildFailed(failed.outcome, note, failed.cpu_s) from None
                 spent_s += call.seconds  # what drawing and comparing takes is not the program's fault
+                computed_s += call.cpu_s
                 found = compare(kernel, expected if inputs is first else expect(kernel, size, inputs), call.outputs)
                 if not found.ok:
                     raise ChildFailed("wrong_result", explained(found, size, kind))
