@@ -176,7 +176,7 @@ def test_a_browser_opens_every_program(tmp_path, width):
                f"--user-data-dir={tmp_path}/profile", "--virtual-time-budget=5000", "--enable-logging=stderr", "--dump-dom",
                f"file://{page}"]  # fmt: skip
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert not re.findall(r"CONSOLE.*(?:Error|error|Refused).*", ended.stderr)
+    assert "CONSOLE" not in ended.stderr
     said = dict(re.findall(r'<pre id="(\w+)">(.*?)</pre>', ended.stdout))
     dom = re.sub(r"<script.*?</script>", "", ended.stdout, flags=re.DOTALL)
     assert (
