@@ -11,7 +11,8 @@ from typing import Any
 from omegaconf import MISSING, DictConfig
 
 from torchtune_ext.evaluation import Accuracy, accuracy
-from torchtune_ext.grading import Grader, GraderConfig
+from torchtune_ext.grading import GraderConfig
+from torchtune_ext.grading.measured import BenchGrader, Grader, open_graders, rehearse
 from torchtune_ext.host.config import build, instantiate, load_config, named_paths, record
 from torchtune_ext.host.plugin import parse
 from torchtune_ext.policy.hf_model import HFModel
@@ -21,6 +22,7 @@ from torchtune_ext.run.folder import RunFolder
 from torchtune_ext.run.output import say
 from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
+from torchtune_ext.tasks.measured.results import BenchConfig
 from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.telemetry.rollouts import RolloutStore
 from torchtune_ext.training.life import close_all, run_recipe
@@ -43,6 +45,7 @@ class Config:
     greedy: bool = True  # also one greedy sample per problem
     pass_at: list[int] = field(default_factory=lambda: [1])  # k of pass@k, at most samples_per_problem
     grader: dict[str, Any] = field(default_factory=dict)  # fields of GraderConfig: workers, timeout_s
+    bench: dict[str, Any] = field(default_factory=dict)  # fields of BenchConfig, where programs are measured: cores
     rollout_deadline_s: float = 1800.0  # seconds without a completion or grade after which the evaluation is given up
     seed: int = 0  # of sampling
 
@@ -53,7 +56,7 @@ class EvaluateRecipe:
         self.stop = StopSignals(grace_s=0.0, standing=self.standing)
         self.folder: RunFolder | None = None
         self.engine: Engine | None = None
-        self.grader: Grader | None = None
+        self.grader: Grader | BenchGrader | None = None
         self.store: RolloutStore | None = None
 
     def setup(self) -> None:
@@ -61,13 +64,14 @@ class EvaluateRecipe:
         self.folder = RunFolder(cfg.output_dir)
         at_least(cfg, samples_per_problem=1)
         check_deadline(cfg)
-        self.grading = build(GraderConfig, cfg.grader, "grader")
+        self.grading, self.bench = build(GraderConfig, cfg.grader, "grader"), build(BenchConfig, cfg.bench, "bench")
         for k in cfg.pass_at:
             if not 1 <= k <= cfg.samples_per_problem:
                 raise ValueError(
                     f"pass_at holds {k}; each k must lie in 1..samples_per_problem={cfg.samples_per_problem}"
                 )
         self.tokenizer, self.task = instantiate(cfg.tokenizer), instantiate(cfg.task)
+        rehearse([self.task], self.bench)
         stops = tuple(self.tokenizer.stop_token_ids)
         self.sampling = build(SamplingConfig, cfg.sampling, "sampling", stop_token_ids=stops, seed=cfg.seed)
         self.engine = Engine(cfg.model_dir, build(EngineConfig, cfg.engine, "engine"), cfg.output_dir)
@@ -76,7 +80,7 @@ class EvaluateRecipe:
         self.run = self.folder.begin(record(cfg), resuming=False, reads=named_paths(cfg))
         self.store = RolloutStore(cfg.output_dir)
         self.engine.start()
-        self.grader = Grader(self.task, self.grading.workers, self.grading.timeout_s)
+        (self.grader,) = open_graders([self.task], self.grading, self.bench)
         self.progress = Progress()
         self.engine.wait_ready()
 

@@ -24,8 +24,9 @@ from omegaconf import MISSING, DictConfig
 from torchtune_ext.advantages import AdvantageConfig, refilled, with_advantages
 from torchtune_ext.buffer import Ledger
 from torchtune_ext.evaluation import EvaluationConfig
-from torchtune_ext.grading import Grader, GraderConfig
-from torchtune_ext.groups import Group
+from torchtune_ext.grading import GraderConfig
+from torchtune_ext.grading.measured import BenchGrader, Grader, open_graders, rehearse
+from torchtune_ext.groups import Group, graded
 from torchtune_ext.host.config import build, has_component, instantiate, load_config, named_paths, record
 from torchtune_ext.host.opening import opening
 from torchtune_ext.host.plugin import parse
@@ -41,6 +42,7 @@ from torchtune_ext.run.output import say
 from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.source import GroupSource
+from torchtune_ext.tasks.measured.results import BenchConfig
 from torchtune_ext.tasks.order import ProblemStream
 from torchtune_ext.telemetry import summary
 from torchtune_ext.telemetry.metrics import LoggingConfig, Metrics
@@ -75,6 +77,7 @@ class Config:
     task: Any = MISSING  # problems to train on, with their grader
     evaluation: dict[str, Any] = field(default_factory=dict)  # fields of EvaluationConfig: task, every, samples
     grader: dict[str, Any] = field(default_factory=dict)  # fields of GraderConfig: workers, timeout_s
+    bench: dict[str, Any] = field(default_factory=dict)  # fields of BenchConfig, where programs are measured: cores
     preset: str | None = "grpo"  # a published method: its loss, advantage, aggregation, ... where nothing is set here
     loss: Any = MISSING  # objective per label
     optimizer: Any = MISSING  # any torch optimizer
@@ -117,7 +120,7 @@ class GRPORecipe:
         # What rank 0 owns, and what a run that is stopped early may not have yet.
         self.folder: RunFolder | None = None
         self.engine: Engine | None = None
-        self.graders: list[Grader] = []  # of the task, of the held-out task
+        self.graders: list[Grader | BenchGrader] = []  # of the task, of the held-out task
         self.source: GroupSource | Replay | None = None
         self.metrics: Metrics | None = None
         self.rollouts: RolloutStore | None = None
@@ -146,9 +149,13 @@ class GRPORecipe:
         self.checkpoints = Checkpoints(f"{cfg.output_dir}/checkpoints", identity, self.saving)
         resume = self.checkpoints.choose() if cfg.resume_from_checkpoint else None
 
-        # The engine loads in a process of its own while the policy is built here.
+        # The engine loads in a process of its own while the policy is built here. Graders that measure programs do so on cores
+        # that the engine does not use.
         if self.engine:
-            self.start_engine()
+            self.engine.start()
+            self.graders = open_graders(
+                [self.task, self.eval_task], self.grading, self.bench, beside_training=cfg.staleness > 0
+            )
         if self.ranks.is_main and not resume:
             self.open_records()
         self.source = self.replay or GroupSource(
@@ -197,7 +204,7 @@ class GRPORecipe:
         self.task = instantiate(cfg.task)
         self.evaluation = build(EvaluationConfig, cfg.evaluation, "evaluation")
         self.eval_task = instantiate(cfg.evaluation.task) if has_component(cfg.evaluation.get("task")) else None
-        self.grading = build(GraderConfig, cfg.grader, "grader")
+        self.grading, self.bench = build(GraderConfig, cfg.grader, "grader"), build(BenchConfig, cfg.bench, "bench")
         self.problems = ProblemStream(self.task, cfg.seed)
         self.loss = instantiate(cfg.loss)
         self.advantage = build(AdvantageConfig, cfg.advantage, "advantage")
@@ -231,6 +238,7 @@ class GRPORecipe:
         identity = partial(identify, "", self.hf_model, self.meta_model, self.trained.spec)
         self.replay = Replay(cfg.replay, record(cfg), identity(), self.problems, self.tokenizer) if cfg.replay else None
         if self.ranks.is_main and not self.replay:
+            rehearse([self.task, self.eval_task], self.bench)
             self.engine = Engine(cfg.model_dir, self.precision.engine, cfg.output_dir)
 
     def open_folder(self) -> Identity:
@@ -253,12 +261,6 @@ class GRPORecipe:
         self.folder.write_record()
         self.metrics = Metrics(self.cfg.output_dir, self.logging.to, self.folder.run, first_step)
         self.rollouts = RolloutStore(self.cfg.output_dir, resume_step=first_step)
-
-    def start_engine(self) -> None:
-        """Rank 0: the engine and the graders come up in processes of their own."""
-        self.engine.start()
-        tasks = [self.task] if self.eval_task is None else [self.task, self.eval_task]
-        self.graders = [Grader(task, self.grading.workers, self.grading.timeout_s) for task in tasks]
 
     def build_learner(self) -> None:
         """The policy with the weights of model_dir, and what makes it learn."""
@@ -310,7 +312,8 @@ class GRPORecipe:
             with watch("pack"):
                 updates, packed = self.pack(groups)
 
-            with watch("train"):
+            # A grader that measures time has cores of its own; where there are too few, it takes turns with the trainer.
+            with watch("train"), self.source.alone():
                 values |= packed | self.update(updates)
             self.version += 1
 
@@ -355,6 +358,8 @@ class GRPORecipe:
         kept, drawn = refilled(groups, cfg.prompts_per_step)
         with self.watch("store"):
             self.rollouts.write(self.step, drawn)
+        # Where the task chooses its next problems by what became of these, it does so here.
+        values |= self.problems.observe(self.step, graded(drawn), self.folder.path)
         values |= summary.rollout_metrics(groups) | stats.metrics()
         if self.engine:
             self.engine.sleep()  # where it shares the trainer's GPU
@@ -442,19 +447,19 @@ class GRPORecipe:
             updates=self.learner.updates,
             throttle=self.engine.state_dict() if self.engine else {},
             source=self.source.state_dict(),
+            task=self.problems.state_dict(),
         )
-        model = self.policy.model
-        export = self.trained.export(model, self.hf_model, self.precision.dtype)
+        export = self.trained.export(self.policy.model, self.hf_model, self.precision.dtype)
         with self.stop.saving(), self.watch("save"):
             self.watch.seconds["save/hash"] = self.checkpoints.save(
-                self.step, model, self.learner.optimizer, export, state.to_json(), self.last_eval
+                self.step, self.policy.model, self.learner.optimizer, export, state.to_json(), self.last_eval
             )
 
     def load_checkpoint(self, path: Path) -> None:
-        saved = self.checkpoints.load(path, self.policy.model, self.learner.optimizer)
-        state = RunState.from_json(saved, path)
+        state = RunState.from_json(self.checkpoints.load(path, self.policy.model, self.learner.optimizer), path)
         self.step, self.version = state.step, state.version
         self.problems.cursor, self.learner.updates = state.cursor, state.updates
+        self.problems.load_state_dict(state.task)
         self.source.load_state_dict(state.source, self.step, self.version)
         if self.engine:
             self.engine.load_state_dict(state.throttle)

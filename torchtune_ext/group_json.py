@@ -33,6 +33,7 @@ def _sample_text(sample: Sample) -> str:
         "reward": None if score is None else _number(score.reward),
         "parts": None if score is None else {k: _number(v) for k, v in score.parts.items()},
         "note": None if score is None else score.note,
+        "facts": None if score is None else dict(score.facts),
         "outcome": None if outcome is None else outcome.kind,
         "cause": None if outcome is None else outcome.cause,
         "finish_reason": completion.finish_reason,
@@ -59,8 +60,8 @@ def _sample(record: dict[str, Any]) -> Sample:
     score = outcome = None
     if record["reward"] is not None:
         parts = {name: float(value) for name, value in record["parts"].items()}
-        # Earlier versions wrote no notes.
-        score = Score(float(record["reward"]), parts, record.get("note", ""))
+        # Earlier versions wrote no notes and no facts.
+        score = Score(float(record["reward"]), parts, record.get("note", ""), record.get("facts") or {})
     if record["outcome"] is not None:
         outcome = Outcome(kind=record["outcome"], score=score, cause=record["cause"])
     versions = [version for version, count in record["versions"] for _ in range(count)]

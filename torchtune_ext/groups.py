@@ -1,5 +1,6 @@
 """The records between sampling and packing: a prompt, and what became of each of its completions."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,7 +8,7 @@ import numpy as np
 
 from torchtune_ext.grading import Outcome
 from torchtune_ext.sampling.records import Completion
-from torchtune_ext.tasks.task import Problem, Score
+from torchtune_ext.tasks.task import Graded, Problem, Score
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,11 @@ class Group:
     def completions(self) -> int:
         """Returns the number of samples that have a reward, or that are trained on without one (supervised)."""
         return sum(sample.trained or sample.score is not None for sample in self.samples)
+
+
+def graded(groups: Sequence[Group]) -> list[Graded]:
+    """Returns what a task is told of groups (`AdaptiveTask.observe`)."""
+    return [(group.problem, [(sample.text, sample.score) for sample in group.samples]) for group in groups]
 
 
 # What kind of group ("group" of the run, "refill", "evaluation", "greedy"), and its number among them.

@@ -7,6 +7,7 @@ other settings of the objective or the optimizer a replay tells what these do to
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,10 @@ class Replay:
             )
         self._step += 1
         return read_rollouts(self._paths[self._step]), {}
+
+    def alone(self) -> AbstractContextManager:
+        """Nobody grades."""
+        return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
         return {REPLAYED: self._id}

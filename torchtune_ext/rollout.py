@@ -68,6 +68,11 @@ class GroupStream:
         self._thread = Thread(target=self._work, name="torchtune-ext-groups", daemon=True)
         self._thread.start()
 
+    @property
+    def grader(self) -> Grader:
+        """What grades the texts."""
+        return self._grader
+
     def drawing(self, numbers: Collection[int] | None = None) -> bool:
         """Tells whether the engine still samples for any group, or for any of these."""
         return any(

@@ -112,7 +112,11 @@ class GroupSource:
             with self._stream.watched(watcher, self.finished, self.ledger.taken + self.ledger.batch):
                 groups, values = self._take_batch(watch)
         log_failures([sample.outcome for group in groups for sample in group.samples])
-        return groups, values
+        return groups, values | self._stream.grader.metrics()
+
+    def alone(self) -> AbstractContextManager:
+        """Returns a context for work that would disturb graders that measure time, and the other way round."""
+        return nullcontext() if self._stream is None else self._stream.grader.alone()
 
     def close(self) -> None:
         if self._stream is not None:
@@ -157,8 +161,9 @@ class GroupSource:
         self._dropped_tokens = state["dropped_tokens"]
         changed = []
         for number, text in state["finished"]:
-            group, problem = group_of(json.loads(text)), self._problems.at(self._cursors[number])
-            if state["drawn"] == self._drawn() and group.problem.id == problem.id:
+            group = group_of(json.loads(text))
+            problem = self._problems.again(self._cursors[number], group.problem)
+            if state["drawn"] == self._drawn() and problem is not None:
                 # The problem comes from the task, since JSON may have changed its answer.
                 self.finished[number] = replace(group, problem=problem)
                 self._stream.times.begin(("group", number), "buffer")

@@ -17,7 +17,7 @@ class Labelled:
 
 
 def labelled_programs() -> list[Labelled]:
-    text = (ROOT / "tests/unit/matmul/labelled_programs.txt").read_text(encoding="utf-8")
+    text = (ROOT / "tests/unit/measured/labelled_programs.txt").read_text(encoding="utf-8")
     found = []
     for part in text.split("=== ")[1:]:
         head, _, source = part.partition("\n")

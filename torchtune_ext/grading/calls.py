@@ -9,7 +9,7 @@ from torchtune_ext.tasks.task import Problem, Score, Task
 MAX_NOTE_CHARS = 2000
 FAILED_PART = "failed"  # if this part of a Score is not 0, the outcome is "policy_failed"
 
-Graded = tuple[str, float, dict[str, float], str, str]  # kind, reward, parts, note, cause
+Graded = tuple[str, Score | None, str]  # the fields of an Outcome
 
 
 class Grading:
@@ -31,7 +31,7 @@ class Grading:
 
 def failed(cause: str) -> Graded:
     """Returns the answer for a text that could not be graded."""
-    return "infra_failed", 0.0, {}, "", cause
+    return "infra_failed", None, cause
 
 
 def checked_all(scores: object, count: int) -> list[Graded]:
@@ -43,7 +43,7 @@ def checked_all(scores: object, count: int) -> list[Graded]:
 
 
 def checked(score: object) -> Graded:
-    """Checks what a grader returned, and returns (kind, reward, parts, note, cause)."""
+    """Checks what a grader returned, and returns (kind, score, cause)."""
     if not isinstance(score, Score):
         return failed(f"grade() returned {type(score).__name__}, not a Score")
     reward, parts = float(score.reward), {str(name): float(value) for name, value in score.parts.items()}
@@ -51,4 +51,5 @@ def checked(score: object) -> Graded:
         if not math.isfinite(value):
             return failed(f"grade() returned {name}={value}, which is not finite")
     kind = "policy_failed" if parts.get(FAILED_PART) else "scored"
-    return kind, reward, parts, str(score.note or "")[:MAX_NOTE_CHARS], ""
+    facts = {str(name): str(value) for name, value in score.facts.items()}
+    return kind, Score(reward, parts, str(score.note or "")[:MAX_NOTE_CHARS], facts), ""

@@ -17,6 +17,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Self
 
@@ -107,6 +108,14 @@ class Grader:
         log_failures(outcomes)
         return outcomes
 
+    def metrics(self) -> dict[str, float]:
+        """Returns what is to be logged of the grading itself since the last call: nothing."""
+        return {}
+
+    def alone(self) -> AbstractContextManager:
+        """Returns a context in which graders do not measure time. These never do."""
+        return nullcontext()
+
     def close(self) -> None:
         """Kills the workers. A second call does nothing."""
         self.processes.close(RuntimeError("the Grader is closed"))
@@ -139,15 +148,10 @@ def results(futures: Sequence[Future]) -> list:
 def _outcomes(answer: Answer, count: int) -> list[Outcome]:
     """Returns what an answer means for the `count` texts of a call."""
     if answer.kind == "returned":
-        return [_outcome(*graded) for graded in answer.value]
+        return [Outcome(*graded) for graded in answer.value]
     kind = "timed_out" if answer.kind == "late" else "infra_failed"
     cause = f"the grading process died: {answer.cause}" if answer.kind == "died" else answer.cause
     return [Outcome(kind, None, cause)] * count
-
-
-def _outcome(kind: str, reward: float, parts: dict[str, float], note: str, cause: str) -> Outcome:
-    score = Score(reward, parts, note) if kind in ("scored", "policy_failed") else None
-    return Outcome(kind, score, cause)
 
 
 def log_failures(outcomes: Sequence[Outcome]) -> None:

@@ -40,6 +40,7 @@ CONTENTS = (
     "fp8.txt",
     "evaluation.json",
     "report.html",
+    "archive.jsonl",
     "start",
 )
 CHECKPOINT = re.compile(r"step_(\d{6,})")  # the name of a checkpoint's folder

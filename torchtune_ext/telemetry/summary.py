@@ -115,7 +115,8 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     if scores:
         rewards = np.array([score.reward for score in scores])
         values |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
-        for name in scores[0].parts:
+        # A grader may name parts that only some texts have, as the speed of a program that runs.
+        for name in dict.fromkeys(name for score in scores for name in score.parts):
             values[f"reward/{name}"] = float(np.mean([score.parts[name] for score in scores if name in score.parts]))
     return values
 

@@ -1,6 +1,6 @@
 """The state that a recipe needs, besides weights, optimizer and random states, to go on after a checkpoint."""
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,6 +17,7 @@ class RunState:
     updates: int  # updates that the schedule of the learning rate has counted
     throttle: dict[str, Any]  # state of the engine's throttle
     source: dict[str, Any]  # groups between submission and training
+    task: dict[str, Any] = field(default_factory=dict)  # what it has learned from outcomes; earlier versions wrote none
 
     def to_json(self) -> dict[str, Any]:
         """Returns the state as a JSON object, with the number of its format."""
@@ -35,11 +36,11 @@ class RunState:
         """
         # The first versions wrote no format.
         found = saved.get("format", FORMAT)
-        missing = [field.name for field in fields(cls) if field.name not in saved]
+        missing = [each.name for each in fields(cls) if each.name not in saved and each.default_factory is MISSING]
         if found != FORMAT or missing:
             what = f"lacks {', '.join(missing)}" if missing else f"has format {found}, this version reads {FORMAT}"
             raise ValueError(
                 f"{path} cannot be resumed: its recipe.json {what}; it was written by another version of torchtune-ext. Go on "
                 "with that one, or begin a new run in another output_dir (model_dir may be a checkpoint that is a whole model)"
             )
-        return cls(**{field.name: saved[field.name] for field in fields(cls)})
+        return cls(**{each.name: saved[each.name] for each in fields(cls) if each.name in saved})

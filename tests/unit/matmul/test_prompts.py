@@ -8,9 +8,10 @@ pytest.importorskip("tree_sitter_c")
 
 from torchtune_ext.tasks.matmul.archive import entry_of
 from torchtune_ext.tasks.matmul.prompts import messages, pareval_question, short_messages
-from torchtune_ext.tasks.matmul.techniques import STAGES, TECHNIQUES, permitted
+from torchtune_ext.tasks.matmul.stages import STAGES, permitted
 from torchtune_ext.tasks.measured.kernel import prototype
 from torchtune_ext.tasks.measured.kernels import KERNELS, Dgemm
+from torchtune_ext.tasks.measured.techniques import TECHNIQUES
 
 
 def text(*arguments, **keywords) -> str:

@@ -17,12 +17,12 @@ from torchtune_ext.tasks.matmul.stages import (
     HALFWAY,
     MAX_DOUBLINGS,
     PATIENCE,
+    STAGES,
     WINDOW,
     Curriculum,
     Visit,
     wait_before,
 )
-from torchtune_ext.tasks.matmul.techniques import STAGES
 
 NAMES = list(STAGES)
 SAMPLES = 8  # of a group

@@ -378,7 +378,7 @@ def test_what_stands_around_a_program_is_part_of_what_its_result_depends_on(serv
     settings, keys = service._settings, set()
     for sandbox, namespaces in (("floor", False), ("none", False), ("floor", True)):
         monkeypatch.setattr(service, "_settings", replace(settings, sandbox=sandbox, namespaces=namespaces))
-        keys.add(service._key(CalmReduction(), fenced(HONEST)))
+        keys.add(service._key(CalmReduction(), fenced(HONEST), None))
     assert len(keys) == 3  # a system call that ends a program in one of them is allowed in another
 
 

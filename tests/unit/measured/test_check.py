@@ -11,7 +11,7 @@ from as_user import as_user
 
 from torchtune_ext.tasks.measured.check import OUTCOMES, STAGES, Checker, Deadlines, Verdict
 from torchtune_ext.tasks.measured.compiler import LIBRARY, Compiler
-from torchtune_ext.tasks.measured.kernels import KERNELS, Reduction
+from torchtune_ext.tasks.measured.kernels import KERNELS, Dgemm, Reduction
 from torchtune_ext.tasks.measured.sandbox import SandboxError
 from torchtune_ext.tasks.measured.verify import sizes
 
@@ -211,3 +211,27 @@ def test_a_program_cannot_pretend_that_the_machine_failed(unscreened):
     for status in (125, 126, 127, 139):
         quits = f"#include <unistd.h>\n__attribute__((constructor)) static void quit(void) {{ _exit({status}); }}\n"
         assert unscreened.check_source(quits + HONEST).outcome == "runtime_error"
+
+
+def test_techniques_are_permitted_or_forbidden():
+    source = """
+void dgemm(int m, int n, int k, const double *A, const double *B, double *C) {
+    for (int i = 0; i < m * n; i++) C[i] = 0;
+    for (int i = 0; i < m; i++)
+        for (int l = 0; l < k; l++)
+            for (int j = 0; j < n; j++) C[i * n + j] += A[i * k + l] * B[l * n + j];
+}
+"""
+    with Checker(Dgemm(24)) as checker:
+
+        def verdict(source: str, permitted: set[str] | None) -> Verdict:
+            with checker.checked(source, extracted=True, permitted=permitted) as (found, _):
+                return found
+
+        assert verdict(source, None).techniques == ()  # nobody has asked for them
+        assert verdict(source, {"loop_order", "blocking"}).techniques == ("loop_order",)
+        found = verdict(source, {"blocking"})
+        assert (found.outcome, found.stage) == ("forbidden", "screen")
+        assert found.note.startswith("line 4: not permitted here: loops in another order")
+        # What does not compile cannot be read either, and its message is the compiler's.
+        assert verdict(source.replace(";\n}", "\n}"), {"blocking"}).outcome == "compile_error"

@@ -42,6 +42,7 @@ def test_a_score_has_the_speed_in_numbers_and_the_rest_in_words():
         "gflops": 0.25,
         "speedup": 0.25,
         "peak_share": 0.25,
+        "speedup_spread": 0.25,
     }
     assert all(isinstance(value, float) for value in found.parts.values())
     noisy = score(Result("dgemm", "noisy", "time", "others disturb the machine", None), 0.0)

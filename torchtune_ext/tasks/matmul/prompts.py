@@ -10,8 +10,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from torchtune_ext.tasks.matmul.archive import Entry
-from torchtune_ext.tasks.matmul.techniques import TECHNIQUES, permitted
+from torchtune_ext.tasks.matmul.stages import permitted
 from torchtune_ext.tasks.measured.kernel import Kernel, outputs_of, prototype
+from torchtune_ext.tasks.measured.techniques import TECHNIQUES
 
 PAREVAL_NAMES = {"dgemm": "02_dense_la_gemm", "gemv": "04_dense_la_gemv"}
 """The problems of ParEval that ask for a kernel of ours."""
@@ -25,7 +26,7 @@ def messages(kernel: Kernel, stage: str, elite: Entry | None = None, question: s
 
     Args:
         kernel: what is asked for; `kernel.timed` is the size.
-        stage: a name of `techniques.STAGES`.
+        stage: a name of `stages.STAGES`.
         elite: a program to improve, and its speed.
         question: what the function computes, in place of the kernel's own words: `pareval_question`.
 

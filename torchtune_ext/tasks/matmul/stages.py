@@ -14,7 +14,19 @@ Everything is a function of what was observed: no clock, no randomness.
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from torchtune_ext.tasks.matmul.techniques import STAGES
+from torchtune_ext.tasks.measured.techniques import TECHNIQUES
+
+# Each stage permits what the one before it does, and more. Sums in registers are blocks of the smallest memory, and to unroll
+# is to write such a block out, so they come with blocking. Copies pay only where the rest is there: last.
+STAGES = {
+    "none": frozenset[str](),
+    "loop_order": frozenset({"loop_order"}),
+    "blocking": frozenset({"loop_order", "blocking", "unrolling", "register_accumulation"}),
+    "vectorization": frozenset({"loop_order", "blocking", "unrolling", "register_accumulation", "vectorization"}),
+    "threads": frozenset(set(TECHNIQUES) - {"packing"}),
+    "all": frozenset(TECHNIQUES),
+}
+"""What each stage permits, from the first stage to the last."""
 
 # Visits that are looked at. A share of 8 samples has a standard error of up to 0.18, the mean of the 8 visits of half a
 # window one of 0.063.
@@ -39,6 +51,17 @@ FALL_WINDOW = 8
 COLLAPSED = 0.1
 # After so many falls the wait grows no more. Eight windows are 128 visits: a fall every 136 costs 6% of the visits.
 MAX_DOUBLINGS = 3
+
+
+def permitted(stage: str) -> frozenset[str]:
+    """Returns what a stage permits.
+
+    Raises:
+        ValueError: there is no such stage.
+    """
+    if stage not in STAGES:
+        raise ValueError(f"stage={stage!r}: choose one of {', '.join(STAGES)}")
+    return STAGES[stage]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +104,7 @@ class Curriculum:
     """The stage of every problem.
 
     Args:
-        stages: names of `techniques.STAGES` in the order in which they are permitted. A machine that gives a program one
+        stages: names of STAGES in the order in which they are permitted. A machine that gives a program one
             thread has no use for "threads".
 
     Raises:

@@ -15,9 +15,9 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -31,6 +31,7 @@ from torchtune_ext.tasks.measured.check import Deadlines
 from torchtune_ext.tasks.measured.child import START_S
 from torchtune_ext.tasks.measured.compiler import Compiler
 from torchtune_ext.tasks.measured.extract import extract
+from torchtune_ext.tasks.measured.job import Job, kernel_key
 from torchtune_ext.tasks.measured.kernel import Kernel, prototype
 from torchtune_ext.tasks.measured.machine import choose_cores, fingerprint, usable_cores
 from torchtune_ext.tasks.measured.owned import Owned
@@ -113,8 +114,8 @@ class Bench:
         self._lock = threading.Lock()  # guards all that follows
         self._ended: BenchError | None = None  # the reason why nothing is accepted any more
         workers = workers or len(checked)
-        self._schedule: Schedule[_Job] = Schedule(workers, is_shared=bool(set(checked) & set(timed)))
-        self._under_way: dict[str, _Job] = {}
+        self._schedule: Schedule[Job] = Schedule(workers, is_shared=bool(set(checked) & set(timed)))
+        self._under_way: dict[str, Job] = {}
         self._counts: Counter[str] = Counter()
         self._owned = Owned(clean_up(), PREFIX)
         self._folder = self._owned.path
@@ -130,11 +131,21 @@ class Bench:
             self.close()
             raise
 
-    def submit(self, kernel: Kernel, text: str, group: str | int | None = None) -> "Future[Result]":
+    def submit(
+        self,
+        kernel: Kernel,
+        text: str,
+        group: str | int | None = None,
+        permitted: Collection[str] | None = None,
+    ) -> "Future[Result]":
         """Hands in a model's answer and returns at once. Its future can be canceled until its check begins.
 
-        The future raises BenchError if the service fails, and says how. `group` is for `RayBench`: here all texts are
-        measured on one machine.
+        The future raises BenchError if the service fails, and says how.
+
+        Args:
+            group: is for `RayBench`: here all texts are measured on one machine.
+            permitted: the techniques (`techniques.TECHNIQUES`) that the program may use: one with others is forbidden, and
+                the result names those of a program that is right. None: they are not looked for.
 
         Raises:
             BenchError: this object is closed, has failed, or belongs to the process that this one was forked from.
@@ -152,7 +163,8 @@ class Bench:
                 "Keep open files, locks and functions out of its attributes"
             ) from error
         future: Future[Result] = Future()
-        key = self._key(kernel, text)
+        allowed = None if permitted is None else tuple(sorted(permitted))
+        key = self._key(kernel, text, allowed)
         with self._lock:
             if self._ended is not None:
                 raise self._ended
@@ -165,7 +177,7 @@ class Bench:
                 if job.has_begun:
                     future.set_running_or_notify_cancel()
             elif known is None:
-                job = self._under_way[key] = _Job(key, kernel.name, _kernel_key(kernel), pickled, text, [future])
+                job = self._under_way[key] = Job(key, kernel.name, kernel_key(kernel), pickled, text, allowed, [future])
                 self._schedule.add(CHECK, job)
         if known is not None:
             future.set_result(known)
@@ -216,15 +228,16 @@ class Bench:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _key(self, kernel: Kernel, text: str) -> str:
+    def _key(self, kernel: Kernel, text: str, permitted: Sequence[str] | None) -> str:
         """What a result depends on."""
         settings = self._settings
         words = [
             self._version,
             extract(text),
+            permitted,
             compilers.flags_of(kernel, settings.optimization, settings.threads),
             settings.compiler.version,
-            [_kernel_key(kernel), prototype(kernel), kernel.naive, list(kernel.forbidden)],
+            [kernel_key(kernel), prototype(kernel), kernel.naive, list(kernel.forbidden)],
             [self._fingerprint, settings.timed_cores, settings.threads, settings.budget_s],
             [settings.sandbox, settings.namespaces],
             [asdict(settings.deadlines), asdict(settings.limits)],
@@ -251,23 +264,23 @@ class Bench:
             except Exception as error:  # noqa: BLE001 (whatever it is, everybody who waits has to get it)
                 self._give_up(BenchError(f"the processes of the Bench have ended: {error}"))
 
-    def _hand_over(self, stage: str, job: "_Job") -> None:
+    def _hand_over(self, stage: str, job: "Job") -> None:
         d, settings = self._settings.deadlines, self._settings
         check_s = d.screen_s + d.compile_s + START_S + d.load_s + 2 * d.verify_s + OWN_S
         checker_s = 4 * PROBE_S + check_s  # a kernel's checker probes the machine and checks the kernel's own program
         if stage == CHECK:
-            pool, what, timeout_s, wait_s = "checking", job.text, check_s, checker_s
+            pool, what, timeout_s, wait_s = "checking", (job.text, job.permitted), check_s, checker_s
         else:
             # When the budget ends, a last block may begin, with calls of the reference as well.
             calls = MOST_LATE_CALLS + LEAST_CALLS
             timeout_s = START_S + d.load_s + settings.budget_s + calls * d.verify_s + OWN_S
             # Twice for engines; for the cores when a checker, then its timer, is made, and when the program is timed.
             wait_s = 5 * LOCK_S + checker_s + timeout_s
-            pool, what = "timing", job.library
-        answer = self._pools[pool].submit((job.kernel_key, job.kernel, what), timeout_s, wait_s)
+            pool, what = "timing", (job.library,)
+        answer = self._pools[pool].submit((job.kernel_key, job.kernel, *what), timeout_s, wait_s)
         answer.add_done_callback(lambda future: self._ends(stage, job, future))
 
-    def _ends(self, stage: str, job: "_Job", future: "Future[Answer]") -> None:
+    def _ends(self, stage: str, job: "Job", future: "Future[Answer]") -> None:
         """Deals with what a process says, in the thread that serves it."""
         try:
             if (error := future.exception()) is not None:
@@ -277,7 +290,7 @@ class Bench:
             self._give_up(BenchError(f"the processes of the Bench have ended: {error}"))
         self._advance()
 
-    def _deal_with(self, stage: str, job: "_Job", answer: Answer) -> None:
+    def _deal_with(self, stage: str, job: "Job", answer: Answer) -> None:
         found = answer.value
         if answer.kind == "returned" and not isinstance(found, Failed):
             self._take(stage, job, found)
@@ -302,7 +315,7 @@ class Bench:
         else:
             log.warning("bench: the %s of a program is repeated%s: %s", stage, attempts, cause)
 
-    def _take(self, stage: str, job: "_Job", found: Any) -> None:
+    def _take(self, stage: str, job: "Job", found: Any) -> None:
         """Takes what became of a program in a stage."""
         seconds = found.verdict.seconds if stage == CHECK else found.seconds
         is_right = stage == CHECK and found.verdict.outcome == "ok"
@@ -311,7 +324,7 @@ class Bench:
             self._schedule.ended(stage, job)
             self._counts.update({f"seconds_{name}": value for name, value in seconds.items()})
             if is_right:
-                job.library = found.library
+                job.library, job.techniques = found.library, found.verdict.techniques
                 self._schedule.add("time", job)
         if is_right:
             return
@@ -324,6 +337,7 @@ class Bench:
             None if stage == CHECK else end.timing,
             job.seconds,
             self._fingerprint,
+            techniques=job.techniques,
         )
         with self._lock:
             self._cache.put(job.key, result)
@@ -332,7 +346,7 @@ class Bench:
         first = job.futures[0]
         self._finish(job, lambda future: future.set_result(replace(result, is_cached=future is not first)))
 
-    def _finish(self, job: "_Job", end: Callable[[Future], None]) -> None:
+    def _finish(self, job: "Job", end: Callable[[Future], None]) -> None:
         """Ends all futures of a job. Their callbacks may submit more, so this does not hold the lock."""
         with self._lock:
             if self._under_way.pop(job.key, None) is None:
@@ -352,35 +366,7 @@ class Bench:
                 self._finish(job, lambda future: future.set_exception(error))
 
 
-@dataclass(eq=False, slots=True)
-class _Job:
-    """One program, and all who wait for its result."""
-
-    key: str
-    kernel_name: str
-    kernel_key: str
-    kernel: bytes
-    text: str
-    futures: list[Future]
-    library: bytes = b""
-    attempts: int = 0
-    has_begun: bool = False
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    def begin(self) -> bool:
-        """Marks it as begun: from now on it cannot be canceled. Returns False if everybody has canceled it before."""
-        if not self.has_begun:
-            self.futures = [future for future in self.futures if future.set_running_or_notify_cancel()]
-            self.has_begun = bool(self.futures)
-        return self.has_begun
-
-
 def _remove_own(folder: Path, owner_pid: int) -> None:
     """Removes the folder of a Bench that nobody has closed, but not at the end of a forked process: the owner still uses it."""
     if os.getpid() == owner_pid:
         remove(folder)
-
-
-def _kernel_key(kernel: Kernel) -> str:
-    kind = type(kernel)
-    return f"{kind.__module__}.{kind.__qualname__} {kernel.name} {dict(kernel.timed)}"

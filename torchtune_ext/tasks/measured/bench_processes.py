@@ -127,13 +127,15 @@ class Checking:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
 
-    def __call__(self, begin: Callable[[], None], key: str, kernel: bytes, text: str) -> Checked | Failed:
-        """Checks the program in a text. `key` tells kernels apart, `kernel` is pickled."""
+    def __call__(
+        self, begin: Callable[[], None], key: str, kernel: bytes, text: str, permitted: tuple[str, ...] | None = None
+    ) -> Checked | Failed:
+        """Checks the program in a text. `key` tells kernels apart, `kernel` is pickled, `permitted` is as in `Bench.submit`."""
         try:
             os.sched_setaffinity(0, self.settings.check_cores)
             checker = CHECKERS.get(key, lambda: self._checker(kernel))
             begin()
-            with checker.checked(text) as (verdict, library):
+            with checker.checked(text, permitted=permitted) as (verdict, library):
                 return Checked(verdict, b"" if library is None else zlib.compress(library.read_bytes(), 1))
         except (SandboxError, OSError) as error:
             CHECKERS.drop(key)

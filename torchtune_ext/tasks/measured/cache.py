@@ -88,7 +88,8 @@ class Cache:
                     found = json.loads(line)
                     fields = found["result"]
                     timing = None if fields["timing"] is None else Timing(**fields["timing"])
-                    self._keep(found["key"], Result(**{**fields, "timing": timing, "is_cached": True}))
+                    fields |= {"timing": timing, "is_cached": True, "techniques": tuple(fields["techniques"])}
+                    self._keep(found["key"], Result(**fields))
                 except (ValueError, TypeError, KeyError):
                     # Whoever wrote it was killed in the middle, or had other fields.
                     damaged += 1

@@ -9,7 +9,7 @@ import secrets
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -66,6 +66,7 @@ class Verdict:
     seconds: Mapping[str, float]  # of each stage that ran
     seed: int  # of the sizes and inputs, drawn after compilation; 0 if it did not come so far
     worst: float = field(default=float("nan"))  # the largest error in units of what is allowed, if it is ok
+    techniques: tuple[str, ...] = ()  # that it uses, sorted, if they were looked for and it came so far
 
 
 class _Refused(Exception):
@@ -163,10 +164,18 @@ class Checker:
             return verdict
 
     @contextmanager
-    def checked(self, text: str, extracted: bool = False) -> Iterator[tuple[Verdict, Path | None]]:
-        """Checks a program and keeps its library, if it is ok, until the block ends."""
+    def checked(
+        self, text: str, extracted: bool = False, permitted: Collection[str] | None = None
+    ) -> Iterator[tuple[Verdict, Path | None]]:
+        """Checks a program and keeps its library, if it is ok, until the block ends.
+
+        Args:
+            extracted: the text is the program itself, and no answer that holds one.
+            permitted: the techniques (`techniques.TECHNIQUES`) that it may use: another one is forbidden. None: they are not
+                looked for.
+        """
         seconds: dict[str, float] = {}
-        seed, stage = 0, "extract"
+        seed, stage, techniques = 0, "extract", ()
         folder = None
         try:
             try:
@@ -181,18 +190,25 @@ class Checker:
                 with _timed(seconds, stage):
                     compilers.write_source(self.kernel, source, folder)
                     if self._screen_source is not None:
-                        self._screen(source, folder)
+                        preprocessed = self._screen(source, folder)
                 stage = "compile"
                 with _timed(seconds, stage):
                     self._compile(folder)
+                if permitted is not None and self._screen_source is not None:
+                    # What does not compile is not read: nobody could say what it does.
+                    stage = "screen"
+                    with _timed(seconds, stage):
+                        techniques = self._techniques(preprocessed, permitted)
                 stage = "verify"
                 with _timed(seconds, stage):
                     seed = secrets.randbits(63)  # nobody can know it while the program is compiled
                     worst = self._verify(folder / compilers.LIBRARY, np.random.default_rng(seed))
             except (_Refused, ChildFailed) as failed:
-                verdict, library = Verdict(failed.outcome, stage, _plain(str(failed)), seconds, seed), None
+                verdict = Verdict(failed.outcome, stage, _plain(str(failed)), seconds, seed, techniques=techniques)
+                library = None
             else:
-                verdict, library = Verdict("ok", stage, "", seconds, seed, worst), folder / compilers.LIBRARY
+                verdict = Verdict("ok", stage, "", seconds, seed, worst, techniques)
+                library = folder / compilers.LIBRARY
             yield verdict, library
         finally:
             if folder is not None:
@@ -230,7 +246,8 @@ class Checker:
             self.sandbox, library, kernel, arena_bytes, self.cores, self.threads, limits, self.deadlines.load_s
         )
 
-    def _screen(self, source: str, folder: Path) -> None:
+    def _screen(self, source: str, folder: Path) -> str:
+        """Returns the preprocessed text of a program that may be compiled."""
         deadline_s = self.deadlines.screen_s
         done = compilers.preprocess(self.sandbox, self.compiler, self.flags, folder, deadline_s)
         _require_end(done)
@@ -243,6 +260,20 @@ class Checker:
         # The screen comes first: an #include of what nobody may read is forbidden, and not merely missing.
         if done.status != 0:
             raise _Refused("compile_error", done.errors.strip())
+        return done.output
+
+    def _techniques(self, preprocessed: str, permitted: Collection[str]) -> tuple[str, ...]:
+        """Returns the techniques of a program that uses none but these."""
+        from torchtune_ext.tasks.measured.records import Unreadable
+        from torchtune_ext.tasks.measured.techniques import uses, violations
+
+        try:
+            found = uses(preprocessed, self.kernel, openmp=self.threads > 1)
+        except Unreadable as error:
+            raise _Refused("forbidden", f"line 1: the program cannot be read: {error}") from None
+        if others := violations(found, permitted):
+            raise _Refused("forbidden", "\n".join(others))
+        return tuple(sorted(use.technique for use in found))
 
     def _compile(self, folder: Path) -> None:
         done = compilers.compile_library(self.sandbox, self.compiler, self.flags, folder, self.deadlines.compile_s)
@@ -286,4 +317,4 @@ def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
     try:
         yield
     finally:
-        seconds[stage] = time.monotonic() - start
+        seconds[stage] = seconds.get(stage, 0.0) + time.monotonic() - start

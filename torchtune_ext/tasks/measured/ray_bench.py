@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections import deque
+from collections.abc import Collection
 from concurrent.futures import Future
 from importlib.util import find_spec
 from multiprocessing.connection import Connection, wait
@@ -103,13 +104,20 @@ class RayBench:
             self.close()
             raise
 
-    def submit(self, kernel: Kernel, text: str, group: str | int | None = None) -> "Future[Result]":
+    def submit(
+        self,
+        kernel: Kernel,
+        text: str,
+        group: str | int | None = None,
+        permitted: Collection[str] | None = None,
+    ) -> "Future[Result]":
         """Hands in a model's answer and returns at once. Its future can be canceled until its check begins.
 
         Args:
             group: texts whose speeds will be compared, such as the samples of one prompt. They are measured on one machine.
                 If that is lost, the ones that are not done go to another together, to one with the same fingerprint if there is
                 any: `Result.fingerprint` says on what each was measured.
+            permitted: as in `Bench.submit`.
 
         The future raises BenchError if no machine could measure it, and says why.
 
@@ -118,7 +126,7 @@ class RayBench:
             ValueError: the kernel cannot be pickled.
         """
         try:
-            payload = cloudpickle.dumps((kernel, text))
+            payload = cloudpickle.dumps((kernel, text, permitted))
         except Exception as error:
             # Pickling runs the user's code, which may raise any error.
             raise ValueError(f"kernel {type(kernel).__name__} cannot be pickled: {error}") from error

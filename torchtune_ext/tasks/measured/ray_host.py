@@ -78,7 +78,7 @@ class Host:
         """Measures one text.
 
         Args:
-            payload: (kernel, text), pickled.
+            payload: (kernel, text, permitted), pickled, as in `Bench.submit`.
 
         Returns:
             ("result", a pickled Result), or what went wrong: ("failed" | "broken" | "unreadable", why).
@@ -86,11 +86,11 @@ class Host:
         from torchtune_ext.tasks.measured.bench import BenchError
 
         try:
-            kernel, text = pickle.loads(payload)
+            kernel, text, permitted = pickle.loads(payload)
         except Exception as error:  # noqa: BLE001 (unpickling runs the user's code)
             return "unreadable", f"the kernel cannot be unpickled: {type(error).__name__}: {error}"
         try:
-            future = self.bench.submit(kernel, text)
+            future = self.bench.submit(kernel, text, permitted=permitted)
         except BenchError as error:
             return "broken", str(error)
         try:

@@ -28,6 +28,7 @@ class Result:
     seconds: Mapping[str, float] = field(default_factory=dict)  # of each stage that ran; of a cached one: when it ran
     fingerprint: str = ""  # of the machine that measured: speeds of two machines are not compared
     is_cached: bool = False  # an equal text was measured before, or was under way at the same time
+    techniques: tuple[str, ...] = ()  # that it uses, sorted, if they were looked for and it came so far
 
 
 @dataclass(frozen=True, slots=True)

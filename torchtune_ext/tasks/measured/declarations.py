@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import tree_sitter
 
-from torchtune_ext.tasks.matmul.records import text_of
 from torchtune_ext.tasks.measured.parsing import inner_declarator, walk
+from torchtune_ext.tasks.measured.records import text_of
 
 VECTOR_TYPES = re.compile(
     r"__m(64|128|256|512)[dih]?|(float|int|uint)\d+x\d+(x\d)?_t|sv(float|int|uint|bool)\w*_t|__v\w+"

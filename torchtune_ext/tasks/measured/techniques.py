@@ -6,19 +6,16 @@ with the loops around it and which number each loop chooses. A loop of C = A B t
 i, however it is written. The kernel's own naive program is read in the same way, and is what others are compared with.
 
 What the compiler does by itself, such as vectors at -O3, is none of the program's techniques.
-
-Stages permit one technique after the other. The paper (arXiv 2602.12049) names staged quality-diversity and says that it
-varies what is permitted; it lists no stages. These are a design from that idea.
 """
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from torchtune_ext.tasks.matmul.reader import read
-from torchtune_ext.tasks.matmul.records import Facts, Site, Unreadable
 from torchtune_ext.tasks.measured.kernel import Kernel
+from torchtune_ext.tasks.measured.reader import read
+from torchtune_ext.tasks.measured.records import Facts, Site
 
 TECHNIQUES = {
     "loop_order": "loops in another order than that of the definition",
@@ -30,18 +27,6 @@ TECHNIQUES = {
     "packing": "copies of panels of an input",
 }
 """The techniques, and how a model is told of them."""
-
-# Each stage permits what the one before it does, and more. Sums in registers are blocks of the smallest memory, and to unroll
-# is to write such a block out, so they come with blocking. Copies pay only where the rest is there: last.
-STAGES = {
-    "none": frozenset[str](),
-    "loop_order": frozenset({"loop_order"}),
-    "blocking": frozenset({"loop_order", "blocking", "unrolling", "register_accumulation"}),
-    "vectorization": frozenset({"loop_order", "blocking", "unrolling", "register_accumulation", "vectorization"}),
-    "threads": frozenset(set(TECHNIQUES) - {"packing"}),
-    "all": frozenset(TECHNIQUES),
-}
-"""What each stage permits, from the first stage to the last."""
 
 # Sums in registers, of which no processor has more numbers: 32 registers of 8 doubles (AVX-512). A larger array of sums is
 # a block in a cache.
@@ -78,32 +63,12 @@ def techniques(preprocessed: str, kernel: Kernel, openmp: bool = True) -> frozen
     return frozenset(use.technique for use in uses(preprocessed, kernel, openmp))
 
 
-def permitted(stage: str) -> frozenset[str]:
-    """Returns what a stage permits.
-
-    Raises:
-        ValueError: there is no such stage.
-    """
-    if stage not in STAGES:
-        raise ValueError(f"stage={stage!r}: choose one of {', '.join(STAGES)}")
-    return STAGES[stage]
-
-
-def violations(preprocessed: str, stage: str, kernel: Kernel, openmp: bool = True) -> list[str]:
-    """Says in a line each what a program uses that its stage does not permit, by line of the source; [] if nothing.
-
-    Raises:
-        ValueError: there is no such stage.
-    """
-    allowed = permitted(stage)
-    try:
-        found = uses(preprocessed, kernel, openmp)
-    except Unreadable as error:
-        return [f"line 1: the program cannot be read: {error}"]
+def violations(found: Iterable[Use], permitted: Collection[str]) -> list[str]:
+    """Says in a line each what a program uses that it may not, by line of the source; [] if nothing."""
     return [
         f"line {use.line}: not permitted here: {TECHNIQUES[use.technique]} ({use.words})"
         for use in sorted(found, key=lambda use: use.line)
-        if use.technique not in allowed
+        if use.technique not in permitted
     ]
 
 

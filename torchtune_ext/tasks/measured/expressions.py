@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import tree_sitter
 
-from torchtune_ext.tasks.matmul.declarations import is_intrinsic, is_vector
-from torchtune_ext.tasks.matmul.records import (
+from torchtune_ext.tasks.measured.declarations import is_intrinsic, is_vector
+from torchtune_ext.tasks.measured.records import (
     MAX_ITEMS,
     NOTHING,
     Facts,

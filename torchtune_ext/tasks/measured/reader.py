@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import tree_sitter
 
-from torchtune_ext.tasks.matmul.declarations import (
+from torchtune_ext.tasks.measured.declarations import (
     assignments,
     function_head,
     functions,
@@ -22,11 +22,11 @@ from torchtune_ext.tasks.matmul.declarations import (
     shape_of,
     vector_types,
 )
-from torchtune_ext.tasks.matmul.expressions import Expressions
-from torchtune_ext.tasks.matmul.pragmas import techniques_of
-from torchtune_ext.tasks.matmul.records import Facts, Loop, Mark, Place, Unreadable, Value, first_of, join, text_of
+from torchtune_ext.tasks.measured.expressions import Expressions
 from torchtune_ext.tasks.measured.kernel import Kernel, inputs_of
 from torchtune_ext.tasks.measured.parsing import MAX_TEXT, Text, own_text, parse
+from torchtune_ext.tasks.measured.pragmas import techniques_of
+from torchtune_ext.tasks.measured.records import Facts, Loop, Mark, Place, Unreadable, Value, first_of, join, text_of
 
 PARSE_S = 10.0  # seconds that the parser may take
 _UNROLLS = re.compile(r"optimize.*(?<!no-)unroll")

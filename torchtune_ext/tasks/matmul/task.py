@@ -1,0 +1,339 @@
+"""Programs in C for matrix multiplication and other kernels, rewarded by their measured speed.
+
+The techniques that a prompt permits follow a staged curriculum (stages.py), and what was found is kept in an archive of the
+fastest programs (archive.py). Both are functions of the graded groups alone. So a run that is resumed, or that replays stored
+rollouts, asks the same questions.
+"""
+
+import logging
+import math
+import random
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from torchtune_ext.run.files import explained
+from torchtune_ext.tasks.matmul.archive import Archive, Entry, entry_of
+from torchtune_ext.tasks.matmul.prompts import Messages, messages, pareval_question, short_messages
+from torchtune_ext.tasks.matmul.rewards import KINDS, Measured, reward
+from torchtune_ext.tasks.matmul.stages import Curriculum, Move, Visit, permitted
+from torchtune_ext.tasks.measured import service
+from torchtune_ext.tasks.measured.bench import Bench
+from torchtune_ext.tasks.measured.extract import extract
+from torchtune_ext.tasks.measured.kernel import Kernel, require_sound
+from torchtune_ext.tasks.measured.kernels import KERNELS
+from torchtune_ext.tasks.measured.machine import fingerprint
+from torchtune_ext.tasks.measured.ray_bench import RayBench
+from torchtune_ext.tasks.measured.results import Result
+from torchtune_ext.tasks.measured.techniques import TECHNIQUES, uses
+from torchtune_ext.tasks.task import Graded, Problem, Score
+
+log = logging.getLogger(__name__)
+
+ARCHIVE = "archive.jsonl"  # in the folder of a run
+ALL = "all"  # the stage of a task without a curriculum
+PROMPTS = ("long", "short")
+OTHERS = ("refuse", "measure")
+MAX_MEASURED_AGAIN = 64  # programs of another machine, from the fastest
+
+
+class Matmul:
+    """Asks for fast programs, by measured speed.
+
+    Args:
+        kernels: what to ask for, and at which sizes: {"dgemm": [256, 512], "gemv": 1536}. Besides "dgemm", "gemv", "stencil"
+            and "reduction", a key may be the dotted path of a class of your own, which has what `Kernel` asks for and takes
+            a size.
+        stages: names of STAGES, from the first: each problem begins there and goes on as the curriculum says. None: all
+            techniques are permitted from the beginning.
+        reward: how an outcome becomes a number: "log_speedup", "peak_share" or "published" (rewards.py).
+        prompt: "long", in words; "short" for a model that was warmed up on it (programs.py): "dgemm 256 256 256 blocking".
+        show: the share of long prompts that show a program of the archive, to be improved.
+        archive: file of an earlier run's archive to begin with; None: an empty one.
+        others: what becomes of programs in it that another machine has measured: "refuse" the file, or "measure" the fastest
+            ones again here, at the start.
+        pareval: the file generation-prompts.json of ParEval, whose words are used for the kernels that it asks for.
+        seed: of the choice of programs that prompts show.
+
+    Raises:
+        ValueError: an argument is out of its range, or the archive is of other problems, or damaged.
+        FileNotFoundError: there is no such archive or file of ParEval.
+    """
+
+    def __init__(
+        self,
+        kernels: Mapping[str, int | Sequence[int]] | None = None,
+        stages: Sequence[str] | None = None,
+        reward: str = "log_speedup",
+        prompt: str = "long",
+        show: float = 0.0,
+        archive: str | None = None,
+        others: str = "refuse",
+        pareval: str | None = None,
+        seed: int = 0,
+    ) -> None:
+        for name, value, choices in (
+            ("reward", reward, KINDS),
+            ("prompt", prompt, PROMPTS),
+            ("others", others, OTHERS),
+        ):
+            if value not in choices:
+                raise ValueError(f"task.{name}={value!r}: choose one of {', '.join(choices)}")
+        if not 0.0 <= show <= 1.0:
+            raise ValueError(f"task.show={show} is a share of the prompts: give a number from 0 to 1")
+        if show and prompt == "short":
+            raise ValueError(f"task.show={show}: short prompts show no program; set prompt=long, or show=0")
+        self._problems = {problem_of(kernel): kernel for kernel in kernels_of(kernels or {"dgemm": 256})}
+        self.kernels = list(self._problems.values())
+        self._names = list(self._problems)
+        self._reward, self._prompt, self._show, self._seed = reward, prompt, show, seed
+        if stages is not None:
+            for kernel in self.kernels:
+                # Raises where nothing can be compared with the kernel's own program.
+                uses(kernel.naive, kernel)
+        self.curriculum = Curriculum(tuple(stages)) if stages is not None else None
+        self._questions = {
+            kernel.name: None if pareval is None else pareval_question(Path(pareval), kernel.name)
+            for kernel in self.kernels
+        }
+        self.machine: str | None = None  # on which programs were measured last
+        self.archive = Archive() if archive is None else self._load(Path(archive), others)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __getitem__(self, index: int) -> Problem:
+        return self.ask(index, index)
+
+    def ask(self, index: int, cursor: int) -> Problem:
+        """Asks for kernel `index` at the stage where it is. `cursor` decides whether, and which, program is shown."""
+        if not 0 <= index < len(self._names):
+            raise IndexError(f"problem {index} of {len(self._names)}")
+        name = self._names[index]
+        kernel = self._problems[name]
+        stage = ALL if self.curriculum is None else self.curriculum.stage(name)
+        answer = {"problem": name, "stage": stage}
+        if self._prompt == "short":
+            return Problem(f"{name}/{stage}", short_messages(kernel, stage), answer)
+        elite = self._elite(kernel, stage, random.Random(f"{self._seed}/{cursor}"))
+        question: Messages = messages(kernel, stage, elite, self._questions[kernel.name])
+        return Problem(f"{name}/{stage}{'' if elite is None else '/improve'}", question, answer)
+
+    def solution(self, problem: Problem) -> str:
+        """Returns the kernel's own program, which is right, permitted at every stage, and slow."""
+        return f"```c\n{self.kernel(problem).naive}```"
+
+    # What is measured ------------------------------------------------------------------------------------------------
+
+    def kernel(self, problem: Problem) -> Kernel:
+        """Returns what the programs of a problem should compute."""
+        return self._problems[problem.answer["problem"]]
+
+    def permitted(self, problem: Problem) -> Collection[str] | None:
+        """Returns the techniques of the problem's stage; without stages, and of a kernel of which none can be told: None."""
+        kernel = self.kernel(problem)
+        if self.curriculum is None and not _is_readable(kernel):
+            return None
+        return permitted(problem.answer["stage"])
+
+    def score(self, problem: Problem, result: Result) -> Score:
+        """Returns what a program is worth, and what was measured of it."""
+        timing = result.timing
+        speed = None if timing is None else Measured(timing.gflops, timing.ratio, timing.peak_share)
+        return service.score(result, reward(result.outcome, speed, self._reward))
+
+    def measure_again(self, bench: Bench | RayBench) -> None:
+        """Measures programs that another machine has measured, where the archive may hold some (`others="measure"`).
+
+        Raises:
+            BenchError: the service has failed.
+        """
+        here = fingerprint()
+        foreign = sorted(self.archive.of_others(here), key=lambda entry: -entry.low)[:MAX_MEASURED_AGAIN]
+        waiting = [
+            (entry, bench.submit(self._of(entry), f"```c\n{entry.source}\n```", permitted=TECHNIQUES))
+            for entry in foreign
+        ]
+        for entry, future in waiting:
+            result = future.result()
+            if result.timing is not None:
+                self._keep(self._of(entry), entry.source, service.score(result, 0.0), entry.found)
+
+    # What was observed -----------------------------------------------------------------------------------------------
+
+    def observe(self, step: int, groups: Sequence[Graded], folder: Path) -> dict[str, float]:
+        """Moves problems to other stages, keeps fast programs, and writes the archive to `folder`."""
+        moves: list[Move] = []
+        for problem, samples in groups:
+            name, stage = problem.answer["problem"], problem.answer["stage"]
+            if name not in self._problems:
+                continue  # a replay of a run that asked for more
+            scores = [score for _, score in samples if score is not None]
+            if self.curriculum is not None and scores and stage == self.curriculum.stage(name):
+                move = self.curriculum.observe(name, _visit(scores))
+                moves += [move] if move else []
+            for text, score in samples:
+                if score is not None and score.parts.get("speedup"):
+                    self._keep(self._problems[name], extract(text) or "", score, step)
+        for move in moves:
+            log.info("%s goes from stage %s to %s: %s", move.problem, move.before, move.after, move.reason)
+        self._write(folder)
+        return dict(self._metrics(len(moves)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the curriculum and the archive, JSON-able."""
+        return {
+            "curriculum": None if self.curriculum is None else self.curriculum.state_dict(),
+            "archive": self.archive.dumps(),
+            "machine": self.machine,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over what `state_dict` returned.
+
+        Raises:
+            ValueError: it is that of a task with other stages.
+        """
+        if (state["curriculum"] is None) != (self.curriculum is None):
+            had = "none" if state["curriculum"] is None else state["curriculum"]["stages"]
+            now = "none" if self.curriculum is None else list(self.curriculum.stages)
+            raise ValueError(f"task.stages: {now}, but the checkpoint was written with {had}; use these, or begin anew")
+        if self.curriculum is not None:
+            self.curriculum.load_state_dict(state["curriculum"])
+        self.archive = Archive.loads(state["archive"], "the archive in the checkpoint")
+        self.machine = state["machine"]
+
+    def _keep(self, kernel: Kernel, source: str, score: Score, step: int) -> None:
+        parts, self.machine = score.parts, score.facts["machine"]
+        spread = parts["speedup_spread"]
+        # A program that was timed in one block alone, or hardly, could never be replaced by one that is surely faster.
+        if 0 < spread < 1:
+            used = [word for word in score.facts["techniques"].split(",") if word]
+            self.archive.add(
+                entry_of(
+                    self.machine,
+                    kernel.name,
+                    kernel.timed,
+                    used,
+                    source,
+                    parts["speedup"],
+                    spread,
+                    parts["gflops"],
+                    step,
+                )
+            )
+
+    def _write(self, folder: Path) -> None:
+        try:
+            with explained(f"cannot write {folder / ARCHIVE}", "free disk space"):
+                self.archive.save(folder / ARCHIVE)
+        except OSError as error:
+            # It is in the checkpoints as well, so it is not worth the run.
+            log.warning("%s. The run goes on, and each step tries again", error)
+
+    def _metrics(self, moves: int) -> Iterator[tuple[str, float]]:
+        yield "archive/cells", float(len(self.archive))
+        if self.machine is not None and (best := self.archive.best(1, self.machine)):
+            yield "archive/best_speedup", best[0].ratio
+        if self.curriculum is not None:
+            at = [self.curriculum.stage(name) for name in self._names]
+            yield from ((f"stage/{stage}", float(at.count(stage))) for stage in self.curriculum.stages)
+            yield "stage/moves", float(moves)
+
+    def _elite(self, kernel: Kernel, stage: str, rng: random.Random) -> Entry | None:
+        """Draws whether a program is shown, and which: the elite of a cell that neighbors one that is filled."""
+        if rng.random() >= self._show or self.machine is None:
+            return None
+        size = tuple(kernel.timed.items())
+        cells = [
+            cell
+            for cell in self.archive.cells()
+            if (cell.machine, cell.kernel, cell.size) == (self.machine, kernel.name, size)
+            and permitted(stage) >= set(cell.techniques)
+        ]
+        if not cells:
+            return None
+        cell = rng.choice(cells)
+        return self.archive.neighbor_elite(cell, rng, permitted(stage)) or self.archive.cells()[cell]
+
+    def _of(self, entry: Entry) -> Kernel:
+        """Returns the kernel of an entry."""
+        return self._problems[problem_name(entry.kernel, dict(entry.size))]
+
+    def _load(self, path: Path, others: str) -> Archive:
+        archive = Archive.load(path)
+        for cell in archive.cells():
+            if (name := problem_name(cell.kernel, dict(cell.size))) not in self._problems:
+                raise ValueError(
+                    f"task.archive={path}: it has programs for {name}, and the task asks for {', '.join(self._names)}; "
+                    "name the archive of a run with the same kernels and sizes"
+                )
+        here = fingerprint()
+        if others == "refuse" and (foreign := [name for name in archive.machines() if name != here]):
+            raise ValueError(
+                f"task.archive={path}: measured on {foreign[0]}, and this machine is {here}; its speeds mean nothing here. "
+                "Set task.others=measure to measure its fastest programs again"
+            )
+        if here in archive.machines():
+            self.machine = here
+        return archive
+
+
+def problem_name(kernel: str, size: Mapping[str, int]) -> str:
+    """Returns "dgemm-256-256-256"."""
+    return "-".join([kernel, *map(str, size.values())])
+
+
+def problem_of(kernel: Kernel) -> str:
+    return problem_name(kernel.name, kernel.timed)
+
+
+def kernels_of(wanted: Mapping[str, int | Sequence[int]]) -> list[Kernel]:
+    """Makes the kernels that a mapping of names to sizes asks for.
+
+    Raises:
+        ValueError: a name or a size is wrong. The message names it.
+    """
+    if not isinstance(wanted, Mapping) or not wanted:
+        raise ValueError(f"task.kernels={wanted!r}: map each kernel to its sizes, as {{dgemm: [256, 512]}}")
+    found = []
+    for name, sizes in wanted.items():
+        kind = KERNELS.get(str(name)) or _imported(str(name))
+        for size in [sizes] if isinstance(sizes, int) else sizes:
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ValueError(f"task.kernels.{name}={size!r}: a size is a whole number, 1 or more")
+            kernel = kind(size)
+            require_sound(kernel)
+            found.append(kernel)
+    names = [problem_of(kernel) for kernel in found]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"task.kernels: {', '.join(sorted(twice))} is asked for twice")
+    return found
+
+
+def _imported(path: str) -> type:
+    module, _, name = path.rpartition(".")
+    if not module:
+        raise ValueError(
+            f"task.kernels: there is no kernel {path!r}; use {', '.join(KERNELS)}, or the dotted path of a class"
+        )
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"task.kernels: {path!r} cannot be imported: {error}") from error
+
+
+def _is_readable(kernel: Kernel) -> bool:
+    try:
+        uses(kernel.naive, kernel)
+    except ValueError:
+        return False
+    return True
+
+
+def _visit(scores: Sequence[Score]) -> Visit:
+    speeds = [math.log2(score.parts["speedup"]) for score in scores if score.parts.get("speedup")]
+    correct = [score.parts["outcome_ok"] for score in scores]
+    return Visit(fmean(correct), fmean(speeds) if speeds else None)
