@@ -20,6 +20,7 @@ MEASURED = (
     "reward/gflops",
     "reward/peak_share",
     "reward/spread",
+    "reward/speedup_spread",
     "stage/*",
     "stage/moves",
     "time/bench",

@@ -31,9 +31,10 @@ class Panel:
     colors: tuple[int, ...] = ()
 
 
-# Of programs whose speed is measured: the outcomes of a check from the worst to the best, and the stages of a curriculum.
-# What names them (tasks/matmul) needs packages that a report does without; a test holds that the two are the same.
-_OUTCOMES = ("format", "forbidden", "compile_error", "timeout", "runtime_error", "wrong_result", "ok")
+# Of programs whose speed is measured: the outcomes of a check from the worst to the best, behind them the one that is not
+# graded, and the stages of a curriculum. What names them (tasks/matmul) needs packages that a report does without; a test
+# holds that they are the same.
+_OUTCOMES = ("format", "forbidden", "compile_error", "timeout", "runtime_error", "wrong_result", "ok", "noisy")
 _STAGES = ("none", "loop_order", "blocking", "vectorization", "threads", "all")
 
 PANELS = (
@@ -47,7 +48,7 @@ PANELS = (
           unit="percent"),
     Panel("Learning", "Outcomes of programs", "Share of the step's programs that ended so. A better policy moves them "
           "to the last one.", (("reward/outcome_*", ""),), unit="percent", style="stack", zero=True, order=_OUTCOMES,
-          colors=(6, 4, 5, 7, 1, 2, 3)),
+          colors=(6, 4, 5, 7, 1, 2, 3, 6)),
     Panel("Learning", "Reward parts", "Named components of the reward.", (("reward/*", ""),)),
     Panel("Learning", "Completion length", "Tokens of a completion.",
           (("length/mean", "mean"), ("length/max", "max")), unit="int", zero=True),
@@ -63,8 +64,9 @@ PANELS = (
           (("reward/gflops", "GFLOPS"),), zero=True),
     Panel("Measured speed", "Share of the peak", "Of what the timed cores can do at most; mean of the programs that are right.",
           (("reward/peak_share", "share"),), unit="percent", zero=True),
-    Panel("Measured speed", "Width of the intervals", "Half of the 95% interval of a speed, as a share of it; "
-          "mean of the programs that are right.", (("reward/spread", "±"),), unit="percent", zero=True),
+    Panel("Measured speed", "Width of the intervals", "Half of the 95% interval, as a share of what was measured; "
+          "mean of the programs that are right.",
+          (("reward/spread", "± seconds"), ("reward/speedup_spread", "± speed-up")), unit="percent", zero=True),
     Panel("Measured speed", "Stages", "Problems at each stage of the curriculum. Each stage permits more techniques than "
           "the one before it.", (("stage/*", ""),), unit="int", style="stack", zero=True, order=_STAGES),
     Panel("Measured speed", "Moves between stages", "Problems that reached another stage in the step.",

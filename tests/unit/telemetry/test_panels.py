@@ -5,8 +5,9 @@ import re
 from metric_names import documented, drawn, known_as
 
 from torchtune_ext.tasks.matmul.rewards import FAILURES
-from torchtune_ext.tasks.matmul.techniques import STAGES
+from torchtune_ext.tasks.matmul.stages import STAGES
 from torchtune_ext.tasks.measured.check import OUTCOMES
+from torchtune_ext.tasks.measured.results import NOISY
 from torchtune_ext.telemetry.panels import panels_for
 from torchtune_ext.training.breakdown import NAMES
 
@@ -44,9 +45,17 @@ def test_an_unknown_metric_comes_last_in_a_panel_of_its_own():
 
 def test_the_names_of_a_measured_run_have_panels_in_the_order_of_tasks_matmul():
     """The panels name outcomes and stages themselves, since a report does without the packages that tasks/matmul needs."""
-    outcomes, stages = [*FAILURES, "ok"], list(STAGES)
+    outcomes, stages = [*FAILURES, "ok", NOISY], list(STAGES)
     names = [f"reward/outcome_{outcome}" for outcome in sorted(outcomes)] + [f"stage/{name}" for name in sorted(stages)]
-    names += ["stage/moves", "reward/gflops", "reward/speedup", "reward/peak_share", "reward/spread", "time/bench"]
+    names += [
+        "stage/moves",
+        "reward/gflops",
+        "reward/speedup",
+        "reward/peak_share",
+        "reward/spread",
+        "time/bench",
+        "reward/speedup_spread",
+    ]
     names += ["bench/queue", "bench/noisy", "bench/cache_hits", "archive/cells", "archive/best_speedup", "reward/mine"]
     panels = panels_for(names)
     drawn_once = [metric for panel in panels for metric, _ in panel.series]
@@ -57,7 +66,7 @@ def test_the_names_of_a_measured_run_have_panels_in_the_order_of_tasks_matmul():
     shares, stage = by_title["Outcomes of programs"], by_title["Stages"]
     assert [metric for metric, _ in shares.series] == [f"reward/outcome_{outcome}" for outcome in outcomes]
     assert [metric for metric, _ in stage.series] == [f"stage/{name}" for name in stages]
-    assert shares.style == stage.style == "stack" and sorted(OUTCOMES) == sorted(outcomes)
+    assert shares.style == stage.style == "stack" and sorted([*OUTCOMES, NOISY]) == sorted(outcomes)
 
 
 def test_an_outcome_keeps_its_color_when_others_are_missing():
