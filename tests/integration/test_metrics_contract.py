@@ -14,9 +14,27 @@ from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
+MEASURED = (
+    "reward/outcome_*",
+    "reward/speedup",
+    "reward/gflops",
+    "reward/peak_share",
+    "reward/spread",
+    "reward/speedup_spread",
+    "stage/*",
+    "stage/moves",
+    "time/bench",
+    "bench/queue",
+    "bench/noisy",
+    "bench/cache_hits",
+    "archive/cells",
+    "archive/best_speedup",
+)
+
 # No run here writes these names, for the reason beside them.
 ELSEWHERE = {
     "loss/*": "a loss of one's own",
+    **dict.fromkeys(MEASURED, "a task whose programs are timed"),
 } | ({} if torch.cuda.is_available() else {"memory/gpu_gib": "a GPU"})
 
 # A run that samples ahead writes these names in a step that trains on tokens of several versions. Whether there is such a step

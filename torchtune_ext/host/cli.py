@@ -18,6 +18,7 @@ from torchtune_ext.host import plugin
 OWN_WORDS = {
     "doctor": ("torchtune_ext.host.doctor", "check this environment and print what to change"),
     "bench": ("torchtune_ext.tasks.measured.cli", "compile, verify and time programs in C"),
+    "archive": ("torchtune_ext.tasks.matmul.cli", "print the fastest programs of a run, or write them as files"),
     "clue": ("torchtune_ext.tasks.temporal_clue.cli", "make and grade Temporal Clue puzzles"),
     "presets": ("torchtune_ext.host.presets", "list the published methods, or print one: presets [NAME]"),
     "report": ("torchtune_ext.telemetry.report", "write the HTML report of a run"),

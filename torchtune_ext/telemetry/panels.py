@@ -4,7 +4,7 @@ names gets a panel of its own at the end.
 docs/telemetry.md explains the same names, and real runs write them: a test compares all three."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 
@@ -25,7 +25,17 @@ class Panel:
     zero: bool = False  # The axis begins at zero.
     baseline: float | None = None  # A dashed line is drawn here, for instance at 1 for rho.
     quiet: bool = False  # The panel is left out while all its values are zero.
+    # What a "*" stands for comes in this order; what is not named here comes behind it, sorted.
+    order: tuple[str, ...] = ()
+    # The colors of these, from 1 to 7, where green should be good; else the series have the colors in turn.
+    colors: tuple[int, ...] = ()
 
+
+# Of programs whose speed is measured: the outcomes of a check from the worst to the best, behind them the one that is not
+# graded, and the stages of a curriculum. What names them (tasks/matmul) needs packages that a report does without; a test
+# holds that they are the same.
+_OUTCOMES = ("format", "forbidden", "compile_error", "timeout", "runtime_error", "wrong_result", "ok", "noisy")
+_STAGES = ("none", "loop_order", "blocking", "vectorization", "threads", "all")
 
 PANELS = (
     Panel("Learning", "Reward", "Mean over the step's samples; the band is one standard deviation of the samples.",
@@ -36,6 +46,9 @@ PANELS = (
     Panel("Learning", "Solved", "Share of held-out problems with a full reward.",
           (("eval/solved_sampled", "sampled"), ("eval/solved_greedy", "greedy"), ("eval/pass_at_*", "pass at ")),
           unit="percent"),
+    Panel("Learning", "Outcomes of programs", "Share of the step's programs that ended so. A better policy moves them "
+          "to the last one.", (("reward/outcome_*", ""),), unit="percent", style="stack", zero=True, order=_OUTCOMES,
+          colors=(6, 4, 5, 7, 1, 2, 3, 6)),
     Panel("Learning", "Reward parts", "Named components of the reward.", (("reward/*", ""),)),
     Panel("Learning", "Completion length", "Tokens of a completion.",
           (("length/mean", "mean"), ("length/max", "max")), unit="int", zero=True),
@@ -45,6 +58,30 @@ PANELS = (
           (("groups/used", "signal"), ("groups/no_signal", "no signal")), unit="int", zero=True),
     Panel("Learning", "Samples without a grade", "The grader raised, hung or crashed; kept out of the baseline.",
           (("groups/infra_failed", "ungraded"),), unit="int", zero=True, quiet=True),
+    Panel("Measured speed", "Speed-up", "Over the naive program; mean of the step's programs that are right.",
+          (("reward/speedup", "× naive"),), scale="log", baseline=1.0),
+    Panel("Measured speed", "GFLOPS", "Mean of the step's programs that are right.",
+          (("reward/gflops", "GFLOPS"),), zero=True),
+    Panel("Measured speed", "Share of the peak", "Of what the timed cores can do at most; mean of the programs that are right.",
+          (("reward/peak_share", "share"),), unit="percent", zero=True),
+    Panel("Measured speed", "Width of the intervals", "Half of the 95% interval, as a share of what was measured; "
+          "mean of the programs that are right.",
+          (("reward/spread", "± seconds"), ("reward/speedup_spread", "± speed-up")), unit="percent", zero=True),
+    Panel("Measured speed", "Stages", "Problems at each stage of the curriculum. Each stage permits more techniques than "
+          "the one before it.", (("stage/*", ""),), unit="int", style="stack", zero=True, order=_STAGES),
+    Panel("Measured speed", "Moves between stages", "Problems that reached another stage in the step.",
+          (("stage/moves", "problems"),), unit="int", zero=True),
+    Panel("Measured speed", "Seconds on the bench", "Checks and timings of the step's programs.",
+          (("time/bench", "bench"),), unit="seconds", zero=True),
+    Panel("Measured speed", "Queue", "Programs that waited for the bench when sampling ended.",
+          (("bench/queue", "programs"),), unit="int", zero=True),
+    Panel("Measured speed", "Noisy, and measured before", "Shares of the step's programs. Noisy: so disturbed that the speed "
+          "is not known and the program not graded.", (("bench/noisy", "noisy"), ("bench/cache_hits", "measured before")),
+          unit="percent", zero=True),
+    Panel("Archive", "Cells filled", "Sets of techniques in a band of speed that hold a program.",
+          (("archive/cells", "cells"),), unit="int", zero=True),
+    Panel("Archive", "Fastest program", "Of the archive, over the naive program.", (("archive/best_speedup", "× naive"),),
+          scale="log", baseline=1.0),
     Panel("Policy change", "Loss", "Its level means little in GRPO; jumps do.", (("loss/total", "loss"),)),
     Panel("Policy change", "Negative log-likelihood", "Of the solutions in a supervised warm-up, in nats per token.",
           (("loss/nll", "nll"),), zero=True),
@@ -148,15 +185,20 @@ def panels_for(names: Collection[str]) -> list[Panel]:
         series = []
         for metric, label in panel.series:
             if metric.endswith("*"):
-                rest = sorted((n for n in names if n.startswith(metric[:-1]) and n not in known), key=_natural)
-                series += [(name, label + _words(name.removeprefix(metric[:-1]))) for name in rest]
-                known |= set(rest)
+                stem = metric[:-1]
+                rest = [name.removeprefix(stem) for name in names if name.startswith(stem) and name not in known]
+                series += [(stem + word, label + _words(word)) for word in _sorted(rest, panel.order)]
+                known |= {stem + word for word in rest}
             elif metric in names:
                 series.append((metric, label))
         if series:
             panels.append(_with(panel, tuple(series), names))
     other = sorted(set(names) - known)
     return panels + [Panel("Other", name, "", ((name, name.rpartition("/")[2]),)) for name in other]
+
+
+def _sorted(words: Collection[str], order: Sequence[str]) -> list[str]:
+    return [word for word in order if word in words] + sorted(set(words) - set(order), key=_natural)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -171,4 +213,6 @@ def _words(name: str) -> str:
 
 def _with(panel: Panel, series: tuple[tuple[str, str], ...], names: Collection[str]) -> Panel:
     band = panel.band if panel.band and set(panel.band[1:]) <= set(names) else None
-    return replace(panel, series=series, band=band)
+    stem, color_of = panel.series[0][0].rstrip("*"), dict(zip(panel.order, panel.colors, strict=False))
+    colors = tuple(color_of.get(name.removeprefix(stem), 6) for name, _ in series) if panel.colors else ()
+    return replace(panel, series=series, band=band, colors=colors)

@@ -61,3 +61,10 @@ class TokenPieces:
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def cut_text(text: str, limit: int) -> str:
+    """Leaves out the middle of a text that has more than `limit` characters, and says how many."""
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit // 2]}\n[… {len(text) - limit:,} characters left out …]\n{text[-(limit // 2) :]}"

@@ -14,7 +14,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,11 @@ from torchtune_ext.group_json import run_lengths
 from torchtune_ext.groups import Group, Sample
 from torchtune_ext.run.files import explained
 from torchtune_ext.run.folder import read_record
+from torchtune_ext.telemetry.archive import FILE as ARCHIVE
+from torchtune_ext.telemetry.archive import filled, pictures_of
 from torchtune_ext.telemetry.metrics import read_metrics
 from torchtune_ext.telemetry.panels import Panel, panels_for
-from torchtune_ext.telemetry.pieces import TokenPieces
+from torchtune_ext.telemetry.pieces import TokenPieces, cut_text
 from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
 from torchtune_ext.telemetry.strip import strip_of
 from torchtune_ext.telemetry.timeline import FILE as TRACE
@@ -35,7 +37,9 @@ from torchtune_ext.telemetry.timeline import read_trace
 
 log = logging.getLogger(__name__)
 
-SCRIPTS = ("charts", "strip", "rollouts", "main")  # of the page, in this order
+SCRIPTS = ("charts", "strip", "archive", "rollouts", "main")  # of the page, in this order
+CELLS = "archive/cells"
+COUNTED = "By the steps that found the programs. Of a cell whose program was replaced, only the later program is known."
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +114,8 @@ def build_report(
     paths = rollout_paths(run_dir)
     pieces = TokenPieces.from_folder(tokenizer) if tokenizer is not None else None
     blobs, index = _rollout_blobs(paths, limits, pieces)
-    page = _page(_overview(run_dir, records, index, len(paths)), blobs)
+    pictures = _pictures(run_dir / ARCHIVE)
+    page = _page(_overview(run_dir, records, pictures, index, len(paths)), blobs, pictures)
     out.parent.mkdir(parents=True, exist_ok=True)
     with explained(f"cannot write {out}", "Free disk space, or name another file by --out"):
         # The page is written in place, since `out` may be a link, or no file at all.
@@ -121,11 +126,21 @@ def build_report(
 # ---------------------------------------------------------------- curves
 
 
-def _overview(run_dir: Path, records: list[dict], index: list[dict], stored: int) -> dict[str, Any]:
+def _overview(
+    run_dir: Path, records: list[dict], pictures: list[dict] | None, index: list[dict], stored: int
+) -> dict[str, Any]:
     """Collects everything but the rollouts: the series as columns, the panels, and which rollouts the page has."""
     names = {name for record in records for name in record if name not in ("step", "nonfinite")}
     series = {name: [_short(record.get(name)) for record in records] for name in sorted(names)}
     series = {name: values for name, values in series.items() if any(value is not None for value in values)}
+    steps = [record["step"] for record in records]
+    panels = panels_for(series)
+    if pictures and CELLS not in series:
+        # The run did not write the metric; the archive tells nearly as much.
+        series[CELLS] = filled(pictures, steps)
+        panels = [
+            replace(panel, note=COUNTED) if (CELLS, "cells") in panel.series else panel for panel in panels_for(series)
+        ]
     try:
         run = read_record(run_dir) or {}
     except ValueError as error:
@@ -136,9 +151,9 @@ def _overview(run_dir: Path, records: list[dict], index: list[dict], stored: int
         "config": _flat(run.get("config", {})),
         "started": run.get("started"),
         "written": time.time(),
-        "steps": [record["step"] for record in records],
+        "steps": steps,
         "series": series,
-        "panels": [asdict(panel) for panel in panels_for(series) if not panel.quiet or _any(panel, series)],
+        "panels": [asdict(panel) for panel in panels if not panel.quiet or _any(panel, series)],
         "strip": _strip(run_dir / TRACE),
         "notices": _notices(records),
         "rollouts": index,
@@ -152,6 +167,15 @@ def _strip(path: Path) -> dict[str, Any] | None:
         return strip_of(read_trace(path)) if path.exists() else None
     except (OSError, ValueError, KeyError, TypeError) as error:
         log.warning("left out of the report: %s: %r", path, error)
+        return None
+
+
+def _pictures(path: Path) -> list[dict[str, Any]] | None:
+    """Returns the pictures of the archive, or None for a run without one, or with a damaged one."""
+    try:
+        return pictures_of(path) if path.exists() else None
+    except (OSError, ValueError, ImportError) as error:
+        log.warning("left out of the report: %s", error)
         return None
 
 
@@ -272,7 +296,7 @@ def _group_record(group: Group, num_samples: int, num_tokens: int, pieces: Token
     answer = group.problem.answer
     return {
         "id": group.problem.id,
-        "messages": [{"role": m["role"], "content": _cut_text(str(m["content"]), 8 * num_tokens)}
+        "messages": [{"role": m["role"], "content": cut_text(str(m["content"]), 8 * num_tokens)}
                      for m in group.problem.messages],
         "answer": answer if isinstance(answer, str) else json.dumps(answer, default=repr),
         "prompt_tokens": len(group.prompt_tokens),
@@ -294,7 +318,7 @@ def _sample_record(sample: Sample, num_tokens: int, pieces: TokenPieces | None) 
     keep = np.r_[0:head, max(head, count - num_tokens // 2) : count] if count > num_tokens else np.arange(count)
     logprobs = np.nan_to_num(completion.logprobs[keep].astype(np.float64), nan=-99.0, posinf=0.0, neginf=-99.0)
     record: dict[str, Any] = {
-        "text": sample.text if count <= num_tokens else _cut_text(sample.text, 8 * num_tokens),
+        "text": sample.text if count <= num_tokens else cut_text(sample.text, 8 * num_tokens),
         "ids": completion.tokens[keep].tolist(),
         # They are thousandths of nats, and positive.
         "nats": np.rint(-1000 * logprobs).astype(int).tolist(),
@@ -303,9 +327,9 @@ def _sample_record(sample: Sample, num_tokens: int, pieces: TokenPieces | None) 
         "gap": head if count > num_tokens else None,
         "reward": None if score is None else _finite(score.reward),
         "parts": {} if score is None else {k: _finite(v) for k, v in score.parts.items()},
-        "note": "" if score is None else _cut_text(score.note, 2000),
+        "note": "" if score is None else cut_text(score.note, 2000),
         "outcome": "not graded" if outcome is None else outcome.kind,
-        "cause": "" if outcome is None else _cut_text(outcome.cause, 2000),
+        "cause": "" if outcome is None else cut_text(outcome.cause, 2000),
         "advantage": _finite(sample.advantage),
         "trained": bool(sample.trained),
         "finish": completion.finish_reason,
@@ -315,12 +339,6 @@ def _sample_record(sample: Sample, num_tokens: int, pieces: TokenPieces | None) 
     if pieces is not None:
         record["pieces"] = pieces.split(completion.tokens)[:head] + pieces.split(completion.tokens[keep[head:]])
     return record
-
-
-def _cut_text(text: str, limit: int) -> str:
-    if len(text) <= limit:
-        return text
-    return f"{text[: limit // 2]}\n[… {len(text) - limit:,} characters left out …]\n{text[-(limit // 2) :]}"
 
 
 def _finite(value: float) -> float | None:
@@ -342,9 +360,11 @@ def _pack(data: Any) -> str:
     return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
 
 
-def _page(overview: dict[str, Any], blobs: dict[int, str]) -> str:
+def _page(overview: dict[str, Any], blobs: dict[int, str], pictures: list[dict] | None) -> str:
     folder = resources.files("torchtune_ext.telemetry") / "page"
     data = {"overview": _pack(overview)} | {f"rollouts-{step}": blob for step, blob in blobs.items()}
+    if pictures:
+        data["archive"] = _pack(pictures)
     parts = {
         "title": html.escape(overview["name"]),
         "css": (folder / "page.css").read_text(encoding="utf-8"),

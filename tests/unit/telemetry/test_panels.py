@@ -4,6 +4,10 @@ import re
 
 from metric_names import documented, drawn, known_as
 
+from torchtune_ext.tasks.matmul.rewards import FAILURES
+from torchtune_ext.tasks.matmul.stages import STAGES
+from torchtune_ext.tasks.measured.check import OUTCOMES
+from torchtune_ext.tasks.measured.results import NOISY
 from torchtune_ext.telemetry.panels import panels_for
 from torchtune_ext.training.breakdown import NAMES
 
@@ -37,6 +41,44 @@ def test_an_unknown_metric_comes_last_in_a_panel_of_its_own():
         ("Other", (("odd/a", "a"),)),
         ("Other", (("odd/b", "b"),)),
     ]
+
+
+def test_the_names_of_a_measured_run_have_panels_in_the_order_of_tasks_matmul():
+    """The panels name outcomes and stages themselves, since a report does without the packages that tasks/matmul needs."""
+    outcomes, stages = [*FAILURES, "ok", NOISY], list(STAGES)
+    names = [f"reward/outcome_{outcome}" for outcome in sorted(outcomes)] + [f"stage/{name}" for name in sorted(stages)]
+    names += [
+        "stage/moves",
+        "reward/gflops",
+        "reward/speedup",
+        "reward/peak_share",
+        "reward/spread",
+        "time/bench",
+        "reward/speedup_spread",
+    ]
+    names += ["bench/queue", "bench/noisy", "bench/cache_hits", "archive/cells", "archive/best_speedup", "reward/mine"]
+    panels = panels_for(names)
+    drawn_once = [metric for panel in panels for metric, _ in panel.series]
+    assert sorted(drawn_once) == sorted(names) and {panel.section for panel in panels} == {
+        "Learning", "Measured speed", "Archive"}  # fmt: skip
+    by_title = {panel.title: panel for panel in panels}
+    assert by_title["Reward parts"].series == (("reward/mine", "mine"),)
+    shares, stage = by_title["Outcomes of programs"], by_title["Stages"]
+    assert [metric for metric, _ in shares.series] == [f"reward/outcome_{outcome}" for outcome in outcomes]
+    assert [metric for metric, _ in stage.series] == [f"stage/{name}" for name in stages]
+    assert shares.style == stage.style == "stack" and sorted([*OUTCOMES, NOISY]) == sorted(outcomes)
+
+
+def test_an_outcome_keeps_its_color_when_others_are_missing():
+    def colors(*outcomes):
+        (panel,) = panels_for([f"reward/outcome_{outcome}" for outcome in outcomes])
+        return dict(zip([label for _, label in panel.series], panel.colors, strict=True))
+
+    whole = colors(*FAILURES, "ok")
+    assert len(set(whole.values())) == 7
+    assert colors("ok", "timeout") == {"timeout": whole["timeout"], "ok": whole["ok"]}
+    assert list(colors("odd", "ok")) == ["ok", "odd"]
+    assert panels_for(["reward/mine"])[0].colors == ()
 
 
 def test_a_band_needs_both_its_metrics_and_no_metrics_need_no_panel():

@@ -19,7 +19,10 @@ from pathlib import Path
 from torchtune_ext.run.files import write_atomic
 from torchtune_ext.tasks.measured.kernel import Size
 
+FILE = "archive.jsonl"  # in the folder of a run
 FORMAT = 1
+# What reading a damaged file can raise: numbers may be too large, brackets nested too deeply, words in the place of numbers.
+_DAMAGE = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -220,7 +223,7 @@ class Archive:
             if len(records) != header["entries"]:
                 raise ValueError(f"{len(records)} entries of {header['entries']}")
             return cls(_entry(record) for record in records)
-        except (ValueError, TypeError, KeyError) as error:
+        except _DAMAGE as error:
             raise ValueError(f"{name}: damaged or cut off ({error}); delete it to begin anew") from error
 
     def save(self, path: Path) -> None:
@@ -239,7 +242,21 @@ class Archive:
             FileNotFoundError: there is none.
             ValueError: it is damaged, or of another format.
         """
-        return cls.loads(path.read_text(encoding="utf-8"), str(path))
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: damaged or cut off ({error}); delete it to begin anew") from error
+        return cls.loads(text, str(path))
+
+
+def techniques_in_words(techniques: Iterable[str]) -> str:
+    """Makes "blocking, loop order" of ("blocking", "loop_order")."""
+    return ", ".join(techniques).replace("_", " ") or "none"
+
+
+def size_in_words(size: Iterable[tuple[str, int]]) -> str:
+    """Makes "m=256 n=256" of (("m", 256), ("n", 256))."""
+    return " ".join(f"{name}={number}" for name, number in size)
 
 
 def _kept(entries: list[Entry]) -> list[Entry]:
@@ -260,5 +277,8 @@ def _kept(entries: list[Entry]) -> list[Entry]:
 
 
 def _entry(record: Mapping) -> Entry:
+    texts = [record["machine"], record["kernel"], record["source"], *record["techniques"]]
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError("a number where a text should be")
     size = tuple((str(name), int(number)) for name, number in record["size"])
     return Entry(**{**record, "size": size, "techniques": tuple(record["techniques"])})

@@ -86,7 +86,7 @@ class Chart {
   constructor(panel, series, steps) {
     this.panel = panel;
     this.steps = steps;
-    this.lines = panel.series.map(([metric, label], i) => ({ label, raw: series[metric], color: `var(--c${(i % 7) + 1})`,
+    this.lines = panel.series.map(([metric, label], i) => ({ label, raw: series[metric], color: `var(--c${panel.colors?.[i] ?? (i % 7) + 1})`,
       sparse: series[metric].filter((value) => value != null).length < steps.length / 2 })); // an evaluation every few steps
     if (panel.band) {
       const [how, a, b] = panel.band;

@@ -55,6 +55,7 @@ function charts(overview) {
     sections.get("Speed").prepend(strip.node);
   }
   for (const [id, label] of [["rollouts", "Rollouts"], ["configuration", "Configuration"]]) if (document.getElementById(id)) nav.append(el("a", { href: `#${id}` }, label));
+  return sections;
 }
 
 function tools(steps) {
@@ -117,7 +118,8 @@ async function start() {
   cursor.steps = steps;
   tiles(overview);
   configuration(overview.config);
-  charts(overview);
+  const sections = charts(overview);
+  await archive(overview, sections.get("Archive"));
   await rollouts(overview);
 }
 

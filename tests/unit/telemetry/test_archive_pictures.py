@@ -1,0 +1,195 @@
+"""The archive in the report: every cell is there once, programs stay text, and a run without an archive loses nothing."""
+
+import base64
+import gzip
+import json
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from archives import MACHINE, made_up_entries
+
+from torchtune_ext.tasks.matmul.archive import FILE, Archive
+from torchtune_ext.telemetry import archive as module
+from torchtune_ext.telemetry.archive import filled, pictures_of
+from torchtune_ext.telemetry.metrics import Metrics
+from torchtune_ext.telemetry.report import build_report
+
+HOSTILE = "</script></pre><script>document.title='broken'</script><!-- <img src=x onerror=\"document.title='broken'\"> {{js}} \u2028\ud800"
+ELSEWHERE = "another machine <b>"
+
+
+def make_run(folder, entries, steps=12, **metrics):
+    with Metrics(folder, sinks=()) as lines:
+        for step in range(1, steps + 1):
+            lines.log(
+                step, {"reward/mean": step / steps, **{name: values[step - 1] for name, values in metrics.items()}}
+            )
+    Archive(entries).save(folder / FILE)
+    return folder
+
+
+def blob(page, name):
+    found = re.search(rf'<script type="text/plain" id="{name}">([^<]*)</script>', page)
+    return None if found is None else json.loads(gzip.decompress(base64.b64decode(found[1])))
+
+
+def entries():
+    here = made_up_entries(30, steps=12)
+    here[7] = replace(here[7], source=HOSTILE + here[7].source, ratio=200.0)  # surely an elite
+    return here + made_up_entries(10, steps=12, seed=1, machine=ELSEWHERE, kernels=("gemv", "stencil"))
+
+
+def test_every_elite_has_its_place(tmp_path):
+    archive = Archive(entries())
+    archive.save(tmp_path / FILE)
+    pictures = pictures_of(tmp_path / FILE)
+    assert [(p["kernel"], p["size"], p["machine"]) for p in pictures] == [
+        ("dgemm", "m=256 n=256 k=256", MACHINE), ("gemv", "n=4096", ELSEWHERE), ("stencil", "n=4096", ELSEWHERE)]  # fmt: skip
+    drawn = {}
+    for picture in pictures:
+        assert picture["bands"] == list(range(picture["bands"][0], picture["bands"][-1] + 1))
+        assert picture["rows"] == sorted(
+            picture["rows"], key=lambda words: (0 if words == "none" else 1 + words.count(","), words)
+        )
+        for cell in picture["cells"]:
+            place = (
+                picture["machine"],
+                picture["kernel"],
+                picture["rows"][cell["row"]],
+                picture["bands"][cell["column"]],
+            )
+            assert place not in drawn
+            drawn[place] = cell
+    elites = archive.cells()
+    words = {cell: ", ".join(cell.techniques).replace("_", " ") or "none" for cell in elites}
+    assert drawn.keys() == {(cell.machine, cell.kernel, words[cell], cell.band) for cell in elites}
+    for cell, entry in elites.items():
+        shown = drawn[cell.machine, cell.kernel, words[cell], cell.band]
+        assert (shown["ratio"], shown["low"], shown["high"]) == (entry.ratio, entry.low, entry.high)
+        assert (shown["found"], shown["gflops"], shown["source"]) == (entry.found, entry.gflops, entry.source)
+
+
+def test_bands_that_lie_far_apart_leave_no_gap(tmp_path):
+    slow, fast = (
+        replace(entry, techniques=(), ratio=ratio) for entry, ratio in zip(entries(), (2.0**-30, 2.0**30), strict=False)
+    )
+    Archive([slow, fast]).save(tmp_path / FILE)
+    (picture,) = pictures_of(tmp_path / FILE)
+    assert picture["bands"] == [-30, 30] and [cell["column"] for cell in picture["cells"]] == [0, 1]
+
+
+def test_long_programs_are_cut(tmp_path, monkeypatch):
+    long = [replace(entry, source="a" * 90_000 + str(i)) for i, entry in enumerate(made_up_entries(20))]
+    Archive(long).save(tmp_path / FILE)
+
+    def lengths():
+        return [len(cell["source"]) for picture in pictures_of(tmp_path / FILE) for cell in picture["cells"]]
+
+    marks = 50  # characters of "[… 74,001 characters left out …]" and its line breaks, at most
+    assert all(module.MAX_CHARACTERS < length < module.MAX_CHARACTERS + marks for length in lengths())
+    monkeypatch.setattr(module, "MAX_TOGETHER", 10_000)
+    count = len(lengths())
+    assert count > 5 and sum(lengths()) < 10_000 + count * marks
+
+
+def test_cells_are_counted_by_when_they_were_found(tmp_path):
+    run = make_run(tmp_path / "run", entries())
+    pictures = pictures_of(run / FILE)
+    elites = Archive(entries()).cells().values()
+    expected = [sum(entry.found <= step for entry in elites) for step in range(1, 13)]
+    assert filled(pictures, range(1, 13)) == expected and expected[0] < expected[-1] == len(elites)
+    overview = blob(build_report(run).path.read_text(), "overview")
+    assert overview["series"]["archive/cells"] == expected
+    (panel,) = [panel for panel in overview["panels"] if panel["section"] == "Archive"]
+    assert "replaced" in panel["note"]
+    written = [float(step) for step in range(12)]
+    overview = blob(
+        build_report(make_run(tmp_path / "other", entries(), **{"archive/cells": written})).path.read_text(), "overview"
+    )
+    assert overview["series"]["archive/cells"] == written
+    assert "replaced" not in next(panel for panel in overview["panels"] if panel["section"] == "Archive")["note"]
+
+
+def test_a_run_without_an_archive_or_with_a_damaged_one_has_the_rest(tmp_path, caplog):
+    run = make_run(tmp_path / "run", entries())
+    whole = (run / FILE).read_bytes()
+    assert len(blob(build_report(run).path.read_text(), "archive")) == 3 and not caplog.messages
+    for damaged in (whole[:-40], b"\xff" + whole, b"", b"[" * 100_000):
+        (run / FILE).write_bytes(damaged)
+        caplog.clear()
+        page = build_report(run).path.read_text()
+        assert blob(page, "archive") is None and blob(page, "overview")["steps"] == list(range(1, 13))
+        assert [FILE in message and "left out of the report" in message for message in caplog.messages] == [True]
+    caplog.clear()
+    for nothing in (lambda path: Archive().save(path), lambda path: path.unlink()):
+        nothing(run / FILE)
+        overview = blob(build_report(run).path.read_text(), "overview")
+        assert "Archive" not in {panel["section"] for panel in overview["panels"]} and not caplog.messages
+
+
+def test_a_report_does_without_what_programs_are_read_with():
+    """tree-sitter is an extra. A report of another run must not need it."""
+    code = "import sys, torchtune_ext.telemetry.report; print([name for name in sys.modules if 'matmul' in name or 'tree_sitter' in name])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_a_program_cannot_break_the_page(tmp_path):
+    page = build_report(make_run(tmp_path / "run", entries())).path.read_text()
+    assert "<img" not in page and "document.title='broken'" not in page and ELSEWHERE not in page
+    assert any(HOSTILE in cell["source"] for picture in blob(page, "archive") for cell in picture["cells"])
+
+
+# Opens every program, tells which was shown, and goes with arrows from one to another.
+CLICKS = """<script>setTimeout(() => {
+  const buttons = [...document.querySelectorAll("button.cell")], sources = [], say = (id, text) => {
+    const node = document.createElement("pre"); node.id = id; node.textContent = text; document.body.append(node); };
+  for (const button of buttons) {
+    button.click();
+    const place = button.closest(".archive");
+    sources.push([button.title, place.querySelector(".program .facts").textContent, place.querySelector(".program pre").textContent]);
+  }
+  const grid = document.querySelector(".cells"), step = document.querySelector("#rollouts output")?.textContent;
+  say("stops", grid.querySelectorAll("button[tabindex='0']").length);
+  const seen = new Set([grid.querySelector("button[tabindex='0']")]);
+  for (const from of seen) for (const key of ["ArrowUp", "ArrowDown", "ArrowLeft", "ArrowRight"]) {
+    from.focus();
+    from.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true, cancelable: true }));
+    seen.add(document.activeElement);
+  }
+  say("reached", `${seen.size} of ${grid.querySelectorAll("button").length}`);
+  say("wide", document.documentElement.scrollWidth <= innerWidth);
+  say("sources", btoa(unescape(encodeURIComponent(JSON.stringify(sources).replace(/\\\\ud800/g, "?")))));
+}, 1500);</script></body>"""
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium")
+@pytest.mark.parametrize("width", [500, 1600])
+def test_a_browser_opens_every_program(tmp_path, width):
+    run = make_run(tmp_path / "run", entries())
+    page = build_report(run).path
+    page.write_text(page.read_text().replace("</body>", CLICKS))
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", f"--window-size={width},900",
+               f"--user-data-dir={tmp_path}/profile", "--virtual-time-budget=5000", "--enable-logging=stderr", "--dump-dom",
+               f"file://{page}"]  # fmt: skip
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "CONSOLE" not in ended.stderr
+    said = dict(re.findall(r'<pre id="(\w+)">(.*?)</pre>', ended.stdout))
+    dom = re.sub(r"<script.*?</script>", "", ended.stdout, flags=re.DOTALL)
+    assert (
+        "<title>run · torchtune-ext</title>" in dom
+        and "<img" not in dom
+        and 'id="trouble" class="notice" hidden' in dom
+    )
+    reached, count = map(int, said["reached"].split(" of "))
+    assert said["stops"] == "1" and said["wide"] == "true" and reached == count
+    shown = json.loads(base64.b64decode(said["sources"]))
+    elites = {entry.source.replace("\ud800", "?"): entry for entry in Archive(entries()).cells().values()}
+    assert len(shown) == len(Archive(entries()))
+    for title, facts, source in shown:
+        entry = elites[source]
+        assert title.endswith(f"found at step {entry.found}")
+        assert f"GFLOPS {entry.gflops:.3g}" in facts and "95% interval" in facts
