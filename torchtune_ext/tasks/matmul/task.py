@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from torchtune_ext.run.files import explained
-from torchtune_ext.tasks.matmul.archive import Archive, Entry, entry_of
+from torchtune_ext.tasks.matmul.archive import FILE, Archive, Entry, entry_of
 from torchtune_ext.tasks.matmul.prompts import Messages, messages, pareval_question, short_messages
 from torchtune_ext.tasks.matmul.rewards import KINDS, Measured, reward
 from torchtune_ext.tasks.matmul.stages import Curriculum, Move, Visit, permitted
@@ -32,7 +32,7 @@ from torchtune_ext.tasks.task import Graded, Problem, Score
 
 log = logging.getLogger(__name__)
 
-ARCHIVE = "archive.jsonl"  # in the folder of a run
+
 ALL = "all"  # the stage of a task without a curriculum
 PROMPTS = ("long", "short")
 OTHERS = ("refuse", "measure")
@@ -227,8 +227,8 @@ class Matmul:
 
     def _write(self, folder: Path) -> None:
         try:
-            with explained(f"cannot write {folder / ARCHIVE}", "free disk space"):
-                self.archive.save(folder / ARCHIVE)
+            with explained(f"cannot write {folder / FILE}", "free disk space"):
+                self.archive.save(folder / FILE)
         except OSError as error:
             # It is in the checkpoints as well, so it is not worth the run.
             log.warning("%s. The run goes on, and each step tries again", error)
