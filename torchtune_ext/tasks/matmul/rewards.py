@@ -27,9 +27,9 @@ FAILURES = ("format", "forbidden", "compile_error", "timeout", "runtime_error", 
 """From the worst to what is nearest to a program that is right."""
 
 # What is slower than the naive program still is right, and must stay above every failure: the worst success has 0. Programs
-# down to a 1024th of the naive speed are told apart; slower ones, which are mostly asleep, are not.
-SLOWEST = 2.0**-10
-# An untimed success is worth as much as the naive program: it says nothing for or against the speed.
+# down to a 16th of the naive speed are told apart; slower ones are of no use to anybody. So a doubling is worth 1/4, one step
+# and a half of those between failures: with much less, being right would drown being fast.
+SLOWEST = 2.0**-4
 KINDS = ("published", "log_speedup", "peak_share")
 
 
@@ -50,7 +50,7 @@ def reward(outcome: str, measured: Measured | None = None, kind: str = "log_spee
             That is the machine's fault, so the sample is not graded and stays out of the baseline of its group.
         measured: its speed; needed if the outcome is "ok".
         kind: "published": GFLOPS, or a penalty from -100 to -10. "log_speedup": from -1 (format) in even steps to -1/6
-            (wrong result), 0 for 1/1024 of the naive speed, 1 for the naive speed, and 0.1 more for each doubling.
+            (wrong result), 0 for 1/16 of the naive speed, 1 for the naive speed, and 1/4 more for each doubling.
             "peak_share": the same failures, and the share of the peak, from 0 to about 1.
 
     Raises:

@@ -1,0 +1,241 @@
+"""Does GRPO on measured speed make programs faster, and what do stages and rewards do to that?
+
+python benchmarks/matmul.py --out runs/matmul --seeds 3                           # learns: a warm-up and a run for each seed
+python benchmarks/matmul.py --out runs/matmul --compare sqd none --seeds 5        # a staged curriculum against none
+python benchmarks/matmul.py --out runs/matmul --compare log_speedup peak_share --seeds 5
+
+A speed that was measured while a run searched for the largest one is too good: what is largest is partly luck. So what is
+printed is measured again, when the runs of a seed have ended: the programs that the model sampled at its first step, before any
+update, and at its last one, the fastest of each archive, the fastest of 100 programs of the generator that the warm-up learned
+from, the naive one and numpy's OpenBLAS, in random order and each in `REPEATS` rounds. A program that is wrong has 0 GFLOPS.
+Nothing else should run on the machine. Runs that have ended are not made again. Intervals are Student's t over the seeds.
+"""
+
+import argparse
+import json
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, median
+
+# Threads of numpy's BLAS would spin on the core that is timed on. It reads this once, when it is imported.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+from learning import tune  # noqa: E402
+from objectives_report import interval  # noqa: E402
+
+from torchtune_ext.tasks.matmul.archive import FILE, Archive  # noqa: E402
+from torchtune_ext.tasks.matmul.family import Family  # noqa: E402
+from torchtune_ext.tasks.measured.check import Checker  # noqa: E402
+from torchtune_ext.tasks.measured.child import ChildFailed  # noqa: E402
+from torchtune_ext.tasks.measured.extract import extract  # noqa: E402
+from torchtune_ext.tasks.measured.kernels import Dgemm  # noqa: E402
+from torchtune_ext.tasks.measured.machine import choose_cores, fingerprint  # noqa: E402
+from torchtune_ext.tasks.measured.timing import Timer  # noqa: E402
+from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths  # noqa: E402
+
+STAGES = "[none, loop_order, blocking, vectorization, all]"
+VARIANTS = {
+    "grpo": [],  # as the config says
+    "none": [],
+    "sqd": [f"task.stages={STAGES}"],
+    "log_speedup": [],
+    "peak_share": ["task.reward=peak_share"],
+    "published": ["task.reward=published"],
+}
+BEST = 3  # programs of an archive that are measured again
+GENERATED = 100  # programs of the generator
+ATTEMPTS, REPEATS = 3, 2  # for a timing that was disturbed; rounds over all programs
+BUDGET_S = 1.0
+NAIVE, NUMPY = "naive", "OpenBLAS"
+
+
+@dataclass(frozen=True, slots=True)
+class Programs:
+    """What one run sampled, as sources; None for an answer without a program, or whose program was not right."""
+
+    first: list[str | None]
+    last: list[str | None]
+    best: list[str]
+    cells: int
+
+
+def programs_of(run: Path) -> Programs:
+    paths = rollout_paths(run)
+    steps = [paths[min(paths)], paths[max(paths)]]
+    first, last = ([_right(s) for g in read_rollouts(path) for s in g.samples if s.score is not None] for path in steps)
+    archive = Archive.load(run / FILE)
+    return Programs(first, last, [entry.source for entry in archive.best(BEST)], len(archive))
+
+
+def _right(sample) -> str | None:
+    return extract(sample.text) if sample.score.parts["outcome_ok"] else None
+
+
+class Again:
+    """Measures programs again, quietly, all in one go."""
+
+    def __init__(self, size: int) -> None:
+        self.kernel = Dgemm(size)
+        self.checker = Checker(self.kernel, cores=choose_cores(None, 1))
+        self.timer = Timer(self.checker, budget_s=BUDGET_S)
+
+    def close(self) -> None:
+        self.timer.close()
+        self.checker.close()
+
+    def gflops(self, sources: set[str], seed: int) -> dict[str, float]:
+        """Returns GFLOPS by source: the median of the rounds, 0.0 if it turns out to be wrong."""
+        found: dict[str, list[float]] = {source: [] for source in (*sources, NUMPY)}
+        for _ in range(REPEATS):
+            order = list(found)
+            random.Random(seed).shuffle(order)
+            for source in order:
+                found[source].append(self._once(source))
+        return {source: median(values) for source, values in found.items()}
+
+    def _once(self, source: str) -> float:
+        if source == NUMPY:
+            return self.timer.time_numpy().gflops
+        with self.checker.checked(source, extracted=True) as (verdict, library):
+            if library is None:
+                return 0.0
+            for _ in range(ATTEMPTS):
+                try:
+                    timing = self.timer.time(library)
+                except ChildFailed:
+                    return 0.0
+                if not timing.is_noisy:
+                    break
+            return timing.gflops
+
+
+def mean_gflops(samples: Sequence[str | None], speeds: dict[str, float]) -> float:
+    return fmean(0.0 if source is None else speeds[source] for source in samples)
+
+
+def right(samples: Sequence[str | None]) -> float:
+    return fmean(source is not None for source in samples)
+
+
+def generated(count: int) -> list[str]:
+    """Programs that the warm-up learns from, the right ones of one thread."""
+    family = Family("dgemm", seed=1, broken=0.0)
+    programs = (family[i] for i in range(len(family)))
+    found: list[str] = []
+    for program in programs:
+        if "threads" not in program.techniques and "#pragma omp" not in program.source:
+            found.append(program.source)
+        if len(found) == count:
+            return found
+    return found
+
+
+def measure(runs: dict[str, Path], seed: int, size: int, out: Path) -> dict[str, dict[str, float]]:
+    """Measures what the runs of one seed have sampled, once and together, and keeps the numbers in a file."""
+    if out.is_file():
+        return json.loads(out.read_text())
+    held = {name: programs_of(run) for name, run in runs.items()}
+    again = Again(size)
+    try:
+        sources = {again.kernel.naive, *generated(GENERATED)}
+        for each in held.values():
+            sources |= {source for source in (*each.first, *each.last, *each.best) if source is not None}
+        speeds = again.gflops(sources, seed)
+    finally:
+        again.close()
+    found = {}
+    for name, each in held.items():
+        seconds = float((runs[name] / "seconds").read_text())
+        before, after = mean_gflops(each.first, speeds), mean_gflops(each.last, speeds)
+        found[name] = {
+            "before": before,
+            "after": after,
+            "times": after / before,
+            "right before": right(each.first),
+            "right after": right(each.last),
+            "best": max(speeds[source] for source in each.best),
+            "generated": max(speeds[source] for source in generated(GENERATED)),
+            NAIVE: speeds[again.kernel.naive],
+            NUMPY: speeds[NUMPY],
+            "cells": float(each.cells),
+            "minutes": seconds / 60,
+        }
+    out.write_text(json.dumps(found, indent=1))
+    return found
+
+
+def row(cells: Sequence[object]) -> str:
+    return "| " + " | ".join(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells) + " |"
+
+
+def compared(found: dict[int, dict[str, dict[str, float]]], names: Sequence[str]) -> list[str]:
+    """Says for each figure what the variants came to, and whether they can be told apart: seeds are compared in pairs."""
+    lines = [row(["", *names, f"{names[1]} - {names[0]}", ""]), "| --- " * (len(names) + 3) + "|"]
+    for figure in ("best", "cells", "after", "right after"):
+        values = {name: [each[name][figure] for each in found.values()] for name in names}
+        cells = ["{:.3g} ± {:.2g}".format(*interval(values[name])) for name in names]
+        mean, half = interval([b - a for a, b in zip(values[names[0]], values[names[1]], strict=True)])
+        verdict = "more" if mean > half else "less" if -mean > half else "not told apart"
+        lines.append(row([figure, *cells, f"{mean:+.3g} ± {half:.2g}", verdict]))
+    return lines
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    out: Path
+    config: str
+    size: int
+    threads: int
+    warmup: tuple[str, ...]
+    grpo: tuple[str, ...]
+
+
+def runs_of(seed: int, variants: Sequence[str], settings: Settings) -> dict[str, Path]:
+    """Makes a warm-up, and from its model a run of each variant, one at a time."""
+    warm = settings.out / f"warmup_{seed}"
+    tune(warm, settings.threads, "warmup_sft", "--config", "warmup/tiny_matmul", f"seed={seed}", *settings.warmup)
+    runs = {}
+    for name in variants:
+        runs[name] = settings.out / f"{name}_{seed}"
+        words = [f"seed={seed}", f"model_dir={warm}/model", *VARIANTS[name], *settings.grpo]
+        tune(runs[name], settings.threads, "grpo_full", "--config", settings.config, *words)
+    return runs
+
+
+def main(words: list[str] | None = None) -> dict[int, dict[str, dict[str, float]]]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/matmul"))
+    parser.add_argument("--seeds", type=int, default=3, help="how many")
+    parser.add_argument("--compare", nargs=2, choices=VARIANTS, metavar="VARIANT", help=f"two of {', '.join(VARIANTS)}")
+    parser.add_argument("--config", default="grpo/tiny_matmul")
+    parser.add_argument("--size", type=int, default=256, help="of the product")
+    parser.add_argument("--threads", type=int, default=2, help="OMP_NUM_THREADS of the trainer")
+    parser.add_argument("--warmup", nargs="*", default=[], help="key=value for the warm-ups")
+    parser.add_argument("--grpo", nargs="*", default=[], help="key=value for the GRPO runs")
+    args = parser.parse_args(words)
+    settings = Settings(args.out, args.config, args.size, args.threads, tuple(args.warmup), tuple(args.grpo))
+    variants = args.compare or ["grpo"]
+    print(f"{fingerprint()}; products of {args.size}, one thread\n", flush=True)
+    found: dict[int, dict[str, dict[str, float]]] = {}
+    for seed in range(args.seeds):
+        runs = runs_of(seed, variants, settings)
+        found[seed] = measure(runs, seed, args.size, args.out / f"{'_'.join(variants)}_{seed}.json")
+        if seed == 0:
+            figures = list(found[0][variants[0]])
+            print(row(["seed", "variant", *figures]), "| --- " * (len(figures) + 2) + "|", sep="\n")
+        for name in variants:
+            print(row([seed, name, *found[seed][name].values()]), flush=True)
+    if args.compare:
+        print("", *compared(found, variants), sep="\n")
+    elif args.seeds > 1:
+        mean, half = interval([each["grpo"]["times"] for each in found.values()])
+        print(f"\nGFLOPS of sampled programs: {mean:.2f} ± {half:.2f} times those before, over {args.seeds} seeds")
+    print(json.dumps({"settings": {name: str(value) for name, value in asdict(settings).items()}}))
+    return found
+
+
+if __name__ == "__main__":
+    main()
