@@ -93,6 +93,7 @@ class Matmul:
             for kernel in self.kernels:
                 # Raises where nothing can be compared with the kernel's own program.
                 uses(kernel.naive, kernel)
+        self._readable = {kernel.name for kernel in self.kernels if _is_readable(kernel)}
         self.curriculum = Curriculum(tuple(stages)) if stages is not None else None
         self._questions = {
             kernel.name: None if pareval is None else pareval_question(Path(pareval), kernel.name)
@@ -132,11 +133,8 @@ class Matmul:
         return self._problems[problem.answer["problem"]]
 
     def permitted(self, problem: Problem) -> Collection[str] | None:
-        """Returns the techniques of the problem's stage; without stages, and of a kernel of which none can be told: None."""
-        kernel = self.kernel(problem)
-        if self.curriculum is None and not _is_readable(kernel):
-            return None
-        return permitted(problem.answer["stage"])
+        """Returns the techniques of the problem's stage; None for a kernel of which they cannot be told."""
+        return permitted(problem.answer["stage"]) if self.kernel(problem).name in self._readable else None
 
     def score(self, problem: Problem, result: Result) -> Score:
         """Returns what a program is worth, and what was measured of it."""
