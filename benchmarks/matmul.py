@@ -13,10 +13,11 @@ Nothing else should run on the machine. Runs that have ended are not made again.
 
 import argparse
 import json
+import math
 import os
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 
@@ -26,6 +27,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 from learning import tune  # noqa: E402
 from objectives_report import interval  # noqa: E402
 
+from torchtune_ext.groups import Sample  # noqa: E402
 from torchtune_ext.tasks.matmul.archive import FILE, Archive  # noqa: E402
 from torchtune_ext.tasks.matmul.family import Family  # noqa: E402
 from torchtune_ext.tasks.measured.check import Checker  # noqa: E402
@@ -70,7 +72,7 @@ def programs_of(run: Path) -> Programs:
     return Programs(first, last, [entry.source for entry in archive.best(BEST)], len(archive))
 
 
-def _right(sample) -> str | None:
+def _right(sample: Sample) -> str | None:
     return extract(sample.text) if sample.score.parts["outcome_ok"] else None
 
 
@@ -153,7 +155,7 @@ def measure(runs: dict[str, Path], seed: int, size: int, out: Path) -> dict[str,
         found[name] = {
             "before": before,
             "after": after,
-            "times": after / before,
+            "times": after / before if before else math.inf,
             "right before": right(each.first),
             "right after": right(each.last),
             "best": max(speeds[source] for source in each.best),
@@ -233,7 +235,6 @@ def main(words: list[str] | None = None) -> dict[int, dict[str, dict[str, float]
     elif args.seeds > 1:
         mean, half = interval([each["grpo"]["times"] for each in found.values()])
         print(f"\nGFLOPS of sampled programs: {mean:.2f} ± {half:.2f} times those before, over {args.seeds} seeds")
-    print(json.dumps({"settings": {name: str(value) for name, value in asdict(settings).items()}}))
     return found
 
 
