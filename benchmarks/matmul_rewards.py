@@ -25,8 +25,8 @@ from torchtune_ext.tasks.task import Problem, Score
 
 NAIVE, PEAK = 2.0, 1000.0  # GFLOPS of the naive program on one core, and of all cores together
 FASTEST = 549.0  # GFLOPS, the best that was published
-SLOW, FAST = "ok, naive speed", "ok, the fastest"
-# Outcome -> how many of the group have it, from the worst. One more program, FAST, makes it 16.
+SLOW, OTHER = "ok, naive speed", "ok, the one that differs"
+# Outcome -> how many of the group have it, from the worst. One more program, OTHER, makes it 16.
 SHARES = {
     "format": 1,
     "forbidden": 1,
@@ -37,30 +37,31 @@ SHARES = {
     SLOW: 2,
 }
 SIZE = sum(SHARES.values()) + 1
-# The distances that a model needs: from what does not compile to what does, and from a wrong number to a right one.
+# The distances that a model needs: from the worst failure to the best, from what does not compile to what does, and from a
+# wrong number to a right one.
 DISTANCES = {
+    "wrong result above format": ("format", "wrong_result"),
     "wrong result above compile error": ("compile_error", "wrong_result"),
-    "right, at naive speed, above wrong result": ("wrong_result", SLOW),
+    "right but slow above wrong result": ("wrong_result", SLOW),
 }
-SPEEDS = (2.0, 8.0, 32.0, 128.0, FASTEST, 2000.0)
+SPEEDS = (NAIVE, 8.0, 32.0, 128.0, FASTEST, PEAK)
 COLORS = {"published": "#D55E00", "log_speedup": "#0072B2", "peak_share": "#009E73"}
 
 
 def rewards(kind: str, fastest: float) -> dict[str, float]:
-    """Returns the reward of each outcome. `fastest` is the speed of the program FAST, in GFLOPS."""
+    """Returns the reward of each outcome. `fastest` is the speed of the program OTHER, in GFLOPS."""
 
     def success(gflops: float) -> float:
-        # A machine on which a program ran so fast has at least that peak.
-        return reward("ok", Measured(gflops, gflops / NAIVE, gflops / max(PEAK, gflops)), kind)
+        return reward("ok", Measured(gflops, gflops / NAIVE, gflops / PEAK), kind)
 
     found = {outcome: reward(outcome, kind=kind) for outcome in SHARES if outcome != SLOW}
-    return found | {SLOW: success(NAIVE), FAST: success(fastest)}
+    return found | {SLOW: success(NAIVE), OTHER: success(fastest)}
 
 
 def advantages(kind: str, fastest: float) -> dict[str, float]:
-    """Returns the advantage of each outcome in the group whose fastest program has that speed, as training sees it."""
+    """Returns the advantage of each outcome in the group, as training sees it."""
     of = rewards(kind, fastest)
-    outcomes = [outcome for outcome, count in (SHARES | {FAST: 1}).items() for _ in range(count)]
+    outcomes = [outcome for outcome, count in (SHARES | {OTHER: 1}).items() for _ in range(count)]
     answer = Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
     samples = tuple(Sample(answer, outcome=Outcome("scored", Score(of[outcome], {}), "")) for outcome in outcomes)
     group = Group(Problem("dgemm", (), None), np.zeros(1, np.int32), samples)
@@ -80,7 +81,7 @@ def outcomes_table() -> str:
     heads = [f"{kind}: {word}" for kind in KINDS for word in ("reward", f"{NAIVE:g} GFLOPS", f"{FASTEST:g} GFLOPS")]
     lines = [f"| outcome | of {SIZE} | {' | '.join(heads)} |", "|---" * (2 + len(heads)) + "|"]
     found = {kind: (rewards(kind, FASTEST), advantages(kind, NAIVE), advantages(kind, FASTEST)) for kind in KINDS}
-    for outcome, count in (SHARES | {FAST: 1}).items():
+    for outcome, count in (SHARES | {OTHER: 1}).items():
         cells = []
         for of, without, with_it in found.values():
             cells += [f"{of[outcome]:.3g}", f"{without[outcome]:+.2f}", f"{with_it[outcome]:+.2f}"]
@@ -109,7 +110,7 @@ def draw(path: Path) -> None:
 
     figure = plt.figure(figsize=(8.6, 5.8), layout="constrained")
     above, below = figure.subfigures(2, 1, height_ratios=[1.15, 1])
-    outcomes = [*SHARES, FAST]
+    outcomes = [*SHARES, OTHER]
     places = range(len(outcomes))
     axes = above.subplots(1, len(KINDS), sharex=True, sharey=True)
     for axis, kind in zip(axes, KINDS, strict=True):
@@ -124,19 +125,22 @@ def draw(path: Path) -> None:
         axis.set_xlabel("advantage")
     axes[0].set_yticks(places, [name.replace("_", " ") for name in outcomes])
     above.suptitle(
-        f"16 programs of a group: the last one has {NAIVE:g} GFLOPS, like the naive program (open), or {FASTEST:g} (filled)"
+        f"a group of {SIZE} programs: one has {NAIVE:g} GFLOPS, like the naive program (open), or {FASTEST:g} (filled)"
     )
     curve = np.geomspace(SPEEDS[0], SPEEDS[-1], 60)
-    for axis, name in zip(below.subplots(1, len(DISTANCES), sharey=True), DISTANCES, strict=True):
+    axes = below.subplots(1, len(DISTANCES), sharey=True)
+    for axis, name in zip(axes, DISTANCES, strict=True):
         for kind in KINDS:
             axis.plot(curve, [distance(kind, name, speed) for speed in curve], color=COLORS[kind], label=kind)
         axis.axvline(FASTEST, color="0.8", linewidth=0.8, zorder=0)
         axis.set_xscale("log")
-        axis.set_ylim(bottom=0)
+        axis.set_xticks(SPEEDS[:-1], [f"{speed:g}" for speed in SPEEDS[:-1]])
+        axis.minorticks_off()
         axis.set_title(name)
-        axis.set_xlabel("GFLOPS of the fastest program of the group")
-    below.axes[0].set_ylabel("distance in advantage")
-    below.axes[-1].legend(frameon=False)
+        axis.set_xlabel("GFLOPS of the one that differs")
+    axes[0].set_ylim(bottom=0)
+    axes[0].set_ylabel("distance in advantage")
+    axes[-1].legend(frameon=False, loc="upper right")
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -147,7 +151,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, help="where to draw the picture, for instance docs/matmul_rewards.png")
     args = parser.parse_args()
-    print(f"Naive program {NAIVE:g} GFLOPS, peak {PEAK:g}; the fastest of the group has {NAIVE:g} or {FASTEST:g}.\n")
+    print(f"Naive program {NAIVE:g} GFLOPS, peak {PEAK:g}; the one that differs has {NAIVE:g} or {FASTEST:g}.\n")
     print(f"{outcomes_table()}\n\n{distances_table()}")
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)

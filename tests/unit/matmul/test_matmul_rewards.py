@@ -6,7 +6,7 @@ import matmul_rewards as figures
 import pytest
 from matmul_rewards import DISTANCES, FASTEST, NAIVE, SIZE, SLOW, advantages, distance, rewards
 
-COMPILES, RIGHT = DISTANCES
+*_, RIGHT = DISTANCES
 
 
 def far(kind, name, fastest=FASTEST):
@@ -21,7 +21,7 @@ def floor(kind, name, fastest=FASTEST):
 
 
 @pytest.mark.parametrize("name", DISTANCES)
-@pytest.mark.parametrize("fastest", [64.0, FASTEST, 2000.0])
+@pytest.mark.parametrize("fastest", [64.0, FASTEST, 1000.0])
 def test_published_distances_vanish_and_the_others_do_not(name, fastest):
     """One of N rewards that lies d above the mean of the others makes a deviation of at least d sqrt(N - 1) / N: what the others
     differ by among themselves only adds to it. And no deviation is larger than half of the range (Popoviciu)."""
