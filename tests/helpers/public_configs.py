@@ -47,6 +47,7 @@ PUBLIC = {
     "Qwen2.5-7B": _qwen2_5(28, 3584, 28, 4, 18944, positions=131072),
     "Qwen2.5-7B-Instruct": _qwen2_5(28, 3584, 28, 4, 18944),
     "Qwen2.5-14B-Instruct": _qwen2_5(48, 5120, 40, 8, 13824),
+    "Qwen2.5-Coder-14B-Instruct": _qwen2_5(48, 5120, 40, 8, 13824),
     "Qwen2.5-32B": _qwen2_5(64, 5120, 40, 8, 27648, positions=131072, eps=1e-5),
     "Qwen2.5-32B-Instruct": _qwen2_5(64, 5120, 40, 8, 27648),
     "Qwen3-1.7B": _qwen3(28, 2048, 16, 8, 6144, tied=True),

@@ -64,7 +64,11 @@ def test_an_argument_that_is_not_taken_is_found(wrong):
         check(tree)
 
 
-GENERATED = ("torchtune_ext.tasks.temporal_clue.TemporalClue", "torchtune_ext.tasks.arithmetic.Arithmetic")
+GENERATED = (
+    "torchtune_ext.tasks.temporal_clue.TemporalClue",
+    "torchtune_ext.tasks.arithmetic.Arithmetic",
+    "torchtune_ext.tasks.matmul.Matmul",
+)
 
 
 def test_tasks_that_read_no_file_can_be_made(repo_root):

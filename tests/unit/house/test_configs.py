@@ -71,6 +71,7 @@ SIZES = [
         "Qwen2.5-32B-Instruct",
         32.764,
     ),
+    ("qwen2_5_coder_14B_matmul", "", "Qwen2.5-Coder-14B-Instruct", 14.770),
     ("qwen2_5_7B_lora", "", "Qwen2.5-7B-Instruct", 7.696),
     ("qwen2_5_7B_lora", "model_dir=models/Llama-3.1-8B-Instruct", "Llama-3.1-8B-Instruct", 8.114),
     ("qwen2_5_7B_lora", "model_dir=models/Qwen3-8B", "Qwen3-8B", 8.278),

@@ -1,0 +1,54 @@
+"""What docs/matmul.md shows is what happens: the prompt word for word, and a kernel of one's own."""
+
+import importlib
+import re
+
+import pytest
+from omegaconf import OmegaConf
+
+pytest.importorskip("tree_sitter_c")
+
+from torchtune_ext.host.config import instantiate
+from torchtune_ext.tasks.matmul.prompts import messages
+from torchtune_ext.tasks.measured.check import Checker
+from torchtune_ext.tasks.measured.kernels import Dgemm
+from torchtune_ext.tasks.measured.sandbox import SandboxError
+
+
+@pytest.fixture(scope="module")
+def page(repo_root):
+    return (repo_root / "docs" / "matmul.md").read_text(encoding="utf-8")
+
+
+def test_the_prompt_is_the_one_that_is_asked(page):
+    (shown,) = re.findall(r"^````\n(.*?)\n````$", page, re.M | re.S)
+    assert shown == messages(Dgemm(), "blocking")[0]["content"]
+
+
+def test_a_kernel_of_ones_own(page, tmp_path, monkeypatch):
+    (module,) = re.findall(r"^```python\n(# my_kernel.py.*?)^```$", page, re.M | re.S)
+    (node,) = [block for block in re.findall(r"^```yaml\n(.*?)^```$", page, re.M | re.S) if "my_kernel" in block]
+    (tmp_path / "my_kernel.py").write_text(module)
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    node = OmegaConf.create(node)
+    node.task.stages = ["none", "all"]
+    task = instantiate(node.task)
+    (kernel,), problem = task.kernels, task[0]
+    assert problem.id == "outer-1024-1024/none" and kernel.question in problem.messages[0]["content"]
+    assert task.permitted(problem) == frozenset()
+    columns = (
+        "void outer(int m, int n, const double *x, const double *y, double *C) {\n"
+        "for (int j = 0; j < n; j++) for (int i = 0; i < m; i++) C[i * n + j] = x[i] * y[j];\n}\n"
+    )
+    single = kernel.naive.replace("x[i] * y[j]", "(float)x[i] * (float)y[j]")
+    try:
+        with Checker(kernel) as checker:
+            found = []
+            for source in (kernel.naive, columns, single):
+                with checker.checked(source, extracted=True, permitted=task.permitted(problem)) as (verdict, _):
+                    found.append(verdict)
+    except SandboxError as error:
+        pytest.skip(str(error))
+    assert [verdict.outcome for verdict in found] == ["ok", "forbidden", "wrong_result"], found
+    assert "loops in another order" in found[1].note
