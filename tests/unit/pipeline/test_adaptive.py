@@ -106,8 +106,8 @@ def test_groups_that_were_sampled_ahead_keep_their_questions_across_a_checkpoint
     task = Adapting()
     source, engine = make(staleness=1, task=task)
     source.open(version=0)
+    wait_until(lambda: all("0 of 2 texts are not graded" in source._stream.missing(number) for number in range(4)))
     first, _ = source.take(2)
-    wait_until(lambda: all("0 of 2 texts are not graded" in source._stream.missing(number) for number in (2, 3)))
     source._problems.observe(1, graded(first), tmp_path)
     state = json.loads(json.dumps([source.state_dict(), source._problems.state_dict()]))
 
