@@ -165,7 +165,13 @@ def test_the_run_moves_through_the_stages_and_keeps_programs(workplace):
 
 # Killed after steps whose observations no checkpoint has, and while a checkpoint is written.
 @pytest.mark.parametrize(
-    "kills", [(1, 3, 6), pytest.param((0, 1, 2, 4, 5, 7), marks=pytest.mark.long)], ids=["three", "six"]
+    "kills",
+    [
+        (1, 5),
+        pytest.param((1, 3, 6), marks=pytest.mark.long),
+        pytest.param((0, 1, 2, 4, 5, 7), marks=pytest.mark.long),
+    ],
+    ids=["two", "three", "six"],
 )
 def test_killed_and_resumed_equals_uninterrupted(workplace, kills):
     rng, name = random.Random(len(kills)), f"killed_{len(kills)}"
