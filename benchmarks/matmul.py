@@ -6,7 +6,7 @@ python benchmarks/matmul.py --out runs/matmul --compare log_speedup peak_share -
 
 A speed that was measured while a run searched for the largest one is too good: what is largest is partly luck. So what is
 printed is measured again, when the runs of a seed have ended: the programs that the model sampled at its first step, before any
-update, and at its last one, the fastest of each archive, the fastest of 100 programs of the generator that the warm-up learned
+update, and at its last one, the fastest of each archive, the fastest of 40 programs of the generator that the warm-up learned
 from, the naive one and numpy's OpenBLAS, in random order and each in `REPEATS` rounds. A program that is wrong has 0 GFLOPS.
 Nothing else should run on the machine. Runs that have ended are not made again. Intervals are Student's t over the seeds.
 """
@@ -46,7 +46,7 @@ VARIANTS = {
     "published": ["task.reward=published"],
 }
 BEST = 3  # programs of an archive that are measured again
-GENERATED = 100  # programs of the generator
+GENERATED = 40  # programs of the generator
 ATTEMPTS, REPEATS = 3, 2  # for a timing that was disturbed; rounds over all programs
 BUDGET_S = 1.0
 NAIVE, NUMPY = "naive", "OpenBLAS"

@@ -34,7 +34,7 @@ class Panel:
 # Of programs whose speed is measured: the outcomes of a check from the worst to the best, behind them the one that is not
 # graded, and the stages of a curriculum. What names them (tasks/matmul) needs packages that a report does without; a test
 # holds that they are the same.
-_OUTCOMES = ("format", "forbidden", "compile_error", "timeout", "runtime_error", "wrong_result", "ok", "noisy")
+_OUTCOMES = ("format", "forbidden", "compile_error", "timeout", "runtime_error", "wrong_result", "ok")
 _STAGES = ("none", "loop_order", "blocking", "vectorization", "threads", "all")
 
 PANELS = (
@@ -73,7 +73,7 @@ PANELS = (
           (("stage/moves", "problems"),), unit="int", zero=True),
     Panel("Measured speed", "Seconds on the bench", "Checks and timings of the step's programs.",
           (("time/bench", "bench"),), unit="seconds", zero=True),
-    Panel("Measured speed", "Queue", "Programs that waited for the bench when sampling ended.",
+    Panel("Measured speed", "Queue", "Most programs that waited for the bench at a time.",
           (("bench/queue", "programs"),), unit="int", zero=True),
     Panel("Measured speed", "Noisy, and measured before", "Shares of the step's programs. Noisy: so disturbed that the speed "
           "is not known and the program not graded.", (("bench/noisy", "noisy"), ("bench/cache_hits", "measured before")),

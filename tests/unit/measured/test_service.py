@@ -72,7 +72,6 @@ def test_a_score_has_the_speed_in_numbers_and_the_rest_in_words():
         "speedup_spread": 0.25,
     }
     assert all(isinstance(value, float) for value in found.parts.values())
-    noisy = score(Result("dgemm", "noisy", "time", "others disturb the machine", None), 0.0)
-    assert (
-        noisy.parts["outcome_noisy"] == 1 and "gflops" not in noisy.parts and noisy.note == "others disturb the machine"
-    )
+    late = score(Result("dgemm", "timeout", "verify", "its calls took too long", None, fingerprint="a machine"), -0.5)
+    assert late.parts["outcome_timeout"] == 1 and "gflops" not in late.parts and late.note == "its calls took too long"
+    assert late.facts == {"machine": "a machine", "techniques": ""}

@@ -11,7 +11,7 @@ from torchtune_ext.tasks.measured.compiler import Compiler
 from torchtune_ext.tasks.measured.kernel import Kernel
 from torchtune_ext.tasks.measured.machine import choose_cores
 from torchtune_ext.tasks.measured.ray_bench import RayBench
-from torchtune_ext.tasks.measured.results import NOISY, BenchConfig, Result
+from torchtune_ext.tasks.measured.results import BenchConfig, Result
 from torchtune_ext.tasks.measured.sandbox import SandboxError
 from torchtune_ext.tasks.task import Problem, Score, Task
 
@@ -77,7 +77,7 @@ def score(result: Result, reward: float) -> Score:
     """Returns the score of a program: its note says to people what the machine said, its parts are numbers.
 
     Args:
-        result: what became of the program.
+        result: what became of the program. It is not NOISY: that is no grade.
         reward: what that is worth.
 
     Returns:
@@ -85,7 +85,7 @@ def score(result: Result, reward: float) -> Score:
         `speedup` (times the naive program), `peak_share`, `spread` and `speedup_spread` (half of the 95% intervals of the time
         and of the speed-up, as shares). Its facts are the machine and the techniques.
     """
-    parts = {f"outcome_{name}": float(result.outcome == name) for name in (*OUTCOMES, NOISY)}
+    parts = {f"outcome_{name}": float(result.outcome == name) for name in OUTCOMES}
     if (timing := result.timing) is not None:
         speeds = {"gflops": timing.gflops, "speedup": timing.ratio, "peak_share": timing.peak_share}
         parts |= speeds | {"spread": timing.spread, "speedup_spread": timing.ratio_spread}
