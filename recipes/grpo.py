@@ -190,7 +190,7 @@ class GRPORecipe:
             self.precision,
             self.hf_model,
             self.agreement,
-            canary_prompts(self.task, self.tokenizer),
+            self.canary,
             self.sampling,
         )
 
@@ -205,7 +205,8 @@ class GRPORecipe:
         self.evaluation = build(EvaluationConfig, cfg.evaluation, "evaluation")
         self.eval_task = instantiate(cfg.evaluation.task) if has_component(cfg.evaluation.get("task")) else None
         self.grading, self.bench = build(GraderConfig, cfg.grader, "grader"), build(BenchConfig, cfg.bench, "bench")
-        self.problems = ProblemStream(self.task, cfg.seed)
+        # The canary's prompts are made before a checkpoint is loaded: a task that adapts would ask otherwise then.
+        self.problems, self.canary = ProblemStream(self.task, cfg.seed), canary_prompts(self.task, self.tokenizer)
         self.loss = instantiate(cfg.loss)
         self.advantage = build(AdvantageConfig, cfg.advantage, "advantage")
         self.sampling = build(SamplingConfig, cfg.sampling, "sampling", stop_token_ids=self.tokenizer.stop_token_ids)

@@ -33,6 +33,7 @@ APART = (
     "checkpoints",
     "logging",
     "grader",
+    "bench",
 )
 APART += ("evaluation", "engine", "staleness", "depth", "rollout_deadline_s", "rank_deadline_s", "max_mismatch")
 NAMED = 8  # settings that differ and that one line names

@@ -89,14 +89,15 @@ class BenchGrader:
         self._lock, self._counts = Lock(), _Counts()
         self._turns: tuple[int, ...] = ()  # cores on which training and timing take turns
         self._off = ExitStack()
+        # Before this process keeps off any cores: if it fails, nobody closes this object.
+        if hasattr(task, "measure_again"):
+            task.measure_again(bench)
         cores = getattr(bench, "timed_cores", ())  # those of a Ray cluster are not this process's
         if beside_training and cores:
             if len(os.sched_getaffinity(0) - set(cores)) >= 2:
                 self._off.enter_context(kept_off(cores))
             else:
                 self._turns = tuple(cores)
-        if hasattr(task, "measure_again"):
-            task.measure_again(bench)
 
     def submit(self, problem: Problem, text: str) -> "Future[Outcome]":
         """Hands in a text and returns at once. Nobody waits for a slower neighbor."""

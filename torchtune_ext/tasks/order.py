@@ -65,14 +65,19 @@ class ProblemStream:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what the task has learned from observations, JSON-able: nothing of one that does not adapt."""
-        return self._task.state_dict() if self._adapts else {}
+        # In a dictionary of its own, so that a task that has learned nothing yet can be told from one that never does.
+        return {"learned": self._task.state_dict()} if self._adapts else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over what `state_dict` returned. Raises ValueError if the task is another one, or has other settings."""
         if bool(state) != self._adapts:
-            raise ValueError("the checkpoint is of a run with another task; set the task as it was, or begin a new run")
+            had, now = ("adapts", "does not") if state else ("does not adapt", "does")
+            raise ValueError(
+                f"task: the one of the checkpoint {had} to what became of its problems, and that of this run {now}; set task "
+                "as it was, or begin a new run in another output_dir"
+            )
         if state:
-            self._task.load_state_dict(state)
+            self._task.load_state_dict(state["learned"])
 
     def _make(self, cursor: int, count: int) -> list[Problem]:
         places = [(i, problem_index(i, len(self._task), self._seed)) for i in range(cursor, cursor + count)]

@@ -9,7 +9,9 @@ pytest.importorskip("tree_sitter_c")
 from calm_kernels import HONEST, CalmReduction, fenced
 
 from torchtune_ext.tasks.measured import service
+from torchtune_ext.tasks.measured.kernels import Dgemm
 from torchtune_ext.tasks.measured.results import BenchConfig, Result
+from torchtune_ext.tasks.measured.sandbox import SandboxError
 from torchtune_ext.tasks.measured.service import open_bench, score
 from torchtune_ext.tasks.measured.timing import Timing
 
@@ -23,6 +25,31 @@ def test_without_an_address_it_is_this_machine():
     found = score(wrong, -0.5)
     assert found.reward == -0.5 and found.parts["outcome_wrong_result"] == 1 and "should be" in found.note
     assert "conflicting types" in score(broken, -1).note and score(broken, -1).parts["outcome_compile_error"] == 1
+
+
+class Asking:
+    def __init__(self, *kernels):
+        self.kernels = kernels
+
+
+@pytest.mark.parametrize(
+    ("config", "kernel", "message"),
+    [
+        ({"cores": [4093]}, CalmReduction(), r"cores=\[4093\]: use some of \["),
+        ({"threads": 4000}, CalmReduction(), "threads=4000, but this process may run on"),
+        (
+            {"cache": "/no/such/file"},
+            CalmReduction(),
+            "bench.cache='/no/such/file': No such file or directory; name a file",
+        ),
+        ({"compiler": "nogcc"}, CalmReduction(), "no C compiler: nogcc not found on PATH; install one"),
+        ({}, Dgemm(1_000_000), "dgemm with m=1000000 n=1000000 k=1000000 cannot be measured here: no room for"),
+    ],
+    ids=["cores", "threads", "cache", "compiler", "size"],
+)
+def test_what_cannot_be_measured_is_found_out_before_anything_starts(config, kernel, message):
+    with pytest.raises((ValueError, SandboxError), match=message):
+        service.rehearse(BenchConfig(**config), Asking(kernel))
 
 
 def test_with_an_address_it_is_a_cluster(monkeypatch):

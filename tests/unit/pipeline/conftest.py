@@ -23,8 +23,8 @@ def make(numbered_grader):
     """Makes a source of 2 groups a step for 10 steps, and its engine."""
     made = []
 
-    def make(staleness=0, depth=None, at_once=True, batch=2, deadline_s=30.0, cursor=0, by=numbered_grader):
-        engine, problems = Told(at_once), ProblemStream(Numbered(), SEED)
+    def make(staleness=0, depth=None, at_once=True, batch=2, deadline_s=30.0, cursor=0, by=numbered_grader, task=None):
+        engine, problems = Told(at_once), ProblemStream(task or Numbered(), SEED)
         problems.cursor = cursor
         stream = GroupStream(engine, LetterTokenizer(), by, times=Places())
         sampling, ledger = SamplingConfig(max_tokens=8), Ledger(batch, 10, staleness, depth)

@@ -31,3 +31,8 @@ def test_what_an_old_one_lacks_is_said(change, message):
     saved = {name: value for name, value in (STATE.to_json() | change).items() if value is not None}
     with pytest.raises(ValueError, match=message):
         RunState.from_json(saved, Path("checkpoints/step_000007"))
+
+
+def test_earlier_versions_wrote_nothing_of_tasks():
+    saved = {name: value for name, value in STATE.to_json().items() if name != "task"}
+    assert RunState.from_json(saved, Path("step_000007")).task == {}

@@ -8,7 +8,7 @@ rollouts, asks the same questions.
 import logging
 import math
 import random
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from statistics import fmean
@@ -18,7 +18,7 @@ from torchtune_ext.run.files import explained
 from torchtune_ext.tasks.matmul.archive import FILE, Archive, Entry, entry_of
 from torchtune_ext.tasks.matmul.prompts import Messages, messages, pareval_question, short_messages
 from torchtune_ext.tasks.matmul.rewards import KINDS, Measured, reward
-from torchtune_ext.tasks.matmul.stages import Curriculum, Move, Visit, permitted
+from torchtune_ext.tasks.matmul.stages import STAGES, Curriculum, Move, Visit, permitted
 from torchtune_ext.tasks.measured import service
 from torchtune_ext.tasks.measured.bench import Bench
 from torchtune_ext.tasks.measured.extract import extract
@@ -81,26 +81,34 @@ class Matmul:
         ):
             if value not in choices:
                 raise ValueError(f"task.{name}={value!r}: choose one of {', '.join(choices)}")
-        if not 0.0 <= show <= 1.0:
-            raise ValueError(f"task.show={show} is a share of the prompts: give a number from 0 to 1")
+        if not isinstance(show, int | float) or not 0.0 <= show <= 1.0:
+            raise ValueError(f"task.show={show!r} is a share of the prompts: give a number from 0 to 1")
         if show and prompt == "short":
             raise ValueError(f"task.show={show}: short prompts show no program; set prompt=long, or show=0")
-        self._problems = {problem_of(kernel): kernel for kernel in kernels_of(kernels or {"dgemm": 256})}
+        self._problems = {
+            problem_of(kernel): kernel for kernel in kernels_of({"dgemm": 256} if kernels is None else kernels)
+        }
         self.kernels = list(self._problems.values())
         self._names = list(self._problems)
         self._reward, self._prompt, self._show, self._seed = reward, prompt, show, seed
         if stages is not None:
+            # A single name would be read as a list of letters.
+            several = stages if isinstance(stages, Sequence) and not isinstance(stages, str) else ()
+            if not set(several) <= set(STAGES) or not 0 < len(set(several)) == len(several):
+                raise ValueError(
+                    f"task.stages={stages!r}: list some of {', '.join(STAGES)}, each once, or null for none"
+                )
             for kernel in self.kernels:
                 # Raises where nothing can be compared with the kernel's own program.
                 uses(kernel.naive, kernel)
         self._readable = {kernel.name for kernel in self.kernels if _is_readable(kernel)}
         self.curriculum = Curriculum(tuple(stages)) if stages is not None else None
         self._questions = {
-            kernel.name: None if pareval is None else pareval_question(Path(pareval), kernel.name)
+            kernel.name: None if pareval is None else _read("pareval", pareval, pareval_question, kernel.name)
             for kernel in self.kernels
         }
         self.machine: str | None = None  # on which programs were measured last
-        self.archive = Archive() if archive is None else self._load(Path(archive), others)
+        self.archive = Archive() if archive is None else self._load(archive, others)
 
     def __len__(self) -> int:
         return len(self._names)
@@ -136,6 +144,10 @@ class Matmul:
         """Returns the techniques of the problem's stage; None for a kernel of which they cannot be told."""
         return permitted(problem.answer["stage"]) if self.kernel(problem).name in self._readable else None
 
+    def _all(self, kernel: str) -> Collection[str] | None:
+        """All techniques; None for a kernel of which they cannot be told."""
+        return TECHNIQUES if kernel in self._readable else None
+
     def score(self, problem: Problem, result: Result) -> Score:
         """Returns what a program is worth, and what was measured of it."""
         timing = result.timing
@@ -151,7 +163,7 @@ class Matmul:
         here = fingerprint()
         foreign = sorted(self.archive.of_others(here), key=lambda entry: -entry.low)[:MAX_MEASURED_AGAIN]
         waiting = [
-            (entry, bench.submit(self._of(entry), f"```c\n{entry.source}\n```", permitted=TECHNIQUES))
+            (entry, bench.submit(self._of(entry), f"```c\n{entry.source}\n```", permitted=self._all(entry.kernel)))
             for entry in foreign
         ]
         for entry, future in waiting:
@@ -260,8 +272,8 @@ class Matmul:
         """Returns the kernel of an entry."""
         return self._problems[problem_name(entry.kernel, dict(entry.size))]
 
-    def _load(self, path: Path, others: str) -> Archive:
-        archive = Archive.load(path)
+    def _load(self, path: str, others: str) -> Archive:
+        archive = _read("archive", path, Archive.load)
         for cell in archive.cells():
             if (name := problem_name(cell.kernel, dict(cell.size))) not in self._problems:
                 raise ValueError(
@@ -299,16 +311,44 @@ def kernels_of(wanted: Mapping[str, int | Sequence[int]]) -> list[Kernel]:
     found = []
     for name, sizes in wanted.items():
         kind = KERNELS.get(str(name)) or _imported(str(name))
-        for size in [sizes] if isinstance(sizes, int) else sizes:
+        several = list(sizes) if isinstance(sizes, Sequence) and not isinstance(sizes, str) else [sizes]
+        if not several:
+            raise ValueError(f"task.kernels.{name}=[]: give a size, or several ([256, 512])")
+        for size in several:
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"task.kernels.{name}={size!r}: a size is a whole number, 1 or more")
-            kernel = kind(size)
-            require_sound(kernel)
-            found.append(kernel)
+            found.append(_made(kind, str(name), size))
     names = [problem_of(kernel) for kernel in found]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"task.kernels: {', '.join(sorted(twice))} is asked for twice")
     return found
+
+
+def _made(kind: Callable[[int], Kernel], name: str, size: int) -> Kernel:
+    try:
+        kernel = kind(size)
+        require_sound(kernel)
+    except Exception as error:
+        # The class is somebody's own, and may raise anything.
+        raise ValueError(
+            f"task.kernels.{name}={size}: {error or type(error).__name__}; a kernel is made by a class that takes a size"
+        ) from error
+    return kernel
+
+
+def _read(name: str, path: str, read: Callable[..., Any], *more: str) -> Any:
+    """Reads a file that a setting names. Its errors name the setting."""
+    try:
+        return read(Path(path), *more)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"task.{name}={path}: there is no such file; name one, or null for none") from error
+    except OSError as error:
+        raise OSError(
+            f"task.{name}={path}: {error.strerror}; name a file that can be read, or null for none"
+        ) from error
+    except ValueError as error:
+        # It begins with the path.
+        raise ValueError(f"task.{name}={error}") from error
 
 
 def _imported(path: str) -> type:

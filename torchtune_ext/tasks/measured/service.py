@@ -5,11 +5,14 @@ from dataclasses import asdict
 from typing import Protocol
 
 from torchtune_ext.tasks.measured.bench import Bench
+from torchtune_ext.tasks.measured.cache import Cache
 from torchtune_ext.tasks.measured.check import OUTCOMES, Checker
 from torchtune_ext.tasks.measured.compiler import Compiler
 from torchtune_ext.tasks.measured.kernel import Kernel
+from torchtune_ext.tasks.measured.machine import choose_cores
 from torchtune_ext.tasks.measured.ray_bench import RayBench
 from torchtune_ext.tasks.measured.results import BenchConfig, Result
+from torchtune_ext.tasks.measured.sandbox import SandboxError
 from torchtune_ext.tasks.task import Problem, Score, Task
 
 
@@ -48,19 +51,26 @@ def open_bench(config: BenchConfig) -> Bench | RayBench:
 
 
 def rehearse(config: BenchConfig, task: MeasuredTask) -> None:
-    """Finds out in a second what would else go wrong at the first sample: no compiler, a machine that cannot lock programs in,
-    a kernel whose own program does not compile, fit the memory or end in time.
+    """Finds out in a second what would else go wrong when the engine has started, or at the first sample: no compiler, cores
+    that are not there, a cache that cannot be written, a machine that cannot lock programs in, a kernel whose own program does
+    not compile, fit the memory or end in time.
 
     Where a Ray cluster measures, its machines find that out themselves.
 
     Raises:
-        ValueError, SandboxError: as `Checker` says.
+        ValueError, SandboxError: as `choose_cores`, `Cache` and `Checker` say.
     """
     if config.address is None:
+        choose_cores(None if config.cores is None else list(config.cores), config.threads)
         compiler = Compiler.find(config.compiler)
         settings = (compiler, config.optimization, config.threads, None, config.namespaces, config.sandbox)
+        Cache(config.cache).close()
         for kernel in task.kernels:
-            Checker(kernel, *settings).close()
+            try:
+                Checker(kernel, *settings).close()
+            except SandboxError as error:
+                size = " ".join(f"{name}={value}" for name, value in kernel.timed.items())
+                raise SandboxError(f"{kernel.name} with {size} cannot be measured here: {error}") from error
 
 
 def score(result: Result, reward: float) -> Score:

@@ -1,0 +1,225 @@
+"""A run on measured speed that is killed and resumed asks, keeps and learns what one that was not killed does."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import few_programs
+import psutil
+import pytest
+import recipe_runs as runs
+import torch
+from safetensors.torch import load_file
+
+pytest.importorskip("tree_sitter_c")
+
+from torchtune_ext.tasks.matmul.archive import FILE, Archive
+from torchtune_ext.telemetry.metrics import read_metrics
+from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
+from torchtune_ext.training.resume import RunState
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc"),
+]
+
+HELPERS = Path(few_programs.__file__).parent
+STAGES = ["none", "loop_order", "blocking", "all"]
+STEPS, EVERY = 8, 2  # of the run with recorded timings, and between its checkpoints
+WARM = """
+output_dir: warm
+device: cpu
+dtype: float32
+task: {_component_: few_programs.Few}
+num_problems: 48
+epochs: 24
+batch_problems: 12
+row_tokens: 2048
+tokenizer_problems: 48
+shape: {hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 1, intermediate_size: 128,
+        max_position_embeddings: 512, vocab_size: 512}
+model: {_component_: torchtune_ext.policy.from_config}
+tokenizer: {_component_: torchtune_ext.chat.ChatTokenizer}
+optimizer: {_component_: torch.optim.AdamW, lr: 1.0e-2, betas: [0.9, 0.98], weight_decay: 0.0}
+schedule: {decay: cosine, warmup: 5}
+"""
+RUN = f"""
+output_dir: ???
+model_dir: warm/model
+device: cpu
+dtype: float32
+model: {{_component_: torchtune_ext.policy.from_config, model_dir: "${{model_dir}}"}}
+tokenizer: {{_component_: torchtune_ext.chat.ChatTokenizer, path: "${{model_dir}}"}}
+task:
+  _component_: few_programs.RecordedMatmul
+  kernels: {{dgemm: {few_programs.SIZES}}}
+  stages: {STAGES}
+  show: 0.5
+optimizer: {{_component_: torch.optim.AdamW, lr: 1.0e-4}}
+max_steps: {STEPS}
+prompts_per_step: 4
+samples_per_prompt: 4
+row_tokens: 1024
+max_mismatch: 1.0e-4
+sampling: {{max_tokens: 128}}
+engine: {{dtype: float32, max_model_len: 512, kv_cache_bytes: 67108864}}
+checkpoints: {{every: {EVERY}, keep_last: 10}}
+"""
+# The same with the benchmark service, and a kernel that a busy machine can time.
+REAL = RUN.replace("few_programs.RecordedMatmul", "torchtune_ext.tasks.matmul.Matmul")
+REAL = REAL.replace(f"{{dgemm: {few_programs.SIZES}}}", "{calm_kernels.CalmDgemm: 48}")
+REAL = REAL.replace(str(STAGES), "[blocking, all]") + "bench: {budget_s: 0.2}\n"
+SHORT = ["max_steps=5", "prompts_per_step=2", "checkpoints.every=1"]
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """A folder with a model that writes a handful of programs, and `reference`, a run on it that was not killed."""
+    folder = tmp_path_factory.mktemp("matmul")
+    for name in ("few_programs", "calm_kernels"):
+        shutil.copy(HELPERS / f"{name}.py", folder)
+    (folder / "warm.yaml").write_text(WARM)
+    (folder / "run.yaml").write_text(RUN)
+    (folder / "real.yaml").write_text(REAL)
+    runs.run(folder, "warmup_sft", config="warm.yaml")
+    runs.run(folder, "grpo_full", "output_dir=reference")
+    return folder
+
+
+def logged(run):
+    """The last step in the metrics of a run that may not have begun."""
+    try:
+        return max((line["step"] for line in read_metrics(run / "metrics.jsonl")), default=-1)
+    except FileNotFoundError:
+        return -1
+
+
+def killed_after(workplace, name, step, delay_s, *args, config="run.yaml"):
+    """Starts a run, or goes on with it, and kills it so many seconds after the metrics of a step were written. Returns whether it
+    was still there to be killed. Nothing of it may be left."""
+    command = runs.command("grpo_full", f"output_dir={name}", "resume_from_checkpoint=True", *args, config=config)
+    with open(workplace / f"{name}.log", "a") as log:
+        process = subprocess.Popen(command, cwd=workplace, env=runs.environment(), stdout=log, stderr=log)
+    deadline = time.monotonic() + 200
+    while logged(workplace / name) < step and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(delay_s)
+    alive = process.poll() is None
+    if alive:
+        children = psutil.Process(process.pid).children(recursive=True)
+        os.kill(process.pid, signal.SIGKILL)
+        _, left = psutil.wait_procs(children, timeout=15)
+        assert not left, f"left running: {left}"
+    process.wait(20)
+    return alive
+
+
+def states(run):
+    """What the recipe has remembered in each checkpoint, by its step."""
+    return {state.step: state for state in map(state_of, sorted((run / "checkpoints").glob("step_*")))}
+
+
+def state_of(path):
+    return RunState.from_json(json.loads((path / "recipe.json").read_text()), path)
+
+
+def questions(run):
+    return [(s, g.problem.id, g.problem.messages) for s, p in rollout_paths(run).items() for g in read_rollouts(p)]
+
+
+def weights(run, step):
+    return load_file(run / "checkpoints" / f"step_{step:06d}" / "model-00001-of-00001.safetensors")
+
+
+def require_equal(run, reference):
+    assert questions(run) == questions(reference)
+    assert (run / FILE).read_bytes() == (reference / FILE).read_bytes()
+    assert runs.metrics(run) == runs.metrics(reference)
+    assert states(run)[STEPS].task == states(reference)[STEPS].task
+    got, want = weights(run, STEPS), weights(reference, STEPS)
+    assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_the_run_moves_through_the_stages_and_keeps_programs(workplace):
+    """Else the comparisons below would compare nothing."""
+    run = workplace / "reference"
+    lines = runs.metrics(run)
+    asked = {name for _, name, _ in questions(run)}
+    assert len({name.split("/")[1] for name in asked}) >= 3 and any(name.endswith("/improve") for name in asked)
+    assert sum(line.get("stage/moves", 0.0) for line in lines) >= 4
+    # One that came to the last stage, where nothing is right, has fallen.
+    problems = states(run)[STEPS].task["learned"]["curriculum"]["problems"]
+    assert any(problem["falls"] for problem in problems.values())
+    archive = Archive.load(run / FILE)
+    assert len(archive) >= 5 and archive.machines() == [few_programs.MACHINE]
+    assert len({entry.found for entry in archive.cells().values()}) > 1
+    found = few_programs.outcomes(group for path in rollout_paths(run).values() for group in read_rollouts(path))
+    assert found["ok"] > 20 and found["wrong_result"] and found["noisy"], found
+
+
+# Killed after steps whose observations no checkpoint has, and while a checkpoint is written.
+@pytest.mark.parametrize(
+    "kills",
+    [
+        (1, 5),
+        pytest.param((1, 3, 6), marks=pytest.mark.long),
+        pytest.param((0, 1, 2, 4, 5, 7), marks=pytest.mark.long),
+    ],
+    ids=["two", "three", "six"],
+)
+def test_killed_and_resumed_equals_uninterrupted(workplace, kills):
+    rng, name = random.Random(len(kills)), f"killed_{len(kills)}"
+    killed = [killed_after(workplace, name, step, rng.uniform(0.0, 0.5)) for step in kills]
+    assert all(killed), "the run ended before it could be killed"
+    runs.run(workplace, "grpo_full", f"output_dir={name}", "resume_from_checkpoint=True")
+    require_equal(workplace / name, workplace / "reference")
+
+
+def test_a_replay_learns_the_same(workplace):
+    output = runs.run(workplace, "grpo_full", "output_dir=replayed", "replay=reference", "bench.budget_s=1.0")
+    assert "Set otherwise there" not in output
+    run, reference = workplace / "replayed", workplace / "reference"
+    assert (run / FILE).read_bytes() == (reference / FILE).read_bytes()
+    assert states(run)[STEPS].task == states(reference)[STEPS].task
+    got, want = weights(run, STEPS), weights(reference, STEPS)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_a_killed_run_with_real_timings_loses_nothing_that_a_checkpoint_has(workplace):
+    run = workplace / "real"
+    assert killed_after(workplace, "real", 2, 0.0, *SHORT, config="real.yaml"), (
+        "the run ended before it could be killed"
+    )
+    before = states(run)[max(states(run))]
+    kept = Archive.loads(before.task["learned"]["archive"])
+    runs.run(workplace, "grpo_full", "output_dir=real", "resume_from_checkpoint=True", *SHORT, config="real.yaml")
+
+    after = states(run)
+    assert before.step < 5 == max(after) == logged(run) and after[before.step].task == before.task
+    archive = Archive.load(run / FILE)
+    merged = Archive.load(run / FILE)
+    merged.merge(kept)
+    # With all entries of the checkpoint once more it is the same: each of them is there, or was beaten.
+    assert len(kept) > 0 and merged == archive
+    assert Archive.loads(after[5].task["learned"]["archive"]) == archive
+    window = [
+        state.task["learned"]["curriculum"]["problems"]["dgemm-48-48-48"]["window"]
+        for _, state in sorted(after.items())
+    ]
+    assert window[-1][: 2 * before.step] == before.task["learned"]["curriculum"]["problems"]["dgemm-48-48-48"]["window"]
+    found = few_programs.outcomes(group for path in rollout_paths(run).values() for group in read_rollouts(path))
+    assert found["ok"] > 0 and sum(found.values()) == 5 * 2 * 4, found
+    assert runs.metrics(run)[-1]["archive/cells"] == len(archive)
+    assert not [line for line in ps_lines() if str(workplace) in line]
+
+
+def ps_lines():
+    """The command lines of all processes, with the folders where they work."""
+    for process in psutil.process_iter(["cmdline", "cwd"]):
+        yield f"{process.info['cwd']} {' '.join(process.info['cmdline'] or [])}"

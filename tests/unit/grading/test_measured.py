@@ -1,0 +1,285 @@
+"""Grading by the benchmark service, which answers here when the test says so. The real one: tests/integration/test_matmul_resume.py."""
+
+import fcntl
+import os
+import threading
+from concurrent.futures import CancelledError, Future
+from dataclasses import fields
+
+import pytest
+
+pytest.importorskip("tree_sitter_c")
+
+from waiting import wait_until
+
+from torchtune_ext.grading import Grader, GraderConfig, measured
+from torchtune_ext.grading.measured import BenchGrader, open_graders, rehearse
+from torchtune_ext.tasks.measured import machine
+from torchtune_ext.tasks.measured.results import BenchConfig, BenchError, Result
+from torchtune_ext.tasks.measured.timing import Timing
+from torchtune_ext.tasks.task import Problem, Score
+
+PROBLEM = Problem("p", ({"role": "user", "content": "?"},), "the answer")
+TIMING = Timing(**{each.name: {float: 0.25, int: 30, bool: False}[each.type] for each in fields(Timing)})
+
+
+def result(outcome="ok", note="", is_cached=False, **seconds):
+    timing = TIMING if outcome == "ok" else None
+    return Result("dgemm", outcome, "time", note, timing, seconds, "here", is_cached, ("blocking",))
+
+
+class StubBench:
+    timed_cores = ()
+
+    def __init__(self):
+        self.asked, self.futures, self.closed, self.now = [], [], 0, {}
+
+    def submit(self, kernel, text, group=None, permitted=None):
+        self.asked.append((kernel, text, group, permitted))
+        self.futures.append(Future())
+        return self.futures[-1]
+
+    def stats(self):
+        return self.now
+
+    def close(self):
+        self.closed += 1
+
+
+class Asked:
+    """A measured task, as far as a grader sees it."""
+
+    kernels = ("a kernel",)
+
+    def kernel(self, problem):
+        return f"the kernel of {problem.id}"
+
+    def permitted(self, problem):
+        return {"blocking"}
+
+    def score(self, problem, found):
+        if found.note == "a bug":
+            raise ZeroDivisionError("a bug of the task")
+        return Score(float(found.note or 1.0), {"gflops": 3.0}, "", {"machine": found.fingerprint})
+
+
+class Unmeasured:
+    def grade(self, problem, text):
+        return Score(1.0, {})
+
+
+@pytest.fixture
+def bench():
+    return StubBench()
+
+
+@pytest.fixture
+def grader(bench):
+    return BenchGrader(Asked(), bench)
+
+
+def test_a_text_goes_to_the_service_and_its_result_to_the_task(grader, bench):
+    outcome = grader.submit(PROBLEM, "a text")
+    assert bench.asked == [("the kernel of p", "a text", "p", {"blocking"})] and not outcome.done()
+    bench.futures[0].set_result(result())
+    found = outcome.result(5)
+    assert (found.kind, found.score.reward, found.score.parts) == ("scored", 1.0, {"gflops": 3.0})
+    assert found.score.facts == {"machine": "here"}
+
+
+def test_nobody_waits_for_a_slower_neighbor(grader, bench):
+    first, second = grader.submit(PROBLEM, "slow"), grader.submit(PROBLEM, "fast")
+    bench.futures[1].set_result(result())
+    assert second.result(5).kind == "scored" and not first.done()
+
+
+@pytest.mark.parametrize(
+    ("end", "cause"),
+    [
+        (result("noisy", "others disturb the machine"), "noisy: others disturb the machine"),
+        (BenchError("the timing of a program failed"), "the timing of a program failed"),
+        (CancelledError(), "cancelled"),
+        (result(note="nan"), "grade() returned reward=nan, which is not finite"),
+    ],
+    ids=["noisy", "BenchError", "cancelled", "not finite"],
+)
+def test_what_the_machine_did_wrong_is_no_grade(grader, bench, end, cause):
+    outcome = grader.submit(PROBLEM, "a text")
+    (bench.futures[0].set_exception if isinstance(end, BaseException) else bench.futures[0].set_result)(end)
+    found = outcome.result(5)
+    assert (found.kind, found.score, found.cause) == ("infra_failed", None, cause)
+
+
+def test_a_bug_of_the_task_reaches_who_waits(grader, bench):
+    outcome = grader.submit(PROBLEM, "a text")
+    bench.futures[0].set_result(result(note="a bug"))
+    with pytest.raises(ZeroDivisionError, match="a bug of the task"):
+        outcome.result(5)
+
+
+def test_who_does_not_wait_any_more_cancels_the_measurement(grader, bench):
+    assert grader.submit(PROBLEM, "not begun").cancel()
+    assert bench.futures[0].cancelled()
+
+    # One that is being measured goes on, and its result is nobody's.
+    outcome = grader.submit(PROBLEM, "begun")
+    bench.futures[1].set_running_or_notify_cancel()
+    assert outcome.cancel() and not bench.futures[1].cancelled()
+    bench.futures[1].set_result(result())
+    assert outcome.cancelled() and grader.metrics()["bench/noisy"] == 0.0
+
+
+def test_metrics_are_those_since_the_last_call(grader, bench):
+    ends = [result(compile=1.0, time=2.0, wait=50.0), result("noisy", compile=0.5), result(is_cached=True, time=7.0)]
+    for queued, end in zip((1.0, 4.0, 2.0), ends, strict=True):
+        bench.now = {"queued_checks": queued, "queued_timings": 1.0, "done": 9.0}
+        grader.submit(PROBLEM, "a text")
+        bench.futures[-1].set_result(end)
+    found = grader.metrics()
+    assert found == {
+        "time/bench": 3.5,
+        "bench/queue": 5.0,
+        "bench/noisy": pytest.approx(1 / 3),
+        "bench/cache_hits": pytest.approx(1 / 3),
+    }
+    assert set(grader.metrics().values()) == {0.0}
+    # The service of a cluster counts what no machine has yet.
+    bench.now = {"unsent": 3.0}
+    grader.submit(PROBLEM, "a text")
+    assert grader.metrics()["bench/queue"] == 3.0
+
+
+# Whose cores are whose ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cores(monkeypatch, tmp_path):
+    """Makes this process one that may run on some cores; returns the sets of cores that it is then pinned to."""
+    pinned = []
+    monkeypatch.setattr(machine, "_pin", pinned.append)
+    monkeypatch.setattr(machine, "lock_path", lambda core: tmp_path / f"{core}.lock")
+
+    def make(usable):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(usable))
+        return pinned
+
+    return make
+
+
+def is_locked(path):
+    """Tells whether somebody times on a core."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(file)
+
+
+def test_with_few_cores_training_and_timing_take_turns(cores, bench, tmp_path):
+    pinned, bench.timed_cores = cores({0, 1}), (1,)
+    grader, lock = BenchGrader(Asked(), bench, beside_training=True), tmp_path / "1.lock"
+    with grader.alone():
+        assert is_locked(lock)
+    assert not is_locked(lock)
+
+    # A timing that is under way is waited for.
+    entered, leave = threading.Event(), threading.Event()
+
+    def train():
+        with grader.alone():
+            entered.set()
+            leave.wait(20)
+
+    with machine.alone_on([1], 1.0):
+        thread = threading.Thread(target=train)
+        thread.start()
+        assert not entered.wait(0.2)
+    assert entered.wait(20)
+    # And while training goes on, nothing is timed.
+    with pytest.raises(TimeoutError, match="core 1 was still used for timing"), machine.alone_on([1], 0.1):
+        pass
+    leave.set()
+    thread.join(20)
+    assert not is_locked(lock) and pinned == []
+
+
+def test_with_many_cores_training_keeps_off_those_that_are_timed_on(cores, bench, tmp_path):
+    pinned, bench.timed_cores = cores(range(8)), (6, 7)
+    grader = BenchGrader(Asked(), bench, beside_training=True)
+    assert pinned == [set(range(6))]
+    with grader.alone():
+        assert not list(tmp_path.iterdir()), "nobody waits for anybody"
+    grader.close()
+    grader.close()
+    assert pinned == [set(range(6)), set(range(8))] and bench.closed == 2
+
+
+@pytest.mark.parametrize(("usable", "turns"), [({0, 1, 2}, False), ({0, 1}, True), ({2}, True)])
+def test_two_further_cores_are_enough(cores, bench, usable, turns):
+    pinned, bench.timed_cores = cores(usable), (2,) if 2 in usable else (1,)
+    grader = BenchGrader(Asked(), bench, beside_training=True)
+    assert bool(pinned) != turns == bool(grader._turns)
+    grader.close()
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_where_nothing_is_shared_nothing_is_done(cores, bench, beside, tmp_path):
+    """A run that samples and trains in turns; and a cluster, which times on cores of other machines."""
+    pinned = cores({0, 1})
+    bench.timed_cores = () if beside else (1,)
+    with BenchGrader(Asked(), bench, beside_training=beside).alone():
+        assert not list(tmp_path.iterdir())
+    assert pinned == []
+
+
+# All graders of a run ----------------------------------------------------------------------------------------------------
+
+
+class Again(Asked):
+    def measure_again(self, bench):
+        self.bench = bench
+
+
+class Failing(Asked):
+    def measure_again(self, bench):
+        raise BenchError("the service has failed")
+
+
+def test_measured_tasks_share_one_service(monkeypatch, bench, cores):
+    opened, pinned, bench.timed_cores = [], cores(range(8)), (7,)
+    monkeypatch.setattr(measured, "open_bench", lambda config: (opened.append(config), bench)[1])
+    tasks, config = [Again(), None, Unmeasured(), Asked()], BenchConfig(threads=2)
+    graders = open_graders(tasks, GraderConfig(workers=1), config, beside_training=True)
+    try:
+        assert [type(grader) for grader in graders] == [BenchGrader, Grader, BenchGrader]
+        assert opened == [config] and tasks[0].bench is bench
+        assert pinned == [set(range(7))], "once"
+    finally:
+        for grader in graders:
+            grader.close()
+    assert pinned[1:] == [set(range(8))]
+    with open_graders([Unmeasured()], GraderConfig(workers=1), config)[0]:
+        assert opened == [config], "nobody asked for a service"
+
+
+def test_what_was_started_ends_where_the_rest_cannot_start(monkeypatch, bench, cores):
+    pinned, bench.timed_cores = cores(range(8)), (7,)
+    closed = []
+    monkeypatch.setattr(Grader, "close", lambda self: closed.append(self))
+    monkeypatch.setattr(measured, "Grader", lambda *words: object.__new__(Grader))
+    monkeypatch.setattr(measured, "open_bench", lambda config: bench)
+    with pytest.raises(BenchError, match="the service has failed"):
+        open_graders([Unmeasured(), Failing()], GraderConfig(), BenchConfig(), beside_training=True)
+    wait_until(lambda: len(closed) == 1 and bench.closed == 1)
+    assert pinned == []
+
+
+def test_only_measured_tasks_are_rehearsed(monkeypatch):
+    rehearsed = []
+    monkeypatch.setattr(measured.service, "rehearse", lambda config, task: rehearsed.append(task))
+    task = Asked()
+    rehearse([Unmeasured(), None, task], BenchConfig())
+    assert rehearsed == [task]

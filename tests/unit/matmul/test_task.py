@@ -1,0 +1,393 @@
+"""The task itself: what it refuses, what it asks, and that all it has learned is a function of the groups that it was told of."""
+
+import json
+import logging
+import math
+import random
+from concurrent.futures import Future
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tree_sitter_c")
+
+from calm_kernels import CalmReduction
+from records import sampled
+
+from torchtune_ext.grading import Outcome
+from torchtune_ext.group_json import group_json, group_of
+from torchtune_ext.groups import Group, graded
+from torchtune_ext.tasks.matmul import Matmul
+from torchtune_ext.tasks.matmul import task as its
+from torchtune_ext.tasks.matmul.archive import FILE, Archive, entry_of
+from torchtune_ext.tasks.matmul.rewards import failure
+from torchtune_ext.tasks.matmul.stages import WINDOW, permitted
+from torchtune_ext.tasks.measured.machine import fingerprint
+from torchtune_ext.tasks.measured.results import BenchError, Result
+from torchtune_ext.tasks.measured.techniques import TECHNIQUES
+from torchtune_ext.tasks.measured.timing import Timing
+
+HERE, ELSEWHERE = fingerprint(), "another machine"
+SIZE = {"m": 64, "n": 64, "k": 64}
+NAME = "dgemm-64-64-64"
+ORDER, BLOCKS = ("loop_order",), ("blocking", "loop_order")
+
+
+class Faulty:
+    def __init__(self, size):
+        raise RuntimeError("no such size")
+
+
+class Sleeper(CalmReduction):
+    """Nothing can be compared with its own program."""
+
+    naive = "void reduction(int n, const double *x, double *total) { while (n) { *total = x[--n]; if (n > 3) break; } }"
+
+
+def program(number):
+    return f"void dgemm(int m, int n, int k, const double *A, const double *B, double *C) {{ /* {number} */ }}\n"
+
+
+def fenced(number):
+    return f"```c\n{program(number)}```"
+
+
+def entry(number, ratio=2.0, techniques=ORDER, machine=HERE, size=SIZE, kernel="dgemm", found=1):
+    return entry_of(machine, kernel, size, techniques, program(number), ratio, 0.02, ratio, found)
+
+
+def saved(folder, *entries):
+    Archive(entries).save(folder / FILE)
+    return str(folder / FILE)
+
+
+def result(outcome="ok", ratio=2.0, techniques=ORDER, spread=0.02, machine=HERE):
+    timing = Timing(1e-4, 1e-4, 1e-4, 30, 3 * ratio, ratio, spread, ratio / 64, 0, 0.0, True, False)
+    return Result("dgemm", outcome, "time", "", timing if outcome == "ok" else None, {}, machine, False, techniques)
+
+
+def told(task, *results, index=0, cursor=0):
+    """A group of the problem that is asked now, with these results; None: the sample could not be graded."""
+    problem = task.ask(index, cursor)
+    scores = [None if one is None else task.score(problem, one) for one in results]
+    return problem, [(fenced(place), score) for place, score in enumerate(scores)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"reward": "fast"}, "task.reward='fast': choose one of published, log_speedup, peak_share"),
+        ({"prompt": "none"}, "task.prompt='none': choose one of long, short"),
+        ({"others": "keep"}, "task.others='keep': choose one of refuse, measure"),
+        ({"show": 1.5}, "task.show=1.5 is a share of the prompts: give a number from 0 to 1"),
+        ({"show": math.nan}, "task.show=nan is a share"),
+        ({"show": "half"}, "task.show='half' is a share"),
+        ({"show": 0.1, "prompt": "short"}, "task.show=0.1: short prompts show no program; set prompt=long, or show=0"),
+        ({"stages": ["foo"]}, r"task.stages=\['foo'\]: list some of none, loop_order, .*, or null"),
+        ({"stages": []}, r"task.stages=\[\]: list some of none"),
+        ({"stages": ["none", "none"]}, r"task.stages=\['none', 'none'\]: list some of .*, each once"),
+        ({"stages": "none"}, "task.stages='none': list some of none"),
+        ({"stages": 3}, "task.stages=3: list some of none"),
+        ({"kernels": {}}, r"task.kernels=\{\}: map each kernel to its sizes, as \{dgemm: "),
+        ({"kernels": ["dgemm"]}, r"task.kernels=\['dgemm'\]: map each kernel to its sizes"),
+        ({"kernels": {"dgemm": []}}, r"task.kernels.dgemm=\[\]: give a size"),
+        ({"kernels": {"dgemm": 0}}, "task.kernels.dgemm=0: a size is a whole number, 1 or more"),
+        ({"kernels": {"dgemm": [64, True]}}, "task.kernels.dgemm=True: a size is a whole number"),
+        ({"kernels": {"dgemm": 64.0}}, "task.kernels.dgemm=64.0: a size is a whole number"),
+        ({"kernels": {"dgemm": "64"}}, "task.kernels.dgemm='64': a size is a whole number"),
+        ({"kernels": {"dgemm": None}}, "task.kernels.dgemm=None: a size is a whole number"),
+        ({"kernels": {"dgemm": 2**31}}, "task.kernels.dgemm=2147483648: Dgemm.timed: .* must be an int from 1 to"),
+        ({"kernels": {"dgemm": [64, 64]}}, "task.kernels: dgemm-64-64-64 is asked for twice"),
+        (
+            {"kernels": {"sort": 64}},
+            "task.kernels: there is no kernel 'sort'; use dgemm, gemv, stencil, reduction, or the",
+        ),
+        ({"kernels": {"no.such": 64}}, "task.kernels: 'no.such' cannot be imported: No module named 'no'"),
+        (
+            {"kernels": {"calm_kernels.None_": 64}},
+            "task.kernels: 'calm_kernels.None_' cannot be imported: .*no attribute",
+        ),
+        (
+            {"kernels": {"math.pi": 64}},
+            "task.kernels.math.pi=64: 'float' object is not callable; .* a class that takes a",
+        ),
+        ({"kernels": {f"{__name__}.Faulty": 64}}, f"task.kernels.{__name__}.Faulty=64: no such size"),
+        ({"kernels": {"collections.Counter": 64}}, "task.kernels.collections.Counter=64: .*a class that takes a size"),
+        ({"kernels": {f"{__name__}.Sleeper": 64}, "stages": ["none"]}, "naive"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else str(value)[:40],
+)
+def test_a_bad_argument_is_named_with_its_value_and_what_to_do(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Matmul(**settings)
+
+
+@pytest.mark.parametrize("key", ["archive", "pareval"])
+def test_a_bad_file_is_named_with_its_key(tmp_path, key):
+    path = tmp_path / "file"
+    with pytest.raises(FileNotFoundError, match=f"task.{key}={path}: there is no such file; name one, or null"):
+        Matmul(**{key: str(path)})
+    with pytest.raises(OSError, match=f"task.{key}={tmp_path}: Is a directory; name a file that can be read"):
+        Matmul(**{key: str(tmp_path)})
+    path.write_text("nonsense")
+    with pytest.raises(ValueError, match=f"task.{key}={path}: (damaged|not the prompts of ParEval)"):
+        Matmul(**{key: str(path)})
+
+
+def test_problems_are_all_kernels_at_all_sizes_also_ones_of_your_own():
+    task = Matmul({"dgemm": [64, 96], "calm_kernels.CalmReduction": 500}, prompt="short")
+    assert [task[i].id for i in range(len(task))] == ["dgemm-64-64-64/all", "dgemm-96-96-96/all", "reduction-500/all"]
+    assert task[2].messages[-1]["content"] == "reduction 500 all"
+    assert isinstance(task.kernel(task[2]), CalmReduction) and task.kernel(task[2]) is task.kernels[2]
+    assert task.solution(task[2]) == f"```c\n{CalmReduction.naive}```"
+    with pytest.raises(IndexError):
+        task[3]
+
+
+def test_what_is_permitted_follows_the_stage():
+    task = Matmul({"dgemm": 64}, stages=["none", "blocking"])
+    assert task.permitted(task[0]) == permitted("none") == frozenset()
+    assert Matmul({"dgemm": 64}).permitted(Matmul({"dgemm": 64})[0]) == frozenset(TECHNIQUES)
+
+
+def test_of_a_kernel_that_cannot_be_compared_with_no_technique_is_looked_for():
+    task = Matmul({f"{__name__}.Sleeper": 64})
+    assert task.permitted(task[0]) is None
+
+
+@pytest.mark.parametrize(("kind", "worth"), [("log_speedup", 1.0), ("peak_share", 1 / 64), ("published", 3.0)])
+def test_a_score_is_the_reward_with_what_was_measured(kind, worth):
+    task = Matmul({"dgemm": 64}, reward=kind)
+    found = task.score(task[0], result(ratio=1.0))
+    assert found.reward == pytest.approx(worth) and found.parts["speedup"] == 1.0 and found.parts["outcome_ok"] == 1.0
+    assert found.facts == {"machine": HERE, "techniques": "loop_order"}
+    wrong = task.score(task[0], result("wrong_result"))
+    assert wrong.reward == (-10.0 if kind == "published" else failure("wrong_result")) and "speedup" not in wrong.parts
+
+
+# Archives of earlier runs ----------------------------------------------------------------------------------------------
+
+
+def test_an_archive_of_other_problems_is_refused(tmp_path):
+    path = saved(tmp_path, entry(1, size={"m": 96, "n": 96, "k": 96}))
+    with pytest.raises(
+        ValueError, match=f"task.archive={path}: it has programs for dgemm-96-96-96, .* asks for {NAME}"
+    ):
+        Matmul({"dgemm": 64}, archive=path)
+
+
+def test_an_archive_of_another_machine_is_refused_or_measured_again(tmp_path):
+    path = saved(tmp_path, entry(1), entry(2, 4.0, machine=ELSEWHERE), entry(3, 8.0, BLOCKS, ELSEWHERE))
+    with pytest.raises(ValueError, match=f"measured on {ELSEWHERE}, and this machine is .* task.others=measure"):
+        Matmul({"dgemm": 64}, archive=path)
+    task = Matmul({"dgemm": 64}, archive=path, others="measure")
+    assert task.machine == HERE and len(task.archive) == 3
+
+
+class StubBench:
+    """Says of each program what `answers` has for its number."""
+
+    def __init__(self, answers):
+        self.answers, self.asked = answers, []
+
+    def submit(self, kernel, text, group=None, permitted=None):
+        number = int(text.split("/* ")[1].split(" */")[0])
+        self.asked.append((number, kernel.timed["m"], permitted))
+        future = Future()
+        future.set_result(self.answers.get(number, result(ratio=number, techniques=ORDER)))
+        return future
+
+
+def test_what_is_measured_again_is_an_entry_of_this_machine(tmp_path):
+    others = [entry(2, 2.0, machine=ELSEWHERE), entry(3, 4.0, (), ELSEWHERE, found=7), entry(4, 8.0, BLOCKS, ELSEWHERE)]
+    task = Matmul({"dgemm": 64}, archive=saved(tmp_path, *others), others="measure")
+    assert task.machine is None
+    bench = StubBench({2: result("noisy"), 3: result(ratio=1.5, techniques=()), 4: result("wrong_result")})
+    task.measure_again(bench)
+    assert [number for number, *_ in bench.asked] == [4, 3, 2], "from the fastest"
+    assert all(size == 64 and set(allowed) == set(TECHNIQUES) for _, size, allowed in bench.asked)
+    (kept,) = (one for one in task.archive.cells().values() if one.machine == HERE)
+    assert (kept.source, kept.ratio, kept.techniques, kept.found) == (program(3), 1.5, (), 7)
+    assert task.machine == HERE
+
+
+def test_only_the_fastest_are_measured_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(its, "MAX_MEASURED_AGAIN", 2)
+    entries = [entry(number, 2.0**number, machine=ELSEWHERE) for number in range(1, 6)]
+    task = Matmul({"dgemm": 64}, archive=saved(tmp_path, *entries), others="measure")
+    bench = StubBench({})
+    task.measure_again(bench)
+    assert [number for number, *_ in bench.asked] == [5, 4]
+    # Without such an archive nothing is asked for.
+    own = Matmul({"dgemm": 64}, archive=saved(tmp_path, entry(1)))
+    own.measure_again(bench)
+    assert len(bench.asked) == 2
+
+
+def test_a_service_that_fails_is_not_taken_for_slow_programs(tmp_path):
+    task = Matmul({"dgemm": 64}, archive=saved(tmp_path, entry(1, machine=ELSEWHERE)), others="measure")
+    bench = StubBench({})
+    failed = Future()
+    failed.set_exception(BenchError("the Bench is closed"))
+    bench.submit = lambda *words, **settings: failed
+    with pytest.raises(BenchError):
+        task.measure_again(bench)
+
+
+# Programs that are shown -----------------------------------------------------------------------------------------------
+
+
+def shown(problem):
+    """The number of the program that a prompt shows."""
+    content = problem.messages[-1]["content"]
+    return int(content.split("/* ")[1].split(" */")[0]) if "/* " in content else None
+
+
+def test_which_program_is_shown_depends_on_the_cursor_alone(tmp_path):
+    path = saved(tmp_path, entry(1, 2.0, ORDER), entry(2, 4.0, ORDER), entry(3, 3.0, BLOCKS), entry(4, 1.5, ()))
+    task, again = (Matmul({"dgemm": 64}, show=0.5, archive=path) for _ in range(2))
+    drawn = [shown(task.ask(0, cursor)) for cursor in range(200)]
+    # Asked in another order, by another object.
+    assert [shown(again.ask(0, cursor)) for cursor in reversed(range(200))] == drawn[::-1]
+    assert set(drawn) == {None, 1, 2, 3, 4}
+    # 200 draws with probability 1/2: five standard deviations are 35.
+    assert abs(sum(number is not None for number in drawn) - 100) <= 35
+    assert {task.ask(0, cursor).id for cursor in range(200)} == {f"{NAME}/all", f"{NAME}/all/improve"}
+    seeded, silent = Matmul({"dgemm": 64}, show=0.5, archive=path, seed=1), Matmul({"dgemm": 64}, archive=path)
+    assert [shown(seeded.ask(0, cursor)) for cursor in range(200)] != drawn
+    assert {shown(silent.ask(0, cursor)) for cursor in range(50)} == {None}
+
+
+def test_only_programs_of_this_machine_and_problem_that_the_stage_permits_are_shown(tmp_path):
+    other = {"m": 96, "n": 96, "k": 96}
+    entries = [
+        entry(1, 2.0, ORDER),
+        entry(2, 3.0, BLOCKS),
+        entry(3, 2.0, (), ELSEWHERE),
+        entry(4, 2.0, ORDER, size=other),
+    ]
+    path = saved(tmp_path, *entries)
+    settings = {"kernels": {"dgemm": [64, 96]}, "show": 1.0, "archive": path, "others": "measure"}
+    by_stage = {"none": {None}, "loop_order": {1}, "blocking": {1, 2}}
+    for stage, want in by_stage.items():
+        task = Matmul(stages=[stage], **settings)
+        assert {shown(task.ask(0, cursor)) for cursor in range(50)} == want
+    # Where nothing was measured on this machine yet, nothing is shown.
+    strange = Matmul({"dgemm": 64}, show=1.0, archive=saved(tmp_path, entry(1, machine=ELSEWHERE)), others="measure")
+    assert {shown(strange.ask(0, cursor)) for cursor in range(20)} == {None}
+
+
+# What is observed ------------------------------------------------------------------------------------------------------
+
+
+def window(task):
+    return task.state_dict()["curriculum"]["problems"].get(NAME, {}).get("window", [])
+
+
+def test_a_visit_is_the_graded_samples_of_a_group(tmp_path):
+    task = Matmul({"dgemm": 64}, stages=["none", "all"])
+    task.observe(1, [told(task, result(ratio=4.0), result("wrong_result"), None, None)], tmp_path)
+    assert window(task) == [{"correct": 0.5, "speed": 2.0}]
+    task.observe(2, [told(task, result("format"), None)], tmp_path)
+    assert window(task)[1:] == [{"correct": 0.0, "speed": None}]
+    task.observe(3, [told(task, None, None)], tmp_path)
+    assert len(window(task)) == 2, "nothing is known of a group without a grade"
+
+
+def test_groups_of_another_stage_are_no_visits_but_their_programs_are_kept(tmp_path):
+    task = Matmul({"dgemm": 64}, stages=["none", "all"])
+    late = told(task, result(ratio=8.0, techniques=()))
+    first = [told(task, result(ratio=2.0), result(ratio=2.0)) for _ in range(WINDOW)]
+    values = task.observe(1, first, tmp_path)
+    assert task.ask(0, 0).id == f"{NAME}/all" and values["stage/moves"] == 1 and values["stage/all"] == 1
+    task.observe(2, [late], tmp_path)
+    assert window(task) == []
+    assert max(one.ratio for one in task.archive.cells().values()) == 8.0
+    # Groups that were sampled for the same stage, but reached this step together with those that end it, are late as well.
+    task = Matmul({"dgemm": 64}, stages=["none", "all"])
+    task.observe(1, [told(task, result()) for _ in range(WINDOW + 5)], tmp_path)
+    assert task.ask(0, 0).id == f"{NAME}/all" and window(task) == []
+
+
+def test_problems_that_this_run_does_not_ask_are_left_out(tmp_path):
+    wide, narrow = Matmul({"dgemm": [64, 96]}, stages=["none", "all"]), Matmul({"dgemm": 64}, stages=["none", "all"])
+    narrow.observe(1, [told(wide, result(), index=1)], tmp_path)
+    assert len(narrow.archive) == 0 and narrow.state_dict()["curriculum"]["problems"] == {}
+
+
+def test_the_archive_keeps_what_was_timed_and_lies_in_the_folder(tmp_path):
+    task = Matmul({"dgemm": 64})
+    samples = [result(ratio=4.0), result(ratio=1.0), result("wrong_result"), None, result(ratio=64.0, spread=1.2)]
+    values = task.observe(5, [told(task, *samples)], tmp_path)
+    kept = task.archive.cells().values()
+    assert [(one.source, one.ratio, one.found) for one in kept] == [(program(1), 1.0, 5), (program(0), 4.0, 5)]
+    assert Archive.load(tmp_path / FILE) == task.archive
+    assert values == {"archive/cells": 2.0, "archive/best_speedup": 4.0}
+    # A folder that cannot be written to costs a warning, not the run.
+    task.observe(6, [told(task, result(ratio=16.0))], tmp_path / FILE)
+    assert len(task.archive) == 3
+
+
+def test_a_full_disk_is_said(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        Matmul({"dgemm": 64}).observe(1, [], tmp_path / "nowhere")
+    assert f"cannot write {tmp_path / 'nowhere' / FILE}" in caplog.text and "The run goes on" in caplog.text
+
+
+def drawn_groups(task, rng, cursor):
+    """Groups as a run stores them."""
+    problem = task.ask(rng.randrange(len(task)), cursor)
+    samples = []
+    for place in range(4):
+        kind = rng.choice(["ok", "ok", "ok", "wrong_result", "noisy"])
+        used = rng.sample(sorted(TECHNIQUES), rng.randrange(3))
+        one = result(kind, 2.0 ** rng.uniform(-1, 5), tuple(sorted(used)), rng.uniform(0.0, 0.3))
+        score = None if kind == "noisy" else task.score(problem, one)
+        outcome = Outcome("infra_failed", None, "noisy") if score is None else Outcome("scored", score, "")
+        samples.append(sampled([1], text=fenced(f"{cursor}.{place}"), outcome=outcome))
+    return Group(problem, np.array([1], np.int32), tuple(samples))
+
+
+SETTINGS = {"kernels": {"dgemm": [64, 96], "gemv": 64}, "stages": ["none", "blocking", "all"], "show": 0.5}
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_stored_groups_give_the_same_state_and_questions_also_across_a_checkpoint(tmp_path, seed):
+    rng, task = random.Random(seed), Matmul(**SETTINGS)
+    replayed, resumed = Matmul(**SETTINGS), Matmul(**SETTINGS)
+    folders = [tmp_path / name for name in "abc"]
+    for folder in folders:
+        folder.mkdir()
+    moves = 0.0
+    for step in range(1, 40):
+        groups = [drawn_groups(task, rng, 4 * step + place) for place in range(4)]
+        stored = [group_of(json.loads(group_json(group))) for group in groups]
+        values = task.observe(step, graded(groups), folders[0])
+        assert replayed.observe(step, graded(stored), folders[1]) == values
+        if step % 7 == 0:
+            state = json.loads(json.dumps(resumed.state_dict()))
+            resumed = Matmul(**SETTINGS)
+            resumed.load_state_dict(state)
+        assert resumed.observe(step, graded(stored), folders[2]) == values
+        moves += values["stage/moves"]
+        for index, cursor in ((index, 4 * step + index) for index in range(len(task))):
+            assert task.ask(index, cursor) == replayed.ask(index, cursor) == resumed.ask(index, cursor)
+    assert moves > 2 and len(task.archive) > 20
+    texts = [(folder / FILE).read_bytes() for folder in folders]
+    assert all(a == b for a, b in pairwise(texts))
+    assert task.state_dict() == replayed.state_dict() == resumed.state_dict()
+
+
+def test_a_state_of_other_stages_is_refused():
+    state = json.loads(json.dumps(Matmul(stages=["none", "all"]).state_dict()))
+    with pytest.raises(ValueError, match=r"stages=\['none', 'blocking'\], but the checkpoint was written with .*'all'"):
+        Matmul(stages=["none", "blocking"]).load_state_dict(state)
+    with pytest.raises(ValueError, match="task.stages: none, but the checkpoint was written with .*'all'.*; use these"):
+        Matmul().load_state_dict(state)
+    with pytest.raises(
+        ValueError, match=r"task.stages: \['none'\], but the checkpoint was written with none; use these"
+    ):
+        Matmul(stages=["none"]).load_state_dict(Matmul().state_dict())
+    with pytest.raises(ValueError, match="the archive in the checkpoint: damaged"):
+        Matmul(stages=["none", "all"]).load_state_dict(state | {"archive": "nonsense"})

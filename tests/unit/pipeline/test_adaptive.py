@@ -1,0 +1,120 @@
+"""Problems of a task that adapts: made when they are asked for, from what was observed until then."""
+
+import json
+
+import pytest
+from told_engine import Numbered
+from waiting import wait_until
+
+from torchtune_ext.groups import graded
+from torchtune_ext.tasks.order import ProblemStream, problem_index
+from torchtune_ext.tasks.task import Problem
+
+SEED, LENGTH = 3, 5
+
+
+class Adapting:
+    """Counts the groups that it was told of, and asks for so many."""
+
+    def __init__(self):
+        self.level, self.asked, self.told = 0, [], []
+
+    def __len__(self):
+        return LENGTH
+
+    def __getitem__(self, index):
+        return self.ask(index, index)
+
+    def ask(self, index, cursor):
+        self.asked.append((index, cursor))
+        question = ({"role": "user", "content": f"{index} {cursor} {self.level}"},)
+        return Problem(f"{index}/{self.level}", question, {"level": self.level})
+
+    def observe(self, step, groups, folder):
+        self.told.append((step, groups, folder))
+        self.level += len(groups)
+        return {"level": float(self.level)}
+
+    def state_dict(self):
+        return {"level": self.level} if self.level else {}
+
+    def load_state_dict(self, state):
+        if state.get("level", 0) > 100:
+            raise ValueError("another task")
+        self.level = state.get("level", 0)
+
+
+def test_nothing_is_made_in_advance_and_each_problem_knows_where_it_stands(tmp_path):
+    task = Adapting()
+    stream, places = ProblemStream(task, SEED), [(problem_index(i, LENGTH, SEED), i) for i in range(12)]
+    assert task.asked == []
+    first = stream.take(4)
+    assert task.asked == places[:4] and stream.cursor == 4
+    assert [problem.id for problem in first] == [f"{index}/0" for index, _ in places[:4]]
+    assert stream.observe(1, [(first[0], ())], tmp_path) == {"level": 1.0}
+    assert task.told == [(1, [(first[0], ())], tmp_path)]
+    # The next epoch asks the same indices at other places.
+    second = stream.take(8)
+    assert task.asked[4:] == places[4:] and {problem.id for problem in second} == {f"{i}/1" for i in range(LENGTH)}
+
+
+def test_what_was_asked_before_is_asked_as_it_would_be_now_but_a_stored_one_is_believed():
+    task = Adapting()
+    stream = ProblemStream(task, SEED)
+    stored = stream.take(3)[2]
+    task.level = 7
+    assert stream.at(2).messages[-1]["content"] == f"{problem_index(2, LENGTH, SEED)} 2 7" and stream.cursor == 3
+    assert stream.again(2, stored) is stored
+
+
+def test_a_resumed_stream_asks_the_same():
+    stream = ProblemStream(Adapting(), SEED)
+    stream.take(3)
+    stream.observe(1, [1, 2], None)
+    state = json.loads(json.dumps(stream.state_dict()))
+    resumed = ProblemStream(Adapting(), SEED)
+    resumed.cursor = stream.cursor
+    resumed.load_state_dict(state)
+    assert resumed.take(6) == stream.take(6)
+
+
+def test_one_that_has_learned_nothing_yet_goes_on():
+    state = json.loads(json.dumps(ProblemStream(Adapting(), SEED).state_dict()))
+    ProblemStream(Adapting(), SEED).load_state_dict(state)
+
+
+def test_a_task_that_does_not_adapt_learns_nothing(tmp_path):
+    stream = ProblemStream(Numbered(), SEED)
+    assert stream.observe(1, [1, 2], tmp_path) == {} == stream.state_dict()
+    stream.load_state_dict({})  # also what earlier versions wrote
+
+
+def test_a_checkpoint_of_another_kind_of_task_is_refused():
+    state = ProblemStream(Adapting(), SEED).state_dict()
+    with pytest.raises(
+        ValueError, match="task: the one of the checkpoint adapts .* that of this run does not; set task as"
+    ):
+        ProblemStream(Numbered(), SEED).load_state_dict(state)
+    with pytest.raises(
+        ValueError, match="task: the one of the checkpoint does not adapt .* that of this run does; set"
+    ):
+        ProblemStream(Adapting(), SEED).load_state_dict({})
+
+
+def test_groups_that_were_sampled_ahead_keep_their_questions_across_a_checkpoint(make, tmp_path):
+    """The engine has answered them, so they are trained as they were asked, though the task would ask otherwise now."""
+    task = Adapting()
+    source, engine = make(staleness=1, task=task)
+    source.open(version=0)
+    wait_until(lambda: all("0 of 2 texts are not graded" in source._stream.missing(number) for number in range(4)))
+    first, _ = source.take(2)
+    source._problems.observe(1, graded(first), tmp_path)
+    state = json.loads(json.dumps([source.state_dict(), source._problems.state_dict()]))
+
+    resumed, engine = make(staleness=1, cursor=4, task=Adapting())
+    resumed._problems.load_state_dict(state[1])
+    resumed.load_state_dict(state[0], step=1, version=1)
+    second, _ = resumed.take(2)
+    assert [group.problem.answer for group in second] == [{"level": 0}] * 2
+    # Those that come after them are asked anew.
+    assert [call.problem.split()[2] for call in engine.calls] == ["2"] * len(engine.calls) and engine.calls
