@@ -135,6 +135,7 @@ BUILDERS = {  # builders of torchtune, or of qwen3.py, for the same model withou
     "Qwen2.5-7B": (qwen2_5.qwen2_5_7b_base, qwen2_5.lora_qwen2_5_7b_base),
     "Qwen2.5-7B-Instruct": (qwen2_5.qwen2_5_7b_instruct, qwen2_5.lora_qwen2_5_7b_instruct),
     "Qwen2.5-14B-Instruct": (qwen2_5.qwen2_5_14b_instruct, qwen2_5.lora_qwen2_5_14b_instruct),
+    "Qwen2.5-Coder-14B-Instruct": (qwen2_5.qwen2_5_14b_instruct, qwen2_5.lora_qwen2_5_14b_instruct),
     "Qwen2.5-32B": (qwen2_5.qwen2_5_32b_base, qwen2_5.lora_qwen2_5_32b_base),
     "Qwen2.5-32B-Instruct": (qwen2_5.qwen2_5_32b_instruct, qwen2_5.lora_qwen2_5_32b_instruct),
     "Qwen3-1.7B": (qwen3.qwen3_1_7b, qwen3.lora_qwen3_1_7b),
