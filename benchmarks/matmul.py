@@ -163,6 +163,7 @@ def measure(runs: dict[str, Path], seed: int, size: int, out: Path) -> dict[str,
             NAIVE: speeds[again.kernel.naive],
             NUMPY: speeds[NUMPY],
             "cells": float(each.cells),
+            "warm-up minutes": float((out.parent / f"warmup_{seed}" / "seconds").read_text()) / 60,
             "minutes": seconds / 60,
         }
     out.write_text(json.dumps(found, indent=1))

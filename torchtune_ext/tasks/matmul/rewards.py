@@ -1,11 +1,11 @@
 """What a program is worth: the published tiers, and a reward that survives normalization by group.
 
 The published reward (arXiv 2602.12049) is the measured GFLOPS of a program that is right, and a fixed penalty by kind of
-failure. GRPO divides what a sample is above its group's mean by the deviation of the group. One program of 300 GFLOPS makes
-that deviation so large that -100 and -10 become almost the same advantage: the model is not told any more that a wrong
-number is nearer to a right one than text that does not compile. The other two kinds keep the order of outcomes and of
-speeds with distances of one size: failures lie evenly between -1 and 0, a success is the logarithm of its speed-up over
-the naive program, or its share of the measured peak.
+failure. GRPO divides what a sample is above its group's mean by the deviation of the group. One program of hundreds of
+GFLOPS makes that deviation so large that little is left of the distances between the others: the model is hardly told any
+more that a wrong number is nearer to a right one than text that does not compile (benchmarks/matmul_rewards.py). The other
+two kinds keep the order of outcomes and of speeds with distances of one size: failures lie evenly between -1 and 0, a
+success is the logarithm of its speed-up over the naive program, or its share of the measured peak.
 """
 
 import math
