@@ -10,6 +10,11 @@ from archives import MACHINE, made_up_entries
 
 from torchtune_ext.host.cli import main
 from torchtune_ext.tasks.matmul.archive import FILE, Archive
+from torchtune_ext.telemetry import archive as archive_in_report
+
+
+def test_the_report_reads_the_file_that_a_task_writes():
+    assert archive_in_report.FILE == FILE
 
 
 def make_run(folder, entries):
