@@ -49,7 +49,10 @@ class Group:
 
 def graded(groups: Sequence[Group]) -> list[Graded]:
     """Returns what a task is told of groups (`AdaptiveTask.observe`)."""
-    return [(group.problem, [(sample.text, sample.score) for sample in group.samples]) for group in groups]
+    return [
+        (group.problem, [(s.text, s.score, s.outcome.kind if s.outcome else "") for s in group.samples])
+        for group in groups
+    ]
 
 
 # What kind of group ("group" of the run, "refill", "evaluation", "greedy"), and its number among them.

@@ -6,6 +6,8 @@ kind             what happened                                                  
                  text holds no answer to grade
 "infra_failed"   the grader raised, crashed, or returned no finite number           None    no, kept out of the baseline
 "timed_out"      the grader was still busy after the deadline, and was killed       None    no, kept out of the baseline
+"noisy"          the text is a right program, but others disturbed the machine      None    no, kept out of the baseline
+                 while its speed was measured (measured.py)
 
 Graders run in processes that can be killed at any moment (run/processes.py), also inside C code that holds the interpreter
 lock (a regular expression that backtracks for ever). A process has one text (or one group) at a time, so one that dies loses
@@ -38,8 +40,8 @@ WAKE_S = 1.0
 class Outcome:
     """The result of grading one text."""
 
-    kind: str  # "scored", "policy_failed", "infra_failed" or "timed_out"
-    score: Score | None  # None when the infrastructure failed or timed out
+    kind: str  # "scored", "policy_failed", "infra_failed", "timed_out" or "noisy"
+    score: Score | None  # None when the infrastructure failed, timed out, or was disturbed
     cause: str  # the error, for the log; "" when there is a score
 
 
@@ -156,7 +158,7 @@ def _outcomes(answer: Answer, count: int) -> list[Outcome]:
 
 def log_failures(outcomes: Sequence[Outcome]) -> None:
     """Logs one line for each kind of failure with its most common causes."""
-    for kind in ("infra_failed", "timed_out"):
+    for kind in ("infra_failed", "timed_out", "noisy"):
         causes = Counter(outcome.cause for outcome in outcomes if outcome.kind == kind)
         if causes:
             common = "; ".join(f"{count} x {cause}" for cause, count in causes.most_common(3))

@@ -157,5 +157,5 @@ class BenchGrader:
             if not result.is_cached:
                 self._counts.seconds += sum(value for name, value in result.seconds.items() if name != "wait")
         if result.outcome == NOISY:
-            return Outcome("infra_failed", None, f"noisy: {result.note}")
+            return Outcome(NOISY, None, result.note)
         return Outcome(*checked(self._task.score(problem, result)))

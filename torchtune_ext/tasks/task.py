@@ -48,8 +48,9 @@ class Task(Protocol):
         ...
 
 
-Graded = tuple[Problem, Sequence[tuple[str, Score | None]]]
-"""What became of a group: its problem, and the text of each sample with its score, None where it could not be graded."""
+Graded = tuple[Problem, Sequence[tuple[str, Score | None, str]]]
+"""What became of a group: its problem, and the text of each sample, its score, None where it could not be graded, and the kind
+of its outcome (`Outcome.kind`), "" where no grader has seen it."""
 
 
 class AdaptiveTask(Task, Protocol):

@@ -22,7 +22,7 @@ from torchtune_ext.tasks.matmul import Matmul
 from torchtune_ext.tasks.matmul import task as its
 from torchtune_ext.tasks.matmul.archive import FILE, Archive, entry_of
 from torchtune_ext.tasks.matmul.rewards import failure
-from torchtune_ext.tasks.matmul.stages import WINDOW, permitted
+from torchtune_ext.tasks.matmul.stages import FALL_WINDOW, WINDOW, permitted
 from torchtune_ext.tasks.measured.machine import fingerprint
 from torchtune_ext.tasks.measured.results import BenchError, Result
 from torchtune_ext.tasks.measured.techniques import TECHNIQUES
@@ -68,10 +68,13 @@ def result(outcome="ok", ratio=2.0, techniques=ORDER, spread=0.02, machine=HERE)
 
 
 def told(task, *results, index=0, cursor=0):
-    """A group of the problem that is asked now, with these results; None: the sample could not be graded."""
+    """A group of the problem that is asked now, with these results; None: the sample could not be graded. "noisy" is right."""
     problem = task.ask(index, cursor)
-    scores = [None if one is None else task.score(problem, one) for one in results]
-    return problem, [(fenced(place), score) for place, score in enumerate(scores)]
+    kinds = [one if isinstance(one, str) else "scored" if one else "infra_failed" for one in results]
+    return problem, [
+        (fenced(place), task.score(problem, one) if kind == "scored" else None, kind)
+        for place, (one, kind) in enumerate(zip(results, kinds, strict=True))
+    ]
 
 
 @pytest.mark.parametrize(
@@ -295,6 +298,17 @@ def test_a_visit_is_the_graded_samples_of_a_group(tmp_path):
     assert len(window(task)) == 2, "nothing is known of a group without a grade"
 
 
+def test_a_busy_machine_is_no_collapse(tmp_path):
+    # All that is wrong is graded, and little of what is right: half of the programs are, as before.
+    task, busy = Matmul({"dgemm": 64}, stages=["none", "all"]), [result("wrong_result")] * 4 + ["noisy"] * 4
+    task.observe(1, [told(task, result(), result()) for _ in range(WINDOW)], tmp_path)
+    task.observe(2, [told(task, *busy) for _ in range(2 * FALL_WINDOW)], tmp_path)
+    assert task.ask(0, 0).id == f"{NAME}/all"
+    assert window(task)[0] == {"correct": 0.5, "speed": None}
+    task.observe(3, [told(task, *busy[:4]) for _ in range(FALL_WINDOW)], tmp_path)
+    assert task.ask(0, 0).id == f"{NAME}/none"
+
+
 def test_groups_of_another_stage_are_no_visits_but_their_programs_are_kept(tmp_path):
     task = Matmul({"dgemm": 64}, stages=["none", "all"])
     late = told(task, result(ratio=8.0, techniques=()))
@@ -316,7 +330,7 @@ def test_problems_that_this_run_does_not_ask_are_left_out(tmp_path):
     assert len(narrow.archive) == 0 and narrow.state_dict()["curriculum"]["problems"] == {}
 
 
-def test_the_archive_keeps_what_was_timed_and_lies_in_the_folder(tmp_path):
+def test_the_archive_keeps_what_was_timed_and_lies_in_the_folder(tmp_path, caplog):
     task = Matmul({"dgemm": 64})
     samples = [result(ratio=4.0), result(ratio=1.0), result("wrong_result"), None, result(ratio=64.0, spread=1.2)]
     values = task.observe(5, [told(task, *samples)], tmp_path)
@@ -325,14 +339,10 @@ def test_the_archive_keeps_what_was_timed_and_lies_in_the_folder(tmp_path):
     assert Archive.load(tmp_path / FILE) == task.archive
     assert values == {"archive/cells": 2.0, "archive/best_speedup": 4.0}
     # A folder that cannot be written to costs a warning, not the run.
-    task.observe(6, [told(task, result(ratio=16.0))], tmp_path / FILE)
-    assert len(task.archive) == 3
-
-
-def test_a_full_disk_is_said(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
-        Matmul({"dgemm": 64}).observe(1, [], tmp_path / "nowhere")
-    assert f"cannot write {tmp_path / 'nowhere' / FILE}" in caplog.text and "The run goes on" in caplog.text
+        task.observe(6, [told(task, result(ratio=16.0))], tmp_path / FILE)
+    assert f"cannot write {tmp_path / FILE / FILE}" in caplog.text and "The run goes on" in caplog.text
+    assert len(task.archive) == 3
 
 
 def drawn_groups(task, rng, cursor):
@@ -344,7 +354,7 @@ def drawn_groups(task, rng, cursor):
         used = rng.sample(sorted(TECHNIQUES), rng.randrange(3))
         one = result(kind, 2.0 ** rng.uniform(-1, 5), tuple(sorted(used)), rng.uniform(0.0, 0.3))
         score = None if kind == "noisy" else task.score(problem, one)
-        outcome = Outcome("infra_failed", None, "noisy") if score is None else Outcome("scored", score, "")
+        outcome = Outcome("noisy", None, "disturbed") if score is None else Outcome("scored", score, "")
         samples.append(sampled([1], text=fenced(f"{cursor}.{place}"), outcome=outcome))
     return Group(problem, np.array([1], np.int32), tuple(samples))
 

@@ -72,7 +72,7 @@ class Visit:
         ValueError: the share is not from 0 to 1.
     """
 
-    correct: float  # share of the samples that could be graded whose program is right and permitted
+    correct: float  # share of the samples that could be checked whose program is right and permitted
     speed: float | None = None  # mean log2 of how many times faster than naive the right ones are; None: none was timed
 
     def __post_init__(self) -> None:

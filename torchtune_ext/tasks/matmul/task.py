@@ -26,7 +26,7 @@ from torchtune_ext.tasks.measured.kernel import Kernel, require_sound
 from torchtune_ext.tasks.measured.kernels import KERNELS
 from torchtune_ext.tasks.measured.machine import fingerprint
 from torchtune_ext.tasks.measured.ray_bench import RayBench
-from torchtune_ext.tasks.measured.results import Result
+from torchtune_ext.tasks.measured.results import NOISY, Result
 from torchtune_ext.tasks.measured.techniques import TECHNIQUES, uses
 from torchtune_ext.tasks.task import Graded, Problem, Score
 
@@ -180,11 +180,10 @@ class Matmul:
             name, stage = problem.answer["problem"], problem.answer["stage"]
             if name not in self._problems:
                 continue  # a replay of a run that asked for more
-            scores = [score for _, score in samples if score is not None]
-            if self.curriculum is not None and scores and stage == self.curriculum.stage(name):
-                move = self.curriculum.observe(name, _visit(scores))
+            if self.curriculum is not None and stage == self.curriculum.stage(name) and (visit := _visit(samples)):
+                move = self.curriculum.observe(name, visit)
                 moves += [move] if move else []
-            for text, score in samples:
+            for text, score, _ in samples:
                 if score is not None and score.parts.get("speedup"):
                     self._keep(self._problems[name], extract(text) or "", score, step)
         for move in moves:
@@ -371,7 +370,14 @@ def _is_readable(kernel: Kernel) -> bool:
     return True
 
 
-def _visit(scores: Sequence[Score]) -> Visit:
+def _visit(samples: Sequence[tuple[str, Score | None, str]]) -> Visit | None:
+    """Returns what a group says of its stage, None where the machine has failed all of it.
+
+    A program that is right counts as such where its speed could not be measured, too: others who disturb the machine would
+    else look like a model that has lost what it had learned.
+    """
+    scores = [score for _, score, _ in samples if score is not None]
     speeds = [math.log2(score.parts["speedup"]) for score in scores if score.parts.get("speedup")]
     correct = [score.parts["outcome_ok"] for score in scores]
-    return Visit(fmean(correct), fmean(speeds) if speeds else None)
+    correct += [1.0 for *_, kind in samples if kind == NOISY]
+    return Visit(fmean(correct), fmean(speeds) if speeds else None) if correct else None

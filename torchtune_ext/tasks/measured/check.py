@@ -26,7 +26,7 @@ from torchtune_ext.tasks.measured.extract import extract
 from torchtune_ext.tasks.measured.kernel import Kernel, require_sound
 from torchtune_ext.tasks.measured.machine import usable_cores
 from torchtune_ext.tasks.measured.sandbox import Limits, Sandbox, SandboxError, exit_cause
-from torchtune_ext.tasks.measured.verify import verify
+from torchtune_ext.tasks.measured.verify import described, verify
 
 OUTCOMES = ("format", "forbidden", "compile_error", "timeout", "runtime_error", "wrong_result", "ok")
 SANDBOXES = ("floor", "none")
@@ -152,8 +152,9 @@ class Checker:
                     f"this machine is too busy to check the kernel's own program of {kernel.name}, or that sleeps: {own.note}"
                 )
             if own.outcome != "ok":
+                fix = f"; take a smaller size than {described(kernel.timed)}" if own.outcome == "timeout" else ""
                 raise ValueError(
-                    f"{type(kernel).__name__}.naive: the kernel's own program ends with {own.outcome}: {own.note}"
+                    f"{type(kernel).__name__}.naive: the kernel's own program ends with {own.outcome}: {own.note}{fix}"
                 )
         except BaseException:
             self.close()

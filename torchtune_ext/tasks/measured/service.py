@@ -68,9 +68,9 @@ def rehearse(config: BenchConfig, task: MeasuredTask) -> None:
         for kernel in task.kernels:
             try:
                 Checker(kernel, *settings).close()
-            except SandboxError as error:
+            except (SandboxError, ValueError) as error:
                 size = " ".join(f"{name}={value}" for name, value in kernel.timed.items())
-                raise SandboxError(f"{kernel.name} with {size} cannot be measured here: {error}") from error
+                raise type(error)(f"{kernel.name} with {size} cannot be measured here: {error}") from error
 
 
 def score(result: Result, reward: float) -> Score:
