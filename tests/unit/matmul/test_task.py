@@ -5,7 +5,6 @@ import logging
 import math
 import random
 from concurrent.futures import Future
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -301,10 +300,9 @@ def test_a_visit_is_the_graded_samples_of_a_group(tmp_path):
 def test_a_busy_machine_is_no_collapse(tmp_path):
     # All that is wrong is graded, and little of what is right: half of the programs are, as before.
     task, busy = Matmul({"dgemm": 64}, stages=["none", "all"]), [result("wrong_result")] * 4 + ["noisy"] * 4
-    task.observe(1, [told(task, result(), result()) for _ in range(WINDOW)], tmp_path)
+    task.observe(1, [told(task, result()) for _ in range(WINDOW)], tmp_path)
     task.observe(2, [told(task, *busy) for _ in range(2 * FALL_WINDOW)], tmp_path)
-    assert task.ask(0, 0).id == f"{NAME}/all"
-    assert window(task)[0] == {"correct": 0.5, "speed": None}
+    assert task.ask(0, 0).id == f"{NAME}/all" and window(task)[0] == {"correct": 0.5, "speed": None}
     task.observe(3, [told(task, *busy[:4]) for _ in range(FALL_WINDOW)], tmp_path)
     assert task.ask(0, 0).id == f"{NAME}/none"
 
@@ -318,14 +316,14 @@ def test_groups_of_another_stage_are_no_visits_but_their_programs_are_kept(tmp_p
     task.observe(2, [late], tmp_path)
     assert window(task) == []
     assert max(one.ratio for one in task.archive.cells().values()) == 8.0
-    # Groups that were sampled for the same stage, but reached this step together with those that end it, are late as well.
+    # Groups of the same stage that reach this step together with those that end it are late as well.
     task = Matmul({"dgemm": 64}, stages=["none", "all"])
     task.observe(1, [told(task, result()) for _ in range(WINDOW + 5)], tmp_path)
     assert task.ask(0, 0).id == f"{NAME}/all" and window(task) == []
 
 
 def test_problems_that_this_run_does_not_ask_are_left_out(tmp_path):
-    wide, narrow = Matmul({"dgemm": [64, 96]}, stages=["none", "all"]), Matmul({"dgemm": 64}, stages=["none", "all"])
+    wide, narrow = (Matmul({"dgemm": sizes}, stages=["none", "all"]) for sizes in ([64, 96], 64))
     narrow.observe(1, [told(wide, result(), index=1)], tmp_path)
     assert len(narrow.archive) == 0 and narrow.state_dict()["curriculum"]["problems"] == {}
 
@@ -384,8 +382,7 @@ def test_stored_groups_give_the_same_state_and_questions_also_across_a_checkpoin
         for index, cursor in ((index, 4 * step + index) for index in range(len(task))):
             assert task.ask(index, cursor) == replayed.ask(index, cursor) == resumed.ask(index, cursor)
     assert moves > 2 and len(task.archive) > 20
-    texts = [(folder / FILE).read_bytes() for folder in folders]
-    assert all(a == b for a, b in pairwise(texts))
+    assert len({(folder / FILE).read_bytes() for folder in folders}) == 1
     assert task.state_dict() == replayed.state_dict() == resumed.state_dict()
 
 
