@@ -1,6 +1,6 @@
 """The worker process of `processes.py`: a script that calls an object with the arguments that arrive on a socket.
 
-    python -P worker_process.py FD PARENT_PID
+    python -P -u worker_process.py FD PARENT_PID
 
 It is a plain subprocess. A process of `multiprocessing` would import the trainer's `__main__` (the recipe, and with it
 torch) a second time.
