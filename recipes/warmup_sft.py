@@ -26,7 +26,7 @@ from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.scratch import Shape, make_tokenizer, write_model
 from torchtune_ext.run.folder import RunFolder
-from torchtune_ext.run.output import say
+from torchtune_ext.run.output import labelled
 from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.sampling.records import Completion
 from torchtune_ext.tasks.order import problem_index
@@ -76,6 +76,7 @@ class WarmupRecipe:
         self.folder: RunFolder | None = None
         self.metrics: Metrics | None = None
         self.finished = 0  # updates
+        self.saved: Path | None = None  # the model, at the end
 
     def setup(self) -> None:
         cfg = self.cfg
@@ -158,9 +159,7 @@ class WarmupRecipe:
                 if (update + 1) % cfg.log_every == 0 or update + 1 == self.updates:
                     values |= stats.metrics() | memory_metrics() | {"optim/lr": self.learner.learning_rate}
                     self.metrics.log(update + 1, values | clock_metrics(values, self.watch.lap()))
-        saved = self.save()
-        if self.ranks.is_main:
-            say(f"model: {saved}")
+        self.saved = self.save()
 
     def group(self, index: int) -> Group:
         """One problem with its solution as the only sample; the end of the turn is trained too."""
@@ -184,6 +183,10 @@ class WarmupRecipe:
         return save_model(folder, self.policy.model, self.source, self.dtype, self.ranks.is_main)
 
     def standing(self) -> str:
+        if self.saved is not None:
+            return labelled(
+                [("model", f"{self.saved}, in Hugging Face's format: train it with model_dir={self.saved}")]
+            )
         return f"It was at update {self.finished}, and a warm-up keeps nothing until its end: start it again"
 
     def cleanup(self) -> None:

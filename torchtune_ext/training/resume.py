@@ -1,6 +1,7 @@
 """Goes on after a checkpoint: which one that is, what has changed since, and the state that a recipe needs besides weights,
 optimizer and random states."""
 
+import json
 import time
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
@@ -57,30 +58,30 @@ class RunState:
         return cls(**{each.name: saved[each.name] for each in fields(cls) if each.name in saved})
 
 
-def checkpoint_to_go_on_from(checkpoints: Checkpoints, folder: RunFolder | None, total: int) -> Path | None:
+def checkpoint_to_go_on_from(
+    checkpoints: Checkpoints, folder: RunFolder | None, wanted: bool, total: int
+) -> Path | None:
     """Chooses the checkpoint from which a run goes on, and says on rank 0 which one that is. A collective.
 
     Args:
         checkpoints: those of the run.
         folder: of the run, on rank 0.
+        wanted: whether the run shall go on (`resume_from_checkpoint`).
         total: the steps that the run shall have.
 
     Returns:
-        The checkpoint, or None where there is none: the run begins at its first step.
+        The checkpoint, or None: the run begins at its first step. Where it was to go on, `RunFolder.resumes` has said so.
 
     Raises:
         NothingToDo: the run has all its steps.
         What `Checkpoints.choose` raises.
     """
-    path = checkpoints.choose()
+    path = checkpoints.choose() if wanted else None
     if path is None:
         return None
     step = checkpoints.step_of(path)
     if step >= total:
-        raise NothingToDo(
-            f"{path} is of step {step}, and max_steps={total}: nothing to do. To train longer, set max_steps above {step}\n"
-            f"{standing(step, step, checkpoints)}"
-        )
+        raise NothingToDo(f"step {step} >= max_steps={total}: nothing to do\n{standing(step, step, checkpoints)}")
     if folder is not None:
         say(resume_text(path, step, folder.run, folder.earlier))
     return path
@@ -96,8 +97,11 @@ def resume_text(path: Path, step: int, run: Run, earlier: Mapping[str, Any]) -> 
     """
     begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started))
     lines = [("resume", f"from step {step} of run {run.id}, begun {begun}: {path}")]
+    # As run.json would hold the settings of now.
+    now = json.loads(json.dumps(run.config, default=str))
+    changed = [change for change in changes(earlier, now) if change.key not in NO_NEWS]
     if not earlier:
         lines.append(("changed", "not known: run.json does not say what was set until now"))
-    elif changed := [change for change in changes(earlier, run.config) if change.key not in NO_NEWS]:
+    elif changed:
         lines.append(("changed", ", ".join(map(str, changed))))
     return labelled(lines)
