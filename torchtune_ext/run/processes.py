@@ -283,8 +283,7 @@ class _Worker:
             variables["TMPDIR"] = str(self.folder)
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            # Unbuffered, since a process that is killed would take with it what it has printed.
-            command = [sys.executable, "-P", "-u", worker_process.__file__, str(theirs.fileno()), str(os.getpid())]
+            command = [sys.executable, "-P", worker_process.__file__, str(theirs.fileno()), str(os.getpid())]
             with open(output, "ab") if output is not None else nullcontext() as file:
                 self.process = subprocess.Popen(
                     command,
