@@ -26,7 +26,7 @@ from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.source import RolloutConfig, prompt_fault
 from torchtune_ext.tasks.measured.results import BenchConfig
-from torchtune_ext.tasks.order import HeldOut
+from torchtune_ext.tasks.order import Usable
 from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.telemetry.rollouts import RolloutStore
 from torchtune_ext.training.life import close_all, run_recipe
@@ -83,7 +83,7 @@ class EvaluateRecipe:
         self.engine = Engine(cfg.model_dir, engine, cfg.output_dir)
         HFModel(cfg.model_dir).files()  # there are weights
         fault = prompt_fault(self.tokenizer, engine.max_model_len, self.sampling.max_tokens)
-        self.problems = HeldOut(self.task, fault, self.rollout_config.bad_problems).problems
+        self.problems = Usable(self.task, fault, self.rollout_config.bad_problems).problems
 
         self.run = self.folder.begin(record(cfg), resuming=False, reads=named_paths(cfg))
         self.store = RolloutStore(cfg.output_dir)

@@ -43,7 +43,7 @@ from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.source import GroupSource, RolloutConfig, prompt_fault
 from torchtune_ext.tasks.measured.results import BenchConfig
-from torchtune_ext.tasks.order import HeldOut, ProblemStream
+from torchtune_ext.tasks.order import Usable, ProblemStream
 from torchtune_ext.telemetry import summary
 from torchtune_ext.telemetry.metrics import LoggingConfig, Metrics
 from torchtune_ext.telemetry.progress import Progress
@@ -246,7 +246,7 @@ class GRPORecipe:
             "fault": prompt_fault(self.tokenizer, engine.max_model_len, self.sampling.max_tokens),
             "bad": self.rollout_config.bad_problems,
         }
-        self.problems, self.held_out = ProblemStream(self.task, cfg.seed, **usable), HeldOut(self.eval_task, **usable)
+        self.problems, self.held_out = ProblemStream(self.task, cfg.seed, **usable), Usable(self.eval_task, **usable)
         # The canary's prompts are made before a checkpoint is loaded: a task that adapts would ask otherwise then.
         self.canary = canary_prompts(self.problems, self.tokenizer)
         base = partial(identify, "", self.hf_model, self.meta_model, self.trained.spec)

@@ -64,7 +64,7 @@ def test_a_bad_problem_is_named_passed_over_and_stays_so(workplace):
     said = runs.run(workplace, "grpo_full", "output_dir=rows", "max_steps=4", *args)
     assert said.count(BROKEN) == 2, "once of the training rows, once of the held-out ones"
     assert said.count(LONG) == 1
-    assert "1 problem is left out of 5 held-out ones: " + BROKEN in said
+    assert "1 problem is left out of the 5 of Rows: " + BROKEN in said
     lines = {line["step"]: line for line in runs.metrics(workplace / "rows")}
     assert [lines[step]["problems/skipped"] for step in (2, 3, 4)] == [2.0, 2.0, 2.0]
     assert [lines[step]["eval/skipped"] for step in (0, 2, 4)] == [1.0, 1.0, 1.0]

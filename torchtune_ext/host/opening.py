@@ -85,7 +85,7 @@ def ready(seconds: float) -> str:
     return labelled([("engine", f"ready after {seconds:.0f} s")])
 
 
-def model_text(source: HFModel, model: nn.Module, trained: AllWeights | Adapters) -> str:
+def model_text(source: HFModel, model: nn.Module, trained: AllWeights | Adapters | str) -> str:
     """Returns what is trained: "models/Q7: qwen2 of 28 layers, 7.62 billion parameters; trains all weights"."""
     adapters, sizes = adapter_names(model), {name: param.numel() for name, param in model.named_parameters()}
     whole = sum(size for name, size in sizes.items() if name not in adapters)

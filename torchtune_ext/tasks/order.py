@@ -118,7 +118,7 @@ class ProblemStream:
         Raises:
             ValueError: none can be used, or one cannot and `bad` is "error".
         """
-        return _usable(self._task, self._fault, self._bad, count)[0]
+        return _usable(self._task, self._fault, self._bad, count, len(self._task))[0]
 
     def at(self, place: int) -> Problem | None:
         """Returns the problem that was, or will be, at this place of the order, once more; of a task that adapts, what it asks
@@ -187,34 +187,40 @@ class ProblemStream:
             raise ValueError(_none_left(what, last))
 
 
-class HeldOut:
-    """All problems of a held-out task that can be used. They are asked for once, when they are first needed.
+class Usable:
+    """The problems of a task that can be used, by index. They are asked for once, when they are first needed.
 
     Args:
         task, fault, bad: as in `ProblemStream`.
+        among: of so many problems, from the first; None: of all.
     """
 
-    def __init__(self, task: Task, fault: Fault = no_fault, bad: str = "skip"):
-        self._task, self._fault, self._bad = task, fault, bad
+    def __init__(self, task: Task, fault: Fault = no_fault, bad: str = "skip", among: int | None = None):
+        self._task, self._fault, self._bad, self._among = task, fault, bad, among
 
     @cached_property
     def problems(self) -> list[Problem]:
-        """The problems, in their order. Raises ValueError if there are none, or one is bad and `bad` is "error"."""
-        found, bad = _usable(self._task, self._fault, self._bad, len(self._task))
+        """The problems. Raises ValueError if there are none, or one is bad and `bad` is "error"."""
+        among = self._number
+        found, bad = _usable(self._task, self._fault, self._bad, among, among)
         if bad:
-            log.warning("%s", _named(f"left out of {len(self._task)} held-out ones", bad))
+            log.warning("%s", _named(f"left out of the {among:,} of {type(self._task).__name__}", bad))
         return found
 
     @property
     def skipped(self) -> int:
-        """How many problems of the task cannot be used."""
-        return len(self._task) - len(self.problems)
+        """How many of the problems cannot be used."""
+        return self._number - len(self.problems)
+
+    @property
+    def _number(self) -> int:
+        return len(self._task) if self._among is None else self._among
 
 
-def _usable(task: Task, fault: Fault, on_bad: str, count: int) -> tuple[list[Problem], list[_Asked]]:
-    """Returns the first `count` problems of a task that can be used, by index, and the bad ones before them."""
+def _usable(task: Task, fault: Fault, on_bad: str, count: int, among: int) -> tuple[list[Problem], list[_Asked]]:
+    """Returns the first `count` problems that can be used of the first `among` ones of a task, and the bad ones before them."""
     found, bad = [], []
-    for index in range(len(task)):
+    for index in range(among):
         if len(found) == count:
             break
         asked = _checked(_asked(index, lambda index=index: task[index]), fault)
@@ -227,7 +233,7 @@ def _usable(task: Task, fault: Fault, on_bad: str, count: int) -> tuple[list[Pro
         if not found and len(bad) >= GIVE_UP:
             break
     if not found and bad:
-        what = f"all {len(task)} problems" if len(bad) == len(task) else f"the first {len(bad)} problems"
+        what = f"all {among} problems" if len(bad) == among else f"the first {len(bad)} problems"
         raise ValueError(_none_left(what, bad[-1]))
     return found, bad
 

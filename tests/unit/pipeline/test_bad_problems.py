@@ -8,7 +8,7 @@ from told_engine import Numbered
 from waiting import wait_until
 
 from torchtune_ext.source import RolloutConfig, prompt_fault
-from torchtune_ext.tasks.order import GIVE_UP, NAMED, HeldOut, ProblemStream, problem_index
+from torchtune_ext.tasks.order import GIVE_UP, NAMED, Usable, ProblemStream, problem_index
 from torchtune_ext.tasks.task import Problem
 
 SEED, LENGTH = 3, 10
@@ -130,7 +130,7 @@ def test_a_task_without_a_good_problem_is_an_error():
     with pytest.raises(ValueError, match=rf"^the first {GIVE_UP} problems of the task cannot be used"):
         ProblemStream(Broken(1 << 30, bad=()), SEED, bad).first(4)
     with pytest.raises(ValueError, match="^all 10 problems of the task cannot be used"):
-        _ = HeldOut(Broken(bad=()), bad).problems
+        _ = Usable(Broken(bad=()), bad).problems
 
 
 def test_a_task_that_adapts_is_asked_again(caplog):
@@ -148,15 +148,15 @@ def test_a_task_that_adapts_is_asked_again(caplog):
 
 def test_held_out_problems_are_looked_at_once(caplog):
     task = Broken()
-    held_out = HeldOut(task, long)
+    held_out = Usable(task, long)
     assert task.asked == []
     assert answers(held_out.problems) == [0, 1, 3, 4, 6, 8, 9] == answers(held_out.problems)
     assert held_out.skipped == 3 and task.asked == list(range(LENGTH))
-    assert caplog.text.count("3 problems are left out of 10 held-out ones: index 2: KeyError") == 1
+    assert caplog.text.count("3 problems are left out of the 10 of Broken: index 2: KeyError") == 1
 
 
 def test_many_bad_problems_are_one_message(caplog):
-    assert answers(HeldOut(Broken(40, bad=()), lambda problem: "bad" if problem.answer < 30 else "").problems) == list(
+    assert answers(Usable(Broken(40, bad=()), lambda problem: "bad" if problem.answer < 30 else "").problems) == list(
         range(30, 40)
     )
     assert len(caplog.messages) == 1 and caplog.text.count(": bad") == NAMED
