@@ -43,7 +43,7 @@ from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.source import GroupSource, RolloutConfig, prompt_fault
 from torchtune_ext.tasks.measured.results import BenchConfig
-from torchtune_ext.tasks.order import Usable, ProblemStream
+from torchtune_ext.tasks.order import ProblemStream, Usable
 from torchtune_ext.telemetry import summary
 from torchtune_ext.telemetry.metrics import LoggingConfig, Metrics
 from torchtune_ext.telemetry.progress import Progress

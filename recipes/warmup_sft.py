@@ -186,7 +186,11 @@ class WarmupRecipe:
                 return f"there is no text to learn: {last_line(error)}"
             # The last token is only a label.
             length = len(group.prompt_tokens) + len(group.samples[0].completion.tokens) - 1
-            return f"its text has {length} tokens, more than row_tokens" if length > self.cfg.row_tokens else ""
+            return (
+                f"its text has {length} tokens, more than row_tokens={self.cfg.row_tokens}"
+                if length > self.cfg.row_tokens
+                else ""
+            )
 
         return [made[id(problem)] for problem in Usable(self.task, fault, among=self.cfg.num_problems).problems]
 

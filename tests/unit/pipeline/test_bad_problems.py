@@ -8,7 +8,7 @@ from told_engine import Numbered
 from waiting import wait_until
 
 from torchtune_ext.source import RolloutConfig, prompt_fault
-from torchtune_ext.tasks.order import GIVE_UP, NAMED, Usable, ProblemStream, problem_index
+from torchtune_ext.tasks.order import GIVE_UP, NAMED, ProblemStream, Usable, problem_index
 from torchtune_ext.tasks.task import Problem
 
 SEED, LENGTH = 3, 10
