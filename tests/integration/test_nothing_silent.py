@@ -79,6 +79,7 @@ def test_a_bad_problem_is_named_passed_over_and_stays_so(workplace):
     assert {len(problems) for problems in asked(workplace / "rows").values()} == {4}
     assert not {"letters-3", "letters-5"} & set(sum(asked(workplace / "again").values(), []))
     assert BROKEN not in said and LONG not in said
+    assert "skipped:   2 problems stay passed over, by index: " in said
     assert [line["problems/skipped"] for line in runs.metrics(workplace / "again")[2:]] == [2.0, 2.0, 2.0]
 
 

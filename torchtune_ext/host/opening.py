@@ -95,11 +95,12 @@ def model_text(source: HFModel, model: nn.Module, trained: AllWeights | Adapters
 
 
 def count(number: int) -> str:
-    """Returns a number of parameters to three digits: "7.62 billion"."""
-    for size, word in ((1e9, "billion"), (1e6, "million")):
-        if number >= size:
-            return f"{number / size:.3g} {word}"
-    return f"{number:,}"
+    """Returns a number of parameters in few digits: "7.62 billion"."""
+    if number >= 1e9:
+        return f"{number / 1e9:.3g} billion"
+    if number >= 1e6:
+        return f"{number / 1e6:.3g} million"
+    return f"{number / 1e6:.1f} million" if number >= 1e5 else f"{number:,}"
 
 
 def device_text(ranks: Ranks) -> str:

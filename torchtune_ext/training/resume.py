@@ -3,7 +3,7 @@ optimizer and random states."""
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
@@ -14,6 +14,7 @@ from torchtune_ext.training.life import NothingToDo, standing
 from torchtune_ext.training.state import Checkpoints
 
 FORMAT = 1
+NAMED = 20  # indices of problems that one line names
 # Settings of a resumed run that say where it is and that it goes on. They are no news.
 NO_NEWS = ("output_dir", "resume_from_checkpoint", "dry_run")
 
@@ -83,17 +84,19 @@ def checkpoint_to_go_on_from(
     if step >= total:
         raise NothingToDo(f"step {step} >= max_steps={total}: nothing to do\n{standing(step, step, checkpoints)}")
     if folder is not None:
-        say(resume_text(path, step, folder.run, folder.earlier))
+        task = json.loads((path / "recipe.json").read_text()).get("task", {})
+        say(resume_text(path, step, folder.run, folder.earlier, task.get("skipped", [])))
     return path
 
 
-def resume_text(path: Path, step: int, run: Run, earlier: Mapping[str, Any]) -> str:
+def resume_text(path: Path, step: int, run: Run, earlier: Mapping[str, Any], skipped: Sequence[int] = ()) -> str:
     """Returns what a run says when it goes on: from where, and which of its settings were others until then.
 
     Args:
         path, step: of the checkpoint.
         run: with the settings of now.
         earlier: its settings until now; empty where they are not known.
+        skipped: indices of problems that the run passes over.
     """
     begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started))
     lines = [("resume", f"from step {step} of run {run.id}, begun {begun}: {path}")]
@@ -104,4 +107,7 @@ def resume_text(path: Path, step: int, run: Run, earlier: Mapping[str, Any]) -> 
         lines.append(("changed", "not known: run.json does not say what was set until now"))
     elif changed:
         lines.append(("changed", ", ".join(map(str, changed))))
+    if skipped:
+        named = ", ".join(map(str, skipped[:NAMED])) + (", ..." if len(skipped) > NAMED else "")
+        lines.append(("skipped", f"{len(skipped)} problems stay passed over, by index: {named}"))
     return labelled(lines)

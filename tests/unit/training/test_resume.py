@@ -73,6 +73,7 @@ class Kept:
     def __init__(self, folder):
         self.folder, self.path = folder, folder / "step_000040"
         self.path.mkdir(parents=True)
+        (self.path / "recipe.json").write_text(json.dumps({"step": 40, "task": {"skipped": [7, 3]}}))
 
     def choose(self):
         return self.path
@@ -91,7 +92,9 @@ def test_the_checkpoint_to_go_on_from(tmp_path, capsys):
     assert checkpoint_to_go_on_from(kept, None, wanted=True, total=50) == kept.path
     assert capsys.readouterr().out == "", "other ranks are silent"
     assert checkpoint_to_go_on_from(kept, folder, wanted=True, total=50) == kept.path
-    assert capsys.readouterr().out.startswith("resume:    from step 40 of run 1a2b3c4d, begun ")
+    said = capsys.readouterr().out
+    assert said.startswith("resume:    from step 40 of run 1a2b3c4d, begun ")
+    assert said.endswith("skipped:   2 problems stay passed over, by index: 7, 3\n")
     with pytest.raises(NothingToDo) as caught:
         checkpoint_to_go_on_from(kept, folder, wanted=True, total=3)
     said = str(caught.value).splitlines()
