@@ -34,6 +34,20 @@ class Failing(Letters):
         print("DEBUG from grade")
         return problem.solution[text]
 '''
+WARMUP = """
+output_dir: warmup
+model_dir: model
+device: cpu
+dtype: float32
+model: {_component_: torchtune_ext.policy.from_config}
+tokenizer: {_component_: torchtune_ext.chat.ChatTokenizer}
+task: {_component_: rows.Rows}
+optimizer: {_component_: torch.optim.AdamW, lr: 1.0e-3}
+num_problems: 8
+batch_problems: 4
+row_tokens: 128
+schedule: {warmup: 1}
+"""
 BROKEN, LONG = "index 3: KeyError: 'answer' (rows.py:", "'letters-5' (index 5): its prompt has "
 EVAL = "evaluation={every: 2, task: {_component_: rows.Rows, count: 5}}"
 
@@ -93,6 +107,14 @@ def test_a_bad_problem_may_be_an_error_and_all_of_them_are(workplace):
     assert "all 64 problems of the task cannot be used; the last one is 'letters-63' (index 63): its prompt has" in said
     assert "beside sampling.max_tokens=127 engine.max_model_len=128 leaves 1" in said
     assert not (workplace / "none" / "engine.log").exists()
+
+
+def test_a_bad_problem_is_not_learned_in_a_warmup(workplace):
+    (workplace / "warmup.yaml").write_text(WARMUP)
+    said = runs.run(workplace, "warmup_sft", config="warmup.yaml")
+    assert "2 problems are left out of the 8 of Rows: " + BROKEN in said
+    assert "; 'letters-5' (index 5): its text has " in said and "tokens, more than row_tokens=128" in said
+    assert "model:     warmup/model, in Hugging Face's format: train it with model_dir=warmup/model\n" in said
 
 
 def test_a_failing_grader_ends_the_run_and_keeps_its_checkpoint(workplace, failed):
