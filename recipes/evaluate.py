@@ -6,6 +6,7 @@ tune run evaluate --config eval/tiny model_dir=...
 import json
 import sys
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING, DictConfig
@@ -14,19 +15,22 @@ from torchtune_ext.evaluation import Accuracy, accuracy
 from torchtune_ext.grading import GraderConfig
 from torchtune_ext.grading.measured import BenchGrader, Grader, open_graders, rehearse
 from torchtune_ext.host.config import build, instantiate, load_config, named_paths, record
+from torchtune_ext.host.opening import ready
 from torchtune_ext.host.plugin import parse
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.rollout import in_order, sample_groups
 from torchtune_ext.run.files import explained, write_atomic
 from torchtune_ext.run.folder import RunFolder
-from torchtune_ext.run.output import say
+from torchtune_ext.run.output import labelled, say
 from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
+from torchtune_ext.source import RolloutConfig, prompt_fault
 from torchtune_ext.tasks.measured.results import BenchConfig
+from torchtune_ext.tasks.order import Usable
 from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.telemetry.rollouts import RolloutStore
 from torchtune_ext.training.life import close_all, run_recipe
-from torchtune_ext.training.settings import at_least, check_deadline
+from torchtune_ext.training.settings import at_least
 
 SUPPORTS_DISTRIBUTED = False  # one engine; it spreads over GPUs by engine.tensor_parallel_size
 
@@ -46,7 +50,7 @@ class Config:
     pass_at: list[int] = field(default_factory=lambda: [1])  # k of pass@k, at most samples_per_problem
     grader: dict[str, Any] = field(default_factory=dict)  # fields of GraderConfig: workers, timeout_s
     bench: dict[str, Any] = field(default_factory=dict)  # fields of BenchConfig, where programs are measured: cores
-    rollout_deadline_s: float = 1800.0  # seconds without a completion or grade after which the evaluation is given up
+    rollouts: dict[str, Any] = field(default_factory=dict)  # fields of RolloutConfig: bad_problems, deadline_s
     seed: int = 0  # of sampling
 
 
@@ -58,12 +62,13 @@ class EvaluateRecipe:
         self.engine: Engine | None = None
         self.grader: Grader | BenchGrader | None = None
         self.store: RolloutStore | None = None
+        self.written: Path | None = None
 
     def setup(self) -> None:
         cfg = self.cfg
         self.folder = RunFolder(cfg.output_dir)
         at_least(cfg, samples_per_problem=1)
-        check_deadline(cfg)
+        self.rollout_config = build(RolloutConfig, cfg.rollouts, "rollouts")
         self.grading, self.bench = build(GraderConfig, cfg.grader, "grader"), build(BenchConfig, cfg.bench, "bench")
         for k in cfg.pass_at:
             if not 1 <= k <= cfg.samples_per_problem:
@@ -74,20 +79,24 @@ class EvaluateRecipe:
         rehearse([self.task], self.bench)
         stops = tuple(self.tokenizer.stop_token_ids)
         self.sampling = build(SamplingConfig, cfg.sampling, "sampling", stop_token_ids=stops, seed=cfg.seed)
-        self.engine = Engine(cfg.model_dir, build(EngineConfig, cfg.engine, "engine"), cfg.output_dir)
+        engine = build(EngineConfig, cfg.engine, "engine")
+        self.engine = Engine(cfg.model_dir, engine, cfg.output_dir)
         HFModel(cfg.model_dir).files()  # there are weights
+        fault = prompt_fault(self.tokenizer, engine.max_model_len, self.sampling.max_tokens)
+        self.problems = Usable(self.task, fault, self.rollout_config.bad_problems).problems
 
         self.run = self.folder.begin(record(cfg), resuming=False, reads=named_paths(cfg))
         self.store = RolloutStore(cfg.output_dir)
+        say(labelled([("engine", f"starting, its log: {cfg.output_dir}/engine.log")]))
         self.engine.start()
-        (self.grader,) = open_graders([self.task], self.grading, self.bench)
+        (self.grader,) = open_graders([self.task], self.grading, self.bench, folder=cfg.output_dir)
         self.progress = Progress()
-        self.engine.wait_ready()
+        say(ready(self.engine.wait_ready()))
 
     def evaluate(self) -> None:
         """Samples and grades every problem, prints the table and writes it."""
         cfg = self.cfg
-        problems = [self.task[i] for i in range(len(self.task))]
+        problems = self.problems
         ways = {f"temperature {self.sampling.temperature:g}": (self.sampling, cfg.samples_per_problem)}
         if cfg.greedy:
             ways["greedy"] = (replace(self.sampling, temperature=0.0), 1)
@@ -102,7 +111,7 @@ class EvaluateRecipe:
                     self.tokenizer,
                     self.grader,
                     bar,
-                    deadline_s=cfg.rollout_deadline_s,
+                    deadline_s=self.rollout_config.deadline_s,
                 )
                 groups = in_order(stream)
             self.store.write(i, groups)
@@ -112,9 +121,11 @@ class EvaluateRecipe:
         result = {"model_dir": self.run.config["model_dir"], **{name: asdict(a) for name, a in found.items()}}
         with explained(f"cannot write {file}", "Free disk space; the table stands above"):
             write_atomic(file, json.dumps(result, indent=1).encode())
-        say(f"written to {file}")
+        self.written = file
 
     def standing(self) -> str:
+        if self.written is not None:
+            return f"written to {self.written}"
         return "An evaluation keeps nothing until its end: start it again"
 
     def cleanup(self) -> None:

@@ -28,7 +28,7 @@ from torchtune_ext.grading import GraderConfig
 from torchtune_ext.grading.measured import BenchGrader, Grader, open_graders, rehearse
 from torchtune_ext.groups import Group, graded
 from torchtune_ext.host.config import build, has_component, instantiate, load_config, named_paths, record
-from torchtune_ext.host.opening import opening
+from torchtune_ext.host.opening import opening, ready
 from torchtune_ext.host.plugin import parse
 from torchtune_ext.objective.loss import needs_of
 from torchtune_ext.packing import Row, pack_updates
@@ -41,9 +41,9 @@ from torchtune_ext.run.folder import RunFolder
 from torchtune_ext.run.output import say
 from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
-from torchtune_ext.source import GroupSource
+from torchtune_ext.source import GroupSource, RolloutConfig, prompt_fault
 from torchtune_ext.tasks.measured.results import BenchConfig
-from torchtune_ext.tasks.order import ProblemStream
+from torchtune_ext.tasks.order import ProblemStream, Usable
 from torchtune_ext.telemetry import summary
 from torchtune_ext.telemetry.metrics import LoggingConfig, Metrics
 from torchtune_ext.telemetry.progress import Progress
@@ -56,7 +56,7 @@ from torchtune_ext.training.learner import Learner, over_updates
 from torchtune_ext.training.life import close_all, run_recipe, standing
 from torchtune_ext.training.precision import Precision, PrecisionConfig
 from torchtune_ext.training.publish import Publisher, canary_prompts
-from torchtune_ext.training.resume import RunState
+from torchtune_ext.training.resume import RunState, checkpoint_to_go_on_from
 from torchtune_ext.training.schedule import ScheduleConfig, make_schedule
 from torchtune_ext.training.settings import at_least, check_settings, release_memory
 from torchtune_ext.training.state import CheckpointConfig, Checkpoints
@@ -92,7 +92,7 @@ class Config:
     samples_per_prompt: int = 16  # completions of a group
     staleness: int = 0  # versions that the policy may be ahead of the one that began a sample; 0: sample, then train
     depth: int | None = None  # steps that the engine samples ahead, at most staleness; null: 1, with staleness 0 none
-    rollout_deadline_s: float = 1800.0  # seconds without a completion or grade after which a wait is given up
+    rollouts: dict[str, Any] = field(default_factory=dict)  # fields of RolloutConfig: bad_problems, deadline_s
     replay: str | None = None  # folder of a run: trains on its stored rollouts again, without an engine
     refill_rounds: int = 0  # further sampling, up to so many times, to replace groups without signal
     updates_per_step: int = 1  # optimizer updates on the samples of one step
@@ -147,14 +147,20 @@ class GRPORecipe:
         # Nothing is wrong with the settings, so an earlier run in the folder may be set aside, or go on.
         identity = self.open_folder() if self.ranks.is_main else None
         self.checkpoints = Checkpoints(f"{cfg.output_dir}/checkpoints", identity, self.saving)
-        resume = self.checkpoints.choose() if cfg.resume_from_checkpoint else None
+        resume = checkpoint_to_go_on_from(self.checkpoints, self.folder, cfg.resume_from_checkpoint, cfg.max_steps)
+        if self.ranks.is_main:
+            say(opening(self))
 
         # The engine loads in a process of its own while the policy is built here. Graders that measure programs do so on cores
         # that the engine does not use.
         if self.engine:
             self.engine.start()
             self.graders = open_graders(
-                [self.task, self.eval_task], self.grading, self.bench, beside_training=cfg.staleness > 0
+                [self.task, self.eval_task],
+                self.grading,
+                self.bench,
+                beside_training=cfg.staleness > 0,
+                folder=cfg.output_dir,
             )
         if self.ranks.is_main and not resume:
             self.open_records()
@@ -165,7 +171,7 @@ class GRPORecipe:
             samples=cfg.samples_per_prompt,
             sampling=self.sampling,
             seed=cfg.seed,
-            deadline_s=cfg.rollout_deadline_s,
+            deadline_s=self.rollout_config.deadline_s,
         )
         self.build_learner()
 
@@ -177,7 +183,7 @@ class GRPORecipe:
 
         if self.engine:
             with self.ranks.phase("wait for the engine"):
-                self.engine.wait_ready()
+                say(ready(self.engine.wait_ready()))
             self.precision.write_receipt(cfg.output_dir, self.policy, cfg.row_tokens)
         self.progress = Progress(cfg.max_steps, self.ranks.rank)
         self.agreement = Agreement(
@@ -205,8 +211,6 @@ class GRPORecipe:
         self.evaluation = build(EvaluationConfig, cfg.evaluation, "evaluation")
         self.eval_task = instantiate(cfg.evaluation.task) if has_component(cfg.evaluation.get("task")) else None
         self.grading, self.bench = build(GraderConfig, cfg.grader, "grader"), build(BenchConfig, cfg.bench, "bench")
-        # The canary's prompts are made before a checkpoint is loaded: a task that adapts would ask otherwise then.
-        self.problems, self.canary = ProblemStream(self.task, cfg.seed), canary_prompts(self.task, self.tokenizer)
         self.loss = instantiate(cfg.loss)
         self.advantage = build(AdvantageConfig, cfg.advantage, "advantage")
         self.sampling = build(SamplingConfig, cfg.sampling, "sampling", stop_token_ids=self.tokenizer.stop_token_ids)
@@ -214,14 +218,14 @@ class GRPORecipe:
         self.schedule = build(ScheduleConfig, cfg.schedule, "schedule")
         self.schedule.require_fits(cfg.max_steps * cfg.updates_per_step)
         self.logging = build(LoggingConfig, cfg.logging, "logging")
+        self.rollout_config = build(RolloutConfig, cfg.rollouts, "rollouts")
 
         # What is trained, and in which precision, both concern the engine, too: how it is started and what it is sent.
-        adapters = build(AdapterConfig, cfg.adapters, "adapters")
         self.trained = trained_part(
             self.meta_model,
             self.hf_model,
             asked=cfg.model,
-            adapters=adapters,
+            adapters=build(AdapterConfig, cfg.adapters, "adapters"),
             world_size=self.ranks.world_size,
         )
         engine = self.trained.engine(build(EngineConfig, cfg.engine, "engine"))
@@ -236,24 +240,25 @@ class GRPORecipe:
             adapter=self.trained.spec,
             way=self.trained.way,
         )
-        identity = partial(identify, "", self.hf_model, self.meta_model, self.trained.spec)
-        self.replay = Replay(cfg.replay, record(cfg), identity(), self.problems, self.tokenizer) if cfg.replay else None
+
+        # A problem whose prompt leaves no room for an answer is passed over, like one that the task cannot give.
+        usable = {
+            "fault": prompt_fault(self.tokenizer, engine.max_model_len, self.sampling.max_tokens),
+            "bad": self.rollout_config.bad_problems,
+        }
+        self.problems, self.held_out = ProblemStream(self.task, cfg.seed, **usable), Usable(self.eval_task, **usable)
+        # The canary's prompts are made before a checkpoint is loaded: a task that adapts would ask otherwise then.
+        self.canary = canary_prompts(self.problems, self.tokenizer)
+        base = partial(identify, "", self.hf_model, self.meta_model, self.trained.spec)
+        self.replay = Replay(cfg.replay, record(cfg), base(), self.problems, self.tokenizer) if cfg.replay else None
         if self.ranks.is_main and not self.replay:
             rehearse([self.task, self.eval_task], self.bench)
             self.engine = Engine(cfg.model_dir, self.precision.engine, cfg.output_dir)
 
     def open_folder(self) -> Identity:
         """Rank 0: begins or continues the run in its folder. Returns what its checkpoints belong to."""
-        cfg = self.cfg
-        parts = {
-            "evaluation": self.evaluation,
-            "trained": self.trained,
-            "precision": self.precision,
-            "replay": self.replay,
-        }
-        say(opening(cfg, self.loss, self.advantage, checkpoints=self.saving, **parts))
-        resuming = self.folder.resumes(cfg.resume_from_checkpoint)
-        run = self.folder.begin(record(cfg), resuming, reads=named_paths(cfg))
+        resuming = self.folder.resumes(self.cfg.resume_from_checkpoint)
+        run = self.folder.begin(record(self.cfg), resuming, reads=named_paths(self.cfg))
         return identify(run.id, self.hf_model, self.meta_model, self.trained.spec)
 
     def open_records(self) -> None:
@@ -417,7 +422,7 @@ class GRPORecipe:
             return {}
         values = summary.evaluation_metrics(
             *sample_held_out(
-                [self.eval_task[i] for i in range(len(self.eval_task))],
+                self.held_out.problems,
                 self.evaluation.samples,
                 replace(self.sampling, seed=self.cfg.seed),
                 self.engine,
@@ -426,8 +431,9 @@ class GRPORecipe:
                 bars=self.progress.sampling,
                 watch=self.watch,
                 times=self.timeline,
-                deadline_s=self.cfg.rollout_deadline_s,
-            )
+                deadline_s=self.rollout_config.deadline_s,
+            ),
+            skipped=self.held_out.skipped,
         )
         self.last_eval = values["eval/accuracy_sampled"]
         return values
@@ -450,10 +456,14 @@ class GRPORecipe:
             source=self.source.state_dict(),
             task=self.problems.state_dict(),
         )
-        export = self.trained.export(self.policy.model, self.hf_model, self.precision.dtype)
         with self.stop.saving(), self.watch("save"):
             self.watch.seconds["save/hash"] = self.checkpoints.save(
-                self.step, self.policy.model, self.learner.optimizer, export, state.to_json(), self.last_eval
+                self.step,
+                self.policy.model,
+                self.learner.optimizer,
+                self.trained.export(self.policy.model, self.hf_model, self.precision.dtype),
+                state.to_json(),
+                self.last_eval,
             )
 
     def load_checkpoint(self, path: Path) -> None:

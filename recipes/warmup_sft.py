@@ -19,6 +19,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.groups import Group, Sample
 from torchtune_ext.host.config import build, instantiate, load_config, named_paths, record
+from torchtune_ext.host.opening import device_text, model_text
 from torchtune_ext.host.plugin import parse
 from torchtune_ext.objective.loss import NLLLoss
 from torchtune_ext.packing import pack
@@ -26,10 +27,12 @@ from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.scratch import Shape, make_tokenizer, write_model
 from torchtune_ext.run.folder import RunFolder
-from torchtune_ext.run.output import say
+from torchtune_ext.run.output import labelled, say
 from torchtune_ext.run.stop import StopSignals
+from torchtune_ext.run.worker_process import last_line
 from torchtune_ext.sampling.records import Completion
-from torchtune_ext.tasks.order import problem_index
+from torchtune_ext.tasks.order import Usable, problem_index
+from torchtune_ext.tasks.task import Problem
 from torchtune_ext.telemetry.metrics import LoggingConfig, Metrics
 from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.telemetry.summary import Stopwatch, clock_metrics, memory_metrics
@@ -76,6 +79,7 @@ class WarmupRecipe:
         self.folder: RunFolder | None = None
         self.metrics: Metrics | None = None
         self.finished = 0  # updates
+        self.saved: Path | None = None  # the model, at the end
 
     def setup(self) -> None:
         cfg = self.cfg
@@ -126,13 +130,24 @@ class WarmupRecipe:
             max_grad_norm=cfg.max_grad_norm,
             watch=self.watch,
         )
+        if self.ranks.is_main:
+            say(
+                labelled(
+                    [
+                        ("model", model_text(self.source, self.policy.model, "all weights")),
+                        ("device", f"{device_text(self.ranks)}; in {cfg.dtype}"),
+                        ("problems", f"{type(self.task).__name__}, {cfg.num_problems:,}; {self.updates:,} updates"),
+                        ("files", f"{cfg.output_dir}; the model goes to {cfg.output_dir}/model"),
+                    ]
+                )
+            )
         self.metrics = Metrics(cfg.output_dir, logging.to, run, rank=self.ranks.rank)
         self.progress = Progress(self.updates, self.ranks.rank)
 
     def make_model(self, folder: Path, shape: Shape) -> None:
         """A tokenizer from the task's text and random weights."""
         cfg = self.cfg
-        problems = [self.task[i] for i in range(min(cfg.tokenizer_problems, cfg.num_problems))]
+        problems = Usable(self.task, among=min(cfg.tokenizer_problems, cfg.num_problems)).problems
         prompts = [message["content"] for problem in problems for message in problem.messages]
         solutions = [self.task.solution(problem) for problem in problems]
         answers = {str(value) for p in problems for value in (p.answer.values() if isinstance(p.answer, dict) else [])}
@@ -141,7 +156,7 @@ class WarmupRecipe:
 
     def train(self) -> None:
         cfg = self.cfg
-        groups = [self.group(i) for i in range(cfg.num_problems)]
+        groups = self.groups()
         with self.progress.training(self.updates, "warm-up") as bar:
             for update in range(self.updates):
                 self.watch.lap()
@@ -158,13 +173,29 @@ class WarmupRecipe:
                 if (update + 1) % cfg.log_every == 0 or update + 1 == self.updates:
                     values |= stats.metrics() | memory_metrics() | {"optim/lr": self.learner.learning_rate}
                     self.metrics.log(update + 1, values | clock_metrics(values, self.watch.lap()))
-        saved = self.save()
-        if self.ranks.is_main:
-            say(f"model: {saved}")
+        self.saved = self.save()
 
-    def group(self, index: int) -> Group:
+    def groups(self) -> list[Group]:
+        """The problems with their solutions. One that cannot be learned is named and left out."""
+        made = {}
+
+        def fault(problem: Problem) -> str:
+            try:
+                made[id(problem)] = group = self.group(problem)
+            except Exception as error:  # noqa: BLE001 (the task's code, or the template's; the error is named)
+                return f"there is no text to learn: {last_line(error)}"
+            # The last token is only a label.
+            length = len(group.prompt_tokens) + len(group.samples[0].completion.tokens) - 1
+            return (
+                f"its text has {length} tokens, more than row_tokens={self.cfg.row_tokens}"
+                if length > self.cfg.row_tokens
+                else ""
+            )
+
+        return [made[id(problem)] for problem in Usable(self.task, fault, among=self.cfg.num_problems).problems]
+
+    def group(self, problem: Problem) -> Group:
         """One problem with its solution as the only sample; the end of the turn is trained too."""
-        problem = self.task[index]
         turn = [*problem.messages, {"role": "assistant", "content": self.task.solution(problem)}]
         ids, mask = self.tokenizer.conversation_ids(turn)
         first = 1 if self.cfg.train_on_prompt else mask.index(True)
@@ -184,6 +215,10 @@ class WarmupRecipe:
         return save_model(folder, self.policy.model, self.source, self.dtype, self.ranks.is_main)
 
     def standing(self) -> str:
+        if self.saved is not None:
+            return labelled(
+                [("model", f"{self.saved}, in Hugging Face's format: train it with model_dir={self.saved}")]
+            )
         return f"It was at update {self.finished}, and a warm-up keeps nothing until its end: start it again"
 
     def cleanup(self) -> None:

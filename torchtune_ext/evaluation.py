@@ -62,7 +62,16 @@ def accuracy(groups: Sequence[Group], ks: Sequence[int] = (1,)) -> Accuracy:
     ungraded = sum(len(g.samples) for g in groups) - sum(map(len, rewards))
     rewards = [r for r in rewards if r]
     if not rewards:
-        raise ValueError(f"none of {ungraded} samples could be graded; see the causes in the rollout store")
+        # The groups may be of an evaluation, which stores none of them.
+        causes = (
+            f"problem {g.problem.id!r} {s.outcome.kind}: {s.outcome.cause}"
+            for g in groups
+            for s in g.samples
+            if s.outcome
+        )
+        raise ValueError(
+            f"none of {ungraded} samples could be graded. The first one: {next(causes, 'it was not graded')}"
+        )
     means = np.array([np.mean(r) for r in rewards])
     half = 1.96 * means.std(ddof=1) / math.sqrt(len(means)) if len(means) > 1 else math.inf
     pass_at = {

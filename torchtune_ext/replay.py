@@ -13,7 +13,7 @@ from typing import Any
 
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.groups import Group
-from torchtune_ext.run.folder import read_record
+from torchtune_ext.run.folder import changes, read_record
 from torchtune_ext.source import REPLAYED
 from torchtune_ext.tasks.order import ProblemStream
 from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
@@ -35,7 +35,7 @@ APART = (
     "grader",
     "bench",
 )
-APART += ("evaluation", "engine", "staleness", "depth", "rollout_deadline_s", "rank_deadline_s", "max_mismatch")
+APART += ("evaluation", "engine", "staleness", "depth", "rollouts", "rank_deadline_s", "max_mismatch")
 NAMED = 8  # settings that differ and that one line names
 BATCHES = 32  # The problems of a first step are among those of so many: of steps ahead, or of refills.
 
@@ -191,7 +191,7 @@ class Replay:
         wanted = {group.problem.id: group for group in read_rollouts(self._paths[1])}
         for cursor in range(BATCHES * batch):
             problem = problems.at(cursor)
-            group = wanted.get(problem.id)
+            group = None if problem is None else wanted.get(problem.id)
             if group is not None and group.prompt_tokens.tolist() == tokenizer.prompt_ids(list(problem.messages)):
                 del wanted[problem.id]
             if not wanted:
@@ -208,13 +208,5 @@ def _named(settings: Sequence[str]) -> str:
 
 def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
     """Names settings with both values, for instance "optimizer.lr=0.001 (here 0.0001)"."""
-    theirs, ours = (dict(_leaves(node)) for node in (theirs, ours))
-    keys = [key for key in (*theirs, *(k for k in ours if k not in theirs)) if key.partition(".")[0] not in APART]
-    return [f"{key}={theirs.get(key)} (here {ours.get(key)})" for key in keys if theirs.get(key) != ours.get(key)]
-
-
-def _leaves(node: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for key, value in node.items():
-        found += _leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", value)]
-    return found
+    found = [change for change in changes(theirs, ours) if change.key.partition(".")[0] not in APART]
+    return [f"{change.key}={change.before} (here {change.now})" for change in found]

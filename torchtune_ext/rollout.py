@@ -219,8 +219,8 @@ class GroupStream:
         more = f"; and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
         count = "1 group is" if len(missing) == 1 else f"{len(missing)} groups are"
         raise TimeoutError(
-            f"no completion and no grade came for {silent:.0f} s (rollout_deadline_s={deadline_s:g}), while {count} waited "
-            f"for: {listed}{more}. Look at engine.log, or raise rollout_deadline_s"
+            f"no completion and no grade came for {silent:.0f} s (rollouts.deadline_s={deadline_s:g}), while {count} waited "
+            f"for: {listed}{more}. Look at engine.log, or raise rollouts.deadline_s"
         )
 
     def close(self) -> None:

@@ -10,22 +10,65 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
 
 from torchtune_ext.buffer import Ledger
-from torchtune_ext.grading import log_failures
+from torchtune_ext.chat import ChatTokenizer
+from torchtune_ext.grading.failures import GradingWatch
 from torchtune_ext.group_json import group_json, group_of
 from torchtune_ext.groups import Group
 from torchtune_ext.rollout import WAKE_S, GroupStream, Watcher
+from torchtune_ext.run.worker_process import last_line
 from torchtune_ext.sampling.engine import SamplingConfig
-from torchtune_ext.tasks.order import ProblemStream
+from torchtune_ext.tasks.order import ON_BAD, Fault, ProblemStream
+from torchtune_ext.tasks.task import Problem
 
 log = logging.getLogger(__name__)
 
 SEED_STRIDE = 1 << 20  # the seeds of a step start here times the step, those of a refill one by one behind
 REPLAYED = "replayed"  # in the state of a run that samples nothing but replays another one: whose id
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutConfig:
+    """The node `rollouts:` of a recipe that samples."""
+
+    bad_problems: str = "skip"  # a prompt that is too long, a broken row: "skip" names it and asks another; or "error"
+    deadline_s: float = 1800.0  # seconds without a completion or grade after which a wait is given up
+
+    def __post_init__(self) -> None:
+        if self.bad_problems not in ON_BAD:
+            raise ValueError(f"rollouts.bad_problems={self.bad_problems!r} is unknown; use one of {', '.join(ON_BAD)}")
+        if not self.deadline_s > 0:
+            raise ValueError(f"rollouts.deadline_s={self.deadline_s} must be a number of seconds greater than 0")
+
+
+def prompt_fault(tokenizer: ChatTokenizer, max_model_len: int, max_tokens: int) -> Fault:
+    """Returns a function that says why the engine cannot sample for a problem, or "" where it can.
+
+    Args:
+        max_model_len: tokens of a prompt and a completion together (`engine.max_model_len`).
+        max_tokens: tokens of a completion (`sampling.max_tokens`).
+    """
+
+    def fault(problem: Problem) -> str:
+        try:
+            tokens = len(tokenizer.prompt_ids(list(problem.messages)))
+        except Exception as error:  # noqa: BLE001 (the template's code, on messages that the user's task made)
+            return f"its messages are no prompt: {last_line(error)}"
+        if not tokens:
+            return "its prompt is empty"
+        if tokens + max_tokens <= max_model_len:
+            return ""
+        left = max_model_len - max_tokens
+        return (
+            f"its prompt has {tokens} tokens, and beside sampling.max_tokens={max_tokens} engine.max_model_len="
+            f"{max_model_len} leaves {left}"
+        )
+
+    return fault
 
 
 def step_seed(seed: int, step: int, refill: int = 0) -> int:
@@ -43,7 +86,7 @@ class GroupSource:
         samples: completions of each prompt.
         sampling: how they are drawn; its seed is replaced by that of the group's step.
         seed: of the run.
-        deadline_s: seconds that `take` waits without any completion or grade before it gives up.
+        deadline_s: seconds that `take` waits without any completion or grade before it gives up (`rollouts.deadline_s`).
     """
 
     def __init__(
@@ -63,6 +106,7 @@ class GroupSource:
         self.finished: dict[int, Group] = {}
         self._dropped_tokens = 0
         self._step = 0  # whose groups were taken last, counted from 1
+        self._graded = GradingWatch()
         self._error: Exception | None = None  # of groups that nobody has asked for yet
 
     def open(self, version: int) -> None:
@@ -101,6 +145,7 @@ class GroupSource:
         Raises:
             TimeoutError: nothing came for `deadline_s` seconds. The message names groups that are missing.
             RuntimeError: the groups of this step may not be submitted yet, since `open` was not told of a publication.
+            GradingFailed: for several steps the grader has failed on every text.
             What `GroupStream.submit` and `GroupStream.next` raise.
         """
         if self._error is not None:
@@ -111,7 +156,9 @@ class GroupSource:
         else:
             with self._stream.watched(watcher, self.finished, self.ledger.taken + self.ledger.batch):
                 groups, values = self._take_batch(watch)
-        log_failures([sample.outcome for group in groups for sample in group.samples])
+        self._graded.look(
+            self._step, [(group.problem.id, sample.outcome) for group in groups for sample in group.samples]
+        )
         return groups, values | self._stream.grader.metrics()
 
     def alone(self) -> AbstractContextManager:
@@ -241,11 +288,16 @@ class GroupSource:
     def _submit(self) -> None:
         numbers = self.ledger.submit()
         new = [number for number in numbers if number not in self._cursors]
-        first = self._problems.cursor
-        problems = dict(zip(new, self._problems.take(len(new)) if new else [], strict=True))
-        self._cursors |= {number: first + i for i, number in enumerate(new)}
+        drawn = dict(zip(new, self._problems.draw(len(new)) if new else [], strict=True))
         for number in numbers:
-            problem = problems[number] if number in problems else self._problems.at(self._cursors[number])
+            if number not in drawn:
+                cursor = self._cursors[number]
+                problem = self._problems.at(cursor)
+                # A task that adapts may ask otherwise by now, and that may be a bad problem: another one takes its place.
+                drawn[number] = self._problems.draw(1)[0] if problem is None else (cursor, problem)
+        self._cursors |= {number: cursor for number, (cursor, _) in drawn.items()}
+        for number in numbers:
+            problem = drawn[number][1]
             step, place = divmod(number, self.ledger.batch)
             sampling = replace(self._sampling, seed=step_seed(self._seed, step + 1))
             try:

@@ -185,13 +185,13 @@ def test_a_group_that_never_ends_is_named(ends):
     number, silence_s = 6 * GROUPS + 2, 10.0
     hang = ends.workplace / f"hang_{problem_of(number)}"
     hang.touch()
-    run = start(ends, f"rollout_deadline_s={silence_s}", "grader.timeout_s=3000")
+    run = start(ends, f"rollouts.deadline_s={silence_s}", "grader.timeout_s=3000")
     wait_until(lambda: not hang.exists() or run.process.poll() is not None, 240)
     hung = time.monotonic()
     assert run.wait(240) == 1, run.output()
     took = time.monotonic() - hung
     said = re.search(
-        r"TimeoutError: no completion and no grade came for (\d+) s \(rollout_deadline_s=10\), while 1 group is waited for: "
+        r"TimeoutError: no completion and no grade came for (\d+) s \(rollouts\.deadline_s=10\), while 1 group is waited for: "
         rf"group {number} \(version \d+\): submitted (\d+) s ago, 1 of 2 texts are not graded\. Look at engine.log",
         run.output(),
     )

@@ -34,6 +34,7 @@ MEASURED = (
 # No run here writes these names, for the reason beside them.
 ELSEWHERE = {
     "loss/*": "a loss of one's own",
+    **dict.fromkeys(("problems/skipped", "eval/skipped"), "a task with problems that cannot be used"),
     **dict.fromkeys(MEASURED, "a task whose programs are timed"),
 } | ({} if torch.cuda.is_available() else {"memory/gpu_gib": "a GPU"})
 

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Self
 
 import cloudpickle
@@ -66,14 +67,15 @@ class Grader:
     The same time limit then holds for a group.
 
     The task is sent by cloudpickle, so its class may be defined in the user's copied recipe (`__main__`). The processes
-    start at once, import torch only if the task does, and end with this process or with `close`.
+    start at once, import torch only if the task does, and end with this process or with `close`. What they print goes into the
+    file `output`, or, without one, where this process prints. If nothing was printed, `close` removes the file.
 
     Raises:
         ValueError: a setting is out of range, or the task cannot be pickled.
         RuntimeError: the workers cannot start.
     """
 
-    def __init__(self, task: Task, workers: int = 1, timeout_s: float = 10.0):
+    def __init__(self, task: Task, workers: int = 1, timeout_s: float = 10.0, output: Path | None = None):
         config = GraderConfig(workers, timeout_s)
         try:
             target = cloudpickle.dumps(Grading(task))
@@ -84,8 +86,8 @@ class Grader:
                 "Keep open files, locks and models out of its attributes"
             ) from error
         self.compares = hasattr(task, "grade_group")  # whether the texts of a problem are graded together
-        self._timeout_s = config.timeout_s
-        self.processes = Processes(target, config.workers, "grading", "task")
+        self._timeout_s, self._output = config.timeout_s, output
+        self.processes = Processes(target, config.workers, "grading", "task", output=output)
 
     def submit(self, problem: Problem, text: str) -> "Future[Outcome]":
         """Hands in a text and returns at once. A slow text delays others only if no other worker is free."""
@@ -121,6 +123,8 @@ class Grader:
     def close(self) -> None:
         """Kills the workers. A second call does nothing."""
         self.processes.close(RuntimeError("the Grader is closed"))
+        if self._output is not None and self._output.exists() and not self._output.stat().st_size:
+            self._output.unlink()
 
     def __enter__(self) -> Self:
         return self

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Lock
 
 from torchtune_ext.grading.calls import checked
@@ -22,6 +23,8 @@ from torchtune_ext.tasks.measured.service import MeasuredTask, is_measured, open
 from torchtune_ext.tasks.measured.timing import LOCK_S
 from torchtune_ext.tasks.task import Problem, Task
 
+OUTPUT = "grader.log"
+
 
 def rehearse(tasks: Sequence[Task | None], bench: BenchConfig) -> None:
     """Finds out before anything expensive starts whether what these tasks ask for can be measured (`service.rehearse`)."""
@@ -31,13 +34,18 @@ def rehearse(tasks: Sequence[Task | None], bench: BenchConfig) -> None:
 
 
 def open_graders(
-    tasks: Sequence[Task | None], config: GraderConfig, bench: BenchConfig, beside_training: bool = False
+    tasks: Sequence[Task | None],
+    config: GraderConfig,
+    bench: BenchConfig,
+    beside_training: bool = False,
+    folder: str | Path | None = None,
 ) -> list["Grader | BenchGrader"]:
     """Starts what grades these tasks, in their order, without those that are None. Measured ones share one service.
 
     Args:
         beside_training: programs are measured while this process trains. With two more cores than are timed on, it keeps off
             those. With fewer, training and timing take turns (`BenchGrader.alone`).
+        folder: of the run: what graders print goes into the file `OUTPUT` there. None: they print where this process does.
 
     Raises:
         What `Grader` and `open_bench` raise, and what a task raises that measures programs of an earlier run again.
@@ -46,7 +54,8 @@ def open_graders(
     try:
         for task in filter(None, tasks):
             if not is_measured(task):
-                found.append(Grader(task, config.workers, config.timeout_s))
+                output = None if folder is None else Path(folder) / OUTPUT
+                found.append(Grader(task, config.workers, config.timeout_s, output))
                 continue
             if measuring is None:
                 measuring = open_bench(bench)

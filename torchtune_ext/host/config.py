@@ -44,6 +44,7 @@ MOVED = {
     "publish": "adapters.publish",
     "save_merged": "adapters.save_merged",
     "precision.recipe": "precision.scaling",
+    "rollout_deadline_s": "rollouts.deadline_s",
 }
 # Components of an earlier version, likewise.
 MOVED_COMPONENTS = {

@@ -1,18 +1,27 @@
-"""Writes what a run says before it begins: what it trains, its objective, and settings that do not work together."""
+"""Writes what a run says before it begins: what it trains, where, on what, into which files; and settings that do not work
+together."""
 
 import math
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
+from torch import nn
 
 from torchtune_ext.advantages import AdvantageConfig
 from torchtune_ext.buffer import Ledger
 from torchtune_ext.evaluation import EvaluationConfig
-from torchtune_ext.host.config import build, has_component, instantiate, load_preset
+from torchtune_ext.host.config import build, instantiate, load_preset
+from torchtune_ext.policy.hf_model import HFModel
+from torchtune_ext.policy.lora import adapter_names
 from torchtune_ext.replay import Replay
+from torchtune_ext.run.output import labelled
+from torchtune_ext.tasks.order import SHUFFLE_LIMIT
+from torchtune_ext.tasks.task import Task
+from torchtune_ext.training.distributed import Ranks
 from torchtune_ext.training.precision import Precision
 from torchtune_ext.training.state import CheckpointConfig
 from torchtune_ext.training.trained import Adapters, AllWeights
@@ -20,36 +29,93 @@ from torchtune_ext.training.trained import Adapters, AllWeights
 AGGREGATIONS = {"token": "token mean", "sequence": "sequence mean", "constant": "sum over a constant"}
 
 
-def opening(
-    cfg: DictConfig,
-    loss: Any,
-    advantage: AdvantageConfig,
-    checkpoints: CheckpointConfig,
-    evaluation: EvaluationConfig,
-    trained: AllWeights | Adapters,
-    precision: Precision,
-    replay: Replay | None = None,
-) -> str:
-    """Returns the lines that a GRPO recipe prints first.
+class Opened(Protocol):
+    """What `opening` reads of a GRPO recipe that is about to start."""
 
-    Args:
-        cfg: settings of the recipe, as `load_config` returned them.
-        loss, advantage, checkpoints, evaluation, trained, precision, replay: what was built from these settings.
-    """
-    lines = [f"trains: {trained}; {precision}", objective_line(cfg, loss, advantage)]
+    cfg: DictConfig  # as `load_config` returned it
+    saving: CheckpointConfig
+    evaluation: EvaluationConfig
+    loss: Any
+    advantage: AdvantageConfig
+    trained: AllWeights | Adapters
+    precision: Precision
+    replay: Replay | None
+    meta_model: nn.Module
+    hf_model: HFModel
+    ranks: Ranks
+    task: Task
+    eval_task: Task | None
+
+
+def opening(recipe: Opened) -> str:
+    """Returns the lines that a GRPO recipe prints before its engine starts."""
+    cfg, output = recipe.cfg, recipe.cfg.output_dir
+    _, _, objective = objective_line(cfg, recipe.loss, recipe.advantage).partition(": ")
+    lines = [
+        ("model", model_text(recipe.hf_model, recipe.meta_model, recipe.trained)),
+        ("device", f"{device_text(recipe.ranks)}; {recipe.precision}"),
+        ("objective", objective),
+        ("problems", problems_text(cfg, recipe.task, recipe.eval_task, recipe.evaluation)),
+        ("files", f"{output}; a checkpoint every {recipe.saving.every} steps; graders print into grader.log"),
+    ]
     ledger = Ledger(cfg.prompts_per_step, cfg.max_steps, cfg.staleness, cfg.depth)
-    if replay:
-        lines.append(str(replay))
-    elif ledger.staleness:
-        lines.append(f"samples ahead: staleness {ledger.staleness}, depth {ledger.depth}")
-    evaluated = has_component(cfg.evaluation.get("task")) and not replay
-    if evaluated and checkpoints.every < cfg.max_steps and checkpoints.every % evaluation.every:
+    if recipe.replay:
+        lines.append(("replay", str(recipe.replay)))
+    else:
+        ahead = f"; samples ahead: staleness {ledger.staleness}, depth {ledger.depth}" if ledger.staleness else ""
+        address = recipe.precision.engine.address
+        where = f"connecting to {address}" if address else "starting"
+        lines.append(("engine", f"{where}, its log: {output}/engine.log{ahead}"))
+    evaluated = recipe.eval_task is not None and not recipe.replay
+    every, evaluates = recipe.saving.every, recipe.evaluation.every
+    if evaluated and every < cfg.max_steps and every % evaluates:
         lines.append(
-            f"best checkpoint: only one that is written when the run evaluates has an accuracy; with checkpoints.every="
-            f"{checkpoints.every} and evaluation.every={evaluation.every} that is each "
-            f"{math.lcm(checkpoints.every, evaluation.every)} steps. Let checkpoints.every be a multiple of evaluation.every"
+            (
+                "best",
+                f"only a checkpoint that is written when the run evaluates has an accuracy; with checkpoints.every={every} and "
+                f"evaluation.every={evaluates} that is each {math.lcm(every, evaluates)} steps. Let checkpoints.every be a "
+                "multiple of evaluation.every",
+            )
         )
-    return "\n".join(lines)
+    return labelled(lines)
+
+
+def ready(seconds: float) -> str:
+    """Returns the line that a recipe prints when its engine is ready, so many seconds after its start."""
+    return labelled([("engine", f"ready after {seconds:.0f} s")])
+
+
+def model_text(source: HFModel, model: nn.Module, trained: AllWeights | Adapters | str) -> str:
+    """Returns what is trained: "models/Q7: qwen2 of 28 layers, 7.62 billion parameters; trains all weights"."""
+    adapters, sizes = adapter_names(model), {name: param.numel() for name, param in model.named_parameters()}
+    whole = sum(size for name, size in sizes.items() if name not in adapters)
+    text = f"{source.path}: {source.config['model_type']} of {source.config.get('num_hidden_layers')} layers, {count(whole)}"
+    part = f" ({count(sum(sizes[name] for name in adapters))})" if adapters else ""
+    return f"{text} parameters; trains {trained}{part}"
+
+
+def count(number: int) -> str:
+    """Returns a number of parameters in few digits: "7.62 billion"."""
+    if number >= 1e9:
+        return f"{number / 1e9:.3g} billion"
+    if number >= 1e6:
+        return f"{number / 1e6:.3g} million"
+    return f"{number / 1e6:.1f} million" if number >= 1e5 else f"{number:,}"
+
+
+def device_text(ranks: Ranks) -> str:
+    """Returns where the trainer computes: "4 processes on NVIDIA H100 80GB HBM3"."""
+    device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else str(ranks.device)
+    return f"{'1 process' if ranks.world_size == 1 else f'{ranks.world_size} processes'} on {device}"
+
+
+def problems_text(cfg: DictConfig, task: Task, held_out: Task | None, evaluation: EvaluationConfig) -> str:
+    """Returns what is asked: "Math, 7,473, of which a step takes 32 with 16 samples each; held-out: ..."."""
+    number = f"{len(task):,}" if len(task) <= SHUFFLE_LIMIT else "made without end"
+    text = f"{type(task).__name__}, {number}; each step takes {cfg.prompts_per_step} with {cfg.samples_per_prompt} samples each"
+    if held_out is None:
+        return f"{text}; none held out"
+    return f"{text}; held out: {type(held_out).__name__}, {len(held_out):,}, every {evaluation.every} steps"
 
 
 def objective_line(cfg: DictConfig, loss: Any, advantage: AdvantageConfig) -> str:

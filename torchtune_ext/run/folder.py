@@ -17,11 +17,12 @@ import secrets
 import socket
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torchtune_ext.run.files import explained, sweep, write_atomic
+from torchtune_ext.run.origin import origin
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ CONTENTS = (
     "checkpoints",
     "tensorboard",
     "engine.log",
+    "grader.log",
     "fp8.txt",
     "evaluation.json",
     "report.html",
@@ -44,7 +46,7 @@ CONTENTS = (
     "start",
 )
 CHECKPOINT = re.compile(r"step_(\d{6,})")  # the name of a checkpoint's folder
-PAPERS = (RECORD, "engine.log", "fp8.txt")  # the files that a run writes before its first line of metrics
+PAPERS = (RECORD, "engine.log", "grader.log", "fp8.txt")  # the files that a run writes before its first line of metrics
 # An earlier run is collected under this name. When it is whole, the folder is renamed to old-N.
 _MOVING = ".old.partial"
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -59,6 +61,33 @@ class Run:
     name: str  # the name of the folder that the run began in
     started: float  # seconds since 1970
     config: Mapping[str, Any]  # the settings, JSON-able
+    # What the last process of the run was started with: its command, recipe, folder, commit and versions (`origin`).
+    process: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A setting that two runs, or two starts of one run, do not share."""
+
+    key: str  # "optimizer.lr"
+    before: Any  # None where it was not set
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.key} {self.before} -> {self.now}"
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+    """Returns the settings that differ, each leaf by its dotted key."""
+    before, now = dict(_leaves(before)), dict(_leaves(now))
+    return [Change(key, before.get(key), now.get(key)) for key in {**before, **now} if before.get(key) != now.get(key)]
+
+
+def _leaves(node: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for key, value in node.items():
+        found += _leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", value)]
+    return found
 
 
 class RunFolder:
@@ -76,6 +105,7 @@ class RunFolder:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.run: Run | None = None  # the run that `begin` began
+        self.earlier: Mapping[str, Any] = {}  # its settings until then, if it goes on and they are known
         self._lock: int | None = None
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"output_dir={path} is no folder. {_ELSEWHERE}")
@@ -138,11 +168,14 @@ class RunFolder:
             now, name = time.time(), self.path.resolve().name
             if resuming:
                 earlier = self._resumed()
-                run = Run(earlier["id"], earlier.get("name", name), earlier.get("started", now), dict(settings))
+                self.earlier = earlier.get("config", {})
+                run = Run(
+                    earlier["id"], earlier.get("name", name), earlier.get("started", now), dict(settings), origin()
+                )
             else:
                 self._require_unread(reads)
                 self._set_aside()
-                run = Run(secrets.token_hex(4), name, now, dict(settings))
+                run = Run(secrets.token_hex(4), name, now, dict(settings), origin())
         self.run = run
         if not resuming:
             self.write_record()

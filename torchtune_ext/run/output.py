@@ -4,12 +4,14 @@ import atexit
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
 log = logging.getLogger(__name__)
+
+LABEL = 11  # characters before the text in the lines that a run begins and ends with
 
 
 def say(text: str, file: TextIO | None = None) -> None:
@@ -29,6 +31,11 @@ def say(text: str, file: TextIO | None = None) -> None:
 
     # The bars are on stderr. To print above them, tqdm clears them and draws them again, which may fail as well.
     attempt(sys.stderr, above_bars)
+
+
+def labelled(lines: Sequence[tuple[str, str]]) -> str:
+    """Returns one line for each (label, text), the texts below each other."""
+    return "\n".join(f"{label + ':':<{LABEL}}{text}" for label, text in lines)
 
 
 def attempt(stream: TextIO | None, write: Callable[[], Any]) -> bool:

@@ -23,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -67,6 +68,7 @@ class Processes:
         folder: where each process gets a folder for temporary files (its TMPDIR), which goes when the process ends, however
             it ends. None: the processes share the TMPDIR of this one.
         variables: further variables of the environment of the processes.
+        output: file that takes what the processes print, behind what is in it. None: they print where this one does.
 
     Raises:
         OSError: no process can be started.
@@ -80,9 +82,10 @@ class Processes:
         subject: str,
         folder: Path | None = None,
         variables: Mapping[str, str] = MappingProxyType({}),
+        output: Path | None = None,
     ) -> None:
         self._name, self._subject = name, subject
-        self._count, self._folder = count, folder
+        self._count, self._folder, self._output = count, folder, output
         self._hello, self._variables = pickle.dumps((list(sys.path), target)), dict(variables)
         self._lock = threading.Lock()  # guards `_queue` and `_ended`
         self._queue: deque[_Item] = deque()
@@ -160,7 +163,7 @@ class Processes:
         try:
             try:
                 for _ in range(self._count):
-                    self._workers.append(_Worker(self._hello, self._folder, self._variables))
+                    self._workers.append(_Worker(self._hello, self._folder, self._variables, self._output))
             except Exception as error:
                 started.set_exception(error)
                 raise
@@ -242,7 +245,7 @@ class Processes:
     def _replace(self, slot: int) -> None:
         self._workers[slot].connection.close()
         self._workers[slot].end(kill_at=0.0)
-        self._workers[slot] = _Worker(self._hello, self._folder, self._variables)
+        self._workers[slot] = _Worker(self._hello, self._folder, self._variables, self._output)
 
 
 @dataclass(eq=False, slots=True)
@@ -269,7 +272,9 @@ class _Item:
 class _Worker:
     """One process, as this one sees it."""
 
-    def __init__(self, hello: bytes, folder: Path | None, variables: Mapping[str, str]) -> None:
+    def __init__(
+        self, hello: bytes, folder: Path | None, variables: Mapping[str, str], output: Path | None = None
+    ) -> None:
         self.folder: Path | None = None
         variables = {**environment(), **variables}
         if folder is not None:
@@ -279,9 +284,16 @@ class _Worker:
         ours, theirs = socket.socketpair()
         with ours, theirs:
             command = [sys.executable, "-P", worker_process.__file__, str(theirs.fileno()), str(os.getpid())]
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True, env=variables
-            )
+            with open(output, "ab") if output is not None else nullcontext() as file:
+                self.process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=file,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                    env=variables,
+                )
             # A process that is stopped in the middle of a message must not block this one.
             for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
                 ours.setsockopt(socket.SOL_SOCKET, option, _timeval(START_DEADLINE_S))

@@ -48,6 +48,9 @@ def last_line(error: BaseException) -> str:
 def main(fd: int, parent_pid: int) -> None:
     """Receives the object and then arguments from the socket `fd`, and answers until the parent closes the socket."""
     die_with_parent(parent_pid)
+    if sys.stdout is not None:
+        # Otherwise a process that is killed takes with it what it has printed.
+        sys.stdout.reconfigure(line_buffering=True)
     parent = Connection(fd)
     try:
         sys.path[:], payload = parent.recv()

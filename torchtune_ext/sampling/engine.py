@@ -89,6 +89,7 @@ class Engine:
         self._cleanup: Cleanup | None = None
         self._janitor_watch: asyncio.Task | None = None
         self._started: Any = None  # future of the first start
+        self._start_s: list[float] = []  # one number, once the engine has come up: the seconds that this took
         self._closed = False
         self._supervisor = Supervisor(config, self._make_core, self._buffers, version)
         self._dispatcher = Dispatcher(config, self._supervisor, version)
@@ -105,7 +106,7 @@ class Engine:
         if self._started is not None or self._closed:
             raise RuntimeError("Engine.start: an engine is started once; make a new one")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        self._cleanup = Cleanup()
+        self._cleanup, began = Cleanup(), time.monotonic()
         close = weakref.WeakMethod(self.close)
         atexit.register(lambda: (method := close()) and method())
         self._thread.start()
@@ -116,14 +117,16 @@ class Engine:
             self.close()
             raise EngineFailed(f"the engine did not start: {error}") from error
         self._started = self._thread.submit(self._supervisor.start())
+        took = self._start_s
+        self._started.add_done_callback(lambda _: took.append(time.monotonic() - began))
         if self.config.sleep:
             # So the engine measures the GPU before the trainer has taken its part, and the trainer then finds it free.
             self.wait_ready()
             self.sleep()
 
-    def wait_ready(self, timeout: float | None = None) -> None:
-        """Waits until the engine can sample. Raises EngineFailed when it cannot start, TimeoutError after `timeout`
-        seconds (None stands for `start_deadline_s`), RuntimeError before `start`."""
+    def wait_ready(self, timeout: float | None = None) -> float:
+        """Waits until the engine can sample, and returns the seconds that its start took. Raises EngineFailed when it cannot
+        start, TimeoutError after `timeout` seconds (None stands for `start_deadline_s`), RuntimeError before `start`."""
         if self._started is None:
             raise RuntimeError("Engine.wait_ready: call start() first")
         timeout = self.config.start_deadline_s if timeout is None else timeout
@@ -137,6 +140,7 @@ class Engine:
         except CancelledError:  # another thread closed the engine meanwhile
             raise EngineFailed("the engine was closed") from None
         self._call(self._supervisor.ready())
+        return self._start_s[0]
 
     def close(self) -> None:
         """Ends the engine and all that belongs to it, also in the midst of a restart or a publication. May be called twice.

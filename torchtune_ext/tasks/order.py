@@ -1,15 +1,34 @@
-"""Orders the problems of a run. The order is a pure function of the seed and a cursor."""
+"""Orders the problems of a run. The order is a pure function of the seed and a cursor.
 
+A problem that cannot be used (a row of the data is broken, a prompt is too long) is bad. It is named and passed over, and
+the next one of the order takes its place, so that one row does not end a run.
+"""
+
+import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+from torchtune_ext.run.worker_process import last_line
 from torchtune_ext.tasks.task import Graded, Problem, Task
 
+log = logging.getLogger(__name__)
+
 SHUFFLE_LIMIT = 1 << 20  # longer tasks are generated, so their problems are independent and need no shuffling
+ON_BAD = ("skip", "error")  # what may become of a bad problem
+GIVE_UP = 1000  # bad problems in a row, after which a task is said to have no other ones
+NAMED = 5  # bad problems that one message names with their reasons
+
+Fault = Callable[[Problem], str]
+"""Says why a problem cannot be used, or "" where it can."""
+
+
+def no_fault(problem: Problem) -> str:
+    return ""
 
 
 def problem_index(cursor: int, length: int, seed: int) -> int:
@@ -23,65 +42,231 @@ def problem_index(cursor: int, length: int, seed: int) -> int:
     return _permutation(length, seed, epoch)[position]
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a task gave when it was asked for a problem, and whether that can be used."""
+
+    index: int
+    problem: Problem | None  # None: the task gave none
+    reason: str = ""  # why it cannot be used; "": it can
+
+    def __str__(self) -> str:
+        name = f"index {self.index}" if self.problem is None else f"{self.problem.id!r} (index {self.index})"
+        return f"{name}: {self.reason}"
+
+
 class ProblemStream:
     """Hands out the problems of a run.
 
     A thread makes the next problems in advance, because a generated puzzle takes milliseconds. Those of a task that adapts
     (`AdaptiveTask`) are made when they are asked for, since they depend on what became of earlier ones.
+
+    Args:
+        task: what is asked.
+        seed: of the order.
+        fault: says which problems cannot be used, besides those that the task does not give.
+        bad: "skip": such a problem is named and passed over; "error": it ends the run.
     """
 
-    def __init__(self, task: Task, seed: int):
-        self.cursor = 0  # problems handed out since the run began; a resumed run sets it
+    def __init__(self, task: Task, seed: int, fault: Fault = no_fault, bad: str = "skip"):
+        self.cursor = 0  # places of the order that were passed since the run began; a resumed run sets it
+        # Indices of bad problems, in the order in which the run met them. It does not ask for one of them again, unless the
+        # task adapts: then the problem may be another one by now, and the index may stand here several times.
+        self.skipped: list[int] = []
         self._task, self._seed, self._adapts = task, seed, hasattr(task, "observe")
+        self._fault, self._bad = fault, bad
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="problems")
-        self._ahead: tuple[int, Future[list[Problem]]] | None = None  # a cursor, and the problems from there on
+        self._ahead: Future[dict[int, _Asked]] | None = None  # of the places that come next
 
     def take(self, count: int) -> list[Problem]:
-        """Returns the next `count` problems. Raises what the task raises."""
-        first, made = self._ahead or (self.cursor, None)
-        problems = made.result()[:count] if made is not None and first == self.cursor else []
-        problems += self._make(self.cursor + len(problems), count - len(problems))
-        self.cursor += count
+        """Returns the next `count` problems. Raises what `draw` raises."""
+        return [problem for _, problem in self.draw(count)]
+
+    def draw(self, count: int) -> list[tuple[int, Problem]]:
+        """Returns the next `count` problems that can be used, each with its place in the order.
+
+        Raises:
+            ValueError: no problem of the task can be used, or one cannot and `bad` is "error".
+        """
+        ahead, found, bad = self._ahead.result() if self._ahead else {}, [], []
+        place, in_a_row, known = self.cursor, 0, set(self.skipped)
+        while len(found) < count:
+            index = self._index(place)
+            if self._adapts or index not in known:
+                # A prompt is measured in this thread, since others use the tokenizer as well.
+                asked = _checked(ahead.get(place) or self._ask(index, place), self._fault)
+                in_a_row = in_a_row + 1 if asked.reason else 0
+                if asked.reason:
+                    bad.append(asked)
+                    known.add(index)
+                    self._require_others(asked, len(known), in_a_row)
+                else:
+                    found.append((place, asked.problem))
+            place += 1
+        # Only now, so that a run that ends with an error above has passed over nothing.
+        self.cursor, self.skipped = place, self.skipped + [asked.index for asked in bad]
+        if bad:
+            log.warning("%s", _named("skipped", bad))
         if not self._adapts:
-            self._ahead = self.cursor, self._thread.submit(self._make, self.cursor, count)
-        return problems
+            self._ahead = self._thread.submit(self._make, range(place, place + count), frozenset(self.skipped))
+        return found
 
-    def at(self, cursor: int) -> Problem:
-        """Returns the problem that was, or will be, the `cursor`-th of the run, once more; of a task that adapts, what it asks
-        there now. Raises what the task raises."""
-        return self._make(cursor, 1)[0]
+    def first(self, count: int) -> list[Problem]:
+        """Returns the first problems of the task that can be used, at most `count`, in the order of their indices. It takes
+        them from nobody: the run will meet them as if they had not been asked for.
 
-    def again(self, cursor: int, stored: Problem) -> Problem | None:
-        """Returns the `cursor`-th problem of the run, of which one was stored, or None if the task has changed since. One of a
-        task that adapts is believed: what it asked then may differ from what it asks now. Raises what the task raises."""
+        Raises:
+            ValueError: none can be used, or one cannot and `bad` is "error".
+        """
+        return _usable(self._task, self._fault, self._bad, count, len(self._task))[0]
+
+    def at(self, place: int) -> Problem | None:
+        """Returns the problem that was, or will be, at this place of the order, once more; of a task that adapts, what it asks
+        there now. None: it cannot be used."""
+        index = self._index(place)
+        if index in self.skipped and not self._adapts:
+            return None
+        asked = _checked(self._ask(index, place), self._fault)
+        return None if asked.reason else asked.problem
+
+    def again(self, place: int, stored: Problem) -> Problem | None:
+        """Returns the problem at this place of the order, of which one was stored, or None if the task has changed since. One
+        of a task that adapts is believed: what it asked then may differ from what it asks now."""
         if self._adapts:
             return stored
-        problem = self.at(cursor)
-        return problem if problem.id == stored.id else None
+        problem = self.at(place)
+        return problem if problem is not None and problem.id == stored.id else None
 
     def observe(self, step: int, groups: Sequence[Graded], folder: Path) -> dict[str, float]:
-        """Tells a task that adapts what became of the groups of a step, and returns what is to be logged of it."""
-        return self._task.observe(step, groups, folder) if self._adapts else {}
+        """Tells a task that adapts what became of the groups of a step. Returns what is to be logged of it, and how many
+        problems were passed over."""
+        values = {"problems/skipped": float(len(self.skipped))} if self.skipped else {}
+        return values | (self._task.observe(step, groups, folder) if self._adapts else {})
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what the task has learned from observations, JSON-able: nothing of one that does not adapt."""
+        """Returns what a resumed run needs besides the cursor, JSON-able: what the task has learned from observations, if it
+        adapts, and which problems are passed over, if there are any."""
         # In a dictionary of its own, so that a task that has learned nothing yet can be told from one that never does.
-        return {"learned": self._task.state_dict()} if self._adapts else {}
+        state = {"learned": self._task.state_dict()} if self._adapts else {}
+        return state | ({"skipped": list(self.skipped)} if self.skipped else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over what `state_dict` returned. Raises ValueError if the task is another one, or has other settings."""
-        if bool(state) != self._adapts:
-            had, now = ("adapts", "does not") if state else ("does not adapt", "does")
+        if ("learned" in state) != self._adapts:
+            had, now = ("adapts", "does not") if "learned" in state else ("does not adapt", "does")
             raise ValueError(
                 f"task: the one of the checkpoint {had} to what became of its problems, and that of this run {now}; set task "
                 "as it was, or begin a new run in another output_dir"
             )
-        if state:
+        self.skipped = list(state.get("skipped", []))
+        if self._adapts:
             self._task.load_state_dict(state["learned"])
 
-    def _make(self, cursor: int, count: int) -> list[Problem]:
-        places = [(i, problem_index(i, len(self._task), self._seed)) for i in range(cursor, cursor + count)]
-        return [self._task.ask(index, i) if self._adapts else self._task[index] for i, index in places]
+    def _index(self, place: int) -> int:
+        return problem_index(place, len(self._task), self._seed)
+
+    def _make(self, places: range, skipped: frozenset[int]) -> dict[int, _Asked]:
+        indices = {place: self._index(place) for place in places}
+        return {place: self._ask(index, place) for place, index in indices.items() if index not in skipped}
+
+    def _ask(self, index: int, place: int) -> _Asked:
+        return _asked(index, lambda: self._task.ask(index, place) if self._adapts else self._task[index])
+
+    def _require_others(self, last: _Asked, known: int, in_a_row: int) -> None:
+        """Raises ValueError if the run cannot do without the last bad problem, or has no other ones.
+
+        Args:
+            known: how many indices have a bad problem, as far as the run knows.
+            in_a_row: how many bad ones came after each other.
+        """
+        if self._bad == "error":
+            raise ValueError(_refusal(last))
+        everything = not self._adapts and known >= len(self._task)
+        if everything or in_a_row >= GIVE_UP:
+            what = f"all {len(self._task)} problems" if everything else f"{in_a_row} problems in a row"
+            raise ValueError(_none_left(what, last))
+
+
+class Usable:
+    """The problems of a task that can be used, by index. They are asked for once, when they are first needed.
+
+    Args:
+        task, fault, bad: as in `ProblemStream`.
+        among: of so many problems, from the first; None: of all.
+    """
+
+    def __init__(self, task: Task, fault: Fault = no_fault, bad: str = "skip", among: int | None = None):
+        self._task, self._fault, self._bad, self._among = task, fault, bad, among
+
+    @cached_property
+    def problems(self) -> list[Problem]:
+        """The problems. Raises ValueError if there are none, or one is bad and `bad` is "error"."""
+        among = self._number
+        found, bad = _usable(self._task, self._fault, self._bad, among, among)
+        if bad:
+            log.warning("%s", _named(f"left out of the {among:,} of {type(self._task).__name__}", bad))
+        return found
+
+    @property
+    def skipped(self) -> int:
+        """How many of the problems cannot be used."""
+        return self._number - len(self.problems)
+
+    @property
+    def _number(self) -> int:
+        return len(self._task) if self._among is None else self._among
+
+
+def _usable(task: Task, fault: Fault, on_bad: str, count: int, among: int) -> tuple[list[Problem], list[_Asked]]:
+    """Returns the first `count` problems that can be used of the first `among` ones of a task, and the bad ones before them."""
+    found, bad = [], []
+    for index in range(among):
+        if len(found) == count:
+            break
+        asked = _checked(_asked(index, lambda index=index: task[index]), fault)
+        if not asked.reason:
+            found.append(asked.problem)
+            continue
+        bad.append(asked)
+        if on_bad == "error":
+            raise ValueError(_refusal(asked))
+        if not found and len(bad) >= GIVE_UP:
+            break
+    if not found and bad:
+        what = f"all {among} problems" if len(bad) == among else f"the first {len(bad)} problems"
+        raise ValueError(_none_left(what, bad[-1]))
+    return found, bad
+
+
+def _asked(index: int, ask: Callable[[], Any]) -> _Asked:
+    """Asks a task for a problem. Whatever its code raises makes the problem a bad one."""
+    try:
+        problem = ask()
+    except Exception as error:  # noqa: BLE001 (the user's code; the error is named)
+        return _Asked(index, None, last_line(error))
+    if not isinstance(problem, Problem):
+        return _Asked(index, None, f"the task gave {type(problem).__name__}, not a Problem")
+    return _Asked(index, problem)
+
+
+def _checked(asked: _Asked, fault: Fault) -> _Asked:
+    """Returns what a task gave, with the reason why it cannot be used, if there is one."""
+    return asked if asked.reason else replace(asked, reason=fault(asked.problem))
+
+
+def _named(what: str, bad: Sequence[_Asked]) -> str:
+    count = "1 problem is" if len(bad) == 1 else f"{len(bad)} problems are"
+    more = [repr(each.index if each.problem is None else each.problem.id) for each in bad[NAMED:]]
+    rest = f"; and {', '.join(more)}" if more else ""
+    return f"{count} {what}: {'; '.join(map(str, bad[:NAMED]))}{rest}"
+
+
+def _refusal(bad: _Asked) -> str:
+    return f"problem {bad}. Mend it, or set rollouts.bad_problems=skip, which passes over such problems"
+
+
+def _none_left(what: str, last: _Asked) -> str:
+    return f"{what} of the task cannot be used; the last one is {last}"
 
 
 @lru_cache(maxsize=2)

@@ -1,4 +1,5 @@
-"""This module shows the progress of a run on the terminal: bars while it samples and trains, and one aligned line a step.
+"""This module shows the progress of a run on the terminal: bars while it samples and trains, and one aligned line a step,
+which also says when the step had nothing to learn from.
 
 On a terminal rank 0 shows tqdm bars. Elsewhere (other ranks, a log file) a bar becomes a log line every `log_every_s`
 seconds, so that a log stays short and a stall still shows.
@@ -18,6 +19,8 @@ from torchtune_ext.run.output import attempt, say
 log = logging.getLogger(__name__)
 
 _HEADER_EVERY = 25  # A header is printed again after so many lines.
+_IDLE_STEPS = 5  # So many steps without a signal, one after the other, are worth a warning.
+_ZERO = 1e-9  # Rewards whose standard deviation is below this are equal.
 
 
 class Completion(Protocol):
@@ -130,6 +133,7 @@ class Progress:
         self._total, self._rank, self._log_every_s, self._file = total_steps, rank, log_every_s, file
         self._bars = rank == 0 and sys.stderr is not None and (sys.stderr.isatty() if bars is None else bars)
         self._lines = 0
+        self._idle = 0  # These are the steps without a signal since the last one with a signal.
         self._parts: dict[str, float] = {}  # These are metrics of a step that is not over.
 
     def sampling(self, num_samples: int, label: str = "sample") -> Bar:
@@ -156,12 +160,49 @@ class Progress:
         for _, width, text, names in _COLUMNS[1:]:
             value = next((values[name] for name in names if name in values), None)
             cells.append(f"{'-' if value is None else text.format(value):>{width}}")
+        without_signal = values.get("groups/used") == 0
+        if without_signal:
+            cells.append(f"no signal: {_rewards_in_words(values)}")
         say("  ".join(cells), self._file)
+        self._idle = self._idle + 1 if without_signal else 0
+        # Once, and not again before there was a signal.
+        if self._idle == _IDLE_STEPS:
+            log.warning("for %d steps no group has had a signal, so nothing was learned from rewards: %s. %s",
+                        self._idle, _rewards_in_words(values), _advice(values))  # fmt: skip
 
     def _bar(self, label: str, total: int, unit: str) -> Bar:
         if self._rank != 0:
             label = f"rank {self._rank} {label}"
         return Bar(label, total, unit, sys.stderr if self._bars else None, self._log_every_s)
+
+
+def _rewards_in_words(values: Mapping[str, float]) -> str:
+    """Says what the rewards of a step without a signal are: "all rewards are 0"."""
+    if "reward/mean" not in values:
+        return "no text was graded"
+    if values["reward/std"] < _ZERO:
+        return f"all rewards are {values['reward/mean']:.4g}"
+    return "rewards are equal in each group"
+
+
+def _advice(values: Mapping[str, float]) -> str:
+    """Says what to do when steps have no signal, by the rewards of the last one."""
+    mean = values.get("reward/mean")
+    if mean is None:
+        return "Look at the causes above, and mend the grader"
+    if values["reward/std"] >= _ZERO:
+        return (
+            "Each problem is too easy or too hard for the model: give it problems in between, or raise samples_per_prompt "
+            "or sampling.temperature"
+        )
+    if mean <= 0.0:
+        return (
+            "The task is too hard for the model: warm it up on this task first (warmup_sft), give it easier problems, or let "
+            "the reward pay for a part of an answer"
+        )
+    if mean >= 1.0:
+        return "The task is too easy by now: give the model harder problems, or end the run"
+    return "The reward tells no text from another: look at some samples (torchtune-ext report) and at the grader"
 
 
 # A column has a title, a width, a format and names of metrics, of which it shows the first that is present.

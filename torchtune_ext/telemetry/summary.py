@@ -85,20 +85,24 @@ def clock_metrics(values: Mapping[str, float], seconds: Mapping[str, float]) -> 
     return found
 
 
-def evaluation_metrics(sampled: Sequence[Group], greedy: Sequence[Group]) -> dict[str, float]:
+def evaluation_metrics(sampled: Sequence[Group], greedy: Sequence[Group], skipped: int = 0) -> dict[str, float]:
     """Says how accurate the policy is on held-out problems: sampled at the temperature of training, with an interval and pass@n
-    of n samples, and greedy."""
+    of n samples, and greedy; and how many of them were skipped because they cannot be used."""
     most = max(len(group.samples) for group in sampled)
     drawn, best = accuracy(sampled, (1, most)), accuracy(greedy)
     several = {"eval/pass_at_" + str(most): drawn.pass_at[most]} if most > 1 and most in drawn.pass_at else {}
-    return several | {
-        "eval/accuracy_sampled": drawn.mean,
-        "eval/low": drawn.low,
-        "eval/high": drawn.high,
-        "eval/solved_sampled": drawn.pass_at[1],
-        "eval/accuracy_greedy": best.mean,
-        "eval/solved_greedy": best.pass_at[1],
-    }
+    return (
+        several
+        | ({"eval/skipped": float(skipped)} if skipped else {})
+        | {
+            "eval/accuracy_sampled": drawn.mean,
+            "eval/low": drawn.low,
+            "eval/high": drawn.high,
+            "eval/solved_sampled": drawn.pass_at[1],
+            "eval/accuracy_greedy": best.mean,
+            "eval/solved_greedy": best.pass_at[1],
+        }
+    )
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from torchtune_ext.run.output import say
+from torchtune_ext.run.output import labelled, say
 from torchtune_ext.run.stop import NAMES, Stopped, StopSignals
 from torchtune_ext.training.distributed import close_ranks
 from torchtune_ext.training.state import Checkpoints
@@ -17,10 +17,14 @@ log = logging.getLogger(__name__)
 EXIT_S = 5.0  # seconds that the interpreter has to end after all parts are closed
 
 
+class NothingToDo(Exception):
+    """The run has done all that it was asked for before this process began. It is no error."""
+
+
 class Recipe(Protocol):
     """The methods that `run_recipe` calls. Their names are those of torchtune."""
 
-    stop: StopSignals
+    stop: StopSignals  # its `standing` also says at the end what there is now
 
     def setup(self) -> None: ...
 
@@ -41,16 +45,22 @@ def run_recipe(make: Callable[[Any], Recipe], cfg: Any, work: Callable[[Any], No
         cfg: its settings.
         work: what to do after the set-up; by default `train`.
 
+    However the run ends, its last words are what `recipe.stop.standing` says: where the run stands, what there is now, how
+    to go on. They stand below an error that comes while it works.
+
     Raises:
-        SystemExit: a signal stopped the run (status 130, 143 or 129, see `run/stop.py`). A message says how to go on.
+        SystemExit: a signal stopped the run (status 130, 143 or 129, see `run/stop.py`).
         Exception: what set-up and work raise, after the cleanup.
     """
-    recipe, stopped_by, orderly, message = make(cfg), None, True, ""
+    recipe, stopped_by, orderly, works, nothing = make(cfg), None, True, False, ""
     several = int(os.environ.get("WORLD_SIZE", 1)) > 1
     with recipe.stop as stop:
         try:
             recipe.setup()
+            works = True
             work(recipe)
+        except NothingToDo as found:
+            nothing = str(found)
         except Stopped as stopped:
             stopped_by, orderly = stopped.signal, stopped.orderly
         except Exception as error:
@@ -58,20 +68,24 @@ def run_recipe(make: Callable[[Any], Recipe], cfg: Any, work: Callable[[Any], No
             # earlier, this rank sees a broken connection. Any other error has nothing to do with the signal.
             neighbor = stop.requested and several and isinstance(error, RuntimeError | ConnectionError)
             if not (stop.raised or neighbor):
+                if works and stop.speaks:
+                    error.add_note(stop.standing())
                 raise
             log.warning("while the run was being stopped: %s", (str(error).splitlines() or [repr(error)])[0])
             stopped_by, orderly = stop.signal, False
         finally:
             stop.begin_cleanup()
             recipe.cleanup()
-    if stopped_by is not None:
-        message = stop.standing()
+    message = nothing or stop.standing()
     # The recipe holds the model, whose sharded weights keep the process group alive.
     del recipe
     # If the ranks did not stop together, this would wait for ranks that are stuck. torchrun ends those.
     if orderly:
         close_ranks()
-    if stopped_by is not None:
+    if stopped_by is None:
+        if stop.speaks:
+            say(message)
+    else:
         if stop.speaks:
             say(f"Stopped by {NAMES[stopped_by]}. {message}", sys.stderr)
         threading.Thread(target=_end_after_main, args=[128 + stopped_by], daemon=True).start()
@@ -90,12 +104,30 @@ def _end_after_main(status: int) -> None:
 
 
 def standing(step: int, total: int, checkpoints: Checkpoints | None) -> str:
-    """Returns a text that says where a run is and how to go on with it."""
+    """Returns a text that says where a run is, which model it has, and how to go on with it.
+
+    Args:
+        step: the step that it is in, or that it has ended with.
+        total: of the steps.
+        checkpoints: None: the run has none yet.
+    """
     newest = checkpoints.latest() if checkpoints is not None else None
     where = f"It was at step {step} of {total}" if step else "It had not begun its first step"
     if newest is None:
         return f"{where}, and there is no checkpoint yet: start it again"
-    return f"{where}. The newest checkpoint is {newest}; go on from there with resume_from_checkpoint=True"
+    best, report = checkpoints.best(), f"torchtune-ext report {checkpoints.folder.parent}"
+    if Checkpoints.step_of(newest) < total:
+        text = f"{where}. The newest checkpoint is {newest}; go on from there with resume_from_checkpoint=True"
+        if best is not None and best[0] != newest:
+            text += f". Most accurate on held-out problems: {best[0]} ({best[1]:.1%})"
+        return f"{text}. Curves and samples: {report}"
+    kind = "a model in Hugging Face's format" if (newest / "config.json").exists() else "an adapter in PEFT's format"
+    lines = [("done", f"{max(step, Checkpoints.step_of(newest))} of {total} steps"), ("model", f"{newest}, {kind}")]
+    if best is not None:
+        lines.append(("best", f"{best[0]}, the most accurate on held-out problems: {best[1]:.1%}"))
+    lines.append(("report", report))
+    lines.append(("longer", f"the same command with max_steps above {total} and resume_from_checkpoint=True"))
+    return labelled(lines)
 
 
 def close_all(*parts: Any) -> None:

@@ -16,7 +16,8 @@ from torchtune_ext.policy.logprobs import LabelLogprobs
 from torchtune_ext.sampling.engine import Completion, Engine, Priority, SamplingConfig
 from torchtune_ext.sampling.records import CANARY_REQUESTS
 from torchtune_ext.sampling.weight_buffer import checksum
-from torchtune_ext.tasks.task import Problem, Task
+from torchtune_ext.tasks.order import ProblemStream
+from torchtune_ext.tasks.task import Problem
 from torchtune_ext.training.agreement import Agreement, Applied, Disagreement, applied_share
 from torchtune_ext.training.learner import Learner
 from torchtune_ext.training.outcome import gathered
@@ -174,9 +175,9 @@ class _Gathering:
         self.seconds += perf_counter() - began
 
 
-def canary_prompts(task: Task, tokenizer: ChatTokenizer) -> list[list[int]]:
+def canary_prompts(problems: ProblemStream, tokenizer: ChatTokenizer) -> list[list[int]]:
     """The same few prompts for every publication of a run."""
-    return [tokenizer.prompt_ids(list(task[i].messages)) for i in range(min(CANARY_PROMPTS, len(task)))]
+    return [tokenizer.prompt_ids(list(problem.messages)) for problem in problems.first(CANARY_PROMPTS)]
 
 
 def _as_group(prompt: list[int], completions: Sequence[Completion]) -> Group:

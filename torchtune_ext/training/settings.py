@@ -18,12 +18,6 @@ def at_least(settings: Mapping[str, Any], **least: int) -> None:
             raise ValueError(f"{name}={settings[name]} must be at least {bound}")
 
 
-def check_deadline(cfg: Mapping[str, Any]) -> None:
-    """Raises ValueError where `rollout_deadline_s` is not a positive number of seconds."""
-    if not cfg["rollout_deadline_s"] > 0:
-        raise ValueError(f"rollout_deadline_s={cfg['rollout_deadline_s']} must be a number of seconds greater than 0")
-
-
 def check_settings(cfg: Mapping[str, Any], loss: Any, sampling: SamplingConfig, advantage: AdvantageConfig) -> None:
     """Raises ValueError for settings of a GRPO recipe that do not go together.
 
@@ -34,7 +28,6 @@ def check_settings(cfg: Mapping[str, Any], loss: Any, sampling: SamplingConfig, 
     check_needs(cfg["loss"], needs_of(loss))
     check_sampling(sampling, cfg["samples_per_prompt"], advantage)
     at_least(cfg, prompts_per_step=1, samples_per_prompt=2, updates_per_step=1)
-    check_deadline(cfg)
     check_staleness(cfg, loss)
 
 

@@ -97,6 +97,12 @@ class Checkpoints:
         """Returns the newest checkpoint that looks whole by the names and sizes of its files, or None."""
         return next((path for path in reversed(self.all()) if _glance(path) is not None), None)
 
+    def best(self) -> tuple[Path, float] | None:
+        """Returns the checkpoint with the highest accuracy on held-out problems, and that accuracy, or None."""
+        found = ((path, _glance(path)) for path in self.all())
+        evaluated = [(path, seen.accuracy) for path, seen in found if seen is not None and seen.accuracy is not None]
+        return max(evaluated, key=lambda pair: pair[1], default=None)
+
     def choose(self) -> Path | None:
         """Returns the checkpoint to go on from, or None where there is no checkpoint at all. A collective.
 

@@ -1,15 +1,23 @@
 """What a run says of its objective before it begins is what it runs."""
 
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
+import torch
 from omegaconf import OmegaConf
+from torch import nn
 
 from torchtune_ext.advantages import AdvantageConfig
 from torchtune_ext.evaluation import EvaluationConfig
 from torchtune_ext.host.catalog import config_files, folder
 from torchtune_ext.host.config import build, instantiate, load_config
-from torchtune_ext.host.opening import objective_line, opening
+from torchtune_ext.host.opening import count, objective_line, opening, ready
 from torchtune_ext.host.presets import preset_files
 from torchtune_ext.recipes import grpo
+from torchtune_ext.sampling.records import EngineConfig
+from torchtune_ext.training.distributed import Ranks
 from torchtune_ext.training.state import CheckpointConfig
 from torchtune_ext.training.trained import AllWeights
 
@@ -90,30 +98,86 @@ def test_words(own, words):
     assert said.endswith(words.partition("; ")[2])
 
 
-def lines(cfg, every=40):
-    evaluation = build(EvaluationConfig, cfg.evaluation, "evaluation")
-    checkpoints = CheckpointConfig(every=every)
-    return opening(
-        cfg, instantiate(cfg.loss), AdvantageConfig(), checkpoints, evaluation, AllWeights(), "precision bf16"
-    ).splitlines()
+def opened(cfg, every=40, processes=1):
+    """What `opening` reads of a recipe with these settings and a model of two parameters' groups."""
+    model = nn.Sequential(nn.Linear(1000, 999), nn.Linear(1000, 500))
+    task = instantiate(cfg.evaluation.task) if cfg.evaluation.get("task") else None
+    return SimpleNamespace(
+        cfg=cfg,
+        saving=CheckpointConfig(every=every),
+        evaluation=build(EvaluationConfig, cfg.evaluation, "evaluation"),
+        loss=instantiate(cfg.loss),
+        advantage=build(AdvantageConfig, cfg.advantage, "advantage"),
+        trained=AllWeights(),
+        precision=Flow(EngineConfig(address=cfg.engine.get("address"))),
+        replay=None,
+        meta_model=model,
+        hf_model=SimpleNamespace(path=Path("models/q"), config={"model_type": "qwen2", "num_hidden_layers": 4}),
+        ranks=Ranks(0, processes, torch.device("cpu")),
+        task=instantiate(cfg.task),
+        eval_task=task,
+    )
+
+
+@dataclass
+class Flow:
+    engine: EngineConfig
+
+    def __str__(self):
+        return "precision bf16, trainer in float32, engine in float32"
+
+
+def lines(cfg, **own):
+    return opening(opened(cfg, **own)).splitlines()
+
+
+def test_a_run_says_what_it_is_about_to_do():
+    said = lines(settings("grpo/tiny"), processes=2)
+    labels, texts = [line[:11].strip() for line in said], [line[11:] for line in said]
+    assert labels == ["model:", "device:", "objective:", "problems:", "files:", "engine:"]
+    assert texts[0] == "models/q: qwen2 of 4 layers, 1.5 million parameters; trains all weights"
+    assert texts[1] == "2 processes on cpu; precision bf16, trainer in float32, engine in float32"
+    assert texts[3] == (
+        "TemporalClue, made without end; each step takes 128 with 8 samples each; held out: TemporalClue, 256, every 40 steps"
+    )
+    assert texts[4] == "runs/tiny/grpo; a checkpoint every 40 steps; graders print into grader.log"
+    assert texts[5] == "starting, its log: runs/tiny/grpo/engine.log"
+    assert ready(9.4) == "engine:    ready after 9 s"
+
+
+def test_a_server_and_no_evaluation_are_said():
+    cfg = settings("grpo/tiny", engine={"address": "http://there:8000"}, evaluation={"task": None})
+    said = lines(cfg)
+    assert said[3].endswith("; none held out")
+    assert said[5].startswith("engine:    connecting to http://there:8000, its log: ")
+
+
+def test_counts_have_few_digits():
+    assert [count(n) for n in (1234, 923_456, 1_543_714_304, 72_700_000)] == [
+        "1,234",
+        "0.9 million",
+        "1.54 billion",
+        "72.7 million",
+    ]
 
 
 def test_checkpoints_without_a_score_are_said():
     cfg = settings("grpo/tiny")
-    trains, objective = lines(cfg)
-    assert trains == "trains: all weights; precision bf16" and objective.startswith("objective: ")
-    assert "with checkpoints.every=50 and evaluation.every=40 that is each 200 steps" in lines(cfg, every=50)[2]
-    assert lines(cfg, every=10_000) == [trains, objective]
+    assert len(lines(cfg)) == 6
+    said = lines(cfg, every=50)
+    assert said[6].startswith("best:      only a checkpoint that is written when the run evaluates has an accuracy; ")
+    assert "with checkpoints.every=50 and evaluation.every=40 that is each 200 steps" in said[6]
+    assert len(lines(cfg, every=10_000)) == 6
 
 
 @pytest.mark.parametrize(
     ("own", "words"),
     [
-        ({}, ["samples ahead: staleness 1, depth 1"]),
-        ({"staleness": 4}, ["samples ahead: staleness 4, depth 1"]),
-        ({"staleness": 4, "depth": 2}, ["samples ahead: staleness 4, depth 2"]),
-        ({"staleness": 0}, []),
+        ({}, "; samples ahead: staleness 1, depth 1"),
+        ({"staleness": 4}, "; samples ahead: staleness 4, depth 1"),
+        ({"staleness": 4, "depth": 2}, "; samples ahead: staleness 4, depth 2"),
+        ({"staleness": 0}, "engine.log"),
     ],
 )
 def test_sampling_ahead_is_said(own, words):
-    assert lines(settings("grpo/tiny_async", **own))[2:] == words
+    assert lines(settings("grpo/tiny_async", **own))[5].endswith(words)

@@ -181,13 +181,13 @@ def test_who_does_not_answer_is_named(make):
         with pytest.raises(TimeoutError) as raised:
             source.take(8)
     message = str(raised.value)
-    assert re.match(r"no completion and no grade came for \d+ s \(rollout_deadline_s=0.05\), while 7 groups", message)
+    assert re.match(r"no completion and no grade came for \d+ s \(rollouts\.deadline_s=0.05\), while 7 groups", message)
     assert re.search(r"group 0 \(version 0\): submitted \d+ s ago, 1 of 2 texts are not graded; ", message)
     assert re.search(
         r"group 1 \(version 0\): submitted \d+ s ago, the engine has not ended 1 of 2 completions; ", message
     )
     assert "group 2 " not in message and "group 6 " not in message and "; and 2 more" in message
-    assert message.endswith("or raise rollout_deadline_s")
+    assert message.endswith("or raise rollouts.deadline_s")
 
 
 def test_what_was_silent_while_nobody_waited_has_its_time_yet(make):
@@ -237,7 +237,7 @@ def test_a_refill_has_a_deadline(make):
     source.take(2)
     engine.at_once = False
     with pytest.raises(
-        TimeoutError, match=r"2 groups are waited for: group 0 \(version 0\): .*; group 1 .*rollout_deadline_s"
+        TimeoutError, match=r"2 groups are waited for: group 0 \(version 0\): .*; group 1 .*rollouts\.deadline_s"
     ):
         source.take(2, refill=1)
     with pytest.raises(TimeoutError, match="while 1 group is waited for: group 0 "):

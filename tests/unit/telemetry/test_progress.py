@@ -6,6 +6,8 @@ import threading
 import time
 from types import SimpleNamespace
 
+import pytest
+
 from torchtune_ext.telemetry.progress import Bar, Progress
 
 
@@ -86,3 +88,46 @@ def test_other_ranks_print_no_table(capsys):
     with progress.training(3) as bar:
         bar.add()
     assert capsys.readouterr() == ("", "")
+
+
+STEP = {"time/step": 1.0, "groups/used": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "words", "advice"),
+    [
+        (
+            {"reward/mean": 0.0, "reward/std": 0.0},
+            "all rewards are 0",
+            "too hard for the model: warm it up on this task",
+        ),
+        ({"reward/mean": 1.0, "reward/std": 0.0}, "all rewards are 1", "too easy by now"),
+        ({"reward/mean": 0.1, "reward/std": 1e-17}, "all rewards are 0.1", "tells no text from another"),
+        ({"reward/mean": 0.5, "reward/std": 0.5}, "rewards are equal in each group", "too easy or too hard"),
+        ({}, "no text was graded", "mend the grader"),
+    ],
+)
+def test_a_step_without_a_signal_says_so_and_five_of_them_what_to_do(rewards, words, advice, caplog):
+    file = io.StringIO()
+    progress = Progress(total_steps=200, bars=False, file=file)
+    for step in range(1, 9):
+        progress.summary(step, STEP | rewards)
+        assert file.getvalue().splitlines()[-1].endswith(f"  no signal: {words}")
+        assert len(caplog.messages) == (step >= 5), "said once"
+    assert caplog.messages[0].startswith(
+        f"for 5 steps no group has had a signal, so nothing was learned from rewards: {words}. "
+    )
+    assert advice in caplog.messages[0]
+    progress.summary(9, STEP | rewards | {"groups/used": 3.0})
+    assert "no signal" not in file.getvalue().splitlines()[-1]
+    for step in range(10, 15):
+        progress.summary(step, STEP | rewards)
+    assert len(caplog.messages) == 2, "there was a signal between"
+
+
+def test_an_evaluation_is_no_step_without_a_signal(caplog):
+    file = io.StringIO()
+    progress = Progress(total_steps=200, bars=False, file=file)
+    for _ in range(6):
+        progress.summary(0, {"eval/accuracy_sampled": 0.25})
+    assert "no signal" not in file.getvalue() and not caplog.messages

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 
 import pytest
 
@@ -141,3 +142,86 @@ def test_parts_are_closed_one_by_one(caplog):
     life.close_all(Part("first"), Part("second", fails=True), None, Part("third"))
     assert closed == ["first", "second", "third"]
     assert "Part was not closed properly" in caplog.text and "it did not answer" in caplog.text
+
+
+def test_the_last_words_of_a_run_that_is_done(capsys):
+    run(lambda recipe: None)
+    assert capsys.readouterr().out.endswith("It stood at step 3\n")
+
+
+def test_an_error_is_followed_by_where_the_run_stands():
+    with pytest.raises(OSError) as caught:
+        run(stopped_and_failing(OSError("No space left")))
+    assert "".join(traceback.format_exception(caught.value)).endswith("OSError: No space left\nIt stood at step 3\n")
+
+
+def test_an_error_of_the_setup_is_not():
+    """Nothing has happened yet, and the message says what is wrong."""
+
+    class Refused(Recipe):
+        def setup(self):
+            super().setup()
+            raise ValueError("max_steps=-1")
+
+    made = Refused(None)
+    with pytest.raises(ValueError) as caught:
+        life.run_recipe(lambda cfg: made, None)
+    assert made.calls == ["setup", "cleanup"] and not hasattr(caught.value, "__notes__")
+
+
+def test_nothing_to_do_is_no_error(capsys):
+    class Idle(Recipe):
+        def setup(self):
+            super().setup()
+            raise life.NothingToDo("step 40 >= max_steps=3: nothing to do")
+
+    made = Idle(None)
+    life.run_recipe(lambda cfg: made, None)
+    assert made.calls == ["setup", "cleanup"]
+    assert capsys.readouterr().out == "step 40 >= max_steps=3: nothing to do\n"
+
+
+class Kept:
+    """Checkpoints of the steps 20 and 40, of which the first is the best."""
+
+    def __init__(self, folder, best=0.742):
+        self.folder, self.accuracy = folder, best
+        for step in (20, 40):
+            (self.of(step)).mkdir(parents=True)
+            (self.of(step) / "config.json").write_text("{}")
+
+    def of(self, step):
+        return self.folder / f"step_{step:06d}"
+
+    def latest(self):
+        return self.of(40)
+
+    def best(self):
+        return None if self.accuracy is None else (self.of(20), self.accuracy)
+
+
+def test_where_a_run_stands(tmp_path):
+    kept = Kept(tmp_path / "checkpoints")
+    assert life.standing(0, 60, None) == (
+        "It had not begun its first step, and there is no checkpoint yet: start it again"
+    )
+    assert life.standing(47, 60, kept) == (
+        f"It was at step 47 of 60. The newest checkpoint is {kept.of(40)}; go on from there with "
+        f"resume_from_checkpoint=True. Most accurate on held-out problems: {kept.of(20)} (74.2%). Curves and samples: "
+        f"torchtune-ext report {tmp_path}"
+    )
+    kept.accuracy = None
+    assert "accurate" not in life.standing(47, 60, kept)
+
+
+def test_what_a_run_leaves(tmp_path):
+    kept = Kept(tmp_path / "checkpoints")
+    assert life.standing(40, 40, kept).splitlines() == [
+        "done:      40 of 40 steps",
+        f"model:     {kept.of(40)}, a model in Hugging Face's format",
+        f"best:      {kept.of(20)}, the most accurate on held-out problems: 74.2%",
+        f"report:    torchtune-ext report {tmp_path}",
+        "longer:    the same command with max_steps above 40 and resume_from_checkpoint=True",
+    ]
+    (kept.of(40) / "config.json").unlink()
+    assert "step_000040, an adapter in PEFT's format" in life.standing(40, 40, kept)

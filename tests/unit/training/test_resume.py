@@ -1,11 +1,17 @@
 """What a recipe remembers comes back, and what an old checkpoint lacks is said."""
 
+import copy
 import json
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from torchtune_ext.training.resume import RunState
+from torchtune_ext.run.folder import Run
+from torchtune_ext.training.life import NothingToDo
+from torchtune_ext.training.resume import RunState, checkpoint_to_go_on_from, resume_text
+from torchtune_ext.training.state import Checkpoints
 
 STATE = RunState(step=7, version=9, cursor=28, updates=14, throttle={"limit": 32}, source={"cursors": [[8, 9]]})
 
@@ -36,3 +42,61 @@ def test_what_an_old_one_lacks_is_said(change, message):
 def test_earlier_versions_wrote_nothing_of_tasks():
     saved = {name: value for name, value in STATE.to_json().items() if name != "task"}
     assert RunState.from_json(saved, Path("step_000007")).task == {}
+
+
+def test_a_run_that_goes_on_says_from_where_and_what_has_changed(monkeypatch):
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    earlier = {
+        "optimizer": {"lr": 1e-3},
+        "seed": 0,
+        "preset": "grpo",
+        "task": {"_component_": "a.Task"},
+        "output_dir": "x",
+    }
+    run = Run("1a2b3c4d", "x", 1_700_000_000.0, copy.deepcopy(earlier) | {"resume_from_checkpoint": True})
+    path = Path("x/checkpoints/step_000040")
+    where = "resume:    from step 40 of run 1a2b3c4d, begun 2023-11-14 22:13: x/checkpoints/step_000040"
+    assert resume_text(path, 40, run, earlier) == where
+    run.config["optimizer"]["lr"] = 1e-4
+    run.config.update(seed=7, preset="dapo", task={"_component_": "a.Task", "level": 2}, output_dir="old-1")
+    assert resume_text(path, 40, run, earlier).splitlines() == [
+        where,
+        "changed:   optimizer.lr 0.001 -> 0.0001, seed 0 -> 7, preset grpo -> dapo, task.level None -> 2",
+    ]
+    assert resume_text(path, 40, run, {}).endswith("changed:   not known: run.json does not say what was set until now")
+
+
+class Kept:
+    """Checkpoints of which one, of step 40, is the newest."""
+
+    def __init__(self, folder):
+        self.folder, self.path = folder, folder / "step_000040"
+        self.path.mkdir(parents=True)
+        (self.path / "recipe.json").write_text(json.dumps({"step": 40, "task": {"skipped": [7, 3]}}))
+
+    def choose(self):
+        return self.path
+
+    latest = choose
+    step_of = staticmethod(Checkpoints.step_of)
+
+    def best(self):
+        return None
+
+
+def test_the_checkpoint_to_go_on_from(tmp_path, capsys):
+    kept = Kept(tmp_path / "checkpoints")
+    folder = SimpleNamespace(run=Run("1a2b3c4d", "x", 0.0, {}), earlier={})
+    assert checkpoint_to_go_on_from(kept, folder, wanted=False, total=50) is None
+    assert checkpoint_to_go_on_from(kept, None, wanted=True, total=50) == kept.path
+    assert capsys.readouterr().out == "", "other ranks are silent"
+    assert checkpoint_to_go_on_from(kept, folder, wanted=True, total=50) == kept.path
+    said = capsys.readouterr().out
+    assert said.startswith("resume:    from step 40 of run 1a2b3c4d, begun ")
+    assert said.endswith("skipped:   2 problems stay passed over, by index: 7, 3\n")
+    with pytest.raises(NothingToDo) as caught:
+        checkpoint_to_go_on_from(kept, folder, wanted=True, total=3)
+    said = str(caught.value).splitlines()
+    assert said[0] == "step 40 >= max_steps=3: nothing to do" and capsys.readouterr().out == ""
+    assert said[-1] == "longer:    the same command with max_steps above 40 and resume_from_checkpoint=True"

@@ -105,6 +105,14 @@ def test_last_and_best_are_kept(tmp_path, trained):
     assert names(tmp_path / "c") == ["step_000002", "step_000004", "step_000005"]
 
 
+def test_the_best_is_told(tmp_path, trained):
+    checkpoints = checkpoints_in(tmp_path / "c", keep_last=5)
+    assert checkpoints.best() is None
+    for step, accuracy in ((1, None), (2, 0.9), (3, 0.2)):
+        trained.save(checkpoints, step, accuracy)
+    assert checkpoints.best() == (tmp_path / "c" / "step_000002", 0.9)
+
+
 def test_checkpoints_of_others_and_damaged_ones_are_not_counted(tmp_path, trained):
     """An older run's later steps neither push out this run's checkpoints nor are deleted by it."""
     theirs = checkpoints_in(tmp_path / "c", replace(MINE, run="run-b"), keep_last=1)

@@ -1,0 +1,161 @@
+"""What a run says of bad problems, of a grader that fails, and when it goes on: real recipe, real engine."""
+
+import json
+
+import pytest
+import recipe_runs as runs
+from refusals import refused
+
+from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+ROWS = '''
+import os
+from letters import Letters
+
+class Rows(Letters):
+    """Row 3 is broken, as long as there is no file `mended`, and row 5 is too long for the engine."""
+
+    def __init__(self, count=8):
+        super().__init__(count)
+
+    def __getitem__(self, index):
+        if index == 3 and not os.path.exists("mended"):
+            raise KeyError("answer")
+        problem = super().__getitem__(index)
+        if index == 5:
+            problem.messages[0]["content"] = "Go on. " * 100
+        return problem
+
+
+class Failing(Letters):
+    def grade(self, problem, text):
+        print("DEBUG from grade")
+        return problem.solution[text]
+'''
+WARMUP = """
+output_dir: warmup
+model_dir: model
+device: cpu
+dtype: float32
+model: {_component_: torchtune_ext.policy.from_config}
+tokenizer: {_component_: torchtune_ext.chat.ChatTokenizer}
+task: {_component_: rows.Rows}
+optimizer: {_component_: torch.optim.AdamW, lr: 1.0e-3}
+num_problems: 8
+batch_problems: 4
+row_tokens: 128
+schedule: {warmup: 1}
+"""
+BROKEN, LONG = "index 3: KeyError: 'answer' (rows.py:", "'letters-5' (index 5): its prompt has "
+EVAL = "evaluation={every: 2, task: {_component_: rows.Rows, count: 5}}"
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """A folder with tasks that have bad rows, or a grader that fails."""
+    folder = runs.make_workplace(tmp_path_factory.mktemp("silent"))
+    (folder / "rows.py").write_text(ROWS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def failed(workplace):
+    """What a run says that was told to go on where nothing is, and whose grader fails on every text."""
+    args = ["output_dir=failing", "evaluation.task=null", "max_steps=6", "task._component_=rows.Failing"]
+    return runs.run(workplace, "grpo_full", *args, "resume_from_checkpoint=True", ok=False)
+
+
+def asked(run_dir):
+    """The problems of each step, in their order."""
+    return {step: [group.problem.id for group in read_rollouts(path)] for step, path in rollout_paths(run_dir).items()}
+
+
+def test_a_bad_problem_is_named_passed_over_and_stays_so(workplace):
+    """Eight rows, four a step: after two steps each has been met. Then row 3 is mended, which the run does not look at again."""
+    args = ["task._component_=rows.Rows", EVAL]
+    said = runs.run(workplace, "grpo_full", "output_dir=rows", "max_steps=4", *args)
+    assert said.count(BROKEN) == 2, "once of the training rows, once of the held-out ones"
+    assert said.count(LONG) == 1
+    assert "1 problem is left out of the 5 of Rows: " + BROKEN in said
+    lines = {line["step"]: line for line in runs.metrics(workplace / "rows")}
+    assert [lines[step]["problems/skipped"] for step in (2, 3, 4)] == [2.0, 2.0, 2.0]
+    assert [lines[step]["eval/skipped"] for step in (0, 2, 4)] == [1.0, 1.0, 1.0]
+
+    runs.run(workplace, "grpo_full", "output_dir=again", "max_steps=2", *args)
+    (workplace / "mended").touch()
+    try:
+        said = runs.run(workplace, "grpo_full", "output_dir=again", "max_steps=4", "resume_from_checkpoint=True", *args)
+    finally:
+        (workplace / "mended").unlink()
+    assert asked(workplace / "again") == asked(workplace / "rows")
+    assert {len(problems) for problems in asked(workplace / "rows").values()} == {4}
+    assert not {"letters-3", "letters-5"} & set(sum(asked(workplace / "again").values(), []))
+    assert BROKEN not in said and LONG not in said
+    assert "skipped:   2 problems stay passed over, by index: " in said
+    assert [line["problems/skipped"] for line in runs.metrics(workplace / "again")[2:]] == [2.0, 2.0, 2.0]
+
+
+def test_a_bad_problem_may_be_an_error_and_all_of_them_are(workplace):
+    """Both are said before the engine starts."""
+    said = refused(
+        workplace, "grpo_full", "output_dir=strict", "task._component_=rows.Rows", "rollouts.bad_problems=error"
+    )
+    assert "problem " + BROKEN in said and "or set rollouts.bad_problems=skip" in said
+    said = refused(workplace, "grpo_full", "output_dir=none", "sampling.max_tokens=127")
+    assert "all 64 problems of the task cannot be used; the last one is 'letters-63' (index 63): its prompt has" in said
+    assert "beside sampling.max_tokens=127 engine.max_model_len=128 leaves 1" in said
+    assert not (workplace / "none" / "engine.log").exists()
+
+
+def test_a_bad_problem_is_not_learned_in_a_warmup(workplace):
+    (workplace / "warmup.yaml").write_text(WARMUP)
+    said = runs.run(workplace, "warmup_sft", config="warmup.yaml")
+    assert "2 problems are left out of the 8 of Rows: " + BROKEN in said
+    assert "; 'letters-5' (index 5): its text has " in said and "tokens, more than row_tokens=128" in said
+    assert "model:     warmup/model, in Hugging Face's format: train it with model_dir=warmup/model\n" in said
+
+
+def test_a_failing_grader_ends_the_run_and_keeps_its_checkpoint(workplace, failed):
+    assert (
+        "the grader has failed on every text of steps 1 to 2, so nothing is learned. The first failure: problem "
+        in failed
+    )
+    assert "infra_failed: AttributeError: 'Problem' object has no attribute 'solution' (rows.py:" in failed
+    assert "no signal: no text was graded" in failed
+    assert "It was at step 2 of 6. The newest checkpoint is failing/checkpoints/step_000001; go on from there" in failed
+    kept = [path.name for path in (workplace / "failing" / "checkpoints").glob("step_*")]
+    assert "step_000001" in kept and "step_000002" not in kept
+    assert (workplace / "failing" / "grader.log").read_text() == "DEBUG from grade\n" * 32
+    assert "DEBUG" not in failed
+
+
+def test_resume_says_where_it_goes_on_what_has_changed_and_that_nothing_is_to_do(workplace, failed):
+    assert "resume_from_checkpoint: no checkpoint in failing, so the run begins at its first step" in failed
+    run_id = json.loads((workplace / "failing" / "run.json").read_text())["id"]
+    again = ["output_dir=failing", "evaluation.task=null", "resume_from_checkpoint=True"]
+    said = runs.run(workplace, "grpo_full", *again, "max_steps=2", "optimizer.lr=1e-4", "seed=7", "preset=dapo")
+    assert f"resume:    from step 1 of run {run_id}, begun " in said
+    changed = next(line for line in said.splitlines() if line.startswith("changed:"))
+    for words in (
+        "optimizer.lr 0.001 -> 0.0001",
+        "seed 0 -> 7",
+        "preset grpo -> dapo",
+        "max_steps 6 -> 2",
+        "task._component_ rows.Failing -> letters.Letters",
+    ):
+        assert words in changed
+    assert "output_dir" not in changed and "resume_from_checkpoint" not in changed
+    for label in ("model", "device", "objective", "problems", "files", "engine", "done", "report", "longer"):
+        assert f"\n{label + ':':<11}" in "\n" + said, label
+    assert "engine:    ready after " in said
+    assert "model:     failing/checkpoints/step_000002, a model in Hugging Face's format\n" in said
+    process = json.loads((workplace / "failing" / "run.json").read_text())["process"]
+    assert process["recipe"]["name"] == "grpo_full" and process["recipe"]["file"].endswith("grpo.py")
+    assert process["command"].endswith("preset=dapo") and process["folder"] == str(workplace)
+    assert process["versions"]["torchtune"].startswith("0.6.1")
+
+    said = runs.run(workplace, "grpo_full", *again, "max_steps=2")
+    assert "step 2 >= max_steps=2: nothing to do\ndone:      2 of 2 steps\n" in said
+    assert "engine:" not in said, "nothing was started"

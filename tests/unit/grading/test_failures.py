@@ -1,0 +1,67 @@
+"""A grader that never succeeds ends the run; what graders print has a file of its own."""
+
+import pytest
+from scripted_task import PROBLEM, Scripted
+
+from torchtune_ext.grading import Grader, Outcome
+from torchtune_ext.grading.failures import NOISY, GradingFailed, GradingWatch
+from torchtune_ext.tasks.task import Score
+
+GOOD = ("p-1", Outcome("scored", Score(0.0, {}), ""))
+BAD = ("p-2", Outcome("infra_failed", None, "KeyError: 'x' (my_task.py:12)"))
+LATE = ("p-3", Outcome("timed_out", None, "no answer within 10 s; the process was killed"))
+DISTURBED = ("p-4", Outcome("infra_failed", None, f"{NOISY}others used the machine"))
+
+
+def test_two_steps_in_which_every_text_fails_end_the_run(caplog):
+    watch = GradingWatch()
+    watch.look(7, [BAD, LATE])
+    assert "grading: 1 of 2 texts infra_failed: 1 x KeyError: 'x' (my_task.py:12)" in caplog.text
+    with pytest.raises(GradingFailed) as caught:
+        watch.look(8, [LATE, LATE])
+    assert str(caught.value) == (
+        "the grader has failed on every text of steps 7 to 8, so nothing is learned. The first failure: problem 'p-2' "
+        "infra_failed: KeyError: 'x' (my_task.py:12). Mend it and try it on a text (docs/custom_reward.md), then go on"
+    )
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [(1, [BAD]), (2, [BAD, GOOD]), (3, [BAD])],
+        # Further sampling for a step is part of it.
+        [(1, [BAD]), (1, [BAD]), (1, [BAD])],
+        [(1, [BAD]), (2, [GOOD]), (2, [BAD]), (3, [BAD])],
+        [(1, [BAD]), (2, [BAD, BAD, DISTURBED]), (3, [BAD])],
+        [(1, [DISTURBED]), (2, [DISTURBED]), (3, [DISTURBED])],
+        [(1, []), (2, []), (3, [BAD])],
+    ],
+)
+def test_a_run_goes_on_as_long_as_something_is_graded(steps):
+    watch = GradingWatch()
+    for step, outcomes in steps:
+        watch.look(step, outcomes)
+
+
+class Talking(Scripted):
+    def prints(self, problem, rest):
+        print("debug", rest)
+        return Score(1.0, {})
+
+
+def test_what_graders_print_goes_into_their_file(tmp_path, capfd):
+    log = tmp_path / "grader.log"
+    log.write_text("earlier\n")
+    with Grader(Talking(), workers=1, output=log) as grader:
+        outcomes = grader.grade([(PROBLEM, text) for text in ("prints one", "prints two", "segfault", "prints three")])
+    assert [outcome.kind for outcome in outcomes] == ["scored", "scored", "infra_failed", "scored"]
+    assert log.read_text() == "earlier\ndebug one\ndebug two\ndebug three\n"
+    assert capfd.readouterr() == ("", "")
+
+
+def test_graders_that_print_nothing_leave_no_file(tmp_path):
+    log = tmp_path / "grader.log"
+    with Grader(Scripted(), workers=1, output=log) as first, Grader(Scripted(), workers=1, output=log) as second:
+        assert log.exists()
+        assert first.grade([(PROBLEM, "reward 1")]) == second.grade([(PROBLEM, "reward 1")])
+    assert not log.exists()

@@ -1,0 +1,243 @@
+"""A problem that cannot be used is named and passed over, and the same ones are whenever a run goes on."""
+
+import json
+
+import pytest
+from letter_tokens import LetterTokenizer
+from told_engine import Numbered
+from waiting import wait_until
+
+from torchtune_ext.source import RolloutConfig, prompt_fault
+from torchtune_ext.tasks.order import GIVE_UP, NAMED, ProblemStream, Usable, problem_index
+from torchtune_ext.tasks.task import Problem
+
+SEED, LENGTH = 3, 10
+
+
+class Broken:
+    """Problem 2 raises, problem 5 is no Problem, problem 7 is refused by `long`. Counts what it was asked for."""
+
+    def __init__(self, length=LENGTH, bad=(2, 5)):
+        self.length, self.bad, self.asked = length, bad, []
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        self.asked.append(index)
+        if index in self.bad[:1]:
+            raise KeyError("a broken row")
+        return {"index": index} if index in self.bad else Problem(f"p-{index}", (), index)
+
+
+class Adapting(Broken):
+    """Problem 2 cannot be asked before something was observed."""
+
+    learned = 0
+
+    def ask(self, index, cursor):
+        if index == 2 and not self.learned:
+            raise KeyError("not yet")
+        return Problem(f"p-{index}", (), index)
+
+    def observe(self, step, groups, folder):
+        self.learned = 1
+        return {}
+
+    def state_dict(self):
+        return {"learned": self.learned}
+
+    def load_state_dict(self, state):
+        self.learned = state["learned"]
+
+
+def long(problem):
+    return "its prompt is long" if problem.answer == 7 else ""
+
+
+def answers(problems):
+    return [problem.answer for problem in problems]
+
+
+def usable(count):
+    """What the order gives, without what is bad."""
+    places = [problem_index(place, LENGTH, SEED) for place in range(4 * count)]
+    return [index for index in places if index not in (2, 5, 7)][:count]
+
+
+def test_the_next_problem_takes_the_place_of_a_bad_one(caplog):
+    task = Broken()
+    stream = ProblemStream(task, SEED, long)
+    assert answers(stream.take(4) + stream.take(3) + stream.take(14)) == usable(21)
+    assert sorted(stream.skipped) == [2, 5, 7]
+    assert stream.observe(1, (), None) == {"problems/skipped": 3.0}
+    said = caplog.text
+    assert said.count("index 2: KeyError: 'a broken row' (test_bad_problems.py:") == 1
+    assert said.count("index 5: the task gave dict, not a Problem") == 1
+    assert said.count("'p-7' (index 7): its prompt is long") == 1
+    stream._ahead.result()
+    # These are three epochs, and problems that are made in advance.
+    assert [task.asked.count(index) for index in (2, 5, 7)] == [1, 1, 1] and task.asked.count(0) >= 3
+
+
+def test_the_places_of_problems_are_told():
+    stream = ProblemStream(Broken(), SEED, long)
+    drawn = stream.draw(8)
+    assert [problem_index(place, LENGTH, SEED) for place, _ in drawn] == answers([problem for _, problem in drawn])
+    assert stream.at(drawn[5][0]).answer == drawn[5][1].answer
+    bad = next(place for place in range(LENGTH) if problem_index(place, LENGTH, SEED) == 7)
+    assert stream.at(bad) is None and stream.again(bad, Problem("p-7", (), 7)) is None
+
+
+@pytest.mark.parametrize("stopped_after", [1, 3, 8])
+def test_a_run_that_goes_on_passes_over_the_same(stopped_after):
+    """Also those that are no longer bad, since the run that never stopped would not ask for them either."""
+    whole = ProblemStream(Broken(), SEED, long)
+    expected = answers(whole.take(stopped_after) + whole.take(20))
+    first = ProblemStream(Broken(), SEED, long)
+    before = answers(first.take(stopped_after))
+    cursor, state = first.cursor, json.loads(json.dumps(first.state_dict()))
+    second = ProblemStream(Broken(bad=[index for index in (2, 5) if index not in first.skipped]), SEED, long)
+    second.cursor = cursor
+    second.load_state_dict(state)
+    assert before + answers(second.take(20)) == expected
+    assert sorted(second.skipped) == [2, 5, 7] and second.skipped[: len(state.get("skipped", []))] == first.skipped
+
+
+def test_checkpoints_of_earlier_versions_are_read():
+    stream = ProblemStream(Broken(), SEED)
+    stream.load_state_dict({})
+    assert stream.skipped == [] and ProblemStream(Numbered(), SEED).state_dict() == {}
+
+
+def test_an_error_passes_over_nothing():
+    stream = ProblemStream(Broken(), SEED, long, bad="error")
+    with pytest.raises(ValueError, match=r"^problem .*index \d.*\. Mend it, or set rollouts.bad_problems=skip"):
+        stream.take(LENGTH)
+    assert stream.cursor == 0 and stream.state_dict() == {}
+    with pytest.raises(ValueError, match="problem 'p-7' "):
+        ProblemStream(Broken(bad=()), SEED, long, bad="error").first(8)
+
+
+def test_a_task_without_a_good_problem_is_an_error():
+    def bad(problem):
+        return "it is bad"
+
+    with pytest.raises(ValueError, match=r"^all 10 problems of the task cannot be used; the last one is '?.*bad"):
+        ProblemStream(Broken(bad=()), SEED, bad).take(1)
+    with pytest.raises(ValueError, match=rf"^{GIVE_UP} problems in a row of the task cannot be used"):
+        ProblemStream(Broken(1 << 30, bad=()), SEED, bad).take(1)
+    with pytest.raises(ValueError, match=rf"^the first {GIVE_UP} problems of the task cannot be used"):
+        ProblemStream(Broken(1 << 30, bad=()), SEED, bad).first(4)
+    with pytest.raises(ValueError, match="^all 10 problems of the task cannot be used"):
+        _ = Usable(Broken(bad=()), bad).problems
+
+
+def test_a_task_that_adapts_is_asked_again(caplog):
+    stream = ProblemStream(Adapting(bad=()), SEED)
+    before = stream.take(LENGTH - 1)
+    assert 2 not in answers(before) and stream.skipped == [2]
+    stream.observe(1, (), None)
+    assert 2 in answers(stream.take(LENGTH))
+    assert stream.state_dict() == {"learned": {"learned": 1}, "skipped": [2]}
+    again = ProblemStream(Adapting(bad=()), SEED)
+    again.cursor = stream.cursor
+    again.load_state_dict(json.loads(json.dumps(stream.state_dict())))
+    assert again.take(7) == stream.take(7) and again.observe(2, (), None) == {"problems/skipped": 1.0}
+
+
+def test_held_out_problems_are_looked_at_once(caplog):
+    task = Broken()
+    held_out = Usable(task, long)
+    assert task.asked == []
+    assert answers(held_out.problems) == [0, 1, 3, 4, 6, 8, 9] == answers(held_out.problems)
+    assert held_out.skipped == 3 and task.asked == list(range(LENGTH))
+    assert caplog.text.count("3 problems are left out of the 10 of Broken: index 2: KeyError") == 1
+
+
+def test_many_bad_problems_are_one_message(caplog):
+    assert answers(Usable(Broken(40, bad=()), lambda problem: "bad" if problem.answer < 30 else "").problems) == list(
+        range(30, 40)
+    )
+    assert len(caplog.messages) == 1 and caplog.text.count(": bad") == NAMED
+    assert all(f"'p-{index}'" in caplog.text for index in range(30))
+
+
+def test_a_prompt_that_leaves_no_room_is_bad():
+    fault = prompt_fault(LetterTokenizer(), max_model_len=12, max_tokens=8)
+    problems = [Problem("p", ({"role": "user", "content": text},), None) for text in ("abcd", "abcde", "")]
+    assert fault(problems[0]) == ""
+    assert fault(problems[1]) == (
+        "its prompt has 5 tokens, and beside sampling.max_tokens=8 engine.max_model_len=12 leaves 4"
+    )
+    assert fault(problems[2]) == "its prompt is empty"
+    assert fault(Problem("p", ({"role": "user"},), None)).startswith(
+        "its messages are no prompt: KeyError: 'content' ("
+    )
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"bad_problems": "drop"}, "rollouts.bad_problems='drop' is unknown; use one of skip, error"),
+        ({"deadline_s": 0.0}, "rollouts.deadline_s=0.0 must be a number of seconds greater than 0"),
+        ({"deadline_s": float("nan")}, "rollouts.deadline_s=nan must be"),
+    ],
+)
+def test_settings_out_of_range_are_named(own, message):
+    with pytest.raises(ValueError, match=message):
+        RolloutConfig(**own)
+    RolloutConfig("error", float("inf"))
+
+
+class Gaps(Numbered):
+    """Every third problem is broken."""
+
+    def __getitem__(self, index):
+        if index % 3 == 0:
+            raise ValueError("a gap")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_steps_are_whole_and_the_same_however_far_ahead_they_are_sampled(make, staleness):
+    source, engine = make(staleness=staleness, task=Gaps())
+    for step in range(4):
+        source.open(version=step)
+        groups, _ = source.take(2)
+        assert len(groups) == 2
+    expected = [index for place in range(40) if (index := problem_index(place, 100, SEED)) % 3]
+    assert [int(call.problem) for call in engine.calls] == expected[: len(engine.calls)]
+
+
+def test_a_group_that_is_sampled_again_may_get_another_problem(make):
+    """The task asks otherwise by now, and what it asks is bad."""
+
+    class Later(Numbered):
+        closed = False
+
+        def ask(self, index, cursor):
+            if self.closed and cursor == 3:
+                raise ValueError("no more")
+            return self[index]
+
+        def observe(self, step, groups, folder):
+            return {}
+
+        def state_dict(self):
+            return {}
+
+        def load_state_dict(self, state):
+            pass
+
+    source, engine = make(staleness=1, at_once=False, task=(task := Later()))
+    source.open(version=0)
+    wait_until(lambda: len(engine.calls) == 4)
+    state = json.loads(json.dumps(source.state_dict()))
+    task.closed = True
+    resumed, engine = make(staleness=1, cursor=4, task=task)
+    resumed.load_state_dict(state, step=0, version=0)
+    resumed.open(version=0)
+    expected = [str(problem_index(place, 100, SEED)) for place in (0, 1, 2, 4)]
+    assert [call.problem for call in engine.calls] == expected
+    assert resumed.state_dict()["cursors"] == [[0, 0], [1, 1], [2, 2], [3, 4]]

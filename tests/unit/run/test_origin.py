@@ -1,0 +1,101 @@
+"""run.json says what a run was started with."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from torchtune_ext.run import origin
+from torchtune_ext.run.folder import Change, RunFolder, changes
+
+
+def git(folder, *words):
+    environment = {**os.environ, "GIT_CONFIG_GLOBAL": "/dev/null", "GIT_CONFIG_SYSTEM": "/dev/null"}
+    who = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    subprocess.run(["git", *who, *words], cwd=folder, env=environment, check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    ("typed", "command", "name"),
+    [
+        (["/x/bin/python3", "/x/bin/tune", "run", "grpo_lora", "--config", "a b.yaml"],
+         "tune run grpo_lora --config 'a b.yaml'", "grpo_lora"),
+        (["/x/bin/python", "-m", "torchtune_ext", "run", "--nproc_per_node", "2", "grpo_full", "seed=1"],
+         "python -m torchtune_ext run --nproc_per_node 2 grpo_full seed=1", "grpo_full"),
+        (["/x/bin/python", "/x/bin/tune", "run", "my_grpo.py", "--config", "c.yaml"],
+         "tune run my_grpo.py --config c.yaml", None),
+    ],
+)  # fmt: skip
+def test_the_command_is_as_it_was_typed(monkeypatch, typed, command, name):
+    monkeypatch.setattr(sys, "orig_argv", typed)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    found = origin.origin()
+    assert found["command"] == command and found["recipe"]["name"] == name
+
+
+@pytest.mark.parametrize(
+    ("environment", "end"), [({}, "(origin.started_with())']"), ({"TORCHELASTIC_RUN_ID": "1"}, "'seed=1']")]
+)
+def test_a_rank_names_the_command_of_torchrun(environment, end):
+    rank = "from torchtune_ext.run import origin; print(origin.started_with())"
+    torchrun = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]], check=True)"
+    done = subprocess.run(
+        [sys.executable, "-c", torchrun, rank, "seed=1"],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip().endswith(end)
+
+
+def test_the_file_of_the_recipe_is_found_as_tune_runs_it(tmp_path):
+    """`tune` uses runpy, which does not enter the file in sys.modules."""
+    (tmp_path / "my_grpo.py").write_text(
+        "from torchtune_ext.run import origin\ndef recipe_main():\n    print(origin.recipe_file())\nrecipe_main()\n"
+    )
+    script = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
+    done = subprocess.run(
+        [sys.executable, "-c", script, tmp_path / "my_grpo.py"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == str(tmp_path / "my_grpo.py")
+
+
+def test_the_commit_of_the_users_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert origin.commit(tmp_path) is None
+    git(tmp_path, "init")
+    assert origin.commit(tmp_path) is None, "nothing is committed yet"
+    (tmp_path / "my.yaml").write_text("lr: 1\n")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-m", "one")
+    (tmp_path / "beside.txt").write_text("untracked")
+    found = origin.commit(tmp_path)
+    assert len(found["id"]) == 40 and not found["changed"]
+    (tmp_path / "my.yaml").write_text("lr: 2\n")
+    assert origin.commit(tmp_path) == {**found, "changed": True}
+
+
+def test_run_json_keeps_it_and_a_resumed_run_knows_its_settings(tmp_path):
+    with RunFolder(tmp_path) as folder:
+        folder.begin({"seed": 0, "optimizer": {"lr": 0.1}}, resuming=False)
+        assert folder.earlier == {}
+    process = json.loads((tmp_path / "run.json").read_text())["process"]
+    assert process["versions"]["torch"] and process["versions"]["python"] == sys.version.split()[0]
+    assert process["folder"] == os.getcwd() and set(process) == {"command", "recipe", "folder", "commit", "versions"}
+    (tmp_path / "checkpoints" / "step_000001").mkdir(parents=True)
+    with RunFolder(tmp_path) as folder:
+        folder.begin({"seed": 1}, resuming=True)
+        assert folder.earlier == {"seed": 0, "optimizer": {"lr": 0.1}}
+
+
+def test_changes_are_leaves_by_their_dotted_keys():
+    before = {"a": {"b": 1, "c": [1, 2]}, "d": None, "e": 5}
+    assert changes(before, before) == []
+    assert changes(before, {"a": {"b": 2, "c": [1, 2]}, "d": {"f": 3}, "e": 5}) == [
+        Change("a.b", 1, 2),
+        Change("d.f", None, 3),
+    ]
+    assert str(Change("a.b", 1, 2)) == "a.b 1 -> 2"
