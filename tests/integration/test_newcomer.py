@@ -50,13 +50,13 @@ def test_what_the_function_returns_is_what_is_trained_on(folder):
 
 def test_a_judge_of_the_page_takes_its_place(folder):
     """With refills, whose samples are compared among themselves, and a held-out task that is graded text by text."""
-    words = ["task.grader=null", "task.group_grader=my_judge.beaten", "output_dir=runs/judged", "refill_rounds=1"]
+    words = ["task.grader=null", "task.group_grader=my_judge.as_good", "output_dir=runs/judged", "refill_rounds=1"]
     typed(folder, "tune", "run", "grpo_full", "--config", "my_run.yaml", *words, *SHORTER["grpo_full"], timeout=300)
     run = folder / "runs" / "judged"
     with working_in(folder):
-        from my_judge import beaten
+        from my_judge import as_good
 
-        found = [beaten(group.problem, [sample.text for sample in group.samples]) for group in groups(run)]
+        found = [as_good(group.problem, [sample.text for sample in group.samples]) for group in groups(run)]
     assert [[sample.score.reward for sample in group.samples] for group in groups(run)] == found
     assert len(found) >= 64 and all(line["groups/infra_failed"] == 0 for line in metrics(run)[1:])
-    assert max(max(rewards) for rewards in found) > 0
+    assert len({reward for rewards in found for reward in rewards}) > 2

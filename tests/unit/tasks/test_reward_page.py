@@ -89,17 +89,17 @@ def test_the_prompt_of_the_page(folder, page, capsys):
 
 
 def test_a_judge_that_compares(folder, page):
-    block = page.read_text().split("group_grader: my_judge.beaten")[0].rpartition("```yaml\n")[2]
-    rest = page.read_text().split("group_grader: my_judge.beaten")[1].split("```")[0]
-    cfg = OmegaConf.create(f"{block}group_grader: my_judge.beaten{rest}")
+    block = page.read_text().split("group_grader: my_judge.as_good")[0].rpartition("```yaml\n")[2]
+    rest = page.read_text().split("group_grader: my_judge.as_good")[1].split("```")[0]
+    cfg = OmegaConf.create(f"{block}group_grader: my_judge.as_good{rest}")
     task, held_out = instantiate(cfg.task), instantiate(cfg.evaluation.task)
     problem, answer = task[0], task[0].answer
     texts = [f"(1 2) {answer}", str(answer), str(answer), str(answer + 1), ""]
     with Grader(task, **cfg.grader) as judge, Grader(held_out) as alone:
         assert judge.compares and not alone.compares
         outcomes = judge.submit_group(problem, texts).result(timeout=60)
-        assert [outcome.score.reward for outcome in outcomes] == [0.5, 0.75, 0.75, 0.25, 0.0]
-        assert judge.submit(problem, str(answer)).result(timeout=60).score.reward == 0.0
+        assert [outcome.score.reward for outcome in outcomes] == [0.6, 1.0, 1.0, 0.4, 0.2]
+        assert judge.submit(problem, str(answer)).result(timeout=60).score.reward == 1.0
         assert alone.grade([(held_out[0], str(held_out[0].answer))])[0].score.reward == 1.0
 
 
