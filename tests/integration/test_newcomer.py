@@ -1,6 +1,6 @@
 """docs/custom_reward.md as a newcomer follows it, cut short: a function, a warm-up, a run; then the page's judge in its place.
 
-The whole path, until the reward has risen: tests/learns/test_newcomer.py.
+The whole path, until the reward has risen: tests/learns/test_newcomer_learns.py.
 """
 
 import pytest

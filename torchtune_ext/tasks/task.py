@@ -45,9 +45,10 @@ def score_of(value: float | Score) -> Score:
     for name, named in (("parts", value.parts), ("facts", value.facts)):
         if not isinstance(named, Mapping):
             raise ValueError(f"a Score with {name}={named!r:.60}, which is no dict")
+    reward = _finite("reward", value.reward)
     parts = {str(name): _finite(name, number) for name, number in value.parts.items()}
     facts = {str(name): str(fact) for name, fact in value.facts.items()}
-    return Score(_finite("reward", value.reward), parts, str(value.note or ""), facts)
+    return Score(reward, parts, str(value.note or ""), facts)
 
 
 def _finite(name: str, value: Any) -> float:
