@@ -47,7 +47,7 @@ def _sample_text(sample: Sample) -> str:
 
 def group_of(record: dict[str, Any]) -> Group:
     """Makes the group of which `group_json` made this, once the JSON is read: equal field by field, but for tuples of `answer`,
-    which are lists then, and for what of it JSON does not have, which is its `repr`."""
+    which are lists then, and for what of it JSON does not have, which is its `repr`. The problem's `example` is not stored."""
     problem = record["problem"]
     return Group(
         problem=Problem(id=problem["id"], messages=tuple(problem["messages"]), answer=problem["answer"]),

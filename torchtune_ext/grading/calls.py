@@ -1,10 +1,13 @@
 """What a grading process does with a text: it calls the task's grader and checks what that returns."""
 
-import math
-from collections.abc import Sequence
+import os
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from torchtune_ext.run.worker_process import last_line
-from torchtune_ext.tasks.task import Problem, Score, Task
+from torchtune_ext.tasks.functions import name_of
+from torchtune_ext.tasks.task import Problem, Score, Task, score_of
 
 MAX_NOTE_CHARS = 2000
 FAILED_PART = "failed"  # if this part of a Score is not 0, the outcome is "policy_failed"
@@ -17,16 +20,16 @@ class Grading:
 
     def __init__(self, task: Task) -> None:
         self.task = task
+        self.compares = hasattr(task, "grade_group")  # whether the texts of a problem are graded together
 
-    def __call__(self, problem: Problem, texts: Sequence[str], together: bool) -> list[Graded]:
-        """Returns one answer for each text. If `together` is true, the texts are graded by `grade_group`; otherwise there is
-        one text, graded by `grade`."""
+    def __call__(self, problem: Problem, texts: Sequence[str]) -> list[Graded]:
+        """Returns one answer for each text. A task that compares grades them together, another one after the other."""
         try:
-            if together:
-                return checked_all(self.task.grade_group(problem, list(texts)), len(texts))
-            return [checked(self.task.grade(problem, texts[0]))]
+            if self.compares:
+                return checked_all(self.task.grade_group(problem, list(texts)), len(texts), self.task.grade_group)
+            return [checked(self.task.grade(problem, text), self.task.grade) for text in texts]
         except (Exception, SystemExit) as error:  # noqa: BLE001 (reported as infra_failed)
-            return [failed(last_line(error))] * len(texts)
+            return [failed(_cause(error))] * len(texts)
 
 
 def failed(cause: str) -> Graded:
@@ -34,22 +37,34 @@ def failed(cause: str) -> Graded:
     return "infra_failed", None, cause
 
 
-def checked_all(scores: object, count: int) -> list[Graded]:
-    """Returns one answer for each of `count` texts that were graded together."""
-    if not isinstance(scores, list | tuple) or len(scores) != count:
-        what = f"{len(scores)} scores" if isinstance(scores, list | tuple) else type(scores).__name__
-        return [failed(f"grade_group() returned {what} for {count} texts")] * count
-    return [checked(score) for score in scores]
+def checked_all(values: object, count: int, grade: Callable) -> list[Graded]:
+    """Returns one answer for each of `count` texts that `grade` graded together."""
+    if not isinstance(values, list | tuple) or len(values) != count:
+        what = f"{len(values)} values" if isinstance(values, list | tuple) else type(values).__name__
+        cause = f"{name_of(grade)} returned {what} for {count} texts; return a list with a number for each"
+        return [failed(cause)] * count
+    return [checked(value, grade) for value in values]
 
 
-def checked(score: object) -> Graded:
-    """Checks what a grader returned, and returns (kind, score, cause)."""
-    if not isinstance(score, Score):
-        return failed(f"grade() returned {type(score).__name__}, not a Score")
-    reward, parts = float(score.reward), {str(name): float(value) for name, value in score.parts.items()}
-    for name, value in {"reward": reward, **parts}.items():
-        if not math.isfinite(value):
-            return failed(f"grade() returned {name}={value}, which is not finite")
-    kind = "policy_failed" if parts.get(FAILED_PART) else "scored"
-    facts = {str(name): str(value) for name, value in score.facts.items()}
-    return kind, Score(reward, parts, str(score.note or "")[:MAX_NOTE_CHARS], facts), ""
+def checked(value: object, grade: Callable) -> Graded:
+    """Checks what a grader returned, and returns (kind, score, cause).
+
+    Args:
+        value: a Score or a number, if all is well.
+        grade: what returned it, for the message.
+    """
+    try:
+        score = score_of(value)
+    except ValueError as error:
+        return failed(f"{name_of(grade)} returned {error}")
+    kind = "policy_failed" if score.parts.get(FAILED_PART) else "scored"
+    return kind, replace(score, note=score.note[:MAX_NOTE_CHARS]), ""
+
+
+def _cause(error: BaseException) -> str:
+    """Returns the error and where it was raised; if that was not in the file of the grader, also where the grader was then."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    own = [frame for frame in frames if frame.filename == frames[0].filename]
+    if not own or own[-1] is frames[-1]:
+        return last_line(error)
+    return f"{last_line(error)}, called from {os.path.basename(own[-1].filename)}:{own[-1].lineno}"

@@ -1,10 +1,10 @@
 """Grades texts. When a grader fails, the outcome says so; no reward is invented for the text.
 
 kind             what happened                                                     score   trained on
-"scored"         the task's grader returned a Score, also for a wrong answer        yes     yes
+"scored"         the grader returned a number or a Score, also for a wrong answer   yes     yes
 "policy_failed"  the grader returned a Score whose parts["failed"] is not 0: the    yes     yes
                  text holds no answer to grade
-"infra_failed"   the grader raised, crashed, or returned no finite number           None    no, kept out of the baseline
+"infra_failed"   the grader raised, crashed, or returned anything else              None    no, kept out of the baseline
 "timed_out"      the grader was still busy after the deadline, and was killed       None    no, kept out of the baseline
 "noisy"          the text is a right program, but others disturbed the machine      None    no, kept out of the baseline
                  while its speed was measured (measured.py)
@@ -51,7 +51,7 @@ class GraderConfig:
     """The node `grader:` of a recipe."""
 
     workers: int = 1  # number of processes that grade
-    timeout_s: float = 10.0  # seconds for one text
+    timeout_s: float = 10.0  # seconds for one text; for all texts of a group that are graded together
 
     def __post_init__(self) -> None:
         if self.workers < 1:
@@ -63,8 +63,8 @@ class GraderConfig:
 class Grader:
     """Grades texts with `task.grade` in `workers` processes, each text within `timeout_s` seconds.
 
-    If the task defines `grade_group(problem, texts)`, because its grader compares texts, whole groups can be handed in.
-    The same time limit then holds for a group.
+    A task that compares texts has `grade_group(problem, texts)`, which then grades all. The time limit holds for each call
+    of it, so for a whole group. If it raises, hangs or dies, all texts of the group are without a score.
 
     The task is sent by cloudpickle, so its class may be defined in the user's copied recipe (`__main__`). The processes
     start at once, import torch only if the task does, and end with this process or with `close`. What they print goes into the
@@ -77,32 +77,34 @@ class Grader:
 
     def __init__(self, task: Task, workers: int = 1, timeout_s: float = 10.0, output: Path | None = None):
         config = GraderConfig(workers, timeout_s)
+        grading = Grading(task)
+        self.compares = grading.compares  # whether the texts of a problem are graded together
         try:
-            target = cloudpickle.dumps(Grading(task))
+            target = cloudpickle.dumps(grading)
         except Exception as error:
             # Pickling runs code of the task, which may raise any error.
             raise ValueError(
                 f"task {type(task).__name__} cannot be sent to a grading process: {type(error).__name__}: {error}. "
                 "Keep open files, locks and models out of its attributes"
             ) from error
-        self.compares = hasattr(task, "grade_group")  # whether the texts of a problem are graded together
         self._timeout_s, self._output = config.timeout_s, output
         self.processes = Processes(target, config.workers, "grading", "task", output=output)
 
     def submit(self, problem: Problem, text: str) -> "Future[Outcome]":
-        """Hands in a text and returns at once. A slow text delays others only if no other worker is free."""
-        return self.processes.submit(
-            (problem, (text,), False), self._timeout_s, then=lambda answer: _outcomes(answer, 1)[0]
-        )
+        """Hands in a text and returns at once. A slow text delays others only if no other worker is free.
+
+        A task that compares gets it as a group of one.
+        """
+        return self.processes.submit((problem, (text,)), self._timeout_s, then=lambda answer: _outcomes(answer, 1)[0])
 
     def submit_group(self, problem: Problem, texts: Sequence[str]) -> "Future[list[Outcome]]":
-        """Hands in all texts of a problem at once, for a task with `grade_group`, and returns at once.
+        """Hands in all texts of a problem at once, for a task that compares, and returns at once.
 
         The result is one outcome for each text, in the same order.
         """
         count = len(texts)
         return self.processes.submit(
-            (problem, tuple(texts), True), self._timeout_s, then=lambda answer: _outcomes(answer, count)
+            (problem, tuple(texts)), self._timeout_s, then=lambda answer: _outcomes(answer, count)
         )
 
     def grade(self, items: Sequence[tuple[Problem, str]]) -> list[Outcome]:

@@ -167,4 +167,4 @@ class BenchGrader:
                 self._counts.seconds += sum(value for name, value in result.seconds.items() if name != "wait")
         if result.outcome == NOISY:
             return Outcome(NOISY, None, result.note)
-        return Outcome(*checked(self._task.score(problem, result)))
+        return Outcome(*checked(self._task.score(problem, result), self._task.score))

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
+from torchtune_ext.tasks.functions import Grade, GradeGroup, use_graders
 from torchtune_ext.tasks.task import Problem, Score
 
 ENDLESS = 2**31 - 1  # the length of the task without a count
@@ -57,9 +58,12 @@ class Arithmetic:
         prompt: the message of the user, in which {question} stands for "17+25=".
         guessed: share of the solutions that are a guess: a number at most `NEAR` from the answer, without intermediate
             values. A policy that was warmed up on both forms can then find out that intermediate values help.
+        grader: dotted path of a function (problem, text) that grades in the place of `grade`. The last number of
+            `problem.answer` is the right one.
+        group_grader: the same for a function (problem, texts), which grades all samples of a question together.
 
     Raises:
-        ValueError: an argument is out of its range.
+        ValueError: an argument is out of its range, or there is no such function.
     """
 
     def __init__(
@@ -71,6 +75,8 @@ class Arithmetic:
         split: str = "train",
         prompt: str = "{question}",
         guessed: float = 0.0,
+        grader: str | Grade | None = None,
+        group_grader: str | GradeGroup | None = None,
     ) -> None:
         if first < 0 or (count is not None and count < 1):
             raise ValueError(f"first={first}, count={count}: first counts from 0, count from 1")
@@ -83,6 +89,7 @@ class Arithmetic:
         self.seed, self.first, self.split, self.prompt, self.guessed = seed, first, split, prompt, guessed
         self.length = ENDLESS if count is None else count
         self.weights = _weights(level)
+        use_graders(self, grader, group_grader)
 
     def __len__(self) -> int:
         return self.length

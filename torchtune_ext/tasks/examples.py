@@ -14,10 +14,10 @@ Example = Mapping[str, Any]
 _NAME = re.compile(r"\{([A-Za-z_][\w.]*)\}")  # a field in braces; the empty braces of \boxed{} do not match
 
 
-def read_examples(path: str, fields: set[str]) -> Iterator[tuple[str, Example]]:
+def read_examples(path: str, fields: set[str] | None) -> Iterator[tuple[str, Example]]:
     """Yields the place and the content of every example of a file.
 
-    A .parquet file is read as parquet, and only its `fields`. Any other file is read as JSONL, one object a line.
+    A .parquet file is read as parquet, and only its `fields` (None: all). Any other file is read as JSONL, one object a line.
 
     Raises:
         ValueError: the file does not exist, is not UTF-8 or no parquet, or a line is no JSON object (with its number).
@@ -46,16 +46,16 @@ def _json_object(where: str, line: str) -> Example:
     return example
 
 
-def _parquet_examples(path: str, fields: set[str]) -> Iterator[tuple[str, Example]]:
+def _parquet_examples(path: str, fields: set[str] | None) -> Iterator[tuple[str, Example]]:
     # These imports come late, because a grading process does not need them.
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
 
     try:
         file = ParquetFile(path)
-        known = [name for name in file.schema_arrow.names if name in fields]
+        known = [name for name in file.schema_arrow.names if fields is not None and name in fields]
         # If a field is missing, all fields are read, so that the error can list them.
-        columns = known if len(known) == len(fields) else None
+        columns = known if fields is not None and len(known) == len(fields) else None
         examples = (example for batch in file.iter_batches(columns=columns) for example in batch.to_pylist())
         for number, example in enumerate(examples, start=1):
             yield f"{path}, example {number}", example
@@ -64,8 +64,8 @@ def _parquet_examples(path: str, fields: set[str]) -> Iterator[tuple[str, Exampl
         raise ValueError(f"path={path!r}: not a readable parquet file ({cause}); write it again") from error
 
 
-def hub_examples(hub: str, config: str | None, split: str, fields: set[str]) -> Iterator[tuple[str, Example]]:
-    """Yields the place and the content of every example of a data set of the hub. Only `fields` are read.
+def hub_examples(hub: str, config: str | None, split: str, fields: set[str] | None) -> Iterator[tuple[str, Example]]:
+    """Yields the place and the content of every example of a data set of the hub. Only `fields` are read (None: all).
 
     The data set is downloaded or taken from the cache.
 
@@ -82,7 +82,7 @@ def hub_examples(hub: str, config: str | None, split: str, fields: set[str]) -> 
         cause = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         fix = "download it where there is a network, and name a JSONL or parquet file with path:"
         raise ValueError(f"{what} cannot be loaded ({cause}). Check the name; or {fix}") from error
-    if fields <= set(examples.column_names):
+    if fields is not None and fields <= set(examples.column_names):
         examples = examples.select_columns(sorted(fields))
     for number, example in enumerate(examples):
         yield f"{hub} {split}, example {number}", example

@@ -2,6 +2,7 @@
 
 import re
 
+from torchtune_ext.tasks.functions import Grade, GradeGroup
 from torchtune_ext.tasks.math import PROMPT, Math
 
 _CALCULATOR = re.compile(r"<<[^<>\n]*>>")  # marks for a calculator, as in "48/2 = <<48/2=24>>24"
@@ -18,6 +19,7 @@ class GSM8K(Math):
         path: a local copy of one split, in place of the hub: JSONL or parquet with the fields question and answer.
         count, first, prompt, system: see `Jsonl`.
         require_box, require_thinking, format, format_reward: see `MathGrader`.
+        grader, group_grader: see `Jsonl`. A function takes the place of `MathGrader`.
     """
 
     def __init__(
@@ -32,12 +34,15 @@ class GSM8K(Math):
         require_thinking: bool = False,
         format: str = "box",
         format_reward: float = 0.0,
+        grader: str | Grade | None = None,
+        group_grader: str | GradeGroup | None = None,
     ) -> None:
         if split not in ("train", "test"):
             raise ValueError(f"split={split!r}: GSM8K has 'train' and 'test'")
         super().__init__(
             "gsm8k", path, split=split, prompt=prompt, system=system, count=count, first=first, require_box=require_box,
             require_thinking=require_thinking, format=format, format_reward=format_reward,
+            grader=grader, group_grader=group_grader,
         )  # fmt: skip
 
     def explained(self, worked: str) -> str:

@@ -1,18 +1,14 @@
 """A task whose questions and answers come from a file or from the Hugging Face hub, with any function as the grader."""
 
-import importlib
-import os
-import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from torchtune_ext.tasks.examples import Example, field_names, fill, hub_examples, read_examples
-from torchtune_ext.tasks.task import Problem, Score
-
-GraderFunction = Callable[[Any, str], float | Score]  # (answer, text)
+from torchtune_ext.tasks.examples import Example, field_names, fill, hub_examples, read_examples, value_of
+from torchtune_ext.tasks.functions import Grade, GradeGroup, use_graders
+from torchtune_ext.tasks.task import Problem, Score, score_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,21 +20,27 @@ class Source:
     split: str = "train"  # split of the data set of the hub
     path: str | None = None  # a .parquet file, or any other file, which is read as JSONL
     question: str = "question"  # a field, "a.b.0" for a field below others, or a template "{Body} {Question}"
-    answer: str = "answer"  # a field or a template, as in `question`
+    answer: str | None = "answer"  # a field or a template, as in `question`; None: there are no answers
     solution: str | None = None  # a field with a worked solution
     keep: tuple[str, str] | None = None  # (field, text): only examples whose field contains the text are kept
     remove: tuple[str, ...] = ()  # texts that are removed from questions, such as the prompt of another project
 
-    def examples(self) -> list[tuple[str, Example]]:
+    def examples(self, also: Sequence[str] | None = ()) -> list[tuple[str, Example]]:
         """Returns the place and the content of all examples that are kept.
+
+        Args:
+            also: fields that are read besides those named above; None: all.
 
         Raises:
             ValueError: there is neither a path nor a hub, or the examples cannot be read (see `examples.py`).
         """
         if self.path is None and self.hub is None:
             raise ValueError("name where the questions come from: path: FILE (JSONL or parquet), or hub: OWNER/NAME")
-        templates = [self.question, self.answer, self.solution or self.answer, (self.keep or (self.answer,))[0]]
-        fields = {name.split(".")[0] for template in templates for name in field_names(template)}
+        fields = None
+        if also is not None:
+            templates = [self.question, self.answer, self.solution, self.keep and self.keep[0]]
+            names = {name for template in templates if template for name in field_names(template)} | set(also)
+            fields = {name.split(".")[0] for name in names}
         if self.path is not None:
             examples = read_examples(self.path, fields)
         else:
@@ -53,35 +55,38 @@ class Questions:
     """A task over examples, each with a question, its hidden answer, and perhaps a worked solution.
 
     `Jsonl` and `Math` derive from it. A grading process gets the task without its examples, because the problem holds
-    all that `grade` needs.
+    all that a grader needs: the answer, and the `fields` of the example.
     """
 
     def __init__(
         self,
         source: Source,
-        grader: str | GraderFunction,
         prompt: str,
         system: str | None,
         count: int | None,
         first: int,
         prefix: str,
+        grader: str | Grade | None,
+        group_grader: str | GradeGroup | None,
+        fields: Sequence[str] | None,
     ) -> None:
         if first < 0 or (count is not None and count < 1):
             raise ValueError(f"first={first}, count={count}: first counts from 0, count from 1")
         if "{question}" not in prompt:
             raise ValueError(f"prompt={prompt!r} shows no question: write {{question}} where it belongs")
-        self.grader = by_path(grader) if isinstance(grader, str) else grader
+        use_graders(self, grader, group_grader)
         self.first, self.prompt, self.system = first, prompt, system
         where = source.path or f"{source.hub} {source.split}"
         hub_name = "" if prefix else f"{source.hub}-".rpartition("/")[2].lower()
         # The ids of the problems begin with this name.
         self.name = prefix + (Path(where).stem if source.path else hub_name + source.split)
-        examples = source.examples()
+        examples = source.examples(fields)
         chosen = list(islice(examples, first, None if count is None else first + count))
         if not chosen or len(chosen) < (count or 0):
             raise ValueError(f"{where}: {len(examples)} examples, too few for first={first}, count={count}")
         self.examples = [
-            (_question(source, example, place), fill(source.answer, example, place)) for place, example in chosen
+            (_question(source, example, place), _answer(source, example, place), _chosen(fields, example, place))
+            for place, example in chosen
         ]
         self.worked = [fill(source.solution, example, place) for place, example in chosen] if source.solution else None
 
@@ -91,19 +96,24 @@ class Questions:
     def __getitem__(self, index: int) -> Problem:
         if not 0 <= index < len(self.examples):
             raise IndexError(f"question {index} of {len(self.examples)}")
-        question, answer = self.examples[index]
+        question, answer, example = self.examples[index]
         message = {"role": "user", "content": self.prompt.replace("{question}", question)}
         before = () if self.system is None else ({"role": "system", "content": self.system},)
-        return Problem(f"{self.name}-{self.first + index:06d}", (*before, message), answer)
-
-    def grade(self, problem: Problem, text: str) -> Score:
-        """Grades a text with the grader of the task. A plain number becomes a score without parts."""
-        score = self.grader(problem.answer, text)
-        return score if isinstance(score, Score) else Score(float(score), {})
+        return Problem(f"{self.name}-{self.first + index:06d}", (*before, message), answer, example)
 
     def solution(self, problem: Problem) -> str:
-        """Returns the worked solution, or the answer where there is none."""
-        return str(problem.answer) if self.worked is None else str(self.worked[self.index_of(problem)])
+        """Returns the worked solution, or the answer where there is none.
+
+        Raises:
+            ValueError: there is neither.
+        """
+        if self.worked is not None:
+            return str(self.worked[self.index_of(problem)])
+        if problem.answer is None:
+            raise ValueError(
+                f"{problem.id} has no answer to learn: name the field of a text that is right, solution: FIELD"
+            )
+        return str(problem.answer)
 
     def index_of(self, problem: Problem) -> int:
         """Returns the index of a problem of this task."""
@@ -114,66 +124,69 @@ class Questions:
 
 
 class Jsonl(Questions):
-    """A task whose examples are questions with hidden answers. `grader` compares the answer with the policy's text.
+    """A task whose examples are questions with hidden answers, graded by a function of the user's.
 
     Args:
-        grader: dotted path of a function (answer, text) -> float or Score; in Python, the function itself.
+        grader: dotted path of a function (problem, text) -> float or Score; in Python, the function itself.
         path: a JSONL file (one object a line) or a .parquet file.
         hub: id of a data set of the Hugging Face hub, in place of a path.
         config: config of the data set of the hub.
         split: split of the data set of the hub.
         question: field of the question, "a.b.0" for a field below others, or a template: "{Body} {Question}".
-        answer: field of the answer. It may have any JSON type; the grader gets it unchanged.
+        answer: field of the answer. It may have any JSON type; the function gets it unchanged, as `problem.answer`. None:
+            the questions have no answers, because the function needs none.
         solution: field of a text with reward 1.0, for the supervised warm-up. Without it the answer is used.
         prompt: the message of the user, in which {question} stands for the question.
         system: a system message before the message of the user.
         count: number of questions; None: all from `first` on.
         first: index of the first example. It keeps training and held-out questions apart.
+        group_grader: in place of `grader`, a function (problem, texts) -> a list of floats or Scores, one for each text. It
+            sees all samples of a question together.
+        fields: fields of the example that the function gets besides, as `problem.example`; None: all of them.
 
     Raises:
-        ValueError: there is nothing to read, an example lacks a field or has an empty question, or there are fewer than
-            `count` examples.
+        ValueError: there is nothing to read, an example lacks a field or has an empty question, there are fewer than
+            `count` examples, or there is no such function (see `functions.py`).
     """
 
     def __init__(
         self,
-        grader: str | GraderFunction,
+        grader: str | Grade | None = None,
         path: str | None = None,
         hub: str | None = None,
         config: str | None = None,
         split: str = "train",
         question: str = "question",
-        answer: str = "answer",
+        answer: str | None = "answer",
         solution: str | None = None,
         prompt: str = "{question}",
         system: str | None = None,
         count: int | None = None,
         first: int = 0,
+        group_grader: str | GradeGroup | None = None,
+        fields: Sequence[str] | None = None,
     ) -> None:
+        if grader is None and group_grader is None and type(self).grade is Jsonl.grade:
+            raise ValueError(
+                "grader has no value: name a function f(problem, text), grader: my_reward.f for my_reward.py"
+            )
         if hub is not None and path is not None:
             raise ValueError(f"hub={hub!r}, path={path!r}: give one of the two")
         source = Source(hub, config, split, path, question, answer, solution)
-        super().__init__(source, grader, prompt, system, count, first, "")
+        super().__init__(source, prompt, system, count, first, "", grader, group_grader, fields)
+
+    def grade(self, problem: Problem, text: str) -> Score:
+        """Grades a text alone. The function `grader` stands in the place of this method, so that a `group_grader` is left."""
+        return score_of(self.grade_group(problem, [text])[0])
 
 
-def by_path(path: str) -> GraderFunction:
-    """Returns the function that a dotted path names. Modules in the working directory are found, too.
+def _answer(source: Source, example: Example, where: str) -> Any:
+    return None if source.answer is None else fill(source.answer, example, where)
 
-    Raises:
-        ValueError: the function cannot be imported.
-    """
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    module, _, name = path.rpartition(".")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"grader={path!r} cannot be imported ({error}); write MODULE.FUNCTION") from error
-    if not callable(function):
-        raise ValueError(
-            f"grader={path!r} is a {type(function).__name__}; name a function (answer, text) -> float or Score"
-        )
-    return function
+
+def _chosen(fields: Sequence[str] | None, example: Example, where: str) -> Example:
+    """Returns the example with these fields alone; None: with all."""
+    return example if fields is None else {name: value_of(name, example, where) for name in fields}
 
 
 def _question(source: Source, example: Example, where: str) -> str:

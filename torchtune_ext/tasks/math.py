@@ -1,11 +1,13 @@
 r"""Mathematics with verifiable answers, from public data sets or the user's own file, graded by `MathGrader`."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torchtune_ext.tasks.answers import MathGrader, gold_answer, last_box, readable
+from torchtune_ext.tasks.functions import Grade, GradeGroup
 from torchtune_ext.tasks.jsonl import Questions, Source
-from torchtune_ext.tasks.task import Problem
+from torchtune_ext.tasks.task import Problem, Score
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +47,7 @@ class Math(Questions):
         path, hub, config, split, question, answer, solution, prompt, system, count, first: see `Jsonl`. The field of
             the answer may hold a number, an answer, or a solution that ends with the answer.
         require_box, require_thinking, brackets, format, format_reward: see `MathGrader`.
+        grader, group_grader, fields: see `Jsonl`. A function takes the place of `MathGrader`; without one, no fields are kept.
 
     Raises:
         ValueError: in the cases of `Jsonl` and `MathGrader`; arguments exclude each other; or examples have no usable
@@ -71,6 +74,9 @@ class Math(Questions):
         brackets: bool = False,
         format: str = "box",
         format_reward: float = 0.0,
+        grader: str | Grade | None = None,
+        group_grader: str | GradeGroup | None = None,
+        fields: Sequence[str] | None = None,
     ) -> None:
         if dataset is not None and dataset not in DATASETS:
             raise ValueError(f"dataset={dataset!r}: choose one of {', '.join(DATASETS)}, or give path: or hub:")
@@ -82,16 +88,20 @@ class Math(Questions):
         named |= {"solution": solution}
         source = DATASETS[dataset] if dataset else Source()
         source = replace(source, **{key: value for key, value in named.items() if value is not None})
-        grader = MathGrader(require_box, require_thinking, brackets, format, format_reward)
-        super().__init__(source, grader, prompt, system, count, first, f"{dataset}-" if dataset else "")
+        self.verdict = MathGrader(require_box, require_thinking, brackets, format, format_reward)
+        prefix = f"{dataset}-" if dataset else ""
+        if grader is None and group_grader is None:
+            # The answer is all that `MathGrader` reads. Some of these data sets have examples of many kilobytes.
+            fields = ()
+        super().__init__(source, prompt, system, count, first, prefix, grader, group_grader, fields)
         self._read_answers()
 
     def _read_answers(self) -> None:
         """Replaces the answer field of every example by the right answer that it holds."""
         bad, examples = [], []
-        for index, (question, value) in enumerate(self.examples):
+        for index, (question, value, example) in enumerate(self.examples):
             try:
-                examples.append((question, gold_answer(value)))
+                examples.append((question, gold_answer(value), example))
             except ValueError as error:
                 bad.append(f"{self[index].id} {error}")
         if bad:
@@ -108,6 +118,10 @@ class Math(Questions):
                 self.name, len(unread), len(looked_at), ", ".join(unread[:5]),
             )  # fmt: skip
 
+    def grade(self, problem: Problem, text: str) -> Score:
+        """Grades a text with `MathGrader`."""
+        return self.verdict(problem.answer, text)
+
     def solution(self, problem: Problem) -> str:
         """Returns the worked solution if there is one, then the answer in a box.
 
@@ -115,7 +129,7 @@ class Math(Questions):
         """
         worked = "" if self.worked is None else self.explained(str(self.worked[self.index_of(problem)])).strip()
         box = f"The answer is $\\boxed{{{problem.answer}}}$."
-        if self.grader.require_thinking or self.grader.format == "think":
+        if self.verdict.require_thinking or self.verdict.format == "think":
             return f"<think>\n{worked}\n</think>\n\n{box}"
         return worked if last_box(worked) == problem.answer else f"{worked}\n\n{box}".lstrip()
 

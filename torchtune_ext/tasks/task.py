@@ -1,7 +1,9 @@
 """Defines what a task is: problems with hidden answers, and a grader for texts that try to answer them."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +15,9 @@ class Problem:
     id: str  # stable and unique within the task, e.g. "clue-7-000123"
     messages: tuple[dict[str, str], ...]  # chat messages {"role", "content"}, the last one from the user
     answer: Any  # JSON-able; the grader gets it, the policy never does
+    # The record of the data set that the problem was made of, for graders that need more of it than the answer. It is not
+    # stored with the rollouts.
+    example: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +25,40 @@ class Score:
     """The verdict of a grader on one text."""
 
     reward: float  # the number that training tries to increase
-    parts: dict[str, float]  # named components of the reward, for the log
+    parts: Mapping[str, float] = field(default_factory=dict)  # named components of the reward, for the log
     note: str = ""  # a remark for people, such as the output of a compiler; cut to 2,000 characters
     facts: Mapping[str, str] = field(default_factory=dict)  # words for the record, such as the machine that measured
+
+
+def score_of(value: float | Score) -> Score:
+    """Makes a score of what a grader returned: a number is a reward without parts.
+
+    Raises:
+        ValueError: it is neither, or what it holds are no finite numbers. The message goes on after "returned ".
+    """
+    if isinstance(value, Real):
+        return Score(_finite("reward", value))
+    if not isinstance(value, Score):
+        kind = type(value)
+        name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+        raise ValueError(f"{'None' if value is None else name}, neither a number nor a Score")
+    for name, named in (("parts", value.parts), ("facts", value.facts)):
+        if not isinstance(named, Mapping):
+            raise ValueError(f"a Score with {name}={named!r:.60}, which is no dict")
+    reward = _finite("reward", value.reward)
+    parts = {str(name): _finite(name, number) for name, number in value.parts.items()}
+    facts = {str(name): str(fact) for name, fact in value.facts.items()}
+    return Score(reward, parts, str(value.note or ""), facts)
+
+
+def _finite(name: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"{name}={value!r:.60}, which is no number") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{name}={number}, which is not finite")
+    return number
 
 
 class Task(Protocol):
@@ -31,16 +67,16 @@ class Task(Protocol):
     A problem is a pure function of its index, so a cursor is enough to resume a run.
 
     `grade` runs in a worker process. Therefore the task must be picklable, and no text of the policy may make `grade`
-    raise. A task whose grader compares texts also has `grade_group(problem, texts) -> list[Score]`. It then grades all
-    samples of a problem together, in place of `grade`.
+    raise. A task that compares texts has `grade_group(problem, texts) -> list[float | Score]`, one for each text in their
+    order. It then grades all samples of a problem together, in place of `grade`.
     """
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Problem: ...
 
-    def grade(self, problem: Problem, text: str) -> Score:
-        """Returns the score of a completion's text."""
+    def grade(self, problem: Problem, text: str) -> float | Score:
+        """Returns what a completion's text is worth: a reward, or a score with its parts (`score_of` makes one of both)."""
         ...
 
     def solution(self, problem: Problem) -> str:

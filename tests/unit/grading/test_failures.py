@@ -4,13 +4,13 @@ import pytest
 from scripted_task import PROBLEM, Scripted
 
 from torchtune_ext.grading import Grader, Outcome
-from torchtune_ext.grading.failures import NOISY, GradingFailed, GradingWatch
+from torchtune_ext.grading.failures import GradingFailed, GradingWatch
 from torchtune_ext.tasks.task import Score
 
 GOOD = ("p-1", Outcome("scored", Score(0.0, {}), ""))
 BAD = ("p-2", Outcome("infra_failed", None, "KeyError: 'x' (my_task.py:12)"))
 LATE = ("p-3", Outcome("timed_out", None, "no answer within 10 s; the process was killed"))
-DISTURBED = ("p-4", Outcome("infra_failed", None, f"{NOISY}others used the machine"))
+DISTURBED = ("p-4", Outcome("noisy", None, "others used the machine"))
 
 
 def test_two_steps_in_which_every_text_fails_end_the_run(caplog):

@@ -14,7 +14,7 @@ from torchtune_ext.grading import Grader
 from torchtune_ext.tasks.gsm8k import GSM8K
 from torchtune_ext.tasks.jsonl import Jsonl
 from torchtune_ext.tasks.math import DATASETS, PROMPT, Math
-from torchtune_ext.tasks.task import Score
+from torchtune_ext.tasks.task import Problem, Score
 
 ROWS = [
     {"question": "1+1?", "answer": "2", "why": "One and one.", "meta": {"source": "a", "list": [{"truth": 2}]}},
@@ -43,13 +43,13 @@ def parquet(tmp_path):
     return str(tmp_path / "some.parquet")
 
 
-def closeness(answer, text):
+def closeness(problem, text):
     """A grader of a user's: 1 for the right length, less for others."""
-    return 1.0 / (1 + abs(len(text) - answer))
+    return 1.0 / (1 + abs(len(text) - problem.answer))
 
 
-def strict(answer, text):
-    return Score(float(text == answer), {"exact": float(text == answer)})
+def strict(problem, text):
+    return Score(float(text == problem.answer), {"exact": float(text == problem.answer)})
 
 
 def test_rows_become_problems(path):
@@ -124,7 +124,7 @@ def test_gsm8k(tmp_path):
 
 def test_a_grader_of_ones_own(path, tmp_path, monkeypatch):
     (tmp_path / "my_grader.py").write_text(
-        "def half(answer, text):\n    return 0.5 if answer in text else 0\n\nlimit = 3\n"
+        "def half(problem, text):\n    return 0.5 if problem.answer in text else 0\n\nlimit = 3\n"
     )
     monkeypatch.chdir(tmp_path)
     task = Jsonl("my_grader.half", path=path, prompt="Say {question}", solution="why")
@@ -132,19 +132,11 @@ def test_a_grader_of_ones_own(path, tmp_path, monkeypatch):
         outcomes = grader.grade([(task[0], "2"), (task[0], "3"), (task[2], "6")])
     assert [outcome.score.reward for outcome in outcomes] == [0.5, 0.0, 0.5]
     assert task.solution(task[0]) == "One and one." and task[0].messages[0]["content"] == "Say 1+1?"
-    for name, message in (
-        ("my_grader.third", "cannot be imported .*write MODULE.FUNCTION"),
-        ("no_module.f", "cannot be imported .*no_module"),
-        ("half", "cannot be imported"),
-        ("my_grader.limit", "is a int; name a function"),
-    ):
-        with pytest.raises(ValueError, match=f"grader='{name}' {message}"):
-            Jsonl(name, path=path)
 
 
 def test_answers_of_any_type_reach_the_grader(path):
     task = Jsonl(closeness, path=path, answer="meta.list.0.truth")
-    assert task.grade(task[0], "ab") == Score(1.0, {}) and task.solution(task[0]) == "2"
+    assert task.grade(task[0], "ab") == 1.0 and task.solution(task[0]) == "2"
     task = Jsonl(strict, path=path, answer="meta")
     assert task[0].answer == {"source": "a", "list": [{"truth": 2}]}
 
@@ -279,7 +271,7 @@ def test_the_examples_of_the_page_run(repo_root, tmp_path, capsys):
     for block in blocks:
         exec(block, names)
     assert capsys.readouterr().out.startswith("Score(reward=1.0,")
-    assert names["unit_and_value"]({"unit": "m", "value": 3}, "3 km") == 1.0
+    assert names["unit_and_value"](Problem("p", (), {"unit": "m", "value": 3}), "3 km") == 1.0
     task = names["NoTowers"](path=jsonl(tmp_path, [{"question": "a", "answer": "so\n#### 3"}]))
     assert task.grade(task[0], "\\boxed{10^{10^{10}}}").parts["failed"] == 1.0
     assert task.grade(task[0], "\\boxed{3}").reward == 1.0

@@ -5,6 +5,7 @@ from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 
+from torchtune_ext.tasks.functions import Grade, GradeGroup, use_graders
 from torchtune_ext.tasks.task import Problem, Score
 from torchtune_ext.tasks.temporal_clue.files import read_puzzles, write_jsonl
 from torchtune_ext.tasks.temporal_clue.grade import ANSWER_LETTERS, answered, right_answers
@@ -21,13 +22,15 @@ class TemporalClue:
         seed: seed of the generated puzzles. Puzzle i depends only on (seed, i, size).
         count: number of puzzles; None: endless, or the rest of the file.
         size: a `Size`, a name ("2", "3", "small", "public"), or a mapping such as {suspects: [2, 3], weapons: 2}.
-        grader: "exact", or "published", for which an answer that is a time is never right.
+        grader: "exact", or "published", for which an answer that is a time is never right; or the dotted path of a function
+            (problem, text) that grades in the place of `grade`. `problem.answer` has the right answers by their letters.
         path: a JSON or JSONL file of puzzles, which are read and not generated.
         cache_dir: a folder where generated puzzles are kept, for sizes that take seconds each; made when it is missing.
         first: index of the first puzzle. It keeps training and held-out puzzles apart.
+        group_grader: dotted path of a function (problem, texts), which grades all samples of a puzzle together.
 
     Raises:
-        ValueError: an argument is out of its range, or the file has too few puzzles.
+        ValueError: an argument is out of its range, there is no such function, or the file has too few puzzles.
     """
 
     def __init__(
@@ -35,16 +38,22 @@ class TemporalClue:
         seed: int = 0,
         count: int | None = None,
         size: Size | str | Mapping = "small",
-        grader: str = "exact",
+        grader: str | Grade = "exact",
         path: str | None = None,
         cache_dir: str | None = None,
         first: int = 0,
+        group_grader: str | GradeGroup | None = None,
     ) -> None:
-        if grader not in ANSWER_LETTERS:
-            raise ValueError(f"grader={grader!r}: choose 'exact' or 'published'")
+        if isinstance(grader, str) and grader not in ANSWER_LETTERS and "." not in grader:
+            raise ValueError(
+                f"grader={grader!r}: choose 'exact' or 'published', or name a function, grader: my_reward.f for my_reward.py"
+            )
         if first < 0 or (count is not None and count < 1):
             raise ValueError(f"first={first}, count={count}: first counts from 0, count from 1")
-        self.seed, self.first, self.grader = seed, first, grader
+        is_rule = isinstance(grader, str) and grader in ANSWER_LETTERS
+        self.rule = grader if is_rule else "exact"
+        use_graders(self, None if is_rule else grader, group_grader)
+        self.seed, self.first = seed, first
         self.size = parse_size(size)
         self.puzzles = None if path is None else read_puzzles(path, first, count)
         self.kept_in: Path | None = None
@@ -75,7 +84,7 @@ class TemporalClue:
         Parts of the score: "accuracy", the share of right answers; "solved", 1.0 if all are right; "format", the share
         of questions with any answer in the right format.
         """
-        right = right_answers(problem.answer, text, self.grader).values()
+        right = right_answers(problem.answer, text, self.rule).values()
         reward = sum(right) / len(right)
         parts = {"accuracy": reward, "solved": float(all(right)), "format": answered(problem.answer, text)}
         return Score(reward, parts)

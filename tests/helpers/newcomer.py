@@ -1,0 +1,40 @@
+"""A newcomer's path: the files that docs/custom_reward.md shows, and the commands it gives, in a folder that has nothing else."""
+
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from own_files import shown_commands, shown_files, write_files
+from tiny_runs import environment
+
+# The scripts `tune` and `torchtune-ext` run these modules.
+PROGRAMS = {"python": [], "tune": ["-m", "torchtune._cli.tune"], "torchtune-ext": ["-m", "torchtune_ext"]}
+
+
+def walk(page: Path, folder: Path, shorter: Mapping[str, Sequence[str]] | None = None) -> dict[str, str]:
+    """Writes the files of the page and types its commands.
+
+    Args:
+        page: docs/custom_reward.md.
+        folder: where all of it happens.
+        shorter: words that are added to a `tune run`, by the name of the recipe.
+
+    Returns:
+        What each command printed, by its last word but for options: "my_run.yaml", "runs/mine/grpo", ...
+    """
+    write_files(shown_files(page), folder)
+    printed = {}
+    for words in shown_commands(page, "python make_questions.py"):
+        more = [word for recipe, given in (shorter or {}).items() if recipe in words for word in given]
+        printed[words[-1]] = typed(folder, *words, *more)
+    return printed
+
+
+def typed(folder: Path, program: str, *words: str, timeout: float = 1500) -> str:
+    """Runs a command in a folder to its end and returns what it printed. It must succeed."""
+    command = [sys.executable, *PROGRAMS[program], *words]
+    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=timeout)
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output[-6000:]
+    return output

@@ -1,0 +1,62 @@
+"""docs/custom_reward.md as a newcomer follows it, cut short: a function, a warm-up, a run; then the page's judge in its place.
+
+The whole path, until the reward has risen: tests/learns/test_newcomer_learns.py.
+"""
+
+import pytest
+from newcomer import typed, walk
+from own_files import working_in
+from tiny_runs import metrics
+
+from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+SHORTER = {"warmup_sft": ["epochs=0.4"], "grpo_full": ["max_steps=2", "evaluation.samples=1"]}
+
+
+@pytest.fixture(scope="module")
+def page(repo_root):
+    return repo_root / "docs" / "custom_reward.md"
+
+
+@pytest.fixture(scope="module")
+def folder(page, tmp_path_factory):
+    """A folder in which the commands of the page have been typed."""
+    folder = tmp_path_factory.mktemp("newcomer")
+    walk(page, folder, SHORTER)
+    return folder
+
+
+def groups(run):
+    return [group for _, path in sorted(rollout_paths(run).items()) for group in read_rollouts(path)]
+
+
+def test_what_the_function_returns_is_what_is_trained_on(folder):
+    run = folder / "runs" / "mine" / "grpo"
+    lines = metrics(run)
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert all(line["mismatch/mean_abs"] < 1e-5 for line in lines[1:])
+    with working_in(folder):
+        from my_reward import near
+
+        found = [[near(group.problem, sample.text) for sample in group.samples] for group in groups(run)]
+    assert [[sample.score.reward for sample in group.samples] for group in groups(run)] == found
+    assert [len(rewards) for rewards in found] == [8] * 64
+    assert all(0 < line["reward/mean"] < 1 and line["groups/used"] > 0 for line in lines[1:])
+    assert 0 < lines[0]["eval/accuracy_sampled"] < 1
+    assert (run / "report.html").stat().st_size > 10_000
+
+
+def test_a_judge_of_the_page_takes_its_place(folder):
+    """With refills, whose samples are compared among themselves, and a held-out task that is graded text by text."""
+    words = ["task.grader=null", "task.group_grader=my_judge.as_good", "output_dir=runs/judged", "refill_rounds=1"]
+    typed(folder, "tune", "run", "grpo_full", "--config", "my_run.yaml", *words, *SHORTER["grpo_full"], timeout=300)
+    run = folder / "runs" / "judged"
+    with working_in(folder):
+        from my_judge import as_good
+
+        found = [as_good(group.problem, [sample.text for sample in group.samples]) for group in groups(run)]
+    assert [[sample.score.reward for sample in group.samples] for group in groups(run)] == found
+    assert len(found) >= 64 and all(line["groups/infra_failed"] == 0 for line in metrics(run)[1:])
+    assert len({reward for rewards in found for reward in rewards}) > 2

@@ -1,0 +1,283 @@
+"""Functions of a user's that grade: named by their path, called in real processes, and every mistake with its fix."""
+
+import json
+import re
+
+import pytest
+from own_files import working_in
+
+from torchtune_ext.grading import Grader
+from torchtune_ext.tasks.arithmetic import Arithmetic
+from torchtune_ext.tasks.jsonl import Jsonl
+from torchtune_ext.tasks.task import Score
+from torchtune_ext.tasks.temporal_clue import TemporalClue
+
+FUNCTIONS = '''
+import json
+import os
+import time
+from fractions import Fraction
+
+import numpy as np
+
+from torchtune_ext.tasks.task import Score
+
+
+def says(problem, text):
+    """Returns what the text says in Python."""
+    return eval(text)
+
+
+def unit(problem, text):
+    return Score(float(problem.example["unit"] in text), {"fields": len(problem.example)}, note=problem.example["hint"])
+
+
+def words(problem, text):
+    return len(text.split())
+
+
+def parses(problem, text):
+    return json.loads(text)["reward"]
+
+
+def ranks(problem, texts):
+    """The place among the others, and a note of what was seen; some texts make it fail."""
+    if "raises" in texts:
+        json.loads("no json")
+    if "hangs" in texts:
+        time.sleep(60)
+    if "dies" in texts:
+        os._exit(3)
+    if "array" in texts:
+        return np.arange(len(texts))
+    found = [Score(float(sorted(texts).index(text)), note="|".join(texts)) for text in texts]
+    return [None if text == "odd" else score for text, score in zip(texts, found)]
+
+
+def alone(text):
+    return 1.0
+
+
+limit = 3
+'''
+ROWS = [{"question": f"{n}?", "answer": n, "unit": "km", "hint": f"hint {n}", "more": [n]} for n in range(3)]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A user's folder with functions and questions, in which the test runs."""
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    with working_in(tmp_path):
+        yield tmp_path
+
+
+def graded(task, texts, **settings):
+    with Grader(task, **settings) as grader:
+        return grader.grade([(task[0], text) for text in texts])
+
+
+def test_a_number_is_a_reward(folder):
+    numbers = ["0.25", "2", "True", "np.float64(0.5)", "np.float32(0.5)", "np.int64(3)", "Fraction(1, 4)", "Score(1.5)"]
+    outcomes = graded(Jsonl("mine.says", path="questions.jsonl"), numbers)
+    assert [outcome.score for outcome in outcomes] == [Score(x) for x in (0.25, 2.0, 1.0, 0.5, 0.5, 3.0, 0.25, 1.5)]
+    assert {(outcome.kind, outcome.cause) for outcome in outcomes} == {("scored", "")}
+    assert all(type(outcome.score.reward) is float and outcome.score.parts == {} for outcome in outcomes)
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("float('nan')", "reward=nan, which is not finite"),
+        ("-1e999", "reward=-inf, which is not finite"),
+        ("10**400", "which is no number"),
+        ("None", "None, neither a number nor a Score"),
+        ("'0.5'", "str, neither a number nor a Score"),
+        ("{'reward': 1}", "dict, neither a number nor a Score"),
+        ("[1.0]", "list, neither a number nor a Score"),
+        ("1j", "complex, neither a number nor a Score"),
+        ("np.ones(2)", "numpy.ndarray, neither a number nor a Score"),
+        ("Score('much')", "reward='much', which is no number"),
+        ("Score(1.0, {'speed': None})", "speed=None, which is no number"),
+        ("Score(1.0, {'speed': float('inf')})", "speed=inf, which is not finite"),
+        ("Score(1.0, 0.5)", "a Score with parts=0.5, which is no dict"),
+        ("Score(1.0, {}, '', ['a'])", "a Score with facts=['a'], which is no dict"),
+    ],
+)
+def test_what_is_no_reward_is_refused_with_the_name_of_the_function(folder, text, cause):
+    before, outcome, after = graded(Jsonl("mine.says", path="questions.jsonl"), ["1", text, "2"])
+    assert (outcome.kind, outcome.score) == ("infra_failed", None)
+    line = FUNCTIONS.split("\n").index("def says(problem, text):") + 1
+    assert outcome.cause.startswith(f"mine.says (mine.py:{line}) returned ") and outcome.cause.endswith(cause)
+    assert (before.score.reward, after.score.reward) == (1.0, 2.0)
+
+
+def test_an_error_in_a_library_says_where_the_function_was(folder):
+    (outcome,) = graded(Jsonl("mine.parses", path="questions.jsonl"), ["no json"])
+    line = FUNCTIONS.split("\n").index('    return json.loads(text)["reward"]') + 1
+    assert outcome.kind == "infra_failed" and outcome.cause.startswith("json.decoder.JSONDecodeError: ")
+    assert re.search(rf" \(decoder.py:\d+\), called from mine.py:{line}$", outcome.cause)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_every_field_of_the_line_reaches_the_function(folder, kind):
+    path = f"questions.{kind}"
+    if kind == "parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        from pyarrow.parquet import write_table
+
+        write_table(pyarrow.Table.from_pylist(ROWS), path)
+    task = Jsonl("mine.unit", path=path)
+    assert [task[n].example for n in range(3)] == ROWS
+    right, wrong = graded(task, ["3 km", "3 m"])
+    assert (right.score.reward, wrong.score.reward, right.score.parts, right.score.note) == (
+        1,
+        0,
+        {"fields": 5},
+        "hint 0",
+    )
+
+    some = Jsonl("mine.unit", path=path, fields=["unit", "hint"])
+    assert some[1].example == {"unit": "km", "hint": "hint 1"} and some[1].answer == 1
+    assert graded(some, ["3 km"])[0].score.parts == {"fields": 2}
+    with pytest.raises(ValueError, match="no field 'units'; there are: unit, "):
+        Jsonl("mine.unit", path=path, fields=["units"])
+
+
+def test_questions_without_answers(folder):
+    task = Jsonl("mine.words", path="questions.jsonl", answer=None, fields=[])
+    assert (task[0].answer, task[0].example) == (None, {})
+    assert graded(task, ["a b c"])[0].score.reward == 3.0
+    with pytest.raises(ValueError, match="questions-000000 has no answer to learn: .* solution: FIELD"):
+        task.solution(task[0])
+    assert Jsonl("mine.words", path="questions.jsonl", answer=None, solution="hint").solution(task[1]) == "hint 1"
+
+
+def own_math():
+    pytest.importorskip("math_verify")
+    from torchtune_ext.tasks.math import Math
+
+    return Math(path="questions.jsonl", grader="mine.words")
+
+
+def own_gsm8k():
+    pytest.importorskip("math_verify")
+    from torchtune_ext.tasks.gsm8k import GSM8K
+
+    return GSM8K(path="questions.jsonl", grader="mine.words")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        own_math,
+        own_gsm8k,
+        lambda: Arithmetic(grader="mine.words"),
+        lambda: TemporalClue(path="puzzles.jsonl", grader="mine.words"),
+    ],
+)
+def test_the_problems_of_our_tasks_take_a_function(folder, make):
+    from torchtune_ext.tasks.temporal_clue.files import write_jsonl
+    from torchtune_ext.tasks.temporal_clue.puzzle import Puzzle
+
+    write_jsonl(folder / "puzzles.jsonl", [Puzzle(2, "Who?", {"A": "Mrs. White", "B": "Hall"})])
+    task = make()
+    assert task.grade(task[0], "one two three") == 3
+    assert [outcome.score for outcome in graded(task, ["one two three", ""])] == [Score(3.0), Score(0.0)]
+    assert isinstance(task.solution(task[0]), str), "what the warm-up learns is still the task's"
+
+
+# ---- judges
+
+
+def test_a_judge_gets_all_texts_of_a_problem(folder):
+    task = Jsonl(group_grader="mine.ranks", path="questions.jsonl")
+    with Grader(task, workers=2) as grader:
+        futures = [grader.submit_group(task[n], texts) for n, texts in enumerate((["b", "a"], ["x", "y", "x"]))]
+        (one, two) = ([outcome.score for outcome in future.result(timeout=60)] for future in futures)
+    assert [score.reward for score in one] == [1.0, 0.0] and {score.note for score in one} == {"b|a"}
+    assert [score.reward for score in two] == [0.0, 2.0, 0.0] and {score.note for score in two} == {"x|y|x"}
+    assert task.grade(task[0], "alone") == Score(0.0, note="alone")
+
+
+def test_a_judge_that_fails_gives_no_reward_to_its_group_and_takes_none_from_others(folder):
+    task = Jsonl(group_grader="mine.ranks", path="questions.jsonl")
+    words = ["raises", "hangs", "dies", "array"]
+    with Grader(task, workers=2, timeout_s=1.0) as grader:
+        bad = {word: grader.submit_group(task[0], ["a", word, "b"]) for word in words}
+        good = grader.submit_group(task[1], ["b", "a"])
+        partly = grader.submit_group(task[2], ["b", "odd", "a"])
+        found = {word: future.result(timeout=60) for word, future in bad.items()}
+        assert [outcome.score.reward for outcome in good.result(timeout=60)] == [1.0, 0.0]
+        kinds = [outcome.kind for outcome in partly.result(timeout=60)]
+    assert kinds == ["scored", "infra_failed", "scored"], "one entry that is no number is the loss of its text alone"
+    for word, kind, cause in (
+        ("raises", "infra_failed", r"JSONDecodeError: .* \(decoder.py:\d+\), called from mine.py:\d+$"),
+        ("hangs", "timed_out", "1 s"),
+        ("dies", "infra_failed", "the grading process died: exit code 3"),
+        (
+            "array",
+            "infra_failed",
+            r"mine.ranks \(mine.py:\d+\) returned ndarray for 3 texts; return a list with a number",
+        ),
+    ):
+        assert [(outcome.kind, outcome.score) for outcome in found[word]] == [(kind, None)] * 3
+        assert all(re.search(cause, outcome.cause) for outcome in found[word])
+
+
+# ---- mistakes
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("word", "grader='word': write FILE.FUNCTION, grader=my_reward.f for the function f of my_reward.py"),
+        ("mine.py", "grader='mine.py': write FILE.FUNCTION"),
+        ("mine.py:words", "grader='mine.py:words': write FILE.FUNCTION"),
+        ("./mine.words", r"grader='./mine.words': write FILE.FUNCTION"),
+        ("mine.word", "grader='mine.word': .*/mine.py has no 'word'; did you mean 'words'[?]"),
+        ("mine.qqq", "has no 'qqq'; it has says, unit, words, parses, ranks, alone"),
+        ("mein.words", "grader='mein.words': no mein.py, seen from /"),
+        ("mein.sub.words", "grader='mein.sub.words': no mein.py, seen from /"),
+        ("mine.limit", r"grader='mine.limit' is a int; name a function f\(problem, text\)"),
+        ("mine.alone", r"grader='mine.alone' takes \(text\); it must take two arguments, f\(problem, text\)"),
+        ("broken.f", r"grader='broken.f': broken cannot be imported: NameError: name 'undefined' is not defined \(broken.py:2\)"),
+        ("wrong.f", r"grader='wrong.f': wrong cannot be imported: SyntaxError: .* \(wrong.py:1\)"),
+        ("needs.f", r"grader='needs.f': needs cannot be imported: ModuleNotFoundError: No module named 'no_such_one' \(needs.py:1\)"),
+    ],
+)  # fmt: skip
+def test_a_name_that_means_no_function_is_explained(folder, path, message):
+    (folder / "broken.py").write_text("x = 1\nf = undefined\n")
+    (folder / "wrong.py").write_text("def f(:\n")
+    (folder / "needs.py").write_text("import no_such_one\n")
+    with pytest.raises(ValueError, match=message):
+        Jsonl(path, path="questions.jsonl")
+    if "." in path:
+        with pytest.raises(ValueError, match=message):
+            TemporalClue(grader=path)
+
+
+def test_graders_that_contradict_each_other(folder):
+    with pytest.raises(
+        ValueError, match=r"grader='mine.words', but Jsonl is given group_grader='mine.ranks', .*keep one"
+    ):
+        Jsonl("mine.words", path="questions.jsonl", group_grader="mine.ranks")
+    with pytest.raises(ValueError, match="grader has no value: name a function"):
+        Jsonl(path="questions.jsonl")
+    with pytest.raises(ValueError, match="group_grader='mine.rank': .* did you mean 'ranks'"):
+        Arithmetic(group_grader="mine.rank")
+    with pytest.raises(ValueError, match="grader='exactly': choose 'exact' or 'published', or name a function"):
+        TemporalClue(grader="exactly")
+
+    class Compares(Arithmetic):
+        def grade_group(self, problem, texts):
+            return [0.0] * len(texts)
+
+    with pytest.raises(ValueError, match="grader='mine.words', but Compares is given grade_group of its own"):
+        Compares(grader="mine.words")
+
+    class Graded(Jsonl):
+        def grade(self, problem, text):
+            return 1.0
+
+    assert graded(Graded(path="questions.jsonl"), ["x"])[0].score.reward == 1.0

@@ -1,0 +1,110 @@
+"""Graders that compare, from the engine's answers to advantages: a real source, stream and processes, an engine that is told."""
+
+from concurrent.futures import Future
+
+import pytest
+from letter_tokens import LetterTokenizer, completion
+from told_engine import Numbered
+from waiting import wait_until
+
+from torchtune_ext.advantages import AdvantageConfig, with_advantages
+from torchtune_ext.grading import Grader
+from torchtune_ext.rollout import sample_groups
+from torchtune_ext.sampling.engine import SamplingConfig
+from torchtune_ext.tasks.task import Score
+
+
+class Longer(Numbered):
+    """The number of other texts of the problem that are shorter. The note says which texts were seen together."""
+
+    def grade_group(self, problem, texts):
+        if "broken" in texts:
+            raise ValueError("no judge")
+        return [Score(float(sum(len(text) > len(other) for other in texts)), note="|".join(texts)) for text in texts]
+
+
+@pytest.fixture(scope="module")
+def judge():
+    with Grader(Longer(), workers=2, timeout_s=60.0) as judge:
+        yield judge
+
+
+def seen(group):
+    """The texts of a group that were graded together, by what the notes say."""
+    (note,) = {sample.score.note for sample in group.samples}
+    return note.split("|")
+
+
+def values(group):
+    return [sample.score.reward for sample in group.samples]
+
+
+def test_groups_ahead_of_the_trainer_are_graded_when_they_are_whole(make, judge):
+    """Of a group that lacks a text nothing is graded, while a later group is."""
+    source, engine = make(staleness=2, depth=1, at_once=False, by=judge)
+    source.open(version=0)
+    engine.calls[3].answer("aaa", "b")
+    wait_until(lambda: "0 of 2 texts are not graded" in source._stream.missing(3))
+    call = engine.calls[0]
+    call.say(1, completion("cc"))
+    wait_until(lambda: "not ended 1 of 2" in source._stream.missing(0))
+    assert source._stream._groups[0].outcomes == [None, None]
+    call.say(0, completion(""))
+    call.future.set_result([])
+    engine.calls[1].answer("x", "x")
+    groups, _ = source.take(2)
+    assert [values(group) for group in groups] == [[0.0, 1.0], [0.0, 0.0]]
+    assert [seen(group) for group in groups] == [["", "cc"], ["x", "x"]]
+    engine.calls[2].answer("dd", "e")
+    source.open(version=1)
+    groups, _ = source.take(2)
+    assert [seen(group) for group in groups] == [["dd", "e"], ["aaa", "b"]], "with its own texts, whenever they came"
+
+
+def test_refills_are_judged_among_themselves(make, judge):
+    source, engine = make(at_once=False, by=judge)
+    texts = iter([("a", "a"), ("b", "bb"), ("cc", "c"), ("d", "d"), ("ee", "e")])
+    submit = engine.submit
+    engine.submit = lambda *words: (submit(*words), engine.calls[-1].answer(*next(texts)))[0]
+    source.open(version=0)
+    first, _ = source.take(2)
+    more, _ = source.take(3, refill=1)
+    assert [seen(group) for group in first + more] == [["a", "a"], ["b", "bb"], ["cc", "c"], ["d", "d"], ["ee", "e"]]
+
+
+def test_a_group_whose_judge_failed_is_not_trained_on(make, judge, caplog):
+    source, engine = make(at_once=False, by=judge)
+    texts = iter([("broken", "a"), ("b", "bb")])
+    submit = engine.submit
+    engine.submit = lambda *words: (submit(*words), engine.calls[-1].answer(*next(texts)))[0]
+    source.open(version=0)
+    groups, _ = source.take(2)
+    assert [[sample.outcome.kind for sample in group.samples] for group in groups] == [
+        ["infra_failed"] * 2,
+        ["scored"] * 2,
+    ]
+    assert "2 of 4 texts infra_failed: 2 x ValueError: no judge (test_judges.py:" in caplog.text
+    groups, stats = with_advantages(groups, AdvantageConfig())
+    assert (stats.groups, stats.no_signal, stats.infra_failed) == (1, 1, 2)
+    assert [[sample.trained for sample in group.samples] for group in groups] == [[False] * 2, [True] * 2]
+
+
+class Once:
+    """An engine that answers each prompt with its own text, as often as it is asked to."""
+
+    def submit(self, prompt, n, sampling, on_completion, group, priority):
+        for sample in range(n):
+            on_completion(sample, completion("x" * (sample + 1)))
+        done = Future()
+        done.set_result([])
+        return done
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_an_evaluation_judges_groups_of_one_and_of_many(judge, n):
+    task = Longer()
+    problems = [task[i] for i in range(4)]
+    found = dict(sample_groups(problems, n, SamplingConfig(max_tokens=8), Once(), LetterTokenizer(), judge))
+    assert sorted(found) == [0, 1, 2, 3]
+    for group in found.values():
+        assert values(group) == [float(sample) for sample in range(n)] and len(seen(group)) == n

@@ -1,0 +1,165 @@
+"""docs/custom_reward.md: its files are written to a folder, and what they define is used as the page says."""
+
+import json
+import runpy
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from omegaconf import OmegaConf
+from own_files import shown_commands, shown_files, working_in, write_files
+
+from torchtune_ext.grading import Grader
+from torchtune_ext.host.config import instantiate
+from torchtune_ext.tasks.arithmetic import Arithmetic
+from torchtune_ext.tasks.task import Problem
+
+
+@pytest.fixture(scope="module")
+def page(repo_root):
+    return repo_root / "docs" / "custom_reward.md"
+
+
+@pytest.fixture
+def folder(page, tmp_path):
+    """The folder of someone who has written the page's files and run its first command."""
+    write_files(shown_files(page), tmp_path)
+    with working_in(tmp_path):
+        runpy.run_path("make_questions.py")
+        yield tmp_path
+
+
+def rewards(task, items):
+    with Grader(task, workers=2) as grader:
+        outcomes = grader.grade(items)
+    assert {outcome.kind for outcome in outcomes} <= {"scored", "policy_failed"}, outcomes
+    return [outcome.score.reward for outcome in outcomes]
+
+
+def test_the_page_begins_with_a_function_and_a_whole_run(page):
+    assert list(shown_files(page))[:4] == ["my_reward.py", "my_run.yaml", "make_questions.py", "my_warmup.yaml"]
+    assert shown_commands(page, "python make_questions.py") == [
+        ["python", "make_questions.py"],
+        ["tune", "run", "warmup_sft", "--config", "my_warmup.yaml"],
+        ["tune", "run", "grpo_full", "--config", "my_run.yaml"],
+        ["torchtune-ext", "report", "runs/mine/grpo"],
+    ]
+
+
+def test_the_function_grades_what_a_policy_may_write(folder):
+    cfg = OmegaConf.load("my_run.yaml")
+    task, held_out = instantiate(cfg.task), instantiate(cfg.evaluation.task)
+    assert (len(task), len(held_out)) == (9700, 300)
+    asked = [{t[n].messages[0]["content"] for n in range(len(t))} for t in (task, held_out)]
+    assert not asked[0] & asked[1], "no sum of the evaluation is trained on"
+    problem = task[0]
+    texts = {str(problem.answer): 1.0, f"(1 2) {problem.answer + 1}": 0.5, str(problem.answer - 2): 0.0}
+    texts |= {
+        text: 0.0 for text in ("", " \n", "(", "12 3)", "seven", "--5", "9" * 5000, "\ud800", "١٢ x", "(7 12 21) 24.")
+    }
+    assert rewards(task, [(problem, text) for text in texts]) == list(texts.values())
+
+
+def test_what_the_warm_up_learns_gets_a_reward(folder):
+    """Half of its solutions are right, and of the guesses one in seven is, two are beside it."""
+    task = instantiate(OmegaConf.load("my_warmup.yaml").task)
+    assert len(task) >= OmegaConf.load("my_warmup.yaml").num_problems
+    items = [(task[n], task.solution(task[n])) for n in range(2000)]
+    found = rewards(task, items)
+    # 1/2 + 1/2 (1 + 2/2)/7 = 0.643; the standard deviation of a reward is below 1/2, so that of the mean below 0.0112.
+    assert sum(found) / len(found) == pytest.approx(0.643, abs=4 * 0.0112)
+    assert {len(text.split()) for _, text in items} == {1, 3}
+
+
+def test_a_score_with_parts_and_a_function_for_a_task_of_ours(folder):
+    import my_rewards
+
+    problem = Problem("p", (), 24)
+    score = my_rewards.right_and_short(problem, "(12 21) 24")
+    assert score.reward == pytest.approx(0.9) and score.parts == {"right": 1.0, "characters": 10}
+    task = Arithmetic(grader="my_rewards.brief", level=3)
+    assert rewards(task, [(task[0], task.solution(task[0]))]) == [pytest.approx(1 - 0.01 * len(task.solution(task[0])))]
+
+
+def test_the_prompt_of_the_page(folder, page, capsys):
+    block = page.read_text().split("with the processes, as the run does:\n\n```python\n")[1].split("```")[0]
+    exec(block, {})
+    first, second = capsys.readouterr().out.splitlines()
+    assert "kind='scored'" in first and "reward=1.0" in first and "reward=0.0" in second
+
+
+def test_a_judge_that_compares(folder, page):
+    block = page.read_text().split("group_grader: my_judge.as_good")[0].rpartition("```yaml\n")[2]
+    rest = page.read_text().split("group_grader: my_judge.as_good")[1].split("```")[0]
+    cfg = OmegaConf.create(f"{block}group_grader: my_judge.as_good{rest}")
+    task, held_out = instantiate(cfg.task), instantiate(cfg.evaluation.task)
+    problem, answer = task[0], task[0].answer
+    texts = [f"(1 2) {answer}", str(answer), str(answer), str(answer + 1), ""]
+    with Grader(task, **cfg.grader) as judge, Grader(held_out) as alone:
+        assert judge.compares and not alone.compares
+        outcomes = judge.submit_group(problem, texts).result(timeout=60)
+        assert [outcome.score.reward for outcome in outcomes] == [0.6, 1.0, 1.0, 0.4, 0.2]
+        assert judge.submit(problem, str(answer)).result(timeout=60).score.reward == 1.0
+        assert alone.grade([(held_out[0], str(held_out[0].answer))])[0].score.reward == 1.0
+
+
+class Judge(BaseHTTPRequestHandler):
+    """A server with OpenAI's interface, whose model puts answers in the order of the alphabet, and does not like "nonsense"."""
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        listed = body["messages"][0]["content"].split("Answers:\n\n")[1].rpartition("\n\n")[0].split("\n\n")
+        texts = dict(entry.split("\n", 1) for entry in listed)
+        said = json.dumps([int(name[1:-1]) for name in sorted(texts, key=texts.get)])
+        if "nonsense" in texts.values():
+            said = "The second one."
+        reply = json.dumps({"choices": [{"message": {"role": "assistant", "content": said}}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(reply)))
+        self.end_headers()
+        self.wfile.write(reply)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/v1/chat/completions"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_judge_behind_a_server(folder, server):
+    text = (folder / "my_server_judge.py").read_text()
+    assert text.count("http://localhost:8000/v1/chat/completions") == 1
+    (folder / "my_server_judge.py").write_text(text.replace("http://localhost:8000/v1/chat/completions", server))
+    task = Arithmetic(group_grader="my_server_judge.ranked")
+    with Grader(task, workers=2) as judge:
+        good = judge.submit_group(task[0], ["b", "c", "a"])
+        bad = judge.submit_group(task[0], ["b", "nonsense"])
+        one = judge.submit_group(task[0], ["b"])
+        assert [outcome.score.reward for outcome in good.result(timeout=60)] == [0.5, 0.0, 1.0]
+        assert [outcome.score.reward for outcome in one.result(timeout=60)] == [1.0]
+        for outcome in bad.result(timeout=60):
+            assert outcome.kind == "infra_failed"
+            # json.loads raises, so the line of the page that calls it is named.
+            assert outcome.cause.startswith("json.decoder.JSONDecodeError") and "my_server_judge.py:" in outcome.cause
+
+
+def test_a_task_of_ones_own(folder):
+    from my_task import Sums
+
+    task = Sums(largest=20)
+    assert task[7] == task[7] and len(task) == 1000
+    nonsense = ["", "42", "\\boxed{}", "\\boxed{x}"]
+    assert rewards(task, [(task[n], task.solution(task[n])) for n in range(5)]) == [1.0] * 5
+    assert (
+        rewards(task, [(task[0], f"\\boxed{{{task[0].answer + 1}}}")] + [(task[0], t) for t in nonsense])
+        == [0.1] + [0.0] * 4
+    )

@@ -1,0 +1,104 @@
+"""Functions that grade: a task's argument `grader` or `group_grader` names one, in the place of the task's own `grade`."""
+
+import difflib
+import importlib
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from torchtune_ext.tasks.task import Problem, Score
+
+Grade = Callable[[Problem, str], float | Score]  # one text -> what it is worth
+GradeGroup = Callable[[Problem, list[str]], list[float | Score]]  # all texts of a problem -> what each is worth
+
+
+def use_graders(task: Any, grader: str | Grade | None, group_grader: str | GradeGroup | None) -> None:
+    """Lets a function grade the texts of `task`, in the place of the task's own method. Without a function nothing changes.
+
+    Args:
+        task: gets the function as its attribute `grade` or `grade_group`.
+        grader: a function (problem, text), or its dotted path: "my_reward.short".
+        group_grader: a function (problem, texts), or its dotted path.
+
+    Raises:
+        ValueError: both are given, the task has a `grade_group` that would win, or a function cannot be had (`by_path`).
+    """
+    if grader is not None and (group_grader is not None or hasattr(task, "grade_group")):
+        other = "grade_group of its own" if group_grader is None else f"group_grader={name_of(group_grader)!r}"
+        raise ValueError(
+            f"grader={name_of(grader)!r}, but {type(task).__name__} is given {other}, which grades all texts of a problem "
+            "together: keep one of the two"
+        )
+    if grader is not None:
+        task.grade = by_path(grader, "grader", "text") if isinstance(grader, str) else grader
+    if group_grader is not None:
+        given = group_grader
+        task.grade_group = by_path(given, "group_grader", "texts") if isinstance(given, str) else given
+
+
+def by_path(path: str, key: str, what: str) -> Callable:
+    """Returns the function that a dotted path names. Modules in the working directory are found, too.
+
+    Args:
+        path: "MODULE.FUNCTION".
+        key: the argument that names it, for messages.
+        what: the function's second argument, for messages.
+
+    Raises:
+        ValueError: there is no such module or function, its file cannot be run, or it does not take two arguments.
+    """
+    asked = f"{key}={path!r}"
+    module_name, _, name = path.removesuffix("()").rpartition(".")
+    if not module_name or name == "py" or "/" in path or ":" in path:
+        raise ValueError(f"{asked}: write FILE.FUNCTION, {key}=my_reward.f for the function f of my_reward.py")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        # Importing runs the user's code, which may raise any error.
+        raise ValueError(f"{asked}: {_why_not(module_name, error)}") from error
+    if not hasattr(module, name):
+        known = [key for key, value in vars(module).items() if inspect.isroutine(value) and not key.startswith("_")]
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(known) or 'no function'}"
+        raise ValueError(f"{asked}: {getattr(module, '__file__', module_name)} has no {name!r}{hint}")
+    function = getattr(module, name)
+    if not callable(function):
+        raise ValueError(f"{asked} is a {type(function).__name__}; name a function f(problem, {what})")
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError as error:
+        raise ValueError(
+            f"{asked} takes {inspect.signature(function)}; it must take two arguments, f(problem, {what})"
+        ) from error
+    except ValueError:
+        # A function of a C library may not tell what it takes.
+        pass
+    return function
+
+
+def name_of(function: str | Callable) -> str:
+    """Returns the name of a function, with its file and line where it has them: "my_reward.short (my_reward.py:3)"."""
+    if isinstance(function, str):
+        return function
+    plain = inspect.unwrap(getattr(function, "__func__", function))
+    if not inspect.isfunction(plain):
+        return getattr(function, "__qualname__", type(function).__qualname__)
+    module = "" if plain.__module__ == "__main__" else f"{plain.__module__}."
+    code = plain.__code__
+    return f"{module}{plain.__qualname__} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
+
+
+def _why_not(module: str, error: Exception) -> str:
+    """Says why a module cannot be imported."""
+    if isinstance(error, ModuleNotFoundError) and error.name is not None and f"{module}.".startswith(f"{error.name}."):
+        return f"no {error.name.replace('.', '/')}.py, seen from {os.getcwd()}"
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    if isinstance(error, SyntaxError):
+        place = f" ({os.path.basename(error.filename or module)}:{error.lineno})"
+    return f"{module} cannot be imported: {type(error).__name__}: {getattr(error, 'msg', error)}{place}"
