@@ -67,15 +67,12 @@ def findings(
     """
     found = []
     if state.kind == "stopped":
-        found.append(Finding(f"The run ended at step {state.step:,} of {state.total:,}: it crashed, or was stopped. "
-                             "resume_from_checkpoint=True goes on with it.", ""))  # fmt: skip
-    return (
-        found
-        + _nonfinite(records, panels)
-        + _learning(records, silent)
-        + _agreement(records, config)
-        + _engine(records)
-    )
+        # A warm-up has no such knob: it begins anew.
+        onward = " resume_from_checkpoint=True goes on with it." if "resume_from_checkpoint" in config else ""
+        text = f"The run ended at step {state.step:,} of {state.total:,}: it crashed, or was stopped.{onward}"
+        found.append(Finding(text, ""))
+    found += _nonfinite(records, panels) + _learning(records, silent)
+    return found + _agreement(records, config) + _engine(records)
 
 
 def _nonfinite(records: Sequence[Mapping[str, Any]], panels: Sequence[Panel]) -> list[Finding]:

@@ -45,10 +45,11 @@ class TokenPieces:
     def spells(self, ids: Sequence[int], text: str) -> bool:
         """Tells whether this tokenizer makes `text` of `ids`. Special tokens do not count, nor spaces at the ends, nor what a
         prompt has put before the text ("<think>")."""
-        spelled = self._decode(list(map(int, ids)))
-        for added in self._tokenizer.get_added_tokens_decoder().values():
-            if added.special:
-                spelled, text = (each.replace(added.content, "") for each in (spelled, text))
+        special = {i: token.content for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+        for content in special.values():
+            text = text.replace(content, "")
+        # They are left out before decoding, as the run does it: a character may have its bytes on both sides of one.
+        spelled = self._decode([token for token in map(int, ids) if token not in special])
         return text.strip().endswith(spelled.strip())
 
     def split(self, ids: Sequence[int]) -> list[str]:

@@ -71,7 +71,9 @@ def test_what_was_not_finite_opens_the_section_that_draws_it():
 def test_a_run_that_ended_early_says_so_first():
     stopped = State("stopped", "", 40, 100)
     said = found(HEALTHY | {"mismatch/ess": 0.5}, state=stopped)
-    assert said[0][0].startswith("The run ended at step 40 of 100") and said[0][1] == "" and len(said) == 2
+    assert said[0] == ("The run ended at step 40 of 100: it crashed, or was stopped.", "") and len(said) == 2
+    (onward,) = found({}, {"resume_from_checkpoint": False}, stopped)
+    assert onward[0].endswith(" resume_from_checkpoint=True goes on with it.")
 
 
 SILENT = {"groups/used": 16.0, "groups/no_signal": 48.0}
