@@ -54,6 +54,11 @@ def test_a_run_leaves_metrics_rollouts_checkpoints_and_a_report(workplace):
     page = (workplace / "reference" / "report.html").read_text()
     overview = json.loads(gzip.decompress(base64.b64decode(re.search('id="overview">([^<]+)<', page)[1])))
     assert overview["steps"] == [0, 1, 2, 3] and [entry["step"] for entry in overview["rollouts"]] == [1, 2, 3]
+    assert overview["state"]["text"] == "finished, 3 steps"
+    told = {fact["label"]: (fact["value"], fact["note"]) for fact in overview["facts"]}
+    assert told["Task"] == ("Letters", "") and told["Device"] == ("CPU", "") and told["Model"][1].startswith("qwen2, ")
+    assert overview["pair"]["good"]["advantage"] > 0 > overview["pair"]["bad"]["advantage"]
+    assert 'id="pieces"' in page, "the newest checkpoint holds the tokenizer, which spells what was sampled"
     assert overview["series"]["reward/mean"] == [
         None,
         *(pytest.approx(line["reward/mean"], rel=1e-5) for line in lines[1:]),

@@ -20,11 +20,14 @@ class Panel:
     unit: str = ""  # Values are shown as "", "percent", "seconds", "bytes", "gib", "int" or "tok/s".
     scale: str = "linear"  # The axis of values is "linear" or "log".
     style: str = "line"  # Series are drawn as lines, or as a "stack" of areas upon each other.
-    # A band goes around the first series: ("range", low, high) or ("spread", mean, std).
+    # A band goes around one of the series: its metric, and those of the lower and the upper edge.
     band: tuple[str, str, str] | None = None
     zero: bool = False  # The axis begins at zero.
     baseline: float | None = None  # A dashed line is drawn here, for instance at 1 for rho.
     quiet: bool = False  # The panel is left out while all its values are zero.
+    lead: bool = False  # The first such panel of a page stands above all others, and is larger.
+    alone: tuple[str, str] | None = None  # title and note where only the first series has data
+    newest: bool = False  # Counters and settings: their newest value is the reading, and not a mean of the last steps.
     # What a "*" stands for comes in this order; what is not named here comes behind it, sorted.
     order: tuple[str, ...] = ()
     # The colors of these, from 1 to 7, where green should be good; else the series have the colors in turn.
@@ -38,11 +41,13 @@ _OUTCOMES = ("format", "forbidden", "compile_error", "timeout", "runtime_error",
 _STAGES = ("none", "loop_order", "blocking", "vectorization", "threads", "all")
 
 PANELS = (
-    Panel("Learning", "Reward", "Mean over the step's samples; the band is one standard deviation of the samples.",
-          (("reward/mean", "mean"),), band=("spread", "reward/mean", "reward/std")),
-    Panel("Learning", "Evaluation", "Held-out accuracy; the band is the 95% interval.",
-          (("eval/accuracy_sampled", "sampled"), ("eval/accuracy_greedy", "greedy")), unit="percent",
-          band=("range", "eval/low", "eval/high")),
+    Panel("Learning", "Reward and held-out accuracy", "Mean reward of the step's samples, and of problems that are never "
+          "trained on; the band is the 95% interval of the sampled accuracy.",
+          (("reward/mean", "reward"), ("eval/accuracy_sampled", "held-out, sampled"),
+           ("eval/accuracy_greedy", "held-out, greedy")), band=("eval/accuracy_sampled", "eval/low", "eval/high"), lead=True,
+          alone=("Reward", "Mean reward of the step's samples.")),
+    Panel("Learning", "Spread of the rewards", "Standard deviation over the step's samples; at zero there is nothing to learn.",
+          (("reward/std", "std"),), zero=True),
     Panel("Learning", "Solved", "Share of held-out problems with a full reward.",
           (("eval/solved_sampled", "sampled"), ("eval/solved_greedy", "greedy"), ("eval/pass_at_*", "pass at ")),
           unit="percent"),
@@ -70,7 +75,7 @@ PANELS = (
           "mean of the programs that are right.",
           (("reward/spread", "± seconds"), ("reward/speedup_spread", "± speed-up")), unit="percent", zero=True),
     Panel("Measured speed", "Stages", "Problems at each stage of the curriculum. Each stage permits more techniques than "
-          "the one before it.", (("stage/*", ""),), unit="int", style="stack", zero=True, order=_STAGES),
+          "the one before it.", (("stage/*", ""),), unit="int", style="stack", zero=True, order=_STAGES, newest=True),
     Panel("Measured speed", "Moves between stages", "Problems that reached another stage in the step.",
           (("stage/moves", "problems"),), unit="int", zero=True),
     Panel("Measured speed", "Seconds on the bench", "Checks and timings of the step's programs.",
@@ -81,12 +86,12 @@ PANELS = (
           "is not known and the program not graded.", (("bench/noisy", "noisy"), ("bench/cache_hits", "measured before")),
           unit="percent", zero=True),
     Panel("Archive", "Cells filled", "Sets of techniques in a band of speed that hold a program.",
-          (("archive/cells", "cells"),), unit="int", zero=True),
+          (("archive/cells", "cells"),), unit="int", zero=True, newest=True),
     Panel("Archive", "Fastest program", "Of the archive, over the naive program.", (("archive/best_speedup", "× naive"),),
-          scale="log", baseline=1.0),
+          scale="log", baseline=1.0, newest=True),
     Panel("Policy change", "Loss", "Its level means little in GRPO; jumps do.", (("loss/total", "loss"),)),
     Panel("Policy change", "Negative log-likelihood", "Of the solutions in a supervised warm-up, in nats per token.",
-          (("loss/nll", "nll"),), zero=True),
+          (("loss/nll", "nll"),), zero=True, lead=True),
     Panel("Policy change", "KL", "To the reference, and to the policy that the step's updates began with.",
           (("loss/kl_ref", "reference"), ("loss/approx_kl", "step's first"))),
     Panel("Policy change", "Entropy", "Nats per token; a fall to zero is collapse.", (("loss/entropy", "entropy"),),
@@ -102,7 +107,7 @@ PANELS = (
           unit="percent", zero=True, quiet=True),
     Panel("Policy change", "Largest ratio", "Before any clipping.", (("loss/ratio_max", "max ratio"),), scale="log"),
     Panel("Policy change", "Gradient norm", "Before clipping.", (("optim/grad_norm", "norm"),), zero=True),
-    Panel("Policy change", "Learning rate", "", (("optim/lr", "lr"),), zero=True),
+    Panel("Policy change", "Learning rate", "", (("optim/lr", "lr"),), zero=True, newest=True),
     Panel("Policy change", "Other terms of the loss", "What a loss of your own returns beside the loss.", (("loss/*", ""),)),
     Panel("Agreement", "Trainer against sampler", "|Δ log-prob| of sampled tokens in nats, before any truncation. "
           "A rise means the two no longer compute the same policy.",
@@ -131,9 +136,9 @@ PANELS = (
           "buffer; still sampled or graded.",
           (("async/buffer", "buffer"), ("async/running", "running")), unit="int", zero=True),
     Panel("Sampling ahead", "Groups that became too old", "Since the run began; they are sampled again.",
-          (("async/dropped", "groups"),), unit="int", zero=True, quiet=True),
+          (("async/dropped", "groups"),), unit="int", zero=True, quiet=True, newest=True),
     Panel("Sampling ahead", "Tokens of groups that became too old", "Since the run began.",
-          (("async/dropped_tokens", "tokens"),), unit="int", zero=True, quiet=True),
+          (("async/dropped_tokens", "tokens"),), unit="int", zero=True, quiet=True, newest=True),
     Panel("Speed", "Seconds of a step", "By phase; together they are the step.",
           (("time/sample", "sample"), ("time/pack", "pack"), ("time/train", "train"), ("time/publish", "publish"),
            ("time/eval", "eval"), ("time/save", "save"), ("time/log", "log")),
@@ -165,15 +170,15 @@ PANELS = (
           (("pack/used", "used"),), unit="percent", zero=True),
     Panel("Speed", "Rows", "Packed rows of a step.", (("pack/rows", "rows"),), unit="int", zero=True),
     Panel("Machine", "Engine caches", "Share of prompt tokens found in the prefix cache; peak of the KV cache.",
-          (("engine/prefix_hit_rate", "prefix hits"), ("engine/kv_max", "KV peak")), unit="percent", zero=True),
+          (("engine/prefix_hit_rate", "prefix hits"), ("engine/kv_max", "KV peak")), unit="percent", zero=True, newest=True),
     Panel("Machine", "Requests in flight", "Limit set by the throttle.", (("engine/concurrency", "limit"),),
-          unit="int", zero=True),
+          unit="int", zero=True, newest=True),
     Panel("Machine", "Engine trouble", "Since the run began. A preempted request left the cache and was done again.",
           (("engine/preemptions", "preemptions"), ("engine/restarts", "restarts")), unit="int", zero=True,
-          quiet=True),
+          quiet=True, newest=True),
     Panel("Machine", "Published bytes", "", (("publish/bytes", "bytes"),), unit="bytes", zero=True),
     Panel("Machine", "Memory", "Resident memory of the trainer and peak on the device.",
-          (("memory/rss_gib", "host"), ("memory/gpu_gib", "device")), unit="gib", zero=True),
+          (("memory/rss_gib", "host"), ("memory/gpu_gib", "device")), unit="gib", zero=True, newest=True),
 )  # fmt: skip
 
 
@@ -181,7 +186,7 @@ def panels_for(names: Collection[str]) -> list[Panel]:
     """Returns the panels that have data among the metrics `names`, with "group/*" filled in, and one panel more for each metric
     that is not known."""
     known = {metric for panel in PANELS for metric, _ in panel.series}
-    known |= {metric for panel in PANELS if panel.band for metric in panel.band[1:]}
+    known |= {metric for panel in PANELS if panel.band for metric in panel.band}
     panels = []
     for panel in PANELS:
         series = []
@@ -214,7 +219,10 @@ def _words(name: str) -> str:
 
 
 def _with(panel: Panel, series: tuple[tuple[str, str], ...], names: Collection[str]) -> Panel:
-    band = panel.band if panel.band and set(panel.band[1:]) <= set(names) else None
+    band = panel.band if panel.band and set(panel.band) <= set(names) else None
     stem, color_of = panel.series[0][0].rstrip("*"), dict(zip(panel.order, panel.colors, strict=False))
     colors = tuple(color_of.get(name.removeprefix(stem), 6) for name, _ in series) if panel.colors else ()
-    return replace(panel, series=series, band=band, colors=colors)
+    title, note = panel.title, panel.note
+    if panel.alone and [metric for metric, _ in series] == [panel.series[0][0]]:
+        title, note = panel.alone
+    return replace(panel, title=title, note=note, series=series, band=band, colors=colors)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 _BROKEN = "\ufffd"  # A decoder writes this for bytes that are no character yet.
 _LONGEST = 6  # So many ids may have to come together to make one character.
@@ -10,6 +10,8 @@ _LONGEST = 6  # So many ids may have to come together to make one character.
 
 class _Decoder(Protocol):
     def decode(self, ids: list[int], skip_special_tokens: bool = ...) -> str: ...
+
+    def get_added_tokens_decoder(self) -> dict[int, Any]: ...  # id -> token with `content` and `special`
 
 
 class TokenPieces:
@@ -33,15 +35,30 @@ class TokenPieces:
         tokenizer = Tokenizer.from_file(str(path))
         return cls(tokenizer, tokenizer.encode("a", add_special_tokens=False).ids[-1])
 
+    def one(self, token: int) -> str:
+        """Returns the piece of an id that stands alone."""
+        piece = self._cache.get(token)
+        if piece is None:
+            piece = self._cache[token] = self._piece([token])
+        return piece
+
+    def spells(self, ids: Sequence[int], text: str) -> bool:
+        """Tells whether this tokenizer makes `text` of `ids`. Special tokens do not count, nor spaces at the ends, nor what a
+        prompt has put before the text ("<think>")."""
+        special = {i: token.content for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+        for content in special.values():
+            text = text.replace(content, "")
+        # They are left out before decoding, as the run does it: a character may have its bytes on both sides of one.
+        spelled = self._decode([token for token in map(int, ids) if token not in special])
+        return text.strip().endswith(spelled.strip())
+
     def split(self, ids: Sequence[int]) -> list[str]:
         """Returns one piece for each id; joined they are the text."""
         pieces: list[str] = []
         held: list[int] = []
         for token in map(int, ids):
             if not held:
-                piece = self._cache.get(token)
-                if piece is None:
-                    piece = self._cache[token] = self._piece([token])
+                piece = self.one(token)
                 if _BROKEN not in piece:
                     pieces.append(piece)
                     continue

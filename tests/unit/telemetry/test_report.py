@@ -121,9 +121,11 @@ def test_embeds_the_run(tmp_path):
     assert overview["steps"] == list(range(1, 13))
     assert overview["series"]["reward/mean"][2] == 0.25
     assert overview["series"]["loss/kl_ref"][:3] == [0.1, None, 0.1]
-    assert "loss/kl_ref was not finite at 1 step, first at step 2." in overview["notices"]
+    broken = "loss/kl_ref was not finite at 1 step, first at step 2."
+    assert {"text": broken, "section": "Policy change"} in overview["notices"]
     assert ["task.path", HOSTILE] in overview["config"]
     assert [entry["step"] for entry in overview["rollouts"]] == [3, 6, 9, 12]
+    assert [(entry["groups"], entry["signals"]) for entry in overview["rollouts"]] == [(4, 3)] * 4
     groups = data["rollouts-6"]
     # The widest spread comes first.
     assert [group["id"][:9] for group in groups] == ["problem-3", "problem-2", "problem-1", "problem-0"]
@@ -160,9 +162,10 @@ def test_a_browser_shows_it(tmp_path):
     assert "<title>run &lt;/script&gt;" in dom
     assert 'id="trouble" class="notice" hidden' in dom
     assert dom.count('class="series"') >= 3 and "step 6</output>" in dom
-    assert dom.count('class="token"') > 100 and dom.count("<article") == 6
+    assert dom.count('class="token"') > 100 and dom.count("<article") == 6 + 2
     assert 'aria-label="What ran when"' in dom and dom.count('class="lane"') == 3
     assert "&lt;img src=x" in dom and "<img" not in dom
+    assert 'class="said" role="status" hidden' in dom and dom.count('class="verdict"') == 2
 
 
 def test_limits(tmp_path):
@@ -172,7 +175,8 @@ def test_limits(tmp_path):
     assert [entry["step"] for entry in data["overview"]["rollouts"]] == [1, 6, 11, 15, 20]
     for step in (1, 6, 20):
         groups = data[f"rollouts-{step}"]
-        assert [group["id"][:9] for group in groups] == ["problem-8", "problem-4", "problem-0"]
+        # The one group without a signal, problem-0, gets no place while three others have a signal.
+        assert [group["id"][:9] for group in groups] == ["problem-8", "problem-4", "problem-1"]
         assert all(len(group["samples"]) == 4 and group["count"] == 8 for group in groups)
         for sample in groups[0]["samples"]:
             assert len(sample["ids"]) == 10 and sample["count"] == 40 and sample["gap"] == 5
@@ -212,7 +216,7 @@ def test_panels_that_are_all_zero_and_only_matter_otherwise_are_left_out(tmp_pat
         with Metrics(run, sinks=()) as metrics:
             metrics.log(1, {"groups/used": 0.0, "groups/infra_failed": failed})
         overview = Scripts(build_report(run).path.read_text()).data()["overview"]
-        return [panel["title"] for panel in overview["panels"]], overview["notices"]
+        return [panel["title"] for panel in overview["panels"]], [notice["text"] for notice in overview["notices"]]
 
     assert titles(0.0) == (["Groups"], [])
     assert titles(1.0) == (

@@ -1,7 +1,7 @@
 // Curves as inline SVG. One cursor, one zoom and one smoothing for all of them.
 
 const SVG = "http://www.w3.org/2000/svg";
-const HEIGHT = 190, LEFT = 52, RIGHT = 10, TOP = 8, BOTTOM = 22;
+const HEIGHT = 190, LEAD_HEIGHT = 300, LEFT = 52, RIGHT = 10, TOP = 8, BOTTOM = 22;
 
 function el(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
@@ -69,6 +69,11 @@ function smooth(values, weight) {
   });
 }
 
+// Which steps a reading averages.
+function averaged({ since, until }) {
+  return since === until ? `step ${until.toLocaleString("en")}` : `mean of steps ${since.toLocaleString("en")}–${until.toLocaleString("en")}`;
+}
+
 const cursor = {
   charts: [], steps: [], index: null, zoom: null, weight: 0, onPick: null,
   move(index) {
@@ -83,27 +88,32 @@ const cursor = {
 };
 
 class Chart {
-  constructor(panel, series, steps) {
+  constructor(panel, series, steps, readings, lead = false) {
     this.panel = panel;
     this.steps = steps;
-    this.lines = panel.series.map(([metric, label], i) => ({ label, raw: series[metric], color: `var(--c${panel.colors?.[i] ?? (i % 7) + 1})`,
+    this.lead = lead;
+    this.height = HEIGHT;
+    this.lines = panel.series.map(([metric, label], i) => ({ metric, label, raw: series[metric], reading: readings[metric], color: `var(--c${panel.colors?.[i] ?? (i % 7) + 1})`,
       sparse: series[metric].filter((value) => value != null).length < steps.length / 2 })); // an evaluation every few steps
     if (panel.band) {
-      const [how, a, b] = panel.band;
-      this.band = how === "range" ? [series[a], series[b]] : [-1, 1].map((sign) =>
-        series[a].map((mean, i) => (mean == null || series[b][i] == null ? null : mean + sign * series[b][i])));
+      const [around, low, high] = panel.band;
+      this.band = [series[low], series[high]];
+      this.inside = this.lines.find((line) => line.metric === around);
     }
     this.at = el("span", { class: "at" });
     this.numbers = this.lines.map(() => el("span", { class: "number" }));
     const keys = this.lines.map((line, i) => el("span", {}, el("i", { class: "key", style: `background:${line.color}` }),
       el("span", { class: "name" }, line.label), this.numbers[i]));
     this.plot = el("div", { class: "plot" });
-    this.node = el("figure", { class: "panel" }, el("h3", {}, panel.title, this.at),
+    this.node = el("figure", { class: lead ? "panel lead" : "panel" }, el("h3", {}, panel.title, this.at),
       panel.note ? el("p", { class: "note" }, panel.note) : null, el("div", { class: "legend" }, ...keys), this.plot);
     this.width = 0;
     new ResizeObserver(() => {
       const width = Math.round(this.plot.clientWidth);
-      if (width && width !== this.width) { this.width = width; this.draw(); }
+      if (!width || width === this.width) return;
+      this.width = width;
+      if (lead) this.height = width < 600 ? 220 : LEAD_HEIGHT;
+      this.draw();
     }).observe(this.plot);
   }
 
@@ -140,26 +150,28 @@ class Chart {
     if (!this.width) return;
     const [first, last] = this.span(), { scale, unit, style, baseline } = this.panel;
     const [x0, x1] = [this.steps[first], Math.max(this.steps[last], this.steps[first] + 1)];
-    const [y0, y1] = this.domainY(first, last), bottom = HEIGHT - BOTTOM, right = this.width - RIGHT;
+    const [y0, y1] = this.domainY(first, last), bottom = this.height - BOTTOM, right = this.width - RIGHT;
     const warp = scale === "log" ? Math.log : (value) => value;
     this.x = (step) => LEFT + ((step - x0) / (x1 - x0)) * (right - LEFT);
     this.y = (value) => bottom - ((warp(value) - warp(y0)) / (warp(y1) - warp(y0))) * (bottom - TOP);
     this.stepAt = (px) => x0 + ((px - LEFT) / (right - LEFT)) * (x1 - x0);
-    const root = svg("svg", { viewBox: `0 0 ${this.width} ${HEIGHT}`, role: "img", "aria-label": this.panel.title });
+    const root = svg("svg", { viewBox: `0 0 ${this.width} ${this.height}`, role: "img", "aria-label": this.panel.title, style: `height:${this.height}px` });
     const add = (tag, attributes, text) => {
       const node = root.appendChild(svg(tag, attributes));
       if (text != null) node.textContent = text;
     };
     const base = unit === "bytes" ? 1024 ** Math.floor(Math.log(Math.max(y1, 1)) / Math.log(1024)) : 1;
-    for (const tick of scale === "log" ? logTicks(y0, y1) : linearTicks(y0, y1, 4, base)) {
+    const ticks = scale === "log" ? logTicks(y0, y1) : linearTicks(y0, y1, 4, base);
+    const close = new Set(ticks.map((tick) => format(tick, unit))).size < ticks.length; // then three digits do not tell them apart
+    for (const tick of ticks) {
       if (unit === "int" && !Number.isInteger(tick)) continue;
       const y = this.y(tick);
       add("line", { class: "gridline", x1: LEFT, x2: right, y1: y, y2: y });
-      add("text", { x: LEFT - 7, y: y + 4, "text-anchor": "end" }, format(tick, unit));
+      add("text", { x: LEFT - 7, y: y + 4, "text-anchor": "end" }, close && unit === "" ? String(+tick.toPrecision(6)) : format(tick, unit));
     }
     for (const tick of linearTicks(x0, x1, Math.max(2, Math.floor(this.width / 90))).filter(Number.isInteger)) {
       const near = right - this.x(tick) < 16;
-      add("text", { x: near ? right : this.x(tick), y: HEIGHT - 6, "text-anchor": near ? "end" : "middle" }, tick.toLocaleString("en"));
+      add("text", { x: near ? right : this.x(tick), y: this.height - 6, "text-anchor": near ? "end" : "middle" }, tick.toLocaleString("en"));
     }
     add("line", { class: "axis", x1: LEFT, x2: right, y1: bottom, y2: bottom });
     if (baseline != null) add("line", { class: "baseline", x1: LEFT, x2: right, y1: this.y(baseline), y2: this.y(baseline) });
@@ -176,14 +188,14 @@ class Chart {
   // A smoothed curve may leave the range of the values it was drawn for.
   clip(root) {
     const id = `clip-${cursor.charts.indexOf(this)}`, clip = root.appendChild(svg("clipPath", { id }));
-    clip.appendChild(svg("rect", { x: LEFT - 3, y: 0, width: this.width - LEFT - RIGHT + 6, height: HEIGHT - BOTTOM + 3 }));
+    clip.appendChild(svg("rect", { x: LEFT - 3, y: 0, width: this.width - LEFT - RIGHT + 6, height: this.height - BOTTOM + 3 }));
     for (const path of root.querySelectorAll("path")) path.setAttribute("clip-path", `url(#${id})`);
   }
 
   drawLines(add, first, last) {
     if (this.band) {
       const high = this.points(this.band[1], first, last), low = this.points(this.band[0], first, last);
-      if (high.length && low.length) add("path", { class: "band", d: `M${high.join("L")}L${low.reverse().join("L")}Z`, style: `fill:${this.lines[0].color}` });
+      if (high.length && low.length) add("path", { class: "band", d: `M${high.join("L")}L${low.reverse().join("L")}Z`, style: `fill:${this.inside.color}` });
     }
     for (const line of this.lines) {
       const weight = line.sparse ? 0 : cursor.weight;
@@ -233,20 +245,22 @@ class Chart {
     }
   }
 
-  // Read-outs at one step, or of the last step that has a value.
+  // Read-outs at one step, or the readings that the tiles show, too.
   point(index) {
     if (!this.marks) return;
-    this.at.textContent = index == null ? "" : `step ${this.steps[index].toLocaleString("en")}`;
+    const means = this.lines.filter(({ reading }) => reading.since !== reading.until), mixed = means.length && means.length < this.lines.length;
+    this.at.textContent = index == null ? averaged((means[0] ?? this.lines[0]).reading) : `step ${this.steps[index].toLocaleString("en")}`;
     this.marks.replaceChildren();
     const visible = index != null && this.steps[index] >= this.stepAt(LEFT) - 1e-9 && this.steps[index] <= this.stepAt(this.width - RIGHT) + 1e-9;
     if (visible) {
       const x = this.x(this.steps[index]);
-      this.marks.appendChild(svg("line", { class: "cursor", x1: x, x2: x, y1: TOP, y2: HEIGHT - BOTTOM }));
+      this.marks.appendChild(svg("line", { class: "cursor", x1: x, x2: x, y1: TOP, y2: this.height - BOTTOM }));
     }
     this.lines.forEach((line, i) => {
-      const known = (value, i) => value != null && (index == null || i <= index);
-      const place = index == null || line.sparse ? line.raw.findLastIndex(known) : index, value = line.raw[place];
-      this.numbers[i].textContent = format(value, this.panel.unit);
+      const place = line.sparse ? line.raw.findLastIndex((value, i) => value != null && i <= index) : index;
+      const value = index == null ? line.reading.last : line.raw[place];
+      const alone = index == null && mixed && line.reading.since === line.reading.until ? ` at step ${line.reading.until.toLocaleString("en")}` : "";
+      this.numbers[i].replaceChildren(format(value, this.panel.unit), ...(alone ? [el("span", { class: "name" }, alone)] : []));
       if (visible && value != null && this.panel.style !== "stack" && !(this.panel.scale === "log" && value <= 0) && this.x(this.steps[place]) >= LEFT) {
         this.marks.appendChild(svg("circle", { class: "dot", cx: this.x(this.steps[place]), cy: this.y(value), r: 4, style: `fill:${line.color}` }));
       }
@@ -265,7 +279,7 @@ class Chart {
     root.addEventListener("pointermove", (event) => {
       cursor.move(nearest(at(event)));
       if (start == null || Math.abs(at(event) - start) < 6) return;
-      box ??= this.root.appendChild(svg("rect", { class: "zoom", y: TOP, height: HEIGHT - TOP - BOTTOM }));
+      box ??= this.root.appendChild(svg("rect", { class: "zoom", y: TOP, height: this.height - TOP - BOTTOM }));
       box.setAttribute("x", Math.min(start, at(event)));
       box.setAttribute("width", Math.abs(at(event) - start));
     });

@@ -6,48 +6,65 @@ async function unpack(id) {
   return new Response(stream).json();
 }
 
-function mean(values) {
-  const there = values.filter((value) => value != null);
-  return there.length ? there.reduce((a, b) => a + b, 0) / there.length : null;
+const sectionId = (name) => `section-${name.toLowerCase().replace(/\W+/g, "-")}`;
+
+// Cards of a grid, at least so many pixels wide, fill their rows: no row ends with a gap, and rows of fewer cards come first.
+function balance(grid, least) {
+  let width = 0;
+  new ResizeObserver(() => {
+    const cards = [...grid.children].filter((card) => !card.classList.contains("wide")), gap = parseFloat(getComputedStyle(grid).columnGap);
+    if (!cards.length || !grid.clientWidth || grid.clientWidth === width) return;
+    width = grid.clientWidth;
+    const rows = Math.ceil(cards.length / Math.max(1, Math.floor((width + gap) / (least + gap))));
+    const few = Math.floor(cards.length / rows), more = cards.length % rows; // so many rows have one card more than the others
+    grid.style.gridTemplateColumns = `repeat(${more ? few * (few + 1) : few}, minmax(0, 1fr))`;
+    cards.forEach((card, i) => { card.style.gridColumn = `span ${more ? (i < few * (rows - more) ? few + 1 : few) : 1}`; });
+  }).observe(grid);
+}
+
+function head(overview) {
+  const { state, facts } = overview, badge = document.getElementById("state");
+  badge.textContent = state.text;
+  badge.classList.add(state.kind);
+  document.getElementById("about").append(...facts.map(({ label, value, note }) =>
+    el("div", {}, el("dt", {}, label), el("dd", {}, value), note ? el("dd", { class: "note" }, note) : null)));
+  document.getElementById("notices").append(...overview.notices.map(({ text, section }) => el("li", {}, text,
+    section ? el("a", { href: `#${sectionId(section)}` }, section) : null)));
 }
 
 function tiles(overview) {
-  const root = document.getElementById("tiles"), { series, steps } = overview;
-  const tenth = Math.max(1, Math.round(steps.length / 10));
-  const add = (label, value, detail) => root.append(el("div", { class: "tile" }, el("div", { class: "label" }, label), el("div", { class: "value" }, value), el("div", { class: "detail" }, detail ?? "")));
-  const recent = (label, name, unit, detail = "") => {
-    if (!series[name]) return;
-    const last = mean(series[name].slice(-tenth)), first = mean(series[name].slice(0, tenth));
-    add(label, format(last, unit), detail || (steps.length > 2 && first != null ? `from ${format(first, unit)}` : ""));
-  };
-  recent("Reward", "reward/mean", "");
-  const accuracy = ["eval/accuracy_sampled", "eval/accuracy_greedy"].find((name) => series[name]);
-  if (accuracy) {
-    const last = series[accuracy].findLastIndex((value) => value != null), low = series["eval/low"]?.[last], high = series["eval/high"]?.[last];
-    const interval = low != null && high != null ? `${format(low, "percent")} to ${format(high, "percent")}` : `step ${steps[last]}`;
-    add("Evaluation", format(series[accuracy][last], "percent"), interval);
+  const root = document.getElementById("tiles"), { readings } = overview;
+  for (const { label, metric, unit, note } of overview.tiles) {
+    const reading = readings[metric], first = format(reading.first, unit), last = format(reading.last, unit);
+    root.append(el("div", { class: "tile", "data-metric": metric, title: `from ${first} to ${last}` }, el("div", { class: "label" }, label),
+      el("div", { class: "value" }, overview.steps.length > 1 ? el("span", { class: "from" }, el("span", { class: "unseen" }, "from "), first, " ", el("span", { "aria-hidden": "true" }, "→"),
+        el("span", { class: "unseen" }, " to ")) : null, el("b", {}, last)),
+      el("div", { class: "note" }, averaged(reading), note ? el("span", {}, ` · ${note}`) : null)));
   }
-  recent("Completion length", "length/mean", "int");
-  recent("Entropy", "loss/entropy", "");
-  recent("Mismatch", "mismatch/mean_abs", "", "mean |Δ log-prob|");
-  recent("Sampled tokens/s", "speed/sampled_tokens_s", "tok/s");
-  recent("Step time", "time/step", "seconds");
-  recent("Token reduction ρ", "pack/rho", "");
+  balance(root, 164);
 }
 
 function charts(overview) {
-  const root = document.getElementById("charts"), nav = document.getElementById("nav");
-  const sections = new Map();
-  for (const panel of overview.panels) {
-    if (!sections.has(panel.section)) {
-      const id = `section-${panel.section.toLowerCase().replace(/\W+/g, "-")}`, grid = el("div", { class: "grid" });
-      root.append(el("section", { id }, el("h2", {}, panel.section), grid));
-      nav.append(el("a", { href: `#${id}` }, panel.section));
-      sections.set(panel.section, grid);
-    }
-    const chart = new Chart(panel, overview.series, overview.steps);
+  const root = document.getElementById("charts"), nav = document.getElementById("nav"), sections = new Map();
+  const lead = overview.panels.find((panel) => panel.lead);
+  const draw = (panel, place) => {
+    const chart = new Chart(panel, overview.series, overview.steps, overview.readings, panel === lead);
     cursor.charts.push(chart);
-    sections.get(panel.section).append(chart.node);
+    place.append(chart.node);
+  };
+  if (lead) draw(lead, document.getElementById("lead"));
+  for (const panel of overview.panels) {
+    if (panel === lead) continue;
+    if (!sections.has(panel.section)) {
+      const grid = el("div", { class: "grid" }), closed = overview.folded.includes(panel.section);
+      const number = overview.panels.filter((other) => other !== lead && other.section === panel.section).length;
+      const hint = `${closed ? "nothing unusual, " : ""}${number} ${number === 1 ? "curve" : "curves"}`;
+      root.append(el("details", { class: "section", id: sectionId(panel.section), open: !closed }, el("summary", {}, el("h2", {}, panel.section), el("span", { class: "muted" }, hint)), grid));
+      nav.append(el("a", { href: `#${sectionId(panel.section)}` }, panel.section));
+      sections.set(panel.section, grid);
+      balance(grid, 400);
+    }
+    draw(panel, sections.get(panel.section));
   }
   if (overview.strip && sections.has("Speed")) {
     const strip = new Strip(overview.strip, overview.steps);
@@ -55,7 +72,14 @@ function charts(overview) {
     sections.get("Speed").prepend(strip.node);
   }
   for (const [id, label] of [["rollouts", "Rollouts"], ["configuration", "Configuration"]]) if (document.getElementById(id)) nav.append(el("a", { href: `#${id}` }, label));
+  document.addEventListener("click", (event) => unfold(event.target.closest("a")?.getAttribute("href")));
   return sections;
+}
+
+// Opens the section that a link leads to.
+function unfold(link) {
+  const section = link?.startsWith("#section-") ? document.getElementById(link.slice(1)) : null;
+  if (section?.tagName === "DETAILS") section.open = true;
 }
 
 function tools(steps) {
@@ -66,7 +90,7 @@ function tools(steps) {
     cursor.redraw();
   };
   slider.addEventListener("input", weigh);
-  if (steps.length > 600) slider.value = 0.9; // so many points are a smear
+  if (steps.length > 100) slider.value = steps.length > 600 ? 0.9 : 0.7; // so many points are a smear; they stay visible behind
   weigh();
   document.getElementById("reset-zoom").addEventListener("click", () => { cursor.zoom = null; cursor.redraw(); });
   const set = (name) => {
@@ -78,11 +102,28 @@ function tools(steps) {
   theme.addEventListener("click", () => set(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
 }
 
+// A good and a bad sample of one group, so that a reader has seen texts before curves.
+function pair(overview, open) {
+  const root = document.getElementById("pair"), { pair: shown } = overview;
+  if (!shown) return root.remove();
+  root.hidden = false;
+  const largest = Math.max(Math.abs(shown.good.advantage ?? 0), Math.abs(shown.bad.advantage ?? 0));
+  const prompt = el("div", { class: "prompt" }, ...promptOf(shown.messages, (text) => [text]));
+  const one = (kind, sample, words) => el("article", { class: `sample ${kind}` }, el("div", { class: "verdict" }, words), bar(sample, largest), el("pre", { class: "text" }, sample.text));
+  const there = overview.rollouts.some((entry) => entry.step === shown.step);
+  root.append(el("h2", {}, "A good and a bad sample"), el("div", { class: "panel" },
+    el("div", { class: "pair-head" }, el("span", {}, "Highest and lowest advantage of one group, ", el("b", {}, shown.id), `, at step ${shown.step.toLocaleString("en")}`),
+      there ? el("button", { onclick: () => open(shown.step, shown.id) }, "rollouts of this step") : null),
+    prompt, el("div", { class: "two" }, one("good", shown.good, "highest advantage"), one("bad", shown.bad, "lowest advantage"))));
+  clip(prompt, 170);
+  for (const body of root.querySelectorAll(".sample > .text")) clip(body, 260);
+}
+
 async function rollouts(overview) {
   const root = document.getElementById("rollouts");
   if (!overview.rollouts.length) {
     root.append(el("p", { class: "muted" }, overview.stored ? "This page was written without rollouts; they lie in the folder rollouts/ of the run." : "This run stored no rollouts."));
-    return;
+    return pair(overview, () => {});
   }
   const kept = new Map(); // a few unpacked steps; a page may carry many
   const load = async (step) => {
@@ -90,35 +131,38 @@ async function rollouts(overview) {
     if (kept.size > 12) kept.delete(kept.keys().next().value);
     return kept.get(step) ?? unpack(`rollouts-${step}`);
   };
-  const browser = new Browser(root, overview, load);
-  cursor.onPick = async (step) => { await browser.goStep(step); root.scrollIntoView({ behavior: "smooth" }); };
+  const browser = new Browser(root, overview, load, document.getElementById("pieces") ? await unpack("pieces") : null);
+  cursor.onPick = async (step, id) => { await browser.goStep(step, id); root.scrollIntoView({ behavior: "smooth" }); };
+  pair(overview, cursor.onPick);
   const asked = new URLSearchParams(location.hash.slice(1)); // report.html#step=40&group=3&view=tokens&find=word
-  const step = asked.get("step");
-  await (step == null ? browser.go(overview.rollouts.length - 1) : browser.goStep(+step));
+  const step = asked.get("step")?.trim() ? Number(asked.get("step")) : NaN;
+  await (Number.isNaN(step) ? browser.go(overview.rollouts.length - 1) : browser.goStep(step));
   if (asked.get("view") === "tokens") browser.show("tokens");
   const group = browser.groups[+asked.get("group")];
   if (asked.has("group") && group) browser.pick(group.id);
   if (asked.has("find")) { browser.search.value = asked.get("find"); browser.find(); }
-  if (step != null) root.scrollIntoView();
+  if (!Number.isNaN(step)) root.scrollIntoView();
 }
 
-function configuration(rows) {
+function configuration({ made, config }) {
   const root = document.getElementById("configuration");
-  if (!rows.length) return root.remove();
-  root.append(el("dl", { class: "config" }, ...rows.map(([key, value]) => el("div", {}, el("dt", {}, key), el("dd", {}, value)))));
+  if (!made.length && !config.length) return root.remove();
+  const list = (rows) => el("dl", { class: "config" }, ...rows.map(([key, value]) => el("div", {}, el("dt", {}, key), el("dd", {}, value))));
+  if (made.length) root.append(list(made));
+  if (config.length) root.append(list(config));
 }
 
 async function start() {
   const overview = await unpack("overview"), { steps } = overview;
-  tools(steps);
   const day = (seconds) => new Date(1000 * seconds).toISOString().slice(0, 16).replace("T", " ") + " UTC";
-  document.getElementById("subtitle").textContent = `${steps.length.toLocaleString("en")} steps, ${steps[0].toLocaleString("en")} to ${steps.at(-1).toLocaleString("en")}${overview.started ? `, started ${day(overview.started)}` : ""}`;
   document.getElementById("footer").textContent = `Written ${day(overview.written)} by torchtune-ext report. Hover reads all curves at one step, dragging zooms, a double click shows the whole run, a click opens the rollouts of the step.`;
-  document.getElementById("notices").append(...overview.notices.map((text) => el("li", {}, text)));
   cursor.steps = steps;
+  tools(steps);
+  head(overview);
   tiles(overview);
-  configuration(overview.config);
+  configuration(overview);
   const sections = charts(overview);
+  unfold(location.hash);
   await archive(overview, sections.get("Archive"));
   await rollouts(overview);
 }

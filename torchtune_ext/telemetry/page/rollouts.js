@@ -2,10 +2,47 @@
 
 const fixed = (value) => (value == null ? "–" : Math.abs(value) < 100 ? value.toFixed(3) : plain(value));
 
+const chip = (label, value, kind = "") => el("span", { class: `chip ${kind}` }, `${label} `, el("b", {}, value));
+
+function advantage(value, largest) {
+  if (value == null) return null;
+  const root = svg("svg", { viewBox: "-36 0 72 10" }), width = (34 * Math.abs(value)) / Math.max(1e-9, largest);
+  root.append(svg("rect", { class: "track", x: -34, y: 4, width: 68, height: 2 }), svg("rect", { class: value < 0 ? "minus" : "plus", x: value < 0 ? -width : 0, y: 1, width, height: 8, rx: 1.5 }), svg("line", { x1: 0, x2: 0, y1: 0, y2: 10 }));
+  return el("span", { class: "advantage", title: "advantage" }, root, `${value > 0 ? "+" : value < 0 ? "−" : ""}${fixed(Math.abs(value))}`);
+}
+
+// What became of a sample, in one line, and below it what the grader noted.
+function bar(sample, largest) {
+  const all = Object.entries(sample.parts), told = all.length > 6 ? all.filter(([, value]) => value !== 0) : all; // of many parts, those that are 0 say little
+  const parts = told.map(([name, value]) => chip(name, format(value, "")));
+  const kinds = { stop: "", length: "warn", deadline: "warn", abort: "bad" };
+  const versions = sample.versions.length > 1 ? el("span", { class: "chip", title: sample.versions.map(([v, n]) => `version ${v}: ${n} tokens`).join("\n") }, `versions ${sample.versions[0][0]}–${sample.versions.at(-1)[0]}`) : null;
+  return el("div", {},
+    el("div", { class: "bar" }, el("span", { class: "reward", title: "reward" }, fixed(sample.reward)), advantage(sample.advantage, largest), ...parts,
+      sample.outcome === "scored" ? null : el("span", { class: "chip bad" }, sample.outcome.replace("_", " ")),
+      el("span", { class: `chip ${kinds[sample.finish] ?? ""}`, title: "why it ended" }, sample.finish), versions,
+      el("span", { class: "chip" }, `${sample.count} tokens`), el("span", { class: "chip", title: "mean log-prob of a token" }, `log-prob ${format(sample.logprob, "")}`),
+      sample.trained ? null : el("span", { class: "chip" }, "not trained")),
+    sample.cause ? el("div", { class: "cause" }, sample.cause) : null,
+    sample.note ? el("div", { class: "note" }, sample.note) : null);
+}
+
+const promptOf = (messages, marked) => messages.flatMap((m) => [el("div", { class: "role" }, m.role), el("pre", { class: "text" }, ...marked(m.content))]);
+
+// Shows the first pixels of what is much higher.
+function clip(body, height) {
+  if (body.scrollHeight <= height + 80) return;
+  body.classList.add("clipped");
+  body.style.maxHeight = `${height}px`;
+  const more = el("button", { class: "more", onclick: () => { body.classList.remove("clipped"); body.style.maxHeight = ""; more.remove(); } }, "show all");
+  body.after(more);
+}
+
 class Browser {
-  constructor(root, overview, load) {
+  constructor(root, overview, load, pieces) {
     this.index = overview.rollouts;
     this.load = load; // step -> promise of its groups
+    this.pieces = pieces; // id -> its text; null: the tokenizer is not known
     this.place = 0; // in this.index
     this.groups = [];
     this.id = null; // of the group shown
@@ -30,6 +67,7 @@ class Browser {
       return [view, node];
     });
     this.heatKey = el("span", { class: "heat-key", hidden: true, title: "background of a token: its log-prob" }, "p = 1", el("i"), "p < 1%");
+    this.said = el("p", { class: "said", role: "status", hidden: true });
     this.elsewhere = el("div", { class: "elsewhere", hidden: true });
     this.side = el("div", { class: "groups" });
     this.pane = el("div", { class: "detail-pane" });
@@ -41,7 +79,7 @@ class Browser {
         el("div", { class: "step" }, button("‹", "step before (←)", () => this.go(this.place - 1)), this.slider, button("›", "next step (→)", () => this.go(this.place + 1)), this.output),
         this.filters, this.search, el("span", {}, ...this.views.map(([, node]) => node)),
         this.heatKey),
-      this.elsewhere, el("div", { class: "columns" }, this.side, this.pane)),
+      this.said, this.elsewhere, el("div", { class: "columns" }, this.side, this.pane)),
       el("p", { class: "muted", style: "font-size:12.5px;margin-top:8px" },
         `Rollouts of ${this.index.length}${stored} steps are in this page; the rest lie in the folder rollouts/ of the run. Keys: ← → step, j k group, t text or log-probs.`));
     document.addEventListener("keydown", (event) => this.key(event));
@@ -61,21 +99,27 @@ class Browser {
     if (!this.index[place]) return;
     this.place = place;
     this.slider.value = place;
-    const { step, groups } = this.index[place], turn = ++this.turn;
+    this.said.hidden = true;
+    const { step, groups, signals } = this.index[place], turn = ++this.turn;
     this.output.textContent = `step ${step.toLocaleString("en")}`;
     const loaded = await this.load(step);
     if (turn !== this.turn) return;
     this.groups = loaded;
     this.total = groups;
+    this.signals = signals;
     this.id = id ?? (loaded.some((group) => group.id === this.id) ? this.id : null);
     this.list();
     if (this.query) this.searchAll();
   }
 
-  goStep(step) {
+  // The nearest step that the page has; if it is another one, the page says so.
+  goStep(step, id = null) {
     let best = 0;
     this.index.forEach((entry, i) => { if (Math.abs(entry.step - step) < Math.abs(this.index[best].step - step)) best = i; });
-    return this.go(best);
+    const going = this.go(best, id), shown = this.index[best].step;
+    this.said.hidden = shown === step;
+    this.said.textContent = `The rollouts of step ${step.toLocaleString("en")} are not in this page; those of step ${shown.toLocaleString("en")} are shown.`;
+    return going;
   }
 
   show(view) {
@@ -126,8 +170,8 @@ class Browser {
     if (!shown.some((group) => group.id === this.id)) this.id = shown[0]?.id ?? null;
     const every = this.groups.flatMap((group) => group.rewards).filter((reward) => reward != null);
     const low = Math.min(0, ...every), high = Math.max(low + 1e-9, ...every);
-    const part = this.groups.length < this.total ? `${this.groups.length} of the step's ${this.total} groups, ` : `${this.total} groups, `;
-    this.side.replaceChildren(el("div", { class: "head" }, `${part}widest reward spread first`), ...shown.map((group) => this.entry(group, low, high)));
+    const part = this.groups.length < this.total ? `${this.groups.length} of the step's ${this.total} groups` : `${this.total} groups`;
+    this.side.replaceChildren(el("div", { class: "head" }, `${part}; ${this.signals} of ${this.total} have a signal, these come first`), ...shown.map((group) => this.entry(group, low, high)));
     if (!shown.length) this.side.append(el("p", { class: "empty" }, "No group fits."));
     this.detail();
   }
@@ -157,9 +201,8 @@ class Browser {
     this.tip.hidden = true;
     const group = this.groups.find((other) => other.id === this.id);
     if (!group) return this.pane.replaceChildren(el("p", { class: "empty" }, "No group is chosen."));
-    const chip = (label, value, kind = "") => el("span", { class: `chip ${kind}` }, `${label} `, el("b", {}, value));
     const also = this.index.flatMap((entry, place) => (place !== this.place && entry.ids.includes(group.id) ? [[place, entry.step]] : []));
-    const prompt = group.messages.flatMap((m) => [el("div", { class: "role" }, m.role), el("pre", { class: "text" }, ...this.marked(m.content))]);
+    const prompt = el("div", { class: "prompt" }, ...promptOf(group.messages, (text) => this.marked(text)));
     const largest = Math.max(1e-9, ...group.samples.map((sample) => Math.abs(sample.advantage ?? 0)));
     const hidden = group.count - group.samples.length;
     const children = [
@@ -167,57 +210,35 @@ class Browser {
       el("div", { class: "facts" }, chip("mean reward", fixed(group.mean)), chip("spread", fixed(group.spread)), chip("samples", group.count), chip("trained", group.trained),
         chip("prompt", `${group.prompt_tokens} tokens`), this.silent(group) ? el("span", { class: "chip warn" }, group.trained ? "no signal: KL and entropy alone" : "no signal: not trained on") : null),
       also.length ? el("div", { class: "also" }, "same problem at step", ...also.slice(0, 30).map(([place, step]) => el("button", { onclick: () => this.go(place, group.id) }, step))) : null,
-      el("details", { open: group.messages.reduce((n, m) => n + m.content.length, 0) < 900 || this.marksPrompt(group) }, el("summary", {}, "prompt"), ...prompt),
-      el("details", {}, el("summary", {}, "hidden answer"), el("pre", { class: "text" }, group.answer)),
+      el("details", { class: "box", open: true }, el("summary", {}, "prompt"), prompt),
+      el("details", { class: "box" }, el("summary", {}, "hidden answer"), el("pre", { class: "text" }, group.answer)),
       ...group.samples.map((sample) => this.sample(sample, largest)),
       hidden > 0 ? el("p", { class: "muted", style: "margin-top:10px" }, `${hidden} more samples of this group are in the run's folder.`) : null];
     this.pane.replaceChildren(...children.filter((child) => child != null));
-    for (const body of this.pane.querySelectorAll(".sample > .text")) this.clip(body);
+    if (!this.marksPrompt(group)) clip(prompt, 200);
+    for (const body of this.pane.querySelectorAll(".sample > .text")) clip(body, 340);
   }
 
   marksPrompt(group) {
     return Boolean(this.query) && group.messages.some((m) => m.content.toLowerCase().includes(this.query.toLowerCase()));
   }
 
-  clip(body) {
-    if (body.scrollHeight <= 420) return;
-    body.classList.add("clipped");
-    const more = el("button", { class: "more", onclick: () => { body.classList.remove("clipped"); more.remove(); } }, "show all");
-    body.after(more);
-  }
-
   sample(sample, largest) {
-    const parts = Object.entries(sample.parts).map(([name, value]) => el("span", { class: "chip" }, `${name} `, el("b", {}, format(value, ""))));
-    const kinds = { stop: "", length: "warn", deadline: "warn", abort: "bad" };
-    const versions = sample.versions.length > 1 ? el("span", { class: "chip", title: sample.versions.map(([v, n]) => `version ${v}: ${n} tokens`).join("\n") }, `versions ${sample.versions[0][0]}–${sample.versions.at(-1)[0]}`) : null;
-    return el("article", { class: sample.trained ? "sample" : "sample unused" },
-      el("div", { class: "bar" }, el("span", { class: "reward", title: "reward" }, fixed(sample.reward)), this.advantage(sample.advantage, largest), ...parts,
-        sample.outcome === "scored" ? null : el("span", { class: "chip bad" }, sample.outcome.replace("_", " ")),
-        el("span", { class: `chip ${kinds[sample.finish] ?? ""}`, title: "why it ended" }, sample.finish), versions,
-        el("span", { class: "chip" }, `${sample.count} tokens`), el("span", { class: "chip", title: "mean log-prob of a token" }, `log-prob ${format(sample.logprob, "")}`),
-        sample.trained ? null : el("span", { class: "chip" }, "not trained")),
-      sample.cause ? el("div", { class: "cause" }, sample.cause) : null,
-      sample.note ? el("div", { class: "note" }, sample.note) : null,
+    return el("article", { class: sample.trained ? "sample" : "sample unused" }, bar(sample, largest),
       this.view === "text" ? el("pre", { class: "text" }, ...this.marked(sample.text)) : this.tokens(sample));
   }
 
-  advantage(value, largest) {
-    if (value == null) return null;
-    const bar = svg("svg", { viewBox: "-36 0 72 10" }), width = (34 * Math.abs(value)) / largest;
-    bar.append(svg("rect", { class: "track", x: -34, y: 4, width: 68, height: 2 }), svg("rect", { class: value < 0 ? "minus" : "plus", x: value < 0 ? -width : 0, y: 1, width, height: 8, rx: 1.5 }), svg("line", { x1: 0, x2: 0, y1: 0, y2: 10 }));
-    return el("span", { class: "advantage", title: "advantage" }, bar, `${value > 0 ? "+" : value < 0 ? "−" : ""}${fixed(Math.abs(value))}`);
-  }
-
   tokens(sample) {
-    const body = el("pre", { class: sample.pieces ? "text tokens" : "text tokens ids" });
+    const body = el("pre", { class: this.pieces ? "text tokens" : "text tokens ids" });
     const limits = [];
     for (const [version, count] of sample.versions) limits.push([version, (limits.at(-1)?.[1] ?? 0) + count]);
     sample.ids.forEach((id, i) => {
       if (i === sample.gap) body.append(el("span", { class: "gap" }, ` [… ${sample.count - sample.ids.length} tokens left out …] `));
       const nats = sample.nats[i] / 1000, place = sample.gap != null && i >= sample.gap ? i + sample.count - sample.ids.length : i;
+      const piece = sample.odd?.[i] ?? this.pieces?.[id]; // an odd one is a part of a character, or ends one
       const heat = Math.min(1, nats / 4.6) ** 0.7; // full color at p = 1%
-      const node = el("span", { class: "token", style: heat > 0.02 ? `background:rgba(var(--heat),${(0.75 * heat).toFixed(2)})` : null }, sample.pieces ? sample.pieces[i] : String(id));
-      node.about = { id, nats, place, piece: sample.pieces?.[i], version: limits.find(([, end]) => place < end)?.[0] };
+      const node = el("span", { class: "token", style: heat > 0.02 ? `background:rgba(var(--heat),${(0.75 * heat).toFixed(2)})` : null }, piece ?? String(id));
+      node.about = { id, nats, place, piece, version: limits.find(([, end]) => place < end)?.[0] };
       body.append(node);
     });
     return body;

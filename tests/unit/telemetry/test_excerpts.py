@@ -1,0 +1,159 @@
+"""Which rollouts a page carries: groups with a signal first, a good and a bad sample, tokens as text where they can be."""
+
+import base64
+import gzip
+import json
+import logging
+
+import numpy as np
+import pytest
+from records import sampled
+
+from torchtune_ext.grading import Outcome
+from torchtune_ext.groups import Group
+from torchtune_ext.tasks.task import Problem, Score
+from torchtune_ext.telemetry.excerpts import Limits, excerpts_of
+from torchtune_ext.telemetry.findings import Silent
+from torchtune_ext.telemetry.rollouts import RolloutStore, rollout_paths
+
+
+def group(name, rewards, texts=None, advantages=None, tokens=None):
+    """A group whose samples have these rewards; None: the sample could not be graded."""
+    known = [reward for reward in rewards if reward is not None]
+    mean, samples = float(np.mean(known)) if known else 0.0, []
+    for i, reward in enumerate(rewards):
+        score = None if reward is None else Score(reward, {})
+        outcome = Outcome("scored" if score else "infra_failed", score, "" if score else "broke")
+        advantage = 0.0 if reward is None else advantages[i] if advantages else reward - mean
+        text = texts[i] if texts else f"{name} {i}"
+        samples.append(
+            sampled(
+                tokens[i] if tokens else [i, 7],
+                text=text,
+                outcome=outcome,
+                advantage=advantage,
+                trained=bool(advantage),
+            )
+        )
+    problem = Problem(name, ({"role": "user", "content": f"say {name}"},), "")
+    return Group(problem, np.arange(3, dtype=np.int32), tuple(samples))
+
+
+def stored(folder, steps):
+    store = RolloutStore(folder)
+    for step, groups in steps.items():
+        store.write(step, groups)
+    return rollout_paths(folder)
+
+
+def unpacked(blob):
+    return json.loads(gzip.decompress(base64.b64decode(blob)))
+
+
+def test_groups_with_a_signal_come_first_and_some_without_are_kept(tmp_path):
+    silent = [group(f"silent-{n}", [0.5, 0.5]) for n in range(9)]
+    loud = [group(f"loud-{n}", [0.5 - n / 20, 0.5 + n / 20]) for n in range(1, 10)]
+    paths = stored(tmp_path, {1: silent + loud, 2: silent[:4] + loud[:2], 3: loud, 4: silent})
+
+    def ids(number):
+        found = excerpts_of(paths, Limits(groups_per_step=number))
+        assert [entry["signals"] for entry in found.index] == [9, 2, 9, 0]
+        return [
+            [name for name, _, _ in (g["id"].partition("-") for g in unpacked(blob))] for blob in found.blobs.values()
+        ]
+
+    assert ids(12) == [["loud"] * 9 + ["silent"] * 3, ["loud"] * 2 + ["silent"] * 4, ["loud"] * 9, ["silent"] * 9]
+    assert ids(6) == [["loud"] * 5 + ["silent"], ["loud"] * 2 + ["silent"] * 4, ["loud"] * 6, ["silent"] * 6]
+    assert ids(1) == [["loud"], ["loud"], ["loud"], ["silent"]]
+    whole = unpacked(excerpts_of(paths, Limits(groups_per_step=4)).blobs[3])
+    spreads = [g["spread"] for g in whole]
+    assert spreads == sorted(spreads, reverse=True) and whole[0]["id"] == "loud-9" and whole[-1]["id"] == "loud-1"
+
+
+def test_the_pair_is_of_the_newest_step_with_a_signal(tmp_path):
+    near, far = group("near", [0.4, 0.5, 0.6]), group("far", [None, 0.1, 0.9, 0.5])
+    paths = stored(tmp_path, {1: [group("old", [0.0, 1.0])], 2: [near, far], 3: [group("silent", [0.5, 0.5])]})
+    pair = excerpts_of(paths, Limits()).pair
+    assert (pair["step"], pair["id"], pair["count"]) == (2, "far", 4)
+    assert pair["messages"] == [{"role": "user", "content": "say far"}]
+    assert (pair["good"]["text"], pair["good"]["reward"]) == ("far 2", 0.9)
+    assert (pair["bad"]["text"], pair["bad"]["reward"]) == ("far 1", 0.1)
+    assert pair["good"]["advantage"] == pytest.approx(0.4) and pair["bad"]["advantage"] == pytest.approx(-0.4)
+
+
+def test_the_pair_goes_by_advantages_and_needs_a_signal(tmp_path):
+    """A preset may turn rewards around, for instance where it counts the best of k."""
+    turned = group("turned", [1.0, 0.0], advantages=[-1.0, 1.0])
+    pair = excerpts_of(stored(tmp_path / "a", {1: [turned]}), Limits()).pair
+    assert (pair["good"]["reward"], pair["bad"]["reward"]) == (0.0, 1.0)
+    assert (
+        excerpts_of(stored(tmp_path / "b", {1: [group("silent", [0.5, 0.5]), group("none", [None])]}), Limits()).pair
+        is None
+    )
+    assert excerpts_of({}, Limits()).pair is None
+    assert excerpts_of(stored(tmp_path / "c", {1: [turned]}), Limits(max_mib=0)).pair is None
+
+
+def test_long_texts_of_the_pair_are_cut(tmp_path):
+    long = group("long", [0.0, 1.0], texts=["b" * 90_000, "g" * 90_000])
+    pair = excerpts_of(stored(tmp_path, {1: [long]}), Limits()).pair
+    assert all(4000 < len(pair[kind]["text"]) < 4100 for kind in ("good", "bad"))
+
+
+def test_the_latest_groups_without_a_signal_are_counted_by_cause(tmp_path):
+    first = [group("loud", [0.0, 1.0]), group("early", [1.0, 1.0])]
+    last = [group("easy", [1.0, 1.0]), group("nearly", [0.995, 0.995]), group("hard", [0.0, 0.0]), group("none", [None, None]),
+            group("alike", [0.5, 0.5], texts=["x", "x"]), group("other", [0.5, 0.5]), group("signal", [0.2, 0.4])]  # fmt: skip
+    paths = stored(tmp_path, {1: first, 9: last})
+    assert excerpts_of(paths, Limits(), latest=9).silent == Silent(
+        easy=2, hard=1, alike=1, other=1, highest=1.0, lowest=0.0
+    )
+    assert excerpts_of(paths, Limits(), latest=1).silent.easy == 3
+    assert excerpts_of({}, Limits(), latest=1).silent is None
+
+
+@pytest.mark.parametrize(("reward", "kind"), [(0.0, "hard"), (1.0, "easy"), (-1.0, "hard")])
+def test_where_all_rewards_of_a_run_are_equal_only_success_is_easy(tmp_path, reward, kind):
+    silent = excerpts_of(stored(tmp_path, {1: [group("a", [reward] * 4)]}), Limits()).silent
+    assert silent == Silent(**{kind: 1}, highest=reward, lowest=reward)
+
+
+def byte_tokenizer(folder, texts=("the cat sat on the mat, the end",)):
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=280, initial_alphabet=alphabet, show_progress=False)
+    )
+    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return tokenizer
+
+
+def test_tokens_are_text_where_a_tokenizer_spells_the_samples(tmp_path, caplog):
+    right = byte_tokenizer(tmp_path / "right")
+    byte_tokenizer(tmp_path / "wrong", ["zebras buzz fuzzily, zigzag"])
+    texts = ["the cat 🙂 sat", "on the mat"]
+    tokens = [right.encode(text).ids + [right.token_to_id("<|end|>")] for text in texts]
+    paths = stored(tmp_path, {1: [group("g", [0.0, 1.0], texts=[texts[0], f"<think>\n{texts[1]}"], tokens=tokens)]})
+    found = excerpts_of(paths, Limits(), [tmp_path / "nowhere", tmp_path / "wrong", tmp_path / "right"])
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] and "wrong" in caplog.text
+    assert found.pieces.keys() == {token for each in tokens for token in each}
+    for sample in unpacked(found.blobs[1])[0]["samples"]:
+        pieces = [sample.get("odd", {}).get(str(i), found.pieces[token]) for i, token in enumerate(sample["ids"])]
+        text = next(text for text in texts if text in sample["text"])
+        assert "".join(pieces) == text + "<|end|>"
+        # Only what makes up the smile is said once more, beside the pieces of the page.
+        assert len(sample.get("odd", {})) == (4 if "🙂" in text else 0)
+
+
+def test_without_its_tokenizer_a_page_has_numbers(tmp_path, caplog):
+    paths = stored(tmp_path, {1: [group("g", [0.0, 1.0])]})
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "tokenizer.json").write_text("{")
+    assert excerpts_of(paths, Limits()).pieces == {} and not caplog.messages
+    assert excerpts_of(paths, Limits(), [tmp_path / "damaged"]).pieces == {} and "cannot be read" in caplog.text

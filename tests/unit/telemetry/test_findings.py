@@ -1,0 +1,102 @@
+"""What the report finds worth a look, and which sections that opens."""
+
+import pytest
+
+from torchtune_ext.telemetry.findings import FOLDED, Silent, findings
+from torchtune_ext.telemetry.heading import State
+from torchtune_ext.telemetry.panels import panels_for
+
+DONE = State("finished", "finished, 40 steps", 40, 40)
+
+
+def found(metrics, config=None, state=DONE, silent=None, steps=40):
+    """Findings of a run in which each metric is a constant, or a function of the step."""
+    records = [
+        {"step": step, **{name: value(step) if callable(value) else value for name, value in metrics.items()}}
+        for step in range(1, steps + 1)
+    ]
+    return [(item.text, item.section) for item in findings(records, panels_for(metrics), config or {}, state, silent)]
+
+
+HEALTHY = {
+    "groups/used": 20.0, "groups/no_signal": 12.0, "groups/infra_failed": 0.0, "length/truncated": 0.1,
+    "mismatch/mean_abs": 0.01, "mismatch/ess": 0.99, "canary/update_applied": 1.1, "canary/adapter_applied": None,
+    "engine/restarts": 0.0, "engine/preemptions": 3.0,
+}  # fmt: skip
+
+
+def test_of_a_healthy_run_nothing_is_found():
+    assert found(HEALTHY, {"max_mismatch": 0.05}) == []
+    assert found({"reward/mean": 0.5}) == found({}) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "section"),
+    [
+        ({"groups/infra_failed": 1.0}, "40 samples could not be graded", "Learning"),
+        ({"length/truncated": 0.25}, "25% of the latest samples hit the token limit (sampling.max_tokens)", "Learning"),
+        ({"engine/restarts": lambda step: float(step > 30)}, "restarted 1 time.", "Machine"),
+        ({"engine/preemptions": lambda step: float(step)}, "3 requests left the engine's cache", "Machine"),
+        ({"mismatch/mean_abs": 0.026}, "0.026 nats apart, from 0.026 at the beginning", "Agreement"),
+        ({"mismatch/mean_abs": lambda step: 0.002 + 0.0002 * step}, "max_mismatch=0.05", "Agreement"),
+        ({"mismatch/ess": 0.89}, "89% of the tokens", "Agreement"),
+        ({"canary/update_applied": 0.1}, "shows 10% of the effect of the last update", "Agreement"),
+        ({"canary/adapter_applied": 1.6}, "shows 160% of the effect of the adapter", "Agreement"),
+    ],
+)
+def test_each_trouble_is_found_under_its_heading(change, words, section):
+    ((text, there),) = found(HEALTHY | change, {"max_mismatch": 0.05})
+    assert words in text and there == section
+    assert section == "Learning" or section in FOLDED
+
+
+def test_a_counter_that_begins_again_is_no_trouble():
+    """A process that goes on with the run counts from zero."""
+    assert found(HEALTHY | {"engine/preemptions": lambda step: 3.0 if step < 39 else 0.0}) == []
+
+
+def test_tokens_of_older_policies_are_not_held_to_the_limit():
+    ahead = HEALTHY | {"async/age_mean": 1.0, "mismatch/mean_abs": 0.04, "mismatch/mean_abs_age_0": 0.001}
+    assert found(ahead, {"max_mismatch": 0.05}) == []
+    assert len(found(ahead | {"mismatch/mean_abs_age_0": 0.03}, {"max_mismatch": 0.05})) == 1
+
+
+def test_what_was_not_finite_opens_the_section_that_draws_it():
+    records = [{"step": 3, "nonfinite": ["mismatch/k1", "odd/x"], "mismatch/k1": None, "odd/x": None}]
+    said = findings(records, panels_for(["mismatch/k1", "odd/x"]), {}, DONE)
+    assert [(item.text[:27], item.section) for item in said] == [
+        ("mismatch/k1 was not finite ", "Agreement"), ("odd/x was not finite at 1 s", "Other")]  # fmt: skip
+
+
+def test_a_run_that_ended_early_says_so_first():
+    stopped = State("stopped", "", 40, 100)
+    said = found(HEALTHY | {"mismatch/ess": 0.5}, state=stopped)
+    assert said[0] == ("The run ended at step 40 of 100: it crashed, or was stopped.", "") and len(said) == 2
+    (onward,) = found({}, {"resume_from_checkpoint": False}, stopped)
+    assert onward[0].endswith(" resume_from_checkpoint=True goes on with it.")
+
+
+SILENT = {"groups/used": 16.0, "groups/no_signal": 48.0}
+
+
+@pytest.mark.parametrize(
+    ("silent", "said", "not_said"),
+    [
+        (Silent(easy=12, highest=1.0), ["They are too easy", "reward of the run, 1;", "(refill_rounds)"], "too hard"),
+        (Silent(hard=12, lowest=-0.5), ["They are too hard", "-0.5", "samples_per_prompt", "warm-up"], "too easy"),
+        (Silent(easy=9, hard=3), ["Most of them are too easy"], "too hard"),
+        (
+            Silent(easy=6, hard=5, alike=1),
+            ["6 of 12 are too easy", "5 of 12 are too hard", "1 of 12 is answered alike"],
+            "graded",
+        ),
+        (Silent(alike=4), ["sampling.temperature or loss.entropy_coef"], "too"),
+        (Silent(other=4), ["graded alike"], "too"),
+        (None, ["too easy, or too hard"], "refill_rounds"),
+        (Silent(), ["carry no signal."], "too"),
+    ],
+)
+def test_groups_without_a_signal_say_why_and_which_knob(silent, said, not_said):
+    ((text, section),) = found(SILENT, silent=silent)
+    assert text.startswith("75% of the latest groups carry no signal") and section == "Learning"
+    assert all(words in text for words in said) and not_said not in text

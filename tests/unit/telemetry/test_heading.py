@@ -1,0 +1,148 @@
+"""The head of the report says which run it shows and how far it came, and leaves out what it does not know."""
+
+import json
+
+import pytest
+from checkpoint_runs import make_model, make_source
+
+from torchtune_ext.policy.lora import AdapterSpec
+from torchtune_ext.run.folder import RunFolder
+from torchtune_ext.telemetry.heading import Fact, facts, flat, made_with, newest_checkpoint, spell, state_of
+from torchtune_ext.training.identity import Identity, model_text
+from torchtune_ext.training.manifest import Manifest
+
+CONFIG = {
+    "model_dir": "models/Qwen2.5-7B-Instruct",
+    "task": {
+        "_component_": "torchtune_ext.tasks.temporal_clue.TemporalClue",
+        "path": "data/clue/train.jsonl",
+        "seed": 2,
+    },
+    "preset": "dapo",
+    "loss": {"_component_": "torchtune_ext.objective.loss.PolicyLoss"},
+    "optimizer": {"_component_": "torch.optim.AdamW", "lr": 2e-6},
+    "schedule": {"decay": "linear", "warmup": 4},
+    "prompts_per_step": 32,
+    "samples_per_prompt": 16,
+    "updates_per_step": 2,
+    "engine": {"devices": "4"},
+    "device": "auto",
+    "max_steps": 100,
+}
+
+
+def told(run_dir, config, records=(), **run):
+    return {fact.label: (fact.value, fact.note) for fact in facts(run_dir, {"config": config, **run}, records)}
+
+
+def test_how_far_a_run_came(tmp_path):
+    assert state_of(tmp_path, CONFIG, 100).kind == "finished"
+    assert state_of(tmp_path, CONFIG, 85).text == "stopped at step 85 of 100"
+    with RunFolder(tmp_path):
+        assert state_of(tmp_path, CONFIG, 85).text == "running, step 85 of 100"
+        with pytest.raises(ValueError, match="in use"):
+            RunFolder(tmp_path)  # asking took nothing from the run
+    state = state_of(tmp_path, CONFIG, 85)
+    assert (state.kind, state.step, state.total) == ("stopped", 85, 100)
+    RunFolder(tmp_path).close()  # nor did it keep the next one out
+
+
+def test_a_warm_up_goes_to_its_last_update_and_nobody_knows_how_far_another_run_goes(tmp_path):
+    warmup = {"num_problems": 4200, "epochs": 2.0, "batch_problems": 64}
+    assert state_of(tmp_path, warmup, 131).kind == "finished"
+    assert state_of(tmp_path, warmup, 130).text == "stopped at step 130 of 131"
+    for config in (
+        {},
+        {"max_steps": None},
+        {"max_steps": "many"},
+        {"num_problems": 4, "epochs": 1.0, "batch_problems": 0},
+    ):
+        assert state_of(tmp_path, config, 7).text == "7 steps"
+
+
+def test_the_facts_of_a_run(tmp_path):
+    records = [{"step": 0, "time/step": 30.0}, {"step": 1, "time/step": 300.0, "memory/gpu_gib": 60.0}, {"step": 2}]
+    assert told(tmp_path, CONFIG, records, started=0.0) == {
+        "Model": ("Qwen2.5-7B-Instruct", ""),
+        "Task": ("TemporalClue", "train.jsonl"),
+        "Preset": ("dapo", ""),
+        "Learning rate": ("2e-06", "linear, 4 updates of warm-up"),
+        "A step": ("32 × 16 samples", "2 updates"),
+        "Device": ("GPU", "engine on device 4"),
+        "Time in steps": ("6 min", "started 1970-01-01 00:00 UTC"),
+    }
+    assert told(tmp_path, CONFIG | {"device": "cpu"}, records)["Device"] == ("CPU", "")
+    own = CONFIG | {"preset": None, "loss": {"_component_": "my_losses.Reinforce"}}
+    assert told(tmp_path, own)["Preset"] == ("none", "loss Reinforce")
+
+
+def test_the_newest_checkpoint_tells_model_and_ranks(tmp_path):
+    source = make_source(tmp_path / "source")
+    for step, ranks in ((9, 1), (10, 2)):
+        folder = tmp_path / "checkpoints" / f"step_{step:06d}"
+        (folder / "state").mkdir(parents=True)
+        Manifest(step, None, Identity("r", model_text(source, make_model(source)), "base"), {}).write(folder)
+        for rank in range(ranks):
+            (folder / "state" / f"__{rank}_0.distcp").touch()
+    (tmp_path / "checkpoints" / "step_000011.partial").mkdir()
+    assert newest_checkpoint(tmp_path).name == "step_000010"
+    count = sum(parameter.numel() for parameter in make_model(source).parameters())
+    config = {"model_dir": "runs/tiny/warmup/model", "device": "cpu"}
+    shown = told(tmp_path, config)
+    assert shown["Model"][0] == "warmup/model" and shown["Device"] == ("CPU", "2 processes train")
+    family, layers, size = shown["Model"][1].split(", ")
+    assert (family, layers) == ("qwen2", "2 layers") and size.endswith(" parameters")
+    number, _, unit = size.removesuffix(" parameters").partition(" ")
+    assert float(number.replace(",", "")) * (1e6 if unit else 1) == pytest.approx(count, rel=0.005)
+
+
+def test_a_checkpoint_of_adapters_says_so(tmp_path):
+    source = make_source(tmp_path / "source")
+    folder = tmp_path / "checkpoints" / "step_000001"
+    folder.mkdir(parents=True)
+    spec = AdapterSpec(4, 8.0, 0.0, ("q_proj", "v_proj"), dora=False, quantized=False)
+    Manifest(1, None, Identity("r", model_text(source, make_model(source), spec), "base"), {}).write(folder)
+    assert told(tmp_path, {"model_dir": "m"})["Model"][1].endswith(" values in adapters")
+    (folder / "manifest.json").write_text("{")
+    assert told(tmp_path, {"model_dir": str(source.path)})["Model"] == ("source", "qwen2, 2 layers")
+
+
+def test_what_is_not_known_is_left_out(tmp_path):
+    odd = {
+        "task": 3,
+        "optimizer": {"lr": "fast"},
+        "schedule": None,
+        "prompts_per_step": "32",
+        "engine": [],
+        "model_dir": "\0",
+    }
+    for run in ({}, {"config": None}, {"config": []}, {"config": {}}):
+        assert facts(tmp_path, run, []) == []
+    assert facts(tmp_path, {"config": odd}, []) == [Fact("Model", "\0")]
+
+
+def test_how_a_run_was_started_is_shown_whatever_it_is():
+    run = {
+        "id": "ab",
+        "name": "x",
+        "config": {"a": 1},
+        "command": ["tune", "run", "a b"],
+        "versions": {"torch": "2.13.0"},
+    }
+    assert made_with(run) == [("id", "ab"), ("command", "tune run 'a b'"), ("versions.torch", "2.13.0")]
+    assert made_with(run | {"started": 0})[-1] == ("started", "1970-01-01 00:00 UTC")
+
+
+def test_flat_settings():
+    assert flat({"a": {"b": 1, "c": {}}, "d": None, "e": "f"}) == [
+        ("a.b", "1"),
+        ("a.c", "{}"),
+        ("d", "null"),
+        ("e", "f"),
+    ]
+    assert json.loads(dict(flat({"list": [1, "2"]}))["list"]) == [1, "2"]
+
+
+def test_durations():
+    assert [spell(s) for s in (0.25, 42, 119.4, 120, 1260, 7199, 11100)] == [
+        "0.25 s", "42 s", "119 s", "2 min", "21 min", "2 h 0 min", "3 h 5 min"]  # fmt: skip

@@ -1,0 +1,52 @@
+"""One number for each curve: what a tile says is what the legend says, and both say which steps it averages."""
+
+import pytest
+
+from torchtune_ext.telemetry.panels import panels_for
+from torchtune_ext.telemetry.readings import Reading, Tile, readings, tiles
+
+
+def read(series, steps):
+    panels = panels_for(series)
+    return readings(series, steps, panels), panels
+
+
+def test_a_curve_is_read_as_the_mean_of_its_last_tenth():
+    steps = list(range(41))
+    reward = [None, *(float(step) for step in steps[1:])]
+    found, panels = read({"reward/mean": reward}, steps)
+    # 41 steps: a tenth is four of them. Step 0 has no reward.
+    assert found["reward/mean"] == Reading((1 + 2 + 3 + 4) / 4, (37 + 38 + 39 + 40) / 4, 37, 40)
+    assert tiles(found, panels) == [Tile("Reward", "reward/mean", "", "")]
+
+
+def test_what_few_steps_have_and_what_counts_up_is_read_at_its_newest_step():
+    steps = list(range(31))
+    evaluated = [step / 100 if step % 10 == 0 else None for step in steps]
+    series = {"eval/accuracy_sampled": evaluated, "eval/low": evaluated, "eval/high": evaluated}
+    series |= {"optim/lr": [0.1 * step for step in steps], "engine/restarts": [0.0] * 30 + [1.0]}
+    found, panels = read(series, steps)
+    assert found["eval/accuracy_sampled"] == Reading(0.0, 0.3, 30, 30)
+    assert found["optim/lr"] == Reading(0.0, pytest.approx(3.0), 30, 30)
+    assert found["engine/restarts"] == Reading(0.0, 1.0, 30, 30)
+    assert tiles(found, panels) == [Tile("Held-out accuracy", "eval/accuracy_sampled", "", "95% interval 0.3–0.3")]
+
+
+def test_a_newest_value_may_be_older_than_the_last_step():
+    found, _ = read({"eval/accuracy_greedy": [0.5, None, 0.75, None, None]}, [0, 1, 2, 3, 4])
+    assert found["eval/accuracy_greedy"] == Reading(0.5, 0.75, 2, 2)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_a_short_run_is_read_at_its_last_step(count):
+    found, _ = read({"loss/entropy": [float(i) for i in range(count)]}, list(range(5, 5 + count)))
+    assert found["loss/entropy"] == Reading(0.0, count - 1.0, 4 + count, 4 + count)
+
+
+def test_a_tile_has_the_unit_of_the_panel_that_draws_its_metric():
+    series = {name: [1.0] for name in ("length/mean", "time/step", "speed/sampled_tokens_s", "pack/rho", "loss/nll")}
+    found, panels = read(series, [1])
+    units = {panel.series[0][0]: panel.unit for panel in panels}
+    assert {tile.metric: tile.unit for tile in tiles(found, panels)} == {
+        name: units.get(name, "tok/s") for name in series
+    }

@@ -1,0 +1,156 @@
+"""The report as a reader sees it: narrow and wide, light and dark, in one start of a browser that shows six copies of a page."""
+
+import base64
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+from test_report import make_run
+
+from torchtune_ext.telemetry.metrics import Metrics
+from torchtune_ext.telemetry.report import build_report
+
+pytestmark = pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium")
+
+WIDTHS = (400, 900, 1600)
+STEPS = 60
+
+# What each copy tells the page around it, once it is drawn.
+PROBE = """<script>
+const faults = [];
+addEventListener("error", (event) => faults.push(event.message));
+addEventListener("unhandledrejection", (event) => faults.push(String(event.reason)));
+setTimeout(async () => {
+  const text = (where) => document.querySelector(where)?.textContent;
+  const rows = (grid) => {
+    const tops = [...grid.children].filter((card) => !card.classList.contains("wide")).map((card) => card.offsetTop);
+    return [...new Set(tops)].map((top) => tops.filter((other) => other === top).length);
+  };
+  const order = ["about", "notices", "tiles", "lead", "pair", "charts", "rollouts", "configuration"].map((id) => document.getElementById(id).offsetTop);
+  const folded = [...document.querySelectorAll("details.section:not([open])")].map((node) => node.id);
+  const before = { order, folded };
+  for (const node of document.querySelectorAll("details")) node.open = true;
+  await new Promise((resolve) => setTimeout(resolve, 300));
+  const legend = (title) => [...document.querySelectorAll("figure")].find((node) => node.querySelector("h3").textContent.startsWith(title));
+  parent.postMessage({
+    ...before, faults, width: innerWidth, theme: document.documentElement.dataset.theme, over: document.documentElement.scrollWidth - innerWidth,
+    trouble: document.getElementById("trouble").hidden, all: [...document.querySelectorAll(".grid, .tiles")].map(rows),
+    plots: [...document.querySelectorAll(".plot")].map((node) => node.querySelectorAll("path, circle, rect").length),
+    state: text("#state"), about: text("#about"), notices: text("#notices"), said: text(".said"), hash: location.hash,
+    tiles: Object.fromEntries([...document.querySelectorAll(".tile")].map((tile) => [tile.dataset.metric, [tile.querySelector("b").textContent, tile.querySelector(".note").textContent]])),
+    legends: Object.fromEntries(["Reward and", "Completion length", "Entropy"].map((title) => [title, [...legend(title).querySelectorAll(".number")].map((node) => node.textContent)])),
+    when: legend("Entropy").querySelector(".at").textContent, lead: legend("Reward and").querySelector("svg").getBoundingClientRect().height,
+    pair: [...document.querySelectorAll("#pair .sample")].map((node) => [node.querySelector(".verdict").textContent, node.querySelector(".reward").textContent, node.querySelector("pre").textContent]),
+    groups: [...document.querySelectorAll(".group")].map((node) => node.classList.contains("silent")),
+  }, "*");
+}, 1500);
+</script></body>"""
+
+AROUND = """<body style="margin:0">{frames}<script>
+const told = [];
+addEventListener("message", (event) => {{
+  told.push(event.data);
+  if (told.length < {count}) return;
+  const node = document.createElement("pre");
+  node.id = "told";
+  node.textContent = btoa(unescape(encodeURIComponent(JSON.stringify(told))));
+  document.body.append(node);
+}});
+</script></body>"""
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory):
+    """What six copies of the page of one run tell, by width and theme, and what the browser wrote on its console."""
+    folder = tmp_path_factory.mktemp("browser")
+    run = make_run(folder / "run", keep_every=6, steps=STEPS, groups=5)
+    (run / "metrics.jsonl").unlink()
+    config = {
+        "max_steps": 200,
+        "preset": "dapo",
+        "optimizer": {"lr": 2e-6},
+        "model_dir": "models/Qwen2.5-7B-Instruct",
+        "max_mismatch": 0.05,
+    }
+    (run / "run.json").write_text(json.dumps({"id": "ab", "name": "run", "config": config}))
+    with Metrics(run, sinks=()) as metrics:
+        for step in range(STEPS + 1):
+            values = {
+                "reward/mean": step / 100, "reward/std": 0.3, "reward/accuracy": 0.5, "length/mean": 10.0 + step, "length/max": 90.0,
+                "length/truncated": 0.01, "groups/used": 6.0, "groups/no_signal": 2.0, "loss/entropy": 1 / (1 + step), "loss/total": 0.0,
+                "loss/kl_ref": 0.1, "loss/clip_fraction": 0.01, "loss/ratio_max": 2.0, "optim/lr": 2e-6, "optim/grad_norm": 1.0, "mismatch/mean_abs": 0.03, "mismatch/k1": 0.01,
+                "engine/restarts": 0.0, "engine/kv_max": 0.5, "memory/rss_gib": 1.0, "publish/bytes": 1e9, "time/step": 5.0, "pack/rho": 4.0,
+            }  # fmt: skip
+            if step % 20 == 0:
+                low = 0.4 + step / 200
+                values |= {
+                    "eval/accuracy_sampled": low + 0.05,
+                    "eval/low": low,
+                    "eval/high": low + 0.1,
+                    "eval/solved_sampled": 0.2,
+                }
+            metrics.log(step, values)
+    page = build_report(run, folder / "page.html").path
+    page.write_text(page.read_text().replace("</body>", PROBE))
+    # All lie over each other: a browser does not draw what is outside of its window.
+    frames = "".join(f'<iframe src="page.html#theme={theme}&step=40" style="position:absolute;top:0;left:0;border:0;width:{width}px;height:1000px"></iframe>'
+                     for width in WIDTHS for theme in ("light", "dark"))  # fmt: skip
+    (folder / "around.html").write_text(AROUND.format(frames=frames, count=2 * len(WIDTHS)))
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--window-size=1600,1000",
+               f"--user-data-dir={folder}/profile", "--virtual-time-budget=8000", "--enable-logging=stderr", "--dump-dom",
+               f"file://{folder}/around.html"]  # fmt: skip
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    told = re.search(r'<pre id="told">([^<]*)</pre>', ended.stdout)
+    assert told, ended.stderr
+    return {(copy["width"], copy["theme"]): copy for copy in json.loads(base64.b64decode(told[1]))}, ended.stderr
+
+
+def test_it_fits_narrow_and_wide_light_and_dark(shown):
+    copies, console = shown
+    assert copies.keys() == {(width, theme) for width in WIDTHS for theme in ("light", "dark")}
+    assert "CONSOLE" not in console
+    for copy in copies.values():
+        assert copy["faults"] == [] and copy["trouble"] and copy["over"] <= 0, copy
+        assert all(copy["plots"])
+        assert copy["order"] == sorted(copy["order"]), "what tells most stands first"
+
+
+def test_no_row_ends_with_a_single_card(shown):
+    for (width, _), copy in shown[0].items():
+        assert any(sum(grid) == 7 for grid in copy["all"]), "seven cards are what leaves one over in threes"
+        for grid in copy["all"]:
+            assert grid == sorted(grid) and max(grid) - min(grid) <= 1, grid
+            assert grid[-1] > 1 or max(grid) == 1, grid
+        assert any(max(grid) > 2 for grid in copy["all"]) == (width > 800)
+
+
+def test_a_tile_shows_the_number_of_its_legend(shown):
+    for copy in shown[0].values():
+        tiles, legends = copy["tiles"], copy["legends"]
+        # A tenth of 61 steps are six: 55 to 60.
+        assert tiles["reward/mean"] == ["0.575", "mean of steps 55–60"] and legends["Reward and"][0] == "0.575"
+        assert tiles["eval/accuracy_sampled"] == ["0.75", "step 60 · 95% interval 0.7–0.8"]
+        assert legends["Reward and"][1] == "0.75 at step 60"
+        assert tiles["length/mean"][0] == legends["Completion length"][0] == "68"
+        assert tiles["loss/entropy"][0] == legends["Entropy"][0] and copy["when"] == "mean of steps 55–60"
+        assert copy["lead"] >= 220
+
+
+def test_it_says_which_run_it_shows_and_what_to_look_at(shown):
+    for copy in shown[0].values():
+        assert copy["state"] == "stopped at step 60 of 200"
+        assert all(words in copy["about"] for words in ("Qwen2.5-7B-Instruct", "dapo", "2e-06", "5 min"))
+        assert "The run ended at step 60 of 200" in copy["notices"] and "0.03 nats apart" in copy["notices"]
+        # A finding concerns the agreement, and none the machine.
+        assert copy["folded"] == ["section-machine"]
+
+
+def test_samples_stand_near_the_top_and_a_step_that_is_not_there_is_said(shown):
+    for copy in shown[0].values():
+        good, bad = copy["pair"]
+        assert (good[0], bad[0]) == ("highest advantage", "lowest advantage") and float(good[1]) > float(bad[1])
+        assert good[2].startswith("sample ") and "</script>" in good[2]
+        assert copy["said"] == "The rollouts of step 40 are not in this page; those of step 42 are shown."
+        assert copy["groups"] == [False] * 4 + [True], "groups with a signal come first"

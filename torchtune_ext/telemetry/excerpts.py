@@ -1,0 +1,301 @@
+"""The part of a run's rollouts that a page of the report carries, and what can be said of it in words.
+
+A page that can be mailed cannot hold all samples. So some steps are taken, of each some groups, of each some samples, and of
+long samples the beginning and the end; the page says how many there were.
+"""
+
+import base64
+import gzip
+import json
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from torchtune_ext.group_json import run_lengths
+from torchtune_ext.groups import Group, Sample
+from torchtune_ext.telemetry.findings import Silent
+from torchtune_ext.telemetry.pieces import TokenPieces, cut_text
+from torchtune_ext.telemetry.rollouts import read_rollouts
+
+log = logging.getLogger(__name__)
+
+_PAIR = 4000  # characters of each text of the pair
+_SAME = 0.01  # Rewards that are nearer than this share of the run's range count as equal.
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """This says how much of the rollouts a page carries; the curves are always whole."""
+
+    max_steps: int = 80  # So many steps have rollouts, evenly spaced, first and last among them.
+    groups_per_step: int = 12  # Those with a signal go first, evenly spaced over the reward spread.
+    samples_per_group: int = 16  # They are evenly spaced over the reward, best and worst among them.
+    max_tokens: int = 2000  # The middle of a sample that is longer is left out.
+    max_mib: float = 16.0  # All rollouts in the page together take no more.
+
+
+@dataclass(slots=True)
+class Excerpts:
+    """What a page carries of the rollouts."""
+
+    blobs: dict[int, str] = field(default_factory=dict)  # step -> its groups, as `pack` makes them
+    index: list[dict[str, Any]] = field(default_factory=list)  # what each of these steps holds
+    pair: dict[str, Any] | None = None  # a good and a bad sample, see `_pair`
+    pieces: dict[int, str] = field(default_factory=dict)  # id -> its text, of all ids in the page; empty: not known
+    silent: Silent | None = None  # what the latest groups without a signal are like
+
+
+def excerpts_of(
+    paths: Mapping[int, Path], limits: Limits, tokenizers: Iterable[str | Path] = (), latest: int = 0
+) -> Excerpts:
+    """Packs groups of some steps. What one step leaves of the budget, others use.
+
+    Args:
+        paths: the file of the stored rollouts of each step.
+        limits: how much is taken.
+        tokenizers: folders that may hold the tokenizer of the run. The first one that spells a stored sample as the run
+            did is taken; one that does not would show other words than those that were sampled.
+        latest: steps from this one on are "the latest" for `Excerpts.silent`.
+    """
+    found = Excerpts()
+    steps = _spaced(sorted(paths), limits.max_steps) if limits.max_mib > 0 else []
+    left, ids, silent, ends = limits.max_mib * 2**20, set(), [], []
+    pieces: TokenPieces | None = None
+    asked = False
+    for number, step in enumerate(steps):
+        try:
+            groups = read_rollouts(paths[step])
+        except ValueError as error:
+            log.warning("left out of the report: %s", error)
+            continue
+        if not asked and (sample := _longest(groups)) is not None:
+            pieces, asked = _speller(tokenizers, sample), True
+        records, blob = _fit(groups, limits, pieces, left / (len(steps) - number))
+        left -= len(blob)
+        found.blobs[step] = blob
+        signals = sum(group.has_signal for group in groups)
+        found.index.append({"step": step, "groups": len(groups), "signals": signals, "ids": [r["id"] for r in records]})
+        ids.update(token for record in records for sample in record["samples"] for token in sample["ids"])
+        found.pair = _pair(step, groups) or found.pair
+        ends += [reward for group in groups for reward in _rewards(group)]
+        ends = [min(ends), max(ends)] if ends else []
+        if step >= latest:
+            silent += [group for group in groups if not group.has_signal]
+    if pieces is not None:
+        found.pieces = {token: pieces.one(token) for token in sorted(ids)}
+    if ends:
+        found.silent = _causes(silent, *ends)
+    return found
+
+
+def pack(data: Any) -> str:
+    """Makes the text that the page unpacks: base64 of gzipped JSON, which no completion can break out of."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
+
+
+def short(value: float | None, digits: int = 6) -> float | None:
+    """Rounds to six digits, which are more than a screen shows and half the bytes."""
+    return value if value is None or isinstance(value, int) else float(f"{value:.{digits}g}")
+
+
+# ---------------------------------------------------------------- which groups, and what they are like
+
+
+def _fit(
+    groups: Sequence[Group], limits: Limits, pieces: TokenPieces | None, budget: float
+) -> tuple[list[dict[str, Any]], str]:
+    """Takes as many groups as `budget` bytes hold. Where one alone is too large it has fewer samples, then fewer tokens."""
+    num_groups, num_samples, num_tokens = limits.groups_per_step, limits.samples_per_group, limits.max_tokens
+    while True:
+        chosen = _chosen(groups, num_groups)
+        records = [_group_record(group, num_samples, num_tokens, pieces) for group in chosen]
+        blob = pack(records)
+        ratio = budget / len(blob)
+        if ratio >= 1:
+            return records, blob
+        if num_groups > 1:
+            num_groups = max(1, min(num_groups - 1, int(len(chosen) * ratio)))
+        elif num_samples > 2:
+            num_samples = max(2, min(num_samples - 1, int(num_samples * ratio)))
+        elif num_tokens > 32:
+            num_tokens = max(32, num_tokens // 2)
+        else:
+            return records, blob
+
+
+def _chosen(groups: Sequence[Group], number: int) -> list[Group]:
+    """Takes groups with a signal, from the widest to the narrowest spread, and behind them such as have none: in the places
+    that are left, and in a sixth of all at least, since they tell why nothing is learned from them."""
+    ranked = sorted(groups, key=_spread, reverse=True)
+    signal = [group for group in ranked if group.has_signal]
+    silent = [group for group in ranked if not group.has_signal]
+    few = min(len(silent), max(number - len(signal), number // 6))
+    return _spaced(signal, number - few) + _spaced(silent, few)
+
+
+def _pair(step: int, groups: Sequence[Group]) -> dict[str, Any] | None:
+    """Returns the samples with the highest and the lowest advantage of the group where their rewards lie farthest apart, with
+    its prompt; None where no group has a signal."""
+    graded = [[s for s in group.samples if s.score is not None] for group in groups if group.has_signal]
+    ends = [(max(samples, key=_advantage), min(samples, key=_advantage)) for samples in graded if samples]
+    ends = [(good, bad) for good, bad in ends if good.advantage > bad.advantage]
+    if not ends:
+        return None
+    good, bad = max(
+        ends, key=lambda pair: (pair[0].score.reward - pair[1].score.reward, pair[0].advantage - pair[1].advantage)
+    )
+    group = next(group for group in groups if any(sample is good for sample in group.samples))
+    return {
+        "step": step,
+        "id": group.problem.id,
+        "messages": _messages(group, _PAIR),
+        "count": len(group.samples),
+        "rewards": [_finite(reward) for reward in _rewards(group)],
+        "good": _facts(good, _PAIR),
+        "bad": _facts(bad, _PAIR),
+    }
+
+
+def _advantage(sample: Sample) -> float:
+    return sample.advantage
+
+
+def _causes(groups: Sequence[Group], lowest: float, highest: float) -> Silent:
+    """Counts the groups without a signal by why they have none, as the rewards of the whole run tell."""
+    counts = {"easy": 0, "hard": 0, "alike": 0, "other": 0}
+    near = _SAME * (highest - lowest)
+    for group in groups:
+        rewards = _rewards(group)
+        if not rewards:
+            continue
+        # Where the whole run knows one reward only, a reward above 0 is taken for success.
+        if highest - min(rewards) <= near and highest > min(lowest, 0.0):
+            counts["easy"] += 1
+        elif max(rewards) - lowest <= near:
+            counts["hard"] += 1
+        else:
+            counts["alike" if len({sample.text for sample in group.samples}) == 1 else "other"] += 1
+    return Silent(**counts, highest=highest, lowest=lowest)
+
+
+def _rewards(group: Group) -> list[float]:
+    return [sample.score.reward for sample in group.samples if sample.score is not None]
+
+
+def _spread(group: Group) -> float:
+    rewards = _rewards(group)
+    return float(np.std(rewards)) if rewards else 0.0
+
+
+# ---------------------------------------------------------------- tokens as text
+
+
+def _longest(groups: Sequence[Group]) -> Sample | None:
+    samples = [sample for group in groups for sample in group.samples if sample.text.strip()]
+    return max(samples, key=lambda sample: len(sample.completion.tokens), default=None)
+
+
+def _speller(folders: Iterable[str | Path], sample: Sample) -> TokenPieces | None:
+    """Returns the first tokenizer that spells `sample` as the run did."""
+    for folder in folders:
+        try:
+            pieces = TokenPieces.from_folder(folder)
+        except FileNotFoundError:
+            continue
+        except Exception as error:  # noqa: BLE001 (the library raises nothing narrower for a damaged file)
+            log.warning("%s: its tokenizer cannot be read (%s)", folder, error)
+            continue
+        if pieces.spells(sample.completion.tokens, sample.text):
+            return pieces
+        log.warning("%s: its tokenizer is not the one of the stored samples; their tokens are shown as numbers", folder)
+    return None
+
+
+# ---------------------------------------------------------------- records of the page
+
+
+def _group_record(group: Group, num_samples: int, num_tokens: int, pieces: TokenPieces | None) -> dict[str, Any]:
+    def order(sample: Sample) -> float:
+        return -np.inf if sample.score is None else sample.score.reward
+
+    rewards = _rewards(group)
+    samples = _spaced(sorted(group.samples, key=order, reverse=True), num_samples)
+    answer = group.problem.answer
+    return {
+        "id": group.problem.id,
+        "messages": _messages(group, 8 * num_tokens),
+        "answer": answer if isinstance(answer, str) else json.dumps(answer, default=repr),
+        "prompt_tokens": len(group.prompt_tokens),
+        "count": len(group.samples),
+        "trained": sum(sample.trained for sample in group.samples),
+        "signal": group.has_signal,
+        "failed": sum(sample.score is None for sample in group.samples),
+        "mean": _finite(float(np.mean(rewards))) if rewards else None,
+        "spread": _finite(_spread(group)),
+        "rewards": [_finite(reward) for reward in rewards],
+        "samples": [_sample_record(sample, num_tokens, pieces) for sample in samples],
+    }
+
+
+def _messages(group: Group, limit: int) -> list[dict[str, str]]:
+    return [{"role": m["role"], "content": cut_text(str(m["content"]), limit)} for m in group.problem.messages]
+
+
+def _facts(sample: Sample, limit: int) -> dict[str, Any]:
+    """Returns all that is shown of a sample but its tokens; its text has at most about `limit` characters."""
+    completion, outcome, score = sample.completion, sample.outcome, sample.score
+    count = len(completion.tokens)
+    return {
+        "text": cut_text(sample.text, limit),
+        "count": count,
+        "reward": None if score is None else _finite(score.reward),
+        "parts": {} if score is None else {k: _finite(v) for k, v in score.parts.items()},
+        "note": "" if score is None else cut_text(score.note, 2000),
+        "outcome": "not graded" if outcome is None else outcome.kind,
+        "cause": "" if outcome is None else cut_text(outcome.cause, 2000),
+        "advantage": _finite(sample.advantage),
+        "trained": bool(sample.trained),
+        "finish": completion.finish_reason,
+        "versions": run_lengths(completion.versions),
+        "logprob": _finite(float(np.mean(completion.logprobs, dtype=np.float64))) if count else None,
+    }
+
+
+def _sample_record(sample: Sample, num_tokens: int, pieces: TokenPieces | None) -> dict[str, Any]:
+    completion = sample.completion
+    count = len(completion.tokens)
+    head = count if count <= num_tokens else num_tokens // 2
+    keep = np.r_[0:head, max(head, count - num_tokens // 2) : count] if count > num_tokens else np.arange(count)
+    logprobs = np.nan_to_num(completion.logprobs[keep].astype(np.float64), nan=-99.0, posinf=0.0, neginf=-99.0)
+    ids = completion.tokens[keep].tolist()
+    record = _facts(sample, len(sample.text) if count <= num_tokens else 8 * num_tokens) | {
+        "ids": ids,
+        # They are thousandths of nats, and positive.
+        "nats": np.rint(-1000 * logprobs).astype(int).tolist(),
+        # Tokens were left out here.
+        "gap": head if count > num_tokens else None,
+    }
+    if pieces is not None:
+        spelled = pieces.split(completion.tokens)[:head] + pieces.split(completion.tokens[keep[head:]])
+        # The page knows the piece of each id. Only a part of a character, which several ids make together, differs.
+        odd = {
+            i: piece for i, (token, piece) in enumerate(zip(ids, spelled, strict=True)) if piece != pieces.one(token)
+        }
+        record |= {"odd": odd} if odd else {}
+    return record
+
+
+def _finite(value: float) -> float | None:
+    return short(float(value)) if np.isfinite(value) else None
+
+
+def _spaced(items: Sequence, number: int) -> list:
+    """Takes at most `number` of `items`, evenly spaced, first and last among them (only the first when `number` is 1)."""
+    if len(items) <= number:
+        return list(items)
+    return [items[round(i * (len(items) - 1) / max(1, number - 1))] for i in range(number)]

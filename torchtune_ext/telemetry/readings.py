@@ -1,0 +1,83 @@
+"""One number for each curve of the report: its legend and its tile show the same one, and say which steps it averages."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torchtune_ext.telemetry.panels import Panel
+
+PART = 10  # A reading is the mean over one part in so many of the steps.
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """This says where a curve began and where it is."""
+
+    first: float  # mean of the first values
+    last: float  # mean of as many values at the end
+    since: int  # the first step that `last` averages
+    until: int  # the last step that it averages; the same one where it is a single value
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One number at the top of the report."""
+
+    label: str
+    metric: str
+    unit: str  # as of the panel that draws the metric
+    note: str  # the interval of an accuracy, or ""
+
+
+# What a tile shows is the first of these metrics that the run has.
+_TILES = (
+    ("Reward", ("reward/mean",)),
+    ("Held-out accuracy", ("eval/accuracy_sampled", "eval/accuracy_greedy")),
+    ("Negative log-likelihood", ("loss/nll",)),
+    ("Tokens of a completion", ("length/mean",)),
+    ("Entropy, nats", ("loss/entropy",)),
+    ("Mismatch, nats", ("mismatch/mean_abs",)),
+    ("Sampled tokens/s", ("speed/sampled_tokens_s",)),
+    ("Step time", ("time/step",)),
+    ("Token reduction ρ", ("pack/rho",)),
+)
+
+
+def readings(
+    series: Mapping[str, Sequence[float | None]], steps: Sequence[int], panels: Sequence[Panel]
+) -> dict[str, Reading]:
+    """Reads each curve: the mean of its last values, a tenth of the steps, and of as many at its beginning.
+
+    The newest value is the reading where a mean would mislead: of counters and settings (`Panel.newest`), and of what fewer
+    than half of the steps have, as evaluations.
+
+    Args:
+        series: values by metric, one for each step, at least one of each not None.
+        steps: the steps of the run.
+        panels: all that the report draws.
+    """
+    newest = {metric for panel in panels if panel.newest for metric, _ in panel.series}
+    usual = max(1, round(len(steps) / PART))
+    found = {}
+    for name, values in series.items():
+        there = [(step, value) for step, value in zip(steps, values, strict=True) if value is not None]
+        number = 1 if name in newest or 2 * len(there) < len(steps) else min(usual, len(there))
+        first, last = there[:number], there[-number:]
+        found[name] = Reading(_mean(first), _mean(last), last[0][0], last[-1][0])
+    return found
+
+
+def tiles(found: Mapping[str, Reading], panels: Sequence[Panel]) -> list[Tile]:
+    """Returns the tiles of the metrics that the run has."""
+    units = {metric: panel.unit for panel in panels for metric, _ in panel.series}
+    chosen = []
+    for label, metrics in _TILES:
+        metric = next((metric for metric in metrics if metric in found), None)
+        if metric is not None:
+            sampled = metric == "eval/accuracy_sampled" and {"eval/low", "eval/high"} <= found.keys()
+            note = f"95% interval {found['eval/low'].last:.3g}–{found['eval/high'].last:.3g}" if sampled else ""
+            chosen.append(Tile(label, metric, units.get(metric, ""), note))
+    return chosen
+
+
+def _mean(values: Sequence[tuple[int, float]]) -> float:
+    return sum(value for _, value in values) / len(values)
