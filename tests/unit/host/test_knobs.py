@@ -104,7 +104,7 @@ def test_options_of_constraints_have_their_own_defaults():
         (["grpo_full", "checkpoints.every"], ["  checkpoints.every  50  steps between checkpoints"]),
         (["loss"], ["  loss.kl_coef ", "with constraint: kl3", "  loss.delta      0.02"]),
         (["task"], ["torchtune_ext.tasks.temporal_clue.TemporalClue", "  task.cache_dir "]),
-        (["torchtune_ext.tasks.jsonl.Jsonl"], ["  grader    (needed)  dotted path of a function"]),
+        (["torchtune_ext.tasks.jsonl.Jsonl"], ["  grader    (needed) ", "dotted path of a function"]),
     ],
 )
 def test_what_is_asked_for_is_printed(words, expected, capsys):
