@@ -34,6 +34,7 @@ from torchtune_ext.host.source import (
     NEEDED,
     Definition,
     Knob,
+    as_yaml,
     class_anywhere,
     class_of,
     component,
@@ -165,13 +166,17 @@ def _of_word(name: str, path: Path, word: str) -> list[Section]:
 
 
 def _of_knob(name: str, path: Path, knob: Knob) -> list[Section]:
+    title = f"{name}, {knob.name}: {knob.text}"
+    preset = _default_preset(path).get(knob.name)
+    if isinstance(preset, dict) and (settings := {key: preset[key] for key in preset if key != "_component_"}):
+        title += f"; the default preset sets {as_yaml(settings)}"
     if keys := _keys(knob, path):
-        return [Section(f"{name}, {knob.name}: {knob.text}", keys)]
+        return [Section(title, keys)]
     if not is_component(knob):
         return [Section(f"{name}, {knob.name}:", [knob])]
     parts = [section for component_path in components(knob, path) for section in _of_component(component_path)]
     named = [replace(part, knobs=_below(knob, part.knobs)) for part in parts]
-    return [Section(f"{name}, {knob.name}: {knob.text}", None), *named]
+    return [Section(title, None), *named]
 
 
 def _below(node: Knob, keys: Sequence[Knob]) -> list[Knob]:
@@ -266,7 +271,10 @@ def main(args: argparse.Namespace) -> int:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        print(rendered(listing(args.words), _terminal_width()))
+        print(rendered(listing(args.words), _terminal_width()), flush=True)
+    except BrokenPipeError:
+        # The reader has seen enough (`| head`). Python would complain again when it closes its output at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except ValueError as error:
         print(f"torchtune-ext knobs: {error}", file=sys.stderr)
         return 2

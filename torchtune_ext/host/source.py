@@ -19,9 +19,8 @@ NEEDED = "(needed)"  # stands for a default where there is none
 _GIVEN_BY_US = ("self", "params")  # arguments that no YAML gives; an optimizer gets its params from the recipe
 _SEE = re.compile(r"^see `(\w+)`")  # the text of an argument that is explained elsewhere
 _PIECE = re.compile(r"(?<=^ {8})\{(\w+)\}$", re.MULTILINE)  # an argument whose text torch keeps in a constant
-_SEVERAL = re.compile(
-    r"^(\w+(?:, \w+)*)(?: \(.*\))?:(?:\s+(.*))?$"
-)  # "first, count: text", "lr (float, optional): text"
+# An argument, or several, of a docstring: "first, count: text" or "lr (float, optional): text".
+_SEVERAL = re.compile(r"^(\w+(?:, \w+)*)(?: \(.*\))?:(?:\s+(.*))?$")
 
 
 @dataclass(frozen=True, slots=True)

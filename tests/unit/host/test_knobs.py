@@ -102,7 +102,15 @@ def test_options_of_constraints_have_their_own_defaults():
         (["max_steps"], ["  max_steps  (needed)  steps of sample"]),
         (["max_tokens"], ["  sampling.max_tokens  (needed)  tokens of a completion at most"]),
         (["grpo_full", "checkpoints.every"], ["  checkpoints.every  50  steps between checkpoints"]),
-        (["loss"], ["  loss.kl_coef ", "with constraint: kl3", "  loss.delta      0.02"]),
+        (
+            ["loss"],
+            [
+                "objective per label; the default preset sets {importance: tis}",
+                "  loss.kl_coef ",
+                "with constraint: kl3",
+                "  loss.delta      0.02",
+            ],
+        ),
         (["task"], ["torchtune_ext.tasks.temporal_clue.TemporalClue", "  task.cache_dir "]),
         (["torchtune_ext.tasks.jsonl.Jsonl"], ["  grader    (needed) ", "dotted path of a function"]),
     ],
@@ -163,6 +171,14 @@ def test_nothing_that_is_listed_is_imported():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert "optimizer.weight_decay" in done.stdout and done.stdout.endswith("0 []\n")
+
+
+def test_a_reader_that_has_seen_enough_gets_no_traceback():
+    command = [sys.executable, "-m", "torchtune_ext", "knobs", "task"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(timeout=60) == 0
 
 
 def test_defaults_of_every_form_are_read(tmp_path):

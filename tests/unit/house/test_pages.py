@@ -101,6 +101,14 @@ def test_the_page_lists_the_families_that_are_known(first_run):
     assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == ["model_type", *FAMILIES]
 
 
+def test_the_requirements_say_what_was_never_run_on_a_gpu(repo_root):
+    waiting = (repo_root / "benchmarks" / "README.md").read_text().partition("## Waiting for a GPU")[2]
+    rows = (repo_root / "README.md").read_text().partition("## Requirements")[2].splitlines()
+    (said,) = [row.split("|")[3] for row in rows if row.startswith("| was run |")]
+    assert "Nothing below was ever run on one" in waiting and "never yet" in said, "both change when something was run"
+    assert "benchmarks/README.md#waiting-for-a-gpu" in said
+
+
 def literals(root: Path) -> str:
     """The literal texts of all Python files, each piece between two placeholders on a line of its own."""
     found = []
