@@ -20,6 +20,7 @@ OWN_WORDS = {
     "bench": ("torchtune_ext.tasks.measured.cli", "compile, verify and time programs in C"),
     "archive": ("torchtune_ext.tasks.matmul.cli", "print the fastest programs of a run, or write them as files"),
     "clue": ("torchtune_ext.tasks.temporal_clue.cli", "make and grade Temporal Clue puzzles"),
+    "knobs": ("torchtune_ext.host.knobs", "list the knobs of a recipe: knobs [RECIPE] [NODE]"),
     "presets": ("torchtune_ext.host.presets", "list the published methods, or print one: presets [NAME]"),
     "report": ("torchtune_ext.telemetry.report", "write the HTML report of a run"),
 }

@@ -1,10 +1,11 @@
 """Makes the stock `tune` know recipes/ and configs/.
 
 `install` runs at every start of the interpreter (torchtune_ext_tune.pth), so this file imports only `sys`. `install`
-puts a finder on `sys.meta_path`. The finder acts twice, and only in a process that imports torchtune:
+puts a finder on `sys.meta_path`. The finder acts only in a process that imports torchtune:
 
     before `torchtune` is executed                   torchao_compat.apply makes torchao 0.16 to 0.18 usable
     after `torchtune._recipe_registry` is executed   register adds our recipes and configs, with absolute paths
+    after `torchtune._cli.run` is executed           offer_help lists our knobs at `tune run RECIPE --help`
 """
 
 import sys
@@ -29,11 +30,18 @@ def make_torchao_usable(_torchtune) -> None:
     apply()
 
 
+def offer_help(run) -> None:
+    """Lets `tune run RECIPE --help` of the module `torchtune._cli.run` list the knobs of our recipes."""
+    from torchtune_ext.host.knobs import offer_help
+
+    offer_help(run)
+
+
 class TorchtuneFinder:
-    """Adds a call before one module of torchtune is executed and after another one. It finds no modules itself."""
+    """Adds a call before one module of torchtune is executed and after others. It finds no modules itself."""
 
     before = {"torchtune": make_torchao_usable}
-    after = {"torchtune._recipe_registry": register}
+    after = {"torchtune._recipe_registry": register, "torchtune._cli.run": offer_help}
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):

@@ -98,9 +98,9 @@ class Clip(Interval):
     `dual_clip` bounds the ratio where the advantage is negative (see `clip`).
     """
 
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = None
+    clip_low: float = 0.2  # how far the ratio may fall below 1
+    clip_high: float = 0.2  # how far the ratio may rise above 1
+    dual_clip: float | None = None  # bound of the ratio where the advantage is negative; null: there is none
 
     def check(self, level: str, old: str) -> None:
         _check_clips(self.clip_low, self.clip_high)
@@ -117,8 +117,8 @@ class Clip(Interval):
 class KL3(Interval):
     """r - 1 - log r <= delta, which is the same as an interval of r (ATR-GRPO, arXiv 2602.05494): see `kl3_bounds`."""
 
-    delta: float = 0.02
-    dual_clip: float | None = None
+    delta: float = 0.02  # KL3 of a label at most, in nats
+    dual_clip: float | None = None  # bound of the ratio where the advantage is negative; null: there is none
 
     def check(self, level: str, old: str) -> None:
         _require(self.delta > 0.0, "delta", self.delta, "must be positive; kl3 uses 0.02")
@@ -140,8 +140,8 @@ class TopKL(Constraint):
     since it costs memory: K log-probs of every label are stored.
     """
 
-    delta: float = 0.02
-    top_k: int | None = None
+    delta: float = 0.02  # KL of a label at most, in nats
+    top_k: int | None = None  # tokens whose log-probs are stored at every label; often 16
 
     def check(self, level: str, old: str) -> None:
         if old != "trainer":
@@ -174,7 +174,7 @@ class TopKL(Constraint):
 class TotalVariation(Constraint):
     """|p - p_old| <= delta, with the probabilities of the sampled token (DPPO, arXiv 2602.04879)."""
 
-    delta: float = 0.2
+    delta: float = 0.2  # difference of the probabilities at most
 
     def check(self, level: str, old: str) -> None:
         _require(self.delta > 0.0, "delta", self.delta, "must be positive; tv uses 0.2")
@@ -196,8 +196,8 @@ class Cispo(Constraint):
     """
 
     levels = ("token", "sequence")
-    clip_low: float = 1.0
-    clip_high: float = 4.0
+    clip_low: float = 1.0  # the weight is at least 1 - clip_low
+    clip_high: float = 4.0  # the weight is at most 1 + clip_high
 
     def check(self, level: str, old: str) -> None:
         _check_clips(self.clip_low, self.clip_high)
@@ -219,8 +219,8 @@ class Sapo(Constraint):
     """
 
     levels = ("token", "sequence")
-    tau_positive: float = 1.0
-    tau_negative: float = 1.05
+    tau_positive: float = 1.0  # how fast the slope falls where the advantage is positive
+    tau_negative: float = 1.05  # how fast the slope falls where the advantage is negative
 
     def check(self, level: str, old: str) -> None:
         for field in fields(self):
@@ -245,7 +245,7 @@ class Spo(Constraint):
     leads back, so that nothing is cut.
     """
 
-    epsilon: float = 0.2
+    epsilon: float = 0.2  # the maximum lies so far from a ratio of 1
 
     def check(self, level: str, old: str) -> None:
         _require(self.epsilon > 0.0, "epsilon", self.epsilon, "must be positive; SPO uses 0.2")

@@ -83,15 +83,16 @@ class PolicyLoss(Options):
 
     # The ratio has a level: "token", "sequence" (GSPO) or "geometric" (GMPO).
     level: str = "token"
-    # The constraint is a name in the table of constraints.py.
+    # The constraint is a name in the table of constraints.py: "clip", "kl3", ...; each has options of its own.
     constraint: str = "clip"
     # The log-probs of pi_old are those of the proximal policy ("trainer"), those that the sampler reported ("sampler"), or
     # between the sampler's and those of the policy itself ("interpolated"), which spares a pass; see `ratios.py`.
     old: str = "trainer"
-    # A method of importance.py weighs what differs between pi_old and the sampler.
+    # A method of importance.py weighs what differs between pi_old and the sampler: "full", "tis", "mis", ...; "none" does not.
     importance: str = "none"
-    # These bounds take the place of the method's own.
+    # This number takes the place of the method's own lower bound.
     importance_low: float | None = None
+    # This number takes the place of the method's own upper bound.
     importance_high: float | None = None
     # This factor multiplies the KL to the reference. Where it is 0, no reference is kept.
     kl_coef: float = 0.0

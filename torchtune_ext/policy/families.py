@@ -191,7 +191,16 @@ def from_config(
     what they do, are those of torchtune's LoRA builders.
 
     Args:
+        model_dir: the model directory.
         max_seq_len: the longest sequence, if it is to be another than config.json says: the RoPE table has so many rows.
+        lora_attn_modules: layers of attention with an adapter: some of q_proj, k_proj, v_proj, output_proj.
+        apply_lora_to_mlp: the three layers of the MLP have adapters, too.
+        apply_lora_to_output: the output layer has one, where it is not tied to the embeddings.
+        lora_rank: rank of the adapters.
+        lora_alpha: what an adapter adds is scaled by lora_alpha / lora_rank.
+        lora_dropout: share of an adapter's inputs that is dropped while training.
+        use_dora: the adapters are DoRA's, with a magnitude for each row of a weight.
+        quantize_base: the frozen weights of the adapted layers are held in NF4 (QLoRA).
 
     Raises:
         ValueError: no config.json, one that asks for what the builder of its family cannot do, or adapters that cannot be.

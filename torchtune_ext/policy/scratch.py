@@ -27,24 +27,18 @@ COMMON = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a Qwen2 or Qwen3 model with tied embeddings, by the names of config.json.
+    """The sizes of a Qwen2 or Qwen3 model with tied embeddings, by the names of config.json."""
 
-    Args:
-        model_type: "qwen2" or "qwen3".
-        head_dim: None stands for hidden_size / num_attention_heads, which Qwen2 always has.
-        vocab_size: bounds the tokenizer, which may turn out smaller.
-    """
-
-    model_type: str = "qwen2"
-    hidden_size: int = 128
-    num_hidden_layers: int = 4
-    num_attention_heads: int = 4
-    num_key_value_heads: int = 2
-    head_dim: int | None = None
-    intermediate_size: int = 384
-    max_position_embeddings: int = 1024
-    rope_theta: float = 10000.0
-    vocab_size: int = 1024
+    model_type: str = "qwen2"  # or "qwen3"
+    hidden_size: int = 128  # values of the residual stream
+    num_hidden_layers: int = 4  # layers of attention and MLP
+    num_attention_heads: int = 4  # heads of queries
+    num_key_value_heads: int = 2  # heads of keys and values; each serves as many heads of queries as the others
+    head_dim: int | None = None  # values of a head; null: hidden_size / num_attention_heads, which Qwen2 always has
+    intermediate_size: int = 384  # values inside the MLP
+    max_position_embeddings: int = 1024  # tokens of the longest sequence
+    rope_theta: float = 10000.0  # base of the angles of RoPE
+    vocab_size: int = 1024  # tokens at most; the tokenizer may turn out smaller
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.num_attention_heads or self.num_attention_heads % self.num_key_value_heads:

@@ -34,7 +34,7 @@ FLOWS = ("bf16", "fp8_rollout", "fp8_unified")
 class PrecisionConfig(Fp8Config):
     """The flow, and how FP8 is made where it has some."""
 
-    flow: str = "bf16"
+    flow: str = "bf16"  # "bf16", "fp8_rollout" (FP8 in the engine alone) or "fp8_unified" (in the trainer as well)
 
     def __post_init__(self) -> None:
         if self.flow not in FLOWS:

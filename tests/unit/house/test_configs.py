@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from omegaconf import OmegaConf
+from page_commands import commands, made_by, read_by
 from public_configs import write_config
 
 from torchtune_ext.advantages import AdvantageConfig
@@ -79,6 +80,7 @@ SIZES = [
     ("qwen2_5_32B_qlora", "", "Qwen2.5-32B-Instruct", 33.032),
     ("qwen3_1_7B_atr_grpo_lora", "", "Qwen3-1.7B", 1.755),
     ("qwen3_1_7B_atr_grpo_lora", "output_dir=runs/qwen3_8B_atr_grpo_lora model_dir=models/Qwen3-8B", "Qwen3-8B", 8.278),
+    ("qwen3_8B_full", "", "Qwen3-8B", 8.191),
     ("qwen3_8B_fp8", "", "Qwen3-8B-Base", 8.191),
     ("qwen2_5_7B_fp8", "", "Qwen2.5-7B", 7.616),
     (
@@ -117,6 +119,54 @@ def test_dry_run_knows_the_published_sizes(name, words, public, billions, tmp_pa
 def test_every_config_of_a_public_model_is_among_the_sizes():
     named = {name for name in CONFIGS if name.startswith("grpo/") and "tiny" not in name}
     assert named == {f"grpo/{name}" for name, *_ in SIZES}
+
+
+@pytest.fixture(scope="module")
+def page(repo_root):
+    return commands(repo_root / "docs" / "first_real_run.md")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_files_of_a_config_are_made_by_commands_of_the_page(name, page):
+    made = set().union(*map(made_by, page))
+    cfg = OmegaConf.to_container(OmegaConf.load(CONFIGS[name]))
+    words = [word for config, words, *_ in SIZES if name == f"grpo/{config}" for word in words.split()]
+    others = {word.removeprefix("model_dir=") for word in words if word.startswith("model_dir=")}
+    files = set(read_by(cfg)) | others
+    assert files or name.startswith("warmup/")
+    assert files <= made, f"docs/first_real_run.md has no command that makes {files - made}"
+
+
+def test_a_file_that_no_command_makes_is_found(page):
+    made = set().union(*map(made_by, page))
+    cfg = {
+        "task": {"_component_": "a.B", "path": "data/mine.jsonl"},
+        "evaluation": [{"task": {"size": {"file": "a/b"}}}],
+    }
+    assert set(read_by(cfg)) == {"data/mine.jsonl", "a/b"} and not set(read_by(cfg)) & made
+    assert set(read_by({"_component_": "torchtune_ext.tasks.math.Math", "dataset": "svamp"})) == {"Math('svamp')"}
+
+
+def test_the_files_of_puzzles_are_made_and_read(page, tmp_path, monkeypatch):
+    """Each command of the page with fewer puzzles: they take a second each."""
+    monkeypatch.chdir(tmp_path)
+    counts, prompts = {}, []
+    for command in page:
+        if command.words[:2] == ("torchtune-ext", "clue"):
+            assert main([*command.words[1:], "--count", "2", "--workers", "1"]) == 0
+            counts[command.option("--out")] = int(command.option("--count"))
+    seen = 0
+    for name in CONFIGS:
+        cfg = OmegaConf.load(CONFIGS[name])
+        for node in (cfg.task, OmegaConf.select(cfg, "evaluation.task")):
+            if node is not None and node.get("path"):
+                assert node.get("count", 1) <= counts[node.path]
+                task = instantiate(OmegaConf.merge(node, {"count": 2}))
+                prompts.append((node.path, [task[i].messages[0]["content"] for i in range(2)]))
+                seen += 1
+    assert seen >= 10 and set(counts) == {path for path, _ in prompts}
+    texts = {text for _, some in prompts for text in some}
+    assert len(texts) == 2 * len(counts), "no puzzle is in two files"
 
 
 def test_a_dry_run_without_config_json_says_what_it_needs():

@@ -17,6 +17,8 @@ ORDER = [
     "host.torchao_compat",
     "host.catalog",
     "host.presets",
+    "host.source",
+    "host.knobs",
     "host.plugin",
     "run",
     "tasks",

@@ -1,5 +1,7 @@
-"""`torchtune-ext clue` writes a file of puzzles.
+"""`torchtune-ext clue` writes a file of puzzles, for instance those that the configs of real models name.
 
+torchtune-ext clue --size public --count 3000 --out data/temporal-clue/train.jsonl
+torchtune-ext clue --size public --seed 1 --count 64 --out data/temporal-clue/val.jsonl
 torchtune-ext clue --seed 7 --count 1000 --size suspects=2-3,weapons=2,rooms=2-4 --out puzzles.jsonl
 """
 

@@ -1,0 +1,169 @@
+"""What a user copies out of the pages: commands that mean something, and messages that we do write."""
+
+import argparse
+import ast
+import importlib
+import inspect
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from huggingface_hub.cli.download import download
+from omegaconf import OmegaConf
+from page_commands import blocks, commands, run_command
+
+from torchtune_ext.host import cli
+from torchtune_ext.host.catalog import config_files, folder, recipe_files
+from torchtune_ext.host.config import load_config
+from torchtune_ext.policy.families import FAMILIES
+from torchtune_ext.recipes import evaluate, grpo, warmup_sft
+
+RECIPES = {recipe.name: recipe for recipe in recipe_files(folder("recipes"), folder("configs"))}
+CONFIGS = config_files(folder("configs"))
+MODULES = {module.__name__.rpartition(".")[2]: module for module in (grpo, warmup_sft, evaluate)}
+SHORTEST = 6  # characters of a piece of a message that is looked for
+
+
+@pytest.fixture(scope="module")
+def first_run(repo_root):
+    return repo_root / "docs" / "first_real_run.md"
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/first_real_run.md"])
+def test_every_run_that_a_page_shows_is_one(repo_root, name):
+    seen = 0
+    for command in commands(repo_root / name):
+        run = run_command(command)
+        if run is None or run.config not in CONFIGS:  # a copy of the user's
+            continue
+        module = MODULES[RECIPES[run.recipe].path.stem]
+        cfg = OmegaConf.merge(OmegaConf.load(CONFIGS[run.config]), OmegaConf.from_dotlist(run.overrides))
+        load_config(module.Config, cfg)
+        seen += 1
+    assert seen > 5
+
+
+def test_trainers_and_engines_of_the_page_have_gpus_of_their_own(first_run):
+    seen = 0
+    for command in commands(first_run):
+        run = run_command(command)
+        if run is None or not run.config.startswith("grpo/qwen") or "dry_run=True" in run.overrides:
+            continue
+        cfg = OmegaConf.merge(OmegaConf.load(CONFIGS[run.config]), OmegaConf.from_dotlist(run.overrides))
+        engine = [device for device in str(cfg.engine.get("devices") or "").split(",") if device]
+        train = [device for device in command.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
+        if cfg.engine.get("sleep"):
+            assert not engine and not train and run.processes == 1, command.line
+        else:
+            assert len(train) == run.processes and not set(train) & set(engine), command.line
+            assert len(engine) == cfg.engine.tensor_parallel_size, command.line
+        seen += 1
+    assert seen >= 8
+
+
+def test_the_words_of_torchtune_ext_and_hf_on_the_page_are_taken(first_run):
+    seen = set()
+    for command in commands(first_run):
+        if command.words[0] == "torchtune-ext":
+            parser = argparse.ArgumentParser()
+            importlib.import_module(cli.OWN_WORDS[command.words[1]][0]).add_arguments(parser)
+            parser.parse_args(command.words[2:])
+        elif command.words[:2] == ("hf", "download"):
+            options = {word.removeprefix("--").replace("-", "_") for word in command.words if word.startswith("--")}
+            assert options <= set(inspect.signature(download).parameters), command.line
+        else:
+            continue
+        seen.add(command.words[1])
+    assert seen >= {"clue", "doctor", "report", "download"}
+
+
+@pytest.mark.parametrize(
+    ("mask", "train", "engine"), [("4,5,6,7", "4,5,6", "7"), (None, "0,1,2,3", "4"), ("2,0", "2", "0")]
+)
+def test_the_lines_for_a_job_use_the_gpus_that_it_was_given(first_run, tmp_path, mask, train, engine):
+    (script,) = [text for language, text in blocks(first_run) if language == "bash"]
+    for name, text in {
+        "tune": 'echo "$CUDA_VISIBLE_DEVICES|$*"',
+        "nvidia-smi": 'test "$*" = "--query-gpu=index --format=csv,noheader" && printf "0\\n1\\n2\\n3\\n4\\n"',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    environ = {"PATH": f"{tmp_path}:/usr/bin:/bin"} | ({} if mask is None else {"CUDA_VISIBLE_DEVICES": mask})
+    done = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, timeout=60, env=environ, check=True)
+    processes = train.count(",") + 1
+    expected = f"run --nproc_per_node {processes} grpo_full --config grpo/qwen2_5_7B_full engine.devices={engine}"
+    assert done.stdout == f"{train}|{expected}\n"
+
+
+def test_the_page_lists_the_families_that_are_known(first_run):
+    table = first_run.read_text().partition("## Models that work")[2]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == ["model_type", *FAMILIES]
+
+
+def test_the_requirements_say_what_was_never_run_on_a_gpu(repo_root):
+    waiting = (repo_root / "benchmarks" / "README.md").read_text().partition("## Waiting for a GPU")[2]
+    rows = (repo_root / "README.md").read_text().partition("## Requirements")[2].splitlines()
+    (said,) = [row.split("|")[3] for row in rows if row.startswith("| was run |")]
+    assert "Nothing below was ever run on one" in waiting and "never yet" in said, "both change when something was run"
+    assert "benchmarks/README.md#waiting-for-a-gpu" in said
+
+
+def literals(root: Path) -> str:
+    """The literal texts of all Python files, each piece between two placeholders on a line of its own."""
+    found = []
+    for path in [*(root / "torchtune_ext").rglob("*.py"), *(root / "recipes").glob("*.py")]:
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        docs = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+                # Messages of `logging` have placeholders of their own.
+                found += re.split(r"%[dsgr]", " ".join(node.value.split()))
+    return "\n".join(found)
+
+
+def pieces(text: str) -> list[str]:
+    """The pieces of a message between its "..."."""
+    return [piece for line in text.splitlines() for part in line.split("...") if len(piece := part.strip()) >= SHORTEST]
+
+
+def test_every_message_that_troubleshooting_quotes_is_written_somewhere(repo_root):
+    known = literals(repo_root)
+    quoted = [
+        piece
+        for language, text in blocks(repo_root / "docs" / "troubleshooting.md")
+        if not language
+        for piece in pieces(text)
+    ]
+    assert len(quoted) > 20
+    unknown = [piece for piece in quoted if piece not in known and piece.strip(" ;:,.()") not in known]
+    assert not unknown
+
+
+def test_a_message_that_nobody_writes_is_found(repo_root):
+    assert "the engine did not stop: " not in literals(repo_root)
+    assert pieces("rank ... gives no sign of life for ... s (last: ...); the others") == [
+        "gives no sign of life for",
+        "s (last:",
+        "); the others",
+    ]
+
+
+@pytest.mark.parametrize("name", ["docs/first_real_run.md", "docs/troubleshooting.md", "README.md", "docs/README.md"])
+def test_links_lead_somewhere(repo_root, name):
+    page = repo_root / name
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if target.startswith("http"):
+            continue
+        path, _, anchor = target.partition("#")
+        there = (page.parent / path) if path else page
+        assert there.exists(), f"{name}: {target}"
+        if anchor and there.suffix == ".md":
+            assert anchor in anchors(there), f"{name}: {target}"
+
+
+def anchors(page: Path) -> set[str]:
+    """The names by which GitHub finds the headings of a page."""
+    outside = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", outside, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
