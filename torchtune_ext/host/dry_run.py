@@ -6,29 +6,33 @@
 Exit status 0: a start would get through its checks, and the run fits. 2: it would not, or does not.
 """
 
+import json
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Protocol
 
 import torch
 from omegaconf import DictConfig
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torchtune.modules import TransformerDecoder
 
 from torchtune_ext.advantages import AdvantageConfig
 from torchtune_ext.evaluation import EvaluationConfig
 from torchtune_ext.grading import GraderConfig
-from torchtune_ext.host.catalog import machine_named
+from torchtune_ext.host.catalog import config_path, machine_named
 from torchtune_ext.host.config import build, has_component, instantiate
 from torchtune_ext.objective.loss import needs_of
 from torchtune_ext.policy.builder import on_meta
 from torchtune_ext.policy.fp8.gain import engine_memory
 from torchtune_ext.policy.fp8.plan import Fp8Receipt, linear_layers
 from torchtune_ext.policy.memory import ADAMW_BYTES, sizes_of
+from torchtune_ext.policy.published import published_config
 from torchtune_ext.run.output import say
 from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
 from torchtune_ext.tasks.measured.results import BenchConfig
@@ -81,9 +85,9 @@ def dry_run(make: Callable[[DictConfig], Checked], cfg: DictConfig) -> None:
     if int(os.environ.get("RANK", 0)):
         sys.exit(0)
     machine = machine_of(cfg)
-    plan, problems, receipt = None, [], []
+    plan, problems, notes = None, [], []
     try:
-        settings, receipt = settings_of(cfg)
+        settings, notes = settings_of(cfg)
         ranks = int(os.environ.get("WORLD_SIZE", 1))
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         plan = Plan(settings, machine, trainers_of(machine, settings, ranks if ranks > 1 else None, visible))
@@ -93,7 +97,7 @@ def dry_run(make: Callable[[DictConfig], Checked], cfg: DictConfig) -> None:
     problems += [text for text in found if text not in problems]
     if plan is not None:
         plan = replace(plan, settings=replace(plan.settings, prompt_tokens=longest))
-        say("\n".join([plan_table(plan, Path(cfg.model_dir).name), *receipt, "", verdict(plan)]))
+        say("\n".join([plan_table(plan, Path(cfg.model_dir).name), *notes, "", verdict(plan)]))
     for problem in problems:
         say(f"problem: {problem}")
     if plan is not None and problems:
@@ -129,12 +133,13 @@ def machine_of(cfg: DictConfig) -> Machine:
 
 
 def settings_of(cfg: DictConfig) -> tuple[Settings, list[str]]:
-    """Builds what decides about the need of a run. Returns it, and lines that say which layers compute in FP8, if any does.
+    """Builds what decides about the need of a run. Returns it, and lines that say where sizes come from that no file gives, and
+    which layers compute in FP8, if any does.
 
     Raises:
-        ValueError: a setting is wrong, or config.json is not there yet.
+        ValueError: a setting is wrong, or the sizes of the model are not known.
     """
-    model = on_meta(partial(instantiate, cfg.model))
+    model, lines = model_of(cfg)
     engine, sampling = build(EngineConfig, cfg.engine, "engine"), build(SamplingConfig, cfg.sampling, "sampling")
     adapters = build(AdapterConfig, cfg.adapters, "adapters")
     sides = build(PrecisionConfig, cfg.precision, "precision", bare="flow").sides
@@ -160,9 +165,30 @@ def settings_of(cfg: DictConfig) -> tuple[Settings, list[str]]:
     )
     trainer, sampler = sides
     if sampler is None:
-        return settings, []
+        return settings, lines
     receipt = Fp8Receipt(sampler, dtype, linear_layers(model, sampler, trainer is not None)[0])
-    return settings, [receipt.table(), f"  engine: {engine_memory(model, receipt)}"]
+    return settings, [*lines, receipt.table(), f"  engine: {engine_memory(model, receipt)}"]
+
+
+def model_of(cfg: DictConfig) -> tuple[TransformerDecoder, list[str]]:
+    """Builds the model on the meta device. Where its config.json has not been downloaded yet, it has the sizes that are known
+    of the public model with the name of the folder, and a line says so.
+
+    Raises:
+        ValueError: the sizes are not known.
+    """
+    known = published_config(Path(cfg.model_dir).name)
+    named = has_component(cfg.model) and cfg.model.get("model_dir") == cfg.model_dir
+    if known is None or not named or (Path(cfg.model_dir) / "config.json").exists():
+        return on_meta(partial(instantiate, cfg.model)), []
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(known))
+        changed = cfg.copy()
+        changed.model.model_dir = folder
+        model = on_meta(partial(instantiate, changed.model))
+    return model, [
+        f"sizes: those of {Path(cfg.model_dir).name} as it was published, since model_dir has no config.json yet"
+    ]
 
 
 def checked(make: Callable[[DictConfig], Checked], cfg: DictConfig, trainers: int) -> tuple[int | None, list[str]]:
@@ -211,10 +237,9 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def _config_file(words: list[str]) -> Path | None:
-    """Returns the file behind `--config` in the words of a command, or None."""
-    for i, word in enumerate(words):
-        if word.startswith("--config="):
-            return Path(word.removeprefix("--config="))
-        if word == "--config" and words[i + 1 :]:
-            return Path(words[i + 1])
+    """Returns the file that `--config` names in the words of a command, or None."""
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        given = following if word == "--config" else word.removeprefix("--config=") if "=" in word else ""
+        if given and word.startswith("--config"):
+            return Path(config_path(given))
     return None

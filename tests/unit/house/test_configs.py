@@ -119,9 +119,8 @@ def test_every_config_of_a_public_model_is_among_the_sizes():
 
 def test_a_dry_run_without_config_json_says_what_it_needs():
     _, cfg = loaded("grpo/qwen2_5_7B_full")
-    with pytest.raises(
-        ValueError, match="model_dir='models/Qwen2.5-7B-Instruct' has no config.json; .*`hf download OWNER/"
-    ):
+    cfg.model_dir = cfg.model.model_dir = "models/Nobodys-7B"
+    with pytest.raises(ValueError, match="model_dir='models/Nobodys-7B' has no config.json; .*`hf download OWNER/"):
         settings_of(cfg)
 
 
