@@ -238,8 +238,9 @@ def _nbytes(tensor: Tensor) -> int:
 
 def _config_file(words: list[str]) -> Path | None:
     """Returns the file that `--config` names in the words of a command, or None."""
-    for word, following in zip(words, [*words[1:], ""], strict=True):
-        given = following if word == "--config" else word.removeprefix("--config=") if "=" in word else ""
-        if given and word.startswith("--config"):
-            return Path(config_path(given))
+    for i, word in enumerate(words):
+        if word.startswith("--config="):
+            return Path(config_path(word.removeprefix("--config=")))
+        if word == "--config" and words[i + 1 :]:
+            return Path(config_path(words[i + 1]))
     return None

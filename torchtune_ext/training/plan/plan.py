@@ -114,6 +114,7 @@ class Plan:
         processes = self.trainers * (2 if gpus else 1)
         if self.engine is not None:
             processes += 1 + made.engine.tensor_parallel_size * (2 if gpus else 1)
+        # Files of weights are mapped, not read as a whole: what Linux keeps of them it gives back when memory is short.
         return {
             "processes of ranks and engine (allowance)": processes * PROCESS,
             "published weights in shared memory": published * (made.engine_place != "none"),
