@@ -28,13 +28,13 @@ from torchtune_ext.grading import GraderConfig
 from torchtune_ext.grading.measured import BenchGrader, Grader, open_graders, rehearse
 from torchtune_ext.groups import Group, graded
 from torchtune_ext.host.config import build, has_component, instantiate, load_config, named_paths, record
+from torchtune_ext.host.dry_run import dry_run
 from torchtune_ext.host.opening import opening, ready
 from torchtune_ext.host.plugin import parse
 from torchtune_ext.objective.loss import needs_of
 from torchtune_ext.packing import Row, pack_updates
 from torchtune_ext.policy.builder import build_policy, on_meta
 from torchtune_ext.policy.hf_model import HFModel
-from torchtune_ext.policy.memory import memory_table
 from torchtune_ext.replay import Replay
 from torchtune_ext.rollout import GroupStream, sample_held_out
 from torchtune_ext.run.folder import RunFolder
@@ -108,7 +108,7 @@ class Config:
     resume_from_checkpoint: bool = False  # go on from the newest checkpoint in output_dir
     rank_deadline_s: float = 300.0  # seconds without a sign of life after which a rank is given up
     logging: dict[str, Any] = field(default_factory=dict)  # fields of LoggingConfig: to (wandb, tensorboard)
-    dry_run: bool = False  # print the memory that the run needs, then stop
+    dry_run: Any = False  # True: check the settings and say whether the run fits here; "4x80": 4 GPUs of 80 GB
 
 
 class GRPORecipe:
@@ -483,21 +483,8 @@ class GRPORecipe:
 @parse
 def recipe_main(cfg: DictConfig) -> None:
     cfg = load_config(Config, cfg)
-    if cfg.dry_run:
-        print(
-            memory_table(
-                on_meta(partial(instantiate, cfg.model)),
-                row_tokens=cfg.row_tokens,
-                compute_dtype=getattr(torch, cfg.dtype),
-                activation_checkpointing=cfg.activation_checkpointing,
-                engine_gpus=cfg.engine.get("tensor_parallel_size", 1),
-                fp8=build(PrecisionConfig, cfg.precision, "precision", bare="flow").sides,
-                reference=needs_of(instantiate(cfg.loss)).reference,
-                publishes_all=build(AdapterConfig, cfg.adapters, "adapters").publish == "merged",
-            )
-        )
-    else:
-        run_recipe(GRPORecipe, cfg)
+    start = dry_run if cfg.dry_run else run_recipe
+    start(GRPORecipe, cfg)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ A recipe is a file in recipes/. Its name is the name of the file, unless the fil
 `TUNE_NAMES = ("one", "two")`: then it has each of these names. A config is a YAML file below configs/. Its name is the
 path without the ending. It belongs to the recipe that its first line names (`# recipe: grpo_lora`), and without such a
 line to the recipe of its folder (`FOLDER_RECIPES`). A recipe that cannot run under torchrun has the line
-`SUPPORTS_DISTRIBUTED = False`.
+`SUPPORTS_DISTRIBUTED = False`. The first lines of a config may say for which machine it is laid out (`# for: 5 x 80 GB`, for
+trainer and engine together).
 """
 
 from ast import literal_eval
@@ -13,6 +14,7 @@ from pathlib import Path
 
 FOLDER_RECIPES = {"grpo": "grpo_full", "warmup": "warmup_sft", "eval": "evaluate"}
 RECIPE_LINE = "# recipe:"
+MACHINE_LINE = "# for:"
 NAMES_LINE = "TUNE_NAMES = "
 SINGLE_DEVICE_LINE = "SUPPORTS_DISTRIBUTED = False"
 
@@ -53,6 +55,16 @@ def recipe_of(name: str, path: Path) -> str | None:
     if first.startswith(RECIPE_LINE):
         return first.removeprefix(RECIPE_LINE).strip()
     return FOLDER_RECIPES.get(name.split("/")[0])
+
+
+def machine_named(path: Path) -> str | None:
+    """Returns the machine that the first lines of a config name, "5 x 80 GB" for instance, or None."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            return None
+        if line.startswith(MACHINE_LINE):
+            return line.removeprefix(MACHINE_LINE).strip()
+    return None
 
 
 def recipe_files(recipes: Path, configs: Path) -> list[RecipeFile]:

@@ -1,112 +1,222 @@
-"""Estimates what memory a run needs, for parameters, optimizer, activations, logits and engine. A dry run prints it."""
+"""Estimates what memory the policy takes of a training device: weights, optimizer, activations, logits.
 
-from dataclasses import dataclass
-from typing import Any
+Every figure comes from shapes alone, so that a model on the meta device is enough. The rows are not all at their highest in the
+same moment; their sum is an upper bound of the peak, as far as the shapes go (tests/unit/policy/test_memory.py counts it).
+"""
+
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torchao.dtypes.nf4tensor import NF4Tensor
-from torchtune.modules import TransformerDecoder
+from torchtune.modules import TiedLinear, TransformerDecoder
 
 from torchtune_ext.kernels.fp8_quantize import LINE_BYTES, TILE_BYTES
 from torchtune_ext.kernels.linear_logprob import CHUNK_ELEMENTS
 from torchtune_ext.policy import lora
-from torchtune_ext.policy.fp8.gain import engine_memory
 from torchtune_ext.policy.fp8.linear import Fp8Config
-from torchtune_ext.policy.fp8.plan import Fp8Receipt, linear_layers
+from torchtune_ext.policy.fp8.plan import linear_layers
 
 GIB = 1 << 30
+ADAMW_BYTES = 8.0  # of two moments in float32, for one trained value
+ADAPTER_SHARE = 0.01  # of the values of a model, that a typical adapter has
+NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # 4 bits a value, 8 bits a block of 64, and a float32 for 256 blocks of these
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryNeed:
-    """What a run needs. Three dicts say for what how many bytes are needed.
+class Sizes:
+    """What of a model decides about memory. These are numbers of values where nothing else is said.
 
     Args:
-        parameters: the number of values in the model.
-        trained: how many of them are trained.
-        device: on each training device.
-        engine: on each engine device, KV cache aside.
-        host: in main memory, by all ranks of the machine together.
+        total: all parameters.
+        trained: those that are trained.
+        frozen_bytes: bytes of the others, as the trainer holds them.
+        layers: how many layers there are.
+        layer: parameters of one layer.
+        outer: parameters beside the layers: embedding, output projection, last norm.
+        trained_layer: trained parameters of one layer.
+        head: parameters of the output projection where it is trained, else 0.
+        largest: parameters of the largest tensor.
+        largest_nf4: of the largest one in NF4.
+        width: of the model.
+        vocab: of the output projection.
+        mlp: width inside the MLP.
+        rope_bytes: bytes of the tables of RoPE, which no device shares.
+        keys: keys and values of a token in all layers.
+        heads: heads of queries in a layer.
+        kv_heads: heads of keys and values in a layer.
+        inside: bytes a token that one layer keeps for the backward.
+        dtype: in which forward and backward compute.
+        engine_bytes: bytes of all weights, as the engine holds them.
     """
 
-    parameters: int
+    total: int
     trained: int
-    device: dict[str, int]
-    engine: dict[str, int]
-    host: dict[str, int]
+    frozen_bytes: int
+    layers: int
+    layer: int
+    outer: int
+    trained_layer: int
+    head: int
+    largest: int
+    largest_nf4: int
+    width: int
+    vocab: int
+    mlp: int
+    rope_bytes: int
+    keys: int
+    heads: int
+    kv_heads: int
+    inside: float
+    dtype: torch.dtype
+    engine_bytes: int
+
+    @property
+    def frozen(self) -> bool:
+        """Says whether a part of the model is frozen, as it is below adapters."""
+        return self.trained < self.total
+
+    def with_adapters(self, nf4: bool = False) -> "Sizes":
+        """Returns about what the same model takes with adapters over frozen weights, in NF4 if asked for."""
+        trained = int(ADAPTER_SHARE * self.total)
+        inner = self.total - self.outer
+        base = self.dtype.itemsize * self.outer + (NF4_BYTES if nf4 else self.dtype.itemsize) * inner
+        return replace(
+            self,
+            total=self.total + trained,
+            trained=trained,
+            trained_layer=trained // self.layers,
+            frozen_bytes=int(base),
+            head=0,
+            largest_nf4=self.width * self.mlp if nf4 else 0,
+        )
 
 
-def estimate(
+def sizes_of(
     model: TransformerDecoder,
-    row_tokens: int,
     compute_dtype: torch.dtype,
-    world_size: int,
-    activation_checkpointing: bool,
     fp8: tuple[Fp8Config | None, Fp8Config | None] = (None, None),
-    reference: bool = False,
-    engine_gpus: int = 1,
-    publishes_all: bool = True,
-) -> MemoryNeed:
-    """Estimates the need from the shapes of a model. It assumes an optimizer with two moments (AdamW).
+    engine_dtype: torch.dtype | None = None,
+) -> Sizes:
+    """Reads the sizes of a model, which may lie on the meta device and stays as it is.
 
-    Activations of a layer are what its linear layers, norms and fused attention keep for the backward. With checkpointing they
-    are one input per layer and the inside of one layer. Layers in FP8 keep their inputs as columns.
+    Activations of a layer are what its linear layers, norms and fused attention keep for the backward when nothing is compiled.
+    Layers in FP8 keep their inputs as columns.
 
     Args:
-        model: may lie on the meta device, and stays as it is.
+        compute_dtype: the dtype of forward and backward.
         fp8: how the trainer's layers and the engine's compute, as in `PrecisionConfig.sides`.
-        reference: whether a second set of weights is kept, for a KL term.
-        publishes_all: whether whole weights go to the engine for a model with adapters, too.
+        engine_dtype: the dtype of the engine; None: that of forward and backward.
     """
     trainer_fp8, engine_fp8 = fp8
     adapters = lora.adapter_names(model)
-    total = sum(p.numel() for p in model.parameters())
-    trained = sum(p.numel() for n, p in model.named_parameters() if not adapters or n in adapters)
-    frozen = sum(_bytes(p, compute_dtype) for n, p in model.named_parameters() if adapters and n not in adapters)
-    width = model.tok_embeddings.embedding_dim
-    vocab = model.tok_embeddings.num_embeddings
+    params = dict(model.named_parameters())
+    total = sum(p.numel() for p in params.values())
+    trained = sum(p.numel() for n, p in params.items() if not adapters or n in adapters)
+    frozen = sum(_bytes(p, compute_dtype) for n, p in params.items() if adapters and n not in adapters)
     layer = model.layers[0]
-    layer_parameters = sum(p.numel() for p in layer.parameters())
-    outer = total - layer_parameters * len(model.layers)
-    size = compute_dtype.itemsize
-    attention, ffn = layer.attn.num_heads * layer.attn.head_dim, layer.mlp.w1.weight.shape[0]
-    # A layer keeps, for each token, the inputs of two norms and of attention's and the MLP's linear layers, q, k and v as
-    # attention sees them (heads expanded) and its output, gate, up, and their product. Qwen3 also keeps q and k before their
-    # norms.
-    normed = (layer.attn.num_heads + layer.attn.num_kv_heads) * layer.attn.head_dim if layer.attn.q_norm else 0
-    inside = row_tokens * size * (4 * width + 4 * attention + 4 * ffn + normed)
-    layers = len(model.layers)
-    inside += row_tokens * _kept_by_fp8(model, trainer_fp8, size)
-    kept = layers * row_tokens * width * size + inside if activation_checkpointing else layers * inside
-    logits = min(CHUNK_ELEMENTS, row_tokens * vocab) * 4 * 3
-    quantized = max((p.numel() for p in model.parameters() if isinstance(p, NF4Tensor)), default=0)
-    # On one device only the float32 masters of a whole model go through FSDP2; adapters are rounded where they are used.
-    unsharded = (outer + 2 * layer_parameters) * size if world_size > 1 or (size < 4 and not frozen) else 0
-    converted = in_fp8(model, engine_fp8, trainer_fp8 is not None).values()
-    sent = size * total - (size - TILE_BYTES) * sum(out * width for out, width in converted)
-    weights = f"weights, {'FP8 and ' if engine_fp8 else ''}{str(compute_dtype)[6:]}"
-    return MemoryNeed(
-        parameters=total,
-        trained=trained,
-        device={
-            **({"frozen weights, as they are held": frozen // world_size} if frozen else {}),
-            "weights, float32 master": 4 * trained // world_size,
-            "gradients, float32": 4 * trained // world_size,
-            "AdamW moments, float32": 8 * trained // world_size,
-            f"gathered weights, {str(compute_dtype)[6:]}": unsharded,
-            f"activations of a row of {row_tokens} tokens": kept,
-            "logits of one chunk with gradient, float32": logits,
-            **({"largest NF4 weight while it is dequantized": (8 + size) * quantized} if quantized else {}),
-        },
-        engine={f"{weights} (KV cache comes on top)": int(sent) // engine_gpus},
-        host={
-            "published weights in shared memory": int(sent)
-            if publishes_all or quantized or engine_fp8 or not frozen
-            else size * trained,
-            "reference and weights swapped out, float32": 8 * total * (reference and not frozen),
-        },
+    in_layer = dict(layer.named_parameters(prefix="layers.0"))
+    layer_parameters = sum(p.numel() for p in in_layer.values())
+    width, vocab = model.tok_embeddings.embedding_dim, model.tok_embeddings.num_embeddings
+    size, attn, mlp = compute_dtype.itemsize, layer.attn, layer.mlp.w1.weight.shape[0]
+    attention = attn.num_heads * attn.head_dim
+    # A layer keeps, for each token, the float32 inputs of its two norms; the inputs of attention's and the MLP's linear layers;
+    # q, k and v as attention sees them (heads expanded), its output and log-sum-exp; the angles of RoPE in float32 for q and k;
+    # gate, up, SiLU and their product. Qwen3's norms of q and k keep theirs in float32, too.
+    normed = (attn.num_heads + attn.num_kv_heads) * attn.head_dim if attn.q_norm else 0
+    inside = size * (2 * width + 4 * attention + 4 * mlp) + 4 * (
+        2 * width + normed + attn.num_heads + 2 * attn.head_dim
     )
+    converted = in_fp8(model, engine_fp8, trainer_fp8 is not None).values()
+    sent = (engine_dtype or compute_dtype).itemsize
+    below = total - (trained if adapters else 0)
+    head = vocab * width if _trains_head(model, adapters) else 0
+    return Sizes(
+        total=total,
+        trained=trained,
+        frozen_bytes=frozen,
+        layers=len(model.layers),
+        layer=layer_parameters,
+        outer=total - layer_parameters * len(model.layers),
+        trained_layer=sum(p.numel() for n, p in in_layer.items() if not adapters or n in adapters),
+        head=head,
+        largest=max(p.numel() for p in params.values()),
+        largest_nf4=max((p.numel() for p in params.values() if isinstance(p, NF4Tensor)), default=0),
+        width=width,
+        vocab=vocab,
+        mlp=mlp,
+        rope_bytes=sum(buffer.nbytes for buffer in model.buffers()),
+        keys=2 * sum(block.attn.num_kv_heads * block.attn.head_dim for block in model.layers),
+        heads=attn.num_heads,
+        kv_heads=attn.num_kv_heads,
+        inside=inside + _kept_by_fp8(model, trainer_fp8, size),
+        dtype=compute_dtype,
+        engine_bytes=int(sent * below - (sent - TILE_BYTES) * sum(out * features for out, features in converted)),
+    )
+
+
+def trainer_rows(
+    sizes: Sizes,
+    row_tokens: int,
+    world_size: int,
+    activation_checkpointing: bool,
+    optimizer_bytes: float = ADAMW_BYTES,
+) -> dict[str, int]:
+    """Returns what each training device holds, in bytes by name. Allowances of a GPU are not in it.
+
+    With checkpointing, activations are one input per layer and the inside of one layer.
+
+    Args:
+        row_tokens: tokens of a packed row.
+        world_size: training devices, over which FSDP2 shards.
+        activation_checkpointing: whether layers are computed again in the backward.
+        optimizer_bytes: what the optimizer keeps for one trained value.
+    """
+    size, inside = sizes.dtype.itemsize, sizes.inside * row_tokens
+    # The backward of an MLP holds three gradients of its width beside what the layer has kept; the last norm and the log-probs
+    # keep their inputs and a gradient.
+    around = row_tokens * (3 * size * sizes.mlp + sizes.width * (4 + 2 * size))
+    if activation_checkpointing:
+        kept = sizes.layers * row_tokens * sizes.width * size + inside + around
+    else:
+        kept = sizes.layers * inside + around
+    # While a chunk of logits is on its way back, float32 logits, log-probs and probabilities are there, and those of the chunk
+    # before in part: 16 bytes a logit in bfloat16, 14 in float32.
+    chunk = min(CHUNK_ELEMENTS, row_tokens * sizes.vocab)
+    # On one device only the float32 masters of a whole model go through FSDP2; adapters are rounded where they are used.
+    sharded = world_size > 1 or (size < 4 and not sizes.frozen)
+    # Below adapters, what is gathered has the dtype in which it is held, which may be NF4.
+    gathered = sizes.outer + 2 * sizes.layer
+    width = sizes.frozen_bytes / (sizes.total - sizes.trained) if sizes.frozen else size
+    return {
+        "frozen weights, as they are held": sizes.frozen_bytes // world_size,
+        "weights, float32 master": 4 * sizes.trained // world_size,
+        "gradients, float32": 4 * sizes.trained // world_size,
+        "state of the optimizer": int(optimizer_bytes * sizes.trained) // world_size,
+        "table of RoPE, float32": sizes.rope_bytes,
+        f"gathered weights, {str(sizes.dtype)[6:]}": int(width * gathered) if sharded else 0,
+        f"activations of a row of {row_tokens} tokens": int(kept),
+        "logits of one chunk, with gradient": (16 if size < 4 else 14) * chunk,
+        "gradients before they are shared out": _gradients_in_flight(sizes, sharded, world_size, int(kept)),
+        "largest NF4 weight while it is dequantized": (8 + size) * sizes.largest_nf4,
+    }
+
+
+def _gradients_in_flight(sizes: Sizes, sharded: bool, world_size: int, activations: int) -> int:
+    """Returns the most that whole gradients take, in bytes, in one of three moments of the backward.
+
+    At its beginning the output projection's gradient is summed up in float32 and then rounded. In the middle that one waits for
+    the end, beside the gradient of a layer and two float32 copies that FSDP2 reduces. At the end the gradients of embedding and
+    output projection are reduced together, when the activations are gone.
+    """
+    size = sizes.dtype.itemsize
+    begin = (4 + size) * sizes.head
+    if not sharded:
+        return begin
+    middle = size * sizes.head + (size + 8) * sizes.trained_layer
+    outer = sizes.trained - sizes.trained_layer * sizes.layers
+    end = (size + 4) * outer + 4 * outer // world_size - activations
+    return max(begin, middle, end)
 
 
 def in_fp8(model: TransformerDecoder, config: Fp8Config | None, trains: bool) -> dict[str, tuple[int, int]]:
@@ -136,41 +246,12 @@ def _kept_by_fp8(model: TransformerDecoder, config: Fp8Config | None, size: int)
     return sum(more * found[kind] for kind, more in inputs.items() if kind in found)
 
 
+def _trains_head(model: TransformerDecoder, adapters: set[str]) -> bool:
+    """Says whether the output projection gets a gradient: with adapters it does where it has one itself."""
+    tied = isinstance(model.output, TiedLinear)
+    return not adapters or (not tied and any(name.startswith("output.") for name in adapters))
+
+
 def _bytes(param: Tensor, dtype: torch.dtype) -> int:
-    """Returns what a frozen parameter takes that is held in `dtype`, or in NF4: that has 4 bits a value, 8 bits a block of 64,
-    and a float32 for 256 of these (Dettmers et al. 2023, section 3)."""
-    if isinstance(param, NF4Tensor):
-        return int(param.numel() * (0.5 + 1 / 64 + 4 / (64 * 256)))
-    return param.numel() * dtype.itemsize
-
-
-def memory_table(
-    model: TransformerDecoder,
-    row_tokens: int,
-    compute_dtype: torch.dtype,
-    activation_checkpointing: bool,
-    fp8: tuple[Fp8Config | None, Fp8Config | None] = (None, None),
-    **options: Any,
-) -> str:
-    """Writes the estimates for 1, 2, 4 and 8 training devices as columns in GiB, and which layers are in FP8.
-
-    Args:
-        options: the further arguments of `estimate`.
-    """
-    needs = {
-        n: estimate(model, row_tokens, compute_dtype, n, activation_checkpointing, fp8, **options) for n in (1, 2, 4, 8)
-    }
-    share = needs[1].trained / needs[1].parameters
-    adapters = f" ({share:.2%} of them trained)" if share < 1 else ""
-    lines = [f"{needs[1].parameters / 1e9:.3f} B parameters{adapters}; GiB by number of training devices"]
-    lines.append(f"{'':<50}" + "".join(f"{n:>9}" for n in needs))
-    for part, title in (("device", "each training device"), ("engine", "each engine device"), ("host", "host")):
-        lines.append(title)
-        columns = [getattr(need, part) for need in needs.values()]
-        lines += [f"  {name:<48}" + "".join(f"{c[name] / GIB:>9.2f}" for c in columns) for name in columns[0]]
-        lines.append(f"  {'total':<48}" + "".join(f"{sum(c.values()) / GIB:>9.2f}" for c in columns))
-    trainer_fp8, engine_fp8 = fp8
-    if engine_fp8:
-        receipt = Fp8Receipt(engine_fp8, compute_dtype, linear_layers(model, engine_fp8, trainer_fp8 is not None)[0])
-        lines += [receipt.table(), f"  engine: {engine_memory(model, receipt)}"]
-    return "\n".join(lines)
+    """Returns what a frozen parameter takes that is held in `dtype`, or in NF4 (Dettmers et al. 2023, section 3)."""
+    return int(param.numel() * NF4_BYTES) if isinstance(param, NF4Tensor) else param.numel() * dtype.itemsize

@@ -4,7 +4,7 @@ checkpoints/step_000040/
     config.json  model-00001-of-00001.safetensors  tokenizer files    a model directory that any tool can read
     (or adapter_config.json  adapter_model.safetensors  [merged/]     an adapter, and if wanted the merged model)
     recipe.json                                                       cursor, step, policy version, throttle, accuracy
-    state/                                                            float32 weights, optimizer, RNG, saved by DCP
+    state/                                                            float32 weights, optimizer (if saved), RNG: by DCP
     manifest.json                                                     what it belongs to; size and SHA-256 of every file
 
 A checkpoint is whole or absent. DCP (torch.distributed.checkpoint) can load `state/` on another number of ranks. Other
@@ -24,9 +24,16 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 
 from torchtune_ext.run.folder import CHECKPOINT
+from torchtune_ext.run.output import say
 from torchtune_ext.training import folders
 from torchtune_ext.training.identity import Identity
 from torchtune_ext.training.manifest import Checksums, DamagedCheckpoint, Manifest, all_files, state_writer
@@ -52,6 +59,7 @@ class CheckpointConfig:
 
     every: int = 50  # steps between checkpoints; there is also one after the last step
     keep_last: int = 2  # newest checkpoints that are kept, besides the one with the highest accuracy
+    save_optimizer: bool = True  # False: less than half the disk; a resumed optimizer begins anew
     fall_back: bool = False  # True: if the newest checkpoint is damaged, the run goes on from the newest whole one
     stop_grace_s: float = 25.0  # seconds after SIGTERM within which a step must end for a checkpoint to be written
 
@@ -193,7 +201,7 @@ class Checkpoints:
         with folders.written_aside(final, self._advice_on_saving), Checksums(partial) as checksums:
             together(lambda: folders.make_empty(partial) if self._main else None)
             together(lambda: export(partial if self._main else None, checksums=checksums))
-            state = together(lambda: _state(model, optimizer))
+            state = together(lambda: _state(model, optimizer, self._config.save_optimizer))
             together(lambda: _save_state(partial / "state", state, checksums))
             mine = together(checksums.finish)
             known = {name: entry for entries in gathered(mine) for name, entry in entries.items()}
@@ -207,8 +215,9 @@ class Checkpoints:
     def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Restores weights, optimizer and random states in place, and returns the state of the recipe. A collective.
 
-        The optimizer keeps the settings (learning rate, betas, ...) that it was built with. If there are more ranks
-        than before, or another kind of device, random states that were not saved stay as they are.
+        The optimizer keeps the settings (learning rate, betas, ...) that it was built with. If the checkpoint has no state of
+        it (`checkpoints.save_optimizer=false`), it begins anew, and a line says so. If there are more ranks than before, or
+        another kind of device, random states that were not saved stay as they are.
 
         Raises:
             DamagedCheckpoint: `path` does not come from `choose`, and is damaged.
@@ -218,7 +227,7 @@ class Checkpoints:
         if path != self._verified:
             self._verify(path)
         try:
-            return together(lambda: _load(path, model, optimizer))
+            recipe, has_optimizer = together(lambda: _load(path, model, optimizer))
         except FAILURES as error:
             cause = true_cause(error)
             if not isinstance(cause, Exception):
@@ -227,6 +236,12 @@ class Checkpoints:
                 f"{path} could not be loaded: {describe(cause)}. Its files are whole: set `model:` and `optimizer:` "
                 "back to what it was saved with, or begin a new run in another output_dir"
             ) from error
+        if self._main and not has_optimizer:
+            say(
+                f"{path} was saved without the state of the optimizer (checkpoints.save_optimizer=false): its moments begin at "
+                "zero, so the first updates are larger than they would have been"
+            )
+        return recipe
 
     def _verify(self, path: Path) -> None:
         """Verifies every file of a checkpoint. Each rank reads a share of the files. A collective.
@@ -296,7 +311,9 @@ def _glance(path: Path) -> Manifest | None:
         return None
 
 
-def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer, with_optimizer: bool = True) -> dict[str, Any]:
+    if not with_optimizer:
+        return {"model": get_model_state_dict(model, options=TRAINED_ONLY)}
     model_state, optimizer_state = get_state_dict(model, optimizer, options=TRAINED_ONLY)
     return {"model": model_state, "optimizer": optimizer_state}
 
@@ -306,28 +323,35 @@ def _save_state(folder: Path, state: dict[str, Any], checksums: Checksums) -> No
         dcp.save(state | _rng(), storage_writer=state_writer(folder, checksums), no_dist=not distributed())
 
 
-def _load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], bool]:
+    """Returns the state of the recipe, and whether there was one of the optimizer."""
     settings = [{name: value for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
     saved = dcp.FileSystemReader(path / "state").read_metadata().state_dict_metadata
     mine = f"rng_{rank()}"
     rng = {name: value for name, value in _rng()[mine].items() if f"{mine}.{name}" in saved}
-    state = _state(model, optimizer) | ({mine: rng} if rng else {})
+    has_optimizer = any(name.startswith("optimizer.") for name in saved)
+    state = _state(model, optimizer, has_optimizer) | ({mine: rng} if rng else {})
     with _one_process_is_fine():
         dcp.load(state, checkpoint_id=path / "state", no_dist=not distributed())
-    set_state_dict(
-        model,
-        optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
-        options=TRAINED_ONLY,
-    )
+    if has_optimizer:
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=TRAINED_ONLY,
+        )
+    else:
+        set_model_state_dict(model, state["model"], options=TRAINED_ONLY)
+        # Moments of another run, which this optimizer may have by now, do not belong to these weights.
+        optimizer.state.clear()
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
     if "cpu" in rng:
         torch.set_rng_state(rng["cpu"])
     if "cuda" in rng:
         torch.cuda.set_rng_state(rng["cuda"])
-    return json.loads((path / "recipe.json").read_text())
+    return json.loads((path / "recipe.json").read_text()), has_optimizer
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from torchtune_ext.evaluation import EvaluationConfig
 from torchtune_ext.host.catalog import config_files, folder, recipe_files, recipe_of
 from torchtune_ext.host.cli import main
 from torchtune_ext.host.config import build, instantiate, load_config
+from torchtune_ext.host.dry_run import settings_of
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.policy import memory
 from torchtune_ext.policy.builder import on_meta
@@ -105,15 +106,12 @@ def sized(name, words, public, folder):
 
 
 @pytest.mark.parametrize(("name", "words", "public", "billions"), SIZES)
-def test_dry_run_knows_the_published_sizes(name, words, public, billions, tmp_path, capsys):
-    module, cfg = sized(name, words, public, tmp_path)
+def test_dry_run_knows_the_published_sizes(name, words, public, billions, tmp_path):
+    _, cfg = sized(name, words, public, tmp_path)
     engine = build(EngineConfig, cfg.engine, "engine")
     assert engine.sleep or bool(engine.devices) != bool(engine.address)
-    cfg.dry_run = True
-    module.recipe_main.__wrapped__(cfg)
-    out = capsys.readouterr().out
-    assert out.startswith(f"{billions:.3f} B parameters")
-    assert "AdamW moments" in out and "published weights" in out
+    settings, _ = settings_of(cfg)
+    assert f"{settings.sizes.total / 1e9:.3f}" == f"{billions:.3f}"
 
 
 def test_every_config_of_a_public_model_is_among_the_sizes():
@@ -170,12 +168,10 @@ def test_the_files_of_puzzles_are_made_and_read(page, tmp_path, monkeypatch):
 
 
 def test_a_dry_run_without_config_json_says_what_it_needs():
-    module, cfg = loaded("grpo/qwen2_5_7B_full")
-    cfg.dry_run = True
-    with pytest.raises(
-        ValueError, match="model_dir='models/Qwen2.5-7B-Instruct' has no config.json; .*`hf download OWNER/"
-    ):
-        module.recipe_main.__wrapped__(cfg)
+    _, cfg = loaded("grpo/qwen2_5_7B_full")
+    cfg.model_dir = cfg.model.model_dir = "models/Nobodys-7B"
+    with pytest.raises(ValueError, match="model_dir='models/Nobodys-7B' has no config.json; .*`hf download OWNER/"):
+        settings_of(cfg)
 
 
 @pytest.mark.parametrize(

@@ -43,13 +43,14 @@ ORDER = [
     "replay",
     "host.config",
     "host.opening",
+    "host.dry_run",
     "host.tune_script",
     "host.doctor_facts",
     "host.doctor",
     "host.cli",
     "__main__",
 ]
-OMEGACONF_ALLOWED = {"host.plugin", "host.config", "host.opening"}  # and the recipes
+OMEGACONF_ALLOWED = {"host.plugin", "host.config", "host.opening", "host.dry_run"}  # and the recipes
 MAX_FILE, MAX_FUNCTION, MAX_KNOBS = 400, 80, 40  # lines, lines, names
 MAX_RECIPE = 300  # statements: comments and blank lines cost nothing, and squeezing a line gains nothing
 MACHINE_PATH = re.compile(r"(?<![\w.])/(work|root|Users/\w+|home/\w+|opt/(wheels|pypi))/")

@@ -17,7 +17,7 @@ from torchtune_ext.policy.fp8 import gain as fp8_gain
 from torchtune_ext.policy.fp8 import plan as fp8
 from torchtune_ext.policy.fp8.plan import linear_layers
 from torchtune_ext.policy.hf_model import HFModel
-from torchtune_ext.policy.memory import estimate
+from torchtune_ext.policy.memory import sizes_of, trainer_rows
 from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.training.precision import FLOWS, Precision, PrecisionConfig
 
@@ -105,7 +105,11 @@ def test_a_dry_run_counts_what_fp8_takes(source):
     """Without a model directory, by the same rule as with one."""
 
     def need(trainer=None, engine=None, make=make_model):
-        return estimate(on_meta(make), 1000, torch.bfloat16, 1, False, (trainer, engine))
+        return sizes_of(on_meta(make), torch.bfloat16, (trainer, engine))
+
+    def kept(sizes):
+        (bytes_,) = [v for k, v in trainer_rows(sizes, 1000, 1, False).items() if "activations" in k]
+        return bytes_
 
     config, plain = PrecisionConfig(flow="fp8_unified", skip=("o_proj",)), need()
     fp8 = need(*config.sides)
@@ -117,13 +121,10 @@ def test_a_dry_run_counts_what_fp8_takes(source):
     assert len(converted) == 12
     numbers = sum(out * width for out, width in converted)
     total = sum(p.numel() for p in make_model().parameters())
-    (weights,) = fp8.engine.values()
-    assert weights == pytest.approx(2 * (total - numbers) + numbers * (1 + 4 / 128**2), abs=1)
-    assert fp8.host["published weights in shared memory"] == weights
-    (kept,), (kept_plain,) = ([v for k, v in n.device.items() if "activations" in k] for n in (fp8, plain))
+    assert fp8.engine_bytes == pytest.approx(2 * (total - numbers) + numbers * (1 + 4 / 128**2), abs=1)
     # q, k and v read one tensor of 256 features, gate and up another, down_proj one of 384: 33/32 bytes in place of 2
-    assert kept_plain - kept == pytest.approx(2 * 1000 * (256 + 256 + 384) * (2 - 33 / 32), abs=1)
-    assert need(None, config).device == plain.device
+    assert kept(plain) - kept(fp8) == pytest.approx(2 * 1000 * (256 + 256 + 384) * (2 - 33 / 32), abs=1)
+    assert trainer_rows(need(None, config), 1000, 1, False) == trainer_rows(plain, 1000, 1, False)
 
 
 @pytest.mark.parametrize(
@@ -242,10 +243,9 @@ def test_what_a_trainer_cannot_hold_in_fp8_the_engine_alone_can(source, kind):
     way = "merged" if kind == "dora" else "adapter"
     alone = planned(source, flow="fp8_rollout", make=make, adapter=(object(), way))
     assert len(alone.sampler.converted) == 14
-    need = estimate(on_meta(make), 1000, torch.bfloat16, 1, False, (None, alone.sampler.config))
+    weights = sizes_of(on_meta(make), torch.bfloat16, (None, alone.sampler.config)).engine_bytes
     adapters = sum(p.numel() for n, p in make().named_parameters() if "lora" in n or "magnitude" in n)
     total = sum(p.numel() for p in make().parameters()) - adapters
-    (weights,) = need.engine.values()
     assert weights >= 2 * total - alone.sampler.parameters * (1 - 4 / 128**2) - 1
     config = PrecisionConfig(flow="fp8_unified")
     layers, _ = linear_layers(on_meta(make), config, trains=True)

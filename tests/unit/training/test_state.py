@@ -62,6 +62,28 @@ def test_resume_equals_going_on(tmp_path, source, trained):
     assert not torch.equal(rng, torch.get_rng_state())
 
 
+def test_without_its_state_an_optimizer_begins_anew(tmp_path, source, trained, capsys):
+    """The weights are those of the checkpoint, and the updates after it those of a new optimizer, bit for bit."""
+    trained.train(3, seed=1)
+    checkpoints = checkpoints_in(tmp_path / "c", save_optimizer=False)
+    trained.save(checkpoints, 3)
+    other, fresh = Trained(source), Trained(source)
+    # What an optimizer has gathered before does not belong to the weights of the checkpoint.
+    other.train(1, seed=9)
+    recipe = other.load(checkpoints_in(tmp_path / "c"), checkpoints.choose())
+    assert recipe["step"] == 3 and not other.optimizer.state
+    said = capsys.readouterr().out
+    assert "step_000003 was saved without the state of the optimizer" in said and "moments begin at zero" in said
+    fresh.model.load_state_dict(trained.model.state_dict())
+    for run in (other, fresh):
+        run.train(2, seed=2)
+    assert all(torch.equal(a, b) for a, b in zip(other.tensors(), fresh.tensors(), strict=True))
+    trained.save(checkpoints_in(tmp_path / "whole"), 3)
+    states = [sum(f.stat().st_size for f in path.rglob("*.distcp")) for path in tmp_path.glob("*/step_000003/state")]
+    # A third of it are the weights, two thirds the moments.
+    assert min(states) < 0.5 * max(states)
+
+
 def test_a_checkpoint_is_a_model_directory(tmp_path, source, trained):
     transformers = pytest.importorskip("transformers")
     checkpoints = checkpoints_in(tmp_path / "c")

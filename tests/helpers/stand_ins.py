@@ -1,0 +1,52 @@
+"""Model directories that look whole and take no disk: config.json of a public model, a small tokenizer, and safetensors files with
+the right header, whose tensors are holes."""
+
+import json
+from functools import cache
+from pathlib import Path
+
+from public_configs import write_config
+from torchtune.modules import TiedLinear
+
+from torchtune_ext.chat import CHATML
+from torchtune_ext.policy import from_config
+from torchtune_ext.policy.builder import on_meta
+from torchtune_ext.policy.families import hf_name
+from torchtune_ext.policy.scratch import SPECIAL, make_tokenizer
+
+WORDS = ["It was Mrs. White in the Lounge at 11:30 PM.\n", "What is 12 + 34? It is 46, of course.\n"] * 8
+
+
+@cache
+def _tokenizer() -> str:
+    return make_tokenizer(WORDS, ["x"], [], 400).to_str()
+
+
+def write_stand_in(folder: Path, name: str) -> Path:
+    """Writes the stand-in of a public model into a folder of its name."""
+    path = write_config(folder, name)
+    (path / "tokenizer.json").write_text(_tokenizer())
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SPECIAL[0], "pad_token": SPECIAL[2]}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (path / "chat_template.jinja").write_text(CHATML)
+    model = on_meta(lambda: from_config(str(path)))
+    shapes = {hf_name(name): list(param.shape) for name, param in model.named_parameters()}
+    assert ("lm_head.weight" in shapes) != isinstance(model.output, TiedLinear)
+    write_hollow(path / "model.safetensors", shapes)
+    return path
+
+
+def write_hollow(file: Path, shapes: dict[str, list[int]]) -> None:
+    """Writes a safetensors file in bfloat16 whose tensors are holes of a sparse file: they read as zeros."""
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        size = 2
+        for width in shape:
+            size *= width
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as opened:
+        opened.write(len(text).to_bytes(8, "little") + text)
+        opened.truncate(8 + len(text) + end)

@@ -1,0 +1,225 @@
+"""`dry_run=`: every shipped config passes it on the machine that its first lines name, and what is wrong or too large is said."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from public_configs import PUBLIC, write_config
+from stand_ins import write_stand_in
+
+from torchtune_ext.host import dry_run as dry
+from torchtune_ext.host.catalog import config_files, folder, machine_named
+from torchtune_ext.host.config import instantiate
+from torchtune_ext.policy.memory import GIB
+from torchtune_ext.policy.scratch import Shape, make_tokenizer, write_model
+from torchtune_ext.recipes import grpo
+from torchtune_ext.tasks.temporal_clue.files import generate, write_jsonl
+from torchtune_ext.tasks.temporal_clue.size import Size
+from torchtune_ext.training.plan.machine import Machine
+
+CONFIGS = {name: path for name, path in config_files(folder("configs")).items() if name.startswith("grpo/")}
+# A question of every data set that a config names.
+QUESTION = {
+    **dict.fromkeys(("question", "problem", "prompt"), "What is 2 + 2?"),
+    "answer": "2 + 2 = 4\n#### 4",
+    "solution": "It is \\boxed{4}.",
+    "final_answer": "4",
+}
+# Words that the first lines of a config name for another size, and the machine that they name for it.
+OTHER_SIZES = [
+    ("qwen2_5_7B_full", "Llama-3.1-8B-Instruct", "", "5x80"),
+    ("qwen2_5_7B_full", "Qwen3-8B", "", "5x80"),
+    ("qwen2_5_7B_full", "Qwen2.5-3B-Instruct", "engine.devices=2", "3x80"),
+    (
+        "qwen2_5_14B_full",
+        "Qwen2.5-32B-Instruct",
+        "engine.tensor_parallel_size=4 engine.devices=null engine.address=http://127.0.0.1:8000",
+        "8x141",
+    ),
+    ("qwen2_5_7B_lora", "Llama-3.1-8B-Instruct", "", "2x80"),
+    ("qwen2_5_7B_lora", "Qwen3-8B", "", "2x80"),
+    ("qwen2_5_7B_lora", "Qwen2.5-14B-Instruct", "engine.devices=2", "3x80"),
+    ("qwen3_1_7B_atr_grpo_lora", "Qwen3-8B", "", "2x80"),
+    ("qwen2_5_7B_fp8", "Qwen2.5-32B", "engine.tensor_parallel_size=2 engine.devices=6,7", "8x141"),
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with data, models with it as they are asked for."""
+    path = tmp_path_factory.mktemp("place")
+    write_jsonl(path / "puzzles.jsonl", generate(0, 4, Size(suspects=2, weapons=2, rooms=2)))
+    (path / "questions.jsonl").write_text(f"{json.dumps(QUESTION)}\n" * 4)
+    return path
+
+
+def write_tiny(path, cfg):
+    """A small model with a tokenizer that knows the words of its task, as a warm-up makes it."""
+    task = instantiate(cfg.task)
+    texts = [message["content"] for i in range(min(16, len(task))) for message in task[i].messages]
+    write_model(path, make_tokenizer(texts, ["x"], [], 1024), Shape(), seed=1)
+    return path
+
+
+def settings_in(place, name, model=None, words=(), **changes):
+    """The settings of a config: its data and its model, which takes no disk, are below `place`."""
+    cfg = OmegaConf.load(CONFIGS[f"grpo/{name}"])
+    tiny = "tiny" in name
+    path = place / (name if tiny else model or Path(cfg.model_dir).name)
+    if not path.exists():
+        path = write_tiny(path, cfg) if tiny else write_stand_in(place, path.name)
+    for node in (cfg.task, cfg.evaluation.get("task") if "evaluation" in cfg else None):
+        if node is not None and ("path" in node or node._component_.endswith((".Math", ".GSM8K"))):
+            node.path = str(place / ("puzzles.jsonl" if node._component_.endswith("Clue") else "questions.jsonl"))
+    cfg = OmegaConf.merge(cfg, OmegaConf.from_dotlist(list(words)), {"logging": {"to": []}}, changes)
+    cfg.model_dir, cfg.output_dir = str(path), str(place / "runs")
+    return cfg
+
+
+def ran(capsys, cfg):
+    """The exit status of a dry run, and what it printed."""
+    with pytest.raises(SystemExit) as left:
+        grpo.recipe_main.__wrapped__(cfg)
+    return left.value.code, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_config_fits_the_machine_that_it_names(name, place, capsys):
+    machine = machine_named(CONFIGS[name])
+    assert machine, f"{name}: say in its first lines for which machine it is, as in `# for: 5 x 80 GB`"
+    status, out = ran(capsys, settings_in(place, name.removeprefix("grpo/"), dry_run=machine))
+    assert status == 0, out
+    assert "\nfits on " in out and "problem:" not in out and "does NOT" not in out
+    assert all(len(line) <= 120 for line in out.splitlines()), out
+
+
+@pytest.mark.parametrize(("name", "model", "words", "machine"), OTHER_SIZES)
+def test_the_other_sizes_that_a_config_names_fit_too(name, model, words, machine, place, capsys):
+    comment = " ".join(line for line in CONFIGS[f"grpo/{name}"].read_text().splitlines() if line.startswith("#"))
+    assert f"model_dir=models/{model}" in comment and all(word in comment for word in words.split())
+    status, out = ran(capsys, settings_in(place, name, model, words.split(), dry_run=machine))
+    assert status == 0, out
+
+
+def test_32b_does_not_fit_into_eight_gpus_of_80_gb(place, capsys):
+    words = "engine.tensor_parallel_size=4 engine.devices=null engine.address=http://127.0.0.1:8000".split()
+    cfg = settings_in(place, "qwen2_5_14B_full", "Qwen2.5-32B-Instruct", words, dry_run="8x80")
+    status, out = ran(capsys, cfg)
+    assert status == 2 and "does NOT fit on 8 x 80 GB (78.8 GiB each):" in out
+    # 16 bytes for each of 32.76 billion parameters, over eight, are 61.0 GiB; activations and gathered weights come on top.
+    assert "what to change, the cheapest first:" in out and "GPUs that train" in out and "adapters" in out
+
+
+def test_a_plan_needs_config_json_alone_and_lists_what_a_start_lacks(place, tmp_path, capsys):
+    cfg = settings_in(place, "qwen2_5_7B_full", dry_run=True)
+    cfg.model_dir = str(write_config(tmp_path, "Qwen2.5-7B-Instruct"))
+    status, out = ran(capsys, OmegaConf.merge(cfg, {"dry_run": "5x80"}))
+    assert status == 2 and "7.616 B parameters" in out and "\nfits on 5 x 80 GB" in out
+    assert "problem: " in out and "a start would stop at this problem" in out
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_7B_full", "qwen3_8B_fp8", "qwen2_5_7B_lora"])
+def test_nothing_has_to_be_downloaded_for_a_public_model(name, place, tmp_path, capsys):
+    cfg = settings_in(place, name, dry_run="5x80")
+    with_files = ran(capsys, cfg)[1]
+    cfg.model_dir = str(tmp_path / Path(cfg.model_dir).name)
+    status, out = ran(capsys, cfg)
+    assert status == 2 and "sizes: those of Qwen" in out and "problem: " in out and "has no config.json" in out
+
+    def table(text):
+        # The published sizes do not say how long a table of RoPE is.
+        begin, end = (text.index(f"\n  {name}") for name in ("weights, float32 master", "table of RoPE"))
+        return text[begin:end]
+
+    assert table(out) == table(with_files)
+
+
+def test_a_builder_of_torchtune_knows_its_sizes_without_any_file(place, tmp_path, capsys):
+    cfg = settings_in(place, "qwen2_5_7B_full", dry_run="5x80")
+    cfg.model_dir = str(tmp_path / "nothing")
+    cfg.model = {"_component_": "torchtune.models.qwen2_5.qwen2_5_7b_instruct"}
+    status, out = ran(capsys, cfg)
+    assert status == 2 and "7.616 B parameters" in out and "\nfits on 5 x 80 GB" in out and "has no config.json" in out
+
+
+def test_mistakes_in_several_nodes_are_said_together(place, capsys):
+    cfg = settings_in(place, "tiny", dry_run=True)
+    cfg.task = {"_component_": "nowhere.Task"}
+    cfg.schedule, cfg.checkpoints.keep_last = {"decay": "zz"}, 0
+    status, out = ran(capsys, cfg)
+    assert status == 2
+    assert "problem: checkpoints.keep_last=0 must be at least 1" in out and "'zz'" in out
+
+
+@pytest.mark.parametrize("value", ["yes", 4, "4x", "fast"])
+def test_what_is_no_machine_is_refused(value, place):
+    cfg = settings_in(place, "qwen2_5_7B_full", dry_run=value)
+    with pytest.raises(ValueError, match=f"dry_run='?{value}'? is neither True nor a machine"):
+        grpo.recipe_main.__wrapped__(cfg)
+
+
+def test_gpus_for_a_run_on_a_cpu_are_refused(place):
+    with pytest.raises(ValueError, match="dry_run='4x80' asks for GPUs, but device=cpu"):
+        grpo.recipe_main.__wrapped__(settings_in(place, "tiny", dry_run="4x80"))
+
+
+def test_a_machine_too_small_for_the_engine_is_a_problem(place, capsys):
+    status, out = ran(capsys, settings_in(place, "qwen2_5_7B_full", dry_run="1x80"))
+    assert status == 2 and "problem: 1 x 80 GB: the engine has 1 of its own" in out
+
+
+def test_without_a_gpu_here_the_machine_is_the_one_that_the_config_names(place, monkeypatch, capsys):
+    monkeypatch.setattr(dry, "this_machine", lambda device: Machine(0, 0, 8 * GIB, "main memory", True))
+    file = CONFIGS["grpo/qwen2_5_7B_full"]
+    for words in (["grpo.py", "--config", str(file)], ["grpo.py", f"--config={file}"]):
+        monkeypatch.setattr(sys, "argv", words)
+        status, out = ran(capsys, settings_in(place, "qwen2_5_7B_full", dry_run=True))
+        assert status == 0 and "fits on 5 x 80 GB (78.8 GiB each)" in out
+    monkeypatch.setattr(sys, "argv", ["grpo.py"])
+    status, out = ran(capsys, settings_in(place, "qwen2_5_7B_full", dry_run=True))
+    assert status == 2 and "does NOT fit into main memory (8.0 GiB)" in out
+    with pytest.raises(ValueError, match="there is no GPU here; name a machine"):
+        grpo.recipe_main.__wrapped__(settings_in(place, "qwen2_5_7B_full", dry_run=True, device="cuda"))
+
+
+def test_with_gpus_here_they_and_the_disk_count(place, monkeypatch, capsys):
+    monkeypatch.setattr(dry, "this_machine", lambda device: Machine(5, 79 * GIB, 500 * GIB, "the 5 GPUs here", True))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    # As many checkpoints as one run of 7B keeps have 397 GiB.
+    for free, expected in ((1000 * GIB, 0), (100 * GIB, 2)):
+        monkeypatch.setattr("shutil.disk_usage", lambda path, free=free: type("Usage", (), {"free": free}))
+        status, out = ran(capsys, settings_in(place, "qwen2_5_7B_full", dry_run=True))
+        assert status == expected, out
+        assert "fits on the 5 GPUs here (79.0 GiB each)" in out or "checkpoints.save_optimizer=false" in out
+
+
+def test_one_rank_of_torchrun_speaks_and_trains_as_many(place, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "1")
+    assert ran(capsys, settings_in(place, "tiny", dry_run=True)) == (0, "")
+    monkeypatch.setenv("RANK", "0")
+    status, out = ran(capsys, settings_in(place, "qwen2_5_7B_full", dry_run="5x80"))
+    assert "[3] is planned" in out and status == 0
+
+
+def test_a_dry_run_leaves_nothing_behind(place, capsys):
+    cfg = settings_in(place, "tiny", dry_run=True)
+    before = sorted(place.rglob("*"))
+    ran(capsys, cfg)
+    assert sorted(place.rglob("*")) == before
+
+
+def test_what_an_optimizer_keeps_is_counted():
+    def kept(kind, **options):
+        return dry.optimizer_bytes(lambda params: kind(params, lr=1e-3, **options))
+
+    assert kept(torch.optim.AdamW) == 8 and kept(torch.optim.SGD) == 0 and kept(torch.optim.SGD, momentum=0.9) == 4
+    assert kept(torch.optim.AdamW, amsgrad=True) == 12
+    assert kept(torch.optim.AdamW, nothing=1) == 8
+
+
+def test_the_stand_ins_are_the_published_models(place):
+    assert {Path(OmegaConf.load(path).model_dir).name for path in CONFIGS.values()} - {"model"} <= set(PUBLIC)

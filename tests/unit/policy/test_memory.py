@@ -1,0 +1,141 @@
+"""What the plan says of the policy's memory is what torch counts."""
+
+import importlib
+import json
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from fp8_models import CPU, directory
+from public_configs import PUBLIC, write_config
+from torch.distributed._tools.mem_tracker import MemTracker
+from unpacked import make_groups
+
+from torchtune_ext.packing import pack
+from torchtune_ext.policy import from_config
+from torchtune_ext.policy.builder import build_policy, on_meta
+from torchtune_ext.policy.memory import sizes_of, trainer_rows
+from torchtune_ext.policy.published import published_config
+
+SIZE = dict(hidden_size=256, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=1024)
+LORA = dict(lora_attn_modules=["q_proj", "v_proj", "output_proj"], apply_lora_to_mlp=True, lora_rank=4)
+
+
+def policy_of(folder, dtype, checkpointing=False, kind="qwen2", **adapters):
+    source = directory(folder, model_type=kind, head_dim=64, max_position_embeddings=1024, **SIZE)
+    make = partial(from_config, str(source.path), **adapters)
+    policy = build_policy(make, source, CPU, dtype, activation_checkpointing=checkpointing)
+    for layer in policy.model.layers:
+        # On a GPU attention is one fused call, which keeps its inputs, its output and a number for each query.
+        layer.attn._attention_call = lambda q, k, v, **_: F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return policy, on_meta(make)
+
+
+def one_row():
+    return pack(make_groups(np.random.default_rng(0), [(40, [240] * 4)]), 1000)[0][0]
+
+
+def learn(policy, row):
+    policy(row).logprobs_L.sum().backward()
+
+
+@pytest.mark.parametrize("adapters", [{}, LORA], ids=["all", "adapters"])
+def test_weights_gradients_and_moments_are_those_of_torch(tmp_path, adapters):
+    policy, meta = policy_of(tmp_path / "m", torch.float32, **adapters)
+    optimizer, row = torch.optim.AdamW(policy.trainable()), one_row()
+    learn(policy, row)
+    optimizer.step()
+    rows = trainer_rows(sizes_of(meta, torch.float32), 1000, 1, False)
+    trained = policy.trainable()
+    moments = [value for state in optimizer.state.values() for value in state.values() if value.numel() > 1]
+    assert rows["weights, float32 master"] == sum(p.nbytes for p in trained)
+    assert rows["gradients, float32"] == sum(p.grad.nbytes for p in trained)
+    assert rows["state of the optimizer"] == sum(value.nbytes for value in moments)
+    frozen = [p for p in policy.model.parameters() if not p.requires_grad]
+    assert rows["frozen weights, as they are held"] == sum(p.nbytes for p in frozen)
+    assert rows["table of RoPE, float32"] == sum(buffer.nbytes for buffer in policy.model.buffers())
+    assert bool(frozen) == bool(adapters)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "checkpointing", "kind"),
+    [(torch.float32, False, "qwen2"), (torch.bfloat16, True, "qwen3"), (torch.bfloat16, False, "qwen2")],
+)
+def test_the_rows_bound_the_peak_that_torch_tracks(tmp_path, dtype, checkpointing, kind):
+    """The second forward and backward, when gradients and moments are there. The sum of the rows is a bound, since they are not
+    all at their highest at once: of the moments of the backward each has some of them. A quarter of the peak is what those that
+    are not there can make here: logits or whole gradients, and one layer of three."""
+    policy, meta = policy_of(tmp_path / "m", dtype, checkpointing, kind)
+    optimizer, row = torch.optim.AdamW(policy.trainable()), one_row()
+    learn(policy, row)
+    optimizer.step()
+    optimizer.zero_grad()
+    learn(policy, row)
+    tracker = MemTracker()
+    tracker.track_external(policy.model, optimizer)
+    with tracker:
+        learn(policy, row)
+    peak = tracker.get_tracker_snapshot("peak")[CPU]["Total"]
+    estimate = sum(trainer_rows(sizes_of(meta, dtype), row.tokens_T.numel(), 1, checkpointing).values())
+    assert peak <= estimate <= 1.25 * peak
+
+
+def test_ranks_share_what_fsdp_shards(tmp_path):
+    path = write_config(tmp_path, "Qwen2.5-7B-Instruct")
+    sizes = sizes_of(on_meta(partial(from_config, str(path))), torch.bfloat16)
+    alone, four = (trainer_rows(sizes, 16384, ranks, True) for ranks in (1, 4))
+    for name in ("weights, float32 master", "gradients, float32", "state of the optimizer"):
+        assert alone[name] == pytest.approx(4 * four[name], abs=4)
+    assert alone["state of the optimizer"] == 8 * 7_615_616_512  # two moments for each parameter of Qwen2.5 7B
+    same = ("activations of a row of 16384 tokens", "logits of one chunk, with gradient")
+    assert all(alone[name] == four[name] > 0 for name in same)
+    # The output projection's gradient: summed up in float32, 4 bytes, and then rounded to bfloat16, 2.
+    assert four["gradients before they are shared out"] >= 6 * 152064 * 3584
+
+
+@pytest.mark.parametrize(
+    ("name", "builder"),
+    [
+        ("Qwen2.5-0.5B-Instruct", "qwen2_5.qwen2_5_0_5b"),
+        ("Qwen2.5-1.5B", "qwen2_5.qwen2_5_1_5b_base"),
+        ("Qwen2.5-Coder-3B-Instruct", "qwen2_5.qwen2_5_3b"),
+        ("Qwen2.5-7B-Instruct", "qwen2_5.qwen2_5_7b_instruct"),
+        ("Qwen2.5-Math-7B", "qwen2_5.qwen2_5_7b_base"),
+        ("Qwen2.5-Coder-14B-Instruct", "qwen2_5.qwen2_5_14b_base"),
+        ("Qwen2.5-32B", "qwen2_5.qwen2_5_32b_base"),
+        ("Qwen2.5-72B-Instruct", "qwen2_5.qwen2_5_72b_instruct"),
+        ("Llama-3.1-8B-Instruct", "llama3_1.llama3_1_8b"),
+        ("Llama-3.1-70B-Instruct", "llama3_1.llama3_1_70b"),
+        ("Llama-3.2-1B-Instruct", "llama3_2.llama3_2_1b"),
+        ("Llama-3.2-3B", "llama3_2.llama3_2_3b"),
+    ],
+)
+def test_published_sizes_are_those_of_torchtune(tmp_path, name, builder):
+    module, _, function = builder.partition(".")
+    theirs = on_meta(getattr(importlib.import_module(f"torchtune.models.{module}"), function))
+    (tmp_path / "config.json").write_text(json.dumps(published_config(name)))
+    ours = on_meta(partial(from_config, str(tmp_path)))
+    shapes = [{name: p.shape for name, p in model.named_parameters()} for model in (ours, theirs)]
+    assert shapes[0] == shapes[1]
+
+
+def test_published_sizes_are_those_of_config_json():
+    for name, config in PUBLIC.items():
+        known = published_config(name)
+        same = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+        for key in (*same, "vocab_size", "tie_word_embeddings", "model_type"):
+            assert known[key] == config[key], (name, key)
+    assert published_config("Qwen2.5-7B-of-mine") is None and published_config("Gemma-3-4b") is None
+
+
+def test_what_adapters_would_take_is_near_what_they_take(tmp_path):
+    path = str(write_config(tmp_path, "Qwen2.5-14B-Instruct"))
+    plain = sizes_of(on_meta(partial(from_config, path)), torch.bfloat16)
+    layers = dict(lora_attn_modules=["q_proj", "k_proj", "v_proj", "output_proj"], apply_lora_to_mlp=True, lora_rank=32)
+    for nf4 in (False, True):
+        real = sizes_of(on_meta(partial(from_config, path, quantize_base=nf4, **layers)), torch.bfloat16)
+        guess, found = (sum(trainer_rows(sizes, 16384, 1, True).values()) for sizes in (plain.with_adapters(nf4), real))
+        # The builder of adapters makes a table of RoPE for each layer, 1.5 GiB of some 30 to 50.
+        assert guess == pytest.approx(found, rel=0.1)

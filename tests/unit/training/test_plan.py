@@ -1,0 +1,264 @@
+"""The plan of a run: machines, the engine's room, checkpoints, what fits, and what would."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from checkpoint_runs import Trained, checkpoints_in, make_source
+from public_configs import write_config
+
+from torchtune_ext.policy import from_config
+from torchtune_ext.policy.builder import on_meta
+from torchtune_ext.policy.memory import GIB, sizes_of
+from torchtune_ext.sampling.records import EngineConfig
+from torchtune_ext.training.plan.advice import advice
+from torchtune_ext.training.plan.disk import disk_need
+from torchtune_ext.training.plan.engine import CONTEXT, GRAPHS, engine_need
+from torchtune_ext.training.plan.machine import Machine, asked_machine, main_memory, this_machine
+from torchtune_ext.training.plan.plan import Plan, Settings, trainers_of
+from torchtune_ext.training.plan.table import plan_table, three, verdict
+from torchtune_ext.training.state import CheckpointConfig
+
+OWN = EngineConfig(max_model_len=16384, gpu_memory_utilization=0.9, devices="4")
+
+
+@pytest.fixture(scope="module")
+def seven(tmp_path_factory):
+    path = write_config(tmp_path_factory.mktemp("public"), "Qwen2.5-7B-Instruct")
+    return sizes_of(on_meta(partial(from_config, str(path))), torch.bfloat16)
+
+
+def planned(sizes, machine, engine=OWN, trainers=None, **changes):
+    values = dict(output_dir="runs/x", max_steps=100, row_tokens=16384, max_tokens=4096, evaluated=True)
+    checkpoints = changes.pop("checkpoints", CheckpointConfig(every=10))
+    settings = Settings(sizes, engine, checkpoints, **values | {"activation_checkpointing": True} | changes)
+    machine = asked_machine(machine) if isinstance(machine, str) else machine
+    return Plan(settings, machine, trainers or trainers_of(machine, settings))
+
+
+# -- machines -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["4x80", "4 x 80 GB", "4X80gb", "4 x 80"])
+def test_a_machine_is_asked_for(text):
+    machine = asked_machine(text)
+    assert machine.gpus == 4 and not machine.here and machine.host_bytes is None
+    assert 78 < machine.gpu_bytes / GIB < 80  # a card that is sold as 80 GB has a little less than 80 GiB
+    assert str(machine) == "4 x 80 GB (78.8 GiB each)"
+
+
+def test_a_cpu_is_asked_for():
+    machine = asked_machine("CPU, 4 GB")
+    assert machine.gpus == 0 and machine.host_bytes == 4 * GIB
+
+
+@pytest.mark.parametrize("text", ["yes", "4", 4, "80x", "x80", "0x80", "4x0", "4x80x2", "-1x80", [4, 80]])
+def test_what_is_no_machine_is_refused_by_its_name(text):
+    with pytest.raises(ValueError, match="dry_run=.* is neither True nor a machine: 4x80 asks for 4 GPUs of 80 GB"):
+        asked_machine(text)
+
+
+def test_main_memory_is_what_is_free_within_the_limits_of_cgroups(tmp_path):
+    proc, two = tmp_path / "proc", tmp_path / "sys/fs/cgroup"
+    (proc / "self").mkdir(parents=True)
+    (two / "a/b").mkdir(parents=True)
+    assert main_memory(tmp_path) is None
+    (proc / "meminfo").write_text("MemTotal:       9000 kB\nMemAvailable:   8000 kB\n")
+    assert main_memory(tmp_path) == 8000 * 1024
+    (proc / "self/cgroup").write_text("0::/a/b\n")
+    (two / "a/b/memory.max").write_text("max\n")
+    assert main_memory(tmp_path) == 8000 * 1024
+    (two / "a/memory.max").write_text("5000\n")
+    assert main_memory(tmp_path) == 5000
+    # In a container the path of the host is not there.
+    (proc / "self/cgroup").write_text("4:cpu,memory:/docker/123\n1:name=systemd:/\n")
+    (two / "memory").mkdir()
+    (two / "memory/memory.limit_in_bytes").write_text("6000\n")
+    assert main_memory(tmp_path) == 6000
+
+
+def test_this_machine_has_main_memory():
+    machine = this_machine("cpu")
+    assert machine.here and machine.gpus == 0 and machine.host_bytes > GIB // 4
+
+
+@pytest.mark.parametrize(
+    ("gpus", "engine", "world_size", "visible", "trainers"),
+    [
+        ("5x80", OWN, None, None, 4),
+        ("8x80", replace(OWN, tensor_parallel_size=2, devices="6,7"), None, None, 6),
+        ("8x80", replace(OWN, devices=None, address="http://127.0.0.1:8000"), None, None, 8),
+        ("1x80", replace(OWN, devices=None, sleep=True), None, None, 1),
+        ("5x80", OWN, 3, None, 3),  # torchrun says how many
+        (4, OWN, None, "0,1,2,3", 4),  # here: the engine's GPU is not among those that the trainer sees
+        (5, OWN, None, None, 4),
+        (2, OWN, None, "3,4", 1),
+    ],
+)
+def test_how_many_train(seven, gpus, engine, world_size, visible, trainers):
+    machine = asked_machine(gpus) if isinstance(gpus, str) else Machine(gpus, 80 * GIB, None, f"{gpus} GPUs", True)
+    settings = planned(seven, machine, engine, trainers=1).settings
+    assert trainers_of(machine, settings, world_size, visible) == trainers
+
+
+def test_a_machine_without_a_gpu_for_the_trainer_is_refused(seven):
+    with pytest.raises(ValueError, match="1 x 80 GB: the engine has 1 of its own .* ask for 2 or more"):
+        planned(seven, "1x80")
+
+
+# -- the engine ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_kv_cache_is_what_the_engine_leaves(seven):
+    memory = int(78.8 * GIB)
+    need = engine_need(seven, OWN, memory)
+    # Qwen2.5 7B: 28 layers, 4 heads of keys and values, of 128, in bfloat16.
+    token = 2 * 28 * 4 * 128 * 2
+    assert need.total == int(0.9 * memory) and need.tokens == need.kv_bytes // token
+    assert need.rows["weights"] == 2 * 7_615_616_512
+    assert need.in_flight(16384) == need.tokens // 16384 and need.in_flight(1) == 1024
+    halves = engine_need(seven, replace(OWN, tensor_parallel_size=2), memory)
+    assert halves.rows["weights"] == need.rows["weights"] // 2
+    assert halves.tokens == halves.kv_bytes // (token // 2) > 2 * need.tokens
+    # Each of four GPUs holds one of two heads.
+    four = engine_need(replace(seven, kv_heads=2), replace(OWN, tensor_parallel_size=4), memory)
+    assert four.tokens == four.kv_bytes // (token // 2)
+    small = engine_need(seven, replace(OWN, extra_args={"kv_cache_dtype": "fp8", "enforce_eager": True}), memory)
+    assert small.tokens == small.kv_bytes // (token // 2) and small.rows["CUDA graphs (allowance)"] == 0
+    asked = engine_need(seven, replace(OWN, kv_cache_bytes=GIB), memory)
+    assert asked.kv_bytes == GIB and asked.total < need.total
+
+
+def test_an_engine_without_room_for_the_longest_request_does_not_fit(seven):
+    tight = planned(seven, "5x20", trainers=4)
+    assert not tight.engine.fits and "fewer than engine.max_model_len=16384" in verdict(tight)
+    changes = {change.words: change.enough for change in advice(tight)}
+    assert changes["engine.tensor_parallel_size=2, on 2 GPUs"]
+
+
+def test_an_engine_on_a_cpu_has_the_cache_that_is_asked_for(seven):
+    need = engine_need(seven, EngineConfig(dtype="bfloat16", kv_cache_bytes=1 << 28), 0)
+    assert need.kv_bytes == 1 << 28 and set(need.rows) == {"weights", "adapters"}
+    assert engine_need(seven, EngineConfig(), 0).kv_bytes == GIB  # as sampling/core.py starts it
+
+
+def test_a_sleeping_engine_and_the_trainer_take_turns(seven):
+    engine = replace(OWN, devices=None)
+    beside = planned(seven, "1x192", replace(engine, gpu_memory_utilization=0.2))
+    turns = replace(beside, settings=replace(beside.settings, engine=replace(beside.settings.engine, sleep=True)))
+    alone = beside.total() - beside.engine.total
+    # The trainer's peak beside what sleeps is higher than the engine beside the trainer's weights and moments.
+    assert turns.total() == alone + CONTEXT + GRAPHS < beside.total()
+    greedy = replace(turns.settings.engine, gpu_memory_utilization=0.9)
+    awake = replace(turns, settings=replace(turns.settings, engine=greedy))
+    resting = 1.05 * (4 + 8) * seven.total + CONTEXT
+    assert awake.total() == pytest.approx(awake.engine.total + resting, abs=1e6)
+
+
+# -- disk ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("save_optimizer", [True, False])
+def test_a_checkpoint_takes_the_bytes_that_are_planned(tmp_path, save_optimizer):
+    source = make_source(tmp_path / "model")
+    trained = Trained(source)
+    trained.train(1, seed=0)
+    trained.save(checkpoints_in(tmp_path / "c", save_optimizer=save_optimizer), 1)
+    folder = tmp_path / "c" / "step_000001"
+    sizes = sizes_of(on_meta(partial(from_config, str(source.path))), torch.float32)
+    need = disk_need(sizes, CheckpointConfig(save_optimizer=save_optimizer), tmp_path, 200, True, 8.0)
+    tensors = [*folder.glob("*.safetensors"), *(folder / "state").glob("*.distcp")]
+    written = sum(path.stat().st_size for path in tensors)
+    # Beside the values there are headers: DCP keeps each tensor as a zip file of its own, with some KB of names and padding.
+    files = 26 * (3 if save_optimizer else 1)
+    assert need.one <= written <= need.one + files * 4096
+    assert need.one == 4 * sizes.total * (4 if save_optimizer else 2)
+
+
+def test_how_many_checkpoints_are_there_at_once(seven, tmp_path):
+    def kept(steps=100, evaluated=True, **config):
+        return disk_need(seven, CheckpointConfig(**config), tmp_path / "none/yet", steps, evaluated, 8.0).kept
+
+    assert kept(every=10) == 4  # the last two, the best, and the one that is being written
+    assert kept(every=10, evaluated=False) == 3 and kept(every=10, keep_last=5) == 7
+    assert kept(every=1000) == 1 and kept(every=60) == 2
+    whole = disk_need(seven, CheckpointConfig(every=10), tmp_path, 100, True, 8.0)
+    assert whole.one / GIB == pytest.approx(99.3, abs=0.1)  # 14 bytes for each of 7.6 billion values
+
+
+# -- what fits, and what would ------------------------------------------------------------------------------------------
+
+
+def test_what_fits_is_said_in_one_line(seven):
+    plan = planned(seven, "5x80")
+    used = f"{three(plan.total() / GIB)} GiB used at most on 4 GPUs that train, 70.9 on 1 GPU that samples\n"
+    assert plan.fits and verdict(plan).startswith(f"fits on 5 x 80 GB (78.8 GiB each): {used}")
+    assert "start it with --nproc_per_node 4" in verdict(plan)
+
+
+def test_the_first_number_of_gpus_that_fits_is_named(seven):
+    plan = planned(seven, "2x80", replace(OWN, max_model_len=4096), activation_checkpointing=False, row_tokens=4096)
+    assert not plan.training_fits
+    changes = advice(plan)
+    assert changes[0].words == "activation_checkpointing=True"  # what costs least comes first
+    more = next(change for change in changes if "GPUs that train" in change.words and "with" not in change.words)
+    number = int(more.words.split()[0])
+    limit = plan.machine.gpu_bytes
+    assert plan.total(number) <= limit < plan.total(number - 1) and more.enough
+    adapters = next(change for change in changes if change.words.startswith("adapters (docs/lora.md)"))
+    assert adapters.enough and "does NOT fit on 2 x 80 GB" in verdict(plan)
+
+
+def test_every_piece_of_advice_that_is_enough_is_enough(seven):
+    plan = planned(seven, "1x80", replace(OWN, devices=None, gpu_memory_utilization=0.6), row_tokens=32768)
+    for change in advice(plan):
+        assert change.words and change.result
+    assert not plan.fits and any(change.enough for change in advice(plan))
+
+
+def test_a_disk_that_is_too_small_is_said_with_what_saves_room(seven):
+    here = Machine(8, 80 * GIB, 2000 * GIB, "the 8 GPUs here", here=True)
+    plan = planned(seven, here, replace(OWN, devices="7"))
+    plan.__dict__["disk"] = replace(plan.disk, free=300 * GIB)
+    text = verdict(plan)
+    assert "checkpoints take 397 GiB of disk, where 300 are free" in text
+    assert "checkpoints.save_optimizer=false " in text and "output_dir on another disk" in text
+    asked = planned(seven, "8x80", replace(OWN, devices="7"))
+    assert asked.disk_fits  # the disk of another machine is not known
+
+
+def test_too_few_gpus_for_the_ranks_of_torchrun(seven):
+    plan = planned(seven, "4x80", trainers=4)
+    assert not plan.fits and "it needs 5 GPUs, 4 to train and 1 to sample" in verdict(plan)
+
+
+def test_on_a_cpu_all_is_in_main_memory(seven):
+    engine = EngineConfig(max_model_len=4096)
+    small = planned(seven, "CPU 64", engine, trainers=1)
+    assert not small.fits and "GiB of main memory" in verdict(small)
+    large = planned(seven, "CPU 512", engine, trainers=1)
+    assert large.fits and large.main_memory > large.total() + large.engine.total
+
+
+@pytest.mark.parametrize("machine", ["5x80", "3x24", "CPU 512"])
+def test_tables_are_narrow_and_without_zeros(seven, machine):
+    engine = OWN if machine != "CPU 512" else EngineConfig(max_model_len=16384)
+    plan = planned(seven, machine, engine, prompt_tokens=900)
+    text = f"{plan_table(plan, 'Qwen2.5-7B-Instruct')}\n{verdict(plan)}"
+    assert all(len(line) <= 120 for line in text.splitlines()), text
+    assert " 0.00" not in text and "frozen weights" not in text
+    assert f"[{plan.trainers}] is planned" in text and "the KV cache holds" in text
+
+
+def test_figures_have_three_digits():
+    found = [three(value) for value in (0.1234, 1.234, 12.34, 123.4, 1234.5)]
+    assert found == ["0.123", "1.23", "12.3", "123", "1,234"]
+
+
+def test_a_server_and_a_replay_need_no_gpu_for_an_engine(seven):
+    server = planned(seven, "4x80", replace(OWN, devices=None, address="http://127.0.0.1:8000"))
+    assert server.engine is None and server.trainers == 4
+    assert "the engine is the server at http://127.0.0.1:8000" in plan_table(server, "x")
+    replay = planned(seven, "4x80", None)
+    assert replay.engine is None and replay.gpus == 4 and replay.host["published weights in shared memory"] == 0

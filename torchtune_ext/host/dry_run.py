@@ -1,0 +1,246 @@
+"""`dry_run=` of a GRPO recipe: does the checks of a start and says whether the run fits a machine. It loads and starts nothing.
+
+    dry_run=True   this machine; where it has no GPU, the one that the first lines of the config name (# for: 5 x 80 GB)
+    dry_run=4x80   a machine with 4 GPUs of 80 GB in all, for trainer and engine together
+
+Exit status 0: a start would get through its checks, and the run fits. 2: it would not, or does not.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Protocol
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torchtune.modules import TransformerDecoder
+
+from torchtune_ext.advantages import AdvantageConfig
+from torchtune_ext.evaluation import EvaluationConfig
+from torchtune_ext.grading import GraderConfig
+from torchtune_ext.host.catalog import config_path, machine_named
+from torchtune_ext.host.config import build, has_component, instantiate
+from torchtune_ext.objective.loss import needs_of
+from torchtune_ext.policy.builder import on_meta
+from torchtune_ext.policy.fp8.gain import engine_memory
+from torchtune_ext.policy.fp8.plan import Fp8Receipt, linear_layers
+from torchtune_ext.policy.memory import ADAMW_BYTES, sizes_of
+from torchtune_ext.policy.published import published_config
+from torchtune_ext.run.output import say
+from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
+from torchtune_ext.tasks.measured.results import BenchConfig
+from torchtune_ext.telemetry.metrics import LoggingConfig
+from torchtune_ext.training.distributed import Ranks
+from torchtune_ext.training.plan.machine import Machine, asked_machine, this_machine
+from torchtune_ext.training.plan.plan import Plan, Settings, trainers_of
+from torchtune_ext.training.plan.table import plan_table, verdict
+from torchtune_ext.training.precision import DTYPES, PrecisionConfig
+from torchtune_ext.training.schedule import ScheduleConfig
+from torchtune_ext.training.state import CheckpointConfig
+from torchtune_ext.training.trained import AdapterConfig
+
+# After a first mistake these nodes are built one by one, so that the mistakes in them are said together.
+NODES = {
+    "engine": EngineConfig,
+    "sampling": SamplingConfig,
+    "evaluation": EvaluationConfig,
+    "advantage": AdvantageConfig,
+    "grader": GraderConfig,
+    "bench": BenchConfig,
+    "schedule": ScheduleConfig,
+    "checkpoints": CheckpointConfig,
+    "adapters": AdapterConfig,
+    "logging": LoggingConfig,
+}
+MISTAKES = (ValueError, OSError, ImportError)
+
+
+class Checked(Protocol):
+    """What the dry run needs of a recipe."""
+
+    ranks: Ranks
+    canary: list[list[int]]  # a few prompts, as token ids, once `check` is done
+
+    def check(self) -> None: ...
+
+
+def dry_run(make: Callable[[DictConfig], Checked], cfg: DictConfig) -> None:
+    """Prints the plan of a run, and what is wrong with its settings. Under torchrun rank 0 does so for all.
+
+    Args:
+        make: the class of the recipe.
+        cfg: its settings.
+
+    Raises:
+        SystemExit: always; with status 0 if a start would get through its checks and the run fits, else with 2.
+        ValueError: `dry_run` names no machine.
+    """
+    if int(os.environ.get("RANK", 0)):
+        sys.exit(0)
+    machine = machine_of(cfg)
+    plan, problems, notes = None, [], []
+    try:
+        settings, notes = settings_of(cfg)
+        ranks = int(os.environ.get("WORLD_SIZE", 1))
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        plan = Plan(settings, machine, trainers_of(machine, settings, ranks if ranks > 1 else None, visible))
+    except MISTAKES as error:
+        problems.append(str(error))
+    longest, found = checked(make, cfg, plan.trainers if plan else 1)
+    problems += [text for text in found if text not in problems]
+    if plan is not None:
+        plan = replace(plan, settings=replace(plan.settings, prompt_tokens=longest))
+        say("\n".join([plan_table(plan, Path(cfg.model_dir).name), *notes, "", verdict(plan)]))
+    for problem in problems:
+        say(f"problem: {problem}")
+    if plan is not None and problems:
+        say(
+            "The figures are right, but a start would stop at " + ("these problems" if problems[1:] else "this problem")
+        )
+    sys.exit(0 if plan is not None and plan.fits and not problems else 2)
+
+
+def machine_of(cfg: DictConfig) -> Machine:
+    """Returns the machine that a dry run is for.
+
+    Raises:
+        ValueError: `dry_run` names no machine, or GPUs for a run on a CPU, or there is none to be found.
+    """
+    if cfg.dry_run is not True:
+        machine = asked_machine(cfg.dry_run)
+        if machine.gpus and cfg.device == "cpu":
+            raise ValueError(f"dry_run={cfg.dry_run!r} asks for GPUs, but device=cpu: set device=auto, or dry_run=True")
+        return machine
+    here = this_machine(cfg.device)
+    if here.gpus or cfg.device == "cpu":
+        return here
+    file = _config_file(sys.argv)
+    named = machine_named(file) if file is not None else None
+    if named is not None:
+        return asked_machine(named, f"{file}: # for")
+    if cfg.device == "cuda":
+        raise ValueError(
+            "dry_run=True with device=cuda: there is no GPU here; name a machine, for instance dry_run=4x80"
+        )
+    return here
+
+
+def settings_of(cfg: DictConfig) -> tuple[Settings, list[str]]:
+    """Builds what decides about the need of a run. Returns it, and lines that say where sizes come from that no file gives, and
+    which layers compute in FP8, if any does.
+
+    Raises:
+        ValueError: a setting is wrong, or the sizes of the model are not known.
+    """
+    model, lines = model_of(cfg)
+    engine, sampling = build(EngineConfig, cfg.engine, "engine"), build(SamplingConfig, cfg.sampling, "sampling")
+    adapters = build(AdapterConfig, cfg.adapters, "adapters")
+    sides = build(PrecisionConfig, cfg.precision, "precision", bare="flow").sides
+    if cfg.dtype not in DTYPES:
+        raise ValueError(f"dtype={cfg.dtype!r}: use 'bfloat16' or 'float32' (float16 would need a loss scale)")
+    dtype = DTYPES[cfg.dtype]
+    sizes = sizes_of(model, dtype, sides, dtype if engine.dtype == "auto" else getattr(torch, engine.dtype))
+    settings = Settings(
+        sizes=sizes,
+        engine=None if cfg.replay else engine,
+        checkpoints=build(CheckpointConfig, cfg.checkpoints, "checkpoints"),
+        output_dir=cfg.output_dir,
+        max_steps=cfg.max_steps,
+        row_tokens=cfg.row_tokens,
+        max_tokens=sampling.max_tokens,
+        activation_checkpointing=cfg.activation_checkpointing,
+        optimizer_bytes=optimizer_bytes(partial(instantiate, cfg.optimizer)),
+        evaluated=has_component(cfg.evaluation.get("task")) and not cfg.replay,
+        reference=needs_of(instantiate(cfg.loss)).reference,
+        # What FP8 or NF4 has left of frozen weights goes to the engine once.
+        publishes_all=not sizes.frozen or adapters.publish == "merged" or sides[1] is not None or sizes.largest_nf4 > 0,
+        save_merged=adapters.save_merged,
+    )
+    trainer, sampler = sides
+    if sampler is None:
+        return settings, lines
+    receipt = Fp8Receipt(sampler, dtype, linear_layers(model, sampler, trainer is not None)[0])
+    return settings, [*lines, receipt.table(), f"  engine: {engine_memory(model, receipt)}"]
+
+
+def model_of(cfg: DictConfig) -> tuple[TransformerDecoder, list[str]]:
+    """Builds the model on the meta device. Where its config.json has not been downloaded yet, it has the sizes that are known
+    of the public model with the name of the folder, and a line says so.
+
+    Raises:
+        ValueError: the sizes are not known.
+    """
+    known = published_config(Path(cfg.model_dir).name)
+    named = has_component(cfg.model) and cfg.model.get("model_dir") == cfg.model_dir
+    if known is None or not named or (Path(cfg.model_dir) / "config.json").exists():
+        return on_meta(partial(instantiate, cfg.model)), []
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(known))
+        changed = cfg.copy()
+        changed.model.model_dir = folder
+        model = on_meta(partial(instantiate, changed.model))
+    return model, [
+        f"sizes: those of {Path(cfg.model_dir).name} as it was published, since model_dir has no config.json yet"
+    ]
+
+
+def checked(make: Callable[[DictConfig], Checked], cfg: DictConfig, trainers: int) -> tuple[int | None, list[str]]:
+    """Does the checks of a start. Returns the tokens of the longest of a few prompts, and what is wrong.
+
+    Args:
+        trainers: how many devices the run will train on.
+    """
+    on_gpu = cfg.device != "cpu" and torch.cuda.is_available()
+    try:
+        recipe = make(cfg)
+        recipe.ranks = Ranks(0, trainers, torch.device("cuda", 0) if on_gpu else torch.device("cpu"))
+        recipe.check()
+        return max(map(len, recipe.canary)), []
+    except MISTAKES as error:
+        found = [str(error)]
+    for node, record in NODES.items():
+        try:
+            build(record, cfg[node], node)
+        except MISTAKES as error:
+            found += [str(error)] if str(error) not in found else []
+    return None, found
+
+
+def optimizer_bytes(make: Callable[..., torch.optim.Optimizer]) -> float:
+    """Returns what an optimizer keeps for one value that it trains, in bytes: it makes one step on a small matrix.
+
+    What cannot make a step here is taken for AdamW; the checks say what is wrong with it.
+    """
+    param = torch.nn.Parameter(torch.zeros(256, 256))
+    param.grad = torch.zeros_like(param)
+    try:
+        optimizer = make(params=[param])
+        optimizer.step()
+    except Exception:
+        return ADAMW_BYTES
+    kept = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return sum(_nbytes(value) for value in kept if value.numel() > 1) / param.numel()
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """Returns the bytes of a tensor, also of one that is quantized: that is made of others."""
+    if is_traceable_wrapper_subclass(tensor):
+        return sum(_nbytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+    return tensor.nbytes
+
+
+def _config_file(words: list[str]) -> Path | None:
+    """Returns the file that `--config` names in the words of a command, or None."""
+    for i, word in enumerate(words):
+        if word.startswith("--config="):
+            return Path(config_path(word.removeprefix("--config=")))
+        if word == "--config" and words[i + 1 :]:
+            return Path(config_path(words[i + 1]))
+    return None

@@ -1,0 +1,154 @@
+"""Writes a plan for people: what each part takes, whether it fits, and what to change if not."""
+
+from collections.abc import Mapping, Sequence
+
+from torchtune_ext.policy.memory import GIB
+from torchtune_ext.training.plan.advice import advice
+from torchtune_ext.training.plan.plan import COLUMNS, Plan
+
+NAMES, FIGURE = 56, 9  # characters of a row's name and of a figure
+MIB = 1 << 20
+
+
+def three(value: float) -> str:
+    """Returns a number with three digits: 0.123, 1.23, 12.3, 123, 1,234."""
+    decimals = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3
+    return f"{value:,.{decimals}f}"
+
+
+def plan_table(plan: Plan, name: str) -> str:
+    """Returns the table without the verdict, at most 120 characters wide.
+
+    Args:
+        name: of the model.
+    """
+    made, sizes = plan.settings, plan.settings.sizes
+    trained = f"{sizes.trained / sizes.total:.2%} of them trained" if sizes.frozen else "all trained"
+    lines = [f"{name}: {_count(sizes.total)} parameters, {trained}"]
+    numbers = sorted({*COLUMNS, plan.trainers})
+    columns = [plan.device(n) for n in numbers]
+    unit, unit_name = (GIB, "GiB") if plan.total() >= GIB else (MIB, "MiB")
+    where = "on each training GPU by their number" if plan.machine.gpus else "of main memory by number of ranks"
+    lines += _rows(
+        f"{unit_name} {where} ([{plan.trainers}] is planned)",
+        [f"[{n}]" if n == plan.trainers else str(n) for n in numbers],
+        columns,
+        unit,
+    )
+    if plan.engine is not None:
+        lines += _engine_lines(plan, unit, unit_name)
+    elif made.engine_place == "server":
+        lines.append(f"the engine is the server at {made.engine.address}; what it needs is not in this table")
+    lines += _rows(f"{unit_name} of main memory, besides", [], [plan.host], unit)
+    disk = plan.disk
+    lines += _rows(f"{unit_name} of disk for one checkpoint in {made.output_dir}", [], [disk.rows], unit)
+    kept = f"{disk.kept} at once at most, with the one that is being written"
+    there = f"; free there: {three(disk.free / GIB)} GiB" if plan.machine.here else ""
+    lines.append(f"  {kept}: {three(disk.total / unit)} {unit_name}{there}")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def verdict(plan: Plan) -> str:
+    """Returns whether the plan fits, in one line, and below it what else it takes, or what to change, the cheapest first."""
+    if plan.fits:
+        return f"fits {_where(plan)}{_used(plan)}"
+    lines = [f"does NOT fit {_where(plan)}:", *(f"  {missing}" for missing in shortages(plan))]
+    changes = advice(plan)
+    if changes:
+        lines.append("what to change, the cheapest first:")
+        width = max(len(change.words) for change in changes)
+        lines += [f"  {c.words:<{width}}  {c.result}, {'enough' if c.enough else 'NOT enough'}" for c in changes]
+    return "\n".join(lines)
+
+
+def shortages(plan: Plan) -> list[str]:
+    """Returns what is missing, one phrase each."""
+    machine, found = plan.machine, []
+    if machine.gpus and plan.gpus > machine.gpus and not machine.here:
+        found.append(f"it needs {plan.gpus} GPUs, {_roles(plan)}")
+    if not plan.training_fits:
+        found.append(f"training takes {three(plan.total() / GIB)} GiB of each GPU")
+    need = plan.engine
+    if not plan.engine_fits and not need.fits:
+        found.append(
+            f"the engine's KV cache would hold {need.tokens:,} tokens, fewer than engine.max_model_len={need.max_model_len}"
+        )
+    elif not plan.engine_fits:
+        found.append(f"the engine takes {three(need.total / GIB)} GiB of each GPU")
+    if not plan.host_fits:
+        found.append(f"it takes {three(plan.main_memory / GIB)} GiB of main memory, {_left(machine.host_bytes)}")
+    if not plan.disk_fits:
+        found.append(f"checkpoints take {three(plan.disk.total / GIB)} GiB of disk, {_left(plan.disk.free)}")
+    return found
+
+
+def _where(plan: Plan) -> str:
+    return f"{'on' if plan.machine.gpus or not plan.machine.here else 'into'} {plan.machine}"
+
+
+def _left(bytes_: int) -> str:
+    return f"where {three(bytes_ / GIB)} are free"
+
+
+def _roles(plan: Plan) -> str:
+    engine = plan.settings.engine_gpus
+    return f"{plan.trainers} to train{f' and {engine} to sample' if engine else ''}"
+
+
+def _used(plan: Plan) -> str:
+    main, disk = (f"{three(bytes_ / GIB)} GiB" for bytes_ in (plan.main_memory, plan.disk.total))
+    if not plan.machine.gpus:
+        return f": {main} used at most; checkpoints take {disk} of disk"
+    text = f": {three(plan.total() / GIB)} GiB used at most on {_that(plan.trainers, 'train')}"
+    place = plan.settings.engine_place
+    if place == "own":
+        text += f", {three(plan.engine.total / GIB)} on {_that(plan.settings.engine_gpus, 'sample')}"
+    elif place in ("shared", "sleeps"):
+        text += f" and {'samples' if plan.trainers == 1 else 'sample'}"
+    ranks = f"; start it with --nproc_per_node {plan.trainers}" if plan.trainers > 1 else ""
+    return f"{text}\n  besides, {main} of main memory and {disk} of disk for checkpoints{ranks}"
+
+
+def _that(gpus: int, verb: str) -> str:
+    return f"1 GPU that {verb}s" if gpus == 1 else f"{gpus} GPUs that {verb}"
+
+
+def _count(values: int) -> str:
+    return f"{values / 1e9:.3f} B" if values >= 1e8 else f"{values / 1e6:.3f} M"
+
+
+def _rows(title: str, heads: Sequence[str], columns: Sequence[Mapping[str, int]], unit: int) -> list[str]:
+    """Returns a title, a line for each name that has bytes in some column, and their sums."""
+    lines = [f"{title:<{NAMES + 2}}" + "".join(f"{head:>{FIGURE}}" for head in heads)]
+    for name in columns[0]:
+        # What the table would show as zero is left out; it is in the sum.
+        if max(column[name] for column in columns) >= 0.0005 * unit:
+            lines.append(
+                f"  {name:<{NAMES}}" + "".join(f"{_figure(column[name], unit):>{FIGURE}}" for column in columns)
+            )
+    sums = [sum(column.values()) for column in columns]
+    return [*lines, f"  {'total':<{NAMES}}" + "".join(f"{_figure(bytes_, unit):>{FIGURE}}" for bytes_ in sums)]
+
+
+def _figure(bytes_: int, unit: int) -> str:
+    return three(bytes_ / unit) if bytes_ >= 0.0005 * unit else "-"
+
+
+def _engine_lines(plan: Plan, unit: int, unit_name: str) -> list[str]:
+    made, need = plan.settings, plan.engine
+    where = f"on each engine GPU (engine.tensor_parallel_size={made.engine.tensor_parallel_size})"
+    title = f"{unit_name} {where if plan.machine.gpus else 'of main memory for the engine'}"
+    lines = _rows(title, [], [need.rows | {_cache_name(plan): max(need.kv_bytes, 0)}], unit)
+    typical = [(f"engine.max_model_len={need.max_model_len}", need.max_model_len)]
+    if made.prompt_tokens is not None:
+        words = f"a prompt of {made.prompt_tokens} + sampling.max_tokens={made.max_tokens}"
+        typical.append((words, made.prompt_tokens + made.max_tokens))
+    lines.append(f"  the KV cache holds {need.tokens:,} tokens, for so many requests at once:")
+    return lines + [f"    {need.in_flight(tokens):>9,} of {words}" for words, tokens in typical]
+
+
+def _cache_name(plan: Plan) -> str:
+    engine = plan.settings.engine
+    if engine.kv_cache_bytes is not None or not plan.machine.gpus:
+        return "KV cache (engine.kv_cache_bytes)"
+    return f"KV cache (what gpu_memory_utilization={engine.gpu_memory_utilization:g} leaves)"
