@@ -95,6 +95,12 @@ def _learning(records: Sequence[Mapping[str, Any]], silent: Silent | None) -> li
     if infra:
         text = f"{_count(int(infra), 'sample')} could not be graded (grader raised, hung or crashed)."
         found.append(Finding(text, "Learning"))
+    for name, kind in (("problems/skipped", "problem"), ("eval/skipped", "held-out problem")):
+        # It counts since the run began, and nothing is written while there are none.
+        skipped = max((record.get(name) or 0 for record in records), default=0)
+        if skipped:
+            text = f"{_count(int(skipped), kind)} left out: broken, or too long for the engine; the log names each."
+            found.append(Finding(text, "Learning"))
     without, groups = _recent(records, "groups/no_signal"), _recent(records, "groups/used")
     if without is not None and without > _MOST_SILENT * (without + (groups or 0.0)):
         share = f"{without / (without + (groups or 0.0)):.0%} of the latest groups carry no signal"

@@ -7,7 +7,6 @@ import fcntl
 import json
 import os
 import re
-import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -62,13 +61,15 @@ def facts(run_dir: Path, run: Mapping[str, Any], records: Sequence[Mapping[str, 
     """
     config = _node(run, "config")
     found = [_model(run_dir, config), _task(config), _objective(config), _learning_rate(config), _batch(config)]
-    found += [_devices(run_dir, config, records), _duration(run, records)]
+    found += [_devices(run_dir, config, records), _duration(run, records), _commit(run)]
     return [fact for fact in found if fact is not None]
 
 
 def made_with(run: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Returns what `run.json` says about how the run was started (versions, commit, command line), as rows of name and text."""
-    rows = flat({name: value for name, value in run.items() if name not in ("name", "config", "started")})
+    # `process` holds what the last process of the run was started with.
+    rest = {name: value for name, value in run.items() if name not in ("name", "config", "started", "process")}
+    rows = flat({**rest, **_node(run, "process")})
     if isinstance(started := run.get("started"), int | float):
         rows.append(("started", _day(started)))
     return rows
@@ -80,8 +81,6 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
             rows += flat(value, f"{prefix}{key}.")
-        elif key in ("command", "argv") and isinstance(value, list):
-            rows.append((f"{prefix}{key}", shlex.join(map(str, value))))
         else:
             rows.append((f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value)))
     return rows
@@ -212,6 +211,13 @@ def _duration(run: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> F
     started = run.get("started")
     since = f"started {_day(started)}" if isinstance(started, int | float) else ""
     return Fact("Time in steps", spell(seconds), since) if seconds else None
+
+
+def _commit(run: Mapping[str, Any]) -> Fact | None:
+    commit = _node(_node(run, "process"), "commit")
+    if not isinstance(commit.get("id"), str):
+        return None
+    return Fact("Commit", commit["id"][:10], "with changes" if commit.get("changed") else "")
 
 
 def spell(seconds: float) -> str:

@@ -8,6 +8,7 @@ import logging
 import numpy as np
 import pytest
 from records import sampled
+from report_runs import byte_tokenizer
 
 from torchtune_ext.grading import Outcome
 from torchtune_ext.groups import Group
@@ -118,25 +119,18 @@ def test_where_all_rewards_of_a_run_are_equal_only_success_is_easy(tmp_path, rew
     assert silent == Silent(**{kind: 1}, highest=reward, lowest=reward)
 
 
-def byte_tokenizer(folder, texts=("the cat sat on the mat, the end",)):
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(
-        texts, trainers.BpeTrainer(vocab_size=280, initial_alphabet=alphabet, show_progress=False)
-    )
-    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
-    folder.mkdir(parents=True, exist_ok=True)
+def leave_a_tokenizer(folder, *texts):
+    """One of bytes, of some words in `texts`, and of a special token."""
+    tokenizer = byte_tokenizer(texts, size=280)
+    tokenizer.add_special_tokens(["<|end|>"])
+    folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
     return tokenizer
 
 
 def test_tokens_are_text_where_a_tokenizer_spells_the_samples(tmp_path, caplog):
-    right = byte_tokenizer(tmp_path / "right")
-    byte_tokenizer(tmp_path / "wrong", ["zebras buzz fuzzily, zigzag"])
+    right = leave_a_tokenizer(tmp_path / "right", "the cat sat on the mat, the end")
+    leave_a_tokenizer(tmp_path / "wrong", "zebras buzz fuzzily, zigzag")
     texts = ["the cat 🙂 sat", "on the mat"]
     tokens = [right.encode(text).ids + [right.token_to_id("<|end|>")] for text in texts]
     paths = stored(tmp_path, {1: [group("g", [0.0, 1.0], texts=[texts[0], f"<think>\n{texts[1]}"], tokens=tokens)]})

@@ -34,6 +34,8 @@ def test_of_a_healthy_run_nothing_is_found():
     ("change", "words", "section"),
     [
         ({"groups/infra_failed": 1.0}, "40 samples could not be graded", "Learning"),
+        ({"problems/skipped": lambda step: step // 20}, "2 problems left out: broken, or too long", "Learning"),
+        ({"eval/skipped": 1.0}, "1 held-out problem left out", "Learning"),
         ({"length/truncated": 0.25}, "25% of the latest samples hit the token limit (sampling.max_tokens)", "Learning"),
         ({"engine/restarts": lambda step: float(step > 30)}, "restarted 1 time.", "Machine"),
         ({"engine/preemptions": lambda step: float(step)}, "3 requests left the engine's cache", "Machine"),

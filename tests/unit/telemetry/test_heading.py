@@ -121,16 +121,20 @@ def test_what_is_not_known_is_left_out(tmp_path):
     assert facts(tmp_path, {"config": odd}, []) == [Fact("Model", "\0")]
 
 
-def test_how_a_run_was_started_is_shown_whatever_it_is():
-    run = {
-        "id": "ab",
-        "name": "x",
-        "config": {"a": 1},
-        "command": ["tune", "run", "a b"],
+def test_how_a_run_was_started_is_shown_whatever_it_is(tmp_path):
+    process = {
+        "command": "tune run grpo_full",
+        "commit": {"id": "0123456789abcdef", "changed": True},
         "versions": {"torch": "2.13.0"},
     }
-    assert made_with(run) == [("id", "ab"), ("command", "tune run 'a b'"), ("versions.torch", "2.13.0")]
-    assert made_with(run | {"started": 0})[-1] == ("started", "1970-01-01 00:00 UTC")
+    run = {"id": "ab", "name": "x", "config": {"a": 1}, "more": [1], "process": process}
+    assert made_with(run) == [
+        ("id", "ab"), ("more", "[1]"), ("command", "tune run grpo_full"), ("commit.id", "0123456789abcdef"),
+        ("commit.changed", "true"), ("versions.torch", "2.13.0")]  # fmt: skip
+    assert facts(tmp_path, run, []) == [Fact("Commit", "0123456789", "with changes")]
+    for other in (None, {"commit": None}, {"commit": {"id": 7}}, "ab"):
+        assert facts(tmp_path, {"process": other}, []) == []
+    assert made_with({"id": "ab", "started": 0}) == [("id", "ab"), ("started", "1970-01-01 00:00 UTC")]
 
 
 def test_flat_settings():

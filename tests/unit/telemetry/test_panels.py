@@ -36,7 +36,7 @@ def test_a_name_is_known_by_itself_or_by_the_longest_that_it_fits():
 def test_an_unknown_metric_comes_last_in_a_panel_of_its_own():
     panels = panels_for(["odd/b", "reward/length_penalty", "odd/a", "reward/mean"])
     assert [(panel.section, panel.series) for panel in panels] == [
-        ("Learning", (("reward/mean", "mean"),)),
+        ("Learning", (("reward/mean", "reward"),)),
         ("Learning", (("reward/length_penalty", "length penalty"),)),
         ("Other", (("odd/a", "a"),)),
         ("Other", (("odd/b", "b"),)),
@@ -81,7 +81,23 @@ def test_an_outcome_keeps_its_color_when_others_are_missing():
     assert panels_for(["reward/mine"])[0].colors == ()
 
 
-def test_a_band_needs_both_its_metrics_and_no_metrics_need_no_panel():
-    assert panels_for(["reward/mean"])[0].band is None
-    assert panels_for(["reward/mean", "reward/std"])[0].band == ("spread", "reward/mean", "reward/std")
+def test_a_band_needs_its_metrics_and_no_metrics_need_no_panel():
+    around = ("eval/accuracy_sampled", "eval/low", "eval/high")
+    assert panels_for(["reward/mean", "eval/low", "eval/high", "eval/accuracy_greedy"])[0].band is None
+    assert panels_for([around[0], around[1]])[0].band is None
+    assert panels_for(around)[0].band == around
     assert panels_for([]) == []
+
+
+def test_the_first_panel_says_what_it_has():
+    """It stands above all others, also where a run has no evaluations, or is a warm-up."""
+    alone, both = panels_for(["reward/mean", "reward/std"])[0], panels_for(["reward/mean", "eval/accuracy_greedy"])[0]
+    assert (alone.title, both.title) == (
+        "Reward",
+        "Reward and held-out accuracy",
+    ) and "never trained on" not in alone.note
+    for names, title in (
+        (["reward/mean", "loss/total"], "Reward"),
+        (["loss/nll", "optim/lr"], "Negative log-likelihood"),
+    ):
+        assert [panel.title for panel in panels_for(names) if panel.lead] == [title]

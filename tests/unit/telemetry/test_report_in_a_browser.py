@@ -7,7 +7,7 @@ import shutil
 import subprocess
 
 import pytest
-from test_report import make_run
+from report_runs import make_run
 
 from torchtune_ext.telemetry.metrics import Metrics
 from torchtune_ext.telemetry.report import build_report
