@@ -64,7 +64,8 @@ PANELS = (
     Panel("Learning", "Samples without a grade", "The grader raised, hung or crashed; kept out of the baseline.",
           (("groups/infra_failed", "ungraded"),), unit="int", zero=True, quiet=True),
     Panel("Learning", "Problems passed over", "Since the run began, and of the held-out ones: rows that are broken or too long "
-          "for the engine.", (("problems/skipped", "training"), ("eval/skipped", "held out")), unit="int", zero=True),
+          "for the engine.", (("problems/skipped", "training"), ("eval/skipped", "held out")), unit="int", zero=True,
+          newest=True),
     Panel("Measured speed", "Speed-up", "Over the naive program; mean of the step's programs that are right.",
           (("reward/speedup", "× naive"),), scale="log", baseline=1.0),
     Panel("Measured speed", "GFLOPS", "Mean of the step's programs that are right.",
