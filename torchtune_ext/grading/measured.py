@@ -18,16 +18,107 @@ from torchtune_ext.tasks.measured.bench import Bench
 from torchtune_ext.tasks.measured.machine import alone_on, kept_off
 from torchtune_ext.tasks.measured.ray_bench import RayBench
 from torchtune_ext.tasks.measured.results import NOISY, BenchConfig, BenchError, Result
+from torchtune_ext.tasks.measured.sandbox import SandboxError
 from torchtune_ext.tasks.measured.service import MeasuredTask, is_measured, open_bench
 from torchtune_ext.tasks.measured.timing import LOCK_S
 from torchtune_ext.tasks.task import Problem, Task
 
+REHEARSED = 4  # problems whose solutions are graded before a run begins
+NO_SOLUTION = "1"  # a text that is graded where there is no solution
 
-def rehearse(tasks: Sequence[Task | None], bench: BenchConfig) -> None:
-    """Finds out before anything expensive starts whether what these tasks ask for can be measured (`service.rehearse`)."""
-    for task in tasks:
+
+def rehearse(
+    tasks: Sequence[Task | None],
+    bench: BenchConfig,
+    config: GraderConfig | None = None,
+    keys: Sequence[str] = ("task", "evaluation.task"),
+) -> None:
+    """Finds out before anything expensive starts whether these tasks can be graded (`service.rehearse`, `_rehearse_grading`).
+
+    Args:
+        config: how texts are graded that are not measured. With None they are not tried.
+        keys: the nodes of the tasks, for messages.
+
+    Raises:
+        ValueError: as these two say; also what cannot be locked in here.
+    """
+    graded: set[type] = set()
+    for task, key in zip(tasks, keys, strict=False):
         if task is not None and is_measured(task):
-            service.rehearse(bench, task)
+            try:
+                service.rehearse(bench, task)
+            except SandboxError as error:
+                raise ValueError(f"bench: {error}") from error
+        elif task is not None and config is not None and type(task) not in graded:
+            # The held-out problems mostly have the grader of the others.
+            graded.add(type(task))
+            _rehearse_grading(task, config, key)
+
+
+def _rehearse_grading(task: Task, config: GraderConfig, key: str) -> None:
+    """Grades the solutions of the first problems in a process, as the run will do. If there are none, it grades another text.
+
+    Raises:
+        ValueError: the grader fails on all of them, is too slow, or gives none of the solutions a reward.
+    """
+    problems = _first_problems(task)
+    solutions = [_solution(task, problem) for problem in problems]
+    name, worked = type(task).__name__, all(text is not None for text in solutions)
+    what = "its own solution" if worked else f"the text {NO_SOLUTION!r}"
+    try:
+        with Grader(task, 1, config.timeout_s) as grader:
+            outcomes = []
+            for problem, text in zip(problems, solutions, strict=True):
+                outcomes.append(_graded(grader, problem, text if worked else NO_SOLUTION))
+                if outcomes[-1].kind == "timed_out":
+                    raise ValueError(
+                        f"{key}: {name} took more than grader.timeout_s={config.timeout_s:g} to grade {what} of problem "
+                        f"{problem.id!r}; raise grader.timeout_s, or look for what hangs in `grade`"
+                    )
+            rewards = [outcome.score.reward for outcome in outcomes if outcome.score is not None]
+            if not rewards:
+                raise ValueError(
+                    f"{key}: {name} cannot grade {what} of problem {problems[0].id!r}: {outcomes[0].cause}; none of the first "
+                    f"{len(problems)} problems can be graded"
+                )
+            if worked and max(rewards) <= 0:
+                others = [_graded(grader, problem, NO_SOLUTION) for problem in problems]
+                if max(rewards) <= max(
+                    (other.score.reward for other in others if other.score is not None), default=0.0
+                ):
+                    raise ValueError(
+                        f"{key}: {name} gives its own solution of problem {problems[0].id!r} the reward {rewards[0]:g}, and "
+                        f"{NO_SOLUTION!r} no less: `grade` and `solution` do not fit each other (docs/custom_reward.md)"
+                    )
+    except RuntimeError as error:
+        raise ValueError(f"{key}: {name} cannot be graded: {error}") from error
+
+
+def _first_problems(task: Task) -> list[Problem]:
+    """Returns the first problems. One that cannot be made is left out: the run deals with it when it comes to it."""
+    problems = []
+    for index in range(min(REHEARSED, len(task))):
+        try:
+            problems.append(task[index])
+        except Exception:
+            if not index:
+                raise
+    return problems
+
+
+def _solution(task: Task, problem: Problem) -> str | None:
+    """Returns the solution of a problem, or None. GRPO does not need one, so one that fails is as good as none."""
+    try:
+        text = task.solution(problem)
+    except Exception:
+        return None
+    return text if isinstance(text, str) else None
+
+
+def _graded(grader: Grader, problem: Problem, text: str) -> Outcome:
+    return (
+        (grader.submit_group(problem, [text]).result()[0]) if grader.compares else grader.submit(problem, text).result()
+    )
 
 
 def open_graders(

@@ -1,10 +1,11 @@
 """Makes the stock `tune` know recipes/ and configs/.
 
 `install` runs at every start of the interpreter (torchtune_ext_tune.pth), so this file imports only `sys`. `install`
-puts a finder on `sys.meta_path`. The finder acts twice, and only in a process that imports torchtune:
+puts a finder on `sys.meta_path`. The finder acts three times, and only in a process that imports torchtune:
 
     before `torchtune` is executed                   torchao_compat.apply makes torchao 0.16 to 0.18 usable
     after `torchtune._recipe_registry` is executed   register adds our recipes and configs, with absolute paths
+    after `torchtune._cli.run` is executed           guide lets `tune run` say what is wrong with a name, and how to write it
 """
 
 import sys
@@ -29,11 +30,27 @@ def make_torchao_usable(_torchtune) -> None:
     apply()
 
 
+def guide(cli) -> None:
+    """Wraps `tune run` (the module `torchtune._cli.run`), so that mistakes in the words of the command are said in one line."""
+    from torchtune_ext.host.command_line import prepare, quiet_end
+    from torchtune_ext.host.mistakes import shown
+
+    run = cli.Run._run_cmd
+
+    def guided(self, args):
+        with shown():
+            prepare(args, cli.get_all_recipes())
+        with quiet_end():
+            run(self, args)
+
+    cli.Run._run_cmd = guided
+
+
 class TorchtuneFinder:
     """Adds a call before one module of torchtune is executed and after another one. It finds no modules itself."""
 
     before = {"torchtune": make_torchao_usable}
-    after = {"torchtune._recipe_registry": register}
+    after = {"torchtune._recipe_registry": register, "torchtune._cli.run": guide}
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):
@@ -80,36 +97,26 @@ def install() -> None:
         sys.meta_path.insert(0, TorchtuneFinder)
 
 
-def resolve_config(argv: list[str]) -> None:
-    """Replaces the name of one of our configs after `--config` by its path, in place.
-
-    Raises:
-        ValueError: the word after `--config` is neither a file nor a name of a config.
-    """
-    from torchtune_ext.host.catalog import config_path
-
-    for i, word in enumerate(argv):
-        if word == "--config" and i + 1 < len(argv):
-            argv[i + 1] = config_path(argv[i + 1])
-        elif word.startswith("--config="):
-            argv[i] = "--config=" + config_path(word.removeprefix("--config="))
-
-
 def parse(recipe_main):
     """Wraps the main function of a recipe as `torchtune.config.parse` does; `--config` may also name our configs.
 
     `tune run` replaces such names itself. This decorator does it where `tune` is not involved (`python -m
-    torchtune_ext.recipes.grpo --config grpo/tiny`, torchrun) or where Python reads no start-up files.
+    torchtune_ext.recipes.grpo --config grpo/tiny`, torchrun) or where Python reads no start-up files. A mistake of the user
+    ends the recipe with one message and exit status 2 (`mistakes.shown`).
     """
     import functools
 
     from torchtune import config
 
+    from torchtune_ext.host.command_line import check_words
+    from torchtune_ext.host.mistakes import shown
+
     parsed = config.parse(recipe_main)
 
     @functools.wraps(recipe_main)
     def wrapper(*args, **kwargs):
-        resolve_config(sys.argv)
-        return parsed(*args, **kwargs)
+        with shown():
+            check_words(sys.argv, recipe_main.__globals__.get("__file__"))
+            return parsed(*args, **kwargs)
 
     return wrapper

@@ -1,0 +1,231 @@
+"""Tries mistakes: each in a fork of this process, which has imported everything, in a folder of its own."""
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tiny_runs import write_tiny_model
+
+ENGINE_STARTED = 99  # the status of a run that went on to its engine
+DEADLINE_S = 60
+
+# A task with a mistake in each class but the first; "sums.Base" is right.
+TASKS = """
+from torchtune_ext.tasks.task import Problem, Score
+
+class Base:
+    def __init__(self, count=8, seed=0):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        return Problem(f"sum-{index}", ({"role": "user", "content": f"{index}+1="},), index + 1)
+
+    def grade(self, problem, text):
+        return Score(float(text.strip() == str(problem.answer)), {})
+
+    def solution(self, problem):
+        return str(problem.answer)
+"""
+
+RUN = """
+output_dir: out
+model_dir: model
+device: cpu
+dtype: float32
+model: {_component_: torchtune_ext.policy.from_config, model_dir: "${model_dir}"}
+tokenizer: {_component_: torchtune_ext.chat.ChatTokenizer, path: "${model_dir}"}
+task: {_component_: sums.Base}
+evaluation:
+  every: 2
+  task: {_component_: sums.Base, count: 4}
+preset: grpo
+optimizer: {_component_: torch.optim.AdamW, lr: 1.0e-3}
+max_steps: 3
+prompts_per_step: 4
+samples_per_prompt: 4
+row_tokens: 256
+sampling: {max_tokens: 12}
+engine: {dtype: float32, max_model_len: 128, kv_cache_bytes: 16777216}
+checkpoints: {every: 1}
+"""
+LORA = RUN.replace(
+    'model_dir: "${model_dir}"}\ntok',
+    'model_dir: "${model_dir}", lora_attn_modules: [q_proj, v_proj], lora_rank: 4}\ntok',
+)
+EVAL = """
+output_dir: out
+model_dir: model
+tokenizer: {_component_: torchtune_ext.chat.ChatTokenizer, path: "${model_dir}"}
+task: {_component_: sums.Base}
+sampling: {max_tokens: 12}
+engine: {dtype: float32, max_model_len: 128, kv_cache_bytes: 16777216}
+"""
+WARM = """
+output_dir: out
+device: cpu
+dtype: float32
+task: {_component_: sums.Base}
+num_problems: 8
+batch_problems: 2
+row_tokens: 256
+tokenizer_problems: 8
+shape: {hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 1, intermediate_size: 128, vocab_size: 300}
+model: {_component_: torchtune_ext.policy.from_config}
+tokenizer: {_component_: torchtune_ext.chat.ChatTokenizer}
+optimizer: {_component_: torch.optim.AdamW, lr: 1.0e-3}
+schedule: {warmup: 1}
+"""
+CONFIGS = {"run.yaml": RUN, "lora.yaml": LORA, "eval.yaml": EVAL, "warm.yaml": WARM}
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One mistake: what is typed where, and what has to be said."""
+
+    typed: str  # behind `torchtune-ext`, as the shell would split it; a word with spaces is quoted
+    says: str  # a regular expression, which names the key, the value and the fix
+    files: dict[str, str] = field(default_factory=dict)  # written into the folder before
+    prepare: Callable[[Path], None] | None = None  # changes the folder before
+    status: int = 2
+    real: bool = False  # it is tried as a real command, too
+
+    @property
+    def words(self) -> list[str]:
+        import shlex
+
+        return shlex.split(self.typed)
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a run said and did."""
+
+    status: int
+    text: str
+    left: list[str]  # what it left: changed files, processes
+
+
+def make_place(folder: Path) -> Path:
+    """Makes a folder in which a run is right: a model, a task, and a config of each recipe."""
+    write_tiny_model(folder / "model")
+    for name, text in {"sums.py": TASKS, **CONFIGS}.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def attempt(mistake: Mistake, place: Path, folder: Path, run: Callable[[list[str], Path, Path], int]) -> Said:
+    """Makes a mistake in a copy of `place`, and returns what happened.
+
+    Args:
+        folder: the copy.
+        run: takes words, the folder and a file for the output, and returns the exit status.
+    """
+    shutil.copytree(place, folder, symlinks=True)
+    for name, text in mistake.files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(textwrap.dedent(text))
+    if mistake.prepare is not None:
+        mistake.prepare(folder)
+    before = listing(folder)
+    with tempfile.NamedTemporaryFile("r") as log:
+        status = run(mistake.words, folder, Path(log.name))
+        text = log.read()
+    after = listing(folder)
+    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    return Said(status, text.strip(), changed)
+
+
+def listing(folder: Path) -> dict[str, tuple]:
+    """Returns size and time of every file below a folder, and the names of the folders."""
+    found = {}
+    for path in folder.rglob("*"):
+        stat = path.lstat()
+        found[str(path.relative_to(folder))] = (stat.st_size, stat.st_mtime_ns) if not path.is_dir() else ()
+    return found
+
+
+def import_all() -> None:
+    """Imports what the forks need."""
+    from torchtune_ext.host import plugin
+
+    plugin.install()
+    import transformers  # noqa: F401
+
+    # What tokenizers import when the first one is loaded.
+    from transformers import PreTrainedTokenizerFast  # noqa: F401
+
+
+
+def in_fork(words: list[str], folder: Path, log: Path) -> int:
+    """Runs `torchtune-ext WORDS` in a fork of this process, and returns its exit status; 200 if it left a process behind."""
+    child = os.fork()
+    if child == 0:
+        status = 201
+        try:
+            status = _run(words, folder, log)
+        finally:
+            os._exit(status)
+    return _wait(child)
+
+
+def _wait(child: int) -> int:
+    import time
+
+    give_up = time.monotonic() + DEADLINE_S
+    while time.monotonic() < give_up:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return 202
+
+
+def _run(words: list[str], folder: Path, log: Path) -> int:
+    import traceback
+
+    from torchtune_ext.host import cli
+    from torchtune_ext.sampling.engine import Engine
+
+    def start(self):
+        print("the engine was started", file=sys.stderr, flush=True)
+        os._exit(ENGINE_STARTED)
+
+    Engine.start = start
+    os.chdir(folder)
+    os.environ["PWD"] = str(folder)
+    output = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout, sys.stderr = (
+        os.fdopen(1, "w", buffering=1, closefd=False),
+        os.fdopen(2, "w", buffering=1, closefd=False),
+    )
+    # Modules of the user are not written to disk as bytecode, so that nothing changes in the folder.
+    sys.dont_write_bytecode = True
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    sys.path.insert(0, str(folder))
+    try:
+        status = cli.main(words)
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return 200 if _children() else int(status or 0)
+
+
+def _children() -> list[str]:
+    return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
