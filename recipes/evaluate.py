@@ -25,7 +25,14 @@ from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.tasks.measured.results import BenchConfig
 from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.telemetry.rollouts import RolloutStore
-from torchtune_ext.training.checks import check_engine, check_machine, check_prompts, check_task, check_tokenizer
+from torchtune_ext.training.checks import (
+    check_engine,
+    check_machine,
+    check_prompts,
+    check_task,
+    check_tokenizer,
+    check_weights,
+)
 from torchtune_ext.training.life import close_all, run_recipe
 from torchtune_ext.training.settings import at_least, check_deadline
 
@@ -94,8 +101,7 @@ class EvaluateRecipe:
         check_engine(model, engine)
         check_tokenizer(self.tokenizer, model)
         check_prompts({"task": self.task}, self.tokenizer, self.sampling, engine)
-        for _ in model.shapes():
-            pass  # the header of each file of weights is read
+        check_weights(model)
         rehearse([self.task], self.bench, self.grading)
         self.engine = Engine(cfg.model_dir, engine, cfg.output_dir)
 

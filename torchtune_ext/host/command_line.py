@@ -24,20 +24,31 @@ def prepare(args: Namespace, recipes: Sequence[Any]) -> None:
         ValueError: there is no such recipe, or the config belongs to another one.
     """
     words = args.recipe_args
-    for i, word in enumerate(list(words)):
-        if word.startswith("--config="):
-            words[i : i + 1] = ["--config", word.removeprefix("--config=")]
+    # torchtune counts the words of sys.argv, too.
+    for line in (words, sys.argv):
+        for i, word in enumerate(list(line)):
+            if word.startswith("--config=") and "--config" not in line:
+                line[i : i + 1] = ["--config", word.removeprefix("--config=")]
     known = {entry.name: entry for entry in recipes}
     if args.recipe not in known:
         args.recipe = _own_recipe(str(args.recipe), list(known))
-    elif Path(known[args.recipe].file_path).is_absolute() and "--config" in words[:-1]:
-        # It is one of ours, and the names of torchtune's own configs do not fit it.
+    elif not Path(known[args.recipe].file_path).is_absolute():
+        return
+    elif "--config" not in words[:-1] and not {"-h", "--help"} & set(words):
+        examples = [config.name for config in known[args.recipe].configs]
+        raise ValueError(
+            f"which config? For instance: tune run {args.recipe} --config {examples[0] if examples else 'my_config.yaml'}; "
+            "`tune ls` lists them"
+        )
+    elif "--config" in words[:-1]:
+        # The recipe is one of ours, and the names of torchtune's own configs do not fit it.
         given = words[words.index("--config") + 1]
         theirs = [entry.name for entry in recipes for config in entry.configs if config.name == given]
         if theirs and given not in config_files(folder("configs")) and not Path(given).is_file():
+            ours = ", ".join(config.name for config in known[args.recipe].configs[:3])
             raise ValueError(
-                f"--config {given} is a config of torchtune's {theirs[0]}; {args.recipe} takes "
-                f"{', '.join(config.name for config in known[args.recipe].configs)}, or a YAML file of your own"
+                f"--config {given} is a config of torchtune's {theirs[0]}; {args.recipe} takes {ours}, ... (`tune ls`), or a "
+                "YAML file of your own"
             )
 
 
@@ -102,19 +113,36 @@ def check_words(argv: list[str], recipe: str | None = None) -> None:
         elif not word.startswith(("--config=", "-h", "--help")):
             settings.append(word)
     for word in settings:
-        if word.startswith("--") and word != "--":
-            raise ValueError(f"{word}: a setting is written key=value, without dashes: {word.lstrip('-')}")
-        if "=" not in word:
-            raise ValueError(
-                f"{word!r} is no setting: write key=value without spaces (max_steps=3), and quote a value with spaces"
-            )
-        if word.startswith("="):
-            raise ValueError(f"{word!r} names no key: write key=value without spaces around the =")
+        _check_setting(word)
     for i, word in enumerate(argv):
         if word == "--config" and i + 1 < len(argv):
             argv[i + 1] = _checked_config(argv[i + 1], recipe)
         elif word.startswith("--config="):
             argv[i] = "--config=" + _checked_config(word.removeprefix("--config="), recipe)
+
+
+def _check_setting(word: str) -> None:
+    """Raises ValueError for a word that is no key=value, or whose value torchtune cannot read."""
+    import yaml
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    if word.startswith("--"):
+        raise ValueError(f"{word}: a setting is written key=value, without dashes: {word.lstrip('-') or 'max_steps=3'}")
+    if word.startswith("~"):
+        # It removes a key, as torchtune says.
+        return
+    if "=" not in word or word.startswith("="):
+        raise ValueError(
+            f"{word!r} is no setting: write key=value without spaces around the = (max_steps=3), and quote a value with spaces"
+        )
+    if word.count("=") > 1:
+        raise ValueError(f"{word}: torchtune takes one = in a word; set {word.partition('=')[0]} in the YAML file")
+    try:
+        OmegaConf.from_dotlist([word])
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        said = " ".join(str(getattr(error, "problem", None) or error).split())[:200]
+        raise ValueError(f"{word}: the value is no YAML ({said}); quote it, or set it in the file") from None
 
 
 def _checked_config(given: str, recipe: str | None) -> str:

@@ -66,6 +66,7 @@ _ENV = re.compile(r"\$\{\s*oc\.env\s*:")
 _BARE = re.compile(r"[\w./+-]+")  # an argument of a resolver that needs no quotes
 _NO_READS = ("output_dir", "logging")  # keys whose values never name a file that the run reads
 
+MANY = 3  # with more unknown keys than that, a config is taken for one of another recipe
 
 # Keys of an earlier version, each with the key that replaces it.
 MOVED = {
@@ -98,6 +99,12 @@ def load_config(schema: type, cfg: DictConfig) -> DictConfig:
     defaults = {f.name: f.default for f in fields(schema)}
     preset = cfg.get("preset", defaults.get("preset"))
     _refuse_moved(cfg, list(defaults))
+    foreign = [str(key) for key in cfg if key not in defaults]
+    if len(foreign) > MANY:
+        raise ValueError(
+            f"this config has {len(foreign)} keys that the recipe does not know ({', '.join(foreign[:5])}, ...), so it is "
+            "written for another one; begin with a copy of one of ours: `tune cp` and a name that `tune ls` shows"
+        )
     try:
         if preset is not None:
             cfg = _over(load_preset(preset, list(defaults)), cfg)
@@ -136,7 +143,7 @@ def _wrong_type(error: ValidationError, cfg: DictConfig, types: Mapping[str, Any
     if key in NODES and not isinstance(value, DictConfig):
         names = [field.name for field in fields(NODES[key])]
         example = f"{key}.to=[{value}]" if key == "logging" else f"{key}.{names[0]}=..."
-        return f"{key}={value} must be a mapping with some of the keys {', '.join(names)}; write {example}"
+        return f"{key}={value} is no mapping; write {example} (keys of `{key}:` are {', '.join(names)})"
     if str(types.get(key)).startswith("list") and not isinstance(value, ListConfig):
         return f"{key}={value} must be a list: {key}=[{value}]"
     wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
@@ -159,7 +166,19 @@ def _refuse_moved(cfg: DictConfig, known: list[str], where: str = "the config") 
     moved = {key: MOVED[key] for key in keys if key not in known and MOVED.get(key, "").split(".")[0] in known}
     if moved:
         found = ", ".join(f"{old!r} is {new}" for old, new in moved.items())
-        raise ValueError(f"unknown key{'s' * (len(moved) > 1)} of an earlier version in {where}: now {found}")
+        example = ""
+        if len(moved) == 1:
+            ((old, new),) = moved.items()
+            value = OmegaConf.select(cfg, old)
+            example = f"; write {new}={_as_list(new, value)}" if isinstance(value, str | int | float) else ""
+        raise ValueError(f"unknown key{'s' * (len(moved) > 1)} of an earlier version in {where}: now {found}{example}")
+
+
+def _as_list(key: str, value: Any) -> str:
+    """Returns how a plain value is written for a key, which may be one that takes a list."""
+    node, _, name = key.partition(".")
+    types = {field.name: str(field.type) for field in fields(NODES.get(node, _Nothing))}
+    return f"[{value}]" if types.get(name, "").startswith("tuple") else str(value)
 
 
 def record(cfg: DictConfig) -> dict[str, Any]:

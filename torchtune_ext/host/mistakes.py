@@ -44,7 +44,7 @@ THOUGHT = {
     "steps": "max_steps",
     "max_new_tokens": "max_tokens",
     "max_completion_length": "max_tokens",
-    "max_seq_len": "max_model_len",
+    "max_seq_length": "max_model_len",
     "max_length": "max_model_len",
     "model_path": "model_dir",
     "model_name_or_path": "model_dir",
@@ -59,6 +59,8 @@ THOUGHT = {
     "report_to": "to",
     "scheduler": "decay",
     "warmup_steps": "warmup",
+    "path": "model_dir",
+    "file": "path",
 }
 
 

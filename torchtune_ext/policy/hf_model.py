@@ -100,6 +100,11 @@ class HFModel:
                     ) from error
                 yield from ((ours, tuple(tensor.shape), file) for ours, tensor in converted.items())
 
+    def require_readable(self) -> None:
+        """Raises ValueError where there are no weights, or a file of them is cut or damaged."""
+        for file in self.files():
+            _header(file)
+
     def require_fits(self, model: nn.Module, new: Collection[str] = ()) -> None:
         """Compares names and shapes in the headers of the files with those of a model, which may lie on the meta device.
 

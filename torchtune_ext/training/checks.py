@@ -4,6 +4,7 @@ What fails at the first step of a run on eight GPUs fails here after a second. A
 mistake with the line of the file (`host.mistakes.blame`).
 """
 
+import math
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from torch import nn
 
 from torchtune_ext.chat import ChatTokenizer
@@ -91,7 +93,7 @@ def check_loss(loss: Any) -> None:
     if not callable(loss):
         raise ValueError(f"loss: {name} cannot be called; give it `def __call__(self, t)` (docs/objectives.md)")
     logprobs_L = torch.tensor([-1.0, -0.5, -2.0])
-    top_LK = torch.full((3, needs.top_k), -2.0) if needs.top_k else None
+    top_LK = torch.full((3, needs.top_k), -math.log(2 * needs.top_k)) if needs.top_k else None
     with blame(f"loss: {name}, called with three labels,"), torch.enable_grad():
         returned = loss(
             Tokens(
@@ -182,7 +184,6 @@ class Prompts:
     looked_at: int
     shortest: int  # tokens
     longest: int  # tokens
-    highest_id: int  # the highest token id in them
 
 
 def measure_prompts(task: Task, tokenizer: ChatTokenizer, key: str) -> Prompts:
@@ -192,7 +193,7 @@ def measure_prompts(task: Task, tokenizer: ChatTokenizer, key: str) -> Prompts:
     Raises:
         ValueError: the first one cannot be encoded.
     """
-    lengths, highest, began = [], 0, time.monotonic()
+    lengths, began = [], time.monotonic()
     for index in range(min(len(task), LOOKED_AT)):
         if lengths and time.monotonic() - began > LOOK_S:
             break
@@ -204,8 +205,7 @@ def measure_prompts(task: Task, tokenizer: ChatTokenizer, key: str) -> Prompts:
                 raise
             continue
         lengths.append(len(ids))
-        highest = max([highest, *ids])
-    return Prompts(len(lengths), min(lengths), max(lengths), highest)
+    return Prompts(len(lengths), min(lengths), max(lengths))
 
 
 def check_prompts(
@@ -230,10 +230,11 @@ def check_prompts(
             continue
         found = measure_prompts(task, tokenizer, key)
         if found.shortest > room:
+            lengths = f"{found.shortest} to {found.longest}" if found.shortest < found.longest else f"{found.longest}"
             raise ValueError(
-                f"sampling.max_tokens={sampling.max_tokens} leaves {room} tokens of engine.max_model_len="
-                f"{engine.max_model_len} for the prompt, and the first {found.looked_at} of {key} have {found.shortest} to "
-                f"{found.longest}; set engine.max_model_len={sampling.max_tokens + found.longest}, or a lower max_tokens"
+                f"sampling.max_tokens={sampling.max_tokens} leaves room for a prompt of {room} in engine.max_model_len="
+                f"{engine.max_model_len}, and the first {found.looked_at} prompts of {key} have {lengths} tokens; set "
+                f"engine.max_model_len={sampling.max_tokens + found.longest}, or a lower max_tokens"
             )
 
 
@@ -254,24 +255,33 @@ def check_tokenizer(tokenizer: ChatTokenizer, source: HFModel, width: int | None
         raise ValueError(
             f"tokenizer.path={where} has ids up to {highest - 1}, the model in model_dir={source.path} knows {width}; {fix}"
         )
-    file = source.path / "tokenizer.json"
-    if where is None or not file.is_file() or Path(where).resolve() == source.path.resolve():
+    files = [Path(folder or ".") / "tokenizer.json" for folder in (where, source.path)]
+    if where is None or not all(file.is_file() for file in files) or files[0].resolve() == files[1].resolve():
         return
-    with blame(f"model_dir={source.path}: {file}"):
-        ours = ChatTokenizer(source.path, template="chatml").encode(PROBE)
-    if ours != tokenizer.encode(PROBE):
+    if len({tuple(_encoded(file)) for file in files}) > 1:
         raise ValueError(
             f"tokenizer.path={where} encodes text otherwise than the tokenizer in model_dir={source.path}; {fix}"
         )
 
 
-def check_weights(source: HFModel, model: nn.Module) -> None:
-    """Compares the headers of the weights in model_dir with a model, which may lie on the meta device.
+def _encoded(file: Path) -> list[int]:
+    with blame(f"reading {file}", "copy it anew"):
+        return Tokenizer.from_file(str(file)).encode(PROBE, add_special_tokens=False).ids
+
+
+def check_weights(source: HFModel, model: nn.Module | None = None) -> None:
+    """Reads the headers of the weights in model_dir.
+
+    Args:
+        model: what they have to fit; it may lie on the meta device. None: any weights will do, quantized ones, too.
 
     Raises:
         ValueError: a file is missing or damaged, or names or shapes differ.
     """
-    source.require_fits(model, new=adapter_names(model))
+    if model is None:
+        source.require_readable()
+    else:
+        source.require_fits(model, new=adapter_names(model))
 
 
 def require_rows(row_tokens: int, engine: EngineConfig) -> None:
@@ -301,8 +311,12 @@ def check_engine(source: HFModel, engine: EngineConfig) -> None:
             f"engine.devices={engine.devices!r} names {len(named)} GPU, but engine.tensor_parallel_size={size} needs {size}: "
             f"name them all, as in engine.devices='{','.join(map(str, range(size)))}'"
         )
-    longest = source.config.get("max_position_embeddings")
-    if isinstance(longest, int) and engine.max_model_len > longest:
+    longest, config = source.config.get("max_position_embeddings"), source.config
+    # Where RoPE is scaled, the engine knows better how far.
+    scaled = (
+        config.get("rope_scaling") or (config.get("rope_parameters") or {}).get("rope_type", "default") != "default"
+    )
+    if isinstance(longest, int) and not scaled and engine.max_model_len > longest:
         raise ValueError(
             f"engine.max_model_len={engine.max_model_len} is more than the {longest} positions that the model has "
             f"(max_position_embeddings in {source.path / 'config.json'}); set engine.max_model_len={longest} or less"
