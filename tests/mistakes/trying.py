@@ -1,23 +1,29 @@
 """Tries mistakes: each in a fork of this process, which has imported everything, in a folder of its own."""
 
+import importlib
 import os
+import shlex
 import shutil
 import signal
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable
+import time
+import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tiny_runs import write_tiny_model
 
 ENGINE_STARTED = 99  # the status of a run that went on to its engine
-DEADLINE_S = 60
+LEFT_A_PROCESS = 98  # the status of a run that left a process behind
+DEADLINE_S = 60.0
 
-# A task with a mistake in each class but the first; "sums.Base" is right.
-TASKS = """
+# A right task, and right configs of all recipes. A mistake is one change of them.
+TASK = """
 from torchtune_ext.tasks.task import Problem, Score
+
 
 class Base:
     def __init__(self, count=8, seed=0):
@@ -35,7 +41,6 @@ class Base:
     def solution(self, problem):
         return str(problem.answer)
 """
-
 RUN = """
 output_dir: out
 model_dir: model
@@ -57,10 +62,8 @@ sampling: {max_tokens: 12}
 engine: {dtype: float32, max_model_len: 128, kv_cache_bytes: 16777216}
 checkpoints: {every: 1}
 """
-LORA = RUN.replace(
-    'model_dir: "${model_dir}"}\ntok',
-    'model_dir: "${model_dir}", lora_attn_modules: [q_proj, v_proj], lora_rank: 4}\ntok',
-)
+ADAPTERS = "lora_attn_modules: [q_proj, v_proj], lora_rank: 4"
+LORA = RUN.replace('from_config, model_dir: "${model_dir}"', f'from_config, model_dir: "${{model_dir}}", {ADAPTERS}')
 EVAL = """
 output_dir: out
 model_dir: model
@@ -78,31 +81,58 @@ num_problems: 8
 batch_problems: 2
 row_tokens: 256
 tokenizer_problems: 8
-shape: {hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 1, intermediate_size: 128, vocab_size: 300}
+shape: {hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 1, intermediate_size: 128}
 model: {_component_: torchtune_ext.policy.from_config}
 tokenizer: {_component_: torchtune_ext.chat.ChatTokenizer}
 optimizer: {_component_: torch.optim.AdamW, lr: 1.0e-3}
 schedule: {warmup: 1}
 """
-CONFIGS = {"run.yaml": RUN, "lora.yaml": LORA, "eval.yaml": EVAL, "warm.yaml": WARM}
+FILES = {"sums.py": TASK, "run.yaml": RUN, "lora.yaml": LORA, "eval.yaml": EVAL, "warm.yaml": WARM}
+# What the forks need.
+MODULES = (
+    "torchtune._cli.tune",
+    "transformers",
+    "torchtune_ext.recipes.grpo",
+    "torchtune_ext.recipes.evaluate",
+    "torchtune_ext.recipes.warmup_sft",
+    "torchtune_ext.tasks.arithmetic",
+    "torchtune_ext.tasks.jsonl",
+    "torchtune_ext.tasks.matmul",
+    "torchtune_ext.tasks.temporal_clue",
+)
 
 
 @dataclass(frozen=True)
 class Mistake:
     """One mistake: what is typed where, and what has to be said."""
 
-    typed: str  # behind `torchtune-ext`, as the shell would split it; a word with spaces is quoted
+    typed: str  # behind `torchtune-ext`; a word with spaces is quoted, as in a shell
     says: str  # a regular expression, which names the key, the value and the fix
-    files: dict[str, str] = field(default_factory=dict)  # written into the folder before
+    files: Mapping[str, str] = field(default_factory=dict)  # written into the folder before
     prepare: Callable[[Path], None] | None = None  # changes the folder before
-    status: int = 2
     real: bool = False  # it is tried as a real command, too
+    cpu_only: bool = False  # it is a mistake on a machine without a GPU alone
+    status: int = 2
 
     @property
     def words(self) -> list[str]:
-        import shlex
-
         return shlex.split(self.typed)
+
+
+def full(words: str, says: str, **more) -> Mistake:
+    return Mistake(f"run grpo_full --config run.yaml {words}", says, **more)
+
+
+def lora(words: str, says: str, **more) -> Mistake:
+    return Mistake(f"run grpo_lora --config lora.yaml {words}", says, **more)
+
+
+def evaluate(words: str, says: str, **more) -> Mistake:
+    return Mistake(f"run evaluate --config eval.yaml {words}", says, **more)
+
+
+def warmup(words: str, says: str, **more) -> Mistake:
+    return Mistake(f"run warmup_sft --config warm.yaml {words}", says, **more)
 
 
 @dataclass(frozen=True)
@@ -111,13 +141,13 @@ class Said:
 
     status: int
     text: str
-    left: list[str]  # what it left: changed files, processes
+    changed: list[str]  # files and folders below its own that are not as they were
 
 
 def make_place(folder: Path) -> Path:
-    """Makes a folder in which a run is right: a model, a task, and a config of each recipe."""
+    """Makes a folder in which every run is right: a model, a task, and a config of each recipe."""
     write_tiny_model(folder / "model")
-    for name, text in {"sums.py": TASKS, **CONFIGS}.items():
+    for name, text in FILES.items():
         (folder / name).write_text(text)
     return folder
 
@@ -129,9 +159,8 @@ def attempt(mistake: Mistake, place: Path, folder: Path, run: Callable[[list[str
         folder: the copy.
         run: takes words, the folder and a file for the output, and returns the exit status.
     """
-    shutil.copytree(place, folder, symlinks=True)
+    shutil.copytree(place, folder)
     for name, text in mistake.files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(textwrap.dedent(text))
     if mistake.prepare is not None:
         mistake.prepare(folder)
@@ -149,37 +178,29 @@ def listing(folder: Path) -> dict[str, tuple]:
     found = {}
     for path in folder.rglob("*"):
         stat = path.lstat()
-        found[str(path.relative_to(folder))] = (stat.st_size, stat.st_mtime_ns) if not path.is_dir() else ()
+        found[str(path.relative_to(folder))] = () if path.is_dir() else (stat.st_size, stat.st_mtime_ns)
     return found
 
 
 def import_all() -> None:
-    """Imports what the forks need."""
+    """Imports what the forks need, once for all of them."""
     from torchtune_ext.host import plugin
 
     plugin.install()
-    import transformers  # noqa: F401
-
-    # What tokenizers import when the first one is loaded.
-    from transformers import PreTrainedTokenizerFast  # noqa: F401
-
+    for name in MODULES:
+        importlib.import_module(name)
+    importlib.import_module("transformers").PreTrainedTokenizerFast  # noqa: B018 (it is imported when it is asked for)
 
 
 def in_fork(words: list[str], folder: Path, log: Path) -> int:
-    """Runs `torchtune-ext WORDS` in a fork of this process, and returns its exit status; 200 if it left a process behind."""
+    """Runs `torchtune-ext WORDS` in a fork of this process, and returns its exit status."""
     child = os.fork()
     if child == 0:
-        status = 201
+        status = 1
         try:
             status = _run(words, folder, log)
         finally:
             os._exit(status)
-    return _wait(child)
-
-
-def _wait(child: int) -> int:
-    import time
-
     give_up = time.monotonic() + DEADLINE_S
     while time.monotonic() < give_up:
         pid, status = os.waitpid(child, os.WNOHANG)
@@ -188,44 +209,37 @@ def _wait(child: int) -> int:
         time.sleep(0.01)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    return 202
+    raise TimeoutError(f"{words}: no end within {DEADLINE_S:g} s")
 
 
 def _run(words: list[str], folder: Path, log: Path) -> int:
-    import traceback
-
     from torchtune_ext.host import cli
     from torchtune_ext.sampling.engine import Engine
 
-    def start(self):
-        print("the engine was started", file=sys.stderr, flush=True)
-        os._exit(ENGINE_STARTED)
-
-    Engine.start = start
-    os.chdir(folder)
-    os.environ["PWD"] = str(folder)
+    Engine.start = _no_engine
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    sys.stdout, sys.stderr = (
-        os.fdopen(1, "w", buffering=1, closefd=False),
-        os.fdopen(2, "w", buffering=1, closefd=False),
-    )
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    sys.stdout, sys.stderr = (open(descriptor, "w", buffering=1, closefd=False) for descriptor in (1, 2))
+    os.chdir(folder)
     # Modules of the user are not written to disk as bytecode, so that nothing changes in the folder.
     sys.dont_write_bytecode = True
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    # As `python -m` does.
     sys.path.insert(0, str(folder))
     try:
         status = cli.main(words)
     except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+        status = end.code
     except BaseException:
         traceback.print_exc()
         status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    return 200 if _children() else int(status or 0)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    left = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return LEFT_A_PROCESS if left else int(status or 0)
 
 
-def _children() -> list[str]:
-    return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+def _no_engine(self) -> None:
+    print("the engine was started", file=sys.stderr, flush=True)
+    os._exit(ENGINE_STARTED)

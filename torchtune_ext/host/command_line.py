@@ -159,7 +159,7 @@ def _checked_config(given: str, recipe: str | None) -> str:
         owner = None
     if running and owner in known and known[owner].path != known[running].path:
         raise ValueError(
-            f"--config {given} is written for {owner}, not for this recipe: tune run {owner} --config {given}"
+            f"--config {name or given} is written for {owner}, not for this recipe: tune run {owner} --config {name or given}"
         )
     _require_keys(given, path)
     return str(path)

@@ -57,6 +57,10 @@ def find_component(node: DictConfig, **extra: Any) -> tuple[Callable[..., Any], 
         raise ValueError(f"{where} needs a `_component_`, the dotted path of a class or function")
     arguments = OmegaConf.to_container(node, resolve=True)
     path = str(arguments.pop("_component_"))
+    if not all(part.isidentifier() for part in path.split(".")):
+        raise ValueError(
+            f"{where} _component_={path} is no dotted path; write my_task.Sums for the class Sums in my_task.py"
+        )
     component = _in_recipe(path) if "." not in path else _by_path(path, where)
     if component is None:
         raise ValueError(f"{where} the recipe that runs defines no {path!r}; give a dotted path, or define it there")
@@ -137,8 +141,6 @@ def _by_path(path: str, where: str) -> Any:
     said = f"{where} _component_={path}"
     if path in MOVED_COMPONENTS:
         raise ValueError(f"{said} is {MOVED_COMPONENTS[path]} now")
-    if not all(part.isidentifier() for part in path.split(".")):
-        raise ValueError(f"{said} is no dotted path; write my_task.Sums for the class Sums in my_task.py")
     # The component may be in a module of the working directory, which is not on the path when `tune` runs.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())

@@ -1,6 +1,6 @@
 """Decides how an error is shown: as one message if we foresaw it, otherwise with its traceback.
 
-what our own code raised on purpose             is                                       exit status
+what our own code raises on purpose             is                                       exit status
 ValueError, OSError, ImportError                a mistake of the user: the message         2
                                                 names the key, the value and the fix
 RuntimeError, TimeoutError, ...                 a failure: the message has its cause       1
@@ -101,8 +101,9 @@ def status_of(error: BaseException) -> int | None:
     module = str(last.tb_frame.f_globals.get("__name__"))
     if isinstance(error, FAILURES):
         return FAILED if _is_ours(module) else None
-    # A recipe runs as __main__. It may be a copy of the user's, whose own ValueErrors are messages, too.
-    return STATUS if _is_ours(module) or module == "__main__" else None
+    # A recipe runs as __main__. It may be a copy of the user's, whose own ValueErrors are messages, too. And what torchtune
+    # raises while it reads the words of the command is meant for the user.
+    return STATUS if _is_ours(module) or module == "__main__" or module.startswith("torchtune.config.") else None
 
 
 def _is_ours(module: str) -> bool:
