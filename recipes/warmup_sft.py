@@ -129,7 +129,7 @@ class WarmupRecipe:
         if not cfg.epochs > 0:
             raise ValueError(f"epochs={cfg.epochs} must be more than 0")
         self.task = instantiate(cfg.task)
-        check_task(self.task, "task", solves=True)
+        check_task(self.task, "task", solves=True, grades=False)
         if cfg.num_problems > len(self.task):
             raise ValueError(f"num_problems={cfg.num_problems}, but the task has {len(self.task)} problems")
         self.updates = max(1, round(cfg.num_problems * cfg.epochs / cfg.batch_problems))

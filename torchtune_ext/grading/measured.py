@@ -81,7 +81,8 @@ def _rehearse_grading(task: Task, config: GraderConfig, key: str) -> None:
                     f"{key}: {name} cannot grade {what} of problem {problems[0].id!r}: {outcomes[0].cause}; none of the first "
                     f"{len(problems)} problems can be graded"
                 )
-            if worked and max(rewards) <= 0:
+            # A task may pay less than 0 for everything, but where a solution gets just nothing, something is wrong.
+            if worked and not any(rewards):
                 others = [_graded(grader, problem, NO_SOLUTION) for problem in problems]
                 if max(rewards) <= max(
                     (other.score.reward for other in others if other.score is not None), default=0.0

@@ -125,13 +125,14 @@ def check_loss(loss: Any) -> None:
             )
 
 
-def check_task(task: Task, key: str, ends: bool = False, solves: bool = False) -> None:
+def check_task(task: Task, key: str, ends: bool = False, solves: bool = False, grades: bool = True) -> None:
     """Looks at the first problem of a task.
 
     Args:
         key: the node of the task, for messages.
         ends: all problems will be used, so there must be an end.
         solves: the task must have solutions.
+        grades: it must have a grader.
 
     Raises:
         ValueError: the task has no length, no problem, or no grader, or its problem is none.
@@ -146,7 +147,7 @@ def check_task(task: Task, key: str, ends: bool = False, solves: bool = False) -
             raise ValueError(
                 f"{key}: {name} has no `{method}`; give it one that returns {what} (docs/custom_reward.md)"
             )
-    if not (is_measured(task) or any(callable(getattr(task, method, None)) for method in ("grade", "grade_group"))):
+    if grades and not (is_measured(task) or any(callable(getattr(task, method, None)) for method in ("grade", "grade_group"))):
         raise ValueError(
             f"{key}: {name} has no `grade`; give it `def grade(self, problem, text)`, which returns a Score "
             "(docs/custom_reward.md)"
