@@ -34,13 +34,13 @@ from torchtune_ext.tasks.order import problem_index
 from torchtune_ext.telemetry.metrics import LoggingConfig, Metrics
 from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.telemetry.summary import Stopwatch, clock_metrics, memory_metrics
-from torchtune_ext.training.checks import check_dtype, check_optimizer, check_task, check_tokenizer, check_weights
+from torchtune_ext.training.checks import check_optimizer, check_task, check_tokenizer, check_weights
 from torchtune_ext.training.distributed import init_ranks
 from torchtune_ext.training.export import save_model
 from torchtune_ext.training.learner import Learner
 from torchtune_ext.training.life import close_all, run_recipe
 from torchtune_ext.training.schedule import ScheduleConfig, make_schedule
-from torchtune_ext.training.settings import at_least
+from torchtune_ext.training.settings import at_least, check_dtype
 
 
 @dataclass

@@ -8,7 +8,6 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,7 @@ def check_parts(
             check_task(task, key, ends=i > 0)
     check_optimizer(make_optimizer, device)
     check_loss(loss)
-    check_engine(source, engine)
+    check_engine(source, engine, model)
     require_rows(row_tokens, engine)
     check_tokenizer(tokenizer, source, model.tok_embeddings.num_embeddings)
     check_prompts(tasks, tokenizer, sampling, engine)
@@ -147,7 +146,9 @@ def check_task(task: Task, key: str, ends: bool = False, solves: bool = False, g
             raise ValueError(
                 f"{key}: {name} has no `{method}`; give it one that returns {what} (docs/custom_reward.md)"
             )
-    if grades and not (is_measured(task) or any(callable(getattr(task, method, None)) for method in ("grade", "grade_group"))):
+    if grades and not (
+        is_measured(task) or any(callable(getattr(task, method, None)) for method in ("grade", "grade_group"))
+    ):
         raise ValueError(
             f"{key}: {name} has no `grade`; give it `def grade(self, problem, text)`, which returns a Score "
             "(docs/custom_reward.md)"
@@ -178,18 +179,10 @@ def _require_problem(problem: Any, what: str) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Prompts:
-    """How long the first prompts of a task are."""
+def prompt_lengths(task: Task, tokenizer: ChatTokenizer, key: str) -> list[int]:
+    """Returns the lengths in tokens of the first prompts of a task, `LOOKED_AT` or as many as `LOOK_S` seconds allow.
 
-    looked_at: int
-    shortest: int  # tokens
-    longest: int  # tokens
-
-
-def measure_prompts(task: Task, tokenizer: ChatTokenizer, key: str) -> Prompts:
-    """Encodes the first prompts of a task, `LOOKED_AT` or as many as `LOOK_S` seconds allow. Those that cannot be made or
-    encoded are left out, but for the first one.
+    Those that cannot be made or encoded are left out, but for the first one.
 
     Raises:
         ValueError: the first one cannot be encoded.
@@ -206,7 +199,7 @@ def measure_prompts(task: Task, tokenizer: ChatTokenizer, key: str) -> Prompts:
                 raise
             continue
         lengths.append(len(ids))
-    return Prompts(len(lengths), min(lengths), max(lengths))
+    return lengths
 
 
 def check_prompts(
@@ -229,13 +222,14 @@ def check_prompts(
     for key, task in tasks.items():
         if task is None:
             continue
-        found = measure_prompts(task, tokenizer, key)
-        if found.shortest > room:
-            lengths = f"{found.shortest} to {found.longest}" if found.shortest < found.longest else f"{found.longest}"
+        found = prompt_lengths(task, tokenizer, key)
+        shortest, longest = min(found), max(found)
+        if shortest > room:
+            lengths = f"{shortest} to {longest}" if shortest < longest else f"{longest}"
             raise ValueError(
                 f"sampling.max_tokens={sampling.max_tokens} leaves room for a prompt of {room} in engine.max_model_len="
-                f"{engine.max_model_len}, and the first {found.looked_at} prompts of {key} have {lengths} tokens; set "
-                f"engine.max_model_len={sampling.max_tokens + found.longest}, or a lower max_tokens"
+                f"{engine.max_model_len}, and the first {len(found)} prompts of {key} have {lengths} tokens; set "
+                f"engine.max_model_len={sampling.max_tokens + longest}, or a lower max_tokens"
             )
 
 
@@ -294,8 +288,11 @@ def require_rows(row_tokens: int, engine: EngineConfig) -> None:
         )
 
 
-def check_engine(source: HFModel, engine: EngineConfig) -> None:
+def check_engine(source: HFModel, engine: EngineConfig, model: nn.Module | None = None) -> None:
     """Compares the engine's settings with the sizes of the model.
+
+    Args:
+        model: the one that is trained, if one is.
 
     Raises:
         ValueError: the model cannot be cut for so many GPUs, or is too short for the prompts.
@@ -321,6 +318,11 @@ def check_engine(source: HFModel, engine: EngineConfig) -> None:
         raise ValueError(
             f"engine.max_model_len={engine.max_model_len} is more than the {longest} positions that the model has "
             f"(max_position_embeddings in {source.path / 'config.json'}); set engine.max_model_len={longest} or less"
+        )
+    if model is not None and engine.max_model_len > model.max_seq_len:
+        raise ValueError(
+            f"engine.max_model_len={engine.max_model_len} is more than the {model.max_seq_len} positions of the model that is "
+            f"trained; set model.max_seq_len={engine.max_model_len}, or a lower max_model_len"
         )
 
 
@@ -383,12 +385,6 @@ def checkpoint_bytes(model: nn.Module, dtype: torch.dtype) -> int:
     trained = sum(p.numel() for name, p in model.named_parameters() if not adapters or name in adapters)
     whole = sum(p.numel() for p in model.parameters())
     return 12 * trained + (0 if adapters else dtype.itemsize * whole)
-
-
-def check_dtype(dtype: str) -> None:
-    """Raises ValueError for a `dtype` in which nothing is trained."""
-    if dtype not in ("bfloat16", "float32"):
-        raise ValueError(f"dtype={dtype!r}: use 'bfloat16' or 'float32' (float16 would need a loss scale)")
 
 
 def _name(part: Any) -> str:

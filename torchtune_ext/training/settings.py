@@ -22,6 +22,12 @@ def at_least(settings: Mapping[str, Any], **least: int) -> None:
             raise ValueError(f"{name}={settings[name]} must be at least {bound}")
 
 
+def check_dtype(dtype: str) -> None:
+    """Raises ValueError for a `dtype` in which nothing is trained."""
+    if dtype not in ("bfloat16", "float32"):
+        raise ValueError(f"dtype={dtype!r}: use 'bfloat16' or 'float32' (float16 would need a loss scale)")
+
+
 def check_deadline(cfg: Mapping[str, Any]) -> None:
     """Raises ValueError where `rollout_deadline_s` is not a positive number of seconds."""
     if not cfg["rollout_deadline_s"] > 0:
