@@ -148,6 +148,8 @@ class GRPORecipe:
         self.checkpoints = Checkpoints(f"{cfg.output_dir}/checkpoints", identity, self.saving)
         resume = self.checkpoints.choose() if cfg.resume_from_checkpoint else None
 
+        if self.ranks.is_main and not resume:
+            self.open_records()
         # The engine loads in a process of its own while the policy is built here. Graders that measure programs do so on cores
         # that the engine does not use.
         if self.engine:
@@ -155,8 +157,6 @@ class GRPORecipe:
             self.graders = open_graders(
                 [self.task, self.eval_task], self.grading, self.bench, beside_training=cfg.staleness > 0
             )
-        if self.ranks.is_main and not resume:
-            self.open_records()
         self.source = self.replay or GroupSource(
             Ledger(cfg.prompts_per_step, cfg.max_steps, cfg.staleness, cfg.depth),
             GroupStream(self.engine, self.tokenizer, self.graders[0], times=self.timeline) if self.engine else None,

@@ -1,10 +1,18 @@
 """All mistakes that are tried. `python tests/mistakes/table.py` makes each of them and prints what is said."""
 
+import os
 import sys
 import tempfile
 from pathlib import Path
 
 if __name__ == "__main__":
+    # As tests/conftest.py: one thread, so that a fork has all that it needs, and no network.
+    os.environ |= {
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "WANDB_MODE": "offline",
+    }
     root = Path(__file__).resolve().parents[2]
     sys.path[:0] = [str(root / "tests" / "helpers"), str(root / "benchmarks")]
 

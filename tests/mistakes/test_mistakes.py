@@ -8,15 +8,17 @@ import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from table import GROUPS, MISTAKES
 from tiny_runs import environment
-from trying import ENGINE_STARTED, Mistake, attempt, full, import_all, in_fork, make_place
+from trying import ENGINE_STARTED, Forks, Mistake, attempt, full, make_place
 
 from torchtune_ext.host.mistakes import WITH_TRACEBACK
+from torchtune_ext.run.folder import RunFolder
 
 LINES = 3  # of ours, at most
 REAL = {name: mistake for name, mistake in MISTAKES.items() if mistake.real}
@@ -25,8 +27,14 @@ REAL = {name: mistake for name, mistake in MISTAKES.items() if mistake.real}
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
     """A folder in which every run is right."""
-    import_all()
     return make_place(tmp_path_factory.mktemp("mistakes") / "right")
+
+
+@pytest.fixture(scope="module")
+def in_fork():
+    forks = Forks()
+    yield forks
+    forks.close()
 
 
 def require(mistake: Mistake, said) -> None:
@@ -57,19 +65,19 @@ def test_there_are_enough_of_them():
 @pytest.mark.parametrize(
     "typed", ["grpo_full --config run.yaml", "grpo_lora --config lora.yaml", "evaluate --config eval.yaml"]
 )
-def test_without_a_mistake_the_engine_starts(place, tmp_path, typed):
+def test_without_a_mistake_the_engine_starts(place, in_fork, tmp_path, typed):
     said = attempt(Mistake(f"run {typed}", ""), place, tmp_path / "run", in_fork)
     assert said.status == ENGINE_STARTED and "error:" not in said.text, said
     assert "out/run.json" in said.changed
 
 
-def test_without_a_mistake_a_warm_up_ends_well(place, tmp_path):
+def test_without_a_mistake_a_warm_up_ends_well(place, in_fork, tmp_path):
     said = attempt(Mistake("run warmup_sft --config warm.yaml", ""), place, tmp_path / "run", in_fork)
     assert said.status == 0 and "model: out/model" in said.text, said
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_message(place, tmp_path, name):
+def test_a_mistake_is_one_message(place, in_fork, tmp_path, name):
     mistake = MISTAKES[name]
     if mistake.cpu_only and torch.version.cuda is not None:
         pytest.skip("a mistake with the CPU build of torch alone")
@@ -98,14 +106,14 @@ def test_under_torchrun_one_rank_speaks_and_first(place, tmp_path):
     assert "exitcode" not in before and len(before.splitlines()) <= 3, said.text
 
 
-def test_a_variable_shows_the_traceback(place, tmp_path, monkeypatch):
-    monkeypatch.setenv(WITH_TRACEBACK, "1")
-    said = attempt(full("optimizer.lr=fast", ""), place, tmp_path / "run", in_fork)
+def test_a_variable_shows_the_traceback(place, in_fork, tmp_path):
+    run = partial(in_fork, **{WITH_TRACEBACK: "1"})
+    said = attempt(full("optimizer.lr=fast", ""), place, tmp_path / "run", run)
     assert said.status == 2 and "Traceback" in said.text and "in check_optimizer" in said.text, said
     assert said.text.splitlines()[-1].startswith("ValueError: optimizer.lr='fast'")
 
 
-def test_what_nobody_foresaw_keeps_its_traceback(place, tmp_path):
+def test_what_nobody_foresaw_keeps_its_traceback(place, in_fork, tmp_path):
     """A copied recipe with a bug of its own."""
     source = (Path(__file__).parents[2] / "recipes" / "grpo.py").read_text()
     text = source.replace("        self.check()\n", "        {}['a bug']\n", 1)
@@ -115,9 +123,7 @@ def test_what_nobody_foresaw_keeps_its_traceback(place, tmp_path):
     assert said.status == 1 and "Traceback" in said.text and said.text.endswith("KeyError: 'a bug'"), said
 
 
-def test_a_folder_in_use_is_left_alone(place, tmp_path):
-    from torchtune_ext.run.folder import RunFolder
-
+def test_a_folder_in_use_is_left_alone(place, in_fork, tmp_path):
     mistake = full("", rf"output_dir=out is in use by another run: process {os.getpid()} on .*, since ")
     holders = []
 

@@ -1,10 +1,17 @@
-"""Tries mistakes: each in a fork of this process, which has imported everything, in a folder of its own."""
+"""Tries mistakes: each in a fork of one process, which has imported everything, in a folder of its own.
+
+    python trying.py    # reads {"words": [...], "folder": ..., "log": ..., "variables": {...}}, answers with the status; a line each
+
+Tests start that process afresh (`Forks`): their own one may have threads of other tests, which a fork would not have.
+"""
 
 import importlib
+import json
 import os
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import textwrap
@@ -14,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tiny_runs import write_tiny_model
+from tiny_runs import environment, write_tiny_model
 
 ENGINE_STARTED = 99  # the status of a run that went on to its engine
 LEFT_A_PROCESS = 98  # the status of a run that left a process behind
@@ -192,12 +199,54 @@ def import_all() -> None:
     importlib.import_module("transformers").PreTrainedTokenizerFast  # noqa: B018 (it is imported when it is asked for)
 
 
-def in_fork(words: list[str], folder: Path, log: Path) -> int:
-    """Runs `torchtune-ext WORDS` in a fork of this process, and returns its exit status."""
+class Forks:
+    """Runs `torchtune-ext WORDS` in forks of a process that has imported everything. It is what `attempt` takes as `run`."""
+
+    def __init__(self) -> None:
+        path = os.pathsep.join(filter(None, sys.path))
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**environment(), "PYTHONPATH": path},
+            text=True,
+        )
+
+    def __call__(self, words: list[str], folder: Path, log: Path, **variables: str) -> int:
+        order = {"words": words, "folder": str(folder), "log": str(log), "variables": variables}
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait(10)
+
+
+def serve() -> None:
+    """Makes a fork for each line of stdin, until that is closed."""
+    orders, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    # What an import prints is no answer.
+    os.dup2(2, 1)
+    import_all()
+    for line in orders:
+        order = json.loads(line)
+        print(
+            in_fork(order["words"], Path(order["folder"]), Path(order["log"]), **order["variables"]),
+            file=answers,
+            flush=True,
+        )
+
+
+def in_fork(words: list[str], folder: Path, log: Path, **variables: str) -> int:
+    """Runs `torchtune-ext WORDS` in a fork of this process, with further variables of its environment, and returns its exit
+    status."""
     child = os.fork()
     if child == 0:
         status = 1
         try:
+            os.environ |= variables
             status = _run(words, folder, log)
         finally:
             os._exit(status)
@@ -243,3 +292,7 @@ def _run(words: list[str], folder: Path, log: Path) -> int:
 def _no_engine(self) -> None:
     print("the engine was started", file=sys.stderr, flush=True)
     os._exit(ENGINE_STARTED)
+
+
+if __name__ == "__main__":
+    serve()

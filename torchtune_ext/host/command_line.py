@@ -63,7 +63,7 @@ def _own_recipe(given: str, known: Sequence[str]) -> str:
         if (here / f"{given.replace('.', '/')}.py").is_file() or _importable(given):
             return given
         near = nearest(given, known)
-        hint = f"did you mean {near}?" if near else "`tune ls` lists them"
+        hint = f"did you mean {near}?" if near else "`tune ls` lists them."
         raise ValueError(f"{given} is no recipe; {hint} A recipe of your own is written with its ending: my_grpo.py")
     if not path.is_file():
         raise ValueError(

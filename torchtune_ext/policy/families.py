@@ -180,9 +180,9 @@ def _no_config(path: Path) -> str:
         return f"{wrong}: `tune run warmup_sft --config warmup/{name}` makes it"
     hub = _HUB_ID.fullmatch(str(path)) and path.parts[0] not in _FOLDERS and not path.is_dir()
     owner, place = (path.parts[0], f"models/{path.name}") if hub else ("OWNER", str(path))
-    fetch = f"`hf download {owner}/{path.name} --local-dir {place}`"
     whole = (
-        f"{fetch} fetches a model, and the same with `config.json` behind the name the one file that dry_run=True needs"
+        f"`hf download {owner}/{path.name} --local-dir {place}` fetches a model, and `hf download {owner}/{path.name} "
+        f"config.json --local-dir {place}` the one file that dry_run=True needs"
     )
     if hub:
         return f"{wrong}. If it is a name of the Hugging Face hub: {whole}; then set model_dir={place}"
