@@ -286,9 +286,15 @@ def _run(words: list[str], folder: Path, log: Path) -> int:
         status = 1
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    # A process belongs to the thread that started it.
-    left = [pid for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()]
-    return LEFT_A_PROCESS if left else int(status or 0)
+    return LEFT_A_PROCESS if any(map(_children, os.listdir("/proc/self/task"))) else int(status or 0)
+
+
+def _children(thread: str) -> list[str]:
+    """Returns the processes that a thread of this process has started, and that are still there."""
+    try:
+        return Path(f"/proc/self/task/{thread}/children").read_text().split()
+    except OSError:  # it has ended
+        return []
 
 
 def _no_engine(self) -> None:
