@@ -2,6 +2,8 @@
 
 The service has processes, deadlines and a queue of its own, so no process of `Grader` stands between. What the machine did
 wrong (a measurement that others disturbed, a service that failed) is no grade: such a sample stays out of the baseline.
+
+`open_graders` starts what grades the tasks of a run, of either kind, and `rehearse` tries it before.
 """
 
 import os
@@ -9,6 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from itertools import zip_longest
 from threading import Lock
 
 from torchtune_ext.grading.calls import checked
@@ -43,7 +46,7 @@ def rehearse(
         ValueError: as these two say; also what cannot be locked in here.
     """
     graded: set[type] = set()
-    for task, key in zip(tasks, keys, strict=False):
+    for task, key in zip_longest(tasks, keys, fillvalue=None):
         if task is not None and is_measured(task):
             try:
                 service.rehearse(bench, task)
