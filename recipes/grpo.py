@@ -240,7 +240,6 @@ class GRPORecipe:
             self.sampling,
             engine,
             cfg.row_tokens,
-            self.ranks.device,
         )
         # The canary's prompts are made before a checkpoint is loaded: a task that adapts would ask otherwise then.
         self.problems, self.canary = ProblemStream(self.task, cfg.seed), canary_prompts(self.task, self.tokenizer)

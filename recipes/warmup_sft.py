@@ -136,7 +136,7 @@ class WarmupRecipe:
         self.schedule = build(ScheduleConfig, cfg.schedule, "schedule")
         self.schedule.require_fits(self.updates)
         self.logging, self.shape = build(LoggingConfig, cfg.logging, "logging"), build(Shape, cfg.shape, "shape")
-        check_optimizer(partial(instantiate, cfg.optimizer), self.ranks.device)
+        check_optimizer(partial(instantiate, cfg.optimizer))
         if cfg.model_dir is None:
             find_component(self.model_node("start"))
             find_component(cfg.tokenizer, path="start")

@@ -44,7 +44,6 @@ def check_parts(
     sampling: SamplingConfig,
     engine: EngineConfig,
     row_tokens: int,
-    device: torch.device,
 ) -> None:
     """Tries the parts of a run that trains by GRPO, each with the others that it has to fit.
 
@@ -60,7 +59,7 @@ def check_parts(
     for i, (key, task) in enumerate(tasks.items()):
         if task is not None:
             check_task(task, key, ends=i > 0)
-    check_optimizer(make_optimizer, device)
+    check_optimizer(make_optimizer)
     check_loss(loss)
     check_engine(source, engine, model)
     require_rows(row_tokens, engine)
@@ -68,13 +67,15 @@ def check_parts(
     check_prompts(tasks, tokenizer, sampling, engine)
 
 
-def check_optimizer(make: Callable[..., Any], device: torch.device | str = "cpu") -> None:
-    """Builds the optimizer on one parameter. `make` takes the parameters as `params`.
+def check_optimizer(make: Callable[..., Any]) -> None:
+    """Builds the optimizer on one parameter, on the CPU: a GPU that the engine shares stays free until it has measured it.
+
+    `make` takes the parameters as `params`.
 
     Raises:
         ValueError: a setting has a wrong type or value, or what is built is no optimizer.
     """
-    optimizer = make(params=[nn.Parameter(torch.zeros(1, device=device))])
+    optimizer = make(params=[nn.Parameter(torch.zeros(1))])
     if not hasattr(optimizer, "param_groups"):
         raise ValueError(
             f"optimizer: {type(optimizer).__name__} is no torch optimizer: it has no param_groups; name a class such as "
