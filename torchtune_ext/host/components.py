@@ -65,7 +65,9 @@ def find_component(node: DictConfig, **extra: Any) -> tuple[Callable[..., Any], 
     if component is None:
         raise ValueError(f"{where} the recipe that runs defines no {path!r}; give a dotted path, or define it there")
     if not callable(component):
-        raise ValueError(f"{where} _component_={path} is a {type(component).__name__}; name a class or a function")
+        kind = type(component).__name__
+        article = "an" if kind[0] in "aeiou" else "a"
+        raise ValueError(f"{where} _component_={path} is {article} {kind}; name a class or a function")
     _require_arguments(component, path, name, arguments, extra)
     return component, path, name, arguments
 
