@@ -29,6 +29,14 @@ from torchtune_ext.tasks.measured.results import BenchConfig
 from torchtune_ext.tasks.order import Usable
 from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.telemetry.rollouts import RolloutStore
+from torchtune_ext.training.checks import (
+    check_engine,
+    check_machine,
+    check_prompts,
+    check_task,
+    check_tokenizer,
+    check_weights,
+)
 from torchtune_ext.training.life import close_all, run_recipe
 from torchtune_ext.training.settings import at_least
 
@@ -66,7 +74,22 @@ class EvaluateRecipe:
 
     def setup(self) -> None:
         cfg = self.cfg
+        self.check()
+
+        # Nothing is wrong with the settings. From here on the folder is locked, and an earlier run in it is set aside.
+        check_machine(self.engine.config, cfg.output_dir, None, None)
         self.folder = RunFolder(cfg.output_dir)
+        self.run = self.folder.begin(record(cfg), resuming=False, reads=named_paths(cfg))
+        self.store = RolloutStore(cfg.output_dir)
+        say(labelled([("engine", f"starting, its log: {cfg.output_dir}/engine.log")]))
+        self.engine.start()
+        (self.grader,) = open_graders([self.task], self.grading, self.bench, folder=cfg.output_dir)
+        self.progress = Progress()
+        say(ready(self.engine.wait_ready()))
+
+    def check(self) -> None:
+        """Builds the parts that cost nothing and tries them: what is wrong is said before anything is touched."""
+        cfg = self.cfg
         at_least(cfg, samples_per_problem=1)
         self.rollout_config = build(RolloutConfig, cfg.rollouts, "rollouts")
         self.grading, self.bench = build(GraderConfig, cfg.grader, "grader"), build(BenchConfig, cfg.bench, "bench")
@@ -75,23 +98,20 @@ class EvaluateRecipe:
                 raise ValueError(
                     f"pass_at holds {k}; each k must lie in 1..samples_per_problem={cfg.samples_per_problem}"
                 )
+        model = HFModel(cfg.model_dir)
         self.tokenizer, self.task = instantiate(cfg.tokenizer), instantiate(cfg.task)
-        rehearse([self.task], self.bench)
         stops = tuple(self.tokenizer.stop_token_ids)
         self.sampling = build(SamplingConfig, cfg.sampling, "sampling", stop_token_ids=stops, seed=cfg.seed)
         engine = build(EngineConfig, cfg.engine, "engine")
-        self.engine = Engine(cfg.model_dir, engine, cfg.output_dir)
-        HFModel(cfg.model_dir).files()  # there are weights
+        check_task(self.task, "task", ends=True)
+        check_engine(model, engine)
+        check_tokenizer(self.tokenizer, model)
+        check_prompts({"task": self.task}, self.tokenizer, self.sampling, engine)
+        check_weights(model)
+        rehearse([self.task], self.bench, self.grading)
         fault = prompt_fault(self.tokenizer, engine.max_model_len, self.sampling.max_tokens)
         self.problems = Usable(self.task, fault, self.rollout_config.bad_problems).problems
-
-        self.run = self.folder.begin(record(cfg), resuming=False, reads=named_paths(cfg))
-        self.store = RolloutStore(cfg.output_dir)
-        say(labelled([("engine", f"starting, its log: {cfg.output_dir}/engine.log")]))
-        self.engine.start()
-        (self.grader,) = open_graders([self.task], self.grading, self.bench, folder=cfg.output_dir)
-        self.progress = Progress()
-        say(ready(self.engine.wait_ready()))
+        self.engine = Engine(cfg.model_dir, engine, cfg.output_dir)
 
     def evaluate(self) -> None:
         """Samples and grades every problem, prints the table and writes it."""

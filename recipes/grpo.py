@@ -50,6 +50,7 @@ from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.telemetry.rollouts import RolloutStore
 from torchtune_ext.telemetry.timeline import Timeline
 from torchtune_ext.training.agreement import Agreement
+from torchtune_ext.training.checks import check_machine, check_parts, check_weights
 from torchtune_ext.training.distributed import init_ranks
 from torchtune_ext.training.identity import Identity, identify
 from torchtune_ext.training.learner import Learner, over_updates
@@ -58,7 +59,7 @@ from torchtune_ext.training.precision import Precision, PrecisionConfig
 from torchtune_ext.training.publish import Publisher, canary_prompts
 from torchtune_ext.training.resume import RunState, checkpoint_to_go_on_from
 from torchtune_ext.training.schedule import ScheduleConfig, make_schedule
-from torchtune_ext.training.settings import at_least, check_settings, release_memory
+from torchtune_ext.training.settings import check_settings, release_memory
 from torchtune_ext.training.state import CheckpointConfig, Checkpoints
 from torchtune_ext.training.trained import AdapterConfig, trained_part
 
@@ -138,19 +139,19 @@ class GRPORecipe:
         self.watch = summary.Stopwatch(
             lambda phase: self.ranks.phase(phase, self.step), self.timeline if self.ranks.is_main else None
         )
-        if self.ranks.is_main:
-            # The lock of the folder comes before all else: a second run in it is refused.
-            self.folder = RunFolder(cfg.output_dir)
         torch.manual_seed(cfg.seed)
         self.check()
 
-        # Nothing is wrong with the settings, so an earlier run in the folder may be set aside, or go on.
+        # Nothing is wrong with the settings. From here on the folder is locked, so that a second run in it is refused, and an
+        # earlier run in it may be set aside, or go on.
         identity = self.open_folder() if self.ranks.is_main else None
         self.checkpoints = Checkpoints(f"{cfg.output_dir}/checkpoints", identity, self.saving)
         resume = checkpoint_to_go_on_from(self.checkpoints, self.folder, cfg.resume_from_checkpoint, cfg.max_steps)
         if self.ranks.is_main:
             say(opening(self))
 
+        if self.ranks.is_main and not resume:
+            self.open_records()
         # The engine loads in a process of its own while the policy is built here. Graders that measure programs do so on cores
         # that the engine does not use.
         if self.engine:
@@ -162,8 +163,6 @@ class GRPORecipe:
                 beside_training=cfg.staleness > 0,
                 folder=cfg.output_dir,
             )
-        if self.ranks.is_main and not resume:
-            self.open_records()
         self.source = self.replay or GroupSource(
             Ledger(cfg.prompts_per_step, cfg.max_steps, cfg.staleness, cfg.depth),
             GroupStream(self.engine, self.tokenizer, self.graders[0], times=self.timeline) if self.engine else None,
@@ -201,10 +200,9 @@ class GRPORecipe:
         )
 
     def check(self) -> None:
-        """Builds the parts that cost nothing: what is wrong with the settings is said before anything is touched."""
+        """Builds the parts that cost nothing and tries them: what is wrong is said before anything is touched."""
         cfg = self.cfg
         self.hf_model = HFModel(cfg.model_dir)
-        self.hf_model.files()  # there are weights
         self.meta_model = on_meta(partial(instantiate, cfg.model))  # names and shapes, no weights
         self.tokenizer = instantiate(cfg.tokenizer)
         self.task = instantiate(cfg.task)
@@ -214,9 +212,8 @@ class GRPORecipe:
         self.loss = instantiate(cfg.loss)
         self.advantage = build(AdvantageConfig, cfg.advantage, "advantage")
         self.sampling = build(SamplingConfig, cfg.sampling, "sampling", stop_token_ids=self.tokenizer.stop_token_ids)
-        check_settings(cfg, self.loss, self.sampling, self.advantage)
         self.schedule = build(ScheduleConfig, cfg.schedule, "schedule")
-        self.schedule.require_fits(cfg.max_steps * cfg.updates_per_step)
+        check_settings(cfg, self.loss, self.sampling, self.advantage, self.schedule)
         self.logging = build(LoggingConfig, cfg.logging, "logging")
         self.rollout_config = build(RolloutConfig, cfg.rollouts, "rollouts")
 
@@ -229,7 +226,6 @@ class GRPORecipe:
             world_size=self.ranks.world_size,
         )
         engine = self.trained.engine(build(EngineConfig, cfg.engine, "engine"))
-        at_least(cfg, row_tokens=engine.max_model_len)
         self.precision = Precision(
             build(PrecisionConfig, cfg.precision, "precision", bare="flow"),
             self.meta_model,
@@ -240,6 +236,17 @@ class GRPORecipe:
             adapter=self.trained.spec,
             way=self.trained.way,
         )
+        check_parts(
+            partial(instantiate, cfg.optimizer),
+            self.loss,
+            {"task": self.task, "evaluation.task": self.eval_task},
+            self.tokenizer,
+            self.hf_model,
+            self.meta_model,
+            self.sampling,
+            engine,
+            cfg.row_tokens,
+        )
 
         # A problem whose prompt leaves no room for an answer is passed over, like one that the task cannot give.
         usable = {
@@ -249,16 +256,19 @@ class GRPORecipe:
         self.problems, self.held_out = ProblemStream(self.task, cfg.seed, **usable), Usable(self.eval_task, **usable)
         # The canary's prompts are made before a checkpoint is loaded: a task that adapts would ask otherwise then.
         self.canary = canary_prompts(self.problems, self.tokenizer)
+        check_weights(self.hf_model, self.meta_model)
         base = partial(identify, "", self.hf_model, self.meta_model, self.trained.spec)
         self.replay = Replay(cfg.replay, record(cfg), base(), self.problems, self.tokenizer) if cfg.replay else None
         if self.ranks.is_main and not self.replay:
-            rehearse([self.task, self.eval_task], self.bench)
+            rehearse([self.task, self.eval_task], self.bench, self.grading)
             self.engine = Engine(cfg.model_dir, self.precision.engine, cfg.output_dir)
 
     def open_folder(self) -> Identity:
         """Rank 0: begins or continues the run in its folder. Returns what its checkpoints belong to."""
-        resuming = self.folder.resumes(self.cfg.resume_from_checkpoint)
-        run = self.folder.begin(record(self.cfg), resuming, reads=named_paths(self.cfg))
+        cfg = self.cfg
+        check_machine(self.engine and self.engine.config, cfg.output_dir, self.meta_model, self.precision.dtype)
+        self.folder = RunFolder(cfg.output_dir)
+        run = self.folder.begin(record(cfg), self.folder.resumes(cfg.resume_from_checkpoint), reads=named_paths(cfg))
         return identify(run.id, self.hf_model, self.meta_model, self.trained.spec)
 
     def open_records(self) -> None:

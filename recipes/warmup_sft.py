@@ -18,12 +18,13 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.groups import Group, Sample
+from torchtune_ext.host.components import find_component
 from torchtune_ext.host.config import build, instantiate, load_config, named_paths, record
 from torchtune_ext.host.opening import device_text, model_text
 from torchtune_ext.host.plugin import parse
 from torchtune_ext.objective.loss import NLLLoss
 from torchtune_ext.packing import pack
-from torchtune_ext.policy.builder import build_policy
+from torchtune_ext.policy.builder import build_policy, on_meta
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.scratch import Shape, make_tokenizer, write_model
 from torchtune_ext.run.folder import RunFolder
@@ -36,11 +37,13 @@ from torchtune_ext.tasks.task import Problem
 from torchtune_ext.telemetry.metrics import LoggingConfig, Metrics
 from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.telemetry.summary import Stopwatch, clock_metrics, memory_metrics
+from torchtune_ext.training.checks import check_optimizer, check_task, check_tokenizer, check_weights
 from torchtune_ext.training.distributed import init_ranks
 from torchtune_ext.training.export import save_model
 from torchtune_ext.training.learner import Learner
 from torchtune_ext.training.life import close_all, run_recipe
 from torchtune_ext.training.schedule import ScheduleConfig, make_schedule
+from torchtune_ext.training.settings import at_least, check_dtype
 
 
 @dataclass
@@ -84,34 +87,23 @@ class WarmupRecipe:
     def setup(self) -> None:
         cfg = self.cfg
         self.ranks = init_ranks(cfg.device)
-        if self.ranks.is_main:
-            self.folder = RunFolder(cfg.output_dir)
         torch.manual_seed(cfg.seed)
-        self.task = instantiate(cfg.task)
-        self.updates = max(1, round(cfg.num_problems * cfg.epochs / cfg.batch_problems))
-        if cfg.num_problems > len(self.task):
-            raise ValueError(f"num_problems={cfg.num_problems}, but the task has {len(self.task)} problems")
-        schedule = build(ScheduleConfig, cfg.schedule, "schedule")
-        schedule.require_fits(self.updates)
-        logging = build(LoggingConfig, cfg.logging, "logging")
-        if cfg.model_dir is not None:
-            HFModel(cfg.model_dir).files()  # there are weights
-        shape = build(Shape, cfg.shape, "shape")
+        self.check()
+
+        # Nothing is wrong with the settings. From here on the folder is locked, and an earlier run in it is set aside.
         run = None
         if self.ranks.is_main:
+            self.folder = RunFolder(cfg.output_dir)
             run = self.folder.begin(record(cfg), resuming=False, reads=named_paths(cfg))
         self.start = Path(cfg.model_dir or f"{cfg.output_dir}/start")
         if cfg.model_dir is None and self.ranks.is_main:
-            self.make_model(self.start, shape)
+            self.make_model(self.start, self.shape)
         self.ranks.broadcast(None)  # the others wait for the files
         self.source = HFModel(self.start)
         self.tokenizer: ChatTokenizer = instantiate(cfg.tokenizer, path=str(self.start))
-        # Our builder reads the sizes of a model in its config.json; those of torchtune have them in their names.
-        reads_config = cfg.model_dir is None or cfg.model._component_ == "torchtune_ext.policy.from_config"
-        model = OmegaConf.merge({"model_dir": str(self.start)} if reads_config else {}, cfg.model)
         self.dtype = getattr(torch, cfg.dtype)
         self.policy = build_policy(
-            partial(instantiate, model),
+            partial(instantiate, self.model_node(str(self.start))),
             self.source,
             self.ranks.device,
             self.dtype,
@@ -126,7 +118,7 @@ class WarmupRecipe:
             NLLLoss(),
             self.ranks,
             optimizer=optimizer,
-            schedule=make_schedule(optimizer, schedule, self.updates),
+            schedule=make_schedule(optimizer, self.schedule, self.updates),
             max_grad_norm=cfg.max_grad_norm,
             watch=self.watch,
         )
@@ -141,8 +133,39 @@ class WarmupRecipe:
                     ]
                 )
             )
-        self.metrics = Metrics(cfg.output_dir, logging.to, run, rank=self.ranks.rank)
+        self.metrics = Metrics(cfg.output_dir, self.logging.to, run, rank=self.ranks.rank)
         self.progress = Progress(self.updates, self.ranks.rank)
+
+    def check(self) -> None:
+        """Builds the parts that cost nothing and tries them: what is wrong is said before anything is touched."""
+        cfg = self.cfg
+        at_least(cfg, num_problems=1, batch_problems=1, row_tokens=1, tokenizer_problems=1, log_every=1)
+        check_dtype(cfg.dtype)
+        if not cfg.epochs > 0:
+            raise ValueError(f"epochs={cfg.epochs} must be more than 0")
+        self.task = instantiate(cfg.task)
+        check_task(self.task, "task", solves=True, grades=False)
+        if cfg.num_problems > len(self.task):
+            raise ValueError(f"num_problems={cfg.num_problems}, but the task has {len(self.task)} problems")
+        self.updates = max(1, round(cfg.num_problems * cfg.epochs / cfg.batch_problems))
+        self.schedule = build(ScheduleConfig, cfg.schedule, "schedule")
+        self.schedule.require_fits(self.updates)
+        self.logging, self.shape = build(LoggingConfig, cfg.logging, "logging"), build(Shape, cfg.shape, "shape")
+        check_optimizer(partial(instantiate, cfg.optimizer))
+        if cfg.model_dir is None:
+            find_component(self.model_node("start"))
+            find_component(cfg.tokenizer, path="start")
+        else:
+            source, model = HFModel(cfg.model_dir), on_meta(partial(instantiate, self.model_node(cfg.model_dir)))
+            check_tokenizer(instantiate(cfg.tokenizer, path=cfg.model_dir), source, model.tok_embeddings.num_embeddings)
+            check_weights(source, model)
+
+    def model_node(self, folder: str) -> DictConfig:
+        """Our builder reads the sizes of a model in its config.json; those of torchtune have them in their names."""
+        reads_config = self.cfg.model_dir is None or self.cfg.model._component_ == "torchtune_ext.policy.from_config"
+        return OmegaConf.create(
+            {"model": OmegaConf.merge({"model_dir": folder} if reads_config else {}, self.cfg.model)}
+        ).model
 
     def make_model(self, folder: Path, shape: Shape) -> None:
         """A tokenizer from the task's text and random weights."""

@@ -19,7 +19,7 @@ _process: subprocess.Popen | None = None
 
 
 def refused(folder: Path, recipe: str, *args: str, config: str = "run.yaml") -> str:
-    """Starts a recipe as `recipe_runs.run` does, which must end with status 1. Returns what it printed."""
+    """Starts a recipe as `recipe_runs.run` does, which must end as a mistake does, with status 2. Returns what it printed."""
     global _process
     if _process is None or _process.poll() is not None:
         path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
@@ -36,7 +36,7 @@ def refused(folder: Path, recipe: str, *args: str, config: str = "run.yaml") -> 
         _process.stdin.write(json.dumps(order) + "\n")
         _process.stdin.flush()
         status, output = _process.stdout.readline().strip(), log.read()
-    assert status == "1", (status, output[-6000:])
+    assert status == "2", (status, output[-6000:])
     return output
 
 

@@ -212,4 +212,4 @@ def test_the_canary_catches_an_engine_that_forgets_the_adapter(workplace, tmp_pa
 def test_bad_input_is_named_before_the_first_sample(workplace, args, message):
     output = refused(workplace, "grpo_lora", "output_dir=bad", *args, config="lora.yaml")
     assert message in output, output[-3000:]
-    assert [path.name for path in (workplace / "bad").iterdir()] == ["run.lock"]  # nothing has begun
+    assert not (workplace / "bad").exists()  # nothing has begun

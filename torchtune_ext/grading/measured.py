@@ -2,6 +2,8 @@
 
 The service has processes, deadlines and a queue of its own, so no process of `Grader` stands between. What the machine did
 wrong (a measurement that others disturbed, a service that failed) is no grade: such a sample stays out of the baseline.
+
+`open_graders` starts what grades the tasks of a run, of either kind, and `rehearse` tries it before.
 """
 
 import os
@@ -9,6 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from threading import Lock
 
@@ -19,18 +22,107 @@ from torchtune_ext.tasks.measured.bench import Bench
 from torchtune_ext.tasks.measured.machine import alone_on, kept_off
 from torchtune_ext.tasks.measured.ray_bench import RayBench
 from torchtune_ext.tasks.measured.results import NOISY, BenchConfig, BenchError, Result
+from torchtune_ext.tasks.measured.sandbox import SandboxError
 from torchtune_ext.tasks.measured.service import MeasuredTask, is_measured, open_bench
 from torchtune_ext.tasks.measured.timing import LOCK_S
 from torchtune_ext.tasks.task import Problem, Task
 
 OUTPUT = "grader.log"
+REHEARSED = 4  # problems whose solutions are graded before a run begins
+NO_SOLUTION = "1"  # a text that is graded where there is no solution
 
 
-def rehearse(tasks: Sequence[Task | None], bench: BenchConfig) -> None:
-    """Finds out before anything expensive starts whether what these tasks ask for can be measured (`service.rehearse`)."""
-    for task in tasks:
+def rehearse(
+    tasks: Sequence[Task | None],
+    bench: BenchConfig,
+    config: GraderConfig | None = None,
+    keys: Sequence[str] = ("task", "evaluation.task"),
+) -> None:
+    """Finds out before anything expensive starts whether these tasks can be graded (`service.rehearse`, `_rehearse_grading`).
+
+    Args:
+        config: how texts are graded that are not measured. With None they are not tried.
+        keys: the nodes of the tasks, for messages.
+
+    Raises:
+        ValueError: as these two say; also what cannot be locked in here.
+    """
+    graded: list[tuple] = []
+    for task, key in zip_longest(tasks, keys, fillvalue=None):
         if task is not None and is_measured(task):
-            service.rehearse(bench, task)
+            try:
+                service.rehearse(bench, task)
+            except SandboxError as error:
+                raise ValueError(f"bench: {error}") from error
+        elif task is not None and config is not None:
+            # The held-out problems mostly have the grader of the others: the same class, and the same function if one is named.
+            grader = (type(task), *(vars(task).get(name) for name in ("grade", "grade_group")))
+            if grader not in graded:
+                graded.append(grader)
+                _rehearse_grading(task, config, key)
+
+
+def _rehearse_grading(task: Task, config: GraderConfig, key: str) -> None:
+    """Grades the solutions of the first problems in a process, as the run will do. If there are none, it grades another text.
+
+    Raises:
+        ValueError: the grader fails on all of them, is too slow, or gives none of the solutions a reward.
+    """
+    problems = _first_problems(task)
+    solutions = [_solution(task, problem) for problem in problems]
+    name, worked = type(task).__name__, all(text is not None for text in solutions)
+    what = "its own solution" if worked else f"the text {NO_SOLUTION!r}"
+    try:
+        with Grader(task, 1, config.timeout_s) as grader:
+            outcomes = []
+            for problem, text in zip(problems, solutions, strict=True):
+                outcomes.append(grader.submit(problem, text if worked else NO_SOLUTION).result())
+                if outcomes[-1].kind == "timed_out":
+                    raise ValueError(
+                        f"{key}: {name} took more than grader.timeout_s={config.timeout_s:g} to grade {what} of problem "
+                        f"{problem.id!r}; raise grader.timeout_s, or look for what hangs in `grade`"
+                    )
+            rewards = [outcome.score.reward for outcome in outcomes if outcome.score is not None]
+            if not rewards:
+                raise ValueError(
+                    f"{key}: {name} cannot grade {what} of problem {problems[0].id!r}: {outcomes[0].cause}; none of the first "
+                    f"{len(problems)} problems can be graded"
+                )
+            # A task may pay less than 0 for everything, but where a solution gets just nothing, something is wrong. A grader that
+            # compares says nothing of a single text, and a bare answer is no text that a function of the user's has to like.
+            is_bare = "grade" in vars(task) and getattr(task, "worked", None) is None
+            if worked and not any(rewards) and not grader.compares and not is_bare:
+                others = [grader.submit(problem, NO_SOLUTION).result() for problem in problems]
+                if max(rewards) <= max(
+                    (other.score.reward for other in others if other.score is not None), default=0.0
+                ):
+                    raise ValueError(
+                        f"{key}: {name} gives its own solution of problem {problems[0].id!r} the reward {rewards[0]:g}, and "
+                        f"{NO_SOLUTION!r} no less: `grade` and `solution` do not fit each other (docs/custom_reward.md)"
+                    )
+    except RuntimeError as error:
+        raise ValueError(f"{key}: {name} cannot be graded: {error}") from error
+
+
+def _first_problems(task: Task) -> list[Problem]:
+    """Returns the first problems. One that cannot be made is left out: the run deals with it when it comes to it."""
+    problems = []
+    for index in range(min(REHEARSED, len(task))):
+        try:
+            problems.append(task[index])
+        except Exception:
+            if not index:
+                raise
+    return problems
+
+
+def _solution(task: Task, problem: Problem) -> str | None:
+    """Returns the solution of a problem, or None. GRPO does not need one, so one that fails is as good as none."""
+    try:
+        text = task.solution(problem)
+    except Exception:
+        return None
+    return text if isinstance(text, str) else None
 
 
 def open_graders(

@@ -94,7 +94,9 @@ def config_path(given: str) -> str:
         return str(known[given])
     from difflib import get_close_matches
 
-    near = get_close_matches(given, known, n=3, cutoff=0.5) or list(known)
+    near = get_close_matches(given, known, n=3, cutoff=0.5)
+    if not near or given.endswith((".yaml", ".yml")):
+        raise ValueError(f"--config {given}: no such file, seen from {Path.cwd()}, and no config of ours (`tune ls`)")
     raise ValueError(
         f"--config {given}: neither a file nor a config of ours; did you mean {', '.join(near)}? (`tune ls`)"
     )

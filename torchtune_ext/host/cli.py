@@ -6,12 +6,12 @@ It also runs recipes where another `tune` (the one of Ray) is first on PATH, or 
 import argparse
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
 
 from torchtune_ext import __version__
 from torchtune_ext.host import plugin
+from torchtune_ext.host.mistakes import nearest, shown
 
 # Each word has a module with add_arguments(parser) and main(args), and one line of help. The module is imported only
 # when the word is used, so that the others need not be installed and cost no time.
@@ -50,7 +50,9 @@ def run_own(word: str, rest: Sequence[str]) -> int:
     module = import_module(name)
     parser = argparse.ArgumentParser(prog=f"torchtune-ext {word}", description=text)
     module.add_arguments(parser)
-    return module.main(parser.parse_args(rest)) or 0
+    arguments = parser.parse_args(rest)
+    with shown():
+        return module.main(arguments) or 0
 
 
 def run_tune(words: Sequence[str]) -> int:
@@ -95,8 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run_own(word, rest)
     if word in TUNE_WORDS:
         return run_tune(argv)
-    near = get_close_matches(word, [*OWN_WORDS, *TUNE_WORDS], n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
+    near = nearest(word, [*OWN_WORDS, *TUNE_WORDS])
+    hint = f"; did you mean {near}?" if near else ""
     print(f"torchtune-ext: no such word: {word}{hint}\n\n{usage()}", file=sys.stderr)
     return 2
 

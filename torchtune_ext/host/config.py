@@ -1,25 +1,63 @@
 """Turns YAML into checked settings. Only recipes call this; nothing that they use sees a config."""
 
-import difflib
-import inspect
 import json
 import os
 import re
-import sys
 import warnings
-from dataclasses import fields
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
-from torchtune.config._errors import InstantiationError
-from torchtune.config._utils import _get_component_from_path
 
+from torchtune_ext.advantages import AdvantageConfig
+from torchtune_ext.evaluation import EvaluationConfig
+from torchtune_ext.grading import GraderConfig
+from torchtune_ext.host.components import has_component as has_component
+from torchtune_ext.host.components import instantiate as instantiate
+from torchtune_ext.host.mistakes import nearest
 from torchtune_ext.host.presets import preset_file
+from torchtune_ext.objective.loss import PolicyLoss
+from torchtune_ext.policy.scratch import Shape
+from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
+from torchtune_ext.tasks.measured.results import BenchConfig
+from torchtune_ext.telemetry.metrics import LoggingConfig
+from torchtune_ext.training.schedule import ScheduleConfig
+from torchtune_ext.training.state import CheckpointConfig
+from torchtune_ext.training.trained import AdapterConfig
 
 T = TypeVar("T")
+
+
+@dataclass
+class _Nothing:
+    """Has no fields."""
+
+
+# The records of the nodes of all recipes. A key that stands at the top, but belongs into one of them, is told its place.
+NODES: dict[str, type] = {
+    "adapters": AdapterConfig,
+    "advantage": AdvantageConfig,
+    "bench": BenchConfig,
+    "checkpoints": CheckpointConfig,
+    "engine": EngineConfig,
+    "evaluation": EvaluationConfig,
+    "grader": GraderConfig,
+    "logging": LoggingConfig,
+    "sampling": SamplingConfig,
+    "schedule": ScheduleConfig,
+    "shape": Shape,
+}
+# The arguments of components that are asked for most.
+COMPONENT_KEYS = {
+    "optimizer": ("lr", "betas", "weight_decay", "eps"),
+    "loss": [field.name for field in fields(PolicyLoss)],
+    "model": ("lora_rank", "lora_alpha", "lora_attn_modules", "lora_dropout", "use_dora", "quantize_base"),
+    "tokenizer": ("template",),
+}
 
 # `_references` reads a config with this resolver in place of oc.env. The resolver returns its own text and does not
 # look into the environment, so that no secret comes into the record of a run.
@@ -28,6 +66,7 @@ _ENV = re.compile(r"\$\{\s*oc\.env\s*:")
 _BARE = re.compile(r"[\w./+-]+")  # an argument of a resolver that needs no quotes
 _NO_READS = ("output_dir", "logging")  # keys whose values never name a file that the run reads
 
+MANY = 3  # with more unknown keys than that, a config is taken for one of another recipe
 
 # Keys of an earlier version, each with the key that replaces it.
 MOVED = {
@@ -46,11 +85,6 @@ MOVED = {
     "precision.recipe": "precision.scaling",
     "rollout_deadline_s": "rollouts.deadline_s",
 }
-# Components of an earlier version, likewise.
-MOVED_COMPONENTS = {
-    f"torchtune_ext.policy.scratch.{name}_from_config": "torchtune_ext.policy.from_config"
-    for name in ("qwen2", "qwen3", "lora_qwen2", "lora_qwen3")
-}
 
 
 def load_config(schema: type, cfg: DictConfig) -> DictConfig:
@@ -66,14 +100,20 @@ def load_config(schema: type, cfg: DictConfig) -> DictConfig:
     defaults = {f.name: f.default for f in fields(schema)}
     preset = cfg.get("preset", defaults.get("preset"))
     _refuse_moved(cfg, list(defaults))
+    foreign = [str(key) for key in cfg if key not in defaults]
+    if len(foreign) > MANY:
+        raise ValueError(
+            f"this config has {len(foreign)} keys that the recipe does not know ({', '.join(foreign[:5])}, ...), so it is "
+            "written for another one; begin with a copy of one of ours: `tune cp` and a name that `tune ls` shows"
+        )
     try:
         if preset is not None:
             cfg = _over(load_preset(preset, list(defaults)), cfg)
         merged = OmegaConf.merge(OmegaConf.structured(schema), cfg)
     except ConfigKeyError as error:
-        raise ValueError(unknown_key(str(error.full_key or error.key), [f.name for f in fields(schema)])) from None
+        raise ValueError(unknown_key(str(error.full_key or error.key), _all_keys(defaults))) from None
     except ValidationError as error:
-        raise ValueError(f"{error.full_key}: {error.msg or error}".split("\n")[0]) from None
+        raise ValueError(_wrong_type(error, cfg, {f.name: f.type for f in fields(schema)})) from None
     nothing = {name for name, default in defaults.items() if default == MISSING and merged._get_node(name)._is_none()}
     missing = sorted(OmegaConf.missing_keys(merged) | nothing)
     if missing:
@@ -85,6 +125,34 @@ def load_config(schema: type, cfg: DictConfig) -> DictConfig:
         raise ValueError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
     OmegaConf.get_cache(merged)[_MARK] = _references(OmegaConf.create(_marked(written)))
     return merged
+
+
+def _all_keys(known: Iterable[str]) -> list[str]:
+    """Returns the knobs of a recipe and the keys of its nodes as dotted names, so that a key in the wrong place is found."""
+    below = [f"{node}.{field.name}" for node in known for field in fields(NODES.get(node, _Nothing))]
+    return [
+        *known,
+        *below,
+        *(f"{node}.{key}" for node, keys in COMPONENT_KEYS.items() if node in known for key in keys),
+    ]
+
+
+def _wrong_type(error: ValidationError, cfg: DictConfig, types: Mapping[str, Any]) -> str:
+    """Returns the message for a value that a knob does not take."""
+    key = str(error.full_key).split(".")[0].split("[")[0]
+    value = OmegaConf.select(cfg, key) if key in cfg else None
+    if key in NODES and not isinstance(value, DictConfig):
+        names = [field.name for field in fields(NODES[key])]
+        example = f"{key}.to=[{value}]" if key == "logging" else f"{key}.{names[0]}=..."
+        return f"{key}={value} is no mapping; write {example} (keys of `{key}:` are {', '.join(names)})"
+    if str(types.get(key)).startswith("list") and not isinstance(value, ListConfig):
+        return f"{key}={value} must be a list: {key}=[{value}]"
+    wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+    what = next((text for kind, text in wanted.items() if types.get(key) in (kind, kind | None)), None)
+    if what is None or isinstance(value, DictConfig | ListConfig):
+        return f"{error.full_key}: {error.msg or error}".split("\n")[0]
+    null = ", or null" if types[key] not in wanted else ""
+    return f"{key}={value} must be {what}{null}"
 
 
 def _refuse_moved(cfg: DictConfig, known: list[str], where: str = "the config") -> None:
@@ -99,7 +167,19 @@ def _refuse_moved(cfg: DictConfig, known: list[str], where: str = "the config") 
     moved = {key: MOVED[key] for key in keys if key not in known and MOVED.get(key, "").split(".")[0] in known}
     if moved:
         found = ", ".join(f"{old!r} is {new}" for old, new in moved.items())
-        raise ValueError(f"unknown key{'s' * (len(moved) > 1)} of an earlier version in {where}: now {found}")
+        example = ""
+        if len(moved) == 1:
+            ((old, new),) = moved.items()
+            value = OmegaConf.select(cfg, old)
+            example = f"; write {new}={_as_list(new, value)}" if isinstance(value, str | int | float) else ""
+        raise ValueError(f"unknown key{'s' * (len(moved) > 1)} of an earlier version in {where}: now {found}{example}")
+
+
+def _as_list(key: str, value: Any) -> str:
+    """Returns how a plain value is written for a key, which may be one that takes a list."""
+    node, _, name = key.partition(".")
+    types = {field.name: str(field.type) for field in fields(NODES.get(node, _Nothing))}
+    return f"[{value}]" if types.get(name, "").startswith("tuple") else str(value)
 
 
 def record(cfg: DictConfig) -> dict[str, Any]:
@@ -225,8 +305,8 @@ def _over(preset: DictConfig, cfg: DictConfig) -> DictConfig:
 
 def unknown_key(key: str, known: list[str], where: str = "the config") -> str:
     """Returns the error message for an unknown key, with the nearest known one."""
-    near = difflib.get_close_matches(key.split(".")[-1], known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
+    near = nearest(key, known)
+    hint = f"did you mean {near!r}?" if near else f"known keys: {', '.join(sorted(known))}"
     return f"unknown key {key!r} in {where}; {hint}"
 
 
@@ -273,59 +353,3 @@ def build(record: type[T], values: Any, where: str, bare: str | None = None, **e
         raise ValueError(f"{where}.{missing[0]} has no value; set it in the YAML or as {where}.{missing[0]}=...")
     given = {key: tuple(plain[key]) if isinstance(plain[key], list) else plain[key] for key in node[where]}
     return record(**{**extra, **given})
-
-
-def has_component(node: DictConfig | None) -> bool:
-    """Tells whether an optional node names a component. torchtune turns `key=null` into `key._component_=null`."""
-    return isinstance(node, DictConfig) and node.get("_component_") is not None
-
-
-def instantiate(node: DictConfig, **extra: Any) -> Any:
-    """Builds the component that `_component_` names, with the other keys of the node as its arguments.
-
-    The name is a dotted path, or a bare name that the recipe itself defines, for example in a user's copy.
-
-    Raises:
-        ValueError: there is no such component, or it does not accept the arguments.
-    """
-    where = f"`{node._key()}:`" if isinstance(node, DictConfig) else repr(node)
-    if not has_component(node):
-        raise ValueError(f"{where} needs a `_component_`, the dotted path of a class or function")
-    arguments = OmegaConf.to_container(node, resolve=True)
-    path = arguments.pop("_component_")
-    component = _in_recipe(path) if "." not in path else _by_path(path, where)
-    if component is None:
-        raise ValueError(f"{where} the recipe that runs defines no {path!r}; give a dotted path, or define it there")
-    try:
-        inspect.signature(component).bind(**arguments, **extra)
-    except TypeError as error:
-        takes = ", ".join(inspect.signature(component).parameters)
-        raise ValueError(
-            f"{where} {path} was given arguments that it does not take: {error}; it takes {takes}"
-        ) from error
-    return component(**arguments, **extra)
-
-
-def _by_path(path: str, where: str) -> Any:
-    if path in MOVED_COMPONENTS:
-        raise ValueError(f"{where} _component_={path} is {MOVED_COMPONENTS[path]} now")
-    # The component may be in a module of the working directory, which is not on the path when `tune` runs.
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        return _get_component_from_path(path)
-    except (InstantiationError, ValueError) as error:
-        raise ValueError(f"{where} _component_={path}: {' '.join(str(error).split())}") from error
-
-
-def _in_recipe(name: str) -> Any:
-    """Returns what a name means in the recipe that runs, or None.
-
-    `tune` runs the recipe as `__main__`, but does not enter it in `sys.modules`. So the search goes through the frames.
-    """
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "__main__" and name in frame.f_globals:
-            return frame.f_globals[name]
-        frame = frame.f_back
-    return None

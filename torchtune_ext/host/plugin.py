@@ -5,7 +5,7 @@ puts a finder on `sys.meta_path`. The finder acts only in a process that imports
 
     before `torchtune` is executed                   torchao_compat.apply makes torchao 0.16 to 0.18 usable
     after `torchtune._recipe_registry` is executed   register adds our recipes and configs, with absolute paths
-    after `torchtune._cli.run` is executed           offer_help lists our knobs at `tune run RECIPE --help`
+    after `torchtune._cli.run` is executed           guide lets `tune run` say what is wrong with a name, and how to write it
 """
 
 import sys
@@ -30,18 +30,29 @@ def make_torchao_usable(_torchtune) -> None:
     apply()
 
 
-def offer_help(run) -> None:
-    """Lets `tune run RECIPE --help` of the module `torchtune._cli.run` list the knobs of our recipes."""
+def guide(cli) -> None:
+    """Wraps `tune run` (the module `torchtune._cli.run`), so that mistakes in the words of the command are said in one line."""
+    from torchtune_ext.host.command_line import prepare, quiet_end
     from torchtune_ext.host.knobs import offer_help
+    from torchtune_ext.host.mistakes import shown
 
-    offer_help(run)
+    run = cli.Run._run_cmd
+
+    def guided(self, args):
+        with shown():
+            prepare(args, cli.get_all_recipes())
+        with quiet_end():
+            run(self, args)
+
+    cli.Run._run_cmd = guided
+    offer_help(cli)
 
 
 class TorchtuneFinder:
     """Adds a call before one module of torchtune is executed and after others. It finds no modules itself."""
 
     before = {"torchtune": make_torchao_usable}
-    after = {"torchtune._recipe_registry": register, "torchtune._cli.run": offer_help}
+    after = {"torchtune._recipe_registry": register, "torchtune._cli.run": guide}
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):
@@ -88,36 +99,26 @@ def install() -> None:
         sys.meta_path.insert(0, TorchtuneFinder)
 
 
-def resolve_config(argv: list[str]) -> None:
-    """Replaces the name of one of our configs after `--config` by its path, in place.
-
-    Raises:
-        ValueError: the word after `--config` is neither a file nor a name of a config.
-    """
-    from torchtune_ext.host.catalog import config_path
-
-    for i, word in enumerate(argv):
-        if word == "--config" and i + 1 < len(argv):
-            argv[i + 1] = config_path(argv[i + 1])
-        elif word.startswith("--config="):
-            argv[i] = "--config=" + config_path(word.removeprefix("--config="))
-
-
 def parse(recipe_main):
     """Wraps the main function of a recipe as `torchtune.config.parse` does; `--config` may also name our configs.
 
     `tune run` replaces such names itself. This decorator does it where `tune` is not involved (`python -m
-    torchtune_ext.recipes.grpo --config grpo/tiny`, torchrun) or where Python reads no start-up files.
+    torchtune_ext.recipes.grpo --config grpo/tiny`, torchrun) or where Python reads no start-up files. A mistake of the user
+    ends the recipe with one message and exit status 2 (`mistakes.shown`).
     """
     import functools
 
     from torchtune import config
 
+    from torchtune_ext.host.command_line import check_words
+    from torchtune_ext.host.mistakes import shown
+
     parsed = config.parse(recipe_main)
 
     @functools.wraps(recipe_main)
     def wrapper(*args, **kwargs):
-        resolve_config(sys.argv)
-        return parsed(*args, **kwargs)
+        with shown():
+            check_words(sys.argv, recipe_main.__globals__.get("__file__"))
+            return parsed(*args, **kwargs)
 
     return wrapper

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torchtune import training
-from torchtune.modules import TiedLinear, TransformerDecoder, TransformerSelfAttentionLayer
+from torchtune.modules import TransformerDecoder, TransformerSelfAttentionLayer
 
 from torchtune_ext.policy import lora
 from torchtune_ext.policy.fp8.plan import Fp8Config, convert
@@ -26,13 +26,17 @@ def on_meta(make_model: Callable[[], TransformerDecoder]) -> TransformerDecoder:
     try:
         with torch.device("meta"):
             return make_model()
-    except AssertionError as error:
+    except (AssertionError, ZeroDivisionError, ValueError) as error:
+        # A recipe builds by `instantiate`, which says of an error where it came from.
+        cause = error.__cause__ if isinstance(error, ValueError) else error
+        if isinstance(cause, ZeroDivisionError):
+            raise ValueError("model.lora_rank must be at least 1") from cause
+        if not isinstance(cause, AssertionError):
+            raise
         raise ValueError(
-            f"model.quantize_base: NF4 wants weights of a multiple of 256 blocks of 64 values, and torchao says: {error}. "
+            f"model.quantize_base: NF4 wants weights of a multiple of 256 blocks of 64 values, and torchao says: {cause}. "
             "Leave the small layers (k_proj and v_proj) out of lora_attn_modules"
-        ) from error
-    except ZeroDivisionError as error:
-        raise ValueError("model.lora_rank must be at least 1") from error
+        ) from cause
 
 
 def build_policy(
@@ -69,11 +73,7 @@ def build_policy(
     # torchtune's RMSNorm computes in float32 with a scale in bfloat16, and means to.
     warnings.filterwarnings("ignore", "Mismatch dtype between input and weight", UserWarning)
     model = on_meta(make_model)
-    if source.tied != isinstance(model.output, TiedLinear):
-        raise ValueError(
-            f"tie_word_embeddings={source.tied} in {source.path / 'config.json'}, but the model of the YAML has "
-            f"{'untied' if source.tied else 'tied'} embeddings; change `model:`"
-        )
+    source.require_tied(model)
     adapters = lora.adapter_names(model)
     if adapters:
         lora.prepare(model, compute_dtype)

@@ -4,6 +4,7 @@ To add a family, add a line to `FAMILIES`. If torchtune has no builder for it, w
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,9 @@ from torchtune.modules import TransformerDecoder
 from torchtune_ext.policy.qwen3 import lora_qwen3, qwen3
 
 Config = Mapping[str, Any]  # the content of a config.json
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_FOLDERS = ("models", "model", "runs", "run", "checkpoints", "data", "weights", "tmp")  # nobody on the hub is called so
 
 # Qwen3 has the names of Qwen2 and those of the norms of q and k. Llama's are among them, so this map serves all families.
 _TO_TUNE = _FROM_HF | {
@@ -147,24 +151,42 @@ def read_config(model_dir: str | Path) -> dict[str, Any]:
     path = Path(model_dir)
     file = path / "config.json"
     if not file.is_file():
-        if path.parts[-2:] == ("warmup", "model"):
-            fix = f"`tune run warmup_sft --config warmup/{path.parts[-3] if len(path.parts) > 2 else 'tiny'}` makes it"
-        else:
-            fix = (
-                f"`hf download OWNER/{path.name} --local-dir {path}` fetches a model, and `hf download OWNER/{path.name} "
-                f"config.json --local-dir {path}` the one file that dry_run=True needs"
-            )
-        raise ValueError(
-            f"model_dir={str(model_dir)!r} has no config.json; name a directory in Hugging Face format: {fix}"
-        )
-    config = json.loads(file.read_text(encoding="utf-8"))
+        raise ValueError(f"model_dir={str(model_dir)!r}: {_no_config(path)}")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON ({error}); copy it anew from where the weights come from") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} holds no keys; copy it anew from where the weights come from")
     if config.get("model_type") not in FAMILIES:
         raise ValueError(
             f"{file} says model_type={config.get('model_type')!r}, which is not supported; take a model of one of these: "
             f"{', '.join(sorted(FAMILIES))}"
         )
     require_keys(config, ("hidden_size", "num_attention_heads", "num_key_value_heads"), file)
+    for key in ("hidden_size", "num_attention_heads", "num_key_value_heads"):
+        if not isinstance(config[key], int) or config[key] < 1:
+            raise ValueError(f"{file} says {key}={config[key]!r}, which is no size; copy it anew")
     return config
+
+
+def _no_config(path: Path) -> str:
+    """Returns what is wrong with a model directory without a config.json, and the command that makes one."""
+    if path.is_file():
+        return "it is a file; name the directory of a model in Hugging Face format, which holds config.json and the weights"
+    wrong = "has no config.json" if path.is_dir() else f"no such folder, seen from {Path.cwd()}"
+    if path.parts[-2:] == ("warmup", "model"):
+        name = path.parts[-3] if len(path.parts) > 2 else "tiny"
+        return f"{wrong}: `tune run warmup_sft --config warmup/{name}` makes it"
+    hub = _HUB_ID.fullmatch(str(path)) and path.parts[0] not in _FOLDERS and not path.is_dir()
+    owner, place = (path.parts[0], f"models/{path.name}") if hub else ("OWNER", str(path))
+    whole = (
+        f"`hf download {owner}/{path.name} --local-dir {place}` fetches a model, and `hf download {owner}/{path.name} "
+        f"config.json --local-dir {place}` the one file that dry_run=True needs"
+    )
+    if hub:
+        return f"{wrong}. If it is a name of the Hugging Face hub: {whole}; then set model_dir={place}"
+    return f"{wrong}; name a directory in Hugging Face format: {whole}"
 
 
 def require_keys(config: Config, keys: Sequence[str], file: Path) -> None:

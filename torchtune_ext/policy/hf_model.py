@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from torchtune.modules import TiedLinear
 
 from torchtune_ext.policy.families import FAMILIES, read_config
 from torchtune_ext.policy.sharded import fill, whole
@@ -50,10 +51,100 @@ class HFModel:
         """Returns the safetensors files, in order."""
         files = sorted(self.path.glob("*.safetensors"))
         if not files:
+            others = sorted(path.name for ending in ("*.bin", "*.pth", "*.gguf") for path in self.path.glob(ending))
+            there = f" (there is {others[0]}, which is not read)" if others else ""
             raise ValueError(
-                f"model_dir={str(self.path)!r} has no *.safetensors file; other weight formats are not read"
+                f"model_dir={str(self.path)!r} has no *.safetensors file{there}; other weight formats are not read: "
+                f"`hf download OWNER/{self.path.name} --local-dir {self.path}` fetches the weights"
             )
+        self._require_all(files)
         return files
+
+    def _require_all(self, files: list[Path]) -> None:
+        """Raises ValueError where the index of several files names one that is not there: a download that broke off."""
+        index = self.path / "model.safetensors.index.json"
+        if not index.is_file():
+            return
+        try:
+            named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ValueError(f"{index} is damaged; copy it anew from where the weights come from") from None
+        missing = sorted(named - {file.name for file in files})
+        if missing:
+            raise ValueError(
+                f"model_dir={str(self.path)!r} lacks {missing[0]} ({len(missing)} of {len(named)} files are missing), which "
+                f"{index.name} names: the download broke off. `hf download OWNER/{self.path.name} --local-dir {self.path}` "
+                "goes on with it"
+            )
+
+    def shapes(self) -> Iterator[tuple[str, tuple[int, ...], Path]]:
+        """Yields (torchtune name, shape, file) of every weight, from the headers of the files alone.
+
+        Raises:
+            ValueError: a file is cut or damaged, or holds weights that are quantized or belong to no model of this family.
+        """
+        self.require_unquantized()
+        for file in self.files():
+            for name, entry in _header(file)[1].items():
+                if name == "__metadata__" or (self.tied and name == "lm_head.weight"):
+                    continue
+                _require_plain(name, entry["dtype"], file)
+                empty = torch.empty(entry["shape"], device="meta")
+                try:
+                    converted = self._family.to_tune({name: empty}, **self._shape)
+                except Exception as error:
+                    # The map of names is torchtune's. It raises errors of several kinds.
+                    raise ValueError(
+                        f"{file} holds {name} of shape {tuple(entry['shape'])}, which a model of the family "
+                        f"{self.config['model_type']} has not; copy config.json and the weights from the same place"
+                    ) from error
+                yield from ((ours, tuple(tensor.shape), file) for ours, tensor in converted.items())
+
+    def require_readable(self) -> None:
+        """Raises ValueError where there are no weights, or a file of them is cut or damaged."""
+        for file in self.files():
+            _header(file)
+
+    def require_fits(self, model: nn.Module, new: Collection[str] = ()) -> None:
+        """Compares names and shapes in the headers of the files with those of a model, which may lie on the meta device.
+
+        Args:
+            new: names of parameters that no model directory holds (those of adapters).
+
+        Raises:
+            ValueError: they differ, or a file cannot be read.
+        """
+        self.require_tied(model)
+        wanted = {clean_name(name): tuple(p.shape) for name, p in model.named_parameters() if name not in new}
+        missing = set(wanted)
+        for name, shape, file in self.shapes():
+            if wanted.get(name) != shape:
+                raise ValueError(self._misfit(name, shape, wanted.get(name), file))
+            missing.discard(name)
+        self._require_none(missing)
+
+    def require_tied(self, model: nn.Module) -> None:
+        """Raises ValueError where only one of model and config.json has an output layer that is the embedding."""
+        if self.tied != isinstance(model.output, TiedLinear):
+            raise ValueError(
+                f"tie_word_embeddings={self.tied} in {self.path / 'config.json'}, but the model of the YAML has "
+                f"{'untied' if self.tied else 'tied'} embeddings; change `model:`"
+            )
+
+    def _misfit(self, name: str, shape: tuple, wanted: tuple | None, file: Path) -> str:
+        found = "no such weight" if wanted is None else f"shape {wanted}"
+        return (
+            f"model does not fit model_dir={str(self.path)!r}: {name} has shape {shape} in {file.name}, the built model has "
+            f"{found}; compare `model:` in the YAML with {self.path / 'config.json'}"
+        )
+
+    def _require_none(self, missing: Collection[str]) -> None:
+        if missing:
+            first = ", ".join(sorted(missing)[:4]) + (", ..." if len(missing) > 4 else "")
+            raise ValueError(
+                f"model_dir={str(self.path)!r} lacks {len(missing)} weights of the model ({first}): `model:` is larger than "
+                "what the files hold, or a file is missing; copy the weights anew, or change `model:`"
+            )
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (torchtune name, tensor) of every weight, one at a time."""
@@ -63,8 +154,7 @@ class HFModel:
                 for name in f.keys():
                     if self.tied and name == "lm_head.weight":
                         continue
-                    if "_scale" in name.rpartition(".")[2] or f.get_slice(name).get_dtype() not in _DTYPES:
-                        raise ValueError(f"{name} in {file} is, or belongs to, a quantized weight: {_UNQUANTIZED}")
+                    _require_plain(name, f.get_slice(name).get_dtype(), file)
                     yield from self._family.to_tune({name: f.get_tensor(name)}, **self._shape).items()
 
     def fingerprint(self) -> str:
@@ -108,15 +198,27 @@ class HFModel:
         return next(iter(self._family.to_hf({name: tensor}, **shape).items()))
 
 
+def _require_plain(name: str, dtype: str, file: Path) -> None:
+    """Raises ValueError for a tensor that is, or belongs to, a quantized weight."""
+    if "_scale" in name.rpartition(".")[2] or dtype not in _DTYPES:
+        raise ValueError(f"{name} in {file} is, or belongs to, a quantized weight: {_UNQUANTIZED}")
+
+
 def _header(file: Path) -> tuple[int, dict[str, Any]]:
     """Returns where the data of a safetensors file begin, and its header, which has dtype, shape and place of each tensor."""
     with open(file, "rb") as f:
         length = int.from_bytes(f.read(8), "little")
         try:
             header = json.loads(f.read(length)) if 0 < length < file.stat().st_size else None
-            end = max((e["data_offsets"][1] for n, e in header.items() if n != "__metadata__"), default=0)
+            entries = [entry for name, entry in header.items() if name != "__metadata__"]
+            end = max(
+                (entry["data_offsets"][1] for entry in entries if entry["dtype"] and entry["shape"] is not None),
+                default=0,
+            )
         except (AttributeError, KeyError, TypeError, ValueError):
-            raise ValueError(f"{file} is no safetensors file, or its header is damaged; copy it anew") from None
+            raise ValueError(
+                f"{file} is no safetensors file, or its header is damaged; copy it anew from where the weights come from"
+            ) from None
     if 8 + length + end != file.stat().st_size:
         raise ValueError(
             f"{file} has {file.stat().st_size:,} bytes, its header says {8 + length + end:,}: copy it anew"
@@ -146,17 +248,11 @@ def load_weights(model: nn.Module, source: HFModel, new: Collection[str] = ()) -
     for name, tensor in source.tensors():
         param = params.get(name)
         if param is None or tuple(param.shape) != tuple(tensor.shape):
-            found = "no such weight" if param is None else f"shape {tuple(param.shape)}"
-            raise ValueError(
-                f"model does not fit model_dir={str(source.path)!r}: {name} has shape {tuple(tensor.shape)} there, "
-                f"the built model has {found}; compare `model:` in the YAML with {source.path / 'config.json'}"
-            )
+            wanted = None if param is None else tuple(param.shape)
+            raise ValueError(source._misfit(name, tuple(tensor.shape), wanted, source.path))
         fill(param, tensor)
         missing.discard(name)
-    if missing:
-        raise ValueError(
-            f"model_dir={str(source.path)!r} lacks {len(missing)} weights of the model: {sorted(missing)[:4]} ..."
-        )
+    source._require_none(missing)
 
 
 @torch.no_grad()

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from torchtune_ext.host.mistakes import nearest
+
 DECAYS = ("constant", "linear", "cosine")
 
 
@@ -18,12 +20,17 @@ class ScheduleConfig:
 
     def __post_init__(self) -> None:
         if self.decay not in DECAYS:
-            raise ValueError(f"schedule.decay={self.decay!r} is unknown; use 'constant', 'linear' or 'cosine'")
+            near = nearest(str(self.decay), DECAYS)
+            hint = f"did you mean {near!r}?" if near else "use 'constant', 'linear' or 'cosine'"
+            raise ValueError(f"schedule.decay={self.decay!r} is unknown; {hint}")
 
     def require_fits(self, total: int) -> None:
         """Raises ValueError if the warm-up is longer than the run of `total` updates."""
         if not 0 <= self.warmup <= total:
-            raise ValueError(f"schedule.warmup={self.warmup} must lie between 0 and the number of updates, {total}")
+            raise ValueError(
+                f"schedule.warmup={self.warmup} must lie between 0 and the number of updates, {total}; set a shorter "
+                "warm-up, or train longer"
+            )
 
 
 def make_schedule(optimizer: Optimizer, config: ScheduleConfig, total: int) -> LambdaLR:

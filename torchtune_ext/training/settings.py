@@ -7,8 +7,12 @@ import torch
 
 from torchtune_ext.advantages import AdvantageConfig
 from torchtune_ext.buffer import Ledger
+from torchtune_ext.host.mistakes import nearest
 from torchtune_ext.objective.loss import Needs, PolicyLoss, needs_of
 from torchtune_ext.sampling.records import SamplingConfig
+from torchtune_ext.training.schedule import ScheduleConfig
+
+AGGREGATIONS = ("token", "sequence", "constant")  # of packing.py: what the loss of an update is a mean over
 
 
 def at_least(settings: Mapping[str, Any], **least: int) -> None:
@@ -18,17 +22,38 @@ def at_least(settings: Mapping[str, Any], **least: int) -> None:
             raise ValueError(f"{name}={settings[name]} must be at least {bound}")
 
 
-def check_settings(cfg: Mapping[str, Any], loss: Any, sampling: SamplingConfig, advantage: AdvantageConfig) -> None:
+def check_dtype(dtype: str) -> None:
+    """Raises ValueError for a `dtype` in which nothing is trained."""
+    if dtype not in ("bfloat16", "float32"):
+        raise ValueError(f"dtype={dtype!r}: use 'bfloat16' or 'float32' (float16 would need a loss scale)")
+
+
+def check_settings(
+    cfg: Mapping[str, Any],
+    loss: Any,
+    sampling: SamplingConfig,
+    advantage: AdvantageConfig,
+    schedule: ScheduleConfig | None = None,
+) -> None:
     """Raises ValueError for settings of a GRPO recipe that do not go together.
 
     Args:
         cfg: settings of the recipe.
-        loss, sampling, advantage: what was built from them.
+        loss, sampling, advantage, schedule: what was built from them.
     """
+    at_least(cfg, max_steps=1, prompts_per_step=1, samples_per_prompt=2, updates_per_step=1, refill_rounds=0)
     check_needs(cfg["loss"], needs_of(loss))
     check_sampling(sampling, cfg["samples_per_prompt"], advantage)
-    at_least(cfg, prompts_per_step=1, samples_per_prompt=2, updates_per_step=1)
+    if cfg["aggregation"] not in AGGREGATIONS:
+        near = nearest(str(cfg["aggregation"]), AGGREGATIONS)
+        hint = f"did you mean {near!r}?" if near else f"use {' or '.join(map(repr, AGGREGATIONS))}"
+        raise ValueError(f"aggregation={cfg['aggregation']!r} is unknown; {hint}")
+    for name in ("max_grad_norm", "max_mismatch", "rank_deadline_s"):
+        if cfg[name] is not None and not cfg[name] > 0:
+            raise ValueError(f"{name}={cfg[name]} must be more than 0")
     check_staleness(cfg, loss)
+    if schedule is not None:
+        schedule.require_fits(cfg["max_steps"] * cfg["updates_per_step"])
 
 
 def check_sampling(sampling: SamplingConfig, samples_per_prompt: int, advantage: AdvantageConfig) -> None:

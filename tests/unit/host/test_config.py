@@ -131,7 +131,8 @@ def test_a_loss_of_ones_own_has_to_ask_for_what_the_yaml_sets():
 
 @pytest.mark.parametrize(("old", "new"), MOVED.items())
 def test_an_old_key_names_the_new_one(old, new):
-    message = f"unknown key of an earlier version in the config: now '{old}' is {re.escape(new)}$"
+    value = r"\[1\]" if old == "metrics" else "1"
+    message = f"unknown key of an earlier version in the config: now '{old}' is {re.escape(new)}; write {re.escape(new)}={value}$"
     with pytest.raises(ValueError, match=message):
         load_config(grpo.Config, OmegaConf.merge(NEEDED, OmegaConf.from_dotlist([f"{old}=1"])))
     node, _, name = new.partition(".")

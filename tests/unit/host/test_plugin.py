@@ -10,6 +10,7 @@ import pytest
 
 from torchtune_ext.host import cli, plugin
 from torchtune_ext.host.catalog import config_files, config_path, folder, recipe_files, recipe_of
+from torchtune_ext.host.command_line import check_words
 
 PACKAGE_PARENT = Path(plugin.__file__).resolve().parents[2]
 
@@ -90,10 +91,10 @@ def test_config_names_become_paths(house, monkeypatch):
     monkeypatch.chdir(house)
     tiny = str(house / "configs/grpo/tiny.yaml")
     argv = ["recipe", "--config", "grpo/tiny", "seed=3"]
-    plugin.resolve_config(argv)
+    check_words(argv)
     assert argv == ["recipe", "--config", tiny, "seed=3"]
     argv = ["recipe", "--config=grpo/tiny"]
-    plugin.resolve_config(argv)
+    check_words(argv)
     assert argv == ["recipe", f"--config={tiny}"]
     assert config_path("configs/grpo/tiny.yaml") == "configs/grpo/tiny.yaml"  # a file comes before a name
     with pytest.raises(ValueError, match=r"--config grpo/tinny: .*did you mean grpo/tiny"):

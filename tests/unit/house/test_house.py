@@ -16,6 +16,8 @@ ORDER = [
     "host",
     "host.torchao_compat",
     "host.catalog",
+    "host.mistakes",
+    "host.command_line",
     "host.presets",
     "host.source",
     "host.knobs",
@@ -41,7 +43,9 @@ ORDER = [
     "training",
     "telemetry",
     "replay",
+    "host.components",
     "host.config",
+    "host.checks",
     "host.opening",
     "host.dry_run",
     "host.tune_script",
@@ -50,7 +54,7 @@ ORDER = [
     "host.cli",
     "__main__",
 ]
-OMEGACONF_ALLOWED = {"host.plugin", "host.config", "host.opening", "host.dry_run"}  # and the recipes
+OMEGACONF_ALLOWED = {"host.command_line", "host.components", "host.config", "host.opening", "host.dry_run"}  # and the recipes
 MAX_FILE, MAX_FUNCTION, MAX_KNOBS = 400, 80, 40  # lines, lines, names
 MAX_RECIPE = 300  # statements: comments and blank lines cost nothing, and squeezing a line gains nothing
 MACHINE_PATH = re.compile(r"(?<![\w.])/(work|root|Users/\w+|home/\w+|opt/(wheels|pypi))/")

@@ -274,5 +274,5 @@ def test_a_quantized_checkpoint_is_refused_in_every_flow(source, flow):
     ids=["tiny", "other"],
 )
 def test_a_missing_model_says_how_to_get_it(tmp_path, folder, command):
-    with pytest.raises(ValueError, match=f"no config.json; .*`{command}"):
+    with pytest.raises(ValueError, match=f"no such folder, seen from .*`{command}"):
         HFModel(tmp_path / folder)

@@ -55,6 +55,13 @@ class TemporalClue:
         use_graders(self, None if is_rule else grader, group_grader)
         self.seed, self.first = seed, first
         self.size = parse_size(size)
+        if path is not None and not Path(path).is_file():
+            # Held-out puzzles have a seed of their own, so that none of them is trained on.
+            other = " --seed 1" if "val" in Path(path).stem or "test" in Path(path).stem else ""
+            raise ValueError(
+                f"path={path!r}: no such file, seen from {Path.cwd()}; `torchtune-ext clue --size public{other} --count "
+                f"{(first + (count or 0)) or 3000} --out {path}` makes one"
+            )
         self.puzzles = None if path is None else read_puzzles(path, first, count)
         self.kept_in: Path | None = None
         if cache_dir is not None:

@@ -1,0 +1,51 @@
+"""All mistakes that are tried. `python tests/mistakes/table.py` makes each of them and prints what is said."""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+if __name__ == "__main__":
+    # As tests/conftest.py: one thread, so that a fork has all that it needs, and no network.
+    os.environ |= {
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "WANDB_MODE": "offline",
+    }
+    root = Path(__file__).resolve().parents[2]
+    sys.path[:0] = [str(root / "tests" / "helpers"), str(root / "benchmarks")]
+
+from trying import Mistake, attempt, import_all, in_fork, make_place
+from wrong_parts import CLASSES, MODELS
+from wrong_words import COMMANDS, KEYS, VALUES
+
+GROUPS: dict[str, dict[str, Mistake]] = {
+    "the words of the command": COMMANDS,
+    "keys": KEYS,
+    "values": VALUES,
+    "classes and data": CLASSES,
+    "model directories": MODELS,
+}
+MISTAKES = {f"{group}: {name}": mistake for group, rows in GROUPS.items() for name, mistake in rows.items()}
+
+
+def main() -> None:
+    """Prints name, what was typed and what was said of every mistake whose name holds one of the words of the command."""
+    words = sys.argv[1:]
+    import_all()
+    with tempfile.TemporaryDirectory() as folder:
+        place = make_place(Path(folder) / "right")
+        for number, (name, mistake) in enumerate(MISTAKES.items(), 1):
+            if not words or any(word in name for word in words):
+                said = attempt(mistake, place, Path(folder) / str(number), in_fork)
+                print(
+                    f"{number} {name}\n    $ torchtune-ext {mistake.typed}\n    {said.text.replace(chr(10), chr(10) + '    ')}"
+                )
+                print(
+                    f"    [status {said.status}]{' left behind: ' + ', '.join(said.changed) if said.changed else ''}\n"
+                )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Every mistake is said in one message, with status 2, before anything is touched, and nothing is left of it.
+
+`python tests/mistakes/table.py` prints the messages, for people to read.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from table import GROUPS, MISTAKES
+from tiny_runs import environment
+from trying import ENGINE_STARTED, Forks, Mistake, attempt, full, make_place
+
+from torchtune_ext.host.mistakes import WITH_TRACEBACK
+from torchtune_ext.run.folder import RunFolder
+
+LINES = 3  # of ours, at most
+REAL = {name: mistake for name, mistake in MISTAKES.items() if mistake.real}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A folder in which every run is right."""
+    return make_place(tmp_path_factory.mktemp("mistakes") / "right")
+
+
+@pytest.fixture(scope="module")
+def in_fork():
+    forks = Forks()
+    yield forks
+    forks.close()
+
+
+def require(mistake: Mistake, said) -> None:
+    assert said.status == mistake.status, said
+    assert re.search(mistake.says, said.text), f"says: {mistake.says}\nsaid: {said.text}"
+    assert len(said.text.splitlines()) <= LINES and "Traceback" not in said.text, said.text
+    assert said.changed == [], said
+
+
+def as_command(words: list[str], folder: Path, log: Path) -> int:
+    """Runs `torchtune-ext WORDS` as a shell does, and returns its exit status."""
+    with open(log, "w") as output:
+        return subprocess.run(
+            [sys.executable, "-m", "torchtune_ext", *words],
+            cwd=folder,
+            env={**environment(), "PYTHONDONTWRITEBYTECODE": "1"},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            timeout=150,
+        ).returncode
+
+
+def test_there_are_enough_of_them():
+    assert len(MISTAKES) >= 120 and len(REAL) >= 10
+    assert len(MISTAKES) == sum(map(len, GROUPS.values()))
+
+
+@pytest.mark.parametrize(
+    "typed", ["grpo_full --config run.yaml", "grpo_lora --config lora.yaml", "evaluate --config eval.yaml"]
+)
+def test_without_a_mistake_the_engine_starts(place, in_fork, tmp_path, typed):
+    said = attempt(Mistake(f"run {typed}", ""), place, tmp_path / "run", in_fork)
+    assert said.status == ENGINE_STARTED and "error:" not in said.text, said
+    assert "out/run.json" in said.changed
+
+
+def test_without_a_mistake_a_warm_up_ends_well(place, in_fork, tmp_path):
+    said = attempt(Mistake("run warmup_sft --config warm.yaml", ""), place, tmp_path / "run", in_fork)
+    assert said.status == 0 and "model: out/model" in said.text, said
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_message(place, in_fork, tmp_path, name):
+    mistake = MISTAKES[name]
+    if mistake.cpu_only and torch.version.cuda is not None:
+        pytest.skip("a mistake with the CPU build of torch alone")
+    require(mistake, attempt(mistake, place, tmp_path / "run", in_fork))
+
+
+@pytest.mark.slow
+def test_commands_say_the_same(place, tmp_path):
+    with ThreadPoolExecutor(2) as pool:
+        tried = {
+            name: pool.submit(attempt, mistake, place, tmp_path / str(number), as_command)
+            for number, (name, mistake) in enumerate(REAL.items())
+        }
+        for name, said in tried.items():
+            require(REAL[name], said.result())
+
+
+@pytest.mark.slow
+def test_under_torchrun_one_rank_speaks_and_first(place, tmp_path):
+    words = "run --nproc_per_node 2 grpo_full --config run.yaml optimizer.lr=fast"
+    said = attempt(Mistake(words, ""), place, tmp_path / "run", as_command)
+    assert said.status == 2 and said.changed == [], said
+    assert said.text.count("error: ") == said.text.count("optimizer.lr='fast'") == 1, said.text
+    assert "Traceback" not in said.text and "rank 1:" not in said.text, said.text
+    before = said.text.partition("error: ")[0]
+    assert "exitcode" not in before and len(before.splitlines()) <= 3, said.text
+
+
+def test_a_variable_shows_the_traceback(place, in_fork, tmp_path):
+    run = partial(in_fork, **{WITH_TRACEBACK: "1"})
+    said = attempt(full("optimizer.lr=fast", ""), place, tmp_path / "run", run)
+    assert said.status == 2 and "Traceback" in said.text and "in check_optimizer" in said.text, said
+    assert said.text.splitlines()[-1].startswith("ValueError: optimizer.lr='fast'")
+
+
+def test_what_nobody_foresaw_keeps_its_traceback(place, in_fork, tmp_path):
+    """A copied recipe with a bug of its own."""
+    source = (Path(__file__).parents[2] / "recipes" / "grpo.py").read_text()
+    text = source.replace("        self.check()\n", "        {}['a bug']\n", 1)
+    assert text != source
+    mistake = Mistake("run my_grpo.py --config run.yaml", "", files={"my_grpo.py": text})
+    said = attempt(mistake, place, tmp_path / "run", in_fork)
+    assert said.status == 1 and "Traceback" in said.text and said.text.endswith("KeyError: 'a bug'"), said
+
+
+def test_a_folder_in_use_is_left_alone(place, in_fork, tmp_path):
+    mistake = full("", rf"output_dir=out is in use by another run: process {os.getpid()} on .*, since ")
+    holders = []
+
+    def hold(folder: Path) -> None:
+        holders.append(RunFolder(folder / "out"))
+
+    try:
+        require(mistake, attempt(Mistake(mistake.typed, mistake.says, prepare=hold), place, tmp_path / "run", in_fork))
+    finally:
+        holders[0].close()

@@ -1,0 +1,192 @@
+"""Mistakes in the user's classes, in files of data and in model directories: name -> mistake."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+from trying import RUN, Mistake, evaluate, full, warmup
+
+JSONL = "torchtune_ext.tasks.jsonl.Jsonl"
+CLUE = "torchtune_ext.tasks.temporal_clue.TemporalClue"
+ARITHMETIC = "torchtune_ext.tasks.arithmetic.Arithmetic"
+MATMUL = "torchtune_ext.tasks.matmul.Matmul"
+ROWS = '{"question": "1+1=", "answer": "2"}\n'
+
+
+def task(body: str, says: str, words: str = "", **more) -> Mistake:
+    """A task whose class has `body` in place of what `sums.Base` has."""
+    lines = "\n".join(f"    {line}" for line in body.splitlines())
+    text = f"import os\nimport time\n\nfrom sums import Base, Problem, Score\n\n\nclass Mine(Base):\n{lines}\n"
+    return full(f"task._component_=mine.Mine {words}", says, files={"mine.py": text}, **more)
+
+
+def alone(body: str, says: str) -> Mistake:
+    """A task that derives from nothing."""
+    text = "from sums import Problem, Score\n\n\nclass Mine:\n" + "\n".join(f"    {line}" for line in body.splitlines())
+    return full("task._component_=mine.Mine", says, files={"mine.py": text + "\n"})
+
+
+def loss(body: str, says: str, words: str = "") -> Mistake:
+    text = "class Mine:\n" + "\n".join(f"    {line}" for line in body.splitlines()) + "\n"
+    return full(f"loss._component_=mine.Mine {words}", says, files={"mine.py": text})
+
+
+LENGTH = "def __len__(self): return 4"
+GET = "def __getitem__(self, i): return Problem(str(i), ({'role': 'user', 'content': 'x'},), i)"
+GRADE = "def grade(self, problem, text): return Score(0.0, {})"
+
+# fmt: off
+CLASSES = {
+    "a class that is not there": full("task._component_=sums.Bas", r"`task:` _component_=sums.Bas: sums has no 'Bas'; did you mean 'Base'\?"),
+    "a module that is not there": full("task._component_=sum.Base", r"`task:` _component_=sum.Base: there is no module 'sum', neither installed nor as sum.py in .*; did you mean 'sums'\?"),
+    "a bare name": full("task._component_=Sums", r"`task:` the recipe that runs defines no 'Sums'; give a dotted path, or define it there"),
+    "a path of a file": full("task._component_=sums.py:Base", r"`task:` _component_=sums.py:Base is no dotted path; write my_task.Sums for the class Sums in my_task.py"),
+    "a folder of ours": full("task._component_=torchtune_ext.tasks.temporal_clu.TemporalClue", r"torchtune_ext.tasks has no 'temporal_clu'; did you mean 'temporal_clue'\?"),
+    "an optimizer that is not there": full("optimizer._component_=torch.optim.Adam2", r"`optimizer:` _component_=torch.optim.Adam2: torch.optim has no 'Adam2'; did you mean 'Adam'\?"),
+    "a module for a class": full("optimizer._component_=torch.optim", r"`optimizer:` _component_=torch.optim is a module; name a class or a function"),
+    "an earlier builder": full("model._component_=torchtune_ext.policy.scratch.qwen2_from_config", r"`model:` _component_=.*qwen2_from_config is torchtune_ext.policy.from_config now"),
+    "no component": Mistake("run grpo_full --config plain.yaml", r"`task:` needs a `_component_`, the dotted path of a class or function", files={"plain.yaml": RUN.replace("task: {_component_: sums.Base}\n", "task: {count: 3}\n", 1)}),
+    "a mapping for a component": full("'task={count: 3}'", r"`task:` _component_=\{'count': 3\} is no dotted path; write my_task.Sums"),
+    "a syntax error": full("task._component_=mine.Mine", r"`task:` _component_=mine.Mine: importing mine raised SyntaxError: .*\(mine.py:1\)", files={"mine.py": "class Mine(:\n"}),
+    "an import that fails": full("task._component_=mine.Mine", r"importing mine raised ModuleNotFoundError: No module named 'nosuchpackage' \(mine.py:1\)", files={"mine.py": "import nosuchpackage\n"}),
+    "__init__ raises": task("def __init__(self): {}['rows']", r"`task:` mine.Mine raised KeyError: 'rows' \(mine.py:8\)\n\(TORCHTUNE_EXT_TRACEBACK=1 shows the traceback\)"),
+    "__init__ refuses": task("def __init__(self): raise ValueError('no rows here')", r"`task:` mine.Mine raised no rows here \(mine.py:8\)"),
+    "__init__ opens a missing file": task("def __init__(self): open('rows.txt')", r"`task:` mine.Mine raised FileNotFoundError: .*'rows.txt' \(mine.py:8\)"),
+    "no __len__": alone(f"{GET}\n{GRADE}", r"task: Mine has no `__len__`; give it one that returns the number of its problems, or .*ENDLESS"),
+    "no __getitem__": alone(f"{LENGTH}\n{GRADE}", r"task: Mine has no `__getitem__`; give it one that returns the problem of an index"),
+    "no grade": alone(f"{LENGTH}\n{GET}", r"task: Mine has no `grade`; give it `def grade\(self, problem, text\)`"),
+    "no problems": task("def __len__(self): return 0", r"task: Mine has 0 problems; it needs one at least"),
+    "__len__ raises": task("def __len__(self): return self.rows", r"task: len\(Mine\(\.\.\.\)\) raised AttributeError: .*\(mine.py:8\)"),
+    "__getitem__ raises": task("def __getitem__(self, i): return {}[i]", r"task: Mine\(\.\.\.\)\[0\] raised KeyError: 0 \(mine.py:8\)"),
+    "__getitem__ returns a dict": task("def __getitem__(self, i): return {'prompt': 'x'}", r"task: Mine\(\.\.\.\)\[0\] is a dict, not a Problem; return Problem\(id, messages, answer\)", real=True),
+    "messages are a text": task("def __getitem__(self, i): return Problem('x', 'what?', 1)", r"task: Mine\(\.\.\.\)\[0\] has messages='what\?'; write \(\{\"role\": \"user\""),
+    "messages without a role": task("def __getitem__(self, i): return Problem('x', ({'content': 'x'},), 1)", r"task: Mine\(\.\.\.\)\[0\] has messages=.*write \(\{\"role\": \"user\""),
+    "grade raises": task("def grade(self, problem, text): return problem.anser", r"task: Mine cannot grade its own solution of problem 'sum-0': AttributeError: .*\(mine.py:8\); none of the first 4 problems can be graded"),
+    "grade returns None": task("def grade(self, problem, text): pass", r"task: Mine cannot grade its own solution of problem 'sum-0': .*None"),
+    "grade returns NaN": task("def grade(self, problem, text): return Score(float('nan'), {})", r"task: Mine cannot grade its own solution of problem 'sum-0': .*nan.*not finite"),
+    "grade hangs": task("def grade(self, problem, text): time.sleep(60)", r"task: Mine took more than grader.timeout_s=0.5 to grade its own solution of problem 'sum-0'; raise grader.timeout_s", words="grader.timeout_s=0.5"),
+    "grade ends its process": task("def grade(self, problem, text): os._exit(3)", r"task: Mine cannot grade its own solution of problem 'sum-0': the grading process died"),
+    "grade without a solution raises": alone(f"{LENGTH}\n{GET}\ndef grade(self, problem, text): return text.foo", r"task: Mine cannot grade the text '1' of problem '0': AttributeError: .*\(mine.py:7\)"),
+    "a solution that does not score": task("def solution(self, problem): return 'who knows'", r"task: Mine gives its own solution of problem 'sum-0' the reward 0, and '1' no less: `grade` and `solution` do not fit"),
+    "a lock in the task": task("def __init__(self):\n    super().__init__()\n    self.lock = __import__('threading').Lock()", r"task Mine cannot be sent to a grading process: TypeError: .*Keep open files, locks and models out of its attributes"),
+    "a held-out task by its name": full("evaluation.task=sums.Base", r"evaluation.task='sums.Base' must be a mapping: write evaluation.task._component_=sums.Base, or null"),
+    "a held-out task without an end": full(f"evaluation.task._component_={ARITHMETIC} ~evaluation.task.count", r"evaluation.task: Arithmetic never ends \(2,147,483,647 problems\), and all are used; set evaluation.task.count=256"),
+    "a level that is not there": full(f"task._component_={ARITHMETIC} task.level=99", r"task.level=\{99: 1.0\}: give a level from 1 to 10"),
+    "a split that is not there": full(f"task._component_={ARITHMETIC} task.split=test", r"task.split='test': choose one of train, heldout, all", real=True),
+    "warmup: no solution": warmup("task._component_=mine.Mine", r"task: Mine has no `solution`; give it one that returns a text with reward 1.0", files={"mine.py": f"from sums import Problem, Score\n\n\nclass Mine:\n    {LENGTH}\n    {GET}\n    {GRADE}\n"}),
+    "evaluate: grade raises": evaluate("task._component_=mine.Mine", r"task: Mine cannot grade its own solution of problem 'sum-0': AttributeError: ", files={"mine.py": "from sums import Base\n\n\nclass Mine(Base):\n    def grade(self, problem, text): return text.foo\n"}),
+    "a kernel that is not there": full(f"task._component_={MATMUL} 'task.kernels={{dgem: 256}}'", r"task.kernels: there is no kernel 'dgem'; use dgemm"),
+    "a reward that is not there": full(f"task._component_={MATMUL} task.reward=speed", r"task.reward='speed': choose one of .*peak_share"),
+    "a loss that cannot be called": full("loss._component_=sums.Base", r"loss: Base cannot be called; give it `def __call__\(self, t\)` \(docs/objectives.md\)"),
+    "a loss with a wrong name": loss("def __call__(self, t): return -t.advantage, {}", r"loss: Mine, called with three labels, raised AttributeError: .*\(mine.py:2\)"),
+    "a loss of one value": loss("def __call__(self, t): return (t.logprobs_L * t.advantages_L).mean(), {}", r"loss: Mine: its loss has shape \(\) for three labels; return one value per label, shape \(3,\)"),
+    "a loss without metrics": loss("def __call__(self, t): return -t.logprobs_L", r"loss: Mine returned a Tensor; return \(one value per label, a dict of metrics, which may be empty\)"),
+    "a metric of one value": loss("def __call__(self, t): return -t.logprobs_L, {'mean': t.logprobs_L.mean()}", r"loss: Mine: metric 'mean' has shape \(\) for three labels"),
+    "a loss that asks for no reference": loss("def __init__(self, kl_coef): pass\ndef __call__(self, t): return -t.logprobs_L, {}", r"loss.kl_coef=0.1, but the loss mine.Mine does not ask for it: give the class the attribute `needs_reference`", words="loss.kl_coef=0.1"),
+    "an optimizer that is none": full("optimizer._component_=mine.Own", r"optimizer: Own is no torch optimizer: it has no param_groups; name a class such as torch.optim.AdamW", files={"mine.py": "class Own:\n    def __init__(self, params, lr): pass\n"}),
+    "an optimizer that raises": full("optimizer._component_=mine.Own", r"`optimizer:` mine.Own raised ZeroDivisionError: division by zero \(mine.py:3\)", files={"mine.py": "class Own:\n    def __init__(self, params, lr):\n        1 / 0\n"}),
+    "puzzles that nobody made": full(f"task._component_={CLUE} task.path=data/train.jsonl", r"task.path='data/train.jsonl': no such file, seen from .*; `torchtune-ext clue --size public --count 3000 --out data/train.jsonl` makes one", real=True),
+    "held-out puzzles that nobody made": full(f"evaluation.task._component_={CLUE} evaluation.task.path=data/val.json evaluation.task.count=64", r"evaluation.task.path='data/val.json': no such file, .*`torchtune-ext clue --size public --seed 1 --count 64 --out data/val.json` makes one"),
+    "puzzles that are none": full(f"task._component_={CLUE} task.path=rows.jsonl", r"rows.jsonl, line 1: field 'num_clues' is missing", files={"rows.jsonl": ROWS}),
+    "rows that are not there": full(f"task._component_={JSONL} task.path=rows.jsonl task.grader=mine.same", r"task.path='rows.jsonl': no such file, seen from ", files={"mine.py": "def same(answer, text): return 1.0\n"}),
+    "a row that is no JSON": full(f"task._component_={JSONL} task.path=rows.jsonl task.grader=mine.same", r"rows.jsonl:2: no JSON \(.*\); write one object a line", files={"mine.py": "def same(answer, text): return 1.0\n", "rows.jsonl": ROWS + "{oops\n"}),
+    "a field that is not there": full(f"task._component_={JSONL} task.path=rows.jsonl task.question=prompt task.grader=mine.same", r"rows.jsonl:1: no field 'prompt'; there are: ", files={"mine.py": "def same(answer, text): return 1.0\n", "rows.jsonl": ROWS}),
+    "a grader that is not there": full(f"task._component_={JSONL} task.path=rows.jsonl task.grader=mine.sam", r"mine.*sam", files={"mine.py": "def same(answer, text): return 1.0\n", "rows.jsonl": ROWS}),
+}
+# fmt: on
+
+
+def changed(**keys):
+    """Changes keys of config.json; None removes one."""
+
+    def change(folder: Path) -> None:
+        file = folder / "model" / "config.json"
+        config = json.loads(file.read_text()) | keys
+        file.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+    return change
+
+
+def written(name: str, data: bytes):
+    return lambda folder: (folder / "model" / name).write_bytes(data)
+
+
+def removed(name: str):
+    return lambda folder: (folder / "model" / name).unlink()
+
+
+def cut(folder: Path) -> None:
+    os.truncate(folder / "model" / "model.safetensors", 50_000)
+
+
+def one_less(folder: Path) -> None:
+    file = folder / "model" / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.norm.weight"]
+    save_file(tensors, file)
+
+
+def one_more(folder: Path) -> None:
+    file = folder / "model" / "model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, "model.layers.2.input_layernorm.weight": tensors["model.norm.weight"].clone()}, file)
+
+
+def foreign(folder: Path) -> None:
+    file = folder / "model" / "model.safetensors"
+    save_file({"transformer.h.0.attn.weight": load_file(file)["model.norm.weight"]}, file)
+
+
+def indexed(folder: Path) -> None:
+    names = {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (folder / "model" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
+def other_tokenizer(folder: Path) -> None:
+    """A second directory, whose tokenizer has two letters the other way round."""
+    shutil.copytree(folder / "model", folder / "other")
+    file = folder / "other" / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["7"], vocabulary["="] = vocabulary["="], vocabulary["7"]
+    file.write_text(json.dumps(tokenizer))
+
+
+# fmt: off
+MODELS = {
+    "no such folder": full("model_dir=models/none", r"model_dir='models/none': no such folder, seen from /.*; name a directory in Hugging Face format: `hf download OWNER/none --local-dir models/none`"),
+    "a name of the hub": full("model_dir=Qwen/Qwen2.5-7B-Instruct", r"model_dir='Qwen/Qwen2.5-7B-Instruct': no such folder, .*`hf download Qwen/Qwen2.5-7B-Instruct --local-dir models/Qwen2.5-7B-Instruct`.*set model_dir=models/Qwen2.5-7B-Instruct"),
+    "a model that no warm-up made": full("model_dir=runs/tiny/warmup/model", r"model_dir='runs/tiny/warmup/model': no such folder, .*`tune run warmup_sft --config warmup/tiny` makes it"),
+    "a file": full("model_dir=sums.py", r"model_dir='sums.py': it is a file; name the directory of a model"),
+    "a folder without config.json": full("model_dir=.", r"model_dir='.': has no config.json; name a directory in Hugging Face format"),
+    "config.json is broken": full("", r"model/config.json is no JSON \(.*\); copy it anew", prepare=written("config.json", b'{"model_type": ')),
+    "config.json is a list": full("", r"model/config.json holds no keys; copy it anew", prepare=written("config.json", b"[]")),
+    "another architecture": full("", r"model/config.json says model_type='gpt2', which is not supported; take a model of one of these: llama, qwen2, qwen3", prepare=changed(model_type="gpt2")),
+    "config.json lacks a size": full("", r"model/config.json lacks num_attention_heads; copy it anew", prepare=changed(num_attention_heads=None)),
+    "a size that is none": full("", r"model/config.json says hidden_size='64', which is no size", prepare=changed(hidden_size="64")),
+    "no weights": full("", r"model_dir='model' has no \*.safetensors file; .*`hf download OWNER/model --local-dir model`", prepare=removed("model.safetensors")),
+    "weights of another format": full("", r"model_dir='model' has no \*.safetensors file \(there is pytorch_model.bin, which is not read\)", prepare=lambda folder: (folder / "model/model.safetensors").rename(folder / "model/pytorch_model.bin")),
+    "random bytes": full("", r"model/model.safetensors is no safetensors file, or its header is damaged; copy it anew", prepare=written("model.safetensors", bytes(range(256)) * 64), real=True),
+    "an empty file": full("", r"model/model.safetensors is no safetensors file, or its header is damaged", prepare=written("model.safetensors", b"")),
+    "a file that is cut": full("", r"model/model.safetensors has 50,000 bytes, its header says [\d,]+: copy it anew", prepare=cut),
+    "a missing file of several": full("", r"model_dir='model' lacks model-00002-of-00002.safetensors \(1 of 2 files are missing\), which model.safetensors.index.json names: the download broke off", prepare=indexed),
+    "a missing weight": full("", r"model_dir='model' lacks 1 weights of the model \(norm.scale\)", prepare=one_less),
+    "a weight too many": full("", r"model does not fit model_dir='model': layers.2.sa_norm.scale has shape \(64,\) in model.safetensors, the built model has no such weight", prepare=one_more),
+    "weights of another family": full("", r"model/model.safetensors holds transformer.h.0.attn.weight of shape \(64,\), which a model of the family qwen2 has not", prepare=foreign),
+    "wrong shapes": full("", r"model does not fit model_dir='model': .* has shape \(.*\) in model.safetensors, the built model has shape \(.*\); compare `model:` in the YAML with model/config.json", prepare=changed(intermediate_size=96)),
+    "tied in one of two": full("", r"model_dir='model' lacks 1 weights of the model|tie_word_embeddings=False", prepare=changed(tie_word_embeddings=False)),
+    "quantized weights": full("", r"model_dir='model' holds quantized weights .*quant_method='awq'\): take the model in bfloat16", prepare=changed(quantization_config={"quant_method": "awq"})),
+    "no tokenizer": full("", r"no tokenizer.json in 'model'; give a Hugging Face model directory with its tokenizer", prepare=removed("tokenizer.json")),
+    "no chat template": full("", r"no chat template in 'model' .*; set `template` to a Jinja file, or to 'chatml'", prepare=removed("chat_template.jinja")),
+    "a template that is not there": full("tokenizer.template=mine.jinja", r"tokenizer.template='mine.jinja' is neither a file nor 'chatml' nor a Jinja text"),
+    "the tokenizer of another model": full("tokenizer.path=other", r"tokenizer.path=other encodes text otherwise than the tokenizer in model_dir=model; they do not belong together: set tokenizer.path=model", prepare=other_tokenizer),
+    "a tokenizer with more tokens": full("", r"tokenizer.path=model has ids up to \d+, the model in model_dir=model knows 64; they do not belong together", prepare=changed(vocab_size=64)),
+    "output_dir is a file": full("output_dir=sums.py", r"output_dir=sums.py is no folder. Choose another output_dir"),
+    "evaluate: no such folder": evaluate("model_dir=models/none", r"model_dir='models/none': no such folder, seen from "),
+    "evaluate: random bytes": evaluate("", r"model/model.safetensors is no safetensors file", prepare=written("model.safetensors", b"random" * 99)),
+    "warmup: no such folder": warmup("model_dir=models/none", r"model_dir='models/none': no such folder, seen from "),
+    "warmup: a file that is cut": warmup("model_dir=model", r"model/model.safetensors has 50,000 bytes", prepare=cut),
+}
+# fmt: on

@@ -1,0 +1,167 @@
+"""Which errors are mistakes, which are failures, and which keep their traceback."""
+
+import json
+import types
+
+import pytest
+
+from torchtune_ext.host import mistakes
+from torchtune_ext.host.mistakes import Blamed, blame, message, nearest, place_of, shown, status_of, text_of
+from torchtune_ext.training.schedule import ScheduleConfig
+
+
+def code_of(text: str, name: str, file: str = "<made>") -> dict:
+    """Runs a text as a module with a name, and returns its names."""
+    module = types.ModuleType(name)
+    exec(compile(text, file, "exec"), module.__dict__)
+    return module.__dict__
+
+
+OURS = """
+import json
+def on_purpose(kind): raise kind("x")
+def by_accident(): return int("x")
+def looks_up(): return {}["x"]
+def not_there(): return open("/nothing/x")
+def by_library(): return json.loads("{")
+def again():
+    try:
+        on_purpose(ValueError)
+    except ValueError as error:
+        kept = error
+    raise kept
+def other():
+    try:
+        by_library()
+    except ValueError as error:
+        raise ValueError("a file is no JSON") from error
+"""
+
+
+def error_of(function, *arguments) -> BaseException:
+    with pytest.raises(BaseException) as caught:
+        function(*arguments)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [
+        (ValueError, 2),
+        (OSError, 2),
+        (FileNotFoundError, 2),
+        (ImportError, 2),
+        (RuntimeError, 1),
+        (TimeoutError, 1),
+        (ConnectionError, 1),
+        (FloatingPointError, 1),
+        (KeyError, None),
+        (TypeError, None),
+        (AssertionError, None),
+    ],
+)
+def test_what_we_raise_on_purpose(kind, status):
+    assert status_of(error_of(code_of(OURS, "torchtune_ext.made")["on_purpose"], kind)) == status
+
+
+@pytest.mark.parametrize("name", ["by_accident", "looks_up", "not_there", "by_library"])
+def test_what_we_did_not_foresee(name):
+    assert status_of(error_of(code_of(OURS, "torchtune_ext.made")[name])) is None
+
+
+@pytest.mark.parametrize("name", ["again", "other"])
+def test_an_error_that_is_raised_again_or_in_place_of_another(name):
+    assert status_of(error_of(code_of(OURS, "torchtune_ext.made")[name])) == 2
+
+
+@pytest.mark.parametrize(("name", "status"), [("__main__", 2), ("torchtune_extra", None), ("their_task", None)])
+def test_whose_code_counts(name, status):
+    assert status_of(error_of(code_of(OURS, name)["on_purpose"], ValueError)) == status
+
+
+def test_a_check_of_ours_is_a_mistake():
+    assert status_of(error_of(ScheduleConfig, "cosin")) == 2
+
+
+def test_the_place_is_in_the_users_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "theirs.py"
+    file.write_text(OURS)
+    theirs = code_of(OURS, "theirs", str(file))
+    assert place_of(error_of(theirs["looks_up"])) == "theirs.py:5"
+    # A library that their code called is passed over.
+    assert place_of(error_of(theirs["by_library"])) == "theirs.py:7"
+    assert text_of(error_of(theirs["looks_up"])) == "KeyError: 'x' (theirs.py:5)"
+    ours = code_of(OURS, "torchtune_ext.made", str(file))
+    assert place_of(error_of(ours["looks_up"])) is None
+    # What their code was called by does not count.
+    theirs["call"] = ours["looks_up"]
+    exec(compile("def outer(): call()", str(file), "exec"), theirs)
+    assert place_of(error_of(theirs["outer"])) is None
+
+
+def test_blame_makes_mistakes_and_leaves_ours_alone(tmp_path):
+    file = tmp_path / "theirs.py"
+    file.write_text(OURS)
+    theirs, ours = code_of(OURS, "theirs", str(file)), code_of(OURS, "torchtune_ext.made")
+
+    def call(function, *arguments):
+        with blame("task: Mine()[0]", "mend it"):
+            function(*arguments)
+
+    error = error_of(call, theirs["looks_up"])
+    assert isinstance(error, Blamed) and status_of(error) == 2
+    assert str(error) == f"task: Mine()[0] raised KeyError: 'x' ({file}:5); mend it"
+    assert message(error).splitlines()[1] == "(TORCHTUNE_EXT_TRACEBACK=1 shows the traceback)"
+    error = error_of(call, ours["on_purpose"], ValueError)
+    assert str(error) == message(error) == "x"
+
+
+def test_shown_ends_with_one_message(capsys, monkeypatch):
+    monkeypatch.delenv(mistakes.WITH_TRACEBACK, raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    ours = code_of(OURS, "torchtune_ext.made")
+
+    def call(function, *arguments):
+        with shown():
+            function(*arguments)
+
+    for kind, said, status in ((ValueError, "error: x\n", 2), (RuntimeError, "error: RuntimeError: x\n", 1)):
+        error = error_of(call, ours["on_purpose"], kind)
+        assert isinstance(error, SystemExit) and error.code == status
+        assert capsys.readouterr().err == said
+    assert isinstance(error_of(call, ours["by_library"]), json.JSONDecodeError)
+    assert isinstance(error_of(call, ours["on_purpose"], KeyboardInterrupt), KeyboardInterrupt)
+    monkeypatch.setenv(mistakes.WITH_TRACEBACK, "1")
+    assert error_of(call, ours["on_purpose"], ValueError).code == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_another_rank_waits_and_names_itself(capsys, monkeypatch):
+    waited, left = [], []
+    monkeypatch.setattr(mistakes.time, "sleep", waited.append)
+    monkeypatch.setattr(mistakes, "leave", lambda status, at_once: left.append((status, at_once)))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    ours = code_of(OURS, "torchtune_ext.made")
+    for rank, text, seconds in (("0", "error: x\n", []), ("1", "error: rank 1: x\n", [mistakes.OTHER_RANKS_WAIT_S])):
+        monkeypatch.setenv("RANK", rank)
+        waited.clear()
+        with shown():
+            ours["on_purpose"](ValueError)
+        assert capsys.readouterr().err == text and waited == seconds
+    assert left == [(2, True), (2, True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "found"),
+    [
+        ("clip_hi", ["clip_low", "clip_high"], "clip_high"),
+        ("learning_rate", ["max_steps", "optimizer.lr"], "optimizer.lr"),
+        ("loss.epsilon", ["clip_low", "delta"], "clip_low"),
+        ("max_step", ["max_steps", "engine.max_num_seqs"], "max_steps"),
+        ("temperature", ["seed", "sampling.temperature"], "sampling.temperature"),
+        ("zebra", ["clip_low", "optimizer.lr"], None),
+    ],
+)
+def test_the_nearest_name(name, known, found):
+    assert nearest(name, known) == found

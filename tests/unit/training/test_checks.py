@@ -1,0 +1,170 @@
+"""The parts of a run are tried: those that are right pass, those that are wrong are named. Whole runs: tests/mistakes."""
+
+import json
+from collections import namedtuple
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
+from tiny_runs import write_tiny_model
+
+from torchtune_ext.chat import ChatTokenizer
+from torchtune_ext.host.config import instantiate, load_config
+from torchtune_ext.host.presets import preset_files
+from torchtune_ext.policy import from_config
+from torchtune_ext.policy.builder import on_meta
+from torchtune_ext.policy.hf_model import HFModel
+from torchtune_ext.recipes import grpo
+from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
+from torchtune_ext.tasks.arithmetic import Arithmetic
+from torchtune_ext.tasks.task import Problem
+from torchtune_ext.training import checks
+
+NEEDED = dict.fromkeys(("output_dir", "model_dir", "model", "tokenizer", "task", "optimizer"), "x") | {"max_steps": 1}
+Disk = namedtuple("Disk", "total used free")
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    write_tiny_model(folder)
+    return folder
+
+
+@pytest.mark.parametrize("preset", [*preset_files(), None])
+def test_the_loss_of_every_preset_passes(preset):
+    loss = {} if preset else {"loss": {"_component_": "torchtune_ext.objective.loss.PolicyLoss", "kl_coef": 0.1}}
+    cfg = load_config(grpo.Config, OmegaConf.create({**NEEDED, "preset": preset, **loss}))
+    checks.check_loss(instantiate(cfg.loss))
+
+
+def test_optimizers_pass():
+    for name, settings in (
+        ("AdamW", {"lr": 1e-3, "fused": True}),
+        ("SGD", {"lr": 0.1, "momentum": 0.9}),
+        ("Adafactor", {}),
+    ):
+        node = OmegaConf.create({"optimizer": {"_component_": f"torch.optim.{name}", **settings}}).optimizer
+        checks.check_optimizer(partial(instantiate, node))
+
+
+def test_weights_fit_their_model_and_no_other(model_dir):
+    source, model = HFModel(model_dir), on_meta(partial(from_config, str(model_dir)))
+    checks.check_weights(source, model)
+    checks.check_weights(source, on_meta(partial(from_config, str(model_dir), lora_attn_modules=["q_proj"])))
+    found = {name: shape for name, shape, _ in source.shapes()}
+    assert found == {name: tuple(param.shape) for name, param in model.named_parameters()}
+    fewer = on_meta(partial(from_config, str(model_dir)))
+    del fewer.layers[1]
+    with pytest.raises(ValueError, match=r"model does not fit .*layers.1.* the built model has no such weight"):
+        checks.check_weights(source, fewer)
+
+
+def test_the_shapes_in_the_headers_are_those_of_the_converted_weights(model_dir, tmp_path):
+    """Of Llama, whose q and k change places, with as many heads as the tiny model has."""
+    config = json.loads((model_dir / "config.json").read_text()) | {"model_type": "llama"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    source = HFModel(model_dir)
+    tensors = load_file(model_dir / "model.safetensors")
+    save_file({name: tensor for name, tensor in tensors.items() if "bias" not in name}, tmp_path / "model.safetensors")
+    llama = HFModel(tmp_path)
+    assert {name: shape for name, shape, _ in llama.shapes()} == {name: tuple(t.shape) for name, t in llama.tensors()}
+    assert {name: shape for name, shape, _ in source.shapes()} == {name: tuple(t.shape) for name, t in source.tensors()}
+
+
+class Slow:
+    """Each prompt takes a second of a clock of its own."""
+
+    def __init__(self, clock):
+        self.clock = clock
+
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, index):
+        self.clock.now += 0.3
+        if index == 1:
+            raise KeyError(index)
+        return Problem(str(index), ({"role": "user", "content": "x" * index},), index)
+
+
+def test_prompts_are_measured_for_a_second_at_most(monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(checks, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    tokenizer = SimpleNamespace(prompt_ids=lambda messages: [0] * len(messages[0]["content"]))
+    # Four are made in 1.2 s; the one that cannot be made is left to the run.
+    assert checks.prompt_lengths(Slow(clock), tokenizer, "task") == [0, 2, 3]
+
+
+def test_a_task_of_which_some_prompts_fit_passes(model_dir):
+    tokenizer, task = ChatTokenizer(model_dir), Arithmetic(level=[1, 10])
+    lengths = checks.prompt_lengths(task, tokenizer, "task")
+    assert len(lengths) <= checks.LOOKED_AT and min(lengths) < max(lengths)
+    for room, fits in ((min(lengths), True), (min(lengths) - 1, False)):
+        engine = EngineConfig(max_model_len=room + 8)
+        check = partial(checks.check_prompts, {"task": task}, tokenizer, SamplingConfig(max_tokens=8), engine)
+        if fits:
+            check()
+        else:
+            with pytest.raises(
+                ValueError, match=rf"set engine.max_model_len={8 + max(lengths)}, or a lower max_tokens"
+            ):
+                check()
+
+
+@pytest.mark.parametrize(
+    ("config", "engine", "message"),
+    [
+        ({}, {"max_model_len": 256}, None),
+        ({}, {"max_model_len": 257}, "more than the 256 positions"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, {"max_model_len": 1024}, None),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, {"max_model_len": 1024}, None),
+        ({"rope_parameters": {"rope_type": "default"}}, {"max_model_len": 257}, "more than the 256 positions"),
+        ({}, {"max_model_len": 64, "tensor_parallel_size": 2, "devices": "4,5"}, None),
+        ({}, {"max_model_len": 64, "tensor_parallel_size": 2, "devices": "4"}, "names 1 GPU, .* needs 2"),
+        ({}, {"max_model_len": 64, "tensor_parallel_size": 4}, "does not divide the model's 6 attention heads; use one of 1, 2, 3, 6"),
+    ],
+)  # fmt: skip
+def test_the_engine_and_the_model(config, engine, message):
+    settings = {"num_attention_heads": 6, "max_position_embeddings": 256, **config}
+    source = SimpleNamespace(config=settings, path=Path("model"))
+    if message is None:
+        checks.check_engine(source, EngineConfig(**engine))
+    else:
+        with pytest.raises(ValueError, match=message):
+            checks.check_engine(source, EngineConfig(**engine))
+
+
+def test_a_model_that_is_trained_on_fewer_positions(model_dir):
+    model = on_meta(partial(from_config, str(model_dir), max_seq_len=64))
+    checks.check_engine(HFModel(model_dir), EngineConfig(max_model_len=64), model)
+    with pytest.raises(ValueError, match="more than the 64 positions .*; set model.max_seq_len=65"):
+        checks.check_engine(HFModel(model_dir), EngineConfig(max_model_len=65), model)
+
+
+def test_the_disk_has_to_hold_a_checkpoint(model_dir, tmp_path, monkeypatch, capsys):
+    model = on_meta(partial(from_config, str(model_dir)))
+    size, count = checks.checkpoint_bytes(model, torch.bfloat16), sum(p.numel() for p in model.parameters())
+    assert size == count * (12 + 2)
+    adapted = on_meta(partial(from_config, str(model_dir), lora_attn_modules=["q_proj"], lora_rank=4))
+    # Two layers, whose q projection is 64 x 64: A and B of rank 4.
+    assert checks.checkpoint_bytes(adapted, torch.bfloat16) == 12 * 2 * (4 * 64 + 64 * 4)
+    looked = []
+    for free, said in ((size - 1, "error"), (size, "several are kept"), (3 * size, "")):
+        monkeypatch.setattr(
+            checks.shutil, "disk_usage", lambda path, free=free: looked.append(path) or Disk(0, 0, free)
+        )
+        check = partial(checks.check_machine, None, str(tmp_path / "runs" / "new"), model, torch.bfloat16)
+        if said == "error":
+            with pytest.raises(ValueError, match=r"a checkpoint takes .* GiB, and .* GiB are free there"):
+                check()
+        else:
+            check()
+            printed = capsys.readouterr().out
+            assert said in printed and bool(printed) == bool(said)
+    # The next folder that is there already.
+    assert set(looked) == {tmp_path}

@@ -1,0 +1,190 @@
+"""Checks the words of `tune run RECIPE --config CONFIG key=value ...`, of which torchtune says little when they are wrong."""
+
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from torchtune_ext.host.catalog import config_files, config_path, folder, recipe_files, recipe_of
+from torchtune_ext.host.mistakes import STATUS, nearest
+
+
+def prepare(args: Namespace, recipes: Sequence[Any]) -> None:
+    """Checks what `tune run` was given, and writes it, in place, as torchtune understands it.
+
+    Args:
+        args: what torchtune's parser found: `recipe`, and `recipe_args` behind it.
+        recipes: the entries of torchtune's registry, ours among them.
+
+    Raises:
+        ValueError: there is no such recipe, or the config belongs to another one.
+    """
+    words = args.recipe_args
+    # torchtune counts the words of sys.argv, too.
+    for line in (words, sys.argv):
+        for i, word in enumerate(list(line)):
+            if word.startswith("--config=") and "--config" not in line:
+                line[i : i + 1] = ["--config", word.removeprefix("--config=")]
+    known = {entry.name: entry for entry in recipes}
+    if args.recipe not in known:
+        args.recipe = _own_recipe(str(args.recipe), list(known))
+    elif not Path(known[args.recipe].file_path).is_absolute():
+        return
+    elif "--config" not in words[:-1] and not {"-h", "--help"} & set(words):
+        examples = [config.name for config in known[args.recipe].configs]
+        raise ValueError(
+            f"which config? For instance: tune run {args.recipe} --config {examples[0] if examples else 'my_config.yaml'}; "
+            "`tune ls` lists them"
+        )
+    elif "--config" in words[:-1]:
+        # The recipe is one of ours, and the names of torchtune's own configs do not fit it.
+        given = words[words.index("--config") + 1]
+        theirs = [entry.name for entry in recipes for config in entry.configs if config.name == given]
+        if theirs and given not in config_files(folder("configs")) and not Path(given).is_file():
+            ours = ", ".join(config.name for config in known[args.recipe].configs[:3])
+            raise ValueError(
+                f"--config {given} is a config of torchtune's {theirs[0]}; {args.recipe} takes {ours}, ... (`tune ls`), or a "
+                "YAML file of your own"
+            )
+
+
+def _own_recipe(given: str, known: Sequence[str]) -> str:
+    """Returns a recipe of the user, a path or the dotted name of a module, as torchtune takes it.
+
+    Raises:
+        ValueError: there is no such file or module.
+    """
+    path, here = Path(given), Path.cwd()
+    if path.suffix != ".py":
+        if (here / f"{given.replace('.', '/')}.py").is_file() or _importable(given):
+            return given
+        near = nearest(given, known)
+        hint = f"did you mean {near}?" if near else "`tune ls` lists them."
+        raise ValueError(f"{given} is no recipe; {hint} A recipe of your own is written with its ending: my_grpo.py")
+    if not path.is_file():
+        raise ValueError(
+            f"{given}: no such file, seen from {here}; `tune cp grpo_full {path.name}` makes a copy to edit"
+        )
+    inside = Path(os.path.abspath(path))
+    if not inside.is_relative_to(here):
+        raise ValueError(f"{given} is not below {here}: torchtune runs recipes from there; go to {inside.parent} first")
+    return str(inside.relative_to(here))
+
+
+def _importable(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+@contextmanager
+def quiet_end() -> Iterator[None]:
+    """Surrounds a run under torchrun. If a rank ended with a mistake, which it has told, this process ends in the same way,
+    without a traceback of torchrun's own."""
+    try:
+        yield
+    except Exception as error:
+        failures = getattr(error, "failures", None)
+        if isinstance(failures, dict) and any(getattr(each, "exitcode", None) == STATUS for each in failures.values()):
+            sys.exit(STATUS)
+        raise
+
+
+def check_words(argv: list[str], recipe: str | None = None) -> None:
+    """Checks the words behind a recipe, and replaces, in place, the name of one of our configs by its path.
+
+    Args:
+        argv: the words, the recipe first.
+        recipe: the file of the recipe that runs.
+
+    Raises:
+        ValueError: a word is no setting, there is no such config, it is written for another recipe, or it is no YAML file with
+            keys.
+    """
+    words, settings = iter(argv[1:]), []
+    for word in words:
+        if word == "--config":
+            next(words, None)
+        elif not word.startswith(("--config=", "-h", "--help")):
+            settings.append(word)
+    for word in settings:
+        _check_setting(word)
+    for i, word in enumerate(argv):
+        if word == "--config" and i + 1 < len(argv):
+            argv[i + 1] = _checked_config(argv[i + 1], recipe)
+        elif word.startswith("--config="):
+            argv[i] = "--config=" + _checked_config(word.removeprefix("--config="), recipe)
+
+
+def _check_setting(word: str) -> None:
+    """Raises ValueError for a word that is no key=value, or whose value torchtune cannot read."""
+    import yaml
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    if word.startswith("--"):
+        raise ValueError(f"{word}: a setting is written key=value, without dashes: {word.lstrip('-') or 'max_steps=3'}")
+    if word.startswith("~"):
+        # It removes a key, as torchtune says.
+        return
+    if "=" not in word or word.startswith("="):
+        raise ValueError(
+            f"{word!r} is no setting: write key=value without spaces around the = (max_steps=3), and quote a value with spaces"
+        )
+    if word.count("=") > 1:
+        raise ValueError(f"{word}: torchtune takes one = in a word; set {word.partition('=')[0]} in the YAML file")
+    try:
+        OmegaConf.from_dotlist([word])
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        said = " ".join(str(getattr(error, "problem", None) or error).split())[:200]
+        raise ValueError(f"{word}: the value is no YAML ({said}); quote it, or set it in the file") from None
+
+
+def _checked_config(given: str, recipe: str | None) -> str:
+    path = Path(config_path(given))
+    ours = config_files(folder("configs"))
+    name = next((each for each, file in ours.items() if file == path), None)
+    known = {each.name: each for each in recipe_files(folder("recipes"), folder("configs"))}
+    files = {each.path.resolve(): each.name for each in known.values()}
+    # A copied recipe takes any config: it may have been changed to fit.
+    running = files.get(Path(recipe).resolve()) if recipe else None
+    try:
+        owner = recipe_of(name or "", path)
+    except UnicodeDecodeError:
+        owner = None
+    if running and owner in known and known[owner].path != known[running].path:
+        raise ValueError(
+            f"--config {name or given} is written for {owner}, not for this recipe: tune run {owner} --config {name or given}"
+        )
+    _require_keys(given, path)
+    return str(path)
+
+
+def _require_keys(given: str, path: Path) -> None:
+    """Raises ValueError if a file is no YAML, or has no keys."""
+    import yaml
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        loaded = OmegaConf.load(path)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{given}:{mark.line + 1}, column {mark.column + 1}" if mark is not None else given
+        said = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise ValueError(f"{where}: no YAML ({said}); mend this line or the one before it") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{given}: not UTF-8 at byte {error.start}; save the file as UTF-8") from None
+    except (OSError, OmegaConfBaseException) as error:
+        raise ValueError(f"{given}: no config of a recipe ({' '.join(str(error).split())[:200]})") from None
+    if not isinstance(loaded, DictConfig) or not len(loaded):
+        raise ValueError(
+            f"{given} holds no keys; write `key: value` lines, or copy a config: tune cp grpo/tiny {path.name}"
+        )
+    if "config" in loaded:
+        raise ValueError(f"{given}: the key 'config' is torchtune's own word for the file; rename or remove it")

@@ -1,0 +1,192 @@
+"""Builds what `_component_` names in a YAML file, and says what is wrong with a name or an argument."""
+
+import importlib
+import inspect
+import os
+import pkgutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from torchtune_ext.host import mistakes
+from torchtune_ext.host.mistakes import Blamed, nearest
+
+# Components of an earlier version, each with the one that replaces it.
+MOVED_COMPONENTS = {
+    f"torchtune_ext.policy.scratch.{name}_from_config": "torchtune_ext.policy.from_config"
+    for name in ("qwen2", "qwen3", "lora_qwen2", "lora_qwen3")
+}
+
+
+def has_component(node: DictConfig | None) -> bool:
+    """Tells whether an optional node names a component. torchtune turns `key=null` into `key._component_=null`."""
+    return isinstance(node, DictConfig) and node.get("_component_") is not None
+
+
+def instantiate(node: DictConfig, **extra: Any) -> Any:
+    """Builds the component that `_component_` names, with the other keys of the node as its arguments.
+
+    The name is a dotted path, or a bare name that the recipe itself defines, for example in a user's copy.
+
+    Raises:
+        ValueError: there is no such component, it does not take the arguments, or it raised an error. The message names the
+            key, the nearest argument and, for a component of the user, the line of the file.
+    """
+    component, path, name, arguments = find_component(node, **extra)
+    try:
+        return component(**arguments, **extra)
+    except Exception as error:
+        found = _refused(component, path, name, arguments, extra, error)
+        if found is not None:
+            raise ValueError(found) from error
+        raise Blamed(f"`{name}:` {path} raised {mistakes.text_of(error)}") from error
+
+
+def find_component(node: DictConfig, **extra: Any) -> tuple[Callable[..., Any], str, str, dict[str, Any]]:
+    """Returns what `instantiate` would call: the component, its path, the key of the node, and the arguments in the node.
+
+    Raises:
+        ValueError: there is no such component, or it does not take the arguments.
+    """
+    name = node._get_full_key(None) if isinstance(node, DictConfig) else ""
+    where = f"`{name}:`" if isinstance(node, DictConfig) else repr(node)
+    if not has_component(node):
+        raise ValueError(f"{where} needs a `_component_`, the dotted path of a class or function")
+    arguments = OmegaConf.to_container(node, resolve=True)
+    path = str(arguments.pop("_component_"))
+    if not all(part.isidentifier() for part in path.split(".")):
+        raise ValueError(
+            f"{where} _component_={path} is no dotted path; write my_task.Sums for the class Sums in my_task.py"
+        )
+    component = _in_recipe(path) if "." not in path else _by_path(path, where)
+    if component is None:
+        raise ValueError(f"{where} the recipe that runs defines no {path!r}; give a dotted path, or define it there")
+    if not callable(component):
+        kind = type(component).__name__
+        article = "an" if kind[0] in "aeiou" else "a"
+        raise ValueError(f"{where} _component_={path} is {article} {kind}; name a class or a function")
+    _require_arguments(component, path, name, arguments, extra)
+    return component, path, name, arguments
+
+
+def _require_arguments(component: Any, path: str, name: str, arguments: dict[str, Any], extra: dict[str, Any]) -> None:
+    """Raises ValueError for arguments that a component does not take, or that it lacks."""
+    both = [key for key in arguments if key in extra]
+    if both:
+        raise ValueError(f"{name}.{both[0]}={arguments[both[0]]}: the recipe gives it to {path} itself; leave it out")
+    try:
+        signature = inspect.signature(component)
+    except (TypeError, ValueError):
+        # Some classes that are written in C have none.
+        return
+    takes = [key for key in signature.parameters if key not in extra]
+    try:
+        signature.bind(**arguments, **extra)
+    except TypeError as error:
+        known = [key for key in takes if signature.parameters[key].kind is not inspect.Parameter.VAR_KEYWORD]
+        unknown = [key for key in arguments if key not in known]
+        if unknown:
+            near = nearest(str(unknown[0]), known)
+            hint = f"did you mean {near!r}?" if near else f"it takes {', '.join(known) or 'no arguments'}"
+            raise ValueError(f"unknown key '{name}.{unknown[0]}': {path} does not take it; {hint}") from None
+        needed = [
+            key
+            for key, parameter in signature.parameters.items()
+            if parameter.default is inspect.Parameter.empty and key not in arguments and key not in extra
+        ]
+        if needed:
+            raise ValueError(
+                f"{name}.{needed[0]} has no value, and {path} needs it; set it in the YAML or as {name}.{needed[0]}=..."
+            ) from None
+        raise ValueError(
+            f"`{name}:` {path} was given arguments that it does not take: {error}; it takes {', '.join(takes)}"
+        ) from error
+
+
+def _refused(
+    component: Any, path: str, name: str, arguments: dict[str, Any], extra: dict[str, Any], error: Exception
+) -> str | None:
+    """Returns which argument a component refuses, or None if that is not known."""
+    if mistakes.is_mistake(error):
+        # Our own components name the argument. The node that it stands in is put before it.
+        leading = mistakes.leading_argument(text := str(error))
+        if leading in arguments or leading in _parameters(component):
+            return f"{name}.{text}"
+        return text if name in text.partition(" ")[0] else f"`{name}:` {text}"
+    if mistakes.place_of(error):
+        return None
+    # A component of a library, such as an optimizer, may fail far from the argument that is wrong.
+    wrong = mistakes.guilty(lambda **given: component(**given, **extra), arguments)
+    if wrong is None:
+        return None
+    default = getattr(_parameters(component).get(wrong), "default", inspect.Parameter.empty)
+    usual = "" if default is inspect.Parameter.empty else f"; the default is {default!r}"
+    return f"{name}.{wrong}={arguments[wrong]!r}: {path} does not take it ({mistakes.text_of(error)}){usual}"
+
+
+def _parameters(component: Any) -> dict[str, inspect.Parameter]:
+    try:
+        return dict(inspect.signature(component).parameters)
+    except (TypeError, ValueError):
+        return {}
+
+
+def _by_path(path: str, where: str) -> Any:
+    """Imports what a dotted path names: the longest part of it that is a module, and then attributes.
+
+    Raises:
+        ValueError: there is no such module or attribute, or the module cannot be imported.
+    """
+    said = f"{where} _component_={path}"
+    if path in MOVED_COMPONENTS:
+        raise ValueError(f"{said} is {MOVED_COMPONENTS[path]} now")
+    # The component may be in a module of the working directory, which is not on the path when `tune` runs.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    parts = path.split(".")
+    found, depth = None, 0
+    for depth in range(1, len(parts)):
+        module = ".".join(parts[:depth])
+        try:
+            found = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name is None or not (module + ".").startswith(error.name + "."):
+                raise Blamed(f"{said}: importing {module} raised {mistakes.text_of(error)}") from error
+            if found is None:
+                raise ValueError(f"{said}: {_no_module(parts[0])}") from None
+            depth -= 1
+            break
+        except Exception as error:
+            raise Blamed(f"{said}: importing {module} raised {mistakes.text_of(error)}") from error
+    for i, part in enumerate(parts[depth:], depth):
+        if not hasattr(found, part):
+            inside = [module.name for module in pkgutil.iter_modules(getattr(found, "__path__", None) or [])]
+            near = nearest(part, [each for each in [*dir(found), *inside] if not each.startswith("_")])
+            hint = f"; did you mean {near!r}?" if near else ""
+            raise ValueError(f"{said}: {'.'.join(parts[:i])} has no {part!r}{hint}")
+        found = getattr(found, part)
+    return found
+
+
+def _no_module(name: str) -> str:
+    """Returns the message for a module that is not there."""
+    here = sorted(path.stem for path in Path.cwd().glob("*.py"))
+    near = nearest(name, here)
+    hint = f"; did you mean {near!r}?" if near else ""
+    return f"there is no module {name!r}, neither installed nor as {name}.py in {Path.cwd()}{hint}"
+
+
+def _in_recipe(name: str) -> Any:
+    """Returns what a name means in the recipe that runs, or None.
+
+    `tune` runs the recipe as `__main__`, but does not enter it in `sys.modules`. So the search goes through the frames.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "__main__" and name in frame.f_globals:
+            return frame.f_globals[name]
+        frame = frame.f_back
+    return None

@@ -1,0 +1,237 @@
+"""Decides how an error is shown: as one message if we foresaw it, otherwise with its traceback.
+
+what our own code raises on purpose             is                                       exit status
+ValueError, OSError, ImportError                a mistake of the user: the message         2
+                                                names the key, the value and the fix
+RuntimeError, TimeoutError, ...                 a failure: the message has its cause       1
+
+What the user's components raise while they are built and checked becomes a mistake, with the place in the user's file
+(`blame`). An error out of a library that nobody foresaw keeps its traceback, so that it can be reported.
+"""
+
+import dis
+import os
+import re
+import sys
+import sysconfig
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NoReturn
+
+STATUS = 2  # the exit status of a mistake
+WITH_TRACEBACK = "TORCHTUNE_EXT_TRACEBACK"  # set to 1, this variable of the environment shows the traceback, too
+# Seconds that another rank than 0 waits before it speaks. If rank 0 has the same mistake, torchrun ends the others meanwhile.
+OTHER_RANKS_WAIT_S = 5.0
+MISTAKES = (ValueError, OSError, ImportError)
+# These are failures, though some of them are kinds of OSError.
+FAILURES = (RuntimeError, FloatingPointError, TimeoutError, ConnectionError, ChildProcessError, InterruptedError)
+FAILED = 1  # the exit status of a failure
+STDLIB = sysconfig.get_path("stdlib") + os.sep
+PACKAGES = ("site-packages", "dist-packages")
+
+# What people write who come from other trainers, and what it is here. Names of arguments stand without their node.
+THOUGHT = {
+    "learning_rate": "lr",
+    "num_generations": "samples_per_prompt",
+    "group_size": "samples_per_prompt",
+    "batch_size": "prompts_per_step",
+    "train_batch_size": "prompts_per_step",
+    "num_steps": "max_steps",
+    "steps": "max_steps",
+    "max_new_tokens": "max_tokens",
+    "max_completion_length": "max_tokens",
+    "max_seq_length": "max_model_len",
+    "max_length": "max_model_len",
+    "model_path": "model_dir",
+    "model_name_or_path": "model_dir",
+    "beta": "kl_coef",
+    "epsilon": "clip_low",
+    "epsilon_high": "clip_high",
+    "cliprange": "clip_low",
+    "tp": "tensor_parallel_size",
+    "resume": "resume_from_checkpoint",
+    "save_steps": "every",
+    "wandb": "to",
+    "report_to": "to",
+    "scheduler": "decay",
+    "warmup_steps": "warmup",
+    "path": "model_dir",
+    "file": "path",
+}
+
+
+class Blamed(ValueError):
+    """A component that the user named raised an error, which is the cause of this one."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Returns the known name that the user most likely meant by `name`, or None. A known name may be dotted ("engine.dtype").
+
+    The last part of a dotted name counts, so that "learning_rate" finds "optimizer.lr".
+    """
+    known = list(known)
+    last = name.rpartition(".")[2]
+    by_last = {each.rpartition(".")[2]: each for each in reversed(known)}
+    thought = THOUGHT.get(last)
+    if thought in by_last:
+        return by_last[thought]
+    near = get_close_matches(name, known, n=1, cutoff=0.7) or get_close_matches(last, by_last, n=1)
+    return by_last.get(near[0], near[0]) if near else None
+
+
+def is_mistake(error: BaseException) -> bool:
+    """Tells whether our own code raised an error on purpose, and of a kind about which the user can do something."""
+    return status_of(error) == STATUS
+
+
+def status_of(error: BaseException) -> int | None:
+    """Returns the exit status of an error that our own code raised on purpose, or None for an error that nobody foresaw."""
+    if not isinstance(error, MISTAKES + FAILURES) or error.__traceback__ is None:
+        return None
+    last = error.__traceback__
+    while last.tb_next is not None:
+        last = last.tb_next
+    # `int("x")` and a file that cannot be opened raise in our code, too, but not on purpose.
+    if last.tb_frame.f_code.co_code[last.tb_lasti] != dis.opmap["RAISE_VARARGS"]:
+        return None
+    module = str(last.tb_frame.f_globals.get("__name__"))
+    if isinstance(error, FAILURES):
+        return FAILED if _is_ours(module) else None
+    # A recipe runs as __main__. It may be a copy of the user's, whose own ValueErrors are messages, too. And what torchtune
+    # raises while it reads the words of the command is meant for the user.
+    return STATUS if _is_ours(module) or module == "__main__" or module.startswith("torchtune.config.") else None
+
+
+def _is_ours(module: str) -> bool:
+    return module.split(".")[0] == "torchtune_ext"
+
+
+def place_of(error: BaseException) -> str | None:
+    """Returns where in a file of the user an error began, as "my_task.py:12", or None if no such file is in its traceback.
+
+    Libraries that the user's code called are passed over. If our own code was called last, the place is None.
+    """
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{_short(error.filename)}:{error.lineno}"
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        file = frame.f_code.co_filename
+        if _is_ours(str(frame.f_globals.get("__name__"))):
+            return None
+        if os.path.isfile(file) and not _of_a_library(file):
+            return f"{_short(file)}:{line}"
+    return None
+
+
+def _of_a_library(file: str) -> bool:
+    return file.startswith(STDLIB) or any(name in file for name in PACKAGES)
+
+
+def _short(file: str) -> str:
+    path = Path(file)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
+
+
+def text_of(error: BaseException) -> str:
+    """Returns an error in one line: its kind, its text and, in a file of the user, its place."""
+    text = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
+    kind = type(error).__name__
+    said = text if isinstance(error, ValueError) and text else f"{kind}: {text}" if text else kind
+    place = place_of(error)
+    return f"{said[:600]} ({place})" if place else said[:600]
+
+
+@contextmanager
+def blame(doing: str, fix: str = "") -> Iterator[None]:
+    """Surrounds a call of a component that the user named: what it raises becomes a mistake.
+
+    Args:
+        doing: the beginning of the message, which says what was called: "task: my_task.Sums()[0]".
+        fix: the end of the message.
+
+    Raises:
+        Blamed: the block raised an error. A mistake that our own code found passes unchanged.
+    """
+    try:
+        yield
+    except Exception as error:
+        if is_mistake(error):
+            raise
+        raise Blamed(f"{doing} raised {text_of(error)}{f'; {fix}' if fix else ''}") from error
+
+
+@contextmanager
+def shown() -> Iterator[None]:
+    """Surrounds a whole program: an error that we foresaw ends it with one message on stderr.
+
+    Raises:
+        SystemExit: there was such an error; see the top for the status.
+        Exception: any other error, unchanged.
+    """
+    try:
+        yield
+    except Exception as error:
+        rank, several = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)) > 1
+        if several and rank:
+            time.sleep(OTHER_RANKS_WAIT_S)
+        status = status_of(error)
+        if status is None:
+            raise
+        _say(error, status, f"rank {rank}: " if several and rank else "")
+        leave(status, at_once=several)
+
+
+def _say(error: Exception, status: int, who: str) -> None:
+    if os.environ.get(WITH_TRACEBACK) not in (None, "", "0"):
+        traceback.print_exception(error)
+    else:
+        # What an engine says at its end may have many lines, which all count.
+        text = message(error) if status == STATUS else f"{type(error).__name__}: {error}"
+        print(f"error: {who}{text}", file=sys.stderr)
+    sys.stderr.flush()
+
+
+def message(error: BaseException) -> str:
+    """Returns the message of a mistake. If code failed that is not ours, a last line says how to see more."""
+    lines = [line for line in str(error).strip().splitlines() if line.strip()] or [type(error).__name__]
+    text = "\n".join(lines[:2])
+    return f"{text}\n({WITH_TRACEBACK}=1 shows the traceback)" if isinstance(error, Blamed) else text
+
+
+def leave(status: int, at_once: bool = False) -> NoReturn:
+    """Ends the process.
+
+    Args:
+        status: the exit status.
+        at_once: the interpreter is not given the time to end threads. Those of a process group that was not closed sometimes
+            abort it, and torchrun would see another status.
+    """
+    if at_once:
+        import atexit
+
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
+def guilty(call: Callable[..., Any], arguments: dict[str, Any]) -> str | None:
+    """Returns the argument without which a call succeeds that failed with all of them, or None if there is no such one."""
+    for name in arguments:
+        try:
+            call(**{key: value for key, value in arguments.items() if key != name})
+        except Exception:  # noqa: S112, BLE001 (it failed before, too)
+            continue
+        return name
+    return None
+
+
+def leading_argument(text: str) -> str | None:
+    """Returns the name at the beginning of a message "name=value ...", or None."""
+    found = re.match(r"([A-Za-z_]\w*)=", text)
+    return found[1] if found else None

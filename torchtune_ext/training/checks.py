@@ -1,0 +1,397 @@
+"""Tries the parts of a run on something small, before its folder is touched and before the engine starts.
+
+What fails at the first step of a run on eight GPUs fails here after a second. An error that the user's own class raises is a
+mistake with the line of the file (`host.mistakes.blame`).
+"""
+
+import math
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from torch import nn
+
+from torchtune_ext.chat import ChatTokenizer
+from torchtune_ext.host.mistakes import blame
+from torchtune_ext.objective.loss import needs_of
+from torchtune_ext.objective.tokens import Tokens
+from torchtune_ext.policy.hf_model import HFModel
+from torchtune_ext.policy.lora import adapter_names
+from torchtune_ext.run.output import say
+from torchtune_ext.sampling.imports import on_cpu
+from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
+from torchtune_ext.tasks.measured.service import is_measured
+from torchtune_ext.tasks.order import SHUFFLE_LIMIT
+from torchtune_ext.tasks.task import Problem, Task
+
+LOOKED_AT, LOOK_S = 64, 1.0  # prompts that are measured at most, and seconds that this takes at most
+# Two tokenizers that give this the same ids are taken to be the same.
+PROBE = "The 7 quick foxes: 12+34=46, isn't it?\n"
+GIB = 2**30
+
+
+def check_parts(
+    make_optimizer: Callable[..., Any],
+    loss: Any,
+    tasks: Mapping[str, Task | None],
+    tokenizer: ChatTokenizer,
+    source: HFModel,
+    model: nn.Module,
+    sampling: SamplingConfig,
+    engine: EngineConfig,
+    row_tokens: int,
+) -> None:
+    """Tries the parts of a run that trains by GRPO, each with the others that it has to fit.
+
+    Args:
+        make_optimizer: takes the parameters as `params`.
+        tasks: by the keys of their nodes, the one to train on first; the others are used as a whole.
+        source: the model directory; its weights are not looked at (`check_weights`).
+        model: may lie on the meta device.
+
+    Raises:
+        ValueError: as the functions below say.
+    """
+    for i, (key, task) in enumerate(tasks.items()):
+        if task is not None:
+            check_task(task, key, ends=i > 0)
+    check_optimizer(make_optimizer)
+    check_loss(loss)
+    check_engine(source, engine, model)
+    require_rows(row_tokens, engine)
+    check_tokenizer(tokenizer, source, model.tok_embeddings.num_embeddings)
+    check_prompts(tasks, tokenizer, sampling, engine)
+
+
+def check_optimizer(make: Callable[..., Any]) -> None:
+    """Builds the optimizer on one parameter, on the CPU: a GPU that the engine shares stays free until it has measured it.
+
+    `make` takes the parameters as `params`.
+
+    Raises:
+        ValueError: a setting has a wrong type or value, or what is built is no optimizer.
+    """
+    optimizer = make(params=[nn.Parameter(torch.zeros(1))])
+    if not hasattr(optimizer, "param_groups"):
+        raise ValueError(
+            f"optimizer: {type(optimizer).__name__} is no torch optimizer: it has no param_groups; name a class such as "
+            "torch.optim.AdamW"
+        )
+
+
+def check_loss(loss: Any) -> None:
+    """Computes the loss of three labels of two completions.
+
+    Raises:
+        ValueError: the loss cannot be called, raises an error, or returns something else than one value per label.
+    """
+    name, needs = _name(loss), needs_of(loss)
+    if not callable(loss):
+        raise ValueError(f"loss: {name} cannot be called; give it `def __call__(self, t)` (docs/objectives.md)")
+    logprobs_L = torch.tensor([-1.0, -0.5, -2.0])
+    top_LK = torch.full((3, needs.top_k), -math.log(2 * needs.top_k)) if needs.top_k else None
+    with blame(f"loss: {name}, called with three labels,"), torch.enable_grad():
+        returned = loss(
+            Tokens(
+                logprobs_L=logprobs_L.clone().requires_grad_(),
+                entropy_L=torch.ones(3),
+                old_logprobs_L=logprobs_L.clone() if needs.proximal else None,
+                behavior_logprobs_L=logprobs_L.clone(),
+                ref_logprobs_L=logprobs_L.clone() if needs.reference else None,
+                advantages_L=torch.tensor([1.0, 1.0, -1.0]),
+                versions_L=torch.zeros(3, dtype=torch.int32),
+                samples_L=torch.tensor([0, 0, 1]),
+                old_top_LK=top_LK,
+                top_LK=top_LK,
+                version=0,
+            )
+        )
+    if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)):
+        raise ValueError(
+            f"loss: {name} returned {_kind(returned)}; return (one value per label, a dict of metrics, which may be empty)"
+        )
+    for what, value in {
+        "its loss": returned[0],
+        **{f"metric {key!r}": value for key, value in returned[1].items()},
+    }.items():
+        if not isinstance(value, torch.Tensor) or value.shape != (3,):
+            found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else _kind(value)
+            raise ValueError(
+                f"loss: {name}: {what} has {found} for three labels; return one value per label, shape (3,)"
+            )
+
+
+def check_task(task: Task, key: str, ends: bool = False, solves: bool = False, grades: bool = True) -> None:
+    """Looks at the first problem of a task.
+
+    Args:
+        key: the node of the task, for messages.
+        ends: all problems will be used, so there must be an end.
+        solves: the task must have solutions.
+        grades: it must have a grader.
+
+    Raises:
+        ValueError: the task has no length, no problem, or no grader, or its problem is none.
+    """
+    name = _name(task)
+    for method, what, needed in (
+        ("__len__", "the number of its problems, or torchtune_ext.tasks.arithmetic.ENDLESS where they never end", True),
+        ("__getitem__", "the problem of an index", True),
+        ("solution", "a text with reward 1.0 for a problem", solves),
+    ):
+        if needed and not hasattr(task, method):
+            raise ValueError(
+                f"{key}: {name} has no `{method}`; give it one that returns {what} (docs/custom_reward.md)"
+            )
+    if grades and not (
+        is_measured(task) or any(callable(getattr(task, method, None)) for method in ("grade", "grade_group"))
+    ):
+        raise ValueError(
+            f"{key}: {name} has no `grade`; give it `def grade(self, problem, text)`, which returns a number or a Score "
+            "(docs/custom_reward.md)"
+        )
+    with blame(f"{key}: len({name}(...))"):
+        length = len(task)
+    if length < 1:
+        raise ValueError(f"{key}: {name} has {length} problems; it needs one at least")
+    if ends and length > SHUFFLE_LIMIT:
+        raise ValueError(
+            f"{key}: {name} never ends ({length:,} problems), and all are used; set {key}.count=256, for instance"
+        )
+    with blame(f"{key}: {name}(...)[0]"):
+        problem = task[0]
+    _require_problem(problem, f"{key}: {name}(...)[0]")
+
+
+def _require_problem(problem: Any, what: str) -> None:
+    if not isinstance(problem, Problem):
+        raise ValueError(
+            f"{what} is {_kind(problem)}, not a Problem; return Problem(id, messages, answer) of torchtune_ext.tasks.task"
+        )
+    messages = problem.messages
+    fine = isinstance(messages, tuple | list) and messages and all(isinstance(each, Mapping) for each in messages)
+    if not fine or not all({"role", "content"} <= set(each) for each in messages):
+        raise ValueError(
+            f'{what} has messages={messages!r:.80}; write ({{"role": "user", "content": "the question"}},): a tuple of them'
+        )
+
+
+def prompt_lengths(task: Task, tokenizer: ChatTokenizer, key: str) -> list[int]:
+    """Returns the lengths in tokens of the first prompts of a task, `LOOKED_AT` or as many as `LOOK_S` seconds allow.
+
+    Those that cannot be made or encoded are left out, but for the first one.
+
+    Raises:
+        ValueError: the first one cannot be encoded.
+    """
+    lengths, began = [], time.monotonic()
+    for index in range(min(len(task), LOOKED_AT)):
+        if lengths and time.monotonic() - began > LOOK_S:
+            break
+        try:
+            with blame(f"{key}: the prompt of {_name(task)}(...)[{index}]"):
+                ids = tokenizer.prompt_ids(list(task[index].messages))
+        except ValueError:
+            if index == 0:
+                raise
+            continue
+        lengths.append(len(ids))
+    return lengths
+
+
+def check_prompts(
+    tasks: Mapping[str, Task | None], tokenizer: ChatTokenizer, sampling: SamplingConfig, engine: EngineConfig
+) -> None:
+    """Compares the first prompts with the room that the engine has for them.
+
+    Args:
+        tasks: by the keys of their nodes.
+
+    Raises:
+        ValueError: there is no room for a prompt, or all of them are longer.
+    """
+    room = engine.max_model_len - sampling.max_tokens
+    if room < 1:
+        raise ValueError(
+            f"sampling.max_tokens={sampling.max_tokens} leaves no room for a prompt in engine.max_model_len="
+            f"{engine.max_model_len}, which holds both; lower max_tokens, or raise max_model_len"
+        )
+    for key, task in tasks.items():
+        if task is None:
+            continue
+        found = prompt_lengths(task, tokenizer, key)
+        shortest, longest = min(found), max(found)
+        if shortest > room:
+            lengths = f"{shortest} to {longest}" if shortest < longest else f"{longest}"
+            raise ValueError(
+                f"sampling.max_tokens={sampling.max_tokens} leaves room for a prompt of {room} in engine.max_model_len="
+                f"{engine.max_model_len}, and the first {len(found)} prompts of {key} have {lengths} tokens; set "
+                f"engine.max_model_len={sampling.max_tokens + longest}, or a lower max_tokens"
+            )
+
+
+def check_tokenizer(tokenizer: ChatTokenizer, source: HFModel, width: int | None = None) -> None:
+    """Compares a tokenizer with the model whose text it makes.
+
+    Args:
+        width: rows of the model's embedding; None: what config.json says.
+
+    Raises:
+        ValueError: it has ids that the model lacks, or encodes text otherwise than the tokenizer beside the weights.
+    """
+    width = int(source.config["vocab_size"]) if width is None else width
+    fix = f"they do not belong together: set tokenizer.path={source.path}"
+    where = getattr(tokenizer, "path", None)
+    highest = getattr(tokenizer, "vocab_size", 0)
+    if highest > width:
+        raise ValueError(
+            f"tokenizer.path={where} has ids up to {highest - 1}, the model in model_dir={source.path} knows {width}; {fix}"
+        )
+    files = [Path(folder or ".") / "tokenizer.json" for folder in (where, source.path)]
+    if where is None or not all(file.is_file() for file in files) or files[0].resolve() == files[1].resolve():
+        return
+    if len({tuple(_encoded(file)) for file in files}) > 1:
+        raise ValueError(
+            f"tokenizer.path={where} encodes text otherwise than the tokenizer in model_dir={source.path}; {fix}"
+        )
+
+
+def _encoded(file: Path) -> list[int]:
+    with blame(f"reading {file}", "copy it anew"):
+        return Tokenizer.from_file(str(file)).encode(PROBE, add_special_tokens=False).ids
+
+
+def check_weights(source: HFModel, model: nn.Module | None = None) -> None:
+    """Reads the headers of the weights in model_dir.
+
+    Args:
+        model: what they have to fit; it may lie on the meta device. None: any weights will do, quantized ones, too.
+
+    Raises:
+        ValueError: a file is missing or damaged, or names or shapes differ.
+    """
+    if model is None:
+        source.require_readable()
+    else:
+        source.require_fits(model, new=adapter_names(model))
+
+
+def require_rows(row_tokens: int, engine: EngineConfig) -> None:
+    """Raises ValueError if a row is too short for the longest sequence that the engine may return."""
+    if row_tokens < engine.max_model_len:
+        raise ValueError(
+            f"row_tokens={row_tokens} must be at least {engine.max_model_len}: a prompt with a completion, which may have "
+            f"engine.max_model_len={engine.max_model_len} tokens, stands in one row; raise row_tokens, or lower max_model_len"
+        )
+
+
+def check_engine(source: HFModel, engine: EngineConfig, model: nn.Module | None = None) -> None:
+    """Compares the engine's settings with the sizes of the model.
+
+    Args:
+        model: the one that is trained, if one is.
+
+    Raises:
+        ValueError: the model cannot be cut for so many GPUs, or is too short for the prompts.
+    """
+    size, heads = engine.tensor_parallel_size, int(source.config["num_attention_heads"])
+    if heads % size:
+        fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0 and n <= 16)
+        raise ValueError(
+            f"engine.tensor_parallel_size={size} does not divide the model's {heads} attention heads; use one of {fits}"
+        )
+    named = [each for each in str(engine.devices or "").split(",") if each.strip()]
+    if named and len(named) < size:
+        raise ValueError(
+            f"engine.devices={engine.devices!r} names {len(named)} GPU, but engine.tensor_parallel_size={size} needs {size}: "
+            f"name them all, as in engine.devices='{','.join(map(str, range(size)))}'"
+        )
+    longest, config = source.config.get("max_position_embeddings"), source.config
+    # Where RoPE is scaled, the engine knows better how far.
+    scaled = (
+        config.get("rope_scaling") or (config.get("rope_parameters") or {}).get("rope_type", "default") != "default"
+    )
+    if isinstance(longest, int) and not scaled and engine.max_model_len > longest:
+        raise ValueError(
+            f"engine.max_model_len={engine.max_model_len} is more than the {longest} positions that the model has "
+            f"(max_position_embeddings in {source.path / 'config.json'}); set engine.max_model_len={longest} or less"
+        )
+    if model is not None and engine.max_model_len > model.max_seq_len:
+        raise ValueError(
+            f"engine.max_model_len={engine.max_model_len} is more than the {model.max_seq_len} positions of the model that is "
+            f"trained; set model.max_seq_len={engine.max_model_len}, or a lower max_model_len"
+        )
+
+
+def check_machine(engine: EngineConfig | None, output_dir: str, model: nn.Module | None, dtype: torch.dtype) -> None:
+    """Compares what a run asks for with this machine: its GPUs, and the disk under `output_dir`. Says so if disk is scarce.
+
+    Args:
+        engine: settings of an engine that starts here; None if there is none.
+        model: what checkpoints will hold; None if there are none.
+        dtype: in which a checkpoint holds the model for other tools.
+
+    Raises:
+        ValueError: the engine names GPUs that are not there, or there is no room for a single checkpoint.
+    """
+    if engine is not None and engine.address is None:
+        _require_gpus(engine)
+    if model is None:
+        return
+    place, size = Path(output_dir).absolute(), checkpoint_bytes(model, dtype)
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < size:
+        raise ValueError(
+            f"output_dir={output_dir}: a checkpoint takes {size / GIB:,.1f} GiB, and {free / GIB:,.1f} GiB are free there; "
+            "free disk space, or choose another output_dir"
+        )
+    if free < 3 * size:
+        say(
+            f"disk: a checkpoint takes {size / GIB:,.1f} GiB, several are kept, and {free / GIB:,.1f} GiB are free in {place}"
+        )
+
+
+def _require_gpus(engine: EngineConfig) -> None:
+    if on_cpu():
+        for name, value, usual in (
+            ("devices", engine.devices, None),
+            ("tensor_parallel_size", engine.tensor_parallel_size, 1),
+            ("sleep", engine.sleep, False),
+        ):
+            if value != usual:
+                raise ValueError(
+                    f"engine.{name}={value} asks for GPUs, but the installed torch is the CPU build; leave it out, or install "
+                    "the CUDA build (docs/install.md)"
+                )
+        return
+    # Physical numbers, which CUDA_VISIBLE_DEVICES of this process does not change.
+    count = len([path for path in Path("/dev").glob("nvidia[0-9]*")])
+    numbers = [int(each) for each in (engine.devices or "").split(",") if each.strip().isdigit()]
+    if count and numbers and max(numbers) >= count:
+        raise ValueError(
+            f"engine.devices={engine.devices!r} names GPU {max(numbers)}, but this machine has {count}, from 0 to {count - 1}"
+        )
+
+
+def checkpoint_bytes(model: nn.Module, dtype: torch.dtype) -> int:
+    """Returns about how many bytes a checkpoint takes: float32 weights and two moments of what is trained, and the model for
+    other tools."""
+    adapters = adapter_names(model)
+    trained = sum(p.numel() for name, p in model.named_parameters() if not adapters or name in adapters)
+    whole = sum(p.numel() for p in model.parameters())
+    return 12 * trained + (0 if adapters else dtype.itemsize * whole)
+
+
+def _name(part: Any) -> str:
+    return getattr(part, "__name__", type(part).__name__)
+
+
+def _kind(value: Any) -> str:
+    kind = type(value).__name__
+    return f"a{'n' * (kind[:1].lower() in 'aeiou')} {kind}" if value is not None else "None"
