@@ -9,7 +9,7 @@ wrong (a measurement that others disturbed, a service that failed) is no grade: 
 import os
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -56,7 +56,7 @@ def rehearse(
                 raise ValueError(f"bench: {error}") from error
         elif task is not None and config is not None:
             # The held-out problems mostly have the grader of the others: the same class, and the same function if one is named.
-            grader = (type(task), *(vars(task).get(name) for name in ("grade", "grade_group")))
+            grader = (type(task), *(getattr(task, "__dict__", {}).get(name) for name in ("grade", "grade_group")))
             if grader not in graded:
                 graded.append(grader)
                 _rehearse_grading(task, config, key)
@@ -69,6 +69,8 @@ def _rehearse_grading(task: Task, config: GraderConfig, key: str) -> None:
         ValueError: the grader fails on all of them, is too slow, or gives none of the solutions a reward.
     """
     problems = _first_problems(task)
+    if not problems:
+        return
     solutions = [_solution(task, problem) for problem in problems]
     name, worked = type(task).__name__, all(text is not None for text in solutions)
     what = "its own solution" if worked else f"the text {NO_SOLUTION!r}"
@@ -88,9 +90,9 @@ def _rehearse_grading(task: Task, config: GraderConfig, key: str) -> None:
                     f"{key}: {name} cannot grade {what} of problem {problems[0].id!r}: {outcomes[0].cause}; none of the first "
                     f"{len(problems)} problems can be graded"
                 )
-            # A task may pay less than 0 for everything, but where a solution gets just nothing, something is wrong. A grader that
-            # compares says nothing of a single text, and a bare answer is no text that a function of the user's has to like.
-            is_bare = "grade" in vars(task) and getattr(task, "worked", None) is None
+            # A task may pay less than 0 for everything, but where a solution gets just nothing, something is wrong. A grader
+            # that compares says nothing of a single text, and a bare answer is no text that the user's function has to like.
+            is_bare = "grade" in getattr(task, "__dict__", {}) and getattr(task, "worked", None) is None
             if worked and not any(rewards) and not grader.compares and not is_bare:
                 others = [grader.submit(problem, NO_SOLUTION).result() for problem in problems]
                 if max(rewards) <= max(
@@ -108,11 +110,8 @@ def _first_problems(task: Task) -> list[Problem]:
     """Returns the first problems. One that cannot be made is left out: the run deals with it when it comes to it."""
     problems = []
     for index in range(min(REHEARSED, len(task))):
-        try:
+        with suppress(Exception):
             problems.append(task[index])
-        except Exception:
-            if not index:
-                raise
     return problems
 
 

@@ -190,7 +190,8 @@ def _say(error: Exception, status: int, who: str) -> None:
     else:
         # What an engine says at its end may have many lines, which all count.
         text = message(error) if status == STATUS else f"{type(error).__name__}: {error}"
-        print(f"error: {who}{text}", file=sys.stderr)
+        # Notes say how the run stands now (`training.life`).
+        print("\n".join([f"error: {who}{text}", *getattr(error, "__notes__", ())]), file=sys.stderr)
     sys.stderr.flush()
 
 

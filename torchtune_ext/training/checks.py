@@ -126,7 +126,7 @@ def check_loss(loss: Any) -> None:
 
 
 def check_task(task: Task, key: str, ends: bool = False, solves: bool = False, grades: bool = True) -> None:
-    """Looks at the first problem of a task.
+    """Looks at the first problems of a task, until one is fine.
 
     Args:
         key: the node of the task, for messages.
@@ -135,7 +135,7 @@ def check_task(task: Task, key: str, ends: bool = False, solves: bool = False, g
         grades: it must have a grader.
 
     Raises:
-        ValueError: the task has no length, no problem, or no grader, or its problem is none.
+        ValueError: the task has no length, no grader, or no problem among the first `LOOKED_AT`; this is the first one's error.
     """
     name = _name(task)
     for method, what, needed in (
@@ -162,9 +162,17 @@ def check_task(task: Task, key: str, ends: bool = False, solves: bool = False, g
         raise ValueError(
             f"{key}: {name} never ends ({length:,} problems), and all are used; set {key}.count=256, for instance"
         )
-    with blame(f"{key}: {name}(...)[0]"):
-        problem = task[0]
-    _require_problem(problem, f"{key}: {name}(...)[0]")
+    first: ValueError | None = None
+    for index in range(min(length, LOOKED_AT)):
+        try:
+            with blame(f"{key}: {name}(...)[{index}]"):
+                problem = task[index]
+            _require_problem(problem, f"{key}: {name}(...)[{index}]")
+            return
+        except ValueError as error:
+            # A broken row is passed over while the run goes on (`rollouts.bad_problems`); here one has to be a problem.
+            first = first or error
+    raise first
 
 
 def _require_problem(problem: Any, what: str) -> None:
