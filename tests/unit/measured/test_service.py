@@ -32,6 +32,17 @@ class Asking:
         self.kernels = kernels
 
 
+class Broken(CalmReduction):
+    naive = "void reduction("
+
+
+class Undecodable(CalmReduction):
+    """Raises a kind of ValueError that cannot be made of a text, where a kernel of ones is fine."""
+
+    def reference(self, size, inputs):
+        return super().reference(size, inputs) if size["n"] == 1 else b"\xff".decode()
+
+
 @pytest.mark.parametrize(
     ("config", "kernel", "message"),
     [
@@ -44,8 +55,10 @@ class Asking:
         ),
         ({"compiler": "nogcc"}, CalmReduction(), "no C compiler: nogcc not found on PATH; install one"),
         ({}, Dgemm(1_000_000), "dgemm with m=1000000 n=1000000 k=1000000 cannot be measured here: no room for"),
+        ({}, Broken(), "reduction with n=.* cannot be measured here: Broken.naive: .* ends with compile_error"),
+        ({}, Undecodable(), "reduction with n=.* cannot be measured here: 'utf-8' codec can't decode"),
     ],
-    ids=["cores", "threads", "cache", "compiler", "size"],
+    ids=["cores", "threads", "cache", "compiler", "size", "own program", "own error"],
 )
 def test_what_cannot_be_measured_is_found_out_before_anything_starts(config, kernel, message):
     with pytest.raises((ValueError, SandboxError), match=message):

@@ -70,7 +70,9 @@ def rehearse(config: BenchConfig, task: MeasuredTask) -> None:
                 Checker(kernel, *settings).close()
             except (SandboxError, ValueError) as error:
                 size = " ".join(f"{name}={value}" for name, value in kernel.timed.items())
-                raise type(error)(f"{kernel.name} with {size} cannot be measured here: {error}") from error
+                # A kernel of the user's may raise a kind of ValueError that cannot be made of a text.
+                kind = SandboxError if isinstance(error, SandboxError) else ValueError
+                raise kind(f"{kernel.name} with {size} cannot be measured here: {error}") from error
 
 
 def score(result: Result, reward: float) -> Score:
