@@ -15,6 +15,7 @@ from torchtune_ext.evaluation import Accuracy, accuracy
 from torchtune_ext.grading import GraderConfig
 from torchtune_ext.grading.measured import BenchGrader, Grader, open_graders, rehearse
 from torchtune_ext.host.config import build, instantiate, load_config, named_paths, record
+from torchtune_ext.host.here import require_gpus
 from torchtune_ext.host.opening import ready
 from torchtune_ext.host.plugin import parse
 from torchtune_ext.policy.hf_model import HFModel
@@ -31,7 +32,6 @@ from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.telemetry.rollouts import RolloutStore
 from torchtune_ext.training.checks import (
     check_engine,
-    check_machine,
     check_prompts,
     check_task,
     check_tokenizer,
@@ -77,7 +77,7 @@ class EvaluateRecipe:
         self.check()
 
         # Nothing is wrong with the settings. From here on the folder is locked, and an earlier run in it is set aside.
-        check_machine(self.engine.config, cfg.output_dir, None, None)
+        require_gpus(self.engine.config)
         self.folder = RunFolder(cfg.output_dir)
         self.run = self.folder.begin(record(cfg), resuming=False, reads=named_paths(cfg))
         self.store = RolloutStore(cfg.output_dir)

@@ -29,6 +29,7 @@ from torchtune_ext.grading.measured import BenchGrader, Grader, open_graders, re
 from torchtune_ext.groups import Group, graded
 from torchtune_ext.host.config import build, has_component, instantiate, load_config, named_paths, record
 from torchtune_ext.host.dry_run import dry_run
+from torchtune_ext.host.here import check_machine
 from torchtune_ext.host.opening import opening, ready
 from torchtune_ext.host.plugin import parse
 from torchtune_ext.objective.loss import needs_of
@@ -50,7 +51,7 @@ from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.telemetry.rollouts import RolloutStore
 from torchtune_ext.telemetry.timeline import Timeline
 from torchtune_ext.training.agreement import Agreement
-from torchtune_ext.training.checks import check_machine, check_parts, check_weights
+from torchtune_ext.training.checks import check_parts, check_weights
 from torchtune_ext.training.distributed import init_ranks
 from torchtune_ext.training.identity import Identity, identify
 from torchtune_ext.training.learner import Learner, over_updates
@@ -266,7 +267,7 @@ class GRPORecipe:
     def open_folder(self) -> Identity:
         """Rank 0: begins or continues the run in its folder. Returns what its checkpoints belong to."""
         cfg = self.cfg
-        check_machine(self.engine and self.engine.config, cfg.output_dir, self.meta_model, self.precision.dtype)
+        check_machine(self)
         self.folder = RunFolder(cfg.output_dir)
         run = self.folder.begin(record(cfg), self.folder.resumes(cfg.resume_from_checkpoint), reads=named_paths(cfg))
         return identify(run.id, self.hf_model, self.meta_model, self.trained.spec)

@@ -66,6 +66,9 @@ _ENV = re.compile(r"\$\{\s*oc\.env\s*:")
 _BARE = re.compile(r"[\w./+-]+")  # an argument of a resolver that needs no quotes
 _NO_READS = ("output_dir", "logging")  # keys whose values never name a file that the run reads
 
+# What OmegaConf's messages about a wrong type hold, and what was wanted then.
+WANTED = {"to Integer": "a whole number", "to Float": "a number", "valid bool": "true or false"}
+
 MANY = 3  # with more unknown keys than that, a config is taken for one of another recipe
 
 # Keys of an earlier version, each with the key that replaces it.
@@ -115,14 +118,16 @@ def load_config(schema: type, cfg: DictConfig) -> DictConfig:
     except ValidationError as error:
         raise ValueError(_wrong_type(error, cfg, {f.name: f.type for f in fields(schema)})) from None
     nothing = {name for name, default in defaults.items() if default == MISSING and merged._get_node(name)._is_none()}
-    missing = sorted(OmegaConf.missing_keys(merged) | nothing)
-    if missing:
-        raise ValueError(f"{missing[0]} has no value; set it in the YAML or on the command line as {missing[0]}=...")
     written = OmegaConf.to_container(merged)
     try:
+        missing = sorted(OmegaConf.missing_keys(merged) | nothing)
+        if missing:
+            raise ValueError(
+                f"{missing[0]} has no value; set it in the YAML or on the command line as {missing[0]}=..."
+            )
         OmegaConf.resolve(merged)
     except OmegaConfBaseException as error:
-        raise ValueError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
+        raise ValueError(_unresolved(error)) from None
     OmegaConf.get_cache(merged)[_MARK] = _references(OmegaConf.create(_marked(written)))
     return merged
 
@@ -155,6 +160,19 @@ def _wrong_type(error: ValidationError, cfg: DictConfig, types: Mapping[str, Any
     return f"{key}={value} must be {what}{null}"
 
 
+def _unresolved(error: OmegaConfBaseException) -> str:
+    """Returns the message for a reference, `${...}`, that leads nowhere."""
+    text = str(error).splitlines()[0]
+    variable = re.search(r"Environment variable '(\w+)' not found", text)
+    if variable:
+        name = variable[1]
+        return (
+            f"{error.full_key}: the environment variable {name} is not set: `export {name}=...`, or write "
+            f"${{oc.env:{name},default}}"
+        )
+    return f"{error.full_key}: {text}"
+
+
 def _refuse_moved(cfg: DictConfig, known: list[str], where: str = "the config") -> None:
     """Raises ValueError if keys of an earlier version are used.
 
@@ -166,13 +184,13 @@ def _refuse_moved(cfg: DictConfig, known: list[str], where: str = "the config") 
             keys += [f"{name}.{key}" for key in node]
     moved = {key: MOVED[key] for key in keys if key not in known and MOVED.get(key, "").split(".")[0] in known}
     if moved:
-        found = ", ".join(f"{old!r} is {new}" for old, new in moved.items())
-        example = ""
-        if len(moved) == 1:
-            ((old, new),) = moved.items()
-            value = OmegaConf.select(cfg, old)
-            example = f"; write {new}={_as_list(new, value)}" if isinstance(value, str | int | float) else ""
-        raise ValueError(f"unknown key{'s' * (len(moved) > 1)} of an earlier version in {where}: now {found}{example}")
+        if len(moved) > 1:
+            found = ", ".join(f"{old!r} is {new} now" for old, new in moved.items())
+            raise ValueError(f"{where} has keys of an earlier version: {found}")
+        ((old, new),) = moved.items()
+        value = OmegaConf.select(cfg, old)
+        example = f": write {new}={_as_list(new, value)}" if isinstance(value, str | int | float) else ""
+        raise ValueError(f"{where} has a key of an earlier version: {old!r} is {new} now{example}")
 
 
 def _as_list(key: str, value: Any) -> str:
@@ -342,7 +360,9 @@ def build(record: type[T], values: Any, where: str, bare: str | None = None, **e
         value = OmegaConf.select(node, error.full_key)
         if not isinstance(value, DictConfig | ListConfig) and "ListConfig" in str(error.msg):
             raise ValueError(f"{error.full_key}={value!r} must be a list: {error.full_key}=[{value}]") from None
-        raise ValueError(f"{error.full_key}: {error.msg}".split("\n")[0]) from None
+        wanted = next((text for word, text in WANTED.items() if word in str(error.msg)), None)
+        text = f"{error.full_key}={value} must be {wanted}" if wanted else f"{error.full_key}: {error.msg}"
+        raise ValueError(text.split("\n")[0]) from None
     except TypeError as error:
         # OmegaConf does not say where: a list or a plain value is needed, and there is a mapping, or the other way round.
         found = ", ".join(f"{where}.{key}" for key, value in node[where].items() if OmegaConf.is_config(value))

@@ -18,8 +18,6 @@ from typing import Protocol
 
 import torch
 from omegaconf import DictConfig
-from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torchtune.modules import TransformerDecoder
 
 from torchtune_ext.advantages import AdvantageConfig
@@ -27,13 +25,15 @@ from torchtune_ext.evaluation import EvaluationConfig
 from torchtune_ext.grading import GraderConfig
 from torchtune_ext.host.catalog import config_path, machine_named
 from torchtune_ext.host.config import build, has_component, instantiate
+from torchtune_ext.host.here import require_gpus
 from torchtune_ext.objective.loss import needs_of
 from torchtune_ext.policy.builder import on_meta
 from torchtune_ext.policy.fp8.gain import engine_memory
 from torchtune_ext.policy.fp8.plan import Fp8Receipt, linear_layers
-from torchtune_ext.policy.memory import ADAMW_BYTES, sizes_of
+from torchtune_ext.policy.memory import optimizer_bytes, sizes_of
 from torchtune_ext.policy.published import published_config
 from torchtune_ext.run.output import say
+from torchtune_ext.sampling.engine import Engine
 from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
 from torchtune_ext.tasks.measured.results import BenchConfig
 from torchtune_ext.telemetry.metrics import LoggingConfig
@@ -66,6 +66,7 @@ class Checked(Protocol):
     """What the dry run needs of a recipe."""
 
     ranks: Ranks
+    engine: Engine | None  # what `check` makes and does not start
     canary: list[list[int]]  # a few prompts, as token ids, once `check` is done
 
     def check(self) -> None: ...
@@ -93,7 +94,7 @@ def dry_run(make: Callable[[DictConfig], Checked], cfg: DictConfig) -> None:
         plan = Plan(settings, machine, trainers_of(machine, settings, ranks if ranks > 1 else None, visible))
     except MISTAKES as error:
         problems.append(str(error))
-    longest, found = checked(make, cfg, plan.trainers if plan else 1)
+    longest, found = checked(make, cfg, plan.trainers if plan else 1, machine.here)
     problems += [text for text in found if text not in problems]
     if plan is not None:
         plan = replace(plan, settings=replace(plan.settings, prompt_tokens=longest))
@@ -191,17 +192,22 @@ def model_of(cfg: DictConfig) -> tuple[TransformerDecoder, list[str]]:
     ]
 
 
-def checked(make: Callable[[DictConfig], Checked], cfg: DictConfig, trainers: int) -> tuple[int | None, list[str]]:
+def checked(
+    make: Callable[[DictConfig], Checked], cfg: DictConfig, trainers: int, here: bool
+) -> tuple[int | None, list[str]]:
     """Does the checks of a start. Returns the tokens of the longest of a few prompts, and what is wrong.
 
     Args:
         trainers: how many devices the run will train on.
+        here: whether it will do so on this machine, so that the engine's GPUs have to be there.
     """
     on_gpu = cfg.device != "cpu" and torch.cuda.is_available()
     try:
         recipe = make(cfg)
         recipe.ranks = Ranks(0, trainers, torch.device("cuda", 0) if on_gpu else torch.device("cpu"))
         recipe.check()
+        if here and recipe.engine:
+            require_gpus(recipe.engine.config)
         return max(map(len, recipe.canary)), []
     except MISTAKES as error:
         found = [str(error)]
@@ -211,29 +217,6 @@ def checked(make: Callable[[DictConfig], Checked], cfg: DictConfig, trainers: in
         except MISTAKES as error:
             found += [str(error)] if str(error) not in found else []
     return None, found
-
-
-def optimizer_bytes(make: Callable[..., torch.optim.Optimizer]) -> float:
-    """Returns what an optimizer keeps for one value that it trains, in bytes: it makes one step on a small matrix.
-
-    What cannot make a step here is taken for AdamW; the checks say what is wrong with it.
-    """
-    param = torch.nn.Parameter(torch.zeros(256, 256))
-    param.grad = torch.zeros_like(param)
-    try:
-        optimizer = make(params=[param])
-        optimizer.step()
-    except Exception:
-        return ADAMW_BYTES
-    kept = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    return sum(_nbytes(value) for value in kept if value.numel() > 1) / param.numel()
-
-
-def _nbytes(tensor: Tensor) -> int:
-    """Returns the bytes of a tensor, also of one that is quantized: that is made of others."""
-    if is_traceable_wrapper_subclass(tensor):
-        return sum(_nbytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
-    return tensor.nbytes
 
 
 def _config_file(words: list[str]) -> Path | None:

@@ -4,10 +4,12 @@ Every figure comes from shapes alone, so that a model on the meta device is enou
 same moment; their sum is an upper bound of the peak, as far as the shapes go (tests/unit/policy/test_memory.py counts it).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune.modules import TiedLinear, TransformerDecoder
 
@@ -223,6 +225,29 @@ def in_fp8(model: TransformerDecoder, config: Fp8Config | None, trains: bool) ->
     """Returns Hugging Face name -> (out, in) of the layers that compute in FP8, as `fp8.plan.linear_layers` has them."""
     layers = linear_layers(model, config, trains)[0] if config else ()
     return {layer.name: layer.shape for layer in layers if layer.reason is None}
+
+
+def optimizer_bytes(make: Callable[..., torch.optim.Optimizer]) -> float:
+    """Returns what an optimizer keeps for one value that it trains, in bytes: it makes one step on a small matrix.
+
+    What cannot make a step here is taken for AdamW; the checks say what is wrong with it.
+    """
+    param = nn.Parameter(torch.zeros(256, 256))
+    param.grad = torch.zeros_like(param)
+    try:
+        optimizer = make(params=[param])
+        optimizer.step()
+    except Exception:
+        return ADAMW_BYTES
+    kept = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return sum(_nbytes(value) for value in kept if value.numel() > 1) / param.numel()
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """Returns the bytes of a tensor, also of one that is quantized: that is made of others."""
+    if is_traceable_wrapper_subclass(tensor):
+        return sum(_nbytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+    return tensor.nbytes
 
 
 def _kept_by_fp8(model: TransformerDecoder, config: Fp8Config | None, size: int) -> float:

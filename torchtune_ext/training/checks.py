@@ -5,7 +5,6 @@ mistake with the line of the file (`host.mistakes.blame`).
 """
 
 import math
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,8 +20,6 @@ from torchtune_ext.objective.loss import needs_of
 from torchtune_ext.objective.tokens import Tokens
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import adapter_names
-from torchtune_ext.run.output import say
-from torchtune_ext.sampling.imports import on_cpu
 from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
 from torchtune_ext.tasks.measured.service import is_measured
 from torchtune_ext.tasks.order import SHUFFLE_LIMIT
@@ -31,7 +28,6 @@ from torchtune_ext.tasks.task import Problem, Task
 LOOKED_AT, LOOK_S = 64, 1.0  # prompts that are measured at most, and seconds that this takes at most
 # Two tokenizers that give this the same ids are taken to be the same.
 PROBE = "The 7 quick foxes: 12+34=46, isn't it?\n"
-GIB = 2**30
 
 
 def check_parts(
@@ -333,67 +329,6 @@ def check_engine(source: HFModel, engine: EngineConfig, model: nn.Module | None 
             f"engine.max_model_len={engine.max_model_len} is more than the {model.max_seq_len} positions of the model that is "
             f"trained; set model.max_seq_len={engine.max_model_len}, or a lower max_model_len"
         )
-
-
-def check_machine(engine: EngineConfig | None, output_dir: str, model: nn.Module | None, dtype: torch.dtype) -> None:
-    """Compares what a run asks for with this machine: its GPUs, and the disk under `output_dir`. Says so if disk is scarce.
-
-    Args:
-        engine: settings of an engine that starts here; None if there is none.
-        model: what checkpoints will hold; None if there are none.
-        dtype: in which a checkpoint holds the model for other tools.
-
-    Raises:
-        ValueError: the engine names GPUs that are not there, or there is no room for a single checkpoint.
-    """
-    if engine is not None and engine.address is None:
-        _require_gpus(engine)
-    if model is None:
-        return
-    place, size = Path(output_dir).absolute(), checkpoint_bytes(model, dtype)
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
-    if free < size:
-        raise ValueError(
-            f"output_dir={output_dir}: a checkpoint takes {size / GIB:,.1f} GiB, and {free / GIB:,.1f} GiB are free there; "
-            "free disk space, or choose another output_dir"
-        )
-    if free < 3 * size:
-        say(
-            f"disk: a checkpoint takes {size / GIB:,.1f} GiB, several are kept, and {free / GIB:,.1f} GiB are free in {place}"
-        )
-
-
-def _require_gpus(engine: EngineConfig) -> None:
-    if on_cpu():
-        for name, value, usual in (
-            ("devices", engine.devices, None),
-            ("tensor_parallel_size", engine.tensor_parallel_size, 1),
-            ("sleep", engine.sleep, False),
-        ):
-            if value != usual:
-                raise ValueError(
-                    f"engine.{name}={value} asks for GPUs, but the installed torch is the CPU build; leave it out, or install "
-                    "the CUDA build (docs/install.md)"
-                )
-        return
-    # Physical numbers, which CUDA_VISIBLE_DEVICES of this process does not change.
-    count = len([path for path in Path("/dev").glob("nvidia[0-9]*")])
-    numbers = [int(each) for each in (engine.devices or "").split(",") if each.strip().isdigit()]
-    if count and numbers and max(numbers) >= count:
-        raise ValueError(
-            f"engine.devices={engine.devices!r} names GPU {max(numbers)}, but this machine has {count}, from 0 to {count - 1}"
-        )
-
-
-def checkpoint_bytes(model: nn.Module, dtype: torch.dtype) -> int:
-    """Returns about how many bytes a checkpoint takes: float32 weights and two moments of what is trained, and the model for
-    other tools."""
-    adapters = adapter_names(model)
-    trained = sum(p.numel() for name, p in model.named_parameters() if not adapters or name in adapters)
-    whole = sum(p.numel() for p in model.parameters())
-    return 12 * trained + (0 if adapters else dtype.itemsize * whole)
 
 
 def _name(part: Any) -> str:

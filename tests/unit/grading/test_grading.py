@@ -46,7 +46,10 @@ def test_policy_failed_is_what_the_task_marks():
         ("reward nan", "reward=nan, which is not finite"),
         ("reward -inf", "reward=-inf"),
         ("part nan", "speed=nan"),
-        ("none", r"^scripted_task.Scripted.grade \(scripted_task.py:\d+\) returned None, neither a number nor a Score$"),
+        (
+            "none",
+            r"^scripted_task.Scripted.grade \(scripted_task.py:\d+\) returned None, neither a number nor a Score$",
+        ),
         ("reward x" + "y" * 10_000, "could not convert"),
     ],
 )
@@ -124,7 +127,9 @@ def test_a_judge_sees_the_whole_group():
         kinds = {word: {outcome.kind for outcome in future.result(timeout=20)} for word, future in bad.items()}
         assert kinds == {"hangs": {"timed_out"}, "raises": {"infra_failed"}, "few": {"infra_failed"}}
         assert "Judge.grade_group (test_grading.py:" in bad["few"].result()[0].cause
-        assert bad["few"].result()[0].cause.endswith("returned 1 values for 2 texts; return a list with a number for each")
+        assert (
+            bad["few"].result()[0].cause.endswith("returned 1 values for 2 texts; return a list with a number for each")
+        )
         # Alone, a text is a group of one.
         assert grader.grade([(PROBLEM, "z")])[0].score.reward == 0.0
     with Grader(Scripted()) as grader:

@@ -112,7 +112,7 @@ def test_options_of_constraints_have_their_own_defaults():
             ],
         ),
         (["task"], ["torchtune_ext.tasks.temporal_clue.TemporalClue", "  task.cache_dir "]),
-        (["torchtune_ext.tasks.jsonl.Jsonl"], ["  grader    (needed) ", "dotted path of a function"]),
+        (["torchtune_ext.tasks.jsonl.Jsonl"], ["  grader        null ", "dotted path of a function"]),
     ],
 )
 def test_what_is_asked_for_is_printed(words, expected, capsys):

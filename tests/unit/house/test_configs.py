@@ -170,7 +170,9 @@ def test_the_files_of_puzzles_are_made_and_read(page, tmp_path, monkeypatch):
 def test_a_dry_run_without_config_json_says_what_it_needs():
     _, cfg = loaded("grpo/qwen2_5_7B_full")
     cfg.model_dir = cfg.model.model_dir = "models/Nobodys-7B"
-    with pytest.raises(ValueError, match="model_dir='models/Nobodys-7B': no such folder, seen from .*`hf download OWNER/"):
+    with pytest.raises(
+        ValueError, match="model_dir='models/Nobodys-7B': no such folder, seen from .*`hf download OWNER/"
+    ):
         settings_of(cfg)
 
 
@@ -342,8 +344,8 @@ def test_components_that_cannot_be_built_are_named(node, message):
     ("record", "values", "message"),
     [
         (SamplingConfig, {"temperature": 1.0}, "sampling.max_tokens has no value; set it in the YAML"),
-        (SamplingConfig, {"max_tokens": "many"}, "sampling.max_tokens: Value 'many'"),
-        (SamplingConfig, {"max_tokens": 1.5}, "sampling.max_tokens: Value '1.5'"),
+        (SamplingConfig, {"max_tokens": "many"}, "sampling.max_tokens=many must be a whole number"),
+        (SamplingConfig, {"max_tokens": 1.5}, "sampling.max_tokens=1.5 must be a whole number"),
         (SamplingConfig, {"max_tokens": 8, "stop_token_ids": "7"}, "sampling.stop_token_ids='7' must be a list"),
         (
             SamplingConfig,

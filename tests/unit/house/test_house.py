@@ -45,7 +45,7 @@ ORDER = [
     "replay",
     "host.components",
     "host.config",
-    "host.checks",
+    "host.here",
     "host.opening",
     "host.dry_run",
     "host.tune_script",
@@ -54,7 +54,8 @@ ORDER = [
     "host.cli",
     "__main__",
 ]
-OMEGACONF_ALLOWED = {"host.command_line", "host.components", "host.config", "host.opening", "host.dry_run"}  # and the recipes
+# And the recipes.
+OMEGACONF_ALLOWED = {"host.command_line", "host.components", "host.config", "host.opening", "host.dry_run"}
 MAX_FILE, MAX_FUNCTION, MAX_KNOBS = 400, 80, 40  # lines, lines, names
 MAX_RECIPE = 300  # statements: comments and blank lines cost nothing, and squeezing a line gains nothing
 MACHINE_PATH = re.compile(r"(?<![\w.])/(work|root|Users/\w+|home/\w+|opt/(wheels|pypi))/")

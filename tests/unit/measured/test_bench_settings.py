@@ -69,9 +69,9 @@ def test_deadlines_and_limits_are_records(settings, message):
         ({"cores": 1}, "bench.cores=1 must be a list: bench.cores=[1]"),
         ({"cores": {"a": 1}}, "one of bench.cores is a mapping and should not be"),
         ({"cores": [[1]]}, "bench.cores=([1],) must be a list of whole numbers"),
-        ({"workers": "two"}, "bench.workers: Value 'two' of type 'str' could not be converted to Integer"),
-        ({"threads": 1.5}, "bench.threads: Value '1.5' of type 'float' could not be converted to Integer"),
-        ({"namespaces": "maybe"}, "bench.namespaces: Value 'maybe' is not a valid bool"),
+        ({"workers": "two"}, "bench.workers=two must be a whole number"),
+        ({"threads": 1.5}, "bench.threads=1.5 must be a whole number"),
+        ({"namespaces": "maybe"}, "bench.namespaces=maybe must be true or false"),
         ({"budget_s": -1}, "bench.budget_s=-1.0 must be more than 0 seconds"),
     ],
 )

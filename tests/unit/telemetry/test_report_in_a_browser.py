@@ -121,7 +121,7 @@ def test_no_row_ends_with_a_single_card(shown):
     for (width, _), copy in shown[0].items():
         assert any(sum(grid) == 7 for grid in copy["all"]), "seven cards are what leaves one over in threes"
         for grid in copy["all"]:
-            assert grid == sorted(grid) and max(grid) - min(grid) <= 1, grid
+            assert grid == sorted(grid) and max(grid) - min(grid) <= 1, (width, copy["all"])
             assert grid[-1] > 1 or max(grid) == 1, grid
         assert any(max(grid) > 2 for grid in copy["all"]) == (width > 800)
 

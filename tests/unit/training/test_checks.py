@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from tiny_runs import write_tiny_model
@@ -144,27 +143,3 @@ def test_a_model_that_is_trained_on_fewer_positions(model_dir):
     checks.check_engine(HFModel(model_dir), EngineConfig(max_model_len=64), model)
     with pytest.raises(ValueError, match="more than the 64 positions .*; set model.max_seq_len=65"):
         checks.check_engine(HFModel(model_dir), EngineConfig(max_model_len=65), model)
-
-
-def test_the_disk_has_to_hold_a_checkpoint(model_dir, tmp_path, monkeypatch, capsys):
-    model = on_meta(partial(from_config, str(model_dir)))
-    size, count = checks.checkpoint_bytes(model, torch.bfloat16), sum(p.numel() for p in model.parameters())
-    assert size == count * (12 + 2)
-    adapted = on_meta(partial(from_config, str(model_dir), lora_attn_modules=["q_proj"], lora_rank=4))
-    # Two layers, whose q projection is 64 x 64: A and B of rank 4.
-    assert checks.checkpoint_bytes(adapted, torch.bfloat16) == 12 * 2 * (4 * 64 + 64 * 4)
-    looked = []
-    for free, said in ((size - 1, "error"), (size, "several are kept"), (3 * size, "")):
-        monkeypatch.setattr(
-            checks.shutil, "disk_usage", lambda path, free=free: looked.append(path) or Disk(0, 0, free)
-        )
-        check = partial(checks.check_machine, None, str(tmp_path / "runs" / "new"), model, torch.bfloat16)
-        if said == "error":
-            with pytest.raises(ValueError, match=r"a checkpoint takes .* GiB, and .* GiB are free there"):
-                check()
-        else:
-            check()
-            printed = capsys.readouterr().out
-            assert said in printed and bool(printed) == bool(said)
-    # The next folder that is there already.
-    assert set(looked) == {tmp_path}

@@ -3,6 +3,13 @@
 const SVG = "http://www.w3.org/2000/svg";
 const HEIGHT = 190, LEAD_HEIGHT = 300, LEFT = 52, RIGHT = 10, TOP = 8, BOTTOM = 22;
 
+// Calls `then` soon after a node has got another size (at once, it would change sizes while they are told), and when a section
+// opens, so that nobody sees it empty.
+function onResize(node, then) {
+  new ResizeObserver(() => setTimeout(then)).observe(node);
+  document.addEventListener("toggle", then, true);
+}
+
 function el(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
   for (const [key, value] of Object.entries(attributes)) {
@@ -108,13 +115,13 @@ class Chart {
     this.node = el("figure", { class: lead ? "panel lead" : "panel" }, el("h3", {}, panel.title, this.at),
       panel.note ? el("p", { class: "note" }, panel.note) : null, el("div", { class: "legend" }, ...keys), this.plot);
     this.width = 0;
-    new ResizeObserver(() => {
+    onResize(this.plot, () => {
       const width = Math.round(this.plot.clientWidth);
       if (!width || width === this.width) return;
       this.width = width;
       if (lead) this.height = width < 600 ? 220 : LEAD_HEIGHT;
       this.draw();
-    }).observe(this.plot);
+    });
   }
 
   // First and last index inside the zoom.

@@ -11,7 +11,7 @@ const sectionId = (name) => `section-${name.toLowerCase().replace(/\W+/g, "-")}`
 // Cards of a grid, at least so many pixels wide, fill their rows: no row ends with a gap, and rows of fewer cards come first.
 function balance(grid, least) {
   let width = 0;
-  new ResizeObserver(() => {
+  onResize(grid, () => {
     const cards = [...grid.children].filter((card) => !card.classList.contains("wide")), gap = parseFloat(getComputedStyle(grid).columnGap);
     if (!cards.length || !grid.clientWidth || grid.clientWidth === width) return;
     width = grid.clientWidth;
@@ -19,7 +19,7 @@ function balance(grid, least) {
     const few = Math.floor(cards.length / rows), more = cards.length % rows; // so many rows have one card more than the others
     grid.style.gridTemplateColumns = `repeat(${more ? few * (few + 1) : few}, minmax(0, 1fr))`;
     cards.forEach((card, i) => { card.style.gridColumn = `span ${more ? (i < few * (rows - more) ? few + 1 : few) : 1}`; });
-  }).observe(grid);
+  });
 }
 
 function head(overview) {
