@@ -73,7 +73,7 @@ def test_without_a_mistake_the_engine_starts(place, in_fork, tmp_path, typed):
 
 def test_without_a_mistake_a_warm_up_ends_well(place, in_fork, tmp_path):
     said = attempt(Mistake("run warmup_sft --config warm.yaml", ""), place, tmp_path / "run", in_fork)
-    assert said.status == 0 and "model: out/model" in said.text, said
+    assert said.status == 0 and "model:     out/model, in Hugging Face's format" in said.text, said
 
 
 @pytest.mark.parametrize("name", MISTAKES)

@@ -179,9 +179,10 @@ def _no_config(path: Path) -> str:
         name = path.parts[-3] if len(path.parts) > 2 else "tiny"
         return f"{wrong}: `tune run warmup_sft --config warmup/{name}` makes it"
     hub = _HUB_ID.fullmatch(str(path)) and path.parts[0] not in _FOLDERS and not path.is_dir()
-    owner, place = (path.parts[0], f"models/{path.name}") if hub else ("OWNER", str(path))
+    name = path.name or "MODEL"
+    owner, place = (path.parts[0], f"models/{name}") if hub else ("OWNER", str(path))
     whole = (
-        f"`hf download {owner}/{path.name} --local-dir {place}` fetches a model, and `hf download {owner}/{path.name} "
+        f"`hf download {owner}/{name} --local-dir {place}` fetches a model, and `hf download {owner}/{name} "
         f"config.json --local-dir {place}` the one file that dry_run=True needs"
     )
     if hub:

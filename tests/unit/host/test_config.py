@@ -149,5 +149,7 @@ def test_all_old_keys_are_named_at_once():
 
 def test_an_old_key_in_a_preset_names_the_new_one(tmp_path):
     (tmp_path / "old.yaml").write_text("lr_warmup: 4\n")
-    with pytest.raises(ValueError, match="preset .*old.yaml has a key of an earlier version: 'lr_warmup' is schedule.warmup now"):
+    with pytest.raises(
+        ValueError, match="preset .*old.yaml has a key of an earlier version: 'lr_warmup' is schedule.warmup now"
+    ):
         load_config(grpo.Config, OmegaConf.create({**NEEDED, "preset": str(tmp_path / "old.yaml")}))

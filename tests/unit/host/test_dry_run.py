@@ -127,7 +127,7 @@ def test_nothing_has_to_be_downloaded_for_a_public_model(name, place, tmp_path, 
     with_files = ran(capsys, cfg)[1]
     cfg.model_dir = str(tmp_path / Path(cfg.model_dir).name)
     status, out = ran(capsys, cfg)
-    assert status == 2 and "sizes: those of Qwen" in out and "problem: " in out and "/nothing': no such folder" in out
+    assert status == 2 and "sizes: those of Qwen" in out and "problem: " in out and ": no such folder" in out
 
     def table(text):
         # The published sizes do not say how long a table of RoPE is.
@@ -142,7 +142,12 @@ def test_a_builder_of_torchtune_knows_its_sizes_without_any_file(place, tmp_path
     cfg.model_dir = str(tmp_path / "nothing")
     cfg.model = {"_component_": "torchtune.models.qwen2_5.qwen2_5_7b_instruct"}
     status, out = ran(capsys, cfg)
-    assert status == 2 and "7.616 B parameters" in out and "\nfits on 5 x 80 GB" in out and "/nothing': no such folder" in out
+    assert (
+        status == 2
+        and "7.616 B parameters" in out
+        and "\nfits on 5 x 80 GB" in out
+        and "/nothing': no such folder" in out
+    )
 
 
 def test_mistakes_in_several_nodes_are_said_together(place, capsys):
