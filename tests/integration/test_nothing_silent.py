@@ -30,7 +30,11 @@ class Rows(Letters):
 
 
 class Failing(Letters):
+    """Fails on every text of a run, and on none that is graded before one begins."""
+
     def grade(self, problem, text):
+        if not os.path.exists("failing/run.json"):
+            return super().grade(problem, text)
         print("DEBUG from grade")
         return problem.solution[text]
 '''
@@ -104,8 +108,8 @@ def test_a_bad_problem_may_be_an_error_and_all_of_them_are(workplace):
     )
     assert "problem " + BROKEN in said and "or set rollouts.bad_problems=skip" in said
     said = refused(workplace, "grpo_full", "output_dir=none", "sampling.max_tokens=127")
-    assert "all 64 problems of the task cannot be used; the last one is 'letters-63' (index 63): its prompt has" in said
-    assert "beside sampling.max_tokens=127 engine.max_model_len=128 leaves 1" in said
+    assert "leaves room for a prompt of 1 in engine.max_model_len=128, and the first 64 prompts of task have " in said
+    assert "tokens; set engine.max_model_len=" in said
     assert not (workplace / "none" / "engine.log").exists()
 
 

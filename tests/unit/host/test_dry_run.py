@@ -1,6 +1,7 @@
 """`dry_run=`: every shipped config passes it on the machine that its first lines name, and what is wrong or too large is said."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -102,6 +103,29 @@ def test_the_other_sizes_that_a_config_names_fit_too(name, model, words, machine
     assert f"model_dir=models/{model}" in comment and all(word in comment for word in words.split())
     status, out = ran(capsys, settings_in(place, name, model, words.split(), dry_run=machine))
     assert status == 0, out
+
+
+def launches():
+    """Rows of "5. Launch" in docs/first_real_run.md: how many GPUs of 80 GB, and the command."""
+    page = (Path(__file__).parents[3] / "docs" / "first_real_run.md").read_text()
+    table = page.partition("## 5. Launch")[2].partition("\nFirst three steps")[0]
+    return re.findall(r"^\| (\d) \|.*\| `([^`]+)` \|$", table, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("gpus", "command"), launches())
+def test_what_the_page_launches_fits_and_trains_on_as_many(gpus, command, place, capsys):
+    words = command.split()
+    name = words[words.index("--config") + 1].removeprefix("grpo/")
+    changes = words[words.index("--config") + 2 :]
+    status, out = ran(capsys, settings_in(place, name, words=changes, dry_run=f"{gpus}x80"))
+    assert status == 0, out
+    ranks = words[words.index("--nproc_per_node") + 1] if "--nproc_per_node" in words else "1"
+    assert f"[{ranks}] is planned" in out
+    assert ("start it with" in out) == (ranks != "1") and (ranks == "1" or f"--nproc_per_node {ranks}" in out)
+
+
+def test_every_row_of_the_table_was_read():
+    assert len(launches()) == 6
 
 
 def test_32b_does_not_fit_into_eight_gpus_of_80_gb(place, capsys):
