@@ -13,13 +13,15 @@ EVENTS = st.lists(st.tuples(st.sampled_from(["submit", "check ends", "timing end
 
 
 class Played:
-    """Plays a service: every second program is right and is timed, every fifth attempt fails and is made again."""
+    """Plays a service: every second program is right and is timed, every fifth attempt fails and is made again, every timing of a
+    seventh program is disturbed once."""
 
     def __init__(self, workers: int, is_shared: bool) -> None:
         self.schedule: Schedule[int] = Schedule(workers, is_shared)
         self.running: list[tuple[str, int]] = []
         self.begun: list[tuple[str, int]] = []
         self.failed: Counter[tuple[str, int]] = Counter()
+        self.disturbed: list[int] = []
         self.done: list[int] = []
         self.submitted = 0
 
@@ -32,7 +34,9 @@ class Played:
     def require_rules(self) -> None:
         stages = [stage for stage, _ in self.running]
         assert stages.count(CHECK) <= self.schedule.workers and stages.count(TIME) <= 1
-        assert not self.schedule.is_shared or len(set(stages)) <= 1  # a check disturbs a timing on its cores
+        timed_again = any(stage == TIME and job in self.disturbed for stage, job in self.running)
+        # A check disturbs a timing on its cores, and one that was disturbed before is to be alone.
+        assert not (self.schedule.is_shared or timed_again) or len(set(stages)) <= 1
 
     def submit(self) -> None:
         self.schedule.add(CHECK, self.submitted)
@@ -51,6 +55,9 @@ class Played:
             self.schedule.add(stage, job, first=True)
         elif stage == CHECK and job % 2 == 0:
             self.schedule.add(TIME, job)
+        elif stage == TIME and job % 7 == 0 and job not in self.disturbed:
+            self.disturbed.append(job)
+            self.schedule.add_again(job)
         else:
             self.done.append(job)
 
@@ -82,7 +89,8 @@ def test_cores_of_their_own_never_wait_for_each_other(workers, events):
     played = Played(workers, is_shared=False)
     played.play(events)
     waiting = played.schedule
-    assert not waiting.checks or len(waiting.checking) == workers
+    alone = bool(played.disturbed) and (waiting.again or waiting.timing in played.disturbed)
+    assert alone or not waiting.checks or len(waiting.checking) == workers
     assert not waiting.timings or waiting.timing is not None
 
 
@@ -109,6 +117,25 @@ def test_checks_go_first_but_not_for_ever(workers):
     played.end(TIME, 0)
     played.begin()
     assert played.running and {stage for stage, _ in played.running} == {CHECK}
+
+
+def test_a_disturbed_timing_waits_until_it_is_alone_but_not_for_ever():
+    found = Schedule(1, is_shared=False)
+    found.add_again("disturbed")
+    for number in range(schedule.PATIENCE):
+        found.add(CHECK, number)
+        found.add(CHECK, -1)
+        assert found.next() == (CHECK, number) and found.next() is None
+        found.ended(CHECK, number)
+        found.checks.clear()
+    found.add(CHECK, "later")
+    assert found.next() == (TIME, "disturbed") and found.next() is None
+    found.ended(TIME, "disturbed")
+    assert found.next() == (CHECK, "later")
+    # Others are timed beside checks meanwhile.
+    found.add_again("disturbed")
+    found.add(TIME, "other")
+    assert found.next() == (TIME, "other") and found.next() is None
 
 
 def test_without_checks_a_timing_begins_at_once():

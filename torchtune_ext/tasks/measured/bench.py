@@ -4,7 +4,8 @@ Checks run in parallel, in processes that can be killed. Timings run one after t
 (schedule.py decides what is next). A program that was measured before, or is under way, is not measured again (cache.py).
 
 What a program does wrong is its result, and is never tried again. What the machine does wrong (a process that was killed, a
-sandbox that failed, a deadline of ours that passed) is tried again `RETRIES` times. Then the future raises BenchError.
+sandbox that failed, a deadline of ours that passed) is tried again `RETRIES` times. Then the future raises BenchError. A timing
+that was disturbed is made once more, when no check runs beside it.
 """
 
 import hashlib
@@ -201,7 +202,7 @@ class Bench:
             schedule = self._schedule
             return {
                 "queued_checks": float(len(schedule.checks)),
-                "queued_timings": float(len(schedule.timings)),
+                "queued_timings": float(len(schedule.timings) + len(schedule.again)),
                 "checking": float(len(schedule.checking)),
                 "timing": float(schedule.timing is not None),
                 **{name: float(self._counts[name]) for name in ("done", "cached", "retried", "noisy", "failed")},
@@ -320,14 +321,19 @@ class Bench:
         """Takes what became of a program in a stage."""
         seconds = found.verdict.seconds if stage == CHECK else found.seconds
         is_right = stage == CHECK and found.verdict.outcome == "ok"
-        job.seconds.update(seconds)
+        is_disturbed = stage != CHECK and found.outcome == NOISY and not job.is_timed_again
+        for name, value in seconds.items():
+            job.seconds[name] = job.seconds.get(name, 0.0) + value
         with self._lock:
             self._schedule.ended(stage, job)
             self._counts.update({f"seconds_{name}": value for name, value in seconds.items()})
             if is_right:
                 job.library, job.techniques = found.library, found.verdict.techniques
                 self._schedule.add("time", job)
-        if is_right:
+            elif is_disturbed:
+                job.is_timed_again = True
+                self._schedule.add_again(job)
+        if is_right or is_disturbed:
             return
         end = found.verdict if isinstance(found, Checked) else found
         result = Result(

@@ -21,6 +21,7 @@ class Job:
     techniques: tuple[str, ...] = ()
     attempts: int = 0
     has_begun: bool = False
+    is_timed_again: bool = False  # its timing was disturbed, and is made once more
     seconds: dict[str, float] = field(default_factory=dict)
 
     def begin(self) -> bool:

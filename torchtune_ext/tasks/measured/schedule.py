@@ -1,8 +1,10 @@
 """Decides which program is checked or timed next. It starts nothing itself, so that its rules can be tried out by themselves.
 
-Checks run in parallel, timings one after the other. Where both need the same cores, they never run at the same time: checks go
-first, since they are short and most programs end there, and a timing begins when all that were begun have ended. A timing
-waits for at most `PATIENCE` checks that begin after it could have begun.
+Checks run in parallel, timings one after the other. A timing is *alone* if no check runs beside it: each one where both need
+the same cores, and one that is made again because it was disturbed. For checks may disturb a timing on other cores, too: they
+share caches and memory, and two cores of a virtual machine are often one. Checks go first, since they are short and most
+programs end there, and a timing that has to be alone begins when all that were begun have ended. It waits for at most
+`PATIENCE` checks that begin after it could have begun.
 """
 
 from collections import deque
@@ -27,9 +29,11 @@ class Schedule(Generic[Job]):
         self.workers, self.is_shared = workers, is_shared
         self.checks: deque[Job] = deque()
         self.timings: deque[Job] = deque()
+        self.again: deque[Job] = deque()  # timings that were disturbed
         self.checking: set[Job] = set()
         self.timing: Job | None = None
-        self._passed = 0  # checks that have begun while a timing waited
+        self._is_alone = False  # whether that timing is alone
+        self._passed = 0  # checks that have begun while a timing waited to be alone
 
     def add(self, stage: str, job: Job, first: bool = False) -> None:
         """Lets a job wait for its check or its timing; `first`: before all others, since it has waited already."""
@@ -39,17 +43,21 @@ class Schedule(Generic[Job]):
         else:
             queue.append(job)
 
+    def add_again(self, job: Job) -> None:
+        """Lets a job whose timing was disturbed wait for another one, alone."""
+        self.again.append(job)
+
     def next(self) -> tuple[str, Job] | None:
         """Returns what begins now, and counts it as running; None: nothing. Ask until it is None."""
         if self.checks and len(self.checking) < self.workers and self._may_check():
             job = self.checks.popleft()
             self.checking.add(job)
-            self._passed += bool(self.timings)
+            self._passed += self._wants_quiet()
             return CHECK, job
-        if self.timings and self.timing is None and self._may_time():
-            self._passed = 0
-            self.timing = self.timings.popleft()
-            return TIME, self.timing
+        if self.timing is None and self.timings and (not self.is_shared or self._is_quiet()):
+            return TIME, self._begin(self.timings, alone=self.is_shared)
+        if self.timing is None and self.again and self._is_quiet():
+            return TIME, self._begin(self.again, alone=True)
         return None
 
     def ended(self, stage: str, job: Job) -> None:
@@ -61,11 +69,20 @@ class Schedule(Generic[Job]):
         else:
             raise ValueError(f"{job!r} is not being timed")
 
-    def _may_check(self) -> bool:
-        return not self.is_shared or (self.timing is None and not self._is_timings_turn())
+    def _begin(self, queue: deque[Job], alone: bool) -> Job:
+        self.timing, self._is_alone = queue.popleft(), alone
+        if alone:
+            self._passed = 0
+        return self.timing
 
-    def _may_time(self) -> bool:
-        return not self.is_shared or (not self.checking and (not self.checks or self._is_timings_turn()))
+    def _may_check(self) -> bool:
+        return not (self.timing is not None and self._is_alone) and not self._is_timings_turn()
+
+    def _is_quiet(self) -> bool:
+        return not self.checking and (not self.checks or self._is_timings_turn())
 
     def _is_timings_turn(self) -> bool:
-        return bool(self.timings) and self._passed >= PATIENCE
+        return self._wants_quiet() and self._passed >= PATIENCE
+
+    def _wants_quiet(self) -> bool:
+        return bool(self.again or (self.is_shared and self.timings))
