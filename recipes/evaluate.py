@@ -108,9 +108,10 @@ class EvaluateRecipe:
         check_tokenizer(self.tokenizer, model)
         check_prompts({"task": self.task}, self.tokenizer, self.sampling, engine)
         check_weights(model)
-        rehearse([self.task], self.bench, self.grading)
+        rehearse([self.task], self.bench, self.grading, samples=cfg.samples_per_problem)
         fault = prompt_fault(self.tokenizer, engine.max_model_len, self.sampling.max_tokens)
-        self.problems = Usable(self.task, fault, self.rollout_config.bad_problems).problems
+        usable = Usable(self.task, fault, self.rollout_config.bad_problems)
+        self.problems, self.skipped = usable.problems, usable.skipped
         self.engine = Engine(cfg.model_dir, engine, cfg.output_dir)
 
     def evaluate(self) -> None:
@@ -138,7 +139,8 @@ class EvaluateRecipe:
             found[name] = accuracy(groups, list(cfg.pass_at))
         say(table(found))
         file = self.folder.path / "evaluation.json"
-        result = {"model_dir": self.run.config["model_dir"], **{name: asdict(a) for name, a in found.items()}}
+        result = {"model_dir": self.run.config["model_dir"], "skipped": self.skipped}
+        result |= {name: asdict(a) for name, a in found.items()}
         with explained(f"cannot write {file}", "Free disk space; the table stands above"):
             write_atomic(file, json.dumps(result, indent=1).encode())
         self.written = file

@@ -258,9 +258,19 @@ class GRPORecipe:
         # The canary's prompts are made before a checkpoint is loaded: a task that adapts would ask otherwise then.
         self.canary = canary_prompts(self.problems, self.tokenizer)
         check_weights(self.hf_model, self.meta_model)
-        base = partial(identify, "", self.hf_model, self.meta_model, self.trained.spec)
-        self.replay = Replay(cfg.replay, record(cfg), base(), self.problems, self.tokenizer) if cfg.replay else None
+        self.replay = (
+            Replay(
+                cfg.replay,
+                record(cfg),
+                identify("", self.hf_model, self.meta_model, self.trained.spec),
+                self.problems,
+                self.tokenizer,
+            )
+            if cfg.replay
+            else None
+        )
         if self.ranks.is_main and not self.replay:
+            self.held_out.require()
             rehearse([self.task, self.eval_task], self.bench, self.grading)
             self.engine = Engine(cfg.model_dir, self.precision.engine, cfg.output_dir)
 

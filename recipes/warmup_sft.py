@@ -20,6 +20,7 @@ from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.groups import Group, Sample
 from torchtune_ext.host.components import find_component
 from torchtune_ext.host.config import build, instantiate, load_config, named_paths, record
+from torchtune_ext.host.mistakes import text_of
 from torchtune_ext.host.opening import device_text, model_text
 from torchtune_ext.host.plugin import parse
 from torchtune_ext.objective.loss import NLLLoss
@@ -30,7 +31,6 @@ from torchtune_ext.policy.scratch import Shape, make_tokenizer, write_model
 from torchtune_ext.run.folder import RunFolder
 from torchtune_ext.run.output import labelled, say
 from torchtune_ext.run.stop import StopSignals
-from torchtune_ext.run.worker_process import last_line
 from torchtune_ext.sampling.records import Completion
 from torchtune_ext.tasks.order import Usable, problem_index
 from torchtune_ext.tasks.task import Problem
@@ -162,7 +162,9 @@ class WarmupRecipe:
 
     def model_node(self, folder: str) -> DictConfig:
         """Our builder reads the sizes of a model in its config.json; those of torchtune have them in their names."""
-        reads_config = self.cfg.model_dir is None or self.cfg.model._component_ == "torchtune_ext.policy.from_config"
+        reads_config = (
+            self.cfg.model_dir is None or self.cfg.model.get("_component_") == "torchtune_ext.policy.from_config"
+        )
         return OmegaConf.create(
             {"model": OmegaConf.merge({"model_dir": folder} if reads_config else {}, self.cfg.model)}
         ).model
@@ -206,7 +208,7 @@ class WarmupRecipe:
             try:
                 made[id(problem)] = group = self.group(problem)
             except Exception as error:  # noqa: BLE001 (the task's code, or the template's; the error is named)
-                return f"there is no text to learn: {last_line(error)}"
+                return f"there is no text to learn: {text_of(error)}"
             # The last token is only a label.
             length = len(group.prompt_tokens) + len(group.samples[0].completion.tokens) - 1
             return (

@@ -19,8 +19,8 @@ from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.grading.failures import GradingWatch
 from torchtune_ext.group_json import group_json, group_of
 from torchtune_ext.groups import Group
+from torchtune_ext.host.mistakes import text_of
 from torchtune_ext.rollout import WAKE_S, GroupStream, Watcher
-from torchtune_ext.run.worker_process import last_line
 from torchtune_ext.sampling.engine import SamplingConfig
 from torchtune_ext.tasks.order import ON_BAD, Fault, ProblemStream
 from torchtune_ext.tasks.task import Problem
@@ -57,7 +57,7 @@ def prompt_fault(tokenizer: ChatTokenizer, max_model_len: int, max_tokens: int) 
         try:
             tokens = len(tokenizer.prompt_ids(list(problem.messages)))
         except Exception as error:  # noqa: BLE001 (the template's code, on messages that the user's task made)
-            return f"its messages are no prompt: {last_line(error)}"
+            return f"its messages are no prompt: {text_of(error)}"
         if not tokens:
             return "its prompt is empty"
         if tokens + max_tokens <= max_model_len:

@@ -90,10 +90,11 @@ CLASSES = {
     "puzzles that nobody made": full(f"task._component_={CLUE} task.path=data/train.jsonl", r"task.path='data/train.jsonl': no such file, seen from .*; `torchtune-ext clue --size public --count 3000 --out data/train.jsonl` makes one", real=True),
     "held-out puzzles that nobody made": full(f"evaluation.task._component_={CLUE} evaluation.task.path=data/val.json evaluation.task.count=64", r"evaluation.task.path='data/val.json': no such file, .*`torchtune-ext clue --size public --seed 1 --count 64 --out data/val.json` makes one"),
     "puzzles that are none": full(f"task._component_={CLUE} task.path=rows.jsonl", r"rows.jsonl, line 1: field 'num_clues' is missing", files={"rows.jsonl": ROWS}),
-    "rows that are not there": full(f"task._component_={JSONL} task.path=rows.jsonl task.grader=mine.same", r"task.path='rows.jsonl': no such file, seen from ", files={"mine.py": "def same(answer, text): return 1.0\n"}),
-    "a row that is no JSON": full(f"task._component_={JSONL} task.path=rows.jsonl task.grader=mine.same", r"rows.jsonl:2: no JSON \(.*\); write one object a line", files={"mine.py": "def same(answer, text): return 1.0\n", "rows.jsonl": ROWS + "{oops\n"}),
-    "a field that is not there": full(f"task._component_={JSONL} task.path=rows.jsonl task.question=prompt task.grader=mine.same", r"rows.jsonl:1: no field 'prompt'; there are: ", files={"mine.py": "def same(answer, text): return 1.0\n", "rows.jsonl": ROWS}),
-    "a grader that is not there": full(f"task._component_={JSONL} task.path=rows.jsonl task.grader=mine.sam", r"mine.*sam", files={"mine.py": "def same(answer, text): return 1.0\n", "rows.jsonl": ROWS}),
+    "rows that are not there": full(f"task._component_={JSONL} task.path=rows.jsonl task.grader=mine.same", r"task.path='rows.jsonl': no such file, seen from ", files={"mine.py": "def same(problem, text): return 1.0\n"}),
+    "a row that is no JSON": full(f"task._component_={JSONL} task.path=rows.jsonl task.grader=mine.same", r"rows.jsonl:2: no JSON \(.*\); write one object a line", files={"mine.py": "def same(problem, text): return 1.0\n", "rows.jsonl": ROWS + "{oops\n"}),
+    "a field that is not there": full(f"task._component_={JSONL} task.path=rows.jsonl task.question=prompt task.grader=mine.same", r"rows.jsonl:1: no field 'prompt'; there are: ", files={"mine.py": "def same(problem, text): return 1.0\n", "rows.jsonl": ROWS}),
+    "a grader of an earlier version": full(f"task._component_={JSONL} task.path=rows.jsonl task.grader=mine.same", r"takes an answer first; it is given the problem now", files={"mine.py": "def same(answer, text): return 1.0\n", "rows.jsonl": ROWS}),
+    "a grader that is not there": full(f"task._component_={JSONL} task.path=rows.jsonl task.grader=mine.sam", r"mine.*sam", files={"mine.py": "def same(problem, text): return 1.0\n", "rows.jsonl": ROWS}),
 }
 # fmt: on
 

@@ -37,18 +37,20 @@ def rehearse(
     bench: BenchConfig,
     config: GraderConfig | None = None,
     keys: Sequence[str] = ("task", "evaluation.task"),
+    samples: int = 2,
 ) -> None:
     """Finds out before anything expensive starts whether these tasks can be graded (`service.rehearse`, `_rehearse_grading`).
 
     Args:
         config: how texts are graded that are not measured. With None they are not tried.
         keys: the nodes of the tasks, for messages.
+        samples: texts of a problem of the first task, if it compares them; the others get one, like a greedy sample.
 
     Raises:
         ValueError: as these two say; also what cannot be locked in here.
     """
     graded: list[tuple] = []
-    for task, key in zip_longest(tasks, keys, fillvalue=None):
+    for i, (task, key) in enumerate(zip_longest(tasks, keys, fillvalue=None)):
         if task is not None and is_measured(task):
             try:
                 service.rehearse(bench, task)
@@ -56,14 +58,16 @@ def rehearse(
                 raise ValueError(f"bench: {error}") from error
         elif task is not None and config is not None:
             # The held-out problems mostly have the grader of the others: the same class, and the same function if one is named.
-            grader = (type(task), *(getattr(task, "__dict__", {}).get(name) for name in ("grade", "grade_group")))
+            own, texts = getattr(task, "__dict__", {}), samples if hasattr(task, "grade_group") and i == 0 else 1
+            grader = (type(task), own.get("grade"), own.get("grade_group"), texts)
             if grader not in graded:
                 graded.append(grader)
-                _rehearse_grading(task, config, key)
+                _rehearse_grading(task, config, key, texts)
 
 
-def _rehearse_grading(task: Task, config: GraderConfig, key: str) -> None:
+def _rehearse_grading(task: Task, config: GraderConfig, key: str, texts: int = 1) -> None:
     """Grades the solutions of the first problems in a process, as the run will do. If there are none, it grades another text.
+    A task that compares gets that one, too, so that there are as many `texts`.
 
     Raises:
         ValueError: the grader fails on all of them, is too slow, or gives none of the solutions a reward.
@@ -78,7 +82,8 @@ def _rehearse_grading(task: Task, config: GraderConfig, key: str) -> None:
         with Grader(task, 1, config.timeout_s) as grader:
             outcomes = []
             for problem, text in zip(problems, solutions, strict=True):
-                outcomes.append(grader.submit(problem, text if worked else NO_SOLUTION).result())
+                group = [text if worked else NO_SOLUTION] + [NO_SOLUTION] * (texts - 1)
+                outcomes.append(grader.submit_group(problem, group).result()[0])
                 if outcomes[-1].kind == "timed_out":
                     raise ValueError(
                         f"{key}: {name} took more than grader.timeout_s={config.timeout_s:g} to grade {what} of problem "

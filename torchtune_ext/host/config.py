@@ -23,8 +23,10 @@ from torchtune_ext.host.presets import preset_file
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.policy.scratch import Shape
 from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
+from torchtune_ext.source import RolloutConfig
 from torchtune_ext.tasks.measured.results import BenchConfig
 from torchtune_ext.telemetry.metrics import LoggingConfig
+from torchtune_ext.training.precision import PrecisionConfig
 from torchtune_ext.training.schedule import ScheduleConfig
 from torchtune_ext.training.state import CheckpointConfig
 from torchtune_ext.training.trained import AdapterConfig
@@ -47,6 +49,8 @@ NODES: dict[str, type] = {
     "evaluation": EvaluationConfig,
     "grader": GraderConfig,
     "logging": LoggingConfig,
+    "precision": PrecisionConfig,
+    "rollouts": RolloutConfig,
     "sampling": SamplingConfig,
     "schedule": ScheduleConfig,
     "shape": Shape,

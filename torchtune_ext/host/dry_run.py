@@ -9,6 +9,7 @@ Exit status 0: a start would get through its checks, and the run fits. 2: it wou
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -20,12 +21,10 @@ import torch
 from omegaconf import DictConfig
 from torchtune.modules import TransformerDecoder
 
-from torchtune_ext.advantages import AdvantageConfig
-from torchtune_ext.evaluation import EvaluationConfig
-from torchtune_ext.grading import GraderConfig
 from torchtune_ext.host.catalog import config_path, machine_named
-from torchtune_ext.host.config import build, has_component, instantiate
+from torchtune_ext.host.config import NODES, build, has_component, instantiate
 from torchtune_ext.host.here import require_gpus
+from torchtune_ext.host.mistakes import is_mistake, traceback_wanted
 from torchtune_ext.objective.loss import needs_of
 from torchtune_ext.policy.builder import on_meta
 from torchtune_ext.policy.fp8.gain import engine_memory
@@ -35,31 +34,14 @@ from torchtune_ext.policy.published import published_config
 from torchtune_ext.run.output import say
 from torchtune_ext.sampling.engine import Engine
 from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
-from torchtune_ext.tasks.measured.results import BenchConfig
-from torchtune_ext.telemetry.metrics import LoggingConfig
 from torchtune_ext.training.distributed import Ranks
 from torchtune_ext.training.plan.machine import Machine, asked_machine, this_machine
 from torchtune_ext.training.plan.plan import Plan, Settings, trainers_of
 from torchtune_ext.training.plan.table import plan_table, verdict
 from torchtune_ext.training.precision import DTYPES, PrecisionConfig
-from torchtune_ext.training.schedule import ScheduleConfig
+from torchtune_ext.training.settings import check_dtype
 from torchtune_ext.training.state import CheckpointConfig
 from torchtune_ext.training.trained import AdapterConfig
-
-# After a first mistake these nodes are built one by one, so that the mistakes in them are said together.
-NODES = {
-    "engine": EngineConfig,
-    "sampling": SamplingConfig,
-    "evaluation": EvaluationConfig,
-    "advantage": AdvantageConfig,
-    "grader": GraderConfig,
-    "bench": BenchConfig,
-    "schedule": ScheduleConfig,
-    "checkpoints": CheckpointConfig,
-    "adapters": AdapterConfig,
-    "logging": LoggingConfig,
-}
-MISTAKES = (ValueError, OSError, ImportError)
 
 
 class Checked(Protocol):
@@ -92,8 +74,8 @@ def dry_run(make: Callable[[DictConfig], Checked], cfg: DictConfig) -> None:
         ranks = int(os.environ.get("WORLD_SIZE", 1))
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         plan = Plan(settings, machine, trainers_of(machine, settings, ranks if ranks > 1 else None, visible))
-    except MISTAKES as error:
-        problems.append(str(error))
+    except Exception as error:
+        problems.append(_foreseen(error))
     longest, found = checked(make, cfg, plan.trainers if plan else 1, machine.here)
     problems += [text for text in found if text not in problems]
     if plan is not None:
@@ -144,8 +126,7 @@ def settings_of(cfg: DictConfig) -> tuple[Settings, list[str]]:
     engine, sampling = build(EngineConfig, cfg.engine, "engine"), build(SamplingConfig, cfg.sampling, "sampling")
     adapters = build(AdapterConfig, cfg.adapters, "adapters")
     sides = build(PrecisionConfig, cfg.precision, "precision", bare="flow").sides
-    if cfg.dtype not in DTYPES:
-        raise ValueError(f"dtype={cfg.dtype!r}: use 'bfloat16' or 'float32' (float16 would need a loss scale)")
+    check_dtype(cfg.dtype)
     dtype = DTYPES[cfg.dtype]
     sizes = sizes_of(model, dtype, sides, dtype if engine.dtype == "auto" else getattr(torch, engine.dtype))
     settings = Settings(
@@ -153,6 +134,8 @@ def settings_of(cfg: DictConfig) -> tuple[Settings, list[str]]:
         engine=None if cfg.replay else engine,
         checkpoints=build(CheckpointConfig, cfg.checkpoints, "checkpoints"),
         output_dir=cfg.output_dir,
+        resumes=cfg.resume_from_checkpoint,
+        max_model_len=engine.max_model_len,
         max_steps=cfg.max_steps,
         row_tokens=cfg.row_tokens,
         max_tokens=sampling.max_tokens,
@@ -209,14 +192,26 @@ def checked(
         if here and recipe.engine:
             require_gpus(recipe.engine.config)
         return max(map(len, recipe.canary)), []
-    except MISTAKES as error:
-        found = [str(error)]
+    except Exception as error:
+        found = [_foreseen(error)]
+    # After a first mistake the nodes are built one by one, so that the mistakes in them are said together.
     for node, record in NODES.items():
+        if node not in cfg:
+            continue
         try:
-            build(record, cfg[node], node)
-        except MISTAKES as error:
-            found += [str(error)] if str(error) not in found else []
+            build(record, cfg[node], node, bare="flow" if node == "precision" else None)
+        except Exception as error:
+            found += [text] if (text := _foreseen(error)) not in found else []
     return None, found
+
+
+def _foreseen(error: Exception) -> str:
+    """Returns the message of a mistake, and shows its traceback if it was asked for. Raises what is none."""
+    if not is_mistake(error):
+        raise error
+    if traceback_wanted():
+        traceback.print_exception(error)
+    return str(error)
 
 
 def _config_file(words: list[str]) -> Path | None:

@@ -45,6 +45,7 @@ def check_machine(recipe: Checked) -> None:
         evaluated=recipe.eval_task is not None,
         optimizer_bytes=optimizer_bytes(partial(instantiate, cfg.optimizer)),
         save_merged=bool(cfg.adapters.get("save_merged")),
+        resumes=cfg.resume_from_checkpoint,
     )
     require_disk(need, cfg.output_dir)
 

@@ -185,7 +185,7 @@ def shown() -> Iterator[None]:
 
 
 def _say(error: Exception, status: int, who: str) -> None:
-    if os.environ.get(WITH_TRACEBACK) not in (None, "", "0"):
+    if traceback_wanted():
         traceback.print_exception(error)
     else:
         # What an engine says at its end may have many lines, which all count.
@@ -195,10 +195,15 @@ def _say(error: Exception, status: int, who: str) -> None:
     sys.stderr.flush()
 
 
+def traceback_wanted() -> bool:
+    """Tells whether the user has asked to see tracebacks of mistakes."""
+    return os.environ.get(WITH_TRACEBACK) not in (None, "", "0")
+
+
 def message(error: BaseException) -> str:
     """Returns the message of a mistake. If code failed that is not ours, a last line says how to see more."""
     lines = [line for line in str(error).strip().splitlines() if line.strip()] or [type(error).__name__]
-    text = "\n".join(lines[:2])
+    text = "\n".join(lines)
     return f"{text}\n({WITH_TRACEBACK}=1 shows the traceback)" if isinstance(error, Blamed) else text
 
 

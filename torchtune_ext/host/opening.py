@@ -19,6 +19,7 @@ from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import adapter_names
 from torchtune_ext.replay import Replay
 from torchtune_ext.run.output import labelled
+from torchtune_ext.tasks.measured.service import is_measured
 from torchtune_ext.tasks.order import SHUFFLE_LIMIT
 from torchtune_ext.tasks.task import Task
 from torchtune_ext.training.distributed import Ranks
@@ -51,12 +52,14 @@ def opening(recipe: Opened) -> str:
     """Returns the lines that a GRPO recipe prints before its engine starts."""
     cfg, output = recipe.cfg, recipe.cfg.output_dir
     _, _, objective = objective_line(cfg, recipe.loss, recipe.advantage).partition(": ")
+    own = not recipe.replay and not is_measured(recipe.task)
+    printed = "; graders print into grader.log" if own else ""
     lines = [
         ("model", model_text(recipe.hf_model, recipe.meta_model, recipe.trained)),
         ("device", f"{device_text(recipe.ranks)}; {recipe.precision}"),
         ("objective", objective),
         ("problems", problems_text(cfg, recipe.task, recipe.eval_task, recipe.evaluation)),
-        ("files", f"{output}; a checkpoint every {recipe.saving.every} steps; graders print into grader.log"),
+        ("files", f"{output}; a checkpoint every {recipe.saving.every} steps{printed}"),
     ]
     ledger = Ledger(cfg.prompts_per_step, cfg.max_steps, cfg.staleness, cfg.depth)
     if recipe.replay:
@@ -64,8 +67,8 @@ def opening(recipe: Opened) -> str:
     else:
         ahead = f"; samples ahead: staleness {ledger.staleness}, depth {ledger.depth}" if ledger.staleness else ""
         address = recipe.precision.engine.address
-        where = f"connecting to {address}" if address else "starting"
-        lines.append(("engine", f"{where}, its log: {output}/engine.log{ahead}"))
+        where = f"connecting to {address}" if address else f"starting, its log: {output}/engine.log"
+        lines.append(("engine", f"{where}{ahead}"))
     evaluated = recipe.eval_task is not None and not recipe.replay
     every, evaluates = recipe.saving.every, recipe.evaluation.every
     if evaluated and every < cfg.max_steps and every % evaluates:

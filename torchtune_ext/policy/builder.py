@@ -1,5 +1,6 @@
 """Makes a trainable model of a builder: sharded by FSDP2, on its device, checkpointed and compiled where that is asked for."""
 
+import traceback
 import warnings
 from collections.abc import Callable
 
@@ -21,22 +22,26 @@ def on_meta(make_model: Callable[[], TransformerDecoder]) -> TransformerDecoder:
     A recipe does so once, before anything expensive, and hands the model to everyone who only looks at it.
 
     Raises:
-        ValueError: adapters of rank 0, or weights that NF4 cannot hold.
+        ValueError: weights that NF4 cannot hold.
     """
     try:
         with torch.device("meta"):
             return make_model()
-    except (AssertionError, ZeroDivisionError, ValueError) as error:
+    except (AssertionError, ValueError) as error:
         # A recipe builds by `instantiate`, which says of an error where it came from.
         cause = error.__cause__ if isinstance(error, ValueError) else error
-        if isinstance(cause, ZeroDivisionError):
-            raise ValueError("model.lora_rank must be at least 1") from cause
-        if not isinstance(cause, AssertionError):
+        if not isinstance(cause, AssertionError) or not _raised_by("torchao", cause):
             raise
         raise ValueError(
             f"model.quantize_base: NF4 wants weights of a multiple of 256 blocks of 64 values, and torchao says: {cause}. "
             "Leave the small layers (k_proj and v_proj) out of lora_attn_modules"
         ) from cause
+
+
+def _raised_by(library: str, error: BaseException) -> bool:
+    """Tells whether the code of a library raised an error."""
+    last = list(traceback.walk_tb(error.__traceback__))[-1:]
+    return any(str(frame.f_globals.get("__name__")).split(".")[0] == library for frame, _ in last)
 
 
 def build_policy(

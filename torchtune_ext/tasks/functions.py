@@ -5,10 +5,10 @@ import importlib
 import inspect
 import os
 import sys
-import traceback
 from collections.abc import Callable
 from typing import Any
 
+from torchtune_ext.host.mistakes import text_of
 from torchtune_ext.tasks.task import Problem, Score
 
 Grade = Callable[[Problem, str], float | Score]  # one text -> what it is worth
@@ -70,14 +70,19 @@ def by_path(path: str, key: str, what: str) -> Callable:
     if not callable(function):
         raise ValueError(f"{asked} is a {type(function).__name__}; name a function f(problem, {what})")
     try:
-        inspect.signature(function).bind(None, None)
-    except TypeError as error:
-        raise ValueError(
-            f"{asked} takes {inspect.signature(function)}; it must take two arguments, f(problem, {what})"
-        ) from error
+        signature = inspect.signature(function)
     except ValueError:
         # A function of a C library may not tell what it takes.
-        pass
+        return function
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise ValueError(f"{asked} takes {signature}; it must take two arguments, f(problem, {what})") from error
+    if next(iter(signature.parameters)) == "answer":
+        # It would compare its text with a problem, and find every answer wrong.
+        raise ValueError(
+            f"{asked} takes an answer first; it is given the problem now: f(problem, {what}), and problem.answer"
+        )
     return function
 
 
@@ -97,8 +102,4 @@ def _why_not(module: str, error: Exception) -> str:
     """Says why a module cannot be imported."""
     if isinstance(error, ModuleNotFoundError) and error.name is not None and f"{module}.".startswith(f"{error.name}."):
         return f"no {error.name.replace('.', '/')}.py, seen from {os.getcwd()}"
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-    if isinstance(error, SyntaxError):
-        place = f" ({os.path.basename(error.filename or module)}:{error.lineno})"
-    return f"{module} cannot be imported: {type(error).__name__}: {getattr(error, 'msg', error)}{place}"
+    return f"{module} cannot be imported: {text_of(error)}"

@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from torchtune_ext.run.worker_process import last_line
+from torchtune_ext.host.mistakes import text_of
 from torchtune_ext.tasks.task import Graded, Problem, Task
 
 log = logging.getLogger(__name__)
@@ -90,6 +90,11 @@ class ProblemStream:
         """
         ahead, found, bad = self._ahead.result() if self._ahead else {}, [], []
         place, in_a_row, known = self.cursor, 0, set(self.skipped)
+        if not self._adapts and len(known) >= len(self._task):
+            raise ValueError(
+                f"all {len(self._task)} problems of the task are passed over, as the checkpoint says; set task as it was, or "
+                "begin a new run in another output_dir"
+            )
         while len(found) < count:
             index = self._index(place)
             if self._adapts or index not in known:
@@ -158,7 +163,8 @@ class ProblemStream:
                 f"task: the one of the checkpoint {had} to what became of its problems, and that of this run {now}; set task "
                 "as it was, or begin a new run in another output_dir"
             )
-        self.skipped = list(state.get("skipped", []))
+        # The task may have other problems now, and fewer.
+        self.skipped = [index for index in state.get("skipped", []) if index < len(self._task)]
         if self._adapts:
             self._task.load_state_dict(state["learned"])
 
@@ -195,7 +201,7 @@ class Usable:
         among: of so many problems, from the first; None: of all.
     """
 
-    def __init__(self, task: Task, fault: Fault = no_fault, bad: str = "skip", among: int | None = None):
+    def __init__(self, task: Task | None, fault: Fault = no_fault, bad: str = "skip", among: int | None = None):
         self._task, self._fault, self._bad, self._among = task, fault, bad, among
 
     @cached_property
@@ -206,6 +212,11 @@ class Usable:
         if bad:
             log.warning("%s", _named(f"left out of the {among:,} of {type(self._task).__name__}", bad))
         return found
+
+    def require(self) -> None:
+        """Asks for the problems now. Raises ValueError as `problems`. Without a task nothing happens."""
+        if self._task is not None:
+            _ = self.problems
 
     @property
     def skipped(self) -> int:
@@ -243,7 +254,7 @@ def _asked(index: int, ask: Callable[[], Any]) -> _Asked:
     try:
         problem = ask()
     except Exception as error:  # noqa: BLE001 (the user's code; the error is named)
-        return _Asked(index, None, last_line(error))
+        return _Asked(index, None, text_of(error))
     if not isinstance(problem, Problem):
         return _Asked(index, None, f"the task gave {type(problem).__name__}, not a Problem")
     return _Asked(index, problem)

@@ -202,6 +202,7 @@ def _longest(groups: Sequence[Group]) -> Sample | None:
 
 def _speller(folders: Iterable[str | Path], sample: Sample) -> TokenPieces | None:
     """Returns the first tokenizer that spells `sample` as the run did."""
+    others = []
     for folder in folders:
         try:
             pieces = TokenPieces.from_folder(folder)
@@ -212,7 +213,10 @@ def _speller(folders: Iterable[str | Path], sample: Sample) -> TokenPieces | Non
             continue
         if pieces.spells(sample.completion.tokens, sample.text):
             return pieces
-        log.warning("%s: its tokenizer is not the one of the stored samples; their tokens are shown as numbers", folder)
+        others.append(str(folder))
+    if others:
+        log.warning("%s: the tokenizer there is not the one of the stored samples; their tokens are shown as numbers",
+                    ", ".join(others))  # fmt: skip
     return None
 
 

@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import socket
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,10 @@ log = logging.getLogger(__name__)
 CLOCK_PREFIXES = ("time/", "speed/", "memory/", "engine/", "bench/")
 _FIX = "Free disk space and resume the run; the lines before are intact"
 _RESERVED = ("step", "nonfinite")
+_WANDB_CANNOT = (
+    "logging.to names 'wandb', which cannot start: {}. Run `wandb login`, set WANDB_MODE=offline, or take 'wandb' out of "
+    "logging.to"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,8 @@ class LoggingConfig:
 
     def __post_init__(self) -> None:
         check_sinks(self.to)
+        if "wandb" in self.to:
+            _require_login()
 
 
 class Metrics:
@@ -232,6 +239,21 @@ def _require_package(sink: str) -> None:
         ) from error
 
 
+def _require_login() -> None:
+    """Raises ValueError if W&B is to be asked over the network and knows no key. On a terminal it asks for one itself."""
+    offline = os.environ.get("WANDB_MODE", "online") in ("offline", "dryrun", "disabled", "shared")
+    if offline or int(os.environ.get("RANK", 0)) or (sys.stdin is not None and sys.stdin.isatty()):
+        return
+    import wandb
+
+    try:
+        fault = "" if wandb.login(prompt=False) else "it has no API key"
+    except wandb.errors.Error as error:
+        fault = str(error)
+    if fault:
+        raise ValueError(_WANDB_CANNOT.format(fault))
+
+
 class _Sink(Protocol):
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -251,10 +273,7 @@ class _Wandb:
                 config=dict(run.config) if run else None, resume=None if resume_step is None else "allow",
             )  # fmt: skip
         except wandb.errors.UsageError as error:
-            raise ValueError(
-                f"logging.to names 'wandb', which cannot start: {error}. Run `wandb login`, set WANDB_MODE=offline, "
-                f"or take 'wandb' out of logging.to"
-            ) from error
+            raise ValueError(_WANDB_CANNOT.format(error)) from error
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 

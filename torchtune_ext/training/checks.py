@@ -6,7 +6,7 @@ mistake with the line of the file (`host.mistakes.blame`).
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,9 @@ def check_parts(
     for i, (key, task) in enumerate(tasks.items()):
         if task is not None:
             check_task(task, key, ends=i > 0)
-    check_optimizer(make_optimizer)
+    adapters = adapter_names(model)
+    trained = [param for name, param in model.named_parameters() if not adapters or name in adapters]
+    check_optimizer(make_optimizer, {param.ndim for param in trained})
     check_loss(loss)
     check_engine(source, engine, model)
     require_rows(row_tokens, engine)
@@ -63,15 +65,17 @@ def check_parts(
     check_prompts(tasks, tokenizer, sampling, engine)
 
 
-def check_optimizer(make: Callable[..., Any]) -> None:
-    """Builds the optimizer on one parameter, on the CPU: a GPU that the engine shares stays free until it has measured it.
+def check_optimizer(make: Callable[..., Any], dims: Iterable[int] = (1, 2)) -> None:
+    """Builds the optimizer on small parameters, on the CPU: a GPU that the engine shares stays free until it has measured it.
 
-    `make` takes the parameters as `params`.
+    Args:
+        make: takes the parameters as `params`.
+        dims: of the parameters that are trained; there are optimizers for matrices alone.
 
     Raises:
         ValueError: a setting has a wrong type or value, or what is built is no optimizer.
     """
-    optimizer = make(params=[nn.Parameter(torch.zeros(1))])
+    optimizer = make(params=[nn.Parameter(torch.zeros((2,) * ndim)) for ndim in sorted(dims)])
     if not hasattr(optimizer, "param_groups"):
         raise ValueError(
             f"optimizer: {type(optimizer).__name__} is no torch optimizer: it has no param_groups; name a class such as "
@@ -187,23 +191,24 @@ def _require_problem(problem: Any, what: str) -> None:
 def prompt_lengths(task: Task, tokenizer: ChatTokenizer, key: str) -> list[int]:
     """Returns the lengths in tokens of the first prompts of a task, `LOOKED_AT` or as many as `LOOK_S` seconds allow.
 
-    Those that cannot be made or encoded are left out, but for the first one.
+    Those that cannot be made or encoded are left out.
 
     Raises:
-        ValueError: the first one cannot be encoded.
+        ValueError: none can; this is the first one's error.
     """
-    lengths, began = [], time.monotonic()
+    lengths, began, first = [], time.monotonic(), None
     for index in range(min(len(task), LOOKED_AT)):
         if lengths and time.monotonic() - began > LOOK_S:
             break
         try:
             with blame(f"{key}: the prompt of {_name(task)}(...)[{index}]"):
                 ids = tokenizer.prompt_ids(list(task[index].messages))
-        except ValueError:
-            if index == 0:
-                raise
-            continue
-        lengths.append(len(ids))
+        except ValueError as error:
+            first = first or error
+        else:
+            lengths.append(len(ids))
+    if not lengths:
+        raise first
     return lengths
 
 

@@ -16,7 +16,7 @@ from torchtune_ext.training.state import Checkpoints
 FORMAT = 1
 NAMED = 20  # indices of problems that one line names
 # Settings of a resumed run that say where it is and that it goes on. They are no news.
-NO_NEWS = ("output_dir", "resume_from_checkpoint", "dry_run")
+NO_NEWS = ("output_dir", "resume_from_checkpoint", "dry_run", "rollout_deadline_s")  # the last one had that name before
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import statistics
 import threading
 from concurrent.futures import CancelledError, Future
 from dataclasses import fields
@@ -288,3 +289,23 @@ def test_only_measured_tasks_are_rehearsed(monkeypatch):
     task = Asked()
     rehearse([Unmeasured(), None, task], BenchConfig())
     assert rehearsed == [task]
+
+
+class Spread:
+    """A judge that needs two texts."""
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        return PROBLEM
+
+    def grade_group(self, problem, texts):
+        return [statistics.stdev([float(len(text)) for text in texts])] * len(texts)
+
+
+def test_a_judge_is_tried_on_as_many_texts_as_it_will_get():
+    rehearse([Spread()], BenchConfig(), GraderConfig())
+    # A held-out problem has a greedy sample, which comes alone.
+    with pytest.raises(ValueError, match="^evaluation.task: Spread cannot grade the text '1' .*two data points"):
+        rehearse([Spread(), Spread()], BenchConfig(), GraderConfig())

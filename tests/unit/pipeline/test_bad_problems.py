@@ -72,7 +72,7 @@ def test_the_next_problem_takes_the_place_of_a_bad_one(caplog):
     assert sorted(stream.skipped) == [2, 5, 7]
     assert stream.observe(1, (), None) == {"problems/skipped": 3.0}
     said = caplog.text
-    assert said.count("index 2: KeyError: 'a broken row' (test_bad_problems.py:") == 1
+    assert said.count("index 2: KeyError: 'a broken row' (") == 1 and "test_bad_problems.py:" in said
     assert said.count("index 5: the task gave dict, not a Problem") == 1
     assert said.count("'p-7' (index 7): its prompt is long") == 1
     stream._ahead.result()
@@ -108,6 +108,16 @@ def test_checkpoints_of_earlier_versions_are_read():
     stream = ProblemStream(Broken(), SEED)
     stream.load_state_dict({})
     assert stream.skipped == [] and ProblemStream(Numbered(), SEED).state_dict() == {}
+
+
+def test_what_was_passed_over_of_a_longer_task_does_not_count_in_a_shorter_one():
+    stream = ProblemStream(Broken(3, bad=(1,)), SEED)
+    stream.load_state_dict({"skipped": [100, 200]})
+    assert len(stream.take(4)) == 4 and stream.skipped == [1]
+    stream = ProblemStream(Broken(1, bad=()), SEED)
+    stream.load_state_dict({"skipped": [0]})
+    with pytest.raises(ValueError, match="^all 1 problems of the task are passed over, as the checkpoint says"):
+        stream.take(1)
 
 
 def test_an_error_passes_over_nothing():

@@ -135,6 +135,8 @@ def test_tokens_are_text_where_a_tokenizer_spells_the_samples(tmp_path, caplog):
     tokens = [right.encode(text).ids + [right.token_to_id("<|end|>")] for text in texts]
     paths = stored(tmp_path, {1: [group("g", [0.0, 1.0], texts=[texts[0], f"<think>\n{texts[1]}"], tokens=tokens)]})
     found = excerpts_of(paths, Limits(), [tmp_path / "nowhere", tmp_path / "wrong", tmp_path / "right"])
+    assert caplog.records == []
+    excerpts_of(paths, Limits(), [tmp_path / "wrong"])
     assert [record.levelno for record in caplog.records] == [logging.WARNING] and "wrong" in caplog.text
     assert found.pieces.keys() == {token for each in tokens for token in each}
     for sample in unpacked(found.blobs[1])[0]["samples"]:

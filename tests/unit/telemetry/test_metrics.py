@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import struct
+import subprocess
 import sys
 import time
 
@@ -271,3 +272,16 @@ def test_wandb_offline_and_resume(tmp_path, monkeypatch):
     assert first_id == second_id == json.loads((tmp_path / "run.json").read_text())["id"]
     assert {step: values["reward/mean"] for step, values in first.items()} == {1: 0.25, 2: 0.5, 3: 0.75}
     assert {step: values["reward/mean"] for step, values in second.items()} == {3: 5.0}
+
+
+def test_wandb_without_a_key_is_refused_before_a_run_begins(tmp_path):
+    pytest.importorskip("wandb")
+    code = "from torchtune_ext.telemetry.metrics import LoggingConfig; LoggingConfig(to=('wandb',))"
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    environ |= {"HOME": str(tmp_path), "NETRC": str(tmp_path / "none"), "WANDB_CONFIG_DIR": str(tmp_path)}
+    for mode, status in ({}, 1), ({"WANDB_MODE": "offline"}, 0), ({"RANK": "1"}, 0):
+        ended = subprocess.run(
+            [sys.executable, "-c", code], env=environ | mode, stdin=subprocess.DEVNULL, capture_output=True, text=True
+        )
+        assert ended.returncode == status, ended.stderr
+        assert ("logging.to names 'wandb', which cannot start: it has no API key" in ended.stderr) == bool(status)

@@ -51,6 +51,13 @@ def test_optimizers_pass():
         checks.check_optimizer(partial(instantiate, node))
 
 
+def test_an_optimizer_of_matrices_may_train_matrices():
+    muon = OmegaConf.create({"optimizer": {"_component_": "torch.optim.Muon", "lr": 0.1}}).optimizer
+    checks.check_optimizer(partial(instantiate, muon), {2})
+    with pytest.raises(ValueError, match="2D parameters"):
+        checks.check_optimizer(partial(instantiate, muon), {1, 2})
+
+
 def test_weights_fit_their_model_and_no_other(model_dir):
     source, model = HFModel(model_dir), on_meta(partial(from_config, str(model_dir)))
     checks.check_weights(source, model)
@@ -97,6 +104,19 @@ def test_prompts_are_measured_for_a_second_at_most(monkeypatch):
     tokenizer = SimpleNamespace(prompt_ids=lambda messages: [0] * len(messages[0]["content"]))
     # Four are made in 1.2 s; the one that cannot be made is left to the run.
     assert checks.prompt_lengths(Slow(clock), tokenizer, "task") == [0, 2, 3]
+
+
+def test_a_broken_first_row_is_left_to_the_run():
+    class Rows(list):
+        def __getitem__(self, index):
+            if index in self:
+                raise KeyError("answer")
+            return Problem(str(index), ({"role": "user", "content": "12"},), "")
+
+    tokenizer = SimpleNamespace(prompt_ids=lambda messages: [0] * len(messages[0]["content"]))
+    assert checks.prompt_lengths(Rows([0, 7]), tokenizer, "task") == [2]
+    with pytest.raises(ValueError, match=r"the prompt of Rows\(...\)\[0\] raised KeyError"):
+        checks.prompt_lengths(Rows([0, 1]), tokenizer, "task")
 
 
 def test_a_task_of_which_some_prompts_fit_passes(model_dir):

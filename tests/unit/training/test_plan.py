@@ -30,7 +30,9 @@ def seven(tmp_path_factory):
 
 
 def planned(sizes, machine, engine=OWN, trainers=None, **changes):
-    values = dict(output_dir="runs/x", max_steps=100, row_tokens=16384, max_tokens=4096, evaluated=True)
+    values = dict(
+        output_dir="runs/x", max_model_len=16384, max_steps=100, row_tokens=16384, max_tokens=4096, evaluated=True
+    )
     checkpoints = changes.pop("checkpoints", CheckpointConfig(every=10))
     settings = Settings(sizes, engine, checkpoints, **values | {"activation_checkpointing": True} | changes)
     machine = asked_machine(machine) if isinstance(machine, str) else machine

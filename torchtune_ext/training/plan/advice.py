@@ -49,8 +49,7 @@ def _cheap(plan: Plan) -> Iterator[tuple[str, Plan]]:
         words.append("activation_checkpointing=True")
         plan = _changed(plan, activation_checkpointing=True)
         yield words[-1], plan
-    engine = plan.settings.engine
-    shortest = engine.max_model_len if engine is not None else plan.settings.max_tokens
+    shortest = plan.settings.max_model_len
     if plan.settings.row_tokens > shortest:
         words.append(f"row_tokens={shortest}")
         yield " ".join(words), _changed(plan, row_tokens=shortest)

@@ -16,7 +16,7 @@ class DiskNeed:
     Args:
         rows: bytes of one checkpoint, by name.
         kept: how many there are at once, at most, with the one that is being written.
-        free: bytes that are free on the file system of `output_dir`.
+        free: bytes for them on the file system of `output_dir`: those that are free, and those of checkpoints that the run has.
     """
 
     rows: dict[str, int]
@@ -42,6 +42,7 @@ def disk_need(
     evaluated: bool,
     optimizer_bytes: float,
     save_merged: bool = False,
+    resumes: bool = False,
 ) -> DiskNeed:
     """Counts the bytes of checkpoints. Metrics, rollouts and earlier runs in the folder are not in it.
 
@@ -51,6 +52,7 @@ def disk_need(
         evaluated: whether checkpoints have an accuracy, so that the best is kept besides the newest.
         optimizer_bytes: what the optimizer keeps for one trained value.
         save_merged: whether checkpoints of adapters hold the merged model, too.
+        resumes: whether the checkpoints that are there belong to this run. They are among those that are kept.
     """
     dtype, whole = str(sizes.dtype)[6:], sizes.dtype.itemsize * (sizes.total - sizes.trained * sizes.frozen)
     rows = {
@@ -60,7 +62,11 @@ def disk_need(
         f"model for other tools, {dtype}": whole if save_merged or not sizes.frozen else 0,
     }
     written = -(-steps // config.every)
-    return DiskNeed(rows, min(config.keep_last + evaluated + 1, written), shutil.disk_usage(_existing(output_dir)).free)
+    free = shutil.disk_usage(_existing(output_dir)).free
+    if resumes:
+        files = Path(output_dir, "checkpoints").glob("step_*/**/*")
+        free += sum(file.stat().st_size for file in files if file.is_file())
+    return DiskNeed(rows, min(config.keep_last + evaluated + 1, written), free)
 
 
 def file_in_memory(sizes: Sizes) -> int:

@@ -1,6 +1,5 @@
 """The machine that a run is planned for: GPUs of some size, or the main memory of a machine that computes on its CPU."""
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,9 +112,3 @@ def _limit_files(root: Path) -> list[Path]:
             if place == top:
                 break
     return found
-
-
-def resident() -> int:
-    """Returns the bytes of main memory that this process holds now."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")

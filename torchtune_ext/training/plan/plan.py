@@ -26,6 +26,8 @@ class Settings:
         engine: as the run starts it; None: it replays, without one.
         checkpoints: how often they are written, and how many are kept.
         output_dir: folder of the run.
+        resumes: whether the run goes on with what is in it.
+        max_model_len: tokens of a prompt and a completion at most.
         max_steps: steps of the run.
         row_tokens: tokens of a packed row.
         max_tokens: tokens of a completion at most.
@@ -42,6 +44,7 @@ class Settings:
     engine: EngineConfig | None
     checkpoints: CheckpointConfig
     output_dir: str
+    max_model_len: int
     max_steps: int
     row_tokens: int
     max_tokens: int
@@ -52,6 +55,7 @@ class Settings:
     reference: bool = False
     publishes_all: bool = True
     save_merged: bool = False
+    resumes: bool = False
 
     @property
     def engine_place(self) -> str:
@@ -144,6 +148,7 @@ class Plan:
             made.evaluated,
             made.optimizer_bytes,
             made.save_merged,
+            made.resumes,
         )
 
     @property
@@ -177,7 +182,9 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Says whether the run has what it needs."""
-        enough = not self.machine.gpus or self.gpus <= self.machine.gpus or self.machine.here
+        # Of the GPUs here, an engine on GPUs of its own may see others than the trainer.
+        apart = self.machine.here and self.settings.engine_place == "own"
+        enough = not self.machine.gpus or (self.trainers if apart else self.gpus) <= self.machine.gpus
         return enough and self.training_fits and self.engine_fits and self.host_fits and self.disk_fits
 
     def _beside(self, rows: dict[str, int], trainers: int) -> int:
