@@ -48,7 +48,7 @@ CLASSES = {
     "a module for a class": full("optimizer._component_=torch.optim", r"`optimizer:` _component_=torch.optim is a module; name a class or a function"),
     "an earlier builder": full("model._component_=torchtune_ext.policy.scratch.qwen2_from_config", r"`model:` _component_=.*qwen2_from_config is torchtune_ext.policy.from_config now"),
     "no component": Mistake("run grpo_full --config plain.yaml", r"`task:` needs a `_component_`, the dotted path of a class or function", files={"plain.yaml": RUN.replace("task: {_component_: sums.Base}\n", "task: {count: 3}\n", 1)}),
-    "a mapping for a component": full("'task={count: 3}'", r"`task:` _component_=\{'count': 3\} is no dotted path; write my_task.Sums"),
+    "a mapping for a component": full("'task={count: 3}'", r"`task:` a component is no mapping in a word of the command; write task.count=3"),
     "a syntax error": full("task._component_=mine.Mine", r"`task:` _component_=mine.Mine: importing mine raised SyntaxError: .*\(mine.py:1\)", files={"mine.py": "class Mine(:\n"}),
     "an import that fails": full("task._component_=mine.Mine", r"importing mine raised ModuleNotFoundError: No module named 'nosuchpackage' \(mine.py:1\)", files={"mine.py": "import nosuchpackage\n"}),
     "__init__ raises": task("def __init__(self): {}['rows']", r"`task:` mine.Mine raised KeyError: 'rows' \(mine.py:8\)\n\(TORCHTUNE_EXT_TRACEBACK=1 shows the traceback\)"),

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Lock
 
 from torchtune_ext.grading.calls import checked
@@ -79,7 +80,8 @@ def _rehearse_grading(task: Task, config: GraderConfig, key: str, texts: int = 1
     name, worked = type(task).__name__, all(text is not None for text in solutions)
     what = "its own solution" if worked else f"the text {NO_SOLUTION!r}"
     try:
-        with Grader(task, 1, config.timeout_s) as grader:
+        # What it prints now it prints in the run as well, into a file there.
+        with TemporaryDirectory() as folder, Grader(task, 1, config.timeout_s, Path(folder) / OUTPUT) as grader:
             outcomes = []
             for problem, text in zip(problems, solutions, strict=True):
                 group = [text if worked else NO_SOLUTION] + [NO_SOLUTION] * (texts - 1)

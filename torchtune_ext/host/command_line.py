@@ -84,15 +84,23 @@ def _importable(name: str) -> bool:
 
 @contextmanager
 def quiet_end() -> Iterator[None]:
-    """Surrounds a run under torchrun. If a rank ended with a mistake, which it has told, this process ends in the same way,
-    without a traceback of torchrun's own."""
+    """Surrounds a run under torchrun. The ranks have said why they ended, so this process adds no traceback of torchrun's own.
+    It says which rank was the first, and ends with its status, or with 128 and the number of the signal that stopped it."""
     try:
         yield
     except Exception as error:
-        failures = getattr(error, "failures", None)
-        if isinstance(failures, dict) and any(getattr(each, "exitcode", None) == STATUS for each in failures.values()):
-            sys.exit(STATUS)
-        raise
+        failures, stopped_by = getattr(error, "failures", None), getattr(error, "sigval", None)
+        if stopped_by is not None:
+            sys.exit(128 + int(stopped_by))
+        if not isinstance(failures, dict) or not failures:
+            raise
+        # torchrun ends the others by a signal, which is a negative status.
+        by_time = sorted(failures.items(), key=lambda item: (item[1].exitcode < 0, item[1].timestamp))
+        rank, first = by_time[0]
+        status = first.exitcode if first.exitcode > 0 else 128 - first.exitcode
+        if status != STATUS:
+            print(f"rank {rank} ended with status {status}; what it said stands above", file=sys.stderr)
+        sys.exit(status)
 
 
 def check_words(argv: list[str], recipe: str | None = None) -> None:

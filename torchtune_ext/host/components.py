@@ -56,6 +56,9 @@ def find_component(node: DictConfig, **extra: Any) -> tuple[Callable[..., Any], 
     if not has_component(node):
         raise ValueError(f"{where} needs a `_component_`, the dotted path of a class or function")
     arguments = OmegaConf.to_container(node, resolve=True)
+    if isinstance(given := arguments["_component_"], dict):
+        words = " ".join(f"{name}.{key}={value}" for key, value in given.items())
+        raise ValueError(f"{where} a component is no mapping in a word of the command; write {words}")
     path = str(arguments.pop("_component_"))
     if not all(part.isidentifier() for part in path.split(".")):
         raise ValueError(

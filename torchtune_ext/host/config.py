@@ -152,6 +152,9 @@ def _wrong_type(error: ValidationError, cfg: DictConfig, types: Mapping[str, Any
     value = OmegaConf.select(cfg, key) if key in cfg else None
     if key in NODES and not isinstance(value, DictConfig):
         names = [field.name for field in fields(NODES[key])]
+        if value is None:
+            off = f"; without held-out problems: {key}.task=null" if key == "evaluation" else ""
+            return f"{key}=null is no mapping; leave it out{off}"
         example = f"{key}.to=[{value}]" if key == "logging" else f"{key}.{names[0]}=..."
         return f"{key}={value} is no mapping; write {example} (keys of `{key}:` are {', '.join(names)})"
     if str(types.get(key)).startswith("list") and not isinstance(value, ListConfig):

@@ -1,5 +1,6 @@
 """Compares what a run asks for with the machine that it starts on, before its folder is touched."""
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -7,12 +8,12 @@ from typing import Any, Protocol
 from torch import nn
 
 from torchtune_ext.host.config import instantiate
-from torchtune_ext.policy.memory import GIB, optimizer_bytes, sizes_of
+from torchtune_ext.policy.memory import optimizer_bytes, sizes_of
 from torchtune_ext.run.output import say
 from torchtune_ext.sampling.engine import Engine
 from torchtune_ext.sampling.imports import on_cpu
 from torchtune_ext.sampling.records import EngineConfig
-from torchtune_ext.training.plan.disk import DiskNeed, disk_need
+from torchtune_ext.training.plan.disk import DiskNeed, disk_need, existing
 from torchtune_ext.training.precision import Precision
 from torchtune_ext.training.state import CheckpointConfig
 
@@ -85,13 +86,21 @@ def require_disk(need: DiskNeed, output_dir: str) -> None:
     Raises:
         ValueError: there is no room for a single one.
     """
+    place = existing(output_dir)
+    if not os.access(place, os.W_OK):
+        raise ValueError(f"output_dir={output_dir}: {place} cannot be written by this user; choose another output_dir")
     if need.free < need.one:
         raise ValueError(
-            f"output_dir={output_dir}: a checkpoint takes {need.one / GIB:,.1f} GiB, and {need.free / GIB:,.1f} GiB are free "
-            "there; free disk space, choose another output_dir, or set checkpoints.save_optimizer=false"
+            f"output_dir={output_dir}: a checkpoint takes {size_of(need.one)}, and {size_of(need.free)} are free there; "
+            " free disk space, choose another output_dir, or set checkpoints.save_optimizer=false"
         )
     if need.free < need.total:
         say(
-            f"disk: a checkpoint takes {need.one / GIB:,.1f} GiB, {need.kept} are there at once, and "
-            f"{need.free / GIB:,.1f} GiB are free under {output_dir}; checkpoints.save_optimizer=false makes them smaller"
+            f"disk: a checkpoint takes {size_of(need.one)}, {need.kept} are there at once, and "
+            f"{size_of(need.free)} are free under {output_dir}; checkpoints.save_optimizer=false makes them smaller"
         )
+
+
+def size_of(bytes_: int) -> str:
+    """Returns a number of bytes in a unit that leaves some digits before the point: "2.7 MiB"."""
+    return f"{bytes_ / 2**30:,.1f} GiB" if bytes_ >= 2**30 else f"{bytes_ / 2**20:,.1f} MiB"

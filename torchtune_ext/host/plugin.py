@@ -24,7 +24,9 @@ def register(registry) -> None:
 
 
 def make_torchao_usable(_torchtune) -> None:
-    """Runs `torchao_compat.apply` before torchtune is executed."""
+    """Runs `torchao_compat.apply` before torchtune is executed. From here on Ctrl-C ends a command of torchtune in one line."""
+    if sys.argv[0].rpartition("/")[2] in ("tune", "torchtune-ext", "__main__.py"):
+        sys.excepthook = say_interrupted
     from torchtune_ext.host.torchao_compat import apply
 
     apply()
@@ -46,6 +48,14 @@ def guide(cli) -> None:
 
     cli.Run._run_cmd = guided
     offer_help(cli)
+
+
+def say_interrupted(kind, error, trace) -> None:
+    """Shows an error that nobody caught as Python does, but Ctrl-C in one line."""
+    if issubclass(kind, KeyboardInterrupt):
+        print("Stopped by Ctrl-C before the run had begun", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
 
 
 class TorchtuneFinder:

@@ -174,13 +174,15 @@ def _no_config(path: Path) -> str:
     """Returns what is wrong with a model directory without a config.json, and the command that makes one."""
     if path.is_file():
         return "it is a file; name the directory of a model in Hugging Face format, which holds config.json and the weights"
+    if models := sorted(path.glob("checkpoints/step_*/config.json")):
+        return f"it is the folder of a run, whose models are its checkpoints: {models[-1].parent} is the newest"
     wrong = "has no config.json" if path.is_dir() else f"no such folder, seen from {Path.cwd()}"
     if path.parts[-2:] == ("warmup", "model"):
         name = path.parts[-3] if len(path.parts) > 2 else "tiny"
         return f"{wrong}: `tune run warmup_sft --config warmup/{name}` makes it"
     hub = _HUB_ID.fullmatch(str(path)) and path.parts[0] not in _FOLDERS and not path.is_dir()
     name = path.name or "MODEL"
-    owner, place = (path.parts[0], f"models/{name}") if hub else ("OWNER", str(path))
+    owner, place = (path.parts[0], f"models/{name}") if hub else (owner_of(name), str(path))
     whole = (
         f"`hf download {owner}/{name} --local-dir {place}` fetches a model, and `hf download {owner}/{name} "
         f"config.json --local-dir {place}` the one file that dry_run=True needs"
@@ -188,6 +190,12 @@ def _no_config(path: Path) -> str:
     if hub:
         return f"{wrong}. If it is a name of the Hugging Face hub: {whole}; then set model_dir={place}"
     return f"{wrong}; name a directory in Hugging Face format: {whole}"
+
+
+def owner_of(name: str) -> str:
+    """Returns who has published a model of this name, as far as the name says so."""
+    owners = {"Qwen": "Qwen", "Llama-": "meta-llama", "DeepSeek-": "deepseek-ai"}
+    return next((owner for begin, owner in owners.items() if name.startswith(begin)), "OWNER")
 
 
 def require_keys(config: Config, keys: Sequence[str], file: Path) -> None:

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torchtune.modules import TiedLinear
 
-from torchtune_ext.policy.families import FAMILIES, read_config
+from torchtune_ext.policy.families import FAMILIES, owner_of, read_config
 from torchtune_ext.policy.sharded import fill, whole
 
 # Weights have one of these dtypes, as safetensors spells them; others belong to a quantized checkpoint.
@@ -55,7 +55,7 @@ class HFModel:
             there = f" (there is {others[0]}, which is not read)" if others else ""
             raise ValueError(
                 f"model_dir={str(self.path)!r} has no *.safetensors file{there}; other weight formats are not read: "
-                f"`hf download OWNER/{self.path.name} --local-dir {self.path}` fetches the weights"
+                f"`hf download {owner_of(self.path.name)}/{self.path.name} --local-dir {self.path}` fetches the weights"
             )
         self._require_all(files)
         return files

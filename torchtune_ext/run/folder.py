@@ -65,12 +65,15 @@ class Run:
     process: Mapping[str, Any] = field(default_factory=dict)
 
 
+DEFAULT = "default"  # stands for a setting that nobody wrote
+
+
 @dataclass(frozen=True, slots=True)
 class Change:
     """A setting that two runs, or two starts of one run, do not share."""
 
     key: str  # "optimizer.lr"
-    before: Any  # None where it was not set
+    before: Any  # `DEFAULT` where it was not set
     now: Any
 
     def __str__(self) -> str:
@@ -80,7 +83,11 @@ class Change:
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
     """Returns the settings that differ, each leaf by its dotted key."""
     before, now = dict(_leaves(before)), dict(_leaves(now))
-    return [Change(key, before.get(key), now.get(key)) for key in {**before, **now} if before.get(key) != now.get(key)]
+    return [
+        Change(key, before.get(key, DEFAULT), now.get(key, DEFAULT))
+        for key in {**before, **now}
+        if before.get(key) != now.get(key)
+    ]
 
 
 def _leaves(node: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

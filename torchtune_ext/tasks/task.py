@@ -7,6 +7,8 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol
 
+LARGEST = 1e30  # of a reward, up or down: advantages are float32, and a sum of larger ones may not be one
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -58,6 +60,8 @@ def _finite(name: str, value: Any) -> float:
         raise ValueError(f"{name}={value!r:.60}, which is no number") from None
     if not math.isfinite(number):
         raise ValueError(f"{name}={number}, which is not finite")
+    if abs(number) > LARGEST:
+        raise ValueError(f"{name}={number:g}, which is beyond {LARGEST:g}: no advantage can be computed from it")
     return number
 
 

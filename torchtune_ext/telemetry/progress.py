@@ -1,11 +1,13 @@
 """This module shows the progress of a run on the terminal: bars while it samples and trains, and one aligned line a step,
 which also says when the step had nothing to learn from.
 
-On a terminal rank 0 shows tqdm bars. Elsewhere (other ranks, a log file) a bar becomes a log line every `log_every_s`
-seconds, so that a log stays short and a stall still shows.
+On a terminal rank 0 shows tqdm bars. Elsewhere, in a log file, a bar becomes a line every `log_every_s` seconds, so that a log
+stays short and a stall still shows. Other ranks show nothing.
 """
 
 import logging
+import math
+import os
 import sys
 import threading
 import time
@@ -36,8 +38,8 @@ class Bar:
         label: names the phase.
         total: how many items will come.
         unit: what an item is ("sample", "row").
-        file: where a tqdm bar is drawn; None: log lines take its place, as they do when the file takes no more text.
-        log_every_s: seconds between two log lines, where no bar is drawn.
+        file: where a tqdm bar is drawn; None: lines take its place, as they do when the file takes no more text.
+        log_every_s: seconds between two lines, where no bar is drawn.
     """
 
     def __init__(self, label: str, total: int, unit: str, file: TextIO | None, log_every_s: float = 30.0,
@@ -102,8 +104,12 @@ class Bar:
         now = self._clock()
         if now - self._last_log >= self._log_every_s:
             self._last_log = now
-            log.info("%s: %d of %d %ss after %.0f s, %s", self.label, self.count, self.total, self.unit,
-                     now - self._start, self.read_out() or "-")  # fmt: skip
+            read_out = self.read_out()
+            say(
+                f"{self.label}: {self.count} of {self.total} {self.unit}s after {now - self._start:.0f} s"
+                f"{', ' if read_out else ''}{read_out}",
+                sys.stderr,
+            )
 
     def _open(self) -> None:
         self._tqdm = tqdm(
@@ -122,16 +128,16 @@ class Progress:
 
     Args:
         total_steps: the 200 of "12/200" in the table; None where nobody knows it.
-        rank: rank of this process. Only rank 0 draws bars and prints the table; other ranks log.
-        bars: whether bars are drawn; None: where `sys.stderr` is a terminal.
-        log_every_s: seconds between the log lines that stand in for a bar.
+        rank: rank of this process. Only rank 0 draws bars and prints the table.
+        bars: whether bars are drawn; None: where `sys.stderr` is a terminal that has lines.
+        log_every_s: seconds between the lines that stand in for a bar.
         file: where the table goes; None: `sys.stdout`.
     """
 
     def __init__(self, total_steps: int | None = None, rank: int = 0, bars: bool | None = None,
                  log_every_s: float = 30.0, file: TextIO | None = None):  # fmt: skip
         self._total, self._rank, self._log_every_s, self._file = total_steps, rank, log_every_s, file
-        self._bars = rank == 0 and sys.stderr is not None and (sys.stderr.isatty() if bars is None else bars)
+        self._bars = rank == 0 and sys.stderr is not None and (_is_terminal(sys.stderr) if bars is None else bars)
         self._lines = 0
         self._idle = 0  # These are the steps without a signal since the last one with a signal.
         self._parts: dict[str, float] = {}  # These are metrics of a step that is not over.
@@ -171,9 +177,16 @@ class Progress:
                         self._idle, _rewards_in_words(values), _advice(values))  # fmt: skip
 
     def _bar(self, label: str, total: int, unit: str) -> Bar:
-        if self._rank != 0:
-            label = f"rank {self._rank} {label}"
-        return Bar(label, total, unit, sys.stderr if self._bars else None, self._log_every_s)
+        every = self._log_every_s if self._rank == 0 else math.inf
+        return Bar(label, total, unit, sys.stderr if self._bars else None, every)
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    """Tells whether bars can be drawn: on a terminal without lines (a container's, sometimes) tqdm draws none."""
+    try:
+        return stream.isatty() and os.get_terminal_size(stream.fileno()).lines > 0
+    except (OSError, ValueError):
+        return False
 
 
 def _rewards_in_words(values: Mapping[str, float]) -> str:

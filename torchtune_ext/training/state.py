@@ -160,10 +160,15 @@ class Checkpoints:
 
     def advice(self, step: int) -> str:
         """Returns a text that says what to do after a step whose update cannot be made."""
+        newest = self.latest()
+        how = (
+            f"go on from {newest} with resume_from_checkpoint=True"
+            if newest
+            else "start again: there is no checkpoint yet"
+        )
         return (
-            f"step {step} stopped before this update. Its samples are in {self.folder.parent / 'rollouts'}, the newest "
-            f"checkpoint is {self.latest()}; lower the "
-            "learning rate or the loss coefficients and go on from there with resume_from_checkpoint=True"
+            f"step {step} stopped before this update. Look at its samples and rewards in {self.folder.parent / 'rollouts'}; "
+            f"lower the learning rate or the loss coefficients, and {how}"
         )
 
     def save(

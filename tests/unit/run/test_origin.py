@@ -96,6 +96,6 @@ def test_changes_are_leaves_by_their_dotted_keys():
     assert changes(before, before) == []
     assert changes(before, {"a": {"b": 2, "c": [1, 2]}, "d": {"f": 3}, "e": 5}) == [
         Change("a.b", 1, 2),
-        Change("d.f", None, 3),
+        Change("d.f", "default", 3),
     ]
     assert str(Change("a.b", 1, 2)) == "a.b 1 -> 2"

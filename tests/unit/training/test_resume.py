@@ -62,7 +62,7 @@ def test_a_run_that_goes_on_says_from_where_and_what_has_changed(monkeypatch):
     run.config.update(seed=7, preset="dapo", task={"_component_": "a.Task", "level": 2}, output_dir="old-1")
     assert resume_text(path, 40, run, earlier).splitlines() == [
         where,
-        "changed:   optimizer.lr 0.001 -> 0.0001, seed 0 -> 7, preset grpo -> dapo, task.level None -> 2",
+        "changed:   optimizer.lr 0.001 -> 0.0001, seed 0 -> 7, preset grpo -> dapo, task.level default -> 2",
     ]
     assert resume_text(path, 40, run, {}).endswith("changed:   not known: run.json does not say what was set until now")
 

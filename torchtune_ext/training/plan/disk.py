@@ -62,7 +62,7 @@ def disk_need(
         f"model for other tools, {dtype}": whole if save_merged or not sizes.frozen else 0,
     }
     written = -(-steps // config.every)
-    free = shutil.disk_usage(_existing(output_dir)).free
+    free = shutil.disk_usage(existing(output_dir)).free
     if resumes:
         files = Path(output_dir, "checkpoints").glob("step_*/**/*")
         free += sum(file.stat().st_size for file in files if file.is_file())
@@ -76,7 +76,7 @@ def file_in_memory(sizes: Sizes) -> int:
     return 2 * min(SHARD_BYTES, whole)
 
 
-def _existing(folder: str | Path) -> Path:
+def existing(folder: str | Path) -> Path:
     """Returns the folder, or the nearest one above it that exists."""
     path = Path(folder).absolute()
     return next(place for place in (path, *path.parents) if place.exists())

@@ -1,0 +1,30 @@
+"""The words of `tune run`, and how it ends. What is said of wrong words: tests/mistakes."""
+
+import signal
+
+import pytest
+
+from torchtune_ext.host.command_line import quiet_end
+
+
+def test_the_end_of_torchrun_has_the_status_of_the_first_rank(tmp_path, capsys):
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    def failure(rank, exitcode):
+        return ProcessFailure(local_rank=rank, pid=1, exitcode=exitcode, error_file=str(tmp_path / "none"))
+
+    for error, status, said in (
+        (ChildFailedError("grpo.py", {1: failure(1, -15), 0: failure(0, 2)}), 2, ""),
+        (ChildFailedError("grpo.py", {1: failure(1, -15), 3: failure(3, 1)}), 1, "rank 3 ended with status 1"),
+        (ChildFailedError("grpo.py", {1: failure(1, -9)}), 137, "rank 1 ended with status 137"),
+        (SignalException("stopped", signal.SIGTERM), 143, ""),
+        (SignalException("stopped", signal.SIGINT), 130, ""),
+    ):
+        with pytest.raises(SystemExit) as left, quiet_end():
+            raise error
+        assert left.value.code == status
+        printed = capsys.readouterr().err
+        assert printed.startswith(said) and bool(printed) == bool(said)
+    with pytest.raises(KeyError), quiet_end():
+        raise KeyError("a bug")
