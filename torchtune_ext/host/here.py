@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from torchtune_ext.host.config import instantiate
-from torchtune_ext.policy.memory import optimizer_bytes, sizes_of
+from torchtune_ext.policy.memory import ADAMW_BYTES, optimizer_bytes, sizes_of
 from torchtune_ext.run.output import say
 from torchtune_ext.sampling.engine import Engine
 from torchtune_ext.sampling.imports import on_cpu
@@ -38,17 +38,22 @@ def check_machine(recipe: Checked) -> None:
     cfg = recipe.cfg
     if recipe.engine:
         require_gpus(recipe.engine.config)
-    need = disk_need(
+    need = partial(
+        disk_need,
         sizes_of(recipe.meta_model, recipe.precision.dtype),
         recipe.saving,
         cfg.output_dir,
         cfg.max_steps,
         evaluated=recipe.eval_task is not None,
-        optimizer_bytes=optimizer_bytes(partial(instantiate, cfg.optimizer)),
         save_merged=bool(cfg.adapters.get("save_merged")),
         resumes=cfg.resume_from_checkpoint,
     )
-    require_disk(need, cfg.output_dir)
+    # What the optimizer keeps is found out by a step of it, which is made only where it matters.
+    usual = need(optimizer_bytes=ADAMW_BYTES)
+    scarce = usual.free < usual.total
+    require_disk(
+        need(optimizer_bytes=optimizer_bytes(partial(instantiate, cfg.optimizer))) if scarce else usual, cfg.output_dir
+    )
 
 
 def require_gpus(engine: EngineConfig) -> None:

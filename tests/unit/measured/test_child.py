@@ -37,7 +37,7 @@ static void burn(double seconds) {
 }
 static void doze(double seconds) { struct timespec t = {0, (long)(1e9 * seconds)}; nanosleep(&t, NULL); }
 struct message { uint32_t kind, count; uint64_t number, words[24]; };
-static void say(int kind, uint64_t number) { struct message m = {kind, 0, number}; for (int f = 3; f < 99; f++) write(f, &m, sizeof m); }
+static void say(int kind, uint64_t number) { struct message m = {kind, 0, number}; for (int f = 3; f < 1024; f++) write(f, &m, sizeof m); }
 
 void add_one(int n, const double *in, double *out) { for (int i = 0; i < n; i++) out[i] = in[i] + 1; }
 void nothing(int n, const double *in, double *out) { }
@@ -52,7 +52,7 @@ void unprotect_in(int n, const double *in, double *out) {
 }
 void write_files(int n, const double *in, double *out) {  /* how many files can be written */
     out[0] = 0;
-    for (int f = 3; f < 99; f++) {
+    for (int f = 3; f < 1024; f++) {
         void *p = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, f, 0);
         out[0] += p != MAP_FAILED;
     }
@@ -61,7 +61,7 @@ void seen_before(int n, const double *in, double *out) { uint64_t w; memcpy(&w, 
 void quit(int n, const double *in, double *out) { exit(n == 5 ? 0 : n); }
 void crash(int n, const double *in, double *out) { *(volatile int *)8 = 1; }
 void give_up(int n, const double *in, double *out) { fprintf(stderr, "no\\033[31m way"); abort(); }
-void hang_up(int n, const double *in, double *out) { for (int f = 3; f < 99; f++) close(f); for (;;) doze(0.5); }
+void hang_up(int n, const double *in, double *out) { for (int f = 3; f < 1024; f++) close(f); for (;;) doze(0.5); }
 void hang(int n, const double *in, double *out) { for (;;) doze(0.5); }
 void chat(int n, const double *in, double *out) { say(5, 77); doze(1); }
 void burn_10ms(int n, const double *in, double *out) { burn(0.01); }
