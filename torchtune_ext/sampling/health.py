@@ -52,6 +52,7 @@ class Health:
         self.cause = ""  # of the last change for the worse
         self.lost_probes = 0  # lives in a row that a probe, or a start, found lost; one that comes up ends the row
         self.lost_requests = 0  # lives in a row that a request or an update found lost; one that finishes ends the row
+        self._behind = False  # stale since others have newer weights, and not since it comes up
         self.on_change: Callable[[], None] = lambda: None  # called after each change
 
     @property
@@ -61,12 +62,12 @@ class Health:
 
     @property
     def up(self) -> bool:
-        """Whether there is a life that could load weights."""
-        return self.serves or self.state is State.STALE
+        """Whether there is a life that can load weights when it is told to. One that comes up does so by itself."""
+        return self.serves or self._behind
 
     def _go(self, state: State, cause: str = "") -> None:
         assert state in NEXT[self.state], f"an engine never goes from {self.state.value} to {state.value}"
-        self.state, self.cause = state, cause or self.cause
+        self.state, self.cause, self._behind = state, cause or self.cause, False
         self.on_change()
 
     def restart(self) -> None:
@@ -105,6 +106,7 @@ class Health:
         """Notes that others have newer weights."""
         if self.serves:
             self._go(State.STALE, cause)
+            self._behind = True
 
     def lose(self, cause: str) -> None:
         """Notes that this life is over."""

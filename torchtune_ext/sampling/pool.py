@@ -187,7 +187,7 @@ class Pool:
         """Waits for a life that can sample, of this engine or of any. Raises EngineFailed, WeightsIncomplete; CoreLost when
         this one is lost and others serve."""
         while True:
-            asked = lane or self._choose()
+            asked = lane or (self.serving or self.left or self.lanes)[0]
             try:
                 core = await asked.core()
             except EngineFailed:
