@@ -82,6 +82,9 @@ class FakeCore:
     async def checksums(self):
         return [self.sums]
 
+    async def weight_version(self):
+        return self.loads[-1][2]
+
     async def sleep(self, level):
         if self.fail is not None:
             raise self.fail

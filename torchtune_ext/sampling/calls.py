@@ -233,6 +233,9 @@ class Core(Protocol):
     async def checksums(self) -> list[dict[str, int | None]]:
         """Returns for each worker what `Engine.checksums` does. Raises CoreLost."""
 
+    async def weight_version(self) -> int:
+        """Returns the label of what it samples, from the engine itself. Raises CoreLost."""
+
     async def sleep(self, level: int) -> None:
         """Gives the GPU's memory back and sets `asleep`; an engine that has a GPU of its own may ignore it. Level 1 keeps the
         weights in host memory, level 2 drops them. Raises CoreLost."""

@@ -349,6 +349,9 @@ class LocalCore:
         """Returns what each worker says of the weights that it has taken. Raises CoreLost."""
         return await self._quick(self.llm.collective_rpc("checksums"))
 
+    async def weight_version(self) -> int:
+        return int(await self._quick(self.llm.get_weight_version()))
+
     async def sleep(self, level: int) -> None:
         """Gives the GPU's memory back. Level 1 keeps the weights in host memory, level 2 drops them. Raises CoreLost."""
         await self.ping(self.config.probe_deadline_s)

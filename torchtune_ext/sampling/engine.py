@@ -36,6 +36,7 @@ from torchtune_ext.sampling.backends import find_backend
 from torchtune_ext.sampling.calls import Core, OnCompletion, Submission, check_prompt
 from torchtune_ext.sampling.cleanup import Cleanup
 from torchtune_ext.sampling.lane import Lane
+from torchtune_ext.sampling.layout import log_name
 from torchtune_ext.sampling.loop_thread import LoopThread
 from torchtune_ext.sampling.pool import Pool
 from torchtune_ext.sampling.records import (
@@ -83,7 +84,6 @@ class Engine:
         self.config = config
         self._backend = find_backend(config.backend)
         self.model_dir = str(model_dir)
-        self.log_path = Path(run_dir).absolute() / "engine.log"
         self._buffers = Buffers(config.rpc_deadline_s)
         self._publish_lock = threading.Lock()  # one publication at a time, and none beside an evaluation
         self._evaluation: set[Future] = set()  # what is drawn for one
@@ -96,8 +96,7 @@ class Engine:
         self._start_s: list[float] = []  # one number, once the engine has come up: the seconds that this took
         self._closed = False
         self._pool = Pool(config, self._make_core, self._buffers, version)
-        if len(self._pool.lanes) > 1:
-            self.log_path = self.log_path.with_name("engine_*.log")
+        self.log_path = Path(run_dir).absolute() / log_name(len(self._pool.lanes))
 
     # -- life ---------------------------------------------------------------------------------------------------------
 

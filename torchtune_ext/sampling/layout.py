@@ -7,6 +7,11 @@ from torchtune_ext.sampling.imports import on_cpu
 from torchtune_ext.sampling.records import EngineConfig
 
 
+def log_name(engines: int) -> str:
+    """Returns the name of the engine's log in a run's folder; of several the `*` stands for the number of each."""
+    return "engine.log" if engines == 1 else "engine_*.log"
+
+
 def engine_configs(config: EngineConfig) -> list[EngineConfig]:
     """Returns the config of each engine: one for each address, for each `tensor_parallel_size` of the devices, or, on a CPU,
     `count`.

@@ -314,8 +314,13 @@ class Pool:
         return [worker for lane in self.lanes if lane in found for worker in found[lane]]
 
     async def sleep(self) -> None:
-        """Makes all engines give their GPU memory back. Raises EngineFailed."""
-        await self._each(lambda lane: lane.supervisor.sleep())
+        """Makes all engines give their GPU memory back, those that just come up, too. Raises EngineFailed when none is left."""
+        work = [lane.supervisor.sleep() for lane in self.left or self.lanes]
+        errors = [error for error in await asyncio.gather(*work, return_exceptions=True) if error is not None]
+        if others := [error for error in errors if not isinstance(error, EngineFailed)] or (
+            errors if not self.left else []
+        ):
+            raise others[0]
 
     async def ask_each(self, groups: Callable[[], Sequence[Submission]]) -> list[CanaryAnswer]:
         """Does what `Engine.canary` says. Args: groups: makes the submissions anew for each engine."""

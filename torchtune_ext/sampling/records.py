@@ -52,9 +52,9 @@ class EngineConfig:
     # keys and values of requests in flight at a publication: "recompute" under the new weights, or "keep" the old ones
     kv_on_publish: str = "recompute"
     sleep: bool = False  # engine shares the trainer's GPU: give memory back between sampling and publishing
-    # "http://host:port" of a running vLLM server, or several with commas between them, whose key is in TORCHTUNE_EXT_API_KEY;
-    # None: engines of our own
-    address: str | None = None
+    # "http://host:port" of a running vLLM server, or a list of several (with commas between them in one text), whose key is in
+    # TORCHTUNE_EXT_API_KEY; None: engines of our own
+    address: Any = None
     lora_rank: int | None = None  # rank of an adapter that will be published; the recipe sets it
     lora_targets: tuple[str, ...] = ()  # layers with an adapter: "q_proj", ...; empty: all that vLLM can adapt
     load_format: str = "auto"  # "dummy": random weights until the first publication
@@ -68,6 +68,9 @@ class EngineConfig:
     extra_args: dict[str, Any] = field(default_factory=dict)  # further arguments of vLLM's AsyncEngineArgs
 
     def __post_init__(self):
+        if self.address is not None:
+            several = self.address if isinstance(self.address, list | tuple) else [self.address]
+            object.__setattr__(self, "address", ",".join(map(str, several)))
         if self.dtype not in ("bfloat16", "float16", "float32", "auto"):
             raise ValueError(f"engine.dtype is {self.dtype!r}: use 'bfloat16', 'float16', 'float32' or 'auto'")
         if self.kv_on_publish not in ("recompute", "keep"):

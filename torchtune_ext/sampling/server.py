@@ -284,6 +284,10 @@ class ServerCore:
         """Returns what each worker says of the weights that it has taken. Raises CoreLost."""
         return (await self._quick(self._post("/collective_rpc", {"method": "checksums"})))["results"]
 
+    async def weight_version(self) -> int:
+        """Returns the label of what the server samples. Raises CoreLost."""
+        return int((await self._quick(self._get("/weight_info")))["weight_version"])
+
     async def sleep(self, level: int) -> None:
         """Does nothing, since the server has its own GPU."""
 

@@ -308,7 +308,7 @@ class Supervisor:
             if self.health.state is State.STALE:
                 # Nobody publishes meanwhile: what is confirmed is current when this engine begins to serve.
                 wrong = await wrong_tensors(published, core) if published else None
-                self.health.confirm(self.version, version, wrong)
+                self.health.confirm(await core.weight_version(), version, wrong)
             return times
 
     def outdate(self, cause: str) -> None:

@@ -50,6 +50,9 @@ class Countdown:
     async def checksums(self):
         return [self.sums]
 
+    async def weight_version(self):
+        return self.version
+
     async def end(self, call, reason):
         pass
 

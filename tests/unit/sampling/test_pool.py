@@ -17,6 +17,7 @@ import virtual_time  # noqa: E402
 from fake_cores import CONFIG, until, weights  # noqa: E402
 
 from torchtune_ext.sampling import layout  # noqa: E402
+from torchtune_ext.sampling.alike import require_alike, server_facts  # noqa: E402
 from torchtune_ext.sampling.calls import CoreLost  # noqa: E402
 from torchtune_ext.sampling.health import State  # noqa: E402
 from torchtune_ext.sampling.pool import Pool  # noqa: E402
@@ -412,7 +413,21 @@ def test_a_pool_on_gpus_needs_their_names(monkeypatch):
 
 def test_pool_addresses_are_one_engine_each():
     config = EngineConfig(address="http://a:1, http://b:2")
+    assert EngineConfig(address=["http://a:1", " http://b:2"]) == config
     assert [each.address for each in layout.engine_configs(config)] == ["http://a:1", "http://b:2"]
+
+
+def test_servers_of_a_pool_are_alike():
+    model = {"hf_text_config": {"hidden_size": 64}, "max_model_len": 512, "logprobs_mode": "processed_logprobs"}
+    first = server_facts(model | {"model": "/a/Qwen"})
+    require_alike({"http://a:1": first, "http://b:2": server_facts(model | {"model": "/b/Qwen"})})
+    other = model | {"model": "/b/Llama", "max_model_len": 256, "hf_text_config": {"hidden_size": 32}}
+    with pytest.raises(ValueError) as caught:
+        require_alike({"http://a:1": first, "http://b:2": first, "http://c:3": server_facts(other)})
+    assert (
+        "http://c:3 has model=Llama, hidden_size=32, max_model_len=256, but http://a:1 has model=Qwen, hidden_size=64, "
+        in str(caught.value)
+    )
 
 
 def test_the_limits_of_a_pool_survive_a_resume(monkeypatch):

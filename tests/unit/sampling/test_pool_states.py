@@ -95,6 +95,12 @@ def test_whoever_serves_in_a_pool_has_the_published_weights(monkeypatch, seed):
                     return [dict.fromkeys(sums, 1) for sums in await honest()]
 
                 core.checksums = lie
+            elif kind == "old label":
+
+                async def old():
+                    return core.version - 1
+
+                core.weight_version = old
 
         sums = {}
 
