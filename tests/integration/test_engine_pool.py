@@ -190,5 +190,5 @@ def test_five_restarts_leave_descriptors_memory_and_groups_as_they_were(pool):
     wait_until(lambda: all(now <= then for now, then in zip(held(), before, strict=True)), 20)
     # Frames and futures of five lives are kilobytes; a buffer of the weights or a client that is left would be more.
     assert process.memory_info().rss - memory < 32 << 20
-    assert set(pool._process_groups.values()) == set(pids(pool)) and sorted(pool._cleanup._groups) == sorted(pids(pool))
+    assert sorted(pool._cleanup._groups) == sorted(pids(pool))
     assert not pool._pool._homes and [lane.load for lane in lanes(pool)] == pytest.approx([0.0, 0.0])

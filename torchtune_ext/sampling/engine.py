@@ -90,7 +90,6 @@ class Engine:
         self._thread = LoopThread("torchtune-ext-engine")
         self._call = self._thread.call
         self._cleanup: Cleanup | None = None
-        self._process_groups: dict[int, int] = {}  # of each engine's last life
         self._janitor_watch: asyncio.Task | None = None
         self._started: Any = None  # future of the first start
         self._start_s: list[float] = []  # one number, once the engine has come up: the seconds that this took
@@ -360,9 +359,8 @@ class Engine:
         """Makes a life of an engine, the first one or a later one. Raises OSError when nobody could clean up after it."""
         log_path = self.log_path.with_name(self.log_path.name.replace("*", str(lane.number)))
         core = self._backend(self.model_dir, lane.config, log_path, self._cleanup.folder, lane.on_step)
-        self._process_groups[lane.number] = core.group
         try:
-            self._cleanup.guard(list(self._process_groups.values()))
+            self._cleanup.guard([other.group for other in self._pool.cores] + [core.group])
         except BaseException:
             core.kill()  # nobody else knows of it yet
             raise

@@ -47,6 +47,7 @@ class Pool:
             self.lanes.append(lane)
         self._homes: dict[Submission, Lane] = {}  # of each group under way, where its requests go from now on
         self._lengths = Lengths()
+        self._begun = False  # whether all have come up once
 
     # -- who is there -------------------------------------------------------------------------------------------------
 
@@ -78,7 +79,7 @@ class Pool:
         state, others = lane.supervisor.health.state, self._others_serve(lane.number)
         if lane.supervisor.closed:
             return
-        if state is State.RETIRED and self.left:
+        if state is State.RETIRED and self.left and self._begun:
             why = lane.supervisor.health.cause
             log.warning(
                 "%s is retired (%s); the run goes on with %d of %d", lane.name, why, len(self.left), len(self.lanes)
@@ -107,6 +108,7 @@ class Pool:
         mistake of the config, mostly; ValueError for servers that are not alike."""
         for lane in self.lanes:
             await lane.supervisor.ready()
+        self._begun = True
         if servers := {core.address: core.facts for core in self.cores if isinstance(core, ServerCore)}:
             require_alike(servers)
 
