@@ -20,7 +20,7 @@ from torchtune_ext.sampling.health import State
 from torchtune_ext.sampling.lane import LOOK_S, Lane, Request
 from torchtune_ext.sampling.layout import engine_configs
 from torchtune_ext.sampling.loop_thread import fetch_error
-from torchtune_ext.sampling.records import CanaryAnswer, Completion, EngineConfig, EngineFailed, EngineStats
+from torchtune_ext.sampling.records import CanaryAnswer, Completion, EngineConfig, EngineFailed, EngineStats, Priority
 from torchtune_ext.sampling.routing import Lengths, least, pays
 from torchtune_ext.sampling.server import ServerCore
 from torchtune_ext.sampling.weight_buffer import Buffers
@@ -181,7 +181,8 @@ class Pool:
                     self._relocate(request)
         finally:
             request.lane.load -= group.share
-        self._lengths.add(len(completion.tokens))
+        if group.priority is not Priority.CANARY:
+            self._lengths.add(len(completion.tokens))
         self._level()
         return group.notify(request.sample, completion)
 
