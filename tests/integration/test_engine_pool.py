@@ -168,6 +168,8 @@ def test_one_that_was_not_told_stops_the_run(pool, model_dir, monkeypatch, fault
     publisher.publish(pool.version + 1)
 
 
+# A minute and a half, of which most is the start of six engines.
+@pytest.mark.long
 def test_five_restarts_leave_descriptors_memory_and_groups_as_they_were(pool):
     process = psutil.Process()
 
