@@ -81,7 +81,7 @@ class EvaluateRecipe:
         self.folder = RunFolder(cfg.output_dir)
         self.run = self.folder.begin(record(cfg), resuming=False, reads=named_paths(cfg))
         self.store = RolloutStore(cfg.output_dir)
-        say(labelled([("engine", f"starting, its log: {cfg.output_dir}/engine.log")]))
+        say(labelled([("engine", f"starting, its log: {cfg.output_dir}/{self.engine.log_path.name}")]))
         self.engine.start()
         (self.grader,) = open_graders([self.task], self.grading, self.bench, folder=cfg.output_dir)
         self.progress = Progress()

@@ -28,7 +28,7 @@ class FakeCore:
         self.calls, self.sign_of_life, self.asleep = {}, time.monotonic(), 0
         self.broken, self.killed, self.stops = None, False, 0
         # Each load gives what was read at its begin and at its end, and the label.
-        self.loads = []
+        self.loads, self.sums = [], {}
         self.reading = threading.Event()
         self.go_on = threading.Event()
         self.go_on.set()
@@ -67,6 +67,8 @@ class FakeCore:
         if self.killed:
             raise CoreLost("killed in a load")
         second = [self.half(buffer, 1) for buffer in buffers]
+        for buffer in buffers:
+            self.sums |= await buffer.checksums()
         self.loads.append((first, second, version))
         self.asleep = 0
         return 0.1, 0.05
@@ -76,6 +78,12 @@ class FakeCore:
         with open(buffer.address()["path"], "rb") as file:
             file.seek(buffer.manifest["offsets"][which])
             return file.read(1)[0]
+
+    async def checksums(self):
+        return [self.sums]
+
+    async def weight_version(self):
+        return self.loads[-1][2]
 
     async def sleep(self, level):
         if self.fail is not None:

@@ -130,7 +130,7 @@ def test_a_frozen_and_a_killed_engine_at_publications_and_a_hanging_grader(workp
     assert lost[0][0] == f"the engine did not answer is_paused within {PROBE_S:g} s" and "SIGKILL" in lost[1][0], lost
     folder = recovers.output_dir
     lines = read_metrics(folder / "metrics.jsonl")[1:]
-    assert [line["engine/restarts"] for line in lines] == [0.0] * 3 + [1.0] * 3 + [2.0] * 3
+    assert [line["engines/restarts"] for line in lines] == [0.0] * 3 + [1.0] * 3 + [2.0] * 3
     # What was under way went on over other publications, and began again behind these.
     assert sum(over_publication(folder, version)[0] for version in (1, 2, 4, 5)) > 0
     for struck in (3, 6):

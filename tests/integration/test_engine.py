@@ -245,7 +245,7 @@ def test_a_group_is_ended_alone(engine):
 @pytest.fixture
 def seen(engine, monkeypatch):
     """The engine's steps, and the priorities of its requests, as they begin."""
-    core, steps, begun = engine._supervisor.core, [], []
+    core, steps, begun = engine._pool.lanes[0].supervisor.core, [], []
     generate, on_step = core.generate, core.on_step
     monkeypatch.setattr(core, "generate", lambda call: begun.append(call.priority) or generate(call))
     monkeypatch.setattr(core, "on_step", lambda step: steps.append(step) or on_step(step))
@@ -334,7 +334,7 @@ def test_whole_weights_published_in_flight_mark_every_token(engine, models, back
 def test_kept_keys_and_values_stay_with_the_requests_in_flight(engine_in_process, models, monkeypatch):
     """What was in flight goes on over old keys and values, which is neither policy; what is sent later meets nothing old."""
     engine = engine_in_process
-    core, prompt, old = engine._supervisor.core, tiny_model.prompts(1, 50)[0], engine.version
+    core, prompt, old = engine._pool.lanes[0].supervisor.core, tiny_model.prompts(1, 50)[0], engine.version
     monkeypatch.setattr(core, "config", replace(core.config, kv_on_publish="keep"))
     in_flight = engine.submit(prompt, 4, SamplingConfig(max_tokens=900, seed=8))
     wait_until_running(engine, 4)
@@ -359,7 +359,7 @@ def test_a_cache_that_was_not_cleared_ends_that_engine(engine_in_process, models
 
     engine = engine_in_process
     restarts, version = engine.stats().restarts, engine.version + 1
-    monkeypatch.setattr(engine._supervisor.core.llm, "reset_prefix_cache", refuse)
+    monkeypatch.setattr(engine._pool.lanes[0].supervisor.core.llm, "reset_prefix_cache", refuse)
     engine.publish(models[1].named_parameters(), version)
     assert "refused to clear its KV cache" in caplog.text and engine.stats().restarts == restarts + 1
     prompts = tiny_model.prompts(1, 50)

@@ -65,7 +65,7 @@ def engine_in_process(model_dir, models, tmp_path_factory):
 
 
 def core_pid(engine) -> int:
-    return engine._supervisor.core.group
+    return engine._pool.lanes[0].supervisor.core.group
 
 
 def sample_and(engine, action, prompts=None):
@@ -107,13 +107,13 @@ def wait_until(condition, seconds):
 def test_sampling_goes_on_with_the_current_weights(engine, models, of, kill):
     prompts = tiny_model.prompts(2, 20)
     undisturbed = engine.sample(prompts, 4, LONG)
-    pid, client, restarts = core_pid(engine), engine._supervisor.core.client_pid, engine.stats().restarts
+    pid, client, restarts = core_pid(engine), engine._pool.lanes[0].supervisor.core.client_pid, engine.stats().restarts
     noticed = []
 
     def strike():
         struck = time.monotonic()
         os.kill(pid if of == "engine" else client, kill)
-        wait_until(lambda: engine._supervisor.core is None or core_pid(engine) != pid, 20)
+        wait_until(lambda: engine._pool.lanes[0].supervisor.core is None or core_pid(engine) != pid, 20)
         noticed.append(time.monotonic() - struck)
 
     groups = sample_and(engine, strike, prompts)
@@ -133,14 +133,14 @@ def test_sampling_goes_on_with_the_current_weights(engine, models, of, kill):
 def test_death_while_idle_is_noticed_too(engine, models):
     pid = core_pid(engine)
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: engine._supervisor.core is None or core_pid(engine) != pid, 5)
+    wait_until(lambda: engine._pool.lanes[0].supervisor.core is None or core_pid(engine) != pid, 5)
     groups = engine.sample(tiny_model.prompts(1, 20), 2, SamplingConfig(max_tokens=8, seed=1))
     assert set(groups[0][0].versions) == {1}
 
 
 def test_a_failed_update_restarts_the_engine_with_the_new_weights(engine, models):
     """The engine dies while it loads: after the restart it has the weights that were being published."""
-    supervisor = engine._supervisor
+    supervisor = engine._pool.lanes[0].supervisor
     load, pid = supervisor.core.load, core_pid(engine)
 
     async def die_in_load(*args):
@@ -157,19 +157,23 @@ def test_a_failed_update_restarts_the_engine_with_the_new_weights(engine, models
 
 
 def test_a_client_frozen_at_a_publication_is_noticed_in_time(engine, models, caplog):
-    version, core = engine.version + 1, engine._supervisor.core
+    version, core = engine.version + 1, engine._pool.lanes[0].supervisor.core
     os.kill(core.client_pid, signal.SIGSTOP)
     struck = time.monotonic()
     engine.publish(models[0].named_parameters(), version)
     assert "the engine's client is frozen: no word of it for 7 s in load" in caplog.text
-    assert time.monotonic() - struck < 60 and engine.version == version and engine._supervisor.core is not core
+    assert (
+        time.monotonic() - struck < 60
+        and engine.version == version
+        and engine._pool.lanes[0].supervisor.core is not core
+    )
 
 
 @pytest.mark.parametrize("moment", ["before", pytest.param("in the load", marks=pytest.mark.long)])
 def test_an_engine_frozen_at_a_publication_is_noticed_in_time(request, models, moment, caplog):
     """After probe_deadline_s (2 s here), not after rpc_deadline_s (300 s)."""
     engine = request.getfixturevalue("engine" if moment == "before" else "engine_in_process")
-    version, core, struck = engine.version + 1, engine._supervisor.core, []
+    version, core, struck = engine.version + 1, engine._pool.lanes[0].supervisor.core, []
 
     def freeze():
         struck.append(time.monotonic())
@@ -188,7 +192,7 @@ def test_an_engine_frozen_at_a_publication_is_noticed_in_time(request, models, m
     noticed = []
     watcher = threading.Thread(
         target=lambda: (
-            wait_until(lambda: struck and engine._supervisor.core is not core, 60),
+            wait_until(lambda: struck and engine._pool.lanes[0].supervisor.core is not core, 60),
             noticed.append(time.monotonic() - struck[0]),
         )
     )
@@ -196,7 +200,7 @@ def test_an_engine_frozen_at_a_publication_is_noticed_in_time(request, models, m
     engine.publish(models[0].named_parameters(), version)
     watcher.join(60)
     assert 2.0 <= noticed[0] < 8.0
-    assert engine.version == version and engine._supervisor.core is not core
+    assert engine.version == version and engine._pool.lanes[0].supervisor.core is not core
     assert ("did not answer is_paused within 2 s" if moment == "before" else "frozen: no CPU time used") in caplog.text
     prompts = tiny_model.prompts(1, 20)
     c = engine.sample(prompts, 1, SamplingConfig(max_tokens=16, seed=1))[0][0]
@@ -233,10 +237,15 @@ def test_the_janitor_dies_then_the_engine_and_nothing_leaks(request, which, capl
 def test_three_failures_in_a_row_are_final(engine):
     def strike():
         for _ in range(3):
-            wait_until(lambda: engine._supervisor.core is not None and engine._supervisor.core.calls, 60)
+            wait_until(
+                lambda: (
+                    engine._pool.lanes[0].supervisor.core is not None and engine._pool.lanes[0].supervisor.core.calls
+                ),
+                60,
+            )
             pid = core_pid(engine)
             os.kill(pid, signal.SIGKILL)
-            wait_until(lambda pid=pid: engine._supervisor.core is None or core_pid(engine) != pid, 10)
+            wait_until(lambda pid=pid: engine._pool.lanes[0].supervisor.core is None or core_pid(engine) != pid, 10)
 
     error = sample_and(engine, strike)
     assert isinstance(error, EngineFailed)
@@ -265,7 +274,7 @@ def test_close_while_a_lost_engine_restarts(model_dir, tmp_path):
         engine.wait_ready(120)
         lost = core_pid(engine)
         os.kill(lost, signal.SIGKILL)
-        supervisor = engine._supervisor
+        supervisor = engine._pool.lanes[0].supervisor
         wait_until(lambda: supervisor.core is not None and supervisor.core.group != lost, 20)
         coming_up, folder, janitor = core_pid(engine), engine._cleanup.folder, engine._cleanup.pid
         time.sleep(1.0)  # in vLLM's hands by now
@@ -283,9 +292,9 @@ TRAINER = """
     config = EngineConfig(dtype="float32", max_model_len=1024, kv_cache_bytes=64 << 20)
     engine = Engine(sys.argv[1], config, sys.argv[2])
     engine.start()
-    while engine._supervisor.core is None:
+    while engine._pool.lanes[0].supervisor.core is None:
         time.sleep(0.01)
-    core = engine._supervisor.core
+    core = engine._pool.lanes[0].supervisor.core
     print(core.group, core.client_pid, engine._cleanup.pid, engine._cleanup.folder, flush=True)
     if sys.argv[3] != "starting":
         engine.wait_ready(120)

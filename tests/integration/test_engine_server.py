@@ -297,3 +297,47 @@ def test_a_server_that_was_started_again_gets_the_current_weights(server, models
         assert not thread.is_alive() and engine.stats().restarts == 1
         check(models[1], prompts, result[0])
         assert {v for group in result[0] for c in group for v in c.versions} == {5}
+
+
+@pytest.mark.long
+def test_several_servers_are_a_pool_and_one_that_is_unlike_the_others_is_refused(server, models, tmp_path):
+    """Groups go to both, weights reach both, the requests of one that dies go to the other; one with another length is refused."""
+    config = EngineConfig(dtype="float32", max_model_len=1024, kv_cache_bytes=64 << 20)
+    second = Server(tiny_model.save(models[0], tmp_path / "model"), config, free_port(), tmp_path / "second.log")
+    try:
+        second.wait()
+        several = EngineConfig(
+            address=[server.address, second.address],
+            max_model_len=1024,
+            probe_interval_s=0.5,
+            probe_deadline_s=3.0,
+            start_deadline_s=60.0,
+        )
+        prompts, sampling = tiny_model.prompts(4, 100), SamplingConfig(max_tokens=300, seed=1)
+        with Engine("", several, str(tmp_path)) as engine:
+            engine.start()
+            engine.wait_ready(120)
+            engine.publish(models[1].named_parameters(), 1)
+            sums = {name: checksum(tensor) for name, tensor in models[1].named_parameters()}
+            assert engine.checksums() == [sums, sums]
+            undisturbed = engine.sample(prompts, 4, sampling)
+            check(models[1], prompts, undisturbed)
+            assert all(lane.counts["completed"] == 8 for lane in engine._pool.lanes)
+            futures = [engine.submit(prompt, 4, sampling, group=g) for g, prompt in enumerate(prompts)]
+            time.sleep(0.3)
+            second.kill()
+            for future, group in zip(futures, undisturbed, strict=True):
+                assert [c.tokens.tolist() for c in future.result(120)] == [c.tokens.tolist() for c in group]
+            assert engine.stats().healthy == 1
+        shorter = EngineConfig(dtype="float32", max_model_len=512, kv_cache_bytes=64 << 20)
+        second = Server(str(tmp_path / "model"), shorter, free_port(), tmp_path / "shorter.log")
+        second.wait()
+        both = EngineConfig(address=[server.address, second.address], max_model_len=512)
+        with Engine("", both, str(tmp_path)) as engine:
+            engine.start()
+            with pytest.raises(
+                EngineFailed, match=f"{second.address} has .*max_model_len=512, but {server.address} has .*=1024"
+            ):
+                engine.wait_ready(120)
+    finally:
+        second.kill()

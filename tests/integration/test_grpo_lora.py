@@ -21,6 +21,7 @@ from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import adapted_modules
 from torchtune_ext.sampling.core import LocalCore
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
+from torchtune_ext.sampling.supervisor import Supervisor
 from torchtune_ext.training.agreement import Agreement, Disagreement
 from torchtune_ext.training.precision import Precision, PrecisionConfig
 from torchtune_ext.training.publish import Publisher
@@ -182,11 +183,14 @@ def test_the_canary_catches_an_engine_that_forgets_the_adapter(workplace, tmp_pa
         async def keep(self, buffer, version):
             await self.llm.update_weight_version(str(version))
 
+        async def lie(self):
+            return [publisher._sent["adapter"]]
+
         # version N - 1 in the place of N, under its label, in an engine that lies about what it holds
         update()
         with monkeypatch.context() as patch:
             patch.setattr(LocalCore, "_load_adapter", keep)
-            patch.setattr(Engine, "checksums", lambda self: [publisher._sent["adapter"]])
+            patch.setattr(Supervisor, "checksums", lie)
             with pytest.raises(Disagreement, match="weights: the engine samples with the weights of the publication"):
                 publisher.publish(2)
 

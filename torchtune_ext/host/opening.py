@@ -19,6 +19,7 @@ from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import adapter_names
 from torchtune_ext.replay import Replay
 from torchtune_ext.run.output import labelled
+from torchtune_ext.sampling.layout import engine_configs, log_name
 from torchtune_ext.tasks.measured.service import is_measured
 from torchtune_ext.tasks.order import SHUFFLE_LIMIT
 from torchtune_ext.tasks.task import Task
@@ -66,9 +67,11 @@ def opening(recipe: Opened) -> str:
         lines.append(("replay", str(recipe.replay)))
     else:
         ahead = f"; samples ahead: staleness {ledger.staleness}, depth {ledger.depth}" if ledger.staleness else ""
-        address = recipe.precision.engine.address
-        where = f"connecting to {address}" if address else f"starting, its log: {output}/engine.log"
-        lines.append(("engine", f"{where}{ahead}"))
+        engines = engine_configs(recipe.precision.engine)
+        address, count = recipe.precision.engine.address, len(engines)
+        logs = f"{'its log' if count == 1 else 'their logs'}: {output}/{log_name(count)}"
+        begun = "starting" if count == 1 else f"starting {count} of them"
+        lines.append(("engine", f"{f'connecting to {address}' if address else f'{begun}, {logs}'}{ahead}"))
     evaluated = recipe.eval_task is not None and not recipe.replay
     every, evaluates = recipe.saving.every, recipe.evaluation.every
     if evaluated and every < cfg.max_steps and every % evaluates:

@@ -45,6 +45,7 @@ CONTENTS = (
     "archive.jsonl",
     "start",
 )
+_LOGS = re.compile(r"engine_\d+\.log")  # of several engines, each has its own
 CHECKPOINT = re.compile(r"step_(\d{6,})")  # the name of a checkpoint's folder
 PAPERS = (RECORD, "engine.log", "grader.log", "fp8.txt")  # the files that a run writes before its first line of metrics
 # An earlier run is collected under this name. When it is whole, the folder is renamed to old-N.
@@ -248,10 +249,11 @@ class RunFolder:
         Empty folders do not count: somebody prepared them for this run. A start that failed before it did anything does
         not count as a run: the next start takes over its `PAPERS`.
         """
-        left = [path for name in CONTENTS if os.path.lexists(path := self.path / name) and not _empty(path)]
+        logs = sorted(path.name for path in self.path.glob("engine_*.log") if _LOGS.fullmatch(path.name))
+        left = [path for name in (*CONTENTS, *logs) if os.path.lexists(path := self.path / name) and not _empty(path)]
         # If half of a run has moved already, these may be the papers that belong to it, so they count.
         half = os.path.lexists(self.path / _MOVING)
-        return left if half or any(path.name not in PAPERS for path in left) else []
+        return left if half or any(path.name not in (*PAPERS, *logs) for path in left) else []
 
     def _require_unread(self, reads: Iterable[str | Path]) -> None:
         for read in reads:

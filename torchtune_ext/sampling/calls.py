@@ -68,6 +68,8 @@ class Submission:
         self.seeds = group_seeds(sampling.seed, group, n)
         self.priority = priority
         self.cancelled = False
+        # The pool's: whether a request was sent, and the tokens that one is expected to cost, with its share of the prompt.
+        self.begun, self.share = False, 0.0
 
     def notify(self, sample: int, completion: Completion) -> Completion:
         """Hands a completion to the caller's function, if there is one, and returns it."""
@@ -230,6 +232,9 @@ class Core(Protocol):
 
     async def checksums(self) -> list[dict[str, int | None]]:
         """Returns for each worker what `Engine.checksums` does. Raises CoreLost."""
+
+    async def weight_version(self) -> int:
+        """Returns the label of what it samples, from the engine itself. Raises CoreLost."""
 
     async def sleep(self, level: int) -> None:
         """Gives the GPU's memory back and sets `asleep`; an engine that has a GPU of its own may ignore it. Level 1 keeps the

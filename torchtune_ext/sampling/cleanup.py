@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 
 from torchtune_ext.run.parent import environment
 from torchtune_ext.sampling import janitor
@@ -18,14 +19,14 @@ JANITOR_END_S = 10.0  # more than its own patience
 
 
 class Cleanup:
-    """Owns the engine's temporary folder, and a janitor that knows it and the engine's process group. A janitor that died is
+    """Owns the engines' temporary folder, and a janitor that knows it and their process groups. A janitor that died is
     replaced."""
 
     def __init__(self):
         """Makes the folder and starts the janitor. Raises OSError."""
         base = tempfile.gettempdir()
         self.folder = tempfile.mkdtemp(prefix="tte-", dir=base if len(base) < SOCKET_PATH_MAX - 60 else "/tmp")
-        self._group = 0  # the last process group that the janitor was told of
+        self._groups: list[int] = []  # the process groups that the janitor was told of last
         self._closed = False
         self._told_end_of = 0  # process id of the last janitor whose end was logged
         try:
@@ -39,11 +40,11 @@ class Cleanup:
         """The process id of the janitor."""
         return self._janitor.pid
 
-    def guard(self, group: int) -> None:
-        """Makes `group` the process group to kill when the trainer ends. Raises OSError."""
+    def guard(self, groups: Sequence[int]) -> None:
+        """Makes these, one for each engine (0: none), the process groups to kill when the trainer ends. Raises OSError."""
         if self._closed:
             raise OSError("the engine is closed")
-        self._group = group
+        self._groups = list(groups)
         try:
             self._tell()
         except OSError:  # the janitor has died since the last look
@@ -77,7 +78,7 @@ class Cleanup:
                 told = str(error)
 
     def close(self) -> None:
-        """Ends the janitor, which kills what is left of the group, and removes the folder."""
+        """Ends the janitor, which kills what is left of the groups, and removes the folder."""
         self._closed = True
         try:
             self._janitor.stdin.close()  # type: ignore[union-attr]
@@ -97,4 +98,4 @@ class Cleanup:
         self._tell()
 
     def _tell(self) -> None:
-        self._janitor.stdin.write(f"{self._group}\n".encode())  # type: ignore[union-attr]
+        self._janitor.stdin.write(f"{' '.join(map(str, self._groups))}\n".encode())  # type: ignore[union-attr]

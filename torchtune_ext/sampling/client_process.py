@@ -107,6 +107,9 @@ class Client:
     async def checksums(self) -> list[dict[str, int | None]]:
         return await self.core.checksums()
 
+    async def weight_version(self) -> int:
+        return await self.core.weight_version()
+
     async def sleep(self, level: int) -> None:
         await self.core.sleep(level)
 

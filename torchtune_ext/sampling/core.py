@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded, paused, require_cleared
-from torchtune_ext.sampling.core_process import LOG_FORMAT, LOG_LEVEL, CoreContext, CoreProcess
+from torchtune_ext.sampling.core_process import CORES, LOG_FORMAT, LOG_LEVEL, CoreContext, CoreProcess
 from torchtune_ext.sampling.doors import one_machine
 from torchtune_ext.sampling.imports import environment_kept, import_vllm, on_cpu
 from torchtune_ext.sampling.records import CANARY_REQUESTS, LORA_RANKS, Completion, EngineConfig
@@ -37,7 +37,7 @@ def core_environment(config: EngineConfig, temp_dir: str) -> dict[str, str]:
         # Else vLLM rounds the scales of published weights to powers of two, on Hopper, too.
         environ |= {"VLLM_USE_DEEP_GEMM_E8M0": "0", "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0"}
     if config.devices is not None:
-        environ["CUDA_VISIBLE_DEVICES"] = config.devices
+        environ[CORES if on_cpu() else "CUDA_VISIBLE_DEVICES"] = config.devices
     return environ
 
 
@@ -348,6 +348,9 @@ class LocalCore:
     async def checksums(self) -> list[dict[str, int | None]]:
         """Returns what each worker says of the weights that it has taken. Raises CoreLost."""
         return await self._quick(self.llm.collective_rpc("checksums"))
+
+    async def weight_version(self) -> int:
+        return int(await self._quick(self.llm.get_weight_version()))
 
     async def sleep(self, level: int) -> None:
         """Gives the GPU's memory back. Level 1 keeps the weights in host memory, level 2 drops them. Raises CoreLost."""

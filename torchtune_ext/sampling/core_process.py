@@ -29,6 +29,7 @@ from torchtune_ext.sampling import janitor
 
 LOG_LEVEL = os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")
 LOG_FORMAT = "(core) %(asctime)s %(levelname)s %(name)s: %(message)s"
+CORES = "TORCHTUNE_EXT_CORES"  # variable that holds the cores which one of several engines on a CPU may use
 # Variables that begin so tell the trainer its place among its ranks; the core has none.
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 
@@ -228,6 +229,8 @@ def forget_preemptions_of_pauses() -> None:
 def main(parent: int) -> None:
     """Lives as the core: imports vLLM, then does whatever the trainer sends. Args: parent: process id of the trainer."""
     die_with_parent(parent)
+    if cores := os.environ.get(CORES):
+        os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
     logging.basicConfig(level=LOG_LEVEL, format=LOG_FORMAT)
     started = time.monotonic()
     # It takes seconds, in which the trainer imports its own half.

@@ -1,4 +1,4 @@
-"""The sampler: one engine for the whole run, behind plain blocking calls.
+"""The sampler: one engine, or several, for the whole run, behind plain blocking calls.
 
     engine = Engine(model_dir, EngineConfig(max_model_len=1024), run_dir)
     # The engine's process begins; the model is loaded there while the trainer sets itself up.
@@ -11,9 +11,10 @@
     engine.publish(model.named_parameters(), version=1)
     engine.close()
 
-Inside lives one thread with an asyncio loop. It feeds the backend (vLLM, if nothing else is asked for) as many requests as
-the throttle allows, while the supervisor keeps the engine alive. vLLM's client is in a process of its own
-(`remote_core.py`). All methods may be called from any thread, also at the same time.
+Inside lives one thread with an asyncio loop. It shares groups out among the engines (`pool.py`; one is the usual case) and
+feeds each (vLLM, if nothing else is asked for) as many requests as its throttle allows, while its supervisor keeps it alive
+(`lane.py`). vLLM's client is in a process of its own (`remote_core.py`). All methods may be called from any thread, also
+at the same time.
 """
 
 import asyncio
@@ -34,9 +35,12 @@ import torch
 from torchtune_ext.sampling.backends import find_backend
 from torchtune_ext.sampling.calls import Core, OnCompletion, Submission, check_prompt
 from torchtune_ext.sampling.cleanup import Cleanup
-from torchtune_ext.sampling.dispatcher import Dispatcher
+from torchtune_ext.sampling.lane import Lane
+from torchtune_ext.sampling.layout import log_name
 from torchtune_ext.sampling.loop_thread import LoopThread
+from torchtune_ext.sampling.pool import Pool
 from torchtune_ext.sampling.records import (
+    CanaryAnswer,
     Completion,
     EngineConfig,
     EngineFailed,
@@ -46,7 +50,6 @@ from torchtune_ext.sampling.records import (
     SamplingConfig,
     WeightsIncomplete,
 )
-from torchtune_ext.sampling.supervisor import Supervisor
 from torchtune_ext.sampling.weight_buffer import Buffers
 
 __all__ = [
@@ -68,19 +71,19 @@ CLOSE_S = 30.0  # seconds that the engine's thread has to end everything
 
 
 class Engine:
-    """Owns a sampling engine and everything around it: its thread, its janitor, the published weights, the throttle."""
+    """Owns the sampling engines and everything around them: their thread, their janitor, the published weights."""
 
     def __init__(self, model_dir: str, config: EngineConfig, run_dir: str, version: int = 0):
         """Starts nothing yet.
 
         Args: model_dir: directory of a Hugging Face model; config: how the engine is built; run_dir: directory that takes the
-        engine's log, `engine.log`; version: policy version of the weights in `model_dir`.
-        Raises: ValueError for a backend that nobody knows.
+        engine's log, `engine.log` (of several engines: `engine_0.log`, `engine_1.log`, ...); version: policy version of the
+        weights in `model_dir`.
+        Raises: ValueError for a backend that nobody knows, and for more engines than devices.
         """
         self.config = config
         self._backend = find_backend(config.backend)
         self.model_dir = str(model_dir)
-        self.log_path = Path(run_dir).absolute() / "engine.log"
         self._buffers = Buffers(config.rpc_deadline_s)
         self._publish_lock = threading.Lock()  # one publication at a time, and none beside an evaluation
         self._evaluation: set[Future] = set()  # what is drawn for one
@@ -91,8 +94,8 @@ class Engine:
         self._started: Any = None  # future of the first start
         self._start_s: list[float] = []  # one number, once the engine has come up: the seconds that this took
         self._closed = False
-        self._supervisor = Supervisor(config, self._make_core, self._buffers, version)
-        self._dispatcher = Dispatcher(config, self._supervisor, version)
+        self._pool = Pool(config, self._make_core, self._buffers, version)
+        self.log_path = Path(run_dir).absolute() / log_name(len(self._pool.lanes))
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -112,11 +115,12 @@ class Engine:
         self._thread.start()
         self._call(self._prepare(), timeout=30.0)
         try:
-            self._supervisor.core.configure()
+            # The others have the same settings: they find out by themselves.
+            self._pool.lanes[0].supervisor.core.configure()
         except (ValueError, OSError) as error:
             self.close()
             raise EngineFailed(f"the engine did not start: {error}") from error
-        self._started = self._thread.submit(self._supervisor.start())
+        self._started = self._thread.submit(self._pool.start())
         took = self._start_s
         self._started.add_done_callback(lambda _: took.append(time.monotonic() - began))
         if self.config.sleep:
@@ -139,7 +143,11 @@ class Engine:
             self._started.result()
         except CancelledError:  # another thread closed the engine meanwhile
             raise EngineFailed("the engine was closed") from None
-        self._call(self._supervisor.ready())
+        try:
+            self._call(self._pool.ready())
+        except ValueError as error:
+            self.close()
+            raise EngineFailed(f"the engine did not start: {error}") from error
         return self._start_s[0]
 
     def close(self) -> None:
@@ -151,19 +159,17 @@ class Engine:
             return
         self._thread.refuse_itself()
         self._closed = True
-        self._supervisor.closed = True  # first, so that the restart of a lost engine makes no further one
-        core = self._supervisor.core
-        if core is not None:
-            core.kill()  # the loop's thread stands still while an engine comes up, and goes on once that is dead
+        cores = self._pool.cores
+        self._pool.refuse()
         if self._thread.alive:
-            self._attempt("the engine", lambda: self._call(self._supervisor.close(), CLOSE_S))
+            self._attempt("the engine", lambda: self._call(self._pool.close(), CLOSE_S))
         self._attempt("its thread", self._thread.stop)
         self._attempt("the shared memory", self._buffers.close)
         if self._cleanup is not None:
             self._attempt("the janitor", self._cleanup.close)
         gc.collect()  # vLLM's client complains when it is still there at the end of the interpreter
-        if core is not None and core.group and not core.dead:
-            raise EngineFailed(f"Engine.close: process {core.group} of the engine did not end")
+        if left := [core.group for core in cores if core.group and not core.dead]:
+            raise EngineFailed(f"Engine.close: process {left[0]} of the engine did not end")
 
     def _attempt(self, what: str, step: Callable[[], None]) -> None:
         """Takes one step of `close`. An error is logged, since the other steps have to be taken all the same."""
@@ -183,7 +189,7 @@ class Engine:
     @property
     def version(self) -> int:
         """The version of the weights that the engine holds. A new one counts once it is loaded."""
-        return self._supervisor.version
+        return self._pool.version
 
     def sample(
         self,
@@ -209,7 +215,7 @@ class Engine:
             )
             for p, prompt in enumerate(prompts)
         ]
-        return self._thread.result(self._begin(self._dispatcher.draw_all(groups), priority))
+        return self._thread.result(self._begin(self._pool.draw_all(groups), priority))
 
     def submit(
         self,
@@ -233,7 +239,7 @@ class Engine:
         """
         self._thread.refuse_itself()
         submission = self._submission(prompt, n, sampling, on_completion, group, priority)
-        return self._begin(self._dispatcher.draw(submission), priority)
+        return self._begin(self._pool.draw(submission), priority)
 
     def _submission(
         self,
@@ -259,9 +265,9 @@ class Engine:
     def cancel(self) -> None:
         """Ends all running calls of `sample` early: they return what they have, with finish reason "abort". While the engine is
         being started again, they return once it is there."""
-        self._dispatcher.mark_cancelled()  # from here, since the loop's thread stands still while an engine comes up
+        self._pool.mark_cancelled()  # from here, since the loop's thread stands still while an engine comes up
         try:
-            self._call(self._dispatcher.cancel(), timeout=30.0)
+            self._call(self._pool.cancel(), timeout=30.0)
         except TimeoutError:
             log.warning("Engine.cancel: the engine is being started again; calls of sample end when it is there")
 
@@ -287,55 +293,74 @@ class Engine:
                     f"version; publish when it is over, or cancel it"
                 )
             buffer, copy_s = self._buffers.write(named_tensors, version, adapter, self.version)
-            pause_s, load_s = self._call(self._supervisor.load())
+            pause_s, load_s = self._call(self._pool.load(version))
             return PublishReport(version, buffer.bytes, copy_s, pause_s, load_s)
 
     def checksums(self) -> list[dict[str, int | None]]:
         """Proves which weights the engine has taken.
 
-        Returns: for each of the engine's workers, the checksum of every tensor of the last published model and adapter, by the
-        name under which it was published. It should be `weight_buffer.checksum` of what was published; None stands for a
-        tensor that came in two forms.
+        Returns: for each worker of each engine that serves, the checksum of every tensor of the last published model and
+        adapter, by the name under which it was published. It should be `weight_buffer.checksum` of what was published; None
+        stands for a tensor that came in two forms.
         Raises: EngineFailed.
         """
-        return self._call(self._supervisor.checksums())
+        return self._call(self._pool.checksums())
+
+    def canary(self, prompts: Sequence[Sequence[int]], n: int, sampling: SamplingConfig) -> list[CanaryAnswer]:
+        """Asks every engine that serves for the same few samples, before all others that wait, and which weights it has taken.
+
+        Args: as `sample` takes them.
+        Returns: one answer of each engine; one that is lost meanwhile is left out, since it serves again only with weights that
+        it has proven.
+        Raises: as `sample`.
+        """
+
+        def groups() -> list[Submission]:
+            return [self._submission(each, n, sampling, None, p, Priority.CANARY) for p, each in enumerate(prompts)]
+
+        groups()  # what does not fit is an error before anything is sent
+        return self._call(self._pool.ask_each(groups))
 
     def sleep(self) -> None:
         """Gives the engine's memory back on a GPU that it shares with the trainer; without `engine.sleep` nothing happens.
         `publish` and `sample` wake the engine. Raises EngineFailed."""
         if self.config.sleep:
-            self._call(self._supervisor.sleep())
+            self._call(self._pool.sleep())
 
     def limit_concurrency(self, limit: int | None) -> None:
-        """Fixes how many requests may be in flight. With None the limit follows the engine's counters, from the beginning.
+        """Fixes how many requests may be in flight in an engine. With None the limit follows its counters, from the beginning.
         Raises ValueError for a limit below 1."""
         if limit is not None and limit < 1:
             raise ValueError(f"limit_concurrency: {limit} requests; use 1 or more, or None to follow the engine")
-        self._call(self._dispatcher.limit_concurrency(limit))
+        self._call(self._limit(limit))
 
     def stats(self) -> EngineStats:
         """Returns the counters of the run until now."""
-        return self._dispatcher.stats()
+        return self._pool.stats()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run should know: the throttle's findings."""
-        return self._dispatcher.state_dict()
+        return self._pool.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from what `state_dict` of an earlier run has returned."""
-        self._dispatcher.load_state_dict(state)
+        self._pool.load_state_dict(state)
 
     # -- inside the loop's thread -------------------------------------------------------------------------------------
 
     async def _prepare(self) -> None:
         self._janitor_watch = asyncio.create_task(self._cleanup.watch(min(LOOK_S, self.config.probe_interval_s / 2)))
-        await self._supervisor.prepare()
+        await self._pool.prepare()
 
-    def _make_core(self) -> Core:
-        """Makes a life of the engine, the first one or a later one. Raises OSError when nobody could clean up after it."""
-        core = self._backend(self.model_dir, self.config, self.log_path, self._cleanup.folder, self._dispatcher.on_step)
+    async def _limit(self, limit: int | None) -> None:
+        self._pool.limit_concurrency(limit)
+
+    def _make_core(self, lane: Lane) -> Core:
+        """Makes a life of an engine, the first one or a later one. Raises OSError when nobody could clean up after it."""
+        log_path = self.log_path.with_name(self.log_path.name.replace("*", str(lane.number)))
+        core = self._backend(self.model_dir, lane.config, log_path, self._cleanup.folder, lane.on_step)
         try:
-            self._cleanup.guard(core.group)
+            self._cleanup.guard([other.group for other in self._pool.cores] + [core.group])
         except BaseException:
             core.kill()  # nobody else knows of it yet
             raise

@@ -1,8 +1,9 @@
 """Cleans up after a trainer that can no longer do it itself, whatever ended it.
 
 Runs as its own tiny process in its own session (`python -I -S janitor.py PARENT_PID DIRECTORY`), so that neither Ctrl-C
-nor a kill of the trainer's process group reaches it. It reads the process groups of the engine cores from stdin, one
-number a line (0: none), and waits until the trainer is gone. Then it kills the last group and removes the directory.
+nor a kill of the trainer's process group reaches it. It reads the process groups of the engine cores from stdin, in each
+line all that there are now (0: none), and waits until the trainer is gone. Then it kills those of the last line and removes
+the directory.
 """
 
 import os
@@ -16,10 +17,9 @@ TRACKER = b"multiprocessing.resource_tracker"
 PATIENCE_S = 3.0  # seconds that a process group has to end
 
 
-def wait_for_end(parent: int) -> int:
-    """Waits until `parent` has ended or stdin is closed; returns the last process group read from stdin, 0 without
-    any."""
-    group, text = 0, b""
+def wait_for_end(parent: int) -> list[int]:
+    """Waits until `parent` has ended or stdin is closed; returns the process groups of the last line on stdin."""
+    groups, text = [], b""
     poll = select.poll()
     poll.register(0, select.POLLIN | select.POLLHUP)
     watch = -1
@@ -35,11 +35,11 @@ def wait_for_end(parent: int) -> int:
         if 0 in ready:
             data = os.read(0, 4096)
             if not data:
-                return group
+                return groups
             *lines, text = (text + data).split(b"\n")
-            group = int(lines[-1]) if lines else group
+            groups = [int(each) for each in lines[-1].split()] if lines else groups
         elif watch in ready:
-            return group
+            return groups
 
 
 def members(group: int) -> dict[int, bool]:
@@ -87,9 +87,12 @@ def end(group: int, patience_s: float) -> None:
         time.sleep(0.02)
 
 
-def clean(group: int, directory: str) -> None:
-    """Ends the process group (0: none) and removes the directory; both may be gone already."""
-    end(group, PATIENCE_S)
+def clean(groups: list[int], directory: str) -> None:
+    """Ends the process groups (0: none) and removes the directory; all of it may be gone already."""
+    for group in groups:
+        kill(group)  # all of them at once, before the first one is waited for
+    for group in groups:
+        end(group, PATIENCE_S)
     shutil.rmtree(directory, ignore_errors=True)
 
 

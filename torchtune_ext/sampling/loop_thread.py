@@ -4,8 +4,9 @@ import asyncio
 import threading
 import time
 import weakref
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import CancelledError, Future
+from functools import wraps
 from typing import Any
 
 from torchtune_ext.sampling.records import EngineFailed
@@ -16,6 +17,22 @@ def fetch_error(task: asyncio.Future) -> None:
     a deadline) and has said why: asyncio prints an error that nobody fetches, with its traceback."""
     if not task.cancelled():
         task.exception()
+
+
+def undisturbed(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Awaitable[Any]]:
+    """Lets a method of an object with a set `_undisturbed` run to its end also when its caller is cancelled (Ctrl-C in the
+    trainer, another request of the batch that failed). A restart or an update that broke off in the middle would leave an
+    engine that is paused, half loaded, or never announced, and nobody would notice."""
+
+    @wraps(method)
+    async def run(self: Any, *args: Any) -> Any:
+        task = asyncio.ensure_future(method(self, *args))
+        self._undisturbed.add(task)
+        task.add_done_callback(self._undisturbed.discard)
+        task.add_done_callback(fetch_error)
+        return await asyncio.shield(task)
+
+    return run
 
 
 async def _attended(work: Coroutine[Any, Any, Any]) -> Any:

@@ -38,19 +38,23 @@ class EngineConfig:
     backend: str = "vllm"  # what samples: a name in `backends.BACKENDS`
     dtype: str = "bfloat16"  # of weights and KV cache inside the engine; "float32" for exact tests on CPU
     max_model_len: int = 4096  # tokens, prompt + completion of one request
-    kv_cache_bytes: int | None = None  # size of the KV cache; None: 1 GiB on CPU, a share of the memory on GPU
+    kv_cache_bytes: int | None = None  # KV cache of each engine; None: 1 GiB on CPU, a share of the memory on GPU
     gpu_memory_utilization: float = 0.85  # share of the GPU for weights + KV cache, when kv_cache_bytes is None
     tensor_parallel_size: int = 1  # GPUs of one engine
-    max_concurrency: int | None = None  # requests in flight; None: follow the engine's own counters
+    max_concurrency: int | None = None  # requests in flight in one engine; None: follow its own counters
     max_num_seqs: int | None = None  # requests in one engine step, canary aside; None: 256 on CPU, 1024 on GPU
     max_num_batched_tokens: int | None = None  # tokens of one engine step; None: vLLM's choice
     block_size: int | None = None  # tokens in a KV block; None: 32 on CPU, vLLM's choice on GPU
-    devices: str | None = None  # CUDA_VISIBLE_DEVICES of the engine's process; None: inherited
+    # GPUs, as in CUDA_VISIBLE_DEVICES: each `tensor_parallel_size` of them are an engine with a process of its own; None:
+    # inherited
+    devices: str | None = None
+    count: int | None = None  # engines on a CPU; None: as many as devices or address say, else one
     # keys and values of requests in flight at a publication: "recompute" under the new weights, or "keep" the old ones
     kv_on_publish: str = "recompute"
     sleep: bool = False  # engine shares the trainer's GPU: give memory back between sampling and publishing
-    # "http://host:port" of a running vLLM server, whose key is in TORCHTUNE_EXT_API_KEY; None: an engine of our own
-    address: str | None = None
+    # "http://host:port" of a running vLLM server, or a list of several (with commas between them in one text), whose key is in
+    # TORCHTUNE_EXT_API_KEY; None: engines of our own
+    address: Any = None
     lora_rank: int | None = None  # rank of an adapter that will be published; the recipe sets it
     lora_targets: tuple[str, ...] = ()  # layers with an adapter: "q_proj", ...; empty: all that vLLM can adapt
     load_format: str = "auto"  # "dummy": random weights until the first publication
@@ -64,6 +68,9 @@ class EngineConfig:
     extra_args: dict[str, Any] = field(default_factory=dict)  # further arguments of vLLM's AsyncEngineArgs
 
     def __post_init__(self):
+        if self.address is not None:
+            several = self.address if isinstance(self.address, list | tuple) else [self.address]
+            object.__setattr__(self, "address", ",".join(map(str, several)))
         if self.dtype not in ("bfloat16", "float16", "float32", "auto"):
             raise ValueError(f"engine.dtype is {self.dtype!r}: use 'bfloat16', 'float16', 'float32' or 'auto'")
         if self.kv_on_publish not in ("recompute", "keep"):
@@ -75,7 +82,14 @@ class EngineConfig:
         for name in ("max_model_len", "tensor_parallel_size", "max_failures"):
             if getattr(self, name) < 1:
                 raise ValueError(f"engine.{name} is {getattr(self, name)}: it has to be 1 or more")
-        for name in ("kv_cache_bytes", "max_concurrency", "max_num_seqs", "max_num_batched_tokens", "block_size"):
+        for name in (
+            "count",
+            "kv_cache_bytes",
+            "max_concurrency",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "block_size",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"engine.{name} is {value}: it has to be 1 or more, or null for the default")
@@ -103,8 +117,34 @@ class EngineConfig:
             raise ValueError(
                 f"engine.gpu_memory_utilization is {self.gpu_memory_utilization}: it is a share of the GPU in (0, 1]"
             )
-        if self.address is not None and not self.address.startswith(("http://", "https://")):
-            raise ValueError(f"engine.address is {self.address!r}: write it as 'http://host:port'")
+        if not all(each.startswith(("http://", "https://")) for each in self.addresses):
+            raise ValueError(
+                f"engine.address is {self.address!r}: write it as 'http://host:port', several with commas between"
+            )
+        for name, several in (("devices", self.device_names), ("address", self.addresses)):
+            if twice := [each for each in several if several.count(each) > 1]:
+                raise ValueError(f"engine.{name} is {getattr(self, name)!r}, which names {twice[0]} twice")
+        told = len(self.addresses) or len(self.device_names) // self.tensor_parallel_size
+        if self.count is not None and told and self.count != told:
+            where = f"address={self.address!r}"
+            if not self.addresses:
+                where = f"devices={self.devices!r} with tensor_parallel_size={self.tensor_parallel_size}"
+            raise ValueError(f"engine.count is {self.count}, but engine.{where} makes {told}; leave engine.count out")
+        if self.backend == "vllm_in_process" and max(self.count or 1, told) > 1:
+            raise ValueError(
+                "engine.backend=vllm_in_process holds one engine, in the trainer's own process; use engine.backend=vllm for "
+                f"{max(self.count or 1, told)}"
+            )
+
+    @property
+    def device_names(self) -> list[str]:
+        """The devices, one by one; empty where none are named."""
+        return [each.strip() for each in str(self.devices or "").split(",") if each.strip()]
+
+    @property
+    def addresses(self) -> list[str]:
+        """The addresses, one by one; empty for engines of our own."""
+        return [each.strip() for each in (self.address or "").split(",")] if self.address is not None else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,19 +206,30 @@ class PublishReport:
 
 
 @dataclass(frozen=True, slots=True)
+class CanaryAnswer:
+    """Holds what one engine says when it is asked what it samples with."""
+
+    engine: str  # its name in messages
+    completions: list[list[Completion]]  # of each prompt
+    checksums: list[dict[str, int | None]]  # of each worker, as `Engine.checksums` returns them
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Holds the counters since the start of the run; they go on over a restart of the engine."""
+    """Holds the counters since the start of the run, of all engines together; they go on over a restart of an engine."""
 
     prefix_queries: int  # prompt tokens looked up in the prefix cache
     prefix_hits: int  # prompt tokens that were found there
     preemptions: int  # requests thrown out of a full KV cache and computed again later
-    max_kv_usage: float  # highest share of the KV cache in use
-    running: int  # requests in the engine's last step
-    waiting: int  # requests in the engine's queue then
+    max_kv_usage: float  # highest share of an engine's KV cache in use
+    running: int  # requests in the last steps of the engines
+    waiting: int  # requests in their queues then
     concurrency: int  # limit of requests in flight now
     completed: int  # requests finished, whatever the reason
     tokens: int  # tokens sampled in finished requests
-    restarts: int  # times the engine was started again after a failure
+    restarts: int  # times an engine was started again after a failure
+    healthy: int = 1  # engines that sample now
+    retired: int = 0  # engines that failed too often and are not started again
 
     @property
     def prefix_hit_rate(self) -> float:

@@ -193,6 +193,10 @@ class RemoteCore:
         """Returns what each worker says of the weights that it has taken. Raises CoreLost."""
         return await self._bounded("checksums", deadline_s=self.config.probe_deadline_s + MARGIN_S)
 
+    async def weight_version(self) -> int:
+        """Returns the label of what the engine samples. Raises CoreLost."""
+        return await self._bounded("weight_version", deadline_s=self.config.probe_deadline_s + MARGIN_S)
+
     async def sleep(self, level: int) -> None:
         """Gives the GPU's memory back. Level 1 keeps the weights in host memory, level 2 drops them. Raises CoreLost."""
         await self._moving("sleep", level)

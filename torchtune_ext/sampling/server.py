@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torchtune_ext.sampling.alike import server_facts
 from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded, paused, require_cleared
 from torchtune_ext.sampling.doors import KEY_VARIABLE, authorization, server_key
 from torchtune_ext.sampling.records import Completion, EngineConfig
@@ -64,6 +65,7 @@ class ServerCore:
         self._session: Any = None
         self._poll: asyncio.Task | None = None
         self._model = "MODEL_DIR"  # the real one is known after the launch
+        self.facts: dict[str, Any] = {}  # what the servers of a run have in common; known after the launch
         self._headers: dict[str, str] = {}  # they hold the key, once it is configured
         self._last: dict[str, float] | None = None
         self._salt: str | None = None  # a prefix is shared by requests of the same salt alone
@@ -157,6 +159,7 @@ class ServerCore:
         self.block = cache["block_size"]
         self.cache_tokens = (cache["num_gpu_blocks"] or 0) * self.block
         text = model["hf_text_config"] if isinstance(model.get("hf_text_config"), dict) else {}
+        self.facts = server_facts(model)
         self.vocabulary = text.get("vocab_size") or sys.maxsize  # else the server refuses what is too large
 
     async def generate(self, call: Call) -> Completion:
@@ -280,6 +283,10 @@ class ServerCore:
     async def checksums(self) -> list[dict[str, int | None]]:
         """Returns what each worker says of the weights that it has taken. Raises CoreLost."""
         return (await self._quick(self._post("/collective_rpc", {"method": "checksums"})))["results"]
+
+    async def weight_version(self) -> int:
+        """Returns the label of what the server samples. Raises CoreLost."""
+        return int((await self._quick(self._get("/weight_info")))["weight_version"])
 
     async def sleep(self, level: int) -> None:
         """Does nothing, since the server has its own GPU."""

@@ -6,10 +6,13 @@ What can happen to the engine, and how it is noticed:
     its process hangs or is    it makes no step and does not answer a ping within `probe_deadline_s`; it is killed
     stopped
     a weight update fails      the model is left half-loaded; the engine is ended
+    it answers, but makes no   no step for `WEDGED` times `probe_deadline_s` while requests wait for it; it is killed
+    step any more
     it does not come up        `launch` fails; at the very first start that is final (a wrong configuration, mostly)
 
 Requests that were under way are repeated by their callers, with the same seeds. After `max_failures` failures without a
-finished request between them the supervisor gives up, and everybody who waits for the engine gets `EngineFailed`.
+finished request between them the supervisor gives up (`health.py`: the engine is retired), and everybody who waits for the
+engine gets `EngineFailed`. A life that replaces another one serves once it has proven which weights it holds.
 
 Weights reach an engine through `_load_buffers` alone. It keeps the publisher out of the buffers while the engine reads
 them, and takes the version's label from the buffers, so that a label never names other weights than those.
@@ -19,14 +22,14 @@ import asyncio
 import gc
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
-from functools import wraps
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from torchtune_ext.sampling.calls import Core, CoreLost
-from torchtune_ext.sampling.loop_thread import fetch_error
+from torchtune_ext.sampling.health import Health, State
+from torchtune_ext.sampling.loop_thread import fetch_error, undisturbed
 from torchtune_ext.sampling.records import EngineConfig, EngineFailed, WeightsIncomplete
-from torchtune_ext.sampling.weight_buffer import Buffers, WeightBuffer
+from torchtune_ext.sampling.weight_buffer import Buffers, WeightBuffer, wrong_tensors
 
 log = logging.getLogger(__name__)
 
@@ -34,22 +37,7 @@ TICK_S = 0.2  # seconds between two looks at the engine, at most
 # vLLM's client refers to itself: until it is collected, a lost one keeps descriptors and threads. So many seconds are given
 # to all who knew it, its own threads too, to let go of it first.
 COLLECT_S = 3.0
-
-
-def undisturbed(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Awaitable[Any]]:
-    """Lets a method run to its end also when its caller is cancelled (Ctrl-C in the trainer, another request of the batch
-    that failed). A restart or an update that broke off in the middle would leave an engine that is paused, half loaded,
-    or never announced, and nobody would notice."""
-
-    @wraps(method)
-    async def run(self: "Supervisor", *args: Any) -> Any:
-        task = asyncio.ensure_future(method(self, *args))
-        self._undisturbed.add(task)
-        task.add_done_callback(self._undisturbed.discard)
-        task.add_done_callback(fetch_error)
-        return await asyncio.shield(task)
-
-    return run
+WEDGED = 4  # times `probe_deadline_s` without an engine step, and with requests: no single step is as long
 
 
 class Supervisor:
@@ -61,10 +49,12 @@ class Supervisor:
         make_core: Callable[[], Core],
         buffers: Buffers,
         version: int,
+        name: str = "the engine",
     ):
         """Args: config: the deadlines count here; make_core: begins a life of the engine; buffers: hold the current weights;
-        version: the version of the weights on the disk."""
-        self.config, self._make_core, self._buffers = config, make_core, buffers
+        version: the version of the weights on the disk; name: of the engine, in messages."""
+        self.config, self._make_core, self._buffers, self.name = config, make_core, buffers, name
+        self.health = Health()
         self.core: Core | None = None  # the present life; None while there is none
         self.version = version  # the version of the weights that the engine holds
         self.restarts = 0  # lives after the first one that came up
@@ -73,6 +63,8 @@ class Supervisor:
         self.closed = False  # another thread may set it, to end a restart that is under way
         self._held: dict[WeightBuffer, int] = {}  # version of what the present life has loaded from each buffer
         self._tick_s = min(TICK_S, config.probe_interval_s / 10)
+        self._moved = time.monotonic()  # the last moment at which no request waited, or one moved on
+        self._counts_steps = False  # whether this life has ever told of a step; else nothing follows from its silence
         self._collect_at = float("inf")  # time.monotonic() at which to free what a lost life holds
         self._changed = asyncio.Event()  # ready, failed or closed
         self._control = asyncio.Lock()  # one restart or weight update at a time
@@ -88,9 +80,12 @@ class Supervisor:
         async with self._control:
             try:
                 await self.core.launch()
+                self.health.came_up()
+                # What is on the disk is current until something is published, and this life has just read it.
+                self.health.confirm(self.version, self.version, None)
                 self._changed.set()
             except Exception as error:
-                await self._give_up(f"the engine did not start: {error}", cause=error)
+                await self._give_up(f"{self.name} did not start: {error}", cause=error)
         self._watches = [asyncio.create_task(self._guarded(work)) for work in (self._watch, self._end_late_requests)]
 
     async def ready(self) -> Core:
@@ -101,21 +96,52 @@ class Supervisor:
             try:
                 await asyncio.wait_for(self._changed.wait(), limit)
             except TimeoutError:
-                raise EngineFailed(f"the engine was not ready within {limit:g} s") from None
+                raise EngineFailed(f"{self.name} was not ready within {limit:g} s") from None
         if self.closed:
             raise EngineFailed("the engine is closed")
         if self.failed is not None:
             raise EngineFailed(str(self.failed)) from self.failed.__cause__
         return self.core
 
+    @property
+    def present(self) -> Core | None:
+        """The life that can sample at this moment; None where there is none, or `awake` has to wake it."""
+        core = self.core
+        if core is None or not self._changed.is_set() or self.closed or core.asleep:
+            return None
+        return core
+
+    def report_step(self) -> None:
+        """Notes that the engine has made a step."""
+        self._moved, self._counts_steps = time.monotonic(), True
+
     def report_finished(self) -> None:
         """Notes that a request has finished, so that the engine works: the row of failures ends."""
-        self.failures = 0
+        self.failures = self.health.lost_requests = 0
+        self._moved = time.monotonic()
 
     async def report_lost(self, core: Core | None, cause: Exception) -> None:
         """Replaces the engine that a request has lost, unless somebody has done so already. Returns when that is over; `ready`
         then tells whether there is another one."""
+        self._mark_lost(core, str(cause), by_probe=False)
         await self._replace(core, str(cause))
+
+    def lose(self, core: Core, cause: Exception) -> None:
+        """Does what `report_lost` does, in the background: another engine takes the request."""
+        self._mark_lost(core, str(cause), by_probe=False)
+        task = asyncio.ensure_future(self._replace(core, str(cause)))
+        self._undisturbed.add(task)
+        task.add_done_callback(self._undisturbed.discard)
+        task.add_done_callback(fetch_error)
+
+    def _mark_lost(self, core: Core | None, cause: str, by_probe: bool) -> None:
+        """Takes an engine that was found lost out of service at once. Many may find the same."""
+        if core is None or core is not self.core or not self.health.up:
+            return
+        self._changed.clear()
+        self.health.lost_probes += by_probe
+        self.health.lost_requests += not by_probe
+        self.health.lose(cause)
 
     @undisturbed
     async def load(self) -> tuple[float, float]:
@@ -125,18 +151,21 @@ class Supervisor:
         when the engine refuses them and goes on with what it has.
         """
         started = time.monotonic()
-        await self.ready()
+        if self.health.state is not State.STALE:  # a stale one is ready once this is over
+            await self.ready()
         async with self._control:
             core = self.core
             if core is not None:
                 try:
                     pause_s, load_s = await self._load_buffers(core)
+                    self._changed.set()
                     # A pause of 0 means that a restart has just loaded them.
                     return pause_s or time.monotonic() - started, load_s
                 except CoreLost as error:
-                    cause = str(error)
+                    cause = f"publication: {error}"
         if core is not None:
-            await self._replace(core, f"publication: {cause}")
+            self._mark_lost(core, cause, by_probe=False)
+            await self._replace(core, cause)
         await self.ready()  # a new engine begins with the weights of the buffers
         return time.monotonic() - started, 0.0
 
@@ -155,7 +184,7 @@ class Supervisor:
                     if core is self.core:
                         return
             except CoreLost as error:
-                await self._replace(core, str(error))  # the new one is awake: once more
+                await self.report_lost(core, error)  # the new one is awake: once more
 
     async def checksums(self) -> list[dict[str, int | None]]:
         """Returns what each worker of the engine says of the weights that it has taken. Raises EngineFailed."""
@@ -164,7 +193,7 @@ class Supervisor:
             try:
                 return await core.checksums()
             except CoreLost as error:
-                await self._replace(core, str(error))
+                await self.report_lost(core, error)
 
     async def awake(self) -> Core:
         """Waits for an engine that can sample. Raises EngineFailed; WeightsIncomplete when it sleeps and there are none to
@@ -184,7 +213,7 @@ class Supervisor:
                 elif core is self.core and core.asleep:
                     await self._load_buffers(core)
         except CoreLost as error:
-            await self._replace(core, str(error))
+            await self.report_lost(core, error)
 
     async def close(self) -> None:
         """Ends the present life and every wait for an engine."""
@@ -208,15 +237,18 @@ class Supervisor:
             if core is not self.core or self.closed or self.failed is not None:
                 return  # somebody else has seen to it already
             self._changed.clear()
+            self.health.lose(cause)
             while True:
                 self.failures += 1
                 tail = core.log_tail() if core is not None else ""
                 if self.failures >= self.config.max_failures:
                     await self._give_up(
-                        f"the engine failed {self.failures} times in a row, the last time: {cause}", tail
+                        f"{self.name} failed {self.failures} times in a row, the last time: {cause}", tail
                     )
                     return
-                log.warning("engine lost (%s), failure %d in a row: starting it again", cause, self.failures)
+                name = self.name.removeprefix("the ")
+                log.warning("%s lost (%s), failure %d in a row: starting it again", name, cause, self.failures)
+                self.health.restart()
                 try:
                     if core is not None:
                         await core.stop()
@@ -229,11 +261,13 @@ class Supervisor:
                         return
                 except WeightsIncomplete as error:
                     # Another engine would not help.
-                    await self._give_up(f"the engine was lost ({cause}) and cannot be replaced: {error}", tail, error)
+                    await self._give_up(f"{self.name} was lost ({cause}) and cannot be replaced: {error}", tail, error)
                     return
                 except Exception as error:
                     # Whatever it is, it is counted, and the last one is in EngineFailed.
                     cause = str(error) or repr(error)
+                    self.health.lost_probes += 1
+                    self.health.lose(cause)
                 if self.closed:
                     if core is not None:
                         await core.stop()
@@ -246,15 +280,17 @@ class Supervisor:
         # `close` may have looked for an engine to kill before there was this one.
         if self.closed:
             raise CoreLost("the engine is closed")
+        self._counts_steps = False
         await core.launch()
+        self.health.came_up()
         await self._load_buffers(core)
         self.restarts += 1
         self._collect_at = time.monotonic() + COLLECT_S
         self._changed.set()
 
     async def _load_buffers(self, core: Core) -> tuple[float, float]:
-        """Brings the engine to what the buffers hold, and labels it so. Returns the seconds of pause and of loading.
-        Raises WeightsIncomplete, and what `load` raises."""
+        """Brings the engine to what the buffers hold, and labels it so. A stale one proves that, and serves. Returns the
+        seconds of pause and of loading. Raises WeightsIncomplete, and what `load` raises."""
         async with self._buffers.reading():
             published = self._buffers.published
             stale = [buffer for buffer in published if self._held.get(buffer) != buffer.version]
@@ -266,8 +302,19 @@ class Supervisor:
             times = await core.load(stale, version)
             for buffer in stale:
                 self._held[buffer] = buffer.loaded = buffer.version
-            self.version = version
+            self.version, self._moved = version, time.monotonic()
+            if self.health.state is State.DEAD:
+                raise CoreLost(self.health.cause)  # somebody has found it lost meanwhile
+            if self.health.state is State.STALE:
+                # Nobody publishes meanwhile: what is confirmed is current when this engine begins to serve.
+                wrong = await wrong_tensors(published, core) if published else None
+                self.health.confirm(await core.weight_version(), version, wrong)
             return times
+
+    def outdate(self, cause: str) -> None:
+        """Takes an engine out of service until it has loaded the weights that others have."""
+        self._changed.clear()
+        self.health.outdate(cause)
 
     async def _give_up(self, why: str, tail: str | None = None, cause: Exception | None = None) -> None:
         """Ends the present life for good, and tells all who wait. Args: why: the message; tail: the end of the engine's log;
@@ -282,6 +329,7 @@ class Supervisor:
             self.failed = EngineFailed(f"{why}\n--- end of the engine's log ---\n{tail or '(empty)'}")
             self.failed.__cause__ = cause
             self._changed.set()
+            self.health.retire(why)
 
     async def _guarded(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Runs a watch. Nobody waits for it, so its own errors would be lost and the engine unwatched: here
@@ -289,32 +337,50 @@ class Supervisor:
         try:
             await work()
         except Exception as error:
-            log.exception("the engine is no longer watched")
+            log.exception("%s is no longer watched", self.name)
             async with self._control:
-                await self._give_up(f"the engine is no longer watched: {error!r}", cause=error)
+                await self._give_up(f"{self.name} is no longer watched: {error!r}", cause=error)
 
     async def _watch(self) -> None:
         """Looks after the engine until the end of the run."""
         while not self.closed and self.failed is None:
             await asyncio.sleep(self._tick_s)
-            core = self.core
+            core, now = self.core, time.monotonic()
             if core is None or self._control.locked():
+                self._moved = now
                 continue  # a restart or an update watches by itself
-            if time.monotonic() > self._collect_at:
+            if now > self._collect_at:
                 self._collect_at = float("inf")
                 gc.collect()
             if core.broken is not None:
                 async with self._control:
-                    why = f"the engine's counters could not be taken in: {core.broken!r}"
+                    why = f"{self.name}'s counters could not be taken in: {core.broken!r}"
                     await self._give_up(why, cause=core.broken)
             elif core.dead:
-                await self._replace(core, core.ending())
-            elif core.calls and time.monotonic() - core.sign_of_life > self.config.probe_interval_s:
-                try:
-                    await core.ping(self.config.probe_deadline_s)
-                except (CoreLost, ValueError) as error:
-                    # After a ValueError, where it refuses the ping, `launch` of the next life says why.
-                    await self._replace(core, str(error))
+                await self._found_lost(core, core.ending())
+            else:
+                await self._look(core, now)
+
+    async def _look(self, core: Core, now: float) -> None:
+        """Asks an engine that has requests, and gives no sign of life, for one. An answer alone does not clear it."""
+        if not core.calls:
+            self._moved = now
+        still_s, config = now - self._moved, self.config
+        if core.calls and now - core.sign_of_life > config.probe_interval_s:
+            self.health.doubt(f"no sign of life for {config.probe_interval_s:g} s")
+            try:
+                await core.ping(config.probe_deadline_s)
+            except (CoreLost, ValueError) as error:
+                # After a ValueError, where it refuses the ping, `launch` of the next life says why.
+                await self._found_lost(core, str(error))
+        elif self._counts_steps and still_s > WEDGED * config.probe_deadline_s:
+            await self._found_lost(core, f"it answers, but has made no step for {still_s:.0f} s in spite of requests")
+        elif still_s < config.probe_interval_s:
+            self.health.clear()
+
+    async def _found_lost(self, core: Core, cause: str) -> None:
+        self._mark_lost(core, cause, by_probe=True)
+        await self._replace(core, cause)
 
     async def _end_late_requests(self) -> None:
         """Ends requests whose deadline has passed."""

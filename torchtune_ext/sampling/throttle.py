@@ -20,6 +20,8 @@ soon.
 import asyncio
 import math
 from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from torchtune_ext.sampling.records import Priority
 
@@ -148,7 +150,8 @@ class Throttle:
     def __init__(self, size: int):
         self.size = size
         self.held = 0
-        self._queues: dict[Priority, deque[asyncio.Future]] = {priority: deque() for priority in Priority}
+        # Who waits: a future of whether a place was given, and who asked for it.
+        self._queues: dict[Priority, deque[tuple[asyncio.Future, Any]]] = {priority: deque() for priority in Priority}
 
     @property
     def blocked(self) -> bool:
@@ -160,21 +163,44 @@ class Throttle:
         self.size = size
         self._admit()
 
-    async def acquire(self, priority: Priority) -> None:
-        """Waits for a place. The caller bounds the wait (every request in front has its own supervision)."""
+    @property
+    def waiting(self) -> Iterator[Any]:
+        """Those who wait, in the order in which they will be served."""
+        return (owner for queue in self._queues.values() for _, owner in queue)
+
+    async def acquire(self, priority: Priority, owner: Any = None) -> bool:
+        """Waits for a place, and returns whether there was one: False, once `withdraw` has taken the owner out of the queue.
+        The caller bounds the wait (every request in front has its own supervision)."""
         if priority is Priority.CANARY or (self.held < self.size and not self.blocked):
             self.held += 1
-            return
+            return True
         turn, queue = asyncio.get_running_loop().create_future(), self._queues[priority]
-        queue.append(turn)
+        entry = turn, owner
+        queue.append(entry)
         try:
-            await turn
+            return await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
+            if turn.done() and not turn.cancelled() and turn.result():
                 self.release()  # the place was given in the same moment
-            elif turn in queue:
-                queue.remove(turn)
+            elif entry in queue:
+                queue.remove(entry)
             raise
+
+    def withdraw(self, owners: Callable[[Any], bool]) -> list[Any]:
+        """Takes those out of the queues for whom `owners` is true, and returns them in their order."""
+        found = []
+        for queue in self._queues.values():
+            left = []
+            for turn, owner in queue:
+                if turn.done() or not owners(owner):
+                    left.append((turn, owner))
+                else:
+                    turn.set_result(False)
+                    found.append(owner)
+            if found:
+                queue.clear()
+                queue.extend(left)
+        return found
 
     def release(self) -> None:
         """Gives a place back."""
@@ -184,7 +210,7 @@ class Throttle:
     def _admit(self) -> None:
         for queue in self._queues.values():
             while queue and self.held < self.size:
-                turn = queue.popleft()
+                turn, _ = queue.popleft()
                 if not turn.done():
                     self.held += 1
-                    turn.set_result(None)
+                    turn.set_result(True)

@@ -5,23 +5,25 @@ again finds the current weights there, not those of the disk.
 """
 
 import asyncio
+import math
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from torchtune_ext.sampling.calls import CoreLost
+from torchtune_ext.sampling.calls import Core, CoreLost
 from torchtune_ext.sampling.records import EngineFailed, WeightsIncomplete
 
 UNREADABLE = "cannot read the trainer's weights"  # in the engine's error when our memory is not there for it
 ADAPTER_ID = 1  # by which vLLM knows the one adapter of a run
 ALIGNMENT = 64  # bytes; every tensor starts at a multiple
 TOKEN = 64  # bytes at the start of the file, by which the reader knows that it is ours
+MANIFEST = ("names", "dtypes", "shapes", "offsets")  # what the list of a buffer's tensors has of each
 CHUNK = 1 << 30  # bytes of one write: the kernel takes at most 2 GiB at a time
 TICK_S = 0.02  # seconds between two tries of a coroutine to get the lock
 LINE = 1 << 12  # words of 32 bits that a checksum adds up at once
@@ -68,6 +70,29 @@ def _checksum_weights(device: torch.device) -> torch.Tensor:
     return torch.tensor(found, device=device)
 
 
+def differences(sent: Mapping[str, int], taken: Mapping[str, int | None], engine: str, worker: int) -> str | None:
+    """Says which tensors of a worker of an engine are not those that were sent; None: all are. Args: sent, taken: checksums by
+    name."""
+    wrong = sorted(name for name in sent.keys() | taken.keys() if sent.get(name) != taken.get(name))
+    if not wrong:
+        return None
+    lost = sum(name not in taken for name in wrong)
+    return (
+        f"{len(wrong)} of the {len(sent)} tensors in {engine} (worker {worker}) are not those that were sent, {lost} of them "
+        f"lost, the others old or damaged, e.g. {', '.join(wrong[:3])}"
+    )
+
+
+async def wrong_tensors(published: "Sequence[WeightBuffer]", core: Core) -> str | None:
+    """Compares what each worker of an engine says of its weights with what was published. Returns None when it is the same.
+    Raises CoreLost. To be called by who keeps writers out."""
+    sent: dict[str, int] = {}
+    for buffer in published:
+        sent |= await buffer.checksums()
+    found = [differences(sent, taken, "it", worker) for worker, taken in enumerate(await core.checksums())]
+    return next(filter(None, found), None)
+
+
 class WeightBuffer:
     """Holds one set of weights, of a model or of an adapter, and the list of what lies where."""
 
@@ -80,6 +105,7 @@ class WeightBuffer:
         self.manifest: dict[str, list] | None = None  # None before the first publication
         self.bytes = 0  # size of the tensors in it
         self.complete = True  # False while a copy is under way or was cut short
+        self._sums: dict[str, int] | None = None  # checksums of what is in it, once somebody has asked
 
     def address(self) -> dict[str, str]:
         """Says where another process of this user, on this machine, opens the memory, and by which token it knows that it is
@@ -97,7 +123,7 @@ class WeightBuffer:
         self._write(memoryview(self._token), 0)
         for name, tensor in named_tensors:
             # From here on the last publication is overwritten.
-            self.complete = False
+            self.complete, self._sums = False, None
             flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
             names.append(name)
             dtypes.append(str(tensor.dtype).removeprefix("torch."))
@@ -118,6 +144,14 @@ class WeightBuffer:
         self.bytes, self.complete = size, True
         return time.monotonic() - started
 
+    async def checksums(self) -> dict[str, int]:
+        """Returns the checksum of every tensor in the memory, by name. They are computed when an engine that comes back has to
+        prove what it holds: a publication does not wait for them. To be called by who keeps writers out (`Buffers.reading`)."""
+        if self._sums is None:
+            # The thread may outlive the wait, and the descriptor may not change its meaning before it ends.
+            self._sums = await asyncio.to_thread(_checksums, os.dup(self._fd), self.manifest)
+        return self._sums
+
     def _write(self, data: memoryview, offset: int) -> None:
         while data:
             done = os.pwrite(self._fd, data[:CHUNK], offset)
@@ -130,13 +164,29 @@ class WeightBuffer:
             self._fd = -1
 
 
+def _checksums(fd: int, manifest: dict[str, list]) -> dict[str, int]:
+    """Reads tensor after tensor out of the memory, and closes the descriptor."""
+    sums = {}
+    try:
+        for name, dtype, shape, offset in zip(*(manifest[key] for key in MANIFEST), strict=True):
+            size = math.prod(shape) * getattr(torch, dtype).itemsize
+            data = bytearray(size)
+            done = 0
+            while done < size:
+                done += os.preadv(fd, [memoryview(data)[done : done + CHUNK]], offset + done)
+            sums[name] = checksum(torch.frombuffer(data, dtype=torch.uint8) if size else torch.empty(0))
+    finally:
+        os.close(fd)
+    return sums
+
+
 class Buffers:
     """Holds the buffers of a run, the model's and the adapter's, and the lock between the thread that writes them and the
-    engine that reads them.
+    engines that read them.
 
-    The publisher holds the lock while it copies and gives it back before it waits for the engine; the engine's loop holds it
-    while the engine loads, and waits for it without standing still. So neither waits for the other for ever, and no engine
-    loads what is half written.
+    The publisher holds the lock while it copies and gives it back before it waits for the engines; their loop holds it while
+    any of them loads, and waits for it without standing still. So neither waits for the other for ever, and no engine loads
+    what is half written. Engines read at the same time; none begins to while the publisher waits.
     """
 
     def __init__(self, deadline_s: float):
@@ -144,6 +194,8 @@ class Buffers:
         self.model, self.adapter = WeightBuffer(), WeightBuffer()
         self.deadline_s = deadline_s
         self._lock = threading.Lock()
+        self._readers = 0  # engines that load now; they share the lock
+        self._writer_waits = False
         self._closed = False
 
     @property
@@ -158,7 +210,7 @@ class Buffers:
 
     def check_complete(self) -> None:
         """Raises WeightsIncomplete, unless somebody is writing now, who may complete them."""
-        if not self._lock.locked():
+        if self._readers or not self._lock.locked():
             self.published  # noqa: B018  (it raises)
 
     def write(
@@ -196,11 +248,17 @@ class Buffers:
         # The calls of one load may not take as long together.
         limit = 6 * self.deadline_s
         give_up_at = time.monotonic() + limit
-        while not self._lock.acquire(timeout=min(0.2, limit / 10)):
-            if self._closed:
-                raise EngineFailed("the engine was closed")
-            if time.monotonic() > give_up_at:
-                raise EngineFailed(f"publish: the engine has not finished loading the last weights within {limit:g} s")
+        self._writer_waits = True
+        try:
+            while not self._lock.acquire(timeout=min(0.2, limit / 10)):
+                if self._closed:
+                    raise EngineFailed("the engine was closed")
+                if time.monotonic() > give_up_at:
+                    raise EngineFailed(
+                        f"publish: the engine has not finished loading the last weights within {limit:g} s"
+                    )
+        finally:
+            self._writer_waits = False
 
     def _until_closed(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for pair in named_tensors:
@@ -210,18 +268,21 @@ class Buffers:
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[None]:
-        """Keeps writers out while the body runs. Raises CoreLost after `deadline_s` seconds."""
+        """Keeps writers out while the body runs. To be used from one thread. Raises CoreLost after `deadline_s` seconds."""
         give_up_at = time.monotonic() + self.deadline_s
-        while not self._lock.acquire(blocking=False):
+        while not ((self._readers and not self._writer_waits) or self._lock.acquire(blocking=False)):
             if self._closed:
                 raise CoreLost("the engine is closed")
             if time.monotonic() > give_up_at:
                 raise CoreLost(f"a publication did not finish its copy within rpc_deadline_s = {self.deadline_s:g}")
             await asyncio.sleep(TICK_S)
+        self._readers += 1
         try:
             yield
         finally:
-            self._lock.release()
+            self._readers -= 1
+            if not self._readers:
+                self._lock.release()
 
     def close(self) -> None:
         """Frees the memory. Ends a copy that is under way; raises TimeoutError when it does not end: a file that is still

@@ -159,9 +159,12 @@ def _agreement(records: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) 
 
 def _engine(records: Sequence[Mapping[str, Any]]) -> list[Finding]:
     found = []
-    restarts = max((record.get("engine/restarts") or 0 for record in records), default=0)
+    restarts = max((record.get("engines/restarts") or 0 for record in records), default=0)
     if restarts:
         found.append(Finding(f"The engine was restarted {_count(int(restarts), 'time')}.", "Machine"))
+    retired = max((record.get("engines/retired") or 0 for record in records), default=0)
+    if retired:
+        found.append(Finding(f"{_count(int(retired), 'engine')} failed too often and sampled no more.", "Machine"))
     counted = [
         record["engine/preemptions"] for record in _latest(records) if record.get("engine/preemptions") is not None
     ]

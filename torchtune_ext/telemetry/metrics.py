@@ -4,7 +4,7 @@ A step may have several lines, which readers merge: the recipes write its number
 goes on from there has them, and its seconds when it is over. The file is the record and the other sinks are copies. So a full
 disk under `metrics.jsonl` is an error, while a sink that fails is reported once and dropped. Names are `group/name`, and
 `time/phase/detail` for parts of a phase. What two runs of the same seed need not share lies under `time/`, `speed/`, `memory/`,
-`engine/` and `bench/` (`CLOCK_PREFIXES`), so that they can be compared without it.
+`engine/`, `engines/` and `bench/` (`CLOCK_PREFIXES`), so that they can be compared without it.
 """
 
 import errno
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 # These differ between two identical runs. The engine's counters follow the moments at which requests come and end, and they
 # begin again where a run resumes. So do those of the benchmark service, whose memory of results begins again, too.
-CLOCK_PREFIXES = ("time/", "speed/", "memory/", "engine/", "bench/")
+CLOCK_PREFIXES = ("time/", "speed/", "memory/", "engine/", "engines/", "bench/")
 _FIX = "Free disk space and resume the run; the lines before are intact"
 _RESERVED = ("step", "nonfinite")
 _WANDB_CANNOT = (

@@ -132,7 +132,9 @@ def engine_metrics(stats: EngineStats) -> dict[str, float]:
         "engine/preemptions": float(stats.preemptions),
         "engine/kv_max": stats.max_kv_usage,
         "engine/concurrency": float(stats.concurrency),
-        "engine/restarts": float(stats.restarts),
+        "engines/healthy": float(stats.healthy),
+        "engines/restarts": float(stats.restarts),
+        "engines/retired": float(stats.retired),
     }
 
 

@@ -13,9 +13,9 @@ from torchtune_ext.groups import Group, Sample
 from torchtune_ext.packing import Row, contexts, pack
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.logprobs import LabelLogprobs
-from torchtune_ext.sampling.engine import Completion, Engine, Priority, SamplingConfig
-from torchtune_ext.sampling.records import CANARY_REQUESTS
-from torchtune_ext.sampling.weight_buffer import checksum
+from torchtune_ext.sampling.engine import Completion, Engine, SamplingConfig
+from torchtune_ext.sampling.records import CANARY_REQUESTS, CanaryAnswer
+from torchtune_ext.sampling.weight_buffer import checksum, differences
 from torchtune_ext.tasks.order import ProblemStream
 from torchtune_ext.tasks.task import Problem
 from torchtune_ext.training.agreement import Agreement, Applied, Disagreement, applied_share
@@ -40,6 +40,8 @@ class Publisher:
     2. every tensor that the engine has taken has the checksum of the one that was sent, on each of its workers;
     3. where a change (the update, an adapter) moves log-probs by more than the noise, the engine's moved with the trainer's
        (`applied_share`).
+
+    Of several engines each is asked, and judged by itself: a mean over all would hide one that was forgotten.
 
     Args:
         engine: on rank 0; None on the others, which take part in the gathers and in the canary.
@@ -102,60 +104,64 @@ class Publisher:
         return {"publish/bytes": size} | {f"time/publish/{part}": value for part, value in seconds.items()}
 
     def _prove(self, version: int) -> dict[str, float]:
-        """Samples the canary and compares what the engine says of it with what the trainer says. Raises Disagreement."""
+        """Samples the canary of every engine and compares what each says of it with what the trainer says.
+
+        Returns the worst of what was found. Raises Disagreement.
+        """
         when = f"after publishing version {version}"
-        rows, wrong = self._canary(version)
+        answers, wrong = self._canary(version)
         if wrong:
             raise Disagreement(f"{when}: weights: {wrong}")
-        said = self._learner.logprobs(rows)
-        applied = self._trained.applied(self._learner, rows, said) | {"update": self._update_applied(rows, said)}
-        found = self._agreement.require(rows, said, when, applied=list(applied.values()))
-        self._remember(rows, said)
+        worst, shares, said_of = None, {}, []
+        for name, rows in answers:
+            whose = when if len(answers) == 1 else f"{when}, {name}"
+            said = self._learner.logprobs(rows)
+            applied = self._trained.applied(self._learner, rows, said) | {"update": self._update_applied(rows, said)}
+            found = self._agreement.require(rows, said, whose, applied=list(applied.values()))
+            worst = found if worst is None or found.mean_abs > worst.mean_abs else worst
+            said_of += zip(rows, said, strict=True)
+            for change, share in applied.items():
+                if share.resolved:
+                    key = f"canary/{change}_applied"
+                    shares[key] = min(shares.get(key, share.slope), share.slope)
+        self._remember(said_of)
         if self._engine is not None:
-            self._precision.write_mismatch(found.mean_abs, found.tokens, when)
-        shares = {f"canary/{name}_applied": change.slope for name, change in applied.items() if change.resolved}
-        return {"canary/mean_abs": found.mean_abs} | shares
+            self._precision.write_mismatch(worst.mean_abs, worst.tokens, when)
+        return {"canary/mean_abs": worst.mean_abs} | shares
 
-    def _canary(self, version: int) -> tuple[list[Row], str | None]:
-        """This rank's share of freshly sampled rows, and what shows already that other weights sampled them."""
-        rows = wrong = None
+    def _canary(self, version: int) -> tuple[list[tuple[str, list[Row]]], str | None]:
+        """This rank's share of the rows that each engine has just sampled, and what shows already that one has other
+        weights."""
+        told, wrong = [], None
         if self._engine is not None:
-            completions = self._engine.sample(self._prompts, CANARY_SAMPLES, self._sampling, priority=Priority.CANARY)
-            wrong = self._wrong_version(completions, version) or self._wrong_tensors()
-            groups = [_as_group(p, found) for p, found in zip(self._prompts, completions, strict=True)]
-            longest = sum(len(g.prompt_tokens) + CANARY_SAMPLES * CANARY_TOKENS for g in groups)
-            rows = pack(groups, longest, layout=self._learner.layout)[0]
-        rows, wrong = self._ranks.broadcast((rows, wrong))
-        return self._ranks.share(rows), wrong
+            for answer in self._engine.canary(self._prompts, CANARY_SAMPLES, self._sampling):
+                wrong = wrong or self._wrong_version(answer, version) or self._wrong_tensors(answer)
+                groups = [_as_group(p, found) for p, found in zip(self._prompts, answer.completions, strict=True)]
+                longest = sum(len(g.prompt_tokens) + CANARY_SAMPLES * CANARY_TOKENS for g in groups)
+                told.append((answer.engine, pack(groups, longest, layout=self._learner.layout)[0]))
+        told, wrong = self._ranks.broadcast((told, wrong))
+        return [(name, self._ranks.share(rows)) for name, rows in told], wrong
 
     @staticmethod
-    def _wrong_version(completions: list[list[Completion]], version: int) -> str | None:
-        labels = {int(label) for group in completions for c in group for label in c.versions}
+    def _wrong_version(answer: CanaryAnswer, version: int) -> str | None:
+        labels = {int(label) for group in answer.completions for c in group for label in c.versions}
         if labels <= {version}:
             return None
-        return f"the engine labels what it samples with version {sorted(labels)}: the publication did not reach it"
+        return f"{answer.engine} labels what it samples with version {sorted(labels)}: the publication did not reach it"
 
-    def _wrong_tensors(self) -> str | None:
+    def _wrong_tensors(self, answer: CanaryAnswer) -> str | None:
         sent = {name: value for part in self._sent.values() for name, value in part.items()}
-        for worker, taken in enumerate(self._engine.checksums()):
-            wrong = sorted(name for name in sent.keys() | taken.keys() if sent.get(name) != taken.get(name))
-            if wrong:
-                lost = sum(name not in taken for name in wrong)
-                return (
-                    f"{len(wrong)} of the {len(sent)} tensors in the engine (worker {worker}) are not those that were sent, "
-                    f"{lost} of them lost, the others old or damaged, e.g. {', '.join(wrong[:3])}"
-                )
-        return None
+        found = [differences(sent, taken, answer.engine, worker) for worker, taken in enumerate(answer.checksums)]
+        return next(filter(None, found), None)
 
     def _update_applied(self, rows: list[Row], said: list[LabelLogprobs]) -> Applied:
         """Whether the engine shows the newest update on the tokens that were sampled before it, too."""
         before = [torch.tensor([self._before.get(c, torch.nan) for c in contexts(row)]) for row in rows]
         return applied_share(rows, said, before, "the engine samples with the weights of the publication before")
 
-    def _remember(self, rows: list[Row], said: list[LabelLogprobs]) -> None:
+    def _remember(self, said: Iterable[tuple[Row, LabelLogprobs]]) -> None:
         """Keeps what the policy of now says, to be what the policy before said at the next publication."""
-        pairs = zip(rows, said, strict=True)
-        known = {c: p for row, ours in pairs for c, p in zip(contexts(row), ours.logprobs_L.tolist(), strict=True)}
+        known = {c: p for row, ours in said for c, p in zip(contexts(row), ours.logprobs_L.tolist(), strict=True)}
         self._before = {c: p for part in gathered(known) for c, p in part.items()}
 
 

@@ -70,7 +70,7 @@ def test_one_part_that_fails_does_not_keep_the_others_open(make_engine, monkeypa
     async def fail():
         raise ZeroDivisionError("in the supervisor")
 
-    monkeypatch.setattr(engine._supervisor, "close", fail)
+    monkeypatch.setattr(engine._pool.lanes[0].supervisor, "close", fail)
     memory = Path(engine._buffers.model.address()["path"])
     engine.close()
     assert "the engine was not closed properly" in caplog.text and "in the supervisor" in caplog.text
@@ -219,7 +219,7 @@ def test_an_error_over_the_counters_comes_out_of_sample(make_engine, monkeypatch
     def broken(*args):
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr(engine._dispatcher.controller, "step", broken)
+    monkeypatch.setattr(engine._pool.lanes[0].controller, "step", broken)
     sampler, outcome = in_thread(lambda: engine.sample([[1, 2]], 1, SamplingConfig(max_tokens=4)))
     core = SleepingCore.made[0]
     wait_until(lambda: core.calls)

@@ -53,7 +53,7 @@ def test_close_with_a_stopped_janitor(make_engine, monkeypatch):
 def test_an_engine_that_nobody_could_guard_is_ended(make_engine, monkeypatch):
     engine = make_engine()
 
-    def fail(self, group):
+    def fail(self, groups):
         raise OSError("no more processes")
 
     monkeypatch.setattr(Cleanup, "guard", fail)
@@ -81,7 +81,7 @@ def test_a_janitor_is_not_replaced_after_close_and_a_cause_is_told_once(make_eng
     engine._cleanup.look()
     assert engine._cleanup.pid == last
     with pytest.raises(OSError, match="closed"):
-        engine._cleanup.guard(1)
+        engine._cleanup.guard([1])
 
 
 SHARER = """
@@ -105,7 +105,7 @@ def test_shared_memory_of_an_engines_processes_goes_with_them(tmp_path, tracker)
         memory = Path("/dev/shm", name)
         assert memory.exists() and sorted(janitor.members(process.pid).values()) == [False, False, True]
         if tracker == "runs":
-            janitor.clean(process.pid, str(tmp_path / "none"))
+            janitor.clean([process.pid], str(tmp_path / "none"))
             assert not memory.exists()
         else:
             os.kill(int(pid), signal.SIGSTOP)

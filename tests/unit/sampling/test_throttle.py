@@ -279,3 +279,20 @@ def test_throttle_loses_no_place_when_a_waiter_is_cancelled():
         assert throttle.held == 0
 
     asyncio.run(scenario())
+
+
+def test_throttle_withdraws_who_shall_wait_elsewhere():
+    async def scenario():
+        throttle = Throttle(1)
+        assert await throttle.acquire(Priority.SAMPLE, "a")
+        tasks = [asyncio.ensure_future(throttle.acquire(Priority.SAMPLE, name)) for name in "bcbd"]
+        await asyncio.sleep(0)
+        assert list(throttle.waiting) == ["b", "c", "b", "d"]
+        assert throttle.withdraw(lambda owner: owner == "b") == ["b", "b"] and list(throttle.waiting) == ["c", "d"]
+        tasks[1].cancel()
+        throttle.release()
+        done = await asyncio.gather(*tasks, return_exceptions=True)
+        assert done[0] is done[2] is False and isinstance(done[1], asyncio.CancelledError) and done[3] is True
+        assert throttle.held == 1 and not throttle.blocked
+
+    asyncio.run(scenario())

@@ -21,7 +21,7 @@ def found(metrics, config=None, state=DONE, silent=None, steps=40):
 HEALTHY = {
     "groups/used": 20.0, "groups/no_signal": 12.0, "groups/infra_failed": 0.0, "length/truncated": 0.1,
     "mismatch/mean_abs": 0.01, "mismatch/ess": 0.99, "canary/update_applied": 1.1, "canary/adapter_applied": None,
-    "engine/restarts": 0.0, "engine/preemptions": 3.0,
+    "engines/restarts": 0.0, "engine/preemptions": 3.0,
 }  # fmt: skip
 
 
@@ -37,7 +37,8 @@ def test_of_a_healthy_run_nothing_is_found():
         ({"problems/skipped": lambda step: step // 20}, "2 problems left out: broken, or too long", "Learning"),
         ({"eval/skipped": 1.0}, "1 held-out problem left out", "Learning"),
         ({"length/truncated": 0.25}, "25% of the latest samples hit the token limit (sampling.max_tokens)", "Learning"),
-        ({"engine/restarts": lambda step: float(step > 30)}, "restarted 1 time.", "Machine"),
+        ({"engines/restarts": lambda step: float(step > 30)}, "restarted 1 time.", "Machine"),
+        ({"engines/retired": lambda step: float(step > 20)}, "1 engine failed too often", "Machine"),
         ({"engine/preemptions": lambda step: float(step)}, "3 requests left the engine's cache", "Machine"),
         ({"mismatch/mean_abs": 0.026}, "0.026 nats apart, from 0.026 at the beginning", "Agreement"),
         ({"mismatch/mean_abs": lambda step: 0.002 + 0.0002 * step}, "max_mismatch=0.05", "Agreement"),

@@ -24,11 +24,11 @@ def test_what_few_steps_have_and_what_counts_up_is_read_at_its_newest_step():
     steps = list(range(31))
     evaluated = [step / 100 if step % 10 == 0 else None for step in steps]
     series = {"eval/accuracy_sampled": evaluated, "eval/low": evaluated, "eval/high": evaluated}
-    series |= {"optim/lr": [0.1 * step for step in steps], "engine/restarts": [0.0] * 30 + [1.0]}
+    series |= {"optim/lr": [0.1 * step for step in steps], "engines/restarts": [0.0] * 30 + [1.0]}
     found, panels = read(series, steps)
     assert found["eval/accuracy_sampled"] == Reading(0.0, 0.3, 30, 30)
     assert found["optim/lr"] == Reading(0.0, pytest.approx(3.0), 30, 30)
-    assert found["engine/restarts"] == Reading(0.0, 1.0, 30, 30)
+    assert found["engines/restarts"] == Reading(0.0, 1.0, 30, 30)
     assert tiles(found, panels) == [Tile("Held-out accuracy", "eval/accuracy_sampled", "", "95% interval 0.3–0.3")]
 
 

@@ -81,7 +81,7 @@ def shown(tmp_path_factory):
                 "reward/mean": step / 100, "reward/std": 0.3, "reward/accuracy": 0.5, "length/mean": 10.0 + step, "length/max": 90.0,
                 "length/truncated": 0.01, "groups/used": 6.0, "groups/no_signal": 2.0, "loss/entropy": 1 / (1 + step), "loss/total": 0.0,
                 "loss/kl_ref": 0.1, "loss/clip_fraction": 0.01, "loss/ratio_max": 2.0, "optim/lr": 2e-6, "optim/grad_norm": 1.0, "mismatch/mean_abs": 0.03, "mismatch/k1": 0.01,
-                "engine/restarts": 0.0, "engine/kv_max": 0.5, "memory/rss_gib": 1.0, "publish/bytes": 1e9, "time/step": 5.0, "pack/rho": 4.0,
+                "engines/restarts": 0.0, "engine/kv_max": 0.5, "memory/rss_gib": 1.0, "publish/bytes": 1e9, "time/step": 5.0, "pack/rho": 4.0,
             }  # fmt: skip
             if step % 20 == 0:
                 low = 0.4 + step / 200

@@ -1,0 +1,122 @@
+"""A pool of engines that are a few lines each: they sample at a rate that falls with the number of their requests."""
+
+import asyncio
+import itertools
+from dataclasses import replace
+
+import numpy as np
+from fake_cores import CONFIG, FakeCore
+
+from torchtune_ext.sampling import layout
+from torchtune_ext.sampling.calls import CoreLost, Step, Submission
+from torchtune_ext.sampling.pool import Pool
+from torchtune_ext.sampling.records import Priority, SamplingConfig
+from torchtune_ext.sampling.weight_buffer import Buffers
+
+STEP = Step(0.1, 1, 0, 0, 0, 0)
+STEP_S, PER_REQUEST_S, PER_PROMPT_TOKEN_S = 0.02, 0.0005, 0.00002
+
+
+class SamplingCore(FakeCore):
+    """Samples as many tokens as `length(call)` says. A step takes longer with more requests in it, and with each prompt that
+    this engine has not computed before. Its tokens say by which seed they were drawn: the same from any engine."""
+
+    cache_tokens = 1 << 20
+
+    def __init__(self, length=lambda call: 4):
+        super().__init__()
+        self.length, self.version = length, None
+        self.prompts, self.computed_s, self.drawn = set(), 0.0, 0
+        self.left = {}  # tokens that each running request still has to sample
+        self.ends = {}
+        self.stepping = None
+
+    async def load(self, buffers, version):
+        times = await super().load(buffers, version)
+        self.version = version
+        return times
+
+    async def generate(self, call):
+        if self.killed:
+            raise CoreLost("killed")
+        call.begin()
+        self.calls[call.id] = call
+        key = tuple(call.prompt)
+        if key not in self.prompts:
+            self.prompts.add(key)
+            self.computed_s += len(key) * PER_PROMPT_TOKEN_S
+        self.left[call.id] = tokens = self.length(call)
+        self.ends[call.id] = asyncio.get_running_loop().create_future()
+        if self.stepping is None or self.stepping.done():
+            self.stepping = asyncio.ensure_future(self.step())
+        try:
+            await self.ends[call.id]
+        except asyncio.CancelledError:
+            if call.was_lost():
+                raise CoreLost("killed") from None
+            raise
+        finally:
+            for table in (self.calls, self.left, self.ends):
+                table.pop(call.id, None)
+        self.drawn += 1
+        drawn = np.random.default_rng(call.seed).integers(0, 500, tokens)
+        call.add(drawn.tolist(), [-1.0] * tokens)
+        spans = [] if self.version is None else [(str(self.version), 0, tokens)]
+        return call.completion("length", spans, 0)
+
+    async def step(self):
+        while self.left:
+            took = STEP_S + PER_REQUEST_S * len(self.left) + self.computed_s
+            self.computed_s = 0.0
+            await asyncio.sleep(took)
+            for name in list(self.left):
+                self.left[name] -= 1
+                if self.left[name] <= 0 and not self.ends[name].done():
+                    self.ends[name].set_result(None)
+            await asyncio.sleep(0)
+
+    async def stop(self):
+        await super().stop()
+        if self.stepping is not None:
+            self.stepping.cancel()
+        for call in list(self.calls.values()):
+            call.lose()
+
+
+class PoolBench:
+    """A pool of `count` fake engines, its buffers, and the lives of each."""
+
+    def __init__(self, monkeypatch, count, length=lambda call: 4, config=CONFIG, limit=64, version=0):
+        cores = range(max(count, 2))
+        monkeypatch.setattr(layout.os, "sched_getaffinity", lambda pid: set(cores))
+        monkeypatch.setattr(layout, "on_cpu", lambda: True)
+        self.lives = [[] for _ in range(count)]
+        self.length, self.prepare_core = length, lambda core, number: None
+        self.buffers = Buffers(config.rpc_deadline_s)
+        self.pool = Pool(replace(config, count=count, max_concurrency=limit), self.make, self.buffers, version)
+        self._groups = itertools.count()
+
+    def make(self, lane):
+        core = SamplingCore(self.length)
+        core.on_step = lane.on_step
+        self.prepare_core(core, lane.number)
+        self.lives[lane.number].append(core)
+        return core
+
+    async def start(self):
+        await self.pool.prepare()
+        await self.pool.start()
+        await self.pool.ready()
+
+    def group(self, prompt=(1, 2, 3), n=4, max_tokens=8, priority=Priority.SAMPLE, seed=7):
+        number = next(self._groups)
+        return Submission(list(prompt), n, SamplingConfig(max_tokens=max_tokens, seed=seed), None, number, priority)
+
+    async def publish(self, tensors, version):
+        self.buffers.write(tensors, version, None, self.pool.version)
+        return await self.pool.load(version)
+
+    @property
+    def now(self):
+        """The present life of each engine."""
+        return [lane.supervisor.core for lane in self.pool.lanes]

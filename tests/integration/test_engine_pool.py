@@ -1,0 +1,196 @@
+"""Several engines with the real vLLM and a tiny model on a CPU: the completions of one, nothing lost when one is killed, the same
+weights in all of them, and a run that stops when one was forgotten."""
+
+import gc
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+import tiny_model  # noqa: E402
+from learners import alone  # noqa: E402
+from waiting import wait_until  # noqa: E402
+
+from torchtune_ext.objective.loss import PolicyLoss  # noqa: E402
+from torchtune_ext.policy import from_config  # noqa: E402
+from torchtune_ext.policy.builder import build_policy, on_meta  # noqa: E402
+from torchtune_ext.policy.hf_model import HFModel  # noqa: E402
+from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig  # noqa: E402
+from torchtune_ext.sampling.imports import on_cpu  # noqa: E402
+from torchtune_ext.sampling.supervisor import COLLECT_S  # noqa: E402
+from torchtune_ext.sampling.weight_buffer import checksum  # noqa: E402
+from torchtune_ext.training.agreement import Agreement, Disagreement  # noqa: E402
+from torchtune_ext.training.precision import Precision, PrecisionConfig  # noqa: E402
+from torchtune_ext.training.publish import Publisher  # noqa: E402
+from torchtune_ext.training.trained import AllWeights  # noqa: E402
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not on_cpu(), reason="engine.count is for a CPU; on GPUs engine.devices names two"),
+    pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two engines need two cores"),
+]
+
+CONFIG = dict(dtype="float32", max_model_len=1024, kv_cache_bytes=64 << 20, probe_interval_s=0.5, probe_deadline_s=3.0)
+SAMPLING = SamplingConfig(max_tokens=24, seed=5)
+LONG = SamplingConfig(max_tokens=600, seed=3)
+
+
+@pytest.fixture(scope="module")
+def models():
+    return tiny_model.build(0), tiny_model.build(1)
+
+
+@pytest.fixture(scope="module")
+def model_dir(models, tmp_path_factory):
+    return tiny_model.save(models[0], tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def of_one(model_dir, tmp_path_factory):
+    """What a single engine samples: short completions, and long ones."""
+    with Engine(model_dir, EngineConfig(**CONFIG), str(tmp_path_factory.mktemp("one"))) as engine:
+        engine.start()
+        engine.wait_ready(120)
+        return [
+            engine.sample(tiny_model.prompts(8, 300), 8, SAMPLING),
+            engine.sample(tiny_model.prompts(4, 20), 4, LONG),
+        ]
+
+
+@pytest.fixture(scope="module")
+def pool(model_dir, of_one, tmp_path_factory):
+    with Engine(model_dir, EngineConfig(count=2, **CONFIG), str(tmp_path_factory.mktemp("two"))) as engine:
+        engine.start()
+        engine.wait_ready(120)
+        yield engine
+
+
+def lanes(engine):
+    return engine._pool.lanes
+
+
+def pids(engine):
+    return [lane.supervisor.core.group if lane.supervisor.core is not None else 0 for lane in lanes(engine)]
+
+
+def require_same(found, expected):
+    for group, other in zip(found, expected, strict=True):
+        for c, d in zip(group, other, strict=True):
+            assert np.array_equal(c.tokens, d.tokens) and c.finish_reason == d.finish_reason
+            assert np.abs(c.logprobs - d.logprobs).max() < 1e-5
+
+
+def test_two_engines_give_the_completions_of_one_and_compute_each_prompt_once(pool, of_one):
+    before = [dict(lane.counts) for lane in lanes(pool)]
+    found = pool.sample(tiny_model.prompts(8, 300), 8, SAMPLING)
+    require_same(found, of_one[0])
+    shares = [lane.counts["completed"] - count["completed"] for lane, count in zip(lanes(pool), before, strict=True)]
+    assert shares == [32, 32]  # four groups each, which stayed together
+    for group in found:
+        # Nine blocks of 32 of a prompt of 300 can be shared: the first sample computes them, the others find them.
+        assert sorted(c.cached_prompt_tokens for c in group) == [0] + [288] * 7
+
+
+def test_each_engine_has_its_own_cores_and_log(pool):
+    cores = [set(psutil.Process(pid).cpu_affinity()) for pid in pids(pool)]
+    assert cores[0] and cores[1] and not cores[0] & cores[1]
+    assert sorted(path.name for path in pool.log_path.parent.glob("engine*.log")) == ["engine_0.log", "engine_1.log"]
+
+
+def test_one_that_is_killed_in_the_midst_of_sampling_loses_nothing(pool, of_one):
+    futures = [pool.submit(prompt, 4, LONG, group=g) for g, prompt in enumerate(tiny_model.prompts(4, 20))]
+    restarts = pool.stats().restarts
+    wait_until(lambda: all(lane.last_step.running >= 8 for lane in lanes(pool)), 60)
+    killed = pids(pool)[1]
+    os.kill(killed, signal.SIGKILL)
+    require_same([future.result(timeout=120) for future in futures], of_one[1])
+    wait_until(lambda: pool.stats().healthy == 2, 60)
+    assert pool.stats().restarts == restarts + 1 and killed not in pids(pool)
+    assert not Path(f"/proc/{killed}").exists()
+
+
+def test_after_a_publication_both_answer_the_canary_with_the_new_weights(pool, models):
+    version, prompts = pool.version + 1, tiny_model.prompts(2, 30)
+    pool.publish(models[1].named_parameters(), version)
+    answers = pool.canary(prompts, 2, SAMPLING)
+    assert [answer.engine for answer in answers] == ["engine 0", "engine 1"]
+    sums = {name: checksum(tensor) for name, tensor in models[1].named_parameters()}
+    for answer in answers:
+        assert answer.checksums == [sums]
+        for prompt, group in zip(prompts, answer.completions, strict=True):
+            for c in group:
+                assert set(c.versions) == {version}
+                assert np.abs(tiny_model.logprobs(models[1], prompt, c.tokens) - c.logprobs).max() < 1e-4
+    # One that is lost now comes back with these, and not with those of the disk.
+    os.kill(pids(pool)[0], signal.SIGKILL)
+    wait_until(lambda: pool.stats().healthy == 1, 10)
+    wait_until(lambda: pool.stats().healthy == 2, 60)
+    (first, second) = pool.canary(prompts, 2, SAMPLING)
+    require_same(first.completions, second.completions)
+    assert first.checksums == [sums]
+
+
+@pytest.mark.parametrize("fault", ["not told", "told the version alone"])
+def test_one_that_was_not_told_stops_the_run(pool, model_dir, monkeypatch, fault):
+    """The engine's own end says that all is well. A mean over both engines would be within `max_mismatch` or not, by chance."""
+    source = HFModel(model_dir)
+    make = partial(from_config, str(source.path))
+    policy = build_policy(make, source, torch.device("cpu"), torch.float32)
+    precision = Precision(PrecisionConfig(), on_meta(make), source, "float32", pool.config, torch.device("cpu"), None)
+    learner = alone(policy, PolicyLoss())
+    agreement = Agreement(learner.logprobs, 1.0, 0.05)
+    sampling, prompts = SamplingConfig(max_tokens=12), [[1, 2, 3, 4], [5, 6, 7]]
+    publisher = Publisher(pool, learner, AllWeights(), precision, source, agreement, prompts, sampling)
+    publisher.publish(pool.version + 1)
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.mul_(1.0 + 1e-5)  # far below what the gate could see
+    core = lanes(pool)[1].supervisor.core
+    load = core.load
+
+    async def lose(buffers, version):
+        return (0.1, 0.1) if fault == "not told" else await load([], version)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(core, "load", lose)
+        words = "engine 1 labels what it samples with version" if fault == "not told" else "tensors in engine 1"
+        with pytest.raises(Disagreement, match=f"weights: .*{words}"):
+            publisher.publish(pool.version + 1)
+    publisher.publish(pool.version + 1)
+
+
+# A minute and a half, of which most is the start of six engines.
+@pytest.mark.long
+def test_five_restarts_leave_descriptors_memory_and_groups_as_they_were(pool):
+    process = psutil.Process()
+
+    def restart(number):
+        killed, restarts = pids(pool)[number], pool.stats().restarts
+        os.kill(killed, signal.SIGKILL)
+        wait_until(lambda: pool.stats().restarts == restarts + 1 and pool.stats().healthy == 2, 60)
+        # A finished request on each: else three losses of one in a row would be final.
+        pool.canary([[1, 2]], 1, SamplingConfig(max_tokens=1))
+
+    def held():
+        gc.collect()
+        return process.num_fds(), len(process.threads()), len(process.children(recursive=True))
+
+    restart(0)
+    time.sleep(COLLECT_S)
+    before, memory = held(), process.memory_info().rss
+    for number in (0, 1, 0, 1, 0):
+        restart(number)
+    wait_until(lambda: all(now <= then for now, then in zip(held(), before, strict=True)), 20)
+    # Frames and futures of five lives are kilobytes; a buffer of the weights or a client that is left would be more.
+    assert process.memory_info().rss - memory < 32 << 20
+    assert sorted(pool._cleanup._groups) == sorted(pids(pool))
+    assert not pool._pool._homes and [lane.load for lane in lanes(pool)] == pytest.approx([0.0, 0.0])

@@ -1,0 +1,378 @@
+"""Several engines made of a few lines each: who gets which group, what becomes of the work of a lost one, who may serve. The same
+with real ones: tests/integration/test_engine_pool.py."""
+
+import asyncio
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import psutil
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import fake_pools  # noqa: E402
+import virtual_time  # noqa: E402
+from fake_cores import CONFIG, until, weights  # noqa: E402
+
+from torchtune_ext.sampling.calls import CoreLost  # noqa: E402
+from torchtune_ext.sampling.health import State  # noqa: E402
+from torchtune_ext.sampling.pool import Pool  # noqa: E402
+from torchtune_ext.sampling.records import EngineFailed, Priority  # noqa: E402
+from torchtune_ext.sampling.routing import FAR, Lengths, pays  # noqa: E402
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def run(scenario, monkeypatch, *args, **kwargs):
+    """Runs `scenario(bench)` with a pool whose engines are up. Args: those of `PoolBench`."""
+
+    async def main():
+        bench = fake_pools.PoolBench(monkeypatch, *args, **kwargs)
+        await bench.start()
+        try:
+            return await asyncio.wait_for(scenario(bench), 30)
+        finally:
+            await bench.pool.close()
+            bench.buffers.close()
+
+    return asyncio.run(main())
+
+
+def states(bench):
+    return [lane.supervisor.health.state for lane in bench.pool.lanes]
+
+
+def tokens(groups):
+    return [[c.tokens.tolist() for c in group] for group in groups]
+
+
+# -- who gets which group ------------------------------------------------------------------------------------------------
+
+
+def simulate(monkeypatch, choose, moves, every_s):
+    """Latencies of 64 groups of 8 on 4 engines, and the prompts computed twice. Lengths are lognormal, and a prompt has a length
+    of its own: easy questions have short answers. Everything runs through `Pool` itself, in virtual time."""
+    rng = np.random.default_rng(5)
+    scale = rng.lognormal(0.0, 0.8, 64)
+    lengths = np.clip(40 * scale[:, None] * rng.lognormal(0.0, 0.4, (64, 8)), 1, 1000).astype(int)
+
+    async def main():
+        seeds = {}
+        bench = fake_pools.PoolBench(
+            monkeypatch,
+            4,
+            lambda call: int(lengths[seeds[call.seed]]),
+            config=replace(CONFIG, probe_interval_s=1e6),
+            limit=24,
+        )
+        with monkeypatch.context() as patch:
+            if choose is not None:
+                patch.setattr(Pool, "_choose", choose)
+            if not moves:
+                patch.setattr(Pool, "_level", lambda pool: None)
+            await bench.start()
+            groups = [bench.group([i] * 200, 8, 1000) for i in range(64)]
+            seeds |= {seed: (i, s) for i, group in enumerate(groups) for s, seed in enumerate(group.seeds)}
+            loop, took = asyncio.get_running_loop(), {}
+
+            async def timed(i, group):
+                # They come in one by one, as a run that samples ahead submits them.
+                await asyncio.sleep(every_s * i)
+                began = loop.time()
+                await bench.pool.draw(group)
+                took[i] = loop.time() - began
+
+            await asyncio.gather(*(timed(i, group) for i, group in enumerate(groups)))
+        twice = sum(len(core.prompts) for core in bench.now) - 64
+        await bench.pool.close()
+        bench.buffers.close()
+        return [took[i] for i in range(64)], twice
+
+    return virtual_time.run(main(), monkeypatch)
+
+
+@pytest.mark.parametrize("every_s", [0.1, 0.0], ids=["one by one", "all at once"])
+def test_pool_routing_beats_hashing_and_round_robin(monkeypatch, every_s):
+    """The p90 of the latency of a group. The bound is an order and no figure: who looks at the load may not be slower than who
+    does not."""
+    turns, places = itertools.count(), iter(np.random.default_rng(1).integers(0, 4, 64).tolist())
+    ways = {
+        "least": (None, True),
+        "round robin": (lambda pool: pool.lanes[next(turns) % 4], False),
+        "hash": (lambda pool: pool.lanes[next(places)], False),
+    }
+    found = {name: simulate(monkeypatch, *way, every_s) for name, way in ways.items()}
+    p90 = {name: float(np.percentile(took, 90)) for name, (took, _) in found.items()}
+    print({name: f"p90 {p90[name]:.1f} s, {twice} prompts twice" for name, (_, twice) in found.items()})
+    assert p90["least"] < p90["round robin"] and p90["least"] < p90["hash"]
+    # A group whose rest moves costs its prompt once more: seldom, since the loads have to be far apart.
+    assert found["least"][1] <= 3
+
+
+def test_a_group_of_the_pool_stays_together(monkeypatch):
+    async def scenario(bench):
+        prompts = [[p] * 50 for p in range(12)]
+        await asyncio.gather(*(bench.pool.draw(bench.group(prompt, 6)) for prompt in prompts))
+        assert sum(len(core.prompts) for core in bench.now) == 12  # each prompt was computed by one engine
+        assert {core.drawn for core in bench.now} == {24}  # and the load is even: four groups of six for each of three
+        assert [lane.load for lane in bench.pool.lanes] == pytest.approx([0.0] * 3)
+
+    run(scenario, monkeypatch, 3)
+
+
+def test_what_waits_in_the_pool_moves_to_an_engine_that_has_nothing_to_do(monkeypatch):
+    """Engine 1 gets the short groups, and is done while groups that have not begun wait for engine 0."""
+
+    async def scenario(bench):
+        for lane in bench.pool.lanes:
+            lane.load = 0.0
+        long = {0, 2}
+        groups = [bench.group([i] * 40, 4, 200) for i in range(8)]
+        bench.length = lambda call: 200 if call.prompt[0] in long else 2
+        for core in bench.now:
+            core.length = bench.length
+        await asyncio.gather(*(bench.pool.draw(group) for group in groups))
+        assert sum(len(core.prompts) for core in bench.now) == 8  # none had begun
+        counts = [core.drawn for core in bench.now]
+        assert sum(counts) == 32 and max(counts) > 16
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fake_pools, "STEP_S", 0.001)
+        run(scenario, monkeypatch, 2, limit=4)
+
+
+def test_pool_moves_pay():
+    assert pays(100, 0, 50, 10, begun=False) and not pays(100, 50, 50, 10, begun=False)
+    assert pays(FAR * 60 + 1, 0, 50, 10, begun=True) and not pays(FAR * 60, 0, 50, 10, begun=True)
+    lengths = Lengths()
+    assert lengths.expected(500) == 500
+    for _ in range(3):
+        lengths.add(100)
+    assert lengths.expected(500) == 100 and lengths.expected(50) == 50
+
+
+# -- a lost engine -------------------------------------------------------------------------------------------------------
+
+
+def test_pool_requests_of_a_lost_engine_go_to_others_with_the_same_seeds(monkeypatch):
+    async def drawn(bench, strike):
+        groups = [bench.group([i] * 30, 5, 40) for i in range(9)]
+        work = [asyncio.ensure_future(bench.pool.draw(group)) for group in groups]
+        if strike:
+            await until(lambda: all(len(core.calls) >= 4 for core in bench.now))
+            bench.now[1].kill()
+            await bench.now[1].stop()
+        return tokens(await asyncio.gather(*work))
+
+    def scenario(strike):
+        async def body(bench):
+            found = await drawn(bench, strike)
+            if strike:
+                await until(lambda: bench.pool.lanes[1].serves)
+                assert bench.pool.stats().restarts == 1 and bench.pool.stats().healthy == 3
+            return found
+
+        return body
+
+    monkeypatch.setattr(fake_pools, "STEP_S", 0.002)
+    length = lambda call: 20  # noqa: E731
+    assert run(scenario(True), monkeypatch, 3, length, limit=8) == run(scenario(False), monkeypatch, 3, length, limit=8)
+
+
+def test_one_engine_of_a_pool_waits_for_its_own_restart(monkeypatch):
+    async def scenario(bench):
+        work = asyncio.ensure_future(bench.pool.draw(bench.group(n=3, max_tokens=30)))
+        await until(lambda: len(bench.now[0].calls) == 3)
+        bench.now[0].kill()
+        await bench.now[0].stop()
+        assert len(await work) == 3 and bench.pool.stats().restarts == 1
+
+    run(scenario, monkeypatch, 1, lambda call: 5)
+
+
+def test_a_pool_goes_on_with_what_is_left_and_fails_when_none_is(monkeypatch, caplog):
+    async def scenario(bench):
+        def broken(core, number):
+            core.fail = CoreLost(f"GPU {number} is gone")
+
+        bench.prepare_core = broken
+        bench.now[0].kill()
+        await until(lambda: states(bench)[0] is State.RETIRED)
+        assert len(await bench.pool.draw(bench.group())) == 4 and bench.lives[1][0].drawn == 4
+        await bench.publish(weights(1), 1)  # it is not waited for
+        stats = bench.pool.stats()
+        assert (stats.healthy, stats.retired) == (1, 1)
+        assert (
+            "engine 0 is retired (engine 0 failed 3 times in a row, the last time: GPU 0 is gone); the run goes on with 1 of 2"
+            in caplog.text
+        )
+        health = bench.pool.lanes[0].supervisor.health
+        assert "GPU 0 is gone" in health.cause and (health.lost_probes, health.lost_requests) == (3, 0)
+        bench.now[1].kill()
+        with pytest.raises(EngineFailed, match="(?s)engine 1 failed 3 times.*GPU 1 is gone.*the fake's log"):
+            while True:
+                await bench.pool.draw(bench.group())
+                await asyncio.sleep(0.01)
+        with pytest.raises(EngineFailed, match="GPU"):
+            await bench.publish(weights(2), 2)
+
+    run(scenario, monkeypatch, 2)
+
+
+def test_the_first_start_of_a_pool_wants_all_engines(monkeypatch):
+    async def main():
+        bench = fake_pools.PoolBench(monkeypatch, 3)
+        bench.prepare_core = lambda core, number: setattr(
+            core, "fail", ValueError("no such GPU") if number == 2 else None
+        )
+        with pytest.raises(EngineFailed, match="engine 2 did not start: no such GPU"):
+            await bench.start()
+        await bench.pool.close()
+
+    asyncio.run(main())
+
+
+# -- publications --------------------------------------------------------------------------------------------------------
+
+
+def test_a_publication_reaches_every_engine_of_the_pool_at_once(monkeypatch):
+    async def scenario(bench):
+        for core in bench.now:
+            core.go_on.clear()
+        work = asyncio.ensure_future(bench.publish(weights(1), 1))
+        # All of them read at the same time, none waits for another.
+        await until(lambda: all(core.reading.is_set() for core in bench.now))
+        for core in bench.now:
+            core.go_on.set()
+        assert await work == (0.1, 0.05)
+        assert [core.loads for core in bench.now] == [[([1], [1], 1)]] * 3 and bench.pool.version == 1
+
+    run(scenario, monkeypatch, 3)
+
+
+def test_an_engine_of_the_pool_that_is_lost_in_a_publication_comes_back_with_it(monkeypatch):
+    async def scenario(bench):
+        await bench.publish(weights(1), 1)
+        lost = bench.now[1]
+        lost.fail = CoreLost("broken in the load")
+        bench.prepare_core = lambda core, number: core.go_on.clear()
+        await bench.publish(weights(2), 2)  # returns with engine 0 alone
+        assert states(bench)[1] in (State.RESTARTING, State.STALE) and bench.pool.version == 2
+        assert len(await bench.pool.draw(bench.group())) == 4  # nobody waits for it
+        await until(lambda: len(bench.lives[1]) == 2 and bench.lives[1][1].reading.is_set())
+        assert states(bench)[1] is State.STALE
+        bench.lives[1][1].go_on.set()
+        await until(lambda: states(bench)[1] is State.HEALTHY)
+        assert bench.lives[1][1].loads == [([2], [2], 2)]
+
+    run(scenario, monkeypatch, 2)
+
+
+def test_a_new_life_in_the_pool_with_other_weights_does_not_serve(monkeypatch, caplog):
+    """It takes what it is told and says that all is well, but its tensors are not those that were sent."""
+
+    async def scenario(bench):
+        await bench.publish(weights(1), 1)
+        lies = []
+
+        def liar(core, number):
+            if not lies:
+                lies.append(core)
+                checksums = core.checksums
+
+                async def wrong():
+                    return [sums | {"b": 1} for sums in await checksums()]
+
+                core.checksums = wrong
+
+        bench.prepare_core = liar
+        bench.now[1].kill()
+        await until(lambda: len(bench.lives[1]) == 3 and states(bench)[1] is State.HEALTHY)
+        assert lies[0].loads and lies[0].drawn == 0
+        assert "it does not hold the weights of version 1 as they were published: 1 of the 2 tensors" in caplog.text
+
+    run(scenario, monkeypatch, 2)
+
+
+def test_an_engine_of_the_pool_that_was_not_told_stops_the_publication(monkeypatch):
+    async def scenario(bench):
+        async def forget():
+            return 0.0, 0.0
+
+        bench.pool.lanes[1].supervisor.load = forget
+        with pytest.raises(EngineFailed, match="engine 1 was not told of version 1; it holds 0"):
+            await bench.publish(weights(1), 1)
+        assert states(bench) == [State.HEALTHY, State.STALE]
+
+    run(scenario, monkeypatch, 2)
+
+
+def test_an_engine_of_the_pool_that_refuses_weights_is_stale_until_it_takes_them(monkeypatch):
+    async def scenario(bench):
+        bench.now[1].fail = ValueError("not with me")
+        with pytest.raises(ValueError, match="not with me"):
+            await bench.publish(weights(1), 1)
+        assert states(bench) == [State.HEALTHY, State.STALE]
+        bench.now[1].fail = None
+        await bench.publish(weights(2), 2)
+        assert states(bench) == [State.HEALTHY] * 2 and bench.now[1].loads == [([2], [2], 2)]
+
+    run(scenario, monkeypatch, 2)
+
+
+def test_the_canary_asks_every_engine_of_the_pool(monkeypatch):
+    async def scenario(bench):
+        await bench.publish(weights(1), 1)
+        answers = await bench.pool.ask_each(lambda: [bench.group(n=2, priority=Priority.CANARY, seed=0)])
+        assert [answer.engine for answer in answers] == ["engine 0", "engine 1", "engine 2"]
+        assert [core.drawn for core in bench.now] == [2, 2, 2]
+        assert {int(v) for a in answers for group in a.completions for c in group for v in c.versions} == {1}
+        sums = await bench.buffers.model.checksums()
+        assert all(answer.checksums == [sums] for answer in answers)
+        # One that is lost meanwhile is left out, and nobody waits for it.
+        bench.prepare_core = lambda core, number: core.go_on.clear()
+        for core in bench.now:
+            core.length = lambda call: 200
+        asked = asyncio.ensure_future(bench.pool.ask_each(lambda: [bench.group(n=2, priority=Priority.CANARY)]))
+        await until(lambda: all(core.calls for core in bench.now))
+        lost = bench.now[2]
+        lost.kill()
+        await lost.stop()
+        assert [answer.engine for answer in await asked] == ["engine 0", "engine 1"]
+        bench.lives[2][-1].go_on.set()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fake_pools, "STEP_S", 0.001)
+        run(scenario, monkeypatch, 3)
+
+
+def test_50_restarts_leave_a_pool_as_it_was(monkeypatch):
+    """Descriptors, tasks and process groups; memory by what a life of an engine leaves in the objects that outlive it."""
+    monkeypatch.setattr(fake_pools, "STEP_S", 0.001)
+
+    async def scenario(bench):
+        process = psutil.Process()
+        await bench.publish(weights(1), 1)
+
+        async def restart(number):
+            before = bench.pool.lanes[number].supervisor.restarts
+            work = asyncio.ensure_future(bench.pool.draw(bench.group(n=2)))
+            bench.now[number].kill()
+            await until(lambda: bench.pool.lanes[number].supervisor.restarts == before + 1)
+            await work
+            bench.pool.lanes[number].supervisor.report_finished()
+
+        for number in (0, 1):
+            await restart(number)
+        found = process.num_fds(), len(asyncio.all_tasks()), len(process.children(recursive=True))
+        for round_ in range(50):
+            await restart(round_ % 2)
+        await asyncio.sleep(0.05)
+        assert (process.num_fds(), len(asyncio.all_tasks()), len(process.children(recursive=True))) == found
+        for lane in bench.pool.lanes:
+            assert lane.throttle.held == 0 and not lane.throttle.blocked and lane.load == pytest.approx(0.0)
+            assert not lane.supervisor._undisturbed and len(lane.supervisor._held) == 1
+        assert bench.pool.stats().restarts == 52 and not bench.pool._homes
+
+    run(scenario, monkeypatch, 2)

@@ -1,0 +1,107 @@
+"""Which engines a config means, what each of them computes on, and what they keep over a resume."""
+
+import os
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import fake_pools  # noqa: E402
+
+from torchtune_ext.sampling import layout  # noqa: E402
+from torchtune_ext.sampling.alike import require_alike, server_facts  # noqa: E402
+from torchtune_ext.sampling.records import EngineConfig  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, [None]),
+        ({"devices": "4"}, ["4"]),
+        ({"devices": "4,5,6,7"}, ["4", "5", "6", "7"]),
+        ({"devices": "4, 5,6,7", "tensor_parallel_size": 2, "count": 2}, ["4,5", "6,7"]),
+        ({"devices": "4,5", "tensor_parallel_size": 2}, ["4,5"]),
+    ],
+)
+def test_the_engines_of_a_pool_share_the_devices(monkeypatch, settings, expected):
+    monkeypatch.setattr(layout, "on_cpu", lambda: False)
+    assert [each.devices for each in layout.engine_configs(EngineConfig(**settings))] == expected
+
+
+def test_the_engines_of_a_pool_share_the_cores(monkeypatch):
+    monkeypatch.setattr(layout, "on_cpu", lambda: True)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 3, 5, 7, 9})
+    assert [each.devices for each in layout.engine_configs(EngineConfig(count=2))] == ["1,3", "5,7,9"]
+    assert layout.engine_configs(EngineConfig(count=1)) == [EngineConfig(count=1)]
+    with pytest.raises(ValueError, match="engine.count=6: this process may use 5 cores, and each engine needs one"):
+        layout.engine_configs(EngineConfig(count=6))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"count": 3, "devices": "4,5"},
+            "engine.count is 3, but engine.devices='4,5' with tensor_parallel_size=1 makes 2",
+        ),
+        (
+            {"count": 1, "address": "http://a:1,http://b:2"},
+            "engine.count is 1, but engine.address='http://a:1,http://b:2' makes 2",
+        ),
+        ({"devices": "4,5,4"}, "engine.devices is '4,5,4', which names 4 twice"),
+        ({"address": "http://a:1,http://a:1"}, "names http://a:1 twice"),
+        ({"address": "http://a:1,b:2"}, "write it as 'http://host:port', several with commas between"),
+        ({"count": 0}, "engine.count is 0"),
+        ({"count": 2, "backend": "vllm_in_process"}, "holds one engine"),
+    ],
+)
+def test_settings_of_a_pool_that_contradict_each_other(settings, message):
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        EngineConfig(**settings)
+
+
+def test_a_pool_on_gpus_needs_their_names(monkeypatch):
+    monkeypatch.setattr(layout, "on_cpu", lambda: False)
+    with pytest.raises(ValueError, match="engine.count=2 without engine.devices: .* as in engine.devices='0,1,2,3'"):
+        layout.engine_configs(EngineConfig(count=2, tensor_parallel_size=2))
+    with pytest.raises(
+        ValueError, match="names 3 GPUs, but engine.tensor_parallel_size=2 needs 2 for each engine: name 2 or 4"
+    ):
+        layout.engine_configs(EngineConfig(devices="0,1,2", tensor_parallel_size=2))
+
+
+def test_pool_addresses_are_one_engine_each():
+    config = EngineConfig(address="http://a:1, http://b:2")
+    assert EngineConfig(address=["http://a:1", " http://b:2"]) == config
+    assert [each.address for each in layout.engine_configs(config)] == ["http://a:1", "http://b:2"]
+
+
+def test_servers_of_a_pool_are_alike():
+    model = {"hf_text_config": {"hidden_size": 64}, "max_model_len": 512, "logprobs_mode": "processed_logprobs"}
+    first = server_facts(model | {"model": "/a/Qwen"})
+    require_alike({"http://a:1": first, "http://b:2": server_facts(model | {"model": "/b/Qwen"})})
+    other = model | {"model": "/b/Llama", "max_model_len": 256, "hf_text_config": {"hidden_size": 32}}
+    with pytest.raises(ValueError) as caught:
+        require_alike({"http://a:1": first, "http://b:2": first, "http://c:3": server_facts(other)})
+    assert (
+        "http://c:3 has model=Llama, hidden_size=32, max_model_len=256, but http://a:1 has model=Qwen, hidden_size=64, "
+        in str(caught.value)
+    )
+
+
+def test_the_limits_of_a_pool_survive_a_resume(monkeypatch):
+    first = fake_pools.PoolBench(monkeypatch, 2, limit=None)
+    for lane, limit in zip(first.pool.lanes, (11, 22), strict=True):
+        lane.controller.limit, lane.controller.known = limit, True
+    state = first.pool.state_dict()
+    assert limits(monkeypatch, 2, state) == [11, 22] and limits(monkeypatch, 3, state) == [11, 22, 11]
+    # The state of one engine, as checkpoints had it before there were pools.
+    assert limits(monkeypatch, 2, {"limit": 33, "known": True, "target": 0.9}) == [33, 33]
+    first.buffers.close()
+
+
+def limits(monkeypatch, count, state):
+    bench = fake_pools.PoolBench(monkeypatch, count, limit=None)
+    bench.pool.load_state_dict(state)
+    bench.buffers.close()
+    return [lane.limit for lane in bench.pool.lanes]

@@ -1,0 +1,183 @@
+"""No engine of a pool goes from dead to serving but by a completed publication that it confirms: the table of states, and the
+supervisors under failures drawn at random."""
+
+import asyncio
+import random
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import fake_pools  # noqa: E402
+import virtual_time  # noqa: E402
+from fake_cores import CONFIG, weights  # noqa: E402
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+from torchtune_ext.sampling import weight_buffer  # noqa: E402
+from torchtune_ext.sampling.calls import CoreLost  # noqa: E402
+from torchtune_ext.sampling.health import NEXT, Health, State  # noqa: E402
+from torchtune_ext.sampling.records import EngineFailed  # noqa: E402
+
+pytestmark = pytest.mark.timeout(60)
+
+EVENTS = {
+    "restart": lambda health: health.restart(),
+    "came_up": lambda health: health.came_up(),
+    "right": lambda health: health.confirm(3, 3, None),
+    "old version": lambda health: health.confirm(2, 3, None),
+    "wrong tensors": lambda health: health.confirm(3, 3, "two are others"),
+    "doubt": lambda health: health.doubt("silent"),
+    "clear": lambda health: health.clear(),
+    "outdate": lambda health: health.outdate("others are newer"),
+    "lose": lambda health: health.lose("killed"),
+    "retire": lambda health: health.retire("too often"),
+}
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from(sorted(EVENTS)), max_size=40))
+def test_no_way_of_a_pool_leads_from_dead_to_serving_without_a_proof(events):
+    health, proven = Health(), False
+    for event in events:
+        before = health.state
+        try:
+            EVENTS[event](health)
+        except (AssertionError, CoreLost):
+            assert health.state is before  # what cannot be changes nothing
+            continue
+        proven = event == "right" or proven and health.state not in (State.DEAD, State.STALE, State.RESTARTING)
+        assert not health.serves or proven
+        assert before is not State.RETIRED or health.state is State.RETIRED
+
+
+def test_the_table_of_states_of_a_pool():
+    assert set(NEXT) == set(State)
+    assert {state for state, after in NEXT.items() if State.HEALTHY in after} == {State.STALE, State.SUSPECT}
+    assert {state for state, after in NEXT.items() if State.SUSPECT in after} == {State.HEALTHY}
+    assert NEXT[State.DEAD] == {State.RESTARTING, State.RETIRED} and not NEXT[State.RETIRED]
+
+
+def test_pool_probes_and_requests_are_counted_apart():
+    health = Health()
+    health.came_up()
+    health.confirm(0, 0, None)
+    health.lost_requests += 1
+    health.lost_probes += 1
+    health.lose("x")
+    health.restart()
+    health.came_up()  # it answers; whether its requests move on is another question
+    assert (health.lost_probes, health.lost_requests) == (0, 1)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whoever_serves_in_a_pool_has_the_published_weights(monkeypatch, seed):
+    """Engines die, fail to come up, fail in loads, lie about their tensors, and come back, while versions are published and groups
+    are drawn. At every change of a state, one that serves holds the tensors and the version of a completed publication, and a
+    token is never labelled with a version older than the last publication that was complete when its request was sent."""
+    rng = random.Random(seed)
+
+    async def main():
+        bench = fake_pools.PoolBench(monkeypatch, 3, lambda call: rng.randint(1, 30), limit=8)
+        # Threads have no place in virtual time.
+        monkeypatch.setattr(weight_buffer.asyncio, "to_thread", at_once)
+
+        def fault(core, number):
+            kind = rng.choice(["none", "none", "none", "launch", "load", "liar", "old label"])
+            if kind in ("launch", "load"):
+                core.fail = CoreLost(kind)
+                if kind == "load":
+                    core.launch = lambda: asyncio.sleep(0.1)
+            elif kind == "liar":
+                honest = core.checksums
+
+                async def lie():
+                    return [dict.fromkeys(sums, 1) for sums in await honest()]
+
+                core.checksums = lie
+            elif kind == "old label":
+
+                async def old():
+                    return core.version - 1
+
+                core.weight_version = old
+
+        sums = {}
+
+        def look():
+            for lane in bench.pool.lanes:
+                if lane.serves and lane.supervisor.core is not None and sums:
+                    core = lane.supervisor.core
+                    served.append(lane.number)
+                    # It may be in the midst of the newest publication, which is not complete yet.
+                    assert core.version in (published[0], published[0] - 1, None if published[0] <= 1 else -1)
+                    assert core.sums in (sums[published[0]], sums.get(published[0] - 1, {}))
+
+        await bench.start()
+        bench.prepare_core = fault
+        served, published = [], [0]
+        for lane in bench.pool.lanes:
+            change = lane.supervisor.health.on_change
+            lane.supervisor.health.on_change = lambda change=change: (change(), look())
+        drawn, failed = [], None
+        try:
+            for version in range(1, 13):
+                tensors = weights(version)
+                sums[version] = {name: weight_buffer.checksum(tensor) for name, tensor in tensors}
+                published[0] = version
+                await bench.publish(tensors, version)
+                for lane in bench.pool.lanes:
+                    if lane.serves:
+                        assert lane.supervisor.core.version == version and lane.supervisor.core.sums == sums[version]
+                work = [asyncio.ensure_future(bench.pool.draw(bench.group([version, i], 3, 30))) for i in range(8)]
+                for _ in range(rng.randint(0, 3)):
+                    await asyncio.sleep(rng.random())
+                    lane = rng.choice(bench.pool.lanes)
+                    if lane.supervisor.core is not None:
+                        lane.supervisor.core.kill()
+                        await lane.supervisor.core.stop()
+                for group in await asyncio.gather(*work):
+                    drawn += group
+                    assert {int(v) for c in group for v in c.versions} <= {version}
+        except EngineFailed as error:
+            failed = error  # all three were retired: that is allowed, and nothing else
+            assert not bench.pool.left
+        await bench.pool.close()
+        bench.buffers.close()
+        return len(drawn), len(served), failed
+
+    count, served, failed = virtual_time.run(main(), monkeypatch)
+    assert served and (count == 12 * 8 * 3 or failed is not None)
+
+
+async def at_once(function, *args):
+    return function(*args)
+
+
+def test_an_engine_of_a_pool_that_answers_but_makes_no_step_is_replaced(monkeypatch):
+    """A probe alone would clear it for ever."""
+
+    async def main():
+        bench = fake_pools.PoolBench(monkeypatch, 2, lambda call: 10)
+        monkeypatch.setattr(weight_buffer.asyncio, "to_thread", at_once)
+        await bench.start()
+        wedged = bench.now[0]
+        wedged.on_step(fake_pools.STEP)  # it has told of a step once
+
+        async def stand_still():
+            await asyncio.sleep(3600)
+
+        wedged.step = stand_still
+        work = [asyncio.ensure_future(bench.pool.draw(bench.group([i], 2))) for i in range(2)]
+        began = asyncio.get_running_loop().time()
+        suspected = False
+        while not all(task.done() for task in work):
+            await asyncio.sleep(0.01)
+            suspected = suspected or bench.pool.lanes[0].supervisor.health.state is State.SUSPECT
+        took = asyncio.get_running_loop().time() - began
+        assert suspected and 4 * CONFIG.probe_deadline_s < took < 6 * CONFIG.probe_deadline_s
+        assert "made no step" in bench.pool.lanes[0].supervisor.health.cause
+        await bench.pool.close()
+        bench.buffers.close()
+
+    virtual_time.run(main(), monkeypatch)

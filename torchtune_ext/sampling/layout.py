@@ -1,0 +1,54 @@
+"""Which engines a config means: how many, and what each of them computes on."""
+
+import os
+from dataclasses import replace
+
+from torchtune_ext.sampling.imports import on_cpu
+from torchtune_ext.sampling.records import EngineConfig
+
+
+def log_name(engines: int) -> str:
+    """Returns the name of the engine's log in a run's folder; of several the `*` stands for the number of each."""
+    return "engine.log" if engines == 1 else "engine_*.log"
+
+
+def engine_configs(config: EngineConfig) -> list[EngineConfig]:
+    """Returns the config of each engine: one for each address, for each `tensor_parallel_size` of the devices, or, on a CPU,
+    `count`.
+
+    On a CPU the `devices` of one of several engines are its share of the cores that this process may use: its process is
+    bound to them, so that no two engines fight for the same. A single one is not bound.
+
+    Raises:
+        ValueError: more engines than there are devices for them.
+    """
+    if config.address is not None:
+        return [replace(config, address=each, count=None) for each in config.addresses]
+    size, names = config.tensor_parallel_size, config.device_names
+    if len(names) > size:
+        if len(names) % size:
+            raise ValueError(
+                f"engine.devices={config.devices!r} names {len(names)} GPUs, but engine.tensor_parallel_size={size} needs "
+                f"{size} for each engine: name {len(names) // size * size} or {(len(names) // size + 1) * size}"
+            )
+        return [
+            replace(config, devices=",".join(names[start : start + size]), count=None)
+            for start in range(0, len(names), size)
+        ]
+    count = config.count or 1
+    if count == 1:
+        return [config]
+    if not on_cpu():
+        raise ValueError(
+            f"engine.count={count} without engine.devices: on GPUs name them instead, {size} for each engine, as in "
+            f"engine.devices='{','.join(map(str, range(count * size)))}'"
+        )
+    cores = sorted(os.sched_getaffinity(0))
+    if count > len(cores):
+        raise ValueError(
+            f"engine.count={count}: this process may use {len(cores)} cores, and each engine needs one; set "
+            f"engine.count={len(cores)} or less"
+        )
+    bounds = [len(cores) * i // count for i in range(count + 1)]
+    shares = [cores[low:high] for low, high in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [replace(config, devices=",".join(map(str, share)), count=None) for share in shares]

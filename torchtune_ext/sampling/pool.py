@@ -1,0 +1,383 @@
+"""The engines of a run, behind one set of calls: groups are shared out, weights go to all, and who is lost is done without.
+
+    pool = Pool(config, make_core, buffers, version=0)
+    completions = await pool.draw(submission)
+
+One engine is a pool of one lane, and nothing in here asks how many there are. A pool goes on with the engines that are left,
+and says so; it fails when none is.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from torchtune_ext.sampling.alike import require_alike
+from torchtune_ext.sampling.calls import Core, CoreLost, Submission
+from torchtune_ext.sampling.health import State
+from torchtune_ext.sampling.lane import LOOK_S, Lane, Request
+from torchtune_ext.sampling.layout import engine_configs
+from torchtune_ext.sampling.loop_thread import fetch_error
+from torchtune_ext.sampling.records import CanaryAnswer, Completion, EngineConfig, EngineFailed, EngineStats, Priority
+from torchtune_ext.sampling.routing import Lengths, least, pays
+from torchtune_ext.sampling.server import ServerCore
+from torchtune_ext.sampling.weight_buffer import Buffers
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Pool:
+    """Owns the lanes of a run. Coroutines run in the asyncio thread of the engines, all other methods in any."""
+
+    def __init__(self, config: EngineConfig, make_core: Callable[[Lane], Core], buffers: Buffers, version: int):
+        """Args: config: of the engines together (`layout.py`); make_core: begins a life of one of them; buffers: hold the
+        current weights; version: label of weights that were never published. Raises ValueError for more engines than
+        devices."""
+        configs, ids = engine_configs(config), itertools.count()
+        names = ["the engine"] if len(configs) == 1 else [f"engine {number}" for number in range(len(configs))]
+        self.lanes: list[Lane] = []
+        for number, (name, each) in enumerate(zip(names, configs, strict=True)):
+            elsewhere = partial(self._others_serve, number)
+            lane = Lane(number, name, each, make_core, buffers, version, ids, elsewhere)
+            lane.supervisor.health.on_change = partial(self._changed, lane)
+            self.lanes.append(lane)
+        self._homes: dict[Submission, Lane] = {}  # of each group under way, where its requests go from now on
+        self._lengths = Lengths()
+        self._begun = False  # whether all have come up once
+
+    # -- who is there -------------------------------------------------------------------------------------------------
+
+    @property
+    def serving(self) -> list[Lane]:
+        """The engines that may be given requests."""
+        return [lane for lane in self.lanes if lane.serves]
+
+    @property
+    def left(self) -> list[Lane]:
+        """The engines that are not retired."""
+        return [lane for lane in self.lanes if lane.supervisor.health.state is not State.RETIRED]
+
+    @property
+    def version(self) -> int:
+        """The newest version of weights that an engine has loaded."""
+        return max(lane.supervisor.version for lane in self.lanes)
+
+    @property
+    def cores(self) -> list[Core]:
+        """The present lives."""
+        return [lane.supervisor.core for lane in self.lanes if lane.supervisor.core is not None]
+
+    def _others_serve(self, number: int) -> bool:
+        return any(lane.serves for lane in self.lanes if lane.number != number)
+
+    def _changed(self, lane: Lane) -> None:
+        """An engine is in another state. What waits for a lost one goes to others; one that is back is given of theirs."""
+        state, others = lane.supervisor.health.state, self._others_serve(lane.number)
+        if lane.supervisor.closed:
+            return
+        if state is State.RETIRED and self.left and self._begun:
+            why = lane.supervisor.health.cause
+            log.warning(
+                "%s is retired (%s); the run goes on with %d of %d", lane.name, why, len(self.left), len(self.lanes)
+            )
+        elif state is State.DEAD and others:
+            log.warning("%s is lost; its requests go to %d others meanwhile", lane.name, len(self.serving))
+        if not lane.serves and others:
+            for group in list(dict.fromkeys(request.group for request in lane.throttle.waiting)):
+                self._move(group, lane, self._choose())
+        elif lane.serves:
+            self._level()
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    async def prepare(self) -> None:
+        """Begins the first life of each engine. None is waited for."""
+        for lane in self.lanes:
+            await lane.supervisor.prepare()
+
+    async def start(self) -> None:
+        """Brings all engines up at the same time."""
+        await asyncio.gather(*(lane.supervisor.start() for lane in self.lanes))
+
+    async def ready(self) -> None:
+        """Waits until all engines have come up. Raises EngineFailed for the first one that cannot: at the start that is a
+        mistake of the config, mostly; ValueError for servers that are not alike."""
+        for lane in self.lanes:
+            await lane.supervisor.ready()
+        self._begun = True
+        if servers := {core.address: core.facts for core in self.cores if isinstance(core, ServerCore)}:
+            require_alike(servers)
+
+    def refuse(self) -> None:
+        """Ends all engines at once, from any thread: those that come up, too, and there will be no others."""
+        for lane in self.lanes:
+            lane.supervisor.closed = True
+        for core in self.cores:
+            core.kill()  # the loop's thread may stand still while an engine comes up, and goes on once that is dead
+
+    async def close(self) -> None:
+        """Ends the present lives and every wait for an engine. The error of the first that could not be ended is raised."""
+        ends = await asyncio.gather(*(lane.supervisor.close() for lane in self.lanes), return_exceptions=True)
+        for error in ends:
+            if error is not None:
+                raise error
+
+    # -- work ---------------------------------------------------------------------------------------------------------
+
+    async def draw_all(self, groups: Sequence[Submission]) -> list[list[Completion]]:
+        """Draws groups, in their order. Where one of them fails, the others end."""
+        tasks = [asyncio.create_task(self.draw(group)) for group in groups]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def draw(self, group: Submission, to: Lane | None = None) -> list[Completion]:
+        """Draws the completions of a group. Args: to: the engine that has to do it; None: any.
+        Raises ValueError, EngineFailed, WeightsIncomplete; CoreLost when `to` is lost and others serve."""
+        core, prompt = await self._any_core(to), group.prompt
+        # vLLM does not look, and dies of an id that it does not have.
+        if not 0 <= min(prompt) <= max(prompt) < core.vocabulary:
+            raise ValueError(
+                f"sample: prompt {group.group} holds token ids from {min(prompt)} to {max(prompt)}, but the model has only "
+                f"the ids 0 to {core.vocabulary - 1}: tokenizer and model do not belong together"
+            )
+        lane, samples = to or self._choose(), len(group.seeds)
+        group.share = self._lengths.expected(group.sampling.max_tokens) + len(prompt) / samples
+        lane.expect(group)
+        lane.load += samples * group.share
+        self._homes[group] = lane
+        requests = [Request(group, s, seed, lane) for s, seed in enumerate(group.seeds)]
+        tasks = [asyncio.create_task(self._one(request, to)) for request in requests]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            del self._homes[group]
+            for task in tasks:
+                task.cancel()
+
+    async def _one(self, request: Request, to: Lane | None) -> Completion:
+        """Draws one completion, by as many engines as it takes."""
+        group = request.group
+        try:
+            while True:
+                lane = request.lane
+                try:
+                    completion = await lane.draw(request)
+                except EngineFailed:
+                    if lane.supervisor.closed or not self.left or to is not None:
+                        raise
+                    completion = None
+                if completion is not None:
+                    break
+                if to is not None:
+                    raise CoreLost(f"{to.name} was lost")
+                if request.lane is lane:
+                    self._relocate(request)
+        finally:
+            request.lane.load -= group.share
+        if group.priority is not Priority.CANARY:
+            self._lengths.add(len(completion.tokens))
+        self._level()
+        return group.notify(request.sample, completion)
+
+    async def _any_core(self, lane: Lane | None) -> Core:
+        """Waits for a life that can sample, of this engine or of any. Raises EngineFailed, WeightsIncomplete; CoreLost when
+        this one is lost and others serve."""
+        while True:
+            asked = lane or (self.serving or self.left or self.lanes)[0]
+            try:
+                core = await asked.core()
+            except EngineFailed:
+                if asked.supervisor.closed or not self.left or lane is not None:
+                    raise
+                continue
+            if core is not None:
+                return core
+            if lane is not None:
+                raise CoreLost(f"{lane.name} was lost")
+
+    async def cancel(self) -> None:
+        """Ends all requests early, those that were sent with what they have."""
+        self.mark_cancelled()
+        for core in self.cores:
+            try:
+                for call in list(core.calls.values()):
+                    await core.end(call, "abort")
+            except CoreLost:
+                pass  # the watch notices it, too, and a call that was cancelled is not repeated
+
+    def mark_cancelled(self) -> None:
+        """Keeps all requests that wait from being sent: they end with nothing sampled."""
+        for group in list(self._homes):
+            group.cancelled = True
+
+    # -- routing ------------------------------------------------------------------------------------------------------
+
+    def _choose(self) -> Lane:
+        """Returns the engine of which the fewest tokens are expected: a healthy one, or else one that may become so."""
+        healthy = [lane for lane in self.lanes if lane.supervisor.health.state is State.HEALTHY]
+        lanes = healthy or self.serving or self.left or self.lanes
+        return lanes[least([lane.load for lane in lanes])]
+
+    def _move(self, group: Submission, source: Lane, target: Lane) -> None:
+        """Sends what waits of a group to another engine."""
+        if source is target:
+            return
+        self._homes[group] = target
+        for request in source.throttle.withdraw(lambda request: request.group is group):
+            self._hand_over(request, target)
+        target.expect(group)
+
+    def _hand_over(self, request: Request, target: Lane) -> None:
+        request.lane.load -= request.group.share
+        request.lane = target
+        target.load += request.group.share
+
+    def _relocate(self, request: Request) -> None:
+        """Finds another engine for a request that was lost with its own: where others of its group are, if there are any."""
+        home = self._homes[request.group]
+        if home is request.lane or not home.serves:
+            home = self._homes[request.group] = self._choose()
+        self._hand_over(request, home)
+
+    def _level(self) -> None:
+        """Gives engines that have nothing to do what waits for others, where that pays."""
+        for target in self.serving:
+            if not target.has_room:
+                continue
+            for source in sorted(self.lanes, key=lambda lane: -lane.load):
+                if source is not target and source.throttle.blocked and (group := self._spare(source, target)):
+                    self._move(group, source, target)
+                    break
+
+    def _spare(self, source: Lane, target: Lane) -> Submission | None:
+        """The first group of those that wait that it pays to move."""
+        waiting: dict[Submission, int] = {}
+        for request in source.throttle.waiting:
+            waiting[request.group] = waiting.get(request.group, 0) + 1
+        for group, requests in waiting.items():
+            if pays(source.load, target.load, requests * group.share, len(group.prompt), group.begun):
+                return group
+        return None
+
+    # -- all engines --------------------------------------------------------------------------------------------------
+
+    async def _each(self, work: Callable[[Lane], Awaitable[T]]) -> dict[Lane, T]:
+        """Asks all engines that are up, or, where none is, those that come up. One that is lost meanwhile is not waited for
+        once another one has answered: it comes back by itself, and only with the current weights.
+
+        Raises: ValueError when one refuses; when none answers, the error of the first.
+        """
+        asked = [lane for lane in self.left if lane.supervisor.health.up] or self.left or self.lanes
+        tasks = {asyncio.ensure_future(work(lane)): lane for lane in asked}
+        pending, found, errors = set(tasks), {}, []
+        try:
+            while pending and not (found and not any(tasks[task].supervisor.health.up for task in pending)):
+                done, pending = await asyncio.wait(pending, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    if (error := task.exception()) is None:
+                        found[tasks[task]] = task.result()
+                    else:
+                        errors.append(error)
+        finally:
+            for task in pending:
+                task.add_done_callback(fetch_error)
+                task.cancel()  # what may not be broken off goes on (`supervisor.undisturbed`)
+        refused = [error for error in errors if isinstance(error, ValueError)]
+        if refused or not found:
+            raise (refused or errors)[0]
+        return found
+
+    async def load(self, version: int) -> tuple[float, float]:
+        """Brings newly published weights into every engine. Returns the longest pause and the longest loading among them, in
+        seconds. Raises EngineFailed when none takes them, or when one that serves was not told of them; ValueError when one
+        refuses them."""
+        try:
+            times = await self._each(lambda lane: lane.supervisor.load())
+        finally:
+            for lane in self.serving:
+                if lane.supervisor.version < self.version:
+                    lane.supervisor.outdate(f"it holds version {lane.supervisor.version}, others {self.version}")
+        for lane in times:
+            if lane.supervisor.version < version:
+                raise EngineFailed(
+                    f"publish: {lane.name} was not told of version {version}; it holds {lane.supervisor.version}"
+                )
+        return max(pause for pause, _ in times.values()), max(load for _, load in times.values())
+
+    async def checksums(self) -> list[dict[str, int | None]]:
+        """Does what `Engine.checksums` says."""
+        found = await self._each(lambda lane: lane.supervisor.checksums())
+        return [worker for lane in self.lanes if lane in found for worker in found[lane]]
+
+    async def sleep(self) -> None:
+        """Makes all engines give their GPU memory back, those that just come up, too. Raises EngineFailed when none is left."""
+        work = [lane.supervisor.sleep() for lane in self.left or self.lanes]
+        errors = [error for error in await asyncio.gather(*work, return_exceptions=True) if error is not None]
+        if others := [error for error in errors if not isinstance(error, EngineFailed)] or (
+            errors if not self.left else []
+        ):
+            raise others[0]
+
+    async def ask_each(self, groups: Callable[[], Sequence[Submission]]) -> list[CanaryAnswer]:
+        """Does what `Engine.canary` says. Args: groups: makes the submissions anew for each engine."""
+
+        async def ask(lane: Lane) -> CanaryAnswer | None:
+            try:
+                drawn = await asyncio.gather(*(self.draw(group, lane) for group in groups()))
+                return CanaryAnswer(lane.name, list(drawn), await lane.supervisor.checksums())
+            except CoreLost as error:
+                log.warning(
+                    "%s did not answer the canary (%s): it serves again once it has proven its weights",
+                    lane.name,
+                    error,
+                )
+                return None
+
+        answers: list[CanaryAnswer] = []
+        while not answers:  # each was lost while another one served: those that have come back are asked
+            found = await self._each(ask)
+            answers = [found[lane] for lane in self.lanes if found.get(lane) is not None]
+        return answers
+
+    def limit_concurrency(self, limit: int | None) -> None:
+        """Does what `Engine.limit_concurrency` says."""
+        for lane in self.lanes:
+            lane.limit_concurrency(limit)
+
+    # -- what it knows ------------------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """Returns the counters of the run until now, of all engines."""
+        lanes = self.lanes
+        return EngineStats(
+            prefix_queries=sum(lane.counts["queries"] for lane in lanes),
+            prefix_hits=sum(lane.counts["hits"] for lane in lanes),
+            preemptions=sum(lane.counts["preemptions"] for lane in lanes),
+            max_kv_usage=max(lane.max_usage for lane in lanes),
+            running=sum(lane.last_step.running for lane in lanes),
+            waiting=sum(lane.last_step.waiting for lane in lanes),
+            concurrency=sum(lane.limit for lane in lanes),
+            completed=sum(lane.counts["completed"] for lane in lanes),
+            tokens=sum(lane.counts["tokens"] for lane in lanes),
+            restarts=sum(lane.supervisor.restarts for lane in lanes),
+            healthy=len(self.serving),
+            retired=len(lanes) - len(self.left),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a resumed run should know: the throttles' findings, one engine after the other."""
+        return {"engines": [lane.controller.state_dict() for lane in self.lanes]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from what `state_dict` of an earlier run has returned, before anything is sampled. With more engines now,
+        those findings count for several; a checkpoint of an earlier version holds those of its one engine."""
+        states = state.get("engines") or [state]
+        for lane in self.lanes:
+            lane.load_state_dict(states[lane.number % len(states)])
