@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from hashlib import sha256
 
 import numpy as np
 
@@ -261,8 +262,8 @@ class Simulation:
             up = [engine for engine in engines if not engine.down] or engines
             home = min(up, key=lambda engine: engine.load)
         else:
-            # Knuth's multiplicative hash: which engine a prompt falls on has nothing to do with what the others do.
-            first = (number * 2654435761 % (1 << 32)) >> 7 if routing == "hash" else number
+            # What a prompt's text would give: a number that has nothing to do with those of other prompts.
+            first = int.from_bytes(sha256(str(number).encode()).digest()[:8]) if routing == "hash" else number
             order = [engines[(first + offset) % len(engines)] for offset in range(len(engines))]
             home = next((engine for engine in order if not engine.down), order[0])
         home.waiting.extend(requests)

@@ -109,14 +109,16 @@ def lognormal(groups, samples):
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_nobody_is_faster_than_the_trainer_and_what_moves_is_faster_than_what_does_not(staleness):
-    lengths = lognormal(48, 4)
+    case = replace(setup(lognormal(48, 4), Pool(), engines=6, places=4, staleness=staleness), trainers=40)
     found = {
-        routing: simulate(setup(lengths, Pool(routing), engines=6, places=4, staleness=staleness))
-        for routing in ("least", "hash", "round_robin")
+        routing: simulate(replace(case, pool=Pool(routing))) for routing in ("least", "hash", "round_robin", "sample")
     }
     assert all(result.training <= 1 and result.max_age <= staleness for result in found.values())
-    assert found["least"].rate >= max(found["hash"].rate, found["round_robin"].rate)
-    assert found["least"].group_p90_s < min(found["hash"].group_p90_s, found["round_robin"].group_p90_s)
+    assert found["least"].rate > max(found["hash"].rate, found["round_robin"].rate)
+    if not staleness:
+        # Of what was submitted at once, no queue is shorter than the one that all share, but for one sample.
+        assert found["sample"].rate > 0.95 * found["least"].rate
+        assert found["least"].group_p90_s < min(found["hash"].group_p90_s, found["round_robin"].group_p90_s)
 
 
 @pytest.mark.parametrize("routing", ["least", "hash", "round_robin", "sample"])

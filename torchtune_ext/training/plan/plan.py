@@ -265,18 +265,13 @@ def trainers_of(machine: Machine, settings: Settings, world_size: int | None = N
         visible: CUDA_VISIBLE_DEVICES of this process.
 
     Raises:
-        ValueError: the engine leaves no GPU to train, the GPUs that serve have no server, or `ranks.shard_within` does not
-            divide the trainers.
+        ValueError: the engine leaves no GPU to train, or the GPUs that serve have no server.
     """
     if machine.serving is not None and settings.engine_place != "server":
         raise ValueError(
             f"{machine.name}: GPUs that serve elsewhere need engine.address, the addresses of the servers on them; it is null"
         )
-    trainers = world_size or (_free(machine, settings, visible) if machine.gpus else 1)
-    within = settings.shard_within
-    if within is not None and trainers % within:
-        raise ValueError(f"ranks.shard_within={within} does not divide the {trainers} GPUs that train")
-    return trainers
+    return world_size or (_free(machine, settings, visible) if machine.gpus else 1)
 
 
 def _free(machine: Machine, settings: Settings, visible: str | None) -> int:
