@@ -146,7 +146,7 @@ def ahead(setup: Setup, devices: list[int], depth: int) -> None:
 
 
 def pools(setup: Setup, devices: list[int], routings: list[str], failures: list[float], steps: int) -> None:
-    """Prints what pools on so many devices come to, each with the same batch and the same failures for every routing."""
+    """Prints what pools on so many devices come to, each with the same batch."""
     groups, samples, pool = setup.prompts, setup.lengths_NG.shape[1], setup.pool
     print(
         f"{groups} groups of {samples} a step, {setup.lengths_NG.mean():.0f} tokens a sample, staleness {setup.staleness}, "
