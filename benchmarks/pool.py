@@ -33,10 +33,8 @@ from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.sampling.records import Completion
 
 SAMPLES, PROMPT_TOKENS, MAX_TOKENS, VOCABULARY, BLOCK = 16, 320, 128, 4096, 32
-SIZES = {
-    "3M": (256, 688, 4, 4, 2),
-    "60M": (768, 2048, 8, 12, 4),
-}  # width, inner width, layers, heads, of keys and values
+# Width, inner width, layers, heads, heads of keys and values.
+SIZES = {"3M": (256, 688, 4, 4, 2), "60M": (768, 2048, 8, 12, 4)}
 CACHE_TOKENS = 32768  # of all engines together
 # Of the vocabulary that ends a completion, so that lengths vary: 72 tokens in the mean, of at most 128.
 STOP_SHARE = 0.01
