@@ -1,26 +1,35 @@
-"""How fast is a run that samples ahead, and how old are the groups that it trains on, on 8 to 1,024 devices?
+"""How fast is a run that samples ahead, how old are the groups that it trains on, and what do routing and failures of engines
+cost, on 8 to 1,024 devices?
 
     python benchmarks/async_simulator.py                      # a table: devices x staleness
+    python benchmarks/async_simulator.py --pool               # a table: devices x routing x failures an hour
     python benchmarks/async_simulator.py --rollouts runs/x    # with the lengths that a run has stored
     python benchmarks/async_simulator.py --check              # what AReaL measured beside what this predicts
 
 Discrete events around the ledger of torchtune_ext/buffer.py, which is imported: it decides what is submitted and what is
-trained on. The rest is a model of the machines, with these assumptions.
+trained on. The rest is a model of the machines (async_model.py), with these assumptions.
 
-- Engines. A quarter of the devices train, three quarters sample, one engine each (AReaL, App. B). A decoding step of n
-  requests takes `overhead + (weights + n * context * KV bytes of a token) / bandwidth` seconds, where `context` is the mean
-  number of tokens of a running request. The bandwidth is 0.7 of the data sheet's. As many requests run as fit into 0.8 of
-  the memory beside the weights. A sample goes to the engine that has the fewest; those without a place wait in one queue.
-  To compute prompts takes no time.
-- Trainer. A token costs 8 FLOPs a parameter (forward and backward, and a forward for the proximal policy). AReaL's own Figure 6
-  says how many each device computes in a second.
-- Publication. Interrupted engines load the weights and compute the contexts of their requests again, with 2 FLOPs a
-  parameter at the trainer's rate. Engines that are not interrupted begin nothing new, finish what they have, and then load
-  the weights. Either way the trainer goes on.
+- Engines. A quarter of the devices train, three quarters sample, one engine each (AReaL, App. B), or `--gpus-per-engine`
+  together: these read as many times faster, and what they say to each other takes no time. A decoding step of n requests
+  takes `overhead + (weights + n * context * KV bytes of a token) / bandwidth` seconds, where `context` is the mean number of
+  tokens of a running request. The bandwidth is 0.7 of the data sheet's. As many requests run as fit into 0.8 of the memory
+  beside the weights. To compute prompts takes no time, so what a prompt costs that two engines compute is not seen.
+- Routing. "least": a group goes to the engine of which the fewest tokens are expected, and what waits moves once another
+  one has room, by the rule of the runs. "hash" and "round_robin" look at no load, and nothing moves. "sample": each sample
+  goes to the engine that has the fewest; those without a place wait in one queue. That is the table without `--pool`, and
+  no run does it.
+- Trainer. A token costs 8 FLOPs a parameter (forward and backward, and a forward for the proximal policy). AReaL's own
+  Figure 6 says how many each device computes in a second. It does not fail.
+- Publication. Interrupted engines load the weights (`--publication` seconds) and compute the contexts of their requests
+  again, with 2 FLOPs a parameter at the trainer's rate. Engines that are not interrupted begin nothing new, finish what they
+  have, and then load the weights. Either way the trainer goes on.
+- Failures. Each engine that serves fails `--failures` times an hour, at random. What it had sampled of unfinished requests
+  is lost, and others sample it again from the beginning. `--restart` seconds later it serves again.
 - Lengths. Lognormal, cut off at the longest, independent of prompt and version.
 
 What is calibrated: `overhead`, one number, so that the throughput at staleness 0 is AReaL's 27.1 k tokens/s on 8 devices.
-Nothing else is fitted, and nothing at all to the other figures.
+Nothing else is fitted, and nothing at all to the other figures. Of pools nothing is: routing, the seconds of a publication and
+of a restart, and the failures are assumed, and no run on several GPUs of ours stands behind them.
 
 Where the predictions differ. From staleness 4 on the modelled trainer is busy all the time, so its rate is that of Figure 6,
 which AReaL measured in larger runs; a trainer of two devices may well reach less. AReaL does not say how long its samples
@@ -30,223 +39,19 @@ of this table are of tokens that are trained on, so these two gains are not pred
 """
 
 import argparse
-import heapq
 import itertools
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 
 import numpy as np
+from async_model import ROUTINGS, Model, Pool, Setup, simulate
 
-from torchtune_ext.buffer import Ledger
 from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
 
-BANDWIDTH = 0.7 * 3.35e12  # bytes a second, H800
-MEMORY = 0.8 * 80e9  # bytes
-LOAD_S = 0.5  # to load new weights
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """What a token costs."""
-
-    parameters: float
-    kv_bytes: int  # of a token: 2 x layers x heads of keys x 128 x 2 bytes
-    flops: float  # that a device of the trainer computes in a second (AReaL, Fig. 6, with dynamic batching)
-
-
-MODELS = {"1.5B": Model(1.54e9, 2 * 28 * 2 * 128 * 2, 427.4e12), "7B": Model(7.6e9, 2 * 28 * 4 * 128 * 2, 454.7e12)}
-
-
-@dataclass(frozen=True)
-class Setup:
-    """One cell of a table."""
-
-    model: Model
-    lengths_NG: np.ndarray  # tokens of each sample of each group; the groups repeat when the run is longer
-    prompts: int  # groups a step
-    samplers: int  # devices that sample
-    trainers: int  # devices that train
-    overhead: float  # seconds of a decoding step that do not depend on the requests
-    staleness: int
-    depth: int
-    interrupt: bool = True
-    prompt_tokens: int = 512
-
-    @cached_property
-    def context(self) -> float:
-        """Returns the mean tokens of a running request: at a random moment of a sample that is chosen by its length."""
-        lengths = self.lengths_NG.astype(float)
-        return self.prompt_tokens + float((lengths**2).mean() / lengths.mean()) / 2
-
-    @cached_property
-    def places(self) -> int:
-        """Returns how many requests an engine holds."""
-        return max(1, int((MEMORY - 2 * self.model.parameters) / (self.context * self.model.kv_bytes)))
-
-    def step_s(self, requests: int) -> float:
-        """Returns the seconds of a decoding step."""
-        read = 2 * self.model.parameters + requests * self.context * self.model.kv_bytes
-        return self.overhead + read / BANDWIDTH
-
-    def train_s(self, tokens: int, samples: int) -> float:
-        """Returns the seconds of a step of the trainer on so many sampled tokens."""
-        flops = 8 * self.model.parameters * (tokens + samples * self.prompt_tokens)
-        return flops / (self.trainers * self.model.flops)
-
-    def recompute_s(self, requests: int) -> float:
-        """Returns the seconds in which an engine computes the contexts of its requests again."""
-        return 2 * self.model.parameters * requests * self.context / self.model.flops
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What one run comes to, in the steps between its beginning and its end."""
-
-    rate: float  # trained tokens a second
-    training: float  # share of the time in which the trainer works
-    decoding: float  # tokens of all engines, as a share of what they decode with every place taken
-    mean_age: float  # versions
-    max_age: int
-
-
-class Engine:
-    """Decodes its requests at one common pace: a heap of the decoding steps at which they end."""
-
-    def __init__(self, setup: Setup):
-        self.setup = setup
-        self.steps = 0.0  # decoding steps until `since`
-        self.since = 0.0  # seconds; in the future while new weights are loaded
-        self.running: list[tuple[float, int]] = []  # (step at which it ends, number of its group)
-        self.draining = False
-
-    def advance(self, now: float) -> None:
-        if now > self.since:
-            self.steps += (now - self.since) / self.setup.step_s(len(self.running))
-            self.since = now
-
-    def next_end(self) -> float:
-        """Returns the time at which the next request ends."""
-        left = max(0.0, self.running[0][0] - self.steps)
-        return self.since + left * self.setup.step_s(len(self.running))
-
-    def load_weights(self, now: float) -> None:
-        self.advance(now)
-        self.since = max(self.since, now) + LOAD_S + self.setup.recompute_s(len(self.running))
-        self.draining = False
-
-
-class Simulation:
-    """A run of so many steps."""
-
-    def __init__(self, setup: Setup, steps: int):
-        self.setup, self.steps = setup, steps
-        self.ledger = Ledger(setup.prompts, steps, setup.staleness, setup.depth)
-        self.engines = [Engine(setup) for _ in range(setup.samplers)]
-        self.now, self.version, self.training = 0.0, 0, False
-        self.waiting: list[tuple[int, int]] = []  # (number of the group, tokens), the last one first
-        self.left: dict[int, int] = {}  # samples of a group that are not finished
-        self.loads = [(0, index) for index in range(setup.samplers)]  # a heap; entries that are out of date are skipped
-        self.events: list[tuple[float, int, int]] = []  # time, tie, engine or -1: a step of the trainer ends
-        self.due: dict[int, int] = {}  # engine -> tie of its event that counts
-        self.ties = itertools.count()
-        self.ages: list[dict[int, int]] = []
-        self.ends: list[tuple[float, float, int]] = []  # of each step: time, seconds of training, tokens
-
-    def run(self) -> Result:
-        self.submit()
-        while len(self.ends) < self.steps:
-            if not self.training:
-                self.take()
-            self.now, tie, index = heapq.heappop(self.events)
-            if index < 0:
-                self.publish()
-            elif self.due.get(index) == tie:
-                self.end_of(index)
-        # The pipe is not full at the beginning, and nothing is sampled ahead of the end.
-        first, last = self.setup.depth + 2, self.steps - self.setup.depth - 1
-        seconds = self.ends[last][0] - self.ends[first][0]
-        between = self.ends[first + 1 : last + 1]
-        tokens = sum(tokens for _, _, tokens in between)
-        ages = [age for batch in self.ages[first + 1 : last + 1] for age in batch.values()]
-        full = self.setup.samplers * self.setup.places / self.setup.step_s(self.setup.places)
-        training = sum(seconds for _, seconds, _ in between) / seconds
-        return Result(tokens / seconds, training, tokens / seconds / full, float(np.mean(ages)), max(ages))
-
-    def submit(self) -> None:
-        fresh = [(number, int(tokens)) for number in self.ledger.submit() for tokens in self.samples(number)]
-        self.left.update((number, self.setup.lengths_NG.shape[1]) for number, _ in fresh)
-        self.waiting = fresh[::-1] + self.waiting
-        self.admit()
-
-    def samples(self, number: int) -> np.ndarray:
-        return self.setup.lengths_NG[number % len(self.setup.lengths_NG)]
-
-    def admit(self) -> None:
-        """Gives waiting samples to engines, each to the one with the fewest."""
-        touched = set()
-        while self.waiting and self.loads:
-            load, index = self.loads[0]
-            engine = self.engines[index]
-            if load != len(engine.running) or engine.draining:
-                heapq.heappop(self.loads)
-                continue
-            if load >= self.setup.places:
-                break
-            number, tokens = self.waiting.pop()
-            engine.advance(self.now)
-            heapq.heappush(engine.running, (engine.steps + tokens, number))
-            heapq.heapreplace(self.loads, (load + 1, index))
-            touched.add(index)
-        for index in touched:
-            self.schedule(index)
-
-    def schedule(self, index: int) -> None:
-        """Plans the end of the engine's next request; an earlier plan no longer counts."""
-        self.due.pop(index, None)
-        if self.engines[index].running:
-            self.due[index] = next(self.ties)
-            heapq.heappush(self.events, (self.engines[index].next_end(), self.due[index], index))
-
-    def end_of(self, index: int) -> None:
-        engine = self.engines[index]
-        engine.advance(self.now)
-        _, number = heapq.heappop(engine.running)
-        self.left[number] -= 1
-        if not self.left[number]:
-            del self.left[number]
-            self.ledger.finish(number)
-        if engine.draining and not engine.running:
-            engine.load_weights(self.now)
-        heapq.heappush(self.loads, (len(engine.running), index))
-        self.schedule(index)
-        self.admit()
-
-    def take(self) -> None:
-        batch = self.ledger.take()
-        if batch is None:
-            return
-        self.ages.append(batch)
-        tokens = sum(int(self.samples(number).sum()) for number in batch)
-        seconds = self.setup.train_s(tokens, len(batch) * self.setup.lengths_NG.shape[1])
-        self.training = True
-        self.ends.append((self.now + seconds, seconds, tokens))
-        heapq.heappush(self.events, (self.now + seconds, next(self.ties), -1))
-
-    def publish(self) -> None:
-        self.training, self.version = False, self.version + 1
-        assert not self.ledger.advance(self.version)
-        for index, engine in enumerate(self.engines):
-            if self.setup.interrupt or not engine.running:
-                engine.load_weights(self.now)
-                heapq.heappush(self.loads, (len(engine.running), index))
-                self.schedule(index)
-            else:
-                engine.draining = True
-        self.submit()
-
-
-def simulate(setup: Setup) -> Result:
-    return Simulation(setup, 2 * setup.depth + 13).run()
+MODELS = {
+    "1.5B": Model(1.54e9, 2 * 28 * 2 * 128 * 2, 427.4e12),
+    "7B": Model(7.6e9, 2 * 28 * 4 * 128 * 2, 454.7e12),
+    "32B": Model(32.8e9, 2 * 64 * 8 * 128 * 2, 454.7e12),
+}
 
 
 def draw_lengths(mean: float, sigma: float, longest: int, samples: int, groups: int = 4096) -> np.ndarray:
@@ -321,7 +126,7 @@ def check() -> None:
             print(f"  {name:5s}  {mean:13d}  {sigma:5.1f}   {gain:+6.1%}   {measured:+8.0%}   {busy}", flush=True)
 
 
-def table(setup: Setup, devices: list[int], depth: int) -> None:
+def ahead(setup: Setup, devices: list[int], depth: int) -> None:
     """Prints what runs on so many devices come to, each with the same batch, and with a depth of at most `depth`."""
     groups, samples = setup.prompts, setup.lengths_NG.shape[1]
     print(f"{groups} groups of {samples} a step, {setup.lengths_NG.mean():.0f} tokens a sample")
@@ -340,9 +145,44 @@ def table(setup: Setup, devices: list[int], depth: int) -> None:
             )
 
 
+def pools(setup: Setup, devices: list[int], routings: list[str], failures: list[float], steps: int) -> None:
+    """Prints what pools on so many devices come to, each with the same batch."""
+    groups, samples, pool = setup.prompts, setup.lengths_NG.shape[1], setup.pool
+    print(
+        f"{groups} groups of {samples} a step, {setup.lengths_NG.mean():.0f} tokens a sample, staleness {setup.staleness}, "
+        f"{steps} steps; engines of {pool.gpus}, {pool.publication_s:g} s for a publication, {pool.restart_s:g} s for a restart"
+    )
+    print(
+        "devices  engines  failures/h      routing  k tokens/s  of best  trainer busy  group p90 s  failures  lost work"
+    )
+    for count in devices:
+        trainers = max(1, count // 4)
+        base = replace(setup, samplers=count - trainers, trainers=trainers)
+        best = simulate(replace(base, pool=replace(pool, routing="sample")), steps).rate
+        for hourly, routing in itertools.product(failures, routings):
+            cell = replace(base, pool=replace(pool, routing=routing, failures_per_hour=hourly))
+            found = simulate(cell, steps)
+            print(
+                f"{count:7d}  {cell.engines:7d}  {hourly:10g}  {routing:>11s}  {found.rate / 1e3:10.1f}  "
+                f"{found.rate / best:7.2f}  {found.training:12.2f}  {found.group_p90_s:11.0f}  {found.failures:8d}  "
+                f"{found.lost:9.2%}",
+                flush=True,
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare with what AReaL measured")
+    parser.add_argument(
+        "--pool", action="store_true", help="routing and failures of the engines, in place of staleness"
+    )
+    parser.add_argument("--routing", nargs="+", choices=ROUTINGS, default=["least", "round_robin", "hash"])
+    parser.add_argument("--failures", type=float, nargs="+", default=[0.0, 1.0], help="of an engine in an hour")
+    parser.add_argument("--restart", type=float, default=180.0, help="seconds until a lost engine serves again")
+    parser.add_argument("--publication", type=float, default=0.5, help="seconds in which an engine takes new weights")
+    parser.add_argument("--gpus-per-engine", type=int, default=1)
+    parser.add_argument("--staleness", type=int, default=1, help="of --pool")
+    parser.add_argument("--steps", type=int, default=24, help="of --pool, the first and last few of them not counted")
     parser.add_argument("--rollouts", help="output_dir of a run, for its lengths; without: lognormal")
     parser.add_argument(
         "--lengths", type=float, nargs=2, default=(3500, 0.8), help="mean and sigma before the cut at 27,648"
@@ -357,7 +197,13 @@ def main() -> None:
         check()
         return
     lengths = stored_lengths(args.rollouts) if args.rollouts else draw_lengths(*args.lengths, 27648, 16)
-    table(Setup(MODELS[args.model], lengths, args.prompts, 1, 1, args.overhead, 0, 0), args.devices, args.depth)
+    pool = Pool(gpus=args.gpus_per_engine, publication_s=args.publication, restart_s=args.restart)
+    setup = Setup(MODELS[args.model], lengths, args.prompts, 1, 1, args.overhead, 0, 0, pool=pool)
+    if args.pool:
+        setup = replace(setup, staleness=args.staleness, depth=args.staleness)
+        pools(setup, args.devices, args.routing, args.failures, args.steps)
+    else:
+        ahead(setup, args.devices, args.depth)
 
 
 if __name__ == "__main__":

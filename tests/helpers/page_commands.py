@@ -64,7 +64,7 @@ class RunCommand:
     recipe: str
     config: str
     overrides: list[str]  # key=value
-    processes: int  # of torchrun; 1 without it
+    processes: int  # of torchrun on each node; 1 without it
 
 
 def run_command(command: Command) -> RunCommand | None:
@@ -72,9 +72,10 @@ def run_command(command: Command) -> RunCommand | None:
     if command.words[:2] != ("tune", "run"):
         return None
     rest = list(command.words[2:])
-    processes = 1
-    if rest[0] == "--nproc_per_node":
-        processes, rest = int(rest[1]), rest[2:]
+    torchrun = {}
+    while rest[0].startswith("--"):
+        torchrun[rest[0]], rest = rest[1], rest[2:]
+    processes = int(torchrun.get("--nproc_per_node", 1))
     recipe, option, config, *overrides = rest
     assert option == "--config" and not any(word.startswith("-") for word in overrides), command.line
     return RunCommand(recipe, config, overrides, processes)

@@ -1,7 +1,8 @@
 """`dry_run=` of a GRPO recipe: does the checks of a start and says whether the run fits a machine. It loads and starts nothing.
 
     dry_run=True   this machine; where it has no GPU, the one that the first lines of the config name (# for: 5 x 80 GB)
-    dry_run=4x80   a machine with 4 GPUs of 80 GB in all, for trainer and engine together
+    dry_run=4x80   a machine with 4 GPUs of 80 GB in all, for trainer and engine together; 2x8x80: two nodes with 8 each;
+                   8x80+4x80: 8 that train, and elsewhere 4 for the servers of engine.address
 
 Exit status 0: a start would get through its checks, and the run fits. 2: it would not, or does not.
 """
@@ -36,7 +37,7 @@ from torchtune_ext.sampling.engine import Engine
 from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
 from torchtune_ext.training.distributed import Ranks
 from torchtune_ext.training.plan.machine import Machine, asked_machine, this_machine
-from torchtune_ext.training.plan.plan import Plan, Settings, trainers_of
+from torchtune_ext.training.plan.plan import Plan, Settings, missing_devices, trainers_of
 from torchtune_ext.training.plan.table import plan_table, verdict
 from torchtune_ext.training.precision import DTYPES, PrecisionConfig
 from torchtune_ext.training.settings import check_dtype
@@ -74,6 +75,7 @@ def dry_run(make: Callable[[DictConfig], Checked], cfg: DictConfig) -> None:
         ranks = int(os.environ.get("WORLD_SIZE", 1))
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         plan = Plan(settings, machine, trainers_of(machine, settings, ranks if ranks > 1 else None, visible))
+        problems += missing_devices(machine, settings)
     except Exception as error:
         problems.append(_foreseen(error))
     longest, found = checked(make, cfg, plan.trainers if plan else 1, machine.here)
@@ -101,7 +103,7 @@ def machine_of(cfg: DictConfig) -> Machine:
         if machine.gpus and cfg.device == "cpu":
             raise ValueError(f"dry_run={cfg.dry_run!r} asks for GPUs, but device=cpu: set device=auto, or dry_run=True")
         return machine
-    here = this_machine(cfg.device)
+    here = replace(this_machine(cfg.device), nodes=_nodes())
     if here.gpus or cfg.device == "cpu":
         return here
     file = _config_file(sys.argv)
@@ -212,6 +214,13 @@ def _foreseen(error: Exception) -> str:
     if traceback_wanted():
         traceback.print_exception(error)
     return str(error)
+
+
+def _nodes() -> int:
+    """Returns on how many nodes torchrun has started this run."""
+    return int(os.environ.get("WORLD_SIZE", 1)) // int(
+        os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1))
+    )
 
 
 def _config_file(words: list[str]) -> Path | None:

@@ -163,6 +163,7 @@ def trainer_rows(
     world_size: int,
     activation_checkpointing: bool,
     optimizer_bytes: float = ADAMW_BYTES,
+    shard_within: int | None = None,
 ) -> dict[str, int]:
     """Returns what each training device holds, in bytes by name. Allowances of a GPU are not in it.
 
@@ -173,7 +174,9 @@ def trainer_rows(
         world_size: training devices, over which FSDP2 shards.
         activation_checkpointing: whether layers are computed again in the backward.
         optimizer_bytes: what the optimizer keeps for one trained value.
+        shard_within: training devices that share the states; each group of so many holds all of them. None: all devices do.
     """
+    shards = min(shard_within or world_size, world_size)
     size, inside = sizes.dtype.itemsize, sizes.inside * row_tokens
     # The backward of an MLP holds three gradients of its width beside what the layer has kept; the last norm and the log-probs
     # keep their inputs and a gradient.
@@ -191,20 +194,20 @@ def trainer_rows(
     gathered = sizes.outer + 2 * sizes.layer
     width = sizes.frozen_bytes / (sizes.total - sizes.trained) if sizes.frozen else size
     return {
-        "frozen weights, as they are held": sizes.frozen_bytes // world_size,
-        "weights, float32 master": 4 * sizes.trained // world_size,
-        "gradients, float32": 4 * sizes.trained // world_size,
-        "state of the optimizer": int(optimizer_bytes * sizes.trained) // world_size,
+        "frozen weights, as they are held": sizes.frozen_bytes // shards,
+        "weights, float32 master": 4 * sizes.trained // shards,
+        "gradients, float32": 4 * sizes.trained // shards,
+        "state of the optimizer": int(optimizer_bytes * sizes.trained) // shards,
         "table of RoPE, float32": sizes.rope_bytes,
         f"gathered weights, {str(sizes.dtype)[6:]}": int(width * gathered) if sharded else 0,
         f"activations of a row of {row_tokens} tokens": int(kept),
         "logits of one chunk, with gradient": (16 if size < 4 else 14) * chunk,
-        "gradients before they are shared out": _gradients_in_flight(sizes, sharded, world_size, int(kept)),
+        "gradients before they are shared out": _gradients_in_flight(sizes, sharded, shards, int(kept)),
         "largest NF4 weight while it is dequantized": (8 + size) * sizes.largest_nf4,
     }
 
 
-def _gradients_in_flight(sizes: Sizes, sharded: bool, world_size: int, activations: int) -> int:
+def _gradients_in_flight(sizes: Sizes, sharded: bool, shards: int, activations: int) -> int:
     """Returns the most that whole gradients take, in bytes, in one of three moments of the backward.
 
     At its beginning the output projection's gradient is summed up in float32 and then rounded. In the middle that one waits for
@@ -217,7 +220,7 @@ def _gradients_in_flight(sizes: Sizes, sharded: bool, world_size: int, activatio
         return begin
     middle = size * sizes.head + (size + 8) * sizes.trained_layer
     outer = sizes.trained - sizes.trained_layer * sizes.layers
-    end = (size + 4) * outer + 4 * outer // world_size - activations
+    end = (size + 4) * outer + 4 * outer // shards - activations
     return max(begin, middle, end)
 
 

@@ -1,6 +1,7 @@
 """`dry_run=`: every shipped config passes it on the machine that its first lines name, and what is wrong or too large is said."""
 
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -34,12 +35,8 @@ OTHER_SIZES = [
     ("qwen2_5_7B_full", "Llama-3.1-8B-Instruct", "", "5x80"),
     ("qwen2_5_7B_full", "Qwen3-8B", "", "5x80"),
     ("qwen2_5_7B_full", "Qwen2.5-3B-Instruct", "engine.devices=2", "3x80"),
-    (
-        "qwen2_5_14B_full",
-        "Qwen2.5-32B-Instruct",
-        "engine.tensor_parallel_size=4 engine.devices=null engine.address=http://127.0.0.1:8000",
-        "8x141",
-    ),
+    ("qwen2_5_7B_node", "Llama-3.1-8B-Instruct", "", "8x80"),
+    ("qwen2_5_7B_node", "Qwen3-8B", "", "8x80"),
     ("qwen2_5_7B_lora", "Llama-3.1-8B-Instruct", "", "2x80"),
     ("qwen2_5_7B_lora", "Qwen3-8B", "", "2x80"),
     ("qwen2_5_7B_lora", "Qwen2.5-14B-Instruct", "engine.devices=2", "3x80"),
@@ -87,6 +84,19 @@ def ran(capsys, cfg):
     return left.value.code, capsys.readouterr().out
 
 
+def launched(config):
+    """The command that the first lines of a config name for it, or None."""
+    lines = [line.removeprefix("# ") for line in CONFIGS[config].read_text().splitlines() if line.startswith("#")]
+    return next((line for line in lines if "tune run" in line and line.endswith(f"--config {config}")), None)
+
+
+def ranks_of(command):
+    """How many ranks a command starts, on all nodes together."""
+    words = command.split()
+    found = [int(words[words.index(option) + 1]) for option in ("--nnodes", "--nproc_per_node") if option in words]
+    return math.prod(found)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_config_fits_the_machine_that_it_names(name, place, capsys):
     machine = machine_named(CONFIGS[name])
@@ -95,10 +105,20 @@ def test_every_config_fits_the_machine_that_it_names(name, place, capsys):
     assert status == 0, out
     assert "\nfits on " in out and "problem:" not in out and "does NOT" not in out
     assert all(len(line) <= 120 for line in out.splitlines()), out
+    if machine.startswith("CPU"):
+        return
+    # The command in its first lines starts as many ranks, and no GPU both trains and samples.
+    command = launched(name)
+    ranks = ranks_of(command)
+    assert re.search(rf"^GPUs: {ranks} trains?\b", out, re.MULTILINE) and "idle" not in out
+    own = OmegaConf.load(CONFIGS[name]).engine.get("devices")
+    if own:
+        visible = command.removeprefix("CUDA_VISIBLE_DEVICES=").split()[0].split(",")
+        assert len(visible) == ranks and not set(visible) & set(own.split(","))
 
 
 @pytest.mark.parametrize(("name", "model", "words", "machine"), OTHER_SIZES)
-def test_the_other_sizes_that_a_config_names_fit_too(name, model, words, machine, place, capsys):
+def test_each_other_size_that_a_config_names_fits(name, model, words, machine, place, capsys):
     comment = " ".join(line for line in CONFIGS[f"grpo/{name}"].read_text().splitlines() if line.startswith("#"))
     assert f"model_dir=models/{model}" in comment and all(word in comment for word in words.split())
     status, out = ran(capsys, settings_in(place, name, model, words.split(), dry_run=machine))
@@ -109,7 +129,7 @@ def launches():
     """Rows of "5. Launch" in docs/first_real_run.md: how many GPUs of 80 GB, and the command."""
     page = (Path(__file__).parents[3] / "docs" / "first_real_run.md").read_text()
     table = page.partition("## 5. Launch")[2].partition("\nFirst three steps")[0]
-    return re.findall(r"^\| (\d) \|.*\| `([^`]+)` \|$", table, re.MULTILINE)
+    return re.findall(r"^\| ((?:\d x )?\d) \|.*\| `([^`]+)` \|$", table, re.MULTILINE)
 
 
 @pytest.mark.parametrize(("gpus", "command"), launches())
@@ -117,24 +137,59 @@ def test_what_the_page_launches_fits_and_trains_on_as_many(gpus, command, place,
     words = command.split()
     name = words[words.index("--config") + 1].removeprefix("grpo/")
     changes = words[words.index("--config") + 2 :]
-    status, out = ran(capsys, settings_in(place, name, words=changes, dry_run=f"{gpus}x80"))
+    status, out = ran(capsys, settings_in(place, name, words=changes, dry_run=f"{gpus} x 80"))
     assert status == 0, out
-    ranks = words[words.index("--nproc_per_node") + 1] if "--nproc_per_node" in words else "1"
-    assert f"[{ranks}] is planned" in out
-    assert ("start it with" in out) == (ranks != "1") and (ranks == "1" or f"--nproc_per_node {ranks}" in out)
+    ranks = ranks_of(command)
+    assert f"[{ranks}] is planned" in out and ("start it" in out) == (ranks > 1)
+    each = f"--nproc_per_node {words[words.index('--nproc_per_node') + 1]}" if ranks > 1 else ""
+    nodes = f"--nnodes {words[words.index('--nnodes') + 1]}" if "--nnodes" in words else ""
+    assert each in out and nodes in out
 
 
 def test_every_row_of_the_table_was_read():
-    assert len(launches()) == 6
+    assert len(launches()) == 8
 
 
 def test_32b_does_not_fit_into_eight_gpus_of_80_gb(place, capsys):
-    words = "engine.tensor_parallel_size=4 engine.devices=null engine.address=http://127.0.0.1:8000".split()
-    cfg = settings_in(place, "qwen2_5_14B_full", "Qwen2.5-32B-Instruct", words, dry_run="8x80")
-    status, out = ran(capsys, cfg)
-    assert status == 2 and "does NOT fit on 8 x 80 GB (78.8 GiB each):" in out
+    status, out = ran(capsys, settings_in(place, "qwen2_5_32B_full", dry_run="8x80+4x80"))
+    assert status == 2 and "does NOT fit on 8 x 80 GB + 4 x 80 GB that serve (78.8 GiB each):" in out
+    assert "GPUs: 8 train; elsewhere 4 serve (2 servers of 2)" in out
     # 16 bytes for each of 32.76 billion parameters, over eight, are 61.0 GiB; activations and gathered weights come on top.
     assert "what to change, the cheapest first:" in out and "GPUs that train" in out and "adapters" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "machine", "message"),
+    [
+        ("qwen2_5_7B_node", "7x80", "problem: engine.devices=4,5,6,7 names GPU 7, but 7 x 80 GB has 7, from 0 to 6"),
+        ("qwen2_5_7B_node", "4x80", "problem: 4 x 80 GB: the engine has 4 of its own"),
+        ("qwen2_5_7B_node", "8x80+8x80", "that serve: GPUs that serve elsewhere need engine.address"),
+        ("qwen2_5_32B_full", "2x2x80", "take 2 GPUs of each node; none is left to train; name GPUs elsewhere"),
+        ("qwen2_5_32B_full", "2x8x80+3x80", "  its 2 servers of 2 need 4 GPUs, where 3 x 80 GB (78.8 GiB each) serve"),
+        ("qwen2_5_32B_full", "2x8x80+2x2x24", "each engine's KV cache would hold 0 tokens"),
+        ("qwen2_5_32B_full", "8x80", "training takes"),
+        ("qwen2_5_32B_lora", "8x40", "each engine's KV cache would hold"),
+    ],
+)
+def test_gpus_that_are_not_there_are_refused(name, machine, message, place, capsys):
+    status, out = ran(capsys, settings_in(place, name, dry_run=machine))
+    assert status == 2 and message in out, out
+
+
+def test_gpus_that_engines_cannot_share_out_are_refused(place, capsys):
+    cfg = settings_in(place, "qwen2_5_7B_node", words=["engine.tensor_parallel_size=3"], dry_run="8x80")
+    status, out = ran(capsys, cfg)
+    assert status == 2 and "are 4 GPUs, which engine.tensor_parallel_size=3 does not divide" in out
+
+
+def test_two_nodes_under_torchrun_are_known(place, monkeypatch, capsys):
+    monkeypatch.setattr(dry, "this_machine", lambda device: Machine(6, 79 * GIB, 500 * GIB, "the 6 GPUs here", True))
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 4000 * GIB}))
+    for name, value in (("RANK", 0), ("WORLD_SIZE", 12), ("LOCAL_WORLD_SIZE", 6)):
+        monkeypatch.setenv(name, str(value))
+    status, out = ran(capsys, settings_in(place, "qwen2_5_32B_full", dry_run=True))
+    assert "[12] is planned" in out and "GPUs: 12 train; elsewhere 4 serve (2 servers of 2)" in out
+    assert "of main memory of the first node, besides" in out and "fits on the 6 GPUs here" in out
 
 
 def test_a_plan_needs_config_json_alone_and_lists_what_a_start_lacks(place, tmp_path, capsys):

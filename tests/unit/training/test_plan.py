@@ -10,7 +10,7 @@ from public_configs import write_config
 
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import on_meta
-from torchtune_ext.policy.memory import GIB, sizes_of
+from torchtune_ext.policy.memory import GIB, sizes_of, trainer_rows
 from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.training.plan.advice import advice
 from torchtune_ext.training.plan.disk import disk_need
@@ -55,6 +55,26 @@ def test_a_cpu_is_asked_for():
     assert machine.gpus == 0 and machine.host_bytes == 4 * GIB
 
 
+@pytest.mark.parametrize("text", ["2x8x80", "2 x 8 x 80 GB", "2 nodes of 8 x 80 GB", "2 NODES of 8x80"])
+def test_two_nodes_are_asked_for(text):
+    machine = asked_machine(text)
+    assert (machine.nodes, machine.gpus, machine.all_gpus, machine.serving) == (2, 8, 16, None)
+    assert str(machine) == "2 nodes of 8 x 80 GB (78.8 GiB each)"
+
+
+@pytest.mark.parametrize("text", ["8x80+2x4x40", "8 x 80 GB + 2 nodes of 4 x 40 GB that serve"])
+def test_gpus_that_serve_elsewhere_are_asked_for(text):
+    machine = asked_machine(text)
+    assert (machine.nodes, machine.all_gpus, machine.serving) == (1, 8, asked_machine("2x4x40"))
+    assert machine.name == "8 x 80 GB + 2 nodes of 4 x 40 GB that serve"
+
+
+@pytest.mark.parametrize("text", ["8x80+", "+8x80", "8x80+8x80+8x80", "8x80+CPU 8", "CPU 8+8x80", "0x8x80", "2 nodes"])
+def test_half_a_machine_is_refused(text):
+    with pytest.raises(ValueError, match="is neither True nor a machine"):
+        asked_machine(text)
+
+
 @pytest.mark.parametrize("text", ["yes", "4", 4, "80x", "x80", "0x80", "4x0", "4x80x2", "-1x80", [4, 80]])
 def test_what_is_no_machine_is_refused_by_its_name(text):
     with pytest.raises(ValueError, match="dry_run=.* is neither True nor a machine: 4x80 asks for 4 GPUs of 80 GB"):
@@ -90,7 +110,13 @@ def test_this_machine_has_main_memory():
     [
         ("5x80", OWN, None, None, 4),
         ("8x80", replace(OWN, tensor_parallel_size=2, devices="6,7"), None, None, 6),
-        ("8x80", replace(OWN, devices=None, address="http://127.0.0.1:8000"), None, None, 8),
+        ("8x80", replace(OWN, devices="4,5,6,7"), None, None, 4),  # four engines
+        ("8x80", replace(OWN, tensor_parallel_size=2, devices="4,5,6,7"), None, None, 4),  # two
+        ("8x80", replace(OWN, devices=None, address="http://127.0.0.1:8000"), None, None, 7),
+        ("8x80+1x80", replace(OWN, devices=None, address="http://a:1"), None, None, 8),
+        ("2x8x80", replace(OWN, devices=None, address="http://a:1,http://b:1", tensor_parallel_size=2), None, None, 12),
+        ("2x8x80", replace(OWN, devices=None, address="http://a:1"), None, None, 14),  # as many on each node
+        ("2x8x80", replace(OWN, devices="6,7"), None, None, 12),
         ("1x80", replace(OWN, devices=None, sleep=True), None, None, 1),
         ("5x80", OWN, 3, None, 3),  # torchrun says how many
         (4, OWN, None, "0,1,2,3", 4),  # here: the engine's GPU is not among those that the trainer sees
@@ -137,6 +163,66 @@ def test_an_engine_without_room_for_the_longest_request_does_not_fit(seven):
     assert not tight.engine.fits and "fewer than engine.max_model_len=16384" in verdict(tight)
     changes = {change.words: change.enough for change in advice(tight)}
     assert changes["engine.tensor_parallel_size=2, on 2 GPUs"]
+    four = planned(seven, "8x20", replace(OWN, devices="4,5,6,7"))
+    changes = {change.words: change.enough for change in advice(four)}
+    assert changes["engine.tensor_parallel_size=2, so 2 engines in place of 4"]
+
+
+def test_every_engine_has_a_kv_cache_of_its_own_and_they_share_the_published_weights(seven):
+    one, four = planned(seven, "5x80"), planned(seven, "8x80", replace(OWN, devices="4,5,6,7"))
+    pairs = planned(seven, "8x80", replace(OWN, devices="4,5,6,7", tensor_parallel_size=2))
+    assert (four.settings.engines, pairs.settings.engines) == (4, 2) and four.engine == one.engine
+    assert pairs.engine == planned(seven, "8x80", replace(OWN, devices="6,7", tensor_parallel_size=2)).engine
+    names = ("published weights in shared memory", "processes of ranks and engine (allowance)")
+    # Three engines more, each with a client and a process that CUDA maps as much again for.
+    assert [four.host[name] - one.host[name] for name in names] == [0, 3 * 3 * GIB]
+    assert "4 sample (4 engines of 1)" in plan_table(four, "x") and "70.9 on 4 GPUs that sample" in verdict(four)
+    assert f"the KV cache of each of 4 holds {four.engine.tokens:,} tokens" in plan_table(four, "x")
+
+
+def test_servers_are_on_the_nodes_or_on_gpus_of_their_own(seven):
+    engine = replace(OWN, devices=None, tensor_parallel_size=2, address="http://a:1,http://b:1")
+    both, apart = planned(seven, "2x8x80", engine), planned(seven, "8x80+4x40", engine)
+    assert (both.trainers, both.gpus, apart.trainers, apart.gpus) == (12, 16, 8, 8)
+    assert apart.engine.total == int(0.9 * asked_machine("4x40").gpu_bytes) < both.engine.total
+    text = verdict(both)
+    assert both.fits and "GiB used at most on 12 GPUs that train, 70.9 on 4 GPUs that serve" in text
+    assert "start it on each node with --nnodes 2 --nproc_per_node 6" in text
+    assert "35.5 on 4 GPUs that serve" in verdict(apart)
+    # Six ranks and one server of two GPUs are on a node; none of the servers is, where they are elsewhere.
+    names = ("processes of ranks and engine (allowance)", "largest tensor on each rank, while weights are read")
+    assert [both.host[name] for name in names] == [(6 * 2 + 1 + 2 * 2) * GIB, 6 * 2 * seven.largest]
+    assert apart.host[names[0]] == 8 * 2 * GIB
+
+
+def test_a_node_that_has_fewer_gpus_than_its_ranks_and_engines_need_does_not_fit(seven):
+    # 14 ranks of torchrun are 7 on each node, and the first one has two engines, too.
+    plan = planned(seven, "2x8x80", replace(OWN, devices="6,7"), trainers=14)
+    assert plan.gpus == plan.machine.all_gpus and not plan.fits and "it needs 16 GPUs on nodes alike" in verdict(plan)
+    idle = planned(seven, "2x8x80", replace(OWN, devices="6,7"))
+    assert idle.fits and "GPUs: 12 train, 2 sample (2 engines of 1), 2 idle" in plan_table(idle, "x")
+
+
+# -- sharding inside a node ---------------------------------------------------------------------------------------------
+
+
+def test_states_are_sharded_within_so_many_devices(seven):
+    rows = partial(trainer_rows, seven, 16384, activation_checkpointing=True)
+    assert rows(world_size=16, shard_within=8) == rows(world_size=8)
+    assert rows(world_size=16, shard_within=16) == rows(world_size=16) == rows(world_size=16, shard_within=None)
+    # 16 bytes for each parameter: float32 master, gradient and two moments.
+    states = ("weights, float32 master", "gradients, float32", "state of the optimizer")
+    assert sum(rows(world_size=16, shard_within=4)[name] for name in states) == 16 * seven.total // 4
+    # Fewer devices than that hold all states together.
+    assert rows(world_size=2, shard_within=8) == rows(world_size=2)
+
+
+def test_sharding_inside_a_node_costs_memory_and_may_be_given_up(seven):
+    server = replace(OWN, devices=None, address="http://a:1")
+    inside, all_ = (planned(seven, "4x8x40+1x80", server, shard_within=within) for within in (2, None))
+    assert inside.total() > all_.total() and not inside.fits and all_.fits
+    changes = {change.words: change.enough for change in advice(inside)}
+    assert changes["ranks.shard_within=null"] and not any("GPUs that train" in words for words in changes)
 
 
 def test_an_engine_on_a_cpu_has_the_cache_that_is_asked_for(seven):
@@ -232,7 +318,7 @@ def test_a_disk_that_is_too_small_is_said_with_what_saves_room(seven):
 
 def test_too_few_gpus_for_the_ranks_of_torchrun(seven):
     plan = planned(seven, "4x80", trainers=4)
-    assert not plan.fits and "it needs 5 GPUs, 4 to train and 1 to sample" in verdict(plan)
+    assert not plan.fits and "it needs 5 GPUs: 4 train, 1 samples (1 engine of 1)" in verdict(plan)
 
 
 def test_on_a_cpu_all_is_in_main_memory(seven):
@@ -259,8 +345,10 @@ def test_figures_have_three_digits():
 
 
 def test_a_server_and_a_replay_need_no_gpu_for_an_engine(seven):
-    server = planned(seven, "4x80", replace(OWN, devices=None, address="http://127.0.0.1:8000"))
-    assert server.engine is None and server.trainers == 4
+    here = Machine(4, 79 * GIB, 500 * GIB, "the 4 GPUs here", True)
+    server = planned(seven, here, replace(OWN, devices=None, address="http://127.0.0.1:8000"))
+    assert server.engine is None and server.trainers == server.gpus == 4
     assert "the engine is the server at http://127.0.0.1:8000" in plan_table(server, "x")
+    assert "GPUs: 4 train; elsewhere 1 serves (1 server of 1)" in plan_table(server, "x")
     replay = planned(seven, "4x80", None)
     assert replay.engine is None and replay.gpus == 4 and replay.host["published weights in shared memory"] == 0

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from torchtune_ext.policy.memory import GIB
 from torchtune_ext.training.plan.plan import Plan
 
-MOST_GPUS = 64  # more are not tried
+MOST_GPUS = 128  # more are not tried
 UTILIZATIONS = [share / 100 for share in range(90, 5, -5)]  # of gpu_memory_utilization
 
 
@@ -56,17 +56,19 @@ def _cheap(plan: Plan) -> Iterator[tuple[str, Plan]]:
 
 
 def _training(plan: Plan) -> list[Advice]:
-    limit, found = plan.machine.gpu_bytes, []
+    limit, nodes, found = plan.machine.gpu_bytes, plan.machine.nodes, []
 
     def tried(words: str, changed: Plan) -> Advice:
         total = changed.total()
         return Advice(words, f"{_gib(total)} on each GPU", total <= limit)
 
     found += _sharing(plan)
+    if (plan.settings.shard_within or plan.trainers) < plan.trainers:
+        found.append(tried("ranks.shard_within=null", _changed(plan, shard_within=None)))
     found += [tried(words, changed) for words, changed in _cheap(plan)]
     cheapest = list(_cheap(plan))
     for words, base in [("", plan), *cheapest[-1:]]:
-        number = next((n for n in range(plan.trainers + 1, MOST_GPUS + 1) if base.total(n) <= limit), None)
+        number = next((n for n in range(plan.trainers + nodes, MOST_GPUS + 1, nodes) if base.total(n) <= limit), None)
         if number is not None:
             more = replace(base, trainers=number)
             title = f"{number} GPUs that train{f', with {words}' if words else ''} ({more.gpus} in all)"
@@ -100,7 +102,9 @@ def _sharing(plan: Plan) -> Iterator[Advice]:
         changed = _changed(plan, engine=replace(engine, sleep=True, kv_on_publish="recompute"))
         words = "engine.sleep=true, with staleness=0"
         yield Advice(words, f"{_gib(changed.total())} on each GPU", changed.total() <= limit)
-    changed = _changed(plan, engine=replace(engine, sleep=False, devices=str(plan.machine.gpus)))
+    gpus = plan.machine.gpus
+    names = ",".join(str(number) for number in range(gpus, gpus + engine.tensor_parallel_size))
+    changed = _changed(plan, engine=replace(engine, sleep=False, devices=names))
     words = f"GPUs more: {engine.tensor_parallel_size}, which engine.devices names"
     yield Advice(words, f"{_gib(changed.total())} on each GPU that trains", changed.total() <= limit)
 
@@ -121,7 +125,10 @@ def _engine(plan: Plan) -> Iterator[Advice]:
     for gpus in range(engine.tensor_parallel_size + 1, plan.settings.sizes.heads + 1):
         # vLLM deals whole heads out to its GPUs.
         if plan.settings.sizes.heads % gpus == 0:
-            more = tried(f"engine.tensor_parallel_size={gpus}, on {gpus} GPUs", tensor_parallel_size=gpus)
+            made = plan.settings
+            fewer, rest = divmod(made.engine_gpus, gpus) if made.engine_place == "own" else (0, 0)
+            where = f"so {fewer} engines in place of {made.engines}" if fewer and not rest else f"on {gpus} GPUs"
+            more = tried(f"engine.tensor_parallel_size={gpus}, {where}", tensor_parallel_size=gpus)
             if more.enough:
                 yield more
                 break

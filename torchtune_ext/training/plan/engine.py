@@ -1,4 +1,4 @@
-"""What the engine takes of each of its devices, and how much room that leaves for keys and values."""
+"""How many engines there are, what each takes of each of its devices, and how much room that leaves for keys and values."""
 
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ class EngineNeed:
     Args:
         rows: bytes by name, without the KV cache.
         kv_bytes: of the KV cache; negative where the rest alone is too much.
-        tokens: how many tokens the KV cache holds, on all devices together.
+        tokens: how many tokens the KV cache of one engine holds, on all its devices together.
         max_model_len: tokens of the longest request.
         requests: in one step at most, canary aside.
     """
@@ -49,8 +49,28 @@ class EngineNeed:
         return min(self.tokens // tokens, self.requests)
 
 
+def engine_count(config: EngineConfig) -> int:
+    """Returns how many engines sample: `engine.devices`, divided among engines of `engine.tensor_parallel_size` GPUs, or one
+    server for each address.
+
+    Raises:
+        ValueError: the GPUs cannot be divided so.
+    """
+    if config.address is not None:
+        return len(config.address.split(","))
+    if config.devices is None:
+        return 1
+    gpus = len(config.devices.split(","))
+    if gpus % config.tensor_parallel_size:
+        raise ValueError(
+            f"engine.devices={config.devices} are {gpus} GPUs, which engine.tensor_parallel_size={config.tensor_parallel_size} "
+            "does not divide: each engine takes so many of them"
+        )
+    return gpus // config.tensor_parallel_size
+
+
 def engine_need(sizes: Sizes, config: EngineConfig, gpu_bytes: int, adapter_bytes: int = 0) -> EngineNeed:
-    """Estimates what an engine of our own takes.
+    """Estimates what one engine takes, of our own or a server that `torchtune-ext serve` starts with the same settings.
 
     Args:
         gpu_bytes: memory of each GPU; 0: the engine computes on the CPU.

@@ -6,7 +6,7 @@ from functools import cached_property
 from torchtune_ext.policy.memory import GIB, Sizes, trainer_rows
 from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.training.plan.disk import DiskNeed, disk_need, file_in_memory
-from torchtune_ext.training.plan.engine import CONTEXT, GRAPHS, NCCL, EngineNeed, engine_need
+from torchtune_ext.training.plan.engine import CONTEXT, GRAPHS, NCCL, EngineNeed, engine_count, engine_need
 from torchtune_ext.training.plan.machine import Machine
 from torchtune_ext.training.state import CheckpointConfig
 
@@ -38,6 +38,7 @@ class Settings:
         reference: whether the loss asks a reference policy.
         publishes_all: whether whole weights ever go to the engine, and not adapters alone.
         save_merged: whether checkpoints of adapters hold the merged model, too.
+        shard_within: training devices that share the states, each group of so many holding all of them; None: all share them.
     """
 
     sizes: Sizes
@@ -56,6 +57,7 @@ class Settings:
     publishes_all: bool = True
     save_merged: bool = False
     resumes: bool = False
+    shard_within: int | None = None
 
     @property
     def engine_place(self) -> str:
@@ -70,9 +72,14 @@ class Settings:
         return "shared" if self.engine.devices is None else "own"
 
     @property
+    def engines(self) -> int:
+        """How many engines, or servers, sample."""
+        return 0 if self.engine is None else engine_count(self.engine)
+
+    @property
     def engine_gpus(self) -> int:
-        """GPUs that only the engine uses."""
-        return self.engine.tensor_parallel_size if self.engine_place == "own" else 0
+        """GPUs that only engines use, or servers."""
+        return self.engines * self.engine.tensor_parallel_size if self.engine_place in ("own", "server") else 0
 
 
 @dataclass(frozen=True)
@@ -87,7 +94,14 @@ class Plan:
         """Returns the bytes of each training GPU by name, allowances among them, for another number of them. On a CPU these are
         the bytes of all ranks together."""
         made = self.settings
-        rows = trainer_rows(made.sizes, made.row_tokens, trainers, made.activation_checkpointing, made.optimizer_bytes)
+        rows = trainer_rows(
+            made.sizes,
+            made.row_tokens,
+            trainers,
+            made.activation_checkpointing,
+            made.optimizer_bytes,
+            made.shard_within,
+        )
         if not self.machine.gpus:
             return {name: bytes_ * trainers for name, bytes_ in rows.items()}
         rows |= {
@@ -103,28 +117,41 @@ class Plan:
 
     @cached_property
     def engine(self) -> EngineNeed | None:
-        """What an engine of our own takes of each of its devices."""
-        made = self.settings
-        if made.engine_place in ("none", "server"):
+        """What each engine takes of each of its devices; None: there is none, or it is a server on GPUs of unknown size."""
+        made, machine = self.settings, self.machine
+        if made.engine_place == "none" or (made.engine_place == "server" and (machine.here or not machine.gpus)):
             return None
         adapters = 0 if made.publishes_all else made.sizes.dtype.itemsize * made.sizes.trained
-        return engine_need(made.sizes, made.engine, self.machine.gpu_bytes, adapters)
+        return engine_need(made.sizes, made.engine, self.engine_gpu_bytes, adapters)
+
+    @property
+    def engine_gpu_bytes(self) -> int:
+        """Memory of each GPU that samples, in bytes; 0: it samples on the CPU."""
+        return (self.machine.serving or self.machine).gpu_bytes
+
+    @property
+    def serves_elsewhere(self) -> bool:
+        """Says whether servers sample on GPUs that `machine.gpus` does not count. A machine that is asked for has them, too,
+        unless it names others for them."""
+        return serves_elsewhere(self.machine, self.settings)
 
     @cached_property
     def host(self) -> dict[str, int]:
-        """Bytes of main memory by name, of all processes of the machine."""
+        """Bytes of main memory by name, of all processes of the machine, or of its first node."""
         made, sizes, gpus = self.settings, self.settings.sizes, self.machine.gpus
+        ranks = -(-self.trainers // self.machine.nodes)
         published = sizes.engine_bytes if made.publishes_all else sizes.dtype.itemsize * sizes.trained
-        processes = self.trainers * (2 if gpus else 1)
-        if self.engine is not None:
-            processes += 1 + made.engine.tensor_parallel_size * (2 if gpus else 1)
+        processes = ranks * (2 if gpus else 1)
+        if self.engine is not None and not self.serves_elsewhere:
+            engines = on_one_node(self.machine, made)
+            processes += engines * (1 + made.engine.tensor_parallel_size * (2 if gpus else 1))
         # Files of weights are mapped, not read as a whole: what Linux keeps of them it gives back when memory is short.
         return {
             "processes of ranks and engine (allowance)": processes * PROCESS,
             "published weights in shared memory": published * (made.engine_place != "none"),
             "weights of the engine while it sleeps": sizes.engine_bytes * (made.engine_place == "sleeps" and gpus > 0),
             "reference and weights swapped out, float32": 8 * sizes.total * (made.reference and not sizes.frozen),
-            "largest tensor on each rank, while weights are read": self.trainers * sizes.largest * (2 if gpus else 4),
+            "largest tensor on each rank, while weights are read": ranks * sizes.largest * (2 if gpus else 4),
             "a file of a checkpoint while it is put together": file_in_memory(sizes),
         }
 
@@ -134,7 +161,7 @@ class Plan:
         host = sum(self.host.values())
         if self.machine.gpus:
             return host
-        return host + self.total() + (self.engine.total if self.engine else 0)
+        return host + self.total() + (self.settings.engines * self.engine.total if self.engine else 0)
 
     @cached_property
     def disk(self) -> DiskNeed:
@@ -153,10 +180,32 @@ class Plan:
 
     @property
     def gpus(self) -> int:
-        """How many GPUs the run needs."""
+        """How many GPUs the run needs, without those of servers elsewhere."""
         place = self.settings.engine_place
         beside = self.settings.engine.tensor_parallel_size if place in ("sleeps", "shared") else 0
-        return max(self.trainers + self.settings.engine_gpus, beside)
+        return max(self.trainers + (0 if self.serves_elsewhere else self.settings.engine_gpus), beside)
+
+    @property
+    def gpus_fit(self) -> bool:
+        """Says whether the machine has as many GPUs on each node."""
+        machine, made = self.machine, self.settings
+        if not machine.gpus:
+            return True
+        if machine.here:
+            # Of the GPUs here, an engine on GPUs of its own may see others than the trainer.
+            return (self.trainers if made.engine_place == "own" else self.gpus) <= machine.gpus
+        ranks = -(-self.trainers // machine.nodes)
+        return (
+            self.gpus <= machine.all_gpus and ranks + sampling_gpus(machine, made) <= machine.gpus and self.servers_fit
+        )
+
+    @property
+    def servers_fit(self) -> bool:
+        """Says whether the GPUs that serve elsewhere, as far as they are known, are enough for all servers."""
+        serving, made = self.machine.serving, self.settings
+        if serving is None or made.engine_place != "server":
+            return True
+        return made.engines <= serving.nodes * (serving.gpus // made.engine.tensor_parallel_size)
 
     @property
     def training_fits(self) -> bool:
@@ -167,7 +216,7 @@ class Plan:
     def engine_fits(self) -> bool:
         """Says whether the engine has room, for itself and for the longest request."""
         need = self.engine
-        return need is None or (need.fits and (not self.machine.gpus or need.total <= self.machine.gpu_bytes))
+        return need is None or (need.fits and (not self.machine.gpus or need.total <= self.engine_gpu_bytes))
 
     @property
     def host_fits(self) -> bool:
@@ -182,10 +231,7 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Says whether the run has what it needs."""
-        # Of the GPUs here, an engine on GPUs of its own may see others than the trainer.
-        apart = self.machine.here and self.settings.engine_place == "own"
-        enough = not self.machine.gpus or (self.trainers if apart else self.gpus) <= self.machine.gpus
-        return enough and self.training_fits and self.engine_fits and self.host_fits and self.disk_fits
+        return self.gpus_fit and self.training_fits and self.engine_fits and self.host_fits and self.disk_fits
 
     def _beside(self, rows: dict[str, int], trainers: int) -> int:
         """Returns by how much an engine on the same GPU raises the peak of the trainer, whose rows are given."""
@@ -201,28 +247,69 @@ class Plan:
         return max(need.total - (sum(rows.values()) - resting), CONTEXT + GRAPHS)
 
 
+def serves_elsewhere(machine: Machine, settings: Settings) -> bool:
+    """Says whether servers sample on GPUs that `machine.gpus` does not count."""
+    return settings.engine_place == "server" and (machine.here or machine.serving is not None)
+
+
+def on_one_node(machine: Machine, settings: Settings) -> int:
+    """Returns how many engines are on the node that has most of them. Those of our own are all on the first node; servers are
+    spread over the nodes."""
+    return -(-settings.engines // machine.nodes) if settings.engine_place == "server" else settings.engines
+
+
+def sampling_gpus(machine: Machine, settings: Settings) -> int:
+    """Returns how many GPUs of the node with most engines only sample."""
+    if settings.engine_place not in ("own", "server") or serves_elsewhere(machine, settings):
+        return 0
+    return on_one_node(machine, settings) * settings.engine.tensor_parallel_size
+
+
 def trainers_of(machine: Machine, settings: Settings, world_size: int | None = None, visible: str | None = None) -> int:
-    """Returns how many devices train.
+    """Returns how many devices train: as many on each node, since the same command starts them.
 
     Args:
         world_size: the ranks that torchrun has started; None: it has not.
         visible: CUDA_VISIBLE_DEVICES of this process.
 
     Raises:
-        ValueError: the engine leaves no GPU to train.
+        ValueError: the engine leaves no GPU to train, or the GPUs that serve have no server.
     """
-    if world_size is not None:
-        return world_size
-    if not machine.gpus:
-        return 1
-    taken = settings.engine_gpus
+    if machine.serving is not None and settings.engine_place != "server":
+        raise ValueError(
+            f"{machine.name}: GPUs that serve elsewhere need engine.address, the addresses of the servers on them; it is null"
+        )
+    return world_size or (_free(machine, settings, visible) if machine.gpus else 1)
+
+
+def _free(machine: Machine, settings: Settings, visible: str | None) -> int:
+    """Returns how many GPUs are left to train."""
+    taken, each = sampling_gpus(machine, settings), " of each node" if machine.nodes > 1 else ""
     if machine.here and taken:
         # The trainer may see its own GPUs alone, and the engine others.
         mine = visible.split(",") if visible else [str(i) for i in range(machine.gpus)]
         taken = len({name.strip() for name in settings.engine.devices.split(",")} & {name.strip() for name in mine})
-    if taken >= machine.gpus:
+    if taken < machine.gpus:
+        return machine.nodes * (machine.gpus - taken)
+    if settings.engine_place == "server":
         raise ValueError(
-            f"{machine.name}: the engine has {taken} of its own (engine.devices={settings.engine.devices}); none is left to "
-            f"train; ask for {taken + 1} or more, or let both share one by engine.devices=null engine.sleep=true"
+            f"{machine.name}: the servers (engine.address={settings.engine.address}) take {taken} GPUs{each}; none is left "
+            "to train; name GPUs elsewhere for them, as in 8x80+4x80"
         )
-    return machine.gpus - taken
+    raise ValueError(
+        f"{machine.name}: the engine has {taken} of its own (engine.devices={settings.engine.devices}); none is left to "
+        f"train; ask for {taken + 1} or more, or let both share one by engine.devices=null engine.sleep=true"
+    )
+
+
+def missing_devices(machine: Machine, settings: Settings) -> list[str]:
+    """Returns what is wrong with the numbers of the engine's GPUs on a machine that is asked for; here the start looks."""
+    if settings.engine_place != "own" or machine.here or not machine.gpus:
+        return []
+    numbers = [int(name) for name in settings.engine.devices.split(",") if name.strip().isdigit()]
+    if max(numbers, default=0) < machine.gpus:
+        return []
+    return [
+        f"engine.devices={settings.engine.devices} names GPU {max(numbers)}, but {machine.name} has {machine.gpus}"
+        f"{' on a node' if machine.nodes > 1 else ''}, from 0 to {machine.gpus - 1}"
+    ]

@@ -25,6 +25,8 @@ def plan_table(plan: Plan, name: str) -> str:
     made, sizes = plan.settings, plan.settings.sizes
     trained = f"{sizes.trained / sizes.total:.2%} of them trained" if sizes.frozen else "all trained"
     lines = [f"{name}: {_count(sizes.total)} parameters, {trained}"]
+    if plan.machine.gpus:
+        lines.append(f"GPUs: {_roles(plan)}")
     numbers = sorted({*COLUMNS, plan.trainers})
     columns = [plan.device(n) for n in numbers]
     unit, unit_name = (GIB, "GiB") if plan.total() >= GIB else (MIB, "MiB")
@@ -39,7 +41,8 @@ def plan_table(plan: Plan, name: str) -> str:
         lines += _engine_lines(plan, unit, unit_name)
     elif made.engine_place == "server":
         lines.append(f"the engine is the server at {made.engine.address}; what it needs is not in this table")
-    lines += _rows(f"{unit_name} of main memory, besides", [], [plan.host], unit)
+    node = " of the first node" if plan.machine.nodes > 1 else ""
+    lines += _rows(f"{unit_name} of main memory{node}, besides", [], [plan.host], unit)
     disk = plan.disk
     lines += _rows(f"{unit_name} of disk for one checkpoint in {made.output_dir}", [], [disk.rows], unit)
     kept = f"{disk.kept} at once at most, with the one that is being written"
@@ -64,17 +67,18 @@ def verdict(plan: Plan) -> str:
 def shortages(plan: Plan) -> list[str]:
     """Returns what is missing, one phrase each."""
     machine, found = plan.machine, []
-    if machine.gpus and plan.gpus > machine.gpus and not machine.here:
-        found.append(f"it needs {plan.gpus} GPUs, {_roles(plan)}")
+    if not plan.servers_fit:
+        found.append(f"its {_engines(plan)} need {plan.settings.engine_gpus} GPUs, where {machine.serving} serve")
+    elif not plan.gpus_fit:
+        found.append(f"it needs {plan.gpus} GPUs{' on nodes alike' if machine.nodes > 1 else ''}: {_roles(plan)}")
     if not plan.training_fits:
         found.append(f"training takes {three(plan.total() / GIB)} GiB of each GPU")
-    need = plan.engine
+    need, which = plan.engine, "the" if plan.settings.engines == 1 else "each"
     if not plan.engine_fits and not need.fits:
-        found.append(
-            f"the engine's KV cache would hold {need.tokens:,} tokens, fewer than engine.max_model_len={need.max_model_len}"
-        )
+        less = f"fewer than engine.max_model_len={need.max_model_len}"
+        found.append(f"{which} engine's KV cache would hold {need.tokens:,} tokens, {less}")
     elif not plan.engine_fits:
-        found.append(f"the engine takes {three(need.total / GIB)} GiB of each GPU")
+        found.append(f"{which} engine takes {three(need.total / GIB)} GiB of each GPU")
     if not plan.host_fits:
         found.append(f"it takes {three(plan.main_memory / GIB)} GiB of main memory, {_left(machine.host_bytes)}")
     if not plan.disk_fits:
@@ -91,8 +95,25 @@ def _left(bytes_: int) -> str:
 
 
 def _roles(plan: Plan) -> str:
-    engine = plan.settings.engine_gpus
-    return f"{plan.trainers} to train{f' and {engine} to sample' if engine else ''}"
+    """Returns which GPUs do what: "4 train, 4 sample (4 engines of 1)"."""
+    made, machine = plan.settings, plan.machine
+    trains = f"{plan.trainers} train{'s' if plan.trainers == 1 else ''}"
+    if made.engine_place == "none":
+        return trains
+    if not made.engine_gpus:
+        return f"{trains} and sample{'s' if plan.trainers == 1 else ''}"
+    verb = "serve" if made.engine_place == "server" else "sample"
+    samples = f"{made.engine_gpus} {verb}{'s' if made.engine_gpus == 1 else ''} ({_engines(plan)})"
+    if plan.serves_elsewhere:
+        return f"{trains}; elsewhere {samples}"
+    idle = machine.all_gpus - plan.gpus
+    return f"{trains}, {samples}{f', {idle} idle' if idle > 0 and not machine.here else ''}"
+
+
+def _engines(plan: Plan) -> str:
+    made = plan.settings
+    kind = "server" if made.engine_place == "server" else "engine"
+    return f"{made.engines} {kind}{'s' if made.engines > 1 else ''} of {made.engine.tensor_parallel_size}"
 
 
 def _used(plan: Plan) -> str:
@@ -100,12 +121,16 @@ def _used(plan: Plan) -> str:
     if not plan.machine.gpus:
         return f": {main} used at most; checkpoints take {disk} of disk"
     text = f": {three(plan.total() / GIB)} GiB used at most on {_that(plan.trainers, 'train')}"
-    place = plan.settings.engine_place
-    if place == "own":
-        text += f", {three(plan.engine.total / GIB)} on {_that(plan.settings.engine_gpus, 'sample')}"
+    place, nodes = plan.settings.engine_place, plan.machine.nodes
+    if place in ("own", "server") and plan.engine is not None:
+        that = _that(plan.settings.engine_gpus, "serve" if place == "server" else "sample")
+        text += f", {three(plan.engine.total / GIB)} on {that}"
     elif place in ("shared", "sleeps"):
         text += f" and {'samples' if plan.trainers == 1 else 'sample'}"
-    ranks = f"; start it with --nproc_per_node {plan.trainers}" if plan.trainers > 1 else ""
+    words = f"--nproc_per_node {-(-plan.trainers // nodes)}"
+    ranks = f"; start it with {words}" if plan.trainers > 1 else ""
+    if nodes > 1:
+        ranks = f"\n  start it on each node with --nnodes {nodes} {words}"
     return f"{text}\n  besides, {main} of main memory and {disk} of disk for checkpoints{ranks}"
 
 
@@ -136,14 +161,17 @@ def _figure(bytes_: int, unit: int) -> str:
 
 def _engine_lines(plan: Plan, unit: int, unit_name: str) -> list[str]:
     made, need = plan.settings, plan.engine
-    where = f"on each engine GPU (engine.tensor_parallel_size={made.engine.tensor_parallel_size})"
+    several = made.engines > 1
+    whose = f"{'server' if made.engine_place == 'server' else 'engine'} GPU"
+    where = f"on each {whose} (engine.tensor_parallel_size={made.engine.tensor_parallel_size})"
     title = f"{unit_name} {where if plan.machine.gpus else 'of main memory for the engine'}"
     lines = _rows(title, [], [need.rows | {_cache_name(plan): max(need.kv_bytes, 0)}], unit)
     typical = [(f"engine.max_model_len={need.max_model_len}", need.max_model_len)]
     if made.prompt_tokens is not None:
         words = f"a prompt of {made.prompt_tokens} + sampling.max_tokens={made.max_tokens}"
         typical.append((words, made.prompt_tokens + made.max_tokens))
-    lines.append(f"  the KV cache holds {need.tokens:,} tokens, for so many requests at once:")
+    whole = f" of each of {made.engines}" if several else ""
+    lines.append(f"  the KV cache{whole} holds {need.tokens:,} tokens, for so many requests at once:")
     return lines + [f"    {need.in_flight(tokens):>9,} of {words}" for words, tokens in typical]
 
 
