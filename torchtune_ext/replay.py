@@ -35,7 +35,7 @@ APART = (
     "grader",
     "bench",
 )
-APART += ("evaluation", "engine", "staleness", "depth", "rollouts", "rank_deadline_s", "max_mismatch")
+APART += ("evaluation", "engine", "staleness", "depth", "rollouts", "ranks", "max_mismatch")
 NAMED = 8  # settings that differ and that one line names
 BATCHES = 32  # The problems of a first step are among those of so many: of steps ahead, or of refills.
 

@@ -87,7 +87,7 @@ VALUES = {
     "max_grad_norm=0": full("max_grad_norm=0", r"max_grad_norm=0.0 must be more than 0"),
     "max_mismatch=-1": full("max_mismatch=-1", r"max_mismatch=-1.0 must be more than 0"),
     "rollouts.deadline_s=0": full("rollouts.deadline_s=0", r"rollouts.deadline_s=0.0 must be a number of seconds greater than 0"),
-    "rank_deadline_s=0": full("rank_deadline_s=0", r"rank_deadline_s=0.0 must be a number greater than 0"),
+    "ranks.deadline_s=0": full("ranks.deadline_s=0", r"ranks.deadline_s=0.0 must be a number greater than 0"),
     "aggregation=mean": full("aggregation=mean", r"aggregation='mean' is unknown; use 'token' or 'sequence' or 'constant'"),
     "aggregation=tokens": full("aggregation=tokens", r"aggregation='tokens' is unknown; did you mean 'token'\?"),
     "optimizer.lr=fast": full("optimizer.lr=fast", r"optimizer.lr='fast': torch.optim.AdamW does not take it \(.*\); the default is 0.001", real=True),

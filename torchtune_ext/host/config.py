@@ -87,6 +87,7 @@ MOVED = {
     "save_merged": "adapters.save_merged",
     "precision.recipe": "precision.scaling",
     "rollout_deadline_s": "rollouts.deadline_s",
+    "rank_deadline_s": "ranks.deadline_s",
 }
 
 

@@ -163,10 +163,10 @@ class Learner:
                 if on_row:
                     on_row(cpu_row)
         with self._watch("wait"):
-            whole = reduce({"loss": total, "labels": sum(row.num_labels for row in rows)}, "sum", device)
+            whole = reduce({"loss": total, "labels": sum(row.num_labels for row in rows)}, "sum")
             labels = whole["labels"] or 1.0
-            means = {name: value / labels for name, value in reduce(sums, "sum", device).items()}
-            found = means | reduce(peaks, "max", device) | breakdown.metrics(device)
+            means = {name: value / labels for name, value in reduce(sums, "sum").items()}
+            found = means | reduce(peaks, "max") | breakdown.metrics()
         return Gradient(whole["loss"], {f"loss/{name}": value for name, value in found.items()}, said)
 
     def step(self, gradient: Gradient, advice: Callable[[], str]) -> dict[str, float]:
