@@ -373,8 +373,8 @@ close_ranks()
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("lora", "shape"),
-    [({}, {}), (LORA | {"use_dora": True}, {}), (LORA | {"quantize_base": True}, WIDE | {"num_key_value_heads": 2})],
-    ids=["all weights", "DoRA", "QLoRA"],
+    [({}, {}), (LORA | {"quantize_base": True}, WIDE | {"num_key_value_heads": 2})],
+    ids=["all weights", "QLoRA"],
 )
 def test_a_mesh_of_two_copies_in_two_parts_trains_publishes_and_resumes_as_one_rank(tmp_path, lora, shape):
     runs.make_workplace(tmp_path, **shape)

@@ -122,7 +122,9 @@ def test_a_stopped_rank_is_named_and_welcomed_back_and_at_last_ends_the_run(star
     run = start("train", 6)
     stopped, other = run.pid(1), run.pid(0)
     os.kill(stopped, signal.SIGSTOP)
-    run.find(r"rank 1 gives no sign of life for 1 s \(last: .*\); the others wait; the run ends after 6 s \(ranks.deadl")
+    run.find(
+        r"rank 1 gives no sign of life for 1 s \(last: .*\); the others wait; the run ends after 6 s \(ranks.deadl"
+    )
     os.kill(stopped, signal.SIGCONT)
     run.find("rank 1 is back after")
     assert "rank 0 gives" not in run.text, "the one that was stopped does not blame those that were awake"

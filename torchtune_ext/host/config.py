@@ -25,6 +25,7 @@ from torchtune_ext.policy.scratch import Shape
 from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
 from torchtune_ext.tasks.measured.results import BenchConfig
 from torchtune_ext.telemetry.metrics import LoggingConfig
+from torchtune_ext.training.distributed import RanksConfig
 from torchtune_ext.training.schedule import ScheduleConfig
 from torchtune_ext.training.state import CheckpointConfig
 from torchtune_ext.training.trained import AdapterConfig
@@ -47,6 +48,7 @@ NODES: dict[str, type] = {
     "evaluation": EvaluationConfig,
     "grader": GraderConfig,
     "logging": LoggingConfig,
+    "ranks": RanksConfig,
     "sampling": SamplingConfig,
     "schedule": ScheduleConfig,
     "shape": Shape,

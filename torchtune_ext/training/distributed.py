@@ -29,9 +29,7 @@ class RanksConfig:
     """The node `ranks:` of a recipe, for what concerns several of them."""
 
     deadline_s: float = 300.0  # seconds without a sign of life after which a rank is given up
-    shard_within: int | None = (
-        None  # ranks that share one copy of the weights, those of a machine often; null: all ranks
-    )
+    shard_within: int | None = None  # ranks that share one copy of the weights, as those of a machine do; null: all
 
     def __post_init__(self) -> None:
         Limits(self.deadline_s)

@@ -12,9 +12,9 @@ import psutil
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.training.outcome import from_main, gathered, rank
 
-# A network file system shows a new file on other machines after a while; NFS keeps what it knows of a folder for 3 s or more
-# (acdirmin), but asks anew when the folder is opened.
-SEEN_S = 15.0
+# A network file system may show a new file on other machines after a while. NFS keeps what it knows of a folder for 30 s and more
+# (acdirmin), but asks anew when the folder is opened, as it is here.
+SEEN_S = 10.0
 # No packet is sent there: the address is one of those that documents use (RFC 5737). It leads out by the default route.
 ELSEWHERE = "192.0.2.1"
 
