@@ -250,6 +250,7 @@ for g, (prompt, lengths) in enumerate([(9, [5, 1, 12]), (4, [20, 3]), (15, [2, 2
     )
     groups.append(Group(Problem(f"p{g}", (), None), rng.integers(0, 300, prompt).astype(np.int32), samples))
 rows, _ = pack(groups, 40, layout=Layout(4))
+assert len(rows) > 4, "several rows for a rank: the copies sum their gradients with the last one"
 
 
 class Run:

@@ -149,6 +149,9 @@ class Learner:
                 token_loss_L, metrics = self.loss(tokens)
                 self._require_labels(row, token_loss_L, metrics)
                 row_loss = (row.weights_L * token_loss_L).sum()
+                if self.ranks.shards < self.ranks.world_size:
+                    # Copies of the weights, on other machines often, sum their gradients once, with the last row.
+                    self.policy.model.set_requires_all_reduce(i == len(rows) - 1)
                 # FSDP averages gradients over ranks, but the weights of labels sum to one over all of them.
                 (row_loss * self.ranks.world_size).backward()
                 total += row_loss.item()

@@ -12,8 +12,8 @@ import psutil
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.training.outcome import from_main, gathered, rank
 
-# A network file system may show a new file on other machines after a while. NFS keeps what it knows of a folder for 30 s and more
-# (acdirmin), but asks anew when the folder is opened, as it is here.
+# A network file system may show a new file on other machines after a while. NFS keeps what it knows of a folder for 30 s and
+# more (acdirmin), but asks anew when the folder is opened, as it is here.
 SEEN_S = 10.0
 # No packet is sent there: the address is one of those that documents use (RFC 5737). It leads out by the default route.
 ELSEWHERE = "192.0.2.1"
@@ -28,10 +28,11 @@ def choose_interface() -> None:
     """
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
-    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+    first = os.environ.get("MASTER_ADDR", "localhost")
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"] or first in ("localhost", "127.0.0.1", "::1"):
         found = "lo" if "lo" in [name for _, name in socket.if_nameindex()] else None
     else:
-        found = interface_to(os.environ["MASTER_ADDR"]) or interface_to(ELSEWHERE)
+        found = interface_to(first) or interface_to(ELSEWHERE)
     if found is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = found
 

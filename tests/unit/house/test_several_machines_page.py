@@ -10,6 +10,7 @@ from page_commands import blocks
 from torch.distributed.run import get_args_parser
 
 from torchtune_ext.host.catalog import config_files, folder
+from torchtune_ext.host.command_line import require_rendezvous
 from torchtune_ext.host.config import build, load_config
 from torchtune_ext.recipes import grpo
 from torchtune_ext.training.distributed import RanksConfig
@@ -52,6 +53,7 @@ def require_a_run(lines, first):
         words = words.split()
         assert words.pop(0) == "run"
         args = get_args_parser().parse_args(words)
+        require_rendezvous(args, words)
         # Without an endpoint torchtune starts a run of one machine.
         assert args.rdzv_endpoint == f"{first}:29500" and args.rdzv_backend == "static"
         assert int(args.nproc_per_node) == len(devices.split(","))
@@ -95,6 +97,36 @@ def test_the_manifest_starts_one_run_on_two_pods(page, printed):
     ]
     require_a_run(lines, f"{name}-0.{pod['subdomain']}")
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "--nnodes 2 --nproc_per_node 8",
+            "--nnodes 2 without --rdzv_endpoint: torchtune would wait on each machine for itself. Add",
+        ),
+        ("--nnodes 1:4 --rdzv_backend c10d", "--nnodes 1:4 without --rdzv_endpoint"),
+        ("--nnodes 2 --master_addr a --node_rank 1", "--nnodes 2 without --rdzv_endpoint"),
+        (
+            "--nnodes 2 --rdzv_endpoint a:29500",
+            "--nnodes 2 without --node_rank: each machine needs its number, 0 on a, which",
+        ),
+        ("--nnodes 2 --rdzv_endpoint a:29500 --node_rank 1", None),
+        ("--nnodes=2 --rdzv-endpoint=a:29500 --node-rank=1", None),
+        ("--nnodes 2 --rdzv_endpoint a:29500 --rdzv_backend c10d", None),
+        ("--nproc_per_node 2", None),
+    ],
+)
+def test_machines_that_would_not_find_each_other_are_refused(words, message, monkeypatch):
+    monkeypatch.delenv("PET_NODE_RANK", raising=False)
+    given = [*words.split(), "grpo_full", "--config", "grpo/tiny"]
+    args = get_args_parser().parse_args(given)
+    if message is None:
+        require_rendezvous(args, given)
+    else:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            require_rendezvous(args, given)
 
 
 def test_the_page_says_what_was_never_run(page):

@@ -206,7 +206,8 @@ def environ(monkeypatch):
 
 
 def test_gloo_listens_where_the_other_machines_are(environ, monkeypatch):
-    assert environ(LOCAL_WORLD_SIZE="4") == "lo"
+    assert environ(LOCAL_WORLD_SIZE="4", MASTER_ADDR="10.0.0.1") == "lo", "all ranks are here"
+    assert environ() == "lo", "nobody said how many are here, but no other machine could find rank 0"
     assert environ(LOCAL_WORLD_SIZE="2", GLOO_SOCKET_IFNAME="ib0") == "ib0"
     leads = {"10.0.0.1": "eth1", machines.ELSEWHERE: "eth0"}
     monkeypatch.setattr(machines, "interface_to", leads.get)

@@ -1,7 +1,6 @@
 """The watch over ranks: what it says and when it ends a run, decided from beats alone; and its threads."""
 
 import logging
-import os
 import threading
 import time
 from datetime import timedelta
@@ -157,19 +156,6 @@ def test_one_rank_costs_nothing(monkeypatch):
     assert ranks.any(True) is True and ranks.any(False) is False
     with ranks.phase("sample", 3):
         pass
-
-
-@pytest.mark.parametrize(
-    ("here", "chosen", "expected"), [("2", None, "lo"), ("1", None, None), ("2", "eth7", "eth7"), (None, None, None)]
-)
-def test_gloo_stays_on_one_machine(monkeypatch, here, chosen, expected):
-    """Of two ranks, so many are here; the user has chosen an interface."""
-    for name, value in (("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", here), ("GLOO_SOCKET_IFNAME", chosen)):
-        monkeypatch.delenv(name, raising=False)
-        if value is not None:
-            monkeypatch.setenv(name, value)
-    distributed.stay_on_this_machine()
-    assert os.environ.get("GLOO_SOCKET_IFNAME") == expected
 
 
 def test_without_an_address_the_missing_variable_is_named(monkeypatch):
