@@ -88,7 +88,7 @@ def require_shared(hosts: Sequence[str], output_dir: str | Path, model_dir: str 
 
 
 def _require_folder(hosts: Sequence[str], output_dir: Path) -> None:
-    place, mark = from_main(lambda: _marked(output_dir))
+    place, mark, shown = from_main(lambda: _marked(output_dir))
     found = gathered(_sees(Path(place), mark))
     if rank() == 0:
         for each in range(len(hosts)):
@@ -97,7 +97,7 @@ def _require_folder(hosts: Sequence[str], output_dir: Path) -> None:
     refused = [each for each, wrong in enumerate(found) if wrong]
     if lacking:
         raise ValueError(
-            f"output_dir={output_dir}: {whose(hosts, lacking)} cannot see what {whose(hosts, [0])} writes there ({place}). "
+            f"output_dir={output_dir}: {whose(hosts, lacking)} cannot see what {whose(hosts, [0])} writes there ({shown}). "
             "Every rank writes its part of a checkpoint: name a folder that all machines share, by the same path "
             "(docs/several_machines.md)"
         )
@@ -108,8 +108,9 @@ def _require_folder(hosts: Sequence[str], output_dir: Path) -> None:
         )
 
 
-def _marked(output_dir: Path) -> tuple[str, str]:
-    """Puts a file into `output_dir`, or where that would be made, and returns that folder and the token in the file's name."""
+def _marked(output_dir: Path) -> tuple[str, str, str]:
+    """Puts a file into `output_dir`, or where that would be made. Returns that folder, the token in the file's name, and where
+    the folder is on this machine."""
     place = output_dir
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -121,7 +122,7 @@ def _marked(output_dir: Path) -> tuple[str, str]:
             f"output_dir={output_dir} cannot be made or written: {error.strerror} ({place}). Set its rights, or choose another "
             "output_dir"
         ) from error
-    return str(place), mark
+    return str(place), mark, str(place.resolve())
 
 
 def _mark_of(place: Path, mark: str, number: int) -> Path:
@@ -177,5 +178,5 @@ def _weights(model_dir: Path) -> str:
         return ""
     try:
         return HFModel(model_dir).fingerprint()
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         return str(error)
