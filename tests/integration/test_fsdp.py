@@ -240,7 +240,7 @@ folder, lora = sys.argv[1], json.loads(sys.argv[2])
 source, saved = HFModel(folder), Path("c")
 rng = np.random.default_rng(0)
 groups = []
-for g, (prompt, lengths) in enumerate([(9, [5, 1, 12]), (4, [20, 3]), (15, [2, 2, 2, 2]), (6, [9]), (8, [11, 7])]):
+for g, (prompt, lengths) in enumerate([(9, [5, 1, 12]), (4, [20, 3]), (15, [2, 2, 2, 2]), (6, [9]), (8, [11, 7])] * 3):
     samples = tuple(
         Sample(
             Completion(rng.integers(0, 300, n).astype(np.int32), rng.normal(-4, 1, n).astype(np.float32), np.zeros(n, np.int32), "stop"),
