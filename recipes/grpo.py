@@ -52,7 +52,7 @@ from torchtune_ext.telemetry.rollouts import RolloutStore
 from torchtune_ext.telemetry.timeline import Timeline
 from torchtune_ext.training.agreement import Agreement
 from torchtune_ext.training.checks import check_parts, check_weights
-from torchtune_ext.training.distributed import init_ranks
+from torchtune_ext.training.distributed import RanksConfig, init_ranks
 from torchtune_ext.training.identity import Identity, identify
 from torchtune_ext.training.learner import Learner, over_updates
 from torchtune_ext.training.life import close_all, run_recipe, standing
@@ -108,7 +108,7 @@ class Config:
     max_mismatch: float = 0.05  # mean |trainer - sampler log-prob| above which the run stops
     checkpoints: dict[str, Any] = field(default_factory=dict)  # fields of CheckpointConfig: every, keep_last, ...
     resume_from_checkpoint: bool = False  # go on from the newest checkpoint in output_dir
-    rank_deadline_s: float = 300.0  # seconds without a sign of life after which a rank is given up
+    ranks: dict[str, Any] = field(default_factory=dict)  # fields of RanksConfig: deadline_s, shard_within
     logging: dict[str, Any] = field(default_factory=dict)  # fields of LoggingConfig: to (wandb, tensorboard)
     dry_run: Any = False  # True: check the settings and say whether the run fits here; "4x80": 4 GPUs of 80 GB
 
@@ -135,7 +135,13 @@ class GRPORecipe:
     def setup(self) -> None:
         """Checks what can be checked, opens the run's folder, starts the engine, and builds the learner meanwhile."""
         cfg = self.cfg
-        self.ranks = init_ranks(cfg.device, cfg.rank_deadline_s, engine_beside=cfg.staleness > 0)
+        self.ranks = init_ranks(
+            cfg.device,
+            build(RanksConfig, cfg.ranks, "ranks"),
+            engine_beside=cfg.staleness > 0,
+            output_dir=cfg.output_dir,
+            model_dir=cfg.model_dir,
+        )
         # It tells the other ranks, too, who is at what.
         self.watch = summary.Stopwatch(
             lambda phase: self.ranks.phase(phase, self.step), self.timeline if self.ranks.is_main else None
@@ -224,7 +230,7 @@ class GRPORecipe:
             self.hf_model,
             asked=cfg.model,
             adapters=build(AdapterConfig, cfg.adapters, "adapters"),
-            world_size=self.ranks.world_size,
+            shards=self.ranks.shards,
         )
         engine = self.trained.engine(build(EngineConfig, cfg.engine, "engine"))
         self.precision = Precision(
@@ -298,6 +304,7 @@ class GRPORecipe:
             device=self.ranks.device,
             compute_dtype=self.precision.dtype,
             world_size=self.ranks.world_size,
+            shard_within=self.ranks.shard_within,
             activation_checkpointing=cfg.activation_checkpointing,
             compile_layers=cfg.compile,
             seed=cfg.seed,

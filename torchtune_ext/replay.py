@@ -43,6 +43,7 @@ APART += (
     "rollouts",
     "rollout_deadline_s",
     "rank_deadline_s",
+    "ranks",
     "max_mismatch",
 )
 NAMED = 8  # settings that differ and that one line names

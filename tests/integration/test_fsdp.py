@@ -1,4 +1,5 @@
-"""Two FSDP2 ranks on gloo give the gradients of one process, with and without checkpointing, KL, empty rows and FP8."""
+"""Two FSDP2 ranks on gloo give the gradients of one process, with and without checkpointing, KL, empty rows and FP8; and four
+ranks that are two copies of the weights, each of two parts, train, publish and resume as one process does."""
 
 import json
 import subprocess
@@ -98,15 +99,20 @@ LORA = {"lora_attn_modules": ["q_proj", "v_proj", "output_proj"], "apply_lora_to
 def launch(folder, arguments):
     """Runs a script on one rank, then on two; returns what the two printed."""
     for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]):
-        done = subprocess.run(
-            [sys.executable, *launcher, *arguments],
-            cwd=folder,
-            env=runs.environment(),
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+        printed = start(folder, [*launcher, *arguments])
+    return printed
+
+
+def start(folder, words):
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=folder,
+        env=runs.environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     return done.stdout
 
 
@@ -202,3 +208,179 @@ def test_dora_in_bfloat16_answers_to_small_changes_of_its_magnitude_on_any_numbe
     runs.make_workplace(tmp_path)
     (tmp_path / "dora.py").write_text(DORA)
     launch(tmp_path, ["dora.py", str(tmp_path / "model"), str(checkpointing)])
+
+
+MESH = """
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from torchtune_ext.balance import Layout
+from torchtune_ext.groups import Group, Sample
+from torchtune_ext.objective.loss import PolicyLoss
+from torchtune_ext.packing import pack
+from torchtune_ext.policy import from_config
+from torchtune_ext.policy.builder import build_policy
+from torchtune_ext.policy.hf_model import HFModel, clean_name
+from torchtune_ext.policy.lora import adapter_hf_tensors, merged_hf_tensors
+from torchtune_ext.policy.sharded import whole
+from torchtune_ext.sampling.records import Completion
+from torchtune_ext.tasks.task import Problem
+from torchtune_ext.training.distributed import RanksConfig, close_ranks, init_ranks
+from torchtune_ext.training.identity import Identity
+from torchtune_ext.training.learner import Learner
+from torchtune_ext.training.schedule import ScheduleConfig, make_schedule
+from torchtune_ext.training.state import Checkpoints
+
+folder, lora = sys.argv[1], json.loads(sys.argv[2])
+source, saved = HFModel(folder), Path("c")
+rng = np.random.default_rng(0)
+groups = []
+for g, (prompt, lengths) in enumerate([(9, [5, 1, 12]), (4, [20, 3]), (15, [2, 2, 2, 2]), (6, [9]), (8, [11, 7])] * 3):
+    samples = tuple(
+        Sample(
+            Completion(rng.integers(0, 300, n).astype(np.int32), rng.normal(-4, 1, n).astype(np.float32), np.zeros(n, np.int32), "stop"),
+            advantage=float(rng.normal()), trained=True,
+        )
+        for n in lengths
+    )
+    groups.append(Group(Problem(f"p{g}", (), None), rng.integers(0, 300, prompt).astype(np.int32), samples))
+rows, _ = pack(groups, 40, layout=Layout(4))
+assert len(rows) > 4, "several rows for a rank: the copies sum their gradients with the last one"
+
+
+class Run:
+    # A policy that learns; the momentum of its optimizer is a state that a checkpoint must carry.
+    def __init__(self, ranks, shard_within):
+        self.ranks = ranks
+        self.policy = build_policy(
+            lambda: from_config(folder, **lora), source, ranks.device, torch.float32, ranks.world_size, not lora,
+            shard_within=shard_within,
+        )
+        self.optimizer = torch.optim.SGD(self.policy.trainable(), lr=0.1, momentum=0.9)
+        self.learner = Learner(
+            self.policy, PolicyLoss(importance="tis", kl_coef=0.2), ranks, optimizer=self.optimizer,
+            schedule=make_schedule(self.optimizer, ScheduleConfig(), 4), max_grad_norm=0.05,
+        )
+        self.checkpoints = Checkpoints(saved, Identity("run", "model", "base") if ranks.is_main else None)
+
+    def update(self):
+        share = self.ranks.share(rows)
+        reference = self.learner.logprobs(share) if not self.trained() else self.learner.reference([share])[0]
+        gradient = self.learner.forward_backward(share, reference=reference)
+        return self.learner.step(gradient, advice=lambda: "none")
+
+    def trained(self):
+        return bool(self.optimizer.state)
+
+    def weights(self):
+        sent = dict(merged_hf_tensors(self.policy.model, source, torch.float32))
+        if lora:
+            sent |= dict(adapter_hf_tensors(self.policy.model, source, torch.float32))
+        mine = {clean_name(n): whole(p).clone() for n, p in self.policy.model.named_parameters() if p.requires_grad}
+        return {"sent": {n: t.clone() for n, t in sent.items()}, "mine": mine}
+
+    def save(self):
+        def export(place, checksums=None):
+            for _ in merged_hf_tensors(self.policy.model, source, torch.float32):
+                pass
+
+        self.checkpoints.save(1, self.policy.model, self.optimizer, export, {})
+
+    def load(self):
+        self.checkpoints.load(self.checkpoints.choose(), self.policy.model, self.optimizer)
+
+
+def same(found, wanted):
+    return all(torch.equal(found[kind][n], wanted[kind][n]) for kind in wanted for n in wanted[kind])
+
+
+def four(ranks):
+    run = Run(ranks, ranks.shard_within)
+    cut = [p for p in run.policy.model.parameters() if isinstance(p, DTensor)]
+    assert cut and {tuple(p.device_mesh.shape) for p in cut} == {(2, 2)}
+    first = run.weights()
+    said = [run.update()]
+    after = [first, run.weights()]
+    run.save()
+    said.append(run.update())
+    after.append(run.weights())
+    # The copies are copies: what the ranks of the other one hold is the same, bit for bit.
+    for p in cut:
+        local = p._local_tensor if p.requires_grad else whole(p)
+        there = [torch.empty_like(local) for _ in range(2)]
+        torch.distributed.all_gather(there, local.detach(), group=p.device_mesh.get_group(0))
+        assert torch.equal(*there)
+
+    flat = Run(ranks, None)  # the same four ranks with one copy of the weights: another mesh
+    assert {p.device_mesh.ndim for p in flat.policy.model.parameters() if isinstance(p, DTensor)} == {1}
+    flat.load()
+    assert same(flat.weights(), after[1])
+    said.append(flat.update())
+    after.append(flat.weights())
+    back = Run(ranks, ranks.shard_within)
+    back.load()
+    assert same(back.weights(), after[1])
+    said.append(back.update())
+    after.append(back.weights())
+    assert same(after[-1], after[2]), "a run that goes on makes the update that it would have made"
+    if ranks.is_main:
+        torch.save((said, after), "four.pt")
+
+
+def close(found, wanted, first):
+    # Sums of another order: 1e-5 of what the update moved, beside the rounding of the weights themselves.
+    moved = max((wanted[n] - first[n]).abs().max().item() for n in wanted)
+    assert moved > 1e-4, moved
+    for n in wanted:
+        bound = 1e-5 * moved + 4 * 2.0**-24 * wanted[n].abs().max().item()
+        worst = (found[n] - wanted[n]).abs().max().item()
+        assert worst <= bound, (n, worst, bound)
+
+
+def one(ranks):
+    said, after = torch.load("four.pt")
+    run = Run(ranks, None)
+    first = run.weights()
+    assert same(first, after[0])
+    for wanted, weights in ((run.update(), run.weights()), (run.update(), run.weights())):
+        found, mesh = said.pop(0), after.pop(1)
+        for name in ("loss/total", "optim/grad_norm"):
+            assert abs(found[name] - wanted[name]) <= 1e-5 * abs(wanted[name]), (name, found[name], wanted[name])
+        assert wanted["optim/grad_norm"] > 0.05, "the gradient was shortened, by its norm over all ranks"
+        for kind in first:
+            close(mesh[kind], weights[kind], first[kind])
+    flat, _ = after[1:]
+    for kind in first:
+        close(flat[kind], weights[kind], first[kind])
+    alone = Run(ranks, None)
+    alone.load()  # a checkpoint of four ranks, on one
+    alone.update()
+    for kind in first:
+        close(alone.weights()[kind], weights[kind], first[kind])
+    print("four ranks are one")
+
+
+ranks = init_ranks("cpu", RanksConfig(shard_within=2) if len(sys.argv) > 3 else None)
+four(ranks) if ranks.world_size == 4 else one(ranks)
+close_ranks()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("lora", "shape"),
+    [({}, {}), (LORA | {"quantize_base": True}, WIDE | {"num_key_value_heads": 2})],
+    ids=["all weights", "QLoRA"],
+)
+def test_a_mesh_of_two_copies_in_two_parts_trains_publishes_and_resumes_as_one_rank(tmp_path, lora, shape):
+    runs.make_workplace(tmp_path, **shape)
+    (tmp_path / "mesh.py").write_text(MESH)
+    arguments = ["mesh.py", str(tmp_path / "model"), json.dumps(lora)]
+    four = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4"]
+    start(tmp_path, [*four, *arguments, "2 x 2"])
+    assert "four ranks are one" in start(tmp_path, arguments)

@@ -25,11 +25,11 @@ import sys
 import time
 from pathlib import Path
 
-from torchtune_ext.training.distributed import close_ranks, init_ranks
+from torchtune_ext.training.distributed import RanksConfig, close_ranks, init_ranks
 
 logging.basicConfig(level=logging.INFO)
 what, deadline_s, done = sys.argv[1], float(sys.argv[2]), Path("done")
-ranks = init_ranks("cpu", deadline_s, beat_s=0.2, notice_s=1.0)
+ranks = init_ranks("cpu", RanksConfig(deadline_s), beat_s=0.2, notice_s=1.0)
 print(f"rank {ranks.rank} has pid {os.getpid()}, gloo on {os.environ.get('GLOO_SOCKET_IFNAME')}", flush=True)
 with ranks.phase("train", 3):
     assert ranks.any(ranks.rank == 1) and not ranks.any(False)
@@ -122,7 +122,9 @@ def test_a_stopped_rank_is_named_and_welcomed_back_and_at_last_ends_the_run(star
     run = start("train", 6)
     stopped, other = run.pid(1), run.pid(0)
     os.kill(stopped, signal.SIGSTOP)
-    run.find(r"rank 1 gives no sign of life for 1 s \(last: .*\); the others wait; the run ends after 6 s \(rank_deadl")
+    run.find(
+        r"rank 1 gives no sign of life for 1 s \(last: .*\); the others wait; the run ends after 6 s \(ranks.deadl"
+    )
     os.kill(stopped, signal.SIGCONT)
     run.find("rank 1 is back after")
     assert "rank 0 gives" not in run.text, "the one that was stopped does not blame those that were awake"
@@ -131,7 +133,7 @@ def test_a_stopped_rank_is_named_and_welcomed_back_and_at_last_ends_the_run(star
         r"error: rank 0 ends: rank 1 \(host .*, pid (\d+)\) gave no sign of life for 6 s; the last that it did: (.*)"
     )
     assert int(text[1]) == stopped and "train, step 3" in text[2]
-    assert "rank_deadline_s=6" in run.text and "resume_from_checkpoint=True" in run.text
+    assert "ranks.deadline_s=6" in run.text and "resume_from_checkpoint=True" in run.text
     wait_until(lambda: not alive(other), 10)
     os.kill(stopped, signal.SIGKILL)  # torchrun does it, too, but only after 30 s
     assert run.processes[0].wait(30) == 1

@@ -21,7 +21,7 @@ def prepare(args: Namespace, recipes: Sequence[Any]) -> None:
         recipes: the entries of torchtune's registry, ours among them.
 
     Raises:
-        ValueError: there is no such recipe, or the config belongs to another one.
+        ValueError: there is no such recipe, the config belongs to another one, or several machines would not find each other.
     """
     words = args.recipe_args
     # torchtune counts the words of sys.argv, too.
@@ -50,6 +50,35 @@ def prepare(args: Namespace, recipes: Sequence[Any]) -> None:
                 f"--config {given} is a config of torchtune's {theirs[0]}; {args.recipe} takes {ours}, ... (`tune ls`), or a "
                 "YAML file of your own"
             )
+    require_rendezvous(args, sys.argv)
+
+
+def require_rendezvous(args: Namespace, argv: Sequence[str]) -> None:
+    """Refuses words for several machines that torchtune takes for those of one, which would wait there for the others.
+
+    Args:
+        args: what torchtune's parser found, words of torchrun among them.
+        argv: the words themselves.
+
+    Raises:
+        ValueError: `--rdzv_endpoint` or `--node_rank` is missing.
+    """
+    if str(args.nnodes).rpartition(":")[2] == "1":
+        return
+    page = "see docs/several_machines.md"
+    if not args.rdzv_endpoint:
+        # torchtune adds --standalone then, whatever --master_addr and --rdzv_backend say.
+        raise ValueError(
+            f"--nnodes {args.nnodes} without --rdzv_endpoint: torchtune would wait on each machine for itself. Add "
+            f"--rdzv_endpoint HOST:29500 on all of them, where HOST is the machine that gets --node_rank 0; {page}"
+        )
+    numbered = any(word.partition("=")[0] in ("--node_rank", "--node-rank") for word in argv)
+    if args.rdzv_backend == "static" and not numbered and "PET_NODE_RANK" not in os.environ:
+        first = args.rdzv_endpoint.rpartition(":")[0] or args.rdzv_endpoint
+        raise ValueError(
+            f"--nnodes {args.nnodes} without --node_rank: each machine needs its number, 0 on {first}, which gets rank 0 and "
+            f"the engine, 1 on the next; {page}"
+        )
 
 
 def _own_recipe(given: str, known: Sequence[str]) -> str:

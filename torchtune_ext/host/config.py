@@ -26,6 +26,7 @@ from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
 from torchtune_ext.source import RolloutConfig
 from torchtune_ext.tasks.measured.results import BenchConfig
 from torchtune_ext.telemetry.metrics import LoggingConfig
+from torchtune_ext.training.distributed import RanksConfig
 from torchtune_ext.training.precision import PrecisionConfig
 from torchtune_ext.training.schedule import ScheduleConfig
 from torchtune_ext.training.state import CheckpointConfig
@@ -51,6 +52,7 @@ NODES: dict[str, type] = {
     "logging": LoggingConfig,
     "precision": PrecisionConfig,
     "rollouts": RolloutConfig,
+    "ranks": RanksConfig,
     "sampling": SamplingConfig,
     "schedule": ScheduleConfig,
     "shape": Shape,
@@ -91,6 +93,7 @@ MOVED = {
     "save_merged": "adapters.save_merged",
     "precision.recipe": "precision.scaling",
     "rollout_deadline_s": "rollouts.deadline_s",
+    "rank_deadline_s": "ranks.deadline_s",
 }
 
 

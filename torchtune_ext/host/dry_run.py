@@ -35,7 +35,7 @@ from torchtune_ext.policy.published import published_config
 from torchtune_ext.run.output import say
 from torchtune_ext.sampling.engine import Engine
 from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
-from torchtune_ext.training.distributed import Ranks
+from torchtune_ext.training.distributed import Ranks, RanksConfig
 from torchtune_ext.training.plan.machine import Machine, asked_machine, this_machine
 from torchtune_ext.training.plan.plan import Plan, Settings, missing_devices, trainers_of
 from torchtune_ext.training.plan.table import plan_table, verdict
@@ -188,8 +188,10 @@ def checked(
     """
     on_gpu = cfg.device != "cpu" and torch.cuda.is_available()
     try:
-        recipe = make(cfg)
-        recipe.ranks = Ranks(0, trainers, torch.device("cuda", 0) if on_gpu else torch.device("cpu"))
+        recipe, ranks = make(cfg), build(RanksConfig, cfg.ranks, "ranks")
+        ranks.require_divides(trainers)
+        device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+        recipe.ranks = Ranks(0, trainers, device, shard_within=ranks.shard_within)
         recipe.check()
         if here and recipe.engine:
             require_gpus(recipe.engine.config)

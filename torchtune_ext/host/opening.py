@@ -110,9 +110,21 @@ def count(number: int) -> str:
 
 
 def device_text(ranks: Ranks) -> str:
-    """Returns where the trainer computes: "4 processes on NVIDIA H100 80GB HBM3"."""
+    """Returns where the trainer computes: "16 processes on 2 machines (8 on a, 8 on b), each on NVIDIA H100 80GB HBM3; 2 copies
+    of the weights, each on 8 of them"."""
     device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else str(ranks.device)
-    return f"{'1 process' if ranks.world_size == 1 else f'{ranks.world_size} processes'} on {device}"
+    processes = "1 process" if ranks.world_size == 1 else f"{ranks.world_size} processes"
+    where, hosts = "on", list(dict.fromkeys(ranks.hosts))
+    if hosts[1:]:
+        where = (
+            f"on {len(hosts)} machines ({', '.join(f'{ranks.hosts.count(host)} on {host}' for host in hosts)}), each on"
+        )
+    return f"{processes} {where} {device}{copies_text(ranks.world_size, ranks.shards)}"
+
+
+def copies_text(ranks: int, shards: int) -> str:
+    """Returns how many copies of the weights there are, if several: "; 2 copies of the weights, each on 8 of them"."""
+    return f"; {ranks // shards} copies of the weights, each on {shards} of them" if shards < ranks else ""
 
 
 def problems_text(cfg: DictConfig, task: Task, held_out: Task | None, evaluation: EvaluationConfig) -> str:

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torchtune import training
 from torchtune.modules import TransformerDecoder, TransformerSelfAttentionLayer
@@ -54,6 +54,7 @@ def build_policy(
     compile_layers: bool = False,
     seed: int = 0,
     fp8: Fp8Config | None = None,
+    shard_within: int | None = None,
 ) -> PackedPolicy:
     """Builds the policy with float32 master weights, computing in `compute_dtype`.
 
@@ -71,6 +72,8 @@ def build_policy(
         compile_layers: applies `torch.compile` to each layer.
         seed: draws the first values of adapters.
         fp8: lets linear layers compute in FP8; `PackedPolicy.fp8` says which ones and how. With None, none does.
+        shard_within: so many ranks, which follow each other, share one copy of the weights, and there are as many copies as
+            groups of them (HSDP). It divides `world_size`. With None, all ranks share one copy.
 
     Raises:
         ValueError: model and checkpoint do not fit each other, or `fp8` fits neither them nor the device.
@@ -91,7 +94,8 @@ def build_policy(
         training.set_activation_checkpointing(model, auto_wrap_policy={TransformerSelfAttentionLayer})
     if world_size > 1 or (compute_dtype != torch.float32 and not adapters):
         # Adapters round their masters themselves, and DoRA's magnitude must not be rounded: FSDP2 hands them out as they are.
-        _shard(model, device, None if adapters else compute_dtype, world_size)
+        mesh = _mesh(device, world_size, shard_within or world_size)
+        _shard(model, mesh, None if adapters else compute_dtype)
     model.to_empty(device=device)
     with device:
         for module in model.modules():
@@ -104,13 +108,19 @@ def build_policy(
     return policy
 
 
-def _shard(model: TransformerDecoder, device: torch.device, param_dtype: torch.dtype | None, world_size: int) -> None:
+def _mesh(device: torch.device, world_size: int, shards: int) -> DeviceMesh:
+    """Returns how the ranks share the weights: all of them one copy, or each row of the mesh a copy of its own."""
     # On one device in bfloat16, too, FSDP2 keeps the float32 masters, and wants a process group.
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group(
             training.get_distributed_backend(device.type), store=torch.distributed.HashStore(), rank=0, world_size=1
         )
-    mesh = init_device_mesh(device.type, (world_size,))
+    if shards == world_size:
+        return init_device_mesh(device.type, (world_size,))
+    return init_device_mesh(device.type, (world_size // shards, shards), mesh_dim_names=("copies", "shards"))
+
+
+def _shard(model: TransformerDecoder, mesh: DeviceMesh, param_dtype: torch.dtype | None) -> None:
     precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision)

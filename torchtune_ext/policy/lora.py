@@ -60,7 +60,7 @@ class AdapterSpec:
 
 
 def adapter_spec(
-    model: TransformerDecoder, source: HFModel, asked: Mapping[str, Any], world_size: int = 1
+    model: TransformerDecoder, source: HFModel, asked: Mapping[str, Any], shards: int = 1
 ) -> AdapterSpec | None:
     """Looks at the model that the YAML names and says which adapters it has; None where it has none.
 
@@ -89,10 +89,10 @@ def adapter_spec(
     if not modules:
         return None
     for name, module in modules.items():
-        if isinstance(module.weight, NF4Tensor) and module.weight.quantization_factor.numel() % world_size:
+        if isinstance(module.weight, NF4Tensor) and module.weight.quantization_factor.numel() % shards:
             raise ValueError(
                 f"model.quantize_base: {name} has {module.weight.quantization_factor.numel()} groups of 256 NF4 blocks, which "
-                f"{world_size} ranks cannot share; leave it out of the targets, or run on another number of ranks"
+                f"{shards} ranks cannot share; leave it out of the targets, or take another number of ranks or shard_within"
             )
     first = next(iter(modules.values()))
     rank = first.lora_a.weight.shape[0]

@@ -19,7 +19,8 @@ def fill(param: Tensor, full: Tensor) -> None:
     if isinstance(local, NF4Tensor):
         part = to_nf4(full, local.block_size, local.scaler_block_size)
         if isinstance(param, DTensor):
-            part = torch.chunk(part, param.device_mesh.size(), dim=0)[param.device_mesh.get_local_rank()]
+            dim = _sharded_dim(param)
+            part = torch.chunk(part, param.device_mesh.size(dim), dim=0)[param.device_mesh.get_local_rank(dim)]
         # copy_ would leave what is not sharded where it was, on "meta".
         for name in part.__tensor_flatten__()[0]:
             setattr(local, name, getattr(part, name))
@@ -38,9 +39,15 @@ def whole(param: Tensor) -> Tensor:
     if not isinstance(local, NF4Tensor):
         return param.full_tensor().detach()
     mine = dequantized(local)
-    parts = [torch.empty_like(mine) for _ in range(param.device_mesh.size())]
-    dist.all_gather(parts, mine, group=param.device_mesh.get_group())
+    dim = _sharded_dim(param)
+    parts = [torch.empty_like(mine) for _ in range(param.device_mesh.size(dim))]
+    dist.all_gather(parts, mine, group=param.device_mesh.get_group(dim))
     return torch.cat(parts)
+
+
+def _sharded_dim(param: DTensor) -> int:
+    """Returns the dimension of the mesh along which a parameter is cut; along another one there are copies of it."""
+    return next(dim for dim, placement in enumerate(param.placements) if placement.is_shard())
 
 
 def dequantized(tensor: Tensor) -> Tensor:

@@ -79,13 +79,13 @@ class Breakdown:
         self._counts += counts
         self._seen |= metrics.keys()
 
-    def metrics(self, device: torch.device) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Returns the means over all ranks, such as "clip_fraction_at_0". A collective.
 
         Metrics that the loss does not have are left out.
         """
         flat = {f"{name}/{i}": float(v) for name, sums in self._sums.items() for i, v in enumerate(sums)}
-        whole = reduce(flat | {f"/{i}": float(v) for i, v in enumerate(self._counts)}, "sum", device)
+        whole = reduce(flat | {f"/{i}": float(v) for i, v in enumerate(self._counts)}, "sum")
         counts, found = torch.tensor([whole[f"/{i}"] for i in range(len(NAMES))]), {}
         for name in self._names:
             if name in self._seen:

@@ -15,6 +15,7 @@ from torchtune import training
 
 from torchtune_ext.run.output import say
 from torchtune_ext.run.parent import die_with_parent
+from torchtune_ext.training.machines import choose_interface, hosts_of_ranks, require_shared
 from torchtune_ext.training.watch import Limits, Watch
 
 # The process group has a time limit of its own. It is this many seconds longer than that of the watch, so that the
@@ -24,31 +25,68 @@ _watches: list[Watch] = []  # the watch of this process, at most one; it is glob
 
 
 @dataclass(frozen=True, slots=True)
+class RanksConfig:
+    """The node `ranks:` of a recipe, for what concerns several of them."""
+
+    deadline_s: float = 300.0  # seconds without a sign of life after which a rank is given up
+    shard_within: int | None = None  # ranks that share one copy of the weights, as those of a machine do; null: all
+
+    def __post_init__(self) -> None:
+        Limits(self.deadline_s)
+        if self.shard_within is not None and self.shard_within < 1:
+            raise ValueError(
+                f"ranks.shard_within={self.shard_within} must be at least 1: the ranks that share one copy of the weights"
+            )
+
+    def require_divides(self, world_size: int) -> None:
+        """Raises ValueError if so many ranks cannot be put into groups of `shard_within`."""
+        if self.shard_within is not None and world_size % self.shard_within:
+            fitting = [str(n) for n in range(2, world_size + 1) if world_size % n == 0]
+            use = f"set it to {' or '.join(fitting)}" if fitting else "leave it out"
+            raise ValueError(
+                f"ranks.shard_within={self.shard_within} does not divide the {world_size} "
+                f"{'rank' if world_size == 1 else 'ranks'} of this run: {use}, or start it on other machines "
+                "(--nnodes, --nproc_per_node)"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class Ranks:
-    """The rank of this process among those that train."""
+    """The rank of this process among those that train.
+
+    What rank 0 tells the others travels over gloo, on GPUs, too: a rank that waits in NCCL keeps its GPU and a core busy, and
+    rank 0 may let the others wait for hours. NCCL carries what the model itself needs.
+    """
 
     rank: int
     world_size: int  # number of ranks
     device: torch.device
     watch: Watch | None = None  # the watch over the other ranks; None where there are none
+    hosts: tuple[str, ...] = ()  # the machine of every rank, where there are several ranks
+    shard_within: int | None = None  # ranks that share one copy of the weights; None: all
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
+    @property
+    def shards(self) -> int:
+        """Returns into how many parts each copy of the weights is cut."""
+        return self.shard_within or self.world_size
+
     def broadcast(self, value: Any) -> Any:
-        """Returns the value of rank 0 on every rank. It is pickled, so it should be small. A collective."""
+        """Returns the value of rank 0 on every rank. It is pickled. A collective."""
         if self.world_size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, device=self.device)
+        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]
 
     def any(self, flag: bool) -> bool:
         """Tells whether the flag is true on any rank. A collective."""
         if self.world_size == 1:
             return bool(flag)
-        found = torch.tensor([int(flag)], dtype=torch.int32, device=self.device)
+        found = torch.tensor([int(flag)], dtype=torch.int32)
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return bool(found.item())
 
@@ -67,48 +105,91 @@ class Ranks:
         return items[self.rank :: self.world_size]
 
 
-def init_ranks(device: str, rank_deadline_s: float = 300.0, engine_beside: bool = False, **limits: float) -> Ranks:
+def init_ranks(
+    device: str,
+    config: RanksConfig | None = None,
+    engine_beside: bool = False,
+    output_dir: str | None = None,
+    model_dir: str | None = None,
+    **limits: float,
+) -> Ranks:
     """Joins the process group that torchrun set up, if there is one, and begins the watch over the other ranks.
 
     A rank that torchrun started is killed when torchrun ends, also when torchrun gets SIGKILL.
 
     Args:
         device: "cpu", "cuda" or "auto" (cuda where there is one).
-        rank_deadline_s: seconds without a sign of life from a rank after which the run ends (see `watch`); more than 0.
+        config: the node `ranks:`; None for the defaults.
         engine_beside: an engine samples while this process trains; on a CPU a core is left to it.
+        output_dir, model_dir: the folder that the run writes, and the one with its weights: ranks on several machines must see
+            them. With None, nobody looks.
         limits: other times of the watch in seconds, by their names in `watch.Limits`.
 
     Raises:
-        ValueError: the device is unknown or missing, a limit is out of its range, or a variable of torchrun is not set.
+        ValueError: the device is unknown or missing, a limit is out of its range, `shard_within` does not divide the ranks, a
+            variable of torchrun is not set, or a machine does not see a folder.
     """
-    watch_limits = Limits(rank_deadline_s, **limits)
-    if device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"device={device!r} is unknown; use 'auto', 'cpu' or 'cuda' (torchrun numbers the devices)")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device='cuda', but torch sees no CUDA device; use device=cpu or run `torchtune-ext doctor`")
+    config = config or RanksConfig()
+    watch_limits = Limits(config.deadline_s, **limits)
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    config.require_divides(world_size)
     # torchrun starts the ranks from its main thread, which lives as long as torchrun. `die_with_parent` needs that.
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(os.getppid())
-    kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    here = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device("cpu")
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if kind == "cuda":
-        torch.cuda.set_device(here)
-    elif engine_beside and (cores := leave_a_core()) and rank == 0:
+    here = local_device(device)
+    if here.type == "cpu" and engine_beside and (cores := leave_a_core()) and rank == 0:
         say(
             f"cores: PyTorch computes on {cores - 1} of {cores}, since an engine that samples ahead needs one; "
             "OMP_NUM_THREADS sets another number"
         )
     if world_size == 1 or dist.is_initialized():
-        return Ranks(rank, world_size, here)
-    stay_on_this_machine()
+        return Ranks(rank, world_size, here, shard_within=config.shard_within)
     watch = make_watch(rank, world_size, watch_limits)
+    choose_interface()
     _watches.append(watch)
     # The watch starts before the process group is made, so that it also reports ranks that do not arrive.
     watch.start()
+    # Of tensors on the CPU gloo takes care, on GPUs NCCL.
+    backend = training.get_distributed_backend(here.type, offload_ops_to_cpu=here.type != "cpu")
     limit = timedelta(seconds=watch_limits.wait_s + SLACK_S)
-    dist.init_process_group(training.get_distributed_backend(kind), timeout=limit)
-    return Ranks(rank, world_size, here, watch)
+    try:
+        dist.init_process_group(backend, timeout=limit)
+    except RuntimeError as error:
+        error.add_note(
+            f"The ranks did not find each other. gloo listens on {os.environ.get('GLOO_SOCKET_IFNAME', 'the host name')}: set "
+            "GLOO_SOCKET_IFNAME, and NCCL_SOCKET_IFNAME on GPUs, to the network interface that connects the machines "
+            "(docs/several_machines.md)"
+        )
+        raise
+    hosts = hosts_of_ranks()
+    if output_dir is not None:
+        with watch.phase("look for the folders"):
+            require_shared(hosts, output_dir, model_dir)
+    return Ranks(rank, world_size, here, watch, hosts, config.shard_within)
+
+
+def local_device(device: str) -> torch.device:
+    """Returns the device of this rank: the GPU whose number among those that it sees is its number on its machine, or the CPU.
+
+    Raises:
+        ValueError: the device is unknown or missing.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device={device!r} is unknown; use 'auto', 'cpu' or 'cuda' (torchrun numbers the devices)")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device='cuda', but torch sees no CUDA device; use device=cpu or run `torchtune-ext doctor`")
+    if device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    number, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    if number >= count:
+        raise ValueError(
+            f"rank {os.environ.get('RANK', 0)} is number {number} on {socket.gethostname()}, which shows it {count} "
+            f"{'GPU' if count == 1 else 'GPUs'}: start at most {count} ranks there (--nproc_per_node), or set "
+            "CUDA_VISIBLE_DEVICES"
+        )
+    here = torch.device("cuda", number)
+    torch.cuda.set_device(here)
+    return here
 
 
 def leave_a_core() -> int | None:
@@ -124,16 +205,6 @@ def leave_a_core() -> int | None:
         torch.set_num_threads(cores - 1)
         return cores
     return None
-
-
-def stay_on_this_machine() -> None:
-    """Makes gloo listen only on the loopback interface if all ranks are on one machine and the user chose no interface.
-
-    Otherwise gloo listens on the address that the name of the host stands for, which other machines may reach.
-    """
-    alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
-    if alone and "lo" in [name for _, name in socket.if_nameindex()]:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def make_watch(rank: int, world_size: int, limits: Limits) -> Watch:
@@ -160,7 +231,7 @@ def make_watch(rank: int, world_size: int, limits: Limits) -> Watch:
     return Watch(rank, world_size, limits, lambda: dist.PrefixStore(prefix, connect()), where, here)
 
 
-def reduce(values: dict[str, float], how: str, device: torch.device) -> dict[str, float]:
+def reduce(values: dict[str, float], how: str) -> dict[str, float]:
     """Returns the sum (`how="sum"`) or the maximum of each value over all ranks. A collective.
 
     The names must be the same on every rank.
@@ -168,7 +239,7 @@ def reduce(values: dict[str, float], how: str, device: torch.device) -> dict[str
     if not values or not dist.is_initialized() or dist.get_world_size() == 1:
         return dict(values)
     names = sorted(values)
-    tensor = torch.tensor([values[name] for name in names], dtype=torch.float64, device=device)
+    tensor = torch.tensor([values[name] for name in names], dtype=torch.float64)
     dist.all_reduce(tensor, op=dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX)
     return dict(zip(names, tensor.tolist(), strict=True))
 

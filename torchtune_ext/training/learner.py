@@ -149,6 +149,9 @@ class Learner:
                 token_loss_L, metrics = self.loss(tokens)
                 self._require_labels(row, token_loss_L, metrics)
                 row_loss = (row.weights_L * token_loss_L).sum()
+                if self.ranks.shards < self.ranks.world_size:
+                    # Copies of the weights, on other machines often, sum their gradients once, with the last row.
+                    self.policy.model.set_requires_all_reduce(i == len(rows) - 1)
                 # FSDP averages gradients over ranks, but the weights of labels sum to one over all of them.
                 (row_loss * self.ranks.world_size).backward()
                 total += row_loss.item()
@@ -163,10 +166,10 @@ class Learner:
                 if on_row:
                     on_row(cpu_row)
         with self._watch("wait"):
-            whole = reduce({"loss": total, "labels": sum(row.num_labels for row in rows)}, "sum", device)
+            whole = reduce({"loss": total, "labels": sum(row.num_labels for row in rows)}, "sum")
             labels = whole["labels"] or 1.0
-            means = {name: value / labels for name, value in reduce(sums, "sum", device).items()}
-            found = means | reduce(peaks, "max", device) | breakdown.metrics(device)
+            means = {name: value / labels for name, value in reduce(sums, "sum").items()}
+            found = means | reduce(peaks, "max") | breakdown.metrics()
         return Gradient(whole["loss"], {f"loss/{name}": value for name, value in found.items()}, said)
 
     def step(self, gradient: Gradient, advice: Callable[[], str]) -> dict[str, float]:

@@ -48,7 +48,7 @@ def check_settings(
         near = nearest(str(cfg["aggregation"]), AGGREGATIONS)
         hint = f"did you mean {near!r}?" if near else f"use {' or '.join(map(repr, AGGREGATIONS))}"
         raise ValueError(f"aggregation={cfg['aggregation']!r} is unknown; {hint}")
-    for name in ("max_grad_norm", "max_mismatch", "rank_deadline_s"):
+    for name in ("max_grad_norm", "max_mismatch"):
         if cfg[name] is not None and not cfg[name] > 0:
             raise ValueError(f"{name}={cfg[name]} must be more than 0")
     check_staleness(cfg, loss)

@@ -61,7 +61,7 @@ def trained_part(
     source: HFModel,
     asked: Mapping[str, Any],
     adapters: AdapterConfig,
-    world_size: int = 1,
+    shards: int = 1,
 ) -> "AllWeights | Adapters":
     """Looks at the model that the YAML names: where it has adapters, these alone are trained.
 
@@ -72,7 +72,7 @@ def trained_part(
     Raises:
         ValueError: adapters that cannot be, or settings of adapters for a model that has none.
     """
-    spec = adapter_spec(model, source, asked, world_size)
+    spec = adapter_spec(model, source, asked, shards)
     if spec is not None:
         return Adapters(spec, adapters)
     if adapters != AdapterConfig():

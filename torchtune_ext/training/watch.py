@@ -42,7 +42,7 @@ class Limits:
     """The times of the watch, in seconds.
 
     Args:
-        deadline_s: silence of a rank after which the run ends (`rank_deadline_s` of the recipes).
+        deadline_s: silence of a rank after which the run ends (`ranks.deadline_s` of the recipes).
         beat_s: time between two beats.
         notice_s: time of silence or waiting before the first log line about it, and between two lines; at most half of
             `deadline_s`.
@@ -62,7 +62,7 @@ class Limits:
     def __post_init__(self) -> None:
         if not 0 < self.deadline_s < float("inf"):
             raise ValueError(
-                f"rank_deadline_s={self.deadline_s} must be a number greater than 0: the seconds that a rank may give no "
+                f"ranks.deadline_s={self.deadline_s} must be a number greater than 0: the seconds that a rank may give no "
                 "sign of life"
             )
         object.__setattr__(self, "notice_s", min(self.notice_s, self.deadline_s / 2))
@@ -161,9 +161,9 @@ class Judge:
         lost = [_lost(rank, heard) for rank, heard in self._ranks.items() if heard.silent >= limits.deadline_s]
         if lost:
             verdict.fatal = (
-                f"{'; '.join(lost)}. That is longer than rank_deadline_s={limits.deadline_s:g}, so the run ends. If the "
+                f"{'; '.join(lost)}. That is longer than ranks.deadline_s={limits.deadline_s:g}, so the run ends. If the "
                 "rank was stopped, swapped out or killed, or its machine is gone, mend that; if it needs so long, raise "
-                "rank_deadline_s. Then go on from the last checkpoint with resume_from_checkpoint=True"
+                "ranks.deadline_s. Then go on from the last checkpoint with resume_from_checkpoint=True"
             )
             return
         for rank, heard in self._ranks.items():
@@ -174,7 +174,7 @@ class Judge:
 
     def end(self) -> str:
         """Returns the part of a message that says when the run ends."""
-        return f"the run ends after {self.limits.deadline_s:g} s (rank_deadline_s)"
+        return f"the run ends after {self.limits.deadline_s:g} s (ranks.deadline_s)"
 
     def _judge_waits(self, verdict: Verdict) -> None:
         """Ends the run if a rank waited in a collective for `wait_s`, and reports shorter waits."""
@@ -332,7 +332,7 @@ class Watch:
                 log.warning("rank %d: no answer from %s for %.0f s; %s", self.rank, self._store, unanswered, then_what)
             if ends and unanswered >= limits.deadline_s:
                 self._act(Verdict(fatal=(
-                    f"no answer from {self._store} for {unanswered:.0f} s, longer than rank_deadline_s={limits.deadline_s:g} "
+                    f"no answer from {self._store} for {unanswered:.0f} s, longer than ranks.deadline_s={limits.deadline_s:g} "
                     f"({self._error or 'no error of the network'}). Last heard: {self._judge.all_doing()}. See whether that "
                     "process and its machine live, then go on from the last checkpoint with resume_from_checkpoint=True"
                 )))  # fmt: skip
@@ -358,13 +358,21 @@ def end_process(text: str) -> NoReturn:
 
 
 def collectives_begun() -> int:
-    """Returns how many collectives this process has begun in the group of all ranks, or 0 without a group."""
-    group = dist.group.WORLD
-    try:
-        return 0 if group is None else group._get_sequence_number_for_group()
-    except RuntimeError:
-        # This backend does not count. Then waiting is not noticed, but silence still is.
-        return 0
+    """Returns how many collectives this process has begun, in all groups and backends that it is in, or 0 without a group.
+
+    Every rank is in as many groups of each kind as the others (of all ranks, of those that share a copy of the weights, of
+    those that hold the same part), so the sums can be compared.
+    """
+    found = 0
+    for group in list(dist.distributed_c10d._world.pg_map):
+        # A backend may take care of several devices.
+        for backend in {id(each): each for each in map(group._get_backend, group._device_types)}.values():
+            try:
+                found += backend._get_sequence_number_for_group()
+            except RuntimeError:
+                # This backend does not count. Then waiting in it is not noticed, but silence still is.
+                continue
+    return found
 
 
 def main_place() -> str:

@@ -13,7 +13,7 @@ from torchtune_ext.advantages import AdvantageConfig
 from torchtune_ext.evaluation import EvaluationConfig
 from torchtune_ext.host.catalog import config_files, folder
 from torchtune_ext.host.config import build, instantiate, load_config
-from torchtune_ext.host.opening import count, objective_line, opening, ready
+from torchtune_ext.host.opening import count, device_text, objective_line, opening, ready
 from torchtune_ext.host.presets import preset_files
 from torchtune_ext.recipes import grpo
 from torchtune_ext.sampling.records import EngineConfig
@@ -96,6 +96,14 @@ def test_words(own, words):
     said = line(settings(**own))
     assert words in said
     assert said.endswith(words.partition("; ")[2])
+
+
+def test_machines_and_copies_of_the_weights_are_said():
+    cpu, hosts = torch.device("cpu"), ("a",) * 8 + ("b",) * 8
+    assert device_text(Ranks(0, 4, cpu, hosts=("a",) * 4)) == "4 processes on cpu"
+    assert device_text(Ranks(0, 16, cpu, hosts=hosts, shard_within=8)) == (
+        "16 processes on 2 machines (8 on a, 8 on b), each on cpu; 2 copies of the weights, each on 8 of them"
+    )
 
 
 def opened(cfg, every=40, processes=1):

@@ -152,7 +152,10 @@ def test_a_message_that_nobody_writes_is_found(repo_root):
     ]
 
 
-@pytest.mark.parametrize("name", ["docs/first_real_run.md", "docs/troubleshooting.md", "README.md", "docs/README.md"])
+@pytest.mark.parametrize(
+    "name",
+    ["docs/first_real_run.md", "docs/troubleshooting.md", "README.md", "docs/README.md", "docs/several_machines.md"],
+)
 def test_links_lead_somewhere(repo_root, name):
     page = repo_root / name
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):

@@ -38,7 +38,7 @@ def test_means_over_rows_and_what_is_left_out():
     breakdown = Breakdown(("clip_fraction", "masked_fraction"))
     for r, values in zip((first, second), clipped, strict=True):
         breakdown.add(r, {"clip_fraction": values, "entropy": values}, version=4)
-    found = breakdown.metrics(torch.device("cpu"))
+    found = breakdown.metrics()
     assert found == pytest.approx(
         {
             "clip_fraction_at_0": 2 / 3,
@@ -53,4 +53,4 @@ def test_means_over_rows_and_what_is_left_out():
 def test_one_age_is_not_broken_down():
     r = row([3], [1])
     assert set(bucket_means(torch.ones(3), buckets(r, 5))) == {"at_0", "at_1_15"}
-    assert Breakdown(("clip_fraction",)).metrics(torch.device("cpu")) == {}
+    assert Breakdown(("clip_fraction",)).metrics() == {}

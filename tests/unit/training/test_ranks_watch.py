@@ -1,7 +1,6 @@
 """The watch over ranks: what it says and when it ends a run, decided from beats alone; and its threads."""
 
 import logging
-import os
 import threading
 import time
 from datetime import timedelta
@@ -12,7 +11,7 @@ import torch.distributed as dist
 
 from torchtune_ext.telemetry.summary import Stopwatch
 from torchtune_ext.training import distributed
-from torchtune_ext.training.distributed import Ranks, init_ranks
+from torchtune_ext.training.distributed import Ranks, RanksConfig, init_ranks
 from torchtune_ext.training.watch import Beat, Judge, Limits, Watch, main_place
 
 
@@ -57,13 +56,13 @@ def test_a_silent_rank_is_named_each_minute_and_ends_the_run():
     world.pass_time(61, silent=[1])
     assert world.texts() == [
         "rank 1 gives no sign of life for 60 s (last: train, step 3, at a.py:1 in f); the others wait; "
-        "the run ends after 300 s (rank_deadline_s)"
+        "the run ends after 300 s (ranks.deadline_s)"
     ]
     world.pass_time(180, silent=[1])
     assert len(world.notes) == 4 and all(level == logging.WARNING for level, _ in world.notes)
     assert world.fatal is None
     world.pass_time(60, silent=[1])
-    for part in ("rank 1 (host host, pid 101)", "for 300 s", "train, step 3", "rank_deadline_s=300", "resume_from_ch"):
+    for part in ("rank 1 (host host, pid 101)", "for 300 s", "train, step 3", "ranks.deadline_s=300", "resume_from_ch"):
         assert part in world.fatal
 
 
@@ -137,8 +136,8 @@ def test_progress_of_those_that_wait_is_no_wait():
 
 @pytest.mark.parametrize("wrong", [0, -1.0, float("nan")])
 def test_a_deadline_that_is_none(wrong):
-    with pytest.raises(ValueError, match="rank_deadline_s="):
-        init_ranks("cpu", wrong)
+    with pytest.raises(ValueError, match="ranks.deadline_s="):
+        RanksConfig(wrong)
 
 
 def test_a_short_deadline_is_announced_before_it_ends_the_run():
@@ -157,19 +156,6 @@ def test_one_rank_costs_nothing(monkeypatch):
     assert ranks.any(True) is True and ranks.any(False) is False
     with ranks.phase("sample", 3):
         pass
-
-
-@pytest.mark.parametrize(
-    ("here", "chosen", "expected"), [("2", None, "lo"), ("1", None, None), ("2", "eth7", "eth7"), (None, None, None)]
-)
-def test_gloo_stays_on_one_machine(monkeypatch, here, chosen, expected):
-    """Of two ranks, so many are here; the user has chosen an interface."""
-    for name, value in (("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", here), ("GLOO_SOCKET_IFNAME", chosen)):
-        monkeypatch.delenv(name, raising=False)
-        if value is not None:
-            monkeypatch.setenv(name, value)
-    distributed.stay_on_this_machine()
-    assert os.environ.get("GLOO_SOCKET_IFNAME") == expected
 
 
 def test_without_an_address_the_missing_variable_is_named(monkeypatch):

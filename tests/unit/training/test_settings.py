@@ -29,7 +29,6 @@ def check(loss=None, **changed):
         "aggregation": "token",
         "max_grad_norm": 1.0,
         "max_mismatch": 0.05,
-        "rank_deadline_s": 300.0,
         "engine": {},
         "loss": fields,
         **changed,

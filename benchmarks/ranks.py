@@ -1,0 +1,124 @@
+"""What do ranks cost while they wait for rank 0, and how long do its messages take?
+
+    python benchmarks/ranks.py [--ranks 4] [--seconds 20] [--megabytes 1 16 64]
+    python benchmarks/ranks.py --device cuda      # as many GPUs as ranks
+
+Rank 0 samples for minutes while the others wait in a broadcast. The first table has the processor time of each rank during such
+a wait, in seconds and as a share of a core, with its threads and those of gloo. On GPUs the same wait is made a second time
+over NCCL, as it was before control messages went over gloo; there the share of the time in which the GPU was busy stands beside
+it, as the driver reports it. The second table has the seconds in which a message of a size reaches all ranks, and the speed: a
+step sends its packed rows in one such message, 64 bytes for each trained token and 24 for each other one. Each message is sent
+five times; the median counts, with the range.
+
+All ranks are on this machine, so the link between them is its memory: between machines, measure the link itself.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from torchtune_ext.training.distributed import Ranks, close_ranks, init_ranks
+
+TURNS = 5
+SETTLE_S = 1.0  # after the start, before a wait is measured: the threads of the process group come up
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=20.0, help="that rank 0 sleeps")
+    parser.add_argument("--megabytes", type=float, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--rank-of", type=Path, help=argparse.SUPPRESS
+    )  # the folder in which a rank leaves what it found
+    return parser.parse_args()
+
+
+def busy_gpu(ranks: Ranks) -> float | None:
+    """The share of the last moments in which this rank's GPU was busy, or None where the driver does not say."""
+    if ranks.device.type != "cuda":
+        return None
+    try:
+        return torch.cuda.utilization(ranks.device) / 100
+    except (ModuleNotFoundError, RuntimeError):
+        return None
+
+
+def wait(ranks: Ranks, seconds: float, over: str) -> dict:
+    """What this rank took while rank 0 slept."""
+    dist.barrier()
+    time.sleep(SETTLE_S)
+    ranks.broadcast(None)
+    began, used = time.monotonic(), time.process_time()
+    if ranks.is_main:
+        time.sleep(seconds)
+    if over == "gloo":
+        ranks.broadcast("go on")
+    else:
+        word = torch.ones(1, device=ranks.device)
+        dist.broadcast(word, src=0)
+        word.item()
+    took, used = time.monotonic() - began, time.process_time() - used
+    # Rank 0 did not wait, so its GPU says nothing.
+    busy = None if ranks.is_main else busy_gpu(ranks)
+    return {"over": over, "rank": ranks.rank, "seconds": took, "cpu": used, "gpu": busy}
+
+
+def message(ranks: Ranks, megabytes: float) -> dict:
+    """Seconds from the start of a broadcast until all ranks have it."""
+    payload = {"rows": torch.zeros(int(megabytes * 1e6), dtype=torch.uint8)} if ranks.is_main else None
+    found = []
+    for _ in range(TURNS):
+        dist.barrier()
+        began = time.monotonic()
+        got = ranks.broadcast(payload)
+        dist.barrier()
+        found.append(time.monotonic() - began)
+        assert got["rows"].numel() == int(megabytes * 1e6)
+    return {"megabytes": megabytes, "seconds": found}
+
+
+def rank(args: argparse.Namespace) -> None:
+    ranks = init_ranks(args.device)
+    ways = ["gloo", "NCCL"] if ranks.device.type == "cuda" else ["gloo"]
+    found = {"waits": [wait(ranks, args.seconds, way) for way in ways]}
+    found["messages"] = [message(ranks, size) for size in args.megabytes]
+    (args.rank_of / f"{ranks.rank}.json").write_text(json.dumps(found))
+    close_ranks()
+
+
+def main() -> None:
+    args = parsed()
+    if args.rank_of is not None:
+        return rank(args)
+    with tempfile.TemporaryDirectory() as folder:
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(args.ranks)]
+        command = [sys.executable, *launch, __file__, *sys.argv[1:], "--rank-of", folder]
+        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        found = [json.loads((Path(folder) / f"{r}.json").read_text()) for r in range(args.ranks)]
+    print(f"rank 0 sleeps for {args.seconds:g} s, and {args.ranks - 1} others wait in a broadcast, on {args.device}\n")
+    print("| over | rank | processor s | of a core | GPU busy |\n|---|---|---|---|---|")
+    for turn in range(len(found[0]["waits"])):
+        for each in (one["waits"][turn] for one in found):
+            gpu = "-" if each["gpu"] is None else f"{each['gpu']:.0%}"
+            share = f"{each['cpu'] / each['seconds']:.2%}"
+            print(f"| {each['over']} | {each['rank']} | {each['cpu']:.3f} | {share} | {gpu} |")
+    print("\n| message, MB | s | range | MB/s |\n|---|---|---|---|")
+    for each in found[0]["messages"]:
+        s = median(each["seconds"])
+        span = f"{min(each['seconds']):.4f} - {max(each['seconds']):.4f}"
+        print(f"| {each['megabytes']:g} | {s:.4f} | {span} | {each['megabytes'] / s:,.0f} |")
+
+
+if __name__ == "__main__":
+    main()

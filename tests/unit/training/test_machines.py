@@ -1,0 +1,227 @@
+"""Ranks on several machines, which are processes here that take themselves for such: folders that not all see, weights that
+differ, control messages that do not need the GPU's backend, and settings that no ranks fit."""
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoint_runs import fork, make_source
+from torchtune import training
+
+from torchtune_ext.training import machines
+from torchtune_ext.training.distributed import Ranks, RanksConfig, close_ranks, init_ranks, local_device, reduce
+from torchtune_ext.training.outcome import gathered
+from torchtune_ext.training.watch import collectives_begun
+
+HOST = socket.gethostname()
+FIRST, SECOND = f"rank 0 on {HOST} (torchrun 0)", f"ranks 1, 2 on {HOST} (torchrun 1)"
+
+
+@pytest.fixture
+def across(tmp_path, monkeypatch):
+    """Runs an action on three ranks, one on the first machine and two on the second, each machine in a folder of its own.
+
+    Returns what the action returned on each rank, or the text of the ValueError that it raised.
+    """
+    monkeypatch.setattr(machines, "SEEN_S", 0.5)
+    for machine in (0, 1):
+        (tmp_path / f"m{machine}").mkdir()
+
+    def run(action):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+
+        def child(rank, machine):
+            os.chdir(tmp_path / f"m{machine}")
+            os.environ.update(
+                RANK=str(rank), WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GROUP_RANK=str(machine)
+            )
+            os.environ.pop("TORCHELASTIC_RUN_ID", None)
+            try:
+                found = action()
+                close_ranks()
+            except ValueError as error:
+                found = f"error: {error}"
+            (tmp_path / f"said{rank}").write_text(json.dumps(found))
+
+        children = [fork(lambda r=r, m=m: child(r, m), tmp_path / f"failed{r}") for r, m in enumerate((0, 1, 1))]
+        ended = [os.waitpid(pid, 0)[1] for pid in children]
+        failed = [path.read_text() for path in tmp_path.glob("failed*")]
+        assert not any(ended), "\n".join(failed)
+        return [json.loads((tmp_path / f"said{rank}").read_text()) for rank in range(3)]
+
+    return run
+
+
+def joins(output_dir, model_dir=None):
+    def action():
+        return init_ranks("cpu", output_dir=output_dir, model_dir=model_dir).hosts
+
+    return action
+
+
+def test_a_folder_that_all_machines_share_is_left_as_it_was(across, tmp_path):
+    (tmp_path / "shared").mkdir()
+    hosts = [f"{HOST} (torchrun 0)", f"{HOST} (torchrun 1)", f"{HOST} (torchrun 1)"]
+    assert across(joins(str(tmp_path / "shared" / "runs" / "a"))) == [hosts] * 3
+    assert not list((tmp_path / "shared").iterdir()), "no mark, and no folder of a run that has not begun"
+
+
+def test_a_folder_that_the_second_machine_does_not_see_is_said_on_every_rank(across, tmp_path):
+    said = across(joins("runs/a"))  # relative, and each machine is in a folder of its own
+    assert len(set(said)) == 1
+    there = (tmp_path / "m0").resolve()
+    assert said[0].startswith(f"error: output_dir=runs/a: {SECOND} cannot see what {FIRST} writes there ({there})")
+    assert "docs/several_machines.md" in said[0]
+    assert not [path for machine in (0, 1) for path in (tmp_path / f"m{machine}").iterdir()]
+
+
+def test_a_folder_that_nobody_can_make_is_said_on_every_rank(across, tmp_path):
+    (tmp_path / "file").touch()
+    said = across(joins(str(tmp_path / "file" / "a")))
+    assert len(set(said)) == 1 and "cannot be made or written: Not a directory" in said[0]
+
+
+def test_weights_that_one_machine_lacks_or_has_in_another_state_are_refused(across, tmp_path):
+    make_source(tmp_path / "m0" / "model")
+    shared = str(tmp_path / "run")
+    said = across(joins(shared, "model"))
+    assert len(set(said)) == 1 and said[0].startswith(f"error: model_dir='model' is not there for {SECOND}: ")
+    make_source(tmp_path / "m1" / "model", seed=2)
+    said = across(joins(shared, "model"))
+    assert len(set(said)) == 1 and said[0].startswith(
+        f"error: model_dir='model' is another model for {SECOND} (26 tensors"
+    )
+    make_source(tmp_path / "m1" / "model")
+    assert len(across(joins(shared, "model"))[0]) == 3, "copies of one model are as good as a shared folder"
+
+
+def test_what_is_nowhere_is_left_to_the_checks_that_know_more(across, tmp_path):
+    assert len(across(joins(str(tmp_path / "run"), "no/such/model"))[0]) == 3
+
+
+def test_control_messages_do_not_need_the_backend_of_the_gpus(across, monkeypatch, tmp_path):
+    """In place of NCCL stands torch's backend that delivers nothing: what arrives has come over gloo."""
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
+
+    monkeypatch.setattr(training, "get_distributed_backend", lambda kind, offload_ops_to_cpu: "cuda:fake,cpu:gloo")
+
+    def action():
+        ranks = init_ranks("cpu", output_dir=str(tmp_path / "run"))
+        # It computes on a GPU, as far as it knows.
+        ranks = Ranks(ranks.rank, 3, torch.device("cuda", 0), ranks.watch, ranks.hosts)
+        begun = collectives_begun()
+        found = [
+            ranks.broadcast({"rank": ranks.rank}),
+            ranks.any(ranks.rank == 2),
+            ranks.any(False),
+            gathered(ranks.rank),
+        ]
+        found.append(reduce({"a": 1.0, "b": float(ranks.rank)}, "sum"))
+        assert collectives_begun() > begun, "the watch counts them"
+        dist.barrier()
+        return found
+
+    assert across(action) == [[{"rank": 0}, True, False, [0, 1, 2], {"a": 3.0, "b": 3.0}]] * 3
+
+
+def test_every_rank_counts_the_same_collectives_of_a_mesh(across):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    def action():
+        init_ranks("cpu")
+        mesh = init_device_mesh("cpu", (3, 1), mesh_dim_names=("copies", "shards"))
+        begun = collectives_begun()
+        for dim in (0, 1):
+            dist.all_reduce(torch.ones(1), group=mesh.get_group(dim))
+        return collectives_begun() - begun
+
+    assert across(action) == [2, 2, 2], "also those in groups of a part of the ranks"
+
+
+@pytest.mark.parametrize(
+    ("within", "ranks", "fix"),
+    [
+        (3, 4, "ranks.shard_within=3 does not divide the 4 ranks of this run: set it to 2 or 4, or start it on other"),
+        (8, 12, "ranks.shard_within=8 does not divide the 12 ranks of this run: set it to 2 or 3 or 4 or 6 or 12"),
+        (8, 1, "ranks.shard_within=8 does not divide the 1 rank of this run: leave it out"),
+    ],
+)
+def test_ranks_that_cannot_be_grouped_are_refused_before_they_join(within, ranks, fix, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.setenv("RANK", "0")
+    # MASTER_ADDR is not set: nothing is tried before the numbers fit.
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(ValueError, match="does not divide") as error:
+        init_ranks("cpu", RanksConfig(shard_within=within))
+    assert str(error.value).startswith(fix)
+
+
+def test_a_group_of_no_ranks_is_refused():
+    with pytest.raises(ValueError, match="ranks.shard_within=0 must be at least 1"):
+        RanksConfig(shard_within=0)
+
+
+def test_a_copy_is_cut_for_its_own_ranks():
+    assert (
+        Ranks(0, 16, torch.device("cpu"), shard_within=8).shards == 8 and Ranks(0, 16, torch.device("cpu")).shards == 16
+    )
+
+
+def test_more_ranks_than_gpus_on_a_machine_are_named_with_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    taken = []
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setenv("RANK", "11")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert local_device("auto") == torch.device("cuda", 3) == taken[0]
+    monkeypatch.setenv("LOCAL_RANK", "4")
+    with pytest.raises(
+        ValueError, match=rf"rank 11 is number 4 on {HOST}, which shows it 4 GPUs: start at most 4 ranks"
+    ):
+        local_device("cuda")
+
+
+def test_ranks_are_named_by_machine():
+    hosts = ["a", "a", "b", "b", "b", "c"]
+    assert machines.whose(hosts, [1, 2, 3, 4, 5]) == "rank 1 on a; ranks 2 to 4 on b; rank 5 on c"
+
+
+@pytest.fixture
+def environ(monkeypatch):
+    def of(**values):
+        for name in ("GLOO_SOCKET_IFNAME", "LOCAL_WORLD_SIZE"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", **values}.items():
+            monkeypatch.setenv(name, value)
+        machines.choose_interface()
+        return os.environ.get("GLOO_SOCKET_IFNAME")
+
+    return of
+
+
+def test_gloo_listens_where_the_other_machines_are(environ, monkeypatch):
+    assert environ(LOCAL_WORLD_SIZE="4", MASTER_ADDR="10.0.0.1") == "lo", "all ranks are here"
+    assert environ() == "lo", "nobody said how many are here, but no other machine could find rank 0"
+    assert environ(LOCAL_WORLD_SIZE="2", GLOO_SOCKET_IFNAME="ib0") == "ib0"
+    leads = {"10.0.0.1": "eth1", machines.ELSEWHERE: "eth0"}
+    monkeypatch.setattr(machines, "interface_to", leads.get)
+    assert environ(LOCAL_WORLD_SIZE="2", MASTER_ADDR="10.0.0.1") == "eth1"
+    # On rank 0's own machine its name may stand for 127.0.1.1, where no other machine finds it.
+    assert environ(LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.1.1") == "eth0"
+    leads.clear()
+    assert environ(LOCAL_WORLD_SIZE="2", MASTER_ADDR="10.0.0.1") is None
+
+
+def test_the_loopback_leads_to_no_other_machine():
+    assert machines.interface_to("127.0.0.1") is None and machines.interface_to("no.such.host.invalid") is None
+
+
+def test_a_run_on_one_machine_looks_at_nothing():
+    machines.require_shared(("a", "a"), Path("/no/such/folder"), None)
