@@ -7,13 +7,13 @@ statuses are those of every other run. Nothing is started a second time: who is 
 
 import codecs
 import signal
-import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TextIO
 
 from torchtune_ext.cluster import keeper
 from torchtune_ext.cluster.placement import Asked, Layout, Machine, layout, there_is, why_never
@@ -28,6 +28,10 @@ from torchtune_ext.tasks.measured.ray_connect import short
 START_S = 60.0  # seconds for Ray to start the actors on their machines
 LOOK_S = 0.2  # seconds between two looks at what the commands print
 SILENT_S = 60.0  # seconds without an answer after which an actor counts as lost
+ASK_S = 3.0  # seconds between two questions to the head of the cluster
+# Seconds without an answer after which the head counts as lost. Ray ends its drivers and machines after 60: until then the
+# actors answer, so that the trainer can be ended in good order.
+HEAD_S = 20.0
 SERVER_END_S = 10.0  # seconds that a server has to end by itself
 OTHERS_S = 10.0  # seconds that torchrun has on the other machines to notice by itself that one of them failed
 END_S = 30.0  # seconds for what was killed to be gone
@@ -65,6 +69,7 @@ class Member:
     lost: str = ""  # why nothing is known of it any more
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
     begun: str = ""  # a line of its output that has no end yet
+    told: bool = False  # whether the user knows that it has ended
     decoder: Any = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
     question: Any = None  # what Ray has promised
     answered_at: float = 0.0  # time.monotonic() of the last answer; 0: it was not started
@@ -82,17 +87,24 @@ class Member:
         return f"{self.title} ended with status {self.status}{text}"
 
 
-class Together:
-    """A run on a cluster, from its placement to its end."""
+class HeadLost(RuntimeError):
+    """The head of the cluster gives no answer. Whatever is asked of Ray now may wait until Ray ends this process."""
 
-    def __init__(self, ray: Any, plan: Plan, address: str):
-        self.ray, self.plan, self.address = ray, plan, address
+
+class Together:
+    """A run on a cluster, from its placement to its end. It prints into `out` and `err`; Ray itself prints where it likes."""
+
+    def __init__(self, ray: Any, plan: Plan, address: str, out: TextIO, err: TextIO):
+        self.ray, self.plan, self.address, self.out, self.err = ray, plan, address, out, err
         self.trainers: list[Member] = []  # on each machine; rank 0 is with the first one
         self.servers: list[Member] = []
         self.cause = ""  # why the run is ended before its time, other than by a signal
         self._signals: list[int] = []
         self._told = 0  # of the signals
         self._others_at = self._kill_at = float("inf")
+        self._nodes: Sequence[Mapping[str, Any]] = ()  # what the head said last of the machines
+        self._head_at = time.monotonic()  # when that was
+        self._over = threading.Event()
 
     def run(self) -> int:
         """Runs to the end and returns the exit status of the trainer.
@@ -100,11 +112,14 @@ class Together:
         Raises:
             ValueError: the cluster cannot hold the run, or a machine of it cannot run it.
             RuntimeError: a server, the trainer or its machine was lost.
+            HeadLost: the head of the cluster was lost.
         """
+        self._nodes = self.ray.nodes()
+        threading.Thread(target=self._ask_head, daemon=True).start()
         with self._hearing():
             machines = self._machines()
             made = layout(self.plan.asked, machines)
-            say(labelled([("ray", f"{self.address}, {there_is(self.plan.asked, machines)}")]))
+            self._say(labelled([("ray", f"{self.address}, {there_is(self.plan.asked, machines)}")]))
             group = self._place(made, machines)
             if group is None:
                 return 128 + self._signals[0]
@@ -114,9 +129,11 @@ class Together:
                 self._follow()
             finally:
                 self._end_all()
-                self.ray.util.remove_placement_group(group)
+                self._over.set()
+                if not self._head_is_lost:
+                    self.ray.util.remove_placement_group(group)
         if self.cause:
-            raise RuntimeError(self.cause)
+            raise (HeadLost if self._head_is_lost else RuntimeError)(self.cause)
         return next((member.status for member in self.trainers if member.status), 0)
 
     @contextmanager
@@ -138,9 +155,19 @@ class Together:
         resource = self.plan.asked.resource
         return [
             Machine(node["NodeID"], node["NodeManagerAddress"], int(node["Resources"].get(resource, 0)))
-            for node in self.ray.nodes()
+            for node in self._nodes
             if node["Alive"]
         ]
+
+    def _ask_head(self) -> None:
+        """Runs in a thread: asks the head for the machines. Where it is lost, the question has no end."""
+        while not self._over.wait(ASK_S):
+            self._nodes = self.ray.nodes()
+            self._head_at = time.monotonic()
+
+    @property
+    def _head_is_lost(self) -> bool:
+        return time.monotonic() > self._head_at + HEAD_S
 
     def _place(self, made: Layout, machines: Sequence[Machine]) -> Any:
         """Returns the placement group, or None where a signal came first.
@@ -225,7 +252,7 @@ class Together:
             ((_, port),) = self._ask("free_port", host, of=[server])
             server.python_words = server_words(plan.config, plan.words, host, port)
             addresses.append(f"http://{host}:{port}")
-            say(labelled([(f"server {len(addresses) - 1}", f"{addresses[-1]} on {host_title(server)}")]))
+            self._say(labelled([(f"server {len(addresses) - 1}", f"{addresses[-1]} on {host_title(server)}")]))
         meet = ""
         if made.machines > 1:
             ((_, port),) = self._ask("free_port", first.machine.address, of=[first])
@@ -234,7 +261,7 @@ class Together:
         for i, trainer in enumerate(self.trainers):
             trainer.python_words = ["-m", "torchtune_ext", "run", *launch(made, i, meet), plan.recipe, *settings]
         ranks = f"{plan.asked.ranks} ranks" if plan.asked.ranks > 1 else "1 rank"
-        say(labelled([("trainer", f"{ranks} on {', '.join(each.machine.address for each in self.trainers)}")]))
+        self._say(labelled([("trainer", f"{ranks} on {', '.join(each.machine.address for each in self.trainers)}")]))
         variables = {**plan.variables, "RAY_ADDRESS": self.address, KEY_VARIABLE: plan.key}
         for each in self._all():
             serves = each in self.servers
@@ -261,13 +288,17 @@ class Together:
         if not self.cause and self._told == 0:
             lost = next((each for each in self.trainers if each.lost), None)
             gone = [each for each in self.servers if not each.runs]
-            for each in gone:
-                if len(gone) < len(self.servers) and each.tail:
-                    say(f"ray: {each.end()}\nray: the run goes on with {len(self.servers) - len(gone)} servers")
-                    each.tail.clear()
             if lost or len(gone) == len(self.servers):
-                self.cause = lost.end() if lost else gone[-1].end()
-                say(f"ray: {self.cause.splitlines()[0]}; the run ends", sys.stderr)
+                self.cause = (lost or gone[-1]).end()
+            elif self._head_is_lost:
+                self.cause = f"the head of the Ray cluster at {self.address} gives no answer for {HEAD_S:g} s"
+            for each in gone if not self.cause else ():
+                if not each.told:
+                    left = len(self.servers) - len(gone)
+                    self._say(f"ray: {each.end()}\nray: the run goes on with {left} of {len(self.servers)} servers")
+                each.told = True
+            if self.cause:
+                say(f"ray: {self.cause.splitlines()[0]}; the run ends", self.err)
                 self._tell(running, f"end {self.plan.patience_s}")
         if len(running) < len(self.trainers) and self._others_at == float("inf"):
             self._others_at = now + OTHERS_S
@@ -287,14 +318,15 @@ class Together:
             self._look()
         for each in self._all():
             if each.runs:
-                say(
-                    f"ray: {each.title} does not end; Ray kills its actor, and the guard beside it the rest", sys.stderr
-                )
+                say(f"ray: {each.title} does not end; Ray kills its actor, and the guard beside it the rest", self.err)
 
     # -- actors -------------------------------------------------------------------------------------------------------
 
     def _all(self) -> list[Member]:
         return [*self.trainers, *self.servers]
+
+    def _say(self, text: str) -> None:
+        say(text, self.out)
 
     def _tell(self, members: Sequence[Member], line: str) -> None:
         for each in members:
@@ -330,13 +362,13 @@ class Together:
     def _show(self, member: Member, text: str) -> None:
         """Prints what the trainer says. Of the others, lines are kept, and those of further machines get their address."""
         if member is self.trainers[0]:
-            attempt(sys.stdout, lambda: (sys.stdout.write(text), sys.stdout.flush()))
+            attempt(self.out, lambda: (self.out.write(text), self.out.flush()))
             return
         *lines, member.begun = (member.begun + text).split("\n")
         member.tail.extend(lines)
         if member in self.trainers:
             for line in lines:
-                say(f"[{member.machine.address}] {line}")
+                self._say(f"[{member.machine.address}] {line}")
 
 
 def host_title(member: Member) -> str:

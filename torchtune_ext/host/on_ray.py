@@ -15,13 +15,16 @@ import os
 import re
 import secrets
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn, TextIO
 
 from torchtune_ext.cluster.placement import KINDS, Asked
 from torchtune_ext.cluster.serving import beside
-from torchtune_ext.cluster.together import Plan, Together
-from torchtune_ext.host.mistakes import STATUS
+from torchtune_ext.cluster.together import HeadLost, Plan, Together
+from torchtune_ext.host.mistakes import FAILED, STATUS
 from torchtune_ext.host.run_settings import RunSettings, run_settings
 from torchtune_ext.run.parent import environment
 from torchtune_ext.run.stop import CLEANUP_S, REACTION_S
@@ -75,23 +78,38 @@ def main(args: argparse.Namespace) -> int:
             "torchtune-ext ray needs Ray: pip install 'torchtune-ext[ray]', here and on each machine of the cluster"
         )
     os.environ.update(SETTINGS)
-    try:
-        ray = connect(args.address, _refuse)
-    except Refused as refused:
-        raise ValueError(f"--address={args.address}: {refused}") from None
-    try:
-        return Together(ray, plan, ray.get_runtime_context().gcs_address).run()
-    except RuntimeError as error:
-        error.add_note(standing(settings.output_dir))
-        raise
-    finally:
-        ray.shutdown()
+    with ours_alone() as (out, err):
+        try:
+            ray = connect(args.address, lambda why: leave(f"--address={args.address}: {why}", STATUS, err))
+        except Refused as refused:
+            raise ValueError(f"--address={args.address}: {refused}") from None
+        try:
+            return Together(ray, plan, ray.get_runtime_context().gcs_address, out, err).run()
+        except HeadLost as error:
+            leave(f"{error}\n{standing(settings.output_dir)}", FAILED, err)
+        except RuntimeError as error:
+            error.add_note(standing(settings.output_dir))
+            raise
+        finally:
+            ray.shutdown()
 
 
-def _refuse(why: str) -> None:
-    """Ends this process: Ray does not answer, and would not let go."""
-    print(f"error: {why}", file=sys.stderr, flush=True)
-    os._exit(STATUS)
+@contextmanager
+def ours_alone() -> Iterator[tuple[TextIO, TextIO]]:
+    """Gives stdout and stderr to the block alone: Ray prints a page for each machine that is lost."""
+    out, err = sys.stdout, sys.stderr
+    with open(os.devnull, "w", encoding="utf-8") as null:
+        sys.stdout = sys.stderr = null
+        try:
+            yield out, err
+        finally:
+            sys.stdout, sys.stderr = out, err
+
+
+def leave(text: str, status: int, err: TextIO) -> NoReturn:
+    """Ends this process with a message. Ray does not answer, and would not let go of it."""
+    print(f"error: {text}", file=err, flush=True)
+    os._exit(status)
 
 
 def plan_of(args: argparse.Namespace, settings: RunSettings) -> Plan:
