@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 
-SILENT_S = 60.0  # seconds without a question of the driver after which it counts as gone
+SILENT_S = 300.0  # seconds without a question of the driver after which it counts as gone
 KEPT = 4 << 20  # bytes of output that wait for the driver; then the command waits, as in front of any full pipe
 RAYS_OWN = ("RAY_", "OMP_NUM_THREADS")  # variables that Ray sets for its workers, and not for commands of theirs
 

@@ -5,24 +5,21 @@ Ray gives places, GPUs and an actor on each of them (keeper.py). What an actor r
 statuses are those of every other run. Nothing is started a second time: who is lost ends the run.
 """
 
-import codecs
 import signal
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 from torchtune_ext.cluster import keeper
-from torchtune_ext.cluster.placement import Asked, Layout, Machine, layout, there_is, why_never
+from torchtune_ext.cluster.member import Member, Plan, host_title, launch
+from torchtune_ext.cluster.placement import Layout, Machine, layout, there_is, why_never
 from torchtune_ext.cluster.serving import engine_words, host_of, server_words
 from torchtune_ext.cluster.version import version
 from torchtune_ext.run.output import attempt, labelled, say
 from torchtune_ext.run.stop import NAMES
 from torchtune_ext.sampling.doors import KEY_VARIABLE
-from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.tasks.measured.ray_connect import short
 
 START_S = 60.0  # seconds for Ray to start the actors on their machines
@@ -31,60 +28,11 @@ SILENT_S = 60.0  # seconds without an answer after which an actor counts as lost
 ASK_S = 3.0  # seconds between two questions to the head of the cluster
 # Seconds without an answer after which the head counts as lost. Ray ends its drivers and machines after 60: until then the
 # actors answer, so that the trainer can be ended in good order.
-HEAD_S = 20.0
+HEAD_S = 30.0
+STOPPED_S = 10.0  # seconds between two looks after which this process was itself stopped (Ctrl-Z), and blames nobody
 SERVER_END_S = 10.0  # seconds that a server has to end by itself
 OTHERS_S = 10.0  # seconds that torchrun has on the other machines to notice by itself that one of them failed
 END_S = 30.0  # seconds for what was killed to be gone
-LAST_LINES = 20  # lines of a server's output that are shown if it ends
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What is run."""
-
-    recipe: str
-    config: str  # as the user named it
-    file: str  # of the config, if it is the user's own; "" for one of ours
-    words: tuple[str, ...]  # settings, key=value
-    engine: EngineConfig
-    asked: Asked
-    folder: str  # in which it is started, on each machine
-    variables: Mapping[str, str]  # of the environment of trainer and servers
-    key: str  # of the servers
-    patience_s: float  # seconds that the trainer has to end after a signal
-    wait_s: float  # seconds to wait for GPUs that are in use
-    waits_for_machines: bool  # whether it also waits for what the cluster does not have yet
-
-
-@dataclass(eq=False, slots=True)
-class Member:
-    """A command of the run on a machine of the cluster."""
-
-    title: str
-    machine: Machine
-    keeper: Any
-    python_words: list[str] = field(default_factory=list)
-    log: str = ""  # file on its machine that has what it prints
-    status: int | None = None  # its exit status; None: it runs, or is lost
-    lost: str = ""  # why nothing is known of it any more
-    tail: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
-    begun: str = ""  # a line of its output that has no end yet
-    told: bool = False  # whether the user knows that it has ended
-    decoder: Any = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
-    question: Any = None  # what Ray has promised
-    answered_at: float = 0.0  # time.monotonic() of the last answer; 0: it was not started
-
-    @property
-    def runs(self) -> bool:
-        return bool(self.answered_at) and self.status is None and not self.lost
-
-    def end(self) -> str:
-        """Says how it ended."""
-        if self.lost:
-            return f"{self.title} is lost: {self.lost}"
-        said = [*self.tail, *filter(None, [self.begun])]
-        text = "; the last that it said:\n" + "\n".join(f"    {line}" for line in said) if said else ""
-        return f"{self.title} ended with status {self.status}{text}"
 
 
 class HeadLost(RuntimeError):
@@ -105,6 +53,7 @@ class Together:
         self._nodes: Sequence[Mapping[str, Any]] = ()  # what the head said last of the machines
         self._head_at = time.monotonic()  # when that was
         self._over = threading.Event()
+        self._looked_at = time.monotonic()
 
     def run(self) -> int:
         """Runs to the end and returns the exit status of the trainer.
@@ -114,9 +63,7 @@ class Together:
             RuntimeError: a server, the trainer or its machine was lost.
             HeadLost: the head of the cluster was lost.
         """
-        self._nodes = self.ray.nodes()
-        threading.Thread(target=self._ask_head, daemon=True).start()
-        with self._hearing():
+        with self._asking_the_head(), self._hearing():
             machines = self._machines()
             made = layout(self.plan.asked, machines)
             self._say(labelled([("ray", f"{self.address}, {there_is(self.plan.asked, machines)}")]))
@@ -129,12 +76,12 @@ class Together:
                 self._follow()
             finally:
                 self._end_all()
-                self._over.set()
                 if not self._head_is_lost:
                     self.ray.util.remove_placement_group(group)
         if self.cause:
             raise (HeadLost if self._head_is_lost else RuntimeError)(self.cause)
-        return next((member.status for member in self.trainers if member.status), 0)
+        status = next((member.status for member in self.trainers if member.status), 0)
+        return status or (128 + self._signals[0] if any(member.lost for member in self.trainers) else 0)
 
     @contextmanager
     def _hearing(self) -> Iterator[None]:
@@ -159,10 +106,23 @@ class Together:
             if node["Alive"]
         ]
 
+    @contextmanager
+    def _asking_the_head(self) -> Iterator[None]:
+        """Asks the head of the cluster for its machines, now and from time to time."""
+        self._nodes = self.ray.nodes()
+        threading.Thread(target=self._ask_head, daemon=True).start()
+        try:
+            yield
+        finally:
+            self._over.set()
+
     def _ask_head(self) -> None:
         """Runs in a thread: asks the head for the machines. Where it is lost, the question has no end."""
         while not self._over.wait(ASK_S):
-            self._nodes = self.ray.nodes()
+            try:
+                self._nodes = self.ray.nodes()
+            except Exception:  # noqa: BLE001, S112 (Ray has many; without an answer the time runs on)
+                continue
             self._head_at = time.monotonic()
 
     @property
@@ -288,9 +248,9 @@ class Together:
         if not self.cause and self._told == 0:
             lost = next((each for each in self.trainers if each.lost), None)
             gone = [each for each in self.servers if not each.runs]
-            if lost or len(gone) == len(self.servers):
+            if lost or (running and len(gone) == len(self.servers)):
                 self.cause = (lost or gone[-1]).end()
-            elif self._head_is_lost:
+            elif running and self._head_is_lost:
                 self.cause = f"the head of the Ray cluster at {self.address} gives no answer for {HEAD_S:g} s"
             for each in gone if not self.cause else ():
                 if not each.told:
@@ -300,7 +260,7 @@ class Together:
             if self.cause:
                 say(f"ray: {self.cause.splitlines()[0]}; the run ends", self.err)
                 self._tell(running, f"end {self.plan.patience_s}")
-        if len(running) < len(self.trainers) and self._others_at == float("inf"):
+        if any(each.status for each in self.trainers) and self._others_at == float("inf"):
             self._others_at = now + OTHERS_S
         if now > self._others_at:
             self._others_at = float("inf") if not running else now + END_S
@@ -334,7 +294,12 @@ class Together:
 
     def _look(self) -> None:
         """Asks every actor what its command has printed and whether it has ended."""
-        running = [each for each in self._all() if each.runs]
+        running, now = [each for each in self._all() if each.runs], time.monotonic()
+        if now > self._looked_at + STOPPED_S:
+            self._head_at = now
+            for each in running:
+                each.answered_at = now
+        self._looked_at = now
         for each in running:
             each.question = each.question or each.keeper.look.remote()
         ready, _ = self.ray.wait([each.question for each in running], num_returns=len(running), timeout=LOOK_S)
@@ -369,21 +334,3 @@ class Together:
         if member in self.trainers:
             for line in lines:
                 self._say(f"[{member.machine.address}] {line}")
-
-
-def host_title(member: Member) -> str:
-    """Returns where a member is, and its log."""
-    return f"{member.machine.address}, its log there: {member.log}"
-
-
-def launch(made: Layout, number: int, meet: str) -> list[str]:
-    """Returns the options of torchrun on the trainer's machine with this number, from 0.
-
-    Args:
-        meet: HOST:PORT on the first machine, where the ranks of several machines meet. torchtune takes an address for the
-            rendezvous alone, since without one it starts torchrun as for one machine.
-    """
-    if made.machines == 1:
-        return ["--nproc_per_node", str(made.ranks)] if made.ranks > 1 else []
-    found = ["--nnodes", str(made.machines), "--node_rank", str(number), "--nproc_per_node", str(made.ranks)]
-    return [*found, "--rdzv_backend", "static", "--rdzv_endpoint", meet]

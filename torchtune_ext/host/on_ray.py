@@ -14,6 +14,7 @@ import argparse
 import os
 import re
 import secrets
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,9 +22,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn, TextIO
 
+from torchtune_ext.cluster.member import Plan
 from torchtune_ext.cluster.placement import KINDS, Asked
 from torchtune_ext.cluster.serving import beside
-from torchtune_ext.cluster.together import HeadLost, Plan, Together
+from torchtune_ext.cluster.together import HeadLost, Together
 from torchtune_ext.host.mistakes import FAILED, STATUS
 from torchtune_ext.host.run_settings import RunSettings, run_settings
 from torchtune_ext.run.parent import environment
@@ -85,6 +87,9 @@ def main(args: argparse.Namespace) -> int:
             raise ValueError(f"--address={args.address}: {refused}") from None
         try:
             return Together(ray, plan, ray.get_runtime_context().gcs_address, out, err).run()
+        except KeyboardInterrupt:
+            # It came before or after the run, which takes note of signals by itself.
+            return 128 + signal.SIGINT
         except HeadLost as error:
             leave(f"{error}\n{standing(settings.output_dir)}", FAILED, err)
         except RuntimeError as error:
