@@ -103,7 +103,7 @@ def test_nothing_that_the_command_started_is_left(guard, way):
     wait_until(lambda: len(below(process)) == 3)
     started = below(process)
     if way == "is killed":
-        started[0].kill()
+        psutil.Process(process.pid).children()[0].kill()
     if way == "actor is gone":
         process.stdin.close()
     process.wait(30)
