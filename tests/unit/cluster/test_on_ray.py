@@ -28,6 +28,7 @@ GPUS = "--train-gpus 4 --engine-gpus 4"
 def place(tmp_path, monkeypatch):
     (tmp_path / "run.yaml").write_text(CONFIG)
     (tmp_path / "none.yaml").write_text("output_dir: out\nmodel_dir: model\n")
+    (tmp_path / "few.yaml").write_text("output_dir: out\nmodel_dir: ???\nengine: {}\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
@@ -52,7 +53,10 @@ def place(tmp_path, monkeypatch):
         (f"--config grpo/tiny {GPUS} --address ray://10.0.0.1:10001", "no ray://"),
         (f"--config grpo/tiny {GPUS} --address 10.0.0.1", "HOST:PORT of the cluster's head"),
         (f"--config grpo/tiny {GPUS} max_steps", "'max_steps' is no setting: write key=value"),
-        (f"--config grpo/tiny {GPUS} model_dir=???", "model_dir has no value"),
+        (
+            f"--config few.yaml {GPUS}",
+            "--config few.yaml: model_dir has no value; set it in the YAML or on the command",
+        ),
         ("--config grpo/tiny model_dir=${nothing} " + GPUS, "model_dir: Interpolation key 'nothing' not found"),
     ],
 )
