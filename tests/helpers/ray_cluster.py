@@ -36,9 +36,9 @@ class RayCluster:
                 return line.removeprefix("answer: ").strip()
         raise RuntimeError("the process of the cluster has ended")
 
-    def add(self, resource: str) -> int:
-        """Adds a machine that carries one unit of the resource. Returns the process id of its raylet."""
-        print(resource, file=self._process.stdin, flush=True)
+    def add(self, resource: str, count: int = 1) -> int:
+        """Adds a machine that carries so much of the resource, "CPU" for instance. Returns the process id of its raylet."""
+        print(resource, count, file=self._process.stdin, flush=True)
         return int(self._answer())
 
     def processes(self) -> list[psutil.Process]:
@@ -65,8 +65,10 @@ def serve(folder: str) -> None:
         initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, "temp_dir": folder}
     )
     print("answer:", cluster.address, flush=True)
-    for resource in map(str.strip, sys.stdin):
-        node = cluster.add_node(num_cpus=0, resources={resource: 1}, temp_dir=folder)
+    for line in sys.stdin:
+        resource, count = line.split()
+        has = {"num_cpus": int(count)} if resource == "CPU" else {"num_cpus": 0, "resources": {resource: int(count)}}
+        node = cluster.add_node(**has, temp_dir=folder)
         print("answer:", node.all_processes["raylet"][0].process.pid, flush=True)
     cluster.shutdown()
 

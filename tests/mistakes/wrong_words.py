@@ -29,6 +29,9 @@ COMMANDS = {
     "a preset for the command": Mistake("presets gsop", r"preset='gsop' is unknown; did you mean 'gspo'\?"),
     "a size of puzzles": Mistake("clue --size tinny --out x.jsonl", r"torchtune-ext clue: size='tinny'"),
     "a count of puzzles": Mistake("clue --count 0 --out x.jsonl", r"--count 0: give a number from 1 on"),
+    "ray without a number": Mistake("ray --config run.yaml --recipe grpo_full", r"how many GPUs\? Write --train-gpus N --engine-gpus N"),
+    "ray without a recipe": Mistake("ray --config run.yaml --train-cpus 1 --engine-cpus 1", r"--config run.yaml: written for which recipe\? Add --recipe grpo_full"),
+    "ray without an engine": Mistake("ray --config warm.yaml --train-cpus 1 --engine-cpus 1", r"--config warm.yaml: it has no `engine:`, so it samples nothing"),
     "an archive that is not there": Mistake("archive nothing", r"torchtune-ext archive: .*nothing"),
 }
 

@@ -22,6 +22,7 @@ OWN_WORDS = {
     "clue": ("torchtune_ext.tasks.temporal_clue.cli", "make and grade Temporal Clue puzzles"),
     "knobs": ("torchtune_ext.host.knobs", "list the knobs of a recipe: knobs [RECIPE] [NODE]"),
     "presets": ("torchtune_ext.host.presets", "list the published methods, or print one: presets [NAME]"),
+    "ray": ("torchtune_ext.host.on_ray", "start a run on an existing Ray cluster, with vLLM servers beside it"),
     "report": ("torchtune_ext.telemetry.report", "write the HTML report of a run"),
 }
 TUNE_WORDS = {

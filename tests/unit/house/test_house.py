@@ -43,8 +43,12 @@ ORDER = [
     "training",
     "telemetry",
     "replay",
+    "cluster",
     "host.components",
     "host.config",
+    "host.run_settings",
+    "host.ray_server",
+    "host.on_ray",
     "host.here",
     "host.opening",
     "host.dry_run",
@@ -55,7 +59,14 @@ ORDER = [
     "__main__",
 ]
 # And the recipes.
-OMEGACONF_ALLOWED = {"host.command_line", "host.components", "host.config", "host.opening", "host.dry_run"}
+OMEGACONF_ALLOWED = {
+    "host.command_line",
+    "host.components",
+    "host.config",
+    "host.opening",
+    "host.dry_run",
+    "host.run_settings",
+}
 MAX_FILE, MAX_FUNCTION, MAX_KNOBS = 400, 80, 40  # lines, lines, names
 MAX_RECIPE = 300  # statements: comments and blank lines cost nothing, and squeezing a line gains nothing
 MACHINE_PATH = re.compile(r"(?<![\w.])/(work|root|Users/\w+|home/\w+|opt/(wheels|pypi))/")

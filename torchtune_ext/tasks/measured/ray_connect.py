@@ -4,7 +4,7 @@ import logging
 import os
 import socket
 import threading
-from multiprocessing.connection import Connection
+from collections.abc import Callable
 from typing import Any
 
 KNOCK_S = 5.0  # seconds for the address to accept a connection
@@ -27,8 +27,11 @@ def short(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
 
 
-def connect(address: str, connection: Connection) -> Any:
+def connect(address: str, refuse: Callable[[str], Any]) -> Any:
     """Connects to the cluster and returns the module `ray`.
+
+    Args:
+        refuse: is told, in another thread, why Ray itself does not answer. Then the process ends, since Ray would try on.
 
     Raises:
         Refused: there is none, or this machine is no part of it.
@@ -46,9 +49,7 @@ def connect(address: str, connection: Connection) -> Any:
     member = f"this machine must be a member of the cluster: {member_command(named)}"
 
     def give_up() -> None:
-        connection.send(
-            ("refused", f"Ray does not answer at {named} within {CONNECT_S:g} s. If Ray is there, {member}")
-        )
+        refuse(f"Ray does not answer at {named} within {CONNECT_S:g} s. If Ray is there, {member}")
         os._exit(1)
 
     watchdog = threading.Timer(CONNECT_S, give_up)

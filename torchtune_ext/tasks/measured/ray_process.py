@@ -352,7 +352,7 @@ def main(fd: int, parent: int) -> None:
     connection = Connection(fd)
     address, resource, settings, path = connection.recv()
     try:
-        ray = connect(address, connection)
+        ray = connect(address, lambda why: connection.send(("refused", why)))
         asyncio.run(Driver(ray, connection, resource, settings, path).run())
     except Refused as refused:
         connection.send(("refused", str(refused)))

@@ -1,0 +1,287 @@
+"""`torchtune-ext ray` on a real Ray cluster: two raylets on this machine, each of which stands for a machine."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+import pytest
+import recipe_runs as runs
+import torch
+from ray_cluster import RayCluster
+from safetensors.torch import load_file
+from waiting import wait_until
+
+import torchtune_ext
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed"),
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+# On the command line of every process of a run; Ray's own workers, which wait for the next one, have none of it.
+OURS = ("torchtune_ext", "vllm", "EngineCore", "VLLM")
+APART = ["--servers", "anywhere", "--train-cpus", "1", "--engine-cpus", "1"]
+ENDLESS = ["max_steps=4000", "checkpoints={every: 1, stop_grace_s: 2}"]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A cluster of two machines with a core each, so that a trainer and its server do not share one."""
+    cluster = RayCluster()
+    try:
+        cluster.raylets = [cluster.add("CPU"), cluster.add("CPU")]
+        yield cluster
+    finally:
+        seen = cluster.processes()
+        cluster.close()
+        assert psutil.wait_procs(seen, timeout=20)[1] == []
+
+
+def words(cluster, *more, config="run.yaml"):
+    command = [sys.executable, "-m", "torchtune_ext", "ray", "--config", config, "--recipe", "grpo_full"]
+    return [*command, "--address", cluster.address, *more]
+
+
+def environment():
+    return {name: value for name, value in runs.environment().items() if name != "RAY_ADDRESS"}
+
+
+def ray(folder, cluster, *more):
+    """Runs the command to its end, and returns its status and what it said."""
+    done = subprocess.run(
+        words(cluster, *more), cwd=folder, env=environment(), capture_output=True, text=True, timeout=300
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def of_runs(cluster):
+    """The processes of runs on the cluster."""
+    found = []
+    for each in cluster.processes():
+        try:
+            if any(word in " ".join(each.cmdline()) for word in OURS):
+                found.append(each)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+class Started:
+    """The command in the background, once its run has made some steps."""
+
+    def __init__(self, folder, cluster, name, *more, steps=3):
+        self.cluster, self.log, self.run_dir = cluster, folder / f"{name}.txt", folder / name
+        with self.log.open("w") as out:
+            self.process = subprocess.Popen(
+                words(cluster, f"output_dir={name}", *ENDLESS, *more),
+                cwd=folder,
+                env=environment(),
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
+        try:
+            runs.wait_for_steps(self.run_dir, steps, self.process)
+        except BaseException:
+            print(self.log.read_text())
+            self.end()
+            raise
+        self.began = [psutil.Process(self.process.pid), *of_runs(cluster)]
+
+    def one(self, words):
+        """The process of the run with the words on its command line."""
+        found = [each for each in self.began if words in " ".join(each.cmdline()[:5])]
+        assert len(found) == 1, [each.cmdline() for each in self.began]
+        return found[0]
+
+    def raylet_of(self, process):
+        """The place in `cluster.raylets` of the raylet below which a process was started."""
+        above = {each.pid for each in process.parents()}
+        (index,) = [i for i, pid in enumerate(self.cluster.raylets) if pid in above]
+        return index
+
+    def ended(self, within=90.0):
+        """Waits for the end, and returns the status and what was said. Nothing is left of the run."""
+        begin = time.monotonic()
+        status = self.process.wait(within)
+        left = psutil.wait_procs(self.began, timeout=max(1.0, within - (time.monotonic() - begin)))[1]
+        assert not left, [each.cmdline() for each in left]
+        return status, self.log.read_text()
+
+    def end(self):
+        self.process.kill()
+        self.process.wait()
+        wait_until(lambda: not of_runs(self.cluster), 120.0)
+
+
+@pytest.fixture
+def started(full_workplace, cluster):
+    """Makes a `Started`, which does not outlive its test."""
+    made = []
+
+    def start(name, *more, **settings):
+        made.append(Started(full_workplace, cluster, name, *more, **settings))
+        return made[-1]
+
+    yield start
+    for each in made:
+        if each.process.poll() is None:
+            each.end()
+
+
+def newest(run_dir):
+    return sorted((run_dir / "checkpoints").glob("step_*"))[-1]
+
+
+def require_same(one, other):
+    want, got = (load_file(newest(each) / "model-00001-of-00001.safetensors") for each in (one, other))
+    assert newest(one).name == newest(other).name and want.keys() == got.keys()
+    assert all(torch.equal(want[name], got[name]) for name in want)
+    assert runs.metrics(one) == runs.metrics(other)
+
+
+def test_one_command_ends_with_the_weights_of_a_run_without_ray(full_workplace, cluster):
+    status, said = ray(full_workplace, cluster, *APART, "output_dir=placed")
+    assert status == 0, said
+    assert f"ray:       {cluster.address}, 2 cores on 2 machines" in said
+    assert re.search(r"server 0:  http://127\.0\.0\.1:\d+ on .*, its log there: .*\.out\n", said), said
+    assert "done:      3 of 3 steps" in said and said.count("engine:    ready after") == 1
+    assert not of_runs(cluster)
+    require_same(full_workplace / "reference", full_workplace / "placed")
+    assert "test_ray" not in (log := Path(re.search(r"its log there: (\S+)", said)[1]).read_text()) and "vLLM" in log
+
+
+def test_a_raylet_that_is_killed_ends_the_run_with_the_cause_and_leaves_a_checkpoint(cluster, started):
+    run = started("lost", *APART)
+    index = run.raylet_of(run.one("-m torchtune_ext run"))
+    os.kill(cluster.raylets[index], signal.SIGKILL)
+    status, said = run.ended()
+    cluster.raylets[index] = cluster.add("CPU")
+    assert status == 1 and "Traceback" not in said, said
+    assert re.search(r"error: RuntimeError: the trainer on \S+ is lost: ", said), said
+    kept = newest(run.run_dir)
+    assert (
+        f"The newest checkpoint is lost/checkpoints/{kept.name}; go on from there with resume_from_checkpoint" in said
+    )
+    load_file(kept / "model-00001-of-00001.safetensors")
+
+
+def test_a_cluster_without_the_gpus_says_what_it_has(full_workplace, cluster):
+    began_at = time.monotonic()
+    status, said = ray(full_workplace, cluster, "--train-gpus", "8", "--engine-gpus", "8", "output_dir=nowhere")
+    assert status == 2 and time.monotonic() < began_at + 60, said
+    assert "error: --train-gpus 8 --engine-gpus 8: 16 GPUs are asked for, and the Ray cluster at" in said
+    assert "has no GPUs on its 3 machines; ask for less" in said and not (full_workplace / "nowhere").exists()
+
+
+@pytest.mark.long
+def test_a_raylet_of_the_server_that_is_killed_ends_the_run_and_it_goes_on_later(full_workplace, cluster, started):
+    run = started("served", *APART)
+    index = run.raylet_of(run.one("-m vllm"))
+    assert index != run.raylet_of(run.one("-m torchtune_ext run"))
+    os.kill(cluster.raylets[index], signal.SIGKILL)
+    status, said = run.ended()
+    cluster.raylets[index] = cluster.add("CPU")
+    assert status == 1 and "Traceback" not in said, said
+    assert re.search(r"error: RuntimeError: server 0 on \S+ is lost: ", said), said
+    step = int(newest(run.run_dir).name.removeprefix("step_"))
+    status, said = ray(
+        full_workplace, cluster, *APART, "output_dir=served", f"max_steps={step + 1}", "resume_from_checkpoint=True"
+    )
+    assert status == 0 and f"done:      {step + 1} of {step + 1} steps" in said, said
+
+
+@pytest.mark.long
+def test_a_server_that_is_killed_ends_the_run_with_its_last_words(started):
+    run = started("bereft", *APART)
+    run.one("-m vllm").kill()
+    status, said = run.ended()
+    assert status == 1 and "Traceback" not in said.partition("the last that it said")[0], said
+    assert re.search(r"error: RuntimeError: server 0 on \S+ ended with status 137; the last that it said:\n", said), (
+        said
+    )
+    assert "SIGTERM: the run ends with this step" in said and "go on from there with resume_from_checkpoint" in said
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("number", "name", "status"), [(signal.SIGINT, "Ctrl-C", 130), (signal.SIGTERM, "SIGTERM", 143)]
+)
+def test_a_signal_reaches_the_trainer_and_all_ends(started, number, name, status):
+    run = started(f"told_{status}", *APART)
+    run.process.send_signal(number)
+    found, said = run.ended()
+    assert found == status and "Traceback" not in said and "error:" not in said, said
+    assert f"Stopped by {name}. It was at step " in said and "The newest checkpoint is" in said, said
+
+
+@pytest.mark.long
+def test_a_command_that_is_killed_leaves_nothing_running_and_the_step_is_saved(started):
+    run = started("orphan", *APART, "checkpoints.stop_grace_s=30")
+    run.process.kill()
+    run.ended(within=120.0)
+    lines = runs.metrics(run.run_dir)
+    assert newest(run.run_dir).name == f"step_{lines[-1]['step']:06d}"
+
+
+@pytest.mark.long
+def test_ranks_on_two_machines_are_those_of_one(full_workplace, cluster):
+    raylet = cluster.add("CPU")
+    try:
+        more = ["--servers", "anywhere", "--train-cpus", "2", "--engine-cpus", "1", "output_dir=two_machines"]
+        status, said = ray(full_workplace, cluster, *more)
+        assert status == 0, said
+        assert re.search(r"trainer:   2 ranks on \S+, \S+\n", said), said
+        runs.run(full_workplace, "grpo_full", "output_dir=two_ranks", ranks=2)
+        require_same(full_workplace / "two_ranks", full_workplace / "two_machines")
+    finally:
+        os.kill(raylet, signal.SIGKILL)
+
+
+@pytest.mark.long
+def test_cores_that_are_in_use_or_on_several_machines_are_told(full_workplace, cluster):
+    status, said = ray(full_workplace, cluster, "--train-cpus", "1", "--engine-cpus", "1")
+    assert status == 2 and "2 of the cores have to be on one machine: the trainer's 1 and beside them" in said, said
+    code = f"""
+import ray, time
+ray.init({cluster.address!r}, log_to_driver=False)
+group = ray.util.placement_group([{{"CPU": 1}}])
+assert group.wait(60)
+print("taken", flush=True)
+time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert "taken\n" in iter(other.stdout.readline, "")
+            status, said = ray(full_workplace, cluster, *APART, "--wait", "2")
+        finally:
+            other.kill()
+    assert status == 2 and "--train-cpus 1 --engine-cpus 1: no place within 2 s." in said, said
+    assert "2 cores on 2 machines" in said and "of which 1 are free" in said, said
+
+
+@pytest.mark.long
+def test_other_versions_are_told(full_workplace, cluster, tmp_path, monkeypatch):
+    code = f"import sys, ray; ray.__version__ = '2.52.0'; sys.argv[0] = 'torchtune-ext'; from torchtune_ext.host.cli import main; sys.exit(main({words(cluster, *APART)[3:]!r}))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=full_workplace, env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2 and "Ray: 2.52.0" in done.stderr and "Ray: 2.6" in done.stderr, done.stderr
+    package = Path(torchtune_ext.__file__).parent
+    copy = shutil.copytree(package, tmp_path / "torchtune_ext", ignore=shutil.ignore_patterns("__pycache__"))
+    with open(copy / "cluster" / "placement.py", "a", encoding="utf-8") as file:
+        file.write("\n# Another version.\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    status, said = ray(full_workplace, cluster, *APART, "output_dir=mixed")
+    assert status == 2 and re.search(
+        r"the trainer on \S+: torchtune_ext .* is there and .* here; all machines", said
+    ), said
+    assert not of_runs(cluster)

@@ -1,0 +1,119 @@
+"""The guard: signals, exit statuses, and that nothing of a command outlives it, however it or its actor ends."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from waiting import wait_until
+
+GUARD = [sys.executable, "-P", "-m", "torchtune_ext.cluster.guard"]
+TOLD = """
+import signal, sys, time
+def told(number, frame):
+    print("told", number, flush=True)
+    time.sleep(float(sys.argv[1]))
+    sys.exit(7)
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, told)
+print("ready", flush=True)
+time.sleep(600)
+"""
+# It starts a process in a session of its own, and that one another: orphans of any depth.
+PARENT = """
+import subprocess, sys, time
+inner = "import time; time.sleep(600)"
+outer = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {inner!r}], start_new_session=True); time.sleep(600)"
+subprocess.Popen([sys.executable, "-c", outer], start_new_session=True)
+time.sleep(1.0)
+print("ready", flush=True)
+time.sleep(float(sys.argv[1]))
+"""
+
+
+@pytest.fixture
+def guard():
+    """Starts a Python program under a guard that gives it 0.5 s when its actor is gone, with signals blocked as Ray does."""
+    begun = []
+
+    def start(code, *arguments):
+        process = subprocess.Popen(
+            [*GUARD, "0.5", sys.executable, "-c", code, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}),
+        )
+        begun.append(process)
+        return process
+
+    yield start
+    for process in begun:
+        with process:
+            for each in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else ():
+                each.kill()
+            process.kill()
+
+
+def below(process):
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [("pass", 0), ("raise SystemExit(3)", 3), ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 137)],
+)
+def test_the_status_is_that_of_the_command(guard, code, status):
+    assert guard(code).wait(30) == status
+
+
+@pytest.mark.parametrize("line", ["2", "15", "end 30"])
+def test_a_signal_reaches_the_command(guard, line):
+    process = guard(TOLD, "0")
+    assert process.stdout.readline() == b"ready\n"
+    process.stdin.write(f"{line}\n".encode())
+    assert process.stdout.readline() == (b"told 2\n" if line == "2" else b"told 15\n")
+    assert process.wait(30) == 7
+
+
+def test_what_does_not_end_is_killed(guard):
+    process = guard(TOLD, "600")
+    assert process.stdout.readline() == b"ready\n"
+    process.stdin.write(b"end 0.5\n")
+    assert process.stdout.readline() == b"told 15\n"
+    assert process.wait(30) == 137
+
+
+@pytest.mark.parametrize("seconds", ["0", "600"])
+def test_an_actor_that_is_gone_is_sigterm_and_then_the_end(guard, seconds):
+    """Where the command ends by itself it is not killed: a trainer saves its step."""
+    process = guard(TOLD, seconds)
+    assert process.stdout.readline() == b"ready\n"
+    process.stdin.close()
+    assert process.stdout.readline() == b"told 15\n"
+    assert process.wait(30) == (7 if seconds == "0" else 137)
+
+
+@pytest.mark.parametrize("way", ["ends", "is killed", "actor is gone"])
+def test_nothing_that_the_command_started_is_left(guard, way):
+    process = guard(PARENT, "0.5" if way == "ends" else "600")
+    assert process.stdout.readline() == b"ready\n"
+    wait_until(lambda: len(below(process)) == 3)
+    started = below(process)
+    if way == "is killed":
+        psutil.Process(process.pid).children()[0].kill()
+    if way == "actor is gone":
+        process.stdin.close()
+    process.wait(30)
+    assert psutil.wait_procs(started, timeout=1)[1] == []
+
+
+def test_it_sleeps_while_the_command_runs(guard):
+    process = guard("import time; print('ready', flush=True); time.sleep(600)")
+    assert process.stdout.readline() == b"ready\n"
+    used = psutil.Process(process.pid).cpu_times()
+    time.sleep(1.0)
+    after = psutil.Process(process.pid).cpu_times()
+    assert after.user + after.system - used.user - used.system < 0.2

@@ -1,0 +1,79 @@
+"""What is run on a cluster: the plan, and each command of it on its machine."""
+
+import codecs
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchtune_ext.cluster.placement import Asked, Layout, Machine
+from torchtune_ext.sampling.records import EngineConfig
+
+LAST_LINES = 20  # lines of a server's output that are shown if it ends
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is run."""
+
+    recipe: str
+    config: str  # as the user named it
+    file: str  # of the config, if it is the user's own; "" for one of ours
+    words: tuple[str, ...]  # settings, key=value
+    engine: EngineConfig
+    asked: Asked
+    folder: str  # in which it is started, on each machine
+    variables: Mapping[str, str]  # of the environment of trainer and servers
+    key: str  # of the servers
+    patience_s: float  # seconds that the trainer has to end after a signal
+    wait_s: float  # seconds to wait for GPUs that are in use
+    waits_for_machines: bool  # whether it also waits for what the cluster does not have yet
+
+
+@dataclass(eq=False, slots=True)
+class Member:
+    """A command of the run on a machine of the cluster."""
+
+    title: str
+    machine: Machine
+    keeper: Any
+    python_words: list[str] = field(default_factory=list)
+    log: str = ""  # file on its machine that has what it prints
+    status: int | None = None  # its exit status; None: it runs, or is lost
+    lost: str = ""  # why nothing is known of it any more
+    tail: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
+    begun: str = ""  # a line of its output that has no end yet
+    told: bool = False  # whether the user knows that it has ended
+    decoder: Any = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
+    question: Any = None  # what Ray has promised
+    answered_at: float = 0.0  # time.monotonic() of the last answer; 0: it was not started
+
+    @property
+    def runs(self) -> bool:
+        return bool(self.answered_at) and self.status is None and not self.lost
+
+    def end(self) -> str:
+        """Says how it ended."""
+        if self.lost:
+            return f"{self.title} is lost: {self.lost}"
+        said = [*self.tail, *filter(None, [self.begun])]
+        text = "; the last that it said:\n" + "\n".join(f"    {line}" for line in said) if said else ""
+        return f"{self.title} ended with status {self.status}{text}"
+
+
+def host_title(member: Member) -> str:
+    """Returns where a member is, and its log."""
+    return f"{member.machine.address}, its log there: {member.log}"
+
+
+def launch(made: Layout, number: int, meet: str) -> list[str]:
+    """Returns the options of torchrun on the trainer's machine with this number, from 0.
+
+    Args:
+        meet: HOST:PORT on the first machine, where the ranks of several machines meet. torchtune takes an address for the
+            rendezvous alone, since without one it starts torchrun as for one machine.
+    """
+    if made.machines == 1:
+        return ["--nproc_per_node", str(made.ranks)] if made.ranks > 1 else []
+    found = ["--nnodes", str(made.machines), "--node_rank", str(number), "--nproc_per_node", str(made.ranks)]
+    return [*found, "--rdzv_backend", "static", "--rdzv_endpoint", meet]

@@ -1,0 +1,194 @@
+"""`torchtune-ext ray` starts a run on an existing Ray cluster: the trainer under torchrun, vLLM's servers beside it.
+
+    torchtune-ext ray --config grpo/qwen2_5_7B_full --train-gpus 4 --engine-gpus 1 max_steps=100
+
+Ray says which machines and GPUs they get (cluster/placement.py), and what runs there is what a user would start by hand
+(cluster/together.py). All of it ends with this command, and this command with any of it.
+
+Ray Train is not used. Its `TorchTrainer` calls a function in a thread of its workers, where Python delivers no signals (so a
+run could not save on SIGTERM), makes the process group itself (so ranks would have no watch over each other), tries to start a
+trainer that finds no place for ever, and has a placement group of its own (so Ray could not place trainer and servers at once).
+"""
+
+import argparse
+import os
+import re
+import secrets
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NoReturn, TextIO
+
+from torchtune_ext.cluster.member import Plan
+from torchtune_ext.cluster.placement import KINDS, Asked
+from torchtune_ext.cluster.serving import beside
+from torchtune_ext.cluster.together import HeadLost, Together
+from torchtune_ext.host.mistakes import FAILED, STATUS
+from torchtune_ext.host.run_settings import RunSettings, run_settings
+from torchtune_ext.run.parent import environment
+from torchtune_ext.run.stop import CLEANUP_S, REACTION_S
+from torchtune_ext.sampling.doors import server_key
+from torchtune_ext.tasks.measured.ray_bench import SETTINGS
+from torchtune_ext.tasks.measured.ray_connect import Refused, connect
+
+WAIT_S = 30.0  # seconds to wait for GPUs that are in use
+# Variables that say what a machine or a process is. All others of this shell are those of the run on every machine.
+OF_THE_MACHINE = re.compile(
+    r"_|PATH|LD_LIBRARY_PATH|HOME|USER|LOGNAME|SHELL|SHLVL|TERM|PWD|OLDPWD|TMPDIR|TMP|TEMP|HOSTNAME|DISPLAY|VIRTUAL_ENV|"
+    r"CUDA_VISIBLE_DEVICES|RANK|WORLD_SIZE|LOCAL_.*|GROUP_.*|ROLE_.*|MASTER_.*|TORCHELASTIC_.*|SSH_.*|SLURM.*|XDG_.*|DBUS_.*"
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `torchtune-ext ray`."""
+    parser.add_argument("words", nargs="*", metavar="key=value", help="settings of the run, as behind `tune run`")
+    parser.add_argument("--config", required=True, help="the config, as for `tune run`")
+    parser.add_argument("--recipe", help="the recipe, if the config does not say it: grpo_full, or your own my_grpo.py")
+    parser.add_argument("--train-gpus", type=int, metavar="N", help="ranks of the trainer, a GPU each")
+    parser.add_argument(
+        "--engine-gpus", type=int, metavar="N", help="GPUs of all servers; each has tensor_parallel_size of them"
+    )
+    parser.add_argument("--train-cpus", type=int, metavar="N", help="without GPUs: ranks of the trainer, a core each")
+    parser.add_argument("--engine-cpus", type=int, metavar="N", help="without GPUs: servers, a core each")
+    parser.add_argument(
+        "--address", default="auto", help="HOST:PORT of the cluster's head; auto: the cluster of this machine"
+    )
+    parser.add_argument(
+        "--servers",
+        choices=("beside", "anywhere"),
+        help="beside: on the machine of rank 0, as weights that travel through its memory need; anywhere: where Ray puts them",
+    )
+    parser.add_argument(
+        "--wait",
+        type=float,
+        metavar="SECONDS",
+        help=f"how long to wait for what is in use ({WAIT_S:g}), and then also for machines that join later",
+    )
+    # Otherwise settings could not stand behind options.
+    parser.parse_args = parser.parse_intermixed_args
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs to the end and returns the exit status of the trainer. Raises ValueError, RuntimeError."""
+    settings = run_settings(args.config, args.words)
+    plan = plan_of(args, settings)
+    if find_spec("ray") is None:
+        raise ValueError(
+            "torchtune-ext ray needs Ray: pip install 'torchtune-ext[ray]', here and on each machine of the cluster"
+        )
+    os.environ.update(SETTINGS)
+    with ours_alone() as (out, err):
+        try:
+            ray = connect(args.address, lambda why: leave(f"--address={args.address}: {why}", STATUS, err))
+        except Refused as refused:
+            raise ValueError(f"--address={args.address}: {refused}") from None
+        try:
+            return Together(ray, plan, ray.get_runtime_context().gcs_address, out, err).run()
+        except KeyboardInterrupt:
+            # It came before or after the run, which takes note of signals by itself.
+            return 128 + signal.SIGINT
+        except HeadLost as error:
+            leave(f"{error}\n{standing(settings.output_dir)}", FAILED, err)
+        except RuntimeError as error:
+            error.add_note(standing(settings.output_dir))
+            raise
+        finally:
+            ray.shutdown()
+
+
+@contextmanager
+def ours_alone() -> Iterator[tuple[TextIO, TextIO]]:
+    """Gives stdout and stderr to the block alone: Ray prints a page for each machine that is lost."""
+    out, err = sys.stdout, sys.stderr
+    with open(os.devnull, "w", encoding="utf-8") as null:
+        sys.stdout = sys.stderr = null
+        try:
+            yield out, err
+        finally:
+            sys.stdout, sys.stderr = out, err
+
+
+def leave(text: str, status: int, err: TextIO) -> NoReturn:
+    """Ends this process with a message. Ray does not answer, and would not let go of it."""
+    print(f"error: {text}", file=err, flush=True)
+    os._exit(status)
+
+
+def plan_of(args: argparse.Namespace, settings: RunSettings) -> Plan:
+    """Makes the plan from the words of the command. Raises ValueError."""
+    recipe = args.recipe or settings.recipe
+    if recipe is None:
+        raise ValueError(
+            f"--config {args.config}: written for which recipe? Add --recipe grpo_full, or your own: --recipe my_grpo.py"
+        )
+    if settings.engine.address is not None:
+        raise ValueError(
+            f"engine.address={settings.engine.address}: torchtune-ext ray starts servers of its own; leave it out, or start "
+            "the run with tune run"
+        )
+    if not re.fullmatch(r"auto|[^/\s]+:\d+", args.address):
+        raise ValueError(
+            f"--address={args.address}: write auto, or HOST:PORT of the cluster's head as 10.0.0.1:6379 (and no ray://: this "
+            "machine must be a member of the cluster)"
+        )
+    if args.wait is not None and not 0 < args.wait < float("inf"):
+        raise ValueError(f"--wait={args.wait}: it has to be a positive number of seconds")
+    asked = asked_of(args, settings)
+    return Plan(
+        recipe=recipe,
+        config=args.config,
+        file=settings.own_file,
+        words=tuple(args.words),
+        engine=settings.engine,
+        asked=asked,
+        folder=str(Path.cwd()),
+        variables=variables_of(asked),
+        key=server_key() or secrets.token_urlsafe(32),
+        patience_s=settings.saving.stop_grace_s + REACTION_S + CLEANUP_S,
+        wait_s=args.wait or WAIT_S,
+        waits_for_machines=args.wait is not None,
+    )
+
+
+def asked_of(args: argparse.Namespace, settings: RunSettings) -> Asked:
+    """Returns what the command asks of the cluster. Raises ValueError."""
+    pairs = {kind: (getattr(args, f"train_{kind}"), getattr(args, f"engine_{kind}")) for kind in KINDS}
+    given = [kind for kind, pair in pairs.items() if pair != (None, None)]
+    if len(given) != 1 or None in pairs[given[0]]:
+        raise ValueError(
+            "how many GPUs? Write --train-gpus N --engine-gpus N; on a cluster without GPUs, --train-cpus N --engine-cpus N"
+        )
+    kind = given[0]
+    train, engine = pairs[kind]
+    each = settings.engine.tensor_parallel_size
+    for name, value in ((f"--train-{kind}", train), (f"--engine-{kind}", engine)):
+        if value < 1:
+            raise ValueError(f"{name}={value}: it has to be 1 or more")
+    if kind == "cpus" and each > 1:
+        raise ValueError(f"engine.tensor_parallel_size={each} asks for GPUs: write --engine-gpus, or leave it out")
+    if engine % each:
+        raise ValueError(
+            f"--engine-gpus={engine} is no multiple of engine.tensor_parallel_size={each}, the GPUs of a server"
+        )
+    near = beside(settings.engine) if args.servers is None else args.servers == "beside"
+    return Asked(kind, train, engine // each, each, near)
+
+
+def variables_of(asked: Asked) -> dict[str, str]:
+    """Returns the variables of this shell that the run gets on every machine, as under Slurm, and what else it needs."""
+    found = {name: value for name, value in environment().items() if not OF_THE_MACHINE.fullmatch(name)}
+    if asked.kind == "cpus":
+        # A rank has asked for one core.
+        found = {"OMP_NUM_THREADS": "1", **found, "CUDA_VISIBLE_DEVICES": ""}
+    return {name: value for name, value in found.items() if name not in SETTINGS}
+
+
+def standing(output_dir: str) -> str:
+    """Returns a line that names the newest checkpoint, seen from this machine."""
+    found = sorted(Path(output_dir, "checkpoints").glob("step_*"))
+    if not found:
+        return f"There is no checkpoint in {output_dir} yet: start it again"
+    return f"The newest checkpoint is {found[-1]}; go on from there with resume_from_checkpoint=True"
