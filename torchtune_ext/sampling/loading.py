@@ -71,17 +71,53 @@ class Arrivals(TorchDispatchMode):
         self.found[name] = value if self.found.get(name, value) == value else None
 
 
-def check_names(names: Sequence[str], expected: set[str], packed: Mapping[str, list[str]]) -> None:
-    """Raises ValueError when published weights leave parameters out. Args: names: of what was published;
-    expected: of the parameters; packed: the model's fused layers, "qkv_proj" -> ["q_proj", "k_proj", "v_proj"]."""
-    wanted: dict[str, set[str]] = {}
-    for name in expected:
-        stem, _, kind = name.rpartition(".")
-        head, _, layer = stem.rpartition(".")
-        wanted[name] = {f"{head}.{part}.{kind}".lstrip(".") for part in packed.get(layer, [layer])}
-    sent = set(names)
-    if missing := sorted(name for name, parts in wanted.items() if name not in sent and not parts <= sent):
-        raise ValueError(f"published weights leave out {len(missing)} parameters, e.g. {missing[:3]}")
+def _parts(name: str, packed: Mapping[str, list[str]]) -> list[str]:
+    """Returns the published names that a parameter of the engine is made of. Args: packed: the model's fused layers, "qkv_proj"
+    -> ["q_proj", "k_proj", "v_proj"]."""
+    stem, _, kind = name.rpartition(".")
+    head, _, layer = stem.rpartition(".")
+    return [f"{head}.{part}.{kind}".lstrip(".") for part in packed.get(layer, [layer])]
+
+
+def check_shapes(
+    shapes: Mapping[str, Sequence[int]],
+    expected: Mapping[str, torch.Tensor],
+    packed: Mapping[str, list[str]],
+    workers: int,
+) -> None:
+    """Raises ValueError when published weights leave parameters out, or have other shapes: vLLM would say only that something
+    is wrong, after they were sent.
+
+    Args: shapes: of what was published, by name; expected: the parameters; packed: as in `_parts`; workers: among which
+    tensor parallelism cuts a parameter.
+    """
+    missing, wrong = [], []
+    for name, parameter in expected.items():
+        parts = [name] if name in shapes else _parts(name, packed)
+        if not set(parts) <= shapes.keys():
+            missing.append(name)
+        elif not _fits(
+            [shapes[part] for part in parts], parameter.shape, workers, padded="embed" in name or "head" in name
+        ):
+            wrong.append((parts, [list(shapes[part]) for part in parts], list(parameter.shape)))
+    if missing:
+        raise ValueError(f"published weights leave out {len(missing)} parameters, e.g. {sorted(missing)[:3]}")
+    if wrong:
+        parts, sent, held = wrong[0]
+        raise ValueError(f"published {', '.join(parts)} in the shape {sent}, and the engine holds {held} of it")
+
+
+def _fits(parts: Sequence[Sequence[int]], held: Sequence[int], workers: int, padded: bool) -> bool:
+    """Whether tensors, one behind the other, fill what one of so many workers holds. Args: padded: its rows may be more."""
+    if any(len(part) != len(held) for part in parts):
+        return False
+    for axis, size in enumerate(held):
+        whole = sum(part[0] for part in parts) if axis == 0 else parts[0][axis]
+        same = axis == 0 or all(part[axis] == whole for part in parts)
+        # A cut is rounded up, and heads of keys and values may be held more than once.
+        if not same or not (size <= whole <= size * workers or (padded and axis == 0 and whole <= size * workers)):
+            return False
+    return True
 
 
 def check_quantized(
@@ -94,8 +130,7 @@ def check_quantized(
 
     vLLM copies bfloat16 into an FP8 weight without a word, and scales that are left out keep their last values: both are
     wrong in silence.
-    Args: names, dtypes: of what was published; parameters: those of the engine's model, by name; packed: its fused layers, as
-    in `check_names`.
+    Args: names, dtypes: of what was published; parameters: those of the engine's model, by name; packed: as in `_parts`.
     """
     fused = {part: whole for whole, parts in packed.items() for part in parts}
     sent = dict(zip(names, dtypes, strict=True))
@@ -161,24 +196,27 @@ class CheckedTransfer(WeightTransferEngine):
             initialize_layerwise_reload(self.model)
 
     def load(
-        self, names: Sequence[str], dtypes: Sequence[str], receive: Callable[[Callable[[Named], None]], None]
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        receive: Callable[[Callable[[Named], None]], None],
     ) -> None:
         """Loads what comes. Raises ValueError before that for what this model cannot take.
 
-        Args: names, dtypes: of the tensors, torch's names of the dtypes; receive: hands each part of them, as (name, tensor),
-        to the function that it is called with.
+        Args: names, dtypes, shapes: of the tensors, torch's names of the dtypes; receive: hands each part of them, as (name,
+        tensor), to the function that it is called with.
         """
         with without_lora(self.model), self.arrivals, disable_mtp_completeness_check():
-            parameters, packed = (
-                dict(self.model.named_parameters()),
-                getattr(self.model, "packed_modules_mapping", {}),
-            )
+            parameters = dict(self.model.named_parameters())
+            packed = getattr(self.model, "packed_modules_mapping", {})
             check_quantized(names, dtypes, parameters, packed)
             # A quantized model has scales of an FP8 KV cache, whether its cache is FP8 or not; nobody publishes any.
             expected = {name for name in parameters if not name.endswith(KV_SCALES)}
             if self.model_config.hf_text_config.tie_word_embeddings:
                 expected.discard("lm_head.weight")
-            check_names(names, expected, packed)
+            held = {name: parameters[name] for name in expected}
+            check_shapes(dict(zip(names, shapes, strict=True)), held, packed, self.parallel_config.tensor_parallel_size)
             loaded: set[str] = set()
 
             def take(named: Named) -> None:

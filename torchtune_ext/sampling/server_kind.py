@@ -72,8 +72,8 @@ def check_kind(address: str, told: dict[str, Any], config: EngineConfig, how: Ca
 
 def _check_nccl(address: str, told: dict[str, Any], how: Callable[[], str]) -> None:
     """Raises ValueError when one of both ends has no GPU."""
-    device = str((told.get("device_config") or {}).get("device", "unknown"))
-    there, here = device.startswith("cuda"), torch.cuda.is_available()
+    device = (told.get("device_config") or {}).get("device")
+    there, here = device != "cpu", torch.cuda.is_available()
     if not (there and here):
         side = "this trainer has none" if there else f"{address} runs on {device}"
         both = "" if there or here else ", and this trainer has none"

@@ -79,7 +79,8 @@ class SharedMemoryTransfer(CheckedTransfer):
         self.path = init_info.path
 
     def receive_weights(self, update_info: Manifest) -> None:
-        self.load(update_info.names, update_info.dtypes, lambda take: take(list(tensors(self.path, update_info))))
+        update = update_info
+        self.load(update.names, update.dtypes, update.shapes, lambda take: take(list(tensors(self.path, update))))
 
 
 def _register(name: str, backend: type[CheckedTransfer]) -> None:

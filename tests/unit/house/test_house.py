@@ -51,11 +51,19 @@ ORDER = [
     "host.tune_script",
     "host.doctor_facts",
     "host.doctor",
+    "host.serve",
     "host.cli",
     "__main__",
 ]
 # And the recipes.
-OMEGACONF_ALLOWED = {"host.command_line", "host.components", "host.config", "host.opening", "host.dry_run"}
+OMEGACONF_ALLOWED = {
+    "host.command_line",
+    "host.components",
+    "host.config",
+    "host.opening",
+    "host.dry_run",
+    "host.serve",
+}
 MAX_FILE, MAX_FUNCTION, MAX_KNOBS = 400, 80, 40  # lines, lines, names
 MAX_RECIPE = 300  # statements: comments and blank lines cost nothing, and squeezing a line gains nothing
 MACHINE_PATH = re.compile(r"(?<![\w.])/(work|root|Users/\w+|home/\w+|opt/(wheels|pypi))/")

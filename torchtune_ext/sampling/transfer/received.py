@@ -43,7 +43,8 @@ class GlooTransfer(CheckedTransfer):
         )
 
     def receive_weights(self, update_info: Update) -> None:
-        self.load(update_info.names, update_info.dtype_names, lambda take: self.receive(update_info, take))
+        update = update_info
+        self.load(update.names, update.dtype_names, update.shapes, lambda take: self.receive(update, take))
 
     def receive(self, update: Update, take: Callable[[Named], None]) -> None:
         """Takes what the sender broadcasts. Raises RuntimeError when it does not, and the group is over then."""
@@ -84,7 +85,8 @@ class NcclTransfer(CheckedTransfer, NCCLWeightTransferEngine):
         NCCLWeightTransferEngine.init_transfer_engine(self, init_info)
 
     def receive_weights(self, update_info: Update) -> None:
-        self.load(update_info.names, update_info.dtype_names, lambda take: self.receive(update_info, take))
+        update = update_info
+        self.load(update.names, update.dtype_names, update.shapes, lambda take: self.receive(update, take))
 
     def receive(self, update: Update, take: Callable[[Named], None]) -> None:
         """As `GlooTransfer.receive`. NCCL itself would wait for ever: at the deadline the communicator is aborted."""
