@@ -21,6 +21,9 @@ from torchtune_ext.sampling.weight_buffer import WeightBuffer, checksum  # noqa:
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
+LORA = {"lora_rank": 4, "lora_targets": ("q_proj", "down_proj")}
+
+
 @pytest.fixture(scope="module", autouse=True)
 def key():
     """The servers' key, in the environment of both sides."""
@@ -38,7 +41,7 @@ def models():
 def server(models, tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
     address = f"http://127.0.0.1:{free_port()}"
-    config = EngineConfig(dtype="float32", max_model_len=1024, kv_cache_bytes=64 << 20, address=address)
+    config = EngineConfig(dtype="float32", max_model_len=1024, kv_cache_bytes=64 << 20, address=address, **LORA)
     server = Server(tiny_model.save(models[0], folder / "model"), config, folder / "server.log")
     try:
         server.wait()
@@ -80,6 +83,27 @@ def test_samples_and_takes_weights_like_an_engine_of_our_own(engine, models):
         assert [c.tokens.tolist() for c in a] == [c.tokens.tolist() for c in b]
     time.sleep(1.2)  # two looks at the counters
     assert engine.stats().max_kv_usage <= 1.0 and engine.stats().completed == 36
+
+
+def test_a_server_takes_adapters_out_of_our_memory(server, models, tmp_path):
+    """Over the model that it has, and over the next one; an engine that is made after the first does so, too."""
+    tensors, peft = tiny_model.adapter(LORA["lora_rank"], LORA["lora_targets"])
+    merged = [tiny_model.merged(seed, tensors, peft) for seed in (0, 1)]
+    config = EngineConfig(address=server.address, max_model_len=1024, **LORA)
+    prompts, sampling = tiny_model.prompts(2, 40), SamplingConfig(max_tokens=24, seed=2)
+    for _ in range(2):
+        with Engine("", config, str(tmp_path)) as engine:
+            engine.start()
+            engine.wait_ready(60)
+            engine.publish(models[0].named_parameters(), 1)
+            check(models[0], prompts, engine.sample(prompts, 2, sampling))
+            engine.publish(tensors.items(), 2, peft)
+            groups = engine.sample(prompts, 2, sampling)
+            check(merged[0], prompts, groups)
+            assert {v for group in groups for c in group for v in c.versions} == {2}
+            engine.publish(models[1].named_parameters(), 3)
+            check(merged[1], prompts, engine.sample(prompts, 2, sampling))
+            assert engine.stats().restarts == 0
 
 
 def test_deadline_early_stop_and_publication_in_flight(engine, models):

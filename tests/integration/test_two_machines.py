@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +14,16 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
+import fp8_models  # noqa: E402
 import second_machine  # noqa: E402
 import tiny_model  # noqa: E402
 from servers import Server  # noqa: E402
 from waiting import wait_until  # noqa: E402
 
+from torchtune_ext.policy import from_config  # noqa: E402
+from torchtune_ext.policy.builder import build_policy  # noqa: E402
+from torchtune_ext.policy.fp8.plan import Fp8Config, fp8_hf_tensors  # noqa: E402
+from torchtune_ext.policy.hf_model import named_hf_tensors  # noqa: E402
 from torchtune_ext.sampling.doors import KEY_VARIABLE  # noqa: E402
 from torchtune_ext.sampling.engine import Engine, EngineConfig, EngineFailed, SamplingConfig  # noqa: E402
 from torchtune_ext.sampling.transfer.courier import Courier  # noqa: E402
@@ -32,7 +38,6 @@ pytestmark = [
 
 KEY = "test-key-two-machines"
 RANK, TARGETS = 4, ("q_proj", "v_proj")
-PEFT = {"r": RANK, "lora_alpha": 8.0, "target_modules": list(TARGETS)}
 DEADLINE_S = 8.0  # of a transfer; a whole one takes 2 s over the slow link
 SLOW = 2.0  # megabits a second: the tiny model, 0.43 MB, takes 1.7 s
 MIDDLE = 100_000  # bytes after which a transfer is in its midst
@@ -139,18 +144,12 @@ def test_a_publication_in_flight_marks_every_token(engine, models):
 
 
 def test_an_adapter_travels_the_same_way(engine, models):
-    generator, tensors, merged = torch.Generator().manual_seed(3), {}, tiny_model.build(0)
-    with torch.no_grad():
-        for name, weight in merged.named_parameters():
-            if name.removesuffix(".weight").endswith(TARGETS):
-                stem = "base_model.model." + name.removesuffix(".weight")
-                a = tensors[f"{stem}.lora_A.weight"] = torch.randn(RANK, weight.shape[1], generator=generator) * 0.1
-                b = tensors[f"{stem}.lora_B.weight"] = torch.randn(weight.shape[0], RANK, generator=generator) * 0.1
-                weight += PEFT["lora_alpha"] / RANK * b @ a
+    tensors, peft = tiny_model.adapter(RANK, TARGETS)
+    merged = tiny_model.merged(0, tensors, peft)
     prompts, sampling = tiny_model.prompts(2, 40), SamplingConfig(max_tokens=24, seed=2)
     engine.publish(models[0].named_parameters(), 1)
     plain = engine.sample(prompts, 2, sampling)
-    engine.publish(tensors.items(), 2, PEFT)
+    engine.publish(tensors.items(), 2, peft)
     groups = engine.sample(prompts, 2, sampling)
     assert worst(merged, prompts, groups) < 1e-4 < 1e-2 < worst(models[0], prompts, groups)
     assert worst(models[0], prompts, plain) < 1e-4
@@ -188,6 +187,11 @@ def test_a_link_that_is_cut_in_a_transfer_holds_nobody(engine, server, models, m
     """The trainer gives the transfer up at its deadline. When the link is back, the server gets the current weights."""
     engine.publish(models[0].named_parameters(), 1)
     core, published = engine._supervisor.core, []
+    prompts = tiny_model.prompts(2, 20)
+    drawn = [
+        engine.submit(prompt, 2, SamplingConfig(max_tokens=900, seed=8), group=g) for g, prompt in enumerate(prompts)
+    ]
+    wait_until(lambda: len(core.calls) == 4, 20)
     machine.slow_down(SLOW)
     try:
         before, began = machine.sent(), time.monotonic()
@@ -206,8 +210,8 @@ def test_a_link_that_is_cut_in_a_transfer_holds_nobody(engine, server, models, m
     publishing.join(90)
     assert published and published[0].version == 2
     assert engine.checksums() == sums(models[1]) and engine.stats().restarts == 1
-    prompts = tiny_model.prompts(2, 20)
-    groups = engine.sample(prompts, 2, SamplingConfig(max_tokens=32, seed=1))
+    # What was under way was lost with the connection, and drawn again; nothing of it came from weights in between.
+    groups = [future.result(timeout=60) for future in drawn]
     assert worst(models[1], prompts, groups) < 1e-4 and {v for g in groups for c in g for v in c.versions} == {2}
 
 
@@ -270,3 +274,41 @@ def test_a_server_without_the_wanted_backend_is_refused(server, tmp_path, asked)
         said = f'takes weights by gloo, and engine.transfer is {asked}; start it like this: .*"backend": "{asked}"'
         with pytest.raises(EngineFailed, match=said):
             engine.wait_ready(60)
+
+
+def test_blocks_in_fp8_travel_with_their_scales(machine, tmp_path):
+    """To a server that was started for them, with the very bytes and scales of the trainer."""
+    source = fp8_models.directory(tmp_path / "model")
+    policy = build_policy(
+        partial(from_config, str(source.path)), source, torch.device("cpu"), torch.bfloat16, fp8=Fp8Config()
+    )
+    config = EngineConfig(
+        max_model_len=256,
+        kv_cache_bytes=16 << 20,
+        address=f"http://{machine.there}:8001",
+        quantization=policy.fp8.quantization_config(),
+    )
+    server = Server(str(source.path), config, tmp_path / "server.log", machine.inside)
+    try:
+        server.wait()
+        with Engine("", config, str(tmp_path)) as engine:
+            engine.start()
+            engine.wait_ready(60)
+            for version in (1, 2):
+                with torch.no_grad():
+                    for i, param in enumerate(policy.model.parameters()):
+                        param.mul_(1.0 + 0.03 * (i % 5)).add_(1e-3)
+                whole = named_hf_tensors(policy.model, source, torch.bfloat16)
+                sent = {name: t.clone() for name, t in fp8_hf_tensors(whole, policy.fp8, torch.bfloat16)}
+                assert sum(t.dtype == torch.float8_e4m3fn for t in sent.values()) == 14
+                engine.publish(sent.items(), version)
+                assert engine.checksums() == [{name: checksum(tensor) for name, tensor in sent.items()}]
+                (group,) = engine.sample([[5, 17, 200]], 2, SamplingConfig(max_tokens=8, seed=2))
+                assert {v for c in group for v in c.versions} == {version}
+        plain = connection(server, lora_rank=None, lora_targets=(), max_model_len=256)
+        with Engine("", plain, str(tmp_path)) as engine:
+            engine.start()
+            with pytest.raises(EngineFailed, match="holds its layers in fp8, and this run publishes none in FP8"):
+                engine.wait_ready(60)
+    finally:
+        server.kill()

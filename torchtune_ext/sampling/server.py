@@ -121,7 +121,11 @@ class ServerCore:
         self.cache_tokens, self.block, self.vocabulary = kind.cache_tokens, kind.block, kind.vocabulary
         if kind.transfer != "shm":
             self._way = NetworkWay(self, kind.transfer, kind.workers, self._life, self._temp_dir, self._log_path)
-        await self.slow("/resume")  # a trainer before us may have died in a publication
+            self._way.start()
+        # A trainer before us may have died in a publication, or lost this server in one. What it had asked for would go on with
+        # weights that are half loaded.
+        await self.slow("/abort_requests")
+        await self.slow("/resume")
         self._poll = asyncio.create_task(self._poll_metrics())
         self.sign_of_life = time.monotonic()
 

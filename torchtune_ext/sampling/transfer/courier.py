@@ -10,6 +10,7 @@ import itertools
 import logging
 import os
 import socket
+import subprocess
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -110,7 +111,11 @@ class Sender:
 
     def _end(self) -> None:
         """The process is gone."""
-        self.lost = self.lost or how_it_ended(self._process.poll(), "the sender")
+        try:
+            code = self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            code = None
+        self.lost = self.lost or how_it_ended(code, "the sender")
         for answer in (self._ready, *self._answers.values()):
             if not answer.done():
                 answer.set_exception(SenderLost(self.lost))

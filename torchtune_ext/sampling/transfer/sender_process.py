@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -48,13 +49,16 @@ def memory_of(path: str) -> torch.Tensor:
 
 
 def address_facing(members: tuple[Member, ...]) -> str:
-    """Returns the address of this machine that all servers are told. Raises ServerLost where one cannot be reached from it."""
-    url = members[0].url
-    parts = urlsplit(url)
-    try:
-        return facing(parts.hostname or "", parts.port or 80)
-    except OSError as error:
-        raise ServerLost(url, f"no way to it: {error}") from None
+    """Returns the address of this machine that all servers are told: one that leads to it from elsewhere, if any of them is
+    elsewhere. Raises ServerLost where one cannot be reached."""
+    found = []
+    for member in members:
+        parts = urlsplit(member.url)
+        try:
+            found.append(facing(parts.hostname or "", parts.port or 80))
+        except OSError as error:
+            raise ServerLost(member.url, f"no way to it: {error}") from None
+    return min(found, key=lambda address: ip_address(address).is_loopback)
 
 
 class GlooSender:

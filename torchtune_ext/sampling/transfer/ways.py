@@ -100,12 +100,16 @@ class NetworkWay:
     """The sender brings weights to the server, which may be anywhere."""
 
     def __init__(self, core: Connection, backend: str, workers: int, life: str, temp_dir: str, log_path: Path):
-        """Starts the sender, if no other connection of this engine has. Args: backend: "gloo" or "nccl"; workers: of the
-        server's engine; life: a name for this connection; temp_dir, log_path: the engine's. Raises OSError."""
+        """Starts nothing yet. Args: backend: "gloo" or "nccl"; workers: of the server's engine; life: a name for this
+        connection; temp_dir, log_path: the engine's."""
         self._core, self._backend = core, backend
         self._member = Member(core.address, workers, life)
         self._courier: Courier | None = Courier.shared(temp_dir, log_path_beside(log_path))
-        self._courier.start()
+
+    def start(self) -> None:
+        """Starts the sender, if no other connection of this engine has. Raises OSError."""
+        if self._courier is not None:
+            self._courier.start()
 
     def expecting(self) -> AbstractContextManager[None]:
         """Inside, the parcels of other servers wait for this one's."""
