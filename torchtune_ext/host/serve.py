@@ -13,11 +13,11 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import partial
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib import import_module
 from pathlib import Path
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from torchtune_ext.host.catalog import config_files, config_path, folder, recipe_files, recipe_of
 from torchtune_ext.host.command_line import check_words
@@ -80,8 +80,6 @@ def engine_of(config: str, settings: Sequence[str]) -> tuple[str, EngineConfig]:
     check_words(words)
     path = Path(words[2])
     cfg = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(list(settings)))
-    if not isinstance(cfg, DictConfig) or "engine" not in cfg:
-        raise ValueError(f"{config} has no engine: serve takes a config of a GRPO recipe (`tune ls`)")
     cfg = load_config(_schema(config), cfg)
     source, model = HFModel(cfg.model_dir), on_meta(partial(instantiate, cfg.model))
     trained = trained_part(
@@ -101,17 +99,13 @@ def engine_of(config: str, settings: Sequence[str]) -> tuple[str, EngineConfig]:
 
 
 def _schema(config: str) -> type:
-    """Returns the class `Config` of the recipe that a config is written for. Raises ValueError if it is for none of ours."""
+    """Returns the class `Config` of the recipe that a config is written for. Raises ValueError if it is for no GRPO recipe."""
     path = Path(config_path(config))
     name = next((each for each, file in config_files(folder("configs")).items() if file == path), "")
     owner = recipe_of(name, path) or RECIPE
-    recipe = next((each for each in recipe_files(folder("recipes"), folder("configs")) if each.name == owner), None)
-    if recipe is None:
-        raise ValueError(f"{config} is written for {owner}, which is no recipe of torchtune-ext")
-    spec = spec_from_file_location(f"torchtune_ext.recipes.{recipe.path.stem}", recipe.path)
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    # The dataclass looks its module up by its name.
-    sys.modules.setdefault(spec.name, module)
-    spec.loader.exec_module(module)
-    return module.Config
+    recipes = {each.name: each.path.stem for each in recipe_files(folder("recipes"), folder("configs"))}
+    if recipes.get(owner) != recipes[RECIPE]:
+        raise ValueError(
+            f"{config} is written for {owner}: serve takes a config of a GRPO recipe, grpo/tiny for instance"
+        )
+    return import_module(f"torchtune_ext.recipes.{recipes[owner]}").Config

@@ -58,6 +58,7 @@ def test_what_is_wrong_is_said(capsys, model, monkeypatch):
         (["--config", "grpo/tiny", model], f"{KEY_VARIABLE} is not set"),
         (["--config", "grpo/tiny", model, "engine.transfer=rdma"], "engine.transfer is 'rdma'"),
         (["--config", "no/such"], "no/such"),
+        (["--config", "warmup/tiny"], "is written for warmup_sft"),
         (["--config", "grpo/tiny", model, "engin.dtype=float32"], "engin"),
     ):
         with pytest.raises(SystemExit) as ended:

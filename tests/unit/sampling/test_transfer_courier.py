@@ -253,21 +253,21 @@ def test_a_wrong_key_is_said_and_not_shown(pair, weights, tmp_path, monkeypatch)
 
 
 def test_an_engine_that_is_closed_waits_for_no_transfer(pair, weights, tmp_path, monkeypatch):
+    pair[0].ask("/fault", fault="stall")
+    under_way = []
+
     async def scenario(courier):
-        pair[0].ask("/fault", fault="stall")
-        work = asyncio.ensure_future(courier.deliver(pair[0].parcel(weights, deadline_s=50.0), 5.0))
-        await asyncio.sleep(4.0)
         other = Courier.shared(str(tmp_path), tmp_path / "sender.log")
         assert other is courier
-        await other.release()
-        assert not work.done()
-        return work
+        under_way.append(asyncio.ensure_future(courier.deliver(pair[0].parcel(weights, deadline_s=50.0), 5.0)))
+        await asyncio.sleep(1.0)
+        await other.release()  # a connection of two
+        assert not under_way[0].done()
+        await courier.release()
+        courier._users += 1  # `with_courier` releases it once more
+        with pytest.raises(CoreLost):
+            await under_way[0]
 
     began = time.monotonic()
-
-    async def closed(courier):
-        work = await scenario(courier)
-        asyncio.get_running_loop().call_soon(work.add_done_callback, lambda done: done.exception())
-
-    with_courier(tmp_path, monkeypatch, closed)
+    with_courier(tmp_path, monkeypatch, scenario)
     assert time.monotonic() - began < 20.0
