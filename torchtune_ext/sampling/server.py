@@ -60,8 +60,8 @@ class ServerCore:
         log_path: Path = Path("engine.log"),
         temp_dir: str = "",
     ):
-        """Args: log_path: beside it is the log of the process that sends weights over a network; temp_dir: the engine's, for
-        all its connections."""
+        """Args: log_path: takes what the process says that sends weights over a network; temp_dir: the engine's, for all its
+        connections."""
         assert config.address is not None
         self.config, self.address, self.on_step = config, config.address.rstrip("/"), on_step
         self.calls: dict[str, Call] = {}

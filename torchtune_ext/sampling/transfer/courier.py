@@ -8,7 +8,6 @@ the group again from those that answer.
 import asyncio
 import itertools
 import logging
-import os
 import socket
 import subprocess
 import time
@@ -290,8 +289,3 @@ class Courier:
 
 def _urls(parcels: list[Parcel]) -> str:
     return ", ".join(sorted(parcel.member.url for parcel in parcels))
-
-
-def log_path_beside(engine_log: Path) -> Path:
-    """Returns the file that takes what the sender says, beside the log of the engine."""
-    return engine_log.with_name("sender.log") if engine_log.name else Path(os.devnull)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torchtune_ext.sampling.calls import Core, CoreLost, bounded
 from torchtune_ext.sampling.records import EngineConfig
-from torchtune_ext.sampling.transfer.courier import START_S, Courier, Parcel, log_path_beside
+from torchtune_ext.sampling.transfer.courier import START_S, Courier, Parcel
 from torchtune_ext.sampling.transfer.group import ADAPTER_NAME, ADAPTER_PATH, ALREADY_ACTIVE, HAS_ADAPTER, Member
 from torchtune_ext.sampling.weight_buffer import UNREADABLE, WeightBuffer
 
@@ -104,7 +104,7 @@ class NetworkWay:
         connection; temp_dir, log_path: the engine's."""
         self._core, self._backend = core, backend
         self._member = Member(core.address, workers, life)
-        self._courier: Courier | None = Courier.shared(temp_dir, log_path_beside(log_path))
+        self._courier: Courier | None = Courier.shared(temp_dir, log_path)
 
     def start(self) -> None:
         """Starts the sender, if no other connection of this engine has. Raises OSError."""
