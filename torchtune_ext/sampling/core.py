@@ -70,9 +70,8 @@ class LocalCore:
 
     def engine_args(self) -> dict[str, Any]:
         """Returns the arguments of vLLM's AsyncEngineArgs."""
-        return engine_args(self.model_dir, self.config) | {
-            "disable_log_stats": True
-        }  # the default loggers; ours counts
+        # The default loggers are not wanted; ours counts.
+        return engine_args(self.model_dir, self.config) | {"disable_log_stats": True}
 
     async def launch(self) -> None:
         """Brings the engine up. Blocks the calling thread, for 8 to 15 s with a small model, and until
