@@ -42,7 +42,8 @@ class SecondMachine:
             self._there("ip", "addr", "add", f"{self.there}/30", "dev", self._end)
             self._there("ip", "link", "set", self._end, "up")
             # As behind a router: where nobody answers, nobody says so either.
-            far = self._there("cat", f"/sys/class/net/{self._end}/address").strip()
+            told = self._there("ip", "-o", "link", "show", "dev", self._end).split()
+            far = told[told.index("link/ether") + 1]
             self._ip("neigh", "replace", self.there, "lladdr", far, "dev", self.link, "nud", "permanent")
         except BaseException:
             self.close()
