@@ -1,12 +1,16 @@
 """How long does a publication of weights take, and how long does the engine stand still for it?
 
-    python benchmarks/publish.py [--sizes 2.5M 100M] [--repeats 10]
+    python benchmarks/publish.py [--sizes 2.5M 100M] [--repeats 10] [--transfer shm gloo]
 
 Random models in the shape of Qwen2, bfloat16, published into an engine that is idle and into one that is sampling.
 "copy" is the trainer's copy into shared memory, during which the engine samples on; "pause" is the time in which it
 does not, and holds "load". The engine's checksums of what it takes are in "load"; a recipe takes the same of what it
 sends. The first publication also pays for the pages of the shared memory. At the end the same model
 gets adapters of rank 8 on every linear layer, alternating with the whole model, in an engine with LoRA.
+
+With --transfer the weights go to servers instead, each started with that way of weights (`engine.transfer`): shm to one on this
+machine; gloo to one in namespaces of its own behind a virtual link (as root; else over loopback), which shares no memory; nccl
+from GPU to GPU. Beside the seconds stands the link's own speed: one TCP connection that carries as many bytes, and no more.
 """
 
 import argparse
@@ -16,6 +20,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import publish_transfer
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -138,9 +143,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=list(SHAPES), default=["2.5M", "100M"])
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--transfer", nargs="+", choices=["shm", "gloo", "nccl"], help="to servers, in these ways")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         for size in args.sizes:
+            if args.transfer:
+                publish_transfer.compare(make_model(size), size, args.transfer, args.repeats, Path(folder))
+                continue
             run(size, args.repeats, Path(folder))
             run_adapter(size, args.repeats, Path(folder))
 

@@ -60,3 +60,25 @@ def kept_logprobs(models: list[Qwen2ForCausalLM], prompt: list[int], tokens: np.
 def prompts(count: int, length: int, seed: int = 0) -> list[list[int]]:
     generator = np.random.default_rng(seed)
     return generator.integers(0, VOCABULARY, (count, length)).tolist()
+
+
+def adapter(rank: int, targets: tuple[str, ...], seed: int = 3) -> tuple[dict[str, torch.Tensor], dict]:
+    """PEFT tensors of a random adapter on the layers with these names, and their config."""
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for name, weight in build(0).named_parameters():
+        stem = name.removesuffix(".weight")
+        if stem != name and stem.endswith(targets):
+            for part, shape in (("A", (rank, weight.shape[1])), ("B", (weight.shape[0], rank))):
+                tensors[f"base_model.model.{stem}.lora_{part}.weight"] = torch.randn(shape, generator=generator) * 0.1
+    return tensors, {"r": rank, "lora_alpha": 2.0 * rank, "target_modules": list(targets)}
+
+
+def merged(seed: int, tensors: dict[str, torch.Tensor], peft: dict) -> Qwen2ForCausalLM:
+    """The model of a seed with an adapter added to its weights."""
+    model = build(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            stem = f"base_model.model.{name.removesuffix('.weight')}.lora_"
+            if f"{stem}A.weight" in tensors:
+                weight += peft["lora_alpha"] / peft["r"] * tensors[f"{stem}B.weight"] @ tensors[f"{stem}A.weight"]
+    return model

@@ -155,7 +155,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("message", CHANGES)
 def test_the_guard_knows_what_vllm_would_take_in_silence(trained, message):
-    from torchtune_ext.sampling.worker import Manifest, check_quantized
+    from torchtune_ext.sampling.loading import check_quantized
 
     policy, source, _ = trained
     tensors = published(policy, source)
@@ -163,8 +163,7 @@ def test_the_guard_knows_what_vllm_would_take_in_silence(trained, message):
 
     def check(tensors: dict) -> None:
         dtypes = [str(t.dtype).removeprefix("torch.") for t in tensors.values()]
-        manifest = Manifest(names=list(tensors), dtypes=dtypes, shapes=[], offsets=[])
-        check_quantized(manifest, held, {whole: list(parts) for whole, parts in FUSED.items()})
+        check_quantized(list(tensors), dtypes, held, {whole: list(parts) for whole, parts in FUSED.items()})
 
     check(tensors)
     with pytest.raises(ValueError, match=message):

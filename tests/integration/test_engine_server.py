@@ -2,13 +2,8 @@
 
 import json
 import os
-import signal
-import socket
-import subprocess
 import threading
 import time
-import urllib.error
-import urllib.request
 
 import numpy as np
 import pytest
@@ -17,13 +12,16 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 import tiny_model  # noqa: E402
+from servers import Server, free_port  # noqa: E402
 
 from torchtune_ext.sampling.doors import KEY_VARIABLE  # noqa: E402
 from torchtune_ext.sampling.engine import Engine, EngineConfig, EngineFailed, SamplingConfig  # noqa: E402
-from torchtune_ext.sampling.server import server_command  # noqa: E402
 from torchtune_ext.sampling.weight_buffer import WeightBuffer, checksum  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+LORA = {"lora_rank": 4, "lora_targets": ("q_proj", "down_proj")}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,62 +32,6 @@ def key():
         yield os.environ[KEY_VARIABLE]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-class Server:
-    """A server process, and its group with it when it ends."""
-
-    def __init__(self, model_dir, config, port, log):
-        self.command, self.environ = server_command(model_dir, config, port=port)
-        self.address, self.log = f"http://127.0.0.1:{port}", log
-        self.environ["TMPDIR"] = str(log.parent)
-        self.start()
-
-    def start(self):
-        with open(self.log, "ab") as out:
-            self.process = subprocess.Popen(
-                self.command, env={**os.environ, **self.environ}, stdout=out, stderr=out, start_new_session=True
-            )
-
-    def wait(self):
-        give_up_at = time.monotonic() + 120
-        while time.monotonic() < give_up_at:
-            assert self.process.poll() is None, self.log.read_text()[-3000:]
-            try:
-                urllib.request.urlopen(self.address + "/health", timeout=5).close()
-                return
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.3)
-        raise AssertionError("the server did not come up")
-
-    def ask(self, path, method="GET", key=None, body=None):
-        """Status and text of the answer to a request, with or without a key."""
-        request = urllib.request.Request(
-            self.address + path, json.dumps(body or {}).encode() if method == "POST" else None
-        )
-        request.method = method
-        request.add_header("Content-Type", "application/json")
-        if key is not None:
-            request.add_header("Authorization", f"Bearer {key}")
-        try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, error.read().decode()
-
-    def kill(self):
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        self.process.wait(10)
-
-
 @pytest.fixture(scope="module")
 def models():
     return tiny_model.build(0), tiny_model.build(1)
@@ -98,8 +40,9 @@ def models():
 @pytest.fixture(scope="module")
 def server(models, tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
-    config = EngineConfig(dtype="float32", max_model_len=1024, kv_cache_bytes=64 << 20)
-    server = Server(tiny_model.save(models[0], folder / "model"), config, free_port(), folder / "server.log")
+    address = f"http://127.0.0.1:{free_port()}"
+    config = EngineConfig(dtype="float32", max_model_len=1024, kv_cache_bytes=64 << 20, address=address, **LORA)
+    server = Server(tiny_model.save(models[0], folder / "model"), config, folder / "server.log")
     try:
         server.wait()
         yield server
@@ -140,6 +83,27 @@ def test_samples_and_takes_weights_like_an_engine_of_our_own(engine, models):
         assert [c.tokens.tolist() for c in a] == [c.tokens.tolist() for c in b]
     time.sleep(1.2)  # two looks at the counters
     assert engine.stats().max_kv_usage <= 1.0 and engine.stats().completed == 36
+
+
+def test_a_server_takes_adapters_out_of_our_memory(server, models, tmp_path):
+    """Over the model that it has, and over the next one; an engine that is made after the first does so, too."""
+    tensors, peft = tiny_model.adapter(LORA["lora_rank"], LORA["lora_targets"])
+    merged = [tiny_model.merged(seed, tensors, peft) for seed in (0, 1)]
+    config = EngineConfig(address=server.address, max_model_len=1024, **LORA)
+    prompts, sampling = tiny_model.prompts(2, 40), SamplingConfig(max_tokens=24, seed=2)
+    for _ in range(2):
+        with Engine("", config, str(tmp_path)) as engine:
+            engine.start()
+            engine.wait_ready(60)
+            engine.publish(models[0].named_parameters(), 1)
+            check(models[0], prompts, engine.sample(prompts, 2, sampling))
+            engine.publish(tensors.items(), 2, peft)
+            groups = engine.sample(prompts, 2, sampling)
+            check(merged[0], prompts, groups)
+            assert {v for group in groups for c in group for v in c.versions} == {2}
+            engine.publish(models[1].named_parameters(), 3)
+            check(merged[1], prompts, engine.sample(prompts, 2, sampling))
+            assert engine.stats().restarts == 0
 
 
 def test_deadline_early_stop_and_publication_in_flight(engine, models):

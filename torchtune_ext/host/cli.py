@@ -24,7 +24,10 @@ OWN_WORDS = {
     "presets": ("torchtune_ext.host.presets", "list the published methods, or print one: presets [NAME]"),
     "ray": ("torchtune_ext.host.on_ray", "start a run on an existing Ray cluster, with vLLM servers beside it"),
     "report": ("torchtune_ext.telemetry.report", "write the HTML report of a run"),
+    "serve": ("torchtune_ext.host.serve", "start vLLM's server for a run: serve --config CONFIG [--print]"),
 }
+# Their main takes the words, too, that their parser does not know.
+PASSED_ON = {"serve"}
 TUNE_WORDS = {
     "ls": "list recipes and configs",
     "cp": "copy a recipe or a config to edit it",
@@ -49,8 +52,12 @@ def run_own(word: str, rest: Sequence[str]) -> int:
     """Runs one of our subcommands with the arguments `rest`, and returns the exit status."""
     name, text = OWN_WORDS[word]
     module = import_module(name)
-    parser = argparse.ArgumentParser(prog=f"torchtune-ext {word}", description=text)
+    parser = argparse.ArgumentParser(prog=f"torchtune-ext {word}", description=text, allow_abbrev=word not in PASSED_ON)
     module.add_arguments(parser)
+    if word in PASSED_ON:
+        arguments, more = parser.parse_known_args(rest)
+        with shown():
+            return module.main(arguments, more) or 0
     arguments = parser.parse_args(rest)
     with shown():
         return module.main(arguments) or 0

@@ -17,7 +17,7 @@ Backend = Callable[[str, EngineConfig, Path, str, Callable[[Step], None]], Core]
 def vllm(model_dir: str, config: EngineConfig, log_path: Path, temp_dir: str, on_step: Callable[[Step], None]) -> Core:
     """Connects to a server when `engine.address` names one, and otherwise starts an engine of our own."""
     if config.address is not None:
-        return ServerCore(config, on_step)
+        return ServerCore(config, on_step, log_path, temp_dir)
     return RemoteCore(model_dir, config, log_path, temp_dir, on_step)
 
 

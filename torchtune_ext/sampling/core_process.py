@@ -26,10 +26,10 @@ from typing import Any
 
 from torchtune_ext.run.parent import die_with_parent, environment
 from torchtune_ext.sampling import janitor
+from torchtune_ext.sampling.imports import CORES
 
 LOG_LEVEL = os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")
 LOG_FORMAT = "(core) %(asctime)s %(levelname)s %(name)s: %(message)s"
-CORES = "TORCHTUNE_EXT_CORES"  # variable that holds the cores which one of several engines on a CPU may use
 # Variables that begin so tell the trainer its place among its ranks; the core has none.
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 

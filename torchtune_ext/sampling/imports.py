@@ -14,6 +14,8 @@ VLLM_ENVIRONMENT = (
     *("LD_PRELOAD", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES"),
 )
 
+CORES = "TORCHTUNE_EXT_CORES"  # variable that holds the cores which one of several engines on a CPU may use
+
 
 def on_cpu() -> bool:
     """Whether the installed torch, and so the vLLM beside it, is the CPU build."""

@@ -11,6 +11,8 @@ LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM has room for these; a r
 FINISH_REASONS = ("stop", "length", "early_stop", "deadline", "abort")
 
 
+TRANSFERS = ("auto", "shm", "nccl", "gloo")
+
 CANARY_REQUESTS = 32  # at most in flight; an engine has so many rows in a step besides those of `max_num_seqs`
 
 
@@ -55,6 +57,8 @@ class EngineConfig:
     # "http://host:port" of a running vLLM server, or a list of several (with commas between them in one text), whose key is in
     # TORCHTUNE_EXT_API_KEY; None: engines of our own
     address: Any = None
+    # how weights reach a server: "shm" (this machine's memory), "nccl" or "gloo" (network); "auto": as it was started
+    transfer: str = "auto"
     lora_rank: int | None = None  # rank of an adapter that will be published; the recipe sets it
     lora_targets: tuple[str, ...] = ()  # layers with an adapter: "q_proj", ...; empty: all that vLLM can adapt
     load_format: str = "auto"  # "dummy": random weights until the first publication
@@ -95,15 +99,12 @@ class EngineConfig:
                 raise ValueError(f"engine.{name} is {value}: it has to be 1 or more, or null for the default")
         if self.lora_rank is not None and not 1 <= self.lora_rank <= LORA_RANKS[-1]:
             raise ValueError(f"engine.lora_rank is {self.lora_rank}: vLLM takes adapters of rank 1 to {LORA_RANKS[-1]}")
-        if self.lora_rank is not None and self.address is not None:
+        if self.transfer not in TRANSFERS:
+            raise ValueError(f"engine.transfer is {self.transfer!r}: use one of {', '.join(TRANSFERS)}")
+        if self.address is None and self.transfer not in ("auto", "shm"):
             raise ValueError(
-                f"engine.address={self.address} with an adapter to publish: a server takes whole models only; set "
-                "adapters.publish=merged, or let the run start an engine of its own (address: null)"
-            )
-        if self.quantization and self.address is not None:
-            raise ValueError(
-                f"engine.address={self.address} with quantized weights to publish: a server keeps the layers it was "
-                "started with; let the run start an engine of its own (address: null), or train with precision=bf16"
+                f"engine.transfer={self.transfer} without engine.address: an engine of this run reads the trainer's memory; "
+                "leave it out, or name a server"
             )
         if self.quantization and self.dtype == "float32":
             raise ValueError(

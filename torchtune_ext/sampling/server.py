@@ -1,8 +1,8 @@
 """Uses a vLLM server that somebody else started, behind the same interface as an engine of our own.
 
 Completions go over HTTP (`/inference/v1/generate`: token ids in, token ids, log-probs and versions out). Weights do
-not: the server reads them out of the trainer's shared memory, so it has to run on the trainer's machine, and to know
-our loader. `server_command` gives the command line that starts such a server.
+not: a server on the trainer's machine may read them out of its memory, one anywhere is in a group with the trainer's sender
+(`transfer/`). Either has to know our loader. `server_command` gives the command line that starts such a server.
 
 Whoever reaches the server's weight routes can replace the model, so every request carries a key. It lives in an
 environment variable on both sides (`doors.KEY_VARIABLE`), never in a config, a log or a command line.
@@ -12,24 +12,25 @@ import asyncio
 import json
 import logging
 import secrets
-import shlex
-import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from torchtune_ext.sampling.alike import server_facts
 from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded, paused, require_cleared
 from torchtune_ext.sampling.doors import KEY_VARIABLE, authorization, server_key
 from torchtune_ext.sampling.records import Completion, EngineConfig
-from torchtune_ext.sampling.server_command import server_command
-from torchtune_ext.sampling.weight_buffer import UNREADABLE, WeightBuffer
+from torchtune_ext.sampling.server_command import server_command, shown_command
+from torchtune_ext.sampling.server_kind import check_kind
+from torchtune_ext.sampling.transfer.group import ADAPTER_NAME
+from torchtune_ext.sampling.transfer.ways import MemoryWay, NetworkWay
+from torchtune_ext.sampling.weight_buffer import WeightBuffer
 
 __all__ = ["ServerCore", "server_command"]
 
 log = logging.getLogger(__name__)
 
-ALREADY_ACTIVE = "weight update is already active"  # vLLM's answer when an update was begun and never finished
 RETRY_S = 0.5  # seconds between two tries to reach a server that does not answer
 METRICS_S = 0.5  # seconds between two looks at the server's counters
 METRICS = {  # names on vLLM's Prometheus page -> our names
@@ -53,7 +54,15 @@ class ServerCore:
     group = 0
     asleep = 0
 
-    def __init__(self, config: EngineConfig, on_step: Callable[[Step], None]):
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_step: Callable[[Step], None],
+        log_path: Path = Path("engine.log"),
+        temp_dir: str = "",
+    ):
+        """Args: log_path: takes what the process says that sends weights over a network; temp_dir: the engine's, for all its
+        connections."""
         assert config.address is not None
         self.config, self.address, self.on_step = config, config.address.rstrip("/"), on_step
         self.calls: dict[str, Call] = {}
@@ -68,6 +77,9 @@ class ServerCore:
         self.facts: dict[str, Any] = {}  # what the servers of a run have in common; known after the launch
         self._headers: dict[str, str] = {}  # they hold the key, once it is configured
         self._last: dict[str, float] | None = None
+        self._log_path, self._temp_dir = log_path, temp_dir
+        self._way: MemoryWay | NetworkWay = MemoryWay(self)  # of weights; the real one is known after the launch
+        self._adapter: str | None = None  # the name of the adapter, once there is one
         self._salt: str | None = None  # a prefix is shared by requests of the same salt alone
         self._life = secrets.token_hex(8)  # a server outlives trainers, whose versions begin anew
 
@@ -78,7 +90,7 @@ class ServerCore:
             raise ValueError(
                 f"engine.address is {self.address}, but {KEY_VARIABLE} is not set: set it to the key of the server, which "
                 "is started like this, with the same variable in its environment (e.g. from `openssl rand -hex 32`): "
-                f"{self._how()}"
+                f"{self.how()}"
             )
         self._headers = {"Authorization": authorization(key)}
         import aiohttp  # noqa: F401  (imported here, it is not imported beside the trainer's own modules)
@@ -105,16 +117,24 @@ class ServerCore:
                     raise CoreLost(f"no answer from {self.address} within start_deadline_s: {error}") from error
                 await asyncio.sleep(min(RETRY_S, self.config.start_deadline_s / 10))
         self.dead = False
-        self._check(info["vllm_config"])
-        await self._bounded(self._post("/resume"))  # a trainer before us may have died in a publication
+        told = info["vllm_config"]
+        self._model = told["model_config"]["model"]
+        kind = check_kind(self.address, told, self.config, self.how)
+        self.cache_tokens, self.block, self.vocabulary = kind.cache_tokens, kind.block, kind.vocabulary
+        self.facts = server_facts(told["model_config"])
+        if kind.transfer != "shm":
+            self._way = NetworkWay(self, kind.transfer, kind.workers, self._life, self._temp_dir, self._log_path)
+            self._way.start()
+        # A trainer before us may have died in a publication, or lost this server in one. What it had asked for would go on with
+        # weights that are half loaded.
+        await self.slow("/abort_requests")
+        await self.slow("/resume")
         self._poll = asyncio.create_task(self._poll_metrics())
         self.sign_of_life = time.monotonic()
 
-    def _how(self) -> str:
-        command, environ = server_command(self._model, self.config)
-        secret = environ[KEY_VARIABLE]  # this line goes into logs
-        pairs = {name: f'"${KEY_VARIABLE}"' if value == secret else value for name, value in environ.items()}
-        return " ".join([f"{name}={value}" for name, value in pairs.items()] + [shlex.quote(word) for word in command])
+    def how(self) -> str:
+        """Returns the command that starts the server right."""
+        return shown_command(*server_command(self._model, self.config))
 
     async def _check_guard(self) -> None:
         """Raises ValueError when the server does not ask for a key, so that others come in, too; CoreLost."""
@@ -130,37 +150,8 @@ class ServerCore:
         if status not in (401, 403):
             raise ValueError(
                 f"engine.address: {self.address} asks for no key, so whoever reaches it may replace its weights; "
-                f"start it like this: {self._how()}"
+                f"start it like this: {self.how()}"
             )
-
-    def _check(self, config: dict[str, Any]) -> None:
-        model, cache = config["model_config"], config["cache_config"]
-        self._model = model["model"]
-        if model["logprobs_mode"] != "processed_logprobs":
-            raise ValueError(
-                f"engine.address: {self.address} gives log-probs of the kind {model['logprobs_mode']!r}, not those "
-                f"under the sampling temperature; start it like this: {self._how()}"
-            )
-        if (config.get("weight_transfer_config") or {}).get("backend") != "shm":
-            raise ValueError(
-                f"engine.address: {self.address} cannot take weights from shared memory; "
-                f"start it like this: {self._how()}"
-            )
-        if config["scheduler_config"]["policy"] != "priority":
-            raise ValueError(
-                f"engine.address: {self.address} serves requests as they come, so a canary would wait behind all samples; "
-                f"start it like this: {self._how()}"
-            )
-        if model["max_model_len"] < self.config.max_model_len:
-            raise ValueError(
-                f"engine.max_model_len is {self.config.max_model_len}, but {self.address} was started with "
-                f"{model['max_model_len']}; lower the one or raise the other"
-            )
-        self.block = cache["block_size"]
-        self.cache_tokens = (cache["num_gpu_blocks"] or 0) * self.block
-        text = model["hf_text_config"] if isinstance(model.get("hf_text_config"), dict) else {}
-        self.facts = server_facts(model)
-        self.vocabulary = text.get("vocab_size") or sys.maxsize  # else the server refuses what is too large
 
     async def generate(self, call: Call) -> Completion:
         """Runs one request to its end. Raises CoreLost, or ValueError when the server refuses it."""
@@ -169,6 +160,7 @@ class ServerCore:
         sampling = call.sampling
         body = {
             "request_id": call.id,
+            "model": self._adapter,
             "token_ids": call.prompt,
             "priority": call.priority,
             "cache_salt": self._salt,
@@ -231,58 +223,33 @@ class ServerCore:
     async def load(self, buffers: Sequence[WeightBuffer], version: int) -> tuple[float, float]:
         """Replaces the server's weights; requests in flight go on with the new ones. Returns the seconds of pause and of
         loading. Raises CoreLost; ValueError when the server cannot read this process's memory."""
-        await self.ping(self.config.probe_deadline_s)
         if not buffers:
-            await self._quick(self._post("/update_weight_version", {"new_version": str(version)}))
+            await self.ping(self.config.probe_deadline_s)
+            await self.quick("/update_weight_version", {"new_version": str(version)})
             return 0.0, 0.0
-        (weights,) = buffers  # there is never an adapter: EngineConfig refuses it
-        try:
-            await self._quick(self._post("/init_weight_transfer_engine", {"init_info": weights.address()}))
-        except CoreLost as error:
-            if UNREADABLE not in str(error):
-                raise
-            raise ValueError(
-                f"publish: {self.address} cannot read this process's memory ({error}); the server has to run on this "
-                f"machine, as the same user and in the same PID namespace, started like this: {self._how()}"
-            ) from error
-        started = time.monotonic()
-        with paused():
-            await self._quick(self._post("/pause?mode=keep&clear_cache=false"))
-            if self.config.kv_on_publish == "recompute":
-                answer = await self._quick(self._post("/reset_prefix_cache?reset_running_requests=true"))
-                require_cleared(answer["success"])
-            else:  # as in LocalCore.load
-                self._salt = f"{self._life}-{version}"
-            loading = time.monotonic()
-            await self._start_update()
-            await self._bounded(self._post("/update_weights", {"update_info": weights.manifest}))
-            await self._bounded(self._post("/finish_weight_update", {"weight_version": str(version)}))
-            loaded = time.monotonic()
-            await self._quick(self._post("/resume"))
+        with self._way.expecting():
+            await self.ping(self.config.probe_deadline_s)
+            await self._way.prepare(buffers)
+            started = time.monotonic()
+            with paused():
+                await self.quick("/pause?mode=keep&clear_cache=false")
+                if self.config.kv_on_publish == "recompute":
+                    answer = await self.quick("/reset_prefix_cache?reset_running_requests=true")
+                    require_cleared(answer["success"])
+                else:  # as in LocalCore.load
+                    self._salt = f"{self._life}-{version}"
+                loading = time.monotonic()
+                for buffer in buffers:
+                    await self._way.bring(buffer, version)
+                    self._adapter = ADAPTER_NAME if buffer.adapter is not None else self._adapter
+                loaded = time.monotonic()
+                await self.quick("/resume")
         self._resumed = time.monotonic()
         return self._resumed - started, loaded - loading
 
-    async def _start_update(self) -> None:
-        """Begins an update. One that a trainer before us began, and died in, is finished first: that gives every layer a
-        whole set of tensors, whatever they hold, and our own full publication then overwrites them. Raises CoreLost."""
-        try:
-            await self._bounded(self._post("/start_weight_update"))
-            return
-        except CoreLost as error:
-            if ALREADY_ACTIVE not in str(error):
-                raise
-        log.warning("%s is in the midst of an update that another trainer began: finishing it first", self.address)
-        try:
-            await self._bounded(self._post("/finish_weight_update"))
-            await self._bounded(self._post("/start_weight_update"))
-        except CoreLost as error:
-            raise CoreLost(
-                f"{self.address} is in the midst of an update that cannot be finished; start the server again ({error})"
-            ) from error
-
     async def checksums(self) -> list[dict[str, int | None]]:
         """Returns what each worker says of the weights that it has taken. Raises CoreLost."""
-        return (await self._quick(self._post("/collective_rpc", {"method": "checksums"})))["results"]
+        return (await self.quick("/collective_rpc", {"method": "checksums"}))["results"]
 
     async def weight_version(self) -> int:
         """Returns the label of what the server samples. Raises CoreLost."""
@@ -307,8 +274,11 @@ class ServerCore:
             self._poll.cancel()
         for call in list(self.calls.values()):
             call.lose()
-        if self._session is not None:
-            await self._session.close()
+        try:
+            await self._way.close()
+        finally:
+            if self._session is not None:
+                await self._session.close()
 
     async def _poll_metrics(self) -> None:
         while not self.dead:
@@ -346,8 +316,13 @@ class ServerCore:
             self._resumed = None
         return step
 
-    async def _quick(self, call: Any) -> Any:
-        return await self._bounded(call, self.config.probe_deadline_s)
+    async def quick(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """Posts what the engine answers between two steps. Raises CoreLost, ValueError."""
+        return await self._bounded(self._post(path, body), self.config.probe_deadline_s)
+
+    async def slow(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """Posts what may take as long as a load. Raises CoreLost, ValueError."""
+        return await self._bounded(self._post(path, body))
 
     async def _bounded(self, call: Any, deadline_s: float | None = None) -> Any:
         return await bounded(self, call, deadline_s or self.config.rpc_deadline_s)

@@ -2,40 +2,76 @@
 
 import json
 import secrets
+import shlex
 import sys
+from typing import Any
+from urllib.parse import urlsplit
 
-from torchtune_ext.sampling.core import DEFAULT_MAX_NUM_SEQS, LOADER, UNIPROC
 from torchtune_ext.sampling.doors import GUARD, KEY_VARIABLE, one_machine, server_key
+from torchtune_ext.sampling.engine_args import engine_args, engine_environment
 from torchtune_ext.sampling.imports import on_cpu
-from torchtune_ext.sampling.records import CANARY_REQUESTS, EngineConfig
+from torchtune_ext.sampling.records import EngineConfig
+
+HERE = ("127.0.0.1", "localhost", "::1")
+PORT = 8000
 
 
 def server_command(
-    model_dir: str, config: EngineConfig, host: str = "127.0.0.1", port: int = 8000
+    model_dir: str, config: EngineConfig, host: str | None = None, port: int | None = None
 ) -> tuple[list[str], dict[str, str]]:
     """Returns the command line that starts a server which `ServerCore` can use, and the environment variables to add.
 
-    They hold the key that the server will ask for: the one of our own environment (`doors.KEY_VARIABLE`), or else a fresh
-    random one, which then has to get into the trainer's. Raises ValueError for a key that no header can carry.
-    Args: model_dir: directory of a Hugging Face model; config: how its engine is built; host: address to listen on: the trainer
-    is on the same machine, and over a network the key would travel in the clear; port: its number.
+    The server gets the arguments of an engine of our own. The variables hold the key that it will ask for: the one of our own
+    environment (`doors.KEY_VARIABLE`), or else a fresh random one, which then has to get into the trainer's. Raises ValueError
+    for a key that no header can carry.
+    Args: model_dir: directory of a Hugging Face model; config: how its engine is built; host: address to listen on; None:
+    127.0.0.1, or all addresses when `config.address` names another machine, and the key then travels in the clear; port: its
+    number; None: that of `config.address`, or 8000.
     """
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model_dir]
-    command += ["--host", host, "--port", str(port), "--middleware", GUARD]
-    command += ["--dtype", config.dtype, "--max-model-len", str(config.max_model_len)]
-    command += ["--max-num-seqs", str((config.max_num_seqs or DEFAULT_MAX_NUM_SEQS) + CANARY_REQUESTS)]
-    command += ["--scheduling-policy", "priority"]
-    command += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
-    command += ["--skip-tokenizer-init", "--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
-    command += ["--worker-extension-cls", LOADER, "--weight-transfer-config", json.dumps({"backend": "shm"})]
+    address = urlsplit(config.address or f"http://127.0.0.1:{PORT}")
+    elsewhere = address.hostname not in HERE
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--host", host or ("0.0.0.0" if elsewhere else "127.0.0.1")]
+    command += ["--port", str(port or address.port or PORT), "--middleware", GUARD]
+    command += ["--enable-scale-out", "--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
+    for name, value in engine_args(model_dir, config, transfer_of(config)).items():
+        command += _flag(name, value)
     key = server_key() or secrets.token_urlsafe(32)
     environ = {KEY_VARIABLE: key, "VLLM_API_KEY": key}  # else a VLLM_API_KEY of the user's would ask for another one
-    environ |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}  # the weight routes are in the "dev mode"
-    environ |= one_machine()
-    if on_cpu():
-        command += ["--enforce-eager", "--distributed-executor-backend", UNIPROC, "--no-enable-chunked-prefill"]
-        command += ["--block-size", str(config.block_size or 32)]
-        command += ["--max-num-batched-tokens", str(max(4096, config.max_model_len))]
-        command += ["--kv-cache-memory-bytes", str(config.kv_cache_bytes or 1 << 30)]
-        environ |= {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+    environ |= {"VLLM_SERVER_DEV_MODE": "1"}  # the weight routes are in the "dev mode"
+    if config.lora_rank:
+        environ |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}  # so that requests can name the adapter
+    environ |= engine_environment(config) | one_machine()
+    if transfer_of(config) == "nccl":
+        # It keeps NCCL on loopback, and the group with the sender is to leave this machine.
+        del environ["NCCL_SOCKET_IFNAME"]
     return command, environ
+
+
+def transfer_of(config: EngineConfig) -> str:
+    """Returns how a server takes weights that is started by this config: what it names, or, with "auto", memory on the
+    trainer's machine, and between machines NCCL from GPU to GPU, and else gloo."""
+    if config.transfer != "auto":
+        return config.transfer
+    if config.address is None or urlsplit(config.address).hostname in HERE:
+        return "shm"
+    return "gloo" if on_cpu() else "nccl"
+
+
+def shown_command(command: list[str], environ: dict[str, str]) -> str:
+    """Returns a command line for a log: whoever reads it starts the same server, and learns no key."""
+    secret = environ[KEY_VARIABLE]
+    pairs = {name: f'"${KEY_VARIABLE}"' if value == secret else value for name, value in environ.items()}
+    return " ".join([f"{name}={value}" for name, value in pairs.items()] + [shlex.quote(word) for word in command])
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    """Writes an argument of AsyncEngineArgs as words of vLLM's command line."""
+    word = f"--{name.replace('_', '-')}"
+    if value is None:
+        return []
+    if isinstance(value, bool):
+        return [word if value else word.replace("--", "--no-", 1)]
+    if isinstance(value, list):
+        return [word, *map(str, value)]
+    return [word, json.dumps(value) if isinstance(value, dict) else str(value)]

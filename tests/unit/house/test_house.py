@@ -55,6 +55,7 @@ ORDER = [
     "host.tune_script",
     "host.doctor_facts",
     "host.doctor",
+    "host.serve",
     "host.cli",
     "__main__",
 ]
@@ -66,6 +67,7 @@ OMEGACONF_ALLOWED = {
     "host.opening",
     "host.dry_run",
     "host.run_settings",
+    "host.serve",
 }
 MAX_FILE, MAX_FUNCTION, MAX_KNOBS = 400, 80, 40  # lines, lines, names
 MAX_RECIPE = 300  # statements: comments and blank lines cost nothing, and squeezing a line gains nothing

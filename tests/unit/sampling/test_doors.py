@@ -124,7 +124,7 @@ def test_a_trainer_without_the_key_is_told_so_before_anything_starts(monkeypatch
 
 
 def test_the_command_in_messages_holds_no_key():
-    assert KEY not in connection()._how() and f'{KEY_VARIABLE}="${KEY_VARIABLE}"' in connection()._how()
+    assert KEY not in connection().how() and f'{KEY_VARIABLE}="${KEY_VARIABLE}"' in connection().how()
 
 
 class FakeServer:

@@ -1,0 +1,73 @@
+"""A vLLM server as a process of a test, on this machine or in namespaces that stand for another one."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from torchtune_ext.sampling.records import EngineConfig
+from torchtune_ext.sampling.server_command import server_command
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Server:
+    """A server process, and its group with it when it ends."""
+
+    def __init__(self, model_dir: str, config: EngineConfig, log: Path, inside: list[str] | None = None):
+        """Args: config: with the address; inside: words before the command, which lead onto another machine."""
+        command, self.environ = server_command(model_dir, config)
+        self.command = [*(inside or []), *command]
+        self.address, self.log = config.address, log
+        self.environ["TMPDIR"] = str(log.parent)
+        self.start()
+
+    def start(self) -> None:
+        with open(self.log, "ab") as out:
+            self.process = subprocess.Popen(
+                self.command, env={**os.environ, **self.environ}, stdout=out, stderr=out, start_new_session=True
+            )
+
+    def wait(self) -> None:
+        give_up_at = time.monotonic() + 120
+        while time.monotonic() < give_up_at:
+            assert self.process.poll() is None, self.log.read_text()[-3000:]
+            try:
+                urllib.request.urlopen(self.address + "/health", timeout=5).close()
+                return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.3)
+        raise AssertionError("the server did not come up")
+
+    def ask(self, path: str, method: str = "GET", key: str | None = None, body: dict | None = None) -> tuple[int, str]:
+        """Status and text of the answer to a request, with or without a key."""
+        request = urllib.request.Request(
+            self.address + path, json.dumps(body or {}).encode() if method == "POST" else None
+        )
+        request.method = method
+        request.add_header("Content-Type", "application/json")
+        if key is not None:
+            request.add_header("Authorization", f"Bearer {key}")
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
+
+    def kill(self) -> None:
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.process.wait(10)

@@ -1,0 +1,124 @@
+"""A server of weights without vLLM: its HTTP routes, and a real gloo group behind them. Run as a process of its own.
+
+    python weight_server.py
+
+It prints its port. What it shall do wrong is posted to /fault: "" (nothing), "refuse" (an update is an error at once), "stall" (it
+takes no broadcast, and its engine answers nobody, until something else is posted), "die" (in the midst of an update).
+"""
+
+import json
+import os
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import torch
+
+from torchtune_ext.sampling.doors import KEY_VARIABLE
+from torchtune_ext.sampling.transfer.gloo import GlooGroup
+from torchtune_ext.sampling.transfer.messages import GlooInit, Update, chunks
+from torchtune_ext.sampling.weight_buffer import checksum
+
+LOCK = threading.Lock()  # the engine does one thing after the other
+STATE = {"fault": "", "inits": [], "version": None, "sums": {}, "adapter": None, "active": False, "calls": []}
+GROUP: list[GlooGroup] = []
+
+
+class Refused(Exception):
+    pass
+
+
+def init(init_info):
+    STATE["inits"].append(init_info)
+    info = GlooInit(**init_info)
+    GROUP[:] = []
+    GROUP.append(
+        GlooGroup(info.master_address, info.master_port, info.rank_offset, info.world_size, info.group, info.deadline_s)
+    )
+
+
+def receive(update_info):
+    update, info = Update(**update_info), GlooInit(**STATE["inits"][-1])
+    if STATE["fault"] == "refuse":
+        raise Refused("these weights are not wanted")
+    if STATE["fault"] == "stall":
+        while STATE["fault"] == "stall":
+            time.sleep(0.05)
+        raise Refused("it had stalled")
+    if not GROUP:
+        raise Refused("no group")
+    give_up_at, found = time.monotonic() + info.deadline_s, {}
+    try:
+        for places in chunks(update, info.chunk_bytes):
+            data = torch.empty(places[-1].end, dtype=torch.uint8)
+            GROUP[0].broadcast(data, give_up_at)
+            found |= {place.name: checksum(place.of(data)) for place in places}
+            if STATE["fault"] == "die":
+                os._exit(9)
+    except RuntimeError:
+        GROUP.clear()
+        raise
+    return found
+
+
+def rpc(method, args):
+    assert method == "receive_adapter"
+    STATE["sums"], STATE["adapter"] = receive(args[0]), args[1]
+
+
+def act(path, body):
+    if path == "/init_weight_transfer_engine":
+        init(**body)
+    elif path == "/start_weight_update":
+        if STATE["active"]:
+            raise Refused("start_weight_update called while a weight update is already active. Call finish")
+        STATE["active"] = True
+    elif path == "/update_weights":
+        try:
+            STATE["sums"], STATE["adapter"] = receive(**body), None
+        except BaseException:
+            STATE["active"] = False
+            raise
+    elif path == "/collective_rpc":
+        rpc(**body)
+    elif path in ("/finish_weight_update", "/update_weight_version"):
+        STATE["active"] = False
+        STATE["version"] = body.get("weight_version", body.get("new_version", STATE["version"]))
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):  # noqa: N802 (the name that http.server looks for)
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.headers["Authorization"] != f"Bearer {os.environ[KEY_VARIABLE]}":
+            return self.answer(401, {})
+        if self.path == "/state":
+            return self.answer(200, STATE)
+        if self.path == "/fault":
+            STATE["fault"] = body["fault"]
+            return self.answer(200, {})
+        STATE["calls"].append(self.path)
+        try:
+            with LOCK:
+                act(self.path, body)
+        except Exception as error:
+            return self.answer(500, {"error": f"{type(error).__name__}: {error}"})
+        return self.answer(200, {})
+
+    def answer(self, status, body):
+        data = json.dumps(body).encode()
+        try:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+        except OSError:
+            pass  # who asked is gone
+
+    def log_message(self, *words):
+        pass
+
+
+if __name__ == "__main__":
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    print(server.server_address[1], flush=True)
+    server.serve_forever()

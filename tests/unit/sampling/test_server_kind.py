@@ -1,0 +1,131 @@
+"""Servers of the wrong kind, and the command that starts the right one."""
+
+import json
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torchtune_ext.sampling import server_kind  # noqa: E402
+from torchtune_ext.sampling.doors import KEY_VARIABLE  # noqa: E402
+from torchtune_ext.sampling.engine_args import LOADER  # noqa: E402
+from torchtune_ext.sampling.records import EngineConfig  # noqa: E402
+from torchtune_ext.sampling.server_command import server_command, transfer_of  # noqa: E402
+from torchtune_ext.sampling.server_kind import check_kind  # noqa: E402
+
+ADDRESS = "http://node2:8000"
+
+
+def told(**changes):
+    """What vLLM tells of itself, changed by "part__field"."""
+    parts = {
+        "model_config": {
+            "model": "m",
+            "logprobs_mode": "processed_logprobs",
+            "max_model_len": 4096,
+            "quantization": None,
+            "hf_text_config": {"vocab_size": 512},
+        },
+        "cache_config": {"block_size": 32, "num_gpu_blocks": 10},
+        "parallel_config": {"world_size": 2, "worker_extension_cls": LOADER},
+        "weight_transfer_config": {"backend": "gloo"},
+        "scheduler_config": {"policy": "priority"},
+        "lora_config": {"max_lora_rank": 8},
+        "device_config": {"device": "cpu"},
+    }
+    for name, value in changes.items():
+        part, _, field = name.partition("__")
+        if field:
+            parts[part][field] = value
+        else:
+            parts[part] = value
+    return parts
+
+
+def check(config, **changes):
+    return check_kind(ADDRESS, told(**changes), config, lambda: "THE COMMAND")
+
+
+def test_a_server_that_fits_says_what_it_is():
+    kind = check(EngineConfig(address=ADDRESS, lora_rank=8))
+    assert kind == server_kind.ServerKind("gloo", 2, 320, 32, 512)
+    assert check(EngineConfig(address=ADDRESS, transfer="gloo")).transfer == "gloo"
+
+
+FP8 = {"quantization": {"quant_method": "fp8"}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "said"),
+    [
+        ({}, {"weight_transfer_config": None}, "was not started to take weights"),
+        ({}, {"weight_transfer_config__backend": "ipc"}, "was not started to take weights"),
+        ({}, {"parallel_config__worker_extension_cls": ""}, "was not started to take weights"),
+        ({"transfer": "nccl"}, {}, "takes weights by gloo, and engine.transfer is nccl"),
+        (
+            {"transfer": "gloo"},
+            {"weight_transfer_config__backend": "shm"},
+            "takes weights by shm, and engine.transfer is",
+        ),
+        ({"lora_rank": 16}, {}, "no room for an adapter of rank 16"),
+        ({"lora_rank": 4}, {"lora_config": None}, "no room for an adapter of rank 4"),
+        (FP8, {}, "holds its layers in full precision, and this run publishes FP8 blocks"),
+        ({}, {"model_config__quantization": "fp8"}, "holds its layers in fp8, and this run publishes none in FP8"),
+        ({}, {"scheduler_config__policy": "fcfs"}, "a canary would wait"),
+        ({}, {"model_config__logprobs_mode": "raw_logprobs"}, "log-probs of the kind 'raw_logprobs'"),
+    ],
+)
+def test_a_server_that_does_not_fit_is_refused_with_the_command_that_does(settings, changes, said):
+    with pytest.raises(ValueError, match=f"{ADDRESS} .*{said}.*; start it like this: THE COMMAND"):
+        check(EngineConfig(address=ADDRESS, **settings), **changes)
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "said"),
+    [
+        ("cuda", False, "and this trainer has none; use"),
+        ("cpu", True, "and http://node2:8000 runs on cpu; use"),
+        ("cpu", False, "runs on cpu, and this trainer has none; use"),
+    ],
+)
+def test_nccl_between_a_cpu_and_a_gpu_is_refused(monkeypatch, there, here, said):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: here)
+    nccl = {"weight_transfer_config__backend": "nccl", "device_config__device": there}
+    with pytest.raises(ValueError, match=f"nccl moves weights between GPUs only, .*{said}.*engine.transfer=gloo"):
+        check(EngineConfig(address=ADDRESS), **nccl)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert check(EngineConfig(address=ADDRESS), **(nccl | {"device_config__device": "cuda"})).transfer == "nccl"
+
+
+def value(command, flag):
+    return command[command.index(flag) + 1]
+
+
+def test_a_server_elsewhere_listens_there_and_takes_weights_over_the_network(monkeypatch):
+    monkeypatch.setenv(KEY_VARIABLE, "the-key")
+    monkeypatch.setattr("torchtune_ext.sampling.server_command.on_cpu", lambda: True)
+    config = EngineConfig(address="http://node2:9000")
+    command, environ = server_command("model", config)
+    assert command[0] == sys.executable and value(command, "--host") == "0.0.0.0" and value(command, "--port") == "9000"
+    assert json.loads(value(command, "--weight-transfer-config")) == {"backend": "gloo"}
+    assert transfer_of(EngineConfig()) == transfer_of(EngineConfig(address="http://localhost:1")) == "shm"
+    monkeypatch.setattr("torchtune_ext.sampling.server_command.on_cpu", lambda: False)
+    assert transfer_of(config) == "nccl"
+    # It would keep NCCL, and so the group with the sender, on loopback.
+    assert "NCCL_SOCKET_IFNAME" not in server_command("model", config)[1]
+
+
+def test_adapters_and_fp8_have_their_flags(monkeypatch):
+    monkeypatch.setenv(KEY_VARIABLE, "the-key")
+    config = EngineConfig(
+        address=ADDRESS, lora_rank=12, lora_targets=("q_proj", "v_proj"), extra_args={"swap_space": 2}
+    )
+    command, environ = server_command("model", config)
+    begin = command.index("--lora-target-modules")
+    assert command[begin + 1 : begin + 3] == ["q_proj", "v_proj"] and value(command, "--max-lora-rank") == "16"
+    assert "--enable-lora" in command and value(command, "--swap-space") == "2"
+    assert environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
+    command, environ = server_command("model", EngineConfig(address=ADDRESS, **FP8))
+    assert json.loads(value(command, "--hf-overrides")) == {"quantization_config": FP8["quantization"]}
+    assert value(command, "--load-format") == "dummy" and environ["VLLM_USE_DEEP_GEMM_E8M0"] == "0"

@@ -1,0 +1,273 @@
+"""The courier and its sender with servers of a few lines: real processes, a real gloo group, and no vLLM."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import weight_server  # noqa: E402
+
+from torchtune_ext.sampling.calls import CoreLost  # noqa: E402
+from torchtune_ext.sampling.doors import KEY_VARIABLE  # noqa: E402
+from torchtune_ext.sampling.transfer.courier import Courier, Parcel  # noqa: E402
+from torchtune_ext.sampling.transfer.group import Member  # noqa: E402
+from torchtune_ext.sampling.weight_buffer import WeightBuffer, checksum  # noqa: E402
+
+KEY = "the-key-of-these-servers"
+DEADLINE_S = 4.0
+
+
+class WeightServer:
+    def __init__(self):
+        path = os.pathsep.join([str(Path(weight_server.__file__).parent), *sys.path])
+        environ = {**os.environ, KEY_VARIABLE: KEY, "PYTHONPATH": path}
+        self.process = subprocess.Popen([sys.executable, weight_server.__file__], env=environ, stdout=subprocess.PIPE)
+        self.life = 0
+
+    def wait(self) -> "WeightServer":
+        self.url = f"http://127.0.0.1:{int(self.process.stdout.readline())}"
+        return self
+
+    def ask(self, path: str, **body) -> dict:
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), {"Authorization": f"Bearer {KEY}"})
+        with urllib.request.urlopen(request, timeout=5) as answer:
+            return json.loads(answer.read())
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+        self.process.stdout.close()
+
+    @property
+    def member(self) -> Member:
+        return Member(self.url, 1, str(self.life))
+
+    def parcel(self, buffer, version: int = 1, **changes) -> Parcel:
+        async def alive() -> None:
+            def ping():
+                request = urllib.request.Request(self.url + "/ping", b"{}", {"Authorization": f"Bearer {KEY}"})
+                urllib.request.urlopen(request, timeout=1.0).close()
+
+            try:
+                await asyncio.to_thread(ping)
+            except OSError as error:
+                raise CoreLost(f"no answer: {error}") from error
+
+        known = {"backend": "gloo", "member": self.member, "deadline_s": DEADLINE_S}
+        return Parcel(buffer=buffer, version=version, alive=alive, **(known | changes))
+
+
+@pytest.fixture(scope="module")
+def servers():
+    found = [WeightServer() for _ in range(3)]
+    try:
+        yield [server.wait() for server in found]
+    finally:
+        for server in found:
+            server.close()
+
+
+@pytest.fixture
+def pair(servers):
+    for server in servers[:2]:
+        server.ask("/fault", fault="")
+        server.life += 1
+    return servers[:2]
+
+
+@pytest.fixture
+def weights():
+    buffer = WeightBuffer()
+    generator = torch.Generator().manual_seed(0)
+    buffer.named = [(f"w{i}", torch.randn(1000, 37, generator=generator)) for i in range(20)]
+    buffer.named += [
+        ("f8", torch.randn(128, 128, generator=generator).to(torch.float8_e4m3fn)),
+        ("s", torch.ones(1, 1)),
+    ]
+    buffer.write(buffer.named)
+    buffer.sums = {name: checksum(tensor) for name, tensor in buffer.named}
+    buffer.version = 1
+    yield buffer
+    buffer.close()
+
+
+def with_courier(tmp_path, monkeypatch, scenario):
+    """Runs a scenario with a courier, whose sender is gone afterwards."""
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+
+    async def run():
+        courier = Courier.shared(str(tmp_path), tmp_path / "sender.log")
+        try:
+            return await scenario(courier)
+        finally:
+            pid = courier.sender_pid
+            await courier.release()
+            assert not pid or not Path(f"/proc/{pid}").exists()
+            assert str(tmp_path) not in Courier._of
+
+    return asyncio.run(asyncio.wait_for(run(), 60))
+
+
+async def both(courier, parcels, patience_s=5.0):
+    """What became of parcels that are handed in at once, by connections that expect each other."""
+
+    async def deliver(parcel):
+        with courier.expecting(parcel.member.url):
+            await asyncio.sleep(0)
+            await courier.deliver(parcel, patience_s)
+
+    return await asyncio.gather(*map(deliver, parcels), return_exceptions=True)
+
+
+def test_servers_are_one_group_that_stays(pair, weights, tmp_path, monkeypatch):
+    async def scenario(courier):
+        begin = [len(server.ask("/state")["inits"]) for server in pair]
+        for version in (3, 4):
+            assert await both(courier, [server.parcel(weights, version) for server in pair]) == [None, None]
+            for server in pair:
+                state = server.ask("/state")
+                assert state["sums"] == weights.sums and state["version"] == str(version)
+        inits = [server.ask("/state")["inits"][n:] for server, n in zip(pair, begin, strict=True)]
+        assert [len(each) for each in inits] == [1, 1]
+        assert sorted(init["rank_offset"] for (init,) in inits) == [1, 2] and inits[0][0]["world_size"] == 3
+        assert inits[0][0]["group"] == inits[1][0]["group"]
+        pair[0].life += 1  # the connection to one of them is a new one: so is the group
+        assert await both(courier, [server.parcel(weights, 5) for server in pair]) == [None, None]
+        assert [len(server.ask("/state")["inits"]) for server in pair] == [n + 2 for n in begin]
+
+    with_courier(tmp_path, monkeypatch, scenario)
+
+
+def test_a_server_that_prepares_itself_is_waited_for_but_not_for_ever(pair, weights, tmp_path, monkeypatch):
+    first, second = pair
+
+    async def scenario(courier):
+        with courier.expecting(second.url):
+            early = asyncio.ensure_future(courier.deliver(first.parcel(weights), 30.0))
+            await asyncio.sleep(0.3)
+            assert not early.done()
+            await courier.deliver(second.parcel(weights), 30.0)
+            await early
+        assert first.ask("/state")["inits"][-1]["world_size"] == 3
+        with courier.expecting(second.url):
+            await courier.deliver(first.parcel(weights), 0.3)
+        assert first.ask("/state")["inits"][-1]["world_size"] == 2
+
+    with_courier(tmp_path, monkeypatch, scenario)
+
+
+def test_an_adapter_goes_by_its_own_messages(pair, weights, tmp_path, monkeypatch):
+    weights.adapter = {"r": 4}
+
+    async def scenario(courier):
+        await courier.deliver(pair[0].parcel(weights, 7), 5.0)
+        state = pair[0].ask("/state")
+        assert state["adapter"] == {"r": 4} and state["sums"] == weights.sums and state["version"] == "7"
+        assert state["calls"][-3:] == ["/collective_rpc", "/update_weight_version", "/v1/load_lora_adapter"]
+
+    with_courier(tmp_path, monkeypatch, scenario)
+
+
+def test_past_the_deadline_the_sender_is_killed_and_the_others_get_the_weights(pair, weights, tmp_path, monkeypatch):
+    good, stalled = pair
+
+    async def scenario(courier):
+        assert await both(courier, [server.parcel(weights, 1) for server in pair]) == [None, None]
+        sender = courier.sender_pid
+        stalled.ask("/fault", fault="stall")
+        began = time.monotonic()
+        fine, lost = await both(courier, [server.parcel(weights, 2) for server in pair])
+        # A first try up to its deadline, a look at who answers (1 s), a new sender (2 s on an idle machine), a second try.
+        assert DEADLINE_S <= time.monotonic() - began < DEADLINE_S + 1.0 + 20.0
+        assert fine is None and isinstance(lost, CoreLost) and "does not answer" in str(lost)
+        assert courier.sender_pid != sender and not Path(f"/proc/{sender}").exists()
+        assert good.ask("/state")["version"] == "2" and stalled.ask("/state")["version"] == "1"
+
+    with_courier(tmp_path, monkeypatch, scenario)
+
+
+def test_a_server_that_refuses_is_told_at_once_and_does_not_keep_the_other(pair, weights, tmp_path, monkeypatch):
+    good, picky = pair
+    picky.ask("/fault", fault="refuse")
+
+    async def scenario(courier):
+        fine, lost = await both(courier, [server.parcel(weights, 8, deadline_s=50.0) for server in pair])
+        assert fine is None and "these weights are not wanted" in str(lost) and KEY not in str(lost)
+        assert good.ask("/state")["version"] == "8"
+        with pytest.raises(CoreLost, match="these weights are not wanted"):
+            await courier.deliver(picky.parcel(weights, 9, deadline_s=50.0), 5.0)
+
+    began = time.monotonic()
+    with_courier(tmp_path, monkeypatch, scenario)
+    assert time.monotonic() - began < 45.0  # no deadline was waited for
+
+
+def test_a_sender_that_is_killed_in_a_transfer_is_replaced(pair, weights, tmp_path, monkeypatch):
+    stalled = pair[1]
+
+    async def scenario(courier):
+        stalled.ask("/fault", fault="stall")
+        begin = len(stalled.ask("/state")["calls"])
+        work = asyncio.ensure_future(courier.deliver(stalled.parcel(weights, deadline_s=30.0), 5.0))
+        while "/update_weights" not in (await asyncio.to_thread(stalled.ask, "/state"))["calls"][begin:]:
+            await asyncio.sleep(0.05)
+        assert courier.sender_pid > 1
+        os.kill(courier.sender_pid, signal.SIGKILL)
+        with pytest.raises(CoreLost, match="sender was killed by SIGKILL"):
+            await work
+        await courier.deliver(pair[0].parcel(weights, 6), 5.0)
+        assert pair[0].ask("/state")["version"] == "6"
+
+    with_courier(tmp_path, monkeypatch, scenario)
+
+
+def test_a_server_that_dies_in_an_update_ends_nobody_else(servers, pair, weights, tmp_path, monkeypatch):
+    mortal = servers[2]
+    mortal.ask("/fault", fault="die")
+
+    async def scenario(courier):
+        results = await both(courier, [pair[0].parcel(weights, 11), mortal.parcel(weights, 11)])
+        assert results[0] is None and isinstance(results[1], CoreLost)
+        assert pair[0].ask("/state")["version"] == "11" and pair[0].ask("/state")["sums"] == weights.sums
+
+    with_courier(tmp_path, monkeypatch, scenario)
+
+
+def test_a_wrong_key_is_said_and_not_shown(pair, weights, tmp_path, monkeypatch):
+    async def scenario(courier):
+        monkeypatch.setenv(KEY_VARIABLE, "guessed")
+        with pytest.raises(CoreLost, match=r"failed \(401\)") as caught:
+            await courier.deliver(pair[0].parcel(weights), 5.0)
+        assert "guessed" not in str(caught.value)
+
+    with_courier(tmp_path, monkeypatch, scenario)
+
+
+def test_an_engine_that_is_closed_waits_for_no_transfer(pair, weights, tmp_path, monkeypatch):
+    pair[0].ask("/fault", fault="stall")
+    under_way = []
+
+    async def scenario(courier):
+        other = Courier.shared(str(tmp_path), tmp_path / "sender.log")
+        assert other is courier
+        under_way.append(asyncio.ensure_future(courier.deliver(pair[0].parcel(weights, deadline_s=50.0), 5.0)))
+        await asyncio.sleep(1.0)
+        await other.release()  # a connection of two
+        assert not under_way[0].done()
+        await courier.release()
+        courier._users += 1  # `with_courier` releases it once more
+        with pytest.raises(CoreLost):
+            await under_way[0]
+
+    began = time.monotonic()
+    with_courier(tmp_path, monkeypatch, scenario)
+    assert time.monotonic() - began < 20.0

@@ -1,0 +1,111 @@
+"""`torchtune-ext serve` starts vLLM's own server with the flags that a run needs.
+
+    torchtune-ext serve --config grpo/qwen2_5_7B_full                          # in place of this process
+    torchtune-ext serve --config my.yaml engine.address=http://node2:8000 --print
+    torchtune-ext serve --config my.yaml --tensor-parallel-size 4              # the rest goes to vLLM
+
+The run connects to it with `engine.address`. The flags follow from the config: the model, the engine's settings, adapters, the
+layers in FP8, and the way of weights (`engine.transfer`). The key that every route asks for is in TORCHTUNE_EXT_API_KEY.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+
+import torch
+from omegaconf import OmegaConf
+
+from torchtune_ext.host.catalog import config_files, config_path, folder, recipe_files, recipe_of
+from torchtune_ext.host.command_line import check_words
+from torchtune_ext.host.config import build, instantiate, load_config
+from torchtune_ext.policy.builder import on_meta
+from torchtune_ext.policy.hf_model import HFModel
+from torchtune_ext.run.output import say
+from torchtune_ext.sampling.doors import KEY_VARIABLE, server_key
+from torchtune_ext.sampling.records import EngineConfig
+from torchtune_ext.sampling.server_command import server_command, shown_command
+from torchtune_ext.training.precision import Precision, PrecisionConfig
+from torchtune_ext.training.trained import AdapterConfig, trained_part
+
+RECIPE = "grpo_full"  # of a config of the user's that names none
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares what the word takes; `cli` hands on whatever else is there."""
+    parser.add_argument("--config", required=True, help="a config of a GRPO recipe, by its name or path")
+    parser.add_argument("--host", help="address to listen on; else 127.0.0.1, or all if engine.address is elsewhere")
+    parser.add_argument("--port", type=int, help="port to listen on; else that of engine.address, or 8000")
+    parser.add_argument("--print", action="store_true", dest="show", help="print the command and start nothing")
+
+
+def main(arguments: argparse.Namespace, more: Sequence[str] = ()) -> int:
+    """Becomes the server, or prints how it is started. Args: more: settings of the config (key=value), and words for vLLM.
+
+    Raises:
+        ValueError: the config is wrong, or there is no key.
+    """
+    first = next((i for i, word in enumerate(more) if word.startswith("-")), len(more))
+    settings, words = more[:first], [word for word in more[first:] if word != "--"]
+    model_dir, engine = engine_of(arguments.config, settings)
+    command, environ = server_command(model_dir, engine, arguments.host, arguments.port)
+    command += words
+    if arguments.show:
+        print(shown_command(command, environ))
+        return 0
+    if server_key() is None:
+        raise ValueError(
+            f"{KEY_VARIABLE} is not set: the server asks for this key on every route; set it to the same value here and where "
+            f"the run starts, e.g. export {KEY_VARIABLE}=$(openssl rand -hex 32)"
+        )
+    say(shown_command(command, environ), sys.stderr)
+    sys.stdout.flush()
+    os.execve(command[0], command, {**os.environ, **environ})
+
+
+def engine_of(config: str, settings: Sequence[str]) -> tuple[str, EngineConfig]:
+    """Returns the folder of a run's model, and its engine as the run would start it, adapters and FP8 included.
+
+    Args:
+        config: name or path of a config.
+        settings: key=value.
+
+    Raises:
+        ValueError: something of it is wrong.
+    """
+    words = ["serve", "--config", config, *settings]
+    check_words(words)
+    path = Path(words[2])
+    cfg = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(list(settings)))
+    cfg = load_config(_schema(config), cfg)
+    source, model = HFModel(cfg.model_dir), on_meta(partial(instantiate, cfg.model))
+    trained = trained_part(
+        model, source, asked=cfg.model, adapters=build(AdapterConfig, cfg.adapters, "adapters"), world_size=1
+    )
+    precision = Precision(
+        build(PrecisionConfig, cfg.precision, "precision", bare="flow"),
+        model,
+        source,
+        dtype=cfg.dtype,
+        engine=trained.engine(build(EngineConfig, cfg.engine, "engine")),
+        device=torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"),
+        adapter=trained.spec,
+        way=trained.way,
+    )
+    return str(cfg.model_dir), precision.engine
+
+
+def _schema(config: str) -> type:
+    """Returns the class `Config` of the recipe that a config is written for. Raises ValueError if it is for no GRPO recipe."""
+    path = Path(config_path(config))
+    name = next((each for each, file in config_files(folder("configs")).items() if file == path), "")
+    owner = recipe_of(name, path) or RECIPE
+    recipes = {each.name: each.path.stem for each in recipe_files(folder("recipes"), folder("configs"))}
+    if recipes.get(owner) != recipes[RECIPE]:
+        raise ValueError(
+            f"{config} is written for {owner}: serve takes a config of a GRPO recipe, grpo/tiny for instance"
+        )
+    return import_module(f"torchtune_ext.recipes.{recipes[owner]}").Config
