@@ -74,6 +74,11 @@ def of_runs(cluster):
     return found
 
 
+def hear_signals():
+    """Whoever was started by a shell in the background ignores SIGINT, and so would what it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Started:
     """The command in the background, once its run has made some steps."""
 
@@ -87,6 +92,7 @@ class Started:
                 stdout=out,
                 stderr=out,
                 start_new_session=True,
+                preexec_fn=hear_signals,
             )
         try:
             runs.wait_for_steps(self.run_dir, steps, self.process)
@@ -270,7 +276,7 @@ time.sleep(600)
 
 @pytest.mark.long
 def test_other_versions_are_told(full_workplace, cluster, tmp_path, monkeypatch):
-    code = f"import sys, ray; ray.__version__ = '2.52.0'; sys.argv[0] = 'torchtune-ext'; from torchtune_ext.host.cli import main; sys.exit(main({words(cluster, *APART)[3:]!r}))"
+    code = f"import sys, ray; ray.__version__ = '2.52.0'; sys.argv[0] = 'torchtune-ext'; from torchtune_ext.host.cli import main; sys.exit(main({words(cluster, *APART, 'output_dir=mixed')[3:]!r}))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=full_workplace, env=environment(), capture_output=True, text=True, timeout=120
     )
