@@ -254,7 +254,7 @@ def test_ranks_on_two_machines_are_those_of_one(full_workplace, cluster):
 
 @pytest.mark.long
 def test_cores_that_are_in_use_or_on_several_machines_are_told(full_workplace, cluster):
-    status, said = ray(full_workplace, cluster, "--train-cpus", "1", "--engine-cpus", "1")
+    status, said = ray(full_workplace, cluster, "--train-cpus", "1", "--engine-cpus", "1", "output_dir=nowhere")
     assert status == 2 and "2 of the cores have to be on one machine: the trainer's 1 and beside them" in said, said
     code = f"""
 import ray, time
@@ -267,7 +267,7 @@ time.sleep(600)
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as other:
         try:
             assert "taken\n" in iter(other.stdout.readline, "")
-            status, said = ray(full_workplace, cluster, *APART, "--wait", "2")
+            status, said = ray(full_workplace, cluster, *APART, "--wait", "2", "output_dir=nowhere")
         finally:
             other.kill()
     assert status == 2 and "--train-cpus 1 --engine-cpus 1: no place within 2 s." in said, said
