@@ -74,6 +74,11 @@ def of_runs(cluster):
     return found
 
 
+def hear_signals():
+    """Whoever was started by a shell in the background ignores SIGINT, and so would what it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Started:
     """The command in the background, once its run has made some steps."""
 
@@ -87,6 +92,7 @@ class Started:
                 stdout=out,
                 stderr=out,
                 start_new_session=True,
+                preexec_fn=hear_signals,
             )
         try:
             runs.wait_for_steps(self.run_dir, steps, self.process)
@@ -248,7 +254,7 @@ def test_ranks_on_two_machines_are_those_of_one(full_workplace, cluster):
 
 @pytest.mark.long
 def test_cores_that_are_in_use_or_on_several_machines_are_told(full_workplace, cluster):
-    status, said = ray(full_workplace, cluster, "--train-cpus", "1", "--engine-cpus", "1")
+    status, said = ray(full_workplace, cluster, "--train-cpus", "1", "--engine-cpus", "1", "output_dir=nowhere")
     assert status == 2 and "2 of the cores have to be on one machine: the trainer's 1 and beside them" in said, said
     code = f"""
 import ray, time
@@ -261,7 +267,7 @@ time.sleep(600)
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as other:
         try:
             assert "taken\n" in iter(other.stdout.readline, "")
-            status, said = ray(full_workplace, cluster, *APART, "--wait", "2")
+            status, said = ray(full_workplace, cluster, *APART, "--wait", "2", "output_dir=nowhere")
         finally:
             other.kill()
     assert status == 2 and "--train-cpus 1 --engine-cpus 1: no place within 2 s." in said, said
@@ -270,7 +276,7 @@ time.sleep(600)
 
 @pytest.mark.long
 def test_other_versions_are_told(full_workplace, cluster, tmp_path, monkeypatch):
-    code = f"import sys, ray; ray.__version__ = '2.52.0'; sys.argv[0] = 'torchtune-ext'; from torchtune_ext.host.cli import main; sys.exit(main({words(cluster, *APART)[3:]!r}))"
+    code = f"import sys, ray; ray.__version__ = '2.52.0'; sys.argv[0] = 'torchtune-ext'; from torchtune_ext.host.cli import main; sys.exit(main({words(cluster, *APART, 'output_dir=mixed')[3:]!r}))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=full_workplace, env=environment(), capture_output=True, text=True, timeout=120
     )

@@ -1,12 +1,13 @@
 """Stands between an actor of Ray and the command that it runs, so that nothing of the command outlives the actor.
 
-    python -P -m torchtune_ext.cluster.guard PATIENCE COMMAND ...
+    python -P -m torchtune_ext.cluster.guard PATIENCE FD COMMAND ...
 
-Ray kills an actor without a word, and knows nothing of what the actor has started. So the command has this process as its
-parent. It reads lines from stdin: the number of a signal for the command, or `end SECONDS`: the command gets SIGTERM, and after
-so many seconds SIGKILL. Where stdin ends, the actor is gone, and that is `end PATIENCE`: a trainer then still saves the step
-that it is in. When the command has ended, whatever it started and left behind is killed. The exit status is that of the
-command; where signal N ended it, 128 + N.
+Ray kills an actor without a word, and at its end also the children of the actor, but nothing below them. So the command has
+this process as its parent, which is no child of the actor: it forks, and writes the exit status into the pipe FD (`-`: neither;
+the exit status is its own). It reads lines from stdin: the number of a signal for the command, or `end SECONDS`: the command
+gets SIGTERM, and after so many seconds SIGKILL. Where stdin ends, the actor is gone, and that is `end PATIENCE`: a trainer then
+still saves the step that it is in. When the command has ended, whatever it started and left behind is killed. The exit status
+is that of the command; where signal N ended it, 128 + N. If this process itself is killed, Linux kills the command.
 """
 
 import ctypes
@@ -16,7 +17,9 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
+from torchtune_ext.run.parent import die_with_parent
 from torchtune_ext.sampling import janitor
 
 PR_SET_CHILD_SUBREAPER = 36  # <sys/prctl.h>
@@ -78,7 +81,9 @@ class Guard:
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
-        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+        # This process has one thread, so that it may do something between fork and exec.
+        tie = partial(die_with_parent, os.getpid())
+        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=tie)
 
     def run(self) -> int:
         """Returns the exit status of the command."""
@@ -116,10 +121,15 @@ class Guard:
         self.kill_at = min(self.kill_at, time.monotonic() + patience_s)
 
 
-def main(patience: str, *command: str) -> int:
+def main(patience: str, fd: str, *command: str) -> int:
     """Runs the command and returns its exit status."""
+    if fd != "-" and os.fork():
+        os._exit(0)
     adopt_orphans()
-    return Guard(float(patience), list(command)).run()
+    status = Guard(float(patience), list(command)).run()
+    if fd != "-":
+        os.write(int(fd), str(status).encode())
+    return status
 
 
 if __name__ == "__main__":

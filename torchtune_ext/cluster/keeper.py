@@ -21,6 +21,7 @@ class Keeper:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen | None = None
+        self._ended: int | None = None  # the exit status of the command
         self._output, self._room = bytearray(), threading.Condition()
         self._asked_at = time.monotonic()
 
@@ -61,10 +62,12 @@ class Keeper:
         # Ray lets an actor live on for a while when the raylet, which has started it, is gone.
         die_with_parent(os.getppid())
         environ = {name: value for name, value in environment().items() if not name.startswith(RAYS_OWN)} | variables
-        guard = [sys.executable, "-P", "-m", "torchtune_ext.cluster.guard", str(patience_s)]
+        self._status, theirs = os.pipe()
+        guard = [sys.executable, "-P", "-m", "torchtune_ext.cluster.guard", str(patience_s), str(theirs)]
         try:
             self._process = subprocess.Popen(
                 [*guard, sys.executable, "-P", *words],
+                pass_fds=[theirs],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -75,6 +78,10 @@ class Keeper:
             )
         except OSError as error:
             return str(error)
+        finally:
+            os.close(theirs)
+        # The guard goes on without a parent, so that Ray, which kills the children of an actor, leaves it alone.
+        self._process.wait()
         self._asked_at = time.monotonic()
         self._reader = threading.Thread(target=self._read, args=[log], daemon=True)
         self._reader.start()
@@ -84,12 +91,14 @@ class Keeper:
     def look(self) -> tuple[bytes, int | None]:
         """Returns what the command has printed since the last look, and its exit status once it has ended and said all."""
         self._asked_at = time.monotonic()
-        ended = not self._reader.is_alive()
+        if not self._reader.is_alive() and self._ended is None:
+            # Where the guard was killed, it has said nothing, and Linux has killed the command.
+            self._ended = int(os.read(self._status, 16) or b"137")
         with self._room:
             text = bytes(self._output)
             self._output.clear()
             self._room.notify()
-        return text, self._process.wait() if ended else None
+        return text, self._ended
 
     def tell(self, line: str) -> None:
         """Gives the guard a line; what it takes stands in guard.py."""
@@ -110,7 +119,7 @@ class Keeper:
 
     def _watch(self) -> None:
         """Runs in a thread: ends the command when nobody asks for it any more."""
-        while self._process.poll() is None:
+        while self._reader.is_alive():
             if time.monotonic() > self._asked_at + SILENT_S:
                 self._process.stdin.close()
                 return

@@ -1,5 +1,6 @@
 """The guard: signals, exit statuses, and that nothing of a command outlives it, however it or its actor ends."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -40,7 +41,7 @@ def guard():
 
     def start(code, *arguments):
         process = subprocess.Popen(
-            [*GUARD, "0.5", sys.executable, "-c", code, *arguments],
+            [*GUARD, "0.5", "-", sys.executable, "-c", code, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
@@ -108,6 +109,30 @@ def test_nothing_that_the_command_started_is_left(guard, way):
         process.stdin.close()
     process.wait(30)
     assert psutil.wait_procs(started, timeout=1)[1] == []
+
+
+def test_a_guard_that_is_killed_takes_its_command_along(guard):
+    process = guard(TOLD, "600")
+    assert process.stdout.readline() == b"ready\n"
+    started = below(process)
+    process.kill()
+    assert len(started) == 1 and psutil.wait_procs(started, timeout=5)[1] == []
+
+
+def test_it_is_no_child_of_who_starts_it():
+    """Ray kills the children of an actor that it ends, and nothing below them."""
+    ours, theirs = os.pipe()
+    command = [*GUARD, "0.5", str(theirs), sys.executable, "-c", TOLD, "0"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, pass_fds=[theirs]
+    ) as process:
+        os.close(theirs)
+        assert process.wait(30) == 0
+        assert process.stdout.readline() == b"ready\n"
+        assert not psutil.Process().children(recursive=True)
+        process.stdin.write(b"2\n")
+        assert process.stdout.readline() == b"told 2\n" and os.read(ours, 16) == b"7"
+    os.close(ours)
 
 
 def test_it_sleeps_while_the_command_runs(guard):
