@@ -99,7 +99,7 @@ def test_another_run_that_begins_in_the_folder_is_noticed(run):
 
 
 def test_where_the_data_lies_and_settings_of_an_earlier_life_do_not_matter(run):
-    assert "task.path=None (here /data)" in str(replay(run, task={"_component_": "Sums", "level": 1, "path": "/data"}))
+    assert "task.path=default (here /data)" in str(replay(run, task={"_component_": "Sums", "level": 1, "path": "/data"}))
     # Step 1 may hold problems of refills that the last life of the run has not had.
     store = RolloutStore(run, resume_step=1)
     for step in range(1, STEPS + 1):
@@ -118,10 +118,10 @@ def test_a_damaged_checkpoint_does_not_matter_where_an_older_one_says_the_same(r
 def test_settings_of_learning_that_differ_are_named(run):
     said = str(replay(run, loss={"_component_": "PolicyLoss", "clip_low": 0.1}, staleness=2, lr=0.5))
     assert said.endswith(
-        "Set otherwise there, so the weights may differ: loss.clip_low=0.2 (here 0.1), lr=None (here 0.5)"
+        "Set otherwise there, so the weights may differ: loss.clip_low=0.2 (here 0.1), lr=default (here 0.5)"
     )
     many = str(replay(run, **{f"k{i}": i for i in range(10)}))
-    assert many.endswith("k7=None (here 7), and 2 more")
+    assert many.endswith("k7=default (here 7), and 2 more")
 
 
 @pytest.mark.parametrize(
