@@ -38,9 +38,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=20.0, help="that rank 0 sleeps")
     parser.add_argument("--megabytes", type=float, nargs="+", default=[1, 16, 64])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument(
-        "--rank-of", type=Path, help=argparse.SUPPRESS
-    )  # the folder in which a rank leaves what it found
+    # The folder in which a rank leaves what it found.
+    parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

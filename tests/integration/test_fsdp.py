@@ -110,7 +110,7 @@ def start(folder, words):
         env=runs.environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     return done.stdout
