@@ -12,10 +12,10 @@ from hashlib import sha256
 import numpy as np
 
 from torchtune_ext.buffer import Ledger
+from torchtune_ext.sampling.routing import least, pays
 
 BANDWIDTH = 0.7 * 3.35e12  # bytes a second of a GPU, H800
 MEMORY = 0.8 * 80e9  # bytes of a GPU for weights and keys and values
-FAR = 2.0  # how many times the load, with the move, the other engine has to have, for a group that has begun to move
 ROUTINGS = ("sample", "least", "hash", "round_robin")
 
 
@@ -260,7 +260,7 @@ class Simulation:
             return
         if routing == "least":
             up = [engine for engine in engines if not engine.down] or engines
-            home = min(up, key=lambda engine: engine.load)
+            home = up[least([engine.load for engine in up])]
         else:
             # What a prompt's text would give: a number that has nothing to do with those of other prompts.
             first = int.from_bytes(sha256(str(number).encode()).digest()[:8]) if routing == "hash" else number
@@ -296,8 +296,8 @@ class Simulation:
             for number, _ in source.waiting:
                 waiting[number] = waiting.get(number, 0) + 1
             for number, count in waiting.items():
-                more, begun = target.load + count * self.setup.share, number in running
-                if (FAR * (more + self.setup.prompt_tokens) if begun else more) < source.load:
+                tokens = count * self.setup.share
+                if pays(source.load, target.load, tokens, self.setup.prompt_tokens, begun=number in running):
                     target.waiting.extend(each for each in source.waiting if each[0] == number)
                     source.waiting = deque(each for each in source.waiting if each[0] != number)
                     return True

@@ -148,6 +148,7 @@ def settings_of(cfg: DictConfig) -> tuple[Settings, list[str]]:
         # What FP8 or NF4 has left of frozen weights goes to the engine once.
         publishes_all=not sizes.frozen or adapters.publish == "merged" or sides[1] is not None or sizes.largest_nf4 > 0,
         save_merged=adapters.save_merged,
+        shard_within=build(RanksConfig, cfg.ranks, "ranks").shard_within,
     )
     trainer, sampler = sides
     if sampler is None:

@@ -83,7 +83,7 @@ def engine_of(config: str, settings: Sequence[str]) -> tuple[str, EngineConfig]:
     cfg = load_config(_schema(config), cfg)
     source, model = HFModel(cfg.model_dir), on_meta(partial(instantiate, cfg.model))
     trained = trained_part(
-        model, source, asked=cfg.model, adapters=build(AdapterConfig, cfg.adapters, "adapters"), world_size=1
+        model, source, asked=cfg.model, adapters=build(AdapterConfig, cfg.adapters, "adapters"), shards=1
     )
     precision = Precision(
         build(PrecisionConfig, cfg.precision, "precision", bare="flow"),

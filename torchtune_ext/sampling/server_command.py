@@ -26,13 +26,12 @@ def server_command(
     for a key that no header can carry.
     Args: model_dir: directory of a Hugging Face model; config: how its engine is built; host: address to listen on; None:
     127.0.0.1, or all addresses when `config.address` names another machine, and the key then travels in the clear; port: its
-    number; None: that of `config.address`, or 8000.
+    number; None: that of the first of `config.addresses`, or 8000.
     """
-    address = urlsplit(config.address or f"http://127.0.0.1:{PORT}")
-    elsewhere = address.hostname not in HERE
+    elsewhere = not _all_here(config)
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--host", host or ("0.0.0.0" if elsewhere else "127.0.0.1")]
-    command += ["--port", str(port or address.port or PORT), "--middleware", GUARD]
+    command += ["--port", str(port or _port(config)), "--middleware", GUARD]
     command += ["--enable-scale-out", "--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
     for name, value in engine_args(model_dir, config, transfer_of(config)).items():
         command += _flag(name, value)
@@ -53,9 +52,17 @@ def transfer_of(config: EngineConfig) -> str:
     trainer's machine, and between machines NCCL from GPU to GPU, and else gloo."""
     if config.transfer != "auto":
         return config.transfer
-    if config.address is None or urlsplit(config.address).hostname in HERE:
+    if _all_here(config):
         return "shm"
     return "gloo" if on_cpu() else "nccl"
+
+
+def _all_here(config: EngineConfig) -> bool:
+    return all(urlsplit(address).hostname in HERE for address in config.addresses)
+
+
+def _port(config: EngineConfig) -> int:
+    return (urlsplit(config.addresses[0]).port if config.addresses else None) or PORT
 
 
 def shown_command(command: list[str], environ: dict[str, str]) -> str:

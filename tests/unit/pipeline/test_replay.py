@@ -99,7 +99,9 @@ def test_another_run_that_begins_in_the_folder_is_noticed(run):
 
 
 def test_where_the_data_lies_and_settings_of_an_earlier_life_do_not_matter(run):
-    assert "task.path=default (here /data)" in str(replay(run, task={"_component_": "Sums", "level": 1, "path": "/data"}))
+    assert "task.path=default (here /data)" in str(
+        replay(run, task={"_component_": "Sums", "level": 1, "path": "/data"})
+    )
     # Step 1 may hold problems of refills that the last life of the run has not had.
     store = RolloutStore(run, resume_step=1)
     for step in range(1, STEPS + 1):

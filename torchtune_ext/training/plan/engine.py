@@ -50,17 +50,17 @@ class EngineNeed:
 
 
 def engine_count(config: EngineConfig) -> int:
-    """Returns how many engines sample: `engine.devices`, divided among engines of `engine.tensor_parallel_size` GPUs, or one
-    server for each address.
+    """Returns how many engines sample: `engine.devices`, divided among engines of `engine.tensor_parallel_size` GPUs, one for
+    each address of a server, or, on a CPU, `engine.count`.
 
     Raises:
         ValueError: the GPUs cannot be divided so.
     """
-    if config.address is not None:
-        return len(config.address.split(","))
-    if config.devices is None:
-        return 1
-    gpus = len(config.devices.split(","))
+    if config.addresses:
+        return len(config.addresses)
+    if not config.device_names:
+        return config.count or 1
+    gpus = len(config.device_names)
     if gpus % config.tensor_parallel_size:
         raise ValueError(
             f"engine.devices={config.devices} are {gpus} GPUs, which engine.tensor_parallel_size={config.tensor_parallel_size} "
