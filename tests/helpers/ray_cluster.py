@@ -12,6 +12,8 @@ import tempfile
 
 import psutil
 
+from torchtune_ext.cluster.guard import adopt_orphans
+
 
 class RayCluster:
     """A cluster with a head that carries no resource. Addresses are those of this machine."""
@@ -59,6 +61,8 @@ class RayCluster:
 
 
 def serve(folder: str) -> None:
+    # What a run on the cluster leaves without a parent is found below this process, then.
+    adopt_orphans()
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(

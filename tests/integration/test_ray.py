@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -74,6 +75,15 @@ def of_runs(cluster):
     return found
 
 
+def fds(process):
+    """What the descriptors of a process are."""
+    found = []
+    for each in Path(f"/proc/{process.pid}/fd").iterdir():
+        with suppress(OSError):
+            found.append(os.readlink(each))
+    return found
+
+
 def hear_signals():
     """Whoever was started by a shell in the background ignores SIGINT, and so would what it starts."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -109,8 +119,10 @@ class Started:
         return found[0]
 
     def raylet_of(self, process):
-        """The place in `cluster.raylets` of the raylet below which a process was started."""
-        above = {each.pid for each in process.parents()}
+        """The place in `cluster.raylets` of the raylet whose actor holds the other end of the pipe to a process's guard."""
+        pipe = os.readlink(f"/proc/{process.ppid()}/fd/0")
+        (actor,) = [each for each in self.cluster.processes() if each.name().startswith("ray::") and pipe in fds(each)]
+        above = {each.pid for each in actor.parents()}
         (index,) = [i for i, pid in enumerate(self.cluster.raylets) if pid in above]
         return index
 

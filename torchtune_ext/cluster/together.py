@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from torchtune_ext.cluster import keeper
 from torchtune_ext.cluster.member import Member, Plan, host_title, launch
 from torchtune_ext.cluster.placement import Layout, Machine, layout, there_is, why_never
-from torchtune_ext.cluster.serving import engine_words, host_of, server_words
+from torchtune_ext.cluster.serving import engine_words, route, server_words
 from torchtune_ext.cluster.version import version
 from torchtune_ext.run.output import attempt, labelled, say
 from torchtune_ext.run.stop import NAMES
@@ -207,17 +207,18 @@ class Together:
     def _start(self, made: Layout) -> None:
         """Starts all commands. Raises RuntimeError, ValueError."""
         plan, first, addresses = self.plan, self.trainers[0], []
-        for server in self.servers:
-            host = host_of(first.machine.address, server.machine.address)
+        found = route(first.machine.address, [server.machine.address for server in self.servers], plan.asked.kind)
+        for server, host in zip(self.servers, found.hosts, strict=True):
             ((_, port),) = self._ask("free_port", host, of=[server])
-            server.python_words = server_words(plan.config, plan.words, host, port)
             addresses.append(f"http://{host}:{port}")
+            own = engine_words(plan.engine, addresses[-1:], found.transfer)
+            server.python_words = server_words(plan.recipe, plan.config, plan.words, own, host)
             self._say(labelled([(f"server {len(addresses) - 1}", f"{addresses[-1]} on {host_title(server)}")]))
         meet = ""
         if made.machines > 1:
             ((_, port),) = self._ask("free_port", first.machine.address, of=[first])
             meet = f"{first.machine.address}:{port}"
-        settings = ["--config", plan.config, *plan.words, *engine_words(plan.engine, addresses)]
+        settings = ["--config", plan.config, *plan.words, *engine_words(plan.engine, addresses, found.transfer)]
         for i, trainer in enumerate(self.trainers):
             trainer.python_words = ["-m", "torchtune_ext", "run", *launch(made, i, meet), plan.recipe, *settings]
         ranks = f"{plan.asked.ranks} ranks" if plan.asked.ranks > 1 else "1 rank"

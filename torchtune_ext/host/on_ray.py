@@ -24,7 +24,6 @@ from typing import NoReturn, TextIO
 
 from torchtune_ext.cluster.member import Plan
 from torchtune_ext.cluster.placement import KINDS, Asked
-from torchtune_ext.cluster.serving import beside
 from torchtune_ext.cluster.together import HeadLost, Together
 from torchtune_ext.host.mistakes import FAILED, STATUS
 from torchtune_ext.host.run_settings import RunSettings, run_settings
@@ -59,7 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--servers",
         choices=("beside", "anywhere"),
-        help="beside: on the machine of rank 0, as weights that travel through its memory need; anywhere: where Ray puts them",
+        default="beside",
+        help="beside: on the machine of rank 0, whose memory they read (default); anywhere: where Ray puts them, with weights "
+        "over NCCL, or gloo without GPUs",
     )
     parser.add_argument(
         "--wait",
@@ -173,8 +174,7 @@ def asked_of(args: argparse.Namespace, settings: RunSettings) -> Asked:
         raise ValueError(
             f"--engine-gpus={engine} is no multiple of engine.tensor_parallel_size={each}, the GPUs of a server"
         )
-    near = beside(settings.engine) if args.servers is None else args.servers == "beside"
-    return Asked(kind, train, engine // each, each, near)
+    return Asked(kind, train, engine // each, each, args.servers == "beside")
 
 
 def variables_of(asked: Asked) -> dict[str, str]:

@@ -12,9 +12,12 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from functools import partial
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from omegaconf import OmegaConf
@@ -37,6 +40,7 @@ RECIPE = "grpo_full"  # of a config of the user's that names none
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares what the word takes; `cli` hands on whatever else is there."""
     parser.add_argument("--config", required=True, help="a config of a GRPO recipe, by its name or path")
+    parser.add_argument("--recipe", help="the recipe, if it is your own: my_grpo.py")
     parser.add_argument("--host", help="address to listen on; else 127.0.0.1, or all if engine.address is elsewhere")
     parser.add_argument("--port", type=int, help="port to listen on; else that of engine.address, or 8000")
     parser.add_argument("--print", action="store_true", dest="show", help="print the command and start nothing")
@@ -50,7 +54,7 @@ def main(arguments: argparse.Namespace, more: Sequence[str] = ()) -> int:
     """
     first = next((i for i, word in enumerate(more) if word.startswith("-")), len(more))
     settings, words = more[:first], [word for word in more[first:] if word != "--"]
-    model_dir, engine = engine_of(arguments.config, settings)
+    model_dir, engine = engine_of(arguments.config, settings, arguments.recipe)
     command, environ = server_command(model_dir, engine, arguments.host, arguments.port)
     command += words
     if arguments.show:
@@ -66,12 +70,13 @@ def main(arguments: argparse.Namespace, more: Sequence[str] = ()) -> int:
     os.execve(command[0], command, {**os.environ, **environ})
 
 
-def engine_of(config: str, settings: Sequence[str]) -> tuple[str, EngineConfig]:
+def engine_of(config: str, settings: Sequence[str], recipe: str | None = None) -> tuple[str, EngineConfig]:
     """Returns the folder of a run's model, and its engine as the run would start it, adapters and FP8 included.
 
     Args:
         config: name or path of a config.
         settings: key=value.
+        recipe: name, file or module of the recipe; None: that for which the config is written.
 
     Raises:
         ValueError: something of it is wrong.
@@ -80,7 +85,7 @@ def engine_of(config: str, settings: Sequence[str]) -> tuple[str, EngineConfig]:
     check_words(words)
     path = Path(words[2])
     cfg = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(list(settings)))
-    cfg = load_config(_schema(config), cfg)
+    cfg = load_config(_schema(config, recipe), cfg)
     source, model = HFModel(cfg.model_dir), on_meta(partial(instantiate, cfg.model))
     trained = trained_part(
         model, source, asked=cfg.model, adapters=build(AdapterConfig, cfg.adapters, "adapters"), shards=1
@@ -98,14 +103,39 @@ def engine_of(config: str, settings: Sequence[str]) -> tuple[str, EngineConfig]:
     return str(cfg.model_dir), precision.engine
 
 
-def _schema(config: str) -> type:
-    """Returns the class `Config` of the recipe that a config is written for. Raises ValueError if it is for no GRPO recipe."""
+def _schema(config: str, recipe: str | None) -> type:
+    """Returns the class `Config` of the recipe that a config is for. Raises ValueError if it is no GRPO recipe."""
     path = Path(config_path(config))
     name = next((each for each, file in config_files(folder("configs")).items() if file == path), "")
-    owner = recipe_of(name, path) or RECIPE
-    recipes = {each.name: each.path.stem for each in recipe_files(folder("recipes"), folder("configs"))}
-    if recipes.get(owner) != recipes[RECIPE]:
+    owner = recipe or recipe_of(name, path) or RECIPE
+    ours = {
+        each.name: f"torchtune_ext.recipes.{each.path.stem}"
+        for each in recipe_files(folder("recipes"), folder("configs"))
+    }
+    schema = getattr(_module(ours.get(owner, owner)), "Config", None)
+    if schema is None or "engine" not in {field.name for field in fields(schema)}:
         raise ValueError(
             f"{config} is written for {owner}: serve takes a config of a GRPO recipe, grpo/tiny for instance"
+            if recipe is None
+            else f"--recipe {recipe}: its class Config has no `engine`, so it samples nothing that a server could serve"
         )
-    return import_module(f"torchtune_ext.recipes.{recipes[owner]}").Config
+    return schema
+
+
+def _module(name: str) -> ModuleType:
+    """Returns a module by its name, or by its file, which need not be on the path of Python. Raises ValueError."""
+    if not name.endswith(".py"):
+        try:
+            return import_module(name)
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"--recipe {name} is no recipe ({error}); your own is written with its ending: my_grpo.py"
+            ) from error
+    spec = spec_from_file_location("recipe_to_serve", name)
+    module = module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look up their module there
+    try:
+        spec.loader.exec_module(module)
+    except FileNotFoundError:
+        raise ValueError(f"--recipe {name}: no such file, seen from {Path.cwd()}") from None
+    return module

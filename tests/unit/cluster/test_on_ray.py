@@ -6,10 +6,12 @@ import socket
 import time
 from importlib.util import find_spec
 
+import fp8_models
 import pytest
 
-from torchtune_ext.cluster.serving import engine_words, host_of
-from torchtune_ext.host import on_ray, ray_server
+from torchtune_ext.cluster.serving import Route, engine_words, route, server_words
+from torchtune_ext.host import cli, on_ray
+from torchtune_ext.host.catalog import config_files, folder
 from torchtune_ext.host.cli import main
 from torchtune_ext.host.run_settings import run_settings
 from torchtune_ext.sampling.records import EngineConfig
@@ -117,30 +119,41 @@ def test_settings_may_stand_anywhere_and_the_config_names_the_recipe(monkeypatch
     assert "OMP_NUM_THREADS" not in planned(f"--config grpo/tiny {GPUS}").variables
 
 
-def test_the_server_has_the_settings_of_the_run(monkeypatch):
-    monkeypatch.setenv("TORCHTUNE_EXT_API_KEY", "the-key")
-    settings = run_settings("run.yaml", ["engine.max_model_len=512", "engine.tensor_parallel_size=2"])
-    assert settings.engine.kv_cache_bytes == 1 << 20 and settings.own_file == "run.yaml"
-    for on_cpu in (True, False):
-        monkeypatch.setattr(ray_server, "on_cpu", lambda on_cpu=on_cpu: on_cpu)
-        command, variables = ray_server.command_of(settings, "127.0.0.1", 4000)
-        line = " ".join(command)
-        assert "--model models/some --host 127.0.0.1 --port 4000" in line and "--max-model-len 512" in line
-        assert ("--tensor-parallel-size 2 --gpu-memory-utilization 0.85" in line) == (not on_cpu)
-        assert variables["TORCHTUNE_EXT_API_KEY"] == "the-key" and "the-key" not in line
+def test_the_server_has_the_settings_of_the_run(monkeypatch, tmp_path, capsys):
+    """By the words that its machine gets; a recipe of the user's has keys that ours does not know."""
+    fp8_models.directory(tmp_path / "model")
+    recipe = folder("recipes") / "grpo.py"
+    (tmp_path / "my.py").write_text(
+        recipe.read_text().replace("class Config:\n", "class Config:\n    mine: int = 0\n", 1)
+    )
+    given = ["model_dir=model", "mine=3", "engine.max_model_len=48", "engine.devices='4,5'"]
+    own = engine_words(EngineConfig(devices="4,5"), ["http://10.0.0.2:4000"], "gloo")
+    words = server_words("my.py", str(config_files(folder("configs"))["grpo/tiny"]), given, own, "10.0.0.2")
+    assert words[:2] == ["-m", "torchtune_ext"] and cli.main([*words[2:], "--print"]) == 0
+    line = capsys.readouterr().out
+    assert "--model model" in line and "--host 10.0.0.2 --port 4000" in line and "--max-model-len 48" in line
+    assert '"backend": "gloo"' in line and "4,5" not in line
 
 
 def test_the_trainer_is_told_of_its_servers_and_of_no_gpus_of_an_engine():
     one = ["http://127.0.0.1:1"]
-    assert engine_words(EngineConfig(), one) == ["engine.address=http://127.0.0.1:1"]
-    assert engine_words(EngineConfig(devices="4,5"), one)[1:] == ["engine.devices=null"]
-    assert engine_words(EngineConfig(sleep=True), one)[1:] == ["engine.sleep=false"]
-    assert engine_words(EngineConfig(), [*one, "http://127.0.0.1:2"]) == [
-        "engine.address=[http://127.0.0.1:1,http://127.0.0.1:2]"
+    assert engine_words(EngineConfig(), one, "shm") == ["engine.address=http://127.0.0.1:1", "engine.transfer=shm"]
+    assert engine_words(EngineConfig(devices="4,5"), one, "shm")[2:] == ["engine.devices=null"]
+    assert engine_words(EngineConfig(count=2, sleep=True), one, "shm")[2:] == [
+        "engine.count=null",
+        "engine.sleep=false",
     ]
-    assert host_of("10.0.0.1", "10.0.0.1") == "127.0.0.1"
-    with pytest.raises(ValueError, match="places a server on 10.0.0.2 and rank 0 on 10.0.0.1"):
-        host_of("10.0.0.1", "10.0.0.2")
+    assert engine_words(EngineConfig(), [*one, "http://127.0.0.1:2"], "nccl") == [
+        "engine.address=[http://127.0.0.1:1,http://127.0.0.1:2]",
+        "engine.transfer=nccl",
+    ]
+
+
+def test_weights_travel_through_memory_only_where_all_are_on_one_machine():
+    here, there = "10.0.0.1", "10.0.0.2"
+    assert route(here, [here, here], "gpus") == Route(("127.0.0.1", "127.0.0.1"), "shm")
+    assert route(here, [here, there], "gpus") == Route((here, there), "nccl")
+    assert route(here, [there], "cpus") == Route((there,), "gloo")
 
 
 def test_the_newest_checkpoint_is_named(tmp_path):

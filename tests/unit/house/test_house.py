@@ -47,7 +47,6 @@ ORDER = [
     "host.components",
     "host.config",
     "host.run_settings",
-    "host.ray_server",
     "host.on_ray",
     "host.here",
     "host.opening",
