@@ -191,10 +191,10 @@ class Plan:
         machine, made = self.machine, self.settings
         if not machine.gpus:
             return True
+        ranks = -(-self.trainers // machine.nodes)
         if machine.here:
             # Of the GPUs here, an engine on GPUs of its own may see others than the trainer.
-            return (self.trainers if made.engine_place == "own" else self.gpus) <= machine.gpus
-        ranks = -(-self.trainers // machine.nodes)
+            return (ranks if made.engine_place == "own" else -(-self.gpus // machine.nodes)) <= machine.gpus
         return (
             self.gpus <= machine.all_gpus and ranks + sampling_gpus(machine, made) <= machine.gpus and self.servers_fit
         )
