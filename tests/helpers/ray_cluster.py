@@ -60,9 +60,15 @@ class RayCluster:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def serve(folder: str) -> None:
-    # What a run on the cluster leaves without a parent is found below this process, then.
+def keep(folder: str) -> None:
+    """Is the parent of what a run on the cluster leaves without one, as init is elsewhere, so that `processes` finds it."""
     adopt_orphans()
+    cluster = subprocess.Popen([sys.executable, __file__, folder, "cluster"])
+    while os.wait()[0] != cluster.pid:
+        pass
+
+
+def serve(folder: str) -> None:
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(
@@ -78,4 +84,4 @@ def serve(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    (serve if "cluster" in sys.argv[2:] else keep)(sys.argv[1])

@@ -78,7 +78,8 @@ def there_is(asked: Asked, there: Sequence[Machine]) -> str:
     if not having:
         return f"no {what} on its {_machines(len(there))}"
     each = ", ".join(f"{machine.address}: {machine.total}" for machine in having[:8]) + (", ..." * (len(having) > 8))
-    return f"{sum(machine.total for machine in having)} {what} on {_machines(len(having))} ({each})"
+    total = sum(machine.total for machine in having)
+    return f"{total} {what if total > 1 else what[:-1]} on {_machines(len(having))} ({each})"
 
 
 def why_never(asked: Asked, made: Layout, there: Sequence[Machine]) -> str | None:

@@ -67,11 +67,10 @@ def opening(recipe: Opened) -> str:
         lines.append(("replay", str(recipe.replay)))
     else:
         ahead = f"; samples ahead: staleness {ledger.staleness}, depth {ledger.depth}" if ledger.staleness else ""
-        engines = engine_configs(recipe.precision.engine)
-        address, count = recipe.precision.engine.address, len(engines)
-        logs = f"{'its log' if count == 1 else 'their logs'}: {output}/{log_name(count)}"
-        begun = "starting" if count == 1 else f"starting {count} of them"
-        lines.append(("engine", f"{f'connecting to {address}' if address else f'{begun}, {logs}'}{ahead}"))
+        engine = recipe.precision.engine
+        count, log = len(engine_configs(engine)), f"{output}/{log_name(engine)}"
+        begun = f"starting, its log: {log}" if count == 1 else f"starting {count} of them, their logs: {log}"
+        lines.append(("engine", f"{f'connecting to {engine.address}' if engine.address else begun}{ahead}"))
     evaluated = recipe.eval_task is not None and not recipe.replay
     every, evaluates = recipe.saving.every, recipe.evaluation.every
     if evaluated and every < cfg.max_steps and every % evaluates:

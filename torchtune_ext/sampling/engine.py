@@ -95,7 +95,7 @@ class Engine:
         self._start_s: list[float] = []  # one number, once the engine has come up: the seconds that this took
         self._closed = False
         self._pool = Pool(config, self._make_core, self._buffers, version)
-        self.log_path = Path(run_dir).absolute() / log_name(len(self._pool.lanes))
+        self.log_path = Path(run_dir).absolute() / log_name(config)
 
     # -- life ---------------------------------------------------------------------------------------------------------
 

@@ -7,9 +7,10 @@ from torchtune_ext.sampling.imports import on_cpu
 from torchtune_ext.sampling.records import EngineConfig
 
 
-def log_name(engines: int) -> str:
-    """Returns the name of the engine's log in a run's folder; of several the `*` stands for the number of each."""
-    return "engine.log" if engines == 1 else "engine_*.log"
+def log_name(config: EngineConfig) -> str:
+    """Returns the name of the engine's log in a run's folder; of several the `*` stands for the number of each. Servers have
+    logs of their own, so that theirs takes what the sender of weights says alone (`transfer/`)."""
+    return "engine.log" if config.addresses or len(engine_configs(config)) == 1 else "engine_*.log"
 
 
 def engine_configs(config: EngineConfig) -> list[EngineConfig]:
