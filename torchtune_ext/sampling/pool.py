@@ -85,7 +85,10 @@ class Pool:
                 "%s is retired (%s); the run goes on with %d of %d", lane.name, why, len(self.left), len(self.lanes)
             )
         elif state is State.DEAD and others:
-            log.warning("%s is lost; its requests go to %d others meanwhile", lane.name, len(self.serving))
+            left = len(self.serving)
+            log.warning(
+                "%s is lost; its requests go to %s meanwhile", lane.name, "the other" if left == 1 else f"{left} others"
+            )
         if not lane.serves and others:
             for group in list(dict.fromkeys(request.group for request in lane.throttle.waiting)):
                 self._move(group, lane, self._choose())

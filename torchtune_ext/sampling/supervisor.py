@@ -247,7 +247,8 @@ class Supervisor:
                     )
                     return
                 name = self.name.removeprefix("the ")
-                log.warning("%s lost (%s), failure %d in a row: starting it again", name, cause, self.failures)
+                again = "connecting again" if self.config.address else "starting it again"
+                log.warning("%s lost (%s), failure %d in a row: %s", name, cause, self.failures, again)
                 self.health.restart()
                 try:
                     if core is not None:
