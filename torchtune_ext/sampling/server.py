@@ -253,7 +253,7 @@ class ServerCore:
 
     async def weight_version(self) -> int:
         """Returns the label of what the server samples. Raises CoreLost."""
-        return int((await self._quick(self._get("/weight_info")))["weight_version"])
+        return int((await self._bounded(self._get("/weight_info"), self.config.probe_deadline_s))["weight_version"])
 
     async def sleep(self, level: int) -> None:
         """Does nothing, since the server has its own GPU."""
