@@ -85,7 +85,9 @@ class EvaluateRecipe:
         self.engine.start()
         (self.grader,) = open_graders([self.task], self.grading, self.bench, folder=cfg.output_dir)
         self.progress = Progress()
-        say(ready(self.engine.wait_ready()))
+        seconds = self.engine.wait_ready()
+        self.engine.require_own_model()
+        say(ready(seconds))
 
     def check(self) -> None:
         """Builds the parts that cost nothing and tries them: what is wrong is said before anything is touched."""

@@ -45,6 +45,8 @@ def receive(update_info):
         while STATE["fault"] == "stall":
             time.sleep(0.05)
         raise Refused("it had stalled")
+    if STATE["fault"] == "slow":
+        time.sleep(1.5 * GlooInit(**STATE["inits"][-1]).deadline_s)
     if not GROUP:
         raise Refused("no group")
     give_up_at, found = time.monotonic() + info.deadline_s, {}
@@ -95,6 +97,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(200, STATE)
         if self.path == "/fault":
             STATE["fault"] = body["fault"]
+            return self.answer(200, {})
+        if self.path == "/ping" and STATE["fault"] == "slow":
             return self.answer(200, {})
         STATE["calls"].append(self.path)
         try:

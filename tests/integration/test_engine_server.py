@@ -4,6 +4,7 @@ import json
 import os
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -266,8 +267,9 @@ def test_a_server_that_was_started_again_gets_the_current_weights(server, models
 @pytest.mark.long
 def test_several_servers_are_a_pool_and_one_that_is_unlike_the_others_is_refused(server, models, tmp_path):
     """Groups go to both, weights reach both, the requests of one that dies go to the other; one with another length is refused."""
-    config = EngineConfig(dtype="float32", max_model_len=1024, kv_cache_bytes=64 << 20)
-    second = Server(tiny_model.save(models[0], tmp_path / "model"), config, free_port(), tmp_path / "second.log")
+    address = f"http://127.0.0.1:{free_port()}"
+    config = EngineConfig(address=address, dtype="float32", max_model_len=1024, kv_cache_bytes=64 << 20)
+    second = Server(tiny_model.save(models[0], tmp_path / "model"), config, tmp_path / "second.log")
     try:
         second.wait()
         several = EngineConfig(
@@ -293,8 +295,8 @@ def test_several_servers_are_a_pool_and_one_that_is_unlike_the_others_is_refused
             for future, group in zip(futures, undisturbed, strict=True):
                 assert [c.tokens.tolist() for c in future.result(120)] == [c.tokens.tolist() for c in group]
             assert engine.stats().healthy == 1
-        shorter = EngineConfig(dtype="float32", max_model_len=512, kv_cache_bytes=64 << 20)
-        second = Server(str(tmp_path / "model"), shorter, free_port(), tmp_path / "shorter.log")
+        shorter = replace(config, max_model_len=512)
+        second = Server(str(tmp_path / "model"), shorter, tmp_path / "shorter.log")
         second.wait()
         both = EngineConfig(address=[server.address, second.address], max_model_len=512)
         with Engine("", both, str(tmp_path)) as engine:

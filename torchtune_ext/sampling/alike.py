@@ -20,18 +20,25 @@ def server_facts(model: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def require_alike(servers: dict[str, dict[str, Any]]) -> None:
-    """Compares servers with the first one. Args: servers: what `server_facts` says of each, by its address.
+def require_alike(servers: dict[str, dict[str, Any]], again: tuple[str, dict[str, Any]] | None = None) -> None:
+    """Compares servers with the first one.
+
+    Args:
+        servers: what `server_facts` said of each at the start of the run, by its address.
+        again: address and facts of one that has come back; None: it is the start.
 
     Raises:
         ValueError: one differs; says which and in what.
     """
+    if not servers:
+        return
     (first, wanted), *others = servers.items()
-    for address, facts in others:
+    for address, facts in others if again is None else [again]:
         keys = [key for key in {**wanted, **facts} if facts.get(key) != wanted.get(key)]
         if keys:
             has, should = (", ".join(f"{key}={each.get(key)}" for key in keys) for each in (facts, wanted))
+            others_have = f"{first} has {should}" if again is None else f"it had {should} when the run began"
             raise ValueError(
-                f"engine.address: {address} has {has}, but {first} has {should}; the servers of a run have to be alike: start "
-                f"{address} with the model and the flags of {first}, or leave it out"
+                f"engine.address: {address} has {has}, but {others_have}; the servers of a run have to be alike: start "
+                f"{address} with {'the model and the flags of ' + first if again is None else 'what it had'}, or leave it out"
             )

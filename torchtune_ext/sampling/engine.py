@@ -50,6 +50,7 @@ from torchtune_ext.sampling.records import (
     SamplingConfig,
     WeightsIncomplete,
 )
+from torchtune_ext.sampling.server import ServerCore
 from torchtune_ext.sampling.weight_buffer import Buffers
 
 __all__ = [
@@ -321,6 +322,12 @@ class Engine:
         groups()  # what does not fit is an error before anything is sent
         return self._call(self._pool.ask_each(groups))
 
+    def require_own_model(self) -> None:
+        """Raises ValueError when a server holds weights that a run has published there, and not those of its folder."""
+        for core in self._pool.cores:
+            if isinstance(core, ServerCore) and core.replaced:
+                raise ValueError(f"engine.address: {core.other_model()}")
+
     def sleep(self) -> None:
         """Gives the engine's memory back on a GPU that it shares with the trainer; without `engine.sleep` nothing happens.
         `publish` and `sample` wake the engine. Raises EngineFailed."""
@@ -353,12 +360,15 @@ class Engine:
         await self._pool.prepare()
 
     async def _limit(self, limit: int | None) -> None:
-        self._pool.limit_concurrency(limit)
+        for lane in self._pool.lanes:
+            lane.limit_concurrency(limit)
 
     def _make_core(self, lane: Lane) -> Core:
         """Makes a life of an engine, the first one or a later one. Raises OSError when nobody could clean up after it."""
         log_path = self.log_path.with_name(self.log_path.name.replace("*", str(lane.number)))
         core = self._backend(self.model_dir, lane.config, log_path, self._cleanup.folder, lane.on_step)
+        if isinstance(core, ServerCore):
+            core.known = self._pool.servers
         try:
             self._cleanup.guard([other.group for other in self._pool.cores] + [core.group])
         except BaseException:

@@ -61,6 +61,11 @@ class Health:
         return self.state in (State.HEALTHY, State.SUSPECT)
 
     @property
+    def apart(self) -> str:
+        """Says which failures ended it."""
+        return f"{self.lost_requests} in requests and updates, {self.lost_probes} at starts and probes"
+
+    @property
     def up(self) -> bool:
         """Whether there is a life that can load weights when it is told to. One that comes up does so by itself."""
         return self.serves or self._behind

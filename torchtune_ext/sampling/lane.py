@@ -35,6 +35,7 @@ class Request:
     sample: int  # its index in the group
     seed: int | None
     lane: "Lane"  # where it is, or waits
+    load: float = 0.0  # tokens that are expected of it; 0 once it has ended
 
 
 class Lane:
@@ -55,7 +56,7 @@ class Lane:
         buffers: hold the current weights; version: label of weights that were never published; ids: numbers for requests,
         unique in the run; elsewhere: whether another engine serves now, so that nobody has to wait for this one."""
         self.number, self.name, self.config = number, name, config
-        self.supervisor = Supervisor(config, partial(make_core, self), buffers, version, name)
+        self.supervisor = Supervisor(config, partial(make_core, self), buffers, version, name, elsewhere)
         self.load = 0.0  # tokens that are expected of the requests here; kept by the pool
         self.counts = dict.fromkeys(("queries", "hits", "preemptions", "completed", "tokens"), 0)
         self.max_usage = 0.0  # highest share of the KV cache in use

@@ -13,6 +13,19 @@ def log_name(config: EngineConfig) -> str:
     return "engine.log" if config.addresses or len(engine_configs(config)) == 1 else "engine_*.log"
 
 
+def device_shares(config: EngineConfig) -> list[list[str]]:
+    """Returns the devices of each engine of the run's own, as `engine.devices` names them; none where it is null. Raises
+    ValueError for devices that cannot be shared out."""
+    size, names = config.tensor_parallel_size, config.device_names
+    if len(names) % size:
+        below, above = len(names) // size * size, (len(names) // size + 1) * size
+        raise ValueError(
+            f"engine.devices={config.devices!r} names {len(names)} GPUs, but engine.tensor_parallel_size={size} needs "
+            f"{size} for each engine: name {f'{below} or {above}' if below else above}"
+        )
+    return [names[start : start + size] for start in range(0, len(names), size)]
+
+
 def engine_configs(config: EngineConfig) -> list[EngineConfig]:
     """Returns the config of each engine: one for each address, for each `tensor_parallel_size` of the devices, or, on a CPU,
     `count`.
@@ -24,18 +37,10 @@ def engine_configs(config: EngineConfig) -> list[EngineConfig]:
         ValueError: more engines than there are devices for them.
     """
     if config.address is not None:
-        return [replace(config, address=each, count=None) for each in config.addresses]
-    size, names = config.tensor_parallel_size, config.device_names
-    if len(names) > size:
-        if len(names) % size:
-            raise ValueError(
-                f"engine.devices={config.devices!r} names {len(names)} GPUs, but engine.tensor_parallel_size={size} needs "
-                f"{size} for each engine: name {len(names) // size * size} or {(len(names) // size + 1) * size}"
-            )
-        return [
-            replace(config, devices=",".join(names[start : start + size]), count=None)
-            for start in range(0, len(names), size)
-        ]
+        return [replace(config, address=each, devices=None, count=None) for each in config.addresses]
+    size, shares = config.tensor_parallel_size, device_shares(config)
+    if len(shares) > 1:
+        return [replace(config, devices=",".join(share), count=None) for share in shares]
     count = config.count or 1
     if count == 1:
         return [config]

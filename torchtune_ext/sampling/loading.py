@@ -21,6 +21,7 @@ KV_SCALES = (".attn.q_scale", ".attn.k_scale", ".attn.v_scale", ".attn.prob_scal
 SCALE = "weight_scale_inv"  # the block scales of a weight, multipliers in spite of the name
 # These are the checksums of the tensors that this process has taken, by name; None stands for one that came in two forms.
 TAKEN: dict[str, dict[str, int | None]] = {"model": {}, "adapter": {}}
+UNFINISHED = "(an update that was not finished)"  # stands there for a model that may be half loaded
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -186,7 +187,7 @@ class CheckedTransfer(WeightTransferEngine):
     order in which they stand here."""
 
     def start_weight_update(self) -> None:
-        TAKEN["model"], TAKEN["adapter"] = {}, {}  # a new model takes the adapter away
+        TAKEN["model"], TAKEN["adapter"] = {UNFINISHED: None}, {}  # a new model takes the adapter away
         self.arrivals = Arrivals()
         with without_lora(self.model):
             if any(get_layerwise_info(layer).can_load() for layer in self.model.modules()):

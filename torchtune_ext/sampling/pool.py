@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+ENDED = ("stop", "length", "early_stop")  # finish reasons that say how long completions are
+
 
 class Pool:
     """Owns the lanes of a run. Coroutines run in the asyncio thread of the engines, all other methods in any."""
@@ -48,6 +50,7 @@ class Pool:
         self._homes: dict[Submission, Lane] = {}  # of each group under way, where its requests go from now on
         self._lengths = Lengths()
         self._begun = False  # whether all have come up once
+        self.servers: dict[str, dict[str, Any]] = {}  # what each server said of itself then
 
     # -- who is there -------------------------------------------------------------------------------------------------
 
@@ -55,6 +58,11 @@ class Pool:
     def serving(self) -> list[Lane]:
         """The engines that may be given requests."""
         return [lane for lane in self.lanes if lane.serves]
+
+    @property
+    def up(self) -> list[Lane]:
+        """The engines that can load weights now."""
+        return [lane for lane in self.lanes if lane.supervisor.health.up]
 
     @property
     def left(self) -> list[Lane]:
@@ -84,7 +92,7 @@ class Pool:
             log.warning(
                 "%s is retired (%s); the run goes on with %d of %d", lane.name, why, len(self.left), len(self.lanes)
             )
-        elif state is State.DEAD and others:
+        elif state is State.DEAD and others and lane.load:
             left = len(self.serving)
             log.warning(
                 "%s is lost; its requests go to %s meanwhile", lane.name, "the other" if left == 1 else f"{left} others"
@@ -112,8 +120,8 @@ class Pool:
         for lane in self.lanes:
             await lane.supervisor.ready()
         self._begun = True
-        if servers := {core.address: core.facts for core in self.cores if isinstance(core, ServerCore)}:
-            require_alike(servers)
+        self.servers = {core.address: core.facts for core in self.cores if isinstance(core, ServerCore)}
+        require_alike(self.servers)
 
     def refuse(self) -> None:
         """Ends all engines at once, from any thread: those that come up, too, and there will be no others."""
@@ -153,16 +161,17 @@ class Pool:
         lane, samples = to or self._choose(), len(group.seeds)
         group.share = self._lengths.expected(group.sampling.max_tokens) + len(prompt) / samples
         lane.expect(group)
-        lane.load += samples * group.share
         self._homes[group] = lane
-        requests = [Request(group, s, seed, lane) for s, seed in enumerate(group.seeds)]
+        requests = [Request(group, s, seed, lane, group.share) for s, seed in enumerate(group.seeds)]
+        lane.load += samples * group.share
         tasks = [asyncio.create_task(self._one(request, to)) for request in requests]
         try:
             return await asyncio.gather(*tasks)
         finally:
             del self._homes[group]
-            for task in tasks:
+            for request, task in zip(requests, tasks, strict=True):
                 task.cancel()
+                self._unload(request)
 
     async def _one(self, request: Request, to: Lane | None) -> Completion:
         """Draws one completion, by as many engines as it takes."""
@@ -183,8 +192,8 @@ class Pool:
                 if request.lane is lane:
                     self._relocate(request)
         finally:
-            request.lane.load -= group.share
-        if group.priority is not Priority.CANARY:
+            self._unload(request)
+        if group.priority is not Priority.CANARY and completion.finish_reason in ENDED:
             self._lengths.add(len(completion.tokens))
         self._level()
         return group.notify(request.sample, completion)
@@ -208,12 +217,15 @@ class Pool:
     async def cancel(self) -> None:
         """Ends all requests early, those that were sent with what they have."""
         self.mark_cancelled()
-        for core in self.cores:
+
+        async def end(core: Core) -> None:
             try:
                 for call in list(core.calls.values()):
                     await core.end(call, "abort")
-            except CoreLost:
+            except (CoreLost, ValueError):
                 pass  # the watch notices it, too, and a call that was cancelled is not repeated
+
+        await asyncio.gather(*map(end, self.cores))
 
     def mark_cancelled(self) -> None:
         """Keeps all requests that wait from being sent: they end with nothing sampled."""
@@ -238,21 +250,26 @@ class Pool:
         target.expect(group)
 
     def _hand_over(self, request: Request, target: Lane) -> None:
-        request.lane.load -= request.group.share
+        request.lane.load -= request.load
         request.lane = target
-        target.load += request.group.share
+        target.load += request.load
+
+    def _unload(self, request: Request) -> None:
+        """Takes a request that has ended out of the load. May be called twice."""
+        request.lane.load -= request.load
+        request.load = 0.0
 
     def _relocate(self, request: Request) -> None:
         """Finds another engine for a request that was lost with its own: where others of its group are, if there are any."""
         home = self._homes[request.group]
-        if home is request.lane or not home.serves:
+        if home is request.lane or home.supervisor.health.state is not State.HEALTHY:
             home = self._homes[request.group] = self._choose()
         self._hand_over(request, home)
 
     def _level(self) -> None:
         """Gives engines that have nothing to do what waits for others, where that pays."""
-        for target in self.serving:
-            if not target.has_room:
+        for target in self.lanes:
+            if not target.has_room or target.supervisor.health.state is not State.HEALTHY:
                 continue
             for source in sorted(self.lanes, key=lambda lane: -lane.load):
                 if source is not target and source.throttle.blocked and (group := self._spare(source, target)):
@@ -271,13 +288,13 @@ class Pool:
 
     # -- all engines --------------------------------------------------------------------------------------------------
 
-    async def _each(self, work: Callable[[Lane], Awaitable[T]]) -> dict[Lane, T]:
-        """Asks all engines that are up, or, where none is, those that come up. One that is lost meanwhile is not waited for
-        once another one has answered: it comes back by itself, and only with the current weights.
+    async def _each(self, work: Callable[[Lane], Awaitable[T]], some: Sequence[Lane]) -> dict[Lane, T]:
+        """Asks some engines, or, where there is none, those that come up. One that is lost meanwhile is not waited for once
+        another one has answered: it comes back by itself, and only with the current weights.
 
         Raises: ValueError when one refuses; when none answers, the error of the first.
         """
-        asked = [lane for lane in self.left if lane.supervisor.health.up] or self.left or self.lanes
+        asked = some or self.left or self.lanes
         tasks = {asyncio.ensure_future(work(lane)): lane for lane in asked}
         pending, found, errors = set(tasks), {}, []
         try:
@@ -302,7 +319,7 @@ class Pool:
         seconds. Raises EngineFailed when none takes them, or when one that serves was not told of them; ValueError when one
         refuses them."""
         try:
-            times = await self._each(lambda lane: lane.supervisor.load())
+            times = await self._each(lambda lane: lane.supervisor.load(), self.up)
         finally:
             for lane in self.serving:
                 if lane.supervisor.version < self.version:
@@ -316,7 +333,7 @@ class Pool:
 
     async def checksums(self) -> list[dict[str, int | None]]:
         """Does what `Engine.checksums` says."""
-        found = await self._each(lambda lane: lane.supervisor.checksums())
+        found = await self._each(lambda lane: lane.supervisor.checksums(), self.serving)
         return [worker for lane in self.lanes if lane in found for worker in found[lane]]
 
     async def sleep(self) -> None:
@@ -345,32 +362,27 @@ class Pool:
 
         answers: list[CanaryAnswer] = []
         while not answers:  # each was lost while another one served: those that have come back are asked
-            found = await self._each(ask)
+            found = await self._each(ask, self.up)
             answers = [found[lane] for lane in self.lanes if found.get(lane) is not None]
         return answers
-
-    def limit_concurrency(self, limit: int | None) -> None:
-        """Does what `Engine.limit_concurrency` says."""
-        for lane in self.lanes:
-            lane.limit_concurrency(limit)
 
     # -- what it knows ------------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
         """Returns the counters of the run until now, of all engines."""
-        lanes = self.lanes
+        lanes, serving = self.lanes, self.serving
         return EngineStats(
             prefix_queries=sum(lane.counts["queries"] for lane in lanes),
             prefix_hits=sum(lane.counts["hits"] for lane in lanes),
             preemptions=sum(lane.counts["preemptions"] for lane in lanes),
             max_kv_usage=max(lane.max_usage for lane in lanes),
-            running=sum(lane.last_step.running for lane in lanes),
-            waiting=sum(lane.last_step.waiting for lane in lanes),
-            concurrency=sum(lane.limit for lane in lanes),
+            running=sum(lane.last_step.running for lane in serving),
+            waiting=sum(lane.last_step.waiting for lane in serving),
+            concurrency=sum(lane.limit for lane in serving),
             completed=sum(lane.counts["completed"] for lane in lanes),
             tokens=sum(lane.counts["tokens"] for lane in lanes),
             restarts=sum(lane.supervisor.restarts for lane in lanes),
-            healthy=len(self.serving),
+            healthy=len(serving),
             retired=len(lanes) - len(self.left),
         )
 

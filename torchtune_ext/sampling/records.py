@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -74,7 +75,8 @@ class EngineConfig:
     def __post_init__(self):
         if self.address is not None:
             several = self.address if isinstance(self.address, list | tuple) else [self.address]
-            object.__setattr__(self, "address", ",".join(map(str, several)))
+            words = [word.strip().rstrip("/") for each in several for word in str(each).split(",")]
+            object.__setattr__(self, "address", ",".join(words))
         if self.dtype not in ("bfloat16", "float16", "float32", "auto"):
             raise ValueError(f"engine.dtype is {self.dtype!r}: use 'bfloat16', 'float16', 'float32' or 'auto'")
         if self.kv_on_publish not in ("recompute", "keep"):
@@ -118,7 +120,7 @@ class EngineConfig:
             raise ValueError(
                 f"engine.gpu_memory_utilization is {self.gpu_memory_utilization}: it is a share of the GPU in (0, 1]"
             )
-        if not all(each.startswith(("http://", "https://")) for each in self.addresses):
+        if not all(_is_address(each) for each in self.addresses):
             raise ValueError(
                 f"engine.address is {self.address!r}: write it as 'http://host:port', several with commas between"
             )
@@ -145,7 +147,15 @@ class EngineConfig:
     @property
     def addresses(self) -> list[str]:
         """The addresses, one by one; empty for engines of our own."""
-        return [each.strip() for each in (self.address or "").split(",")] if self.address is not None else []
+        return self.address.split(",") if self.address is not None else []
+
+
+def _is_address(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtune_ext.sampling.alike import server_facts
+from torchtune_ext.sampling.alike import require_alike, server_facts
 from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded, paused, require_cleared
 from torchtune_ext.sampling.doors import KEY_VARIABLE, authorization, server_key
 from torchtune_ext.sampling.records import Completion, EngineConfig
@@ -40,6 +40,7 @@ METRICS = {  # names on vLLM's Prometheus page -> our names
     "vllm:num_preemptions_total": "preempted",
     "vllm:prefix_cache_queries_total": "queries",
     "vllm:prefix_cache_hits_total": "hits",
+    "vllm:iteration_tokens_total_count": "steps",
 }
 
 
@@ -75,6 +76,9 @@ class ServerCore:
         self._poll: asyncio.Task | None = None
         self._model = "MODEL_DIR"  # the real one is known after the launch
         self.facts: dict[str, Any] = {}  # what the servers of a run have in common; known after the launch
+        self.known: dict[str, dict[str, Any]] = {}  # the same of the run's servers when it began; empty at its start
+        # Whether it holds a whole model that somebody has published, in place of that of its folder.
+        self.replaced = False
         self._headers: dict[str, str] = {}  # they hold the key, once it is configured
         self._last: dict[str, float] | None = None
         self._log_path, self._temp_dir = log_path, temp_dir
@@ -122,6 +126,7 @@ class ServerCore:
         kind = check_kind(self.address, told, self.config, self.how)
         self.cache_tokens, self.block, self.vocabulary = kind.cache_tokens, kind.block, kind.vocabulary
         self.facts = server_facts(told["model_config"])
+        require_alike(self.known, (self.address, self.facts))
         if kind.transfer != "shm":
             self._way = NetworkWay(self, kind.transfer, kind.workers, self._life, self._temp_dir, self._log_path)
             self._way.start()
@@ -129,8 +134,16 @@ class ServerCore:
         # weights that are half loaded.
         await self.slow("/abort_requests")
         await self.slow("/resume")
+        self.replaced = any(".lora_" not in name for worker in await self.checksums() for name in worker)
         self._poll = asyncio.create_task(self._poll_metrics())
         self.sign_of_life = time.monotonic()
+
+    def other_model(self) -> str:
+        """Says that the server holds another model than that of its folder."""
+        return (
+            f"{self.address} does not hold the model of its folder any more: a run has published another one there; start it "
+            f"again: {self.how()}"
+        )
 
     def how(self) -> str:
         """Returns the command that starts the server right."""
@@ -227,6 +240,8 @@ class ServerCore:
             await self.ping(self.config.probe_deadline_s)
             await self.quick("/update_weight_version", {"new_version": str(version)})
             return 0.0, 0.0
+        if self.replaced and all(buffer.adapter is not None for buffer in buffers):
+            raise ValueError(f"publish: an adapter, but {self.other_model()}")
         with self._way.expecting():
             await self.ping(self.config.probe_deadline_s)
             await self._way.prepare(buffers)
@@ -243,6 +258,7 @@ class ServerCore:
                     await self._way.bring(buffer, version)
                     self._adapter = ADAPTER_NAME if buffer.adapter is not None else self._adapter
                 loaded = time.monotonic()
+                self.replaced = self.replaced and all(buffer.adapter is not None for buffer in buffers)
                 await self.quick("/resume")
         self._resumed = time.monotonic()
         return self._resumed - started, loaded - loading
@@ -289,20 +305,27 @@ class ServerCore:
             except (CoreLost, ValueError):
                 continue  # the watch or the next request finds out
             try:
-                self.on_step(self._step(text, asked))
+                step = self._step(text, asked)
+                if step is not None:
+                    self.sign_of_life = time.monotonic()
+                    self.on_step(step)
             except Exception as error:  # nobody waits for this task, so the watch ends the run with this error
                 self.broken = error
                 return
 
-    def _step(self, text: str, asked: float) -> Step:
-        """Returns what has changed since the last look. Args: text: vLLM's Prometheus page; asked: time.monotonic() when it was
-        asked for."""
+    def _step(self, text: str, asked: float) -> Step | None:
+        """Returns what has changed since the last look; None where the engine has requests and has made no step. Args: text:
+        vLLM's Prometheus page; asked: time.monotonic() when it was asked for."""
         now = dict.fromkeys(METRICS.values(), 0.0)
         for line in text.splitlines():
             name = METRICS.get(line.split("{")[0].split(" ")[0])
             if name is not None:
                 now[name] += float(line.rsplit(" ", 1)[1])
-        last, self._last = self._last or now, now
+        last = self._last or now
+        busy = now["running"] or now["waiting"] or self.calls
+        if self._last is not None and busy and now["steps"] and now["steps"] == last["steps"]:
+            return None
+        self._last = now
         step = Step(
             usage=now["usage"],
             running=int(now["running"]),

@@ -1,15 +1,18 @@
 """The command line of a vLLM server that `ServerCore` can use."""
 
 import json
+import os
 import secrets
 import shlex
 import sys
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
 from torchtune_ext.sampling.doors import GUARD, KEY_VARIABLE, one_machine, server_key
 from torchtune_ext.sampling.engine_args import engine_args, engine_environment
 from torchtune_ext.sampling.imports import on_cpu
+from torchtune_ext.sampling.layout import device_shares
 from torchtune_ext.sampling.records import EngineConfig
 
 HERE = ("127.0.0.1", "localhost", "::1")
@@ -23,7 +26,7 @@ def server_command(
 
     The server gets the arguments of an engine of our own. The variables hold the key that it will ask for: the one of our own
     environment (`doors.KEY_VARIABLE`), or else a fresh random one, which then has to get into the trainer's. Raises ValueError
-    for a key that no header can carry.
+    for a key that no header can carry, for addresses of several ports, and for devices of several engines.
     Args: model_dir: directory of a Hugging Face model; config: how its engine is built; host: address to listen on; None:
     127.0.0.1, or all addresses when `config.address` names another machine, and the key then travels in the clear; port: its
     number; None: that of the first of `config.addresses`, or 8000.
@@ -40,7 +43,15 @@ def server_command(
     environ |= {"VLLM_SERVER_DEV_MODE": "1"}  # the weight routes are in the "dev mode"
     if config.lora_rank:
         environ |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}  # so that requests can name the adapter
-    environ |= engine_environment(config) | one_machine()
+    # What `devices` names are GPUs of the trainer's machine (on a CPU: cores for an engine of the run). CUDA_VISIBLE_DEVICES of
+    # the shell in which the server starts goes before them.
+    own = _all_here(config) and not on_cpu() and "CUDA_VISIBLE_DEVICES" not in os.environ
+    if own and len(device_shares(config)) > 1:
+        raise ValueError(
+            f"engine.devices={config.devices} names GPUs for {len(device_shares(config))} engines, and a server is one: start "
+            f"one for each, and name its {config.tensor_parallel_size} with CUDA_VISIBLE_DEVICES in front of the command"
+        )
+    environ |= engine_environment(config if own else replace(config, devices=None)) | one_machine()
     if transfer_of(config) == "nccl":
         # It keeps NCCL on loopback, and the group with the sender is to leave this machine.
         del environ["NCCL_SOCKET_IFNAME"]
@@ -62,7 +73,13 @@ def _all_here(config: EngineConfig) -> bool:
 
 
 def _port(config: EngineConfig) -> int:
-    return (urlsplit(config.addresses[0]).port if config.addresses else None) or PORT
+    ports = sorted({urlsplit(address).port or PORT for address in config.addresses}) or [PORT]
+    if ports[1:]:
+        raise ValueError(
+            f"engine.address={config.address} names the ports {', '.join(map(str, ports))}: say with --port which of them this "
+            "server gets, or with engine.address which server it is"
+        )
+    return ports[0]
 
 
 def shown_command(command: list[str], environ: dict[str, str]) -> str:

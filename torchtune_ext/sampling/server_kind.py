@@ -43,6 +43,8 @@ def check_kind(address: str, told: dict[str, Any], config: EngineConfig, how: Ca
         refuse("was not started to take weights from this trainer")
     if config.transfer not in ("auto", transfer):
         refuse(f"takes weights by {transfer}, and engine.transfer is {config.transfer}")
+    if (parallel.get("data_parallel_size") or 1) > 1:
+        refuse("runs with data parallelism, whose ranks are not told of new weights: start a server for each instead")
     if transfer == "nccl":
         _check_nccl(address, told, how)
     if told["scheduler_config"]["policy"] != "priority":

@@ -50,10 +50,12 @@ class Supervisor:
         buffers: Buffers,
         version: int,
         name: str = "the engine",
+        elsewhere: Callable[[], bool] = lambda: False,
     ):
-        """Args: config: the deadlines count here; make_core: begins a life of the engine; buffers: hold the current weights;
-        version: the version of the weights on the disk; name: of the engine, in messages."""
-        self.config, self._make_core, self._buffers, self.name = config, make_core, buffers, name
+        """Args: config: the deadlines count here; make_core: begins a life; buffers: hold the current weights; version: of the
+        weights on the disk; name: of the engine, in messages; elsewhere: whether another engine of the run serves now."""
+        self.config, self._make_core, self._buffers = config, make_core, buffers
+        self.name, self._elsewhere = name, elsewhere
         self.health = Health()
         self.core: Core | None = None  # the present life; None while there is none
         self.version = version  # the version of the weights that the engine holds
@@ -81,8 +83,10 @@ class Supervisor:
             try:
                 await self.core.launch()
                 self.health.came_up()
-                # What is on the disk is current until something is published, and this life has just read it.
-                self.health.confirm(self.version, self.version, None)
+                if self._buffers.empty:  # then what is on the disk is current, and this life has just read it
+                    self.health.confirm(self.version, self.version, None)
+                else:
+                    await self._load_buffers(self.core)  # others came up before, and weights were published meanwhile
                 self._changed.set()
             except Exception as error:
                 await self._give_up(f"{self.name} did not start: {error}", cause=error)
@@ -112,7 +116,7 @@ class Supervisor:
         return core
 
     def report_step(self) -> None:
-        """Notes that the engine has made a step."""
+        """Notes a step of the engine."""
         self._moved, self._counts_steps = time.monotonic(), True
 
     def report_finished(self) -> None:
@@ -129,10 +133,7 @@ class Supervisor:
     def lose(self, core: Core, cause: Exception) -> None:
         """Does what `report_lost` does, in the background: another engine takes the request."""
         self._mark_lost(core, str(cause), by_probe=False)
-        task = asyncio.ensure_future(self._replace(core, str(cause)))
-        self._undisturbed.add(task)
-        task.add_done_callback(self._undisturbed.discard)
-        task.add_done_callback(fetch_error)
+        asyncio.ensure_future(self._replace(core, str(cause))).add_done_callback(fetch_error)
 
     def _mark_lost(self, core: Core | None, cause: str, by_probe: bool) -> None:
         """Takes an engine that was found lost out of service at once. Many may find the same."""
@@ -173,7 +174,7 @@ class Supervisor:
     async def sleep(self) -> None:
         """Makes the engine give its GPU memory back, until weights are loaded or somebody samples. Raises EngineFailed."""
         while True:
-            core = await self.ready()
+            core = self.core if self.health.up and not self.closed else await self.ready()
             try:
                 async with self._control:
                     if core is self.core and not core.asleep:
@@ -242,10 +243,8 @@ class Supervisor:
                 self.failures += 1
                 tail = core.log_tail() if core is not None else ""
                 if self.failures >= self.config.max_failures:
-                    await self._give_up(
-                        f"{self.name} failed {self.failures} times in a row, the last time: {cause}", tail
-                    )
-                    return
+                    why = f"{self.name} failed {self.failures} times in a row, the last time: {cause} ({self.health.apart})"
+                    return await self._give_up(why, tail)
                 name = self.name.removeprefix("the ")
                 again = "connecting again" if self.config.address else "starting it again"
                 log.warning("%s lost (%s), failure %d in a row: %s", name, cause, self.failures, again)
@@ -255,15 +254,18 @@ class Supervisor:
                         await core.stop()
                     core = self.core = None
                     # This comes before minutes are spent on an engine that could load nothing.
-                    self._buffers.check_complete()
+                    await self._buffers.wait_complete(lambda: self._elsewhere() and not self.closed)
                     if not self.closed:
                         core = self.core = self._make_core()
                         await self._bring_up(core)
                         return
                 except WeightsIncomplete as error:
-                    # Another engine would not help.
-                    await self._give_up(f"{self.name} was lost ({cause}) and cannot be replaced: {error}", tail, error)
-                    return
+                    if self._elsewhere() and not self.closed:
+                        self.health.lose(str(error))
+                        continue
+                    # Another life would not help.
+                    why = f"{self.name} was lost ({cause}) and cannot be replaced: {error}"
+                    return await self._give_up(why, tail, error)
                 except Exception as error:
                     # Whatever it is, it is counted, and the last one is in EngineFailed.
                     cause = str(error) or repr(error)
@@ -318,8 +320,7 @@ class Supervisor:
         self.health.outdate(cause)
 
     async def _give_up(self, why: str, tail: str | None = None, cause: Exception | None = None) -> None:
-        """Ends the present life for good, and tells all who wait. Args: why: the message; tail: the end of the engine's log;
-        cause: the error behind it."""
+        """Ends the present life for good, and tells all who wait. Args: tail: end of its log; cause: the error behind it."""
         core, self.core = self.core, None
         self.failed = EngineFailed(why)
         try:
@@ -333,8 +334,7 @@ class Supervisor:
             self.health.retire(why)
 
     async def _guarded(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Runs a watch. Nobody waits for it, so its own errors would be lost and the engine unwatched: here
-        they end the run."""
+        """Runs a watch. Nobody waits for it, so its own errors would be lost: they end the run."""
         try:
             await work()
         except Exception as error:

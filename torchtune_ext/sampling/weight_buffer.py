@@ -9,7 +9,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import lru_cache
 from typing import Any
@@ -208,10 +208,25 @@ class Buffers:
             )
         return found
 
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was published yet."""
+        return self.model.manifest is None and self.adapter.manifest is None
+
     def check_complete(self) -> None:
         """Raises WeightsIncomplete, unless somebody is writing now, who may complete them."""
         if self._readers or not self._lock.locked():
             self.published  # noqa: B018  (it raises)
+
+    async def wait_complete(self, patient: Callable[[], bool]) -> None:
+        """Waits out a publication that broke off. Raises WeightsIncomplete once `patient` says that nobody should wait."""
+        while True:
+            try:
+                return self.check_complete()
+            except WeightsIncomplete:
+                if not patient():
+                    raise
+            await asyncio.sleep(TICK_S)
 
     def write(
         self,

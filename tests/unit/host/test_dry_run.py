@@ -179,7 +179,7 @@ def test_gpus_that_are_not_there_are_refused(name, machine, message, place, caps
 def test_gpus_that_engines_cannot_share_out_are_refused(place, capsys):
     cfg = settings_in(place, "qwen2_5_7B_node", words=["engine.tensor_parallel_size=3"], dry_run="8x80")
     status, out = ran(capsys, cfg)
-    assert status == 2 and "are 4 GPUs, which engine.tensor_parallel_size=3 does not divide" in out
+    assert status == 2 and "names 4 GPUs, but engine.tensor_parallel_size=3 needs 3 for each engine: name 3 or 6" in out
 
 
 def test_two_nodes_under_torchrun_are_known(place, monkeypatch, capsys):

@@ -50,6 +50,9 @@ def test_the_engines_of_a_pool_share_the_cores(monkeypatch):
         ),
         ({"devices": "4,5,4"}, "engine.devices is '4,5,4', which names 4 twice"),
         ({"address": "http://a:1,http://a:1"}, "names http://a:1 twice"),
+        ({"address": "http://a:1,http://a:1/"}, "names http://a:1 twice"),
+        ({"address": "http://"}, "write it as 'http://host:port'"),
+        ({"address": "http://a:99999"}, "write it as 'http://host:port'"),
         ({"address": "http://a:1,b:2"}, "write it as 'http://host:port', several with commas between"),
         ({"count": 0}, "engine.count is 0"),
         ({"count": 2, "backend": "vllm_in_process"}, "holds one engine"),
@@ -68,6 +71,8 @@ def test_a_pool_on_gpus_needs_their_names(monkeypatch):
         ValueError, match="names 3 GPUs, but engine.tensor_parallel_size=2 needs 2 for each engine: name 2 or 4"
     ):
         layout.engine_configs(EngineConfig(devices="0,1,2", tensor_parallel_size=2))
+    with pytest.raises(ValueError, match="names 1 GPUs, .* needs 4 for each engine: name 4$"):
+        layout.engine_configs(EngineConfig(devices="0", tensor_parallel_size=4))
 
 
 def test_pool_addresses_are_one_engine_each():
@@ -87,6 +92,10 @@ def test_servers_of_a_pool_are_alike():
         "http://c:3 has model=Llama, hidden_size=32, max_model_len=256, but http://a:1 has model=Qwen, hidden_size=64, "
         in str(caught.value)
     )
+    with pytest.raises(
+        ValueError, match="http://a:1 has max_model_len=256, but it had max_model_len=512 when the run began"
+    ):
+        require_alike({"http://a:1": first}, ("http://a:1", first | {"max_model_len": 256}))
 
 
 def test_the_limits_of_a_pool_survive_a_resume(monkeypatch):

@@ -122,3 +122,35 @@ def test_an_update_that_another_trainer_began_is_finished_first(core, monkeypatc
     answers(monkeypatch, core, stuck)
     with pytest.raises(CoreLost, match="cannot be finished; start the server again"):
         asyncio.run(core.load([weights], 1))
+
+
+def test_a_server_is_asked_for_its_version_and_its_tensors(core, monkeypatch):
+    answers(monkeypatch, core, {"/weight_info": {"weight_version": "7"}, "/collective_rpc": {"results": [{"a": 1}]}})
+    assert asyncio.run(core.weight_version()) == 7
+    assert asyncio.run(core.checksums()) == [{"a": 1}]
+
+
+def test_an_adapter_does_not_go_over_a_model_that_another_run_has_published(core, monkeypatch, weights):
+    asked = answers(monkeypatch, core, {})
+    weights.adapter, core.replaced = {"r": 8}, True
+    with pytest.raises(ValueError, match="does not hold the model of its folder any more: .*; start it again: "):
+        asyncio.run(core.load([weights], 1))
+    assert asked == []
+    weights.adapter = None
+    asyncio.run(core.load([weights], 1))
+    assert not core.replaced and "/finish_weight_update" in asked
+
+
+PAGE = """vllm:num_requests_running{engine="0"} 3.0
+vllm:iteration_tokens_total_count{engine="0"} %d
+vllm:prefix_cache_queries_total{engine="0"} %d
+"""
+
+
+def test_a_server_that_makes_no_step_gives_no_sign_of_life(core):
+    """Its page is answered by the process beside the engine, which may stand still."""
+    assert core._step(PAGE % (5, 0), 0.0).running == 3
+    assert core._step(PAGE % (5, 0), 0.5) is None
+    assert core._step(PAGE % (6, 40), 1.0).prefix_queries == 40
+    # One that has nothing to do makes no steps either.
+    assert core._step((PAGE % (6, 40)).replace("3.0", "0.0"), 1.5).running == 0

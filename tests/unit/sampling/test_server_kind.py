@@ -116,6 +116,28 @@ def test_a_server_elsewhere_listens_there_and_takes_weights_over_the_network(mon
     assert "NCCL_SOCKET_IFNAME" not in server_command("model", config)[1]
 
 
+def test_a_server_has_the_gpus_of_its_shell_and_one_of_the_ports(monkeypatch):
+    monkeypatch.setenv(KEY_VARIABLE, "the-key")
+    monkeypatch.setattr("torchtune_ext.sampling.server_command.on_cpu", lambda: False)
+    monkeypatch.setattr("torchtune_ext.sampling.engine_args.on_cpu", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    # The trainer's machine has these GPUs, and the server is on another one.
+    assert (
+        "CUDA_VISIBLE_DEVICES" not in server_command("model", EngineConfig(address="http://node2:1", devices="4,5"))[1]
+    )
+    assert server_command("model", EngineConfig(devices="4"))[1]["CUDA_VISIBLE_DEVICES"] == "4"
+    with pytest.raises(ValueError, match="names GPUs for 2 engines, and a server is one: start one for each"):
+        server_command("model", EngineConfig(devices="4,5"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    assert "CUDA_VISIBLE_DEVICES" not in server_command("model", EngineConfig(devices="4,5"))[1]
+    several = EngineConfig(address=["http://n1:8000", "http://n1:8001"])
+    with pytest.raises(ValueError, match="names the ports 8000, 8001: say with --port which of them this server gets"):
+        server_command("model", several)
+    assert value(server_command("model", several, port=8001)[0], "--port") == "8001"
+    alike = EngineConfig(address=["http://n1:8000", "http://n2:8000"])
+    assert value(server_command("model", alike)[0], "--port") == "8000"
+
+
 def test_adapters_and_fp8_have_their_flags(monkeypatch):
     monkeypatch.setenv(KEY_VARIABLE, "the-key")
     config = EngineConfig(

@@ -211,6 +211,20 @@ def test_a_server_that_refuses_is_told_at_once_and_does_not_keep_the_other(pair,
     assert time.monotonic() - began < 45.0  # no deadline was waited for
 
 
+def test_a_server_that_is_slow_and_answers_takes_no_other_down(pair, weights, tmp_path, monkeypatch):
+    """Nobody can tell which of them holds the group up, so each gets the weights alone."""
+    good, slow = pair
+    slow.ask("/fault", fault="slow")
+
+    async def scenario(courier):
+        fine, lost = await both(courier, [server.parcel(weights, 3, deadline_s=2.0) for server in pair])
+        assert fine is None and isinstance(lost, CoreLost)
+        assert good.ask("/state")["version"] == "3"
+        slow.ask("/fault", fault="")
+
+    with_courier(tmp_path, monkeypatch, scenario)
+
+
 def test_a_sender_that_is_killed_in_a_transfer_is_replaced(pair, weights, tmp_path, monkeypatch):
     stalled = pair[1]
 

@@ -208,7 +208,8 @@ class Courier:
             return  # it looks again when it is done
         kind = self._waiting[0].kind
         parcels = [parcel for parcel in self._waiting if parcel.kind == kind]
-        if not at_once and not set(self._expected) <= {parcel.member.url for parcel in parcels}:
+        # One that hands in another kind, since it comes back and needs more, has to wait for these.
+        if not at_once and not set(self._expected) <= {parcel.member.url for parcel in self._waiting}:
             self._patience = asyncio.get_running_loop().call_later(self._patience_s, self._look, True)
             return
         self._waiting = [parcel for parcel in self._waiting if parcel not in parcels]
@@ -229,18 +230,29 @@ class Courier:
                     failures = failures + 1 if len(rest) == len(parcels) else 0
                     if failures == 2:
                         # The first one that complained may have been told so by another one's end, but not twice.
-                        self._lose([p for p in rest if error.url in (None, p.member.url)], str(error))
-                        rest, failures = [p for p in rest if not p.arrived.done()], 0
-                    parcels = rest
+                        self._lose([p for p in rest if error.url == p.member.url], str(error))
+                        if len(rest) == len(parcels := [p for p in rest if not p.arrived.done()]):
+                            return await self._carry_apart(rest)
+                        failures = 0
+                    else:
+                        parcels = rest
                 else:
-                    for parcel in parcels:
-                        if not parcel.arrived.done():
-                            parcel.arrived.set_result(None)
-                    return
+                    return _delivered(parcels)
         except BaseException as error:
             self._lose(parcels, str(error) or repr(error))
             if isinstance(error, asyncio.CancelledError):
                 raise
+
+    async def _carry_apart(self, parcels: list[Parcel]) -> None:
+        """Brings a publication to one server after the other: nobody knows which of them holds the others up."""
+        for parcel in parcels:
+            try:
+                await self._send([parcel])
+            except SenderLost as error:
+                await self._kill()
+                self._lose([parcel], str(error))
+            else:
+                _delivered([parcel])
 
     async def _send(self, parcels: list[Parcel]) -> None:
         """Raises SenderLost, OSError."""
@@ -285,6 +297,12 @@ class Courier:
         sender, self._sender = self._sender, None
         if sender is not None:
             await sender.kill()
+
+
+def _delivered(parcels: list[Parcel]) -> None:
+    for parcel in parcels:
+        if not parcel.arrived.done():
+            parcel.arrived.set_result(None)
 
 
 def _urls(parcels: list[Parcel]) -> str:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torchtune_ext.policy.memory import GIB, Sizes
 from torchtune_ext.sampling.core import CPU_KV_CACHE
+from torchtune_ext.sampling.layout import device_shares
 from torchtune_ext.sampling.records import CANARY_REQUESTS, EngineConfig
 
 CONTEXT = GIB // 2  # allowance for a CUDA context with its kernels: it is not in any tensor
@@ -58,15 +59,7 @@ def engine_count(config: EngineConfig) -> int:
     """
     if config.addresses:
         return len(config.addresses)
-    if not config.device_names:
-        return config.count or 1
-    gpus = len(config.device_names)
-    if gpus % config.tensor_parallel_size:
-        raise ValueError(
-            f"engine.devices={config.devices} are {gpus} GPUs, which engine.tensor_parallel_size={config.tensor_parallel_size} "
-            "does not divide: each engine takes so many of them"
-        )
-    return gpus // config.tensor_parallel_size
+    return len(device_shares(config)) or config.count or 1
 
 
 def engine_need(sizes: Sizes, config: EngineConfig, gpu_bytes: int, adapter_bytes: int = 0) -> EngineNeed:

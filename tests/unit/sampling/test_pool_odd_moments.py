@@ -1,0 +1,161 @@
+"""What happens to a pool at moments that no plan has: a start that is late, a copy that breaks off, a cancel before the first step."""
+
+import asyncio
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from fake_cores import until, weights  # noqa: E402
+from test_pool import run, states  # noqa: E402
+
+from torchtune_ext.sampling.calls import CoreLost  # noqa: E402
+from torchtune_ext.sampling.health import State  # noqa: E402
+from torchtune_ext.sampling.records import WeightsIncomplete  # noqa: E402
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def test_an_engine_of_the_pool_that_comes_up_after_a_publication_begins_with_it(monkeypatch):
+    async def scenario(bench):
+        late = asyncio.Event()
+
+        def prepare(core, number):
+            if number == 1:
+                launch = core.launch
+
+                async def slowly():
+                    await late.wait()
+                    await launch()
+
+                core.launch = slowly
+
+        bench.prepare_core = prepare
+        await bench.pool.close()
+        fresh = type(bench)(monkeypatch, 2)
+        fresh.prepare_core = prepare
+        await fresh.pool.prepare()
+        starting = asyncio.create_task(fresh.pool.start())
+        await until(lambda: fresh.pool.lanes[0].serves)
+        await fresh.publish(weights(1), 1)
+        late.set()
+        await starting
+        groups = await asyncio.gather(*(fresh.pool.draw(fresh.group()) for _ in range(6)))
+        assert {lane.supervisor.version for lane in fresh.pool.lanes} == {1}
+        assert all(life[0].drawn for life in fresh.lives)
+        assert {v for group in groups for c in group for v in c.versions.tolist()} == {1}
+        await fresh.pool.close()
+        fresh.buffers.close()
+
+    run(scenario, monkeypatch, 2)
+
+
+def test_an_engine_of_the_pool_waits_out_a_copy_that_broke_off(monkeypatch):
+    """While another one serves, it is not given up: the next publication is also its own."""
+
+    def broken():
+        yield weights(2)[0]
+        raise ZeroDivisionError
+
+    async def scenario(bench):
+        await bench.publish(weights(1), 1)
+        with pytest.raises(ZeroDivisionError):
+            bench.buffers.write(broken(), 2, None, 1)
+        bench.now[1].kill()
+        await until(lambda: states(bench)[1] is State.RESTARTING)
+        await bench.pool.draw(bench.group())
+        assert states(bench)[1] is State.RESTARTING and len(bench.lives[1]) == 1
+        await bench.publish(weights(3), 3)
+        await until(lambda: states(bench) == [State.HEALTHY] * 2)
+        assert bench.lives[1][1].loads == [([3], [3], 3)]
+        # With nobody else it is the end, and the cause is said.
+        with pytest.raises(ZeroDivisionError):
+            bench.buffers.write(broken(), 4, None, 3)
+        for core in bench.now:
+            core.kill()
+        await until(lambda: states(bench) == [State.RETIRED] * 2)
+        assert isinstance(bench.pool.lanes[0].supervisor.failed.__cause__, WeightsIncomplete)
+
+    run(scenario, monkeypatch, 2)
+
+
+def test_a_pool_with_an_engine_that_is_behind_answers_and_sleeps(monkeypatch):
+    async def scenario(bench):
+        bench.now[1].fail = ValueError("not these")
+        with pytest.raises(ValueError, match="not these"):
+            await bench.publish(weights(1), 1)
+        assert states(bench) == [State.HEALTHY, State.STALE]
+        assert len(await asyncio.wait_for(bench.pool.checksums(), 5)) == 1
+        bench.now[1].fail = None
+        await asyncio.wait_for(bench.pool.sleep(), 5)
+        assert all(core.asleep for core in bench.now)
+
+    run(scenario, monkeypatch, 2)
+
+
+def test_an_engine_that_hangs_keeps_no_other_from_the_end_of_its_requests(monkeypatch):
+    async def scenario(bench):
+        told = []
+
+        async def hang(call, reason):
+            await asyncio.sleep(600)
+
+        async def end(call, reason):
+            told.append(reason)
+            raise ValueError("it refuses")
+
+        bench.now[0].end, bench.now[1].end = hang, end
+        drawing = [asyncio.create_task(bench.pool.draw(bench.group())) for _ in range(2)]
+        await until(lambda: all(core.calls for core in bench.now))
+        cancelling = asyncio.create_task(bench.pool.cancel())
+        await until(lambda: told)
+        for task in (cancelling, *drawing):
+            task.cancel()
+
+    run(scenario, monkeypatch, 2, length=lambda call: 100)
+
+
+def test_a_group_that_is_cancelled_before_it_begins_leaves_no_load(monkeypatch):
+    async def scenario(bench):
+        drawing = asyncio.create_task(bench.pool.draw(bench.group(n=8, max_tokens=1000)))
+        while not any(lane.load for lane in bench.pool.lanes):
+            await asyncio.sleep(0)
+        drawing.cancel()
+        await asyncio.sleep(0.05)
+        assert [lane.load for lane in bench.pool.lanes] == [0.0, 0.0]
+        assert bench.pool._lengths.expected(1000) == 1000.0
+
+    run(scenario, monkeypatch, 2)
+
+
+def test_nothing_moves_to_an_engine_of_the_pool_that_is_suspect(monkeypatch):
+    async def scenario(bench):
+        first, second = bench.pool.lanes
+        second.load = 1e9  # so that both groups go to the first engine
+        drawing = [asyncio.create_task(bench.pool.draw(bench.group(n=2))) for _ in range(2)]
+        await until(lambda: len(list(first.throttle.waiting)) == 2)
+        second.load = 0.0
+        second.supervisor.health.doubt("silent")
+        bench.pool._level()
+        assert len(list(first.throttle.waiting)) == 2
+        second.supervisor.health.clear()  # a change that looks for what it may take over
+        assert not first.throttle.blocked
+        await asyncio.gather(*drawing)
+        assert bench.now[1].drawn == 2
+
+    run(scenario, monkeypatch, 2, length=lambda call: 20, limit=2)
+
+
+def test_a_pool_counts_what_serves(monkeypatch):
+    async def scenario(bench):
+        for lane in bench.pool.lanes:
+            lane.on_step(type(lane.last_step)(0.1, 3, 2, 0, 0, 0))
+        before = bench.pool.stats()
+        bench.prepare_core = lambda core, number: setattr(core, "fail", CoreLost("no"))
+        bench.now[1].kill()
+        await until(lambda: states(bench)[1] is State.RETIRED)
+        after = bench.pool.stats()
+        assert (before.running, before.waiting, before.concurrency) == (6, 4, 128)
+        assert (after.running, after.waiting, after.concurrency) == (3, 2, 64)
+
+    run(scenario, monkeypatch, 2)
