@@ -120,3 +120,22 @@ class PoolBench:
     def now(self):
         """The present life of each engine."""
         return [lane.supervisor.core for lane in self.pool.lanes]
+
+
+def run(scenario, monkeypatch, *args, **kwargs):
+    """Runs `scenario(bench)` with a pool whose engines are up. Args: those of `PoolBench`."""
+
+    async def main():
+        bench = PoolBench(monkeypatch, *args, **kwargs)
+        await bench.start()
+        try:
+            return await asyncio.wait_for(scenario(bench), 30)
+        finally:
+            await bench.pool.close()
+            bench.buffers.close()
+
+    return asyncio.run(main())
+
+
+def states(bench):
+    return [lane.supervisor.health.state for lane in bench.pool.lanes]

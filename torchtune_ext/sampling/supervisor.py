@@ -246,8 +246,8 @@ class Supervisor:
                     why = f"{self.name} failed {self.failures} times in a row, the last time: {cause} ({self.health.apart})"
                     return await self._give_up(why, tail)
                 name = self.name.removeprefix("the ")
-                again = "connecting again" if self.config.address else "starting it again"
-                log.warning("%s lost (%s), failure %d in a row: %s", name, cause, self.failures, again)
+                again = "in a row: connecting again" if self.config.address else "in a row: starting it again"
+                log.warning("%s lost (%s), failure %d %s", name, cause, self.failures, again)
                 self.health.restart()
                 try:
                     if core is not None:

@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 import fake_pools  # noqa: E402
 import virtual_time  # noqa: E402
 from fake_cores import CONFIG, until, weights  # noqa: E402
+from fake_pools import run, states  # noqa: E402
 
 from torchtune_ext.sampling.calls import CoreLost  # noqa: E402
 from torchtune_ext.sampling.health import State  # noqa: E402
@@ -22,25 +23,6 @@ from torchtune_ext.sampling.records import EngineFailed, Priority  # noqa: E402
 from torchtune_ext.sampling.routing import FAR, Lengths, pays  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
-
-
-def run(scenario, monkeypatch, *args, **kwargs):
-    """Runs `scenario(bench)` with a pool whose engines are up. Args: those of `PoolBench`."""
-
-    async def main():
-        bench = fake_pools.PoolBench(monkeypatch, *args, **kwargs)
-        await bench.start()
-        try:
-            return await asyncio.wait_for(scenario(bench), 30)
-        finally:
-            await bench.pool.close()
-            bench.buffers.close()
-
-    return asyncio.run(main())
-
-
-def states(bench):
-    return [lane.supervisor.health.state for lane in bench.pool.lanes]
 
 
 def tokens(groups):

@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from fake_cores import until, weights  # noqa: E402
-from test_pool import run, states  # noqa: E402
+from fake_pools import run, states  # noqa: E402
 
 from torchtune_ext.sampling.calls import CoreLost  # noqa: E402
 from torchtune_ext.sampling.health import State  # noqa: E402

@@ -118,6 +118,8 @@ class NcclSender:
         """As `GlooSender.send`. The deadline is held by the trainer, which kills this process, and by each server."""
         self._engine.client, self._engine.source = servers, _Source(order.manifest, order.path)
         self._engine.send_weights()
+        # The trainer has the same GPU, and needs the memory until the next publication.
+        torch.cuda.empty_cache()
 
 
 class _Source:
