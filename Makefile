@@ -30,7 +30,7 @@ quickstart: $(STAMP)
 
 test: $(STAMP) $(TRITON)
 	"$(VENV)/bin/ruff" check .
-	PATH="$(abspath $(VENV))/bin:$$PATH" "$(VENV)/bin/pytest" -m "not learns and not long" $(PYTEST_ARGS)
+	VENV="$(abspath $(VENV))" scripts/test.sh $(PYTEST_ARGS)
 	PYTHONPATH="$(abspath $(TRITON))" "$(VENV)/bin/pytest" tests/unit/kernels/test_fp8_triton.py
 
 long: $(STAMP)
