@@ -203,6 +203,31 @@ def test_a_node_that_has_fewer_gpus_than_its_ranks_and_engines_need_does_not_fit
     assert idle.fits and "GPUs: 12 train, 2 sample (2 engines of 1), 2 idle" in plan_table(idle, "x")
 
 
+def test_rank_0_has_room_for_the_sender_where_servers_get_weights_by_nccl(seven):
+    name, largest = "sender of weights, on rank 0's GPU alone (allowance)", 2 * seven.largest
+    server = replace(OWN, devices=None, address="http://a:1")
+    # A context and NCCL's buffers; a pack of more than 1 GiB that is made of its tensors while another is on its way.
+    need = 2 * CONTEXT + 3 * (GIB + largest)
+    for transfer, address, expected in (
+        ("nccl", "http://a:1", need),
+        ("auto", "http://a:1", need),
+        ("nccl", "http://127.0.0.1:1", need),
+        ("auto", "http://127.0.0.1:1", 0),  # shared memory
+        ("gloo", "http://a:1", 0),
+    ):
+        plan = planned(seven, "8x80+1x80", replace(server, transfer=transfer, address=address))
+        assert plan.device(8)[name] == plan.device(2)[name] == expected, (transfer, address)
+    assert planned(seven, "5x80").device(4)[name] == planned(seven, "4x80", None).device(4)[name] == 0
+    plan = planned(seven, "8x80+1x80", server)
+    assert plan.total() == planned(seven, "8x80+1x80", replace(server, transfer="gloo")).total() + need
+    assert name in plan_table(plan, "x")
+    assert planned(seven, "CPU 512", server, trainers=1).device(1).get(name, 0) == 0
+    # Adapters are small: one pack, and its tensors.
+    adapters = seven.with_adapters()
+    plan = planned(adapters, "8x80+1x80", server, publishes_all=False)
+    assert plan.device(8)[name] == 2 * CONTEXT + 2 * 2 * adapters.trained
+
+
 # -- sharding inside a node ---------------------------------------------------------------------------------------------
 
 
@@ -223,6 +248,31 @@ def test_sharding_inside_a_node_costs_memory_and_may_be_given_up(seven):
     assert inside.total() > all_.total() and not inside.fits and all_.fits
     changes = {change.words: change.enough for change in advice(inside)}
     assert changes["ranks.shard_within=null"] and not any("GPUs that train" in words for words in changes)
+
+
+@pytest.mark.parametrize(
+    ("machine", "trainers", "within", "copies"),
+    [
+        ("8x80", 4, None, 1),
+        ("8x80", 4, 2, 2),  # two copies of the weights on the machine
+        ("8x80", 4, 8, 1),  # fewer ranks than would share a copy
+        ("2x8x80", 8, None, 0.5),  # half of one copy on each node
+        ("2x8x80", 8, 4, 1),
+        ("2x8x80", 8, 2, 2),
+    ],
+)
+def test_a_node_swaps_out_what_its_ranks_hold(seven, machine, trainers, within, copies):
+    plan = planned(seven, machine, trainers=trainers, shard_within=within, reference=True)
+    # Master weights and reference, 4 bytes each.
+    assert plan.host["reference and weights swapped out, float32"] == 8 * seven.total * copies
+
+
+def test_a_node_without_gpus_has_its_own_ranks_in_its_memory(seven):
+    engine, one = EngineConfig(max_model_len=4096), Machine(0, 0, 300 * GIB, "the main memory that is free here", True)
+    alone, two = (planned(seven, replace(one, nodes=nodes), engine, trainers=4, shard_within=2) for nodes in (1, 2))
+    assert alone.total() == 2 * two.total() and alone.main_memory - two.main_memory > two.total()
+    assert "of main memory of each node by number of ranks" in plan_table(two, "x")
+    assert two.host_fits and not alone.host_fits, "only the first node has the engine, and each has half of the ranks"
 
 
 def test_an_engine_on_a_cpu_has_the_cache_that_is_asked_for(seven):
