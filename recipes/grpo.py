@@ -187,9 +187,10 @@ class GRPORecipe:
             if self.ranks.is_main:
                 self.open_records()
 
+        # Rank 0 alone has an engine. The others sleep until it is ready: in the first publication they would wait busily.
+        waited = self.ranks.from_main("wait for the engine", lambda: self.engine and self.engine.wait_ready())
         if self.engine:
-            with self.ranks.phase("wait for the engine"):
-                say(ready(self.engine.wait_ready()))
+            say(ready(waited))
             self.precision.write_receipt(cfg.output_dir, self.policy, cfg.row_tokens)
         self.progress = Progress(cfg.max_steps, self.ranks.rank)
         self.agreement = Agreement(

@@ -36,6 +36,7 @@ from torchtune_ext.run.output import say
 from torchtune_ext.sampling.engine import Engine
 from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
 from torchtune_ext.training.distributed import Ranks, RanksConfig
+from torchtune_ext.training.plan.devices import require_apart, training_gpus
 from torchtune_ext.training.plan.machine import Machine, asked_machine, this_machine
 from torchtune_ext.training.plan.plan import Plan, Settings, missing_devices, trainers_of
 from torchtune_ext.training.plan.table import plan_table, verdict
@@ -76,6 +77,8 @@ def dry_run(make: Callable[[DictConfig], Checked], cfg: DictConfig) -> None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         plan = Plan(settings, machine, trainers_of(machine, settings, ranks if ranks > 1 else None, visible))
         problems += missing_devices(machine, settings)
+        if machine.here and machine.gpus and settings.engine is not None:
+            require_apart(settings.engine, training_gpus(plan.on_node(plan.trainers) if ranks == 1 else None))
     except Exception as error:
         problems.append(_foreseen(error))
     longest, found = checked(make, cfg, plan.trainers if plan else 1, machine.here)

@@ -13,6 +13,8 @@ from torchtune_ext.run.output import say
 from torchtune_ext.sampling.engine import Engine
 from torchtune_ext.sampling.imports import on_cpu
 from torchtune_ext.sampling.records import EngineConfig
+from torchtune_ext.training.distributed import Ranks
+from torchtune_ext.training.plan.devices import require_apart, training_gpus
 from torchtune_ext.training.plan.disk import DiskNeed, disk_need, existing
 from torchtune_ext.training.precision import Precision
 from torchtune_ext.training.state import CheckpointConfig
@@ -22,6 +24,7 @@ class Checked(Protocol):
     """What is looked at of a GRPO recipe whose settings are right."""
 
     cfg: Any
+    ranks: Ranks
     saving: CheckpointConfig
     engine: Engine | None
     meta_model: nn.Module
@@ -33,11 +36,12 @@ def check_machine(recipe: Checked) -> None:
     """Looks for the GPUs that a run asks for, and for room for its checkpoints. Says so if the disk is scarce.
 
     Raises:
-        ValueError: the engine names GPUs that are not there, or there is no room for a single checkpoint.
+        ValueError: the engine names GPUs that are not there, or that train, or there is no room for a single checkpoint.
     """
     cfg = recipe.cfg
     if recipe.engine:
         require_gpus(recipe.engine.config)
+        require_apart(recipe.engine.config, training_gpus() if recipe.ranks.device.type == "cuda" else [])
     need = partial(
         disk_need,
         sizes_of(recipe.meta_model, recipe.precision.dtype),

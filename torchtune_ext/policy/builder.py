@@ -117,7 +117,14 @@ def _mesh(device: torch.device, world_size: int, shards: int) -> DeviceMesh:
         )
     if shards == world_size:
         return init_device_mesh(device.type, (world_size,))
-    return init_device_mesh(device.type, (world_size // shards, shards), mesh_dim_names=("copies", "shards"))
+    # `init_device_mesh` would give its groups the time limit that torch has for all, and not that of this run.
+    numbers = torch.arange(world_size).view(-1, shards)
+    limit = torch.distributed.group.WORLD._get_backend(device).options._timeout
+    groups = [
+        torch.distributed.new_subgroups_by_enumeration(ranks.tolist(), timeout=limit)[0]
+        for ranks in (numbers.T, numbers)
+    ]
+    return DeviceMesh.from_group(groups, device.type, numbers, mesh_dim_names=("copies", "shards"))
 
 
 def _shard(model: TransformerDecoder, mesh: DeviceMesh, param_dtype: torch.dtype | None) -> None:

@@ -3,11 +3,12 @@
 import gc
 import os
 import socket
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,11 +17,13 @@ from torchtune import training
 from torchtune_ext.run.output import say
 from torchtune_ext.run.parent import die_with_parent
 from torchtune_ext.training.machines import choose_interface, hosts_of_ranks, require_shared
+from torchtune_ext.training.outcome import from_main
 from torchtune_ext.training.watch import Limits, Watch
 
 # The process group has a time limit of its own. It is this many seconds longer than that of the watch, so that the
 # watch, whose message is readable, ends the run first.
 SLACK_S = 600.0
+T = TypeVar("T")
 _watches: list[Watch] = []  # the watch of this process, at most one; it is global, as the process group is
 
 
@@ -81,6 +84,22 @@ class Ranks:
         box = [value]
         dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]
+
+    def from_main(self, phase: str, make: Callable[[], T]) -> T:
+        """Returns what `make` returns on rank 0, on every rank. It is pickled. The others sleep meanwhile. A collective.
+
+        Args:
+            phase: names for the watch what rank 0 does alone.
+
+        Raises:
+            OSError or ValueError: `make` raised it on rank 0.
+        """
+
+        def named() -> T:
+            with self.phase(phase):
+                return make()
+
+        return from_main(named)
 
     def any(self, flag: bool) -> bool:
         """Tells whether the flag is true on any rank. A collective."""

@@ -17,6 +17,8 @@ from torchtune_ext.training.outcome import from_main, gathered, rank
 SEEN_S = 10.0
 # No packet is sent there: the address is one of those that documents use (RFC 5737). It leads out by the default route.
 ELSEWHERE = "192.0.2.1"
+# It tells processes that this one starts that GLOO_SOCKET_IFNAME is no setting of the user.
+CHOSEN = "TORCHTUNE_EXT_GLOO_SOCKET_IFNAME"
 
 
 def choose_interface() -> None:
@@ -34,7 +36,7 @@ def choose_interface() -> None:
     else:
         found = interface_to(first) or interface_to(ELSEWHERE)
     if found is not None:
-        os.environ["GLOO_SOCKET_IFNAME"] = found
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ[CHOSEN] = found
 
 
 def interface_to(host: str) -> str | None:

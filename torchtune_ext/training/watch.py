@@ -365,12 +365,17 @@ def collectives_begun() -> int:
     """
     found = 0
     for group in list(dist.distributed_c10d._world.pg_map):
-        # A backend may take care of several devices.
-        for backend in {id(each): each for each in map(group._get_backend, group._device_types)}.values():
+        counted = set()
+        for device in group._device_types:
             try:
-                found += backend._get_sequence_number_for_group()
+                backend = group._get_backend(device)
+                # A backend may take care of several devices.
+                if id(backend) not in counted:
+                    counted.add(id(backend))
+                    found += backend._get_sequence_number_for_group()
             except RuntimeError:
-                # This backend does not count. Then waiting in it is not noticed, but silence still is.
+                # There is no such backend, as in a group that is made or ended just now, or it does not count. Then waiting in
+                # it is not noticed, but silence still is.
                 continue
     return found
 

@@ -192,6 +192,32 @@ def test_two_nodes_under_torchrun_are_known(place, monkeypatch, capsys):
     assert "of main memory of the first node, besides" in out and "fits on the 6 GPUs here" in out
 
 
+def test_gpus_here_that_would_train_and_sample_are_a_problem(place, monkeypatch, capsys):
+    monkeypatch.setattr(dry, "this_machine", lambda device: Machine(8, 79 * GIB, 500 * GIB, "the 8 GPUs here", True))
+    monkeypatch.setattr("torchtune_ext.host.here.on_cpu", lambda: False)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 4000 * GIB}))
+    monkeypatch.setenv("RANK", "0")
+    for visible, ranks, expected in ((None, 8, 2), (None, 4, 0), ("4,5,6,7", 4, 2), ("0,1,2,3", 4, 0)):
+        for name, value in (("WORLD_SIZE", ranks), ("LOCAL_WORLD_SIZE", ranks), ("CUDA_VISIBLE_DEVICES", visible)):
+            monkeypatch.delenv(name, raising=False)
+            if value is not None:
+                monkeypatch.setenv(name, str(value))
+        status, out = ran(capsys, settings_in(place, "qwen2_5_7B_node", dry_run=True))
+        assert status == expected, out
+        assert ("problem: engine.devices='4,5,6,7': GPU 4, 5, 6, 7 of this machine would train" in out) == bool(
+            expected
+        )
+    # Without torchrun the plan says how many to start, and the numbers of the ranks begin at 0.
+    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    words = ["engine.devices=0"]
+    assert (
+        "problem: engine.devices='0': "
+        in ran(capsys, settings_in(place, "qwen2_5_7B_node", words=words, dry_run=True))[1]
+    )
+
+
 def test_a_plan_needs_config_json_alone_and_lists_what_a_start_lacks(place, tmp_path, capsys):
     cfg = settings_in(place, "qwen2_5_7B_full", dry_run=True)
     cfg.model_dir = str(write_config(tmp_path, "Qwen2.5-7B-Instruct"))

@@ -1,10 +1,13 @@
 """Ranks on several machines, which are processes here that take themselves for such: folders that not all see, weights that
 differ, control messages that do not need the GPU's backend, and settings that no ranks fit."""
 
+import ast
 import json
 import os
 import socket
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ import torch.distributed as dist
 from checkpoint_runs import fork, make_source
 from torchtune import training
 
+from torchtune_ext.policy.builder import _mesh
 from torchtune_ext.training import machines
 from torchtune_ext.training.distributed import Ranks, RanksConfig, close_ranks, init_ranks, local_device, reduce
 from torchtune_ext.training.outcome import gathered
@@ -130,18 +134,80 @@ def test_control_messages_do_not_need_the_backend_of_the_gpus(across, monkeypatc
     assert across(action) == [[{"rank": 0}, True, False, [0, 1, 2], {"a": 3.0, "b": 3.0}]] * 3
 
 
-def test_every_rank_counts_the_same_collectives_of_a_mesh(across):
-    from torch.distributed.device_mesh import init_device_mesh
-
+def test_every_rank_counts_the_same_collectives_of_a_mesh_and_gives_them_the_time_of_the_run(across):
     def action():
-        init_ranks("cpu")
-        mesh = init_device_mesh("cpu", (3, 1), mesh_dim_names=("copies", "shards"))
+        ranks = init_ranks("cpu", RanksConfig(shard_within=1), wait_s=5000.0)
+        mesh = _mesh(ranks.device, ranks.world_size, ranks.shards)
+        assert mesh.mesh.tolist() == [[0], [1], [2]] and mesh.mesh_dim_names == ("copies", "shards")
         begun = collectives_begun()
         for dim in (0, 1):
             dist.all_reduce(torch.ones(1), group=mesh.get_group(dim))
-        return collectives_begun() - begun
+        groups = [dist.group.WORLD, mesh.get_group("copies"), mesh.get_group("shards")]
+        limits = [group._get_backend(ranks.device).options._timeout.total_seconds() for group in groups]
+        return [collectives_begun() - begun, *limits]
 
-    assert across(action) == [2, 2, 2], "also those in groups of a part of the ranks"
+    # Ten minutes more than the watch waits, which has the better message.
+    assert across(action) == [[2, 5600.0, 5600.0, 5600.0]] * 3, "also groups of a part of the ranks"
+
+
+def test_a_group_without_its_backend_does_not_cost_the_beat(monkeypatch):
+    class Group:
+        _device_types = [torch.device("cpu"), torch.device("cuda")]
+
+        def _get_backend(self, device):
+            if device.type == "cuda":
+                raise RuntimeError("Could not retrieve or create the backend 2 for device type cuda.")
+            return self
+
+        def _get_sequence_number_for_group(self):
+            return 7
+
+    monkeypatch.setattr(dist.distributed_c10d, "_world", SimpleNamespace(pg_map={Group(): None, Group(): None}))
+    assert collectives_begun() == 14
+
+
+def test_while_rank_0_does_something_alone_the_others_sleep(across, tmp_path):
+    done = tmp_path / "done"
+
+    def action():
+        ranks = init_ranks("cpu")
+        ranks.from_main("first", lambda: None)
+
+        def make():
+            assert ranks.watch._phase == "wait for the engine"
+            time.sleep(1.0)
+            done.touch()
+            return 1.5
+
+        busy = time.process_time()
+        found = ranks.from_main("wait for the engine", make)
+        return [found, done.exists(), time.process_time() - busy < 0.5, ranks.watch._phase]
+
+    assert across(action) == [[1.5, True, True, ""]] * 3
+
+
+def test_what_rank_0_says_no_to_is_said_on_every_rank(across):
+    def action():
+        ranks = init_ranks("cpu")
+
+        def make():
+            raise ValueError("the server holds another model")
+
+        return ranks.from_main("wait for the engine", make)
+
+    assert across(action) == ["error: the server holds another model"] * 3
+
+
+def test_the_ranks_of_a_run_wait_for_its_engine_together():
+    """In the first publication the others would wait, too, but over NCCL, with GPU and core busy."""
+    tree = ast.parse((Path(__file__).parents[3] / "recipes/grpo.py").read_text())
+
+    def calls(root, name):
+        named = [node for node in ast.walk(root) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+        return [node for node in named if node.func.attr == name]
+
+    together = [each for call in calls(tree, "from_main") for each in calls(call, "wait_ready")]
+    assert together == calls(tree, "wait_ready") != []
 
 
 @pytest.mark.parametrize(
@@ -196,8 +262,9 @@ def test_ranks_are_named_by_machine():
 @pytest.fixture
 def environ(monkeypatch):
     def of(**values):
-        for name in ("GLOO_SOCKET_IFNAME", "LOCAL_WORLD_SIZE"):
-            monkeypatch.delenv(name, raising=False)
+        for name in ("GLOO_SOCKET_IFNAME", "LOCAL_WORLD_SIZE", machines.CHOSEN):
+            monkeypatch.setenv(name, "")  # so that what is set below is forgotten at the end
+            monkeypatch.delenv(name)
         for name, value in {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", **values}.items():
             monkeypatch.setenv(name, value)
         machines.choose_interface()
@@ -209,7 +276,8 @@ def environ(monkeypatch):
 def test_gloo_listens_where_the_other_machines_are(environ, monkeypatch):
     assert environ(LOCAL_WORLD_SIZE="4", MASTER_ADDR="10.0.0.1") == "lo", "all ranks are here"
     assert environ() == "lo", "nobody said how many are here, but no other machine could find rank 0"
-    assert environ(LOCAL_WORLD_SIZE="2", GLOO_SOCKET_IFNAME="ib0") == "ib0"
+    assert os.environ[machines.CHOSEN] == "lo", "processes that this one starts know that it is no setting of the user"
+    assert environ(LOCAL_WORLD_SIZE="2", GLOO_SOCKET_IFNAME="ib0") == "ib0" and machines.CHOSEN not in os.environ
     leads = {"10.0.0.1": "eth1", machines.ELSEWHERE: "eth0"}
     monkeypatch.setattr(machines, "interface_to", leads.get)
     assert environ(LOCAL_WORLD_SIZE="2", MASTER_ADDR="10.0.0.1") == "eth1"

@@ -15,7 +15,7 @@ from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.training.plan.advice import advice
 from torchtune_ext.training.plan.disk import disk_need
 from torchtune_ext.training.plan.engine import CONTEXT, GRAPHS, engine_need
-from torchtune_ext.training.plan.machine import Machine, asked_machine, main_memory, this_machine
+from torchtune_ext.training.plan.machine import Machine, asked_machine
 from torchtune_ext.training.plan.plan import Plan, Settings, trainers_of
 from torchtune_ext.training.plan.table import plan_table, three, verdict
 from torchtune_ext.training.state import CheckpointConfig
@@ -40,69 +40,6 @@ def planned(sizes, machine, engine=OWN, trainers=None, **changes):
 
 
 # -- machines -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("text", ["4x80", "4 x 80 GB", "4X80gb", "4 x 80"])
-def test_a_machine_is_asked_for(text):
-    machine = asked_machine(text)
-    assert machine.gpus == 4 and not machine.here and machine.host_bytes is None
-    assert 78 < machine.gpu_bytes / GIB < 80  # a card that is sold as 80 GB has a little less than 80 GiB
-    assert str(machine) == "4 x 80 GB (78.8 GiB each)"
-
-
-def test_a_cpu_is_asked_for():
-    machine = asked_machine("CPU, 4 GB")
-    assert machine.gpus == 0 and machine.host_bytes == 4 * GIB
-
-
-@pytest.mark.parametrize("text", ["2x8x80", "2 x 8 x 80 GB", "2 nodes of 8 x 80 GB", "2 NODES of 8x80"])
-def test_two_nodes_are_asked_for(text):
-    machine = asked_machine(text)
-    assert (machine.nodes, machine.gpus, machine.all_gpus, machine.serving) == (2, 8, 16, None)
-    assert str(machine) == "2 nodes of 8 x 80 GB (78.8 GiB each)"
-
-
-@pytest.mark.parametrize("text", ["8x80+2x4x40", "8 x 80 GB + 2 nodes of 4 x 40 GB that serve"])
-def test_gpus_that_serve_elsewhere_are_asked_for(text):
-    machine = asked_machine(text)
-    assert (machine.nodes, machine.all_gpus, machine.serving) == (1, 8, asked_machine("2x4x40"))
-    assert machine.name == "8 x 80 GB + 2 nodes of 4 x 40 GB that serve"
-
-
-@pytest.mark.parametrize("text", ["8x80+", "+8x80", "8x80+8x80+8x80", "8x80+CPU 8", "CPU 8+8x80", "0x8x80", "2 nodes"])
-def test_half_a_machine_is_refused(text):
-    with pytest.raises(ValueError, match="is neither True nor a machine"):
-        asked_machine(text)
-
-
-@pytest.mark.parametrize("text", ["yes", "4", 4, "80x", "x80", "0x80", "4x0", "4x80x2", "-1x80", [4, 80]])
-def test_what_is_no_machine_is_refused_by_its_name(text):
-    with pytest.raises(ValueError, match="dry_run=.* is neither True nor a machine: 4x80 asks for 4 GPUs of 80 GB"):
-        asked_machine(text)
-
-
-def test_main_memory_is_what_is_free_within_the_limits_of_cgroups(tmp_path):
-    proc, two = tmp_path / "proc", tmp_path / "sys/fs/cgroup"
-    (proc / "self").mkdir(parents=True)
-    (two / "a/b").mkdir(parents=True)
-    assert main_memory(tmp_path) is None
-    (proc / "meminfo").write_text("MemTotal:       9000 kB\nMemAvailable:   8000 kB\n")
-    assert main_memory(tmp_path) == 8000 * 1024
-    (proc / "self/cgroup").write_text("0::/a/b\n")
-    (two / "a/b/memory.max").write_text("max\n")
-    assert main_memory(tmp_path) == 8000 * 1024
-    (two / "a/memory.max").write_text("5000\n")
-    assert main_memory(tmp_path) == 5000
-    # In a container the path of the host is not there.
-    (proc / "self/cgroup").write_text("4:cpu,memory:/docker/123\n1:name=systemd:/\n")
-    (two / "memory").mkdir()
-    (two / "memory/memory.limit_in_bytes").write_text("6000\n")
-    assert main_memory(tmp_path) == 6000
-
-
-def test_this_machine_has_main_memory():
-    machine = this_machine("cpu")
-    assert machine.here and machine.gpus == 0 and machine.host_bytes > GIB // 4
 
 
 @pytest.mark.parametrize(
@@ -203,6 +140,30 @@ def test_a_node_that_has_fewer_gpus_than_its_ranks_and_engines_need_does_not_fit
     assert idle.fits and "GPUs: 12 train, 2 sample (2 engines of 1), 2 idle" in plan_table(idle, "x")
 
 
+def test_rank_0_has_room_for_the_sender_where_servers_get_weights_by_nccl(seven):
+    name, largest = "sender of weights, on rank 0's GPU alone (allowance)", 2 * seven.largest
+    server = replace(OWN, devices=None, address="http://a:1")
+    # A context and NCCL's buffers; a pack of more than 1 GiB that is made of its tensors while another is on its way.
+    need = 2 * CONTEXT + 3 * (GIB + largest)
+    there, here = "http://a:1", "http://127.0.0.1:1"
+    expectations = [
+        ("nccl", there, need),
+        ("auto", there, need),
+        ("nccl", here, need),
+        ("auto", here, 0),
+        ("gloo", there, 0),
+    ]
+    for transfer, address, expected in expectations:
+        plan = planned(seven, "8x80+1x80", replace(server, transfer=transfer, address=address))
+        assert plan.device(8)[name] == plan.device(2)[name] == expected, (transfer, address)
+    assert planned(seven, "5x80").device(4)[name] == planned(seven, "4x80", None).device(4)[name] == 0
+    by_nccl, by_gloo = (planned(seven, "8x80+1x80", replace(server, transfer=way)) for way in ("nccl", "gloo"))
+    assert by_nccl.total() == by_gloo.total() + need and name in plan_table(by_nccl, "x")
+    adapters = seven.with_adapters()  # they are small: one pack, and its tensors
+    plan = planned(adapters, "8x80+1x80", server, publishes_all=False)
+    assert plan.device(8)[name] == 2 * CONTEXT + 2 * 2 * adapters.trained
+
+
 # -- sharding inside a node ---------------------------------------------------------------------------------------------
 
 
@@ -223,6 +184,31 @@ def test_sharding_inside_a_node_costs_memory_and_may_be_given_up(seven):
     assert inside.total() > all_.total() and not inside.fits and all_.fits
     changes = {change.words: change.enough for change in advice(inside)}
     assert changes["ranks.shard_within=null"] and not any("GPUs that train" in words for words in changes)
+
+
+@pytest.mark.parametrize(
+    ("machine", "trainers", "within", "copies"),
+    [
+        ("8x80", 4, None, 1),
+        ("8x80", 4, 2, 2),  # two copies of the weights on the machine
+        ("8x80", 4, 8, 1),  # fewer ranks than would share a copy
+        ("2x8x80", 8, None, 0.5),  # half of one copy on each node
+        ("2x8x80", 8, 4, 1),
+        ("2x8x80", 8, 2, 2),
+    ],
+)
+def test_a_node_swaps_out_what_its_ranks_hold(seven, machine, trainers, within, copies):
+    plan = planned(seven, machine, trainers=trainers, shard_within=within, reference=True)
+    # Master weights and reference, 4 bytes each.
+    assert plan.host["reference and weights swapped out, float32"] == 8 * seven.total * copies
+
+
+def test_a_node_without_gpus_has_its_own_ranks_in_its_memory(seven):
+    engine, one = EngineConfig(max_model_len=4096), Machine(0, 0, 300 * GIB, "the main memory that is free here", True)
+    alone, two = (planned(seven, replace(one, nodes=nodes), engine, trainers=4, shard_within=2) for nodes in (1, 2))
+    assert alone.total() == 2 * two.total() and alone.main_memory - two.main_memory > two.total()
+    assert "of main memory of each node by number of ranks" in plan_table(two, "x")
+    assert two.host_fits and not alone.host_fits, "only the first node has the engine, and each has half of the ranks"
 
 
 def test_an_engine_on_a_cpu_has_the_cache_that_is_asked_for(seven):

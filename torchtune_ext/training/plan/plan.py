@@ -8,6 +8,7 @@ from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.training.plan.disk import DiskNeed, disk_need, file_in_memory
 from torchtune_ext.training.plan.engine import CONTEXT, GRAPHS, NCCL, EngineNeed, engine_count, engine_need
 from torchtune_ext.training.plan.machine import Machine
+from torchtune_ext.training.plan.sender import sender_bytes, sends_from_gpu
 from torchtune_ext.training.state import CheckpointConfig
 
 COLUMNS = (1, 2, 4, 8)  # numbers of training devices that the table shows in any case
@@ -77,6 +78,12 @@ class Settings:
         return 0 if self.engine is None else engine_count(self.engine)
 
     @property
+    def published_bytes(self) -> int:
+        """Bytes of what is published to an engine."""
+        sizes = self.sizes
+        return sizes.engine_bytes if self.publishes_all else sizes.dtype.itemsize * sizes.trained
+
+    @property
     def engine_gpus(self) -> int:
         """GPUs that only engines use, or servers."""
         return self.engines * self.engine.tensor_parallel_size if self.engine_place in ("own", "server") else 0
@@ -91,8 +98,8 @@ class Plan:
     trainers: int
 
     def device(self, trainers: int) -> dict[str, int]:
-        """Returns the bytes of each training GPU by name, allowances among them, for another number of them. On a CPU these are
-        the bytes of all ranks together."""
+        """Returns the bytes of each training GPU by name, allowances among them, for another number of them. Only
+        rank 0's has a sender. On a CPU these are the bytes of all ranks of a node together."""
         made = self.settings
         rows = trainer_rows(
             made.sizes,
@@ -103,16 +110,21 @@ class Plan:
             made.shard_within,
         )
         if not self.machine.gpus:
-            return {name: bytes_ * trainers for name, bytes_ in rows.items()}
+            return {name: bytes_ * self.on_node(trainers) for name, bytes_ in rows.items()}
         rows |= {
             f"fragmentation, {FRAGMENTATION:.0%} (allowance)": int(FRAGMENTATION * sum(rows.values())),
             "CUDA context (allowance)": CONTEXT,
             "NCCL (allowance)": NCCL if trainers > 1 else 0,
+            "sender of weights, on rank 0's GPU alone (allowance)": self._sender,
         }
         return rows | {"engine on the same GPU, beyond what is free then": self._beside(rows, trainers)}
 
+    def on_node(self, trainers: int) -> int:
+        """Returns how many of so many training devices are on one node."""
+        return -(-trainers // self.machine.nodes)
+
     def total(self, trainers: int | None = None) -> int:
-        """Returns the bytes of each training GPU, or of the ranks of a CPU together."""
+        """Returns the bytes of each training GPU, of rank 0's if they differ, or of the ranks of a node's CPU together."""
         return sum(self.device(trainers or self.trainers).values())
 
     @cached_property
@@ -139,25 +151,27 @@ class Plan:
     def host(self) -> dict[str, int]:
         """Bytes of main memory by name, of all processes of the machine, or of its first node."""
         made, sizes, gpus = self.settings, self.settings.sizes, self.machine.gpus
-        ranks = -(-self.trainers // self.machine.nodes)
-        published = sizes.engine_bytes if made.publishes_all else sizes.dtype.itemsize * sizes.trained
+        ranks = self.on_node(self.trainers)
+        shards = min(made.shard_within or self.trainers, self.trainers)
         processes = ranks * (2 if gpus else 1)
         if self.engine is not None and not self.serves_elsewhere:
             engines = on_one_node(self.machine, made)
             processes += engines * (1 + made.engine.tensor_parallel_size * (2 if gpus else 1))
+        # Each rank swaps its part of its copy of the weights.
+        swaps = made.reference and not sizes.frozen
         # Files of weights are mapped, not read as a whole: what Linux keeps of them it gives back when memory is short.
         return {
             "processes of ranks and engine (allowance)": processes * PROCESS,
-            "published weights in shared memory": published * (made.engine_place != "none"),
+            "published weights in shared memory": made.published_bytes * (made.engine_place != "none"),
             "weights of the engine while it sleeps": sizes.engine_bytes * (made.engine_place == "sleeps" and gpus > 0),
-            "reference and weights swapped out, float32": 8 * sizes.total * (made.reference and not sizes.frozen),
+            "reference and weights swapped out, float32": 8 * sizes.total * ranks // shards * swaps,
             "largest tensor on each rank, while weights are read": ranks * sizes.largest * (2 if gpus else 4),
             "a file of a checkpoint while it is put together": file_in_memory(sizes),
         }
 
     @property
     def main_memory(self) -> int:
-        """Bytes of main memory: where there are no GPUs, trainer and engine are in it, too."""
+        """Bytes of main memory of the first node: where there are no GPUs, trainer and engine are in it, too."""
         host = sum(self.host.values())
         if self.machine.gpus:
             return host
@@ -191,7 +205,7 @@ class Plan:
         machine, made = self.machine, self.settings
         if not machine.gpus:
             return True
-        ranks = -(-self.trainers // machine.nodes)
+        ranks = self.on_node(self.trainers)
         if machine.here:
             # Of the GPUs here, an engine on GPUs of its own may see others than the trainer.
             return (ranks if made.engine_place == "own" else -(-self.gpus // machine.nodes)) <= machine.gpus
@@ -232,6 +246,14 @@ class Plan:
     def fits(self) -> bool:
         """Says whether the run has what it needs."""
         return self.gpus_fit and self.training_fits and self.engine_fits and self.host_fits and self.disk_fits
+
+    @property
+    def _sender(self) -> int:
+        """Bytes of the process that sends weights to servers, where it does so from a GPU."""
+        made = self.settings
+        if made.engine is None or not sends_from_gpu(made.engine):
+            return 0
+        return sender_bytes(made.published_bytes, made.sizes.dtype.itemsize * made.sizes.largest)
 
     def _beside(self, rows: dict[str, int], trainers: int) -> int:
         """Returns by how much an engine on the same GPU raises the peak of the trainer, whose rows are given."""

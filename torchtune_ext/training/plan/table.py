@@ -30,7 +30,8 @@ def plan_table(plan: Plan, name: str) -> str:
     numbers = sorted({*COLUMNS, plan.trainers})
     columns = [plan.device(n) for n in numbers]
     unit, unit_name = (GIB, "GiB") if plan.total() >= GIB else (MIB, "MiB")
-    where = "on each training GPU by their number" if plan.machine.gpus else "of main memory by number of ranks"
+    each = " of each node" if plan.machine.nodes > 1 else ""
+    where = "on each training GPU by their number" if plan.machine.gpus else f"of main memory{each} by number of ranks"
     lines += _rows(
         f"{unit_name} {where} ([{plan.trainers}] is planned)",
         [f"[{n}]" if n == plan.trainers else str(n) for n in numbers],

@@ -1,0 +1,69 @@
+"""The machine that a run is planned for: asked for by a name, or this one."""
+
+import pytest
+
+from torchtune_ext.policy.memory import GIB
+from torchtune_ext.training.plan.machine import asked_machine, main_memory, this_machine
+
+
+@pytest.mark.parametrize("text", ["4x80", "4 x 80 GB", "4X80gb", "4 x 80"])
+def test_a_machine_is_asked_for(text):
+    machine = asked_machine(text)
+    assert machine.gpus == 4 and not machine.here and machine.host_bytes is None
+    assert 78 < machine.gpu_bytes / GIB < 80  # a card that is sold as 80 GB has a little less than 80 GiB
+    assert str(machine) == "4 x 80 GB (78.8 GiB each)"
+
+
+def test_a_cpu_is_asked_for():
+    machine = asked_machine("CPU, 4 GB")
+    assert machine.gpus == 0 and machine.host_bytes == 4 * GIB
+
+
+@pytest.mark.parametrize("text", ["2x8x80", "2 x 8 x 80 GB", "2 nodes of 8 x 80 GB", "2 NODES of 8x80"])
+def test_two_nodes_are_asked_for(text):
+    machine = asked_machine(text)
+    assert (machine.nodes, machine.gpus, machine.all_gpus, machine.serving) == (2, 8, 16, None)
+    assert str(machine) == "2 nodes of 8 x 80 GB (78.8 GiB each)"
+
+
+@pytest.mark.parametrize("text", ["8x80+2x4x40", "8 x 80 GB + 2 nodes of 4 x 40 GB that serve"])
+def test_gpus_that_serve_elsewhere_are_asked_for(text):
+    machine = asked_machine(text)
+    assert (machine.nodes, machine.all_gpus, machine.serving) == (1, 8, asked_machine("2x4x40"))
+    assert machine.name == "8 x 80 GB + 2 nodes of 4 x 40 GB that serve"
+
+
+@pytest.mark.parametrize("text", ["8x80+", "+8x80", "8x80+8x80+8x80", "8x80+CPU 8", "CPU 8+8x80", "0x8x80", "2 nodes"])
+def test_half_a_machine_is_refused(text):
+    with pytest.raises(ValueError, match="is neither True nor a machine"):
+        asked_machine(text)
+
+
+@pytest.mark.parametrize("text", ["yes", "4", 4, "80x", "x80", "0x80", "4x0", "4x80x2", "-1x80", [4, 80]])
+def test_what_is_no_machine_is_refused_by_its_name(text):
+    with pytest.raises(ValueError, match="dry_run=.* is neither True nor a machine: 4x80 asks for 4 GPUs of 80 GB"):
+        asked_machine(text)
+
+
+def test_main_memory_is_what_is_free_within_the_limits_of_cgroups(tmp_path):
+    proc, two = tmp_path / "proc", tmp_path / "sys/fs/cgroup"
+    (proc / "self").mkdir(parents=True)
+    (two / "a/b").mkdir(parents=True)
+    assert main_memory(tmp_path) is None
+    (proc / "meminfo").write_text("MemTotal:       9000 kB\nMemAvailable:   8000 kB\n")
+    assert main_memory(tmp_path) == 8000 * 1024
+    (proc / "self/cgroup").write_text("0::/a/b\n")
+    (two / "a/b/memory.max").write_text("max\n")
+    assert main_memory(tmp_path) == 8000 * 1024
+    (two / "a/memory.max").write_text("5000\n")
+    assert main_memory(tmp_path) == 5000
+    # In a container the path of the host is not there.
+    (proc / "self/cgroup").write_text("4:cpu,memory:/docker/123\n1:name=systemd:/\n")
+    (two / "memory").mkdir()
+    (two / "memory/memory.limit_in_bytes").write_text("6000\n")
+    assert main_memory(tmp_path) == 6000
+
+
+def test_this_machine_has_main_memory():
+    machine = this_machine("cpu")
+    assert machine.here and machine.gpus == 0 and machine.host_bytes > GIB // 4
