@@ -27,7 +27,8 @@ def one_machine() -> dict[str, str]:
     """
     for name, value in ONE_MACHINE.items():
         theirs = os.environ.get(name, value)
-        if theirs != value:
+        # A run on several machines chooses an interface itself (training/machines.py).
+        if theirs not in (value, os.environ.get(f"TORCHTUNE_EXT_{name}")):
             log.warning(
                 "%s=%s holds for the trainer only: the engine stays on this machine, with %s=%s",
                 *(name, theirs, name, value),

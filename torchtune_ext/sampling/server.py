@@ -147,7 +147,8 @@ class ServerCore:
 
     def how(self) -> str:
         """Returns the command that starts the server right."""
-        return shown_command(*server_command(self._model, self.config))
+        command = shown_command(*server_command(self._model, self.config))
+        return f"torchtune-ext serve --config CONFIG, with the config and the settings of this run; in full: {command}"
 
     async def _check_guard(self) -> None:
         """Raises ValueError when the server does not ask for a key, so that others come in, too; CoreLost."""

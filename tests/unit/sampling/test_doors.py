@@ -12,6 +12,7 @@ from torchtune_ext.sampling import core, doors  # noqa: E402
 from torchtune_ext.sampling.doors import KEY_VARIABLE, ONE_MACHINE, KeyGuard  # noqa: E402
 from torchtune_ext.sampling.records import EngineConfig  # noqa: E402
 from torchtune_ext.sampling.server import ServerCore, server_command  # noqa: E402
+from torchtune_ext.training import machines  # noqa: E402
 
 KEY = "0123456789abcdef-the-right-key"
 
@@ -192,7 +193,9 @@ def test_a_server_that_is_not_ready_is_waited_for():
 def test_settings_of_the_trainers_network_stay_with_the_trainer(monkeypatch, tmp_path, caplog):
     """Those of a run over several machines would send the engine's sockets there."""
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # says the same: nothing to warn of
+    # A run on several machines has chosen it, and not the user: nothing to warn of.
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    monkeypatch.setenv(machines.CHOSEN, "eth0")
     started = []
     monkeypatch.setattr(core, "CoreProcess", lambda environ, log: started.append(environ))
     core.LocalCore("model", EngineConfig(), tmp_path / "engine.log", str(tmp_path), lambda step: None)
