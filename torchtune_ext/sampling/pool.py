@@ -88,7 +88,7 @@ class Pool:
         if lane.supervisor.closed:
             return
         if state is State.RETIRED and self.left and self._begun:
-            why = lane.supervisor.health.cause
+            why = lane.supervisor.health.cause.removeprefix(f"{lane.name} ")
             log.warning(
                 "%s is retired (%s); the run goes on with %d of %d", lane.name, why, len(self.left), len(self.lanes)
             )
