@@ -9,6 +9,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from itertools import count
 
 import psutil
 
@@ -16,7 +18,7 @@ from torchtune_ext.cluster.guard import adopt_orphans
 
 
 class RayCluster:
-    """A cluster with a head that carries no resource. Addresses are those of this machine."""
+    """A cluster with a head that carries no resource. Machines have addresses of their own, 127.0.0.2 and the following."""
 
     def __init__(self):
         # Not tmp_path: the names of Ray's sockets may have 107 characters.
@@ -38,10 +40,15 @@ class RayCluster:
                 return line.removeprefix("answer: ").strip()
         raise RuntimeError("the process of the cluster has ended")
 
-    def add(self, resource: str, count: int = 1) -> int:
+    def add(self, resource: str, number: int = 1) -> int:
         """Adds a machine that carries so much of the resource, "CPU" for instance. Returns the process id of its raylet."""
-        print(resource, count, file=self._process.stdin, flush=True)
+        print(resource, number, file=self._process.stdin, flush=True)
         return int(self._answer())
+
+    def lose(self, raylet: int) -> None:
+        """Kills a machine, if it is not dead yet, and waits until the head has noticed."""
+        print("lose", raylet, file=self._process.stdin, flush=True)
+        self._answer()
 
     def processes(self) -> list[psutil.Process]:
         """All processes that the cluster has started and that are alive, actors and what these started included."""
@@ -75,11 +82,21 @@ def serve(folder: str) -> None:
         initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, "temp_dir": folder}
     )
     print("answer:", cluster.address, flush=True)
+    raylets, addresses = {}, (f"127.0.0.{number}" for number in count(2))
     for line in sys.stdin:
-        resource, count = line.split()
-        has = {"num_cpus": int(count)} if resource == "CPU" else {"num_cpus": 0, "resources": {resource: int(count)}}
-        node = cluster.add_node(**has, temp_dir=folder)
-        print("answer:", node.all_processes["raylet"][0].process.pid, flush=True)
+        word, number = line.split()
+        if word == "lose":
+            node = raylets.pop(int(number))
+            cluster.remove_node(node, allow_graceful=False)
+            while node.node_id in cluster.global_state.total_resources_per_node():
+                time.sleep(0.1)
+            print("answer:", "lost", flush=True)
+            continue
+        has = {"num_cpus": int(number)} if word == "CPU" else {"num_cpus": 0, "resources": {word: int(number)}}
+        node = cluster.add_node(**has, temp_dir=folder, node_ip_address=next(addresses))
+        pid = node.all_processes["raylet"][0].process.pid
+        raylets[pid] = node
+        print("answer:", pid, flush=True)
     cluster.shutdown()
 
 

@@ -35,7 +35,8 @@ ENDLESS = ["max_steps=4000", "checkpoints={every: 1, stop_grace_s: 2}"]
 
 @pytest.fixture(scope="module")
 def cluster():
-    """A cluster of two machines with a core each, so that a trainer and its server do not share one."""
+    """A cluster of two machines with a core each, so that a trainer and its server do not share one. They have different
+    addresses, so that the weights of all these runs travel over gloo."""
     cluster = RayCluster()
     try:
         cluster.raylets = [cluster.add("CPU"), cluster.add("CPU")]
@@ -167,10 +168,10 @@ def require_same(one, other):
 
 
 def test_one_command_ends_with_the_weights_of_a_run_without_ray(full_workplace, cluster):
-    status, said = ray(full_workplace, cluster, *APART, "output_dir=placed")
+    status, said = ray(full_workplace, cluster, "--train-cpus", "1", "--engine-cpus", "1", "output_dir=placed")
     assert status == 0, said
     assert f"ray:       {cluster.address}, 2 cores on 2 machines" in said
-    assert re.search(r"server 0:  http://127\.0\.0\.1:\d+ on .*, its log there: .*\.out\n", said), said
+    assert re.search(r"server 0:  http://127\.0\.0\.[23]:\d+ on 127\.0\.0\.[23], its log there: .*\.out\n", said), said
     assert "done:      3 of 3 steps" in said and said.count("engine:    ready after") == 1
     assert not of_runs(cluster)
     require_same(full_workplace / "reference", full_workplace / "placed")
@@ -182,6 +183,7 @@ def test_a_raylet_that_is_killed_ends_the_run_with_the_cause_and_leaves_a_checkp
     index = run.raylet_of(run.one("-m torchtune_ext run"))
     os.kill(cluster.raylets[index], signal.SIGKILL)
     status, said = run.ended()
+    cluster.lose(cluster.raylets[index])
     cluster.raylets[index] = cluster.add("CPU")
     assert status == 1 and "Traceback" not in said, said
     assert re.search(r"error: RuntimeError: the trainer on \S+ is lost: ", said), said
@@ -207,6 +209,7 @@ def test_a_raylet_of_the_server_that_is_killed_ends_the_run_and_it_goes_on_later
     assert index != run.raylet_of(run.one("-m torchtune_ext run"))
     os.kill(cluster.raylets[index], signal.SIGKILL)
     status, said = run.ended()
+    cluster.lose(cluster.raylets[index])
     cluster.raylets[index] = cluster.add("CPU")
     assert status == 1 and "Traceback" not in said, said
     assert re.search(r"error: RuntimeError: server 0 on \S+ is lost: ", said), said
@@ -261,12 +264,63 @@ def test_ranks_on_two_machines_are_those_of_one(full_workplace, cluster):
         runs.run(full_workplace, "grpo_full", "output_dir=two_ranks", ranks=2)
         require_same(full_workplace / "two_ranks", full_workplace / "two_machines")
     finally:
-        os.kill(raylet, signal.SIGKILL)
+        cluster.lose(raylet)
+
+
+@pytest.mark.long
+def test_a_run_waits_for_a_machine_that_joins_and_is_laid_out_on_it(full_workplace, cluster, tmp_path):
+    """Two ranks and their server beside them find no place on two machines of a core each."""
+    out, raylet = tmp_path / "said.txt", None
+    asked = ["--servers", "beside", "--train-cpus", "1", "--engine-cpus", "1", "--wait", "200", "output_dir=joined"]
+    with out.open("w") as file:
+        run = subprocess.Popen(
+            words(cluster, *asked), cwd=full_workplace, env=environment(), stdout=file, stderr=subprocess.STDOUT
+        )
+    try:
+        wait_until(lambda: "2 cores on 2 machines" in out.read_text(), 60.0)
+        raylet = cluster.add("CPU", 2)
+        assert run.wait(200) == 0, out.read_text()
+    finally:
+        run.kill()
+        run.wait()
+        if raylet:
+            cluster.lose(raylet)
+    said = out.read_text()
+    assert "4 cores on 3 machines" in said and re.search(r"server 0:  http://127\.0\.0\.1:\d+ on 127", said), said
+    require_same(full_workplace / "reference", full_workplace / "joined")
+
+
+@pytest.mark.long
+def test_a_server_that_ends_before_the_run_has_begun_ends_it_at_once(full_workplace, cluster):
+    raylet = cluster.add("CPU")
+    asked = ["--train-cpus", "1", "--engine-cpus", "2", *ENDLESS, "output_dir=begun"]
+    out = (full_workplace / "begun.txt").open("w+")
+    run = subprocess.Popen(words(cluster, *asked), cwd=full_workplace, env=environment(), stdout=out, stderr=out)
+    try:
+        found = []
+
+        def serves():
+            found[:] = [each for each in of_runs(cluster) if "-m vllm" in " ".join(each.cmdline()[:5])]
+            return found
+
+        wait_until(serves, 100.0)
+        found[0].kill()
+        assert run.wait(60) == 1
+        out.seek(0)
+        said = out.read()
+        assert re.search(r"error: RuntimeError: server [01] on \S+ ended with status 137", said), said
+    finally:
+        run.kill()
+        run.wait()
+        out.close()
+        cluster.lose(raylet)
+        wait_until(lambda: not of_runs(cluster), 60.0)
 
 
 @pytest.mark.long
 def test_cores_that_are_in_use_or_on_several_machines_are_told(full_workplace, cluster):
-    status, said = ray(full_workplace, cluster, "--train-cpus", "1", "--engine-cpus", "1", "output_dir=nowhere")
+    beside = ["--servers", "beside", "--train-cpus", "1", "--engine-cpus", "1", "output_dir=nowhere"]
+    status, said = ray(full_workplace, cluster, *beside)
     assert status == 2 and "2 of the cores have to be on one machine: the trainer's 1 and beside them" in said, said
     code = f"""
 import ray, time

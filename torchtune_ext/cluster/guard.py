@@ -24,6 +24,9 @@ from torchtune_ext.sampling import janitor
 
 PR_SET_CHILD_SUBREAPER = 36  # <sys/prctl.h>
 LOOK_S = 0.1  # seconds between two looks at the command
+GIVE_UP_S = (
+    10.0  # seconds after which a child that SIGKILL does not end, in a call to a dead disk for instance, is left alone
+)
 REST_S = 3.0  # seconds that a resource tracker of Python's has to remove the shared memory of those that were killed
 NEVER = float("inf")
 
@@ -54,9 +57,9 @@ def children() -> dict[int, bool]:
 
 def bury(patience_s: float) -> None:
     """Kills all children, and theirs, which become ours as they are orphaned; trackers only after `patience_s`."""
-    give_up_at = time.monotonic() + patience_s
-    while left := children():
-        late = time.monotonic() > give_up_at
+    begun_at = time.monotonic()
+    while (left := children()) and time.monotonic() < begun_at + patience_s + GIVE_UP_S:
+        late = time.monotonic() > begun_at + patience_s
         for pid, tracker in left.items():
             if late or not tracker:
                 os.kill(pid, signal.SIGKILL)

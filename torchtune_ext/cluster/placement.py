@@ -19,8 +19,9 @@ class Asked:
     ranks: int  # of the trainer, each with one GPU or core
     servers: int
     each: int = 1  # GPUs or cores of a server
-    # whether the servers have to be on the machine of rank 0: their weights travel through its memory
-    beside: bool = True
+    # Where the servers are: "beside" rank 0, through whose memory the weights then travel; "anywhere"; or "auto", which is
+    # beside it if the trainer needs no further machine for that.
+    where: str = "auto"
 
     @property
     def resource(self) -> str:
@@ -49,26 +50,51 @@ class Layout:
     machines: int  # the trainer's; the bundle of machine i is bundle i
     ranks: int  # on each of these
 
+    @property
+    def serves_anywhere(self) -> bool:
+        """Whether each server is a bundle, and not in the first one."""
+        return len(self.amounts) > self.machines
+
     def bundle_of_server(self, number: int) -> int:
         """Returns which bundle the server with this number, from 0, is in."""
-        return min(self.machines + number, len(self.amounts) - 1) if len(self.amounts) > self.machines else 0
+        return self.machines + number if self.serves_anywhere else 0
 
 
 def layout(asked: Asked, there: Sequence[Machine]) -> Layout:
-    """Lays the trainer out on as few machines as hold it, with equally many ranks on each.
+    """Lays the trainer out on as few machines as hold it, with equally many ranks on each, and the servers where it was asked.
 
-    Where no number of machines does, the layout is one for a single machine: `why_never` says what is missing.
+    Where no layout can be held, this is one whose largest bundle fits, as far as there is one: the cluster may grow, and
+    `why_never` says what is missing.
     """
-    beside = asked.servers * asked.each if asked.beside else 0
+    beside = {"beside": [True], "anywhere": [False], "auto": [True, False]}[asked.where]
+    tried = [_on(asked, m, at) for m in range(1, asked.ranks + 1) if asked.ranks % m == 0 for at in beside]
     largest = max((machine.total for machine in there), default=0)
-    for machines in range(1, asked.ranks + 1):
-        if asked.ranks % machines == 0 and asked.ranks // machines + beside <= largest and machines <= len(there):
-            break
-    else:
-        machines = 1
+    held = next((made for made in tried if holds(made, there)), None)
+    return held or next((made for made in tried if max(made.amounts) <= largest), tried[0])
+
+
+def _on(asked: Asked, machines: int, beside: bool) -> Layout:
     ranks = asked.ranks // machines
-    servers = () if asked.beside else (asked.each,) * asked.servers
-    return Layout((ranks + beside, *(ranks,) * (machines - 1), *servers), machines, ranks)
+    first = asked.servers * asked.each if beside else 0
+    servers = () if beside else (asked.each,) * asked.servers
+    return Layout((ranks + first, *(ranks,) * (machines - 1), *servers), machines, ranks)
+
+
+def holds(made: Layout, there: Sequence[Machine]) -> bool:
+    """Returns whether the machines can hold all bundles, the trainer's on different ones, whoever uses them now."""
+    first, share, server = made.amounts[0], made.ranks, made.amounts[-1]
+    servers = len(made.amounts) - made.machines
+    totals = [machine.total for machine in there]
+    # Machines of the same size are as good as each other for the first bundle.
+    for place in {total: i for i, total in enumerate(totals) if total >= first}.values():
+        others = totals[:place] + totals[place + 1 :]
+        room = (totals[place] - first) // server + sum(total // server for total in others)
+        # The other ranks go where they take the place of the fewest servers.
+        taken = sorted(total // server - (total - share) // server for total in others if total >= share)
+        shares = made.machines - 1
+        if len(taken) >= shares and room - sum(taken[:shares]) >= servers:
+            return True
+    return False
 
 
 def there_is(asked: Asked, there: Sequence[Machine]) -> str:
@@ -85,15 +111,22 @@ def there_is(asked: Asked, there: Sequence[Machine]) -> str:
 def why_never(asked: Asked, made: Layout, there: Sequence[Machine]) -> str | None:
     """Returns why the cluster can never hold the bundles, whoever else uses it, or None where it may be able to."""
     what = KINDS[asked.kind][1]
+    if holds(made, there):
+        return None
     if sum(made.amounts) > sum(machine.total for machine in there):
         return f"{sum(made.amounts)} {what} are asked for"
-    if max(made.amounts) <= max(machine.total for machine in there):
-        return None
-    if not asked.beside:
-        return f"{max(made.amounts)} of the {what} have to be on one machine"
+    largest = max(made.amounts)
+    if largest <= max(machine.total for machine in there):
+        parts = ", ".join(map(str, made.amounts))
+        return (
+            f"no place for parts of {parts} {what}: each has to be on one machine, and the trainer's, equally many ranks in "
+            "each, on different ones"
+        )
+    if made.serves_anywhere:
+        return f"{largest} of the {what} have to be on one machine"
     return (
-        f"{max(made.amounts)} of the {what} have to be on one machine: the trainer's {made.ranks} and beside them the servers' "
-        f"{made.amounts[0] - made.ranks}, since the weights travel through the memory of that machine"
+        f"{largest} of the {what} have to be on one machine: the trainer's {made.ranks} and beside them the servers' "
+        f"{largest - made.ranks}, since with --servers {asked.where} the weights travel through the memory of that machine"
     )
 
 

@@ -17,7 +17,7 @@ from torchtune_ext.cluster.member import Member, Plan, host_title, launch
 from torchtune_ext.cluster.placement import Layout, Machine, layout, there_is, why_never
 from torchtune_ext.cluster.serving import engine_words, route, server_words
 from torchtune_ext.cluster.version import version
-from torchtune_ext.run.output import attempt, labelled, say
+from torchtune_ext.run.output import ENGINE_READY, attempt, labelled, say
 from torchtune_ext.run.stop import NAMES
 from torchtune_ext.sampling.doors import KEY_VARIABLE
 from torchtune_ext.tasks.measured.ray_connect import short
@@ -46,6 +46,8 @@ class Together:
         self.ray, self.plan, self.address, self.out, self.err = ray, plan, address, out, err
         self.trainers: list[Member] = []  # on each machine; rank 0 is with the first one
         self.servers: list[Member] = []
+        self._group: Any = None  # Ray's placement group
+        self._began = False  # whether the trainer has found all its servers
         self.cause = ""  # why the run is ended before its time, other than by a signal
         self._signals: list[int] = []
         self._told = 0  # of the signals
@@ -64,20 +66,17 @@ class Together:
             HeadLost: the head of the cluster was lost.
         """
         with self._asking_the_head(), self._hearing():
-            machines = self._machines()
-            made = layout(self.plan.asked, machines)
-            self._say(labelled([("ray", f"{self.address}, {there_is(self.plan.asked, machines)}")]))
-            group = self._place(made, machines)
-            if group is None:
-                return 128 + self._signals[0]
             try:
-                self._make(group, made, machines)
+                made = self._place()
+                if made is None:
+                    return 128 + self._signals[0]
+                self._make(made)
                 self._start(made)
                 self._follow()
             finally:
                 self._end_all()
                 if not self._head_is_lost:
-                    self.ray.util.remove_placement_group(group)
+                    self._remove_group()
         if self.cause:
             raise (HeadLost if self._head_is_lost else RuntimeError)(self.cause)
         status = next((member.status for member in self.trainers if member.status), 0)
@@ -129,51 +128,75 @@ class Together:
     def _head_is_lost(self) -> bool:
         return time.monotonic() > self._head_at + HEAD_S
 
-    def _place(self, made: Layout, machines: Sequence[Machine]) -> Any:
-        """Returns the placement group, or None where a signal came first.
+    def _place(self) -> Layout | None:
+        """Waits for a place in the cluster and returns its layout, or None where a signal came first. If the run fits no
+        machines that there are, it is laid out anew whenever others join.
 
         Raises:
             ValueError: the cluster has too little, or it is in use.
         """
-        plan, resource = self.plan, self.plan.asked.resource
-        never = why_never(plan.asked, made, machines)
-        if never and not plan.waits_for_machines:
-            raise ValueError(
-                f"{plan.asked.words()}: {never}, and the Ray cluster at {self.address} has {there_is(plan.asked, machines)}; "
-                "ask for less, add machines, or give it --wait SECONDS to grow"
-            )
-        bundles = [{resource: amount} for amount in made.amounts]
-        group = self.ray.util.placement_group(bundles, strategy="PACK")
+        plan, asked, made, seen = self.plan, self.plan.asked, None, None
         give_up_at = time.monotonic() + plan.wait_s
-        while not group.wait(min(1.0, plan.wait_s)):
-            if self._signals or time.monotonic() > give_up_at:
-                self.ray.util.remove_placement_group(group)
-                if self._signals:
-                    return None
-                free = int(self.ray.available_resources().get(resource, 0))
+        while True:
+            machines = self._machines()
+            there = there_is(asked, machines)
+            if there != seen:
+                self._say(labelled([("ray", f"{self.address}, {there}")]))
+                seen = there
+            if made is None or why_never(asked, made, machines):
+                anew = layout(asked, machines)
+                never = why_never(asked, anew, machines)
+                if never and not plan.waits_for_machines:
+                    raise ValueError(
+                        f"{asked.words()}: {never}, and the Ray cluster at {self.address} has {there}; "
+                        "ask for less, add machines, or give it --wait SECONDS to grow"
+                    )
+                if anew != made:
+                    # A cluster that grows by itself sees from the group what is missing.
+                    self._remove_group()
+                    self._group = self.ray.util.placement_group(
+                        [{asked.resource: amount} for amount in anew.amounts], strategy="PACK"
+                    )
+                    made = anew
+            if self._group.wait(min(1.0, plan.wait_s)):
+                return made
+            if self._signals:
+                return None
+            if time.monotonic() > give_up_at:
+                free = int(self.ray.available_resources().get(asked.resource, 0))
+                never = why_never(asked, made, machines)
                 raise ValueError(
-                    f"{plan.asked.words()}: no place within {plan.wait_s:g} s. The Ray cluster at {self.address} has "
-                    f"{there_is(plan.asked, self._machines())}, of which {free} are free; wait longer with --wait SECONDS, or "
-                    "see with `ray status` who has them"
+                    f"{asked.words()}: no place within {plan.wait_s:g} s{f' ({never})' if never else ''}. The Ray cluster at "
+                    f"{self.address} has {there}, of which {free} are free; wait longer with --wait SECONDS, or see with "
+                    "`ray status` who has them"
                 )
-        return group
 
-    def _make(self, group: Any, made: Layout, machines: Sequence[Machine]) -> None:
+    def _remove_group(self) -> None:
+        if self._group is not None:
+            self.ray.util.remove_placement_group(self._group)
+            self._group = None
+
+    def _make(self, made: Layout) -> None:
         """Starts an actor for each command, and asks each what its machine has.
 
         Raises:
             ValueError: a machine cannot run its part.
+            RuntimeError: a machine is gone.
         """
-        plan, several = self.plan, made.machines > 1
+        plan, group, several = self.plan, self._group, made.machines > 1
         # By value: a machine with another version of torchtune_ext must be able to say so.
         self.ray.cloudpickle.register_pickle_by_value(keeper)
         actor = self.ray.remote(keeper.Keeper)
         where = self.ray.util.placement_group_table(group)["bundles_to_node_id"]
-        known = {machine.name: machine for machine in [*machines, *self._machines()]}
+        # A machine that has just joined has a place before the head was asked for it again.
+        self._nodes = self.ray.nodes()
+        known = {machine.name: machine for machine in self._machines()}
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         def member(title: str, bundle: int, amount: int) -> Member:
-            machine = known[where[bundle]]
+            machine = known.get(where[bundle])
+            if machine is None:
+                raise RuntimeError(f"the machine of {title} has left the cluster before the run began; start it again")
             options = {"num_gpus": amount, "num_cpus": 0} if plan.asked.kind == "gpus" else {"num_cpus": amount}
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
             made_one = actor.options(scheduling_strategy=strategy, max_restarts=0, **options).remote()
@@ -251,6 +274,9 @@ class Together:
             gone = [each for each in self.servers if not each.runs]
             if lost or (running and len(gone) == len(self.servers)):
                 self.cause = (lost or gone[-1]).end()
+            elif running and gone and not self._began:
+                # The trainer would wait for it as long as a server may take to start.
+                self.cause = gone[0].end()
             elif running and self._head_is_lost:
                 self.cause = f"the head of the Ray cluster at {self.address} gives no answer for {HEAD_S:g} s"
             for each in gone if not self.cause else ():
@@ -326,12 +352,14 @@ class Together:
         return short(error) if alive else f"its machine has left the cluster ({short(error)})"
 
     def _show(self, member: Member, text: str) -> None:
-        """Prints what the trainer says. Of the others, lines are kept, and those of further machines get their address."""
-        if member is self.trainers[0]:
-            attempt(self.out, lambda: (self.out.write(text), self.out.flush()))
-            return
-        *lines, member.begun = (member.begun + text).split("\n")
+        """Keeps the last lines. Prints what rank 0 says, and with their address the lines of the trainer's other machines."""
+        *lines, begun = (member.begun + text).split("\n")
+        # Of a progress bar, which begins its line again and again, the newest state is kept.
+        member.begun = begun[begun.rfind("\r") + 1 :]
         member.tail.extend(lines)
-        if member in self.trainers:
+        if member is self.trainers[0]:
+            self._began = self._began or any(ENGINE_READY in line for line in lines)
+            attempt(self.out, lambda: (self.out.write(text), self.out.flush()))
+        elif member in self.trainers:
             for line in lines:
                 self._say(f"[{member.machine.address}] {line}")

@@ -57,10 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--servers",
-        choices=("beside", "anywhere"),
-        default="beside",
-        help="beside: on the machine of rank 0, whose memory they read (default); anywhere: where Ray puts them, with weights "
-        "over NCCL, or gloo without GPUs",
+        choices=("auto", "beside", "anywhere"),
+        default="auto",
+        help="beside: on the machine of rank 0, whose memory they read; anywhere: where Ray puts them, with weights over NCCL, "
+        "or gloo without GPUs; auto (default): beside, if the trainer needs no further machine for that",
     )
     parser.add_argument(
         "--wait",
@@ -174,7 +174,7 @@ def asked_of(args: argparse.Namespace, settings: RunSettings) -> Asked:
         raise ValueError(
             f"--engine-gpus={engine} is no multiple of engine.tensor_parallel_size={each}, the GPUs of a server"
         )
-    return Asked(kind, train, engine // each, each, args.servers == "beside")
+    return Asked(kind, train, engine // each, each, args.servers)
 
 
 def variables_of(asked: Asked) -> dict[str, str]:

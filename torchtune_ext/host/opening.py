@@ -18,7 +18,7 @@ from torchtune_ext.host.config import build, instantiate, load_preset
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import adapter_names
 from torchtune_ext.replay import Replay
-from torchtune_ext.run.output import labelled
+from torchtune_ext.run.output import ENGINE_READY, labelled
 from torchtune_ext.sampling.layout import engine_configs, log_name
 from torchtune_ext.tasks.measured.service import is_measured
 from torchtune_ext.tasks.order import SHUFFLE_LIMIT
@@ -87,7 +87,7 @@ def opening(recipe: Opened) -> str:
 
 def ready(seconds: float) -> str:
     """Returns the line that a recipe prints when its engine is ready, so many seconds after its start."""
-    return labelled([("engine", f"ready after {seconds:.0f} s")])
+    return f"{ENGINE_READY} {seconds:.0f} s"
 
 
 def model_text(source: HFModel, model: nn.Module, trained: AllWeights | Adapters | str) -> str:

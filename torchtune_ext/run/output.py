@@ -11,6 +11,8 @@ from tqdm import tqdm
 
 log = logging.getLogger(__name__)
 
+# The line with which a recipe says that its engines are ready. Who started the run on another machine waits for it.
+ENGINE_READY = "engine:    ready after"
 LABEL = 11  # characters before the text in the lines that a run begins and ends with
 
 
