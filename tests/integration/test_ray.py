@@ -64,16 +64,17 @@ def ray(folder, cluster, *more):
     return done.returncode, done.stdout + done.stderr
 
 
+def command_of(process, words=None):
+    """What a process was started with, or the first words of it; "" once it has ended."""
+    try:
+        return " ".join(process.cmdline()[:words])
+    except psutil.NoSuchProcess:
+        return ""
+
+
 def of_runs(cluster):
     """The processes of runs on the cluster."""
-    found = []
-    for each in cluster.processes():
-        try:
-            if any(word in " ".join(each.cmdline()) for word in OURS):
-                found.append(each)
-        except psutil.NoSuchProcess:
-            continue
-    return found
+    return [each for each in cluster.processes() if any(word in command_of(each) for word in OURS)]
 
 
 def fds(process):
@@ -115,8 +116,8 @@ class Started:
 
     def one(self, words):
         """The process of the run with the words on its command line."""
-        found = [each for each in self.began if words in " ".join(each.cmdline()[:5])]
-        assert len(found) == 1, [each.cmdline() for each in self.began]
+        found = [each for each in self.began if words in command_of(each, 5)]
+        assert len(found) == 1, [command_of(each) for each in self.began]
         return found[0]
 
     def raylet_of(self, process):
@@ -132,7 +133,7 @@ class Started:
         begin = time.monotonic()
         status = self.process.wait(within)
         left = psutil.wait_procs(self.began, timeout=max(1.0, within - (time.monotonic() - begin)))[1]
-        assert not left, [each.cmdline() for each in left]
+        assert not left, [command_of(each) for each in left]
         return status, self.log.read_text()
 
     def end(self):
@@ -269,9 +270,9 @@ def test_ranks_on_two_machines_are_those_of_one(full_workplace, cluster):
 
 @pytest.mark.long
 def test_a_run_waits_for_a_machine_that_joins_and_is_laid_out_on_it(full_workplace, cluster, tmp_path):
-    """Two ranks and their server beside them find no place on two machines of a core each."""
+    """First all three would have to be on one machine. With the one that joins, the second rank may be elsewhere."""
     out, raylet = tmp_path / "said.txt", None
-    asked = ["--servers", "beside", "--train-cpus", "1", "--engine-cpus", "1", "--wait", "200", "output_dir=joined"]
+    asked = ["--servers", "beside", "--train-cpus", "2", "--engine-cpus", "1", "--wait", "200", "output_dir=joined"]
     with out.open("w") as file:
         run = subprocess.Popen(
             words(cluster, *asked), cwd=full_workplace, env=environment(), stdout=file, stderr=subprocess.STDOUT
@@ -286,8 +287,8 @@ def test_a_run_waits_for_a_machine_that_joins_and_is_laid_out_on_it(full_workpla
         if raylet:
             cluster.lose(raylet)
     said = out.read_text()
-    assert "4 cores on 3 machines" in said and re.search(r"server 0:  http://127\.0\.0\.1:\d+ on 127", said), said
-    require_same(full_workplace / "reference", full_workplace / "joined")
+    assert "4 cores on 3 machines" in said and re.search(r"server 0:  http://127\.0\.0\.1:\d+ on (\S+),.*\n"
+                                                         r"trainer:   2 ranks on \1, ", said), said  # fmt: skip
 
 
 @pytest.mark.long
@@ -300,7 +301,7 @@ def test_a_server_that_ends_before_the_run_has_begun_ends_it_at_once(full_workpl
         found = []
 
         def serves():
-            found[:] = [each for each in of_runs(cluster) if "-m vllm" in " ".join(each.cmdline()[:5])]
+            found[:] = [each for each in of_runs(cluster) if "-m vllm" in command_of(each, 5)]
             return found
 
         wait_until(serves, 100.0)
