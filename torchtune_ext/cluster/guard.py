@@ -24,9 +24,7 @@ from torchtune_ext.sampling import janitor
 
 PR_SET_CHILD_SUBREAPER = 36  # <sys/prctl.h>
 LOOK_S = 0.1  # seconds between two looks at the command
-GIVE_UP_S = (
-    10.0  # seconds after which a child that SIGKILL does not end, in a call to a dead disk for instance, is left alone
-)
+GIVE_UP_S = 10.0  # seconds after which a child is left alone that SIGKILL does not end, since a dead disk holds it
 REST_S = 3.0  # seconds that a resource tracker of Python's has to remove the shared memory of those that were killed
 NEVER = float("inf")
 
