@@ -24,7 +24,7 @@ from torchtune_ext.telemetry.compared.results import (
 from torchtune_ext.telemetry.compared.runs import Found, OneRun, find_runs, is_several
 from torchtune_ext.telemetry.compared.samples import SampleLimits, shared_samples
 from torchtune_ext.telemetry.compared.settings import Setting, settings_of, short_keys, shown
-from torchtune_ext.telemetry.compared.sweep_file import Sweep
+from torchtune_ext.telemetry.compared.sweep_file import Point, Sweep
 from torchtune_ext.telemetry.compared.verdict import Verdict, estimates_of, verdict_of
 from torchtune_ext.telemetry.excerpts import pack, short
 from torchtune_ext.telemetry.page_file import page_of, write_page
@@ -90,7 +90,7 @@ def build_comparison(
     overview["name"] = _name(paths, found)
     samples, told = shared_samples(found.runs, settings, limits.samples)
     overview["samples"] = told
-    page = page_of(overview["name"], "comparison", SCRIPTS, {"overview": pack(overview), "samples": pack(samples)})
+    page = page_of(overview["name"], "comparison", SCRIPTS, {"overview": pack(overview), "problems": pack(samples)})
     write_page(Path(out), page)
     left_out = tuple(found.left_out)
     return Comparison(Path(out), len(page.encode()), len(found.runs), len(settings), verdict.headline, left_out)
@@ -151,8 +151,7 @@ def _overview(
         "more_keys": max(0, len(keys) - limits.keys),
         "values": [[_value(setting.values.get(key)) for key in keys[: limits.keys]] if setting.values else None
                    for setting in settings],
-        "rows": [_row(run, number, of_run[number], results[number]) for number, run in enumerate(runs)]
-                + _unstarted(found),
+        "rows": _rows(found, of_run, results),
         "sweeps": [_sweep(sweep, runs, of_run, results) for sweep in found.sweeps],
     }  # fmt: skip
 
@@ -174,6 +173,23 @@ def _ranked(places: Sequence[int], estimates: Sequence, target: Target | None) -
     return sorted(places, key=lambda i: (estimates[i] is None, sign * estimates[i].value if estimates[i] else 0))
 
 
+def _rows(found: Found, of_run: Mapping[int, int], results: Mapping[int, Result]) -> list[dict[str, Any]]:
+    """Returns a row for each run, those of a sweep in its order, with those that wait or failed before their first step."""
+    rows = {run.path: _row(run, number, of_run[number], results[number]) for number, run in enumerate(found.runs)}
+    ordered = []
+    for sweep in found.sweeps:
+        ordered += [rows.pop(point.folder, None) or _unstarted(point) for point in sweep.points]
+    return [*ordered, *rows.values()]
+
+
+def _unstarted(point: Point) -> dict[str, Any]:
+    return unstarted_row(point) | {
+        "run": None, "name": point.id, "setting": None, "seed": None, "state": point.state,
+        "state_text": point.state.replace("_", " "), "cause": point.cause[:_LONGEST],
+        "parameters": ", ".join(f"{key} {shown(value)}" for key, value in point.parameters.items()),
+    }  # fmt: skip
+
+
 def _row(run: OneRun, number: int, setting: int, result: Result) -> dict[str, Any]:
     state, text, cause = run.state.kind, run.state.text, ""
     if run.point is not None:
@@ -183,19 +199,6 @@ def _row(run: OneRun, number: int, setting: int, result: Result) -> dict[str, An
         "run": number, "name": run.name, "setting": setting, "seed": None if seed is None else shown(seed),
         "state": state, "state_text": text, "cause": cause[:_LONGEST],
     }  # fmt: skip
-
-
-def _unstarted(found: Found) -> list[dict[str, Any]]:
-    """Returns the rows of a sweep's runs that have no metrics."""
-    there = {run.path for run in found.runs}
-    return [
-        unstarted_row(point) | {
-            "run": None, "name": point.id, "setting": None, "seed": None, "state": point.state,
-            "state_text": point.state.replace("_", " "), "cause": point.cause[:_LONGEST],
-            "parameters": ", ".join(f"{key} {shown(value)}" for key, value in point.parameters.items()),
-        }
-        for sweep in found.sweeps for point in sweep.points if point.folder not in there
-    ]  # fmt: skip
 
 
 def _sweep(
@@ -246,8 +249,8 @@ def _notices(runs: Sequence[OneRun], settings: Sequence[Setting]) -> list[str]:
     for setting in settings:
         if ends := seeds_missing(runs, setting):
             spans = "; ".join(f"{count} to step {end:,}" for end, count in ends.items())
-            told.append(f"{setting.letter}: its seeds end at different steps ({spans}). Behind the end of one, mean and band are "
-                        "of the others.")  # fmt: skip
+            told.append(f"{setting.letter}: its seeds end at different steps ({spans}). Behind the end of one, mean and band "
+                        "are of the others.")  # fmt: skip
     versions: dict[str, set[str]] = {}
     for run in runs:
         for name, version in (run.process.get("versions") or {}).items():

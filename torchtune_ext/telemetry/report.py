@@ -49,10 +49,10 @@ class Report:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="folder of a run (it holds metrics.jsonl), or several: they are compared; "
-                        "also the folder of a sweep, or one that holds runs")  # fmt: skip
-    parser.add_argument("--out", metavar="FILE", help="the page to write (default: RUN/report.html, of a sweep SWEEP/report.html, "
-                        "of several runs comparison.html)")  # fmt: skip
+    several = "several are compared, also those of a sweep's folder, or of one that holds runs"
+    parser.add_argument("runs", metavar="RUN", nargs="+", help=f"folder of a run (it holds metrics.jsonl); {several}")
+    default = "RUN/report.html; of a sweep or a folder of runs, report.html in it; of several, comparison.html here"
+    parser.add_argument("--out", metavar="FILE", help=f"the page to write (default: {default})")
     parser.add_argument(
         "--tokenizer", metavar="DIR", help="model folder with the tokenizer of the run (default: its newest checkpoint)"
     )

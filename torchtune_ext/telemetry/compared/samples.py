@@ -50,8 +50,7 @@ def shared_samples(
         groups = {number: _groups(paths[number][step]) for number in order if step in paths.get(number, {})}
         problems += _shared(step, groups, limits)
     if not problems:
-        return [], (f"At the steps that were looked at ({', '.join(f'{step:,}' for step in steps)}), no two runs sampled the same "
-                    "problem.")  # fmt: skip
+        return [], f"No two runs sampled the same problem at step {_words(steps)}, which were looked at."
     return problems, (
         f"Best and worst sample of each run, of problems that two or more runs sampled at step {_words(steps)}: up to "
         f"{limits.problems} of a step, first those whose mean rewards lie farthest apart, of at most {limits.runs} runs."

@@ -11,7 +11,7 @@ from torchtune_ext.telemetry.compared.intervals import (
     difference_of_seeds,
     mean_of_seeds,
 )
-from torchtune_ext.telemetry.compared.results import ACCURACY, Result, Target
+from torchtune_ext.telemetry.compared.results import Result, Target
 from torchtune_ext.telemetry.compared.settings import Setting
 
 
@@ -105,30 +105,18 @@ def _pairs(
 def _headline(
     settings: Sequence[Setting], estimates: Sequence[Estimate | None], best: int, pairs: Sequence[Pair], target: Target
 ) -> str:
-    named = {
-        kind: [settings[pair.other].letter for pair in pairs if pair.told == kind]
-        for kind in ("apart", "alike", "unknown")
-    }
-    first = f"{settings[best].letter} ({settings[best].label}) has the {'highest' if target.higher else 'lowest'} {target.words}, "
-    first += f"{_interval(estimates[best])}."
-    if len(pairs) == 1:
-        (pair,) = pairs
-        apart = {
-            "apart": f"It is better than {settings[pair.other].letter}, by {_interval(_signed(pair.difference, target))}.",
-            "alike": f"It cannot be told apart from {settings[pair.other].letter}: "
-                     f"the difference is {_interval(_signed(pair.difference, target))}.",
-            "unknown": f"Whether it is better than {settings[pair.other].letter} cannot be said: the difference is "
-                       f"{_number(abs(pair.difference.value))}, and nothing tells how far it may be off.",
-        }  # fmt: skip
-        return f"{first} {apart[pair.told]}"
-    told = []
-    if named["apart"]:
-        told.append(f"It is better than {_and(named['apart'])}.")
-    if named["alike"]:
-        told.append(f"It cannot be told apart from {_and(named['alike'])}.")
-    if named["unknown"]:
-        told.append(f"Whether it is better than {_and(named['unknown'])} cannot be said.")
-    return " ".join([first, *told])
+    of_best, most = settings[best], "highest" if target.higher else "lowest"
+    told = [f"{of_best.letter} ({of_best.label}) has the {most} {target.words}, {_interval(estimates[best])}."]
+    # Of two runs, more is known than of their settings: only the runs may be compared.
+    alone = len(of_best.runs) == 1
+    it, that = ("Its run", "that of ") if alone else ("It", "")
+    for kind, words in (("apart", f"{it} is better than {that}"), ("alike", f"{it} cannot be told apart from {that}"),
+                        ("unknown", f"Whether {it.lower()} is better cannot be said beside {that}")):  # fmt: skip
+        of_kind = [pair for pair in pairs if pair.told == kind]
+        if of_kind:
+            by = f", by {_interval(_signed(of_kind[0].difference, target))}" if len(pairs) == 1 else ""
+            told.append(f"{words}{_and([settings[pair.other].letter for pair in of_kind])}{by}.")
+    return " ".join(told)
 
 
 def _notes(
@@ -139,38 +127,33 @@ def _notes(
     target: Target,
 ) -> list[str]:
     counts = {place: len(_values(settings[place], results)) for place in there}
-    level = "95%" if len(there) == 2 else f"{100 * (1 - 0.05 / len(list(combinations(there, 2)))):.4g}%"
-    pairwise = "" if len(there) == 2 else (
-        f" They are of the level {level}, so that all {len(list(combinations(there, 2)))} pairs hold together at 95% (Bonferroni)."
-    )  # fmt: skip
+    number, together = len(list(combinations(there, 2))), ""
+    if number > 1:
+        together = f" Each has the level {100 * (1 - 0.05 / number):.4g}%, so that all {number} pairs hold together at 95% (Bonferroni)."
     notes = []
     if any(count > 1 for count in counts.values()):
-        notes.append("Across seeds: t-intervals, of differences Welch's (Biometrika 34, 1947), which do not take the spreads "
-                     f"of two settings for equal.{pairwise}")  # fmt: skip
+        notes.append("Means of seeds have 95% t-intervals; their differences have Welch's (Biometrika 34, 1947), which do not "
+                     f"take the spreads of two settings for equal.{together}")  # fmt: skip
     if all(count == 1 for count in counts.values()):
-        if target.metric == ACCURACY and any(pair.difference.known for pair in pairs):
-            notes.append("Intervals are over held-out problems, of the difference from the two standard errors "
-                         f"(√(se₁² + se₂²)), as if each had problems of its own.{pairwise}")  # fmt: skip
-        notes.append("One run of each: another seed may end elsewhere, and no interval here holds that. Start each setting "
-                     "with two or three seeds to know.")  # fmt: skip
+        if any(pair.difference.known for pair in pairs):
+            notes.append("Intervals are over held-out problems; those of differences come from the two standard errors, "
+                         f"√(se₁² + se₂²), as if each run had problems of its own.{together}")  # fmt: skip
+        notes.append("One run of each: another seed may end elsewhere, and no interval here holds that. To know, start each "
+                     "setting with three seeds.")  # fmt: skip
     elif few := [settings[place].letter for place, count in counts.items() if count == 1]:
-        notes.append(f"Of {_and(few)} there is one run, whose seed nothing tells the spread of.")
-    lost = [setting.letter for place, setting in enumerate(settings) if place not in there]
-    if lost:
-        notes.append(
-            f"{_and(lost)} {'has' if len(lost) == 1 else 'have'} no {target.metric} and {'is' if len(lost) == 1 else 'are'} not compared."
-        )
+        notes.append(f"Of {_and(few)} there is one run, and nothing tells how far another seed would be from it.")
+    if lost := [setting.letter for place, setting in enumerate(settings) if place not in there]:
+        notes.append(f"Not compared, for want of {target.metric}: {_and(lost)}.")
     ends = {results[run].steps for place in there for run in settings[place].runs if run in results}
     if len(ends) > 1:
-        notes.append(
-            f"The runs ended at different steps ({min(ends):,} to {max(ends):,}); each is read at its own end."
-        )
+        notes.append(f"The runs end at different steps, {min(ends):,} to {max(ends):,}; each is read at its own end.")
     return notes
 
 
 def _alone(setting: Setting, estimate: Estimate, target: Target, values: Sequence[Estimate]) -> str:
     spread = f" over {len(values)} seeds" if len(values) > 1 else ""
-    return f"{setting.letter} ({setting.label}): {target.words} {_interval(estimate)}{spread}. There is no other setting to compare with."
+    first = f"{setting.letter} ({setting.label}): {target.words} {_interval(estimate)}{spread}."
+    return f"{first} There is no other setting to compare it with."
 
 
 def _values(setting: Setting, results: Mapping[int, Result]) -> list[Estimate]:
@@ -189,12 +172,16 @@ def _signed(difference: Estimate, target: Target) -> Estimate:
 
 
 def _interval(estimate: Estimate) -> str:
-    text = _number(estimate.value)
-    return f"{text} [{_number(estimate.low)}, {_number(estimate.high)}]" if estimate.known else text
+    if not estimate.known:
+        return _number(estimate.value)
+    size = max(abs(estimate.low), abs(estimate.high))
+    value, low, high = (_number(each, size) for each in (estimate.value, estimate.low, estimate.high))
+    return f"{value} [{low}, {high}]"
 
 
-def _number(value: float) -> str:
-    size = abs(value)
+def _number(value: float, size: float = 0.0) -> str:
+    """Writes a number. `size`: of what stands beside it, so that both have as many digits behind the point."""
+    size = max(abs(value), size)
     text = f"{value:.3f}" if size < 100 and (size >= 0.001 or size == 0) else f"{value:.3g}"
     return text.replace("-", "−")
 

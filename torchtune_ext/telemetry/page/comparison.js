@@ -6,11 +6,11 @@ function section(id, label) {
 }
 
 function verdict(overview) {
-  const root = section("verdict", "Which is better"), { settings, verdict: said, target } = overview;
+  const root = section("verdict", "Which is better"), { settings, verdict: said, target, keys, values } = overview;
   const said_of = new Map(said.pairs.map((pair) => [pair.other, pair]));
   root.append(el("div", { class: "panel verdicts" }, el("p", { class: "headline" }, said.headline), ...said.notes.map((note) => el("p", { class: "note" }, note))));
   const there = settings.map(({ estimate }) => estimate).filter(Boolean);
-  if (!target || there.length < 2) return;
+  if (!target || there.length < 2) return false;
   const every = there.flatMap(({ value, low, high }) => [value, low ?? value, high ?? value]), axis = [Math.min(...every), Math.max(...every)];
   const words = { apart: "told apart", alike: "cannot be told apart", unknown: "cannot be said" };
   const compared = (row) => {
@@ -20,18 +20,24 @@ function verdict(overview) {
   };
   const rows = settings.map((setting, place) => ({ ...setting, setting: place }));
   const number = (label, title, value, cell) => ({ label, title, number: true, value, cell });
+  const inside = keys.length && keys.length <= FEW_KEYS && values.every(Boolean);
   root.firstChild.append(sortable([
     { label: "", kind: "key", value: (row) => row.setting, cell: (row) => [named(row.setting, row.letter)] },
-    { label: "setting", kind: "words", value: (row) => row.label, cell: (row) => row.label },
+    ...(inside ? keyColumns(keys, values) : [{ label: "setting", kind: "words", value: (row) => row.label, cell: (row) => row.label }]),
     number("runs", "runs that differ in their seed alone", (row) => row.runs.length, (row) => String(row.runs.length)),
     number(target.metric, target.words, (row) => row.estimate?.value, (row) => digits(row.estimate?.value)),
     number("95% interval", "of several runs: t-interval across seeds; of one: over held-out problems", (row) => row.estimate?.low, (row) => between(row.estimate?.low, row.estimate?.high)),
     { label: "", kind: "strip-cell", cell: (row) => (row.estimate ? [whisker(row.estimate, axis, look(row.setting).color)] : "") },
-    number("best minus it", "difference and its interval", (row) => said_of.get(row.setting)?.value, (row) => digits(said_of.get(row.setting)?.value)),
+    number("best minus it", "difference and its interval", (row) => said_of.get(row.setting)?.value, (row) => digits(said_of.get(row.setting)?.value, said_of.get(row.setting)?.high)),
     number("interval", "of the difference", (row) => said_of.get(row.setting)?.low, (row) => between(said_of.get(row.setting)?.low, said_of.get(row.setting)?.high)),
     { label: "", value: (row) => words[said_of.get(row.setting)?.told], cell: compared },
   ], rows, "settings and what they came to"));
+  return inside;
 }
+
+const FEW_KEYS = 4; // So many have their columns beside the results; more have a table of their own.
+const sorts = (text) => (text == null || text === "" || isNaN(text) ? text : +text);
+const keyColumns = (keys, values) => keys.map(([name], i) => ({ label: name, kind: "code", value: (row) => sorts(values[row.setting]?.[i]), cell: (row) => values[row.setting]?.[i] }));
 
 function sweeps(overview) {
   const root = document.getElementById("sweep");
@@ -90,10 +96,9 @@ function differences({ keys, values, settings, more_keys: more }) {
     return section("settings", "Settings");
   }
   section("settings", "Settings");
-  const key = (row) => [named(row.setting, row.letter)], sorts = (text) => (text == null || text === "" || isNaN(text) ? text : +text);
+  const key = (row) => [named(row.setting, row.letter)];
   if (keys.length <= known.length) {
-    root.append(sortable([{ label: "", kind: "key", value: (row) => row.setting, cell: key },
-      ...keys.map(([name], i) => ({ label: name, kind: "code", value: (row) => sorts(row.values[i]), cell: (row) => row.values[i] }))], known, "settings that differ"));
+    root.append(sortable([{ label: "", kind: "key", value: (row) => row.setting, cell: key }, ...keyColumns(keys, values)], known, "settings that differ"));
   } else {
     const rows = keys.map(([name], i) => ({ name, i }));
     root.append(sortable([{ label: "key", kind: "code", value: (row) => row.name, cell: (row) => row.name },
@@ -176,14 +181,15 @@ async function start() {
   document.getElementById("notices").append(...overview.notices.map((text) => el("li", {}, text)));
   cursor.steps = overview.steps;
   tools(overview.steps);
-  verdict(overview);
+  const told = verdict(overview);
   sweeps(overview);
   curves(overview);
-  differences(overview);
+  if (told) document.getElementById("settings").remove();
+  else differences(overview);
   runs(overview);
   document.addEventListener("click", (event) => unfold(event.target.closest("a")?.getAttribute("href")));
   unfold(location.hash);
-  const root = section("samples", "Samples"), problems = await unpack("samples");
+  const root = section("samples", "Samples"), problems = await unpack("problems");
   root.append(el("p", { class: "muted said-of" }, overview.samples));
   if (problems.length) new SideBySide(root, problems, overview);
   cursor.redraw();

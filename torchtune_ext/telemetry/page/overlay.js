@@ -1,6 +1,6 @@
 // Curves of several runs: one line for each setting, with one legend for all charts, and one readout at the pointer.
 
-const HUES = 8, DASHES = ["", "7 4", "2 4", "10 3 2 3", "14 3"], MANY = 8, END = 24, LINE = 12;
+const HUES = 8, DASHES = ["", "7 4", "2 4", "10 3 2 3", "14 3"], MANY = 8, BANDS = 4, END = 24, LINE = 12;
 
 const look = (place) => ({ color: `var(--s${(place % HUES) + 1})`, dash: DASHES[Math.floor(place / HUES) % DASHES.length] });
 
@@ -64,10 +64,10 @@ class Overlay extends Chart {
       if (index < 0 || (this.panel.scale === "log" && line.raw[index] <= 0)) continue;
       places.push({ line, x: this.x(this.steps[index]), y: this.y(smooth(line.raw, line.sparse ? 0 : cursor.weight)[index]) });
     }
-    if (places.length > (this.height - TOP - BOTTOM) / LINE) return;
     places.sort((a, b) => a.y - b.y);
     places.forEach((place, i) => { place.at = Math.max(place.y, TOP + LINE / 2, i ? places[i - 1].at + LINE : 0); });
     for (let i = places.length - 1, floor = this.height - BOTTOM; i >= 0; i--, floor -= LINE) places[i].at = Math.min(places[i].at, floor - 2);
+    if (places.some(({ y, at }) => Math.abs(y - at) > 2 * LINE)) return; // so far from its line, a letter tells nothing
     for (const { line, x, at } of places) {
       const node = this.root.appendChild(svg("text", { class: "letter", x: x + 7, y: at + 4, style: `fill:${line.color}`, "data-setting": line.setting }));
       node.textContent = line.letter;
@@ -77,6 +77,7 @@ class Overlay extends Chart {
   highlight() {
     if (!this.root) return;
     const { focus } = choice;
+    this.root.classList.toggle("crowded", this.shown.length > BANDS);
     this.root.classList.toggle("focused", focus != null && this.shown.some((line) => line.setting === focus));
     for (const node of this.root.querySelectorAll("[data-setting]")) node.classList.toggle("hot", +node.dataset.setting === focus);
   }

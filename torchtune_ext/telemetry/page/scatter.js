@@ -32,10 +32,11 @@ class Scatter {
     const valued = points.filter(({ value }) => value != null), floor = valued.length < points.length ? bottom - FAILED : bottom;
     const ends = valued.flatMap(({ value, low, high }) => [value, low ?? value, high ?? value]);
     let [y0, y1] = ends.length ? [Math.min(...ends), Math.max(...ends)] : [0, 1];
-    const pad = 0.08 * (y1 - y0) || Math.abs(y1) * 0.1 || 1;
+    const pad = 0.1 * (y1 - y0) || Math.abs(y1) * 0.1 || 1;
     [y0, y1] = [y0 - pad, y1 + pad];
     this.y = (value) => (value == null ? bottom - FAILED / 2 : floor - ((value - y0) / (y1 - y0)) * (floor - TOP));
     this.across(right);
+    this.dodge();
     for (const tick of linearTicks(y0, y1, 4)) {
       add("line", { class: "gridline", x1: LEFT, x2: right, y1: this.y(tick), y2: this.y(tick) });
       add("text", { x: LEFT - 7, y: this.y(tick) + 4, "text-anchor": "end" }, format(tick, this.unit));
@@ -74,8 +75,22 @@ class Scatter {
     this.ticks = ticks.map((tick) => [this.x(tick), plain(tick)]);
   }
 
+  // Points of one value of the parameter stand beside each other.
+  dodge() {
+    const columns = new Map();
+    for (const point of this.points) {
+      const x = this.x(point.parameters[this.axis.key]);
+      columns.set(x, [...(columns.get(x) ?? []), point]);
+    }
+    const places = [...columns.keys()].sort((a, b) => a - b), near = Math.min(80, ...places.slice(1).map((x, i) => x - places[i]));
+    this.at = new Map([...columns].flatMap(([x, points]) => {
+      const each = Math.min(14, (0.8 * near) / points.length);
+      return points.map((point, i) => [point, Math.min(Math.max(x + (i - (points.length - 1) / 2) * each, LEFT + 5), this.width - RIGHT - 5)]);
+    }));
+  }
+
   mark(add, point) {
-    const x = this.x(point.parameters[this.axis.key]), y = this.y(point.value), color = point.setting == null ? "var(--faint)" : look(point.setting).color;
+    const x = this.at.get(point), y = this.y(point.value), color = point.setting == null ? "var(--faint)" : look(point.setting).color;
     if (point.value == null) {
       const size = 4, failed = point.state === "failed";
       if (failed) add("path", { class: "failed", d: `M${x - size},${y - size}L${x + size},${y + size}M${x - size},${y + size}L${x + size},${y - size}` });
@@ -87,14 +102,14 @@ class Scatter {
     if (best) add("circle", { class: "best", cx: x, cy: y, r: 9 });
     add("circle", { class: point.state === "finished" ? "point" : "point early", cx: x, cy: y, r: 4.6, style: `fill:${color}` });
     if (this.points.length <= 16 && point.setting != null) {
-      const near = x > this.width - RIGHT - 26;
-      add("text", { class: "letter", x: x + (near ? -11 : 11), y: y + 4, "text-anchor": near ? "end" : "start", style: `fill:${color}` }, this.overview.settings[point.setting].letter);
+      const top = this.y(point.high ?? point.value) - (point.high == null ? 9 : 4);
+      add("text", { class: "letter", x, y: Math.max(top, 9), "text-anchor": "middle", style: `fill:${color}` }, this.overview.settings[point.setting].letter);
     }
   }
 
   hover(event, root) {
     const box = root.getBoundingClientRect();
-    const away = (point) => Math.hypot(this.x(point.parameters[this.axis.key]) - (event.clientX - box.left), this.y(point.value) - (event.clientY - box.top));
+    const away = (point) => Math.hypot(this.at.get(point) - (event.clientX - box.left), this.y(point.value) - (event.clientY - box.top));
     const point = this.points.reduce((best, each) => (best == null || away(each) < away(best) ? each : best), null);
     this.tip.hidden = !point || away(point) > 30;
     choice.point(this.tip.hidden ? null : point.setting);

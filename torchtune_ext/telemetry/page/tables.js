@@ -32,10 +32,14 @@ function sortable(columns, rows, caption) {
   return el("div", { class: "table", tabindex: 0, role: "region", "aria-label": caption }, el("table", {}, el("thead", {}, el("tr", {}, ...heads)), body));
 }
 
-// Numbers of one column have as many digits behind the point.
-const digits = (value) => (value == null ? "–" : (Math.abs(value) < 100 && Math.abs(value) >= 1e-3) || value === 0 ? value.toFixed(3) : plain(value)).replace("-", "−");
+// Numbers of one column have as many digits behind the point. `beside`: a number that stands beside it, whose size counts, too.
+function digits(value, beside = 0) {
+  if (value == null) return "–";
+  const size = Math.max(Math.abs(value), Math.abs(beside ?? 0));
+  return ((size < 100 && size >= 1e-3) || size === 0 ? value.toFixed(3) : plain(value)).replace(/^-/, "−");
+}
 
-const between = (low, high) => (low == null || high == null ? "–" : `${digits(low)} to ${digits(high)}`);
+const between = (low, high) => (low == null || high == null ? "–" : `${digits(low, high)} to ${digits(high, low)}`);
 
 // An interval on the axis that all rows of a table share.
 function whisker({ value, low, high }, [from, to], color) {
