@@ -49,9 +49,9 @@ class Found:
 
 
 def is_several(path: str | Path) -> bool:
-    """Tells whether `path` is the folder of a sweep, or holds runs and is none."""
+    """Tells whether `path` is the folder of a sweep, or holds two runs or more and is none."""
     path = Path(path)
-    return (path / SWEEP).exists() or (path.is_dir() and not _is_run(path) and bool(_runs_in(path)))
+    return (path / SWEEP).exists() or (path.is_dir() and not _is_run(path) and len(_runs_in(path)) > 1)
 
 
 def find_runs(paths: Sequence[str | Path]) -> Found:

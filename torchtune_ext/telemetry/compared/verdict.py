@@ -109,13 +109,17 @@ def _headline(
     told = [f"{of_best.letter} ({of_best.label}) has the {most} {target.words}, {_interval(estimates[best])}."]
     # Of two runs, more is known than of their settings: only the runs may be compared.
     alone = len(of_best.runs) == 1
-    it, that = ("Its run", "that of ") if alone else ("It", "")
-    for kind, words in (("apart", f"{it} is better than {that}"), ("alike", f"{it} cannot be told apart from {that}"),
-                        ("unknown", f"Whether {it.lower()} is better cannot be said beside {that}")):  # fmt: skip
-        of_kind = [pair for pair in pairs if pair.told == kind]
+    for kind, words in (
+        ("apart", "is better than"),
+        ("alike", "cannot be told apart from"),
+        ("unknown", "may be better than"),
+    ):
+        of_kind = sorted((pair for pair in pairs if pair.told == kind), key=lambda pair: pair.other)
         if of_kind:
+            it = f"Its run {words} {'that' if len(of_kind) == 1 else 'those'} of" if alone else f"It {words}"
             by = f", by {_interval(_signed(of_kind[0].difference, target))}" if len(pairs) == 1 else ""
-            told.append(f"{words}{_and([settings[pair.other].letter for pair in of_kind])}{by}.")
+            more = "; nothing tells how far the difference may be off" if kind == "unknown" else ""
+            told.append(f"{it} {_and([settings[pair.other].letter for pair in of_kind])}{by}{more}.")
     return " ".join(told)
 
 
@@ -129,7 +133,10 @@ def _notes(
     counts = {place: len(_values(settings[place], results)) for place in there}
     number, together = len(list(combinations(there, 2))), ""
     if number > 1:
-        together = f" Each has the level {100 * (1 - 0.05 / number):.4g}%, so that all {number} pairs hold together at 95% (Bonferroni)."
+        together = (
+            f" Each has the level {100 * (1 - 0.05 / number):.4g}%, so that all {number} pairs hold together at 95% "
+            "(Bonferroni)."
+        )
     notes = []
     if any(count > 1 for count in counts.values()):
         notes.append("Means of seeds have 95% t-intervals; their differences have Welch's (Biometrika 34, 1947), which do not "

@@ -18,26 +18,29 @@ function verdict(overview) {
     if (row.setting === said.best) return [el("span", { class: "chip good" }, "best")];
     return pair ? [el("span", { class: pair.told === "apart" ? "chip strong" : "chip" }, words[pair.told])] : ["–"];
   };
-  const rows = settings.map((setting, place) => ({ ...setting, setting: place }));
+  const worth = ({ estimate }) => (estimate ? (target.higher ? -1 : 1) * estimate.value : Infinity);
+  const rows = settings.map((setting, place) => ({ ...setting, setting: place })).sort((a, b) => worth(a) - worth(b) || a.setting - b.setting);
   const number = (label, title, value, cell) => ({ label, title, number: true, value, cell });
   const inside = keys.length && keys.length <= FEW_KEYS && values.every(Boolean);
   root.firstChild.append(sortable([
     { label: "", kind: "key", value: (row) => row.setting, cell: (row) => [named(row.setting, row.letter)] },
     ...(inside ? keyColumns(keys, values) : [{ label: "setting", kind: "words", value: (row) => row.label, cell: (row) => row.label }]),
-    number("runs", "runs that differ in their seed alone", (row) => row.runs.length, (row) => String(row.runs.length)),
+    ...(settings.some(({ runs }) => runs.length > 1) ? [number("runs", "that differ in their seed alone", (row) => row.runs.length, (row) => String(row.runs.length))] : []),
     number(target.metric, target.words, (row) => row.estimate?.value, (row) => digits(row.estimate?.value)),
     number("95% interval", "of several runs: t-interval across seeds; of one: over held-out problems", (row) => row.estimate?.low, (row) => between(row.estimate?.low, row.estimate?.high)),
     { label: "", kind: "strip-cell", cell: (row) => (row.estimate ? [whisker(row.estimate, axis, look(row.setting).color)] : "") },
-    number("best minus it", "difference and its interval", (row) => said_of.get(row.setting)?.value, (row) => digits(said_of.get(row.setting)?.value, said_of.get(row.setting)?.high)),
-    number("interval", "of the difference", (row) => said_of.get(row.setting)?.low, (row) => between(said_of.get(row.setting)?.low, said_of.get(row.setting)?.high)),
     { label: "", value: (row) => words[said_of.get(row.setting)?.told], cell: compared },
-  ], rows, "settings and what they came to"));
+    number("best minus it", "how far the best one is from it", (row) => said_of.get(row.setting)?.value, (row) => digits(said_of.get(row.setting)?.value, said_of.get(row.setting)?.high)),
+    number("interval of the difference", "all of them hold together at 95%", (row) => said_of.get(row.setting)?.low, (row) => between(said_of.get(row.setting)?.low, said_of.get(row.setting)?.high)),
+  ], rows, "settings and what they came to", ROWS));
   return inside;
 }
 
+const ROWS = 12; // So many settings stand in the first table until it is asked for all.
 const FEW_KEYS = 4; // So many have their columns beside the results; more have a table of their own.
 const sorts = (text) => (text == null || text === "" || isNaN(text) ? text : +text);
-const keyColumns = (keys, values) => keys.map(([name], i) => ({ label: name, kind: "code", value: (row) => sorts(values[row.setting]?.[i]), cell: (row) => values[row.setting]?.[i] }));
+const dotted = (key) => key.split(".").flatMap((part, i) => (i ? [".", el("wbr"), part] : [part]));
+const keyColumns = (keys, values) => keys.map(([name], i) => ({ label: dotted(name), kind: "code", value: (row) => sorts(values[row.setting]?.[i]), cell: (row) => values[row.setting]?.[i] }));
 
 function sweeps(overview) {
   const root = document.getElementById("sweep");
@@ -181,6 +184,7 @@ async function start() {
   document.getElementById("notices").append(...overview.notices.map((text) => el("li", {}, text)));
   cursor.steps = overview.steps;
   tools(overview.steps);
+  [...new Set([...overview.shown, ...overview.drawn, ...overview.settings.keys()])].forEach((setting, rank) => ranks.set(setting, rank));
   const told = verdict(overview);
   sweeps(overview);
   curves(overview);

@@ -2,7 +2,12 @@
 
 const HUES = 8, DASHES = ["", "7 4", "2 4", "10 3 2 3", "14 3"], MANY = 8, BANDS = 4, END = 24, LINE = 12;
 
-const look = (place) => ({ color: `var(--s${(place % HUES) + 1})`, dash: DASHES[Math.floor(place / HUES) % DASHES.length] });
+const ranks = new Map(); // setting -> its place among the looks: what is drawn at first has unbroken lines
+
+function look(setting) {
+  const rank = ranks.get(setting) ?? setting;
+  return { color: `var(--s${(rank % HUES) + 1})`, dash: DASHES[Math.floor(rank / HUES) % DASHES.length] };
+}
 
 // A piece of the line of a setting, as the charts draw it.
 function swatch(place) {
@@ -54,6 +59,11 @@ class Overlay extends Chart {
   drawLines(add, first, last) {
     super.drawLines(add, first, last);
     if (!this.shown.length) add("text", { x: (LEFT + this.width - this.margin) / 2, y: (TOP + this.height - BOTTOM) / 2, "text-anchor": "middle" }, "no setting that is turned on has it");
+  }
+
+  trace(add, values, first, last, line, name, dots) {
+    // Behind more than a few smoothed lines, the raw ones would be a smear.
+    if (!name.endsWith("raw") || this.shown.length <= BANDS) super.trace(add, values, first, last, line, name, dots && this.shown.length <= MANY);
   }
 
   // The letter of each line at its end, so that nobody has to tell colors apart. Letters that would overlap move apart.

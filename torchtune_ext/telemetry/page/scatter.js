@@ -59,7 +59,7 @@ class Scatter {
 
   // Where a value of the parameter stands, and the ticks.
   across(right) {
-    const { axis } = this, values = this.points.map(({ parameters }) => parameters[axis.key]), inner = [LEFT + 16, right - 16];
+    const { axis } = this, values = this.points.map(({ parameters }) => parameters[axis.key]), inner = [LEFT + 44, right - 44];
     if (axis.axis === "category") {
       const kinds = [...new Set(values.map(String))].sort((a, b) => (isNaN(a) || isNaN(b) ? a.localeCompare(b) : a - b)), each = (right - LEFT) / kinds.length;
       this.x = (value) => LEFT + (kinds.indexOf(String(value)) + 0.5) * each;
@@ -79,12 +79,13 @@ class Scatter {
   dodge() {
     const columns = new Map();
     for (const point of this.points) {
-      const x = this.x(point.parameters[this.axis.key]);
-      columns.set(x, [...(columns.get(x) ?? []), point]);
+      const key = `${this.x(point.parameters[this.axis.key])} ${point.value == null}`; // crosses have a row of their own
+      columns.set(key, [...(columns.get(key) ?? []), point]);
     }
-    const places = [...columns.keys()].sort((a, b) => a - b), near = Math.min(80, ...places.slice(1).map((x, i) => x - places[i]));
-    this.at = new Map([...columns].flatMap(([x, points]) => {
-      const each = Math.min(14, (0.8 * near) / points.length);
+    const places = [...new Set([...columns.keys()].map(parseFloat))].sort((a, b) => a - b), near = Math.min(this.width / 2, ...places.slice(1).map((x, i) => x - places[i]));
+    this.at = new Map([...columns].flatMap(([key, points]) => {
+      const x = parseFloat(key);
+      const each = Math.min(18, (0.8 * near) / points.length);
       return points.map((point, i) => [point, Math.min(Math.max(x + (i - (points.length - 1) / 2) * each, LEFT + 5), this.width - RIGHT - 5)]);
     }));
   }

@@ -1,8 +1,9 @@
 // Tables whose rows are sorted by a click on a heading.
 
 // columns: {label, title, number: align to the right, value: row -> what sorts it, cell: row -> what is shown}
-function sortable(columns, rows, caption) {
-  const body = el("tbody"), heads = [];
+// most: so many rows are shown at first.
+function sortable(columns, rows, caption, most = Infinity) {
+  const body = el("tbody"), heads = [], more = el("button", { class: "more", onclick: () => { most = Infinity; fill(); } }, `show all ${rows.length}`);
   let by = null, down = false;
   const lines = rows.map((row, i) => ({ row, i, node: el("tr", { "data-setting": row.setting }, ...columns.map((column) => {
     const shown = column.cell(row);
@@ -15,7 +16,8 @@ function sortable(columns, rows, caption) {
       if (!known(x) || !known(y)) return known(y) - known(x) || a.i - b.i; // what has no value stays at the end
       return ((x > y) - (x < y)) * (down ? -1 : 1) || a.i - b.i;
     });
-    body.replaceChildren(...order.map((line) => line.node));
+    body.replaceChildren(...order.slice(0, most).map((line) => line.node));
+    more.hidden = order.length <= most;
     heads.forEach((head, i) => head.setAttribute("aria-sort", i !== by ? "none" : down ? "descending" : "ascending"));
   };
   columns.forEach((column, i) => {
@@ -26,10 +28,10 @@ function sortable(columns, rows, caption) {
       fill();
     };
     const sorts = column.value && rows.length > 1;
-    heads.push(el("th", { scope: "col", class: column.number ? "number" : column.kind ?? "", title: column.title }, sorts ? el("button", { onclick: pick }, column.label) : column.label));
+    heads.push(el("th", { scope: "col", class: column.number ? "number" : column.kind ?? "", title: column.title }, ...(sorts ? [el("button", { onclick: pick }, ...[column.label].flat())] : [column.label].flat())));
   });
   fill();
-  return el("div", { class: "table", tabindex: 0, role: "region", "aria-label": caption }, el("table", {}, el("thead", {}, el("tr", {}, ...heads)), body));
+  return el("div", { class: "table", tabindex: 0, role: "region", "aria-label": caption }, el("table", {}, el("thead", {}, el("tr", {}, ...heads)), body), more);
 }
 
 // Numbers of one column have as many digits behind the point. `beside`: a number that stands beside it, whose size counts, too.
