@@ -83,7 +83,7 @@ def build_comparison(
     keys, settings = settings_of(found.runs)
     target = target_of(found.runs, found.sweeps)
     results = {number: result_of(run, target) for number, run in enumerate(found.runs)}
-    verdict = verdict_of(settings, results, target, differently_judged(found.runs, target, keys))
+    verdict = verdict_of(settings, results, target, differently_judged(found.runs, settings, target))
     if out is None:
         out = Path(paths[0]) / "report.html" if len(paths) == 1 and is_several(paths[0]) else Path("comparison.html")
     overview = _overview(found, keys, settings, target, results, verdict, limits)

@@ -134,10 +134,10 @@ def judged(tmp_path, runs, **more):
     for number, (rate, seed, level) in enumerate(runs):
         make_one(tmp_path / f"r{number}", settings(rate, seed, **more), level=level, rollouts=False)
     found = find_runs([tmp_path])
-    keys, groups = settings_of(found.runs)
+    _, groups = settings_of(found.runs)
     target = target_of(found.runs, found.sweeps)
     results = {number: result_of(run, target) for number, run in enumerate(found.runs)}
-    return verdict_of(groups, results, target, differently_judged(found.runs, target, keys))
+    return verdict_of(groups, results, target, differently_judged(found.runs, groups, target))
 
 
 def test_seeds_that_lie_apart_are_told_apart(tmp_path):
@@ -174,9 +174,9 @@ def test_other_held_out_problems_are_no_comparison(tmp_path):
     make_one(tmp_path / "a", settings(), rollouts=False)
     make_one(tmp_path / "b", settings(evaluation={"task": {"_component_": "tasks.GSM8K", "seed": 3}}), rollouts=False)
     found = find_runs([tmp_path])
-    keys, groups = settings_of(found.runs)
+    _, groups = settings_of(found.runs)
     results = {number: result_of(run, ACCURACY) for number, run in enumerate(found.runs)}
-    said = verdict_of(groups, results, ACCURACY, differently_judged(found.runs, ACCURACY, keys))
+    said = verdict_of(groups, results, ACCURACY, differently_judged(found.runs, groups, ACCURACY))
     assert said.headline.startswith("They are not compared: evaluation.task._component_ differs") and said.best is None
 
 

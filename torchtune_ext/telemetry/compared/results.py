@@ -7,6 +7,7 @@ from typing import Any
 from torchtune_ext.telemetry.compared.curves import ACCURACY, HIGH, LOW
 from torchtune_ext.telemetry.compared.intervals import Estimate
 from torchtune_ext.telemetry.compared.runs import OneRun
+from torchtune_ext.telemetry.compared.settings import Setting
 from torchtune_ext.telemetry.compared.sweep_file import Point, Sweep
 from torchtune_ext.telemetry.excerpts import short
 from torchtune_ext.telemetry.panels import PANELS, panels_for
@@ -57,17 +58,24 @@ def target_of(runs: Sequence[OneRun], sweeps: Sequence[Sweep]) -> Target | None:
     return None
 
 
-def differently_judged(runs: Sequence[OneRun], target: Target | None, keys: Sequence[str]) -> list[str]:
-    """Returns which of the settings that differ make the target another number: the problems, or the grader. Other problems of
-    the same kind, by another seed, are as good."""
+def differently_judged(runs: Sequence[OneRun], settings: Sequence[Setting], target: Target | None) -> list[str]:
+    """Returns which settings make the target another number in the runs that have it: the problems, or the grader. Other
+    problems of the same kind, by another seed, are as good."""
     if target is None:
         return []
-    judges = ("evaluation.task",) if target.metric.startswith("eval/") else ("task",)
-    if target.metric.startswith("eval/") and not all(run.records for run in runs):
-        judges = (*judges, "task")  # An evaluation of a model has its problems there.
-    return [
-        key for key in keys if not key.endswith(".seed") and any(f"{key}.".startswith(f"{name}.") for name in judges)
-    ]
+    having = [setting for setting in settings if any(_target(runs[run], target) for run in setting.runs)]
+    judges = ["task"]
+    if target.metric.startswith("eval/"):
+        models = any(not runs[run].records for setting in having for run in setting.runs)
+        judges = (
+            ["evaluation.task", "task"] if models else ["evaluation.task"]
+        )  # An evaluation of a model has its problems in `task`.
+    values: dict[str, set[str]] = {}
+    for setting in having:
+        for key, value in setting.values.items():
+            values.setdefault(key, set()).add(repr(value))
+    return [key for key, found in values.items() if len(found) > 1 and not key.endswith(".seed")
+            and any(f"{key}.".startswith(f"{judge}.") for judge in judges)]  # fmt: skip
 
 
 def result_of(run: OneRun, target: Target | None) -> Result:

@@ -189,8 +189,11 @@ def _interval(estimate: Estimate) -> str:
 def _number(value: float, size: float = 0.0) -> str:
     """Writes a number. `size`: of what stands beside it, so that both have as many digits behind the point."""
     size = max(abs(value), size)
-    text = f"{value:.3f}" if size < 100 and (size >= 0.001 or size == 0) else f"{value:.3g}"
-    return text.replace("-", "−")
+    if size >= 100 or 0 < size < 0.001:
+        return f"{value:.3g}".replace("-", "−")
+    if value and abs(value) < 0.0005:
+        return "<0.001" if value > 0 else ">−0.001"
+    return f"{value:.3f}".replace("-", "−")
 
 
 def _and(words: Sequence[Any]) -> str:

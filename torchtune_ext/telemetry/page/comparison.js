@@ -26,12 +26,14 @@ function verdict(overview) {
     { label: "", kind: "key", value: (row) => row.setting, cell: (row) => [named(row.setting, row.letter)] },
     ...(inside ? keyColumns(keys, values) : [{ label: "setting", kind: "words", value: (row) => row.label, cell: (row) => row.label }]),
     ...(settings.some(({ runs }) => runs.length > 1) ? [number("runs", "that differ in their seed alone", (row) => row.runs.length, (row) => String(row.runs.length))] : []),
-    number(target.metric, target.words, (row) => row.estimate?.value, (row) => digits(row.estimate?.value)),
+    number(dotted(target.metric), target.words, (row) => row.estimate?.value, (row) => digits(row.estimate?.value)),
     number("95% interval", "of several runs: t-interval across seeds; of one: over held-out problems", (row) => row.estimate?.low, (row) => between(row.estimate?.low, row.estimate?.high)),
     { label: "", kind: "strip-cell", cell: (row) => (row.estimate ? [whisker(row.estimate, axis, look(row.setting).color)] : "") },
-    { label: "", value: (row) => words[said_of.get(row.setting)?.told], cell: compared },
-    number("best minus it", "how far the best one is from it", (row) => said_of.get(row.setting)?.value, (row) => digits(said_of.get(row.setting)?.value, said_of.get(row.setting)?.high)),
-    number("interval of the difference", "all of them hold together at 95%", (row) => said_of.get(row.setting)?.low, (row) => between(said_of.get(row.setting)?.low, said_of.get(row.setting)?.high)),
+    ...(said.pairs.length ? [
+      { label: "", value: (row) => words[said_of.get(row.setting)?.told], cell: compared },
+      number("best minus it", "how far the best one is from it", (row) => said_of.get(row.setting)?.value, (row) => digits(said_of.get(row.setting)?.value, said_of.get(row.setting)?.high)),
+      number("interval of the difference", "all of them hold together at 95%", (row) => said_of.get(row.setting)?.low, (row) => between(said_of.get(row.setting)?.low, said_of.get(row.setting)?.high)),
+    ] : []),
   ], rows, "settings and what they came to", ROWS));
   return inside;
 }
@@ -39,7 +41,7 @@ function verdict(overview) {
 const ROWS = 12; // So many settings stand in the first table until it is asked for all.
 const FEW_KEYS = 4; // So many have their columns beside the results; more have a table of their own.
 const sorts = (text) => (text == null || text === "" || isNaN(text) ? text : +text);
-const dotted = (key) => key.split(".").flatMap((part, i) => (i ? [".", el("wbr"), part] : [part]));
+const dotted = (key) => key.split(/(?<=[./_])/).flatMap((part, i) => (i ? [el("wbr"), part] : [part])); // it may break there
 const keyColumns = (keys, values) => keys.map(([name], i) => ({ label: dotted(name), kind: "code", value: (row) => sorts(values[row.setting]?.[i]), cell: (row) => values[row.setting]?.[i] }));
 
 function sweeps(overview) {
@@ -105,7 +107,7 @@ function differences({ keys, values, settings, more_keys: more }) {
   } else {
     const rows = keys.map(([name], i) => ({ name, i }));
     root.append(sortable([{ label: "key", kind: "code", value: (row) => row.name, cell: (row) => row.name },
-      ...known.map((setting) => ({ label: setting.letter, title: setting.label, kind: "code", cell: (row) => setting.values[row.i] }))], rows, "settings that differ"));
+      ...known.map((setting) => ({ label: [named(setting.setting, setting.letter)], title: setting.label, kind: "code", cell: (row) => setting.values[row.i] }))], rows, "settings that differ"));
   }
   root.append(el("p", { class: "muted under" }, `What is the same in all runs is not shown, nor seeds and folders; “default” stands for a key that nobody wrote.${more ? ` ${more} keys more differ.` : ""}`));
 }
@@ -125,7 +127,7 @@ function runs({ rows, settings, target }) {
     any("best") && number("best accuracy", "the highest of all evaluations: the best of many flatters", (row) => row.best?.value, (row) => digits(row.best?.value)),
     any("best") && number("95% interval", "over held-out problems", (row) => row.best?.low, (row) => between(row.best?.low, row.best?.high)),
     any("best") && number("at step", "of the best evaluation", (row) => row.best_step, (row) => step(row.best_step)),
-    !standard && any("target") && number(target.metric, target.words, (row) => row.target?.value, (row) => digits(row.target?.value)),
+    !standard && any("target") && number(dotted(target.metric), target.words, (row) => row.target?.value, (row) => digits(row.target?.value)),
     any("reward") && number("reward", "mean of the last tenth of the steps", (row) => row.reward, (row) => digits(row.reward)),
     number("steps", "", (row) => row.steps, (row) => (row.steps ? step(row.steps) : "–")),
     any("seconds") && number("time", "of its steps; of a sweep, of its process", (row) => row.seconds, (row) => (row.seconds == null ? "–" : format(row.seconds, "seconds"))),

@@ -75,8 +75,12 @@ class Overlay extends Chart {
       places.push({ line, x: this.x(this.steps[index]), y: this.y(smooth(line.raw, line.sparse ? 0 : cursor.weight)[index]) });
     }
     places.sort((a, b) => a.y - b.y);
-    places.forEach((place, i) => { place.at = Math.max(place.y, TOP + LINE / 2, i ? places[i - 1].at + LINE : 0); });
-    for (let i = places.length - 1, floor = this.height - BOTTOM; i >= 0; i--, floor -= LINE) places[i].at = Math.min(places[i].at, floor - 2);
+    const floor = this.height - BOTTOM - 2, under = (x) => places.filter((place) => place.at != null && Math.abs(place.x - x) < END);
+    for (const place of places) place.at = Math.max(place.y, TOP + LINE / 2, ...under(place.x).map((other) => other.at + LINE));
+    for (const place of [...places].reverse()) {
+      const below = places.slice(places.indexOf(place) + 1).filter((other) => Math.abs(other.x - place.x) < END);
+      place.at = Math.min(place.at, floor, ...below.map((other) => other.at - LINE));
+    }
     if (places.some(({ y, at }) => Math.abs(y - at) > 2 * LINE)) return; // so far from its line, a letter tells nothing
     for (const { line, x, at } of places) {
       const node = this.root.appendChild(svg("text", { class: "letter", x: x + 7, y: at + 4, style: `fill:${line.color}`, "data-setting": line.setting }));

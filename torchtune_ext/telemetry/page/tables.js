@@ -38,7 +38,9 @@ function sortable(columns, rows, caption, most = Infinity) {
 function digits(value, beside = 0) {
   if (value == null) return "–";
   const size = Math.max(Math.abs(value), Math.abs(beside ?? 0));
-  return ((size < 100 && size >= 1e-3) || size === 0 ? value.toFixed(3) : plain(value)).replace(/^-/, "−");
+  if (size !== 0 && (size >= 100 || size < 1e-3)) return plain(value).replace("-", "−");
+  if (value !== 0 && Math.abs(value) < 5e-4) return value > 0 ? "<0.001" : ">−0.001"; // beside zero, but not zero
+  return value.toFixed(3).replace("-", "−");
 }
 
 const between = (low, high) => (low == null || high == null ? "–" : `${digits(low, high)} to ${digits(high, low)}`);
