@@ -130,6 +130,7 @@ def _overview(
                 "letter": setting.letter,
                 "label": setting.label,
                 "runs": [runs[run].name for run in setting.runs],
+                "seeds": setting.num_seeds,
                 "estimate": None if estimate is None else {name: short(end) for name, end in asdict(estimate).items()},
             }
             for setting, estimate in zip(settings, estimates, strict=True)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -42,13 +43,13 @@ def test_an_interval_of_seeds_is_that_of_the_textbook():
 
 
 def test_the_difference_of_seeds_is_welchs():
-    # Welch's own kind of example: spreads that differ. v by hand: a = 1/3, b = 16/4 -> (13/3)^2 / (1/18 + 16/3) = 3.4845.
-    first, second = [10.0, 11.0, 12.0], [0.0, 4.0, 4.0, 8.0 + 8.0 * 0]
-    a, b = np.var(first, ddof=1) / 3, np.var(second, ddof=1) / 4
-    freedom = (a + b) ** 2 / (a**2 / 2 + b**2 / 3)
+    # By hand: a = 1/3, b = (32/3) / 4, v = (a + b)^2 / (a^2 / 2 + b^2 / 3) = 9 / (1/18 + 64/27) = 3.70992. The ends are those of
+    # scipy.stats.ttest_ind(first, second, equal_var=False).confidence_interval().
+    first, second = [10.0, 11.0, 12.0], [0.0, 4.0, 4.0, 8.0]
     found = difference_of_seeds(first, second)
-    half = t_quantile(0.975, freedom) * math.sqrt(a + b)
-    assert (found.value, found.low, found.high) == pytest.approx((7.0, 7 - half, 7 + half))
+    assert (found.value, found.low, found.high) == pytest.approx((7.0, 2.0390735532435365, 11.960926446756464))
+    half = t_quantile(0.975, 9 / (1 / 18 + 64 / 27)) * math.sqrt(3)
+    assert found.high - found.value == pytest.approx(half)
     assert difference_of_seeds(first, second, pairs=10).low < found.low, "more pairs, wider intervals"
     assert not difference_of_seeds([1.0], second).known and not difference_of_seeds([1.0, 1.0], [2.0, 2.0]).known
 
@@ -81,6 +82,27 @@ def test_seeds_and_folders_make_no_setting(tmp_path):
     keys, found = settings_of(runs)
     assert keys == ["optimizer.lr"] and [each.label for each in found] == ["lr 1e-06", "lr 3e-06"]
     assert [[runs[i].name for i in each.runs] for each in found] == [["r1e-060", "r1e-061"], ["r3e-060", "r3e-061"]]
+
+
+def test_the_name_of_a_folder_is_no_value(tmp_path, monkeypatch):
+    """An `output_dir` may have the name of a value, and no value becomes another one by that."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("bf16", "fp32"):
+        make_one(Path(name), settings(precision=name, start=f"{name}/model"), steps=2, rollouts=False)
+    keys, found = settings_of(find_runs([tmp_path]).runs)
+    assert keys == ["precision"] and [each.label for each in found] == ["precision bf16", "precision fp32"]
+
+
+def test_runs_of_the_same_seed_are_no_two_seeds(tmp_path):
+    said = judged(tmp_path, [(1e-6, 0, 0.50), (1e-6, 0, 0.52), (3e-6, 0, 0.70), (3e-6, 0, 0.72)])
+    assert "Its run is better than that of A" in said.headline and any(
+        "runs of the same seed count as one" in note for note in said.notes
+    )
+    assert said.pairs[0].difference.value == pytest.approx(0.2 * (1 - math.exp(-4)))
+
+
+def test_an_accuracy_without_any_spread_has_no_interval_to_compare():
+    assert not difference_of_problems(Estimate(1.0, 1.0, 1.0), Estimate(0.5, 0.4, 0.6)).known
 
 
 def test_a_key_that_only_one_run_has_differs_and_long_values_stay_short(tmp_path):
@@ -167,7 +189,7 @@ def test_one_run_of_each_says_nothing_of_other_seeds(tmp_path):
 def test_one_run_beside_several_is_not_judged(tmp_path):
     said = judged(tmp_path, [(1e-6, 0, 0.5), (3e-6, 0, 0.7), (3e-6, 1, 0.72)])
     assert "It may be better than A" in said.headline and "nothing tells how far" in said.headline
-    assert any("Of A there is one run" in note for note in said.notes)
+    assert any("Of A there is one seed" in note for note in said.notes)
 
 
 def test_other_held_out_problems_are_no_comparison(tmp_path):
@@ -195,7 +217,10 @@ def test_without_an_evaluation_rewards_are_compared_without_an_interval(tmp_path
 
 
 def test_less_is_better_where_a_sweep_says_so(tmp_path):
-    points = [Point(name, tmp_path / name, {}, "finished", value, "", None) for name, value in (("a", 0.5), ("b", 0.3))]
+    points = [
+        Point(name, tmp_path / name, {}, "finished", value, None, None, "", None)
+        for name, value in (("a", 0.5), ("b", 0.3))
+    ]
     for point in points:
         make_one(point.folder, settings(1e-6 if point.id == "a" else 2e-6), rollouts=False)
     (tmp_path / "sweep.json").write_text(json.dumps({
@@ -224,7 +249,8 @@ def test_less_is_better_where_a_sweep_says_so(tmp_path):
 )
 def test_the_axis_of_a_parameter_follows_its_distribution(tmp_path, given, values, axis):
     points = [
-        Point(str(i), tmp_path / str(i), {"x": value}, "finished", 1.0, "", None) for i, value in enumerate(values)
+        Point(str(i), tmp_path / str(i), {"x": value}, "finished", 1.0, None, None, "", None)
+        for i, value in enumerate(values)
     ]
     sweep = Sweep(tmp_path, "s", "grid", "m", "maximize", {"x": given}, points)
     assert sweep.swept().get("x") == axis

@@ -65,13 +65,14 @@ def difference_of_seeds(first: Sequence[float], second: Sequence[float], pairs: 
 
 
 def difference_of_problems(first: Estimate, second: Estimate, pairs: int = 1) -> Estimate:
-    """Returns `first` minus `second`, two accuracies with their 95% intervals over problems."""
+    """Returns `first` minus `second`, two accuracies with their 95% intervals over problems. Where all problems have the same
+    reward, the interval of an accuracy has no width. That says nothing of other problems, so the difference has none."""
     difference = first.value - second.value
-    if not (first.known and second.known):
+    if not all(each.known and each.high > each.low for each in (first, second)):
         return Estimate(difference)
     error = math.hypot(first.high - first.low, second.high - second.low) / (2 * Z)
     half = NormalDist().inv_cdf(_upper(pairs)) * error
-    return Estimate(difference, difference - half, difference + half) if half else Estimate(difference)
+    return Estimate(difference, difference - half, difference + half)
 
 
 def t_quantile(p: float, freedom: float) -> float:

@@ -117,9 +117,10 @@ def unstarted_row(point: Point) -> dict[str, Any]:
 def _target(run: OneRun, target: Target) -> Estimate | None:
     evaluations = _accuracies(run, target.metric)
     if run.point is not None and run.point.value is not None:
-        # What the sweep wrote down counts. The interval is known if this is the newest evaluation.
-        same = [each for _, each in evaluations[-1:] if abs(each.value - run.point.value) <= 1e-6]
-        return same[0] if same else Estimate(run.point.value)
+        # What the sweep wrote down counts.
+        written = Estimate(run.point.value, run.point.low, run.point.high)
+        same = [each for _, each in evaluations[-1:] if abs(each.value - written.value) <= 1e-6]
+        return same[0] if same and not written.known else written
     if evaluations:
         return evaluations[-1][1]
     return _alone(_tail(run, target.metric))

@@ -2,8 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torchtune_ext.run.folder import DEFAULT, changes
@@ -25,6 +24,11 @@ class Setting:
     label: str  # what makes it another one: "lr 1e-06"
     values: Mapping[str, Any]  # the settings that differ between the runs of the page
     runs: Sequence[int]  # its runs, by their place on the page
+    seeds: Sequence[str]  # the seed of each of them; two runs of one seed are no two seeds
+
+    @property
+    def num_seeds(self) -> int:
+        return len(set(self.seeds))
 
 
 def settings_of(runs: Sequence[OneRun]) -> tuple[list[str], list[Setting]]:
@@ -48,11 +52,10 @@ def settings_of(runs: Sequence[OneRun]) -> tuple[list[str], list[Setting]]:
     for place, inside in enumerate(members.values()):
         config = flat[inside[0]]
         values = {} if config is None else {key: config.get(key, DEFAULT) for key in keys}
-        settings.append(Setting(_letter(place), "", values, inside))
+        seeds = [json.dumps((runs[number].config or {}).get(SEED), default=repr) for number in inside]
+        settings.append(Setting(_letter(place), "", values, inside, seeds))
     labels = _labels(keys, settings, runs)
-    return keys, [
-        Setting(each.letter, label, each.values, each.runs) for each, label in zip(settings, labels, strict=True)
-    ]
+    return keys, [replace(each, label=label) for each, label in zip(settings, labels, strict=True)]
 
 
 def short_keys(keys: Sequence[str]) -> dict[str, str]:
@@ -81,7 +84,7 @@ def _own(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings without what lies beside them; paths below the run's own folder no longer name it."""
     home = config.get("output_dir")
     kept = {key: value for key, value in config.items() if key not in (*BESIDE, SEED)}
-    return _without(kept, home) if isinstance(home, str) and home else kept
+    return _without(kept, home.rstrip("/")) if isinstance(home, str) and home.strip("/") else kept
 
 
 def _without(value: Any, home: str) -> Any:
@@ -89,8 +92,9 @@ def _without(value: Any, home: str) -> Any:
         return {key: _without(each, home) for key, each in value.items()}
     if isinstance(value, list):
         return [_without(each, home) for each in value]
-    if isinstance(value, str) and Path(value).is_relative_to(home):
-        return str(Path(_HERE) / Path(value).relative_to(home))
+    # Strictly below: a folder may have the name of a value, as "bf16".
+    if isinstance(value, str) and value.startswith(f"{home}/"):
+        return f"{_HERE}/{value.removeprefix(f'{home}/')}"
     return value
 
 

@@ -19,6 +19,8 @@ class Point:
     parameters: Mapping[str, Any]
     state: str  # "waiting", "running", "finished", "failed" or "stopped_early"
     value: float | None  # of the sweep's metric
+    low: float | None  # its interval, where one is known
+    high: float | None
     cause: str  # why it failed, in one line
     seconds: float | None
 
@@ -85,7 +87,6 @@ def read_sweep(folder: Path) -> Sweep:
 
 
 def _point(folder: Path, run: Mapping[str, Any]) -> Point:
-    value, seconds = run.get("value"), run.get("seconds")
     place = folder / str(run["folder"])
     if not place.resolve().is_relative_to(folder.resolve()):
         raise TypeError(f"the run {run['id']} lies outside of the sweep's folder, in {run['folder']}")
@@ -94,9 +95,11 @@ def _point(folder: Path, run: Mapping[str, Any]) -> Point:
         folder=place,
         parameters=dict(run["parameters"]),
         state=str(run["state"]),
-        value=float(value) if _number(value) else None,
+        value=_float(run.get("value")),
+        low=_float(run.get("low")),
+        high=_float(run.get("high")),
         cause=str(run.get("cause") or ""),
-        seconds=float(seconds) if _number(seconds) else None,
+        seconds=_float(run.get("seconds")),
     )
 
 
@@ -114,6 +117,10 @@ def _axis(given: Mapping[str, Any], values: Sequence[Any]) -> str:
     ratios = [high / low for low, high in zip(listed, listed[1:], strict=False)]
     # 1e-4, 3e-4, 1e-3 is one as people write it: no ratio is more than a few times another.
     return "log" if max(ratios) <= max(2 * min(ratios), 4) else "linear"
+
+
+def _float(value: Any) -> float | None:
+    return float(value) if _number(value) else None
 
 
 def _number(value: Any) -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
+from statistics import fmean
 from typing import Any
 
 from torchtune_ext.telemetry.compared.intervals import (
@@ -108,7 +109,7 @@ def _headline(
     of_best, most = settings[best], "highest" if target.higher else "lowest"
     told = [f"{of_best.letter} ({of_best.label}) has the {most} {target.words}, {_interval(estimates[best])}."]
     # Of two runs, more is known than of their settings: only the runs may be compared.
-    alone = len(of_best.runs) == 1
+    alone = of_best.num_seeds == 1
     for kind, words in (
         ("apart", "is better than"),
         ("alike", "cannot be told apart from"),
@@ -145,10 +146,12 @@ def _notes(
         if any(pair.difference.known for pair in pairs):
             notes.append("Intervals are over held-out problems; those of differences come from the two standard errors, "
                          f"√(se₁² + se₂²), as if each run had problems of its own.{together}")  # fmt: skip
-        notes.append("One run of each: another seed may end elsewhere, and no interval here holds that. To know, start each "
+        notes.append("One seed of each: another seed may end elsewhere, and no interval here holds that. To know, start each "
                      "setting with three seeds.")  # fmt: skip
     elif few := [settings[place].letter for place, count in counts.items() if count == 1]:
-        notes.append(f"Of {_and(few)} there is one run, and nothing tells how far another seed would be from it.")
+        notes.append(f"Of {_and(few)} there is one seed, and nothing tells how far another seed would be from it.")
+    if repeated := [setting.letter for setting in settings if setting.num_seeds < len(setting.runs)]:
+        notes.append(f"{_and(repeated)}: runs of the same seed count as one, with their mean.")
     if lost := [setting.letter for place, setting in enumerate(settings) if place not in there]:
         notes.append(f"Not compared, for want of {target.metric}: {_and(lost)}.")
     ends = {results[run].steps for place in there for run in settings[place].runs if run in results}
@@ -164,7 +167,20 @@ def _alone(setting: Setting, estimate: Estimate, target: Target, values: Sequenc
 
 
 def _values(setting: Setting, results: Mapping[int, Result]) -> list[Estimate]:
-    return [results[run].target for run in setting.runs if run in results and results[run].target is not None]
+    """Returns what each seed came to. Runs of the same seed repeat one draw: they count as one, with their mean."""
+    of_seed: dict[str, list[Estimate]] = {}
+    for run, seed in zip(setting.runs, setting.seeds, strict=True):
+        if run in results and (found := results[run].target) is not None:
+            of_seed.setdefault(seed, []).append(found)
+    return [each[0] if len(each) == 1 else _middle(each) for each in of_seed.values()]
+
+
+def _middle(repeats: Sequence[Estimate]) -> Estimate:
+    value = fmean(each.value for each in repeats)
+    if not all(each.known for each in repeats):
+        return Estimate(value)
+    # They answer the same problems, so that none of them narrows the interval of another.
+    return Estimate(value, fmean(each.low for each in repeats), fmean(each.high for each in repeats))
 
 
 def _plain(values: Sequence[Estimate]) -> list[float]:

@@ -25,7 +25,7 @@ function verdict(overview) {
   root.firstChild.append(sortable([
     { label: "", kind: "key", value: (row) => row.setting, cell: (row) => [named(row.setting, row.letter)] },
     ...(inside ? keyColumns(keys, values) : [{ label: "setting", kind: "words", value: (row) => row.label, cell: (row) => row.label }]),
-    ...(settings.some(({ runs }) => runs.length > 1) ? [number("runs", "that differ in their seed alone", (row) => row.runs.length, (row) => String(row.runs.length))] : []),
+    ...(settings.some(({ runs }) => runs.length > 1) ? [number("seeds", "runs of the same seed count as one", (row) => row.seeds, (row) => String(row.seeds))] : []),
     number(dotted(target.metric), target.words, (row) => row.estimate?.value, (row) => digits(row.estimate?.value)),
     number("95% interval", "of several runs: t-interval across seeds; of one: over held-out problems", (row) => row.estimate?.low, (row) => between(row.estimate?.low, row.estimate?.high)),
     { label: "", kind: "strip-cell", cell: (row) => (row.estimate ? [whisker(row.estimate, axis, look(row.setting).color)] : "") },
@@ -106,8 +106,8 @@ function differences({ keys, values, settings, more_keys: more }) {
     root.append(sortable([{ label: "", kind: "key", value: (row) => row.setting, cell: key }, ...keyColumns(keys, values)], known, "settings that differ"));
   } else {
     const rows = keys.map(([name], i) => ({ name, i }));
-    root.append(sortable([{ label: "key", kind: "code", value: (row) => row.name, cell: (row) => row.name },
-      ...known.map((setting) => ({ label: [named(setting.setting, setting.letter)], title: setting.label, kind: "code", cell: (row) => setting.values[row.i] }))], rows, "settings that differ"));
+    root.append(sortable([{ label: "key", kind: "key code", value: (row) => row.name, cell: (row) => dotted(row.name) },
+      ...known.map((setting) => ({ label: [named(setting.setting, setting.letter)], title: setting.label, kind: "code", cell: (row) => setting.values[row.i] }))], rows, "settings that differ", 2 * ROWS));
   }
   root.append(el("p", { class: "muted under" }, `What is the same in all runs is not shown, nor seeds and folders; “default” stands for a key that nobody wrote.${more ? ` ${more} keys more differ.` : ""}`));
 }

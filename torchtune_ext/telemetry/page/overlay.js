@@ -165,7 +165,10 @@ function legend(overview) {
   const root = document.getElementById("legend"), { settings, drawn, shown } = overview;
   choice.off = new Set(settings.keys());
   for (const place of shown) choice.off.delete(place);
-  const count = (place) => (settings[place].runs.length > 1 ? el("span", { class: "muted" }, `${settings[place].runs.length} seeds`) : null);
+  const count = (place) => {
+    const { runs, seeds } = settings[place];
+    return runs.length > 1 ? el("span", { class: "muted" }, seeds === runs.length ? `${seeds} seeds` : `${runs.length} runs, ${seeds} ${seeds === 1 ? "seed" : "seeds"}`) : null;
+  };
   const buttons = drawn.map((place) => el("button", { class: "setting", "data-setting": place, title: `${settings[place].label}\n${settings[place].runs.join("\n")}`,
     onclick: () => { const off = new Set(choice.off); if (!off.delete(place)) off.add(place); choice.set(off); },
     ondblclick: () => choice.set(new Set(drawn.filter((other) => other !== place))),
