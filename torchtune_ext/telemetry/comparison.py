@@ -4,6 +4,7 @@ comparison = build_comparison([sweep_folder])     # writes sweep_folder/report.h
 print(comparison.summary())                       # which setting is better, and what was left out
 """
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -88,7 +89,8 @@ def build_comparison(
         out = Path(paths[0]) / "report.html" if len(paths) == 1 and is_several(paths[0]) else Path("comparison.html")
     overview = _overview(found, keys, settings, target, results, verdict, limits)
     overview["name"] = _name(paths, found)
-    samples, told = shared_samples(found.runs, settings, limits.samples)
+    ranked = _ranked(range(len(settings)), estimates_of(settings, results), target)
+    samples, told = shared_samples(found.runs, [settings[place] for place in ranked], limits.samples)
     overview["samples"] = told
     page = page_of(overview["name"], "comparison", SCRIPTS, {"overview": pack(overview), "problems": pack(samples)})
     write_page(Path(out), page)
@@ -231,7 +233,7 @@ def _sweep(
 
 
 def _value(value: Any, raw: bool = False) -> Any:
-    if raw and isinstance(value, int | float) and not isinstance(value, bool):
+    if raw and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return value
     return shown(value, _LONGEST)
 

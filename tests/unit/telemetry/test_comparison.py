@@ -55,7 +55,7 @@ def test_the_page_holds_curves_results_and_samples(two, tmp_path):
     )
     assert {problem["step"] for problem in problems} == {20, 40, 60} and len(problems) == 9
     for problem in problems:
-        assert [each["run"] for each in problem["runs"]] == [0, 1]
+        assert [each["run"] for each in problem["runs"]] == [1, 0], "the better one first"
         for each in problem["runs"]:
             best, worst = each["samples"]
             assert best["reward"] == max(each["rewards"]) and worst["reward"] == min(each["rewards"])
@@ -92,6 +92,19 @@ def test_a_sweep_is_in_its_own_order_with_what_failed(tmp_path):
     assert overview["rows"][-1]["cause"] == f"loss is not finite {HOSTILE}" and overview["rows"][-1]["seconds"] == 3.0
     # The interval of a value is that of the evaluation which gave it.
     assert sweep["points"][0]["high"] - sweep["points"][0]["low"] == pytest.approx(0.1, abs=1e-4)
+
+
+def test_what_failed_late_is_not_what_its_setting_came_to(tmp_path):
+    folder = make_sweep(tmp_path / "sweep", rates=(1e-5, 1e-4), failed=0, clips=(0.2,))
+    record = json.loads((folder / "sweep.json").read_text())
+    record["runs"][1] |= {"state": "failed", "value": None, "cause": "out of memory"}
+    (folder / "sweep.json").write_text(json.dumps(record))
+    made = build_comparison([folder])
+    assert made.verdict.startswith("A (lr 1e-05): held-out accuracy 0.618") and made.verdict.endswith(
+        "no other setting to compare it with."
+    )
+    row = data_of(made.path)["overview"]["rows"][1]
+    assert (row["state"], row["cause"], row["steps"], row["target"]) == ("failed", "out of memory", 60, None)
 
 
 def test_a_sweep_of_which_nothing_ran_yet_or_everything_failed(tmp_path):
@@ -193,6 +206,18 @@ def test_damaged_rollouts_settings_and_evaluations_cost_no_page(two, tmp_path):
     assert [each["label"] for each in overview["settings"]] == ["one", "two"]
 
 
+def test_files_that_somebody_edited(two, tmp_path):
+    path = two[0] / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[5] |= {"reward/mean": float("nan"), "time/step": "two", "length/tokens": True, "loss/total": float("inf")}
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (two[1] / "metrics.jsonl").write_text(json.dumps({"step": "7", "reward/mean": 1.0}) + "\n")
+    (two[1] / "evaluation.json").write_text('{"temperature 1": {"mean": NaN}}')
+    made = build_comparison(two, tmp_path / "page.html")
+    assert made.runs == 1 and made.left_out == ("two is left out: metrics.jsonl is damaged (a step is '7').",)
+    assert data_of(made.path)["overview"]["rows"][0]["seconds"] == 118.0
+
+
 def test_a_page_stays_small(tmp_path):
     for i in range(6):
         make_one(tmp_path / f"r{i}", settings(1e-6 * (i + 1)), steps=120)
@@ -203,7 +228,7 @@ def test_a_page_stays_small(tmp_path):
     overview, problems = data["overview"], data["problems"]
     assert len(overview["steps"]) == 30 and len(overview["drawn"]) == 4 and len(overview["shown"]) == 4
     assert all(len(line["mean"]) == 30 for chart in overview["charts"] for line in chart["lines"])
-    assert len(problems) == 2 and all(len(problem["runs"]) == 3 and problem["count"] == 6 for problem in problems)
+    assert len(problems) == 2 and all(len(problem["runs"]) == 3 for problem in problems)
     assert len(overview["rows"]) == 6
 
 

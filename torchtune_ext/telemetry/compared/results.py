@@ -115,6 +115,8 @@ def unstarted_row(point: Point) -> dict[str, Any]:
 
 
 def _target(run: OneRun, target: Target) -> Estimate | None:
+    if run.point is not None and run.point.state == "failed":
+        return None  # What it had before it failed is not what its setting came to.
     evaluations = _accuracies(run, target.metric)
     if run.point is not None and run.point.value is not None:
         # What the sweep wrote down counts.
@@ -135,7 +137,7 @@ def _accuracies(run: OneRun, metric: str) -> list[tuple[int, Estimate]]:
                 if isinstance(record.get(metric), int | float)]  # fmt: skip
     for name, found in run.evaluation.items():
         greedy = name == "greedy"
-        if isinstance(found, dict) and isinstance(found.get("mean"), int | float) and greedy == (metric == GREEDY):
+        if isinstance(found, dict) and _finite(found.get("mean")) is not None and greedy == (metric == GREEDY):
             return [(0, Estimate(found["mean"], _finite(found.get("low")), _finite(found.get("high"))))]
     return []
 

@@ -3,6 +3,7 @@
 import gzip
 import json
 import logging
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -111,7 +112,7 @@ def _read(path: Path, name: str, point: Point | None) -> OneRun:
         )
     _require_rollout_format(path)
     try:
-        records = read_metrics(path / METRICS) if (path / METRICS).exists() else []
+        records = _metrics(path / METRICS) if (path / METRICS).exists() else []
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _Nothing(f"{METRICS} is damaged ({error})") from error
     evaluation = _evaluation(path)
@@ -126,6 +127,18 @@ def _read(path: Path, name: str, point: Point | None) -> OneRun:
     else:
         state = State("finished", "evaluated", 0, None)
     return OneRun(path, str(record.get("id", name)), name, config, process, records, evaluation, state, point)
+
+
+def _metrics(path: Path) -> list[dict[str, Any]]:
+    """Returns the metrics of each step. What is no finite number is as if it were not there: a file may have been edited."""
+    records = read_metrics(path)
+    for record in records:
+        if not isinstance(record["step"], int):
+            raise ValueError(f"a step is {record['step']!r}")
+        for name, value in record.items():
+            if isinstance(value, bool | str) or (isinstance(value, float) and not math.isfinite(value)):
+                record[name] = None
+    return records
 
 
 def _evaluation(path: Path) -> dict[str, Any]:

@@ -21,7 +21,7 @@ class SampleLimits:
 
     steps: int = 3  # evenly spaced over those that most runs have stored
     problems: int = 6  # of a step: those where the runs' rewards lie farthest apart
-    runs: int = 12  # of a problem: those of many settings before further seeds of one
+    runs: int = 12  # of a step: those of many settings before further seeds of one
     characters: int = 3000  # of a text; the middle of longer ones is left out
 
 
@@ -29,6 +29,11 @@ def shared_samples(
     runs: Sequence[OneRun], settings: Sequence[Setting], limits: SampleLimits
 ) -> tuple[list[dict[str, Any]], str]:
     """Finds problems that two or more runs sampled at the same step, with the best and the worst sample of each run.
+
+    Args:
+        runs: all runs of the page.
+        settings: in the order in which their runs are wanted.
+        limits: how much is taken.
 
     Returns:
         The problems, as the page reads them, and a sentence on what there is, or why there is nothing.
@@ -47,13 +52,15 @@ def shared_samples(
     steps = spaced(sorted(step for step, count in counts.items() if count == most), limits.steps)
     problems = []
     for step in steps:
-        groups = {number: _groups(paths[number][step]) for number in order if step in paths.get(number, {})}
+        storing = [number for number in order if step in paths.get(number, {})][: limits.runs]
+        groups = {number: _groups(paths[number][step]) for number in storing}
         problems += _shared(step, groups, limits)
     if not problems:
         return [], f"No two runs sampled the same problem at step {_words(steps)}, which were looked at."
     return problems, (
         f"Best and worst sample of each run, of problems that two or more runs sampled at step {_words(steps)}: up to "
-        f"{limits.problems} of a step, first those whose mean rewards lie farthest apart, of at most {limits.runs} runs."
+        f"{limits.problems} of a step, first those whose mean rewards lie farthest apart, of at most {limits.runs} runs, the "
+        "best ones first."
     )
 
 
@@ -96,8 +103,7 @@ def _record(step: int, by_run: Mapping[int, Group], limits: SampleLimits) -> dic
         "id": first.problem.id,
         "messages": messages_of(first, limits.characters),
         "answer": cut_text(answer if isinstance(answer, str) else repr(answer), limits.characters),
-        "count": len(by_run),
-        "runs": [_of_run(number, group, limits) for number, group in list(by_run.items())[: limits.runs]],
+        "runs": [_of_run(number, group, limits) for number, group in by_run.items()],
     }
 
 

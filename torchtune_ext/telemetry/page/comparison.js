@@ -56,7 +56,7 @@ function sweeps(overview) {
     const values = best && Object.entries(best.parameters).map(([key, value]) => `${key} ${typeof value === "number" ? plain(value) : value}`).join(", ");
     root.append(el("h2", {}, "Sweep"), el("p", { class: "muted said-of" }, `${sweep.method}, ${sweep.goal} ${sweep.metric}; runs: ${words}. `,
       best ? `Best: ${best.id}, ${digits(best.value)} with ${values}; it has a ring. ` : "No run has a value yet. ",
-      "Bars: 95% intervals over held-out problems. A cross: the run failed."));
+      sweep.points.some(({ low }) => low != null) ? "Bars: 95% intervals over held-out problems. " : "", failed.length ? "A cross: the run failed." : ""));
     const grid = el("div", { class: "grid" });
     grid.append(...sweep.axes.map((axis) => new Scatter(axis, sweep, overview).node));
     root.append(grid);
@@ -162,8 +162,8 @@ class SideBySide {
     const setting = ({ run }) => rows.find((row) => row.run === run).setting, on = problem.runs.filter((each) => !choice.off.has(setting(each)));
     const largest = Math.max(1e-9, ...problem.runs.flatMap(({ samples }) => samples.map((sample) => Math.abs(sample.advantage ?? 0))));
     const prompt = el("div", { class: "prompt" }, ...promptOf(problem.messages, (text) => [text]));
-    const dropped = problem.count - problem.runs.length, off = problem.runs.length - on.length;
-    this.output.textContent = [`${on.length} of ${problem.count} runs`, off ? `${off} turned off in the legend` : "", dropped ? `${dropped} not in this page` : ""].filter(Boolean).join(", ");
+    const off = problem.runs.length - on.length;
+    this.output.textContent = `${on.length} runs${off ? `, ${off} more turned off in the legend` : ""}`;
     const one = (each) => {
       const row = rows.find(({ run }) => run === each.run), words = each.samples.length > 1 ? ["best", "worst"] : ["only one graded"];
       return el("div", { class: "of-run" }, el("div", { class: "run-head" }, named(row.setting, settings[row.setting].letter), el("b", { class: "id", title: row.name }, row.name),
