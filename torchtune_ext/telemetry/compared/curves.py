@@ -62,6 +62,11 @@ class Columns:
         self.steps_each = max(map(len, parts), default=1)
         self._column = {every[i]: number for number, part in enumerate(parts) for i in part}
 
+    def length(self, run: int) -> int:
+        """Returns how many columns there are up to the end of a run."""
+        records = self.runs[run].records
+        return self._column[records[-1]["step"]] + 1 if records else 0
+
     def of(self, run: int, metric: str) -> np.ndarray:
         """Returns the values of a metric of a run, NaN where it has none."""
         sums, counts = np.zeros(len(self.steps)), np.zeros(len(self.steps))
@@ -84,40 +89,21 @@ def overlays(columns: Columns, settings: Sequence[Setting], metric: str | None =
     """Returns the charts in the order of their weight. `metric`: what the runs are compared by, which comes first."""
     names = {name for run in columns.runs for record in run.records for name, value in record.items()
              if name not in ("step", "nonfinite", LOW, HIGH) and isinstance(value, int | float)}  # fmt: skip
-    panels = [(panel, name, label) for panel in panels_for(names) for name, label in panel.series]
+    every = [(panel, name, label) for panel in panels_for(names) for name, label in panel.series]
     first = list(dict.fromkeys([*([metric] if metric else []), *_FIRST]))
-    panels.sort(key=lambda each: first.index(each[1]) if each[1] in first else len(first))
+    every.sort(key=lambda each: first.index(each[1]) if each[1] in first else len(first))
     charts = []
-    for panel, name, label in panels:
+    for panel, name, label in every:
         lines = [
             line for number, setting in enumerate(settings) if (line := _line(columns, number, setting, name, panel))
         ]
-        if panel.quiet and not any(value for line in lines for value in line.mean):
+        if not lines or (panel.quiet and not any(value for line in lines for value in line.mean)):
             continue
-        front = name in first
-        alone = len(panel.series) == 1 or not label
-        title = _FIRST.get(name) or (panel.title if alone else f"{panel.title}: {label}")
-        note = "" if not front or name != ACCURACY else "Of problems that are never trained on."
-        charts.append(
-            Overlay(
-                replace(
-                    panel,
-                    section=FIRST if front else panel.section,
-                    title=title,
-                    note=note,
-                    style="line",
-                    # A share of a stack need not begin at zero once it stands alone, but it is easier to compare so.
-                    zero=panel.zero,
-                    band=None,
-                    series=(),
-                    order=(),
-                    colors=(),
-                    lead=False,
-                ),
-                name,
-                lines,
-            )
-        )
+        title = panel.title if len(panel.series) == 1 or not label else f"{panel.title}: {label}"
+        section = FIRST if name in first else panel.section
+        # What a panel of one run says of its curves together says little of one of them.
+        note = "Of problems that are never trained on." if name == ACCURACY else ""
+        charts.append(Overlay(replace(panel, section=section, title=_FIRST.get(name, title), note=note), name, lines))
     return charts
 
 
@@ -131,14 +117,10 @@ def _line(columns: Columns, number: int, setting: Setting, metric: str, panel: P
         low, high = (columns.of(run, LOW), columns.of(run, HIGH)) if metric == ACCURACY else (None, None)
         if low is not None and (np.isnan(low).all() or np.isnan(high).all()):
             low = high = None
-    own = sorted({record["step"] for run in setting.runs for record in columns.runs[run].records})
-    # Where a reading begins and ends is told in the setting's own steps, which may be fewer than those of the page.
-    inside = [i for i, step in enumerate(columns.steps) if not own or step <= own[-1]]
-    there = {metric: [None if np.isnan(mean[i]) else float(mean[i]) for i in inside]}
-    if all(value is None for value in there[metric]):
-        return None
-    plain = replace(panel, series=((metric, ""),))
-    reading = readings(there, [columns.steps[i] for i in inside], [plain])[metric]
+    # A reading is the mean of a part of the setting's own steps, which may be fewer than those of the page.
+    own = max(columns.length(run) for run in setting.runs)
+    there = {metric: [None if np.isnan(value) else float(value) for value in mean[:own]]}
+    reading = readings(there, columns.steps[:own], [replace(panel, series=((metric, ""),))])[metric]
     listed = _listed(mean)
     return Line(number, listed, None if low is None else _listed(low), None if high is None else _listed(high),
                 asdict(reading) | {"first": short(reading.first), "last": short(reading.last)})  # fmt: skip

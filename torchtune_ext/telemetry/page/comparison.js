@@ -55,7 +55,7 @@ function sweeps(overview) {
     const words = [...counts].map(([state, count]) => `${count} ${state.replace("_", " ")}`).join(", ");
     const values = best && Object.entries(best.parameters).map(([key, value]) => `${key} ${typeof value === "number" ? plain(value) : value}`).join(", ");
     root.append(el("h2", {}, "Sweep"), el("p", { class: "muted said-of" }, `${sweep.method}, ${sweep.goal} ${sweep.metric}; runs: ${words}. `,
-      best ? `Best: ${best.id}, ${digits(best.value)} with ${values}; it has a ring. ` : "No run has a value yet. ",
+      best ? `Best: ${best.id}, ${digits(best.value)}${values ? ` with ${values}; it has a ring` : ""}. ` : "No run has a value yet. ",
       sweep.points.some(({ low }) => low != null) ? "Bars: 95% intervals over held-out problems. " : "", failed.length ? "A cross: the run failed." : ""));
     const grid = el("div", { class: "grid" });
     grid.append(...sweep.axes.map((axis) => new Scatter(axis, sweep, overview).node));
@@ -73,6 +73,7 @@ function curves(overview) {
   const seeds = overview.settings.some(({ runs }) => runs.length > 1), evaluated = overview.charts.some(({ metric, lines }) => metric === "eval/accuracy_sampled" && lines.some(({ low }) => low));
   const told = [seeds ? "Runs that differ in their seed alone are one curve: the line is their mean, the band goes from the lowest to the highest." : "",
     evaluated ? `Of held-out accuracy, the band of ${seeds ? "a setting with one run" : "a run"} is its 95% interval over problems.` : "",
+    overview.drawn.length > BANDS && (seeds || evaluated) ? "Where more than four are drawn, only the one that is pointed at shows its band." : "",
     overview.steps_each > 1 ? `Each point is the mean of up to ${overview.steps_each} steps.` : "", "A number in a chart is the mean of the last tenth of the steps, of evaluations the newest."].filter(Boolean).join(" ");
   document.getElementById("legend").after(el("p", { class: "muted said-of" }, told));
   lead.after(front);
@@ -190,7 +191,7 @@ async function start() {
   const told = verdict(overview);
   sweeps(overview);
   curves(overview);
-  if (told) document.getElementById("settings").remove();
+  if (told || !overview.settings.length) document.getElementById("settings").remove();
   else differences(overview);
   runs(overview);
   document.addEventListener("click", (event) => unfold(event.target.closest("a")?.getAttribute("href")));

@@ -7,7 +7,8 @@ function sortable(columns, rows, caption, most = Infinity) {
   let by = null, down = false;
   const lines = rows.map((row, i) => ({ row, i, node: el("tr", { "data-setting": row.setting }, ...columns.map((column) => {
     const shown = column.cell(row);
-    return el("td", { class: column.number ? "number" : column.kind ?? "" }, ...(Array.isArray(shown) ? shown : [shown ?? "–"]));
+    const inside = Array.isArray(shown) ? shown : [shown ?? "–"];
+    return el("td", { class: column.number ? "number" : column.kind ?? "" }, ...(column.kind === "code" ? [el("div", {}, ...inside)] : inside));
   })) }));
   const fill = () => {
     const key = (line) => columns[by].value(line.row), known = (value) => value != null && value === value;
