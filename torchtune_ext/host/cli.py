@@ -23,7 +23,7 @@ OWN_WORDS = {
     "knobs": ("torchtune_ext.host.knobs", "list the knobs of a recipe: knobs [RECIPE] [NODE]"),
     "presets": ("torchtune_ext.host.presets", "list the published methods, or print one: presets [NAME]"),
     "ray": ("torchtune_ext.host.on_ray", "start a run on an existing Ray cluster, with vLLM servers beside it"),
-    "report": ("torchtune_ext.telemetry.report", "write the HTML report of a run"),
+    "report": ("torchtune_ext.telemetry.report", "write the HTML report of a run, or of several: report RUN [RUN ...]"),
     "serve": ("torchtune_ext.host.serve", "start vLLM's server for a run: serve --config CONFIG [--print]"),
 }
 # Their main takes the words, too, that their parser does not know.

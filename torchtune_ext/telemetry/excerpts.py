@@ -62,7 +62,7 @@ def excerpts_of(
         latest: steps from this one on are "the latest" for `Excerpts.silent`.
     """
     found = Excerpts()
-    steps = _spaced(sorted(paths), limits.max_steps) if limits.max_mib > 0 else []
+    steps = spaced(sorted(paths), limits.max_steps) if limits.max_mib > 0 else []
     left, ids, silent, ends = limits.max_mib * 2**20, set(), [], []
     pieces: TokenPieces | None = None
     asked = False
@@ -81,7 +81,7 @@ def excerpts_of(
         found.index.append({"step": step, "groups": len(groups), "signals": signals, "ids": [r["id"] for r in records]})
         ids.update(token for record in records for sample in record["samples"] for token in sample["ids"])
         found.pair = _pair(step, groups) or found.pair
-        ends += [reward for group in groups for reward in _rewards(group)]
+        ends += [reward for group in groups for reward in rewards_of(group)]
         ends = [min(ends), max(ends)] if ends else []
         if step >= latest:
             silent += [group for group in groups if not group.has_signal]
@@ -135,7 +135,7 @@ def _chosen(groups: Sequence[Group], number: int) -> list[Group]:
     signal = [group for group in ranked if group.has_signal]
     silent = [group for group in ranked if not group.has_signal]
     few = min(len(silent), max(number - len(signal), number // 6))
-    return _spaced(signal, number - few) + _spaced(silent, few)
+    return spaced(signal, number - few) + spaced(silent, few)
 
 
 def _pair(step: int, groups: Sequence[Group]) -> dict[str, Any] | None:
@@ -153,11 +153,11 @@ def _pair(step: int, groups: Sequence[Group]) -> dict[str, Any] | None:
     return {
         "step": step,
         "id": group.problem.id,
-        "messages": _messages(group, _PAIR),
+        "messages": messages_of(group, _PAIR),
         "count": len(group.samples),
-        "rewards": [_finite(reward) for reward in _rewards(group)],
-        "good": _facts(good, _PAIR),
-        "bad": _facts(bad, _PAIR),
+        "rewards": [finite(reward) for reward in rewards_of(group)],
+        "good": sample_facts(good, _PAIR),
+        "bad": sample_facts(bad, _PAIR),
     }
 
 
@@ -170,7 +170,7 @@ def _causes(groups: Sequence[Group], lowest: float, highest: float) -> Silent:
     counts = {"easy": 0, "hard": 0, "alike": 0, "other": 0}
     near = _SAME * (highest - lowest)
     for group in groups:
-        rewards = _rewards(group)
+        rewards = rewards_of(group)
         if not rewards:
             continue
         # Where the whole run knows one reward only, a reward above 0 is taken for success.
@@ -183,12 +183,12 @@ def _causes(groups: Sequence[Group], lowest: float, highest: float) -> Silent:
     return Silent(**counts, highest=highest, lowest=lowest)
 
 
-def _rewards(group: Group) -> list[float]:
+def rewards_of(group: Group) -> list[float]:
     return [sample.score.reward for sample in group.samples if sample.score is not None]
 
 
 def _spread(group: Group) -> float:
-    rewards = _rewards(group)
+    rewards = rewards_of(group)
     return float(np.std(rewards)) if rewards else 0.0
 
 
@@ -227,46 +227,46 @@ def _group_record(group: Group, num_samples: int, num_tokens: int, pieces: Token
     def order(sample: Sample) -> float:
         return -np.inf if sample.score is None else sample.score.reward
 
-    rewards = _rewards(group)
-    samples = _spaced(sorted(group.samples, key=order, reverse=True), num_samples)
+    rewards = rewards_of(group)
+    samples = spaced(sorted(group.samples, key=order, reverse=True), num_samples)
     answer = group.problem.answer
     return {
         "id": group.problem.id,
-        "messages": _messages(group, 8 * num_tokens),
+        "messages": messages_of(group, 8 * num_tokens),
         "answer": answer if isinstance(answer, str) else json.dumps(answer, default=repr),
         "prompt_tokens": len(group.prompt_tokens),
         "count": len(group.samples),
         "trained": sum(sample.trained for sample in group.samples),
         "signal": group.has_signal,
         "failed": sum(sample.score is None for sample in group.samples),
-        "mean": _finite(float(np.mean(rewards))) if rewards else None,
-        "spread": _finite(_spread(group)),
-        "rewards": [_finite(reward) for reward in rewards],
+        "mean": finite(float(np.mean(rewards))) if rewards else None,
+        "spread": finite(_spread(group)),
+        "rewards": [finite(reward) for reward in rewards],
         "samples": [_sample_record(sample, num_tokens, pieces) for sample in samples],
     }
 
 
-def _messages(group: Group, limit: int) -> list[dict[str, str]]:
+def messages_of(group: Group, limit: int) -> list[dict[str, str]]:
     return [{"role": m["role"], "content": cut_text(str(m["content"]), limit)} for m in group.problem.messages]
 
 
-def _facts(sample: Sample, limit: int) -> dict[str, Any]:
+def sample_facts(sample: Sample, limit: int) -> dict[str, Any]:
     """Returns all that is shown of a sample but its tokens; its text has at most about `limit` characters."""
     completion, outcome, score = sample.completion, sample.outcome, sample.score
     count = len(completion.tokens)
     return {
         "text": cut_text(sample.text, limit),
         "count": count,
-        "reward": None if score is None else _finite(score.reward),
-        "parts": {} if score is None else {k: _finite(v) for k, v in score.parts.items()},
+        "reward": None if score is None else finite(score.reward),
+        "parts": {} if score is None else {k: finite(v) for k, v in score.parts.items()},
         "note": "" if score is None else cut_text(score.note, 2000),
         "outcome": "not graded" if outcome is None else outcome.kind,
         "cause": "" if outcome is None else cut_text(outcome.cause, 2000),
-        "advantage": _finite(sample.advantage),
+        "advantage": finite(sample.advantage),
         "trained": bool(sample.trained),
         "finish": completion.finish_reason,
         "versions": run_lengths(completion.versions),
-        "logprob": _finite(float(np.mean(completion.logprobs, dtype=np.float64))) if count else None,
+        "logprob": finite(float(np.mean(completion.logprobs, dtype=np.float64))) if count else None,
     }
 
 
@@ -277,7 +277,7 @@ def _sample_record(sample: Sample, num_tokens: int, pieces: TokenPieces | None) 
     keep = np.r_[0:head, max(head, count - num_tokens // 2) : count] if count > num_tokens else np.arange(count)
     logprobs = np.nan_to_num(completion.logprobs[keep].astype(np.float64), nan=-99.0, posinf=0.0, neginf=-99.0)
     ids = completion.tokens[keep].tolist()
-    record = _facts(sample, len(sample.text) if count <= num_tokens else 8 * num_tokens) | {
+    record = sample_facts(sample, len(sample.text) if count <= num_tokens else 8 * num_tokens) | {
         "ids": ids,
         # They are thousandths of nats, and positive.
         "nats": np.rint(-1000 * logprobs).astype(int).tolist(),
@@ -294,11 +294,11 @@ def _sample_record(sample: Sample, num_tokens: int, pieces: TokenPieces | None) 
     return record
 
 
-def _finite(value: float) -> float | None:
+def finite(value: float) -> float | None:
     return short(float(value)) if np.isfinite(value) else None
 
 
-def _spaced(items: Sequence, number: int) -> list:
+def spaced(items: Sequence, number: int) -> list:
     """Takes at most `number` of `items`, evenly spaced, first and last among them (only the first when `number` is 1)."""
     if len(items) <= number:
         return list(items)

@@ -1,29 +1,27 @@
 """`torchtune-ext report RUN` makes one HTML file with the curves of a run and a browser of its rollouts.
 
-The file needs no network and no server. Everything that came from the run is embedded as base64 of gzipped JSON and
-written into the page as text nodes only, so that no completion can break or script the page.
+Of several runs, or of a sweep, `telemetry.comparison` makes the page.
 """
 
 import argparse
-import html
 import logging
-import re
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from torchtune_ext.run.files import explained
 from torchtune_ext.run.folder import read_record
 from torchtune_ext.telemetry.archive import FILE as ARCHIVE
 from torchtune_ext.telemetry.archive import filled, pictures_of
+from torchtune_ext.telemetry.compared.runs import is_several
+from torchtune_ext.telemetry.comparison import build_comparison
 from torchtune_ext.telemetry.excerpts import Excerpts, Limits, excerpts_of, pack, short
 from torchtune_ext.telemetry.findings import FOLDED, findings
 from torchtune_ext.telemetry.heading import facts, flat, made_with, newest_checkpoint, state_of
 from torchtune_ext.telemetry.metrics import read_metrics
+from torchtune_ext.telemetry.page_file import page_of, write_page
 from torchtune_ext.telemetry.panels import Panel, panels_for
 from torchtune_ext.telemetry.pieces import TokenPieces
 from torchtune_ext.telemetry.readings import PART, readings, tiles
@@ -34,7 +32,7 @@ from torchtune_ext.telemetry.timeline import read_trace
 
 log = logging.getLogger(__name__)
 
-SCRIPTS = ("charts", "strip", "archive", "rollouts", "main")  # of the page, in this order
+SCRIPTS = ("charts", "shell", "strip", "archive", "rollouts", "main")  # of the page, in this order
 CELLS = "archive/cells"
 COUNTED = "By the steps that found the programs. Of a cell whose program was replaced, only the later program is known."
 
@@ -51,8 +49,10 @@ class Report:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="folder of a run (it holds metrics.jsonl)")
-    parser.add_argument("--out", metavar="FILE", help="the page to write (default: RUN/report.html)")
+    several = "several are compared, also those of a sweep's folder, or of one that holds runs"
+    parser.add_argument("runs", metavar="RUN", nargs="+", help=f"folder of a run (it holds metrics.jsonl); {several}")
+    default = "RUN/report.html; of a sweep or a folder of runs, report.html in it; of several, comparison.html here"
+    parser.add_argument("--out", metavar="FILE", help=f"the page to write (default: {default})")
     parser.add_argument(
         "--tokenizer", metavar="DIR", help="model folder with the tokenizer of the run (default: its newest checkpoint)"
     )
@@ -71,14 +71,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Writes the page. Returns 0, or 1 after a message that says why the run cannot be read."""
+    if len(args.runs) > 1 or is_several(args.runs[0]):
+        return _compare(args)
     try:
         limits = Limits(args.max_steps, args.groups_per_step, args.samples_per_group, args.max_tokens, args.max_mib)
-        report = build_report(args.run, args.out, limits, args.tokenizer)
+        report = build_report(args.runs[0], args.out, limits, args.tokenizer)
     except (OSError, ValueError) as error:
         print(f"torchtune-ext report: {error}", file=sys.stderr)
         return 1
     print(f"{report.path}: {report.num_bytes / 2**20:.1f} MiB, {report.steps} steps, "
           f"rollouts of {report.rollout_steps} of {report.stored_steps} stored steps")  # fmt: skip
+    return 0
+
+
+def _compare(args: argparse.Namespace) -> int:
+    """Writes the page of several runs. What bounds the rollouts of one run is not for it."""
+    given = [f"--{name.replace('_', '-')}" for name, value in asdict(Limits()).items() if getattr(args, name) != value]
+    given += ["--tokenizer"] if args.tokenizer else []
+    try:
+        if given:
+            raise ValueError(f"{', '.join(given)}: for the page of one run alone; leave it out, or name one run")
+        page = build_comparison(args.runs, args.out)
+    except (OSError, ValueError) as error:
+        print(f"torchtune-ext report: {error}", file=sys.stderr)
+        return 1
+    print(page.summary())
     return 0
 
 
@@ -109,10 +126,7 @@ def build_report(
     excerpts = excerpts_of(paths, limits, tokenizers, latest)
     pictures = _pictures(run_dir / ARCHIVE)
     page = _page(_overview(run_dir, run, records, pictures, excerpts, len(paths)), excerpts, pictures)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with explained(f"cannot write {out}", "Free disk space, or name another file by --out"):
-        # The page is written in place, since `out` may be a link, or no file at all.
-        out.write_text(page, encoding="utf-8")
+    write_page(out, page)
     return Report(out, len(page.encode()), len(records), len(excerpts.blobs), len(paths))
 
 
@@ -209,21 +223,10 @@ def _any(panel: Panel, series: dict[str, list]) -> bool:
     return any(value for metric, _ in panel.series for value in series[metric])
 
 
-# ---------------------------------------------------------------- page
-
-
 def _page(overview: dict[str, Any], excerpts: Excerpts, pictures: list[dict] | None) -> str:
-    folder = resources.files("torchtune_ext.telemetry") / "page"
     data = {"overview": pack(overview)} | {f"rollouts-{step}": blob for step, blob in excerpts.blobs.items()}
     if excerpts.pieces:
         data["pieces"] = pack(excerpts.pieces)
     if pictures:
         data["archive"] = pack(pictures)
-    parts = {
-        "title": html.escape(overview["name"]),
-        "css": (folder / "page.css").read_text(encoding="utf-8"),
-        "js": "\n".join((folder / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS),
-        "data": "\n".join(f'<script type="text/plain" id="{key}">{blob}</script>' for key, blob in data.items()),
-    }
-    template = (folder / "page.html").read_text(encoding="utf-8")
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
+    return page_of(overview["name"], "report", SCRIPTS, data)

@@ -1,16 +1,13 @@
 """The report: everything embedded can be read back, nothing in a run can break the page, errors are clear."""
 
 import argparse
-import base64
-import gzip
-import json
 import shutil
 import subprocess
 import time
-from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+from pages import Scripts
 from report_runs import HOSTILE, byte_tokenizer, make_group, make_run
 
 from torchtune_ext.telemetry import report as module
@@ -30,33 +27,6 @@ def leave_a_timeline(run, steps=12):
     line.begin(("group", 0), problem=HOSTILE)
     line.end(("group", 0))
     line.flush()
-
-
-class Scripts(HTMLParser):
-    """The script elements of a page as a browser splits it, and its title."""
-
-    def __init__(self, page):
-        super().__init__()
-        self.scripts, self.title, self.tag, self.tags = [], "", None, []
-        self.feed(page)
-
-    def handle_starttag(self, tag, attrs):
-        self.tag = tag
-        self.tags.append(tag)
-        if tag == "script":
-            self.scripts.append([dict(attrs).get("id"), ""])
-
-    def handle_endtag(self, tag):
-        self.tag = None
-
-    def handle_data(self, data):
-        if self.tag == "script":
-            self.scripts[-1][1] += data
-        if self.tag == "title":
-            self.title += data
-
-    def data(self):
-        return {name: json.loads(gzip.decompress(base64.b64decode(text))) for name, text in self.scripts if name}
 
 
 def test_embeds_the_run(tmp_path):

@@ -1,64 +1,39 @@
 """The report as a reader sees it: narrow and wide, light and dark, in one start of a browser that shows six copies of a page."""
 
-import base64
 import json
-import re
-import shutil
-import subprocess
 
 import pytest
+from pages import MISSING, WIDTHS, opened
 from report_runs import make_run
 
 from torchtune_ext.telemetry.metrics import Metrics
 from torchtune_ext.telemetry.report import build_report
 
-pytestmark = pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium")
+pytestmark = pytest.mark.skipif(MISSING, reason="no chromium")
 
-WIDTHS = (400, 900, 1600)
 STEPS = 60
 
-# What each copy tells the page around it, once it is drawn.
-PROBE = """<script>
-const faults = [];
-addEventListener("error", (event) => faults.push(event.message));
-addEventListener("unhandledrejection", (event) => faults.push(String(event.reason)));
-setTimeout(async () => {
-  const text = (where) => document.querySelector(where)?.textContent;
+BEFORE = """
   const rows = (grid) => {
     const tops = [...grid.children].filter((card) => !card.classList.contains("wide")).map((card) => card.offsetTop);
     return [...new Set(tops)].map((top) => tops.filter((other) => other === top).length);
   };
   const order = ["about", "notices", "tiles", "lead", "pair", "charts", "rollouts", "configuration"].map((id) => document.getElementById(id).offsetTop);
   const folded = [...document.querySelectorAll("details.section:not([open])")].map((node) => node.id);
-  const before = { order, folded };
   for (const node of document.querySelectorAll("details")) node.open = true;
   await new Promise((resolve) => setTimeout(resolve, 300));
   const legend = (title) => [...document.querySelectorAll("figure")].find((node) => node.querySelector("h3").textContent.startsWith(title));
-  parent.postMessage({
-    ...before, faults, width: innerWidth, theme: document.documentElement.dataset.theme, over: document.documentElement.scrollWidth - innerWidth,
-    trouble: document.getElementById("trouble").hidden, all: [...document.querySelectorAll(".grid, .tiles")].map(rows),
+"""
+PROBE = """
+    order, folded, all: [...document.querySelectorAll(".grid, .tiles")].map(rows),
     plots: [...document.querySelectorAll(".plot")].map((node) => node.querySelectorAll("path, circle, rect").length),
-    state: text("#state"), about: text("#about"), notices: text("#notices"), said: text(".said"), hash: location.hash,
+    state: text("#state"), about: text("#about"), notices: text("#notices"), said: text(".said"),
     tiles: Object.fromEntries([...document.querySelectorAll(".tile")].map((tile) => [tile.dataset.metric, [tile.querySelector("b").textContent, tile.querySelector(".note").textContent]])),
     legends: Object.fromEntries(["Reward and", "Completion length", "Entropy"].map((title) => [title, [...legend(title).querySelectorAll(".number")].map((node) => node.textContent)])),
     when: legend("Entropy").querySelector(".at").textContent, lead: legend("Reward and").querySelector("svg").getBoundingClientRect().height,
     pair: [...document.querySelectorAll("#pair .sample")].map((node) => [node.querySelector(".verdict").textContent, node.querySelector(".reward").textContent, node.querySelector("pre").textContent]),
     groups: [...document.querySelectorAll(".group")].map((node) => node.classList.contains("silent")),
-  }, "*");
-}, 1500);
-</script></body>"""
-
-AROUND = """<body style="margin:0">{frames}<script>
-const told = [];
-addEventListener("message", (event) => {{
-  told.push(event.data);
-  if (told.length < {count}) return;
-  const node = document.createElement("pre");
-  node.id = "told";
-  node.textContent = btoa(unescape(encodeURIComponent(JSON.stringify(told))));
-  document.body.append(node);
-}});
-</script></body>"""
+"""
 
 
 @pytest.fixture(scope="module")
@@ -93,18 +68,7 @@ def shown(tmp_path_factory):
                 }
             metrics.log(step, values)
     page = build_report(run, folder / "page.html").path
-    page.write_text(page.read_text().replace("</body>", PROBE))
-    # All lie over each other: a browser does not draw what is outside of its window.
-    frames = "".join(f'<iframe src="page.html#theme={theme}&step=40" style="position:absolute;top:0;left:0;border:0;width:{width}px;height:1000px"></iframe>'
-                     for width in WIDTHS for theme in ("light", "dark"))  # fmt: skip
-    (folder / "around.html").write_text(AROUND.format(frames=frames, count=2 * len(WIDTHS)))
-    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--window-size=1600,1000",
-               f"--user-data-dir={folder}/profile", "--virtual-time-budget=8000", "--enable-logging=stderr", "--dump-dom",
-               f"file://{folder}/around.html"]  # fmt: skip
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    told = re.search(r'<pre id="told">([^<]*)</pre>', ended.stdout)
-    assert told, ended.stderr
-    return {(copy["width"], copy["theme"]): copy for copy in json.loads(base64.b64decode(told[1]))}, ended.stderr
+    return opened(page, PROBE, BEFORE, place="&step=40")
 
 
 def test_it_fits_narrow_and_wide_light_and_dark(shown):

@@ -94,26 +94,29 @@ const cursor = {
   },
 };
 
+// Fewer than half of the steps have a value, as of an evaluation every few steps.
+const isSparse = (values, steps) => values.filter((value) => value != null).length < steps.length / 2;
+
+// The lines of a panel of one run. Each has its values, its reading, its color, and edges where a band is around it.
+function linesOf(panel, series, steps, readings) {
+  const [around, low, high] = panel.band ?? [];
+  return panel.series.map(([metric, label], i) => ({ metric, label, raw: series[metric], reading: readings[metric],
+    color: `var(--c${panel.colors?.[i] ?? (i % 7) + 1})`, sparse: isSparse(series[metric], steps), band: metric === around ? [series[low], series[high]] : null }));
+}
+
 class Chart {
-  constructor(panel, series, steps, readings, lead = false) {
+  constructor(panel, lines, steps, lead = false) {
     this.panel = panel;
     this.steps = steps;
     this.lead = lead;
     this.height = HEIGHT;
-    this.lines = panel.series.map(([metric, label], i) => ({ metric, label, raw: series[metric], reading: readings[metric], color: `var(--c${panel.colors?.[i] ?? (i % 7) + 1})`,
-      sparse: series[metric].filter((value) => value != null).length < steps.length / 2 })); // an evaluation every few steps
-    if (panel.band) {
-      const [around, low, high] = panel.band;
-      this.band = [series[low], series[high]];
-      this.inside = this.lines.find((line) => line.metric === around);
-    }
+    this.margin = RIGHT;
+    this.lines = lines;
     this.at = el("span", { class: "at" });
     this.numbers = this.lines.map(() => el("span", { class: "number" }));
-    const keys = this.lines.map((line, i) => el("span", {}, el("i", { class: "key", style: `background:${line.color}` }),
-      el("span", { class: "name" }, line.label), this.numbers[i]));
     this.plot = el("div", { class: "plot" });
     this.node = el("figure", { class: lead ? "panel lead" : "panel" }, el("h3", {}, panel.title, this.at),
-      panel.note ? el("p", { class: "note" }, panel.note) : null, el("div", { class: "legend" }, ...keys), this.plot);
+      panel.note ? el("p", { class: "note" }, panel.note) : null, el("div", { class: "legend" }, ...this.keys()), this.plot);
     this.width = 0;
     onResize(this.plot, () => {
       const width = Math.round(this.plot.clientWidth);
@@ -123,6 +126,12 @@ class Chart {
       this.draw();
     });
   }
+
+  keys() {
+    return this.lines.map((line, i) => el("span", {}, el("i", { class: "key", style: `background:${line.color}` }), el("span", { class: "name" }, line.label), this.numbers[i]));
+  }
+
+  get shown() { return this.lines.filter((line) => !line.hidden); }
 
   // First and last index inside the zoom.
   span() {
@@ -141,8 +150,7 @@ class Chart {
     };
     for (let i = first; i <= last; i++) {
       if (style === "stack") take(this.lines.reduce((sum, line) => sum + (line.raw[i] ?? 0), 0));
-      else for (const line of this.lines) take(line.raw[i]);
-      if (this.band) for (const side of this.band) take(side[i]);
+      else for (const line of this.shown) for (const values of [line.raw, ...(line.band ?? [])]) take(values[i]);
     }
     if (low > high) return [0, 1];
     if (baseline != null) take(baseline);
@@ -157,7 +165,7 @@ class Chart {
     if (!this.width) return;
     const [first, last] = this.span(), { scale, unit, style, baseline } = this.panel;
     const [x0, x1] = [this.steps[first], Math.max(this.steps[last], this.steps[first] + 1)];
-    const [y0, y1] = this.domainY(first, last), bottom = this.height - BOTTOM, right = this.width - RIGHT;
+    const [y0, y1] = this.domainY(first, last), bottom = this.height - BOTTOM, right = this.width - this.margin;
     const warp = scale === "log" ? Math.log : (value) => value;
     this.x = (step) => LEFT + ((step - x0) / (x1 - x0)) * (right - LEFT);
     this.y = (value) => bottom - ((warp(value) - warp(y0)) / (warp(y1) - warp(y0))) * (bottom - TOP);
@@ -195,27 +203,28 @@ class Chart {
   // A smoothed curve may leave the range of the values it was drawn for.
   clip(root) {
     const id = `clip-${cursor.charts.indexOf(this)}`, clip = root.appendChild(svg("clipPath", { id }));
-    clip.appendChild(svg("rect", { x: LEFT - 3, y: 0, width: this.width - LEFT - RIGHT + 6, height: this.height - BOTTOM + 3 }));
+    clip.appendChild(svg("rect", { x: LEFT - 3, y: 0, width: this.width - LEFT - this.margin + 6, height: this.height - BOTTOM + 3 }));
     for (const path of root.querySelectorAll("path")) path.setAttribute("clip-path", `url(#${id})`);
   }
 
   drawLines(add, first, last) {
-    if (this.band) {
-      const high = this.points(this.band[1], first, last), low = this.points(this.band[0], first, last);
-      if (high.length && low.length) add("path", { class: "band", d: `M${high.join("L")}L${low.reverse().join("L")}Z`, style: `fill:${this.inside.color}` });
+    for (const { band, color, setting } of this.shown) {
+      if (!band) continue;
+      const high = this.points(band[1], first, last), low = this.points(band[0], first, last);
+      if (high.length && low.length) add("path", { class: "band", d: `M${high.join("L")}L${low.reverse().join("L")}Z`, style: `fill:${color}`, "data-setting": setting ?? "" });
     }
-    for (const line of this.lines) {
+    for (const line of this.shown) {
       const weight = line.sparse ? 0 : cursor.weight;
-      if (weight) this.trace(add, line.raw, first, last, line.color, "series raw", false);
-      this.trace(add, smooth(line.raw, weight), first, last, line.color, "series", true);
+      if (weight) this.trace(add, line.raw, first, last, line, "series raw", false);
+      this.trace(add, smooth(line.raw, weight), first, last, line, "series", true);
     }
   }
 
-  trace(add, values, first, last, color, name, dots) {
+  trace(add, values, first, last, { color, dash, setting }, name, dots) {
     const points = this.points(values, first, last);
     if (!points.length) return;
-    add("path", { class: name, d: `M${points.join("L")}`, style: `stroke:${color}` });
-    if (dots && points.length <= 40) for (const [x, y] of points) add("circle", { cx: x, cy: y, r: 2.4, style: `fill:${color}` });
+    add("path", { class: name, d: `M${points.join("L")}`, style: `stroke:${color}${dash ? `;stroke-dasharray:${dash}` : ""}`, "data-setting": setting ?? "" });
+    if (dots && points.length <= 40) for (const [x, y] of points) add("circle", { cx: x, cy: y, r: 2.4, style: `fill:${color}`, "data-setting": setting ?? "" });
   }
 
   // Pixels of the values that are there; at most lowest and highest per pixel column.
@@ -258,7 +267,7 @@ class Chart {
     const means = this.lines.filter(({ reading }) => reading.since !== reading.until), mixed = means.length && means.length < this.lines.length;
     this.at.textContent = index == null ? averaged((means[0] ?? this.lines[0]).reading) : `step ${this.steps[index].toLocaleString("en")}`;
     this.marks.replaceChildren();
-    const visible = index != null && this.steps[index] >= this.stepAt(LEFT) - 1e-9 && this.steps[index] <= this.stepAt(this.width - RIGHT) + 1e-9;
+    const visible = index != null && this.steps[index] >= this.stepAt(LEFT) - 1e-9 && this.steps[index] <= this.stepAt(this.width - this.margin) + 1e-9;
     if (visible) {
       const x = this.x(this.steps[index]);
       this.marks.appendChild(svg("line", { class: "cursor", x1: x, x2: x, y1: TOP, y2: this.height - BOTTOM }));
@@ -285,6 +294,7 @@ class Chart {
     };
     root.addEventListener("pointermove", (event) => {
       cursor.move(nearest(at(event)));
+      this.hover?.(event);
       if (start == null || Math.abs(at(event) - start) < 6) return;
       box ??= this.root.appendChild(svg("rect", { class: "zoom", y: TOP, height: this.height - TOP - BOTTOM }));
       box.setAttribute("x", Math.min(start, at(event)));
@@ -300,7 +310,7 @@ class Chart {
       box = null;
       if (this.steps.filter((step) => step >= range[0] && step <= range[1]).length >= 2) { cursor.zoom = range; cursor.redraw(); }
     });
-    root.addEventListener("pointerleave", () => { if (start == null) cursor.move(null); });
+    root.addEventListener("pointerleave", () => { if (start == null) cursor.move(null); this.leave?.(); });
     root.addEventListener("dblclick", () => { cursor.zoom = null; cursor.redraw(); });
   }
 }

@@ -1,26 +1,4 @@
-// Unpacks the embedded data and puts the page together.
-
-async function unpack(id) {
-  const bytes = Uint8Array.from(atob(document.getElementById(id).textContent), (c) => c.charCodeAt(0));
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
-  return new Response(stream).json();
-}
-
-const sectionId = (name) => `section-${name.toLowerCase().replace(/\W+/g, "-")}`;
-
-// Cards of a grid, at least so many pixels wide, fill their rows: no row ends with a gap, and rows of fewer cards come first.
-function balance(grid, least) {
-  let width = 0;
-  onResize(grid, () => {
-    const cards = [...grid.children].filter((card) => !card.classList.contains("wide")), gap = parseFloat(getComputedStyle(grid).columnGap);
-    if (!cards.length || !grid.clientWidth || grid.clientWidth === width) return;
-    width = grid.clientWidth;
-    const rows = Math.ceil(cards.length / Math.max(1, Math.floor((width + gap) / (least + gap))));
-    const few = Math.floor(cards.length / rows), more = cards.length % rows; // so many rows have one card more than the others
-    grid.style.gridTemplateColumns = `repeat(${more ? few * (few + 1) : few}, minmax(0, 1fr))`;
-    cards.forEach((card, i) => { card.style.gridColumn = `span ${more ? (i < few * (rows - more) ? few + 1 : few) : 1}`; });
-  });
-}
+// Puts the page of one run together.
 
 function head(overview) {
   const { state, facts } = overview, badge = document.getElementById("state");
@@ -48,7 +26,7 @@ function charts(overview) {
   const root = document.getElementById("charts"), nav = document.getElementById("nav"), sections = new Map();
   const lead = overview.panels.find((panel) => panel.lead);
   const draw = (panel, place) => {
-    const chart = new Chart(panel, overview.series, overview.steps, overview.readings, panel === lead);
+    const chart = new Chart(panel, linesOf(panel, overview.series, overview.steps, overview.readings), overview.steps, panel === lead);
     cursor.charts.push(chart);
     place.append(chart.node);
   };
@@ -74,32 +52,6 @@ function charts(overview) {
   for (const [id, label] of [["rollouts", "Rollouts"], ["configuration", "Configuration"]]) if (document.getElementById(id)) nav.append(el("a", { href: `#${id}` }, label));
   document.addEventListener("click", (event) => unfold(event.target.closest("a")?.getAttribute("href")));
   return sections;
-}
-
-// Opens the section that a link leads to.
-function unfold(link) {
-  const section = link?.startsWith("#section-") ? document.getElementById(link.slice(1)) : null;
-  if (section?.tagName === "DETAILS") section.open = true;
-}
-
-function tools(steps) {
-  const slider = document.getElementById("smoothing"), theme = document.getElementById("theme");
-  const weigh = () => {
-    cursor.weight = +slider.value;
-    document.getElementById("smoothing-value").textContent = cursor.weight ? cursor.weight.toFixed(2) : "off";
-    cursor.redraw();
-  };
-  slider.addEventListener("input", weigh);
-  if (steps.length > 100) slider.value = steps.length > 600 ? 0.9 : 0.7; // so many points are a smear; they stay visible behind
-  weigh();
-  document.getElementById("reset-zoom").addEventListener("click", () => { cursor.zoom = null; cursor.redraw(); });
-  const set = (name) => {
-    document.documentElement.dataset.theme = name;
-    theme.textContent = name === "dark" ? "light" : "dark";
-  };
-  const asked = new URLSearchParams(location.hash.slice(1)).get("theme");
-  set(asked ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"));
-  theme.addEventListener("click", () => set(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
 }
 
 // A good and a bad sample of one group, so that a reader has seen texts before curves.
@@ -154,7 +106,6 @@ function configuration({ made, config }) {
 
 async function start() {
   const overview = await unpack("overview"), { steps } = overview;
-  const day = (seconds) => new Date(1000 * seconds).toISOString().slice(0, 16).replace("T", " ") + " UTC";
   document.getElementById("footer").textContent = `Written ${day(overview.written)} by torchtune-ext report. Hover reads all curves at one step, dragging zooms, a double click shows the whole run, a click opens the rollouts of the step.`;
   cursor.steps = steps;
   tools(steps);
@@ -167,8 +118,4 @@ async function start() {
   await rollouts(overview);
 }
 
-start().catch((error) => {
-  const trouble = document.getElementById("trouble");
-  trouble.hidden = false;
-  trouble.textContent = typeof DecompressionStream === "undefined" ? "This browser is too old for this page (it lacks DecompressionStream, which browsers have since 2023)." : `The page could not be put together: ${error}`;
-});
+begin(start);

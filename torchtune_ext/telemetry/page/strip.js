@@ -6,7 +6,7 @@ const PHASE_COLORS = { sample: 1, pack: 2, train: 3, publish: 4, eval: 5, save: 
 class Strip extends Chart {
   constructor(data, steps) {
     super({ title: "What ran when", series: [], note: "Engine and graders: the stronger the shade, the more groups they work on. Trainer: its phases, "
-      + "and a gap where it is in none. A dotted line: the run was stopped here, and went on." }, {}, steps, {});
+      + "and a gap where it is in none. A dotted line: the run was stopped here, and went on." }, [], steps);
     this.data = data;
     this.node.classList.add("wide");
     this.colors = new Map(Object.keys(data.phases).map((name, i) => [name, `var(--c${PHASE_COLORS[name] ?? (i % 7) + 1})`]));

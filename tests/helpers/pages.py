@@ -1,0 +1,85 @@
+"""Takes a page apart, and opens copies of it in a headless browser: narrow and wide, light and dark, in one start of it."""
+
+import base64
+import gzip
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+WIDTHS = (400, 900, 1600)
+MISSING = shutil.which("chromium") is None
+
+# The copy tells the page around it what `probe`, the fields of an object, sees once it is drawn. `before` runs first.
+_PROBE = """<script>
+const faults = [];
+addEventListener("error", (event) => faults.push(event.message));
+addEventListener("unhandledrejection", (event) => faults.push(String(event.reason)));
+setTimeout(async () => {
+  const text = (where) => document.querySelector(where)?.textContent;
+  %(before)s
+  parent.postMessage({ faults, width: innerWidth, theme: document.documentElement.dataset.theme,
+    over: document.documentElement.scrollWidth - innerWidth, trouble: document.getElementById("trouble").hidden, hash: location.hash, %(probe)s }, "*");
+}, 1500);
+</script></body>"""
+
+_AROUND = """<body style="margin:0">{frames}<script>
+const told = [];
+addEventListener("message", (event) => {{
+  told.push(event.data);
+  if (told.length < {count}) return;
+  const node = document.createElement("pre");
+  node.id = "told";
+  node.textContent = btoa(unescape(encodeURIComponent(JSON.stringify(told))));
+  document.body.append(node);
+}});
+</script></body>"""
+
+
+def opened(page: Path, probe: str, before: str = "", place: str = "") -> tuple[dict[tuple[int, str], dict], str]:
+    """Returns what each copy of `page` tells, by width and theme, and what the browser wrote on its console. The page is changed:
+    it holds the probe. `place` is added to its address."""
+    page.write_text(
+        page.read_text().replace("</body>", _PROBE % {"probe": probe.strip().rstrip(","), "before": before})
+    )
+    # All lie over each other: a browser does not draw what is outside of its window.
+    frames = "".join(f'<iframe src="{page.name}#theme={theme}{place}" style="position:absolute;top:0;left:0;border:0;width:{width}px;height:1000px"></iframe>'
+                     for width in WIDTHS for theme in ("light", "dark"))  # fmt: skip
+    around = page.with_name(f"around_{page.name}")
+    around.write_text(_AROUND.format(frames=frames, count=2 * len(WIDTHS)))
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--window-size=1600,1000",
+               f"--user-data-dir={page.parent}/profile", "--virtual-time-budget=8000", "--enable-logging=stderr", "--dump-dom",
+               f"file://{around}"]  # fmt: skip
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    told = re.search(r'<pre id="told">([^<]*)</pre>', ended.stdout)
+    assert told, ended.stderr
+    return {(copy["width"], copy["theme"]): copy for copy in json.loads(base64.b64decode(told[1]))}, ended.stderr
+
+
+class Scripts(HTMLParser):
+    """The script elements of a page as a browser splits it, and its title."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.scripts, self.title, self.tag, self.tags = [], "", None, []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.tag = tag
+        self.tags.append(tag)
+        if tag == "script":
+            self.scripts.append([dict(attrs).get("id"), ""])
+
+    def handle_endtag(self, tag):
+        self.tag = None
+
+    def handle_data(self, data):
+        if self.tag == "script":
+            self.scripts[-1][1] += data
+        if self.tag == "title":
+            self.title += data
+
+    def data(self):
+        return {name: json.loads(gzip.decompress(base64.b64decode(text))) for name, text in self.scripts if name}

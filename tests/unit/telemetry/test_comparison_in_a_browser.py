@@ -1,0 +1,111 @@
+"""The page of several runs as a reader sees it: two settings with seeds, hostile texts, a sweep, and thirty runs."""
+
+import pytest
+from compared_runs import make_one, make_sweep, settings
+from pages import MISSING, WIDTHS, opened
+from report_runs import HOSTILE
+
+from torchtune_ext.telemetry.comparison import build_comparison
+
+pytestmark = pytest.mark.skipif(MISSING, reason="no chromium")
+
+BEFORE = """
+  const order = ["verdict", "sweep", "curves", "settings", "runs", "samples"].map((id) => document.getElementById(id)?.offsetTop).filter((top) => top != null);
+  const open = [...document.querySelectorAll("#curves > .grid figure, #lead figure")].length;
+  const scaled = [...document.querySelectorAll("#lead .plot svg, #curves > .grid .plot svg, #sweep .plot svg")].filter((node) => Math.abs(node.viewBox.baseVal.width - node.clientWidth) > 1.5).length;
+  for (const node of document.querySelectorAll("details")) node.open = true;
+  await new Promise((resolve) => setTimeout(resolve, 300));
+  const svgs = [...document.querySelectorAll(".plot svg")], box = (node) => node.getBoundingClientRect();
+  const apart = (a, b) => a.bottom <= b.top + 1 || b.bottom <= a.top + 1 || a.right <= b.left + 1 || b.right <= a.left + 1;
+  const beside = [...document.querySelectorAll("figure")].every((node) => !node.querySelector(".legend") || apart(box(node.querySelector(".legend")), box(node.querySelector(".plot"))));
+  const lines = () => document.querySelectorAll("#lead .series").length, before = lines();
+  document.querySelector("#legend .setting").click();
+  const without = lines();
+  document.querySelector("#legend .setting").click();
+  const plot = document.querySelector("#lead .plot svg"), middle = box(plot);
+  plot.dispatchEvent(new PointerEvent("pointermove", { clientX: middle.left + middle.width / 2, clientY: middle.top + middle.height / 2, bubbles: true }));
+  const tip = document.getElementById("tip"), readouts = [...document.querySelectorAll("#curves h3 .at")].map((node) => node.textContent);
+  const hovered = { text: tip.textContent, hidden: tip.hidden, inside: box(tip).left >= 0 && box(tip).right <= innerWidth + 1 };
+  plot.dispatchEvent(new PointerEvent("pointerleave"));
+  const column = (table, i) => [...table.querySelectorAll("tbody tr")].map((row) => row.children[i].textContent);
+  const runs = document.querySelector("#runs table"), heads = [...runs.querySelectorAll("th")].map((node) => node.textContent), reward = heads.indexOf("reward");
+  const untouched = column(runs, 1);
+  runs.querySelectorAll("th")[reward].querySelector("button")?.click();
+  const sorted = column(runs, reward);
+"""
+PROBE = """
+    order, open, beside, before, without, hovered, readouts, heads, untouched, sorted,
+    scaled,
+    empty: svgs.filter((node) => !node.querySelector("path, circle")).length,
+    title: document.title, headline: text(".headline"), notices: text("#notices"), nav: text("#nav"), causes: text(".causes"), images: document.images.length,
+    bands: document.querySelectorAll("#lead .band").length, letters: [...document.querySelectorAll("#lead .letter")].map((node) => node.textContent),
+    legend: [...document.querySelectorAll("#legend .setting")].map((node) => [node.textContent, node.getAttribute("aria-pressed")]),
+    settled: [...document.querySelectorAll("#verdict tbody tr")].map((row) => row.textContent),
+    points: document.querySelectorAll(".plot .point").length, crosses: document.querySelectorAll(".plot .failed").length, ring: document.querySelectorAll(".plot .best").length,
+    samples: [...document.querySelectorAll("#samples .of-run")].map((node) => [...node.querySelectorAll("pre")].map((pre) => pre.textContent)),
+    requests: performance.getEntriesByType("resource").map((entry) => entry.name),
+"""
+
+
+def show(page):
+    copies, console = opened(page, PROBE, BEFORE)
+    assert copies.keys() == {(width, theme) for width in WIDTHS for theme in ("light", "dark")}
+    assert "CONSOLE" not in console
+    for copy in copies.values():
+        assert copy["faults"] == [] and copy["trouble"] and copy["over"] <= 0, copy
+        assert copy["requests"] == [] and copy["images"] == 0, "no request leaves the file"
+        assert copy["scaled"] == copy["empty"] == 0, "each chart is drawn for its width, and has something in it"
+        assert copy["beside"], "no legend lies over the data"
+        assert copy["order"] == sorted(copy["order"]), "what tells most stands first"
+        assert not copy["hovered"]["hidden"] and copy["hovered"]["inside"]
+        assert len(set(copy["readouts"])) == 1 and copy["readouts"][0].startswith("step "), "one cursor for all charts"
+    return copies
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("browser")
+
+
+def test_two_settings_with_seeds(folder):
+    runs = [make_one(folder / f"two/r{i}", settings(lr, seed), level=level + 0.02 * seed, hostile=True)
+            for i, (lr, seed, level) in enumerate([(1e-6, 0, 0.6), (1e-6, 1, 0.6), (3e-6, 0, 0.75), (3e-6, 1, 0.75)])]  # fmt: skip
+    for copy in show(build_comparison(runs, folder / "two.html").path).values():
+        assert copy["headline"].startswith("B (lr 3e-06) has the highest last held-out accuracy, 0.746 ")
+        assert "better than A" in copy["headline"] and copy["bands"] == 2 and copy["letters"] == ["B", "A"]
+        assert (copy["before"], copy["without"]) == (2, 1), "a click in the legend turns a setting off"
+        assert copy["legend"] == [["Alr 1e-062 seeds", "true"], ["Blr 3e-062 seeds", "true"]]
+        assert "B" in copy["hovered"]["text"] and copy["hovered"]["text"].startswith("step ")
+        assert copy["untouched"] == ["r0", "r1", "r2", "r3"]
+        assert copy["sorted"] == sorted(copy["sorted"], reverse=True)
+        assert len(copy["samples"]) == 4 and all(len(texts) == 2 for texts in copy["samples"])
+        assert all(text.startswith(HOSTILE) for texts in copy["samples"] for text in texts)
+
+
+def test_a_sweep(folder):
+    page = build_comparison([make_sweep(folder / "sweep")]).path
+    assert page == folder / "sweep" / "report.html"
+    for copy in show(page).values():
+        assert copy["points"] == 2 * 10 and copy["crosses"] == 2 * 2 and copy["ring"] == 2, (
+            "both parameters have a picture"
+        )
+        assert copy["causes"].count("failed: loss is not finite") == 2 and HOSTILE in copy["causes"]
+        assert copy["title"] == "tiny_lr · torchtune-ext" and "Sweep" in copy["nav"]
+        assert copy["untouched"][:2] == ["run00", "run01"] and copy["untouched"][-1].startswith("bad1")
+        assert copy["settled"][0].startswith("F")
+
+
+def test_thirty_runs(folder):
+    for i in range(30):
+        make_one(
+            folder / f"thirty/r{i:02}",
+            settings(1e-6 * (i + 1)),
+            steps=20 + i,
+            every=10,
+            level=0.4 + 0.01 * i,
+            rollouts=False,
+        )
+    for copy in show(build_comparison([folder / "thirty"]).path).values():
+        assert [on for _, on in copy["legend"]].count("true") == 8, "the best ones are drawn, others a click away"
+        assert (copy["before"], copy["without"]) == (8, 9)
+        assert len(copy["settled"]) == 12 and len(copy["untouched"]) == 30

@@ -1,0 +1,44 @@
+"""Puts a page together: one HTML file out of a template, scripts and packed data, that needs no network and no server.
+
+Everything that came from a run is embedded as base64 of gzipped JSON and written into the page as text nodes only, so that no
+completion can break or script the page.
+"""
+
+import html
+import re
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from torchtune_ext.run.files import explained
+
+
+def page_of(title: str, body: str, scripts: Sequence[str], data: Mapping[str, str]) -> str:
+    """Returns the text of a page.
+
+    Args:
+        title: of the page; any text.
+        body: which of the bodies in `page/` it has.
+        scripts: those of `page/` that it runs, in this order.
+        data: what the scripts read, by id, each as `excerpts.pack` makes it.
+    """
+    parts = {
+        "title": html.escape(title),
+        "css": _part("page.css"),
+        "body": _part(f"{body}.html").replace("{{title}}", html.escape(title)),
+        "js": "\n".join(_part(f"{name}.js") for name in scripts),
+        "data": "\n".join(f'<script type="text/plain" id="{key}">{blob}</script>' for key, blob in data.items()),
+    }
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _part("page.html"))
+
+
+def write_page(out: Path, page: str) -> None:
+    """Writes a page. It is written in place, since `out` may be a link, or no file at all."""
+    with explained(f"cannot write {out}", "Free disk space, or name another file by --out"):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(page, encoding="utf-8")
+
+
+def _part(name: str) -> Any:
+    return (resources.files("torchtune_ext.telemetry") / "page" / name).read_text(encoding="utf-8")
