@@ -46,9 +46,10 @@ from torchtune_ext.source import GroupSource, RolloutConfig, prompt_fault
 from torchtune_ext.tasks.measured.results import BenchConfig
 from torchtune_ext.tasks.order import ProblemStream, Usable
 from torchtune_ext.telemetry import summary
-from torchtune_ext.telemetry.metrics import LoggingConfig, Metrics
+from torchtune_ext.telemetry.metrics import Metrics
 from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.telemetry.rollouts import RolloutStore
+from torchtune_ext.telemetry.sinks import LoggingConfig
 from torchtune_ext.telemetry.timeline import Timeline
 from torchtune_ext.training.agreement import Agreement
 from torchtune_ext.training.checks import check_parts, check_weights
@@ -109,7 +110,7 @@ class Config:
     checkpoints: dict[str, Any] = field(default_factory=dict)  # fields of CheckpointConfig: every, keep_last, ...
     resume_from_checkpoint: bool = False  # go on from the newest checkpoint in output_dir
     ranks: dict[str, Any] = field(default_factory=dict)  # fields of RanksConfig: deadline_s, shard_within
-    logging: dict[str, Any] = field(default_factory=dict)  # fields of LoggingConfig: to (wandb, tensorboard)
+    logging: dict[str, Any] = field(default_factory=dict)  # fields of LoggingConfig: to (wandb, tensorboard), tags, ...
     dry_run: Any = False  # True: check the settings and say whether the run fits here; "4x80": 4 GPUs of 80 GB
 
 
@@ -293,8 +294,10 @@ class GRPORecipe:
         """Rank 0: what the run writes beside its checkpoints. One that goes on cuts it to the step that it goes on from."""
         first_step = self.step + 1 if self.step else None
         self.folder.write_record()
-        self.metrics = Metrics(self.cfg.output_dir, self.logging.to, self.folder.run, first_step)
-        self.rollouts = RolloutStore(self.cfg.output_dir, resume_step=first_step)
+        self.metrics = Metrics(
+            self.cfg.output_dir, self.logging, self.folder.run, first_step, status=lambda: self.stop.status
+        )
+        self.rollouts = RolloutStore(self.cfg.output_dir, resume_step=first_step, show=self.metrics.show)
 
     def build_learner(self) -> None:
         """The policy with the weights of model_dir, and what makes it learn."""

@@ -34,8 +34,9 @@ from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.sampling.records import Completion
 from torchtune_ext.tasks.order import Usable, problem_index
 from torchtune_ext.tasks.task import Problem
-from torchtune_ext.telemetry.metrics import LoggingConfig, Metrics
+from torchtune_ext.telemetry.metrics import Metrics
 from torchtune_ext.telemetry.progress import Progress
+from torchtune_ext.telemetry.sinks import LoggingConfig
 from torchtune_ext.telemetry.summary import Stopwatch, clock_metrics, memory_metrics
 from torchtune_ext.training.checks import check_optimizer, check_task, check_tokenizer, check_weights
 from torchtune_ext.training.distributed import init_ranks
@@ -72,7 +73,7 @@ class Config:
     activation_checkpointing: bool = False  # recompute layers in the backward
     compile: bool = False  # torch.compile each layer
     log_every: int = 10  # updates
-    logging: dict[str, Any] = field(default_factory=dict)  # fields of LoggingConfig: to (wandb, tensorboard)
+    logging: dict[str, Any] = field(default_factory=dict)  # fields of LoggingConfig: to (wandb, tensorboard), tags, ...
 
 
 class WarmupRecipe:
@@ -133,7 +134,7 @@ class WarmupRecipe:
                     ]
                 )
             )
-        self.metrics = Metrics(cfg.output_dir, self.logging.to, run, rank=self.ranks.rank)
+        self.metrics = Metrics(cfg.output_dir, self.logging, run, status=lambda: self.stop.status, rank=self.ranks.rank)
         self.progress = Progress(self.updates, self.ranks.rank)
 
     def check(self) -> None:

@@ -1,0 +1,53 @@
+"""Finds out at the start whether Weights & Biases can be logged to, before any work is lost."""
+
+import os
+import sys
+import threading
+
+from torchtune_ext.run.output import say
+
+CANNOT = (
+    "logging.to names 'wandb', which cannot start: {}. Without an account or a network: WANDB_MODE=offline keeps the run in "
+    "its folder, and `wandb sync` sends it later. Otherwise run `wandb login`, or take 'wandb' out of logging.to"
+)
+QUIET_S = 2.0  # seconds after which the user is told what is waited for
+ANSWER_S = 10  # seconds that W&B's server has to answer, by W&B's own default
+FINISH_S = 600  # seconds that the last upload may take, where WANDB_FINISH_TIMEOUT says nothing else
+
+
+def bound_waits() -> None:
+    """Bounds the upload at the end of a run, for which W&B would wait forever. What the user has set stays.
+
+    W&B reads its variables when it is used for the first time, so this comes before.
+    """
+    os.environ.setdefault("WANDB_FINISH_TIMEOUT", str(FINISH_S))
+
+
+def require_login() -> None:
+    """Asks W&B's server whether it accepts the key, where there is a server to ask. On a terminal W&B asks for a key itself.
+
+    Raises:
+        ValueError: W&B knows no key, or its server does not answer in time or refuses the key.
+    """
+    offline = os.environ.get("WANDB_MODE", "online") in ("offline", "dryrun", "disabled", "shared")
+    if offline or int(os.environ.get("RANK", 0)) or (sys.stdin is not None and sys.stdin.isatty()):
+        return
+    bound_waits()
+    import wandb
+
+    seconds = os.environ.get("WANDB_HTTP_TIMEOUT", str(ANSWER_S))
+    waiting = threading.Timer(
+        QUIET_S,
+        say,
+        [f"waiting for Weights & Biases to accept the API key, for {seconds} s at most (WANDB_HTTP_TIMEOUT)"],
+    )
+    waiting.daemon = True
+    waiting.start()
+    try:
+        fault = "" if wandb.login(prompt=False) else "it has no API key"
+    except wandb.errors.Error as error:
+        fault = " ".join(str(error).split()).rstrip(".")
+    finally:
+        waiting.cancel()
+    if fault:
+        raise ValueError(CANNOT.format(fault))
