@@ -209,7 +209,11 @@ def test_a_killed_run_stays_readable(tmp_path):
     pytest.importorskip("wandb")
     process = started(tmp_path, "die")
     assert process.stdout.readline() == "logged\n"
-    time.sleep(1)
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    deadline = time.monotonic() + 20
+    while file.stat().st_size < 1000:
+        assert time.monotonic() < deadline, "W&B writes nothing while the run goes on"
+        time.sleep(0.1)
     process.kill()
     process.wait()
     (seen,) = wandb_reader.starts(tmp_path, 1, ended=False)

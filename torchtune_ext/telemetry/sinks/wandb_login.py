@@ -12,15 +12,19 @@ CANNOT = (
 )
 QUIET_S = 2.0  # seconds after which the user is told what is waited for
 ANSWER_S = 10  # seconds that W&B's server has to answer, by W&B's own default
+WRITE_S = 2  # seconds from one write of W&B's file to the next
 FINISH_S = 600  # seconds that the last upload may take, where WANDB_FINISH_TIMEOUT says nothing else
 
 
-def bound_waits() -> None:
-    """Bounds the upload at the end of a run, for which W&B would wait forever. What the user has set stays.
+def set_defaults() -> None:
+    """Sets variables of W&B that the user has not set.
 
     W&B reads its variables when it is used for the first time, so this comes before.
     """
+    # W&B would wait forever for the end of the upload, and hold the machine.
     os.environ.setdefault("WANDB_FINISH_TIMEOUT", str(FINISH_S))
+    # W&B would write its file every 15 s, and a run that is killed would lose as much.
+    os.environ.setdefault("WANDB__TRANSACTION_LOG_FLUSH_INTERVAL", str(WRITE_S))
 
 
 def require_login() -> None:
@@ -32,7 +36,7 @@ def require_login() -> None:
     offline = os.environ.get("WANDB_MODE", "online") in ("offline", "dryrun", "disabled", "shared")
     if offline or int(os.environ.get("RANK", 0)) or (sys.stdin is not None and sys.stdin.isatty()):
         return
-    bound_waits()
+    set_defaults()
     import wandb
 
     seconds = os.environ.get("WANDB_HTTP_TIMEOUT", str(ANSWER_S))

@@ -12,7 +12,7 @@ from torchtune_ext.run.folder import CHECKPOINT
 from torchtune_ext.telemetry.sinks.samples import SampleRow, clean
 from torchtune_ext.telemetry.sinks.settings import Opening
 from torchtune_ext.telemetry.sinks.totals import STOPPED
-from torchtune_ext.telemetry.sinks.wandb_login import CANNOT, bound_waits
+from torchtune_ext.telemetry.sinks.wandb_login import CANNOT, set_defaults
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class WeightsAndBiases:
     """Writes to Weights & Biases. The step is a value of its own there, since W&B's step refuses to go back on resume."""
 
     def __init__(self, opening: Opening):
-        bound_waits()
+        set_defaults()
         # Copies of tables and artifacts wait there for their upload. Without this they lie in the user's home.
         place = Path(os.environ.get("WANDB_DIR") or opening.run_dir) / "wandb"
         os.environ.setdefault("WANDB_DATA_DIR", str(place.absolute()))
