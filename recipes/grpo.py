@@ -46,10 +46,9 @@ from torchtune_ext.source import GroupSource, RolloutConfig, prompt_fault
 from torchtune_ext.tasks.measured.results import BenchConfig
 from torchtune_ext.tasks.order import ProblemStream, Usable
 from torchtune_ext.telemetry import summary
-from torchtune_ext.telemetry.metrics import Metrics
+from torchtune_ext.telemetry.metrics import LoggingConfig, Metrics
 from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.telemetry.rollouts import RolloutStore
-from torchtune_ext.telemetry.sinks import LoggingConfig
 from torchtune_ext.telemetry.timeline import Timeline
 from torchtune_ext.training.agreement import Agreement
 from torchtune_ext.training.checks import check_parts, check_weights

@@ -34,9 +34,8 @@ from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.sampling.records import Completion
 from torchtune_ext.tasks.order import Usable, problem_index
 from torchtune_ext.tasks.task import Problem
-from torchtune_ext.telemetry.metrics import Metrics
+from torchtune_ext.telemetry.metrics import LoggingConfig, Metrics
 from torchtune_ext.telemetry.progress import Progress
-from torchtune_ext.telemetry.sinks import LoggingConfig
 from torchtune_ext.telemetry.summary import Stopwatch, clock_metrics, memory_metrics
 from torchtune_ext.training.checks import check_optimizer, check_task, check_tokenizer, check_weights
 from torchtune_ext.training.distributed import init_ranks

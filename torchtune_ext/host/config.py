@@ -25,7 +25,7 @@ from torchtune_ext.policy.scratch import Shape
 from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
 from torchtune_ext.source import RolloutConfig
 from torchtune_ext.tasks.measured.results import BenchConfig
-from torchtune_ext.telemetry.sinks import LoggingConfig
+from torchtune_ext.telemetry.metrics import LoggingConfig
 from torchtune_ext.training.distributed import RanksConfig
 from torchtune_ext.training.precision import PrecisionConfig
 from torchtune_ext.training.schedule import ScheduleConfig

@@ -19,7 +19,8 @@ from typing import Any
 from torchtune_ext.groups import Group
 from torchtune_ext.run.files import explained, write_atomic
 from torchtune_ext.run.folder import Run
-from torchtune_ext.telemetry.sinks import SINKS, LoggingConfig, Opening, Sink
+from torchtune_ext.telemetry.sinks import SINKS, Opening, Sink
+from torchtune_ext.telemetry.sinks import LoggingConfig as LoggingConfig
 from torchtune_ext.telemetry.sinks.samples import sample_rows
 from torchtune_ext.telemetry.sinks.totals import RunTotals, state_of
 

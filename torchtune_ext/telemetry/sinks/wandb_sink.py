@@ -3,12 +3,15 @@
 import dataclasses
 import logging
 import os
+import subprocess
+import sys
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torchtune_ext.run.folder import CHECKPOINT
+from torchtune_ext.telemetry.heading import newest_checkpoint
 from torchtune_ext.telemetry.sinks.samples import SampleRow, clean
 from torchtune_ext.telemetry.sinks.settings import Opening
 from torchtune_ext.telemetry.sinks.totals import STOPPED
@@ -16,6 +19,7 @@ from torchtune_ext.telemetry.sinks.wandb_login import CANNOT, set_defaults
 
 log = logging.getLogger(__name__)
 
+REPORT_S = 300.0  # seconds that the report may take
 TABLE = "samples/step_{:06d}"  # a key for each step: W&B shows only the newest table of a key
 
 
@@ -42,7 +46,7 @@ class WeightsAndBiases:
         os.environ.setdefault("WANDB_DATA_DIR", str(place.absolute()))
         import wandb
 
-        self._wandb, self._opening = wandb, opening
+        self._wandb, self._opening, self._step = wandb, opening, 0
         try:
             self._run = wandb.init(**arguments(opening, os.environ))
         except wandb.errors.UsageError as error:
@@ -56,6 +60,7 @@ class WeightsAndBiases:
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._step = step
         self._run.log({"step": step, **values})
 
     def show(self, step: int, rows: Sequence[SampleRow]) -> None:
@@ -81,12 +86,15 @@ class WeightsAndBiases:
             log.warning("the run was stopped, so logging.artifacts=%s are not sent to W&B", list(chosen))
             return
         for name in chosen:
-            path, metadata = _report(self._opening.run_dir) if name == "report" else _checkpoint(self._opening.run_dir)
+            run_dir, step, kind = self._opening.run_dir, self._step, name
+            if name == "report":
+                path = _make_report(run_dir)
+            elif path := newest_checkpoint(run_dir):
+                step, kind = int(CHECKPOINT.fullmatch(path.name)[1]), "model"
             if path is None:
                 log.warning("logging.artifacts: the run has no %s yet, so none is sent to W&B", name)
                 continue
-            kind = "model" if name == "checkpoint" else name
-            artifact = self._wandb.Artifact(f"{name}-{self._run.id}", type=kind, metadata=metadata)
+            artifact = self._wandb.Artifact(f"{name}-{self._run.id}", type=kind, metadata={"step": step})
             # "immutable" makes no copy: a checkpoint may be larger than what is free.
             if path.is_dir():
                 artifact.add_dir(str(path), policy="immutable")
@@ -129,18 +137,16 @@ def shown_config(opening: Opening) -> dict[str, Any] | None:
     return {**opening.run.config, "process": process}
 
 
-def _report(run_dir: Path) -> tuple[Path | None, dict[str, Any]]:
-    """Makes the report of the run as it stands now."""
-    # The report reads the metrics, whose module opens the sinks.
-    from torchtune_ext.telemetry.metrics import read_metrics
-    from torchtune_ext.telemetry.report import build_report
-
-    lines = read_metrics(run_dir / "metrics.jsonl")
-    return (build_report(run_dir).path, {"step": lines[-1]["step"]}) if lines else (None, {})
-
-
-def _checkpoint(run_dir: Path) -> tuple[Path | None, dict[str, Any]]:
-    from torchtune_ext.telemetry.heading import newest_checkpoint
-
-    path = newest_checkpoint(run_dir)
-    return (path, {"step": int(CHECKPOINT.fullmatch(path.name)[1])}) if path else (None, {})
+def _make_report(run_dir: Path) -> Path | None:
+    """Makes the report of the run as it stands now, in a process of its own, which can be ended. None: there is none, which is
+    logged with the cause."""
+    command = [sys.executable, "-m", "torchtune_ext", "report", str(run_dir)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=REPORT_S)
+    except subprocess.TimeoutExpired:
+        log.warning("no report of %s within %g s", run_dir, REPORT_S)
+        return None
+    if done.returncode:
+        log.warning("no report of %s: %s", run_dir, done.stderr.strip())
+        return None
+    return run_dir / "report.html"
