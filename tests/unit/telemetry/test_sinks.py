@@ -241,6 +241,26 @@ def test_the_environment_names_the_run(tmp_path):
     assert seen.whole["exit_code"] == 143 and seen.whole["summary"]["state"] == "stopped by SIGTERM"
 
 
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        (
+            {"WANDB_RESUME": "perhaps"},
+            "a variable WANDB_...: resume Input should be 'allow', 'must', 'never' or 'auto'",
+        ),
+        ({"WANDB_TAGS": "a,"}, "a variable WANDB_...: run_tags Value error, Tag at index 1 is empty"),
+        ({"WANDB_PROJECT": "a/b"}, "which cannot start: Invalid project name 'a/b'"),
+    ],
+)
+def test_a_variable_that_wandb_refuses_is_named(tmp_path, variables, says):
+    pytest.importorskip("wandb")
+    environment = {**os.environ, "WANDB_MODE": "offline", **variables}
+    done = subprocess.run(
+        [sys.executable, "-c", LOGS, tmp_path, "end"], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 1 and says in done.stderr.splitlines()[-1], done.stderr
+
+
 def test_without_a_key_offline_is_offered_before_a_run_begins(tmp_path):
     pytest.importorskip("wandb")
     code = "from torchtune_ext.telemetry.sinks import LoggingConfig; LoggingConfig(to=('wandb',))"

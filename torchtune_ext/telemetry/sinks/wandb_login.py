@@ -27,6 +27,13 @@ def set_defaults() -> None:
     os.environ.setdefault("WANDB__TRANSACTION_LOG_FLUSH_INTERVAL", str(WRITE_S))
 
 
+def cause_of(error: Exception) -> str:
+    """Returns an error of W&B in one line. Its settings, variables of the environment among them, are checked by pydantic."""
+    text = " ".join(str(error).split()).partition(" For further information")[0].rstrip(".")
+    refused = text.partition("validation error for Settings ")[2]
+    return f"it does not take a setting, which may be a variable WANDB_...: {refused}" if refused else text
+
+
 def require_login() -> None:
     """Asks W&B's server whether it accepts the key, where there is a server to ask. On a terminal W&B asks for a key itself.
 
@@ -49,8 +56,8 @@ def require_login() -> None:
     waiting.start()
     try:
         fault = "" if wandb.login(prompt=False) else "it has no API key"
-    except wandb.errors.Error as error:
-        fault = " ".join(str(error).split()).rstrip(".")
+    except (wandb.errors.Error, ValueError) as error:
+        fault = cause_of(error)
     finally:
         waiting.cancel()
     if fault:

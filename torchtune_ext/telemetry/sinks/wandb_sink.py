@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import typing
@@ -15,10 +16,11 @@ from torchtune_ext.telemetry.heading import newest_checkpoint
 from torchtune_ext.telemetry.sinks.samples import SampleRow, clean
 from torchtune_ext.telemetry.sinks.settings import Opening
 from torchtune_ext.telemetry.sinks.totals import STOPPED
-from torchtune_ext.telemetry.sinks.wandb_login import CANNOT, set_defaults
+from torchtune_ext.telemetry.sinks.wandb_login import CANNOT, cause_of, set_defaults
 
 log = logging.getLogger(__name__)
 
+FULL = 2**16  # bytes that are free on a disk that counts as full
 REPORT_S = 300.0  # seconds that the report may take
 TABLE = "samples/step_{:06d}"  # a key for each step: W&B shows only the newest table of a key
 
@@ -49,8 +51,8 @@ class WeightsAndBiases:
         self._wandb, self._opening, self._step = wandb, opening, 0
         try:
             self._run = wandb.init(**arguments(opening, os.environ))
-        except wandb.errors.UsageError as error:
-            raise ValueError(CANNOT.format(error)) from error
+        except (wandb.errors.UsageError, ValueError) as error:
+            raise ValueError(CANNOT.format(cause_of(error))) from error
         if opening.run and self._run.id != opening.run.id:
             log.warning(
                 "W&B calls this run %s, as WANDB_RUN_ID says, and %s calls it %s. A resumed run needs the same WANDB_RUN_ID "
@@ -78,6 +80,10 @@ class WeightsAndBiases:
                 self._send_artifacts(status)
         finally:
             self._run.finish(exit_code=status)
+        # W&B writes in a process of its own, which says nothing of a full disk.
+        folder = Path(os.environ.get("WANDB_DIR") or self._opening.run_dir)
+        if folder.is_dir() and shutil.disk_usage(folder).free < FULL:
+            log.warning("the disk of %s is full: what W&B wrote there last is probably lost", folder)
 
     def _send_artifacts(self, status: int) -> None:
         """Sends what the user has chosen. A run that was told to stop has no time for an upload."""
