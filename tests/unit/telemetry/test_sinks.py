@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -19,6 +20,7 @@ from torchtune_ext.tasks.task import Problem, Score
 from torchtune_ext.telemetry.rollouts import RolloutStore
 from torchtune_ext.telemetry.sinks import LoggingConfig, Opening
 from torchtune_ext.telemetry.sinks import samples as module
+from torchtune_ext.telemetry.sinks import wandb_login
 from torchtune_ext.telemetry.sinks.samples import chosen_groups, sample_rows
 from torchtune_ext.telemetry.sinks.wandb_sink import COLUMNS, arguments
 
@@ -286,5 +288,21 @@ def test_a_server_that_does_not_answer_is_waited_for_with_a_word_and_a_bound(tmp
         [sys.executable, "-c", code], env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
     )
     assert ended.returncode == 1 and "WANDB_MODE=offline keeps the run in its folder" in ended.stderr
-    assert "waiting for Weights & Biases to accept the API key, for 4 s at most (WANDB_HTTP_TIMEOUT)" in ended.stdout
+    assert "waiting for Weights & Biases to accept the API key, for 9 s at most (WANDB_HTTP_TIMEOUT)" in ended.stdout
     assert time.monotonic() - begin < 30
+
+
+def test_a_login_that_hangs_is_given_up(monkeypatch):
+    """W&B's own process sometimes does not answer, for which W&B waits without a bound."""
+    wandb = pytest.importorskip("wandb")
+    released = threading.Event()
+    monkeypatch.setattr(wandb, "login", lambda prompt: released.wait(60))
+    monkeypatch.setattr(wandb_login, "SLACK_S", 0.2)
+    monkeypatch.setattr(wandb_login, "QUIET_S", 0.1)
+    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.setenv("WANDB_HTTP_TIMEOUT", "0.3")
+    try:
+        with pytest.raises(ValueError, match=r"its server did not answer within 0.5 s \(WANDB_HTTP_TIMEOUT\)"):
+            LoggingConfig(to=("wandb",))
+    finally:
+        released.set()

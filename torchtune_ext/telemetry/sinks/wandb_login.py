@@ -12,6 +12,7 @@ CANNOT = (
 )
 QUIET_S = 2.0  # seconds after which the user is told what is waited for
 ANSWER_S = 10  # seconds that W&B's server has to answer, by W&B's own default
+SLACK_S = 5  # seconds that W&B's own process has beyond that
 WRITE_S = 2  # seconds from one write of W&B's file to the next
 FINISH_S = 600  # seconds that the last upload may take, where WANDB_FINISH_TIMEOUT says nothing else
 
@@ -46,19 +47,22 @@ def require_login() -> None:
     set_defaults()
     import wandb
 
-    seconds = os.environ.get("WANDB_HTTP_TIMEOUT", str(ANSWER_S))
-    waiting = threading.Timer(
-        QUIET_S,
-        say,
-        [f"waiting for Weights & Biases to accept the API key, for {seconds} s at most (WANDB_HTTP_TIMEOUT)"],
-    )
-    waiting.daemon = True
-    waiting.start()
-    try:
-        fault = "" if wandb.login(prompt=False) else "it has no API key"
-    except (wandb.errors.Error, ValueError) as error:
-        fault = cause_of(error)
-    finally:
-        waiting.cancel()
+    # W&B bounds each of its requests, but sometimes its own process does not answer, for which it waits without a bound.
+    seconds = float(os.environ.get("WANDB_HTTP_TIMEOUT") or ANSWER_S) + SLACK_S
+    answers: list[str] = []
+
+    def ask() -> None:
+        try:
+            answers.append("" if wandb.login(prompt=False) else "it has no API key")
+        except Exception as error:
+            answers.append(cause_of(error))
+
+    asking = threading.Thread(target=ask, name="wandb-login", daemon=True)
+    asking.start()
+    asking.join(QUIET_S)
+    if asking.is_alive():
+        say(f"waiting for Weights & Biases to accept the API key, for {seconds:g} s at most (WANDB_HTTP_TIMEOUT)")
+        asking.join(seconds - QUIET_S)
+    fault = answers[0] if answers else f"its server did not answer within {seconds:g} s (WANDB_HTTP_TIMEOUT)"
     if fault:
         raise ValueError(CANNOT.format(fault))
