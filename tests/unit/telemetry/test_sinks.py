@@ -18,9 +18,8 @@ from torchtune_ext.groups import Group
 from torchtune_ext.run.folder import Run
 from torchtune_ext.tasks.task import Problem, Score
 from torchtune_ext.telemetry.rollouts import RolloutStore
-from torchtune_ext.telemetry.sinks import LoggingConfig, Opening
+from torchtune_ext.telemetry.sinks import LoggingConfig, Opening, wandb_login
 from torchtune_ext.telemetry.sinks import samples as module
-from torchtune_ext.telemetry.sinks import wandb_login
 from torchtune_ext.telemetry.sinks.samples import chosen_groups, sample_rows
 from torchtune_ext.telemetry.sinks.wandb_sink import COLUMNS, arguments
 
@@ -299,7 +298,8 @@ def test_a_login_that_hangs_is_given_up(monkeypatch):
     monkeypatch.setattr(wandb, "login", lambda prompt: released.wait(60))
     monkeypatch.setattr(wandb_login, "SLACK_S", 0.2)
     monkeypatch.setattr(wandb_login, "QUIET_S", 0.1)
-    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.setattr(sys, "stdin", None)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("WANDB_HTTP_TIMEOUT", "0.3")
     try:
         with pytest.raises(ValueError, match=r"its server did not answer within 0.5 s \(WANDB_HTTP_TIMEOUT\)"):
