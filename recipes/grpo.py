@@ -109,7 +109,7 @@ class Config:
     checkpoints: dict[str, Any] = field(default_factory=dict)  # fields of CheckpointConfig: every, keep_last, ...
     resume_from_checkpoint: bool = False  # go on from the newest checkpoint in output_dir
     ranks: dict[str, Any] = field(default_factory=dict)  # fields of RanksConfig: deadline_s, shard_within
-    logging: dict[str, Any] = field(default_factory=dict)  # fields of LoggingConfig: to (wandb, tensorboard)
+    logging: dict[str, Any] = field(default_factory=dict)  # fields of LoggingConfig: to (wandb, tensorboard), tags, ...
     dry_run: Any = False  # True: check the settings and say whether the run fits here; "4x80": 4 GPUs of 80 GB
 
 
@@ -293,8 +293,10 @@ class GRPORecipe:
         """Rank 0: what the run writes beside its checkpoints. One that goes on cuts it to the step that it goes on from."""
         first_step = self.step + 1 if self.step else None
         self.folder.write_record()
-        self.metrics = Metrics(self.cfg.output_dir, self.logging.to, self.folder.run, first_step)
-        self.rollouts = RolloutStore(self.cfg.output_dir, resume_step=first_step)
+        self.metrics = Metrics(
+            self.cfg.output_dir, self.logging, self.folder.run, first_step, status=lambda: self.stop.status
+        )
+        self.rollouts = RolloutStore(self.cfg.output_dir, resume_step=first_step, show=self.metrics.show)
 
     def build_learner(self) -> None:
         """The policy with the weights of model_dir, and what makes it learn."""

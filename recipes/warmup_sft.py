@@ -72,7 +72,7 @@ class Config:
     activation_checkpointing: bool = False  # recompute layers in the backward
     compile: bool = False  # torch.compile each layer
     log_every: int = 10  # updates
-    logging: dict[str, Any] = field(default_factory=dict)  # fields of LoggingConfig: to (wandb, tensorboard)
+    logging: dict[str, Any] = field(default_factory=dict)  # fields of LoggingConfig: to (wandb, tensorboard), tags, ...
 
 
 class WarmupRecipe:
@@ -133,7 +133,7 @@ class WarmupRecipe:
                     ]
                 )
             )
-        self.metrics = Metrics(cfg.output_dir, self.logging.to, run, rank=self.ranks.rank)
+        self.metrics = Metrics(cfg.output_dir, self.logging, run, status=lambda: self.stop.status, rank=self.ranks.rank)
         self.progress = Progress(self.updates, self.ranks.rank)
 
     def check(self) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from itertools import count
 
 import psutil
@@ -24,11 +25,12 @@ class RayCluster:
         # Not tmp_path: the names of Ray's sockets may have 107 characters.
         self.folder = tempfile.mkdtemp(prefix="ray-")
         quiet = {"RAY_USAGE_STATS_ENABLED": "0"}
+        self._log = open(os.path.join(self.folder, "cluster.log"), "w+", encoding="utf-8")
         self._process = subprocess.Popen(
             [sys.executable, __file__, self.folder],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self._log,
             env={name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | quiet,
             text=True,
         )
@@ -38,7 +40,8 @@ class RayCluster:
         for line in self._process.stdout:
             if line.startswith("answer: "):
                 return line.removeprefix("answer: ").strip()
-        raise RuntimeError("the process of the cluster has ended")
+        self._log.seek(0)
+        raise RuntimeError(f"the process of the cluster has ended:\n{self._log.read()[-3000:]}")
 
     def add(self, resource: str, number: int = 1) -> int:
         """Adds a machine that carries so much of the resource, "CPU" for instance. Returns the process id of its raylet."""
@@ -64,6 +67,7 @@ class RayCluster:
         self._process.stdin.close()
         self._process.wait(timeout=60)
         self._process.stdout.close()
+        self._log.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -78,9 +82,17 @@ def keep(folder: str) -> None:
 def serve(folder: str) -> None:
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, "temp_dir": folder}
-    )
+    def begin() -> Cluster:
+        head = {"num_cpus": 0, "include_dashboard": False, "temp_dir": folder}
+        return Cluster(initialize_head=True, head_node_args=head)
+
+    try:
+        cluster = begin()
+    except Exception:  # noqa: BLE001 (Ray gives its processes 30 s to start, which is little on a busy machine)
+        traceback.print_exc()
+        for each in psutil.Process().children(recursive=True):
+            each.kill()
+        cluster = begin()
     print("answer:", cluster.address, flush=True)
     raylets, addresses = {}, (f"127.0.0.{number}" for number in count(2))
     for line in sys.stdin:

@@ -9,6 +9,7 @@ import psutil
 import pytest
 import recipe_runs as runs
 import torch
+import wandb_reader
 from safetensors.torch import load_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -87,6 +88,8 @@ def test_ctrl_c_says_where_the_run_stands_and_how_to_go_on(workplace, number, na
     ), said
     assert "wandb sync" in said.split("Run summary")[-1], "the run was not closed for W&B"  # its last words
     assert said.index("wandb sync") < said.index("Stopped by"), "W&B was closed by the end of the interpreter"
+    (seen,) = wandb_reader.starts(workplace / f"at_once_{status}", 1)
+    assert seen.whole["exit_code"] == status and seen.whole["summary"]["state"] == f"stopped by {name}"
 
 
 def test_ctrl_c_while_it_sets_up(workplace):

@@ -22,7 +22,7 @@ import torch
 from omegaconf import DictConfig
 from torchtune.modules import TransformerDecoder
 
-from torchtune_ext.host.catalog import config_path, machine_named
+from torchtune_ext.host.catalog import machine_named
 from torchtune_ext.host.config import NODES, build, has_component, instantiate
 from torchtune_ext.host.here import require_gpus
 from torchtune_ext.host.mistakes import is_mistake, traceback_wanted
@@ -32,6 +32,7 @@ from torchtune_ext.policy.fp8.gain import engine_memory
 from torchtune_ext.policy.fp8.plan import Fp8Receipt, linear_layers
 from torchtune_ext.policy.memory import optimizer_bytes, sizes_of
 from torchtune_ext.policy.published import published_config
+from torchtune_ext.run.origin import config_file
 from torchtune_ext.run.output import say
 from torchtune_ext.sampling.engine import Engine
 from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
@@ -109,7 +110,7 @@ def machine_of(cfg: DictConfig) -> Machine:
     here = replace(this_machine(cfg.device), nodes=_nodes())
     if here.gpus or cfg.device == "cpu":
         return here
-    file = _config_file(sys.argv)
+    file = config_file(sys.argv)
     named = machine_named(file) if file is not None else None
     if named is not None:
         return asked_machine(named, f"{file}: # for")
@@ -227,13 +228,3 @@ def _nodes() -> int:
     return int(os.environ.get("WORLD_SIZE", 1)) // int(
         os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1))
     )
-
-
-def _config_file(words: list[str]) -> Path | None:
-    """Returns the file that `--config` names in the words of a command, or None."""
-    for i, word in enumerate(words):
-        if word.startswith("--config="):
-            return Path(config_path(word.removeprefix("--config=")))
-        if word == "--config" and words[i + 1 :]:
-            return Path(config_path(words[i + 1]))
-    return None

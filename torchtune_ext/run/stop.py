@@ -71,6 +71,7 @@ class StopSignals:
         self._saving = False  # True: a checkpoint is being written, and the grace time does not interrupt it
         self._agreed = False  # True: all ranks end with this step, and the grace time does not interrupt it either
         self._closing_at = NEVER  # the time.monotonic() at which the cleanup began
+        self.status = 0  # the exit status that the process will have, once the recipe's work is over (`training.life`)
         self.raised = False  # whether the signal handler raised `Stopped`, in the middle of some work
         self.speaks = os.environ.get("RANK", "0") == "0"  # only one rank tells the user
         self._handlers: dict[int, Any] = {}  # the signal handlers that were set before ours

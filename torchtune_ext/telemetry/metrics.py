@@ -1,4 +1,4 @@
-"""The scalars of a run go as lines of JSON to `metrics.jsonl`, always, and to Weights & Biases and TensorBoard when asked for.
+"""The scalars of a run go as lines of JSON to `metrics.jsonl`, always, and to the sinks that the user has asked for.
 
 A step may have several lines, which readers merge: the recipes write its numbers before its checkpoint, so that a run that
 goes on from there has them, and its seconds when it is over. The file is the record and the other sinks are copies. So a full
@@ -12,16 +12,17 @@ import json
 import logging
 import math
 import os
-import socket
-import sys
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from torchtune_ext.groups import Group
 from torchtune_ext.run.files import explained, write_atomic
 from torchtune_ext.run.folder import Run
+from torchtune_ext.telemetry.sinks import SINKS, Opening, Sink
+from torchtune_ext.telemetry.sinks import LoggingConfig as LoggingConfig
+from torchtune_ext.telemetry.sinks.samples import sample_rows
+from torchtune_ext.telemetry.sinks.totals import RunTotals, state_of
 
 log = logging.getLogger(__name__)
 
@@ -30,34 +31,18 @@ log = logging.getLogger(__name__)
 CLOCK_PREFIXES = ("time/", "speed/", "memory/", "engine/", "engines/", "bench/")
 _FIX = "Free disk space and resume the run; the lines before are intact"
 _RESERVED = ("step", "nonfinite")
-_WANDB_CANNOT = (
-    "logging.to names 'wandb', which cannot start: {}. Run `wandb login`, set WANDB_MODE=offline, or take 'wandb' out of "
-    "logging.to"
-)
-
-
-@dataclass(frozen=True, slots=True)
-class LoggingConfig:
-    """This is the node `logging:` of a recipe."""
-
-    to: tuple[str, ...] = ()  # Metrics also go to these, "wandb" and "tensorboard".
-
-    def __post_init__(self) -> None:
-        check_sinks(self.to)
-        if "wandb" in self.to:
-            _require_login()
 
 
 class Metrics:
-    """Writes the scalars of each step to `run_dir/metrics.jsonl` and to the named sinks.
+    """Writes the scalars of each step to `run_dir/metrics.jsonl`, and tells the sinks of them, of samples and of the outcome.
 
     Args:
         run_dir: folder of the run, which is made when it is missing.
-        sinks: any of "wandb" and "tensorboard".
+        sinks: the node `logging:`, or the names of the sinks where all else has its default.
         run: what `RunFolder.begin` returned: the name, the id and the settings that W&B shows; None: it shows the name of the
             folder, no more.
         resume_step: first step that will be logged again: lines at or after it are cut; None: a fresh run.
-        project, group: those of W&B.
+        status: asked at the end for the exit status that the process will have (`StopSignals.status`).
         rank: rank of this process. Only rank 0 writes; on other ranks every method does nothing.
 
     Raises:
@@ -69,16 +54,16 @@ class Metrics:
     def __init__(
         self,
         run_dir: str | Path,
-        sinks: Sequence[str] = ("wandb", "tensorboard"),
+        sinks: LoggingConfig | Sequence[str] = (),
         run: Run | None = None,
         resume_step: int | None = None,
-        project: str = "torchtune-ext",
-        group: str | None = None,
+        status: Callable[[], int] = lambda: 0,
         rank: int = 0,
     ):
-        self._sinks: dict[str, _Sink] = {}
+        self._sinks: dict[str, Sink] = {}
         self._fd: int | None = None
-        check_sinks(sinks)
+        self._settings = sinks if isinstance(sinks, LoggingConfig) else LoggingConfig(to=tuple(sinks))
+        self._status, self._totals = status, RunTotals()
         if rank != 0:
             return
         run_dir = Path(run_dir)
@@ -87,17 +72,20 @@ class Metrics:
         self._last_step = -1
         if resume_step is not None:
             cut_metrics(self.path, resume_step)
+            for record in read_metrics(self.path) if self.path.exists() else ():
+                self._totals.add(record["step"], record)
         elif self.path.exists() and self.path.stat().st_size:
             raise ValueError(
                 f"{self.path} belongs to an earlier run: RunFolder.begin sets it aside, resume_step goes on"
             )
         with explained(f"cannot write {self.path}", _FIX):
             self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        for name in sinks:
+        opening = Opening(run_dir, run, resume_step, self._settings)
+        for name in self._settings.to:
             try:
-                self._sinks[name] = _SINKS[name](run_dir, run, resume_step, project, group)
+                self._sinks[name] = SINKS[name](opening)
             except Exception as error:
-                # A knob is wrong, which is said now, while nothing is lost.
+                # A setting or a login is wrong, which is said now, while nothing is lost.
                 if isinstance(error, ValueError):
                     self.close()
                     raise
@@ -129,23 +117,37 @@ class Metrics:
             record["nonfinite"] = nonfinite
         self._append(json.dumps(record, allow_nan=False) + "\n")
         self._last_step = step
-        for name, sink in list(self._sinks.items()):
-            try:
-                sink.log(step, numbers)
-            except Exception as error:
-                self._drop(name, error)
+        self._tell(lambda sink: sink.log(step, numbers))
+        if self._totals.add(step, numbers):
+            self._summarize("running")
+
+    def show(self, step: int, groups: Sequence[Group]) -> None:
+        """Shows a few samples of a step where a sink can and the settings ask for it. Groups have rewards and advantages."""
+        if self._sinks and self._settings.shows(step):
+            number, turn = self._settings.samples, step // self._settings.samples_every
+            self._tell(lambda sink: sink.show(step, sample_rows(step, groups, number, turn)))
 
     def close(self) -> None:
-        """Finishes the sinks. The file needs no closing to be readable."""
-        for name, sink in list(self._sinks.items()):
-            try:
-                sink.close()
-            except Exception as error:
-                self._drop(name, error)
+        """Finishes the sinks: says what became of the run. The file needs no closing to be readable."""
+        status = self._status()
+        self._summarize(state_of(status))
+        self._tell(lambda sink: sink.close(status))
         self._sinks.clear()
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+    def _summarize(self, state: str) -> None:
+        facts = {**self._totals.facts(), "state": state}
+        self._tell(lambda sink: sink.summarize(facts))
+
+    def _tell(self, tell: Callable[[Sink], None]) -> None:
+        """Calls each sink. One that raises is dropped, and the run goes on."""
+        for name, sink in list(self._sinks.items()):
+            try:
+                tell(sink)
+            except Exception as error:
+                self._drop(name, error)
 
     def __enter__(self) -> "Metrics":
         return self
@@ -171,15 +173,6 @@ class Metrics:
         self._sinks.pop(name, None)
         log.warning("metrics sink %s failed and is dropped for the rest of the run: %r. "
                     "metrics.jsonl goes on", name, error)  # fmt: skip
-
-
-def check_sinks(sinks: Sequence[str]) -> None:
-    """Raises ValueError for an unknown sink, and ImportError for one whose package is missing."""
-    unknown = sorted(set(sinks) - set(_SINKS))
-    if unknown:
-        raise ValueError(f"logging.to={list(sinks)}: nothing is called {unknown[0]!r}; choose from {sorted(_SINKS)}")
-    for name in sinks:
-        _require_package(name)
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
@@ -227,93 +220,3 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     if tail:
         log.warning("%s: the last line is torn and was left out", path)
     return records
-
-
-def _require_package(sink: str) -> None:
-    try:
-        __import__(sink)
-    except ImportError as error:
-        raise ImportError(
-            f"logging.to names {sink!r}, whose package is missing ({error}): "
-            f"run `pip install {sink}` or take {sink!r} out of logging.to"
-        ) from error
-
-
-def _require_login() -> None:
-    """Raises ValueError if W&B is to be asked over the network and knows no key. On a terminal it asks for one itself."""
-    offline = os.environ.get("WANDB_MODE", "online") in ("offline", "dryrun", "disabled", "shared")
-    if offline or int(os.environ.get("RANK", 0)) or (sys.stdin is not None and sys.stdin.isatty()):
-        return
-    import wandb
-
-    try:
-        fault = "" if wandb.login(prompt=False) else "it has no API key"
-    except wandb.errors.Error as error:
-        fault = str(error)
-    if fault:
-        raise ValueError(_WANDB_CANNOT.format(fault))
-
-
-class _Sink(Protocol):
-    def log(self, step: int, values: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class _Wandb:
-    """Writes to Weights & Biases. The step is a value of its own there, since W&B's step refuses to go back on resume."""
-
-    def __init__(self, run_dir: Path, run: Run | None, resume_step: int | None, project: str, group: str | None):
-        import wandb
-
-        try:
-            self._run = wandb.init(
-                dir=str(run_dir), project=project, group=group,
-                name=run.name if run else run_dir.resolve().name, id=run.id if run else None,
-                config=dict(run.config) if run else None, resume=None if resume_step is None else "allow",
-            )  # fmt: skip
-        except wandb.errors.UsageError as error:
-            raise ValueError(_WANDB_CANNOT.format(error)) from error
-        self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log({"step": step, **values})
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-class _TensorBoard:
-    """Writes TensorBoard's events in this thread, since torch's SummaryWriter loses errors in a thread of its own."""
-
-    def __init__(self, run_dir: Path, run: Run | None, resume_step: int | None, project: str, group: str | None):
-        from tensorboard.compat.proto import event_pb2, summary_pb2
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        self._event, self._summary = event_pb2, summary_pb2
-        folder = run_dir / "tensorboard"
-        folder.mkdir(exist_ok=True)
-        host = socket.gethostname()
-        path = folder / f"events.out.tfevents.{time.time_ns() // 1000:016d}.{host}.{os.getpid()}"
-        self._writer = RecordWriter(open(path, "wb"))
-        self._write(file_version="brain.Event:2")
-        if resume_step is not None:
-            # On this event readers drop what earlier files hold at or after the step.
-            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._write(step=resume_step, session_log=start)
-
-    def _write(self, **fields) -> None:
-        event = self._event.Event(wall_time=time.time(), **fields)
-        self._writer.write(event.SerializeToString())
-        self._writer.flush()
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        scalars = [self._summary.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._write(step=step, summary=self._summary.Summary(value=scalars))
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-_SINKS: dict[str, type] = {"wandb": _Wandb, "tensorboard": _TensorBoard}

@@ -8,7 +8,7 @@ import gzip
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torchtune_ext.group_json import group_json, group_of
@@ -30,16 +30,23 @@ class RolloutStore:
         run_dir: folder of the run.
         keep_every: steps divisible by it are kept; 0 keeps none.
         resume_step: first step that will be written again: files at or after it are removed; None: a fresh run.
+        show: is given each step with its groups, kept or not, to show some of them (`Metrics.show`).
 
     Raises:
         ValueError: an earlier run left its rollouts where a fresh one begins.
     """
 
-    def __init__(self, run_dir: str | Path, keep_every: int = 1, resume_step: int | None = None):
+    def __init__(
+        self,
+        run_dir: str | Path,
+        keep_every: int = 1,
+        resume_step: int | None = None,
+        show: Callable[[int, Sequence[Group]], None] | None = None,
+    ):
         if keep_every < 0:
             raise ValueError(f"keep_every={keep_every}: must be 0 (keep none) or a number of steps")
         self.folder = Path(run_dir) / FOLDER
-        self._keep_every = keep_every
+        self._keep_every, self._show = keep_every, show
         self._missing: list[int] = []  # The disk refused these steps.
         self._refused = False  # The last step is among them.
         for step, path in rollout_paths(run_dir).items():
@@ -55,6 +62,8 @@ class RolloutStore:
 
         The rollouts are a record, not worth the run. So a disk that refuses is a warning, and the next step tries again.
         """
+        if self._show is not None:
+            self._show(step, groups)
         if self._keep_every == 0 or step % self._keep_every:
             return None
         path = self.folder / f"step_{step:06d}.jsonl.gz"

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from torchtune_ext.host.mistakes import FAILED, status_of
 from torchtune_ext.run.output import labelled, say
 from torchtune_ext.run.stop import NAMES, Stopped, StopSignals
 from torchtune_ext.training.distributed import close_ranks
@@ -55,24 +56,30 @@ def run_recipe(make: Callable[[Any], Recipe], cfg: Any, work: Callable[[Any], No
     recipe, stopped_by, orderly, works, nothing = make(cfg), None, True, False, ""
     several = int(os.environ.get("WORLD_SIZE", 1)) > 1
     with recipe.stop as stop:
+        # What nobody foresees is a failure. The cleanup tells the sinks of the metrics.
+        stop.status = FAILED
         try:
             recipe.setup()
             works = True
             work(recipe)
+            stop.status = 0
         except NothingToDo as found:
-            nothing = str(found)
+            nothing, stop.status = str(found), 0
         except Stopped as stopped:
             stopped_by, orderly = stopped.signal, stopped.orderly
+            stop.status = 128 + stopped_by
         except Exception as error:
             # Some libraries turn an interruption into an error of their own. And if another rank was stopped a moment
             # earlier, this rank sees a broken connection. Any other error has nothing to do with the signal.
             neighbor = stop.requested and several and isinstance(error, RuntimeError | ConnectionError)
             if not (stop.raised or neighbor):
+                stop.status = status_of(error) or FAILED
                 if works and stop.speaks:
                     error.add_note(stop.standing())
                 raise
             log.warning("while the run was being stopped: %s", (str(error).splitlines() or [repr(error)])[0])
             stopped_by, orderly = stop.signal, False
+            stop.status = 128 + stopped_by
         finally:
             stop.begin_cleanup()
             recipe.cleanup()

@@ -33,6 +33,18 @@ def test_the_command_is_as_it_was_typed(monkeypatch, typed, command, name):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     found = origin.origin()
     assert found["command"] == command and found["recipe"]["name"] == name
+    assert found["overrides"] == [word for word in typed if word == "seed=1"] and found["config"] is None
+
+
+def test_the_config_and_what_the_command_line_says_over_it(tmp_path, monkeypatch):
+    (tmp_path / "c.yaml").write_text("seed: 1\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    for config in ["--config", "c.yaml"], ["--config=c.yaml"]:
+        typed = ["tune", "run", "--nnodes=1", "x.py", *config, "optimizer.lr=1e-3", "~seed", "logging.to=[wandb]"]
+        monkeypatch.setattr(sys, "orig_argv", typed)
+        found = origin.origin()
+        assert found["config"] == "c.yaml" and found["overrides"] == typed[-3:]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +96,8 @@ def test_run_json_keeps_it_and_a_resumed_run_knows_its_settings(tmp_path):
         assert folder.earlier == {}
     process = json.loads((tmp_path / "run.json").read_text())["process"]
     assert process["versions"]["torch"] and process["versions"]["python"] == sys.version.split()[0]
-    assert process["folder"] == os.getcwd() and set(process) == {"command", "recipe", "folder", "commit", "versions"}
+    assert process["folder"] == os.getcwd() and process["config"] is None
+    assert set(process) == {"command", "config", "overrides", "recipe", "folder", "commit", "versions"}
     (tmp_path / "checkpoints" / "step_000001").mkdir(parents=True)
     with RunFolder(tmp_path) as folder:
         folder.begin({"seed": 1}, resuming=True)

@@ -4,10 +4,7 @@ import json
 import logging
 import math
 import os
-import struct
-import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -19,6 +16,8 @@ from torchtune_ext.telemetry import metrics as module
 from torchtune_ext.telemetry.metrics import CLOCK_PREFIXES, Metrics, cut_metrics, read_metrics
 from torchtune_ext.telemetry.report import build_report
 from torchtune_ext.telemetry.rollouts import RolloutStore
+from torchtune_ext.telemetry.sinks import LoggingConfig
+from torchtune_ext.telemetry.sinks.totals import state_of
 
 
 def strict_lines(path):
@@ -153,24 +152,95 @@ def test_unknown_sink_and_missing_package(tmp_path, monkeypatch):
 
 
 class FailingSink:
-    def __init__(self, *args):
-        self.closed = False
+    """Raises in the method that a test names, and is not touched again."""
 
-    def log(self, step, values):
-        if step == 2:
+    at = ""
+
+    def __init__(self, opening):
+        self.dropped = False
+        self._come("__init__")
+
+    def _come(self, name):
+        assert not self.dropped, "a dropped sink is not touched again"
+        if name == self.at:
+            self.dropped = True
             raise RuntimeError("the network is down")
 
-    def close(self):
-        raise AssertionError("a dropped sink is not touched again")
+    def log(self, step, values):
+        self._come("log")
+
+    def show(self, step, rows):
+        self._come("show")
+
+    def summarize(self, facts):
+        self._come("summarize")
+
+    def close(self, status):
+        self._come("close")
 
 
-def test_a_failing_sink_is_reported_once_and_dropped(tmp_path, monkeypatch, caplog):
-    monkeypatch.setitem(module._SINKS, "tensorboard", FailingSink)
+@pytest.mark.parametrize("at", ["__init__", "log", "show", "summarize", "close"])
+def test_a_failing_sink_is_reported_once_and_dropped(tmp_path, monkeypatch, caplog, at):
+    monkeypatch.setitem(module.SINKS, "tensorboard", FailingSink)
+    monkeypatch.setattr(FailingSink, "at", at)
     with caplog.at_level(logging.WARNING), Metrics(tmp_path, sinks=("tensorboard",)) as metrics:
         for step in range(1, 5):
-            metrics.log(step, {"a/b": 1})
+            metrics.show(step, [])
+            metrics.log(step, {"a/b": 1, "eval/accuracy_sampled": 0.5})
     assert [record["step"] for record in read_metrics(metrics.path)] == [1, 2, 3, 4]
     assert [m for m in caplog.messages if "tensorboard" in m and "network is down" in m] == caplog.messages
+    assert len(caplog.messages) == 1
+
+
+class RecordingSink(FailingSink):
+    def __init__(self, opening):
+        super().__init__(opening)
+        self.opening, self.shown, self.facts, self.status = opening, [], {}, None
+
+    def show(self, step, rows):
+        self.shown.append(step)
+
+    def summarize(self, facts):
+        self.facts = facts
+
+    def close(self, status):
+        self.status = status
+
+
+def test_a_sink_hears_of_the_whole_run_and_how_it_ends(tmp_path, monkeypatch):
+    monkeypatch.setitem(module.SINKS, "tensorboard", RecordingSink)
+    settings = LoggingConfig(to=("tensorboard",), samples=2, samples_every=3)
+
+    def lines(metrics, steps):
+        for step in steps:
+            metrics.show(step, [])
+            metrics.log(step, {"length/tokens": 100.0, "eval/accuracy_sampled": {2: 0.75, 5: 0.5}.get(step, math.nan)})
+            metrics.log(step, {"time/step": 2.0})
+
+    metrics = Metrics(tmp_path, settings)
+    sink = metrics._sinks["tensorboard"]
+    lines(metrics, range(1, 5))
+    assert sink.facts["state"] == "running" and sink.facts["eval/best_step"] == 2
+    metrics.close()
+    assert sink.shown == [1, 3] and sink.status == 0 and sink.facts["state"] == "finished"
+
+    # The run goes on from step 3: the steps that are made again count once.
+    metrics = Metrics(tmp_path, settings, resume_step=3, status=lambda: 130)
+    sink = metrics._sinks["tensorboard"]
+    assert sink.opening.resume_step == 3
+    lines(metrics, range(3, 7))
+    metrics.close()
+    assert sink.status == 130 and sink.facts == {
+        "state": "stopped by Ctrl-C", "total/steps": 6, "total/sampled_tokens": 600, "total/seconds": 12.0,
+        "eval/best": 0.75, "eval/best_step": 2, "eval/last": 0.5, "eval/last_step": 5,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("status", "state"), [(0, "finished"), (1, "failed"), (2, "failed"), (143, "stopped by SIGTERM"), (137, "failed")]
+)
+def test_the_state_follows_the_exit_status(status, state):
+    assert state_of(status) == state
 
 
 def test_full_disk_is_an_error_and_the_lines_before_stay_valid(tmp_path):
@@ -208,80 +278,3 @@ def test_tensorboard_reads_it_and_a_resume_purges(tmp_path):
     expected = [(1, 0.25), (2, 0.5), (3, 0.75), (4, 10.0)]
     assert scalars(tmp_path / "tensorboard") == {"reward/mean": expected}
     assert [(r["step"], r["reward/mean"]) for r in read_metrics(metrics.path)] == expected
-
-
-def leveldb_log(data, block=32768, head=7):
-    """Records of a LevelDB log behind W&B's 7 bytes: (crc, length, first/middle/last) and data, in blocks."""
-    assert data[:4] == b":W&B"
-    place, record = head, b""
-    while place + head <= len(data):
-        if block - place % block < head:  # too short for a header: padding
-            place += block - place % block
-            continue
-        _, length, kind = struct.unpack_from("<IHB", data, place)
-        record += data[place + head : place + head + length]
-        place += head + length
-        if kind in (1, 4):  # whole, or the last part
-            yield record
-            record = b""
-
-
-def wandb_history(run_folder):
-    """step -> values, read from the file that `wandb sync` would send."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    history, run_id = {}, None
-    for data in leveldb_log(next(run_folder.glob("*.wandb")).read_bytes()):
-        record = Record.FromString(data)
-        if record.WhichOneof("record_type") == "run":
-            run_id = record.run.run_id
-        elif record.WhichOneof("record_type") == "history":
-            values = {
-                item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item
-            }
-            history[values["step"]] = values
-    return run_id, history
-
-
-def written_history(run_folder, timeout_s=20.0):
-    """As above, once W&B's own process has written the run: on a busy machine it lags behind `finish`."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        run_id, history = wandb_history(run_folder)
-        if (run_id and history) or time.monotonic() > deadline:
-            return run_id, history
-        time.sleep(0.1)
-
-
-def test_wandb_offline_and_resume(tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    with RunFolder(tmp_path) as folder:
-        run = folder.begin({"lr": 1e-3}, resuming=False)
-    with Metrics(tmp_path, ("wandb",), run, project="test", group="group") as metrics:
-        for step in (1, 2, 3):
-            metrics.log(step, {"reward/mean": step / 4, "loss/kl_ref": math.nan})
-    time.sleep(1.1)  # W&B names a run's folder by the second and the id: the resumed one needs a second of its own
-    with RunFolder(tmp_path) as folder:
-        run = folder.begin({"lr": 1e-3}, resuming=True)
-    with Metrics(tmp_path, ("wandb",), run, resume_step=3, project="test", group="group") as metrics:
-        metrics.log(3, {"reward/mean": 5.0})
-    folders = sorted((tmp_path / "wandb").glob("offline-run-*"))
-    (first_id, first), (second_id, second) = map(written_history, folders)
-    assert first_id == second_id == json.loads((tmp_path / "run.json").read_text())["id"]
-    assert {step: values["reward/mean"] for step, values in first.items()} == {1: 0.25, 2: 0.5, 3: 0.75}
-    assert {step: values["reward/mean"] for step, values in second.items()} == {3: 5.0}
-
-
-def test_wandb_without_a_key_is_refused_before_a_run_begins(tmp_path):
-    pytest.importorskip("wandb")
-    code = "from torchtune_ext.telemetry.metrics import LoggingConfig; LoggingConfig(to=('wandb',))"
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    environ |= {"HOME": str(tmp_path), "NETRC": str(tmp_path / "none"), "WANDB_CONFIG_DIR": str(tmp_path)}
-    for mode, status in ({}, 1), ({"WANDB_MODE": "offline"}, 0), ({"RANK": "1"}, 0):
-        ended = subprocess.run(
-            [sys.executable, "-c", code], env=environ | mode, stdin=subprocess.DEVNULL, capture_output=True, text=True
-        )
-        assert ended.returncode == status, ended.stderr
-        assert ("logging.to names 'wandb', which cannot start: it has no API key" in ended.stderr) == bool(status)

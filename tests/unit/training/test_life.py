@@ -9,7 +9,9 @@ import traceback
 
 import pytest
 
+from torchtune_ext.host import mistakes
 from torchtune_ext.run.stop import StopSignals
+from torchtune_ext.telemetry.sinks import LoggingConfig
 from torchtune_ext.training import life
 
 
@@ -32,6 +34,7 @@ class Recipe:
 
     def cleanup(self):
         self.calls.append("cleanup")
+        self.status = self.stop.status
 
 
 def run(work):
@@ -43,6 +46,12 @@ def run(work):
 
     try:
         life.run_recipe(make, work)
+    except BaseException as error:
+        # `mistakes.shown` gives the process this status.
+        assert made[0].status == (error.code if isinstance(error, SystemExit) else mistakes.status_of(error) or 1)
+        raise
+    else:
+        assert made[0].status == 0
     finally:
         assert made[0].calls == ["setup", "train", "cleanup"]
 
@@ -61,6 +70,32 @@ def stopped_and_failing(error):
 def test_an_error_while_sigterm_waits_is_not_taken_for_the_stop():
     with pytest.raises(OSError, match="No space left"):
         run(stopped_and_failing(OSError("step_000012 was not saved: No space left on device")))
+
+
+def raising(error):
+    def work(recipe):
+        raise error
+
+    return work
+
+
+def test_the_cleanup_knows_the_status_that_the_process_will_have():
+    """Sinks tell it to W&B, for which every run succeeds that says nothing else."""
+    run(lambda recipe: None)
+    run(raising(life.NothingToDo("nothing to do")))
+    for error in (RuntimeError("x"), ValueError("not on purpose of ours"), KeyboardInterrupt()):
+        with pytest.raises(type(error)):
+            run(raising(error))
+    for end in (SystemExit(1), SystemExit("words")):
+        with pytest.raises(SystemExit):
+            life.run_recipe(Recipe, raising(end))
+
+    def mistaken(recipe):
+        LoggingConfig(samples=-1)
+
+    with pytest.raises(ValueError, match="logging.samples=-1") as found:
+        run(mistaken)
+    assert mistakes.status_of(found.value) == 2
 
 
 def test_a_library_that_makes_an_error_of_the_interrupt(capsys):

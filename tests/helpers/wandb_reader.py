@@ -1,0 +1,72 @@
+"""Reads the file of an offline run of Weights & Biases with W&B's own reader, the command `wandb leet inspect`."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass
+class Seen:
+    """What W&B's reader says of one start of a run."""
+
+    folder: Path
+    records: list[dict[str, Any]]
+    whole: dict[str, Any]  # run_id, project, tags, config, summary, state, exit_code, ...
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [record[kind] for record in self.records if record["type"] == kind]
+
+    @property
+    def run(self) -> dict[str, Any]:
+        return self.of("run")[0]
+
+    @property
+    def history(self) -> dict[int, dict[str, Any]]:
+        """step -> its scalars, merged."""
+        found: dict[int, dict[str, Any]] = {}
+        for line in self.of("history"):
+            item = {name: value for name, value in line["item"].items() if not name.startswith(("_", "samples/"))}
+            found.setdefault(item.pop("step"), {}).update(item)
+        return found
+
+    @property
+    def tables(self) -> dict[str, dict[str, Any]]:
+        """key -> columns and data, out of the files beside."""
+        keys = {name: value for name, value in self.whole["summary"].items() if name.startswith("samples/")}
+        assert all(value["_type"] == "table-file" for value in keys.values())
+        return {name: json.loads((self.folder / "files" / value["path"]).read_text()) for name, value in keys.items()}
+
+    @property
+    def artifacts(self) -> dict[str, dict[str, Any]]:
+        """name -> artifact, without the tables."""
+        return {one["name"]: one for one in self.of("artifact") if one["type"] != "run_table"}
+
+
+def starts(run_dir: Path, number: int, seconds: float = 20.0, ended: bool = True) -> list[Seen]:
+    """The starts of a run, once there are so many whose file is complete: on a busy machine W&B's process lags behind."""
+    deadline = time.monotonic() + seconds
+    while True:
+        folders = sorted((run_dir / "wandb").glob("offline-run-*"))
+        seen = [_seen(folder) for folder in folders if list(folder.glob("*.wandb"))]
+        if len(seen) == number and (not ended or all(one.of("exit") for one in seen)):
+            return seen
+        assert time.monotonic() < deadline, f"{run_dir}: {[(one.folder.name, one.whole.get('state')) for one in seen]}"
+        time.sleep(0.2)
+
+
+def _seen(folder: Path) -> Seen:
+    (file,) = folder.glob("*.wandb")
+    return Seen(
+        folder, [json.loads(line) for line in _inspect(file).splitlines()], json.loads(_inspect(file, "--summary"))
+    )
+
+
+def _inspect(file: Path, *options: str) -> str:
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", *options, str(file)]
+    environment = {**os.environ, "WANDB_ERROR_REPORTING": "false"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60).stdout

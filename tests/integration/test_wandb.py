@@ -1,0 +1,189 @@
+"""Real runs with Weights & Biases, offline, read back with W&B's own reader."""
+
+import json
+import math
+import subprocess
+
+import pytest
+import recipe_runs as runs
+import wandb_reader
+
+from torchtune_ext.telemetry.metrics import read_metrics
+from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
+from torchtune_ext.telemetry.sinks.samples import clean
+from torchtune_ext.telemetry.sinks.wandb_sink import COLUMNS
+
+pytest.importorskip("wandb")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+NOTED = """
+from letters import Letters
+from torchtune_ext.tasks.task import Score
+
+class Noted(Letters):
+    def grade(self, problem, text):
+        score = super().grade(problem, text)
+        return Score(score.reward, score.parts, f"<b>{problem.id}</b> \\ud800")
+"""
+WATCHED = [
+    "output_dir=watched",
+    "task._component_=noted.Noted",
+    "logging.to=[wandb]",
+    "logging.project=letters",
+    "logging.group=seeds",
+    "logging.tags=[tiny, cpu]",
+    "logging.samples_every=1",
+]
+WARMUP = """
+output_dir: ???
+model_dir: model
+device: cpu
+dtype: float32
+model: {_component_: torchtune_ext.policy.from_config}
+tokenizer: {_component_: torchtune_ext.chat.ChatTokenizer}
+task: {_component_: letters.Letters}
+optimizer: {_component_: torch.optim.AdamW, lr: 1.0e-3}
+num_problems: 32
+batch_problems: 8
+schedule: {warmup: 1}
+log_every: 1
+logging: {to: [wandb], artifacts: [report, checkpoint]}
+"""
+FAULTY = """
+import torch
+
+class Faulty(torch.optim.AdamW):
+    made = 0
+
+    def step(self, closure=None):
+        self.made += 1
+        if self.made == 3:
+            raise RuntimeError("no such luck")
+        return super().step(closure)
+"""
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    folder = runs.make_workplace(tmp_path_factory.mktemp("wandb"))
+    (folder / "noted.py").write_text(NOTED)
+    (folder / "faulty.py").write_text(FAULTY)
+    (folder / "warmup.yaml").write_text(WARMUP)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def watched(workplace):
+    """A run of two steps, and its third step as a resumed run that sends what can be sent."""
+    runs.run(workplace, "grpo_full", *WATCHED, "max_steps=2")
+    first = json.loads((workplace / "watched" / "run.json").read_text())["process"]
+    more = ["max_steps=3", "resume_from_checkpoint=True", "logging.artifacts=[report,checkpoint]"]
+    runs.run(workplace, "grpo_full", *WATCHED, *more)
+    return workplace / "watched", wandb_reader.starts(workplace / "watched", 2), first
+
+
+def test_scalars_are_those_of_metrics_jsonl(watched):
+    run_dir, (first, second), _ = watched
+    history = {**first.history, **second.history}
+    lines = {line.pop("step"): line for line in read_metrics(run_dir / "metrics.jsonl")}
+    assert list(first.history) == [0, 1, 2] and list(second.history) == [3] and list(lines) == [0, 1, 2, 3]
+    for step, line in lines.items():
+        assert line.pop("nonfinite", []) == [] and history[step].keys() == line.keys()
+        # W&B's file has float64 in decimals.
+        assert all(math.isclose(history[step][name], value, rel_tol=1e-12) for name, value in line.items())
+
+
+def test_both_starts_are_one_run_with_its_place_and_its_settings(watched):
+    run_dir, seen, process = watched
+    record = json.loads((run_dir / "run.json").read_text())
+    for one in seen:
+        assert one.whole["run_id"] == record["id"] and one.whole["project"] == "letters"
+        assert one.run["run_group"] == "seeds" and sorted(one.run["tags"]) == ["cpu", "tiny"]
+        assert one.whole["name"] == "watched" and one.whole["exit_code"] == 0
+    config = seen[0].whole["config"]
+    # As it was resolved, and as the user wrote it.
+    assert config["task"]["_component_"] == "noted.Noted" and config["sampling"]["max_tokens"] == 12
+    assert config["max_grad_norm"] == 1.0, "a default"
+    assert config["process"]["command"] == process["command"] and process["command"].endswith("max_steps=2")
+    assert config["process"]["overrides"] == [*WATCHED, "max_steps=2"]
+    assert config["process"]["yaml"] == (run_dir.parent / "run.yaml").read_text()
+    assert seen[1].whole["config"]["max_steps"] == 3
+
+
+def test_each_step_has_a_table_of_samples_under_a_key_of_its_own(watched):
+    run_dir, (first, second), _ = watched
+    tables = {**first.tables, **second.tables}
+    assert sorted(tables) == [f"samples/step_{step:06d}" for step in (1, 2, 3)]
+    for step, path in rollout_paths(run_dir).items():
+        groups = {group.problem.id: group for group in read_rollouts(path)}
+        table = tables[f"samples/step_{step:06d}"]
+        rows = [dict(zip(COLUMNS, row, strict=True)) for row in table["data"]]
+        assert table["columns"] == COLUMNS and len(rows) == 12, "three groups of four samples"
+        assert [row["chosen"] for row in rows[::4]] == [["best", "worst", "widest"][(step + i) % 3] for i in range(3)]
+        for row in rows:
+            group = groups[row["problem"]]
+            sample = next(
+                s for s in group.samples if clean(s.text) == row["completion"] and s.score.reward == row["reward"]
+            )
+            assert row["advantage"] == sample.advantage and row["tokens"] == len(sample.completion.tokens)
+            assert json.loads(row["parts"]) == dict(sample.score.parts)
+            assert row["note"] == f"<b>{row['problem']}</b> ?" and row["outcome"] == "scored"
+            assert (row["step"], row["version"], row["age"]) == (step, step - 1, 0)
+            assert row["prompt"] == "user: " + group.problem.messages[0]["content"]
+
+
+def test_the_summary_says_what_became_of_the_run(watched):
+    run_dir, seen, _ = watched
+    lines = read_metrics(run_dir / "metrics.jsonl")
+    accuracy = {line["step"]: line["eval/accuracy_sampled"] for line in lines if "eval/accuracy_sampled" in line}
+    best = max(accuracy, key=accuracy.get)
+    for one, last in zip(seen, (2, 3), strict=True):
+        assert one.whole["summary"]["state"] == "finished" and one.whole["summary"]["eval/last_step"] == last
+    summary = seen[1].whole["summary"]
+    assert summary["eval/best_step"] == best and summary["eval/best"] == pytest.approx(accuracy[best])
+    assert summary["eval/last"] == pytest.approx(accuracy[3]) and summary["total/steps"] == 3
+    # The whole run counts, and not the part since it was resumed.
+    assert summary["total/sampled_tokens"] == sum(line.get("length/tokens", 0) for line in lines)
+    assert summary["total/seconds"] == pytest.approx(sum(line.get("time/step", 0) for line in lines))
+
+
+def test_nothing_is_uploaded_that_was_not_asked_for(watched):
+    run_dir, (first, second), _ = watched
+    assert first.artifacts == {}
+    names = {name.split("-")[0]: one for name, one in second.artifacts.items()}
+    assert set(names) == {"report", "checkpoint"} and names["checkpoint"]["type"] == "model"
+    for one in names.values():
+        assert json.loads(one["metadata"]) == {"step": 3}
+    files = {entry["path"] for entry in names["checkpoint"]["manifest"]["contents"]}
+    assert files == {p.relative_to(run_dir / "checkpoints/step_000003").as_posix() for p in (run_dir / "checkpoints/step_000003").rglob("*") if p.is_file()}  # fmt: skip
+    assert {entry["path"] for entry in names["report"]["manifest"]["contents"]} == {"report.html"}
+
+
+def test_a_crash_is_a_failure_for_wandb(workplace):
+    said = runs.run(
+        workplace,
+        "warmup_sft",
+        "output_dir=crash",
+        "optimizer._component_=faulty.Faulty",
+        ok=False,
+        config="warmup.yaml",
+    )
+    (seen,) = wandb_reader.starts(workplace / "crash", 1)
+    assert "no such luck" in said and "the run has no checkpoint yet, so none is sent to W&B" in said
+    assert seen.whole["exit_code"] == 1 and seen.whole["state"] == "failed"
+    assert seen.whole["summary"]["state"] == "failed" and sorted(seen.history) == [1, 2]
+    assert [name.split("-")[0] for name in seen.artifacts] == ["report"]
+
+
+@pytest.mark.long
+def test_two_ranks_are_one_run_of_an_agent(workplace):
+    """The agent's variables name the run. Only rank 0 speaks with W&B."""
+    done = subprocess.run(
+        runs.command("warmup_sft", "output_dir=ranks", ranks=2, config="warmup.yaml"), cwd=workplace, text=True,
+        env={**runs.environment(), "WANDB_PROJECT": "theirs", "WANDB_RUN_ID": "agent7"}, capture_output=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = sorted((workplace / "ranks").rglob("*.wandb"))
+    assert [path.name for path in found] == ["run-agent7.wandb"], found
+    seen = wandb_reader._seen(found[0].parent)
+    assert seen.whole["project"] == "theirs" and seen.whole["exit_code"] == 0 and sorted(seen.history) == [1, 2, 3, 4]

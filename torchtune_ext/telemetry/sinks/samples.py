@@ -1,0 +1,137 @@
+"""Chooses a few samples of a step for people who watch the run, as rows of a table whose columns never change.
+
+A service that shows tables refuses a column which holds numbers in one row and text in another, so everything here has the
+type of its field, and what a grader names as it likes (parts of a reward) is one text.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from torchtune_ext.groups import Group, Sample
+from torchtune_ext.telemetry.pieces import cut_text
+
+MAX_PROMPT, MAX_COMPLETION, MAX_NOTE = 2048, 4096, 1024  # characters
+MAX_SAMPLES = 4  # of a group, evenly spaced over the reward, best and worst among them
+_MARK = 48  # characters that `cut_text` may add to say what it left out
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """One sample with its prompt and what became of it. Its fields are the columns of the table."""
+
+    step: int
+    chosen: str  # why its group is shown: "best" or "worst" mean reward, "widest" reward spread, or "not graded"
+    problem: str  # id of the problem
+    prompt: str  # its messages, cut to MAX_PROMPT characters
+    completion: str  # the text, cut to MAX_COMPLETION characters
+    reward: float | None  # None: it was not graded
+    parts: str  # the named components of the reward, as JSON
+    advantage: float | None
+    note: str  # the grader's remark, or why there is no reward
+    outcome: str  # "scored", "policy_failed", ... (`grading.Outcome`)
+    finish: str  # why the engine stopped: "stop", "length"
+    tokens: int
+    version: int | None  # of the policy that sampled the first token; None: there is no token
+    age: int | None  # versions between that and the newest token of the step
+
+
+def sample_rows(step: int, groups: Sequence[Group], number: int, turn: int = 0) -> list[SampleRow]:
+    """Returns the rows of `number` groups, the samples of each from the best to the worst.
+
+    Args:
+        step: the step of the groups.
+        groups: all groups of the step, with rewards and advantages.
+        number: of groups that are taken. They differ, so a step with fewer groups has fewer rows.
+        turn: with which kind the choice begins. Where it grows from table to table, a table of one group shows the best,
+            then the worst, then the widest.
+    """
+    newest = max((int(s.completion.versions.max()) for g in groups for s in g.samples if _tokens(s)), default=0)
+    return [
+        _row(step, chosen, group, sample, newest)
+        for chosen, group in chosen_groups(groups, number, turn)
+        for sample in _some(sorted(group.samples, key=_order, reverse=True))
+    ]
+
+
+def chosen_groups(groups: Sequence[Group], number: int, turn: int = 0) -> list[tuple[str, Group]]:
+    """Returns (kind, group) for `number` groups: of the highest mean reward, of the lowest, of the widest spread, and again.
+
+    Groups of which no sample was graded are taken only where there is no other, since their notes say why.
+    """
+    rated = [(rewards, group) for group in groups if (rewards := _rewards(group))]
+    if not rated:
+        return [("not graded", group) for group in groups[:number]]
+    orders = {
+        "best": sorted(rated, key=lambda pair: -_mean(pair[0])),
+        "worst": sorted(rated, key=lambda pair: _mean(pair[0])),
+        "widest": sorted(rated, key=lambda pair: min(pair[0]) - max(pair[0])),
+    }
+    kinds, found = list(orders), []
+    for place in range(min(number, len(rated))):
+        kind = kinds[(turn + place) % len(kinds)]
+        taken = {id(group) for _, group in found}
+        found.append((kind, next(group for _, group in orders[kind] if id(group) not in taken)))
+    return found
+
+
+def clean(text: str) -> str:
+    """Replaces what is no Unicode text: halves of a surrogate pair, which no encoder takes, and NUL, at which some stop."""
+    return text.encode("utf-8", "replace").decode().replace("\0", "\ufffd")
+
+
+def _row(step: int, chosen: str, group: Group, sample: Sample, newest: int) -> SampleRow:
+    completion, outcome, score = sample.completion, sample.outcome, sample.score
+    version = int(completion.versions[0]) if _tokens(sample) else None
+    prompt = "\n\n".join(f"{message['role']}: {message['content']}" for message in group.problem.messages)
+    note = (score.note if score else "") or (outcome.cause if outcome else "")
+    return SampleRow(
+        step=step,
+        chosen=chosen,
+        problem=clean(str(group.problem.id)),
+        prompt=_cut(prompt, MAX_PROMPT),
+        completion=_cut(sample.text, MAX_COMPLETION),
+        reward=_finite(score.reward) if score else None,
+        parts=clean(json.dumps({name: _finite(v) for name, v in score.parts.items()})) if score else "{}",
+        advantage=_finite(sample.advantage),
+        note=_cut(note, MAX_NOTE),
+        outcome=outcome.kind if outcome else "not graded",
+        finish=str(completion.finish_reason),
+        tokens=len(completion.tokens),
+        version=version,
+        age=None if version is None else newest - version,
+    )
+
+
+def _some(samples: Sequence[Sample]) -> list[Sample]:
+    return [samples[i] for i in np.unique(np.linspace(0, len(samples) - 1, MAX_SAMPLES).round().astype(int))]
+
+
+def _cut(text: str, most: int) -> str:
+    text = clean(str(text))
+    return text if len(text) <= most else cut_text(text, most - _MARK)
+
+
+def _rewards(group: Group) -> list[float]:
+    rewards = [float(sample.score.reward) for sample in group.samples if sample.score is not None]
+    return [reward for reward in rewards if math.isfinite(reward)]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _order(sample: Sample) -> float:
+    reward = None if sample.score is None else _finite(sample.score.reward)
+    return -math.inf if reward is None else reward
+
+
+def _tokens(sample: Sample) -> bool:
+    return len(sample.completion.versions) > 0
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None

@@ -1,0 +1,111 @@
+"""The settings of the sinks, and what a sink is: what it is opened with, and what it is told."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from torchtune_ext.run.folder import Run
+from torchtune_ext.telemetry.sinks.samples import SampleRow
+from torchtune_ext.telemetry.sinks.wandb_login import require_login
+
+NAMES = ("tensorboard", "wandb")
+ARTIFACTS = ("checkpoint", "report")
+MAX_TAG = 64  # characters, by W&B's rule
+MAX_PROJECT = 128
+_NO_PROJECT = re.compile(r"[/\\#?%:]")  # W&B refuses these characters
+
+
+@dataclass(frozen=True, slots=True)
+class LoggingConfig:
+    """This is the node `logging:` of a recipe. All but `to` is for Weights & Biases, whose variables of the environment win."""
+
+    to: tuple[str, ...] = ()  # Metrics also go to these, "wandb" and "tensorboard".
+    project: str = "torchtune-ext"  # of W&B; the variable WANDB_PROJECT wins
+    group: str | None = None  # runs that belong together, as the seeds of one setting; WANDB_RUN_GROUP wins
+    tags: tuple[str, ...] = ()  # words to find the run by; WANDB_TAGS wins
+    samples: int = 3  # groups in a table of samples: the best, the worst and the widest in turn; 0: no tables
+    samples_every: int = 10  # steps from table to table; the first step has one, too
+    artifacts: tuple[str, ...] = ()  # "report", "checkpoint" (the newest): uploaded when the run ends by itself
+
+    def __post_init__(self) -> None:
+        check_sinks(self.to)
+        if not self.project or len(self.project) > MAX_PROJECT or _NO_PROJECT.search(self.project):
+            raise ValueError(
+                rf"logging.project={self.project!r}: W&B takes 1 to {MAX_PROJECT} characters without any of / \ # ? % :"
+            )
+        for tag in self.tags:
+            if not 1 <= len(tag) <= MAX_TAG:
+                raise ValueError(f"logging.tags={list(self.tags)}: {tag!r} must have 1 to {MAX_TAG} characters")
+        if self.samples < 0:
+            raise ValueError(f"logging.samples={self.samples} must be a number of groups, or 0 for no tables")
+        if self.samples_every < 1:
+            raise ValueError(
+                f"logging.samples_every={self.samples_every} must be at least 1; without tables: logging.samples=0"
+            )
+        unknown = sorted(set(self.artifacts) - set(ARTIFACTS))
+        if unknown:
+            raise ValueError(
+                f"logging.artifacts={list(self.artifacts)}: nothing is called {unknown[0]!r}; choose from {list(ARTIFACTS)}"
+            )
+        if self.artifacts and "wandb" not in self.to:
+            raise ValueError(f"logging.artifacts={list(self.artifacts)} go to W&B alone: add 'wandb' to logging.to")
+        if "wandb" in self.to:
+            require_login()
+
+    def shows(self, step: int) -> bool:
+        """Tells whether the samples of `step` are shown."""
+        return self.samples > 0 and (step == 1 or step % self.samples_every == 0)
+
+
+def check_sinks(names: Sequence[str]) -> None:
+    """Raises ValueError for an unknown sink, and ImportError for one whose package is missing."""
+    unknown = sorted(set(names) - set(NAMES))
+    if unknown:
+        raise ValueError(f"logging.to={list(names)}: nothing is called {unknown[0]!r}; choose from {list(NAMES)}")
+    for name in names:
+        try:
+            __import__(name)
+        except ImportError as error:
+            raise ImportError(
+                f"logging.to names {name!r}, whose package is missing ({error}): "
+                f"run `pip install {name}` or take {name!r} out of logging.to"
+            ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What a sink is opened with."""
+
+    run_dir: Path  # the folder of the run, which exists
+    run: Run | None = None  # its identity; None: the name of the folder is all that is known
+    resume_step: int | None = None  # the first step that is logged again; None: a fresh run
+    settings: LoggingConfig = field(default_factory=LoggingConfig)
+
+    @property
+    def name(self) -> str:
+        """Returns the name under which the run is shown."""
+        return self.run.name if self.run else self.run_dir.resolve().name
+
+
+class Sink(Protocol):
+    """What `Metrics` calls. A sink that raises is reported and dropped.
+
+    Raises, in its constructor:
+        ValueError: a setting or a login is wrong, which ends the run before anything is lost.
+    """
+
+    def __init__(self, opening: Opening) -> None: ...
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Takes some scalars of a step, which may be NaN or infinite. Steps never go back, and one may come in parts."""
+
+    def show(self, step: int, rows: Sequence[SampleRow]) -> None:
+        """Takes samples of a step, before the scalars of the step."""
+
+    def summarize(self, facts: Mapping[str, Any]) -> None:
+        """Takes what there is to say of the whole run so far (`totals.RunTotals`). It comes again when that changes."""
+
+    def close(self, status: int) -> None:
+        """Finishes. `status` is the exit status that the process will have: 0, or how the run failed or was stopped."""
