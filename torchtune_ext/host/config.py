@@ -13,6 +13,7 @@ import yaml
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
 
+import torchtune_ext.host.resolvers  # noqa: F401  (${divide:...} in a config)
 from torchtune_ext.advantages import AdvantageConfig
 from torchtune_ext.evaluation import EvaluationConfig
 from torchtune_ext.grading import GraderConfig
@@ -126,9 +127,9 @@ def load_config(schema: type, cfg: DictConfig) -> DictConfig:
     except ValidationError as error:
         raise ValueError(_wrong_type(error, cfg, {f.name: f.type for f in fields(schema)})) from None
     nothing = {name for name, default in defaults.items() if default == MISSING and merged._get_node(name)._is_none()}
-    if isinstance(output_dir := merged._get_node("output_dir")._value() if "output_dir" in merged else None, str):
-        # Before references are resolved, so that what names files below it goes with it.
-        merged.output_dir = output_dir if output_dir == MISSING else own_folder(output_dir)
+    if "output_dir" in merged:
+        # Before references are resolved, so that what names a file below it goes along.
+        merged.output_dir = own_folder(str(merged._get_node("output_dir")._value()))
     written = OmegaConf.to_container(merged)
     try:
         missing = sorted(OmegaConf.missing_keys(merged) | nothing)
