@@ -100,8 +100,8 @@ def check(sweep: Sweep, points: Iterable[Point], further: Sequence[str]) -> tupl
         further: settings for all runs.
 
     Returns:
-        Notes for the user; what the config says of each parameter without the sweep, as far as it does; and whether the runs are
-        on a GPU.
+        Notes for the user; what the config gives the parameters without the sweep, as far as it names them; and whether the
+        runs are on a GPU.
 
     Raises:
         ValueError: the recipe would refuse a point, or never log the metric. The message names the key, the value and the fix.
@@ -117,7 +117,8 @@ def check(sweep: Sweep, points: Iterable[Point], further: Sequence[str]) -> tupl
     ours = target.recipe in {each.name for each in recipe_files(folder("recipes"), folder("configs"))}
     first, notes = None, []
     for point in points:
-        cfg = _tried(sweep, point, further, schema, ours)
+        # Each run is given its folder.
+        cfg = _tried(sweep, point, [*further, "output_dir=sweep"], schema, ours)
         first = first or cfg
     notes += require_logged(sweep, target.recipe, ours, schema, first)
     on_gpu = str(first.get("device", "auto")) != "cpu" and torch.cuda.is_available()
@@ -223,7 +224,7 @@ def require_logged(sweep: Sweep, recipe: str, ours: bool, schema: type, cfg: Dic
         raise ValueError(f"metric: {metric} is never logged with staleness=0")
     if not sweep.metric.said:
         notes.append(
-            f"metric: {metric} is minimized, as W&B does where the file names no goal; write goal: maximize if more is better"
+            f"metric: {metric} is minimized, since the file names no goal; write goal: maximize if more is better"
         )
     return notes
 

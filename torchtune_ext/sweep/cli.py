@@ -63,7 +63,7 @@ def _run(args: argparse.Namespace, sweep: Sweep, folder: SweepFolder) -> int:
     variables = {}
     if on_gpu and args.jobs > 1:
         notes.append(
-            f"--jobs {args.jobs}: the runs see the same GPUs and share their memory; --jobs 1 gives them to one at a time"
+            f"--jobs {args.jobs}: the runs share the same GPUs and their memory; with --jobs 1 each has them alone"
         )
     elif not on_gpu:
         variables["OMP_NUM_THREADS"] = str(max(1, cores() // args.jobs))

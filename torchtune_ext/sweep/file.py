@@ -176,7 +176,5 @@ def _runs(method: str, parameters: Sequence[Parameter], cap: Any) -> int:
     if all(each.fixed for each in parameters):
         raise ValueError(f"parameters: all of them are fixed, so method: {method} has nothing to choose")
     if cap is None:
-        raise ValueError(
-            f"run_cap is missing: method: {method} draws points without end; say how many, run_cap: 20 for instance"
-        )
+        raise ValueError(f"run_cap is missing: method: {method} draws without end; say how many, as in run_cap: 20")
     return cap

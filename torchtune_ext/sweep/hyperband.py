@@ -69,7 +69,7 @@ def hyperband_of(given: object) -> Hyperband:
             bands.append(int(band))
         if not bands:
             raise ValueError(
-                f"early_terminate: max_iter: {given['max_iter']}, s: {given['s']}, eta: {eta} leave no band: raise max_iter or s"
+                f"early_terminate: max_iter: {given['max_iter']}, s: {given['s']}, eta: {eta} leave no band; raise max_iter"
             )
     elif "min_iter" in given:
         if given["min_iter"] < 1:

@@ -72,7 +72,7 @@ class SweepFolder:
         except BlockingIOError:
             os.close(self._lock)
             raise ValueError(
-                f"{path}: another process runs this sweep; wait for it, or choose another folder (--out)"
+                f"{path}: another process runs this sweep; wait, or choose another folder (--out)"
             ) from None
         except OSError:
             # A file system without locks.
@@ -123,7 +123,7 @@ class SweepFolder:
             record = json.loads(path.read_bytes())
             if record["format"] != FORMAT:
                 raise ValueError(
-                    f"{path} has format {record['format']}, and this version goes on with format {FORMAT}: use the version that "
+                    f"{path} has format {record['format']}, and this version goes on with {FORMAT}: use the version that "
                     "began the sweep"
                 )
             runs = [SweepRun(**run) for run in record["runs"]]
@@ -139,7 +139,7 @@ class SweepFolder:
             )
         if self.words and self.words != words:
             raise ValueError(
-                f"--resume: the sweep began with {' '.join(words) or 'no further settings'}, and not with {' '.join(self.words)}; "
+                f"--resume: the sweep began with {' '.join(words) or 'no settings'}, and not with {' '.join(self.words)}; "
                 "leave them out, or begin in another folder (--out)"
             )
         self.runs, self.words, self.seed = runs, words, seed

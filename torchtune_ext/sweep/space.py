@@ -69,7 +69,7 @@ class Parameter:
         if kind == "constant":
             return given["value"]
         if kind == "categorical":
-            return given["values"][min(int(u * len(given["values"])), len(given["values"]) - 1)]
+            return given["values"][_place(u, len(given["values"]))]
         if kind == "categorical_w_probabilities":
             below = 0.0
             for value, share in zip(given["values"], given["probabilities"], strict=True):
@@ -80,7 +80,7 @@ class Parameter:
                 v for v, share in zip(given["values"][::-1], given["probabilities"][::-1], strict=True) if share
             )
         if kind == "int_uniform":
-            return min(given["min"] + int(u * (given["max"] - given["min"] + 1)), given["max"])
+            return given["min"] + _place(u, given["max"] - given["min"] + 1)
         return self._rounded(self._drawn(kind, u))
 
     def _drawn(self, kind: str, u: float) -> float:
@@ -118,6 +118,11 @@ class Parameter:
             return [float(f"{given['min'] + i * given['q']:.12g}") for i in range(count)]
         # A value that is named twice is one point.
         return list({_key(value): value for value in given["values"]}.values())
+
+
+def _place(u: float, count: int) -> int:
+    """Returns which of so many equally likely values the quantile u is, from 0."""
+    return min(max(math.ceil(u * count) - 1, 0), count - 1)
 
 
 def parameters_of(node: Any, above: tuple[str, ...] = ()) -> list[Parameter]:
@@ -252,7 +257,7 @@ def grid(parameters: list[Parameter]) -> list[Point]:
     for each in parameters:
         if each.kind not in IN_A_GRID:
             raise ValueError(
-                f"parameters: {each.name}: method: grid takes values, value, whole numbers from min to max, or q_uniform, and no "
+                f"parameters: {each.name}: method: grid takes value, values, whole numbers from min to max, q_uniform, and no "
                 f"{each.kind}; list its values, or write method: random"
             )
     names = [each.name for each in parameters]

@@ -62,19 +62,19 @@ def verdict(sweep: Sweep, runs: Sequence[SweepRun]) -> str:
         return f"{said}. No other run finished, so there is nothing to compare it with."
     if best.low is None or best.high is None:
         return (
-            f"{said}, before {others[0].id} with {others[0].value:.4f}. {metric.name} has no interval, so nothing says how much of "
-            "that is chance: repeat both with other seeds."
+            f"{said}, before {others[0].id} with {others[0].value:.4f}. {metric.name} has no interval, so nothing says how "
+            "much of that is chance: repeat both with other seeds."
         )
     near = [run for run in others if run.low is None or run.high is None or _overlap(best, run)]
     if not near:
         return (
-            f"{said}. Its interval lies apart from those of all others. An interval covers the chance of the held-out problems, "
+            f"{said}. Its interval lies apart from those of all others. An interval covers the chance of held-out problems, "
             "not that of training: repeat the best two with other seeds."
         )
     named = ", ".join(run.id for run in near[:NAMED]) + (f" and {len(near) - NAMED} more" if len(near) > NAMED else "")
     return (
-        f"{said}. It cannot be told apart from {named}: their intervals overlap. More held-out problems (evaluation.task.count) "
-        "make intervals shorter; other seeds say what training's own chance is."
+        f"{said}. It cannot be told apart from {named}: their intervals overlap. More held-out problems "
+        "(evaluation.task.count) make intervals shorter; other seeds say what training's own chance is."
     )
 
 
