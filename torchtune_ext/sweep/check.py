@@ -168,15 +168,14 @@ def _build(cfg: DictConfig, changed: set[str], ours: bool) -> None:
         if key in NODES:
             build(NODES[key], cfg[key], key, bare="flow" if key == "precision" else None)
         for node in (cfg[key], cfg[key].get("task") if isinstance(cfg[key], DictConfig) else None):
-            # A bare name is defined by the recipe itself, which is not running here.
-            if has_component(node) and "." in str(node["_component_"]):
+            if has_component(node) and not _bare(node):
                 find_component(node, **({"params": None} if key == "optimizer" else {}))
-    if "optimizer" in changed and "." in str(cfg.optimizer.get("_component_")):
+    if "optimizer" in changed and not _bare(cfg.optimizer):
         check_optimizer(partial(instantiate, cfg.optimizer))
     if cfg.get("model_dir"):
         HFModel(cfg.model_dir)
     # A copy of the recipe may ask for something else.
-    if ours and "samples_per_prompt" in cfg and "." in str(cfg.loss.get("_component_")):
+    if ours and "samples_per_prompt" in cfg and not _bare(cfg.loss):
         check_settings(
             cfg,
             instantiate(cfg.loss),
@@ -184,6 +183,11 @@ def _build(cfg: DictConfig, changed: set[str], ours: bool) -> None:
             build(AdvantageConfig, cfg.advantage, "advantage"),
             build(ScheduleConfig, cfg.schedule, "schedule"),
         )
+
+
+def _bare(node: DictConfig) -> bool:
+    """Tells whether a component has a bare name, which the recipe itself defines. That recipe is not running here."""
+    return isinstance(name := node.get("_component_"), str) and "." not in name
 
 
 def require_logged(sweep: Sweep, recipe: str, ours: bool, schema: type, cfg: DictConfig) -> list[str]:

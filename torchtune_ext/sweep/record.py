@@ -77,8 +77,12 @@ class SweepFolder:
         except OSError:
             # A file system without locks.
             pass
-        if held:
-            self._read()
+        try:
+            if held:
+                self._read()
+        except BaseException:
+            os.close(self._lock)
+            raise
 
     def begin(self) -> None:
         """Writes the file of the sweep and the first record."""
