@@ -109,12 +109,14 @@ def check(sweep: Sweep, points: Iterable[Point], further: Sequence[str]) -> tupl
     points = list(points)
     target = target_of(words_of(sweep, points[0], further))
     _refuse_ours(sweep, target)
-    schema = getattr(recipe_module(target.recipe, "command: "), "Config", None)
+    module = recipe_module(target.recipe, "command: ")
+    schema = getattr(module, "Config", None)
     if schema is None or "output_dir" not in {field.name for field in fields(schema)}:
         raise ValueError(
             f"command: {target.recipe} is no recipe of this project: it has no class Config with an output_dir"
         )
     ours = target.recipe in {each.name for each in recipe_files(folder("recipes"), folder("configs"))}
+    _merged(target, module.__file__)
     first, notes = None, []
     for point in points:
         # Each run is given its folder.
@@ -154,10 +156,14 @@ def _blames(text: str, names: Sequence[str]) -> bool:
     return text.startswith("unknown key") or any(f"{name}=" in text for name in names)
 
 
-def _merged(target: Target) -> DictConfig:
-    """Returns the settings of a run as torchtune reads them from its words."""
+def _merged(target: Target, recipe: str | None = None) -> DictConfig:
+    """Returns the settings of a run as torchtune reads them from its words.
+
+    Raises:
+        ValueError: a word is wrong, or the config is written for another recipe than that in the file `recipe`.
+    """
     words = ["sweep", "--config", target.config, *target.words]
-    check_words(words)
+    check_words(words, recipe)
     parsed, settings = TuneRecipeArgumentParser().parse_known_args(words[1:])
     return _merge_yaml_and_cli_args(Namespace(**vars(parsed)), settings)
 

@@ -108,7 +108,9 @@ def test_words_of_the_command_are_checked(refusal):
     assert "optimizer.lr=1: the sweep says itself what optimizer.lr is" in refusal("optimizer.lr=1")
     assert "unknown key 'max_step' in the config; did you mean 'max_steps'?" in refusal("max_step=1")
     assert "--resume: runs/sweeps/s holds no sweep" in refusal("--resume")
-    assert "eval/accuracy_sampled is never logged: s.yaml runs a config without held-out" in refusal("evaluation.task=null")
+    assert "eval/accuracy_sampled is never logged: s.yaml runs a config without held-out" in refusal(
+        "evaluation.task=null"
+    )
 
 
 def test_files_that_are_no_sweeps(workplace, monkeypatch, capsys):

@@ -49,7 +49,9 @@ def test_a_sweep_runs_every_point_once_and_keeps_a_record(tmp_path, capsys, monk
     runner, folder = small_sweeps.runner(file, tmp_path / "out", 2, "steps=2")
     assert runner.run() and not runner.left
     found = record(tmp_path / "out")
-    assert found["format"] == 1 and found["method"] == "grid" and found["name"] == "lr" and found["words"] == ["steps=2"]
+    assert (
+        found["format"] == 1 and found["method"] == "grid" and found["name"] == "lr" and found["words"] == ["steps=2"]
+    )
     assert found["metric"] == {"name": "eval/accuracy_sampled", "goal": "maximize"}
     assert found["parameters"] == {"lr": {"values": [0.1, 0.2, 0.3]}}
     assert [run["parameters"]["lr"] for run in found["runs"]] == [0.1, 0.2, 0.3]
