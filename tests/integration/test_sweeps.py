@@ -62,7 +62,7 @@ def test_every_file_is_one_for_wandb(name):
 def test_every_point_of_every_file_fits_its_recipe(name, warmed_up, monkeypatch):
     monkeypatch.chdir(warmed_up)
     sweep, points = points_of(name)
-    notes, usual, _ = check(sweep, points, [])
+    notes, usual, _ = check(sweep, points, [], Path("out"))
     assert not notes
     varies = [each.name for each in sweep.parameters if not each.fixed]
     if sweep.method == "grid" and set(varies) <= set(usual):

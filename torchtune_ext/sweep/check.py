@@ -7,6 +7,8 @@ the sweep's parameters change. So a key, a value or a metric that does not exist
 import difflib
 import os
 import re
+import shutil
+import sys
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -89,15 +91,21 @@ def words_of(sweep: Sweep, point: Point, further: Sequence[str]) -> list[str]:
     """
     if "${args_json_file}" in sweep.command:
         raise ValueError("command: recipes read no ${args_json_file}; write ${args_no_hyphens}")
-    return [*expanded(sweep.command, nested(list(sweep.parameters), point), sweep.program, ""), *further]
+    words = expanded(sweep.command, nested(list(sweep.parameters), point), sweep.program, "")
+    # The `tune` of this environment, whichever comes first on PATH.
+    ours = [sys.executable, "-m", "torchtune_ext"] if words[0] in ("tune", "torchtune-ext") else words[:1]
+    return [*ours, *words[1:], *further]
 
 
-def check(sweep: Sweep, points: Iterable[Point], further: Sequence[str]) -> tuple[list[str], dict[str, Any], bool]:
+def check(
+    sweep: Sweep, points: Iterable[Point], further: Sequence[str], out: Path
+) -> tuple[list[str], dict[str, Any], bool]:
     """Tries points of a sweep.
 
     Args:
         points: those that are known before the start.
         further: settings for all runs.
+        out: the folder of the sweep.
 
     Returns:
         Notes for the user; what the config gives the parameters without the sweep, as far as it names them; and whether the
@@ -107,8 +115,14 @@ def check(sweep: Sweep, points: Iterable[Point], further: Sequence[str]) -> tupl
         ValueError: the recipe would refuse a point, or never log the metric. The message names the key, the value and the fix.
     """
     points = list(points)
-    target = target_of(words_of(sweep, points[0], further))
+    words = words_of(sweep, points[0], further)
+    target = target_of(words)
     _refuse_ours(sweep, target)
+    if shutil.which(words[0]) is None:
+        raise ValueError(f"command: there is no program {words[0]}; write [tune, run, ...], or put it on PATH")
+    output_dir = f"output_dir={out / 'run'}"
+    if "=" in str(out) or OmegaConf.from_dotlist([output_dir]).output_dir != str(out / "run"):
+        raise ValueError(f"--out {out}: runs cannot be given such a folder in a word; choose a name without = # : {{ [")
     module = recipe_module(target.recipe, "command: ")
     schema = getattr(module, "Config", None)
     if schema is None or "output_dir" not in {field.name for field in fields(schema)}:
@@ -120,7 +134,7 @@ def check(sweep: Sweep, points: Iterable[Point], further: Sequence[str]) -> tupl
     first, notes = None, []
     for point in points:
         # Each run is given its folder.
-        cfg = _tried(sweep, point, [*further, "output_dir=sweep"], schema, ours)
+        cfg = _tried(sweep, point, [*further, output_dir], schema, ours)
         first = first or cfg
     notes += require_logged(sweep, target.recipe, ours, schema, first)
     on_gpu = str(first.get("device", "auto")) != "cpu" and torch.cuda.is_available()

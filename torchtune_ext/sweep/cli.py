@@ -59,7 +59,7 @@ def _run(args: argparse.Namespace, sweep: Sweep, folder: SweepFolder) -> int:
     from torchtune_ext.sweep.runner import Runner
     from torchtune_ext.sweep.table import table, verdict
 
-    notes, usual, on_gpu = check(sweep, _tries(sweep, folder.seed), folder.words)
+    notes, usual, on_gpu = check(sweep, _tries(sweep, folder.seed), folder.words, folder.path)
     variables = {}
     if on_gpu and args.jobs > 1:
         notes.append(
@@ -87,10 +87,11 @@ def _run(args: argparse.Namespace, sweep: Sweep, folder: SweepFolder) -> int:
         )
         return 128 + runner.stopped_by
     say(verdict(sweep, folder.runs))
-    from torchtune_ext.telemetry.comparison import build_comparison
+    if any(run.value is not None for run in folder.runs):
+        from torchtune_ext.telemetry.comparison import build_comparison
 
-    build_comparison([folder.path], folder.path / "report.html")
-    say(f"report: {folder.path / 'report.html'}")
+        build_comparison([folder.path], folder.path / "report.html")
+        say(f"report: {folder.path / 'report.html'}")
     return 0 if any(run.state == "finished" for run in folder.runs) else FAILED
 
 
