@@ -13,6 +13,7 @@ import yaml
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
 
+import torchtune_ext.host.resolvers  # noqa: F401  (${divide:...} in a config)
 from torchtune_ext.advantages import AdvantageConfig
 from torchtune_ext.evaluation import EvaluationConfig
 from torchtune_ext.grading import GraderConfig
@@ -22,6 +23,7 @@ from torchtune_ext.host.mistakes import nearest
 from torchtune_ext.host.presets import preset_file
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.policy.scratch import Shape
+from torchtune_ext.run.agent import own_folder
 from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
 from torchtune_ext.source import RolloutConfig
 from torchtune_ext.tasks.measured.results import BenchConfig
@@ -101,7 +103,7 @@ def load_config(schema: type, cfg: DictConfig) -> DictConfig:
     """Merges the YAML and the overrides of a recipe into its `Config` dataclass, and returns the settings.
 
     If the recipe has the knob `preset`, the keys of the preset come first, and what the YAML or the command line says
-    replaces them.
+    replaces them. A run that an agent of Weights & Biases has started gets an `output_dir` of its own (`own_folder`).
 
     Raises:
         ValueError: a key is unknown (the message gives the nearest known one), a value has a wrong type, a required
@@ -125,6 +127,9 @@ def load_config(schema: type, cfg: DictConfig) -> DictConfig:
     except ValidationError as error:
         raise ValueError(_wrong_type(error, cfg, {f.name: f.type for f in fields(schema)})) from None
     nothing = {name for name, default in defaults.items() if default == MISSING and merged._get_node(name)._is_none()}
+    if "output_dir" in merged:
+        # Before references are resolved, so that what names a file below it goes along.
+        merged.output_dir = own_folder(str(merged._get_node("output_dir")._value()))
     written = OmegaConf.to_container(merged)
     try:
         missing = sorted(OmegaConf.missing_keys(merged) | nothing)

@@ -6,6 +6,7 @@ puts a finder on `sys.meta_path`. The finder acts only in a process that imports
     before `torchtune` is executed                   torchao_compat.apply makes torchao 0.16 to 0.18 usable
     after `torchtune._recipe_registry` is executed   register adds our recipes and configs, with absolute paths
     after `torchtune._cli.run` is executed           guide lets `tune run` say what is wrong with a name, and how to write it
+    after `torchtune._cli.cp` is executed            copy_all lets `tune cp` copy presets and sweeps, which no recipe owns
 """
 
 import sys
@@ -50,6 +51,27 @@ def guide(cli) -> None:
     offer_help(cli)
 
 
+def copy_all(cli) -> None:
+    """Wraps what `tune cp` (the module `torchtune._cli.cp`) knows: it also copies configs that belong to no recipe."""
+    from types import SimpleNamespace
+
+    from torchtune_ext.host.catalog import config_files, folder
+
+    known = cli.get_all_recipes
+
+    def with_others():
+        entries = known()
+        listed = {config.name for entry in entries for config in entry.configs}
+        others = [
+            SimpleNamespace(name=name, file_path=str(path))
+            for name, path in config_files(folder("configs")).items()
+            if name not in listed
+        ]
+        return [*entries, SimpleNamespace(name="", configs=others)]
+
+    cli.get_all_recipes = with_others
+
+
 def say_interrupted(kind, error, trace) -> None:
     """Shows an error that nobody caught as Python does, but Ctrl-C in one line."""
     if issubclass(kind, KeyboardInterrupt):
@@ -62,7 +84,7 @@ class TorchtuneFinder:
     """Adds a call before one module of torchtune is executed and after others. It finds no modules itself."""
 
     before = {"torchtune": make_torchao_usable}
-    after = {"torchtune._recipe_registry": register, "torchtune._cli.run": guide}
+    after = {"torchtune._recipe_registry": register, "torchtune._cli.run": guide, "torchtune._cli.cp": copy_all}
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):

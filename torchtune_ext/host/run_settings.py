@@ -11,6 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torchtune_ext.host.catalog import config_files, config_path, folder, recipe_of
 from torchtune_ext.host.command_line import check_words
 from torchtune_ext.host.config import build
+from torchtune_ext.run.agent import own_folder
 from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.training.state import CheckpointConfig
 
@@ -43,7 +44,7 @@ def run_settings(config: str, words: Sequence[str]) -> RunSettings:
         recipe_of(name or "", path),
         "" if name else config,
         str(_value(cfg, config, "model_dir")),
-        str(_value(cfg, config, "output_dir")),
+        own_folder(str(_value(cfg, config, "output_dir"))),
         build(EngineConfig, _value(cfg, config, "engine"), "engine"),
         build(CheckpointConfig, _value(cfg, config, "checkpoints") if "checkpoints" in cfg else {}, "checkpoints"),
     )

@@ -14,17 +14,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
-from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
 
 import torch
 from omegaconf import OmegaConf
 
-from torchtune_ext.host.catalog import config_files, config_path, folder, recipe_files, recipe_of
+from torchtune_ext.host.catalog import config_files, config_path, folder, recipe_of
 from torchtune_ext.host.command_line import check_words
 from torchtune_ext.host.config import build, instantiate, load_config
+from torchtune_ext.host.recipe_module import recipe_module
 from torchtune_ext.policy.builder import on_meta
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.run.output import say
@@ -108,11 +106,7 @@ def _schema(config: str, recipe: str | None) -> type:
     path = Path(config_path(config))
     name = next((each for each, file in config_files(folder("configs")).items() if file == path), "")
     owner = recipe or recipe_of(name, path) or RECIPE
-    ours = {
-        each.name: f"torchtune_ext.recipes.{each.path.stem}"
-        for each in recipe_files(folder("recipes"), folder("configs"))
-    }
-    schema = getattr(_module(ours.get(owner, owner)), "Config", None)
+    schema = getattr(recipe_module(owner, "--recipe "), "Config", None)
     if schema is None or "engine" not in {field.name for field in fields(schema)}:
         raise ValueError(
             f"{config} is written for {owner}: serve takes a config of a GRPO recipe, grpo/tiny for instance"
@@ -120,22 +114,3 @@ def _schema(config: str, recipe: str | None) -> type:
             else f"--recipe {recipe}: its class Config has no `engine`, so it samples nothing that a server could serve"
         )
     return schema
-
-
-def _module(name: str) -> ModuleType:
-    """Returns a module by its name, or by its file, which need not be on the path of Python. Raises ValueError."""
-    if not name.endswith(".py"):
-        try:
-            return import_module(name)
-        except ModuleNotFoundError as error:
-            raise ValueError(
-                f"--recipe {name} is no recipe ({error}); your own is written with its ending: my_grpo.py"
-            ) from error
-    spec = spec_from_file_location("recipe_to_serve", name)
-    module = module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look up their module there
-    try:
-        spec.loader.exec_module(module)
-    except FileNotFoundError:
-        raise ValueError(f"--recipe {name}: no such file, seen from {Path.cwd()}") from None
-    return module

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torchtune_ext.run.agent import agents_run
 from torchtune_ext.run.files import explained, sweep, write_atomic
 from torchtune_ext.run.origin import origin
 
@@ -58,7 +59,7 @@ _ELSEWHERE = "Choose another output_dir"
 class Run:
     """The identity of a run, as `run.json` holds it."""
 
-    id: str  # Weights & Biases uses the same id; a resumed run keeps it
+    id: str  # Weights & Biases uses the same id, which its agent may have given (`agent`); a resumed run keeps it
     name: str  # the name of the folder that the run began in
     started: float  # seconds since 1970
     config: Mapping[str, Any]  # the settings, JSON-able
@@ -183,7 +184,7 @@ class RunFolder:
             else:
                 self._require_unread(reads)
                 self._set_aside()
-                run = Run(secrets.token_hex(4), name, now, dict(settings), origin())
+                run = Run(agents_run() or secrets.token_hex(4), name, now, dict(settings), origin())
         self.run = run
         if not resuming:
             self.write_record()

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 
 from torchtune_ext.policy.hf_model import HFModel
+from torchtune_ext.run.agent import RUN_VARIABLE, SWEEP_VARIABLE, agents_run
 from torchtune_ext.training.outcome import from_main, gathered, rank
 
 # A network file system may show a new file on other machines after a while. NFS keeps what it knows of a folder for 30 s and
@@ -84,9 +85,21 @@ def require_shared(hosts: Sequence[str], output_dir: str | Path, model_dir: str 
         ValueError: on all ranks, with those that do not.
     """
     if len(set(hosts)) > 1:
+        _require_one_run(hosts)
         _require_folder(hosts, Path(output_dir))
         if model_dir is not None:
             _require_model(hosts, Path(model_dir))
+
+
+def _require_one_run(hosts: Sequence[str]) -> None:
+    """Each rank adds the id that an agent of W&B has given to the run to its `output_dir`: all must have been told the same."""
+    found = gathered(agents_run() or "")
+    others = [each for each, run in enumerate(found) if run != found[0]]
+    if others:
+        raise ValueError(
+            f"{RUN_VARIABLE}={found[0]} at {whose(hosts, [0])}, but {found[others[0]]!r} at {whose(hosts, others)}: export "
+            f"{SWEEP_VARIABLE} and {RUN_VARIABLE} with the same values on all machines, or unset them on all"
+        )
 
 
 def _require_folder(hosts: Sequence[str], output_dir: Path) -> None:

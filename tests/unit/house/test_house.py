@@ -45,6 +45,7 @@ ORDER = [
     "replay",
     "cluster",
     "host.components",
+    "host.resolvers",
     "host.config",
     "host.run_settings",
     "host.on_ray",
@@ -54,7 +55,9 @@ ORDER = [
     "host.tune_script",
     "host.doctor_facts",
     "host.doctor",
+    "host.recipe_module",
     "host.serve",
+    "sweep",
     "host.cli",
     "__main__",
 ]
@@ -62,11 +65,13 @@ ORDER = [
 OMEGACONF_ALLOWED = {
     "host.command_line",
     "host.components",
+    "host.resolvers",
     "host.config",
     "host.opening",
     "host.dry_run",
     "host.run_settings",
     "host.serve",
+    "sweep.check",
 }
 MAX_FILE, MAX_FUNCTION, MAX_KNOBS = 400, 80, 40  # lines, lines, names
 MAX_RECIPE = 300  # statements: comments and blank lines cost nothing, and squeezing a line gains nothing

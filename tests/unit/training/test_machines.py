@@ -291,5 +291,15 @@ def test_the_loopback_leads_to_no_other_machine():
     assert machines.interface_to("127.0.0.1") is None and machines.interface_to("no.such.host.invalid") is None
 
 
+def test_machines_that_were_told_of_different_runs_are_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(machines, "gathered", lambda mine: [mine, mine, "", ""])
+    monkeypatch.setenv("WANDB_SWEEP_ID", "s")
+    monkeypatch.setenv("WANDB_RUN_ID", "r1")
+    with pytest.raises(
+        ValueError, match="WANDB_RUN_ID=r1 at rank 0 on a, but '' at ranks? 2.* on b: export WANDB_SWEEP_ID"
+    ):
+        machines.require_shared(("a", "a", "b", "b"), tmp_path, None)
+
+
 def test_a_run_on_one_machine_looks_at_nothing():
     machines.require_shared(("a", "a"), Path("/no/such/folder"), None)

@@ -1,0 +1,35 @@
+"""Sweeps of `swept_program.py`. As a program: small_sweeps.py FILE FOLDER JOBS runs one, or goes on with it."""
+
+import sys
+from pathlib import Path
+
+PROGRAM = Path(__file__).with_name("swept_program.py")
+METRIC = "metric: {name: eval/accuracy_sampled, goal: maximize}\n"
+
+
+def write(path: Path, text: str, method: str = "grid") -> Path:
+    """Writes a sweep's file; `text` has its parameters and what else it says."""
+    path.write_text(f"method: {method}\n{METRIC}{text}")
+    return path
+
+
+def runner(file: Path, folder: Path, jobs: int = 1, *further: str, seed: int = 0):
+    """A runner, and the folder that it works in."""
+    from torchtune_ext.sweep.file import read_sweep
+    from torchtune_ext.sweep.record import SweepFolder
+    from torchtune_ext.sweep.runner import Runner
+
+    sweep = read_sweep(file)
+    place = SweepFolder(folder, sweep, further, seed, resume=(folder / "sweep.json").exists())
+    made = Runner(
+        place,
+        jobs,
+        lambda point: [sys.executable, str(PROGRAM), *(f"{key}={value}" for key, value in point.items()), *further],
+    )
+    made.plan()
+    return made, place
+
+
+if __name__ == "__main__":
+    ended = runner(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))[0].run()
+    sys.exit(0 if ended else 1)

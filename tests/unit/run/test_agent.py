@@ -1,0 +1,60 @@
+"""A run that an agent of Weights & Biases has started has a folder and an id of its own."""
+
+import pytest
+from omegaconf import OmegaConf
+
+from torchtune_ext.host.config import load_config, record
+from torchtune_ext.host.run_settings import run_settings
+from torchtune_ext.recipes import grpo
+from torchtune_ext.run.agent import agents_run, own_folder
+from torchtune_ext.run.folder import RunFolder, read_record
+
+NEEDED = dict.fromkeys(("model_dir", "model", "tokenizer", "task", "optimizer"), "x") | {"max_steps": 1}
+
+
+@pytest.fixture
+def agent(monkeypatch):
+    monkeypatch.setenv("WANDB_SWEEP_ID", "sweep123")
+    monkeypatch.setenv("WANDB_RUN_ID", "ab12cd34")
+
+
+def loaded(**settings):
+    return load_config(grpo.Config, OmegaConf.create(NEEDED | settings))
+
+
+def test_the_folder_and_what_is_named_below_it(agent, monkeypatch):
+    assert own_folder("runs/x") == own_folder("runs/x/") == "runs/x/ab12cd34"
+    cfg = loaded(output_dir="runs/x", task={"_component_": "a.B", "path": "${output_dir}/data"})
+    assert cfg.output_dir == record(cfg)["output_dir"] == "runs/x/ab12cd34" and cfg.task.path == "runs/x/ab12cd34/data"
+    monkeypatch.setenv("PLACE", "somewhere")
+    cfg = loaded(output_dir="${oc.env:PLACE}/x")
+    assert cfg.output_dir == "somewhere/x/ab12cd34" and record(cfg)["output_dir"] == "${oc.env:PLACE}/x/ab12cd34"
+    assert run_settings("grpo/tiny", []).output_dir == "runs/tiny/grpo/ab12cd34"
+
+
+@pytest.mark.parametrize("missing", ["WANDB_SWEEP_ID", "WANDB_RUN_ID"])
+def test_one_variable_alone_is_no_agent(agent, monkeypatch, missing):
+    for value in (None, ""):
+        monkeypatch.setenv(missing, value) if value is not None else monkeypatch.delenv(missing)
+        assert agents_run() is None and loaded(output_dir="runs/x").output_dir == "runs/x"
+
+
+def test_the_id_is_the_agents_and_a_new_run_in_the_folder_sets_the_earlier_aside(agent, tmp_path):
+    for _ in range(2):
+        with RunFolder(own_folder(str(tmp_path))) as folder:
+            assert folder.begin({}, resuming=False).id == "ab12cd34"
+            (folder.path / "metrics.jsonl").write_text("{}\n")
+    assert (tmp_path / "ab12cd34" / "old-1").is_dir()
+    assert read_record(tmp_path / "ab12cd34")["name"] == "ab12cd34"
+
+
+@pytest.mark.parametrize("value", ["../x", "a/b", "a b", ".", "..", "-x", "${x}"])
+def test_an_id_that_is_no_folder_is_named(agent, monkeypatch, value):
+    monkeypatch.setenv("WANDB_RUN_ID", value)
+    with pytest.raises(ValueError, match="WANDB_RUN_ID=.* names the folder of this run of a sweep"):
+        loaded(output_dir="runs/x")
+
+
+def test_a_missing_folder_is_still_missing(agent):
+    with pytest.raises(ValueError, match="output_dir has no value"):
+        loaded()

@@ -1,0 +1,151 @@
+"""What is wrong with a sweep is said before anything starts: the key, the value and the fix."""
+
+import re
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import small_sweeps
+import yaml
+from recipe_runs import make_workplace
+
+from torchtune_ext.host.cli import main
+from torchtune_ext.sweep.file import read_sweep
+from torchtune_ext.sweep.record import SweepFolder
+
+FILE = {
+    "command": ["tune", "run", "grpo_full", "--config", "run.yaml", "${args_no_hyphens}"],
+    "method": "grid",
+    "metric": {"name": "eval/accuracy_sampled", "goal": "maximize"},
+    "parameters": {"optimizer.lr": {"values": [1e-4, 1e-3]}},
+}
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    return make_workplace(tmp_path_factory.mktemp("sweeps"))
+
+
+@pytest.fixture
+def refusal(workplace, monkeypatch, capsys):
+    """Tries a sweep whose file differs from FILE, and returns what is said. Nothing may be left behind."""
+    monkeypatch.chdir(workplace)
+
+    def refused(*words, remove=(), **changes):
+        given = {key: value for key, value in {**FILE, **changes}.items() if key not in remove}
+        Path("s.yaml").write_text(yaml.safe_dump(given))
+        with pytest.raises(SystemExit) as ended:
+            main(["sweep", "s.yaml", *words])
+        assert ended.value.code == 2 and not Path("runs/sweeps/s").exists()
+        return capsys.readouterr().err
+
+    return refused
+
+
+def swept(**parameters):
+    return {"parameters": {name.replace("__", "."): given for name, given in parameters.items()}}
+
+
+CASES = [
+    ({"metod": "grid"}, "unknown key 'metod'; did you mean 'method'?"),
+    ({"method": "griddy"}, "method: griddy: did you mean grid?"),
+    ({"method": "custom"}, "method: custom: there are grid, random, bayes"),
+    ({"job": "a/b"}, "job: it starts a job of W&B Launch, which only W&B's server does"),
+    ({"metric": None}, "metric: None says not what runs are compared by; write metric: {name: eval/accuracy_sampled"),
+    ({"metric": {"name": "eval/acuracy_sampled"}}, "metric: eval/acuracy_sampled is no metric of grpo_full; did you mean eval/accuracy_sampled?"),
+    ({"metric": {"name": "eval/accuracy_sampled", "goal": "max"}}, "metric: goal: max: write maximize or minimize"),
+    ({"metric": {"name": "async/age_mean"}}, "metric: async/age_mean is never logged with staleness=0"),
+    ({"parameters": {}}, "parameters: needs at least one parameter"),
+    ({"parameters": {"optimizer.lr": 0.1}}, "write optimizer.lr: {value: 0.1}"),
+    ({"parameters": {"optimizer.lr": [0.1]}}, "write optimizer.lr: {values: [0.1]}"),
+    (swept(optimizer__lr={"value": []}), "lr"),
+    (swept(optimizer__lr={"values": []}), "optimizer.lr: values: [] must be a list with at least one value"),
+    (swept(optimizer__lr={"min": 0, "max": "1e-3"}), "max: '1e-3' is no number for YAML; write 1.0e-3"),
+    (swept(optimizer__lr={"min": 2.0, "max": 1.0}), "min: 2.0 must be below max: 1.0"),
+    (swept(optimizer__lr={"min": 0.1, "max": 1.0}), "method: grid takes"),
+    (swept(optimizer__lr={"distribution": "beta"}), "distribution: beta: only W&B's own server draws from it"),
+    (swept(optimizer__lr={"distribution": "log_uniform", "min": -9, "max": -1}), "write log_uniform_values"),
+    (swept(optimizer__lr={"distribution": "unifrom", "min": 1, "max": 2}), "distribution: unifrom is unknown; did you mean uniform?"),
+    (swept(optimizer__lr={"values": [1], "mni": 2}), "categorical takes no 'mni'"),
+    (swept(optimizer__lr={"values": [1, 2], "probabilities": [0.5, 0.6]}), "must be 2 numbers that sum to 1"),
+    ({"method": "random", **swept(optimizer__lr={"min": 0.1, "max": 1.0})}, "run_cap is missing: method: random draws without end"),
+    ({"method": "random", "run_cap": 3, **swept(optimizer__lr={"value": 1})}, "all of them are fixed"),
+    ({"run_cap": 0}, "run_cap: 0 must be a whole number, 1 or more"),
+    ({"early_terminate": {"type": "median"}}, "early_terminate: {'type': 'median'}: write {type: hyperband, min_iter: 3}"),
+    ({"early_terminate": {"type": "hyperband"}}, "hyperband needs min_iter, or max_iter and s"),
+    ({"command": "tune run"}, "command: must be a list of words"),
+    ({"command": ["python", "train.py", "${args}"]}, "a sweep runs recipes"),
+    ({"command": [*FILE["command"][:5], "${args}"]}, "the run would get --optimizer.lr=0.0001, but recipes take key=value"),
+    ({"command": [*FILE["command"][:5], "${arg}"]}, "${arg} is no macro of W&B"),
+    ({"command": [*FILE["command"], "output_dir=x"]}, "output_dir: take it out of the sweep: each run of a sweep has a folder of its own"),
+    (swept(output_dir={"values": ["a", "b"]}), "output_dir: take it out of the sweep"),
+    (swept(dry_run={"value": True}), "dry_run: take it out of the sweep"),
+    # These only the recipe knows.
+    (swept(optimizer__lrr={"values": [1, 2]}), "unknown key 'optimizer.lrr': torch.optim.AdamW does not take it; did you mean 'lr'?"),
+    (swept(max_step={"values": [1, 2]}), "unknown key 'max_step' in the config; did you mean 'max_steps'?"),
+    (swept(sampling__max_token={"values": [1, 2]}), "unknown key 'sampling.max_token' in `sampling:`; did you mean 'max_tokens'"),
+    (swept(optimizer__lr={"values": [1e-3, -1.0]}), "optimizer.lr=-1.0"),
+    (swept(loss__clip_low={"values": [0.2, 3.0]}), "loss.clip_low=3.0 must lie in (0, 1]"),
+    (swept(samples_per_prompt={"values": [4, 1]}), "samples_per_prompt=1 must be at least 2"),
+    (swept(prompts_per_step={"value": "${divide:7,${samples_per_prompt}}"}), "${divide:7,4} is no whole number"),
+    (swept(model_dir={"values": ["model", "modle"]}), "model_dir='modle': no such folder"),
+    (swept(optimizer={"parameters": {"lr": {"values": [1, 2]}}}), "a component is no mapping in a word of the command; write optimizer.lr=1"),
+    ({"command": ["tune", "run", "grpo_ful", "--config", "run.yaml"]}, "grpo_ful"),
+    ({"command": ["tune", "run", "grpo_full", "--config", "rum.yaml"]}, "--config rum.yaml: no such file"),
+    ({"command": ["tune", "run", "grpo_full", "--config", "warmup/tiny"]}, "is written for warmup_sft"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), CASES, ids=[message[:40] for _, message in CASES])
+def test_what_is_wrong_is_named(refusal, change, message):
+    said = refusal(**change)
+    assert message in said and said.startswith("error: ") and "Traceback" not in said
+
+
+def test_words_of_the_command_are_checked(refusal):
+    assert "--jobs 0 must be 1 or more" in refusal("--jobs", "0")
+    assert "'max_steps' is no setting: write key=value" in refusal("max_steps")
+    assert "optimizer.lr=1: the sweep says itself what optimizer.lr is" in refusal("optimizer.lr=1")
+    assert "unknown key 'max_step' in the config; did you mean 'max_steps'?" in refusal("max_step=1")
+    assert "--resume: runs/sweeps/s holds no sweep" in refusal("--resume")
+    assert "eval/accuracy_sampled is never logged: s.yaml runs a config without held-out" in refusal(
+        "evaluation.task=null"
+    )
+
+
+def test_files_that_are_no_sweeps(workplace, monkeypatch, capsys):
+    monkeypatch.chdir(workplace)
+    Path("broken.yaml").write_text("a: [\n")
+    for word, message in {
+        "tiny_lrr": "no such file, seen from .* did you mean tiny_lr",
+        "run.yaml": "unknown key '.*'; a sweep has name",
+        "broken.yaml": "broken.yaml: no YAML",
+        "letters.py": "no YAML|no sweep",
+    }.items():
+        with pytest.raises(SystemExit):
+            main(["sweep", word])
+        assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_used_folder_and_another_file_are_refused(tmp_path):
+    file = small_sweeps.write(tmp_path / "lr.yaml", "parameters: {lr: {values: [0.1, 0.2]}}\n")
+    runner, folder = small_sweeps.runner(file, tmp_path / "out", 1, "steps=1")
+    assert runner.run()
+    folder.close()
+    sweep = read_sweep(file)
+    with pytest.raises(ValueError, match=r"out holds a sweep; go on with it \(--resume\), or choose another folder"):
+        SweepFolder(tmp_path / "out", sweep, [], 0, resume=False)
+    with pytest.raises(ValueError, match="--resume: the sweep began with steps=1, and not with steps=2"):
+        SweepFolder(tmp_path / "out", sweep, ["steps=2"], 0, resume=True)
+    with closing(SweepFolder(tmp_path / "out", sweep, [], 0, resume=True)) as folder:
+        assert folder.words == ["steps=1"]
+    small_sweeps.write(file, "parameters: {lr: {values: [0.1, 0.3]}}\n")
+    with pytest.raises(ValueError, match="is not the file that this sweep began with: parameters differs"):
+        SweepFolder(tmp_path / "out", read_sweep(file), [], 0, resume=True)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "mine.txt").touch()
+    with pytest.raises(ValueError, match="is not empty, and holds no sweep"):
+        SweepFolder(tmp_path / "other", sweep, [], 0, resume=False)
+    (tmp_path / "out" / "sweep.json").write_text('{"format": 2}')
+    with pytest.raises(ValueError, match="has format 2, and this version goes on with 1"):
+        SweepFolder(tmp_path / "out", sweep, [], 0, resume=True)

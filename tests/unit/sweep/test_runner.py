@@ -1,0 +1,175 @@
+"""The runs of a sweep: side by side, failed, stopped early, interrupted, killed, gone on with. A small program stands for the recipe."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import small_sweeps
+
+from torchtune_ext.sweep.table import ranked, table, verdict
+
+RATES = "parameters: {lr: {values: [0.1, 0.2, 0.3]}}\n"
+
+
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch):
+    monkeypatch.setattr("torchtune_ext.sweep.runner.LOOK_S", 0.05)
+
+
+def starts(folder: Path) -> list[list[str]]:
+    return [line.split() for line in (folder / "starts").read_text().splitlines()]
+
+
+def record(folder: Path) -> dict:
+    return json.loads((folder / "sweep.json").read_text())
+
+
+def wait_until(true, process: subprocess.Popen, seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def as_process(file: Path, folder: Path, jobs: int) -> subprocess.Popen:
+    words = [sys.executable, small_sweeps.__file__, str(file), str(folder), str(jobs)]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def test_a_sweep_runs_every_point_once_and_keeps_a_record(tmp_path, capsys, monkeypatch):
+    for name in ("WANDB_SWEEP_ID", "WANDB_RUN_ID"):
+        monkeypatch.setenv(name, "outside")
+    file = small_sweeps.write(tmp_path / "lr.yaml", RATES)
+    runner, folder = small_sweeps.runner(file, tmp_path / "out", 2, "steps=2")
+    assert runner.run() and not runner.left
+    found = record(tmp_path / "out")
+    assert (
+        found["format"] == 1 and found["method"] == "grid" and found["name"] == "lr" and found["words"] == ["steps=2"]
+    )
+    assert found["metric"] == {"name": "eval/accuracy_sampled", "goal": "maximize"}
+    assert found["parameters"] == {"lr": {"values": [0.1, 0.2, 0.3]}}
+    assert [run["parameters"]["lr"] for run in found["runs"]] == [0.1, 0.2, 0.3]
+    assert all(run["state"] == "finished" and run["value"] == 2 * run["parameters"]["lr"] for run in found["runs"])
+    assert [run["low"] for run in found["runs"]] == pytest.approx([0.19, 0.39, 0.59])
+    assert sorted(line[0] for line in starts(tmp_path)) == ["run_01", "run_02", "run_03"]
+    # No agent has started these runs: their folder is said to them. With an account they stand together.
+    assert {tuple(line[3:]) for line in starts(tmp_path)} == {("None", "lr")}
+    assert (tmp_path / "out" / "sweep.yaml").read_text() == file.read_text()
+    said = capsys.readouterr().out
+    assert "run_01 (1 of 3) starts: lr=0.1" in said and "finished after" in said
+    shown = table(folder.sweep, folder.runs, {"lr": 0.2})
+    assert shown.splitlines()[1].split()[:2] == ["run_03", "0.3"] and "run_02*" in shown
+    assert "Its interval lies apart" in verdict(folder.sweep, folder.runs)
+    folder.close()
+
+
+def test_a_run_that_fails_is_a_result(tmp_path, capsys):
+    file = small_sweeps.write(tmp_path / "lr.yaml", "parameters: {lr: {values: [-1.0, 0.2]}}\n")
+    runner, folder = small_sweeps.runner(file, tmp_path / "out", 1, "steps=1")
+    assert runner.run()
+    failed, fine = folder.runs
+    assert failed.state == "failed" and failed.value is None
+    assert failed.cause == "optimizer.lr=-1.0 must be 0 or more (status 2)"
+    assert fine.state == "finished"
+    assert ranked(folder.sweep, folder.runs) == [fine, failed]
+    assert "run_01: optimizer.lr=-1.0 must" in table(folder.sweep, folder.runs, {})
+    assert "No other run finished" in verdict(folder.sweep, folder.runs)
+
+
+def test_runs_that_are_worse_are_stopped_early_and_keep_what_they_have(tmp_path):
+    text = "parameters: {lr: {values: [0.3, 0.1, 0.2]}}\nearly_terminate: {type: hyperband, min_iter: 2, eta: 3}\n"
+    file = small_sweeps.write(tmp_path / "lr.yaml", text)
+    runner, folder = small_sweeps.runner(file, tmp_path / "out", 1, "steps=30", "seconds=0.05")
+    assert runner.run()
+    assert [run.state for run in folder.runs] == ["finished", "stopped_early", "stopped_early"]
+    stopped = folder.runs[1]
+    assert 0.1 * 2 <= stopped.value < 0.1 * 30
+    assert list((tmp_path / "out" / "run_02").glob("checkpoints/step_*"))
+    assert "stopped early" in table(folder.sweep, folder.runs, {})
+
+
+def test_a_target_that_is_reached_ends_the_sweep(tmp_path):
+    file = tmp_path / "lr.yaml"
+    file.write_text("method: grid\nmetric: {name: eval/accuracy_sampled, goal: maximize, target: 0.15}\n" + RATES)
+    runner, folder = small_sweeps.runner(file, tmp_path / "out", 1, "steps=1")
+    assert runner.run()
+    assert [run.state for run in folder.runs] == ["finished", "finished", "waiting"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_lets_runs_save_and_the_sweep_goes_on_where_they_were(tmp_path, number):
+    file = small_sweeps.write(tmp_path / "lr.yaml", "parameters: {lr: {values: [0.1, 0.2]}, seconds: {value: 0.2}}\n")
+    process = as_process(file, tmp_path / "out", 1)
+    wait_until(lambda: list(tmp_path.glob("out/run_01/checkpoints/step_000002")), process)
+    process.send_signal(number)
+    said, _ = process.communicate(timeout=30)
+    assert process.returncode == 1 and "the runs end their steps and save" in said, said
+    assert [run["state"] for run in record(tmp_path / "out")["runs"]] == ["waiting", "waiting"]
+    runner, folder = small_sweeps.runner(file, tmp_path / "out")
+    assert runner.run()
+    first, again, second = starts(tmp_path)
+    assert (first[:2], second[:2]) == (["run_01", "0"], ["run_02", "0"])
+    assert again[0] == "run_01" and int(again[1]) >= 2
+    steps = [json.loads(line)["step"] for line in open(tmp_path / "out" / "run_01" / "metrics.jsonl")]
+    assert steps == list(range(1, 7)) and all(run.state == "finished" for run in folder.runs)
+
+
+def test_killed_and_resumed_no_point_runs_twice(tmp_path):
+    text = "parameters: {lr: {values: [0.1, 0.2, 0.3, 0.4]}, seconds: {value: 0.2}}\n"
+    file = small_sweeps.write(tmp_path / "lr.yaml", text)
+    process = as_process(file, tmp_path / "out", 2)
+    wait_until(lambda: list(tmp_path.glob("out/run_03/checkpoints/step_000002")), process)
+    process.kill()
+    process.communicate(timeout=30)
+    pids = [int(line[2]) for line in starts(tmp_path)]
+    deadline = time.monotonic() + 5
+    while any(os.path.exists(f"/proc/{pid}") and "Z" not in status(pid) for pid in pids):
+        assert time.monotonic() < deadline, "a run outlives its sweep"
+        time.sleep(0.02)
+    before = len(pids)
+    runner, folder = small_sweeps.runner(file, tmp_path / "out", 2)
+    assert runner.run()
+    begun = [(line[0], line[1]) for line in starts(tmp_path)]
+    assert sorted(name for name, step in begun if step == "0") == ["run_01", "run_02", "run_03", "run_04"]
+    assert {name for name, _ in begun[before:]} <= {"run_03", "run_04"}
+    for run in folder.runs:
+        lines = open(tmp_path / "out" / run.folder / "metrics.jsonl")
+        assert run.state == "finished" and [json.loads(line)["step"] for line in lines] == list(range(1, 7))
+
+
+def status(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
+
+
+def test_a_search_that_learns_goes_on_with_the_points_that_it_would_have_tried(tmp_path):
+    pytest.importorskip("optuna")
+    text = "run_cap: 7\nparameters: {lr: {min: 0.0, max: 1.0}, steps: {value: 1}, seconds: {value: 0.01}}\n"
+    file = small_sweeps.write(tmp_path / "lr.yaml", text, "bayes")
+    whole, folder = small_sweeps.runner(file, tmp_path / "whole")
+    assert whole.run() and len(folder.runs) == 7
+    cut, half = small_sweeps.runner(file, tmp_path / "cut")
+    cut._next_before = cut._next
+    cut._next = lambda: cut._next_before() if len(half.runs) < 5 else None
+    cut.run()
+    half.close()
+    rest, other = small_sweeps.runner(file, tmp_path / "cut")
+    assert rest.run()
+    assert [run.parameters for run in other.runs] == [run.parameters for run in folder.runs]
+
+
+def test_two_processes_do_not_run_one_sweep(tmp_path):
+    file = small_sweeps.write(tmp_path / "lr.yaml", RATES)
+    runner, folder = small_sweeps.runner(file, tmp_path / "out")
+    with pytest.raises(ValueError, match="another process runs this sweep"):
+        small_sweeps.runner(file, tmp_path / "out")
+    folder.close()
+    assert not (tmp_path / "out").exists(), "a sweep that did not begin leaves nothing"

@@ -1,0 +1,265 @@
+"""Tries the points of a sweep on the recipe that they are for, before anything starts: no engine, no weights, no files.
+
+The words of each run go the way that `tune run` sends them: torchtune's parser, the recipe's `Config`, and the parts that
+the sweep's parameters change. So a key, a value or a metric that does not exist is named now, and not by the eighth run.
+"""
+
+import difflib
+import os
+import re
+import shutil
+import sys
+from argparse import Namespace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torchtune.config._parse import TuneRecipeArgumentParser
+from torchtune.config._utils import _merge_yaml_and_cli_args
+
+from torchtune_ext.advantages import AdvantageConfig
+from torchtune_ext.host.catalog import folder, recipe_files
+from torchtune_ext.host.command_line import check_words
+from torchtune_ext.host.components import find_component
+from torchtune_ext.host.config import NODES, build, has_component, instantiate, load_config
+from torchtune_ext.host.mistakes import nearest
+from torchtune_ext.host.recipe_module import recipe_module
+from torchtune_ext.policy.hf_model import HFModel
+from torchtune_ext.sampling.records import SamplingConfig
+from torchtune_ext.sweep.file import Sweep
+from torchtune_ext.sweep.macros import expanded
+from torchtune_ext.sweep.space import Point, nested
+from torchtune_ext.telemetry.panels import PANELS
+from torchtune_ext.training.checks import check_optimizer
+from torchtune_ext.training.schedule import ScheduleConfig
+from torchtune_ext.training.settings import check_settings
+
+# What the sweep itself says to each of its runs.
+OURS = {
+    "output_dir": "each run of a sweep has a folder of its own, OUT/RUN here (--out) and <output_dir>/<WANDB_RUN_ID> under "
+    "`wandb agent`; with one that is fixed, a run would set the one before it aside",
+    "resume_from_checkpoint": "a sweep says itself which of its runs go on (--resume)",
+    "dry_run": "nothing would run; try one run by hand with dry_run=True",
+}
+# The groups of metrics that a warm-up writes.
+OF_A_WARM_UP = ("loss", "optim", "pack", "time", "speed", "memory")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What the command of a sweep runs."""
+
+    recipe: str  # its name, its file or its module
+    config: str  # as the command names it
+    words: Sequence[str]  # key=value, in order
+
+
+def target_of(words: Sequence[str]) -> Target:
+    """Reads the command of a run.
+
+    Raises:
+        ValueError: it is none that starts a recipe.
+    """
+    example = "[tune, run, grpo_full, --config, grpo/tiny, '${args_no_hyphens}']"
+    flat = [part for word in words for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
+    programs = {Path(word).name for word in flat[: flat.index("run")]} if "run" in flat else set()
+    named = "--config" in flat and 0 < flat.index("--config") < len(flat) - 1
+    if not named or not programs & {"tune", "torchtune-ext", "torchtune_ext"}:
+        raise ValueError(
+            f"command: {' '.join(words)}: a sweep runs recipes: command: {example}; other programs run under `wandb agent`"
+        )
+    at = flat.index("--config")
+    recipe, settings = flat[at - 1], flat[at + 2 :]
+    flags = [word for word in settings if word.startswith("--")]
+    if flags:
+        raise ValueError(
+            f"command: the run would get {flags[0]}, but recipes take key=value: write ${{args_no_hyphens}} in place of "
+            f"${{args}}: command: {example}"
+        )
+    return Target(recipe, flat[at + 1], settings)
+
+
+def words_of(sweep: Sweep, point: Point, further: Sequence[str]) -> list[str]:
+    """Returns the command of one run. `further`: settings that the user gave for all runs; they stand behind the command.
+
+    Raises:
+        ValueError: a macro in it is unknown, or is one that no recipe can read.
+    """
+    if "${args_json_file}" in sweep.command:
+        raise ValueError("command: recipes read no ${args_json_file}; write ${args_no_hyphens}")
+    words = expanded(sweep.command, nested(list(sweep.parameters), point), sweep.program, "")
+    # The `tune` of this environment, whichever comes first on PATH.
+    ours = [sys.executable, "-m", "torchtune_ext"] if words[0] in ("tune", "torchtune-ext") else words[:1]
+    return [*ours, *words[1:], *further]
+
+
+def check(
+    sweep: Sweep, points: Iterable[Point], further: Sequence[str], out: Path
+) -> tuple[list[str], dict[str, Any], bool]:
+    """Tries points of a sweep.
+
+    Args:
+        points: those that are known before the start.
+        further: settings for all runs.
+        out: the folder of the sweep.
+
+    Returns:
+        Notes for the user; what the config gives the parameters without the sweep, as far as it names them; and whether the
+        runs are on a GPU.
+
+    Raises:
+        ValueError: the recipe would refuse a point, or never log the metric. The message names the key, the value and the fix.
+    """
+    points = list(points)
+    words = words_of(sweep, points[0], further)
+    target = target_of(words)
+    _refuse_ours(sweep, target)
+    if shutil.which(words[0]) is None:
+        raise ValueError(f"command: there is no program {words[0]}; write [tune, run, ...], or put it on PATH")
+    output_dir = f"output_dir={out / 'run'}"
+    if "=" in str(out) or OmegaConf.from_dotlist([output_dir]).output_dir != str(out / "run"):
+        raise ValueError(f"--out {out}: runs cannot be given such a folder in a word; choose a name without = # : {{ [")
+    module = recipe_module(target.recipe, "command: ")
+    schema = getattr(module, "Config", None)
+    if schema is None or "output_dir" not in {field.name for field in fields(schema)}:
+        raise ValueError(
+            f"command: {target.recipe} is no recipe of this project: it has no class Config with an output_dir"
+        )
+    ours = target.recipe in {each.name for each in recipe_files(folder("recipes"), folder("configs"))}
+    _merged(target, module.__file__)
+    first, notes = None, []
+    for point in points:
+        # Each run is given its folder.
+        cfg = _tried(sweep, point, [*further, output_dir], schema, ours)
+        first = first or cfg
+    notes += require_logged(sweep, target.recipe, ours, schema, first)
+    on_gpu = str(first.get("device", "auto")) != "cpu" and torch.cuda.is_available()
+    return notes, _without(target, sweep), on_gpu
+
+
+def _refuse_ours(sweep: Sweep, target: Target) -> None:
+    for key in (*(each.name for each in sweep.parameters), *(word.partition("=")[0] for word in target.words)):
+        if key in OURS:
+            raise ValueError(f"{key}: take it out of the sweep: {OURS[key]}")
+
+
+def _tried(sweep: Sweep, point: Point, further: Sequence[str], schema: type, ours: bool) -> DictConfig:
+    """Builds what a point changes. Returns the settings of its run. Raises ValueError."""
+    target = target_of(words_of(sweep, point, further))
+    changed = {name.partition(".")[0] for name in point} | {
+        re.split("[.=]", word)[0].lstrip("~") for word in target.words
+    }
+    try:
+        cfg = load_config(schema, _merged(target))
+        _build(cfg, changed, ours)
+    except ValueError as error:
+        drawn = [each.name for each in sweep.parameters if not each.fixed]
+        at = ", ".join(f"{name}={point[name]}" for name in drawn)
+        raise ValueError(
+            f"{error} (in the run with {at})" if at and not _blames(str(error), drawn) else str(error)
+        ) from None
+    return cfg
+
+
+def _blames(text: str, names: Sequence[str]) -> bool:
+    """Tells whether a message names a parameter with its value, or a key that no run has."""
+    return text.startswith("unknown key") or any(f"{name}=" in text for name in names)
+
+
+def _merged(target: Target, recipe: str | None = None) -> DictConfig:
+    """Returns the settings of a run as torchtune reads them from its words.
+
+    Raises:
+        ValueError: a word is wrong, or the config is written for another recipe than that in the file `recipe`.
+    """
+    words = ["sweep", "--config", target.config, *target.words]
+    check_words(words, recipe)
+    parsed, settings = TuneRecipeArgumentParser().parse_known_args(words[1:])
+    return _merge_yaml_and_cli_args(Namespace(**vars(parsed)), settings)
+
+
+def _build(cfg: DictConfig, changed: set[str], ours: bool) -> None:
+    """Builds the nodes that a sweep changes, and looks whether they go together. Raises ValueError."""
+    for key in sorted(changed & set(map(str, cfg))):
+        if key in NODES:
+            build(NODES[key], cfg[key], key, bare="flow" if key == "precision" else None)
+        for node in (cfg[key], cfg[key].get("task") if isinstance(cfg[key], DictConfig) else None):
+            if has_component(node) and not _bare(node):
+                find_component(node, **({"params": None} if key == "optimizer" else {}))
+    if "optimizer" in changed and not _bare(cfg.optimizer):
+        check_optimizer(partial(instantiate, cfg.optimizer))
+    if cfg.get("model_dir"):
+        HFModel(cfg.model_dir)
+    # A copy of the recipe may ask for something else.
+    if ours and "samples_per_prompt" in cfg and not _bare(cfg.loss):
+        check_settings(
+            cfg,
+            instantiate(cfg.loss),
+            build(SamplingConfig, cfg.sampling, "sampling"),
+            build(AdvantageConfig, cfg.advantage, "advantage"),
+            build(ScheduleConfig, cfg.schedule, "schedule"),
+        )
+
+
+def _bare(node: DictConfig) -> bool:
+    """Tells whether a component has a bare name, which the recipe itself defines. That recipe is not running here."""
+    return isinstance(name := node.get("_component_"), str) and "." not in name
+
+
+def require_logged(sweep: Sweep, recipe: str, ours: bool, schema: type, cfg: DictConfig) -> list[str]:
+    """Looks whether the runs will log the metric. Returns notes about what cannot be known.
+
+    Raises:
+        ValueError: they will not. The message gives the nearest name.
+    """
+    metric, notes = sweep.metric.name, []
+    if "logging" not in {field.name for field in fields(schema)}:
+        raise ValueError(f"metric: {recipe} writes no metrics; a sweep compares runs of a recipe that trains")
+    known = {name for panel in PANELS for name, _ in panel.series} | {
+        name for panel in PANELS if panel.band for name in panel.band
+    }
+    plain = [name for name in known if "*" not in name]
+    near = next(iter(difflib.get_close_matches(metric, plain, n=1, cutoff=0.75)), None) or nearest(metric, plain)
+    hint = f"did you mean {near}?" if near else "docs/telemetry.md lists the metrics"
+    patterns = [name for name in known if re.fullmatch(re.escape(name).replace(r"\*", "[^/]+"), metric)]
+    group = metric.partition("/")[0]
+    if ours and recipe == "warmup_sft" and group not in OF_A_WARM_UP:
+        raise ValueError(f"metric: {metric} is never logged by {recipe}; did you mean loss/nll?")
+    if metric not in known and not patterns:
+        said = f"metric: {metric} is no metric of {recipe}; {hint}"
+        if ours:
+            raise ValueError(said)
+        notes.append(f"{said} A recipe of your own may log it")
+    elif metric not in known:
+        also = f"; {hint}" if near else ""
+        notes.append(
+            f"metric: {metric} is logged only if the task, the loss or the settings have a part of that name{also}"
+        )
+    evaluation = cfg.get("evaluation")
+    if group == "eval" and not (evaluation is not None and has_component(evaluation.get("task"))):
+        raise ValueError(
+            f"metric: {metric} is never logged: {sweep.path.name} runs a config without held-out problems (evaluation.task)"
+        )
+    if group == "async" and not cfg.get("staleness") and "staleness" not in {each.name for each in sweep.parameters}:
+        raise ValueError(f"metric: {metric} is never logged with staleness=0")
+    if not sweep.metric.said:
+        notes.append(
+            f"metric: {metric} is minimized, since the file names no goal; write goal: maximize if more is better"
+        )
+    return notes
+
+
+def _without(target: Target, sweep: Sweep) -> dict[str, Any]:
+    """Returns the values that the config gives the parameters itself, as far as it names them."""
+    cfg = _merged(Target(target.recipe, target.config, []))
+    found = {each.name: OmegaConf.select(cfg, each.name, default=None) for each in sweep.parameters}
+    return {name: value for name, value in found.items() if isinstance(value, bool | int | float | str)}
+
+
+def cores() -> int:
+    """Returns how many cores this process may use."""
+    return len(os.sched_getaffinity(0))

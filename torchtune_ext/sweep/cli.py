@@ -1,0 +1,122 @@
+"""`torchtune-ext sweep FILE` runs a sweep here, and `torchtune-ext sweeps` lists those that come with the program.
+
+    torchtune-ext sweeps                                      the names of ours
+    torchtune-ext sweep tiny_lr                               one of ours, or the path of a file in W&B's format
+    torchtune-ext sweep my_lr.yaml --jobs 2 max_steps=40      two runs at a time, a setting for all runs
+    torchtune-ext sweep my_lr.yaml --resume                   goes on with one that was stopped or killed
+
+Everything is in one folder, `runs/sweeps/NAME`: `sweep.json`, a folder for each run, and `report.html` at the end.
+Exit status: 0 at the end, 1 if no run has finished, 2 for bad input, 128 and the number of the signal that stopped the sweep.
+"""
+
+import argparse
+from pathlib import Path
+
+from torchtune_ext.host import plugin
+from torchtune_ext.host.mistakes import FAILED
+from torchtune_ext.run.output import say
+from torchtune_ext.sweep.file import Sweep, read_sweep, sweep_file
+from torchtune_ext.sweep.record import SweepFolder
+from torchtune_ext.sweep.search import draw
+from torchtune_ext.sweep.space import Point, grid
+
+FOLDER = Path("runs", "sweeps")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares what `torchtune-ext sweep` takes."""
+    parser.add_argument("file", metavar="FILE", help="a sweep in W&B's format, or the name of one of ours")
+    parser.add_argument("words", nargs="*", metavar="key=value", help="settings for all runs")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time (1)")
+    parser.add_argument("--resume", action="store_true", help="go on with a sweep that was stopped or killed")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="the sweep's folder (runs/sweeps/NAME)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of random points (0)")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the sweep. Returns the exit status.
+
+    Raises:
+        ValueError: something is wrong that can be seen before the first run.
+        ImportError, OSError: as `read_sweep` and `SweepFolder` say.
+    """
+    # It reads recipes, which import torchtune.
+    plugin.install()
+    sweep = read_sweep(sweep_file(args.file))
+    _check_words(sweep, args.words)
+    if args.jobs < 1:
+        raise ValueError(f"--jobs {args.jobs} must be 1 or more")
+    folder = SweepFolder(args.out or FOLDER / sweep.path.stem, sweep, args.words, args.seed, args.resume)
+    try:
+        return _run(args, sweep, folder)
+    finally:
+        folder.close()
+
+
+def _run(args: argparse.Namespace, sweep: Sweep, folder: SweepFolder) -> int:
+    # These import torch, which is not needed to say what is wrong with a file.
+    from torchtune_ext.sweep.check import check, cores, words_of
+    from torchtune_ext.sweep.runner import Runner
+    from torchtune_ext.sweep.table import table, verdict
+
+    notes, usual, on_gpu = check(sweep, _tries(sweep, folder.seed), folder.words, folder.path)
+    variables = {}
+    if on_gpu and args.jobs > 1:
+        notes.append(
+            f"--jobs {args.jobs}: the runs share the same GPUs and their memory; with --jobs 1 each has them alone"
+        )
+    elif not on_gpu:
+        variables["OMP_NUM_THREADS"] = str(max(1, cores() // args.jobs))
+        if args.jobs > cores():
+            notes.append(f"--jobs {args.jobs}: this machine has {cores()} cores, so runs wait for each other")
+    runner = Runner(folder, args.jobs, lambda point: words_of(sweep, point, folder.words), variables)
+    runner.plan()
+    for note in notes:
+        say(note)
+    goal = "maximized" if sweep.metric.maximize else "minimized"
+    say(
+        f"sweep {sweep.name}: {sweep.method}, {sweep.runs} runs, {sweep.metric.name} {goal}, {args.jobs} at a time; "
+        f"files: {folder.path}"
+    )
+    ended = runner.run()
+    say(f"\n{table(sweep, folder.runs, usual)}\n")
+    if not ended:
+        further = f" --out {args.out}" if args.out else ""
+        say(
+            f"Stopped with {runner.left} of {sweep.runs} runs to do: torchtune-ext sweep {args.file} --resume{further} goes on"
+        )
+        return 128 + runner.stopped_by
+    say(verdict(sweep, folder.runs))
+    if any(run.value is not None for run in folder.runs):
+        from torchtune_ext.telemetry.comparison import build_comparison
+
+        build_comparison([folder.path], folder.path / "report.html")
+        say(f"report: {folder.path / 'report.html'}")
+    return 0 if any(run.state == "finished" for run in folder.runs) else FAILED
+
+
+def _check_words(sweep: Sweep, words: list[str]) -> None:
+    swept = {each.name: each for each in sweep.parameters}
+    for word in words:
+        key, equals, _ = word.partition("=")
+        if not equals or word.startswith("-"):
+            raise ValueError(f"{word!r} is no setting: write key=value, max_steps=20 for instance")
+        if key in swept:
+            raise ValueError(f"{word}: the sweep says itself what {key} is; change {sweep.path}, or a copy of it")
+
+
+def _tries(sweep: Sweep, seed: int) -> list[Point]:
+    """Returns points whose settings are tried before the start: all that are known, and the ends of what will be drawn."""
+    if sweep.method == "grid":
+        return grid(list(sweep.parameters))[: sweep.runs]
+    if sweep.method == "random":
+        return [draw(sweep.parameters, seed, number)[0] for number in range(sweep.runs)]
+    first, _ = draw(sweep.parameters, seed, 0)
+    ends = [{**first, each.name: each.at(u)} for each in sweep.parameters if not each.fixed for u in (0.0, 1.0)]
+    listed = [
+        {**first, each.name: value}
+        for each in sweep.parameters
+        for value in each.given.get("values", ())
+        if not each.fixed
+    ]
+    return [first, *ends, *listed]

@@ -1,0 +1,297 @@
+"""Starts the runs of a sweep, a few at a time, and waits for them.
+
+Every run is a process of its own, with its output in `output.log` of its folder. It ends with this process, also by kill -9. A
+run that was in the middle goes on from its checkpoint when the sweep goes on, or begins again in its folder if it has none.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from torchtune_ext.run.agent import RUN_VARIABLE, SWEEP_VARIABLE
+from torchtune_ext.run.output import say
+from torchtune_ext.run.parent import die_with_parent, environment
+from torchtune_ext.run.stop import NAMES
+from torchtune_ext.sweep.record import SweepFolder, SweepRun, history
+from torchtune_ext.sweep.search import Tried, draw, suggest
+from torchtune_ext.sweep.space import Point, grid
+
+OUTPUT = "output.log"
+LOOK_S = 0.5  # seconds between two looks at the runs
+END_S = 600.0  # seconds that a run has to end after SIGTERM: the end of its step, its checkpoint, its cleanup
+LONGEST_CAUSE = 300  # characters
+WARM_UP = 5  # the first points of a search that learns are random, at most so many
+
+
+@dataclass(slots=True)
+class _Process:
+    """A run that goes on."""
+
+    run: SweepRun
+    process: subprocess.Popen
+    since: float  # time.monotonic()
+    told_at: float | None = None  # when it was told to end
+    early: bool = False  # whether it was told so because others are better
+
+
+class Runner:
+    """Runs a sweep in its folder.
+
+    Args:
+        folder: of the sweep.
+        jobs: runs at a time.
+        command: returns the words of a run from its point.
+        variables: of the environment of the runs, where this process has not set them.
+    """
+
+    def __init__(
+        self,
+        folder: SweepFolder,
+        jobs: int,
+        command: Callable[[Point], Sequence[str]],
+        variables: dict[str, str] | None = None,
+    ):
+        self.folder, self.sweep, self.jobs, self._command = folder, folder.sweep, jobs, command
+        self._variables = variables or {}
+        self._running: list[_Process] = []
+        self.stopped_by: signal.Signals | None = None  # the first signal that came
+        self._signals: list[signal.Signals] = []  # those that came and are not yet handed on
+        self._waiting = [run for run in folder.runs if run.state in ("waiting", "running")]
+
+    def plan(self) -> None:
+        """Adds the runs whose points are known before the first result. A sweep that goes on has them."""
+        sweep = self.sweep
+        if self.folder.runs or sweep.method == "bayes":
+            return
+        known = (
+            [(point, {}) for point in grid(list(sweep.parameters))[: sweep.runs]]
+            if sweep.method == "grid"
+            else [draw(sweep.parameters, self.folder.seed, number) for number in range(sweep.runs)]
+        )
+        self._waiting += [self.folder.add(point, quantiles) for point, quantiles in known]
+
+    @property
+    def left(self) -> int:
+        """Returns how many runs are still to do."""
+        runs = self.folder.runs
+        return sum(run.state in ("waiting", "running") for run in runs) + self.sweep.runs - len(runs)
+
+    def run(self) -> bool:
+        """Runs until all runs have ended, or a signal came. Returns whether the sweep is at its end."""
+        handlers = {number: signal.getsignal(number) for number in NAMES}
+        for number, handler in handlers.items():
+            # Started by nohup, or in the background of a shell: what was ignored stays ignored.
+            if handler != signal.SIG_IGN:
+                signal.signal(number, self._told)
+        try:
+            self.folder.begin()
+            while self._step():
+                time.sleep(LOOK_S)
+        finally:
+            for each in self._running:
+                _end(each.process, signal.SIGKILL)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        return self.stopped_by is None or not self.left
+
+    def _step(self) -> bool:
+        """Looks at all runs once, and starts others. Returns whether any goes on."""
+        while self._signals:
+            self._hand_on(self._signals.pop(0))
+        for each in list(self._running):
+            if each.process.poll() is not None:
+                self._running.remove(each)
+                self._ended(each)
+            elif each.told_at is not None and time.monotonic() > each.told_at + END_S:
+                say(f"{each.run.id} has not ended within {END_S:g} s of SIGTERM: it is killed")
+                _end(each.process, signal.SIGKILL)
+        if self.stopped_by is None:
+            self._stop_early()
+            while len(self._running) < self.jobs and (run := self._next()) is not None:
+                self._start(run)
+        return bool(self._running)
+
+    def _next(self) -> SweepRun | None:
+        """Returns the next run to start, or None."""
+        metric, runs = self.sweep.metric, self.folder.runs
+        if metric.target is not None:
+            reached = [
+                run
+                for run in runs
+                if run.value is not None
+                and run.state == "finished"
+                and (run.value >= metric.target if metric.maximize else run.value <= metric.target)
+            ]
+            if reached:
+                return None
+        if self._waiting:
+            return self._waiting.pop(0)
+        if self.sweep.method != "bayes" or len(runs) >= self.sweep.runs:
+            return None
+        point, quantiles = suggest(
+            self.sweep.parameters,
+            self.folder.seed,
+            len(runs),
+            self._tried(),
+            metric.maximize,
+            warm_up=max(1, min(WARM_UP, self.sweep.runs // 2)),
+        )
+        return self.folder.add(point, quantiles)
+
+    def _tried(self) -> list[Tried]:
+        """Returns the points until now, for a search that learns. A run that has failed gets a value by W&B's rule."""
+        runs, metric = self.folder.runs, self.sweep.metric
+        values = [run.value for run in runs if run.value is not None and run.state != "failed"]
+        worst, best = (min, max) if metric.maximize else (max, min)
+        imputed = {"worst": worst, "best": best}.get(metric.impute, lambda _: None)
+        found = []
+        for run in runs:
+            value = run.value
+            if run.state == "failed" and (metric.impute != "latest" or value is None):
+                if not values:
+                    # Nothing is known yet to put in its place.
+                    continue
+                value = imputed(values)
+            if run.state in ("waiting", "running"):
+                value = None
+            elif value is None:
+                continue
+            found.append(Tried(run.quantiles, value))
+        return found
+
+    def _start(self, run: SweepRun) -> None:
+        place = self.folder.path / run.folder
+        place.mkdir(exist_ok=True)
+        words = [*self._command(run.parameters), f"output_dir={place}"]
+        goes_on = any(place.glob("checkpoints/step_*"))
+        if goes_on:
+            words.append("resume_from_checkpoint=True")
+        inherited = {name: value for name, value in environment().items() if name not in (SWEEP_VARIABLE, RUN_VARIABLE)}
+        # Runs with an account stand together there, too.
+        variables = {"WANDB_RUN_GROUP": self.sweep.name, **self._variables, **inherited}
+        at = ", ".join(
+            f"{each.name}={shown(run.parameters[each.name])}" for each in self.sweep.parameters if not each.fixed
+        )
+        number, of = self.folder.runs.index(run) + 1, self.sweep.runs
+        with open(place / OUTPUT, "ab") as output:
+            try:
+                process = subprocess.Popen(
+                    words,
+                    env=variables,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    # Ctrl-C is for the sweep, which tells its runs to end well.
+                    process_group=0,
+                    preexec_fn=partial(die_with_parent, os.getpid()),
+                )
+            except OSError as error:
+                run.state, run.cause = "failed", f"{words[0]} cannot be started: {error.strerror}"
+                say(f"{run.id} failed: {run.cause}")
+                self.folder.save()
+                return
+        run.state = "running"
+        self._running.append(_Process(run, process, time.monotonic()))
+        self.folder.save()
+        begins = "goes on" if goes_on else "starts"
+        say(f"{run.id} ({number} of {of}) {begins}: {at or 'no parameter varies'}; its output: {place / OUTPUT}")
+
+    def _ended(self, each: _Process) -> None:
+        """Notes what became of a run."""
+        run, status = each.run, each.process.returncode
+        place = self.folder.path / run.folder
+        run.seconds = round(run.seconds + time.monotonic() - each.since, 1)
+        logged = history(place, self.sweep.metric.name)
+        last = logged[-1] if logged else {}
+        run.value, run.low, run.high = last.get("value"), last.get("low"), last.get("high")
+        if status == 0:
+            run.state = "finished"
+            run.cause = "" if logged else f"it logged no {self.sweep.metric.name}"
+        elif self.stopped_by is not None and each.told_at is not None and not each.early:
+            run.state = "waiting"
+        elif each.early:
+            run.state = "stopped_early"
+        else:
+            run.state, run.cause = "failed", cause(place / OUTPUT, status)
+        self.folder.save()
+        if run.state == "waiting":
+            say(f"{run.id} ended where it was; --resume goes on with it")
+        else:
+            reads = "" if run.value is None else f", {self.sweep.metric.name} {with_interval(run)}"
+            why = f": {run.cause}" if run.cause else ""
+            say(f"{run.id} {run.state.replace('_', ' ')} after {run.seconds:.0f} s{reads}{why}")
+
+    def _stop_early(self) -> None:
+        """Tells runs to end that are worse than others, by the rule of the file."""
+        if self.sweep.early is None or not self._running:
+            return
+        metric = self.sweep.metric
+        logged = {
+            run.id: [each["value"] for each in history(self.folder.path / run.folder, metric.name)]
+            for run in self.folder.runs
+        }
+        can = {each.run.id: each for each in self._running if each.told_at is None}
+        for name in self.sweep.early.stopped(logged, list(can), metric.maximize):
+            say(f"{name} is stopped early: others are better where it is ({metric.name}, early_terminate)")
+            can[name].early = True
+            self._tell(can[name], signal.SIGTERM)
+
+    def _told(self, number: int, frame: object) -> None:
+        """Notes a signal. Whatever this process is doing, it hands it on at its next look."""
+        self._signals.append(signal.Signals(number))
+
+    def _hand_on(self, number: signal.Signals) -> None:
+        """Ends all runs: after the first signal each ends its step and saves, after a second one it ends at once."""
+        again = self.stopped_by is not None
+        self.stopped_by = self.stopped_by or number
+        text = "the runs end at once" if again else "the runs end their steps and save; once more, and they end at once"
+        say(f"{NAMES[number]}: {text}")
+        for each in self._running:
+            self._tell(each, signal.SIGINT if again else signal.SIGTERM)
+
+    def _tell(self, each: _Process, number: signal.Signals) -> None:
+        each.told_at = each.told_at or time.monotonic()
+        each.process.send_signal(number)
+
+
+def _end(process: subprocess.Popen, number: signal.Signals) -> None:
+    """Sends a signal to a run and to all that it has started in its group."""
+    try:
+        os.killpg(process.pid, number)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def cause(output: Path, status: int) -> str:
+    """Returns why a run failed, in one line: the last error that it printed, or its last line."""
+    try:
+        with open(output, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 65536))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        text = ""
+    lines = [line.strip() for line in re.split(r"[\r\n]+", text) if line.strip()]
+    errors = [line for line in lines if re.match(r"(error:|[\w.]*(Error|Exception)\b)", line)]
+    said = (errors or lines or ["it printed nothing"])[-1][:LONGEST_CAUSE]
+    ended = f"killed by {signal.Signals(-status).name}" if status < 0 else f"status {status}"
+    return f"{said.removeprefix('error: ')} ({ended})"
+
+
+def shown(value: object) -> str:
+    """Returns a value of a parameter in few characters."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def with_interval(run: SweepRun) -> str:
+    """Returns the value of a run, with its interval where there is one: "0.7123 (0.69 to 0.73)"."""
+    if run.value is None:
+        return "-"
+    ends = f" ({run.low:.4g} to {run.high:.4g})" if run.low is not None and run.high is not None else ""
+    return f"{run.value:.4g}{ends}"
