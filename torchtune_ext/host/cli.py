@@ -24,12 +24,15 @@ OWN_WORDS = {
     "presets": ("torchtune_ext.host.presets", "list the published methods, or print one: presets [NAME]"),
     "ray": ("torchtune_ext.host.on_ray", "start a run on an existing Ray cluster, with vLLM servers beside it"),
     "report": ("torchtune_ext.telemetry.report", "write the HTML report of a run, or of several: report RUN [RUN ...]"),
-    "sweep": ("torchtune_ext.sweep.cli", "run a sweep in W&B's format here: sweep FILE [--jobs N] [--resume]"),
-    "sweeps": ("torchtune_ext.sweep.listing", "list the sweeps, or print one: sweeps [NAME]"),
     "serve": ("torchtune_ext.host.serve", "start vLLM's server for a run: serve --config CONFIG [--print]"),
+    "sweep": (
+        "torchtune_ext.sweep.cli",
+        "run a sweep in W&B's format: sweep FILE [--jobs N] [--resume] [--out DIR] [key=value ...]",
+    ),
+    "sweeps": ("torchtune_ext.sweep.listing", "list the sweeps, or print one: sweeps [NAME]"),
 }
 # Their main takes the words, too, that their parser does not know.
-PASSED_ON = {"serve"}
+PASSED_ON = {"serve", "sweep"}
 TUNE_WORDS = {
     "ls": "list recipes and configs",
     "cp": "copy a recipe or a config to edit it",

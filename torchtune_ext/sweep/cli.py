@@ -10,10 +10,11 @@ Exit status: 0 at the end, 1 if no run has finished, 2 for bad input, 128 and th
 """
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from torchtune_ext.host import plugin
-from torchtune_ext.host.mistakes import FAILED
+from torchtune_ext.host.mistakes import FAILED, nearest
 from torchtune_ext.run.output import say
 from torchtune_ext.sweep.file import Sweep, read_sweep, sweep_file
 from torchtune_ext.sweep.record import SweepFolder
@@ -24,17 +25,20 @@ FOLDER = Path("runs", "sweeps")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares what `torchtune-ext sweep` takes."""
+    """Declares what `torchtune-ext sweep` takes; `cli` hands on whatever else is there."""
+    parser.usage = "torchtune-ext sweep FILE [--jobs N] [--resume] [--out DIR] [--seed N] [key=value ...]"
     parser.add_argument("file", metavar="FILE", help="a sweep in W&B's format, or the name of one of ours")
-    parser.add_argument("words", nargs="*", metavar="key=value", help="settings for all runs")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time (1)")
     parser.add_argument("--resume", action="store_true", help="go on with a sweep that was stopped or killed")
     parser.add_argument("--out", type=Path, metavar="DIR", help="the sweep's folder (runs/sweeps/NAME)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of random points (0)")
 
 
-def main(args: argparse.Namespace) -> int:
+def main(args: argparse.Namespace, words: Sequence[str] = ()) -> int:
     """Runs the sweep. Returns the exit status.
+
+    Args:
+        words: settings for all runs, key=value.
 
     Raises:
         ValueError: something is wrong that can be seen before the first run.
@@ -43,10 +47,10 @@ def main(args: argparse.Namespace) -> int:
     # It reads recipes, which import torchtune.
     plugin.install()
     sweep = read_sweep(sweep_file(args.file))
-    _check_words(sweep, args.words)
+    _check_words(sweep, words)
     if args.jobs < 1:
         raise ValueError(f"--jobs {args.jobs} must be 1 or more")
-    folder = SweepFolder(args.out or FOLDER / sweep.path.stem, sweep, args.words, args.seed, args.resume)
+    folder = SweepFolder(args.out or FOLDER / sweep.path.stem, sweep, words, args.seed, args.resume)
     try:
         return _run(args, sweep, folder)
     finally:
@@ -95,11 +99,16 @@ def _run(args: argparse.Namespace, sweep: Sweep, folder: SweepFolder) -> int:
     return 0 if any(run.state == "finished" for run in folder.runs) else FAILED
 
 
-def _check_words(sweep: Sweep, words: list[str]) -> None:
+def _check_words(sweep: Sweep, words: Sequence[str]) -> None:
     swept = {each.name: each for each in sweep.parameters}
     for word in words:
         key, equals, _ = word.partition("=")
-        if not equals or word.startswith("-"):
+        if word.startswith("-"):
+            near = nearest(key.lstrip("-"), ["jobs", "resume", "out", "seed"])
+            raise ValueError(
+                f"there is no option {key}; {f'did you mean --{near}?' if near else 'see torchtune-ext sweep --help'}"
+            )
+        if not equals:
             raise ValueError(f"{word!r} is no setting: write key=value, max_steps=20 for instance")
         if key in swept:
             raise ValueError(f"{word}: the sweep says itself what {key} is; change {sweep.path}, or a copy of it")

@@ -6,6 +6,7 @@ from typing import Any
 from torchtune_ext.sweep.file import Sweep
 from torchtune_ext.sweep.record import SweepRun
 from torchtune_ext.sweep.runner import shown
+from torchtune_ext.telemetry.compared.intervals import Estimate, difference_of_problems
 
 NAMED = 4  # runs that a sentence names
 
@@ -65,18 +66,24 @@ def verdict(sweep: Sweep, runs: Sequence[SweepRun]) -> str:
             f"{said}, before {others[0].id} with {others[0].value:.4f}. {metric.name} has no interval, so nothing says how "
             "much of that is chance: repeat both with other seeds."
         )
-    near = [run for run in others if run.low is None or run.high is None or _overlap(best, run)]
+    # As the page of the sweep says it.
+    pairs = (len(others) + 1) * len(others) // 2
+    near = [run for run in others if not _apart(best, run, pairs)]
     if not near:
         return (
-            f"{said}. Its interval lies apart from those of all others. An interval covers the chance of held-out problems, "
-            "not that of training: repeat the best two with other seeds."
+            f"{said}. It is better than all others. That is so of these runs and any held-out problems; what other seeds would "
+            "have learned is not known: repeat the best two with other seeds."
         )
     named = ", ".join(run.id for run in near[:NAMED]) + (f" and {len(near) - NAMED} more" if len(near) > NAMED else "")
     return (
-        f"{said}. It cannot be told apart from {named}: their intervals overlap. More held-out problems "
+        f"{said}. It cannot be told apart from {named}: the interval of the difference includes 0. More held-out problems "
         "(evaluation.task.count) make intervals shorter; other seeds say what training's own chance is."
     )
 
 
-def _overlap(one: SweepRun, other: SweepRun) -> bool:
-    return one.low <= other.high and other.low <= one.high
+def _apart(best: SweepRun, other: SweepRun, pairs: int) -> bool:
+    """Returns whether the difference of two runs is more than the chance of their held-out problems."""
+    difference = difference_of_problems(
+        Estimate(best.value, best.low, best.high), Estimate(other.value, other.low, other.high), pairs
+    )
+    return difference.known and not difference.low <= 0 <= difference.high

@@ -106,7 +106,10 @@ def test_words_of_the_command_are_checked(refusal):
     assert "--jobs 0 must be 1 or more" in refusal("--jobs", "0")
     assert "'max_steps' is no setting: write key=value" in refusal("max_steps")
     assert "optimizer.lr=1: the sweep says itself what optimizer.lr is" in refusal("optimizer.lr=1")
-    assert "unknown key 'max_step' in the config; did you mean 'max_steps'?" in refusal("max_step=1")
+    assert "unknown key 'max_step' in the config; did you mean 'max_steps'?" in refusal("--jobs", "1", "max_step=1")
+    assert "there is no option --job; did you mean --jobs?" in refusal("--job=2")
+    assert "there is no option --restart; see torchtune-ext sweep --help" in refusal("--restart")
+    assert "--out a=b: runs cannot be given such a folder in a word" in refusal("--out", "a=b")
     assert "--resume: runs/sweeps/s holds no sweep" in refusal("--resume")
     assert "eval/accuracy_sampled is never logged: s.yaml runs a config without held-out" in refusal(
         "evaluation.task=null"
