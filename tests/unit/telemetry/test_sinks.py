@@ -223,7 +223,8 @@ def test_a_killed_run_stays_readable(tmp_path):
     assert seen.whole.get("exit_code") != 0, "a killed run did not succeed"
 
 
-def test_the_environment_names_the_run(tmp_path):
+@pytest.mark.parametrize("agent", [{}, {"WANDB_SWEEP_ID": "sweep1"}], ids=["by hand", "by an agent"])
+def test_the_environment_names_the_run(tmp_path, agent):
     pytest.importorskip("wandb")
     variables = {
         "WANDB_PROJECT": "theirs",
@@ -232,12 +233,15 @@ def test_the_environment_names_the_run(tmp_path):
         "WANDB_DIR": str(tmp_path / "d"),
     }
     (tmp_path / "d").mkdir()
-    process = started(tmp_path / "run", "end", **variables, WANDB_NOTES="why", WANDB_RUN_GROUP="g", WANDB_NAME="n")
+    process = started(
+        tmp_path / "run", "end", **variables, WANDB_NOTES="why", WANDB_RUN_GROUP="g", WANDB_NAME="n", **agent
+    )
     assert process.wait(60) == 0
     (seen,) = wandb_reader.starts(tmp_path / "d", 1)
     assert {name: seen.whole[name] for name in ("project", "run_id", "notes", "name")} == {
         "project": "theirs", "run_id": "agent1", "notes": "why", "name": "n",
     }  # fmt: skip
+    assert seen.run.get("sweep_id") == agent.get("WANDB_SWEEP_ID")
     assert sorted(seen.run["tags"]) == ["x", "y"] and seen.run["run_group"] == "g"
     assert seen.whole["exit_code"] == 143 and seen.whole["summary"]["state"] == "stopped by SIGTERM"
 
