@@ -90,6 +90,7 @@ class Metrics:
                     self.close()
                     raise
                 self._drop(name, error)
+        self._summarize("running")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Writes one line for `step`. Several lines of one step are allowed; readers merge them.

@@ -18,9 +18,10 @@ from torchtune_ext.groups import Group
 from torchtune_ext.run.folder import Run
 from torchtune_ext.tasks.task import Problem, Score
 from torchtune_ext.telemetry.rollouts import RolloutStore
-from torchtune_ext.telemetry.sinks import LoggingConfig, Opening, wandb_login
+from torchtune_ext.telemetry.sinks import SINKS, LoggingConfig, Opening, wandb_login
 from torchtune_ext.telemetry.sinks import samples as module
 from torchtune_ext.telemetry.sinks.samples import chosen_groups, sample_rows
+from torchtune_ext.telemetry.sinks.settings import NAMES
 from torchtune_ext.telemetry.sinks.wandb_sink import COLUMNS, arguments
 
 HOSTILE = "</script>\x00🙂\ud800\u2028\x1b[31m=cmd|' /C calc'!A0"
@@ -173,6 +174,10 @@ def test_wrong_settings(wrong, says):
         LoggingConfig(**wrong)
 
 
+def test_every_sink_has_a_name_that_the_config_takes():
+    assert tuple(SINKS) == NAMES
+
+
 def test_which_steps_are_shown():
     assert [step for step in range(25) if LoggingConfig(samples_every=10).shows(step)] == [0, 1, 10, 20]
     assert not any(LoggingConfig(samples=0).shows(step) for step in range(25))
@@ -223,7 +228,8 @@ def test_a_killed_run_stays_readable(tmp_path):
     assert seen.whole.get("exit_code") != 0, "a killed run did not succeed"
 
 
-def test_the_environment_names_the_run(tmp_path):
+@pytest.mark.parametrize("agent", [{}, {"WANDB_SWEEP_ID": "sweep1"}], ids=["by hand", "by an agent"])
+def test_the_environment_names_the_run(tmp_path, agent):
     pytest.importorskip("wandb")
     variables = {
         "WANDB_PROJECT": "theirs",
@@ -232,12 +238,15 @@ def test_the_environment_names_the_run(tmp_path):
         "WANDB_DIR": str(tmp_path / "d"),
     }
     (tmp_path / "d").mkdir()
-    process = started(tmp_path / "run", "end", **variables, WANDB_NOTES="why", WANDB_RUN_GROUP="g", WANDB_NAME="n")
+    process = started(
+        tmp_path / "run", "end", **variables, WANDB_NOTES="why", WANDB_RUN_GROUP="g", WANDB_NAME="n", **agent
+    )
     assert process.wait(60) == 0
     (seen,) = wandb_reader.starts(tmp_path / "d", 1)
     assert {name: seen.whole[name] for name in ("project", "run_id", "notes", "name")} == {
         "project": "theirs", "run_id": "agent1", "notes": "why", "name": "n",
     }  # fmt: skip
+    assert seen.run.get("sweep_id") == agent.get("WANDB_SWEEP_ID")
     assert sorted(seen.run["tags"]) == ["x", "y"] and seen.run["run_group"] == "g"
     assert seen.whole["exit_code"] == 143 and seen.whole["summary"]["state"] == "stopped by SIGTERM"
 

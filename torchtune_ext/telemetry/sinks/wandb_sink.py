@@ -51,7 +51,7 @@ class WeightsAndBiases:
         self._wandb, self._opening, self._step = wandb, opening, 0
         try:
             self._run = wandb.init(**arguments(opening, os.environ))
-        except (wandb.errors.UsageError, ValueError) as error:
+        except (wandb.errors.UsageError, wandb.errors.AuthenticationError, ValueError) as error:
             raise ValueError(CANNOT.format(cause_of(error))) from error
         if opening.run and self._run.id != opening.run.id:
             log.warning(
