@@ -61,7 +61,7 @@ def _run(args: argparse.Namespace, sweep: Sweep, folder: SweepFolder) -> int:
     # These import torch, which is not needed to say what is wrong with a file.
     from torchtune_ext.sweep.check import check, cores, words_of
     from torchtune_ext.sweep.runner import Runner
-    from torchtune_ext.sweep.table import table, verdict
+    from torchtune_ext.sweep.table import table
 
     notes, usual, on_gpu = check(sweep, _tries(sweep, folder.seed), folder.words, folder.path)
     variables = {}
@@ -90,12 +90,13 @@ def _run(args: argparse.Namespace, sweep: Sweep, folder: SweepFolder) -> int:
             f"Stopped with {runner.left} of {sweep.runs} runs to do: torchtune-ext sweep {args.file} --resume{further} goes on"
         )
         return 128 + runner.stopped_by
-    say(verdict(sweep, folder.runs))
     if any(run.value is not None for run in folder.runs):
         from torchtune_ext.telemetry.comparison import build_comparison
 
-        build_comparison([folder.path], folder.path / "report.html")
-        say(f"report: {folder.path / 'report.html'}")
+        page = build_comparison([folder.path])
+        say(f"{page.verdict}\nreport: {page.path}")
+    else:
+        say(f"No run has a {sweep.metric.name}, so none is the best.")
     return 0 if any(run.state == "finished" for run in folder.runs) else FAILED
 
 

@@ -24,6 +24,7 @@ from torchtune_ext.sweep.space import Point, grid
 
 OUTPUT = "output.log"
 LOOK_S = 0.5  # seconds between two looks at the runs
+SAVE_S = 10.0  # seconds from one record to the next: a sweep that is killed knows how long its runs ran until then
 END_S = 600.0  # seconds that a run has to end after SIGTERM: the end of its step, its checkpoint, its cleanup
 LONGEST_CAUSE = 300  # characters
 WARM_UP = 5  # the first points of a search that learns are random, at most so many
@@ -35,6 +36,7 @@ class _Process:
 
     run: SweepRun
     process: subprocess.Popen
+    before: float  # seconds that it ran in earlier starts
     since: float  # time.monotonic()
     told_at: float | None = None  # when it was told to end
     early: bool = False  # whether it was told so because others are better
@@ -60,6 +62,7 @@ class Runner:
         self.folder, self.sweep, self.jobs, self._command = folder, folder.sweep, jobs, command
         self._variables = variables or {}
         self._running: list[_Process] = []
+        self._saved_at = time.monotonic()
         self.stopped_by: signal.Signals | None = None  # the first signal that came
         self._signals: list[signal.Signals] = []  # those that came and are not yet handed on
         self._waiting = [run for run in folder.runs if run.state in ("waiting", "running")]
@@ -115,6 +118,11 @@ class Runner:
             self._stop_early()
             while len(self._running) < self.jobs and (run := self._next()) is not None:
                 self._start(run)
+        for each in self._running:
+            _clock(each)
+        if self._running and time.monotonic() > self._saved_at + SAVE_S:
+            self._saved_at = time.monotonic()
+            self.folder.save()
         return bool(self._running)
 
     def _next(self) -> SweepRun | None:
@@ -197,7 +205,7 @@ class Runner:
                 self.folder.save()
                 return
         run.state = "running"
-        self._running.append(_Process(run, process, time.monotonic()))
+        self._running.append(_Process(run, process, run.seconds, time.monotonic()))
         self.folder.save()
         begins = "goes on" if goes_on else "starts"
         say(f"{run.id} ({number} of {of}) {begins}: {at or 'no parameter varies'}; its output: {place / OUTPUT}")
@@ -206,7 +214,7 @@ class Runner:
         """Notes what became of a run."""
         run, status = each.run, each.process.returncode
         place = self.folder.path / run.folder
-        run.seconds = round(run.seconds + time.monotonic() - each.since, 1)
+        _clock(each)
         logged = history(place, self.sweep.metric.name)
         last = logged[-1] if logged else {}
         run.value, run.low, run.high = last.get("value"), last.get("low"), last.get("high")
@@ -258,6 +266,10 @@ class Runner:
     def _tell(self, each: _Process, number: signal.Signals) -> None:
         each.told_at = each.told_at or time.monotonic()
         each.process.send_signal(number)
+
+
+def _clock(each: _Process) -> None:
+    each.run.seconds = round(each.before + time.monotonic() - each.since, 1)
 
 
 def _end(process: subprocess.Popen, number: signal.Signals) -> None:

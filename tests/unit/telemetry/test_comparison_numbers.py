@@ -168,14 +168,14 @@ def test_seeds_that_lie_apart_are_told_apart(tmp_path):
     )
     assert (
         said.headline.startswith("B (lr 3e-06) has the highest last held-out accuracy, 0.697 [")
-        and "It is better than A, by 0.196 [" in said.headline
+        and "It is better than A (lr 1e-06), by 0.196 [" in said.headline
     )
     assert said.best == 1 and said.pairs[0].told == "apart" and "Welch" in said.notes[0]
 
 
 def test_seeds_that_overlap_are_not(tmp_path):
     said = judged(tmp_path, [(1e-6, 0, 0.50), (1e-6, 1, 0.70), (3e-6, 0, 0.55), (3e-6, 1, 0.72)])
-    assert "It cannot be told apart from A, by 0.034 [−" in said.headline and said.pairs[0].told == "alike"
+    assert "It cannot be told apart from A (lr 1e-06), by 0.034 [−" in said.headline and said.pairs[0].told == "alike"
 
 
 def test_one_run_of_each_says_nothing_of_other_seeds(tmp_path):

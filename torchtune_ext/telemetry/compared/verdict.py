@@ -15,6 +15,8 @@ from torchtune_ext.telemetry.compared.intervals import (
 from torchtune_ext.telemetry.compared.results import Result, Target
 from torchtune_ext.telemetry.compared.settings import Setting
 
+NAMED = 4  # settings that a sentence names
+
 
 @dataclass(frozen=True, slots=True)
 class Pair:
@@ -107,7 +109,7 @@ def _headline(
     settings: Sequence[Setting], estimates: Sequence[Estimate | None], best: int, pairs: Sequence[Pair], target: Target
 ) -> str:
     of_best, most = settings[best], "highest" if target.higher else "lowest"
-    told = [f"{of_best.letter} ({of_best.label}) has the {most} {target.words}, {_interval(estimates[best])}."]
+    told = [f"{_named([of_best])} has the {most} {target.words}, {_interval(estimates[best])}."]
     # Of two runs, more is known than of their settings: only the runs may be compared.
     alone = of_best.num_seeds == 1
     for kind, words in (
@@ -120,7 +122,7 @@ def _headline(
             it = f"Its run {words} {'that' if len(of_kind) == 1 else 'those'} of" if alone else f"It {words}"
             by = f", by {_interval(_signed(of_kind[0].difference, target))}" if len(pairs) == 1 else ""
             more = "; nothing tells how far the difference may be off" if kind == "unknown" else ""
-            told.append(f"{it} {_and([settings[pair.other].letter for pair in of_kind])}{by}{more}.")
+            told.append(f"{it} {_named([settings[pair.other] for pair in of_kind])}{by}{more}.")
     return " ".join(told)
 
 
@@ -210,6 +212,13 @@ def _number(value: float, size: float = 0.0) -> str:
     if value and abs(value) < 0.0005:
         return "<0.001" if value > 0 else ">−0.001"
     return f"{value:.3f}".replace("-", "−")
+
+
+def _named(settings: Sequence[Setting]) -> str:
+    """Names settings, or says how many they are: a table beside the words has them all."""
+    if len(settings) > NAMED:
+        return f"{len(settings)} others"
+    return _and([f"{setting.letter} ({setting.label})" for setting in settings])
 
 
 def _and(words: Sequence[Any]) -> str:
