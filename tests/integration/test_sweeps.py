@@ -70,7 +70,8 @@ def test_every_point_of_every_file_fits_its_recipe(name, warmed_up, monkeypatch)
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_files_are_listed_printed_and_copied(name, tmp_path, capsys):
+def test_files_are_listed_printed_and_copied(name, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", sys.argv)  # `cp` is torchtune's, which reads it
     assert main(["sweeps"]) == 0
     assert f"{name}  " in capsys.readouterr().out
     assert main(["sweeps", name.removeprefix("sweeps/")]) == 0
@@ -165,7 +166,6 @@ def test_a_real_sweep_is_killed_and_goes_on(warmed_up):
     environment = runs.environment() | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     process = subprocess.Popen(command, cwd=warmed_up, env=environment)
     out = warmed_up / "runs" / "sweeps" / "rates"
-    (out / "run_02").parent.parent.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + 300
     while not (out / "run_02" / "checkpoints" / "step_000002").is_dir():
         assert process.poll() is None and time.monotonic() < deadline

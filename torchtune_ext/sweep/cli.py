@@ -22,6 +22,7 @@ from torchtune_ext.sweep.search import draw
 from torchtune_ext.sweep.space import Point, grid
 
 FOLDER = Path("runs", "sweeps")
+TRIED = 200  # points at most that are tried before the start; a point takes 0.05 s
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +64,12 @@ def _run(args: argparse.Namespace, sweep: Sweep, folder: SweepFolder) -> int:
     from torchtune_ext.sweep.runner import Runner
     from torchtune_ext.sweep.table import table
 
-    notes, usual, on_gpu = check(sweep, _tries(sweep, folder.seed), folder.words, folder.path)
+    tries = _tries(sweep, folder.seed)
+    notes, usual, on_gpu = check(sweep, tries, folder.words, folder.path)
+    if sweep.method != "bayes" and len(tries) < sweep.runs:
+        notes.append(
+            f"of {sweep.runs} points {len(tries)} were tried on the recipe: what is wrong with others fails their runs"
+        )
     variables = {}
     if on_gpu and args.jobs > 1:
         notes.append(
@@ -116,17 +122,24 @@ def _check_words(sweep: Sweep, words: Sequence[str]) -> None:
 
 
 def _tries(sweep: Sweep, seed: int) -> list[Point]:
-    """Returns points whose settings are tried before the start: all that are known, and the ends of what will be drawn."""
+    """Returns points whose settings are tried before the start: all that are known, and the ends of what will be drawn. Of more
+    than TRIED points these are fewer: each value of each parameter is in one of them."""
+    if sweep.method == "bayes":
+        first, _ = draw(sweep.parameters, seed, 0)
+        drawn = [each for each in sweep.parameters if not each.fixed]
+        values = {each.name: each.given.get("values", [each.at(0.0), each.at(1.0)]) for each in drawn}
+        return [first, *({**first, name: value} for name, some in values.items() for value in some)]
     if sweep.method == "grid":
-        return grid(list(sweep.parameters))[: sweep.runs]
-    if sweep.method == "random":
-        return [draw(sweep.parameters, seed, number)[0] for number in range(sweep.runs)]
-    first, _ = draw(sweep.parameters, seed, 0)
-    ends = [{**first, each.name: each.at(u)} for each in sweep.parameters if not each.fixed for u in (0.0, 1.0)]
-    listed = [
-        {**first, each.name: value}
-        for each in sweep.parameters
-        for value in each.given.get("values", ())
-        if not each.fixed
-    ]
-    return [first, *ends, *listed]
+        points = grid(list(sweep.parameters))[: sweep.runs]
+    else:
+        points = [draw(sweep.parameters, seed, number)[0] for number in range(sweep.runs)]
+    if len(points) <= TRIED:
+        return points
+    seen: set[tuple[str, str]] = set()
+    chosen = []
+    for point in points:
+        values = {(name, str(value)) for name, value in point.items()}
+        if not values <= seen and len(chosen) < TRIED:
+            chosen.append(point)
+            seen |= values
+    return chosen

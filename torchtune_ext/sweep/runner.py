@@ -64,6 +64,8 @@ class Runner:
         self._running: list[_Process] = []
         self._saved_at = time.monotonic()
         self.stopped_by: signal.Signals | None = None  # the first signal that came
+        # What runs have logged, each with the time and the size of its file.
+        self._histories: dict[str, tuple[tuple[int, int], list[float]]] = {}
         self._signals: list[signal.Signals] = []  # those that came and are not yet handed on
         self._waiting = [run for run in folder.runs if run.state in ("waiting", "running")]
 
@@ -240,15 +242,25 @@ class Runner:
         if self.sweep.early is None or not self._running:
             return
         metric = self.sweep.metric
-        logged = {
-            run.id: [each["value"] for each in history(self.folder.path / run.folder, metric.name)]
-            for run in self.folder.runs
-        }
+        logged = {run.id: self._logged(run) for run in self.folder.runs}
         can = {each.run.id: each for each in self._running if each.told_at is None}
         for name in self.sweep.early.stopped(logged, list(can), metric.maximize):
             say(f"{name} is stopped early: others are better where it is ({metric.name}, early_terminate)")
             can[name].early = True
             self._tell(can[name], signal.SIGTERM)
+
+    def _logged(self, run: SweepRun) -> list[float]:
+        """Returns the values of the metric that a run has logged. A file is read again only when it has changed."""
+        place = self.folder.path / run.folder
+        try:
+            state = (place / "metrics.jsonl").stat()
+        except FileNotFoundError:
+            return []
+        seen, values = self._histories.get(run.id, (None, []))
+        if seen != (now := (state.st_mtime_ns, state.st_size)):
+            values = [each["value"] for each in history(place, self.sweep.metric.name)]
+            self._histories[run.id] = (now, values)
+        return values
 
     def _told(self, number: int, frame: object) -> None:
         """Notes a signal. Whatever this process is doing, it hands it on at its next look."""

@@ -42,6 +42,7 @@ ELSEWHERE = {
     "inv_log_uniform": "its limits are exponents, and W&B has retired it; write inv_log_uniform_values",
 }
 _WITHOUT_DOT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
+MOST = 10_000  # points of a grid
 IN_A_GRID = ("constant", "categorical", "int_uniform", "q_uniform")
 
 
@@ -106,6 +107,15 @@ class Parameter:
         steps = round(value / q)
         return steps * q if isinstance(q, int) else float(f"{steps * q:.12g}")
 
+    def count(self) -> int:
+        """Returns how many values a grid has."""
+        given = self.given
+        if self.kind == "int_uniform":
+            return given["max"] - given["min"] + 1
+        if self.kind == "q_uniform":
+            return max(0, math.ceil(round((given["max"] - given["min"]) / given["q"], 9)))
+        return len(self.all())
+
     def all(self) -> list[Any]:
         """Returns every value that a grid has, as W&B does: for q_uniform from min to below max."""
         given = self.given
@@ -114,8 +124,7 @@ class Parameter:
         if self.kind == "int_uniform":
             return list(range(given["min"], given["max"] + 1))
         if self.kind == "q_uniform":
-            count = max(0, math.ceil(round((given["max"] - given["min"]) / given["q"], 9)))
-            return [float(f"{given['min'] + i * given['q']:.12g}") for i in range(count)]
+            return [float(f"{given['min'] + i * given['q']:.12g}") for i in range(self.count())]
         # A value that is named twice is one point.
         return list({_key(value): value for value in given["values"]}.values())
 
@@ -252,7 +261,7 @@ def grid(parameters: list[Parameter]) -> list[Point]:
     """Returns every combination, in W&B's order: the last parameter changes first.
 
     Raises:
-        ValueError: a parameter has endlessly many values.
+        ValueError: a parameter has endlessly many values, or there are more than MOST points.
     """
     for each in parameters:
         if each.kind not in IN_A_GRID:
@@ -260,6 +269,10 @@ def grid(parameters: list[Parameter]) -> list[Point]:
                 f"parameters: {each.name}: method: grid takes value, values, whole numbers from min to max, q_uniform, and no "
                 f"{each.kind}; list its values, or write method: random"
             )
+    if (points := math.prod(each.count() for each in parameters)) > MOST:
+        raise ValueError(
+            f"parameters: the grid has {points:,} points, more than {MOST:,}; list fewer values, or draw: method: random"
+        )
     names = [each.name for each in parameters]
     return [dict(zip(names, values, strict=True)) for values in product(*(each.all() for each in parameters))]
 

@@ -68,6 +68,7 @@ CASES = [
     (swept(optimizer__lr={"distribution": "unifrom", "min": 1, "max": 2}), "distribution: unifrom is unknown; did you mean uniform?"),
     (swept(optimizer__lr={"values": [1], "mni": 2}), "categorical takes no 'mni'"),
     (swept(optimizer__lr={"values": [1, 2], "probabilities": [0.5, 0.6]}), "must be 2 numbers that sum to 1"),
+    (swept(seed={"min": 1, "max": 10**12}), "the grid has 1,000,000,000,000 points, more than 10,000"),
     ({"method": "random", **swept(optimizer__lr={"min": 0.1, "max": 1.0})}, "run_cap is missing: method: random draws without end"),
     ({"method": "random", "run_cap": 3, **swept(optimizer__lr={"value": 1})}, "all of them are fixed"),
     ({"run_cap": 0}, "run_cap: 0 must be a whole number, 1 or more"),

@@ -6,7 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
+import small_sweeps
 
+from torchtune_ext.sweep.cli import _tries
+from torchtune_ext.sweep.file import read_sweep
 from torchtune_ext.sweep.hyperband import hyperband_of
 from torchtune_ext.sweep.macros import DEFAULT, expanded
 from torchtune_ext.sweep.search import Tried, draw, suggest
@@ -125,3 +128,13 @@ def test_an_unknown_macro_is_named():
         ValueError, match=r"command: \$\{args_no_hyphen\} is no macro of W&B; did you mean \$\{args_no_hyphens\}"
     ):
         expanded(["${args_no_hyphen}"], {}, "", "")
+
+
+def test_of_very_many_points_each_value_is_tried_before_the_start(tmp_path):
+    text = "parameters: {a: {min: 1, max: 60}, b: {values: [x, y, z]}, c: {min: 1, max: 9}}\n"
+    sweep = read_sweep(small_sweeps.write(tmp_path / "many.yaml", text))
+    tries = _tries(sweep, 0)
+    assert sweep.runs == 60 * 3 * 9 and len(tries) < 100
+    assert {point["a"] for point in tries} == set(range(1, 61)) and {point["b"] for point in tries} == {"x", "y", "z"}
+    text = "run_cap: 500\nparameters: {a: {min: 0.0, max: 1.0}}\n"
+    assert len(_tries(read_sweep(small_sweeps.write(tmp_path / "many.yaml", text, "random")), 0)) == 200
