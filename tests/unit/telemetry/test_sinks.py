@@ -293,11 +293,11 @@ def test_a_server_that_does_not_answer_is_waited_for_with_a_word_and_a_bound(tmp
     environ |= {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_HTTP_TIMEOUT": "4"}
     begin = time.monotonic()
     ended = subprocess.run(
-        [sys.executable, "-c", code], env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
     )
     assert ended.returncode == 1 and "WANDB_MODE=offline keeps the run in its folder" in ended.stderr
     assert "waiting for Weights & Biases to accept the API key, for 9 s at most (WANDB_HTTP_TIMEOUT)" in ended.stdout
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < 100
 
 
 def test_a_login_that_hangs_is_given_up(monkeypatch):
