@@ -12,17 +12,32 @@ from pathlib import Path
 WIDTHS = (400, 900, 1600)
 MISSING = shutil.which("chromium") is None
 
-# The copy tells the page around it what `probe`, the fields of an object, sees once it is drawn. `before` runs first.
+DEADLINE_S = 240.0  # for one start of the browser, on a machine that is busy
+
+# The copy tells the page around it what `probe`, the fields of an object, sees once it is drawn. `before` runs first. The
+# browser's clock is its own and jumps while nothing is to do, though its other threads may still unpack or draw. So waiting
+# is done by looking, with some work between two looks, which takes real time.
 _PROBE = """<script>
 const faults = [];
 addEventListener("error", (event) => faults.push(event.message));
 addEventListener("unhandledrejection", (event) => faults.push(String(event.reason)));
-setTimeout(async () => {
+const fits = (svg) => svg && Math.abs(svg.viewBox.baseVal.width - svg.clientWidth) < 2;
+const drawn = () => document.documentElement.dataset.ready != null && [...document.querySelectorAll(".plot")].every((node) => !node.clientWidth || fits(node.querySelector("svg")));
+const later = (milliseconds) => new Promise((resolve) => setTimeout(resolve, milliseconds));
+const settled = async () => {
+  for (let look = 0, work = 0; look < 1000 && !drawn(); look++) {
+    for (let i = 0; i < 3e6; i++) work += Math.sqrt(i);
+    await later(20);
+  }
+  await later(100);
+};
+(async () => {
+  await settled();
   const text = (where) => document.querySelector(where)?.textContent;
   %(before)s
   parent.postMessage({ faults, width: innerWidth, theme: document.documentElement.dataset.theme,
     over: document.documentElement.scrollWidth - innerWidth, trouble: document.getElementById("trouble").hidden, hash: location.hash, %(probe)s }, "*");
-}, 1500);
+})();
 </script></body>"""
 
 _AROUND = """<body style="margin:0">{frames}<script>
@@ -50,9 +65,9 @@ def opened(page: Path, probe: str, before: str = "", place: str = "") -> tuple[d
     around = page.with_name(f"around_{page.name}")
     around.write_text(_AROUND.format(frames=frames, count=2 * len(WIDTHS)))
     command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--window-size=1600,1000",
-               f"--user-data-dir={page.parent}/profile", "--virtual-time-budget=8000", "--enable-logging=stderr", "--dump-dom",
+               f"--user-data-dir={page.parent}/profile", "--virtual-time-budget=60000", "--enable-logging=stderr", "--dump-dom",
                f"file://{around}"]  # fmt: skip
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
     told = re.search(r'<pre id="told">([^<]*)</pre>', ended.stdout)
     assert told, ended.stderr
     return {(copy["width"], copy["theme"]): copy for copy in json.loads(base64.b64decode(told[1]))}, ended.stderr

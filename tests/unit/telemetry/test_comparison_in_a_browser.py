@@ -1,5 +1,7 @@
 """The page of several runs as a reader sees it: two settings with seeds, hostile texts, a sweep, and thirty runs."""
 
+import json
+
 import pytest
 from compared_runs import make_one, make_sweep, settings
 from pages import MISSING, WIDTHS, opened
@@ -12,9 +14,9 @@ pytestmark = pytest.mark.skipif(MISSING, reason="no chromium")
 BEFORE = """
   const order = ["verdict", "sweep", "curves", "settings", "runs", "samples"].map((id) => document.getElementById(id)?.offsetTop).filter((top) => top != null);
   const open = [...document.querySelectorAll("#curves > .grid figure, #lead figure")].length;
-  const scaled = [...document.querySelectorAll("#lead .plot svg, #curves > .grid .plot svg, #sweep .plot svg")].filter((node) => Math.abs(node.viewBox.baseVal.width - node.clientWidth) > 1.5).length;
   for (const node of document.querySelectorAll("details")) node.open = true;
-  await new Promise((resolve) => setTimeout(resolve, 300));
+  await settled();
+  const scaled = [...document.querySelectorAll(".plot svg")].filter((node) => !fits(node)).length;
   const svgs = [...document.querySelectorAll(".plot svg")], box = (node) => node.getBoundingClientRect();
   const apart = (a, b) => a.bottom <= b.top + 1 || b.bottom <= a.top + 1 || a.right <= b.left + 1 || b.right <= a.left + 1;
   const beside = [...document.querySelectorAll("figure")].every((node) => !node.querySelector(".legend") || apart(box(node.querySelector(".legend")), box(node.querySelector(".plot"))));
@@ -109,3 +111,22 @@ def test_thirty_runs(folder):
         assert [on for _, on in copy["legend"]].count("true") == 8, "the best ones are drawn, others a click away"
         assert (copy["before"], copy["without"]) == (8, 9)
         assert len(copy["settled"]) == 12 and len(copy["untouched"]) == 30
+
+
+def test_a_page_without_curves(folder):
+    """Evaluations of models have a table and samples; of a sweep in which everything failed there are the causes."""
+    for name, mean in (("base", 0.4), ("trained", 0.8)):
+        run = make_one(folder / "models" / name, settings(model_dir=name), steps=20)
+        (run / "metrics.jsonl").unlink()
+        table = {"temperature 1": {"mean": mean, "low": mean - 0.05, "high": mean + 0.05}}
+        (run / "evaluation.json").write_text(json.dumps(table))
+    probe = "nav: text('#nav'), rows: document.querySelectorAll('#runs tbody tr').length, samples: document.querySelectorAll('.of-run').length"
+    for path, nav, rows, samples in (
+        (folder / "models", "Which is betterRunsSamples", 2, 2),
+        (make_sweep(folder / "failed", rates=(), failed=3), "Which is betterSweepRunsSamples", 3, 0),
+    ):
+        copies, console = opened(build_comparison([path]).path, probe)
+        assert "CONSOLE" not in console
+        for copy in copies.values():
+            assert copy["faults"] == [] and copy["trouble"] and copy["over"] <= 0
+            assert (copy["nav"], copy["rows"], copy["samples"]) == (nav, rows, samples)

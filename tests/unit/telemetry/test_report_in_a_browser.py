@@ -21,7 +21,7 @@ BEFORE = """
   const order = ["about", "notices", "tiles", "lead", "pair", "charts", "rollouts", "configuration"].map((id) => document.getElementById(id).offsetTop);
   const folded = [...document.querySelectorAll("details.section:not([open])")].map((node) => node.id);
   for (const node of document.querySelectorAll("details")) node.open = true;
-  await new Promise((resolve) => setTimeout(resolve, 300));
+  await settled();
   const legend = (title) => [...document.querySelectorAll("figure")].find((node) => node.querySelector("h3").textContent.startsWith(title));
 """
 PROBE = """

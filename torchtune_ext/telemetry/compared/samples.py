@@ -40,7 +40,7 @@ def shared_samples(
     """
     paths = {number: found for number, run in enumerate(runs) if (found := rollout_paths(run.path))}
     if len(paths) < 2:
-        return [], "Fewer than two runs have stored rollouts (rollouts.keep_every)."
+        return [], "Fewer than two runs have stored rollouts."
     counts: dict[int, int] = {}
     for found in paths.values():
         for step in found:

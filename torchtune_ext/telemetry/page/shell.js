@@ -51,7 +51,7 @@ function tools(steps) {
 const day = (seconds) => new Date(1000 * seconds).toISOString().slice(0, 16).replace("T", " ") + " UTC";
 
 function begin(start) {
-  start().catch((error) => {
+  start().then(() => { document.documentElement.dataset.ready = ""; }).catch((error) => {
     const trouble = document.getElementById("trouble");
     trouble.hidden = false;
     trouble.textContent = typeof DecompressionStream === "undefined" ? "This browser is too old for this page (it lacks DecompressionStream, which browsers have since 2023)." : `The page could not be put together: ${error}`;
