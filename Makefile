@@ -18,6 +18,7 @@ EXTRAS := clue,math,bench,ray,wandb,tensorboard,sweep,dev
 REQUIREMENTS := $(wildcard scripts/requirements/*.txt)
 STAMP := $(VENV)/.installed
 TRITON := $(VENV)/triton
+WANDB_SWEEPS := $(VENV)/wandb_sweeps
 
 # Bytecode makes `import vllm` twice as fast; a set PYTHONPATH would hide what was installed.
 unexport PYTHONDONTWRITEBYTECODE
@@ -28,12 +29,12 @@ unexport PYTHONPATH
 quickstart: $(STAMP)
 	VENV="$(VENV)" scripts/quickstart.sh
 
-test: $(STAMP) $(TRITON)
+test: $(STAMP) $(TRITON) $(WANDB_SWEEPS)
 	"$(VENV)/bin/ruff" check .
 	VENV="$(abspath $(VENV))" scripts/test.sh $(PYTEST_ARGS)
 	PYTHONPATH="$(abspath $(TRITON))" "$(VENV)/bin/pytest" tests/unit/kernels/test_fp8_triton.py
 
-long: $(STAMP)
+long: $(STAMP) $(WANDB_SWEEPS)
 	PATH="$(abspath $(VENV))/bin:$$PATH" "$(VENV)/bin/pytest" -m long --timeout 1800 $(PYTEST_ARGS)
 	"$(VENV)/bin/python" benchmarks/publish_under_load.py --publications 200 --requests 5000
 	"$(VENV)/bin/python" benchmarks/publish_under_load.py --publications 200 --requests 5000 --kills 3
@@ -55,6 +56,10 @@ $(STAMP): setup.cfg setup.py pyproject.toml $(REQUIREMENTS)
 $(TRITON): | $(STAMP)
 	"$(VENV)/bin/python" -c "import triton" 2>/dev/null && mkdir -p "$@" || \
 	"$(VENV)/bin/python" -m pip --disable-pip-version-check install --quiet --no-deps --target "$@" triton==3.7.1
+
+# W&B's schema of sweeps is in a package that needs an older numpy than vLLM, so it lies beside the environment, too.
+$(WANDB_SWEEPS): | $(STAMP)
+	"$(VENV)/bin/python" -m pip --disable-pip-version-check install --quiet --no-deps --target "$@" sweeps==0.3.0
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

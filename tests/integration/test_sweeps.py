@@ -21,7 +21,7 @@ from torchtune_ext.sweep.file import read_sweep, sweep_files
 from torchtune_ext.sweep.space import nested
 from torchtune_ext.telemetry.metrics import read_metrics
 
-SCHEMA = Path(__file__).parents[1] / "helpers" / "wandb_sweep_schema.json"
+SCHEMA = Path(sys.prefix) / "wandb_sweeps" / "sweeps" / "config" / "schema.json"
 FILES = sweep_files()
 # What makes a run of the tiny config a matter of seconds; none of it is a parameter of a sweep that varies.
 SHORT = ["max_steps=1", "evaluation.task.count=4", "rollouts.deadline_s=120"]
@@ -47,6 +47,7 @@ def test_there_are_sweeps_over_what_one_asks_first():
     assert sweep.runs == 8 and 1.0e-3 in [point["optimizer.lr"] for point in points]
 
 
+@pytest.mark.skipif(not SCHEMA.is_file(), reason="W&B's schema is not here: `make test` brings it")
 @pytest.mark.parametrize("name", FILES)
 def test_every_file_is_one_for_wandb(name):
     given = yaml.safe_load(FILES[name].read_text())
