@@ -66,10 +66,9 @@ def differently_judged(runs: Sequence[OneRun], settings: Sequence[Setting], targ
     having = [setting for setting in settings if any(_target(runs[run], target) for run in setting.runs)]
     judges = ["task"]
     if target.metric.startswith("eval/"):
+        # An evaluation of a model has its problems in `task`.
         models = any(not runs[run].records for setting in having for run in setting.runs)
-        judges = (
-            ["evaluation.task", "task"] if models else ["evaluation.task"]
-        )  # An evaluation of a model has its problems in `task`.
+        judges = ["evaluation.task", "task"] if models else ["evaluation.task"]
     values: dict[str, set[str]] = {}
     for setting in having:
         for key, value in setting.values.items():
