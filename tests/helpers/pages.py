@@ -22,10 +22,10 @@ const faults = [];
 addEventListener("error", (event) => faults.push(event.message));
 addEventListener("unhandledrejection", (event) => faults.push(String(event.reason)));
 const fits = (svg) => svg && Math.abs(svg.viewBox.baseVal.width - svg.clientWidth) < 2;
-const drawn = () => document.documentElement.dataset.ready != null && [...document.querySelectorAll(".plot")].every((node) => !node.clientWidth || fits(node.querySelector("svg")));
+const drawn = () => document.documentElement.dataset.ready != null && [...document.querySelectorAll(".plot")].every((node) => node.closest("details:not([open])") || fits(node.querySelector("svg")));
 const later = (milliseconds) => new Promise((resolve) => setTimeout(resolve, milliseconds));
 const settled = async () => {
-  for (let look = 0, work = 0; look < 1000 && !drawn(); look++) {
+  for (let look = 0, work = 0; look < 300 && !drawn(); look++) {
     for (let i = 0; i < 3e6; i++) work += Math.sqrt(i);
     await later(20);
   }

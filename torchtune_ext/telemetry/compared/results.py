@@ -66,8 +66,8 @@ def differently_judged(runs: Sequence[OneRun], settings: Sequence[Setting], targ
     having = [setting for setting in settings if any(_target(runs[run], target) for run in setting.runs)]
     judges = ["task"]
     if target.metric.startswith("eval/"):
-        models = any(not runs[run].records for setting in having for run in setting.runs)
         # An evaluation of a model has its problems in `task`.
+        models = any(not runs[run].records for setting in having for run in setting.runs)
         judges = ["evaluation.task", "task"] if models else ["evaluation.task"]
     values: dict[str, set[str]] = {}
     for setting in having:
