@@ -65,6 +65,7 @@ class SweepFolder:
         with explained(
             f"{path} cannot be made or written", "Choose another folder (--out), or make room and set its rights"
         ):
+            self._made = [each for each in (path, *path.parents) if not each.exists()]
             path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -116,8 +117,9 @@ class SweepFolder:
         """Gives up the folder. If the sweep did not begin, nothing of it stays."""
         if not (self.path / RECORD).exists():
             (self.path / LOCK).unlink(missing_ok=True)
-            if not any(self.path.iterdir()):
-                self.path.rmdir()
+            for folder in self._made:
+                if not any(folder.iterdir()):
+                    folder.rmdir()
         os.close(self._lock)
 
     def _read(self) -> None:

@@ -36,7 +36,7 @@ def refusal(workplace, monkeypatch, capsys):
         Path("s.yaml").write_text(yaml.safe_dump(given))
         with pytest.raises(SystemExit) as ended:
             main(["sweep", "s.yaml", *words])
-        assert ended.value.code == 2 and not Path("runs/sweeps/s").exists()
+        assert ended.value.code == 2 and not Path("runs").exists()
         return capsys.readouterr().err
 
     return refused
