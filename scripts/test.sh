@@ -1,7 +1,7 @@
 #!/bin/sh
-# Runs every test but the long and the learning ones. Those of tests/unit run beside the others, with what these leave of two
-# cores: most of a test of a run is one process that starts. Called by `make test`; VENV is the environment. With arguments for
-# pytest there is one pytest, which gets them.
+# Runs every test but the long and the learning ones, in two parts beside each other: most of a test of a run is one process that
+# starts, and uses one core. The second part, at a lower priority, has tests that measure no time and count no processes.
+# Called by `make test`; VENV is the environment. With arguments for pytest there is one pytest, which gets them.
 set -u
 PATH="$VENV/bin:$PATH"
 export PATH
@@ -10,18 +10,30 @@ if [ $# -gt 0 ]; then
     exec pytest -m "$chosen" "$@"
 fi
 
-log="$VENV/unit_tests.log"
-nice -n 10 pytest -m "$chosen" -o cache_dir="$VENV/pytest_cache" tests/unit >"$log" 2>&1 &
-unit=$!
-trap 'kill "$unit" 2>/dev/null' EXIT
+second="tests/unit tests/mistakes tests/golden"
+for name in grpo_lora metrics_contract newcomer nothing_silent objectives precision_flow sweeps wandb; do
+    second="$second tests/integration/test_$name.py"
+done
+without=
+for path in $second; do
+    without="$without --ignore=$path"
+done
+
+log="$VENV/second_part.log"
+# The paths have no blanks.
+# shellcheck disable=SC2086
+nice -n 10 pytest -m "$chosen" -o cache_dir="$VENV/pytest_cache" $second >"$log" 2>&1 &
+beside=$!
+trap 'kill "$beside" 2>/dev/null' EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
-echo "tests/unit runs beside the others; its lines come last, and stand in $log"
-pytest -m "$chosen" --ignore=tests/unit
-others=$?
-wait "$unit"
+echo "two parts run beside each other; the lines of the second one come last, and stand in $log"
+# shellcheck disable=SC2086
+pytest -m "$chosen" $without
+first=$?
+wait "$beside"
 status=$?
 trap - EXIT
-echo "tests/unit:"
+echo "second part:"
 cat "$log"
-[ "$others" -eq 0 ] && [ "$status" -eq 0 ]
+[ "$first" -eq 0 ] && [ "$status" -eq 0 ]
