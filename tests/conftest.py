@@ -1,6 +1,7 @@
 """What every test shares: no network, one thread a process, and the rings (slow, long, gpu, learns) of setup.cfg."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -12,6 +13,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+# Whoever was started by a shell in the background, as one part of the tests is, ignores Ctrl-C, and so would all that it starts.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # `python -m pytest` puts the repository root on sys.path, and there `recipes` (torchtune's wheel has one) and `kernels`
 # (Hugging Face's package) would be ours. The tests use the installed names, torchtune_ext.recipes and .kernels.

@@ -86,11 +86,6 @@ def fds(process):
     return found
 
 
-def hear_signals():
-    """Whoever was started by a shell in the background ignores SIGINT, and so would what it starts."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 class Started:
     """The command in the background, once its run has made some steps."""
 
@@ -104,7 +99,6 @@ class Started:
                 stdout=out,
                 stderr=out,
                 start_new_session=True,
-                preexec_fn=hear_signals,
             )
         try:
             runs.wait_for_steps(self.run_dir, steps, self.process)
