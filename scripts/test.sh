@@ -11,7 +11,7 @@ if [ $# -gt 0 ]; then
 fi
 
 second="tests/unit tests/mistakes tests/golden"
-for name in grpo_lora metrics_contract newcomer nothing_silent objectives precision_flow sweeps wandb; do
+for name in benchmarks grpo_lora gsm8k_pipeline metrics_contract newcomer nothing_silent objectives precision_flow public_puzzles sweeps wandb; do
     second="$second tests/integration/test_$name.py"
 done
 without=
