@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from table import GROUPS, MISTAKES
+from tables import every_row
 from tiny_runs import environment
 from trying import ENGINE_STARTED, Forks, Mistake, attempt, full, make_place
 
@@ -21,6 +22,7 @@ from torchtune_ext.host.mistakes import WITH_TRACEBACK
 from torchtune_ext.run.folder import RunFolder
 
 LINES = 3  # of ours, at most
+HERE = [name for name, mistake in MISTAKES.items() if not mistake.cpu_only or torch.version.cuda is None]
 REAL = {name: mistake for name, mistake in MISTAKES.items() if mistake.real}
 
 
@@ -76,12 +78,10 @@ def test_without_a_mistake_a_warm_up_ends_well(place, in_fork, tmp_path):
     assert said.status == 0 and "model:     out/model, in Hugging Face's format" in said.text, said
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.timeout(1200)  # each of them has a deadline of its own
+@every_row("name", HERE, ids=HERE)
 def test_a_mistake_is_one_message(place, in_fork, tmp_path, name):
-    mistake = MISTAKES[name]
-    if mistake.cpu_only and torch.version.cuda is not None:
-        pytest.skip("a mistake with the CPU build of torch alone")
-    require(mistake, attempt(mistake, place, tmp_path / "run", in_fork))
+    require(MISTAKES[name], attempt(MISTAKES[name], place, tmp_path / "run", in_fork))
 
 
 @pytest.mark.slow

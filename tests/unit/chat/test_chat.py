@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tables import every_row
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from torchtune_ext.chat import ChatTokenizer
@@ -270,8 +271,8 @@ def test_import_and_use_need_no_torch(model_dir):
 # ---- errors: never silent -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("template", "messages", "words"),
+@every_row(
+    "template, messages, words",
     [
         (ALWAYS_DROPS, conversation("a", "<think>1</think>b"), ["message 1", "drops part", "{% generation %}"]),
         (COUNTS, conversation("a", "b"), ["looked for", "{% generation %}", "docs/chat_templates.md"]),

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 import fp8_models
 import pytest
+from tables import every_row
 
 from torchtune_ext.cluster.serving import Route, engine_words, route, server_words
 from torchtune_ext.host import cli, on_ray
@@ -35,8 +36,8 @@ def place(tmp_path, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 
-@pytest.mark.parametrize(
-    ("typed", "says"),
+@every_row(
+    "typed, says",
     [
         ("--config run.yaml", "--config run.yaml: written for which recipe? Add --recipe grpo_full"),
         ("--config gone.yaml", "--config gone.yaml: no such file"),

@@ -2,9 +2,9 @@
 
 from itertools import product
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tables import every_row
 
 from torchtune_ext.cluster.member import launch
 from torchtune_ext.cluster.placement import Asked, Machine, holds, layout, there_is, why_never
@@ -14,8 +14,8 @@ def cluster(*totals):
     return [Machine(f"node{i}", f"10.0.0.{i + 1}", total) for i, total in enumerate(totals)]
 
 
-@pytest.mark.parametrize(
-    ("asked", "totals", "amounts", "machines", "servers"),
+@every_row(
+    "asked, totals, amounts, machines, servers",
     [
         # Beside rank 0: trainer and servers are one bundle.
         (Asked("gpus", 4, 4), (8, 8), (8,), 1, [0, 0, 0, 0]),
@@ -44,8 +44,8 @@ def test_bundles(asked, totals, amounts, machines, servers):
     assert [made.bundle_of_server(i) for i in range(asked.servers)] == servers
 
 
-@pytest.mark.parametrize(
-    ("asked", "totals", "says"),
+@every_row(
+    "asked, totals, says",
     [
         (
             Asked("gpus", 8, 8, where="beside"),

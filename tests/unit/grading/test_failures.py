@@ -2,6 +2,7 @@
 
 import pytest
 from scripted_task import PROBLEM, Scripted
+from tables import every_row
 
 from torchtune_ext.grading import Grader, Outcome
 from torchtune_ext.grading.failures import GradingFailed, GradingWatch
@@ -25,7 +26,7 @@ def test_two_steps_in_which_every_text_fails_end_the_run(caplog):
     )
 
 
-@pytest.mark.parametrize(
+@every_row(
     "steps",
     [
         [(1, [BAD]), (2, [BAD, GOOD]), (3, [BAD])],

@@ -5,6 +5,7 @@ import re
 
 import pytest
 from own_files import working_in
+from tables import every_row
 
 from torchtune_ext.grading import Grader
 from torchtune_ext.tasks.arithmetic import Arithmetic
@@ -85,8 +86,8 @@ def test_a_number_is_a_reward(folder):
     assert all(type(outcome.score.reward) is float and outcome.score.parts == {} for outcome in outcomes)
 
 
-@pytest.mark.parametrize(
-    ("text", "cause"),
+@every_row(
+    "text, cause",
     [
         ("float('nan')", "reward=nan, which is not finite"),
         ("-1e999", "reward=-inf, which is not finite"),
@@ -228,8 +229,8 @@ def test_a_judge_that_fails_gives_no_reward_to_its_group_and_takes_none_from_oth
 # ---- mistakes
 
 
-@pytest.mark.parametrize(
-    ("path", "message"),
+@every_row(
+    "path, message",
     [
         ("word", "grader='word': write FILE.FUNCTION, grader=my_reward.f for the function f of my_reward.py"),
         ("mine.py", "grader='mine.py': write FILE.FUNCTION"),

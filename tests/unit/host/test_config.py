@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
+from tables import every_row
 
 from torchtune_ext.evaluation import EvaluationConfig
 from torchtune_ext.host.config import MOVED, build, load_config, named_paths, record
@@ -33,8 +34,8 @@ def of_environment(monkeypatch, text, cli=()):
     return cfg, kept
 
 
-@pytest.mark.parametrize(
-    ("written", "value", "kept"),
+@every_row(
+    "written, value, kept",
     [
         ("${oc.env:TTE_TOKEN}", "s3cret", "${oc.env:TTE_TOKEN}"),
         ("hf_${oc.env:TTE_TOKEN}/${seed}", "hf_s3cret/0", "hf_${oc.env:TTE_TOKEN}/0"),
@@ -129,7 +130,7 @@ def test_a_loss_of_ones_own_has_to_ask_for_what_the_yaml_sets():
     check_needs({"kl_coef": 0.0}, needs_of(Mine()))
 
 
-@pytest.mark.parametrize(("old", "new"), MOVED.items())
+@every_row("old, new", MOVED.items())
 def test_an_old_key_names_the_new_one(old, new):
     value = r"\[1\]" if old == "metrics" else "1"
     message = (

@@ -8,6 +8,7 @@ import tempfile
 from dataclasses import replace
 
 import pytest
+from tables import every_row
 
 from torchtune_ext.host import doctor, doctor_facts
 from torchtune_ext.host.doctor import FAIL, OK, WARN, Finding, diagnose, table
@@ -231,7 +232,7 @@ def test_a_good_machine_has_no_trouble(facts):
     assert [finding for finding in diagnose(facts) if finding.mark != OK] == []
 
 
-@pytest.mark.parametrize("case", TROUBLE)
+@every_row("case", TROUBLE)
 def test_trouble_is_named_with_its_cure(case):
     facts, mark, name, text, fix = TROUBLE[case]
     findings = [

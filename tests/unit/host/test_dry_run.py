@@ -11,6 +11,7 @@ import torch
 from omegaconf import OmegaConf
 from public_configs import PUBLIC, write_config
 from stand_ins import write_stand_in
+from tables import every_row
 
 from torchtune_ext.host import dry_run as dry
 from torchtune_ext.host.catalog import config_files, folder, machine_named
@@ -97,7 +98,7 @@ def ranks_of(command):
     return math.prod(found)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@every_row("name", CONFIGS)
 def test_every_config_fits_the_machine_that_it_names(name, place, capsys):
     machine = machine_named(CONFIGS[name])
     assert machine, f"{name}: say in its first lines for which machine it is, as in `# for: 5 x 80 GB`"
@@ -117,7 +118,7 @@ def test_every_config_fits_the_machine_that_it_names(name, place, capsys):
         assert len(visible) == ranks and not set(visible) & set(own.split(","))
 
 
-@pytest.mark.parametrize(("name", "model", "words", "machine"), OTHER_SIZES)
+@every_row("name, model, words, machine", OTHER_SIZES)
 def test_each_other_size_that_a_config_names_fits(name, model, words, machine, place, capsys):
     comment = " ".join(line for line in CONFIGS[f"grpo/{name}"].read_text().splitlines() if line.startswith("#"))
     assert f"model_dir=models/{model}" in comment and all(word in comment for word in words.split())
@@ -132,7 +133,7 @@ def launches():
     return re.findall(r"^\| ((?:\d x )?\d) \|.*\| `([^`]+)` \|$", table, re.MULTILINE)
 
 
-@pytest.mark.parametrize(("gpus", "command"), launches())
+@every_row("gpus, command", launches())
 def test_what_the_page_launches_fits_and_trains_on_as_many(gpus, command, place, capsys):
     words = command.split()
     name = words[words.index("--config") + 1].removeprefix("grpo/")
@@ -158,8 +159,8 @@ def test_32b_does_not_fit_into_eight_gpus_of_80_gb(place, capsys):
     assert "what to change, the cheapest first:" in out and "GPUs that train" in out and "adapters" in out
 
 
-@pytest.mark.parametrize(
-    ("name", "machine", "message"),
+@every_row(
+    "name, machine, message",
     [
         ("qwen2_5_7B_node", "7x80", "problem: engine.devices=4,5,6,7 names GPU 7, but 7 x 80 GB has 7, from 0 to 6"),
         ("qwen2_5_7B_node", "4x80", "problem: 4 x 80 GB: the engine has 4 of its own"),

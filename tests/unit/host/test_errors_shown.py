@@ -4,6 +4,7 @@ import json
 import types
 
 import pytest
+from tables import every_row
 
 from torchtune_ext.host import mistakes
 from torchtune_ext.host.mistakes import Blamed, blame, message, nearest, place_of, shown, status_of, text_of
@@ -44,8 +45,8 @@ def error_of(function, *arguments) -> BaseException:
     return caught.value
 
 
-@pytest.mark.parametrize(
-    ("kind", "status"),
+@every_row(
+    "kind, status",
     [
         (ValueError, 2),
         (OSError, 2),
@@ -152,8 +153,8 @@ def test_another_rank_waits_and_names_itself(capsys, monkeypatch):
     assert left == [(2, True), (2, True)]
 
 
-@pytest.mark.parametrize(
-    ("name", "known", "found"),
+@every_row(
+    "name, known, found",
     [
         ("clip_hi", ["clip_low", "clip_high"], "clip_high"),
         ("learning_rate", ["max_steps", "optimizer.lr"], "optimizer.lr"),

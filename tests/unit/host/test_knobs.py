@@ -11,6 +11,7 @@ from typing import Any
 
 import omegaconf
 import pytest
+from tables import every_row
 
 import torchtune_ext
 from torchtune_ext.host import knobs
@@ -92,8 +93,8 @@ def test_options_of_constraints_have_their_own_defaults():
         assert all(knob.text for knob in listed), kind
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
+@every_row(
+    "words, expected",
     [
         ([], ["grpo_full has ", "  max_steps ", "  loss  ", "(preset)"]),
         (["warmup_sft"], ["warmup_sft has ", "  num_problems  "]),
@@ -121,8 +122,8 @@ def test_what_is_asked_for_is_printed(words, expected, capsys):
     assert not [text for text in expected if text not in out], out
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
+@every_row(
+    "words, message",
     [
         (["enigne"], "enigne is no recipe, and no knob of grpo_full; did you mean engine?"),
         (["grpo_ful"], "did you mean grpo_full?"),

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from omegaconf import OmegaConf
+from tables import every_row
 from torch import nn
 
 from torchtune_ext.advantages import AdvantageConfig
@@ -36,7 +37,7 @@ def line(cfg):
     return objective_line(cfg, instantiate(cfg.loss), build(AdvantageConfig, cfg.advantage, "advantage"))
 
 
-@pytest.mark.parametrize("preset", preset_files())
+@every_row("preset", preset_files())
 def test_a_preset_alone_is_not_overridden(preset):
     assert line(settings(preset=preset)).endswith(f"; preset {preset}")
 
@@ -66,8 +67,8 @@ def test_a_preset_changes_all_of_tinys_objective():
     assert said.endswith("; preset atr_grpo")
 
 
-@pytest.mark.parametrize(
-    ("own", "words"),
+@every_row(
+    "own, words",
     [
         ({}, "clip 0.2/0.2 per token, TIS <= 2, advantage mean/group_std, sequence mean; preset grpo"),
         ({"loss": {"clip_high": 0.28}}, "clip 0.2/0.28 per token"),

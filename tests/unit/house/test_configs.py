@@ -10,6 +10,7 @@ import torch
 from omegaconf import OmegaConf
 from page_commands import commands, made_by, read_by
 from public_configs import write_config
+from tables import every_row
 
 from torchtune_ext.advantages import AdvantageConfig
 from torchtune_ext.evaluation import EvaluationConfig
@@ -42,7 +43,7 @@ def loaded(name):
     return module, load_config(module.Config, OmegaConf.load(path))
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@every_row("name", CONFIGS)
 def test_config_fits_its_recipe(name):
     _, cfg = loaded(name)
     if "engine" in cfg:
@@ -103,7 +104,7 @@ def sized(name, words, public, folder):
     return module, load_config(module.Config, cfg)
 
 
-@pytest.mark.parametrize(("name", "words", "public", "billions"), SIZES)
+@every_row("name, words, public, billions", SIZES)
 def test_dry_run_knows_the_published_sizes(name, words, public, billions, tmp_path):
     _, cfg = sized(name, words, public, tmp_path)
     engine = build(EngineConfig, cfg.engine, "engine")
@@ -122,7 +123,7 @@ def page(repo_root):
     return commands(repo_root / "docs" / "first_real_run.md")
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@every_row("name", CONFIGS)
 def test_the_files_of_a_config_are_made_by_commands_of_the_page(name, page):
     made = set().union(*map(made_by, page))
     cfg = OmegaConf.to_container(OmegaConf.load(CONFIGS[name]))
@@ -189,8 +190,8 @@ def test_mistakes_are_named(change, message):
         load_config(module.Config, cfg)
 
 
-@pytest.mark.parametrize("name", ["grpo/tiny", "grpo/qwen2_5_7B_lora"])
-@pytest.mark.parametrize("preset", PRESETS)
+@every_row("name", ["grpo/tiny", "grpo/qwen2_5_7B_lora"])
+@every_row("preset", PRESETS)
 def test_every_preset_fits(preset, name):
     module = module_of(name)
     cfg = load_config(module.Config, OmegaConf.merge(OmegaConf.load(CONFIGS[name]), {"preset": preset}))
@@ -271,8 +272,8 @@ def test_bad_preset_files_are_named(tmp_path, text, message):
     assert str(file) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
+@every_row(
+    "change, message",
     [
         ({"preset": "atr_grop"}, "preset='atr_grop' is unknown; did you mean 'atr_grpo'?"),
         ({"preset": "nothing.yaml"}, "preset=nothing.yaml: no such file"),
@@ -310,8 +311,8 @@ def test_a_missing_value_is_named():
         load_config(module.Config, cfg)
 
 
-@pytest.mark.parametrize(
-    ("node", "message"),
+@every_row(
+    "node, message",
     [
         (
             {"_component_": "torchtune_ext.objective.loss.PolicyLoss", "clip_low": 2.0},

@@ -4,9 +4,15 @@ import ast
 import io
 import re
 import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import pytest
+from tables import every_row
+
+from torchtune_ext.host.catalog import config_files, recipe_files, recipe_of
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -61,202 +67,307 @@ ORDER = [
     "host.cli",
     "__main__",
 ]
-# And the recipes.
-OMEGACONF_ALLOWED = {
+# Who may know `omegaconf` and host.config, beside the recipes: all others take plain values.
+SETTINGS = {
     "host.command_line",
     "host.components",
     "host.resolvers",
     "host.config",
     "host.opening",
+    "host.here",
     "host.dry_run",
     "host.run_settings",
     "host.serve",
     "sweep.check",
 }
-MAX_FILE, MAX_FUNCTION, MAX_KNOBS = 400, 80, 40  # lines, lines, names
+MAX_FILE, MAX_FUNCTION, MAX_KNOBS = 600, 80, 40  # lines, lines, names
 MAX_RECIPE = 300  # statements: comments and blank lines cost nothing, and squeezing a line gains nothing
 MACHINE_PATH = re.compile(r"(?<![\w.])/(work|root|Users/\w+|home/\w+|opt/(wheels|pypi))/")
+TEXTS = {".py", ".yaml", ".md", ".cfg", ".toml", ".sh", ".txt", ".pth", ".start"}
+WRITTEN, TESTS, RECIPES = r".*\.py$", r"tests/.*\.py$", r"recipes/[^_]\w*\.py$"
+LIBRARY = r"(torchtune_ext|kernels)/.*\.py$"
+FOLDERS = ("torchtune_ext", "kernels", "recipes", "configs", "scripts", "tests", "benchmarks", "docs", ".ci")
 
 
-def python_files(*folders: str) -> list[Path]:
-    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+@dataclass(frozen=True)
+class File:
+    """A file of the repository, read and parsed once."""
+
+    path: str  # below the root
+    text: str
+
+    @cached_property
+    def name(self) -> str:
+        """The dotted name below torchtune_ext: "tasks.task", "kernels.packed_attention", "__init__"."""
+        return ".".join(Path(self.path).with_suffix("").parts).removeprefix("torchtune_ext.").removesuffix(".__init__")
+
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """The first one is the module."""
+        return list(ast.walk(ast.parse(self.text)))
+
+    @cached_property
+    def imports(self) -> list[tuple[str, str]]:
+        """Every dotted name that is imported, anywhere in it, and where that is. `from a import b` gives "a.b"."""
+        names = []
+        for node in self.nodes:
+            if isinstance(node, ast.Import):
+                names += [(alias.name, f"{self.path}:{node.lineno}") for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                module = "." * node.level + (node.module or "")
+                names += [(f"{module}.{alias.name}", f"{self.path}:{node.lineno}") for alias in node.names]
+        return names
+
+    @property
+    def is_recipe(self) -> bool:
+        return re.match(RECIPES, self.path) is not None
 
 
-LIBRARY = python_files("torchtune_ext", "kernels")
-RECIPES = sorted((ROOT / "recipes").glob("[!_]*.py"))
-TESTS = python_files("tests")
-WRITTEN = [*LIBRARY, *RECIPES, *python_files("scripts", "benchmarks"), ROOT / "setup.py", *TESTS]
+Files = list[File]
 
 
-def name_of(path: Path) -> str:
-    """File -> dotted name below torchtune_ext: "tasks.task", "kernels.packed_attention", "__init__"."""
-    parts = list(path.relative_to(ROOT).with_suffix("").parts)
-    if parts[0] == "torchtune_ext":
-        parts = parts[1:]
-    if parts[-1] == "__init__" and len(parts) > 1:
-        parts = parts[:-1]
-    return ".".join(parts)
+@pytest.fixture(scope="module")
+def everything() -> Files:
+    paths = [path for path in ROOT.iterdir() if path.is_file()]
+    paths += [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()]
+    return [
+        File(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8"))
+        for path in sorted(paths)
+        if path.suffix in TEXTS or path.name in ("Makefile", "run")
+    ]
 
 
-def imports_of(path: Path) -> list[tuple[str, int]]:
-    """Every dotted name that the file imports, anywhere in it, with the line. `from a import b` gives "a.b"."""
-    found = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            found += [(alias.name, node.lineno) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, (
-                f"{path}:{node.lineno}: relative import; recipes are copied, so imports are absolute"
-            )
-            found += [(f"{node.module}.{alias.name}", node.lineno) for alias in node.names]
-    return found
+def own_imports(library: Files) -> dict[str, set[str]]:
+    """Name of a module -> the modules of ours that it imports, as names below torchtune_ext."""
+    graph: dict[str, set[str]] = {file.name: set() for file in library}
+    for file in library:
+        for name, _ in file.imports:
+            if name.split(".")[0] == "torchtune_ext":
+                below = name.removeprefix("torchtune_ext").lstrip(".")
+                while below and below not in graph:
+                    below = below.rpartition(".")[0]
+                graph[file.name].add(below or "__init__")
+    return graph
 
 
-def own_imports(path: Path) -> set[str]:
-    """Modules of ours that the file imports, as names below torchtune_ext."""
-    known = {name_of(file) for file in LIBRARY}
-    found = set()
-    for name, _ in imports_of(path):
-        if name.split(".")[0] == "torchtune_ext":
-            below = name.removeprefix("torchtune_ext").lstrip(".")
-            while below and below not in known:
-                below = below.rpartition(".")[0]
-            found.add(below or "__init__")
-    return found
+def room(name: str) -> str:
+    """What has a line in ORDER: a file or folder of the root, or each file of a folder whose files stand there one by one."""
+    parts = name.split(".")
+    one_by_one = any(entry.startswith(f"{parts[0]}.") for entry in ORDER)
+    return ".".join(parts[: 2 if one_by_one else 1])
 
 
-def component(name: str) -> str:
-    """What has a place in ORDER: a file or folder of the root, or a file of `host`, which stands around the pipeline."""
-    return name if name.startswith("host.") else name.split(".")[0]
+# ---- the rules: each yields the offenders among the files that it is given
 
 
-@pytest.mark.parametrize("path", LIBRARY, ids=name_of)
-def test_imports_go_upwards(path):
-    own = component(name_of(path))
-    assert own in ORDER, (
-        f"{own} has no place in ORDER (tests/unit/house/test_house.py): put it below all that it imports"
-    )
-    for target in own_imports(path):
-        there = component(target)
-        assert there == own or ORDER.index(there) < ORDER.index(own), (
-            f"{name_of(path)} imports {target}, which stands below it"
-        )
+def imports_are_absolute(files: Files) -> Iterator[str]:
+    """Recipes are copied."""
+    for file in files:
+        yield from (f"{place}: {name} is relative" for name, place in file.imports if name.startswith("."))
 
 
-def test_no_import_cycles():
-    graph = {name_of(path): own_imports(path) - {name_of(path), "__init__"} for path in LIBRARY}
+def imports_go_upwards(library: Files) -> Iterator[str]:
+    for name, targets in own_imports(library).items():
+        if room(name) not in ORDER:
+            yield f"{name}: {room(name)} has no line in ORDER: give it one below all that it imports"
+            continue
+        for target in targets:
+            there = room(target)
+            if there in ORDER and there != room(name) and ORDER.index(there) > ORDER.index(room(name)):
+                yield f"{name} imports {target}, which stands below it"
+
+
+def imports_make_no_circle(library: Files) -> Iterator[str]:
+    graph = {name: targets - {name, "__init__"} for name, targets in own_imports(library).items()}
     done: set[str] = set()
 
-    def visit(name: str, trail: tuple[str, ...]) -> None:
-        assert name not in trail, f"import cycle: {' -> '.join([*trail, name])}"
-        if name not in done:
+    def visit(name: str, trail: tuple[str, ...]) -> Iterator[str]:
+        if name in trail:
+            yield " -> ".join([*trail[trail.index(name) :], name])
+        elif name not in done:
             for target in sorted(graph.get(name, ())):
-                visit(target, (*trail, name))
+                yield from visit(target, (*trail, name))
             done.add(name)
 
     for name in graph:
-        visit(name, ())
+        yield from visit(name, ())
 
 
-@pytest.mark.parametrize("path", [*LIBRARY, *RECIPES], ids=name_of)
-def test_nobody_imports_recipes_or_the_bare_folders(path):
-    for name, line in imports_of(path):
-        assert not name.startswith("torchtune_ext.recipes"), f"{path}:{line}: recipes are leaves"
-        assert name.split(".")[0] not in ("recipes", "configs", "kernels"), (
-            f"{path}:{line}: {name} is another package when installed"
-        )
+def recipes_are_leaves(files: Files) -> Iterator[str]:
+    """The bare folders are other packages when installed."""
+    for file in files:
+        for name, place in file.imports:
+            if name.startswith("torchtune_ext.recipes") or name.split(".")[0] in ("recipes", "configs", "kernels"):
+                yield f"{place}: {name}"
 
 
-@pytest.mark.parametrize("path", LIBRARY, ids=name_of)
-def test_omegaconf_stops_at_the_recipe(path):
-    if name_of(path) not in OMEGACONF_ALLOWED:
-        for name, line in imports_of(path):
-            assert name.split(".")[0] != "omegaconf", f"{path}:{line}: pass plain values"
-    if name_of(path) not in ("config", "opening", "doctor", "cli"):
-        assert "config" not in own_imports(path), f"{path} imports torchtune_ext.host.config, which only recipes use"
+def settings_stop_at_the_recipe(library: Files) -> Iterator[str]:
+    for file in library:
+        if file.name not in SETTINGS:
+            for name, place in file.imports:
+                if name.split(".")[0] == "omegaconf" or f"{name}.".startswith("torchtune_ext.host.config."):
+                    yield f"{place}: imports {name}; take plain values"
 
 
-@pytest.mark.parametrize("path", WRITTEN, ids=lambda path: str(path.relative_to(ROOT)))
-def test_lengths(path):
-    text = path.read_text(encoding="utf-8")
-    nodes = list(ast.walk(ast.parse(text)))
-    if path in RECIPES:
-        statements = sum(isinstance(node, ast.stmt) for node in nodes)
-        assert statements <= MAX_RECIPE, f"{path} has {statements} statements, at most {MAX_RECIPE}"
-        assert "fmt: skip" not in text, f"{path}: let the formatter lay it out; lines cost nothing"
-    else:
-        assert len(text.splitlines()) <= MAX_FILE, f"{path} has {len(text.splitlines())} lines, at most {MAX_FILE}"
-    for node in nodes:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = node.end_lineno - node.lineno + 1
-            assert length <= MAX_FUNCTION, (
-                f"{path}:{node.lineno}: {node.name} has {length} lines, at most {MAX_FUNCTION}"
-            )
+def nothing_is_too_long(files: Files) -> Iterator[str]:
+    for file in files:
+        if file.is_recipe:
+            statements = sum(isinstance(node, ast.stmt) for node in file.nodes)
+            if statements > MAX_RECIPE:
+                yield f"{file.path} has {statements} statements, at most {MAX_RECIPE}"
+            if "fmt: skip" in file.text:
+                yield f"{file.path}: let the formatter lay it out; lines cost nothing"
+        elif len(file.text.splitlines()) > MAX_FILE:
+            yield f"{file.path} has {len(file.text.splitlines())} lines, at most {MAX_FILE}"
+        for node in file.nodes:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = node.end_lineno - node.lineno + 1
+                if length > MAX_FUNCTION:
+                    yield f"{file.path}:{node.lineno}: {node.name} has {length} lines, at most {MAX_FUNCTION}"
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_recipe_lists_its_knobs(path):
-    text = path.read_text(encoding="utf-8")
-    classes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == "Config"]
-    assert len(classes) == 1, f"{path} needs one dataclass `Config` at the top"
-    knobs = [node for node in classes[0].body if isinstance(node, ast.AnnAssign)]
-    assert 0 < len(knobs) <= MAX_KNOBS, f"{path}: {len(knobs)} knobs, at most {MAX_KNOBS}"
-    lines = text.splitlines()
-    for knob in knobs:
-        stated = lines[knob.lineno - 2 : knob.end_lineno]
-        assert any("#" in line for line in stated), f"{path}:{knob.lineno}: say in one line what {knob.target.id} is"
+def recipes_list_their_knobs(recipes: Files) -> Iterator[str]:
+    for file in recipes:
+        classes = [node for node in file.nodes[0].body if isinstance(node, ast.ClassDef) and node.name == "Config"]
+        knobs = [node for found in classes for node in found.body if isinstance(node, ast.AnnAssign)]
+        if len(classes) != 1 or not 0 < len(knobs) <= MAX_KNOBS:
+            yield f"{file.path} needs one dataclass `Config` at the top, with 1 to {MAX_KNOBS} knobs: {len(knobs)}"
+        lines = file.text.splitlines()
+        for knob in knobs:
+            above = lines[knob.lineno - 2].lstrip().startswith("#")
+            if not above and not any("#" in line for line in lines[knob.lineno - 1 : knob.end_lineno]):
+                yield f"{file.path}:{knob.lineno}: say in one line what {knob.target.id} is"
 
 
-@pytest.mark.parametrize("path", WRITTEN, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_comment_hangs_on_the_end_of_a_wrapped_line(path):
+def no_comment_hangs_on_the_end_of_a_wrapped_line(files: Files) -> Iterator[str]:
     """The formatter leaves a trailing comment at a bracket or a piece of an expression, where it says nothing: such a comment
     belongs on a line of its own above. Allowed inside brackets: behind an item and its comma, and behind the opening one."""
-    text = path.read_text(encoding="utf-8")
-    lines, depth = text.splitlines(), 0
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.OP:
-            depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(token.string, 0)
-        if token.type == tokenize.COMMENT and not re.match(r"#\s*(fmt|noqa|type):", token.string):
-            code = lines[token.start[0] - 1][: token.start[1]].strip()
-            hangs = depth and code and not code.endswith((",", "(", "[", "{"))
-            assert not hangs and code[:1] not in (")", "]", "}"), f"{path}:{token.start[0]}: {token.string}"
+    for file in files:
+        lines, depth = file.text.splitlines(), 0
+        for token in tokenize.generate_tokens(io.StringIO(file.text).readline):
+            if token.type == tokenize.OP:
+                depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(token.string, 0)
+            if token.type == tokenize.COMMENT and not re.match(r"#\s*(fmt|noqa|type):", token.string):
+                code = lines[token.start[0] - 1][: token.start[1]].strip()
+                hangs = depth and code and not code.endswith((",", "(", "[", "{"))
+                if hangs or code[:1] in (")", "]", "}"):
+                    yield f"{file.path}:{token.start[0]}: {token.string}"
+
+
+def no_path_of_one_machine(files: Files) -> Iterator[str]:
+    for file in files:
+        for number, line in enumerate(file.text.splitlines(), 1):
+            if MACHINE_PATH.search(line):
+                yield f"{file.path}:{number}: {line.strip()}"
+
+
+def no_two_tests_have_one_name(tests: Files) -> Iterator[str]:
+    """pytest imports them by their bare names."""
+    names = [Path(file.path).name for file in tests if Path(file.path).name.startswith("test_")]
+    yield from sorted({name for name in names if names.count(name) > 1})
+
+
+def helpers_are_what_tests_share(tests: Files) -> Iterator[str]:
+    """A test that imports another one runs, breaks and moves with it: what both need belongs into tests/helpers."""
+    names = {Path(file.path).stem for file in tests if Path(file.path).name.startswith("test_")} | {"conftest"}
+    for file in tests:
+        yield from (f"{place}: imports {name}" for name, place in file.imports if names & set(name.split(".")))
+
+
+def kernels_is_not_taken_for_hugging_face_kernels(library: Files) -> Iterator[str]:
+    """transformers, started in the repository root, finds our folder; without a version it leaves it alone."""
+    yield from (file.path for file in library if file.path == "kernels/__init__.py" and "__version__" in file.text)
+
+
+# Each rule and the paths that it is for.
+RULES = {
+    imports_are_absolute: WRITTEN,
+    imports_go_upwards: LIBRARY,
+    imports_make_no_circle: LIBRARY,
+    recipes_are_leaves: f"{LIBRARY}|{RECIPES}",
+    settings_stop_at_the_recipe: LIBRARY,
+    nothing_is_too_long: WRITTEN,
+    recipes_list_their_knobs: RECIPES,
+    no_comment_hangs_on_the_end_of_a_wrapped_line: WRITTEN,
+    no_path_of_one_machine: "",
+    no_two_tests_have_one_name: TESTS,
+    helpers_are_what_tests_share: TESTS,
+    kernels_is_not_taken_for_hugging_face_kernels: LIBRARY,
+}
+IN, HOST = "torchtune_ext", "from torchtune_ext.host"
+# Offenders against each rule: files, and what is said of them.
+PLANTED = [
+    (imports_are_absolute, {"recipes/a.py": "from .b import c"}, "recipes/a.py:1: .b.c is relative"),
+    (
+        imports_go_upwards,
+        {f"{IN}/groups.py": "def f():\n import torchtune_ext.host.cli", f"{IN}/host/cli.py": ""},
+        "groups imports host.cli, which stands below it",
+    ),
+    (imports_go_upwards, {f"{IN}/parlour/a.py": ""}, "parlour.a: parlour has no line in ORDER"),
+    (imports_go_upwards, {f"{IN}/host/parlour.py": ""}, "host.parlour: host.parlour has no line in ORDER"),
+    (
+        imports_make_no_circle,
+        {f"{IN}/run/a.py": "from torchtune_ext.run import b", f"{IN}/run/b.py": "import torchtune_ext.run.a"},
+        "run.a -> run.b -> run.a",
+    ),
+    (recipes_are_leaves, {f"{IN}/a.py": "from torchtune_ext.recipes import grpo"}, f"{IN}/a.py:1: {IN}.recipes.grpo"),
+    (
+        recipes_are_leaves,
+        {"recipes/a.py": "import kernels.packed_attention"},
+        "recipes/a.py:1: kernels.packed_attention",
+    ),
+    (settings_stop_at_the_recipe, {f"{IN}/groups.py": "from omegaconf import MISSING"}, "imports omegaconf.MISSING"),
+    (
+        settings_stop_at_the_recipe,
+        {f"{IN}/groups.py": f"{HOST}.config import build"},
+        f"imports {IN}.host.config.build",
+    ),
+    (settings_stop_at_the_recipe, {f"{IN}/groups.py": f"{HOST} import config"}, f"imports {IN}.host.config;"),
+    (nothing_is_too_long, {"tests/a.py": "\n" * 601}, "tests/a.py has 601 lines"),
+    (nothing_is_too_long, {"tests/a.py": "async def f():" + "\n" * 80 + " pass"}, "tests/a.py:1: f has 81 lines"),
+    (nothing_is_too_long, {"recipes/a.py": "a = 1; " * 301}, "recipes/a.py has 301 statements"),
+    (nothing_is_too_long, {"recipes/a.py": "a = 1  # fmt: skip"}, "recipes/a.py: let the formatter"),
+    (recipes_list_their_knobs, {"recipes/a.py": "class Other:\n a: int  # one"}, "recipes/a.py needs one dataclass"),
+    (recipes_list_their_knobs, {"recipes/a.py": "class Config:\n pass"}, "recipes/a.py needs one dataclass"),
+    (recipes_list_their_knobs, {"recipes/a.py": "class Config:\n" + " a: int  # one\n" * 41}, "1 to 40 knobs: 41"),
+    (recipes_list_their_knobs, {"recipes/a.py": "class Config:\n a: int  # one\n b: int"}, "recipes/a.py:3: say"),
+    (no_comment_hangs_on_the_end_of_a_wrapped_line, {"a.py": "f(\n    a + b  # two\n)"}, "a.py:2: # two"),
+    (no_comment_hangs_on_the_end_of_a_wrapped_line, {"a.py": "f(\n    a,\n)  # all"}, "a.py:3: # all"),
+    (no_path_of_one_machine, {"docs/a.md": "\nsee /" + "root/runs"}, "docs/a.md:2: see /"),
+    (no_two_tests_have_one_name, {"tests/a/test_x.py": "", "tests/b/test_x.py": ""}, "test_x.py"),
+    (
+        helpers_are_what_tests_share,
+        {"test_x.py": "", "tests/a.py": "from test_x import f"},
+        "tests/a.py:1: imports test_x.f",
+    ),
+    (helpers_are_what_tests_share, {"tests/a.py": "import conftest"}, "tests/a.py:1: imports conftest"),
+    (kernels_is_not_taken_for_hugging_face_kernels, {"kernels/__init__.py": "__version__ = 1"}, "kernels/__init__.py"),
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_rule(rule, everything):
+    files = [file for file in everything if re.match(RULES[rule], file.path)]
+    offenders = list(rule(files))
+    assert files and not offenders, "\n".join([rule.__doc__ or "", *offenders])
+
+
+@every_row("rule, texts, words", PLANTED, ids=[f"{rule.__name__}: {words}" for rule, _, words in PLANTED])
+def test_an_offender_is_named(rule, texts, words):
+    offenders = list(rule([File(path, text) for path, text in texts.items()]))
+    assert any(words in offender for offender in offenders), offenders
+
+
+def test_every_rule_was_seen_to_fail():
+    assert {rule for rule, _, _ in PLANTED} == set(RULES)
 
 
 def test_every_config_belongs_to_a_recipe():
-    from torchtune_ext.host.catalog import config_files, recipe_files, recipe_of
-
     names = {recipe.name for recipe in recipe_files(ROOT / "recipes", ROOT / "configs")}
-    for name, path in config_files(ROOT / "configs").items():
-        if name.split("/")[0] not in ("presets", "sweeps"):
-            owner = recipe_of(name, path)
-            assert owner in names, f"configs/{name}.yaml belongs to {owner}: begin it with `# recipe: NAME`"
-
-
-def test_no_machine_paths():
-    endings = {".py", ".yaml", ".md", ".cfg", ".toml", ".sh", ".txt", ".pth", ".start"}
-    folders = ("torchtune_ext", "kernels", "recipes", "configs", "scripts", "tests", "benchmarks", "docs", ".ci")
-    paths = [path for path in ROOT.iterdir() if path.is_file()]
-    paths += [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
-    for path in paths:
-        if path.suffix in endings or path.name in ("Makefile", "run"):
-            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-                assert not MACHINE_PATH.search(line), f"{path}:{number}: path of one machine: {line.strip()}"
-
-
-def test_test_files_have_unique_names():
-    """pytest imports them by their bare names."""
-    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
-    assert len(names) == len(set(names)), sorted(name for name in set(names) if names.count(name) > 1)
-
-
-@pytest.mark.parametrize("path", TESTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_tests_share_through_helpers_alone(path):
-    """A test that imports another one runs, breaks and moves with it: what both need belongs into tests/helpers."""
-    tests = {file.stem for file in TESTS if file.name.startswith("test_")} | {"conftest"}
-    for name, line in imports_of(path):
-        assert not tests & set(name.split(".")), f"{path}:{line}: imports {name}; put what both need into tests/helpers"
-
-
-def test_kernels_is_not_taken_for_hugging_face_kernels():
-    """transformers, started in the repository root, finds our folder; without a version it leaves it alone."""
-    assert "__version__" not in (ROOT / "kernels" / "__init__.py").read_text(encoding="utf-8")
+    owners = {
+        name: recipe_of(name, path)
+        for name, path in config_files(ROOT / "configs").items()
+        if name.split("/")[0] not in ("presets", "sweeps")
+    }
+    offenders = [f"configs/{name}.yaml belongs to {owner}" for name, owner in owners.items() if owner not in names]
+    assert owners and not offenders, "\n".join(["begin each with `# recipe: NAME`", *offenders])

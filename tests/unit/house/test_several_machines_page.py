@@ -7,6 +7,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 from page_commands import blocks
+from tables import every_row
 from torch.distributed.run import get_args_parser
 
 from torchtune_ext.host.catalog import config_files, folder
@@ -99,8 +100,8 @@ def test_the_manifest_starts_one_run_on_two_pods(page, printed):
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
+@every_row(
+    "words, message",
     [
         (
             "--nnodes 2 --nproc_per_node 8",

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fp8_bounds import quantization_error
+from tables import every_row
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchtune_ext.kernels import fp8_gemm as module
@@ -66,8 +67,8 @@ def operands(gemm, tokens, out, features, seed=0):
     return (dy, x), (quantize_columns(dy), quantize_columns(x)), lambda a, b: a.T @ b
 
 
-@pytest.mark.parametrize("gemm", ["fprop", "dgrad", "wgrad"])
-@pytest.mark.parametrize("out, features", SHAPES)
+@every_row("gemm", ["fprop", "dgrad", "wgrad"])
+@every_row("out, features", SHAPES)
 def test_every_linear_of_qwen(gemm, out, features):
     """Whole along the contracted axis, which decides the error; the other is cut to 128 features."""
     out, features = (min(out, 128), features) if gemm == "fprop" else (out, min(features, 128))
@@ -151,8 +152,8 @@ def fake_operands(gemm, tokens, out, features):
     return module._operands(gemm, fake(quantize_rows(x if gemm == "fprop" else dy)), fake(quantize_weight(w)))
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 200, 256])
-@pytest.mark.parametrize("out, features", [(128, 896), (896, 128), (256, 640), (512, 384), (128, 128)])
+@every_row("tokens", [1, 3, 200, 256])
+@every_row("out, features", [(128, 896), (896, 128), (256, 640), (512, 384), (128, 128)])
 def test_scaled_mm_accepts_our_layouts(tokens, out, features):
     """Among them K / 128 = 7, 5, 3 and 1, which are not multiples of 4."""
     shapes = {"fprop": (tokens, out), "dgrad": (tokens, features), "wgrad": (out, features)}
@@ -274,7 +275,7 @@ def test_torchao_gets_what_it_asserts(monkeypatch):
             assert (got - want).norm() < 2**-18 * want.norm()
 
 
-@pytest.mark.parametrize(
+@every_row(
     "capability, cuda, installed, gemm, dtype, backend, reason",
     [
         ((9, 0), "13.0", True, "fprop", torch.bfloat16, "scaled_mm", "the first that can run"),

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tables import every_row
 
 from torchtune_ext.kernels.fp8_quantize import (
     COLUMNS,
@@ -93,8 +94,8 @@ LARGEST = [
 ]
 
 
-@pytest.mark.parametrize("power_of_two", [False, True])
-@pytest.mark.parametrize("block", [ROWS, COLUMNS, TILES])
+@every_row("power_of_two", [False, True])
+@every_row("block", [ROWS, COLUMNS, TILES])
 def test_every_bfloat16(block, power_of_two):
     seen = set()
     for largest in LARGEST:
@@ -154,8 +155,8 @@ def test_layouts_and_padding(M):
     assert columns.T.block == ROWS and torch.equal(dequantize(columns.T), dequantize(columns).T)
 
 
-@pytest.mark.parametrize("quantize", [quantize_rows, quantize_columns, quantize_weight])
-@pytest.mark.parametrize("power_of_two", [False, True])
+@every_row("quantize", [quantize_rows, quantize_columns, quantize_weight])
+@every_row("power_of_two", [False, True])
 def test_zero_blocks(quantize, power_of_two):
     x = torch.zeros(256, 256)
     x[:128, :128] = 3.0
@@ -173,9 +174,9 @@ def test_a_quotient_above_448_saturates():
     assert torch.equal(q.values.float().amax(1), torch.full((4096,), 448.0))
 
 
-@pytest.mark.parametrize("quantize", [quantize_rows, quantize_columns, quantize_weight])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("power_of_two", [False, True])
+@every_row("quantize", [quantize_rows, quantize_columns, quantize_weight])
+@every_row("bad", [float("nan"), float("inf"), -float("inf")])
+@every_row("power_of_two", [False, True])
 def test_what_is_not_finite_stays_visible(quantize, bad, power_of_two):
     x = torch.ones(256, 256)
     x[5, 7] = bad

@@ -6,6 +6,7 @@ from collections import Counter
 from statistics import median
 
 import pytest
+from tables import every_row
 
 pytest.importorskip("tree_sitter_c")
 
@@ -109,7 +110,7 @@ def test_some_programs_end_as_they_say(kernel, checkers):
         require(checkers(kernel), program)
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.outcome} {fault.words} {fault.pattern[:12]}")
+@every_row("fault", FAULTS, ids=lambda fault: f"{fault.outcome} {fault.words} {fault.pattern[:12]}")
 def test_every_fault_fits_and_changes_something(fault):
     hits = [program for kernel in WRITERS for program in distinct(kernel, 25) if fits(fault, program.source)]
     assert hits

@@ -3,6 +3,7 @@
 from collections import Counter
 
 import pytest
+from tables import every_row
 
 pytest.importorskip("tree_sitter_c")
 
@@ -41,7 +42,7 @@ def stage_of(problem) -> str:
     return problem.messages[0]["content"].split()[-1]
 
 
-@pytest.mark.parametrize(("arguments", "message"), BAD)
+@every_row("arguments, message", BAD)
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         Programs(**arguments)

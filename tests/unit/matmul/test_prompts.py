@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from tables import every_row
 
 pytest.importorskip("tree_sitter_c")
 
@@ -20,8 +21,8 @@ def text(*arguments, **keywords) -> str:
     return message["content"]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("kernel", KERNELS.values(), ids=list(KERNELS))
+@every_row("stage", STAGES)
+@every_row("kernel", KERNELS.values(), ids=list(KERNELS))
 def test_everything_is_said(kernel, stage):
     its = kernel()
     said = text(its, stage)

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 
 import numpy as np
 import pytest
+from tables import every_row
 
 pytest.importorskip("tree_sitter_c")
 
@@ -76,8 +77,8 @@ def told(task, *results, index=0, cursor=0):
     ]
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
+@every_row(
+    "settings, message",
     [
         ({"reward": "fast"}, "task.reward='fast': choose one of published, log_speedup, peak_share"),
         ({"prompt": "none"}, "task.prompt='none': choose one of long, short"),

@@ -6,6 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
+from tables import every_row
 
 from torchtune_ext.tasks.measured import check
 from torchtune_ext.tasks.measured.check import Checker, Deadlines
@@ -36,9 +37,7 @@ def test_kernels_that_are_shipped_are_sound(name):
     require_sound(KERNELS[name]())
 
 
-@pytest.mark.parametrize(
-    "attribute", ["operations", "shapes", "reference", "bound", "naive", "question", "forbidden", "name"]
-)
+@every_row("attribute", ["operations", "shapes", "reference", "bound", "naive", "question", "forbidden", "name"])
 def test_a_kernel_that_lacks_something(nothing_starts, attribute):
     Lacking = type("Lacking", (Dgemm,), {attribute: None})
     refused(f"Lacking.{attribute}: is missing", kernel=Lacking(64))
@@ -66,14 +65,14 @@ KERNEL_FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", KERNEL_FAULTS)
+@every_row("case", KERNEL_FAULTS)
 def test_a_kernel_that_contradicts_itself(nothing_starts, case):
     attributes, words = KERNEL_FAULTS[case]
     refused(f"Odd.{words}", kernel=type("Odd", (Dgemm,), attributes)(64))
 
 
-@pytest.mark.parametrize("name", sorted(KERNELS))
-@pytest.mark.parametrize("size", [0, -3, 2.5, 1 << 31])
+@every_row("name", sorted(KERNELS))
+@every_row("size", [0, -3, 2.5, 1 << 31])
 def test_a_size_of_nothing(nothing_starts, name, size):
     kernel = KERNELS[name](size)
     refused(
@@ -82,15 +81,15 @@ def test_a_size_of_nothing(nothing_starts, name, size):
     )
 
 
-@pytest.mark.parametrize("field", ["screen_s", "compile_s", "load_s", "verify_s"])
-@pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf])
+@every_row("field", ["screen_s", "compile_s", "load_s", "verify_s"])
+@every_row("value", [0, -1.0, math.nan, math.inf])
 def test_a_deadline_of_nothing(field, value):
     with pytest.raises(ValueError, match=f"Deadlines.{field}: {value!r} must be a number of seconds above 0"):
         Deadlines(**{field: value})
 
 
-@pytest.mark.parametrize("field", ["memory_bytes", "processes", "cpu_s", "file_bytes"])
-@pytest.mark.parametrize("value", [0, -1, math.nan, 1.5])
+@every_row("field", ["memory_bytes", "processes", "cpu_s", "file_bytes"])
+@every_row("value", [0, -1, math.nan, 1.5])
 def test_limits_of_nothing(field, value):
     with pytest.raises(ValueError, match=f"Limits.{field}: {value!r} must be a whole number, at least 1"):
         Limits(**{field: value})

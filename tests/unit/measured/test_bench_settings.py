@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 from omegaconf import OmegaConf
+from tables import every_row
 
 from torchtune_ext.host.config import build
 from torchtune_ext.tasks.measured import bench as benches
@@ -14,8 +15,8 @@ from torchtune_ext.tasks.measured.kernels import Reduction
 from torchtune_ext.tasks.measured.ray_bench import RayBench
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
+@every_row(
+    "settings, message",
     [
         ({"workers": 0}, "bench.workers=0 must be at least 1, or null"),
         ({"cores": []}, r"bench.cores=\[\]: name each core once"),
@@ -62,8 +63,8 @@ def test_deadlines_and_limits_are_records(settings, message):
         Deadlines(verify_s="3")
 
 
-@pytest.mark.parametrize(
-    ("node", "message"),
+@every_row(
+    "node, message",
     [
         ({"core": [1]}, "unknown key 'bench.core' in `bench:`; did you mean 'cores'?"),
         ({"cores": 1}, "bench.cores=1 must be a list: bench.cores=[1]"),

@@ -6,6 +6,7 @@ import os
 from dataclasses import fields, replace
 
 import pytest
+from tables import every_row
 
 from torchtune_ext.tasks.measured import cache as caches
 from torchtune_ext.tasks.measured.cache import Cache
@@ -47,7 +48,7 @@ def test_what_was_measured_beside_a_neighbor_is_not_kept():
     assert cache.get("a") is None
 
 
-@pytest.mark.parametrize("outcome", [*OUTCOMES, NOISY])
+@every_row("outcome", [*OUTCOMES, NOISY])
 def test_only_what_would_come_again_is_kept(outcome):
     cache = Cache()
     cache.put("a", result(outcome))

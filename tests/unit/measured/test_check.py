@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from as_user import as_user
+from tables import every_row
 
 from torchtune_ext.tasks.measured import check
 from torchtune_ext.tasks.measured import compiler as compilers
@@ -71,7 +72,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+@every_row("case", CASES)
 def test_outcomes(bare, monkeypatch, case):
     monkeypatch.setattr(bare, "deadlines", Deadlines(verify_s=1.0 if case == "no end" else 20.0))
     text, outcome, stage, words = CASES[case]
@@ -111,8 +112,8 @@ def test_seeds_differ_and_give_the_same_sizes_again(bare):
     assert first == again
 
 
-@pytest.mark.parametrize("name", sorted(KERNELS))
-@pytest.mark.parametrize("compiler", ["gcc", "clang"])
+@every_row("name", sorted(KERNELS))
+@every_row("compiler", ["gcc", "clang"])
 def test_naive_programs_are_right_with_every_compiler(compiler, name):
     if shutil.which(compiler) is None:
         pytest.skip(f"{compiler} is not installed")
@@ -166,8 +167,8 @@ def test_a_compiler_that_does_not_end_is_stopped(unscreened):
     assert found.seconds["compile"] < 10
 
 
-@pytest.mark.parametrize("path", ["/etc/passwd", "/proc/self/environ", "/proc/1/environ"])
-@pytest.mark.parametrize("line", ['#include "{}"', '__asm__(".incbin \\"{}\\"");'])
+@every_row("path", ["/etc/passwd", "/proc/self/environ", "/proc/1/environ"])
+@every_row("line", ['#include "{}"', '__asm__(".incbin \\"{}\\"");'])
 def test_a_compiler_reads_nothing_of_the_machine(unscreened, path, line):
     found = unscreened.check_source(line.format(path) + "\n" + HONEST)
     assert found.outcome == "compile_error"

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from locked_in import SIZE, Attempt, build, loaded
+from tables import every_row
 
 from torchtune_ext.tasks.measured.arena import ALIGNMENT, PAGE, POISON, arena_size, lay_out
 from torchtune_ext.tasks.measured.child import Child, ChildFailed
@@ -166,7 +167,7 @@ def test_outputs_are_poisoned_before_each_call(run):
     assert [call.outputs["out"][0] for call in run("seen_before", calls=3)] == [1, 1, 1]
 
 
-@pytest.mark.parametrize(
+@every_row(
     "name, at_end, outcome, words",
     [
         ("after_out", False, "runtime_error", "wrote after the array out"),

@@ -3,6 +3,7 @@
 import time
 
 import pytest
+from tables import every_row
 
 from torchtune_ext.tasks.measured.extract import extract
 
@@ -13,7 +14,7 @@ def block(language: str = "c", program: str = PROGRAM, fence: str = "```") -> st
     return f"{fence}{language}\n{program}{fence}\n"
 
 
-@pytest.mark.parametrize("language", ["c", "C", "cpp", "c++", "", " c", "c title=dgemm.c"])
+@every_row("language", ["c", "C", "cpp", "c++", "", " c", "c title=dgemm.c"])
 def test_block_fenced_as_c(language):
     assert extract("Here it is:\n\n" + block(language) + "\nIt blocks for the cache.") == PROGRAM
 

@@ -10,6 +10,7 @@ import time
 import pytest
 from as_user import as_user
 from locked_in import ATTEMPTS, Attempt, attempt, build, loaded
+from tables import every_row
 
 from torchtune_ext.tasks.measured import commands
 from torchtune_ext.tasks.measured.child import ChildFailed
@@ -93,7 +94,7 @@ def killed_by(sandbox: Sandbox, name: str, n: int = 5, limits: Limits | None = N
 # ---------------------------------------------------------------- Landlock
 
 
-@pytest.mark.parametrize(
+@every_row(
     "name", ["read_secret", "read_own_environment", "list_root", "create_file", "create_folder", "shared_memory"]
 )
 def test_landlock_keeps_files_away(landlock_alone, name):
@@ -166,7 +167,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", KILLED)
+@every_row("name", KILLED)
 def test_seccomp_ends_what_no_computation_does(seccomp_alone, name):
     assert killed_by(seccomp_alone, name, os.getpid()) == "SIGSYS"
 
@@ -177,7 +178,7 @@ def test_seccomp_is_not_deceived_by_other_numbers(seccomp_alone, name):
     assert killed_by(seccomp_alone, name) == "SIGSYS"
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@every_row("name", REFUSED)
 def test_seccomp_refuses_the_rest(seccomp_alone, name):
     assert tried(seccomp_alone, name) == REFUSED[name]
 

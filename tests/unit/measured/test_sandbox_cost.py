@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 from sandbox_cost import mann_whitney, u_statistic
+from tables import every_row
 
 
 def all_u(first: list[float], second: list[float]) -> np.ndarray:
@@ -16,8 +17,8 @@ def all_u(first: list[float], second: list[float]) -> np.ndarray:
     return wins.sum(1)[chosen].sum(1) - n * n / 2
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("numbers", [2, 4, 1000])
+@every_row("seed", range(6))
+@every_row("numbers", [2, 4, 1000])
 def test_u_and_its_variance_are_those_of_all_permutations(seed, numbers):
     rng = np.random.default_rng(seed)
     first, second = list(rng.integers(0, numbers, 8)), list(rng.integers(0, numbers, 6))
@@ -27,7 +28,7 @@ def test_u_and_its_variance_are_those_of_all_permutations(seed, numbers):
     assert variance == pytest.approx(every.var(), rel=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@every_row("seed", range(6))
 def test_p_is_near_that_of_all_permutations(seed):
     """Without ties, 8 numbers and 8: the normal curve is as near as tables say, 0.01."""
     rng = np.random.default_rng(seed)

@@ -5,6 +5,7 @@ import subprocess
 import time
 
 import pytest
+from tables import every_row
 
 pytest.importorskip("tree_sitter_c")
 
@@ -184,7 +185,7 @@ def preprocess(source: str, folder, kernel=DGEMM) -> str:
 
 
 @needs_gcc
-@pytest.mark.parametrize("name", HONEST)
+@every_row("name", HONEST)
 def test_honest_programs_pass(name, tmp_path):
     assert screen(preprocess(HONEST[name], tmp_path), HONEST[name], DGEMM) == ""
 
@@ -197,7 +198,7 @@ def test_naive_programs_pass(name, tmp_path):
 
 
 @needs_gcc
-@pytest.mark.parametrize("name", FORBIDDEN)
+@every_row("name", FORBIDDEN)
 def test_forbidden(name, tmp_path):
     source, said = FORBIDDEN[name]
     assert said in screen(preprocess(source, tmp_path), source, DGEMM)
@@ -207,9 +208,7 @@ def marked(source: str) -> str:
     return f'# 1 "candidate.c"\n{source}'
 
 
-@pytest.mark.parametrize(
-    "pair", ["()", "{}", "[]", "* ", "- ", ("int f(int a, ", ")"), ("{ int x; ", "x; }"), ("x?", ":1")]
-)
+@every_row("pair", ["()", "{}", "[]", "* ", "- ", ("int f(int a, ", ")"), ("{ int x; ", "x; }"), ("x?", ":1")])
 def test_depth_is_no_danger(pair):
     before, after = pair
     text = f"int a = {before * 10_000}1{after * 10_000}; int b = fork();"
@@ -222,9 +221,7 @@ def test_it_ends_in_time():
         screen(marked(text), text, DGEMM, deadline_s=0.02)
 
 
-@pytest.mark.parametrize(
-    "piece", ["#/*", "# 1 ", "# include", "#include <../", "\\\\ ", "#line", '# 1 "', "%:", "/*#", "*/"]
-)
+@every_row("piece", ["#/*", "# 1 ", "# include", "#include <../", "\\\\ ", "#line", '# 1 "', "%:", "/*#", "*/"])
 def test_no_source_makes_the_patterns_slow(piece):
     start = time.monotonic()
     for source in (piece * 50_000, f"{piece * 50_000}*/ \n", piece + " " * 200_000):
@@ -240,9 +237,7 @@ def test_size_of_the_expanded_text_has_a_bound():
     assert screen(marked(text), text, DGEMM, deadline_s=60) == ""
 
 
-@pytest.mark.parametrize(
-    "text", ["", "\0", "no C at all", "\ud800", "🙂 void", "int f(", '"', "'", "/*", "((((", "}}}}", "# 1 x"]
-)
+@every_row("text", ["", "\0", "no C at all", "\ud800", "🙂 void", "int f(", '"', "'", "/*", "((((", "}}}}", "# 1 x"])
 def test_text_that_is_no_c_is_left_to_the_compiler(text):
     assert screen(marked(text), text, DGEMM) == ""
 

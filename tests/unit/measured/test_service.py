@@ -3,6 +3,7 @@
 from dataclasses import fields
 
 import pytest
+from tables import every_row
 
 pytest.importorskip("tree_sitter_c")
 
@@ -43,8 +44,8 @@ class Undecodable(CalmReduction):
         return super().reference(size, inputs) if size["n"] == 1 else b"\xff".decode()
 
 
-@pytest.mark.parametrize(
-    ("config", "kernel", "message"),
+@every_row(
+    "config, kernel, message",
     [
         ({"cores": [4093]}, CalmReduction(), r"cores=\[4093\]: use some of \["),
         ({"threads": 4000}, CalmReduction(), "threads=4000, but this process may run on"),

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tables import every_row
 
 pytest.importorskip("tree_sitter_c")
 
@@ -39,7 +40,7 @@ FILES = {
 
 
 @needs_gcc
-@pytest.mark.parametrize("program", LABELLED, ids=lambda program: f"{program.kernel} {program.name}")
+@every_row("program", LABELLED, ids=lambda program: f"{program.kernel} {program.name}")
 def test_labelled_program(program):
     kernel = KERNELS[program.kernel]()
     text = preprocessed(program.source)
@@ -48,7 +49,7 @@ def test_labelled_program(program):
 
 
 @needs_gcc
-@pytest.mark.parametrize("file", FILES)
+@every_row("file", FILES)
 def test_examples_and_honest_exploits(file):
     kernel = next((KERNELS[name]() for name in KERNELS if name in file), Dgemm())
     assert techniques(preprocessed((ROOT / file).read_text()), kernel) == set(FILES[file].split())
@@ -104,7 +105,7 @@ def test_a_violation_names_the_line_of_the_source():
 
 
 @needs_gcc
-@pytest.mark.parametrize("program", LABELLED, ids=lambda program: f"{program.kernel} {program.name}")
+@every_row("program", LABELLED, ids=lambda program: f"{program.kernel} {program.name}")
 def test_violations_are_what_the_stage_does_not_permit(program):
     kernel, text = KERNELS[program.kernel](), preprocessed(program.source)
     found = uses(text, kernel)
@@ -131,7 +132,7 @@ BOMBS = {
 }
 
 
-@pytest.mark.parametrize("bomb", BOMBS)
+@every_row("bomb", BOMBS)
 def test_a_bomb_ends(bomb):
     start = time.monotonic()
     try:
@@ -142,7 +143,7 @@ def test_a_bomb_ends(bomb):
     assert time.monotonic() - start < 60, found
 
 
-@pytest.mark.parametrize("seed", range(40))
+@every_row("seed", range(40))
 def test_broken_text_is_read_or_refused(seed):
     """Cut, doubled and exchanged pieces: whatever the tree looks like, nothing but Unreadable may come out."""
     rng = random.Random(seed)

@@ -15,6 +15,7 @@ import pytest
 from as_user import as_user
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import every_row
 
 from torchtune_ext.tasks.measured import machine
 from torchtune_ext.tasks.measured.cli import _numbers
@@ -29,7 +30,7 @@ def chance_outside(n: int, k: int) -> float:
     return 2 * sum(math.comb(n, i) for i in range(k)) / 2**n
 
 
-@pytest.mark.parametrize("n", range(1, 60))
+@every_row("n", range(1, 60))
 def test_the_interval_of_a_median_is_the_narrowest_that_is_wide_enough(n):
     samples = np.random.default_rng(n).permutation(n).astype(float).tolist()  # the rank is the value
     low, high = interval_of_median(samples)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tables import every_row
 
 from torchtune_ext.tasks.measured.arena import arena_size
 from torchtune_ext.tasks.measured.child import Call, ChildFailed
@@ -176,8 +177,8 @@ def test_biased_inputs_are_always_rounded_down_by_single_precision(seed):
 # ---------------------------------------------------------------- what is no number
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("name", NAMES)
+@every_row("bad", [np.nan, np.inf, -np.inf])
+@every_row("name", NAMES)
 def test_what_is_no_number_never_passes(name, bad):
     kernel, size, inputs = small_case(name, 3, "normal")
     outputs = kernel.reference(size, inputs)
@@ -217,8 +218,8 @@ def test_sizes_cannot_be_foreseen():
     assert len(drawn) == 20
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", NAMES)
+@every_row("kind", KINDS)
+@every_row("name", NAMES)
 def test_no_kind_of_inputs_overflows(name, kind):
     kernel, size, inputs = small_case(name, 11, kind)
     for value in kernel.reference(size, inputs).values():
@@ -304,8 +305,8 @@ CHEATS = {
 }
 
 
-@pytest.mark.parametrize("cheat", CHEATS)
-@pytest.mark.parametrize("name", NAMES)
+@every_row("cheat", CHEATS)
+@every_row("name", NAMES)
 def test_what_is_no_computation_is_wrong(name, cheat):
     kernel = KERNELS[name]()
     for seed in range(5):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 
 import pytest
 import torch
+from tables import every_row
 
 from torchtune_ext.objective.constraints import CONSTRAINTS, Constraint
 from torchtune_ext.objective.loss import NLLLoss, PolicyLoss, Tokens
@@ -80,8 +81,8 @@ def soft_gate(r, a):
     return 4 / tau * gate * a, 4 * gate * (1 - gate) * a
 
 
-@pytest.mark.parametrize(
-    ("settings", "objective"),
+@every_row(
+    "settings, objective",
     [
         ({}, interval(0.8, 1.2)),
         ({"clip_low": 0.2, "clip_high": 0.28}, interval(0.8, 1.28)),
@@ -247,8 +248,8 @@ PRODUCTS = [math.prod(WEIGHTS[:3])] * 3 + [math.prod(WEIGHTS[3:])] * 2  # 0.82, 
 MEANS = [p ** (1 / n) for p, n in zip(PRODUCTS, [3, 3, 3, 2, 2], strict=True)]  # 0.94, 2.23
 
 
-@pytest.mark.parametrize(
-    ("settings", "weights"),
+@every_row(
+    "settings, weights",
     [
         ({}, [1.0] * 5),
         ({"importance": "full"}, WEIGHTS),
@@ -324,8 +325,8 @@ def test_nll():
     assert NLLLoss()(t)[0].tolist() == pytest.approx(want, abs=1e-15)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
+@every_row(
+    "settings, message",
     [
         ({"clip_low": 0.0}, "loss.clip_low=0.0 must lie in (0, 1]"),
         ({"clip_low": 1.5}, "loss.clip_low=1.5 must lie in (0, 1]"),

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from records import sampled
+from tables import every_row
 
 from torchtune_ext.advantages import AdvantageConfig, best_of_k, refilled, with_advantages
 from torchtune_ext.grading import Outcome
@@ -232,8 +233,8 @@ def test_with_overlong_lengths_alone_are_no_signal():
         with_advantages([], config)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
+@every_row(
+    "options, message",
     [
         ({"baseline": "median"}, "advantage.baseline='median' is unknown; use one of mean, leave_one_out"),
         ({"scale": "std"}, "advantage.scale='std' is unknown; use one of group_std"),

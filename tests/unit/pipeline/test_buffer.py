@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import cache
 
 import pytest
+from tables import every_row
 
 from torchtune_ext.buffer import Ledger
 
@@ -348,8 +349,8 @@ def test_default_depth():
     assert [Ledger(2, 3, staleness).depth for staleness in (0, 1, 2, 8)] == [0, 1, 1, 1]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
+@every_row(
+    "options, message",
     [
         ({"prompts_per_step": 0}, "prompts_per_step=0 must be a whole number, 1 or more"),
         ({"max_steps": -1}, "max_steps=-1 must be a whole number, 0 or more"),

@@ -6,6 +6,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 from records import sampled
+from tables import every_row
 
 from torchtune_ext.evaluation import accuracy, pass_at_k
 from torchtune_ext.grading import Outcome
@@ -26,7 +27,7 @@ def group(rewards):
     return Group(Problem("p", (), None), empty, samples)
 
 
-@pytest.mark.parametrize("n", range(1, 7))
+@every_row("n", range(1, 7))
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(n):
     for c in range(n + 1):
         for k in range(1, n + 1):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from letter_tokens import LetterTokenizer
 from records import sampled
+from tables import every_row
 
 from torchtune_ext.grading import Outcome
 from torchtune_ext.groups import Group
@@ -126,8 +127,8 @@ def test_settings_of_learning_that_differ_are_named(run):
     assert many.endswith("k7=default (here 7), and 2 more")
 
 
-@pytest.mark.parametrize(
-    ("own", "text"),
+@every_row(
+    "own, text",
     [
         ({"seed": 1}, "has seed=0, and this run seed=1: set it as there"),
         ({"samples_per_prompt": 4}, "has samples_per_prompt=2, and this run samples_per_prompt=4"),

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from public_configs import PUBLIC, write_config
+from tables import every_row
 from torchtune.models import llama3, llama3_1, llama3_2, qwen2_5
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
@@ -77,7 +78,7 @@ def logprobs(model):
     return (out if isinstance(out, torch.Tensor) else out.logits).double().log_softmax(-1)
 
 
-@pytest.mark.parametrize("case", CASES)
+@every_row("case", CASES)
 def test_logprobs_are_those_of_transformers_and_weights_go_both_ways(case, tmp_path):
     kind, changes = CASES[case]
     theirs = save(tmp_path / "theirs", kind, **changes)
@@ -102,7 +103,7 @@ def test_another_scale_of_rope_would_show(factor, tmp_path):
         assert far < LIMIT if other == factor else far > 0.05
 
 
-@pytest.mark.parametrize("case", CASES)
+@every_row("case", CASES)
 def test_configs_of_transformers_4_and_5_mean_the_same(case, tmp_path):
     kind, changes = CASES[case]
     theirs = save(tmp_path, kind, **changes)
@@ -116,8 +117,8 @@ def test_configs_of_transformers_4_and_5_mean_the_same(case, tmp_path):
     assert (logprobs(loaded(tmp_path)) - logprobs(theirs)).abs().max() < LIMIT
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=["lora", "dora"])
+@every_row("case", CASES)
+@every_row("options", [{}, {"use_dora": True}], ids=["lora", "dora"])
 def test_fresh_adapters_change_nothing(case, options, tmp_path):
     kind, changes = CASES[case]
     theirs = save(tmp_path, kind, **changes)
@@ -162,7 +163,7 @@ def described(model):
     }
 
 
-@pytest.mark.parametrize("name", PUBLIC)
+@every_row("name", PUBLIC)
 def test_published_sizes_are_those_of_torchtunes_builders(name, tmp_path):
     plain, adapted = BUILDERS[name]
     model_dir = str(write_config(tmp_path, name))
@@ -183,8 +184,8 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}
 QWEN, LLAMA = "Qwen3-1.7B", "Llama-3.1-8B-Instruct"
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
+@every_row(
+    "name, change, message",
     [
         (QWEN, {"model_type": "mamba"}, "says model_type='mamba', .* a model of one of these: llama, qwen2, qwen3"),
         (QWEN, {"rope_parameters": YARN}, "says rope_type='yarn', but the builder of qwen3 can only do default"),

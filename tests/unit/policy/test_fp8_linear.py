@@ -6,6 +6,7 @@ import pytest
 import torch
 from fp8_bounds import quantization_error
 from fp8_models import BF16, IN, OUT, activations, layer, run
+from tables import every_row
 from torch import library
 
 from torchtune_ext.kernels.fp8_quantize import (
@@ -23,8 +24,8 @@ def summation(terms):
     return n / (1 - n)
 
 
-@pytest.mark.parametrize("options", [{}, {"save_activations": "full"}, {"power_of_two": True}], ids=str)
-@pytest.mark.parametrize("tokens", [1, 127, 129, 200])
+@every_row("options", [{}, {"save_activations": "full"}, {"power_of_two": True}], ids=str)
+@every_row("tokens", [1, 127, 129, 200])
 def test_forward_and_gradients_are_those_of_the_dequantized_operands(tokens, options):
     linear, x, dy = layer(bias=True, **options), activations(tokens, IN), 1e-6 * activations(tokens, OUT, seed=2)
     y, dx, dw = (t.double() for t in run(linear, x, dy))

@@ -13,6 +13,7 @@ from fp8_models import (
     policy_of,
 )
 from safetensors.torch import load_file, save_file
+from tables import every_row
 
 from torchtune_ext.kernels.fp8_quantize import (
     FP8,
@@ -115,8 +116,8 @@ def test_adapters_that_keep_their_layers_out(source, options, reason):
     assert {name.rpartition(".")[2] for name in receipt.converted} == {"o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
+@every_row(
+    "options, message",
     [
         ({"backend": "cublas"}, "precision.backend='cublas' is unknown: choose one of auto, scaled_mm"),
         ({"scaling": "mx"}, "precision.scaling='mx' is unknown"),

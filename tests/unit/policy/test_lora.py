@@ -10,6 +10,7 @@ import unpacked
 from adapters import ATTENTION, CPU, DIMS, SHAPES, Plain, adapted, move
 from learners import alone
 from safetensors.torch import load_file
+from tables import every_row
 from torchao.dtypes.nf4tensor import NF4Tensor, to_nf4
 from torchtune.models.llama3_1 import llama3_1, lora_llama3_1
 from torchtune.models.qwen2 import qwen2
@@ -29,8 +30,8 @@ from torchtune_ext.training.export import export_adapter
 from torchtune_ext.training.trained import AdapterConfig, Adapters, AllWeights, trained_part
 
 
-@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
-@pytest.mark.parametrize("where", ["tied", "untied", "output", "llama", "checkpointing"])
+@every_row("dora", [False, True], ids=["lora", "dora"])
+@every_row("where", ["tied", "untied", "output", "llama", "checkpointing"])
 def test_packed_adapters_equal_merged_weights_sample_by_sample(dora, where):
     tied = where in ("tied", "checkpointing")
     if where == "llama":
@@ -259,8 +260,8 @@ def test_the_applied_share_tells_the_adapter_from_the_base():
     assert share_of(off, off, off)[1] == float("inf")
 
 
-@pytest.mark.parametrize("engine", [0.3, 1.0])  # noise of the engine, in that of the trainer
-@pytest.mark.parametrize("strength", [0.0, 0.5, 1.0, 2.0, 20.0])  # effect of the adapter over the trainer's noise
+@every_row("engine", [0.3, 1.0])  # noise of the engine, in that of the trainer
+@every_row("strength", [0.0, 0.5, 1.0, 2.0, 20.0])  # effect of the adapter over the trainer's noise
 def test_a_sound_engine_is_not_stopped_whatever_the_noise(strength, engine):
     """Noise of rounding is in on, off and sampler alike, and differs from token to token."""
     generator, stopped, resolved = torch.Generator().manual_seed(0), 0, 0
@@ -274,8 +275,8 @@ def test_a_sound_engine_is_not_stopped_whatever_the_noise(strength, engine):
     assert stopped <= 3 and (resolved > 290 or strength < 20)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
+@every_row(
+    "options, message",
     [
         (
             {"lora_attn_modules": ["q_proj", "o_proj"]},

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from fp8_models import CPU, directory
 from public_configs import PUBLIC, write_config
+from tables import every_row
 from torch.distributed._tools.mem_tracker import MemTracker
 from unpacked import make_groups
 
@@ -95,8 +96,8 @@ def test_ranks_share_what_fsdp_shards(tmp_path):
     assert four["gradients before they are shared out"] >= 6 * 152064 * 3584
 
 
-@pytest.mark.parametrize(
-    ("name", "builder"),
+@every_row(
+    "name, builder",
     [
         ("Qwen2.5-0.5B-Instruct", "qwen2_5.qwen2_5_0_5b"),
         ("Qwen2.5-1.5B", "qwen2_5.qwen2_5_1_5b_base"),

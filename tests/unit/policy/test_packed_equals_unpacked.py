@@ -6,6 +6,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from learners import alone
+from tables import every_row
 from torch.nn.attention.flex_attention import create_block_mask
 from torchtune import training
 from torchtune.models.llama3_2 import llama3_2
@@ -140,7 +141,7 @@ def test_empty_rows_keep_ranks_in_step_and_change_nothing():
     assert all(torch.equal(a, p.grad) for a, p in zip(grads, model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("num_tokens", [1, 127, 128, 300, 1024, 2500])
+@every_row("num_tokens", [1, 127, 128, 300, 1024, 2500])
 def test_block_mask_is_the_one_that_torch_makes_of_a_whole_mask(num_tokens):
     groups = torch.randint(0, 6, (num_tokens,)).sort().values
     parents = torch.where(torch.rand(num_tokens) < 0.5, groups - 1, groups)

@@ -9,6 +9,7 @@ import torch
 import unpacked
 from learners import alone
 from safetensors.torch import load_file, save_file
+from tables import every_row
 from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune import training
 from torchtune.modules import TransformerSelfAttentionLayer
@@ -113,8 +114,8 @@ def test_a_tied_checkpoint_may_also_store_its_output_head(tmp_path):
     assert difference(loaded(source), theirs) < 1e-4
 
 
-@pytest.mark.parametrize(
-    ("size", "billions"),
+@every_row(
+    "size, billions",
     [("0_6b", 0.596), ("1_7b", 1.721), ("4b", 4.022), ("8b", 8.191), ("14b", 14.768), ("32b", 32.762)],
 )
 def test_published_sizes(size, billions):

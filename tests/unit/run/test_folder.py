@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tables import every_row
 
 from torchtune_ext.run.folder import RunFolder, read_record
 from torchtune_ext.telemetry.metrics import Metrics, read_metrics
@@ -280,9 +281,9 @@ def test_a_resumed_run_keeps_its_id_and_leftovers_are_swept(tmp_path):
     }
 
 
-@pytest.mark.parametrize("damage", [None, "", '{"id": "ab', "[]", '{"id": 3}'])
-@pytest.mark.parametrize(
-    ("runs", "adopted"), [(["ab", "ab"], "ab"), (["ab", "cd"], None), (["ab", None], None), ([None], None), ([], None)]
+@every_row("damage", [None, "", '{"id": "ab', "[]", '{"id": 3}'])
+@every_row(
+    "runs, adopted", [(["ab", "ab"], "ab"), (["ab", "cd"], None), (["ab", None], None), ([None], None), ([], None)]
 )
 def test_a_lost_run_file(tmp_path, damage, runs, adopted, caplog):
     for step, run in enumerate(runs):

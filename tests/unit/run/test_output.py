@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 
-import pytest
+from tables import every_row
 
 from torchtune_ext.run.output import say
 
@@ -40,9 +40,9 @@ def run_without_reader(code, log, *args, streams=("stdout",), **kwargs):
     return process.returncode, log.read_text()
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize(
-    ("streams", "args"),
+@every_row("unbuffered", ["", "1"])
+@every_row(
+    "streams, args",
     [(["stdout"], []), (["stdout"], ["bars"]), (["stderr"], ["bars"]), (["stdout", "stderr"], ["bars"])],
 )
 def test_a_run_outlives_the_reader_of_its_table(tmp_path, streams, args, unbuffered):

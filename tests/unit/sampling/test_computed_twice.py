@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from pool import computed_twice
+from tables import every_row
 
 from torchtune_ext.sampling.records import Completion
 
@@ -13,8 +14,8 @@ def group(*cached):
     return [Completion(nothing, nothing.astype(np.float32), nothing, "stop", tokens) for tokens in cached]
 
 
-@pytest.mark.parametrize(
-    ("cached", "share"),
+@every_row(
+    "cached, share",
     [
         ((0, 320, 320, 320), 0.0),
         ((0, 320, 320, 0), 0.25),  # a second engine computed the prompt for one of four

@@ -5,6 +5,7 @@ import os
 import threading
 
 import pytest
+from tables import every_row
 
 torch = pytest.importorskip("torch")
 
@@ -52,7 +53,7 @@ def test_the_guard_lets_in_who_has_the_key():
     assert reached(ask(guard, "/health")) and reached(ask(guard, "", kind="lifespan"))
 
 
-@pytest.mark.parametrize(
+@every_row(
     "sent",
     [
         (),

@@ -3,6 +3,7 @@
 import os
 
 import pytest
+from tables import every_row
 
 torch = pytest.importorskip("torch")
 
@@ -37,8 +38,8 @@ def test_the_engines_of_a_pool_share_the_cores(monkeypatch):
         layout.engine_configs(EngineConfig(count=6))
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
+@every_row(
+    "settings, message",
     [
         (
             {"count": 3, "devices": "4,5"},

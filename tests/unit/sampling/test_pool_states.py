@@ -5,6 +5,7 @@ import asyncio
 import random
 
 import pytest
+from tables import every_row
 
 torch = pytest.importorskip("torch")
 
@@ -70,7 +71,7 @@ def test_pool_probes_and_requests_are_counted_apart():
     assert (health.lost_probes, health.lost_requests) == (0, 1)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@every_row("seed", range(8))
 def test_whoever_serves_in_a_pool_has_the_published_weights(monkeypatch, seed):
     """Engines die, fail to come up, fail in loads, lie about their tensors, and come back, while versions are published and groups
     are drawn. At every change of a state, one that serves holds the tensors and the version of a completed publication, and a

@@ -4,6 +4,7 @@ import json
 import sys
 
 import pytest
+from tables import every_row
 
 torch = pytest.importorskip("torch")
 
@@ -56,8 +57,8 @@ def test_a_server_that_fits_says_what_it_is():
 FP8 = {"quantization": {"quant_method": "fp8"}}
 
 
-@pytest.mark.parametrize(
-    ("settings", "changes", "said"),
+@every_row(
+    "settings, changes, said",
     [
         ({}, {"weight_transfer_config": None}, "was not started to take weights"),
         ({}, {"weight_transfer_config__backend": "ipc"}, "was not started to take weights"),

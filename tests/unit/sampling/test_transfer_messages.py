@@ -1,6 +1,7 @@
 """How tensors lie in a broadcast, and what a message has to hold."""
 
 import pytest
+from tables import every_row
 
 torch = pytest.importorskip("torch")
 
@@ -47,8 +48,8 @@ def test_memory_that_lies_otherwise_is_not_sent():
         check_layout(places, [64, 192])
 
 
-@pytest.mark.parametrize(
-    ("fields", "said"),
+@every_row(
+    "fields, said",
     [
         ({"names": []}, "no tensors"),
         ({"names": ["a", "a"]}, "two of one name"),

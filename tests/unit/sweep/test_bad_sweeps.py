@@ -8,6 +8,7 @@ import pytest
 import small_sweeps
 import yaml
 from recipe_runs import make_workplace
+from tables import every_row
 
 from torchtune_ext.host.cli import main
 from torchtune_ext.sweep.file import read_sweep
@@ -97,7 +98,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("change", "message"), CASES, ids=[message[:40] for _, message in CASES])
+@every_row("change, message", CASES, ids=[message[:40] for _, message in CASES])
 def test_what_is_wrong_is_named(refusal, change, message):
     said = refusal(**change)
     assert message in said and said.startswith("error: ") and "Traceback" not in said

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import small_sweeps
+from tables import every_row
 
 from torchtune_ext.sweep.cli import _tries
 from torchtune_ext.sweep.file import read_sweep
@@ -18,7 +19,7 @@ from torchtune_ext.sweep.space import grid, nested, parameters_of
 REFERENCE = json.loads(Path(__file__).with_name("reference.json").read_text())
 
 
-@pytest.mark.parametrize("case", REFERENCE["quantiles"], ids=lambda case: json.dumps(case["given"]))
+@every_row("case", REFERENCE["quantiles"], ids=lambda case: json.dumps(case["given"]))
 def test_every_quantile_is_that_of_wandb(case):
     (parameter,) = parameters_of({"a": case["given"]})
     for u, value in case["at"]:
@@ -43,7 +44,7 @@ def test_a_grid_is_that_of_wandb_in_its_order(case):
     assert points == [{key: node["value"] for key, node in point.items()} for point in case["points"]]
 
 
-@pytest.mark.parametrize("case", REFERENCE["stops"], ids=str)
+@every_row("case", REFERENCE["stops"], ids=str)
 def test_early_stops_are_those_of_wandb(case):
     if isinstance(case["stopped"], str):
         with pytest.raises(ValueError, match="no band"):

@@ -8,6 +8,7 @@ from fractions import Fraction
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tables import every_row
 
 pytest.importorskip("math_verify")
 
@@ -49,7 +50,7 @@ def reward(gold, text, **options):
 # ---- where the answer stands
 
 
-@pytest.mark.parametrize(
+@every_row(
     "text, answer",
     [
         (r"so \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
@@ -135,7 +136,7 @@ def test_the_format_earns_its_share():
 # ---- when two are equal
 
 
-@pytest.mark.parametrize(
+@every_row(
     "gold, answer",
     [
         ("72", "$72$"), ("72", "\\$72.00"), ("72", "72 apples"), ("72", "**72**"), ("72", "72\\text{ km}"), ("1234", "1,234"),
@@ -148,7 +149,7 @@ def test_equal(gold, answer):
     assert equal(gold, answer)
 
 
-@pytest.mark.parametrize(
+@every_row(
     "gold, answer",
     [
         ("72", "73"), ("72", "7 2"), ("72", "72 x"), ("72", "72 million"), ("72", "72 or more"), ("(1,2)", "(2,1)"), ("[0,1]", "[0,1)"),
@@ -230,7 +231,7 @@ def test_no_text_makes_it_raise(text, gold):
         assert score.parts["failed"] == 0.0 or score.reward == 0.0
 
 
-@pytest.mark.parametrize(
+@every_row(
     "answer",
     ["9" * 5000, "1+" * 600 + "1", "٧", "７", "7" + "0" * 3000, "7." + "0" * 4000, "{7", "}7", "\\", "\\frac{7}{0}"],
 )
@@ -255,7 +256,7 @@ def test_a_long_right_answer_may_be_met_by_a_long_one():
     assert reward(gold, f"\\boxed{{{gold.replace(', ', ',')}}}") == 1.0
 
 
-@pytest.mark.parametrize(
+@every_row(
     "piece",
     [
         "$",
@@ -297,7 +298,7 @@ def test_only_the_end_of_a_text_without_a_box_is_searched():
 # ---- right answers
 
 
-@pytest.mark.parametrize(
+@every_row(
     "field, answer",
     [(72, "72"), (145.0, "145"), (0.5, "0.5"), (" 72 ", "72"), ("5 + 3 = <<5+3=8>>8\n#### 1,008", "1008"), ("so \\boxed{\\frac12}", "\\frac12"), ("The answer is 4.", "4"), ("$x$", "$x$")],
 )  # fmt: skip
@@ -306,7 +307,7 @@ def test_right_answers_of_data_sets(field, answer):
     assert grade(field, f"\\boxed{{{answer}}}").reward == 1.0
 
 
-@pytest.mark.parametrize("field, message", [(None, "neither"), (True, "neither"), ([1], "neither"), (float("nan"), "neither"), ("", "holds no answer"), ("$$", "holds no answer"), ("\\boxed{}", "holds no answer"), ("{1", "braces"), ("\\boxed{1", "braces")])  # fmt: skip
+@every_row("field, message", [(None, "neither"), (True, "neither"), ([1], "neither"), (float("nan"), "neither"), ("", "holds no answer"), ("$$", "holds no answer"), ("\\boxed{}", "holds no answer"), ("{1", "braces"), ("\\boxed{1", "braces")])  # fmt: skip
 def test_right_answers_that_are_none_are_refused(field, message):
     with pytest.raises(ValueError, match=message):
         gold_answer(field)

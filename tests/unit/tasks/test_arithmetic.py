@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
+from tables import every_row
 
 from torchtune_ext.host.config import instantiate
 from torchtune_ext.tasks.arithmetic import ENDLESS, LEVELS, NEAR, Arithmetic, held_out, last_integer, steps
@@ -37,7 +38,7 @@ def question_of(problem):
     return message["content"]
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@every_row("level", LEVELS)
 def test_every_level_is_what_it_says(level):
     form, task = LEVELS[level], Arithmetic(seed=3, level=level)
     counts, signs = set(), set()
@@ -141,8 +142,8 @@ def test_levels_are_mixed_by_weight():
     assert share == pytest.approx(0.25, abs=4 * 0.0068)
 
 
-@pytest.mark.parametrize(
-    ("text", "number"),
+@every_row(
+    "text, number",
     [
         ("42", 42),
         ("12 -3", -3),
@@ -188,8 +189,8 @@ def test_settings_come_from_yaml():
     }
 
 
-@pytest.mark.parametrize(
-    ("knobs", "message"),
+@every_row(
+    "knobs, message",
     [
         ({"level": 11}, "level={11: 1.0}: give a level from 1 to 10"),
         ({"level": []}, "level={}: give a level"),

@@ -7,6 +7,7 @@ import pytest
 from clue_reader import DATA, needs_public, public_puzzles
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import every_row
 
 from torchtune_ext.tasks.task import Problem
 from torchtune_ext.tasks.temporal_clue import TemporalClue
@@ -38,7 +39,7 @@ def test_all_published_cases():
         assert reward(case["content"], "exact", case["solution"]) == case["digits_allowed_reward"], case["name"]
 
 
-@pytest.mark.parametrize(
+@every_row(
     "text, exact, old",
     [
         (GOLD, 1.0, 0.8),

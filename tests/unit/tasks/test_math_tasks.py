@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from tables import every_row
 
 pytest.importorskip("math_verify")
 
@@ -156,7 +157,7 @@ def test_a_grading_process_gets_no_rows_and_imports_no_data_library(path):
 # ---- mistakes
 
 
-@pytest.mark.parametrize(
+@every_row(
     "text, message",
     [
         ('{"question": "a", "answer": 1}\n{"question": \n', r"bad.jsonl:2: no JSON \(Expecting value\); write one object a line"),

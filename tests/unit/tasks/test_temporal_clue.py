@@ -10,6 +10,7 @@ import sys
 
 import pytest
 from clue_reader import DATA, Translator, all_nights, check_by_trying, holds, needs_public, read
+from tables import every_row
 
 from torchtune_ext.tasks.temporal_clue import TemporalClue, cli
 from torchtune_ext.tasks.temporal_clue.clues import HasMotive, Murder, Place, draw_clues
@@ -32,7 +33,7 @@ needs_ortools = pytest.mark.skipif(ortools is None, reason="making puzzles needs
 
 
 @needs_ortools
-@pytest.mark.parametrize(
+@every_row(
     "size, count",
     [
         ("small", 60),
@@ -264,7 +265,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
     assert os.listdir(tmp_path) == ["puzzles.jsonl"]
 
 
-@pytest.mark.parametrize(
+@every_row(
     "line, message",
     [
         ("{", r"line 2: not JSON"),
@@ -324,7 +325,7 @@ def test_sizes_in_their_spellings():
     assert parse_size(Size()) == Size()
 
 
-@pytest.mark.parametrize(
+@every_row(
     "value, message",
     [
         ("huge", r"size='huge': write a name \(2, 3, small, public\)"),

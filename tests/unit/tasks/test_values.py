@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from tables import every_row
 
 pytest.importorskip("math_verify")
 
@@ -31,7 +32,7 @@ recurring|mod three|squared inches|factorial ways|hundred dollars|not six|is wro
 ).split("|")
 
 
-@pytest.mark.parametrize("unit", UNITS)
+@every_row("unit", UNITS)
 def test_a_unit_changes_nothing(unit):
     for answer in (f"5 {unit}", f"5 \\text{{ {unit}}}", f"5\\,\\mathrm{{{unit}}}", f"5~\\text{{{unit}}}"):
         assert without_unit(answer) == "5", answer
@@ -41,7 +42,7 @@ def test_a_unit_changes_nothing(unit):
     )
 
 
-@pytest.mark.parametrize("words", NO_UNITS)
+@every_row("words", NO_UNITS)
 def test_words_that_change_the_value_are_no_unit(words):
     for answer in (f"5 {words}", f"5 \\text{{ {words}}}", f"5\\text{{ ({words})}}"):
         assert without_unit(answer) == answer
@@ -51,7 +52,7 @@ def test_words_that_change_the_value_are_no_unit(words):
         assert reward(gold, f"\\boxed{{{value} \\text{{ {words}}}}}") == 0.0
 
 
-@pytest.mark.parametrize(
+@every_row(
     "text",
     [
         "5 \\text{ factorial}", "5 \\text{ hundredths}", "5 tenths", "5 \\text{ halves}", "5 minus one", "5 \\text{ or six}",
@@ -62,7 +63,7 @@ def test_nor_are_they_in_a_text_without_a_box(text):
     assert reward("5", text) == 0.0
 
 
-@pytest.mark.parametrize(
+@every_row(
     "gold, answer, right",
     [
         ("5\\%", "5 \\text{ percent}", True), ("5 per cent", "5\\%", True), ("5", "5\\%", True), ("5", "5 per cent", False),
@@ -86,7 +87,7 @@ def test_many_words_cost_no_time():
 # ---- lists
 
 
-@pytest.mark.parametrize(
+@every_row(
     "text, values",
     [
         ("It is 3 or 4", ["3", "4"]),
@@ -122,7 +123,7 @@ def test_the_word_behind_the_last_number():
     assert changes_value("squared") and changes_value("tenths") and not changes_value("seconds")
 
 
-@pytest.mark.parametrize(
+@every_row(
     "gold, text, right",
     [
         ("2,3,5", "\\boxed{2}, \\boxed{3} and \\boxed{5}", True),

@@ -9,6 +9,7 @@ import pytest
 from compared_runs import make_one, make_sweep, settings
 from pages import Scripts
 from report_runs import HOSTILE
+from tables import every_row
 
 from torchtune_ext.telemetry import report as command
 from torchtune_ext.telemetry.compared.samples import SampleLimits
@@ -189,7 +190,7 @@ def test_other_formats_are_refused(tmp_path, place):
         build_comparison([folder])
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1}', '{"format": 1, "name": "s", "method": "grid", "metric": null, "parameters": {}, "runs": []}',
+@every_row("text", ["", "[]", "{}", '{"format": 1}', '{"format": 1, "name": "s", "method": "grid", "metric": null, "parameters": {}, "runs": []}',
                                   '{"format": 1, "name": "s", "method": "grid", "metric": {"name": "m"}, "parameters": {}, "runs": [{"id": "x", "folder": "../../x", "parameters": {}, "state": "failed"}]}'])  # fmt: skip
 def test_a_damaged_sweep_is_said(tmp_path, text):
     (tmp_path / "sweep.json").write_text(text)

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from compared_runs import make_one, settings
+from tables import every_row
 
 from torchtune_ext.telemetry.compared.curves import Columns, overlays
 from torchtune_ext.telemetry.compared.intervals import (
@@ -25,8 +26,8 @@ from torchtune_ext.telemetry.compared.verdict import verdict_of
 ACCURACY = Target("eval/accuracy_sampled", "last held-out accuracy", True)
 
 
-@pytest.mark.parametrize(
-    ("p", "freedom", "table"),
+@every_row(
+    "p, freedom, table",
     [(0.975, 1, 12.706), (0.975, 2, 4.303), (0.975, 4, 2.776), (0.975, 10, 2.228), (0.975, 120, 1.980), (0.995, 3, 5.841),
      (0.9995, 5, 6.869), (0.975, 1e5, 1.960)],
 )  # fmt: skip
@@ -233,8 +234,8 @@ def test_less_is_better_where_a_sweep_says_so(tmp_path):
     assert said.headline.startswith("B (lr 2e-06) has the lowest loss/total, 0.300.") and found.sweeps[0].best.id == "b"
 
 
-@pytest.mark.parametrize(
-    ("given", "values", "axis"),
+@every_row(
+    "given, values, axis",
     [
         ({"distribution": "log_uniform_values", "min": 1e-5, "max": 1e-3}, [1e-5, 2e-5], "log"),
         ({"values": [1e-5, 3e-5, 1e-4]}, [1e-5, 3e-5, 1e-4], "log"),

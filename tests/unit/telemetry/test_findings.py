@@ -1,6 +1,6 @@
 """What the report finds worth a look, and which sections that opens."""
 
-import pytest
+from tables import every_row
 
 from torchtune_ext.telemetry.findings import FOLDED, Silent, findings
 from torchtune_ext.telemetry.heading import State
@@ -30,8 +30,8 @@ def test_of_a_healthy_run_nothing_is_found():
     assert found({"reward/mean": 0.5}) == found({}) == []
 
 
-@pytest.mark.parametrize(
-    ("change", "words", "section"),
+@every_row(
+    "change, words, section",
     [
         ({"groups/infra_failed": 1.0}, "40 samples could not be graded", "Learning"),
         ({"problems/skipped": lambda step: step // 20}, "2 problems left out: broken, or too long", "Learning"),
@@ -83,8 +83,8 @@ def test_a_run_that_ended_early_says_so_first():
 SILENT = {"groups/used": 16.0, "groups/no_signal": 48.0}
 
 
-@pytest.mark.parametrize(
-    ("silent", "said", "not_said"),
+@every_row(
+    "silent, said, not_said",
     [
         (Silent(easy=12, highest=1.0), ["They are too easy", "reward of the run, 1;", "(refill_rounds)"], "too hard"),
         (Silent(hard=12, lowest=-0.5), ["They are too hard", "-0.5", "samples_per_prompt", "warm-up"], "too easy"),

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import wandb_reader
 from records import sampled
+from tables import every_row
 
 from torchtune_ext.grading import Outcome
 from torchtune_ext.groups import Group
@@ -155,8 +156,8 @@ def test_a_fresh_run_does_not_resume_and_the_yaml_is_shown(tmp_path):
         assert found["resume"] is None and found["config"]["process"].get("yaml") == shown
 
 
-@pytest.mark.parametrize(
-    ("wrong", "says"),
+@every_row(
+    "wrong, says",
     [
         ({"project": "a/b"}, r"logging.project='a/b': W&B takes"),
         ({"project": ""}, "logging.project=''"),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from full_disk import full_disk
 from letter_tokens import LetterTokenizer, completion
+from tables import every_row
 from traces import as_chrome_reads, events_of, phases, require_valid, spans
 
 from torchtune_ext.grading import Grader
@@ -223,7 +224,7 @@ def test_readers_of_chromes_format_take_the_open_file(line, clock):
     assert names == {("process_name", line.path.parent.name), ("thread_name", "trainer")}
 
 
-@pytest.mark.parametrize("torn", range(0, 600, 23))
+@every_row("torn", range(0, 600, 23))
 def test_a_run_that_goes_on_cuts_a_torn_end_and_appends(tmp_path, clock, torn):
     first = Timeline(tmp_path, lambda: 1)
     group(first, clock, 1, 1.0, 1.0, 1.0)

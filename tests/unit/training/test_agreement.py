@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from records import sampled
+from tables import every_row
 
 from torchtune_ext.groups import Group
 from torchtune_ext.packing import contexts, pack
@@ -243,8 +244,8 @@ def test_tokens_that_nobody_knows_are_left_out():
         assert found.resolved == (known > CARRIERS) and not found.missing and 1 <= found.carriers <= known
 
 
-@pytest.mark.parametrize("has_it", [True, False])
-@pytest.mark.parametrize("engine", [0.0, 1.0, 3.0])  # noise of the engine, in that of the trainer
+@every_row("has_it", [True, False])
+@every_row("engine", [0.0, 1.0, 3.0])  # noise of the engine, in that of the trainer
 def test_heavy_tails_decide_nothing_wrongly(engine, has_it):
     """Some tokens are a hundred times more uncertain than others, in noise and effect alike, and the engine may be more or less
     exact than the trainer. Whatever is concluded is right, and a large effect leads to a conclusion."""

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
+from tables import every_row
 from tiny_runs import write_tiny_model
 
 from torchtune_ext.chat import ChatTokenizer
@@ -34,7 +35,7 @@ def model_dir(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("preset", [*preset_files(), None])
+@every_row("preset", [*preset_files(), None])
 def test_the_loss_of_every_preset_passes(preset):
     loss = {} if preset else {"loss": {"_component_": "torchtune_ext.objective.loss.PolicyLoss", "kl_coef": 0.1}}
     cfg = load_config(grpo.Config, OmegaConf.create({**NEEDED, "preset": preset, **loss}))
@@ -135,8 +136,8 @@ def test_a_task_of_which_some_prompts_fit_passes(model_dir):
                 check()
 
 
-@pytest.mark.parametrize(
-    ("config", "engine", "message"),
+@every_row(
+    "config, engine, message",
     [
         ({}, {"max_model_len": 256}, None),
         ({}, {"max_model_len": 257}, "more than the 256 positions"),

@@ -5,6 +5,7 @@ import pytest
 import torch
 import unpacked
 from learners import alone
+from tables import every_row
 
 from torchtune_ext.objective.loss import Needs, NLLLoss, PolicyLoss, needs_of
 from torchtune_ext.packing import pack
@@ -64,8 +65,8 @@ def test_what_a_loss_does_not_ask_for_it_does_not_get():
     its.forward_backward(rows())
 
 
-@pytest.mark.parametrize(
-    ("loss", "proximal", "reference", "all_groups", "top_k"),
+@every_row(
+    "loss, proximal, reference, all_groups, top_k",
     [
         (PolicyLoss(), True, False, False, 0),
         (PolicyLoss(old="sampler"), False, False, False, 0),

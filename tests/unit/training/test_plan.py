@@ -7,6 +7,7 @@ import pytest
 import torch
 from checkpoint_runs import Trained, checkpoints_in, make_source
 from public_configs import write_config
+from tables import every_row
 
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import on_meta
@@ -42,8 +43,8 @@ def planned(sizes, machine, engine=OWN, trainers=None, **changes):
 # -- machines -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("gpus", "engine", "world_size", "visible", "trainers"),
+@every_row(
+    "gpus, engine, world_size, visible, trainers",
     [
         ("5x80", OWN, None, None, 4),
         ("8x80", replace(OWN, tensor_parallel_size=2, devices="6,7"), None, None, 6),
@@ -186,8 +187,8 @@ def test_sharding_inside_a_node_costs_memory_and_may_be_given_up(seven):
     assert changes["ranks.shard_within=null"] and not any("GPUs that train" in words for words in changes)
 
 
-@pytest.mark.parametrize(
-    ("machine", "trainers", "within", "copies"),
+@every_row(
+    "machine, trainers, within, copies",
     [
         ("8x80", 4, None, 1),
         ("8x80", 4, 2, 2),  # two copies of the weights on the machine

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tables import every_row
 
 from torchtune_ext.host import here
 from torchtune_ext.sampling.records import EngineConfig
@@ -24,8 +25,8 @@ def started(monkeypatch):
     return of
 
 
-@pytest.mark.parametrize(
-    ("visible", "local", "number", "ranks", "found"),
+@every_row(
+    "visible, local, number, ranks, found",
     [
         (None, 8, 0, None, [str(i) for i in range(8)]),  # torchrun, and all GPUs of the machine or the container
         (None, None, None, 4, ["0", "1", "2", "3"]),  # as a dry run plans it
@@ -44,8 +45,8 @@ def test_a_rank_trains_on_the_gpu_with_its_number(started, visible, local, numbe
     assert training_gpus(ranks) == found
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "same"),
+@every_row(
+    "one, other, same",
     [
         ("4", "04", True),
         ("4", "5", False),
@@ -60,8 +61,8 @@ def test_names_of_one_gpu(one, other, same):
     assert same_gpu(one, other) == same_gpu(other, one) == same
 
 
-@pytest.mark.parametrize(
-    ("engine", "training"),
+@every_row(
+    "engine, training",
     [
         ({"devices": "4,5,6,7"}, ["0", "1", "2", "3"]),
         ({"devices": "0"}, ["1", "2"]),

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from tables import every_row
 from torch._subclasses import FakeTensorMode
 from torchtune.models.qwen2 import lora_qwen2, qwen2
 
@@ -127,8 +128,8 @@ def test_a_dry_run_counts_what_fp8_takes(source):
     assert trainer_rows(need(None, config), 1000, 1, False) == trainer_rows(plain, 1000, 1, False)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
+@every_row(
+    "settings, message",
     [
         ({"flow": "fp8_unify"}, "precision.flow='fp8_unify' is unknown; did you mean 'fp8_unified'"),
         (
@@ -170,8 +171,8 @@ def test_bad_settings_are_named(source, settings, message):
         planned(source, **settings)
 
 
-@pytest.mark.parametrize("flow", ["fp8_rollout", "fp8_unified"])
-@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0)])
+@every_row("flow", ["fp8_rollout", "fp8_unified"])
+@every_row("capability", [(8, 0), (8, 9), (10, 0)])
 def test_another_gpu_than_hopper_is_refused(source, monkeypatch, flow, capability):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")

@@ -1,6 +1,7 @@
 """Settings that do not go together with samples of an older policy are refused by name; the rest passes."""
 
 import pytest
+from tables import every_row
 
 from torchtune_ext.advantages import AdvantageConfig
 from torchtune_ext.objective.loss import PolicyLoss
@@ -37,8 +38,8 @@ def check(loss=None, **changed):
     check_settings(settings, made, SamplingConfig(max_tokens=8), AdvantageConfig())
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
+@every_row(
+    "changed, message",
     [
         ({"staleness": -1}, "staleness=-1 must be a whole number, 0 or more"),
         ({"depth": -1}, "depth=-1 must be a whole number, 0 or more"),

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint.filesystem as dcp_files
 from checkpoint_runs import MINE, SHAPE, Trained, build, checkpoints_in, fork, make_source
+from tables import every_row
 from torchtune.models.qwen2 import qwen2
 
 from torchtune_ext.policy import from_config
@@ -212,7 +213,7 @@ PHASES = [  # a first function inside each part of a save, DCP's own included
 ]
 
 
-@pytest.mark.parametrize(("where", "name"), PHASES, ids=[name for _, name in PHASES])
+@every_row("where, name", PHASES, ids=[name for _, name in PHASES])
 def test_a_full_disk_leaves_the_last_checkpoint_alone(tmp_path, trained, monkeypatch, where, name):
     checkpoints = checkpoints_in(tmp_path / "c")
     trained.save(checkpoints, 1)
@@ -222,7 +223,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_alone(tmp_path, trained, monkeyp
     assert names(tmp_path / "c") == ["step_000001"]
 
 
-@pytest.mark.parametrize(("where", "name"), PHASES, ids=[name for _, name in PHASES])
+@every_row("where, name", PHASES, ids=[name for _, name in PHASES])
 def test_an_interrupt_leaves_nothing_and_stays_itself(tmp_path, trained, monkeypatch, where, name):
     checkpoints = checkpoints_in(tmp_path / "c")
     monkeypatch.setattr(where, name, raise_interrupt)
@@ -240,7 +241,7 @@ def test_an_error_while_another_is_handled_is_not_taken_for_it(tmp_path, trained
             trained.save(checkpoints_in(tmp_path / "c"), 2)
 
 
-@pytest.mark.parametrize("room", [30_000, 150_000, 300_000, 500_000, 800_000, 1_000_000])
+@every_row("room", [30_000, 150_000, 300_000, 500_000, 800_000, 1_000_000])
 def test_a_disk_that_is_really_full(tmp_path, trained, room):
     """On a small file system: with so many bytes left, another part of the save fails each time."""
     disk = tmp_path / "disk"
