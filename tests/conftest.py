@@ -1,8 +1,10 @@
 """What every test shares: no network, one thread a process, and the rings (slow, long, gpu, learns) of setup.cfg."""
 
 import os
+import re
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -52,3 +54,14 @@ def data_dir() -> Path:
     if not path.is_dir():
         pytest.skip(f"no data in {path}; set TORCHTUNE_EXT_DATA")
     return path
+
+
+def pytest_unconfigure(config):
+    """The last line of a run: what was skipped for want of a package of the system, under Debian's names."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    reasons = [report.longrepr[2] for report in reporter.stats.get("skipped", ())] if reporter else []
+    named = [re.search(r"\b(bubblewrap|chromium|clang|gcc|iproute2|util-linux)\b", reason) for reason in reasons]
+    packages = Counter(match[0] for match in named if match)
+    if packages:
+        counted = [f"{count} for {package} (apt install {package})" for package, count in sorted(packages.items())]
+        reporter.write_line(f"skipped: {', '.join(counted)}")

@@ -7,7 +7,7 @@ import subprocess
 import time
 from pathlib import Path
 
-TOOLS = ("unshare", "nsenter", "ip", "tc")
+TOOLS = {"unshare": "util-linux", "nsenter": "util-linux", "ip": "iproute2", "tc": "iproute2"}  # and their packages
 # Nothing in /dev/shm is seen by both; loopback is up, as on any machine.
 INIT = "mount -t tmpfs none /dev/shm && ip link set lo up && exec sleep infinity"
 
@@ -16,7 +16,7 @@ def why_not() -> str | None:
     """Why there can be no second machine here, or None."""
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
-        return f"no {missing[0]} here"
+        return f"needs {TOOLS[missing[0]]}: no {missing[0]} here"
     trial = subprocess.run(
         ["unshare", "--net", "--pid", "--ipc", "--mount-proc", "--fork", "true"], capture_output=True, text=True
     )

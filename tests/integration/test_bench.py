@@ -20,7 +20,7 @@ from torchtune_ext.tasks.measured.check import Checker, Deadlines
 from torchtune_ext.tasks.measured.kernels import Dgemm, Reduction
 from torchtune_ext.tasks.measured.sandbox import SandboxError
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")]
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINES = Deadlines(screen_s=10.0, compile_s=20.0, load_s=2.0, verify_s=1.5)

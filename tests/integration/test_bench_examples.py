@@ -17,7 +17,7 @@ EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "examples").glob("*.c")
 @pytest.fixture(scope="module")
 def checkers():
     if shutil.which("gcc") is None and shutil.which("clang") is None:
-        pytest.skip("no C compiler")
+        pytest.skip("needs gcc")
     made = {}
     try:
         for name in {path.name.partition("_")[0] for path in EXAMPLES}:

@@ -67,7 +67,7 @@ SECRETS = ("root:", "PATH=", "HOME=")  # how /etc/passwd and an environment begi
 @pytest.fixture(scope="module", autouse=True)
 def usable():
     if shutil.which("gcc") is None:
-        pytest.skip("no gcc: the exploits are written for its flags")
+        pytest.skip("needs gcc: the exploits are written for its flags")
     pytest.importorskip("tree_sitter_c")
     try:
         Checker(KERNELS["dgemm"](32), namespaces=False).close()
@@ -159,7 +159,7 @@ def test_all(user, namespaces, screened):
         pytest.skip("not root")
     run = as_ordinary_user if user == "ordinary user" else apart
     if namespaces and not run(_has_namespaces):
-        pytest.skip("bubblewrap is missing or cannot make namespaces here")
+        pytest.skip("needs bubblewrap, and a machine on which it can make namespaces")
     results, memory_bytes = run(hostile.run_all, EXPLOITS, namespaces, screened, None, "-O3", True)
     assert len(results) == len(EXPLOITS)
     require(results, memory_bytes, screened)
@@ -171,7 +171,7 @@ def test_all(user, namespaces, screened):
 def test_all_with_another_compiler(compiler, optimization):
     """Behind the screen, whose words are the same for all compilers."""
     if shutil.which(compiler) is None:
-        pytest.skip(f"{compiler} is not installed")
+        pytest.skip(f"needs {compiler}")
     results, memory_bytes = apart(hostile.run_all, EXPLOITS, False, False, compiler, optimization)
     assert len(results) == len(EXPLOITS)
     require(results, memory_bytes, False, as_written=False)
@@ -202,7 +202,7 @@ def _has_namespaces() -> bool:
 @pytest.mark.parametrize("namespaces", [True, False], ids=["namespaces", "no namespaces"])
 def test_a_harness_that_is_killed_takes_its_programs_along(namespaces):
     if namespaces and not _has_namespaces():
-        pytest.skip("bubblewrap is missing or cannot make namespaces here")
+        pytest.skip("needs bubblewrap, and a machine on which it can make namespaces")
     reader, writer = os.pipe()
     harness = os.fork()
     if harness == 0:

@@ -28,8 +28,8 @@ from torchtune_ext.tasks.measured.sandbox import Sandbox, SandboxError
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed"),
-    pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler"),
+    pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray"),
+    pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc"),
 ]
 
 KERNEL = Dgemm(64)

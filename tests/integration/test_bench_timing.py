@@ -26,7 +26,7 @@ from torchtune_ext.tasks.measured.timing import Timer
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc"),
+    pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc"),
 ]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

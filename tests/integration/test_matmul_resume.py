@@ -26,7 +26,7 @@ from torchtune_ext.training.resume import RunState
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc"),
+    pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc"),
 ]
 
 HELPERS = Path(few_programs.__file__).parent

@@ -24,8 +24,8 @@ import torchtune_ext
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed"),
-    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed"),
+    pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray"),
+    pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM"),
 ]
 # On the command line of every process of a run; Ray's own workers, which wait for the next one, have none of it.
 OURS = ("torchtune_ext", "vllm", "EngineCore", "VLLM")

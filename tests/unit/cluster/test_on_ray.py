@@ -77,7 +77,7 @@ def test_without_ray_it_says_what_to_install(monkeypatch, capsys):
     assert "pip install 'torchtune-ext[ray]', here and on each machine" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
+@pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray")
 def test_an_address_at_which_nobody_answers_is_refused_at_once(capsys):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"

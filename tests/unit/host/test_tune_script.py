@@ -92,5 +92,5 @@ def test_rays_entry_point_is_still_the_one_that_is_known():
     try:
         points = metadata.distribution("ray").entry_points
     except metadata.PackageNotFoundError:
-        pytest.skip("Ray is not installed")
+        pytest.skip("needs Ray")
     assert [point.value for point in points if point.name == "tune"] == ["ray.tune.cli.scripts:cli"]

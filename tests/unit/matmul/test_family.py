@@ -19,7 +19,7 @@ from torchtune_ext.tasks.measured.kernels import KERNELS
 from torchtune_ext.tasks.measured.sandbox import SandboxError
 from torchtune_ext.tasks.measured.techniques import TECHNIQUES, techniques
 
-needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
+needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 
 
 def distinct(kernel: str, count: int, broken: float = 0.0):

@@ -134,7 +134,7 @@ def test_a_compiler_that_is_none(tmp_path, text):
 )
 def test_a_kernel_whose_own_program_fails_is_refused(naive, words):
     if shutil.which("gcc") is None:
-        pytest.skip("no gcc")
+        pytest.skip("needs gcc")
     Broken = type("Broken", (Dgemm,), {"naive": naive})
     with pytest.raises(ValueError, match=f"Broken.naive: the kernel's own program ends with {words}"):
         Checker(Broken(64), namespaces=False)

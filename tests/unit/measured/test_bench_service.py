@@ -26,7 +26,7 @@ from torchtune_ext.tasks.measured.check import STAGES, Deadlines
 from torchtune_ext.tasks.measured.machine import alone_on
 from torchtune_ext.tasks.measured.sandbox import SandboxError
 
-pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
+pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 
 SHORT = Deadlines(screen_s=5.0, compile_s=10.0, load_s=2.0, verify_s=1.0)
 HANGS = SUM.format("for (volatile int i = 0;; i++);")

@@ -14,7 +14,7 @@ from torchtune_ext.tasks.measured import ray_bench, ray_host
 from torchtune_ext.tasks.measured.ray_bench import RayBench
 from torchtune_ext.tasks.measured.results import BenchError
 
-needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torchtune_ext.tasks.measured.kernel import prototype
 from torchtune_ext.tasks.measured.kernels import KERNELS, Dgemm
 from torchtune_ext.tasks.measured.screen import screen
 
-needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
+needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 
 DGEMM = Dgemm()
 

@@ -22,7 +22,7 @@ from torchtune_ext.tasks.measured.techniques import (
     violations,
 )
 
-needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
+needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 ROOT = Path(__file__).resolve().parents[3]
 LABELLED = labelled_programs()
 HEAD = "void dgemm(int m, int n, int k, const double *A, const double *B, double *C) {"

@@ -26,7 +26,7 @@ try:
     import ortools  # noqa: F401
 except ImportError:
     ortools = None
-needs_ortools = pytest.mark.skipif(ortools is None, reason="making puzzles needs OR-Tools")
+needs_ortools = pytest.mark.skipif(ortools is None, reason="needs OR-Tools: it makes puzzles")
 
 
 # ---- the puzzles

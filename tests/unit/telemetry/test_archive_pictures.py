@@ -166,7 +166,7 @@ CLICKS = """<script>setTimeout(() => {
 }, 1500);</script></body>"""
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium")
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
 @pytest.mark.parametrize("width", [500, 1600])
 def test_a_browser_opens_every_program(tmp_path, width):
     run = make_run(tmp_path / "run", entries())

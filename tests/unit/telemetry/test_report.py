@@ -72,7 +72,7 @@ def test_nothing_in_a_run_breaks_the_page(tmp_path):
     assert "class Chart" in code and "class Browser" in code
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium")
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
 def test_a_browser_shows_it(tmp_path):
     leave_a_timeline(make_run(tmp_path / "run"))
     report = build_report(tmp_path / "run")

@@ -9,7 +9,7 @@ from report_runs import make_run
 from torchtune_ext.telemetry.metrics import Metrics
 from torchtune_ext.telemetry.report import build_report
 
-pytestmark = pytest.mark.skipif(MISSING, reason="no chromium")
+pytestmark = pytest.mark.skipif(MISSING, reason="needs chromium")
 
 STEPS = 60
 
