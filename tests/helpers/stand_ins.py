@@ -2,9 +2,11 @@
 the right header, whose tensors are holes."""
 
 import json
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
+import pytest
 from public_configs import write_config
 from torchtune.modules import TiedLinear
 
@@ -15,6 +17,14 @@ from torchtune_ext.policy.families import hf_name
 from torchtune_ext.policy.scratch import SPECIAL, make_tokenizer
 
 WORDS = ["It was Mrs. White in the Lounge at 11:30 PM.\n", "What is 12 + 34? It is 46, of course.\n"] * 8
+
+
+@contextmanager
+def nf4_in_one_piece():
+    """torchao quantizes a million weights at a time, which takes long for billions that are on the meta device and take no memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torchao.dtypes.nf4tensor.CHUNK_SIZE", 2**40)
+        yield
 
 
 @cache

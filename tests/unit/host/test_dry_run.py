@@ -10,7 +10,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from public_configs import PUBLIC, write_config
-from stand_ins import write_stand_in
+from stand_ins import nf4_in_one_piece, write_stand_in
 from tables import every_row
 
 from torchtune_ext.host import dry_run as dry
@@ -52,7 +52,8 @@ def place(tmp_path_factory):
     path = tmp_path_factory.mktemp("place")
     write_jsonl(path / "puzzles.jsonl", generate(0, 64, Size(suspects=2, weapons=2, rooms=2)))
     (path / "questions.jsonl").write_text(f"{json.dumps(QUESTION)}\n" * 4)
-    return path
+    with nf4_in_one_piece():
+        yield path
 
 
 def write_tiny(path, cfg):
