@@ -1,6 +1,7 @@
 # make quickstart   install, then warm up a small model, train it with GRPO and write a report (CPU or GPU)
 # make test         install, then check the style and run the heart of the tests
 # make test-all     every test but the long and the learning ones
+# make test-random  the property tests with other examples than those of `make test`, which are the same in every run
 # make long         the tests that take minutes each, and 200 publications under 5,000 requests
 # make learns       the tests that train until the reward rises (minutes to hours)
 # make chaos        faults at random moments on real runs (about 90 minutes; CHAOS_ARGS="--rounds 10 --seed 2" for less)
@@ -25,7 +26,7 @@ WANDB_SWEEPS := $(VENV)/wandb_sweeps
 unexport PYTHONDONTWRITEBYTECODE
 unexport PYTHONPATH
 
-.PHONY: quickstart test test-all long learns chaos install clean
+.PHONY: quickstart test test-all test-random long learns chaos install clean
 
 quickstart: $(STAMP)
 	VENV="$(VENV)" scripts/quickstart.sh
@@ -37,6 +38,10 @@ test: $(STAMP) $(TRITON) $(WANDB_SWEEPS)
 	"$(VENV)/bin/ruff" check .
 	VENV="$(abspath $(VENV))" scripts/test.sh $(PYTEST_ARGS)
 	PYTHONPATH="$(abspath $(TRITON))" "$(VENV)/bin/pytest" tests/unit/kernels/test_fp8_triton.py
+
+test-random: $(STAMP)
+	PATH="$(abspath $(VENV))/bin:$$PATH" "$(VENV)/bin/pytest" -m "hypothesis and not learns and not long" \
+		--hypothesis-profile=random $(PYTEST_ARGS)
 
 long: $(STAMP) $(WANDB_SWEEPS)
 	PATH="$(abspath $(VENV))/bin:$$PATH" "$(VENV)/bin/pytest" -m long --timeout 1800 $(PYTEST_ARGS)

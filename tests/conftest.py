@@ -1,6 +1,8 @@
-"""What every test shares: no network, one thread a process, and the rings (slow, long, gpu, learns) of setup.cfg."""
+"""What every test shares: no network, one thread a process, the same random numbers, and the rings of setup.cfg."""
 
+import ast
 import os
+import random
 import re
 import signal
 import sys
@@ -24,7 +26,50 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 # (Hugging Face's package) would be ours. The tests use the installed names, torchtune_ext.recipes and .kernels.
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
 
-import pytest  # noqa: E402  (after the environment is set)
+import hypothesis  # noqa: E402  (after the environment is set)
+import pytest  # noqa: E402
+
+# A test that fails by chance says nothing of the change that it failed after: property tests draw the same examples in every
+# run. `make test-random` draws others. A busy machine is no fault of a test, so no example has a deadline.
+patient = dict(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile("same", derandomize=True, database=None, **patient)
+hypothesis.settings.register_profile("random", print_blob=True, **patient)
+hypothesis.settings.load_profile("same")  # pytest's option --hypothesis-profile is read after this file
+
+
+def seed(number: int) -> None:
+    """Of the generators that belong to everybody; what is not imported yet has none."""
+    random.seed(number)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(number)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(number)
+
+
+# No test depends on the one before it: not its fixtures, and not what it draws after a fixture that another test may have made.
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call():
+    seed(1)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """An example that failed is printed as the line that keeps it in the test."""
+    report = yield
+    for note in getattr(call.excinfo and call.excinfo.value, "__notes__", ()):
+        try:
+            # Hypothesis writes "Failing test case: name(a=1, b=2)" over several lines.
+            (statement,) = ast.parse(note.partition(": ")[2]).body
+            drawn = [keyword for keyword in statement.value.keywords if keyword.arg not in item.funcargs]
+        except (SyntaxError, ValueError, AttributeError):
+            continue  # no call, or one of a value that has no name: hypothesis prints a line @reproduce_failure, too
+        report.sections.append(("to keep it", f"@example({', '.join(map(ast.unparse, drawn))})"))
+    return report
 
 
 def pytest_collection_modifyitems(items):

@@ -1,12 +1,19 @@
 """The plain computation that packed rows are compared with: one sample at a time, stock forward, whole logits."""
 
+import copy
+from contextlib import contextmanager
+from dataclasses import dataclass
+
 import numpy as np
 import torch
+from learners import alone
 from records import sampled
 from torchtune.models.qwen2 import qwen2
 
 from torchtune_ext.grading import Outcome
 from torchtune_ext.groups import Group
+from torchtune_ext.policy.hf_model import clean_name
+from torchtune_ext.policy.logprobs import PackedPolicy
 from torchtune_ext.tasks.task import Problem, Score
 
 VOCAB, PAD = 61, 2  # PAD is also the stop token: nothing may depend on its value
@@ -15,7 +22,7 @@ VOCAB, PAD = 61, 2  # PAD is also the stop token: nothing may depend on its valu
 CPU = torch.device("cpu")
 
 
-def tiny_model(tied=True, builder=qwen2):
+def tiny_model(tied=True, builder=qwen2, dtype=torch.float32):
     torch.manual_seed(0)
     extra = {} if builder is qwen2 else {"scale_factor": 8}
     if builder is qwen2:
@@ -33,7 +40,7 @@ def tiny_model(tied=True, builder=qwen2):
     for p in model.parameters():
         if p.dim() > 1:
             torch.nn.init.normal_(p, std=0.2)
-    return model
+    return model.to(dtype)
 
 
 def make_groups(rng, shapes, untrained=0.0):
@@ -45,7 +52,7 @@ def make_groups(rng, shapes, untrained=0.0):
                 rng.integers(0, VOCAB, n),
                 rng.normal(-3, 1, n),
                 outcome=Outcome("scored", Score(0.0, {}), ""),
-                advantage=float(rng.normal()),
+                advantage=float(np.float32(rng.normal())),  # rows carry float32
                 trained=bool(rng.random() >= untrained),
             )
             for n in completions
@@ -59,43 +66,80 @@ def trained_samples(groups):
     return [(g, s) for g in groups for s in g.samples if s.trained]
 
 
-def reference(model, groups, loss, aggregation, temperature, ref_model=None):
-    """Loss, gradients, log-probs and the sizes of the gradients, from one forward and backward per sample.
+@contextmanager
+def whole_float64():
+    """Inside, `float()` leaves a float64 tensor as it is: torchtune's norms, RoPE and logits are float32 whatever the model is."""
+    to_float32 = torch.Tensor.float
+    torch.Tensor.float = lambda x: x if x.dtype == torch.float64 else to_float32(x)
+    try:
+        yield
+    finally:
+        del torch.Tensor.float  # torch.Tensor inherits its own
 
-    The size of a gradient is the sum of the largest elements of what each sample adds to it: samples cancel each other, but not
-    their rounding.
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """What the plain computation in float64 gives, and how large that is of which it is the sum."""
+
+    loss: float
+    grads: dict[str, torch.Tensor]  # by parameter
+    logprobs: dict[int, torch.Tensor]  # by id(sample)
+    loss_size: float  # sum over the labels of what a relative change of the logits makes of each term
+    grad_size: (
+        float  # sum over samples and terms of the loss of the gradient's largest element, of the largest parameter
+    )
+    logit_size: float  # largest logit
+    terms: int  # numbers that are added up between input and gradient
+
+
+def reference(model, groups, loss, aggregation, temperature, ref_model=None):
+    """One forward and backward per sample and term of the loss in float64, of a copy of the model.
+
+    Weights and advantages are rounded to float32 first, as rows carry them. Samples and terms cancel each other, but not their
+    rounding: sizes are sums of magnitudes. The largest parameter counts, since the gradient of some is zero in truth (of q and
+    k where a token sees itself alone, of the bias of k) and holds rounding of the others' size.
     """
+    model, ref_model = (None if m is None else copy.deepcopy(m).double() for m in (model, ref_model))
 
     def logprobs_and_entropy(m, group, sample):
         ids = torch.tensor(np.concatenate([group.prompt_tokens, sample.completion.tokens]), dtype=torch.long)
-        logp = torch.log_softmax(m(ids[None, :-1])[0].double() / temperature, -1)[len(group.prompt_tokens) - 1 :]
-        labels = ids[len(group.prompt_tokens) :]
-        return logp.gather(1, labels[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+        logits = m(ids[None, :-1])[0][len(group.prompt_tokens) - 1 :] / temperature
+        logp, labels = torch.log_softmax(logits, -1), ids[len(group.prompt_tokens) :]
+        return logp.gather(1, labels[:, None])[:, 0], -(logp.exp() * logp).sum(-1), logits.abs().max().item()
 
-    model.zero_grad()
     pairs = trained_samples(groups)
-    total, scored, sizes = 0.0, {}, {name: 0.0 for name, _ in model.named_parameters()}
     labels = sum(len(s.completion.tokens) for _, s in pairs)
-    for group, sample in pairs:
-        logp, entropy = logprobs_and_entropy(model, group, sample)
-        ratio = (logp - logp.detach()).exp()
-        importance = (logp.detach() - torch.tensor(sample.completion.logprobs).double()).exp().clamp(max=2.0)  # TIS
-        per_token = -importance * ratio * sample.advantage - loss.entropy_coef * entropy
-        if ref_model is not None:
-            with torch.no_grad():
-                d = logprobs_and_entropy(ref_model, group, sample)[0] - logp.detach()
-            d = d - (logp - logp.detach())
-            per_token = per_token + loss.kl_coef * (d.exp() - 1 - d)
-        mean = {"token": per_token.sum() / labels, "sequence": per_token.mean() / len(pairs)}[aggregation]
-        before = {n: 0.0 if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
-        mean.backward()
-        for n, p in model.named_parameters():
-            sizes[n] += (p.grad - before[n]).abs().max().item()
-        total += mean.item()
-        scored[id(sample)] = logp.detach()
-    grads = {n: p.grad.clone() for n, p in model.named_parameters()}
-    model.zero_grad()
-    return total, grads, scored, sizes
+    total, loss_size, logit_size, scored = 0.0, 0.0, 0.0, {}
+    params = dict(model.named_parameters())
+    grads, sizes = {name: torch.zeros_like(p) for name, p in params.items()}, dict.fromkeys(params, 0.0)
+    with whole_float64():
+        for group, sample in pairs:
+            logp, entropy, largest = logprobs_and_entropy(model, group, sample)
+            ratio = (logp - logp.detach()).exp()
+            importance = (logp.detach() - torch.tensor(sample.completion.logprobs).double()).exp().clamp(max=2.0)  # TIS
+            terms = [-importance * ratio * sample.advantage, -loss.entropy_coef * entropy]
+            changes = list(terms)
+            if ref_model is not None:
+                with torch.no_grad():
+                    d = logprobs_and_entropy(ref_model, group, sample)[0] - logp.detach()
+                d = d - (logp - logp.detach())
+                terms.append(loss.kl_coef * (d.exp() - 1 - d))
+                changes.append(loss.kl_coef * (d.exp() + 1))
+            of_label = 1 / labels if aggregation == "token" else 1 / (len(pairs) * len(sample.completion.tokens))
+            weight = float(np.float32(of_label))
+            for term in terms:
+                total += weight * term.sum().item()
+                found = torch.autograd.grad(weight * term.sum(), params.values(), retain_graph=True)
+                for name, grad in zip(params, found, strict=True):
+                    grads[name] += grad
+                    sizes[name] += grad.abs().max().item()
+            loss_size += weight * sum(change.abs().sum().item() for change in changes)
+            logit_size = max(logit_size, largest)
+            scored[id(sample)] = logp.detach()
+    matrices = [p for m in model.modules() for p in m.parameters(recurse=False) if p.dim() == 2]
+    tokens = sum(len(g.prompt_tokens) + len(s.completion.tokens) for g, s in pairs)
+    terms = sum(sum(p.shape) for p in matrices) + tokens
+    return Plain(total, grads, scored, loss_size, max(sizes.values()), logit_size, terms)
 
 
 def packed_logprobs_by_sample(rows, scored_rows, groups):
@@ -113,11 +157,32 @@ def packed_logprobs_by_sample(rows, scored_rows, groups):
     return result
 
 
-def relative_error(grads, reference_grads, sizes):
-    """Worst error of a parameter's gradient, relative to its size (see `reference`).
+def assert_equal_to_plain(policy, rows, groups, loss, want, temperature, ref_model=None):
+    """Log-probs, loss and gradients of packed rows are those of the plain computation. Returns each error over its bound.
 
-    A gradient that is zero in truth (of q and k where a token attends to itself alone) holds rounding of the size of
-    float32's epsilon times the model's largest gradient: smaller ones count as if they were so large that two epsilons are 1e-5.
+    In float64 the bound is 1e-10 of what was summed up. In float32 it is n u, u = 2^-24, for n numbers that are added up one
+    after the other: every matrix is contracted along its rows forward and along its columns backward, and the gradients of the
+    samples' tokens are added up. Roundings have no common sign and add in squares, to sqrt(n) u: there is a factor of sqrt(n),
+    more than 30, for the condition, by which a relative change of all weights is larger in a gradient.
     """
-    floor = 2 * torch.finfo(torch.float32).eps / 1e-5 * max(sizes.values())
-    return max((grads[n] - reference_grads[n]).abs().max().item() / max(sizes[n], floor) for n in reference_grads)
+    with whole_float64():
+        scored = None
+        if ref_model is not None:
+            with torch.no_grad():
+                scored = [PackedPolicy(ref_model)(row, temperature) for row in rows]
+        gradient = alone(policy, loss, temperature=temperature).forward_backward(rows, reference=scored)
+    grads = {clean_name(n): p.grad for n, p in policy.model.named_parameters() if p.requires_grad}
+    assert grads.keys() == want.grads.keys()
+    logprobs = packed_logprobs_by_sample(rows, gradient.logprobs, groups)
+    assert logprobs.keys() == want.logprobs.keys()
+    dtype = next(iter(grads.values())).dtype
+    assert {t.dtype for t in (*grads.values(), *logprobs.values())} == {dtype}
+    bound = 1e-10 if dtype == torch.float64 else want.terms * 2.0**-24
+    ratios = {
+        "log-probs": max((logprobs[key] - want.logprobs[key]).abs().max().item() for key in logprobs) / want.logit_size,
+        "loss": abs(gradient.loss - want.loss) / (want.loss_size * max(1.0, want.logit_size)),
+        "gradients": max((grads[name] - want.grads[name]).abs().max().item() for name in grads) / want.grad_size,
+    }
+    ratios = {name: error / bound for name, error in ratios.items()}
+    assert max(ratios.values()) < 1.0, ratios
+    return ratios

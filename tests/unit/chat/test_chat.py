@@ -193,7 +193,7 @@ def test_two_assistant_messages_in_a_row_and_none(model_dir):
     assert ids == tokenizer.prompt_ids(conversation("a")) and not any(mask)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(question=st.text(max_size=12), answer=st.text(max_size=12))
 @pytest.mark.parametrize("template", ["chatml", PLAIN], ids=["chatml", "plain"])
 def test_training_ids_continue_the_prompt(model_dir, template, question, answer):

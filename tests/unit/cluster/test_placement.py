@@ -83,7 +83,7 @@ def packed(made, totals):
     return False
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     ranks=st.integers(1, 6),
     servers=st.integers(1, 3),

@@ -130,7 +130,7 @@ def matrices(draw):
     return x
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 @given(x=matrices(), power_of_two=st.booleans())
 def test_random_tiles(x, power_of_two):
     rows, columns = quantize_rows_and_columns(x, power_of_two)

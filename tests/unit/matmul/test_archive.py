@@ -41,7 +41,7 @@ ENTRIES = st.lists(
 
 
 @given(entries=ENTRIES, seed=st.integers(0, 1000), cut=st.integers(0, 12))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_order_and_any_merge_give_the_same_archive(entries, seed, cut):
     expected = Archive(entries)
     shuffled = random.Random(seed).sample(entries, len(entries))
@@ -55,7 +55,6 @@ def test_any_order_and_any_merge_give_the_same_archive(entries, seed, cut):
 
 
 @given(entries=ENTRIES)
-@settings(deadline=None)
 def test_the_elite_is_the_oldest_that_is_not_surely_slower(entries):
     """What the archive keeps step by step is what the definition says of all entries at once."""
     archive = Archive(entries)
@@ -70,7 +69,6 @@ def test_the_elite_is_the_oldest_that_is_not_surely_slower(entries):
     entries=ENTRIES,
     added=st.builds(entry, ratio=st.floats(1.0, 1.99), spread=st.sampled_from([0.0, 0.02, 0.2]), found=st.just(9)),
 )
-@settings(deadline=None)
 def test_an_elite_gives_way_only_to_what_is_faster_beyond_its_spread(entries, added):
     archive = Archive(entries)
     before = archive.cells().get(added.cell)
@@ -83,7 +81,6 @@ def test_an_elite_gives_way_only_to_what_is_faster_beyond_its_spread(entries, ad
 
 
 @given(entries=ENTRIES)
-@settings(deadline=None)
 def test_a_file_holds_what_was_saved(tmp_path_factory, entries):
     path = tmp_path_factory.mktemp("archive") / "archive.jsonl"
     archive = Archive(entries)

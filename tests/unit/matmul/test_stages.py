@@ -39,7 +39,6 @@ def visit(rng: random.Random, right: float, speed: float) -> Visit:
 
 
 @given(visits=VISITS)
-@settings(deadline=None)
 def test_whatever_comes_a_stage_changes_by_one_and_falls_cost_visits(visits):
     curriculum, falls, at = Curriculum(), dict.fromkeys(NAMES, 0), "none"
     for each in visits:
@@ -57,7 +56,6 @@ def test_whatever_comes_a_stage_changes_by_one_and_falls_cost_visits(visits):
 
 
 @given(visits=VISITS, cut=st.integers(0, 400))
-@settings(deadline=None)
 def test_a_saved_curriculum_goes_on_as_if_it_had_not_been(visits, cut):
     whole, first = Curriculum(), Curriculum()
     moves = [whole.observe("p", each) for each in visits]
@@ -69,7 +67,7 @@ def test_a_saved_curriculum_goes_on_as_if_it_had_not_been(visits, cut):
 
 
 @given(a=VISITS, b=VISITS, seed=st.integers(0, 99))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_problems_do_not_touch_each_other(a, b, seed):
     together, alone = Curriculum(), Curriculum()
     queue = [("a", len(a)), ("b", len(b))]

@@ -231,5 +231,5 @@ class Anything(RuleBasedStateMachine):
         assert sorted(given_out(self.dispatch)) == sorted(self.open)
 
 
-Anything.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+Anything.TestCase.settings = settings(max_examples=100, stateful_step_count=30)
 TestAnything = Anything.TestCase

@@ -96,7 +96,7 @@ def small_case(name: str, seed: int, kind: str) -> tuple[object, dict[str, int],
 @pytest.mark.parametrize("order", ["forward", "shuffled", "fused", "lanes", "pairwise"])
 @pytest.mark.parametrize("name", NAMES)
 @given(seed=SEEDS, kind=st.sampled_from(KINDS))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_every_honest_order_is_within_the_bound_of_the_exact_result(name, order, seed, kind):
     kernel, size, inputs = small_case(name, seed, kind)
     rng = np.random.default_rng(seed)
@@ -113,7 +113,7 @@ def test_every_honest_order_is_within_the_bound_of_the_exact_result(name, order,
 @precise
 @pytest.mark.parametrize("name", NAMES)
 @given(seed=SEEDS, sign=st.sampled_from([-1, 1]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_four_units_in_the_last_place_more_than_the_bound_are_refused(name, seed, sign):
     """All products are positive here, so that the bound is n roundings of the result itself."""
     kernel, size, inputs = small_case(name, seed, "biased")
@@ -165,7 +165,7 @@ def test_single_precision_is_refused_at_the_timed_size(name):
 
 
 @given(SEEDS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_biased_inputs_are_always_rounded_down_by_single_precision(seed):
     values = draw(Reduction.parameters[0], (50,), "biased", np.random.default_rng(seed))
     assert ((1 <= values) & (values < 2)).all()
@@ -201,7 +201,7 @@ def test_flushed_denormals_are_refused(name):
 
 @pytest.mark.parametrize("name", NAMES)
 @given(seed=SEEDS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_sizes_fit_and_cover_the_edges(name, seed):
     kernel = KERNELS[name]()
     drawn = list(sizes(kernel, np.random.default_rng(seed)))
@@ -230,7 +230,7 @@ def test_no_kind_of_inputs_overflows(name, kind):
 
 
 @given(SEEDS, st.sampled_from(NAMES), st.sampled_from(KINDS))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_one_number_is_changed(seed, name, kind):
     kernel, size, inputs = small_case(name, seed, kind)
     changed = change_one(inputs, np.random.default_rng(seed))

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from records import sampled
 from tables import every_row
 from torchtune.models.qwen2 import qwen2
+from unpacked import whole_float64
 
 from torchtune_ext.advantages import AdvantageConfig, with_advantages
 from torchtune_ext.balance import Layout
@@ -112,7 +113,7 @@ def test_published_bounds_of_kl3(delta, low, high):
     assert (1 - lower, upper - 1) == (pytest.approx(low, abs=5e-5), pytest.approx(high, abs=5e-5))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(exponent=st.floats(-10, 300))
 def test_kl3_bounds_reach_delta(exponent):
     """In float64, to a relative error of eps / d: the conditioning of expm1(d) - d near d = sqrt(2 delta)."""
@@ -240,13 +241,15 @@ def test_k3_keeps_its_relative_precision(d):
 
 # --- blind to rows -----------------------------------------------------------------------------------------------------
 
+BOUND = 1e-10  # in float64, of the loss of a label, which is about one, and of the largest gradient
+
 
 def tiny_model():
     torch.manual_seed(0)
     model = qwen2(60, 2, 4, 2, 32, 48, 64, tie_word_embeddings=True)
     with torch.no_grad():
         model.tok_embeddings.weight.mul_(0.1)  # log-probs around -4, as those that the groups carry
-    return model
+    return model.double()
 
 
 def make_groups(seed=0):
@@ -261,10 +264,12 @@ def make_groups(seed=0):
     return groups
 
 
+@whole_float64()
 def loss_and_gradients(groups, options, aggregation, row_tokens, tile=None, turned=False):
     """One update after the policy has moved away from its old scores, so that ratios are not one."""
     rows, _ = pack(groups, row_tokens, aggregation, 16, layout=Layout(tile=tile))
-    rows = rows[::-1] if turned else rows
+    # They carry float32 for a model in float32; the old policy between sampler and trainer wants one dtype.
+    rows = [replace(row, logprobs_L=row.logprobs_L.double()) for row in (rows[::-1] if turned else rows)]
     policy = PackedPolicy(tiny_model())
     top_k = options.get("top_k") or 0
     learner = alone(policy, PolicyLoss(**options))
@@ -281,7 +286,7 @@ def loss_and_gradients(groups, options, aggregation, row_tokens, tile=None, turn
 @every_row("name", LOSSES)
 @every_row("aggregation", ["token", "sequence", "constant"])
 def test_rows_padding_and_order_change_nothing(name, aggregation):
-    """The whole as one row, in many rows (micro-batches), padded, in another order, groups in another order: 1e-6 relative."""
+    """The whole as one row, in many rows (micro-batches), padded, in another order, groups in another order."""
     options, groups = LOSSES[name], make_groups()
     want_loss, want, want_metrics = loss_and_gradients(groups, options, aggregation, 200)
     assert want.abs().max() > 1e-4, "the case must have a gradient to compare"
@@ -292,18 +297,17 @@ def test_rows_padding_and_order_change_nothing(name, aggregation):
         {"row_tokens": 26, "tile": 20},
     ):
         total, gradients, metrics = loss_and_gradients(groups, options, aggregation, **change)
-        assert total == pytest.approx(want_loss, rel=1e-6, abs=1e-6)
-        assert (gradients - want).abs().max() <= 1e-6 * want.abs().max() + 1e-6 * want.norm() / want.numel() ** 0.5
-        assert metrics.keys() == want_metrics.keys()
-        for key, value in want_metrics.items():
-            assert metrics[key] == pytest.approx(value, rel=1e-5, abs=1e-6), key
+        assert abs(total - want_loss) < BOUND
+        assert (gradients - want).abs().max() < BOUND * want.abs().max()
+        assert metrics == pytest.approx(want_metrics, rel=BOUND, abs=BOUND)
     turned_loss, _, _ = loss_and_gradients(groups[::-1], options, aggregation, 200)
-    assert turned_loss == pytest.approx(want_loss, rel=1e-6, abs=1e-6)
+    assert abs(turned_loss - want_loss) < BOUND
 
 
 # --- groups without signal ---------------------------------------------------------------------------------------------
 
 
+@whole_float64()
 def step_of(rewards: list[list[float]], loss: PolicyLoss, aggregation: str, num_updates: int = 1):
     """Labels, loss and gradient of each update of a step whose groups have these rewards (completions of 1 to 9 tokens)."""
     rng, groups = np.random.default_rng(1), []
@@ -351,8 +355,8 @@ def test_a_constant_divides_by_all_completions():
     """Dr.GRPO: the gradient of a group is the same beside others, over the number of groups, whatever these were worth."""
     ((_, alone, want),) = step_of([SIGNAL], PolicyLoss(), "constant")
     ((_, among, got),) = step_of([SIGNAL] + [SILENT] * 31, PolicyLoss(), "constant")
-    assert among == pytest.approx(alone / 32, rel=1e-5, abs=1e-9)
-    assert (got - want / 32).abs().max() <= 1e-5 * (want / 32).abs().max()
+    assert abs(among - alone / 32) < BOUND
+    assert (got - want / 32).abs().max() < BOUND * (want / 32).abs().max()
 
 
 def test_with_a_constant_the_updates_of_a_step_are_shares_of_it():
@@ -362,7 +366,7 @@ def test_with_a_constant_the_updates_of_a_step_are_shares_of_it():
     ((_, _, want),) = step_of(rewards, PolicyLoss(), "constant")
     parts = step_of(rewards, PolicyLoss(), "constant", num_updates=4)
     assert len(parts) == 3
-    assert (sum(gradient for _, _, gradient in parts) / 4 - want).abs().max() <= 1e-5 * want.abs().max()
+    assert (sum(gradient for _, _, gradient in parts) / 4 - want).abs().max() < BOUND * want.abs().max()
 
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence"])
@@ -370,9 +374,9 @@ def test_a_mean_is_over_what_is_kept_in_the_loss(aggregation):
     ((_, _, want),) = step_of([SIGNAL], PolicyLoss(), aggregation)
     ((_, _, dropped),) = step_of([SIGNAL] + [SILENT] * 3, PolicyLoss(), aggregation)
     assert torch.equal(dropped, want)
-    tiny = PolicyLoss(entropy_coef=1e-12)  # all groups are kept, for a term that adds nothing to speak of
+    tiny = PolicyLoss(entropy_coef=1e-14)  # all groups are kept, for a term that adds nothing to speak of
     ((_, _, kept),) = step_of([SIGNAL] + [SILENT] * 3, tiny, aggregation)
-    assert (kept - want / 4).abs().max() <= 1e-5 * want.abs().max()
+    assert (kept - want / 4).abs().max() < BOUND * want.abs().max()
 
 
 class Constant:

@@ -19,7 +19,7 @@ def tokens(row):
     return sum(part.tokens for part in row)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(groups=GROUPS, layout=LAYOUTS, slack=st.integers(0, 100))
 def test_every_completion_is_in_one_row_that_holds_it(groups, layout, slack):
     capacity = max((g.prompt + max(g.completions) for g in groups), default=1) + slack

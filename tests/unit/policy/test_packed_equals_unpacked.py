@@ -1,9 +1,11 @@
 """Packed rows against the plain computation: one sample at a time, stock torchtune forward, whole logits, no mask tricks."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from learners import alone
 from tables import every_row
@@ -12,12 +14,13 @@ from torchtune import training
 from torchtune.models.llama3_2 import llama3_2
 from torchtune.models.qwen2 import qwen2
 from torchtune.modules import TransformerSelfAttentionLayer
-from unpacked import PAD, make_groups, packed_logprobs_by_sample, reference, relative_error, tiny_model, trained_samples
+from unpacked import PAD, assert_equal_to_plain, make_groups, reference, tiny_model, trained_samples
 
 from torchtune_ext.balance import Layout
 from torchtune_ext.kernels.packed_attention import block_mask, dense_mask, packed_attention, segment_mask
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.packing import pack
+from torchtune_ext.policy import logprobs
 from torchtune_ext.policy.logprobs import PackedPolicy
 
 shapes_strategy = st.lists(
@@ -25,72 +28,51 @@ shapes_strategy = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@settings(max_examples=25)
 # Samples that cancel each other.
 @example(shapes=[(5, [5, 1])], seed=5, slack=0, aggregation="sequence", pad=False, kl=True, ranks=2)
+# The gradient of k's bias in the last layer, zero but for the positions, is 10,000 times smaller than that of the embeddings: in
+# float32 it is off by 3e-5 of itself, which is 5e-9 of these.
+@example(shapes=[(1, [10, 2])], seed=1, slack=0, aggregation="token", pad=True, kl=True, ranks=1)
 @given(shapes=shapes_strategy, seed=st.integers(0, 2**31), slack=st.integers(0, 30), aggregation=st.sampled_from(["token", "sequence"]),
        pad=st.booleans(), kl=st.booleans(), ranks=st.integers(1, 3))  # fmt: skip
-def test_logprobs_and_gradients(shapes, seed, slack, aggregation, pad, kl, ranks):
-    rng = np.random.default_rng(seed)
-    groups = make_groups(rng, shapes, untrained=0.2)
+def test_logprobs_and_gradients(dtype, shapes, seed, slack, aggregation, pad, kl, ranks):
+    groups = make_groups(np.random.default_rng(seed), shapes, untrained=0.2)
     if not trained_samples(groups):
         return
     row_tokens = max(p + max(c) - 1 for p, c in shapes) + slack  # small slack: groups are split over rows
     loss = PolicyLoss(importance="tis", kl_coef=0.1 if kl else 0.0, entropy_coef=0.01)
-    model, ref_model = tiny_model(), None
+    model, ref_model = tiny_model(dtype=dtype), None
     if kl:
-        ref_model = tiny_model()
+        ref_model, noise = tiny_model(dtype=dtype), torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for p in ref_model.parameters():
-                p.add_(0.05 * torch.randn_like(p))
-    want_loss, want_grads, want_logprobs, sizes = reference(model, groups, loss, aggregation, 0.9, ref_model)
-
+                p.add_(0.05 * torch.randn(p.shape, generator=noise))
+    want = reference(model, groups, loss, aggregation, 0.9, ref_model)
     rows, stats = pack(groups, row_tokens, aggregation, pad_id=PAD, layout=Layout(ranks, 8 if pad else None))
     assert stats.labels == sum(len(s.completion.tokens) for _, s in trained_samples(groups))
-    assert sum(row.weights_L.sum().item() for row in rows) == pytest.approx(1.0, abs=1e-5)
-    policy = PackedPolicy(model)
-    ref_logprobs = None
-    if kl:
-        with torch.no_grad():
-            ref_logprobs = [PackedPolicy(ref_model)(row, 0.9) for row in rows]
-    gradient = alone(policy, loss, temperature=0.9).forward_backward(rows, reference=ref_logprobs)
-
-    got_logprobs = packed_logprobs_by_sample(rows, gradient.logprobs, groups)
-    assert got_logprobs.keys() == want_logprobs.keys()
-    for key, want in want_logprobs.items():
-        assert (got_logprobs[key].double() - want).abs().max() < 1e-5
-    assert gradient.loss == pytest.approx(want_loss, rel=1e-5, abs=1e-5)
-    got_grads = {n: p.grad for n, p in model.named_parameters()}
-    assert relative_error(got_grads, want_grads, sizes) < 1e-5
+    # The weights sum to one, but for the rounding of each to float32.
+    assert abs(sum(row.weights_L.double().sum().item() for row in rows) - 1.0) < 2**-24 + 1e-12
+    assert_equal_to_plain(PackedPolicy(model), rows, groups, loss, want, 0.9, ref_model)
 
 
 @pytest.mark.parametrize("variant", ["untied", "llama", "checkpointing", "dense"])
-def test_variants(variant):
-    rng = np.random.default_rng(3)
-    groups = make_groups(rng, [(7, [5, 1, 9, 3]), (4, [12, 11]), (1, [1, 1])])
+def test_variants(variant, monkeypatch):
+    groups = make_groups(np.random.default_rng(3), [(7, [5, 1, 9, 3]), (4, [12, 11]), (1, [1, 1])])
     loss = PolicyLoss(importance="tis")
-    model = tiny_model(tied=variant != "untied", builder=llama3_2 if variant == "llama" else qwen2)
-    want_loss, want_grads, _, sizes = reference(model, groups, loss, "token", 1.0)
+    model = tiny_model(variant != "untied", llama3_2 if variant == "llama" else qwen2, torch.float64)
+    want = reference(model, groups, loss, "token", 1.0)
     rows, _ = pack(groups, 64)
     policy = PackedPolicy(model)
     if variant == "checkpointing":
         training.set_activation_checkpointing(model, auto_wrap_policy={TransformerSelfAttentionLayer})
     if variant == "dense":  # the reference mask itself, through the stock SDPA call
-        import torchtune_ext.policy.logprobs as module
-
-        original = module.packed_mask
-        module.packed_mask = lambda row: dense_mask(row.group_ids_T, row.parent_ids_T)[None]
-    try:
-        got_loss = alone(policy, loss).forward_backward(rows).loss
-    finally:
-        if variant == "dense":
-            module.packed_mask = original
-    got = {n.replace("_checkpoint_wrapped_module.", ""): p.grad for n, p in model.named_parameters()}
-    assert got_loss == pytest.approx(want_loss, rel=1e-5)
-    assert relative_error(got, want_grads, sizes) < 1e-5
+        monkeypatch.setattr(logprobs, "packed_mask", lambda row: dense_mask(row.group_ids_T, row.parent_ids_T)[None])
+    assert_equal_to_plain(policy, rows, groups, loss, want, 1.0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(shapes=shapes_strategy, seed=st.integers(0, 2**31), pad=st.integers(1, 6))
 def test_segment_attention_equals_dense_mask_in_float64(shapes, seed, pad):
     groups = make_groups(np.random.default_rng(seed), shapes)
@@ -98,20 +80,20 @@ def test_segment_attention_equals_dense_mask_in_float64(shapes, seed, pad):
     rows, _ = pack(groups, row_tokens, layout=Layout(tile=pad))
     (row,) = rows
     T = row.tokens_T.numel()
-    torch.manual_seed(seed)
-    q, k, v = (torch.randn(1, 2, T, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    upstream = torch.randn(1, 2, T, 8, dtype=torch.float64)
+    draw = partial(torch.randn, 1, 2, T, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    q, k, v = (draw(requires_grad=True) for _ in range(3))
+    upstream = draw()
     upstream[:, :, row.group_ids_T < 0] = 0.0  # nobody reads padding
     dense = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, attn_mask=dense_mask(row.group_ids_T, row.parent_ids_T)[None, None]
     )
     fast = packed_attention(q, k, v, segment_mask(row.segments, T), 0.0, True)
     real = row.group_ids_T >= 0
-    assert (dense[:, :, real] - fast[:, :, real]).abs().max() < 1e-12
-    for a, b in zip(
-        torch.autograd.grad(dense, (q, k, v), upstream), torch.autograd.grad(fast, (q, k, v), upstream), strict=True
-    ):
-        assert (a - b).abs().max() < 1e-11
+    want, got = (torch.autograd.grad(out, (q, k, v), upstream) for out in (dense, fast))
+    # Of v, which is averaged, and of the largest gradient: that of q and k is zero where a token sees itself alone.
+    assert (dense[:, :, real] - fast[:, :, real]).abs().max() < 1e-12 * v.abs().max()
+    size = max(grad.abs().max() for grad in want)
+    assert max((a - b).abs().max() for a, b in zip(want, got, strict=True)) < 1e-12 * size
 
 
 def test_too_long_a_sample_is_an_error_that_names_the_knob():
@@ -143,8 +125,9 @@ def test_empty_rows_keep_ranks_in_step_and_change_nothing():
 
 @every_row("num_tokens", [1, 127, 128, 300, 1024, 2500])
 def test_block_mask_is_the_one_that_torch_makes_of_a_whole_mask(num_tokens):
-    groups = torch.randint(0, 6, (num_tokens,)).sort().values
-    parents = torch.where(torch.rand(num_tokens) < 0.5, groups - 1, groups)
+    draw = torch.Generator().manual_seed(num_tokens)
+    groups = torch.randint(0, 6, (num_tokens,), generator=draw).sort().values
+    parents = torch.where(torch.rand(num_tokens, generator=draw) < 0.5, groups - 1, groups)
     dense = dense_mask(groups, parents)
     whole = create_block_mask(lambda b, h, i, j: dense[i, j], None, None, num_tokens, num_tokens, device="cpu")
     ours = block_mask(groups, parents)

@@ -36,7 +36,7 @@ EVENTS = {
 }
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.sampled_from(sorted(EVENTS)), max_size=40))
 def test_no_way_of_a_pool_leads_from_dead_to_serving_without_a_proof(events):
     health, proven = Health(), False

@@ -6,7 +6,7 @@ from decimal import Decimal
 from fractions import Fraction
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import every_row
 
@@ -35,7 +35,7 @@ from torchtune_ext.tasks.answers import (
 from torchtune_ext.tasks.task import Problem
 
 HANGS = "\\boxed{10^{10^{10}}}"  # sympy writes it out; math-verify has no limit of its own here
-quick = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+quick = settings(max_examples=60)
 
 
 def by_library(gold, answer):
@@ -219,7 +219,7 @@ pieces = st.sampled_from(
 )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=250, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=250)
 @given(
     st.lists(pieces | st.text(max_size=8), max_size=14).map("".join),
     st.sampled_from(["7", "\\frac{1}{2}", "(1,2)", "even"]),

@@ -76,7 +76,7 @@ def test_round_trip(tmp_path):
     assert pack_rollouts(12, back) == path.read_bytes()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.floats(width=32), max_size=30))
 def test_logprobs_are_exact(tmp_path_factory, values):
     path = tmp_path_factory.mktemp("rollouts") / "step_000001.jsonl.gz"
