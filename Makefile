@@ -1,6 +1,6 @@
 # make quickstart   install, then warm up a small model, train it with GRPO and write a report (CPU or GPU)
-# make test         install, then check the style and run the heart of the tests
-# make test-all     every test but the long and the learning ones
+# make test         install, then check the style and run the heart of the tests: every part, every recipe from end to end
+# make test-all     the same with the rest: further variants, and what takes a second machine or a benchmark
 # make test-random  the property tests with other examples than those of `make test`, which are the same in every run
 # make long         the tests that take minutes each, and 200 publications under 5,000 requests
 # make learns       the tests that train until the reward rises (minutes to hours)
@@ -11,10 +11,12 @@
 # VENV=/somewhere     where the environment goes (.venv)
 # TORCH_INDEX=URL     where the CPU build of torch is, if pip's own indexes lack it (PyTorch's; see docs/install.md)
 # PYTEST_ARGS="-m 'not slow' -x"   further arguments of pytest
+# WORKERS=1           tests that run beside each other (one for each core, four at most)
 
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
+WORKERS ?= $(shell env -u OMP_NUM_THREADS nproc)
 CHAOS_ARGS ?= --rounds 100 --seed 1
 EXTRAS := clue,math,bench,ray,wandb,tensorboard,sweep,dev
 REQUIREMENTS := $(wildcard scripts/requirements/*.txt)
@@ -31,12 +33,12 @@ unexport PYTHONPATH
 quickstart: $(STAMP)
 	VENV="$(VENV)" scripts/quickstart.sh
 
-test-all: export CHOSEN = not learns and not long
-test-all: test
-
-test: $(STAMP) $(TRITON) $(WANDB_SWEEPS)
+test: WITHOUT := rest,long,learns
+test-all: WITHOUT := long,learns
+test test-all: $(STAMP) $(TRITON) $(WANDB_SWEEPS)
 	"$(VENV)/bin/ruff" check .
-	VENV="$(abspath $(VENV))" scripts/test.sh $(PYTEST_ARGS)
+	PATH="$(abspath $(VENV))/bin:$$PATH" "$(VENV)/bin/pytest" --without $(WITHOUT) -n $(WORKERS) --maxprocesses 4 \
+		--dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
 	PYTHONPATH="$(abspath $(TRITON))" "$(VENV)/bin/pytest" tests/unit/kernels/test_fp8_triton.py
 
 test-random: $(STAMP)

@@ -71,13 +71,32 @@ def pytest_runtest_makereport(item, call):
         report.sections.append(("to keep it", f"@example({', '.join(map(ast.unparse, drawn))})"))
     return report
 
+# One worker has all files that look at these runs, and so makes each of them once.
+SHARED_RUNS = {"full_workplace", "lora_workplace", "lora_served"}
 
-def pytest_collection_modifyitems(items):
-    """Folders imply rings: tests/gpu is `gpu`, tests/learns is `learns`. `gpu` is skipped without a CUDA device."""
+
+def pytest_addoption(parser):
+    parser.addoption("--without", default="", metavar="MARKER,...", help="leaves these out of what -m and -k choose")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Folders imply rings: tests/gpu is `gpu`, tests/learns is `learns`. `gpu` is skipped without a CUDA device.
+
+    Workers that test beside each other take whole files, since the tests of a file share what its fixtures have started.
+    """
     for item in items:
         for ring in ("gpu", "learns"):
             if ROOT / "tests" / ring in item.path.parents:
                 item.add_marker(ring)
+    of_shared_runs = {item.path for item in items if SHARED_RUNS & set(item.fixturenames)}
+    for item in items:
+        group = "runs" if item.path in of_shared_runs else str(item.path.relative_to(ROOT))
+        item.add_marker(pytest.mark.xdist_group(group))
+    without = set(config.getoption("--without").split(","))
+    left_out = [item for item in items if without & {marker.name for marker in item.iter_markers()}]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_items:
         import torch

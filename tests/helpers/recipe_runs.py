@@ -5,9 +5,17 @@ import subprocess
 import time
 from pathlib import Path
 
-from tiny_runs import command, environment, metrics, write_tiny_model
+import pytest
+import tiny_runs
+from servers import Server, free_port
+from tiny_runs import command, metrics, write_tiny_model
 
-__all__ = ["KL", "command", "environment", "make_workplace", "metrics", "run", "wait_for_steps"]
+from torchtune_ext.sampling.doors import KEY_VARIABLE
+from torchtune_ext.sampling.records import EngineConfig
+
+__all__ = ["KL", "command", "environment", "make_workplace", "metrics", "run", "start_server", "wait_for_steps"]
+
+SERVER_KEY = "key-of-the-servers-that-runs-share"
 
 TASK = '''
 import hashlib
@@ -81,6 +89,25 @@ KL = [
 ]
 
 
+def environment() -> dict[str, str]:
+    """The variables of a run, with the key of the servers that runs share."""
+    return {**tiny_runs.environment(), KEY_VARIABLE: SERVER_KEY}
+
+
+def start_server(folder: Path, **engine) -> Server:
+    """A server of the model of `make_workplace`, which gives a run the tokens that an engine of its own would.
+
+    It saves a run most of its time, the start of an engine: start one, and let all runs sample there that are not about engines.
+    Args: engine: fields of `EngineConfig` beside those of `CONFIG`.
+    """
+    write_tiny_model(folder / "model")
+    address = f"http://127.0.0.1:{free_port()}"
+    config = EngineConfig(address=address, dtype="float32", max_model_len=128, kv_cache_bytes=1 << 24, **engine)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(KEY_VARIABLE, SERVER_KEY)
+        return Server(str(folder / "model"), config, folder / "server.log")
+
+
 def make_workplace(folder: Path, **larger: int) -> Path:
     """A folder with a model, a task and a config, to run recipes in."""
     write_tiny_model(folder / "model", **larger)
@@ -95,7 +122,7 @@ def run(
     *args: str,
     ranks: int = 1,
     ok: bool = True,
-    timeout: float = 240,
+    timeout: float = 300,
     config: str = "run.yaml",
 ) -> str:
     """Runs a recipe to its end and returns what it printed. `ok`: whether it must succeed."""
@@ -112,7 +139,7 @@ def run(
     return output
 
 
-def wait_for_steps(run_dir: Path, steps: int, process: subprocess.Popen, seconds: float = 120) -> None:
+def wait_for_steps(run_dir: Path, steps: int, process: subprocess.Popen, seconds: float = 240) -> None:
     """Waits until so many steps of a run have metrics, the evaluation before the first one among them."""
     file, deadline = run_dir / "metrics.jsonl", time.monotonic() + seconds
     while not file.exists() or len(set(re.findall(r'^\{"step": (\d+)', file.read_text(), re.MULTILINE))) < steps:

@@ -39,7 +39,7 @@ class Server:
             )
 
     def wait(self) -> None:
-        give_up_at = time.monotonic() + 120
+        give_up_at = time.monotonic() + 240
         while time.monotonic() < give_up_at:
             assert self.process.poll() is None, self.log.read_text()[-3000:]
             try:

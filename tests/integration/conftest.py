@@ -23,10 +23,32 @@ def full_workplace(tmp_path_factory):
     return folder
 
 
+def word_of(server):
+    """What lets a run sample with a server, which is up as long as it is asked for."""
+    try:
+        server.wait()
+        yield f"engine.address={server.address}"
+    finally:
+        server.kill()
+
+
 @pytest.fixture(scope="session")
-def kl_run(full_workplace):
+def served(tmp_path_factory):
+    """The word with which a run on all weights samples with the server of all such runs."""
+    yield from word_of(runs.start_server(tmp_path_factory.mktemp("server")))
+
+
+@pytest.fixture(scope="session")
+def lora_served(tmp_path_factory):
+    """As `served`, for runs that publish adapters."""
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    yield from word_of(runs.start_server(tmp_path_factory.mktemp("server"), lora_rank=4, lora_targets=targets))
+
+
+@pytest.fixture(scope="session")
+def kl_run(full_workplace, served):
     """A run of two steps with a KL term, further sampling and several samples of each held-out problem."""
-    runs.run(full_workplace, "grpo_full", "output_dir=kl", "max_steps=2", *runs.KL)
+    runs.run(full_workplace, "grpo_full", "output_dir=kl", "max_steps=2", *runs.KL, served)
     return full_workplace / "kl"
 
 

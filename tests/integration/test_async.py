@@ -67,18 +67,18 @@ def require_replayed(run, workplace, recipe, *args):
 
 
 @pytest.mark.parametrize(
-    ("workplace", "recipe", "config"),
+    ("workplace", "server", "recipe", "config"),
     [
-        ("full_workplace", "grpo_full", "run.yaml"),
+        ("full_workplace", "served", "grpo_full", "run.yaml"),
         # What is trained plays no part in when groups are sampled; adapters sampled ahead: the flight below.
-        pytest.param("lora_workplace", "grpo_lora", "lora.yaml", marks=pytest.mark.long),
+        pytest.param("lora_workplace", "lora_served", "grpo_lora", "lora.yaml", marks=pytest.mark.rest),
     ],
     ids=["full", "lora"],
 )
-def test_zero_steps_ahead_is_the_run_that_samples_and_trains_in_turns(request, workplace, recipe, config):
+def test_zero_steps_ahead_is_the_run_that_samples_and_trains_in_turns(request, workplace, server, recipe, config):
     """Another bound of the age changes nothing where nothing is sampled ahead: no token, no loss, no weight."""
-    folder = request.getfixturevalue(workplace)
-    runs.run(folder, recipe, "output_dir=in_turns", "staleness=1", "depth=0", config=config)
+    folder, word = map(request.getfixturevalue, (workplace, server))
+    runs.run(folder, recipe, "output_dir=in_turns", "staleness=1", "depth=0", word, config=config)
     want, got = folder / "reference", folder / "in_turns"
     assert {s: record(g) for s, g in stored(got).items()} == {s: record(g) for s, g in stored(want).items()}
     lines = runs.metrics(got)
@@ -106,8 +106,8 @@ def test_the_groups_of_a_step_are_what_its_policy_says_to_its_problems(full_work
     ]
 
 
-def test_a_run_that_is_shorter_than_it_may_be_ahead(full_workplace):
-    runs.run(full_workplace, "grpo_async", "output_dir=ahead", "max_steps=1", *AHEAD)
+def test_a_run_that_is_shorter_than_it_may_be_ahead(full_workplace, served):
+    runs.run(full_workplace, "grpo_async", "output_dir=ahead", "max_steps=1", *AHEAD, served)
     require_ahead(full_workplace / "ahead", 1)
 
 
@@ -124,7 +124,11 @@ def by_peft(path, base):
     return model if path == base else PeftModel.from_pretrained(model, path)
 
 
-@pytest.mark.parametrize(("model", "load"), [([], by_transformers), (ADAPTERS, by_peft)], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    ("model", "load"),
+    [([], by_transformers), pytest.param(ADAPTERS, by_peft, marks=pytest.mark.rest)],
+    ids=["full", "lora"],
+)
 def test_flight_over_the_publications_of_a_run(tmp_path, model, load):
     """Each token is of the policy that labels it: a checkpoint of that step says the same of it, to whoever loads it."""
     folder, run, steps = runs.make_workplace(tmp_path, max_position_embeddings=512), tmp_path / "flight", 6
@@ -160,7 +164,7 @@ def test_a_replay_of_refills_and_a_reference_resumes_as_any_run(full_workplace, 
 
 
 @pytest.mark.parametrize("kills", [1, pytest.param(10, marks=pytest.mark.long)])
-def test_killed_and_resumed_trains_every_problem_once(full_workplace, kills):
+def test_killed_and_resumed_trains_every_problem_once(full_workplace, served, kills):
     """Each kill comes at a random moment, while groups are on their way. Nothing is left of a killed run, nothing is trained
     twice in the history that survives, and this history ends with the weights that a replay of it has."""
     steps, name = PROBLEMS // GROUPS * (1 + kills // 5), f"killed{kills}"
@@ -168,7 +172,7 @@ def test_killed_and_resumed_trains_every_problem_once(full_workplace, kills):
     run, trained = full_workplace / name, 0
     for kill in range(kills):
         # A start is told to go on; step 0 has metrics, too.
-        process = start(full_workplace, *args)
+        process = start(full_workplace, *args, *([served] if kill else []))
         latest = max(trained + 1, (kill + 1) * steps // (kills + 1))
         runs.wait_for_steps(run, 1 + random.randint(trained + 1, latest), process)
         time.sleep(random.uniform(0.0, 0.3))
@@ -177,7 +181,7 @@ def test_killed_and_resumed_trains_every_problem_once(full_workplace, kills):
         assert trained < steps, "the run ended before it was killed"
     first = rollout_paths(run)[1].stat().st_mtime_ns
 
-    runs.run(full_workplace, "grpo_async", "resume_from_checkpoint=True", *args)
+    runs.run(full_workplace, "grpo_async", "resume_from_checkpoint=True", *args, served)
     assert rollout_paths(run)[1].stat().st_mtime_ns == first, "the run began again"
     require_ahead(run, steps)
     require_replayed(run, full_workplace, "grpo_async", *AHEAD)

@@ -25,7 +25,7 @@ from waiting import wait_until
 
 from torchtune_ext.telemetry.metrics import read_metrics
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.rest, pytest.mark.timeout(600)]
 
 # The engine needs longer for the samples of a step than the trainer does, so that there always are groups on their way.
 BUSY = ["engine.max_concurrency=2", "sampling.max_tokens=300", "engine.max_model_len=512", "row_tokens=512"]

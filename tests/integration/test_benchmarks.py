@@ -9,12 +9,12 @@ import recipe_runs as runs
 import step
 import torch
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.rest, pytest.mark.timeout(900)]
 
 
 def script(repo_root, name, *args):
     command = [sys.executable, str(repo_root / "benchmarks" / name), *args]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr
     return [line for line in done.stdout.splitlines() if line.startswith(("| ", "### "))]
 

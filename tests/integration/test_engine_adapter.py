@@ -22,7 +22,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 RANK, ALPHA = 4, 8.0
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CONFIG = EngineConfig(
-    dtype="float32", max_model_len=1024, kv_cache_bytes=64 << 20, lora_rank=RANK, lora_targets=TARGETS
+    dtype="float32",
+    max_model_len=1024,
+    kv_cache_bytes=64 << 20,
+    lora_rank=RANK,
+    lora_targets=TARGETS,
+    max_failures=2,
 )
 PEFT = {"r": RANK, "lora_alpha": ALPHA, "target_modules": list(TARGETS)}
 SAMPLING = SamplingConfig(max_tokens=24, seed=2)
@@ -125,6 +130,7 @@ def footprint(engine) -> tuple[int, int, int, int]:
     return core.memory_info().rss, core.num_fds(), psutil.Process().num_fds(), files
 
 
+@pytest.mark.rest
 def test_two_hundred_publications_leave_what_five_left(engine):
     prompts = tiny_model.prompts(2, 20)
     for i in range(200):

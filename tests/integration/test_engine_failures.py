@@ -98,10 +98,10 @@ def wait_until(condition, seconds):
     ("of", "kill"),
     [
         ("engine", signal.SIGSTOP),
-        ("client", signal.SIGSTOP),
         ("client", signal.SIGKILL),
-        # One that is killed is noticed as below, and what comes then is the same.
-        pytest.param("engine", signal.SIGKILL, marks=pytest.mark.long),
+        # What comes when they are noticed is the same.
+        pytest.param("client", signal.SIGSTOP, marks=pytest.mark.rest),
+        pytest.param("engine", signal.SIGKILL, marks=pytest.mark.rest),
     ],
 )
 def test_sampling_goes_on_with_the_current_weights(engine, models, of, kill):
@@ -130,6 +130,7 @@ def test_sampling_goes_on_with_the_current_weights(engine, models, of, kill):
     assert not Path(f"/proc/{pid}").exists() and not Path(f"/proc/{client}").exists()
 
 
+@pytest.mark.rest  # the kill of test_one_that_is_killed_in_the_midst_of_sampling_loses_nothing, without requests
 def test_death_while_idle_is_noticed_too(engine, models):
     pid = core_pid(engine)
     os.kill(pid, signal.SIGKILL)
@@ -156,6 +157,7 @@ def test_a_failed_update_restarts_the_engine_with_the_new_weights(engine, models
     assert np.abs(tiny_model.logprobs(models[0], prompts[0], c.tokens) - c.logprobs).max() < 1e-4
 
 
+@pytest.mark.rest
 def test_a_client_frozen_at_a_publication_is_noticed_in_time(engine, models, caplog):
     version, core = engine.version + 1, engine._pool.lanes[0].supervisor.core
     os.kill(core.client_pid, signal.SIGSTOP)
@@ -169,7 +171,7 @@ def test_a_client_frozen_at_a_publication_is_noticed_in_time(engine, models, cap
     )
 
 
-@pytest.mark.parametrize("moment", ["before", pytest.param("in the load", marks=pytest.mark.long)])
+@pytest.mark.parametrize("moment", ["before", pytest.param("in the load", marks=pytest.mark.rest)])
 def test_an_engine_frozen_at_a_publication_is_noticed_in_time(request, models, moment, caplog):
     """After probe_deadline_s (2 s here), not after rpc_deadline_s (300 s)."""
     engine = request.getfixturevalue("engine" if moment == "before" else "engine_in_process")
@@ -208,7 +210,7 @@ def test_an_engine_frozen_at_a_publication_is_noticed_in_time(request, models, m
     assert np.abs(tiny_model.logprobs(models[0], prompts[0], c.tokens) - c.logprobs).max() < 1e-4
 
 
-@pytest.mark.parametrize("which", ["engine", pytest.param("engine_in_process", marks=pytest.mark.long)])
+@pytest.mark.parametrize("which", ["engine", pytest.param("engine_in_process", marks=pytest.mark.rest)])
 def test_the_janitor_dies_then_the_engine_and_nothing_leaks(request, which, caplog, monkeypatch):
     """The message says how the engine ended; the lost life gives back its descriptors and threads."""
     engine = request.getfixturevalue(which)
@@ -234,6 +236,7 @@ def test_the_janitor_dies_then_the_engine_and_nothing_leaks(request, which, capl
         gc.enable()
 
 
+@pytest.mark.rest  # with stand-ins for engines: tests/unit/sampling/test_restarts.py
 def test_three_failures_in_a_row_are_final(engine):
     def strike():
         for _ in range(3):
@@ -267,6 +270,7 @@ def test_a_first_start_that_fails_says_why(tmp_path, model_dir):
         EngineConfig(probe_deadline_s=0)
 
 
+@pytest.mark.rest
 def test_close_while_a_lost_engine_restarts(model_dir, tmp_path):
     """`close` ends the processes that come up, and all the rest."""
     with Engine(model_dir, CONFIG, str(tmp_path)) as engine:
@@ -306,7 +310,10 @@ TRAINER = """
 """
 
 
-@pytest.mark.parametrize("moment", ["starting", "sampling", "exception"])
+@pytest.mark.parametrize(
+    "moment",
+    ["sampling", *(pytest.param(moment, marks=pytest.mark.rest) for moment in ("starting", "exception"))],
+)
 def test_nothing_is_left_of_a_trainer_that_ended(model_dir, tmp_path, moment):
     script = tmp_path / "trainer.py"
     script.write_text(textwrap.dedent(TRAINER))

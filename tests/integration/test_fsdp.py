@@ -7,10 +7,13 @@ import sys
 
 import pytest
 import recipe_runs as runs
+import torch
+from tiny_runs import write_tiny_model
 
-SCRIPT = """
+GRADIENTS = """
 import json
-import sys
+from pathlib import Path
+
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
@@ -26,11 +29,8 @@ from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.policy.hf_model import HFModel, clean_name
 from torchtune_ext.sampling.records import Completion
 from torchtune_ext.tasks.task import Problem
-from torchtune_ext.training.distributed import close_ranks, init_ranks
 from torchtune_ext.training.learner import Learner, reference_of
 
-folder, checkpointing, row_tokens, lora = sys.argv[1], sys.argv[2] == "1", int(sys.argv[3]), json.loads(sys.argv[4])
-fp8 = Fp8Config() if sys.argv[5] == "1" else None
 rng = np.random.default_rng(0)
 groups = []
 for g, (prompt, lengths) in enumerate([(9, [5, 1, 12]), (4, [20, 3]), (15, [2, 2, 2, 2]), (6, [9])]):
@@ -45,7 +45,9 @@ for g, (prompt, lengths) in enumerate([(9, [5, 1, 12]), (4, [20, 3]), (15, [2, 2
 loss = PolicyLoss(constraint="kl", delta=1e-4, top_k=8, importance="tis", kl_coef=0.2, entropy_coef=0.01)
 
 
-def gradients(ranks, world_size):
+def gradients(ranks, folder, checkpointing, row_tokens, lora, fp8):
+    world_size, fp8 = ranks.world_size, Fp8Config() if fp8 else None
+    torch.manual_seed(0)  # of the adapters, whatever the cases before have drawn
     source = HFModel(folder)
     policy = build_policy(lambda: from_config(folder, **lora), source, ranks.device, torch.float32, world_size, checkpointing, fp8=fp8)
     reference = reference_of(policy.model)
@@ -69,38 +71,46 @@ def gradients(ranks, world_size):
     return found.loss, found.metrics, grads, sent
 
 
-def main():
-    ranks = init_ranks("cpu")
-    found = gradients(ranks, ranks.world_size)
-    if ranks.world_size == 1:
-        torch.save(found, "one.pt")
-    elif ranks.is_main:
-        one = torch.load("one.pt")
-        assert abs(one[0] - found[0]) < 1e-6, (one[0], found[0])
-        for name in one[1]:
-            assert abs(one[1][name] - found[1][name]) <= 1e-5 * max(1, abs(one[1][name])), name
-        scale = max(g.abs().max() for g in one[2].values())
-        worst = max(((one[2][n] - found[2][n]).abs().max() / max(one[2][n].abs().max(), 1e-3 * scale)).item() for n in one[2])
-        assert worst < 1e-5, worst
-        assert one[3].keys() == found[3].keys() and all(torch.equal(one[3][n].float(), found[3][n].float()) for n in one[3])
-        print("worst relative gradient error", worst)
-
-
-main()
-close_ranks()
+def main(ranks):
+    for name, case in json.loads(Path("cases.json").read_text()).items():
+        result = gradients(ranks, **case)
+        if ranks.is_main:
+            torch.save(result, f"{name}_{ranks.world_size}.pt")
 """
 
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 WIDE = {"hidden_size": 256, "intermediate_size": 256}  # half of an NF4 tensor must hold whole groups of 256 x 64 values
 QWEN3 = {"model_type": "qwen3", "head_dim": 64}
 LORA = {"lora_attn_modules": ["q_proj", "v_proj", "output_proj"], "apply_lora_to_mlp": True, "lora_rank": 4}
+MODELS = {"plain": {}, "qwen3": QWEN3, "wide": WIDE}
+CASES = {
+    name: {"checkpointing": bool(checkpointing), "row_tokens": row_tokens, "lora": lora, "folder": model, "fp8": fp8}
+    for name, (checkpointing, row_tokens, lora, model, fp8) in {
+        "plain": (0, 40, {}, "plain", False),
+        "checkpointing": (1, 40, {}, "plain", False),
+        "one round": (0, 400, {}, "plain", False),
+        "qwen3": (1, 40, {}, "qwen3", False),
+        "lora": (1, 40, LORA, "plain", False),
+        "dora": (0, 400, LORA | {"use_dora": True}, "plain", False),
+        "qlora": (0, 40, LORA | {"quantize_base": True}, "wide", False),
+        "fp8": (1, 40, {}, "wide", True),
+    }.items()
+}
 
+# All on one rank, then all on two: what takes time is to import PyTorch, and not the few rows.
+LAUNCH = """
+import dora
+import gradients
 
-def launch(folder, arguments):
-    """Runs a script on one rank, then on two; returns what the two printed."""
-    for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]):
-        printed = start(folder, [*launcher, *arguments])
-    return printed
+from torchtune_ext.training.distributed import close_ranks, init_ranks
+
+ranks = init_ranks("cpu")
+gradients.main(ranks)
+dora.main(ranks)
+close_ranks()
+"""
 
 
 def start(folder, words):
@@ -110,35 +120,41 @@ def start(folder, words):
         env=runs.environment(),
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=500,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     return done.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("checkpointing", "row_tokens", "lora", "shape", "fp8"),
-    [
-        (0, 40, {}, {}, 0),
-        (1, 40, {}, {}, 0),
-        (0, 400, {}, {}, 0),  # one round
-        (1, 40, {}, QWEN3, 0),
-        (1, 40, LORA, {}, 0),
-        (0, 400, LORA | {"use_dora": True}, {}, 0),
-        (0, 40, LORA | {"quantize_base": True}, WIDE, 0),
-        (1, 40, {}, WIDE, 1),
-    ],
-)
-def test_two_ranks_equal_one(tmp_path, checkpointing, row_tokens, lora, shape, fp8):
-    runs.make_workplace(tmp_path, **shape)
-    (tmp_path / "ranks.py").write_text(SCRIPT)
-    arguments = ["ranks.py", str(tmp_path / "model"), str(checkpointing), str(row_tokens), json.dumps(lora), str(fp8)]
-    assert "worst relative gradient error" in launch(tmp_path, arguments)
+@pytest.fixture(scope="module")
+def computed(tmp_path_factory):
+    """A folder in which both scripts have run on one rank and on two."""
+    folder = tmp_path_factory.mktemp("ranks")
+    for name, shape in MODELS.items():
+        write_tiny_model(folder / name, **shape)
+    scripts = {"gradients.py": GRADIENTS, "dora.py": DORA, "ranks.py": LAUNCH, "cases.json": json.dumps(CASES)}
+    for name, text in scripts.items():
+        (folder / name).write_text(text)
+    for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]):
+        start(folder, [*launcher, "ranks.py"])
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_equal_one(computed, case):
+    one, two = (torch.load(computed / f"{case}_{ranks}.pt") for ranks in (1, 2))
+    assert abs(one[0] - two[0]) < 1e-6
+    for name in one[1]:
+        assert abs(one[1][name] - two[1][name]) <= 1e-5 * max(1, abs(one[1][name])), name
+    scale = max(g.abs().max() for g in one[2].values())
+    for name, gradient in one[2].items():
+        error = (gradient - two[2][name]).abs().max() / max(gradient.abs().max(), 1e-3 * scale)
+        assert error < 1e-5, (name, error)
+    assert bool(one[3]) == CASES[case]["fp8"] and one[3].keys() == two[3].keys()
+    assert all(torch.equal(one[3][n].float(), two[3][n].float()) for n in one[3])
 
 
 DORA = """
-import sys
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
@@ -152,62 +168,64 @@ from torchtune_ext.policy.sharded import fill, whole
 from torchtune_ext.policy.hf_model import HFModel, clean_name
 from torchtune_ext.sampling.records import Completion
 from torchtune_ext.tasks.task import Problem
-from torchtune_ext.training.distributed import close_ranks, init_ranks
 
 CHANGES = (0.001, -0.001, 0.002, 0.003)
-folder, checkpointing = sys.argv[1], sys.argv[2] == "1"
 options = dict(lora_attn_modules=["q_proj", "v_proj", "output_proj"], apply_lora_to_mlp=True, lora_rank=4, use_dora=True)
 rng = np.random.default_rng(0)
 tokens = rng.integers(0, 300, 240).astype(np.int32)
 sample = Sample(Completion(tokens, np.zeros(240, np.float32), np.zeros(240, np.int32), "stop"), advantage=1.0, trained=True)
 row = pack([Group(Problem("p", (), None), tokens[:9], (sample,))], 512)[0][0]
 
-ranks = init_ranks("cpu")
-source = HFModel(folder)
-policy = build_policy(
-    lambda: from_config(folder, **options), source, ranks.device, torch.bfloat16, ranks.world_size, checkpointing
-)
-seen, first = {}, {}
-def keep(module, args, out):
-    seen.setdefault(module, (args[0].detach(), out.detach()))
 
-for name, module in adapted_modules(policy.model).items():
-    module.register_forward_hook(keep)
-    first[name] = whole(module.magnitude).clone()
-for change in CHANGES:
+def gradients(ranks, checkpointing):
+    torch.manual_seed(0)
+    source = HFModel("plain")
+    policy = build_policy(
+        lambda: from_config("plain", **options), source, ranks.device, torch.bfloat16, ranks.world_size, checkpointing
+    )
+    seen, first = {}, {}
+
+    def keep(module, args, out):
+        seen.setdefault(module, (args[0].detach(), out.detach()))
+
     for name, module in adapted_modules(policy.model).items():
-        fill(module.magnitude, first[name] * (1 + change))
-    seen.clear()
-    policy(row.to(ranks.device)).logprobs_L.sum().backward()
-    for name, module in adapted_modules(policy.model).items():
-        x, found = (t.double().flatten(0, -2) for t in seen[module])
-        base = x @ whole(module.weight).double().T
-        bias = 0.0 if module.bias is None else whole(module.bias).double()
-        answer = ((found - bias - base) * base).sum() / base.pow(2).sum()
-        step = 2.0**-7 * 2.0 ** (base * (1 + change) + bias).abs().log2().floor()  # a rounding has variance step^2 / 12
-        sigma = (base * step).pow(2).sum().div(12).sqrt() / base.pow(2).sum()
-        assert sigma < 1e-4, (name, sigma)
-        assert abs(answer - change) < 5 * sigma, f"{name}: {change} acts as {answer:.5f}, sigma {sigma:.5f}"
-found = {clean_name(n): p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for n, p in policy.model.named_parameters() if p.requires_grad}
-assert {g.dtype for g in found.values()} == {torch.float32}
-if ranks.world_size == 1:
-    torch.save(found, "one.pt")
-elif ranks.is_main:
-    one = torch.load("one.pt")
-    assert one.keys() == found.keys()
-    # both ranks have the same row, and the mean of equal gradients is exact
-    assert all(torch.allclose(one[n], found[n], rtol=1e-5, atol=1e-6 * one[n].abs().max()) for n in one)
-close_ranks()
+        module.register_forward_hook(keep)
+        first[name] = whole(module.magnitude).clone()
+    for change in CHANGES:
+        for name, module in adapted_modules(policy.model).items():
+            fill(module.magnitude, first[name] * (1 + change))
+        seen.clear()
+        policy(row.to(ranks.device)).logprobs_L.sum().backward()
+        for name, module in adapted_modules(policy.model).items():
+            x, found = (t.double().flatten(0, -2) for t in seen[module])
+            base = x @ whole(module.weight).double().T
+            bias = 0.0 if module.bias is None else whole(module.bias).double()
+            answer = ((found - bias - base) * base).sum() / base.pow(2).sum()
+            step = 2.0**-7 * 2.0 ** (base * (1 + change) + bias).abs().log2().floor()  # a rounding has variance step^2 / 12
+            sigma = (base * step).pow(2).sum().div(12).sqrt() / base.pow(2).sum()
+            assert sigma < 1e-4, (name, sigma)
+            assert abs(answer - change) < 5 * sigma, f"{name}: {change} acts as {answer:.5f}, sigma {sigma:.5f}"
+    return {
+        clean_name(n): p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        for n, p in policy.model.named_parameters() if p.requires_grad
+    }
+
+
+def main(ranks):
+    for checkpointing in (0, 1):
+        result = gradients(ranks, bool(checkpointing))
+        if ranks.is_main:
+            torch.save(result, f"answer{checkpointing}_{ranks.world_size}.pt")
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [0, 1])
-def test_dora_in_bfloat16_answers_to_small_changes_of_its_magnitude_on_any_number_of_ranks(tmp_path, checkpointing):
+def test_dora_in_bfloat16_answers_to_small_changes_of_its_magnitude_on_any_number_of_ranks(computed, checkpointing):
     """Against the float64 product of each layer's input and weight, to which a fresh adapter adds nothing."""
-    runs.make_workplace(tmp_path)
-    (tmp_path / "dora.py").write_text(DORA)
-    launch(tmp_path, ["dora.py", str(tmp_path / "model"), str(checkpointing)])
+    one, two = (torch.load(computed / f"answer{checkpointing}_{ranks}.pt") for ranks in (1, 2))
+    assert {g.dtype for g in one.values()} == {torch.float32} and one.keys() == two.keys()
+    # Both ranks have the same row, and the mean of equal gradients is exact.
+    assert all(torch.allclose(one[n], two[n], rtol=1e-5, atol=1e-6 * one[n].abs().max()) for n in one)
 
 
 MESH = """
@@ -375,10 +393,12 @@ close_ranks()
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lora", "shape"),
-    [({}, {}), (LORA | {"quantize_base": True}, WIDE | {"num_key_value_heads": 2})],
+    [
+        ({}, {}),
+        pytest.param(LORA | {"quantize_base": True}, WIDE | {"num_key_value_heads": 2}, marks=pytest.mark.rest),
+    ],
     ids=["all weights", "QLoRA"],
 )
 def test_a_mesh_of_two_copies_in_two_parts_trains_publishes_and_resumes_as_one_rank(tmp_path, lora, shape):

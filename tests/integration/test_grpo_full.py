@@ -65,8 +65,8 @@ def test_a_run_leaves_metrics_rollouts_checkpoints_and_a_report(workplace):
     ]
 
 
-def test_two_ranks_train_what_one_trains(workplace):
-    runs.run(workplace, "grpo_full", "output_dir=ranks", ranks=2)
+def test_two_ranks_train_what_one_trains(workplace, served):
+    runs.run(workplace, "grpo_full", "output_dir=ranks", served, ranks=2)
     one, two = runs.metrics(workplace / "reference"), runs.metrics(workplace / "ranks")
     for a, b in zip(one, two, strict=True):
         assert a["step"] == b["step"] and a.get("reward/mean") == b.get("reward/mean")
@@ -85,8 +85,9 @@ def logged(run_dir):
 
 
 @pytest.mark.parametrize("moments", [(0, 2), pytest.param((0, 1, 2, 2, 3), marks=pytest.mark.long)], ids=len)
-def test_killed_and_resumed_equals_uninterrupted(workplace, moments):
-    """Killed while it sets up, then at a random moment after so many lines of metrics."""
+def test_killed_and_resumed_equals_uninterrupted(workplace, served, moments):
+    """Killed while it sets up, then at a random moment after so many lines of metrics, with an engine of its own each time. At
+    last it goes on with that of a server."""
     rng, kills, name = random.Random(0), 0, f"killed_{len(moments)}"
     command = runs.command("grpo_full", f"output_dir={name}", "resume_from_checkpoint=True")
     run_dir = workplace / name
@@ -95,25 +96,25 @@ def test_killed_and_resumed_equals_uninterrupted(workplace, moments):
         process = subprocess.Popen(command, cwd=workplace, env=runs.environment(), start_new_session=True, **quiet)
         if logged(run_dir) >= lines:
             time.sleep(rng.uniform(3.0, 9.0))
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 240
         while logged(run_dir) < lines and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)
         time.sleep(rng.uniform(0.0, 0.6))
         if process.poll() is None:
             children = psutil.Process(process.pid).children(recursive=True)
             os.kill(process.pid, signal.SIGKILL)
-            _, alive = psutil.wait_procs(children, timeout=10)
+            _, alive = psutil.wait_procs(children, timeout=30)
             assert not alive, f"left running: {alive}"
             kills += 1
         process.wait(10)
     assert kills >= len(moments) - 1, "the run ended before it could be killed"
-    runs.run(workplace, "grpo_full", f"output_dir={name}", "resume_from_checkpoint=True")
+    runs.run(workplace, "grpo_full", f"output_dir={name}", "resume_from_checkpoint=True", served)
     assert runs.metrics(run_dir) == runs.metrics(workplace / "reference")
     want, got = weights(workplace, "reference"), weights(workplace, name)
     assert all(torch.equal(want[n], got[n]) for n in want)
 
 
-def test_a_copied_recipe_with_a_loss_and_a_reward_of_its_own(workplace):
+def test_a_copied_recipe_with_a_loss_and_a_reward_of_its_own(workplace, served):
     main(["cp", "grpo_full", str(workplace / "my_grpo.py")])
     source = (workplace / "my_grpo.py").read_text()
     mine = """
@@ -135,7 +136,7 @@ class Short(Letters):
 def recipe_main"""
     (workplace / "my_grpo.py").write_text(source.replace("@parse\ndef recipe_main", mine))
     names = ["loss._component_=Reinforce", "task._component_=Short", "evaluation.task=null"]
-    runs.run(workplace, "my_grpo.py", "output_dir=mine", "max_steps=1", *names)
+    runs.run(workplace, "my_grpo.py", "output_dir=mine", "max_steps=1", *names, served)
     line = runs.metrics(workplace / "mine")[1]
     assert line["loss/mine_max"] > 0 and "loss/clip_fraction" not in line
     assert line["reward/mean"] == pytest.approx(-line["reward/characters"] / 100)
@@ -167,7 +168,7 @@ def test_the_kl_term_and_refills(kl_run):
 
 
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.01])
-def test_groups_without_signal(workplace, entropy_coef):
+def test_groups_without_signal(workplace, served, entropy_coef):
     """One group of four has a signal: the others are trained on where the loss has an entropy term, and of the two updates of a
     step one is left out where it has not, but counted by the schedule. Held-out problems are graded by a task of their own."""
     name = f"seldom_{entropy_coef}"
@@ -180,7 +181,7 @@ def test_groups_without_signal(workplace, entropy_coef):
         "evaluation.task._component_=letters.Generous",
     ]
     args += ["aggregation=constant"] + [f"loss.entropy_coef={entropy_coef}"] * (entropy_coef > 0)
-    output = runs.run(workplace, "grpo_full", *args)
+    output = runs.run(workplace, "grpo_full", *args, served)
     for line in runs.metrics(workplace / name)[1:]:
         assert (line["groups/used"], line["groups/no_signal"]) == (1, 3)
         assert (line["pack/labels"] == line["length/tokens"]) == (entropy_coef > 0)
@@ -201,12 +202,12 @@ def test_groups_without_signal(workplace, entropy_coef):
         ("exact_kl", ["loss.delta=1e-6"]),
         ("gspo", ["loss.clip_low=1e-6", "loss.clip_high=1e-6"]),
         # Its rule and its refills have tests of their own: tests/unit/objective, and the run with a KL term.
-        pytest.param("dapo", ["refill_rounds=1"], marks=pytest.mark.long),
+        pytest.param("dapo", ["refill_rounds=1"], marks=pytest.mark.rest),
     ],
 )
-def test_presets_run(workplace, preset, more):
+def test_presets_run(workplace, served, preset, more):
     """A trust region so narrow that the step's second update must be cut: the proximal policy's scores really arrive."""
-    runs.run(workplace, "grpo_full", f"output_dir={preset}", f"preset={preset}", "max_steps=1", *more)
+    runs.run(workplace, "grpo_full", f"output_dir={preset}", f"preset={preset}", "max_steps=1", *more, served)
     line = runs.metrics(workplace / preset)[1]
     if preset != "dapo":
         assert line["loss/clip_fraction"] > 0.1
@@ -248,6 +249,6 @@ def test_bad_input_is_named_before_the_engine_starts(workplace, args, message):
     ],
     ids=["an update that cannot be made", "too long for the engine"],
 )
-def test_what_only_the_first_step_shows_is_named(workplace, args, message):
-    output = runs.run(workplace, "grpo_full", "output_dir=bad", "max_steps=2", *args, ok=False)
+def test_what_only_the_first_step_shows_is_named(workplace, served, args, message):
+    output = runs.run(workplace, "grpo_full", "output_dir=bad", "max_steps=2", *args, served, ok=False)
     assert message in output, output[-3000:]

@@ -1,10 +1,7 @@
 """The LoRA recipe as a user runs it: a real vLLM, real torchtune, real processes."""
 
 import json
-import os
-import signal
 import subprocess
-import time
 from functools import partial
 
 import pytest
@@ -64,9 +61,9 @@ def test_a_run_trains_adapters_alone_and_proves_that_they_are_applied(workplace)
 
 
 @pytest.mark.parametrize("options", [[], ["model.use_dora=True"]], ids=["lora", "dora"])
-def test_merged_publication_trains_the_same(workplace, options):
+def test_merged_publication_trains_the_same(workplace, served, options):
     name = f"merged{len(options)}"
-    run(workplace, f"output_dir={name}", "adapters.publish=merged", "adapters.save_merged=True", *options)
+    run(workplace, f"output_dir={name}", "adapters.publish=merged", "adapters.save_merged=True", *options, served)
     lines = runs.metrics(workplace / name)
     assert all(line["canary/mean_abs"] < 1e-5 and line["canary/adapter_applied"] > 0.99 for line in lines[1:])
     folder = workplace / name / "checkpoints" / "step_000003" / "merged"
@@ -88,15 +85,13 @@ def test_merged_publication_trains_the_same(workplace, options):
         assert (saved[f"{stem}.weight"].double() - want).abs().max() < 1e-6
 
 
-def test_killed_and_resumed_equals_uninterrupted(workplace):
-    args = ("output_dir=killed", "resume_from_checkpoint=True")
+def test_killed_and_resumed_equals_uninterrupted(workplace, lora_served):
+    args = ("output_dir=killed", "resume_from_checkpoint=True", lora_served)
     command = runs.command("grpo_lora", *args, config="lora.yaml")
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = subprocess.Popen(command, cwd=workplace, env=runs.environment(), start_new_session=True, **quiet)
-    file, deadline = workplace / "killed" / "metrics.jsonl", time.monotonic() + 120
-    while not (file.is_file() and file.read_text().count("\n") >= 3) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    os.kill(process.pid, signal.SIGKILL)
+    runs.wait_for_steps(workplace / "killed", 3, process)
+    process.kill()
     process.wait(10)
     run(workplace, *args)
     assert runs.metrics(workplace / "killed") == runs.metrics(workplace / "reference")
@@ -106,8 +101,8 @@ def test_killed_and_resumed_equals_uninterrupted(workplace):
     assert "belongs to another model" in output and "rank=4" in output and "rank=8" in output, output[-2000:]
 
 
-def test_two_ranks_train_what_one_trains(workplace):
-    run(workplace, "output_dir=ranks", ranks=2)
+def test_two_ranks_train_what_one_trains(workplace, lora_served):
+    run(workplace, "output_dir=ranks", lora_served, ranks=2)
     one, two = runs.metrics(workplace / "reference"), runs.metrics(workplace / "ranks")
     for a, b in zip(one, two, strict=True):
         assert a.get("reward/mean") == b.get("reward/mean")
@@ -116,14 +111,14 @@ def test_two_ranks_train_what_one_trains(workplace):
                 assert b[name] == pytest.approx(a[name], rel=1e-3, abs=1e-4), (a["step"], name)
 
 
-def test_the_reference_is_the_model_without_its_adapter(workplace):
-    run(workplace, "output_dir=kl", "loss.kl_coef=0.1", "updates_per_step=1", "max_steps=2")
+def test_the_reference_is_the_model_without_its_adapter(workplace, lora_served):
+    run(workplace, "output_dir=kl", "loss.kl_coef=0.1", "updates_per_step=1", "max_steps=2", lora_served)
     lines = runs.metrics(workplace / "kl")
     assert lines[1]["loss/kl_ref"] == pytest.approx(0.0, abs=1e-9) and lines[2]["loss/kl_ref"] > 1e-7
 
 
-def test_dropout_is_off_wherever_the_policy_is_compared(workplace):
-    run(workplace, "output_dir=dropout", "model.lora_dropout=0.3", "updates_per_step=1", "max_steps=2")
+def test_dropout_is_off_wherever_the_policy_is_compared(workplace, lora_served):
+    run(workplace, "output_dir=dropout", "model.lora_dropout=0.3", "updates_per_step=1", "max_steps=2", lora_served)
     lines = runs.metrics(workplace / "dropout")
     assert all(line["mismatch/mean_abs"] < 1e-5 and line["canary/mean_abs"] < 1e-5 for line in lines[1:])
     # The update itself has dropout, so it sees another policy than the proximal one, which is asked without. In the first step
@@ -131,7 +126,7 @@ def test_dropout_is_off_wherever_the_policy_is_compared(workplace):
     assert lines[1]["loss/approx_kl"] < 1e-9 < lines[2]["loss/approx_kl"]
 
 
-@pytest.mark.parametrize("way", ["adapter", pytest.param("merged", marks=pytest.mark.long)])
+@pytest.mark.parametrize("way", ["adapter", pytest.param("merged", marks=pytest.mark.rest)])
 def test_qlora_samples_with_the_weights_that_nf4_left(tmp_path, way):
     """A larger model: NF4 cuts weights into blocks of 64 values, 256 to a group."""
     runs.make_workplace(tmp_path, hidden_size=128, intermediate_size=256)

@@ -145,6 +145,7 @@ def files(data_dir):
 
 
 @pytest.mark.slow
+@pytest.mark.rest
 def test_real_solutions_are_right_and_those_of_other_questions_wrong(data_dir):
     train, test, svamp = files(data_dir)
     for task in (GSM8K(path=train, count=1000), Math("svamp", svamp)):

@@ -48,6 +48,7 @@ def test_what_the_function_returns_is_what_is_trained_on(folder):
     assert (run / "report.html").stat().st_size > 10_000
 
 
+@pytest.mark.rest
 def test_a_judge_of_the_page_takes_its_place(folder):
     """With refills, whose samples are compared among themselves, and a held-out task that is graded text by text."""
     words = ["task.grader=null", "task.group_grader=my_judge.as_good", "output_dir=runs/judged", "refill_rounds=1"]

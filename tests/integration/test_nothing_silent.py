@@ -65,10 +65,10 @@ def workplace(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def failed(workplace):
+def failed(workplace, served):
     """What a run says that was told to go on where nothing is, and whose grader fails on every text."""
     args = ["output_dir=failing", "evaluation.task=null", "max_steps=6", "task._component_=rows.Failing"]
-    return runs.run(workplace, "grpo_full", *args, "resume_from_checkpoint=True", ok=False)
+    return runs.run(workplace, "grpo_full", *args, served, "resume_from_checkpoint=True", ok=False)
 
 
 def asked(run_dir):
@@ -76,9 +76,9 @@ def asked(run_dir):
     return {step: [group.problem.id for group in read_rollouts(path)] for step, path in rollout_paths(run_dir).items()}
 
 
-def test_a_bad_problem_is_named_passed_over_and_stays_so(workplace):
+def test_a_bad_problem_is_named_passed_over_and_stays_so(workplace, served):
     """Eight rows, four a step: after two steps each has been met. Then row 3 is mended, which the run does not look at again."""
-    args = ["task._component_=rows.Rows", EVAL]
+    args = ["task._component_=rows.Rows", EVAL, served]
     said = runs.run(workplace, "grpo_full", "output_dir=rows", "max_steps=4", *args)
     assert said.count(BROKEN) == 2, "once of the training rows, once of the held-out ones"
     assert said.count(LONG) == 1
@@ -135,10 +135,10 @@ def test_a_failing_grader_ends_the_run_and_keeps_its_checkpoint(workplace, faile
     assert "DEBUG" not in failed
 
 
-def test_resume_says_where_it_goes_on_what_has_changed_and_that_nothing_is_to_do(workplace, failed):
+def test_resume_says_where_it_goes_on_what_has_changed_and_that_nothing_is_to_do(workplace, served, failed):
     assert "resume_from_checkpoint: no checkpoint in failing, so the run begins at its first step" in failed
     run_id = json.loads((workplace / "failing" / "run.json").read_text())["id"]
-    again = ["output_dir=failing", "evaluation.task=null", "resume_from_checkpoint=True"]
+    again = ["output_dir=failing", "evaluation.task=null", served, "resume_from_checkpoint=True"]
     said = runs.run(workplace, "grpo_full", *again, "max_steps=2", "optimizer.lr=1e-4", "seed=7", "preset=dapo")
     assert f"resume:    from step 1 of run {run_id}, begun " in said
     changed = next(line for line in said.splitlines() if line.startswith("changed:"))

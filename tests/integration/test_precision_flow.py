@@ -67,6 +67,7 @@ def test_a_run_goes_on_in_another_flow_and_on_two_ranks(workplace):
     assert [line["step"] for line in lines] == [0, 1, 2] and 0 < lines[-1]["mismatch/mean_abs"] < 0.2
 
 
+@pytest.mark.rest
 def test_fp8_in_the_engine_alone_on_two_ranks(workplace):
     args = ("output_dir=rollout", "precision={flow: fp8_rollout, skip: [down_proj]}", "max_steps=2", *BFLOAT16)
     runs.run(workplace, "grpo_full", *args, ranks=2)
@@ -82,12 +83,13 @@ def test_fp8_in_the_engine_alone_on_two_ranks(workplace):
     ("name", "flow", "publish", "settings"),
     [
         ("adapter", "fp8_unified", "adapter", ()),
-        ("merged", "fp8_rollout", "merged", ()),
-        (
+        pytest.param("merged", "fp8_rollout", "merged", (), marks=pytest.mark.rest),
+        pytest.param(
             "qlora",
             "fp8_rollout",
             "adapter",
             ("model.quantize_base=True", "model.lora_attn_modules=[q_proj,output_proj]"),
+            marks=pytest.mark.rest,
         ),
     ],
     ids=["adapter", "merged", "qlora"],

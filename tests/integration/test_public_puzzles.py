@@ -23,7 +23,7 @@ from torchtune_ext.tasks.temporal_clue import TemporalClue
 from torchtune_ext.training.agreement import mismatch
 from torchtune_ext.training.schedule import ScheduleConfig, make_schedule
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.rest]
 SAMPLES, TOKENS = 2, 12
 
 

@@ -18,10 +18,10 @@ STEPS = "max_steps=4"
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
+def workplace(tmp_path_factory, served):
     """A folder in which `reference`, a run of four steps, has ended well."""
     folder = runs.make_workplace(tmp_path_factory.mktemp("work"))
-    runs.run(folder, "grpo_full", "output_dir=reference", STEPS, "checkpoints.every=100")
+    runs.run(folder, "grpo_full", "output_dir=reference", STEPS, "checkpoints.every=100", served)
     return folder
 
 
@@ -111,9 +111,9 @@ def test_ctrl_c_while_it_sets_up(workplace):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_sigterm_keeps_the_step_and_the_resumed_run_is_the_one_never_stopped(workplace, ranks):
+def test_sigterm_keeps_the_step_and_the_resumed_run_is_the_one_never_stopped(workplace, served, ranks):
     run = f"term_{ranks}"
-    args = [f"output_dir={run}", "max_steps=400", "checkpoints.every=1000"]
+    args = [f"output_dir={run}", "max_steps=400", "checkpoints.every=1000", served]
     status, said = stopped(workplace, signal.SIGTERM, 2, *args, ranks=ranks)
     assert status == 143 if ranks == 1 else status != 0, said
     assert "SIGTERM: the run ends with this step, if the step ends within 25 s (stop_grace_s)" in said
@@ -131,6 +131,7 @@ def test_sigterm_keeps_the_step_and_the_resumed_run_is_the_one_never_stopped(wor
             f"max_steps={total}",
             "resume_from_checkpoint=True",
             "checkpoints.every=100",
+            served,
         )
         if total == 4:
             assert runs.metrics(workplace / run) == runs.metrics(workplace / "reference")
@@ -139,10 +140,10 @@ def test_sigterm_keeps_the_step_and_the_resumed_run_is_the_one_never_stopped(wor
             assert [line["step"] for line in runs.metrics(workplace / run)] == list(range(total + 1))
 
 
-def test_a_step_that_is_too_long_names_the_last_checkpoint(workplace):
+def test_a_step_that_is_too_long_names_the_last_checkpoint(workplace, served):
     """Half a second is less than a step takes here, with 40 samples of each prompt."""
     args = ["output_dir=late", "max_steps=400", "checkpoints={every: 1, stop_grace_s: 0.2}", "samples_per_prompt=40"]
-    status, said = stopped(workplace, signal.SIGTERM, 3, *args, once="checkpoints/step_000002")
+    status, said = stopped(workplace, signal.SIGTERM, 3, *args, served, once="checkpoints/step_000002")
     assert status == 143 and "within 0.2 s (stop_grace_s)" in said, said
     found = re.search(
         r"Stopped by SIGTERM\. It was at step (\d+) of 400\. The newest checkpoint is late/checkpoints/step_(\d+);",

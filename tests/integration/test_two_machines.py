@@ -32,6 +32,7 @@ from torchtune_ext.sampling.weight_buffer import checksum  # noqa: E402
 REASON = second_machine.why_not()
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.rest,
     pytest.mark.timeout(300),
     pytest.mark.skipif(REASON is not None, reason=f"no second machine: {REASON}"),
 ]

@@ -41,17 +41,17 @@ def model(run_dir, step):
     return load_file(run_dir / "checkpoints" / f"step_{step:06d}" / "model-00001-of-00001.safetensors")
 
 
-def test_a_second_run_keeps_its_own_checkpoints_and_goes_on_from_them(workplace):
+def test_a_second_run_keeps_its_own_checkpoints_and_goes_on_from_them(workplace, served):
     """Run A has ended after three steps. Run B begins in the same folder with another seed, is killed, and resumed."""
     folder = workplace / "shared"
     before, a_id = contents(folder), json.loads((folder / "run.json").read_text())["id"]
 
-    b = ["output_dir=shared", "max_steps=400", "seed=7", "checkpoints.keep_last=2"]
+    b = ["output_dir=shared", "max_steps=400", "seed=7", "checkpoints.keep_last=2", served]
     process = subprocess.Popen(
         runs.command("grpo_full", *b), cwd=workplace, env=runs.environment(),
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while steps(folder)[:1] == ["step_000001"] or not (folder / "old-1").exists() or len(steps(folder)) < 2:
         assert time.monotonic() < deadline and process.poll() is None, "B did not come so far"
         time.sleep(0.05)
@@ -63,25 +63,24 @@ def test_a_second_run_keeps_its_own_checkpoints_and_goes_on_from_them(workplace)
     }.items() <= set_aside.items()
 
     reached = int(steps(folder)[-1].removeprefix("step_"))
-    said = runs.run(
-        workplace, "grpo_full", "output_dir=shared", f"max_steps={reached + 1}", "seed=7", "resume_from_checkpoint=True"
-    )
+    more = [f"max_steps={reached + 1}", "seed=7", served]
+    said = runs.run(workplace, "grpo_full", "output_dir=shared", *more, "resume_from_checkpoint=True")
     lines = runs.metrics(folder)
     assert [line["step"] for line in lines] == list(range(reached + 2)), said
     run = json.loads((folder / "run.json").read_text())
     assert run["id"] != a_id and run["config"]["seed"] == 7
-    runs.run(workplace, "grpo_full", "output_dir=alone", f"max_steps={reached + 1}", "seed=7")
+    runs.run(workplace, "grpo_full", "output_dir=alone", *more)
     want, got = model(workplace / "alone", reached + 1), model(folder, reached + 1)
     assert all(torch.equal(want[name], got[name]) for name in want), "B did not go on from its own weights"
 
     # What was set aside is a run like any other.
-    runs.run(workplace, "grpo_full", "output_dir=shared/old-1", "max_steps=4", "resume_from_checkpoint=True")
+    runs.run(workplace, "grpo_full", "output_dir=shared/old-1", "max_steps=4", "resume_from_checkpoint=True", served)
     assert [line["step"] for line in runs.metrics(folder / "old-1")] == [0, 1, 2, 3, 4]
 
 
-def test_a_folder_in_use_is_refused_at_once(workplace):
+def test_a_folder_in_use_is_refused_at_once(workplace, served):
     process = subprocess.Popen(
-        runs.command("grpo_full", "output_dir=busy", "max_steps=400"), cwd=workplace, env=runs.environment(),
+        runs.command("grpo_full", "output_dir=busy", "max_steps=400", served), cwd=workplace, env=runs.environment(),
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
     try:

@@ -73,17 +73,22 @@ def workplace(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def watched(workplace):
+def watched(workplace, served):
     """A run of two steps, and its third step as a resumed run that sends what can be sent."""
-    runs.run(workplace, "grpo_full", *WATCHED, "max_steps=2")
+    runs.run(workplace, "grpo_full", *WATCHED, served, "max_steps=2")
     first = json.loads((workplace / "watched" / "run.json").read_text())["process"]
     more = ["max_steps=3", "resume_from_checkpoint=True", "logging.artifacts=[report,checkpoint]"]
-    runs.run(workplace, "grpo_full", *WATCHED, *more)
-    return workplace / "watched", wandb_reader.starts(workplace / "watched", 2), first
+    runs.run(workplace, "grpo_full", *WATCHED, served, *more)
+    return (
+        workplace / "watched",
+        wandb_reader.starts(workplace / "watched", 2),
+        [*WATCHED, served, "max_steps=2"],
+        first,
+    )
 
 
 def test_scalars_are_those_of_metrics_jsonl(watched):
-    run_dir, (first, second), _ = watched
+    run_dir, (first, second), *_ = watched
     history = {**first.history, **second.history}
     lines = {line.pop("step"): line for line in read_metrics(run_dir / "metrics.jsonl")}
     assert list(first.history) == [0, 1, 2] and list(second.history) == [3] and list(lines) == [0, 1, 2, 3]
@@ -94,7 +99,7 @@ def test_scalars_are_those_of_metrics_jsonl(watched):
 
 
 def test_both_starts_are_one_run_with_its_place_and_its_settings(watched):
-    run_dir, seen, process = watched
+    run_dir, seen, typed, process = watched
     record = json.loads((run_dir / "run.json").read_text())
     for one in seen:
         assert one.whole["run_id"] == record["id"] and one.whole["project"] == "letters"
@@ -105,13 +110,13 @@ def test_both_starts_are_one_run_with_its_place_and_its_settings(watched):
     assert config["task"]["_component_"] == "noted.Noted" and config["sampling"]["max_tokens"] == 12
     assert config["max_grad_norm"] == 1.0, "a default"
     assert config["process"]["command"] == process["command"] and process["command"].endswith("max_steps=2")
-    assert config["process"]["overrides"] == [*WATCHED, "max_steps=2"]
+    assert config["process"]["overrides"] == typed
     assert config["process"]["yaml"] == (run_dir.parent / "run.yaml").read_text()
     assert seen[1].whole["config"]["max_steps"] == 3
 
 
 def test_each_step_has_a_table_of_samples_under_a_key_of_its_own(watched):
-    run_dir, (first, second), _ = watched
+    run_dir, (first, second), *_ = watched
     tables = {**first.tables, **second.tables}
     assert sorted(tables) == [f"samples/step_{step:06d}" for step in (1, 2, 3)]
     for step, path in rollout_paths(run_dir).items():
@@ -133,7 +138,7 @@ def test_each_step_has_a_table_of_samples_under_a_key_of_its_own(watched):
 
 
 def test_the_summary_says_what_became_of_the_run(watched):
-    run_dir, seen, _ = watched
+    run_dir, seen, *_ = watched
     lines = read_metrics(run_dir / "metrics.jsonl")
     accuracy = {line["step"]: line["eval/accuracy_sampled"] for line in lines if "eval/accuracy_sampled" in line}
     best = max(accuracy, key=accuracy.get)
@@ -148,7 +153,7 @@ def test_the_summary_says_what_became_of_the_run(watched):
 
 
 def test_nothing_is_uploaded_that_was_not_asked_for(watched):
-    run_dir, (first, second), _ = watched
+    run_dir, (first, second), *_ = watched
     assert first.artifacts == {}
     names = {name.split("-")[0]: one for name, one in second.artifacts.items()}
     assert set(names) == {"report", "checkpoint"} and names["checkpoint"]["type"] == "model"
@@ -175,7 +180,7 @@ def test_a_crash_is_a_failure_for_wandb(workplace):
     assert [name.split("-")[0] for name in seen.artifacts] == ["report"]
 
 
-@pytest.mark.long
+@pytest.mark.rest
 def test_two_ranks_are_one_run_of_an_agent(workplace):
     """The agent's variables name the run. Only rank 0 speaks with W&B."""
     done = subprocess.run(
