@@ -54,7 +54,7 @@ learns: $(STAMP)
 	PATH="$(abspath $(VENV))/bin:$$PATH" "$(VENV)/bin/pytest" -m learns --timeout 7200 $(PYTEST_ARGS)
 
 chaos: $(STAMP)
-	"$(VENV)/bin/python" benchmarks/chaos.py --out runs/chaos --table runs/chaos/table.md $(CHAOS_ARGS)
+	"$(VENV)/bin/python" tests/chaos/chaos.py --out runs/chaos --table runs/chaos/table.md $(CHAOS_ARGS)
 
 install: $(STAMP)
 

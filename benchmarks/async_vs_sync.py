@@ -21,6 +21,7 @@ import os
 import random
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -30,7 +31,6 @@ from statistics import fmean, median
 
 import psutil
 from objectives import tune
-from tiny_runs import command, environment
 
 from torchtune_ext.telemetry.metrics import read_metrics
 
@@ -118,9 +118,12 @@ def train(arm: str, repeat: int, folder: Path, model: Path, settings: Sequence[s
     cores = sorted(os.sched_getaffinity(0))[:2]
     own = cores[:1] if pinned else cores
     words = [f"output_dir={folder}", f"model_dir={model}", f"staleness={staleness}", f"seed={repeat}", *settings]
-    recipe = command("grpo_async", *words, f"task.seed={100 + repeat}", config="grpo/tiny_arithmetic")
-    env = environment() | {"GOMP_SPINCOUNT": "10000"}  # as scripts/quickstart.sh
-    if not pinned:
+    recipe = [sys.executable, "-m", "torchtune_ext", "run", "grpo_async", "--config", "grpo/tiny_arithmetic"]
+    recipe += [*words, f"task.seed={100 + repeat}"]
+    env = os.environ | {"TOKENIZERS_PARALLELISM": "false", "GOMP_SPINCOUNT": "10000"}  # as scripts/quickstart.sh
+    if pinned:
+        env["OMP_NUM_THREADS"] = "1"
+    else:
         env.pop("OMP_NUM_THREADS", None)  # the recipe leaves a core to an engine that works beside it
     readings: dict[int, tuple[float, dict[str, float]]] = {}  # steps that are over -> the first reading then
     shutil.rmtree(folder, ignore_errors=True)  # what a run left that was stopped

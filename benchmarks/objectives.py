@@ -36,8 +36,11 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+
+import objectives_report
+import objectives_stale
+from objectives_report import Run
 
 METHODS = {
     "grpo": ("preset=grpo",),
@@ -71,22 +74,6 @@ STALE_WARM_UPS = {
     "sums": (LEVEL, "task.guessed=0.0"),
     "warmup": (LEVEL, "task.seed=11", "num_problems=9600", "optimizer.lr=5.0e-4", "schedule.warmup=20"),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One training of the comparison."""
-
-    method: str
-    updates: int  # optimizer updates on the samples of one step
-    seed: int
-    folder: Path
-    words: tuple[str, ...]  # key=value that make the method, and what it is tried on
-    staleness: int = 0  # versions between the policy that began a sample and the one that it trains
-
-    @property
-    def done(self) -> bool:
-        return (self.folder / "done").is_file()
 
 
 def plan(out: Path, methods: list[str], updates: list[int], seeds: list[int]) -> list[Run]:
@@ -184,19 +171,13 @@ def main() -> None:
     with ThreadPoolExecutor(args.jobs) as pool:
         done = list(pool.map(lambda run: train(run, model, threads, args.grpo), runs))
 
-    # After the runs, since these import torch and transformers.
-    if args.staleness:
-        from objectives_stale import draw, read, report
-    else:
-        from objectives_plots import draw
-        from objectives_report import read, report
-
-    results = [read(run, model) for run in runs if run.done]
+    tables = objectives_stale if args.staleness else objectives_report
+    results = [tables.read(run, model) for run in runs if run.done]
     if results:
-        text = report(results)
+        text = tables.report(results)
         (out / "table.md").write_text(text)
         print(text)
-        draw(results, args.plots or out)
+        tables.draw(results, args.plots or out)
     sys.exit(not all(done))
 
 

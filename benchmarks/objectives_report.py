@@ -1,14 +1,5 @@
-"""Tables and plots of `objectives.py`, out of what its runs left: metrics.jsonl, and the last weights measured again.
-
-What a run logs while it trains (`loss/entropy`, `loss/approx_kl`) is over the groups that it trains on, which differ between
-methods. So entropy and KL are measured here on equal terms: the last weights answer the held-out questions at temperature 1
-under transformers, and at every token of these answers
-
-    entropy = -sum_v p(v) log p(v)                    mean over tokens, nats
-    KL = sum_v p(v) (log p(v) - log p_0(v))           summed over the tokens of an answer, mean over answers, nats
-
-are exact over the vocabulary, with p_0 the policy after the warm-up. The sum is the KL divergence of whole answers.
-"""
+"""Tables and plots of `objectives.py`, out of what its runs left: metrics.jsonl, and the last weights measured again
+(objectives_measure.py)."""
 
 import json
 import math
@@ -16,32 +7,58 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
-from typing import TYPE_CHECKING
 
-import torch
-from omegaconf import OmegaConf
-from transformers import AutoModelForCausalLM, PreTrainedModel
+import matplotlib
+import numpy as np
 
-from torchtune_ext.chat import ChatTokenizer
-from torchtune_ext.host.config import instantiate
 from torchtune_ext.telemetry.metrics import read_metrics
 
-if TYPE_CHECKING:
-    from objectives import Run
+matplotlib.use("agg")
+matplotlib.rcParams.update({"font.size": 8, "savefig.dpi": 144, "axes.spines.top": False, "axes.spines.right": False})
+
+from matplotlib import pyplot as plt  # noqa: E402  (after the backend is chosen)
 
 # 97.5% quantiles of Student's t by degrees of freedom, from one; above 15 that of 15, which is wider
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-SAMPLES = 4  # answers to every held-out question, for entropy and KL
 LAST_STEPS = 10  # of which shares and lengths are the mean
 STARTED = ("eval/accuracy_sampled", "eval/accuracy_greedy", "eval/pass_at_8")
 CLIPPING = ("loss/clip_fraction", "loss/masked_fraction")
+WINDOW = 5  # steps of the moving mean
+REFERENCE = "grpo"
+COLOURS = {  # Okabe and Ito's, told apart by color-blind readers too
+    "grpo": "#000000",
+    "clip_higher": "#56B4E9",
+    "dapo": "#0072B2",
+    "atr_grpo 0.005": "#F5C710",
+    "atr_grpo 0.02": "#E69F00",
+    "atr_grpo 0.1": "#D55E00",
+    "gspo": "#CC79A7",
+    "cispo": "#009E73",
+    "dr_grpo": "#8C564B",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One training of the comparison."""
+
+    method: str
+    updates: int  # optimizer updates on the samples of one step
+    seed: int
+    folder: Path
+    words: tuple[str, ...]  # key=value that make the method, and what it is tried on
+    staleness: int = 0  # versions between the policy that began a sample and the one that it trains
+
+    @property
+    def done(self) -> bool:
+        return (self.folder / "done").is_file()
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
     """What a run came to."""
 
-    run: "Run"
+    run: Run
     values: dict[str, float]  # column -> value
     rewards: list[float]  # mean reward of every step's samples
 
@@ -53,11 +70,15 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return mean(values), T_975[min(len(values) - 1, len(T_975)) - 1] * stdev(values) / math.sqrt(len(values))
 
 
-def read(run: "Run", start: Path) -> Result:
+def read(run: Run, start: Path) -> Result:
     lines = read_metrics(run.folder / "metrics.jsonl")
     last, steps = lines[-1], lines[1:]
     measured = run.folder / "measured.json"
     if not measured.is_file():
+        from objectives_measure import (
+            measure,
+        )  # Not before the runs are over, since torch and transformers take half a GB.
+
         measured.write_text(json.dumps(measure(run.folder, last["step"], start)))
     values = {
         "sampled": last["eval/accuracy_sampled"],
@@ -80,41 +101,6 @@ def over_steps(steps: list[dict[str, float]], name: str) -> float:
 def _learning_s(line: dict[str, float]) -> float:
     """Seconds of a step without its evaluation and its checkpoint."""
     return line["time/step"] - line.get("time/eval", 0.0) - line.get("time/save", 0.0)
-
-
-@torch.no_grad()
-def measure(folder: Path, step: int, start: Path) -> dict[str, float]:
-    """Entropy and KL of the last weights of a run, see above."""
-    cfg = OmegaConf.create(json.loads((folder / "run.json").read_text())["config"])
-    task, tokenizer = instantiate(cfg.evaluation.task), ChatTokenizer(start)
-    prompts = [tokenizer.prompt_ids(list(task[i].messages)) for i in range(len(task))]
-    model, initial = (
-        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        for path in (folder / "checkpoints" / f"step_{step:06d}", start)
-    )
-    torch.manual_seed(0)
-    width = max(map(len, prompts))
-    tokens = torch.tensor([[tokenizer.pad_id] * (width - len(p)) + p for p in prompts])
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-    tokens, mask = (x.repeat_interleave(SAMPLES, dim=0) for x in (tokens, mask))
-    answers = model.generate(
-        tokens, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
-        max_new_tokens=cfg.sampling.max_tokens, eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id,
-    )[:, width:]  # fmt: skip
-    ended = (answers == tokenizer.eos_id).cumsum(1)
-    written = (ended == 0) | ((ended == 1) & (answers == tokenizer.eos_id))  # with the token that ends the turn
-    whole, mask = torch.cat([tokens, answers], dim=1), torch.cat([mask, written.long()], dim=1)
-    p, q = (_logprobs(m, whole, mask, width) for m in (model, initial))
-    entropy = -(p.exp() * p).sum(-1)
-    kl = (p.exp() * (p - q)).sum(-1)
-    return {"entropy": entropy[written].mean().item(), "KL": (kl * written).sum(1).mean().item()}
-
-
-def _logprobs(model: PreTrainedModel, tokens: torch.Tensor, mask: torch.Tensor, width: int) -> torch.Tensor:
-    """[N, R, V] of the answers, which begin at `width`."""
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    logits = model(tokens, attention_mask=mask, position_ids=positions).logits
-    return logits[:, width - 1 : -1].float().log_softmax(-1)
 
 
 def grouped(results: list[Result], updates: int) -> dict[str, list[Result]]:
@@ -183,3 +169,76 @@ def report(results: list[Result]) -> str:
         methods = grouped(results, updates)
         parts += [f"{updates} update{'s' if updates > 1 else ''} a batch:", table(methods), paired(methods)]
     return "\n\n".join(parts) + "\n"
+
+
+def band(results: Sequence[Result]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Steps, mean over seeds of the smoothed reward, and its 95% interval."""
+    length = min(len(r.rewards) for r in results)
+    window = min(WINDOW, length)
+    curves = np.array([np.convolve(r.rewards[:length], np.ones(window) / window, "valid") for r in results])
+    center, half = zip(*(interval(list(column)) for column in curves.T), strict=True)
+    steps, center, half = np.arange(window, length + 1), np.array(center), np.nan_to_num(half)
+    return steps, center, center - half, center + half
+
+
+def draw_curves(methods: dict[str, list[Result]], updates: int, path: Path) -> None:
+    """One panel for each method, with grpo's curve behind it."""
+    names = [name for name in methods if name != REFERENCE] or [REFERENCE]
+    columns = min(4, len(names))
+    rows = -(-len(names) // columns)
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(2.1 * columns, 1.75 * rows + 0.4), sharex=True, sharey=True, squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
+    for axis in axes.flat[len(names) :]:
+        axis.set_visible(False)
+    for axis, name in zip(axes.flat, names, strict=False):
+        shown = {REFERENCE: methods.get(REFERENCE, []), name: methods[name]}
+        for label, results in shown.items():
+            if results:
+                steps, center, low, high = band(results)
+                axis.fill_between(steps, low, high, color=COLOURS[label], alpha=0.18, linewidth=0)
+                axis.plot(steps, center, color=COLOURS[label], linewidth=1.3, label=label)
+        axis.set_title(name, color=COLOURS[name], fontweight="bold")
+        axis.grid(alpha=0.25, linewidth=0.5)
+    figure.supxlabel("step")
+    figure.supylabel("reward of the samples")
+    updates_said = "1 update a batch (on-policy)" if updates == 1 else f"{updates} updates a batch"
+    figure.suptitle(f"{updates_said}; black: grpo; bands: 95% over seeds; moving mean of {WINDOW} steps")
+    save(figure, path)
+
+
+def draw_finals(methods: dict[str, list[Result]], path: Path) -> None:
+    """Held-out accuracy at the end against the share that was clipped, and against the KL moved; small dots are seeds."""
+    figure, axes = plt.subplots(1, 2, figsize=(8.4, 3.4), sharey=True, layout="constrained")
+    for axis, key, label in (
+        (axes[0], "loss/clip_fraction", "clipped share of the labels (loss/clip_fraction)"),
+        (axes[1], "KL", "KL to the initial policy, nats an answer"),
+    ):
+        for name, results in methods.items():
+            x, y = ([r.values[column] for r in results] for column in (key, "sampled"))
+            axis.scatter(x, y, s=8, color=COLOURS[name], alpha=0.45, linewidths=0)
+            axis.scatter(np.mean(x), np.mean(y), s=46, color=COLOURS[name], label=name, edgecolors="white", zorder=3)
+        axis.set_xlabel(label)
+        axis.grid(alpha=0.25, linewidth=0.5)
+    axes[0].set_xscale("symlog", linthresh=1e-3)
+    axes[0].set_xlim(left=0)
+    axes[0].set_ylabel("held-out accuracy, sampled")
+    axes[1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    save(figure, path)
+
+
+def save(figure: plt.Figure, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Software": None})
+    plt.close(figure)
+
+
+def draw(results: list[Result], folder: Path) -> None:
+    """Writes curves_u*.png and finals_u*.png."""
+    for updates in sorted({result.run.updates for result in results}):
+        methods = grouped(results, updates)
+        several = {name: runs for name, runs in methods.items() if len(runs) > 1} or methods
+        draw_curves(several, updates, folder / f"curves_u{updates}.png")
+        if updates > 1:
+            draw_finals(several, folder / f"finals_u{updates}.png")

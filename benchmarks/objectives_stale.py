@@ -15,18 +15,13 @@ from dataclasses import replace
 from math import isnan
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING
 
 import numpy as np
-from objectives_plots import band, plt, save
-from objectives_report import LAST_STEPS, Result, cell, interval, markdown, over_steps
+from objectives_report import LAST_STEPS, Result, Run, band, cell, interval, markdown, over_steps, plt, save
 from objectives_report import read as read_common
 
 from torchtune_ext.telemetry.metrics import read_metrics
 from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
-
-if TYPE_CHECKING:
-    from objectives import Run
 
 BASE = "decoupled"
 MOVED = ("mismatch/mean_abs", "mismatch/ess")
@@ -52,7 +47,7 @@ COLORS = {  # Okabe and Ito's, told apart by color-blind readers too
 }
 
 
-def read(run: "Run", start: Path) -> Result:
+def read(run: Run, start: Path) -> Result:
     """What a run came to; `start`: the model after the warm-up."""
     result, steps = read_common(run, start), read_metrics(run.folder / "metrics.jsonl")[1:]
     more = {name: over_steps(steps, name) for name in MOVED}
@@ -126,7 +121,7 @@ def report(results: list[Result]) -> str:
 
 
 def draw(results: list[Result], folder: Path) -> None:
-    """Writes stale.svg: the reward while training, one panel for each staleness."""
+    """Writes stale.png: the reward while training, one panel for each staleness."""
     methods = grouped(results)
     ages = sorted({age for age, _ in methods if age}) or [0]
     figure, axes = plt.subplots(
@@ -146,4 +141,4 @@ def draw(results: list[Result], folder: Path) -> None:
     axes[0, 0].set_ylabel("reward of the samples")
     axes[0, -1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     figure.suptitle("bands: 95% over seeds; moving mean of 5 steps")
-    save(figure, folder / "stale.svg")
+    save(figure, folder / "stale.png")

@@ -264,7 +264,7 @@ def main() -> None:
         text = curves.report(runs, LEVELS)
         (args.out / "curves.md").write_text(text + "\n")
         print(text)
-        curves.draw(runs, LEVELS, (args.plots or args.out) / "precision_flow.svg")
+        curves.draw(runs, LEVELS, (args.plots or args.out) / "precision_flow.png")
         same = same and all(run.done for run in runs)
     sys.exit(not same)
 

@@ -10,20 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
-import matplotlib
 import numpy as np
 from objectives import tune
-from objectives_report import interval
+from objectives_report import interval, plt, save
 
 from torchtune_ext.telemetry.metrics import read_metrics
 from torchtune_ext.training.precision import FLOWS
-
-matplotlib.use("svg")
-matplotlib.rcParams.update(
-    {"font.size": 8, "svg.fonttype": "none", "axes.spines.top": False, "axes.spines.right": False}
-)
-
-from matplotlib import pyplot as plt  # noqa: E402  (after the backend is chosen)
 
 COLOURS = {"bf16": "#000000", "fp8_rollout": "#D55E00", "fp8_unified": "#0072B2"}  # Okabe and Ito's
 WINDOW = 5  # steps of the moving mean
@@ -161,9 +153,7 @@ def draw(runs: Sequence[Run], levels: Mapping[int, str], path: Path) -> None:
         axes[0, column].set_title(f"{name} answers")
     axes[0, 0].legend(frameon=False)
     figure.supxlabel(f"step (moving mean of {WINDOW}; thin: seeds)")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
+    save(figure, path)
 
 
 def _smoothed(run: Run, metric: str) -> np.ndarray:

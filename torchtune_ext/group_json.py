@@ -2,6 +2,9 @@
 
 Log-probs have nine significant digits, which gives back every float32 exactly. Policy versions are run-length coded,
 `[[version, how many tokens], ...]`.
+
+What the prefix cache held (`cached_prompt_tokens`) is not written: an engine that was started again begins with an empty one,
+and a run that lost an engine on its way keeps the record of one that lost none, byte for byte.
 """
 
 import json
@@ -37,7 +40,6 @@ def _sample_text(sample: Sample) -> str:
         "outcome": None if outcome is None else outcome.kind,
         "cause": None if outcome is None else outcome.cause,
         "finish_reason": completion.finish_reason,
-        "cached_prompt_tokens": completion.cached_prompt_tokens,
         "advantage": _number(sample.advantage),
         "trained": bool(sample.trained),
         "versions": run_lengths(completion.versions),
@@ -47,7 +49,8 @@ def _sample_text(sample: Sample) -> str:
 
 def group_of(record: dict[str, Any]) -> Group:
     """Makes the group of which `group_json` made this, once the JSON is read: equal field by field, but for tuples of `answer`,
-    which are lists then, and for what of it JSON does not have, which is its `repr`. The problem's `example` is not stored."""
+    which are lists then, and for what of it JSON does not have, which is its `repr`. The problem's `example` is not stored, nor
+    what the prefix cache held."""
     problem = record["problem"]
     return Group(
         problem=Problem(id=problem["id"], messages=tuple(problem["messages"]), answer=problem["answer"]),
@@ -70,7 +73,6 @@ def _sample(record: dict[str, Any]) -> Sample:
         logprobs=np.array([float(value) for value in record["logprobs"]], dtype=np.float32),
         versions=np.array(versions, dtype=np.int32),
         finish_reason=record["finish_reason"],
-        cached_prompt_tokens=record.get("cached_prompt_tokens", 0),
     )
     return Sample(
         completion,

@@ -10,10 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from exploits import Exploit
+
 from torchtune_ext.tasks.measured.check import Checker, Deadlines
 from torchtune_ext.tasks.measured.child import ChildFailed
 from torchtune_ext.tasks.measured.compiler import Compiler
-from torchtune_ext.tasks.measured.exploits import Exploit
 from torchtune_ext.tasks.measured.kernels import KERNELS
 from torchtune_ext.tasks.measured.probe import Wild
 from torchtune_ext.tasks.measured.timing import Timer, Timing

@@ -5,6 +5,7 @@ import re
 import signal
 import sys
 import time
+from pathlib import Path
 
 from torchtune_ext.grading import Grader
 from torchtune_ext.tasks.task import Problem, Score
@@ -52,6 +53,25 @@ class Scripted:
     def sleeps(self, problem, rest):
         time.sleep(float(rest))
         return Score(1.0, {})
+
+    def waits(self, problem, rest):
+        """Until there is a file of that name."""
+        while not Path(rest).exists():
+            time.sleep(0.01)
+        return Score(1.0, {})
+
+    def answers(self, problem, rest):
+        """Says with files of these names: it has begun; once there is the second one, it is over."""
+        begun, go_on, over = rest.split()
+        Path(begun).touch()
+        self.waits(problem, go_on)
+        Path(over).touch()
+        return Score(1.0, {})
+
+    def interrupts(self, problem, rest):
+        """Who asks for it, as Ctrl-C does, and goes on."""
+        os.kill(os.getppid(), signal.SIGINT)
+        return self.waits(problem, rest)
 
     def backtracks(self, problem, rest):
         return Score(float(bool(re.match(r"(a+)+$", "a" * 60 + "b"))), {})  # holds the interpreter lock for years

@@ -2,14 +2,23 @@
 
 import threading
 import time
+from pathlib import Path
 
 
-def wait_until(condition, seconds=10):
+def wait_until(condition, seconds=60):
     """Returns once the condition holds; it is an error when it does not within so many seconds."""
     give_up_at = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < give_up_at, "did not happen in time"
         time.sleep(0.002)
+
+
+def ended(pid):
+    """Whether a process has ended. A zombie has: only its parent has not asked yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 def in_thread(work):

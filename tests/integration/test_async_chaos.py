@@ -14,13 +14,12 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import chaos_check as check
 import faulty_optimizer
 import psutil
 import pytest
 import recipe_runs as runs
 from async_runs import AHEAD, GROUPS, STALENESS, problem_of, require_ahead, stored
-from chaos_run import RESUME, Round, Run
+from chaos_run import RESUME, Round, Run, digests, left_in, left_outside
 from waiting import wait_until
 
 from torchtune_ext.telemetry.metrics import read_metrics
@@ -82,7 +81,7 @@ def wait_for_step(run: Run, step: int) -> None:
 
 def require_nothing_left(home: Round) -> None:
     assert home.left_running() == []
-    assert check.left_outside(home.temp, home.shared) == [] and check.left_in(home.output_dir) == []
+    assert left_outside(home.temp, home.shared) == [] and left_in(home.output_dir) == []
 
 
 def on_their_way(run: Path) -> int:
@@ -170,10 +169,10 @@ def test_a_full_disk_is_named_and_damages_nothing(ends):
         room = os.statvfs(ends.output_dir)
         os.posix_fallocate(file.fileno(), 0, room.f_bavail * room.f_frsize - (64 << 10))
     run.process.send_signal(signal.SIGCONT)
-    before = {path.name: check.digests(path) for path in checkpoints.glob("step_*")}
+    before = {path.name: digests(path) for path in checkpoints.glob("step_*")}
     assert run.wait(ENDS_S) == 1, run.output()
     assert re.search(r"step_\d+ was not saved: .*No space left on device", run.output()), run.output()[-3000:]
-    assert before and all(check.digests(checkpoints / name) == files for name, files in before.items())
+    assert before and all(digests(checkpoints / name) == files for name, files in before.items())
     assert on_their_way(ends.output_dir) == (STALENESS + 1) * GROUPS
     require_nothing_left(ends)
     balloon.unlink()

@@ -17,13 +17,13 @@ import hostile
 import numpy as np
 import pytest
 from as_user import as_user
+from exploits import LAYERS, Exploit, exploits, table
 
 from torchtune_ext.tasks.measured import child as children
 from torchtune_ext.tasks.measured import compiler as compilers
 from torchtune_ext.tasks.measured.arena import arena_size, lay_out
 from torchtune_ext.tasks.measured.check import OUTCOMES, Checker
 from torchtune_ext.tasks.measured.child import Child, ChildFailed
-from torchtune_ext.tasks.measured.exploits import LAYERS, Exploit, exploits, table
 from torchtune_ext.tasks.measured.kernels import KERNELS
 from torchtune_ext.tasks.measured.sandbox import Limits, SandboxError
 from torchtune_ext.tasks.measured.verify import compare, draw_inputs, expect

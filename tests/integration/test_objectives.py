@@ -125,7 +125,7 @@ def test_old_samples_in_small(repo_root, tmp_path):
     command += ["prompts_per_step=8", "evaluation.task.count=4"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "stale" / "table.md").read_text() in done.stdout and (out / "stale.svg").is_file()
+    assert (tmp_path / "stale" / "table.md").read_text() in done.stdout and (out / "stale.png").is_file()
     assert "| 0 | decoupled | 1 |" in done.stdout and "| 1 | none | 1 |" in done.stdout
     assert "nan" not in done.stdout
     lines = [json.loads(line) for line in (out / "none_k1_s0" / "metrics.jsonl").read_text().splitlines()]

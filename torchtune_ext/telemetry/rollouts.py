@@ -114,7 +114,7 @@ def pack_rollouts(step: int, groups: Sequence[Group]) -> bytes:
 
 
 def read_rollouts(path: str | Path) -> list[Group]:
-    """Reads the groups as they were written, equal field by field (JSON turns tuples of `answer` into lists).
+    """Reads the groups as they were written (`group_of` says what JSON makes of them).
 
     Raises:
         FileNotFoundError: there is no such file.

@@ -8,7 +8,6 @@ import time
 
 import psutil
 import pytest
-from waiting import wait_until
 
 GUARD = [sys.executable, "-P", "-m", "torchtune_ext.cluster.guard"]
 TOLD = """
@@ -22,15 +21,15 @@ for number in (signal.SIGINT, signal.SIGTERM):
 print("ready", flush=True)
 time.sleep(600)
 """
-# It starts a process in a session of its own, and that one another: orphans of any depth.
+# It starts a process in a session of its own, and that one another, which says "ready": orphans of any depth. It ends once there
+# is a file.
 PARENT = """
-import subprocess, sys, time
-inner = "import time; time.sleep(600)"
+import os, subprocess, sys, time
+inner = "import time; print('ready', flush=True); time.sleep(600)"
 outer = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {inner!r}], start_new_session=True); time.sleep(600)"
 subprocess.Popen([sys.executable, "-c", outer], start_new_session=True)
-time.sleep(1.0)
-print("ready", flush=True)
-time.sleep(float(sys.argv[1]))
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.01)
 """
 
 
@@ -98,17 +97,19 @@ def test_an_actor_that_is_gone_is_sigterm_and_then_the_end(guard, seconds):
 
 
 @pytest.mark.parametrize("way", ["ends", "is killed", "actor is gone"])
-def test_nothing_that_the_command_started_is_left(guard, way):
-    process = guard(PARENT, "0.5" if way == "ends" else "600")
+def test_nothing_that_the_command_started_is_left(guard, way, tmp_path):
+    process = guard(PARENT, str(tmp_path / "end"))
     assert process.stdout.readline() == b"ready\n"
-    wait_until(lambda: len(below(process)) == 3)
     started = below(process)
+    assert len(started) == 3
+    if way == "ends":
+        (tmp_path / "end").touch()
     if way == "is killed":
         psutil.Process(process.pid).children()[0].kill()
     if way == "actor is gone":
         process.stdin.close()
     process.wait(30)
-    assert psutil.wait_procs(started, timeout=1)[1] == []
+    assert psutil.wait_procs(started, timeout=30)[1] == []
 
 
 def test_a_guard_that_is_killed_takes_its_command_along(guard):
@@ -116,7 +117,7 @@ def test_a_guard_that_is_killed_takes_its_command_along(guard):
     assert process.stdout.readline() == b"ready\n"
     started = below(process)
     process.kill()
-    assert len(started) == 1 and psutil.wait_procs(started, timeout=5)[1] == []
+    assert len(started) == 1 and psutil.wait_procs(started, timeout=30)[1] == []
 
 
 def test_it_is_no_child_of_who_starts_it():

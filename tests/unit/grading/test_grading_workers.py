@@ -7,9 +7,11 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from scripted_task import PROBLEM, Scripted
+from waiting import ended, wait_until
 
 from torchtune_ext.grading import Grader, results
 from torchtune_ext.run.parent import environment
@@ -25,13 +27,14 @@ def test_workers_stay_and_have_no_torch():
 
 def test_a_worker_killed_while_idle_costs_nothing():
     with Grader(Scripted(), workers=1) as grader:
-        os.kill(int(grader.grade([(PROBLEM, "pid")])[0].score.reward), signal.SIGKILL)
-        time.sleep(0.1)
+        pid = int(grader.grade([(PROBLEM, "pid")])[0].score.reward)
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: ended(pid))
         assert {o.kind for o in grader.grade([(PROBLEM, "reward 1")] * 20)} == {"scored"}
 
 
 def test_a_stopped_worker_is_replaced():
-    with Grader(Scripted(), workers=1, timeout_s=0.5) as grader:
+    with Grader(Scripted(), workers=1, timeout_s=2.0) as grader:
         os.kill(int(grader.grade([(PROBLEM, "pid")])[0].score.reward), signal.SIGSTOP)
         first, second = grader.grade([(PROBLEM, "reward 1"), (PROBLEM, "reward 2")])
     assert first.kind == "timed_out" and second.score.reward == 2.0
@@ -46,7 +49,8 @@ def test_workers_outlive_the_thread_that_made_the_grader():
         thread = threading.Thread(target=work)
         thread.start()
         thread.join(timeout=30)
-        time.sleep(0.2)  # a thread ends for Python a moment before it ends for the kernel
+        # It ends for Python a moment before it ends for the kernel.
+        wait_until(lambda: not Path(f"/proc/self/task/{thread.native_id}").exists())
 
     def make() -> None:
         made.append(Grader(Scripted()))
@@ -78,33 +82,31 @@ def test_threads_share_a_grader():
     assert results == {base: [base + i for i in range(100)] for base in (0, 1000, 2000)}
 
 
-def test_an_interrupted_call_leaves_no_stale_answers():
+def test_an_interrupted_call_leaves_no_stale_answers(tmp_path):
     """Ctrl-C in the middle of a call: the answer of that call must not become one of the next, and what it had not begun yet
     is left out."""
     # A shell that starts the tests in the background makes them ignore SIGINT.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with Grader(Scripted(), workers=1) as grader:
-        grader.grade([(PROBLEM, "reward 1")])
-        threading.Timer(0.2, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+        pids = grader.processes.pids()
         try:
             with pytest.raises(KeyboardInterrupt):
-                grader.grade([(PROBLEM, "sleeps 0.5"), *[(PROBLEM, "sleeps 60")] * 5])
+                grader.grade([(PROBLEM, f"interrupts {tmp_path / 'go on'}"), *[(PROBLEM, "sleeps 60")] * 5])
         finally:
             signal.signal(signal.SIGINT, before)
-        begin = time.monotonic()
+        (tmp_path / "go on").touch()
         assert [o.score.reward for o in grader.grade([(PROBLEM, "reward 2")])] == [2.0]
-        assert time.monotonic() - begin < 5
+        assert grader.processes.pids() == pids, "a text that sleeps would have cost its process"
 
 
-def test_a_slow_text_delays_nobody():
-    with Grader(Scripted(), workers=2, timeout_s=30.0) as grader:
-        grader.grade([(PROBLEM, "reward 1")] * 20)  # both have started
-        begin = time.monotonic()
-        slow = grader.submit(PROBLEM, "sleeps 5")
+def test_a_slow_text_delays_nobody(tmp_path):
+    with Grader(Scripted(), workers=2, timeout_s=60.0) as grader:
+        slow = grader.submit(PROBLEM, f"waits {tmp_path / 'go on'}")
         fast = [grader.submit(PROBLEM, f"reward {i}") for i in range(50)]
-        assert [future.result(timeout=10).score.reward for future in fast] == list(range(50))
-        assert time.monotonic() - begin < 1.0 and not slow.done()
-        assert slow.result(timeout=10).kind == "scored"
+        assert [future.result(timeout=50).score.reward for future in fast] == list(range(50))
+        assert not slow.done()
+        (tmp_path / "go on").touch()
+        assert slow.result(timeout=50).kind == "scored"
 
 
 def test_futures_of_a_grader_that_is_closed_end():
@@ -118,12 +120,24 @@ def test_futures_of_a_grader_that_is_closed_end():
         grader.submit(PROBLEM, "reward 1")
 
 
-def test_a_slow_callback_costs_nobody_a_deadline():
-    with Grader(Scripted(), workers=2, timeout_s=1.0) as grader:
-        grader.grade([(PROBLEM, "reward 1")] * 20)  # both have started
-        first, second = grader.submit(PROBLEM, "sleeps 0.1"), grader.submit(PROBLEM, "sleeps 0.3")
-        first.add_done_callback(lambda future: time.sleep(1.5))
-        assert second.result(timeout=10).kind == "scored"
+def test_a_slow_callback_costs_nobody_a_deadline(tmp_path):
+    """The second text is graded while a callback of the first one holds up the thread that takes the answers."""
+    both, begun, called, over = (tmp_path / name for name in ("both", "begun", "called", "over"))
+
+    def slow(future):
+        called.touch()
+        wait_until(over.exists)
+        time.sleep(3.5)  # beyond the deadline of the second
+
+    with Grader(Scripted(), workers=2, timeout_s=3.0) as grader:
+        # Both processes have started.
+        wait_until(lambda: len({each.score.reward for each in grader.grade([(PROBLEM, "pid")] * 20)}) == 2)
+        first = grader.submit(PROBLEM, f"waits {both}")
+        second = grader.submit(PROBLEM, f"answers {begun} {called} {over}")
+        first.add_done_callback(slow)
+        wait_until(begun.exists)
+        both.touch()
+        assert second.result(timeout=60).kind == "scored"
 
 
 def test_processes_that_cannot_start_are_an_error_at_once(monkeypatch):

@@ -10,9 +10,11 @@ import time
 
 import pytest
 from calm_kernels import HONEST, CalmReduction, fenced
+from exploits import exploits
 
 pytest.importorskip("tree_sitter_c")
 
+import torchtune_ext
 from torchtune_ext.host import cli as commands
 from torchtune_ext.run.processes import Processes
 from torchtune_ext.tasks.measured import cli, machine
@@ -296,3 +298,10 @@ def test_a_row_shows_the_error_and_no_interval_of_one_block():
     short = cli.Timing(**{**numbers, "seconds": 1e-4}, ratio_spread=0.01, **counts)
     assert "larger --size" in cli.Row("a.c", "dgemm", "ok", timing=short).cells()[-1]
     assert cli.Row(cli.NUMPY, "dgemm", "ok", timing=short).cells()[-1] == ""
+
+
+def test_the_exploits_are_found_in_a_clone_and_nowhere_else(monkeypatch, capsys, tmp_path):
+    assert [each.name for each in cli._exploits()] == [each.name for each in exploits()]
+    monkeypatch.setattr(torchtune_ext, "__file__", str(tmp_path / "torchtune_ext" / "__init__.py"))
+    assert commands.main(["bench", "--exploits"]) == 2
+    assert "in tests/exploits of the repository, not in the package: clone it" in capsys.readouterr().err

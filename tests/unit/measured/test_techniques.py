@@ -34,8 +34,8 @@ FILES = {
     "examples/gemv_unrolled.c": "unrolling register_accumulation",
     "examples/reduction_pairwise.c": "blocking register_accumulation",
     "examples/stencil_rows.c": "",
-    "torchtune_ext/tasks/measured/exploits/control_naive.c": "",
-    "torchtune_ext/tasks/measured/exploits/control_blocked.c": "loop_order register_accumulation vectorization packing",
+    "tests/exploits/control_naive.c": "",
+    "tests/exploits/control_blocked.c": "loop_order register_accumulation vectorization packing",
 }
 
 

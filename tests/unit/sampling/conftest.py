@@ -8,6 +8,18 @@ import pytest
 
 
 @pytest.fixture
+def complaints(caplog):
+    """A function that returns what asyncio has complained of in this test, also of what only the collector of garbage finds."""
+    gc.collect()  # what tests before this one have left
+
+    def found():
+        gc.collect()
+        return [record.getMessage() for record in caplog.records if record.name == "asyncio"]
+
+    return found
+
+
+@pytest.fixture
 def make_engine(monkeypatch, tmp_path):
     """A function that makes an engine, which is up unless `start=False`; in the end nothing of it may be left."""
     pytest.importorskip("torch")

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import os
 import re
 import signal
@@ -103,7 +102,7 @@ def test_sample_and_publish_under_way_end_with_close(make_engine):
 
 
 @pytest.mark.parametrize("work", ["sample", "publish"])
-def test_a_caller_that_was_stopped_leaves_no_error_that_nobody_fetches(make_engine, monkeypatch, caplog, work):
+def test_a_caller_that_was_stopped_leaves_no_error_that_nobody_fetches(make_engine, monkeypatch, complaints, work):
     """What it had asked for ends after it: the engine is closed meanwhile, and found dead."""
 
     async def until_dead(self, *args):
@@ -115,8 +114,6 @@ def test_a_caller_that_was_stopped_leaves_no_error_that_nobody_fetches(make_engi
 
     for name in ("generate", "load"):
         monkeypatch.setattr(SleepingCore, name, until_dead)
-    gc.collect()
-    caplog.clear()  # of what other tests left behind
     engine = make_engine()
 
     def stop():
@@ -133,8 +130,7 @@ def test_a_caller_that_was_stopped_leaves_no_error_that_nobody_fetches(make_engi
             engine.publish(weights(1), 1)
     stopper.join()
     engine.close()
-    gc.collect()
-    assert not [record.getMessage() for record in caplog.records if record.name == "asyncio"]
+    assert not complaints()
 
 
 def test_the_engine_may_not_be_called_from_its_own_thread(make_engine, monkeypatch):

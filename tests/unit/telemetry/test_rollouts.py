@@ -30,7 +30,6 @@ def make_sample(length=5, seed=0, text="A. Mrs. Peacock", outcome=SCORED, advant
         logprobs=(-rng.gamma(0.3, 1.0, length)).astype(np.float32),
         versions=np.full(length, 3, dtype=np.int32),
         finish_reason="stop",
-        cached_prompt_tokens=7,
     )
     return Sample(replace(completion, **changes), text, outcome, advantage, trained)
 
@@ -48,8 +47,7 @@ def assert_same(a: Group, b: Group):
             x, y = getattr(one.completion, name), getattr(other.completion, name)
             assert x.dtype == y.dtype
             np.testing.assert_array_equal(x, y)
-        for name in ("finish_reason", "cached_prompt_tokens"):
-            assert getattr(one.completion, name) == getattr(other.completion, name)
+        assert one.completion.finish_reason == other.completion.finish_reason
         for name in ("text", "advantage", "trained", "outcome"):
             assert getattr(one, name) == getattr(other, name)
 
@@ -97,6 +95,11 @@ def test_every_line_is_plain_json(tmp_path):
     header, group = (json.loads(line, parse_constant=refuse) for line in lines)
     assert header == {"format": 1, "step": 1, "groups": 1}
     assert group["samples"][0]["logprobs"] == ["nan", "-inf", -0.5]
+
+
+def test_what_the_prefix_cache_held_is_no_part_of_the_record():
+    cold, warm = (pack_rollouts(1, [make_group([make_sample(cached_prompt_tokens=n)])]) for n in (0, 32))
+    assert cold == warm
 
 
 def test_run_lengths():

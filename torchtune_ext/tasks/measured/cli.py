@@ -4,19 +4,21 @@ import argparse
 import math
 import os
 import re
+import runpy
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 # Where all cores are timed on, threads of numpy's BLAS would spin on them. It reads this once, when it is imported.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+import torchtune_ext  # noqa: E402
 from torchtune_ext.tasks.measured.check import MAX_SOURCE, SANDBOXES, Checker, Verdict  # noqa: E402
 from torchtune_ext.tasks.measured.child import ChildFailed  # noqa: E402
 from torchtune_ext.tasks.measured.compiler import OPTIMIZATIONS, Compiler  # noqa: E402
-from torchtune_ext.tasks.measured.exploits import exploits  # noqa: E402
 from torchtune_ext.tasks.measured.kernel import Kernel  # noqa: E402
 from torchtune_ext.tasks.measured.kernels import KERNELS  # noqa: E402
 from torchtune_ext.tasks.measured.machine import choose_cores, fingerprint  # noqa: E402
@@ -162,9 +164,9 @@ def _measured(name: str, source: str, checker: Checker, timer: Timer) -> Row:
 
 def _attack(compiler: Compiler, cores: Sequence[int]) -> int:
     """Runs every exploit and compares its outcome with the expected one."""
-    lines, bad = [], 0
+    lines, bad, programs = [], 0, _exploits()
     for kernel in KERNELS.values():
-        these = [each for each in exploits() if each.kernel == kernel.name]
+        these = [each for each in programs if each.kernel == kernel.name]
         if not these:
             continue
         with Checker(kernel(), compiler, cores=cores) as checker:
@@ -177,6 +179,17 @@ def _attack(compiler: Compiler, cores: Sequence[int]) -> int:
     print(_table(("program", "attack", "outcome", "", "note"), lines))
     print(f"{len(lines) - bad} of {len(lines)} programs ended as they should", flush=True)
     return 1 if bad else 0
+
+
+def _exploits() -> list[Any]:
+    """Returns the programs that attack the benchmark. A checkout has them among its tests, a package has none."""
+    reader = Path(torchtune_ext.__file__).parents[1] / "tests" / "helpers" / "exploits.py"
+    if not reader.is_file():
+        raise ValueError(
+            "--exploits: the programs that attack the benchmark are in tests/exploits of the repository, not in the package: "
+            "clone it, and say `pip install -e .` there"
+        )
+    return runpy.run_path(str(reader))["exploits"]()
 
 
 def _numbers(text: str) -> list[int]:

@@ -1,8 +1,8 @@
 """Faults at random moments, on real runs of the recipe: does a run keep what it promises, whatever happens to it?
 
-    python benchmarks/chaos.py --rounds 100 --seed 1 --table chaos.md
-    python benchmarks/chaos.py --rounds 100 --seed 1 --list         # the drawn rounds
-    python benchmarks/chaos.py --rounds 100 --seed 1 --only 17      # one of them, alone and again
+    python tests/chaos/chaos.py --rounds 100 --seed 1 --table chaos.md
+    python tests/chaos/chaos.py --rounds 100 --seed 1 --list         # the drawn rounds
+    python tests/chaos/chaos.py --rounds 100 --seed 1 --only 17      # one of them again
 
 A round is a run of four small steps (a random model, a real vLLM), one fault in a drawn phase, and what then has to happen:
 either the run goes on, or it ends in time with the right status and a message that names the cause, and goes on with
@@ -16,21 +16,26 @@ called, and the rest follows from the files of the run. "Hit" is the phase at th
 
 import argparse
 import json
+import os
+import platform
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from chaos_draw import NAMES, Drawn, draw
-from chaos_play import RUN_S, Play, last_line
-from chaos_run import Round, make_workplace
-from chaos_table import table
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tests" / "helpers"))
 
-ROOT = Path(__file__).resolve().parent.parent
+from chaos_play import NAMES, RUN_S, Drawn, Play, draw, last_line  # noqa: E402 (it needs tiny_runs of the helpers)
+from chaos_run import Round, make_workplace  # noqa: E402
+
+HEAD = ("fault", "rounds", "survived", "lost, steps", "longest recovery, s", "phases hit", "worst message")
+MESSAGE_CHARS = 160
 
 
 def commit() -> str:
@@ -88,6 +93,48 @@ def kept(file: Path, drawn: list[Drawn]) -> dict[int, dict[str, Any]]:
     return {d.number: records[d.number] for d in drawn if records.get(d.number, {}).get("drawn") == str(d)}
 
 
+def machine() -> str:
+    return f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}, Linux {platform.release()}"
+
+
+def table(seed: int, records: Sequence[dict[str, Any]]) -> str:
+    """Markdown: one row a fault, the rounds that failed, what was lost by design, and what could not be tried."""
+    rows = [_row(name, [r for r in records if r["fault"] == name]) for name in NAMES]
+    lines = ["| " + " | ".join(HEAD) + " |", "|---" * len(HEAD) + "|", *(row for row in rows if row)]
+    played = [r for r in records if not r["skipped"]]
+    failed = [r for r in played if r["problems"]]
+    commits = ", ".join(sorted({r["commit"] for r in records}))
+    minutes = sum(r["seconds"] for r in records) / 60
+    intro = (
+        f"Seed {seed}, commit {commits}, {machine()}. {len(played)} rounds in {minutes:.0f} minutes, "
+        f'{len(played) - len(failed)} survived. "Lost" are steps that were made again (the most in a round); recovery is the '
+        "time from the fault to the next new line of metrics, ends and starts of processes included."
+    )
+    notes = [f"- Round {r['round']} failed ({_where(r)}): {'; '.join(r['problems'])}" for r in failed]
+    notes += [f"- By design, round {r['round']} ({_where(r)}): {r['allowed']}." for r in played if r["allowed"]]
+    notes += [f"- Not tried, round {r['round']} ({r['fault']}): {r['skipped']}" for r in records if r["skipped"]]
+    return "\n".join([intro, "", *lines, *([""] if notes else []), *notes]) + "\n"
+
+
+def _where(record: dict[str, Any]) -> str:
+    return f"{record['fault']}, {record['hit'] or record['phase']}"
+
+
+def _row(name: str, records: list[dict[str, Any]]) -> str:
+    played = [r for r in records if not r["skipped"]]
+    if not played:
+        return f"| {name} | 0 | not tried |" + " |" * (len(HEAD) - 3) if records else ""
+    worst = max(played, key=lambda r: (bool(r["problems"]), r["recovery_s"]))
+    phases = sorted({r["hit"].split(",")[0] for r in played if r["hit"]})
+    message = " ".join((worst["problems"] or [worst["message"]])[0].split()).replace("|", "\\|")
+    survived = sum(not r["problems"] for r in played)
+    cells = [
+        name, str(len(played)), str(survived), str(max(r["lost"] for r in played)),
+        f"{max(r['recovery_s'] for r in played):.1f}", ", ".join(phases), message[:MESSAGE_CHARS],
+    ]  # fmt: skip
+    return "| " + " | ".join(cells) + " |"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=100)
@@ -121,7 +168,7 @@ def main() -> int:
         records[d.number] = record = play(d, args.out)
         with open(file, "a") as lines:
             lines.write(json.dumps(record) + "\n")
-        again = f"python benchmarks/chaos.py --rounds {args.rounds} --seed {args.seed} --out {args.out}{faults}"
+        again = f"python tests/chaos/chaos.py --rounds {args.rounds} --seed {args.seed} --out {args.out}{faults}"
         show(record, f"{again} --only {d.number}", args.out / f"round_{d.number:04d}")
     done = [records[number] for number in sorted(records)]
     text = table(args.seed, done)

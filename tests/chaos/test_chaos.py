@@ -1,4 +1,4 @@
-"""benchmarks/chaos.py in small: three faults on real runs, and that it draws evenly and sees what is wrong."""
+"""chaos.py in small: three faults on real runs, and that it draws evenly and sees what is wrong."""
 
 import json
 import shutil
@@ -6,11 +6,10 @@ import subprocess
 import sys
 from collections import Counter
 
-import chaos_check as check
 import pytest
 import torch
-from chaos_draw import FAULTS, PHASES, draw
-from chaos_run import STEPS, Round
+from chaos_play import FAULTS, PHASES, draw
+from chaos_run import STEPS, Round, differences, last_checkpoint, left_in, left_outside
 from safetensors.torch import save_file
 
 from torchtune_ext.telemetry.rollouts import RolloutStore
@@ -27,7 +26,7 @@ from torchtune_ext.telemetry.rollouts import RolloutStore
 def test_faults_are_survived(repo_root, tmp_path, faults):
     command = [
         sys.executable,
-        str(repo_root / "benchmarks" / "chaos.py"),
+        str(repo_root / "tests" / "chaos" / "chaos.py"),
         "--rounds",
         str(len(faults)),
         "--seed",
@@ -79,16 +78,16 @@ def test_a_run_that_went_another_way_is_noticed(tmp_path):
     metrics = [{"step": step, "loss/total": 0.5, "time/total": 1.0} for step in range(STEPS + 1)]
     want = write_run(tmp_path / "want", metrics)
     same = write_run(tmp_path / "same", [{**line, "time/total": 2.0} for line in metrics])
-    assert check.differences(same, want) == []
+    assert differences(same, want) == []
 
-    save_file({"w": torch.tensor([0.0, 1.0, 2.0, 3.0000002])}, check.last_checkpoint(same) / "model.safetensors")
+    save_file({"w": torch.tensor([0.0, 1.0, 2.0, 3.0000002])}, last_checkpoint(same) / "model.safetensors")
     (same / "metrics.jsonl").write_text((same / "metrics.jsonl").read_text().replace("0.5", "0.25", 1))
     (same / "rollouts" / "step_000002.jsonl.gz").write_bytes(b"other")
     (same / "rollouts" / "step_000003.jsonl.gz").unlink()
-    wrong = check.differences(same, want)
+    wrong = differences(same, want)
     assert [text.split(" ")[0] for text in wrong] == ["weights", "metrics", "no", "rollouts"], wrong
-    shutil.rmtree(check.last_checkpoint(same))
-    assert "there is no" in check.differences(same, want)[0]
+    shutil.rmtree(last_checkpoint(same))
+    assert "there is no" in differences(same, want)[0]
 
 
 def test_what_is_left_of_a_round_is_found_and_ended(tmp_path):
@@ -99,8 +98,8 @@ def test_what_is_left_of_a_round_is_found_and_ended(tmp_path):
     (home.output_dir / "checkpoints" / ".partial_000001").mkdir(parents=True)
     try:
         assert [p.pid for p in home.left_running(patience_s=0)] == [child.pid]
-        assert check.left_outside(home.temp, home.shared) == [f"left over: {home.temp / 'tte-1'}"]
-        assert check.left_in(home.output_dir) == ["left over: checkpoints/.partial_000001"]
+        assert left_outside(home.temp, home.shared) == [f"left over: {home.temp / 'tte-1'}"]
+        assert left_in(home.output_dir) == ["left over: checkpoints/.partial_000001"]
         home.end()
         assert child.wait(5) == -9 and stranger.poll() is None and not home.temp.exists()
         assert home.left_running(patience_s=0) == []

@@ -1,4 +1,4 @@
-"""Real runs in small, for benchmarks and tests: a random model of 0.1 million parameters and the command that a user types."""
+"""Real runs in small: a random model of 0.1 million parameters and the command that a user types."""
 
 import os
 import sys
