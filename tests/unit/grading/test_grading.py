@@ -80,7 +80,7 @@ def test_deadline_is_each_items_own():
 def test_a_hang_holds_up_nobody_else():
     begin = time.monotonic()
     outcomes = graded(["sleeps 60", "reward 1", "sleeps 60", *["reward 1"] * 50], workers=2, timeout_s=2.0)
-    assert time.monotonic() - begin < 3.5
+    assert time.monotonic() - begin < 2 * 2.0, "one hung after the other"
     assert [outcome.kind for outcome in outcomes] == ["timed_out", "scored", "timed_out", *["scored"] * 50]
 
 
