@@ -27,7 +27,7 @@ from torchtune_ext.tasks.measured.numpy_child import NumpyChild
 from torchtune_ext.tasks.measured.results import Result
 from torchtune_ext.tasks.measured.sandbox import Sandbox, SandboxError
 
-pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+pytestmark = [pytest.mark.rest, pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")]
 GCC = shutil.which("gcc")
 # The compiler itself is killed, or a part of it while it compiles.
 KILLED = {"all": ["/bin/sh", "-c", "kill -9 $$"], "cc1": [GCC, "-wrapper", "sh,-c,kill -9 $$", "-c", "candidate.c"]}

@@ -324,7 +324,7 @@ def test_publications_that_would_fail_are_refused_before_the_first_sample(change
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("dora", [False, pytest.param(True, marks=pytest.mark.rest)], ids=["lora", "dora"])
 def test_compiled_layers_share_their_code(dora, monkeypatch):
     """Ten layers, trained, scored and switched off: more than dynamo's limit of recompilations, were each one's its own."""
     torch._dynamo.reset()

@@ -9,7 +9,7 @@ from report_runs import HOSTILE
 
 from torchtune_ext.telemetry.comparison import build_comparison
 
-pytestmark = pytest.mark.skipif(MISSING, reason="needs chromium")
+pytestmark = [pytest.mark.rest, pytest.mark.skipif(MISSING, reason="needs chromium")]
 
 BEFORE = """
   const order = ["verdict", "sweep", "curves", "settings", "runs", "samples"].map((id) => document.getElementById(id)?.offsetTop).filter((top) => top != null);
