@@ -116,13 +116,15 @@ def test_published_bounds_of_kl3(delta, low, high):
 @settings(max_examples=300)
 @given(exponent=st.floats(-10, 300))
 def test_kl3_bounds_reach_delta(exponent):
-    """In float64, to a relative error of eps / d: the conditioning of expm1(d) - d near d = sqrt(2 delta)."""
-    delta = 10.0**exponent
+    """In float64. exp in the bounds and log here leave d within eps (1 + |d|). That changes expm1(d) - d, relatively, by at most
+    1 + 2 / |d| times as much, and its own roundings are 2 eps / |d|."""
+    delta, eps = 10.0**exponent, np.finfo(float).eps
     lower, upper = kl3_bounds(delta)
     assert 0 <= lower < 1 < upper
     for w in (lower, upper) if delta < 700 else (upper,):  # e^-700 is the smallest that float64 holds
         d = math.log(w)
-        assert math.expm1(d) - d == pytest.approx(delta, rel=8 * np.finfo(float).eps / abs(d) + 1e-13)
+        rel = eps * ((1 + 2 / abs(d)) * (2 + abs(d)) + 2 / abs(d))
+        assert math.expm1(d) - d == pytest.approx(delta, rel=rel)
 
 
 @pytest.mark.parametrize("delta", [0.005, 0.02, 0.1, 1.0])

@@ -3,11 +3,14 @@
 import time
 from concurrent.futures import Future
 from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from letter_tokens import LetterTokenizer, completion
 from waiting import wait_until
 
+from torchtune_ext import rollout
 from torchtune_ext.grading import Grader
 from torchtune_ext.rollout import GroupStream, in_order, sample_groups
 from torchtune_ext.sampling.engine import EngineFailed, SamplingConfig
@@ -47,10 +50,11 @@ class Told:
 
 
 class Slow:
-    """Rewards the length of a text, after the seconds that it begins with."""
+    """Rewards the length of a text, one that is a path as soon as there is such a file."""
 
     def grade(self, problem, text):
-        time.sleep(float(text[:3]) if text[:1].isdigit() else 0.0)
+        while text.startswith("/") and not Path(text).exists():
+            time.sleep(0.01)
         return Score(float(len(text)), {})
 
 
@@ -110,12 +114,22 @@ def test_the_batch_is_in_the_order_of_the_problems(engine, grader):
     assert [rewards(group) for group in groups] == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
 
 
-def test_a_slow_text_delays_its_own_group_alone(engine, grader):
-    engine.script = [(0, 0, "9.9 s"), *((p, s, "quick") for p in (1, 2) for s in (0, 1))]
-    begun = time.monotonic()
+def test_a_slow_text_delays_its_own_group_alone(engine, grader, tmp_path):
+    """Had the others waited for it, the time of its grade would have been over."""
+    slow = str(tmp_path / "go on")
+    engine.script = [(0, 0, slow), *((p, s, "quick") for p in (1, 2) for s in (0, 1))]
     stream = stream_of(engine, grader)
     assert {index for index, _ in islice(stream, 2)} == {1, 2}
-    assert time.monotonic() - begun < 9.0
+    Path(slow).touch()
+    engine.draw(0, 1, "a")
+    index, group = next(stream)
+    assert (index, rewards(group)) == (0, [float(len(slow)), 1.0])
+
+
+def test_a_stream_that_is_closed_ends_what_it_waits_for(engine, grader):
+    engine.script = [(0, 0, "a"), *((p, s, "a") for p in (1, 2) for s in (0, 1))]
+    stream = stream_of(engine, grader)
+    assert {index for index, _ in islice(stream, 2)} == {1, 2}
     stream.close()
     assert [future.cancelled() for future in engine.futures] == [True, False, False]
 
@@ -153,7 +167,7 @@ def test_an_engine_that_is_closed_ends_the_stream(engine, grader):
 
 
 def test_a_grader_that_is_closed_ends_the_stream(engine):
-    engine.script = [(0, 0, "9.9 s"), (0, 1, "a")]
+    engine.script = [(0, 0, "/no such file"), (0, 1, "a")]
     grader = Grader(Slow(), timeout_s=20.0)
     stream = stream_of(engine, grader)
     draw = engine.draw
@@ -173,11 +187,14 @@ def test_work_on_completions_counts_while_the_engine_samples(engine, grader):
     assert watch.seconds["generate"] >= 6 * 0.02
 
 
-def test_an_evaluation_is_given_up_after_silence(engine, grader):
+def test_an_evaluation_is_given_up_after_silence(engine, grader, monkeypatch):
     """The time begins anew with each completion, and while nobody waits it stands still."""
     engine.script = [(p, s, "x") for p in (0, 1) for s in (0, 1)]
     stream = sample_groups(PROBLEMS, 2, SAMPLING, engine, LetterTokenizer(), grader, deadline_s=0.5)
+    now = time.monotonic()
+    monkeypatch.setattr(rollout, "time", SimpleNamespace(monotonic=lambda: now))  # grading takes the time that it takes
     assert {next(stream)[0], next(stream)[0]} == {0, 1}
+    monkeypatch.undo()
     time.sleep(0.6)
     begun = time.monotonic()
     with pytest.raises(
