@@ -4,7 +4,7 @@ import threading
 import time
 
 
-def wait_until(condition, seconds=10):
+def wait_until(condition, seconds=60):
     """Returns once the condition holds; it is an error when it does not within so many seconds."""
     give_up_at = time.monotonic() + seconds
     while not condition():
