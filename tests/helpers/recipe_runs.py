@@ -127,10 +127,13 @@ def run(
     config: str = "run.yaml",
     typed: bool = False,
 ) -> str:
-    """Runs a recipe to its end and returns what it printed. `ok`: whether it must succeed; `typed`: as a command of its own, also
-    where it samples with a server."""
+    """Runs a recipe to its end and returns what it printed.
+
+    Args: ok: whether it must succeed; typed: as a command of its own, also where it starts no engine.
+    """
     words = command(recipe, *args, ranks=ranks, config=config)
-    if ranks == 1 and not typed and any(word.startswith("engine.address=") for word in args):
+    no_engine = recipe == "warmup_sft" or any(word.startswith(("engine.address=", "replay=")) for word in args)
+    if no_engine and ranks == 1 and not typed:
         status, output = forked(folder, words, environment(), timeout)
     else:
         done = subprocess.run(words, cwd=folder, env=environment(), capture_output=True, text=True, timeout=timeout)
