@@ -24,14 +24,15 @@ class RayCluster:
     def __init__(self):
         # Not tmp_path: the names of Ray's sockets may have 107 characters.
         self.folder = tempfile.mkdtemp(prefix="ray-")
-        quiet = {"RAY_USAGE_STATS_ENABLED": "0"}
+        # Ray notes the address of its latest cluster in RAY_TMPDIR: not in the place of a user's, which may not even be there.
+        own = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": self.folder}
         self._log = open(os.path.join(self.folder, "cluster.log"), "w+", encoding="utf-8")
         self._process = subprocess.Popen(
             [sys.executable, __file__, self.folder],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            env={name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | quiet,
+            env={name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | own,
             text=True,
         )
         self.address = self._answer()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import tiny_runs
+from forked_runs import forked
 from servers import Server, free_port
 from tiny_runs import command, metrics, write_tiny_model
 
@@ -124,18 +125,20 @@ def run(
     ok: bool = True,
     timeout: float = 300,
     config: str = "run.yaml",
+    typed: bool = False,
 ) -> str:
-    """Runs a recipe to its end and returns what it printed. `ok`: whether it must succeed."""
-    done = subprocess.run(
-        command(recipe, *args, ranks=ranks, config=config),
-        cwd=folder,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
-    output = done.stdout + done.stderr
-    assert (done.returncode == 0) == ok, output[-6000:]
+    """Runs a recipe to its end and returns what it printed.
+
+    Args: ok: whether it must succeed; typed: as a command of its own, also where it starts no engine.
+    """
+    words = command(recipe, *args, ranks=ranks, config=config)
+    no_engine = recipe == "warmup_sft" or any(word.startswith(("engine.address=", "replay=")) for word in args)
+    if no_engine and ranks == 1 and not typed:
+        status, output = forked(folder, words, environment(), timeout)
+    else:
+        done = subprocess.run(words, cwd=folder, env=environment(), capture_output=True, text=True, timeout=timeout)
+        status, output = done.returncode, done.stdout + done.stderr
+    assert (status == 0) == ok, output[-6000:]
     return output
 
 

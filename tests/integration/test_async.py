@@ -88,6 +88,7 @@ def test_zero_steps_ahead_is_the_run_that_samples_and_trains_in_turns(request, w
     assert weights(got) == weights(want) != {}
 
 
+@pytest.mark.rest
 def test_the_groups_of_a_step_are_what_its_policy_says_to_its_problems(full_workplace, tmp_path):
     """An engine that was started with the checkpoint of step 2 draws what the run drew in step 3."""
     groups = stored(full_workplace / "reference")[3]

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from calm_kernels import HONEST, SUM, CalmDgemm, CalmReduction, fenced
+from waiting import wait_until
 
 pytest.importorskip("tree_sitter_c")
 
@@ -133,9 +134,9 @@ def test_a_killed_owner_leaves_no_process(tmp_path):
     try:
         folder = Path(owner.stdout.readline().strip())
         assert folder.is_dir() and folder.name.startswith("torchtune-ext-programs-")
-        time.sleep(2.5)  # until the processes of the timing have started
-        below = psutil.Process(owner.pid).children(recursive=True)
-        assert len(below) >= 4
+        processes = psutil.Process(owner.pid)
+        wait_until(lambda: len(processes.children(recursive=True)) >= 4)  # those of the timing have started, too
+        below = processes.children(recursive=True)
         owner.send_signal(signal.SIGKILL)
         owner.wait(timeout=30)
         _, alive = psutil.wait_procs(below, timeout=20)

@@ -98,6 +98,7 @@ def test_outcomes_are_those_of_this_machine(cluster, local_outcomes):
         bench.submit(KERNEL, TEXTS[0])
 
 
+@pytest.mark.rest
 def test_a_machine_that_is_killed_loses_no_program_and_one_that_comes_is_used(cluster, local_outcomes, caplog):
     with RayBench(cluster.address, **SETTINGS) as bench:
         wait_until(lambda: bench.stats().get("machines") == 2, END_S)

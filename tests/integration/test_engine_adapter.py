@@ -60,7 +60,7 @@ def engine(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lora")
     with Engine(tiny_model.save(tiny_model.build(0), folder / "model"), CONFIG, str(folder)) as engine:
         engine.start()
-        engine.wait_ready(120)
+        engine.wait_ready(240)
         yield engine
 
 

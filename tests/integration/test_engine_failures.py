@@ -20,6 +20,7 @@ pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 import tiny_model  # noqa: E402
+from waiting import wait_until  # noqa: E402
 
 from torchtune_ext.sampling.engine import Engine, EngineConfig, EngineFailed, SamplingConfig  # noqa: E402
 from torchtune_ext.sampling.remote_core import MARGIN_S  # noqa: E402
@@ -31,6 +32,9 @@ CONFIG = EngineConfig(
     dtype="float32", max_model_len=1024, kv_cache_bytes=64 << 20, probe_interval_s=0.5, probe_deadline_s=2.0
 )
 LONG = SamplingConfig(max_tokens=900, seed=3)
+BUSY_S = (
+    30.0  # on a busy machine it may take so long until a silence of 2 s is noticed; rpc_deadline_s is ten times that
+)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +51,7 @@ def with_model_b(model_dir, models, folder, config):
     """An engine that samples with model B, version 1, while model A is on the disk."""
     with Engine(model_dir, config, str(folder)) as engine:
         engine.start()
-        engine.wait_ready(120)
+        engine.wait_ready(240)
         engine.publish(models[1].named_parameters(), 1)
         yield engine
 
@@ -80,26 +84,19 @@ def sample_and(engine, action, prompts=None):
 
     thread = threading.Thread(target=work)
     thread.start()
-    time.sleep(0.5)
+    wait_until(lambda: engine.stats().running)
     action()
-    thread.join(120)
+    thread.join(240)
     assert not thread.is_alive() and outcome
     return outcome[0]
-
-
-def wait_until(condition, seconds):
-    give_up_at = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < give_up_at, "did not happen in time"
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(
     ("of", "kill"),
     [
         ("engine", signal.SIGSTOP),
-        ("client", signal.SIGKILL),
         # What comes when they are noticed is the same.
+        pytest.param("client", signal.SIGKILL, marks=pytest.mark.rest),
         pytest.param("client", signal.SIGSTOP, marks=pytest.mark.rest),
         pytest.param("engine", signal.SIGKILL, marks=pytest.mark.rest),
     ],
@@ -113,14 +110,14 @@ def test_sampling_goes_on_with_the_current_weights(engine, models, of, kill):
     def strike():
         struck = time.monotonic()
         os.kill(pid if of == "engine" else client, kill)
-        wait_until(lambda: engine._pool.lanes[0].supervisor.core is None or core_pid(engine) != pid, 20)
+        wait_until(lambda: engine._pool.lanes[0].supervisor.core is None or core_pid(engine) != pid)
         noticed.append(time.monotonic() - struck)
 
     groups = sample_and(engine, strike, prompts)
     # A frozen engine is noticed by the client; a frozen client MARGIN_S later, by this process.
-    assert noticed[0] < (6.0 if of == "engine" else 6.0 + MARGIN_S)
+    assert noticed[0] < BUSY_S + (0.0 if of == "engine" else MARGIN_S)
     # On a busy machine the client may still have held the last tokens of a frozen engine, and nobody waits for the new one.
-    wait_until(lambda: engine.stats().restarts == restarts + 1, 60)
+    wait_until(lambda: engine.stats().restarts == restarts + 1, 240)
     assert core_pid(engine) != pid
     for prompt, group, before in zip(prompts, groups, undisturbed, strict=True):
         for c, d in zip(group, before, strict=True):
@@ -134,7 +131,7 @@ def test_sampling_goes_on_with_the_current_weights(engine, models, of, kill):
 def test_death_while_idle_is_noticed_too(engine, models):
     pid = core_pid(engine)
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: engine._pool.lanes[0].supervisor.core is None or core_pid(engine) != pid, 5)
+    wait_until(lambda: engine._pool.lanes[0].supervisor.core is None or core_pid(engine) != pid)
     groups = engine.sample(tiny_model.prompts(1, 20), 2, SamplingConfig(max_tokens=8, seed=1))
     assert set(groups[0][0].versions) == {1}
 
@@ -165,13 +162,14 @@ def test_a_client_frozen_at_a_publication_is_noticed_in_time(engine, models, cap
     engine.publish(models[0].named_parameters(), version)
     assert "the engine's client is frozen: no word of it for 7 s in load" in caplog.text
     assert (
-        time.monotonic() - struck < 60
+        time.monotonic() - struck < 240
         and engine.version == version
         and engine._pool.lanes[0].supervisor.core is not core
     )
 
 
-@pytest.mark.parametrize("moment", ["before", pytest.param("in the load", marks=pytest.mark.rest)])
+@pytest.mark.parametrize("moment", ["before", "in the load"])
+@pytest.mark.rest
 def test_an_engine_frozen_at_a_publication_is_noticed_in_time(request, models, moment, caplog):
     """After probe_deadline_s (2 s here), not after rpc_deadline_s (300 s)."""
     engine = request.getfixturevalue("engine" if moment == "before" else "engine_in_process")
@@ -194,14 +192,14 @@ def test_an_engine_frozen_at_a_publication_is_noticed_in_time(request, models, m
     noticed = []
     watcher = threading.Thread(
         target=lambda: (
-            wait_until(lambda: struck and engine._pool.lanes[0].supervisor.core is not core, 60),
+            wait_until(lambda: struck and engine._pool.lanes[0].supervisor.core is not core),
             noticed.append(time.monotonic() - struck[0]),
         )
     )
     watcher.start()
     engine.publish(models[0].named_parameters(), version)
     watcher.join(60)
-    assert 2.0 <= noticed[0] < 8.0
+    assert 2.0 <= noticed[0] < BUSY_S
     assert engine.version == version and engine._pool.lanes[0].supervisor.core is not core
     assert ("did not answer is_paused within 2 s" if moment == "before" else "frozen: no CPU time used") in caplog.text
     prompts = tiny_model.prompts(1, 20)
@@ -210,7 +208,8 @@ def test_an_engine_frozen_at_a_publication_is_noticed_in_time(request, models, m
     assert np.abs(tiny_model.logprobs(models[0], prompts[0], c.tokens) - c.logprobs).max() < 1e-4
 
 
-@pytest.mark.parametrize("which", ["engine", pytest.param("engine_in_process", marks=pytest.mark.rest)])
+@pytest.mark.parametrize("which", ["engine", "engine_in_process"])
+@pytest.mark.rest
 def test_the_janitor_dies_then_the_engine_and_nothing_leaks(request, which, caplog, monkeypatch):
     """The message says how the engine ended; the lost life gives back its descriptors and threads."""
     engine = request.getfixturevalue(which)
@@ -229,9 +228,7 @@ def test_the_janitor_dies_then_the_engine_and_nothing_leaks(request, which, capl
         assert engine.stats().restarts == restarts + 1
         assert "killed by SIGKILL, perhaps by the kernel's out-of-memory killer" in caplog.text
         assert Path(f"/proc/{engine._cleanup.pid}").exists() and Path(engine._cleanup.folder).is_dir()
-        wait_until(
-            lambda: len(os.listdir("/proc/self/fd")) <= before and len(os.listdir("/proc/self/task")) <= threads, 20
-        )
+        wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before and len(os.listdir("/proc/self/task")) <= threads)
     finally:
         gc.enable()
 
@@ -244,11 +241,11 @@ def test_three_failures_in_a_row_are_final(engine):
                 lambda: (
                     engine._pool.lanes[0].supervisor.core is not None and engine._pool.lanes[0].supervisor.core.calls
                 ),
-                60,
+                240,
             )
             pid = core_pid(engine)
             os.kill(pid, signal.SIGKILL)
-            wait_until(lambda pid=pid: engine._pool.lanes[0].supervisor.core is None or core_pid(engine) != pid, 10)
+            wait_until(lambda pid=pid: engine._pool.lanes[0].supervisor.core is None or core_pid(engine) != pid)
 
     error = sample_and(engine, strike)
     assert isinstance(error, EngineFailed)
@@ -257,15 +254,19 @@ def test_three_failures_in_a_row_are_final(engine):
         engine.sample([[1]], 1, SamplingConfig(max_tokens=1))
 
 
-def test_a_first_start_that_fails_says_why(tmp_path, model_dir):
+@pytest.mark.rest
+def test_a_folder_without_a_model_is_no_start(tmp_path):
     (tmp_path / "empty").mkdir()
     with Engine(str(tmp_path / "empty"), CONFIG, str(tmp_path)) as engine:
         with pytest.raises(EngineFailed, match="did not start"):
             engine.start()
+
+
+def test_a_first_start_that_fails_says_why(tmp_path, model_dir):
     with Engine(model_dir, replace(CONFIG, kv_cache_bytes=1000), str(tmp_path)) as engine:
         engine.start()
         with pytest.raises(EngineFailed, match="did not start(.|\n)*No available memory"):
-            engine.wait_ready(120)
+            engine.wait_ready(240)
     with pytest.raises(ValueError, match="probe_deadline_s is 0"):
         EngineConfig(probe_deadline_s=0)
 
@@ -275,18 +276,18 @@ def test_close_while_a_lost_engine_restarts(model_dir, tmp_path):
     """`close` ends the processes that come up, and all the rest."""
     with Engine(model_dir, CONFIG, str(tmp_path)) as engine:
         engine.start()
-        engine.wait_ready(120)
+        engine.wait_ready(240)
         lost = core_pid(engine)
         os.kill(lost, signal.SIGKILL)
         supervisor = engine._pool.lanes[0].supervisor
-        wait_until(lambda: supervisor.core is not None and supervisor.core.group != lost, 20)
+        wait_until(lambda: supervisor.core is not None and supervisor.core.group != lost)
         coming_up, folder, janitor = core_pid(engine), engine._cleanup.folder, engine._cleanup.pid
         time.sleep(1.0)  # in vLLM's hands by now
         started = time.monotonic()
         engine.close()
         assert time.monotonic() - started < 10
     # The engine was a child of its client, so that init has to fetch its status.
-    wait_until(lambda: not any(Path(path).exists() for path in (f"/proc/{coming_up}", f"/proc/{janitor}", folder)), 5)
+    wait_until(lambda: not any(Path(path).exists() for path in (f"/proc/{coming_up}", f"/proc/{janitor}", folder)))
 
 
 TRAINER = """
@@ -301,7 +302,7 @@ TRAINER = """
     core = engine._pool.lanes[0].supervisor.core
     print(core.group, core.client_pid, engine._cleanup.pid, engine._cleanup.folder, flush=True)
     if sys.argv[3] != "starting":
-        engine.wait_ready(120)
+        engine.wait_ready(240)
         if raise_in_main:
             raise SystemExit(3)
         threading.Timer(0.3, lambda: print("vllm imported:", "vllm" in sys.modules, flush=True)).start()
@@ -334,7 +335,7 @@ def test_nothing_is_left_of_a_trainer_that_ended(model_dir, tmp_path, moment):
     trainer.wait(60)
     assert trainer.returncode == (3 if moment == "exception" else -signal.SIGKILL)
     gone = [*(Path(f"/proc/{pid}") for pid in (core, client, janitor)), Path(temp_dir)]
-    wait_until(lambda: not any(path.exists() and not is_zombie(path) for path in gone), 5)
+    wait_until(lambda: not any(path.exists() and not is_zombie(path) for path in gone))
     assert set(os.listdir("/dev/shm")) <= in_memory
     assert list((tmp_path / "tmp").iterdir()) == []
 

@@ -52,7 +52,7 @@ def trained(tmp_path_factory):
     )
     with Engine(str(folder / "model"), config, str(folder)) as engine:
         engine.start()
-        engine.wait_ready(120)
+        engine.wait_ready(240)
         yield policy, source, engine
 
 

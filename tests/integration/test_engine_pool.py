@@ -59,7 +59,7 @@ def of_one(model_dir, tmp_path_factory):
     """What a single engine samples: short completions, and long ones."""
     with Engine(model_dir, EngineConfig(**CONFIG), str(tmp_path_factory.mktemp("one"))) as engine:
         engine.start()
-        engine.wait_ready(120)
+        engine.wait_ready(240)
         return [
             engine.sample(tiny_model.prompts(8, 300), 8, SAMPLING),
             engine.sample(tiny_model.prompts(4, 20), 4, LONG),
@@ -70,7 +70,7 @@ def of_one(model_dir, tmp_path_factory):
 def pool(model_dir, of_one, tmp_path_factory):
     with Engine(model_dir, EngineConfig(count=2, **CONFIG), str(tmp_path_factory.mktemp("two"))) as engine:
         engine.start()
-        engine.wait_ready(120)
+        engine.wait_ready(240)
         yield engine
 
 

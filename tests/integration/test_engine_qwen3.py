@@ -90,7 +90,7 @@ def test_trainer_and_engine_agree(tied, tmp_path):
     assert len(norms) == 4
     with Engine(str(source.path), config, str(tmp_path)) as engine:
         engine.start()
-        engine.wait_ready(120)
+        engine.wait_ready(240)
 
         def sampled():
             return engine.sample(PROMPTS, 2, SAMPLING)

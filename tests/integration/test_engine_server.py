@@ -14,6 +14,7 @@ pytest.importorskip("vllm")
 
 import tiny_model  # noqa: E402
 from servers import Server, free_port  # noqa: E402
+from waiting import wait_until  # noqa: E402
 
 from torchtune_ext.sampling.doors import KEY_VARIABLE  # noqa: E402
 from torchtune_ext.sampling.engine import Engine, EngineConfig, EngineFailed, SamplingConfig  # noqa: E402
@@ -56,7 +57,7 @@ def engine(server, tmp_path):
     config = EngineConfig(address=server.address, max_model_len=1024, probe_interval_s=0.5, probe_deadline_s=3.0)
     with Engine("", config, str(tmp_path)) as engine:
         engine.start()
-        engine.wait_ready(60)
+        engine.wait_ready(120)
         yield engine
 
 
@@ -95,7 +96,7 @@ def test_a_server_takes_adapters_out_of_our_memory(server, models, tmp_path):
     for _ in range(2):
         with Engine("", config, str(tmp_path)) as engine:
             engine.start()
-            engine.wait_ready(60)
+            engine.wait_ready(120)
             engine.publish(models[0].named_parameters(), 1)
             check(models[0], prompts, engine.sample(prompts, 2, sampling))
             engine.publish(tensors.items(), 2, peft)
@@ -191,7 +192,7 @@ def test_a_server_of_the_wrong_kind_is_refused(server, tmp_path):
     with Engine("", config, str(tmp_path)) as engine:
         engine.start()
         with pytest.raises(EngineFailed, match="max_model_len is 4096.*was started with 1024"):
-            engine.wait_ready(60)
+            engine.wait_ready(120)
 
 
 def test_a_server_that_cannot_read_our_memory_says_so(engine, models, monkeypatch):
@@ -214,7 +215,7 @@ def test_an_update_that_a_trainer_before_us_left_behind(server, models, key, tmp
     if broken_off == "refused":
         with Engine("", config, str(tmp_path)) as engine:
             engine.start()
-            engine.wait_ready(60)
+            engine.wait_ready(120)
             with pytest.raises(EngineFailed, match="published weights leave out"):
                 engine.publish(half, 1)
     else:
@@ -228,7 +229,7 @@ def test_an_update_that_a_trainer_before_us_left_behind(server, models, key, tmp
         memory.close()
     with Engine("", config, str(tmp_path)) as engine:
         engine.start()
-        engine.wait_ready(60)
+        engine.wait_ready(120)
         for version, model in ((1, models[0]), (2, models[1])):
             engine.publish(model.named_parameters(), version)
             prompts = tiny_model.prompts(2, 20)
@@ -240,31 +241,31 @@ def test_no_server(tmp_path):
     with Engine("", config, str(tmp_path)) as engine:
         engine.start()
         with pytest.raises(EngineFailed, match="no answer from .* within start_deadline_s"):
-            engine.wait_ready(60)
+            engine.wait_ready(120)
 
 
 def test_a_server_that_was_started_again_gets_the_current_weights(server, models, tmp_path):
     """The server dies in the midst of sampling; somebody starts it again; the trainer goes on, with its weights."""
-    client = EngineConfig(address=server.address, max_model_len=1024, start_deadline_s=120.0)
+    client = EngineConfig(address=server.address, max_model_len=1024, start_deadline_s=240.0)
     with Engine("", client, str(tmp_path)) as engine:
         engine.start()
-        engine.wait_ready(60)
+        engine.wait_ready(120)
         engine.publish(models[1].named_parameters(), 5)
         prompts, result = tiny_model.prompts(2, 20), []
         thread = threading.Thread(
             target=lambda: result.append(engine.sample(prompts, 2, SamplingConfig(max_tokens=900, seed=8)))
         )
         thread.start()
-        time.sleep(0.5)
+        wait_until(lambda: engine.stats().running)
         server.kill()
         server.start()
-        thread.join(120)
+        thread.join(240)
         assert not thread.is_alive() and engine.stats().restarts == 1
         check(models[1], prompts, result[0])
         assert {v for group in result[0] for c in group for v in c.versions} == {5}
 
 
-@pytest.mark.long
+@pytest.mark.rest
 def test_several_servers_are_a_pool_and_one_that_is_unlike_the_others_is_refused(server, models, tmp_path):
     """Groups go to both, weights reach both, the requests of one that dies go to the other; one with another length is refused."""
     address = f"http://127.0.0.1:{free_port()}"
@@ -282,7 +283,7 @@ def test_several_servers_are_a_pool_and_one_that_is_unlike_the_others_is_refused
         prompts, sampling = tiny_model.prompts(4, 100), SamplingConfig(max_tokens=300, seed=1)
         with Engine("", several, str(tmp_path)) as engine:
             engine.start()
-            engine.wait_ready(120)
+            engine.wait_ready(240)
             engine.publish(models[1].named_parameters(), 1)
             sums = {name: checksum(tensor) for name, tensor in models[1].named_parameters()}
             assert engine.checksums() == [sums, sums]
@@ -304,6 +305,6 @@ def test_several_servers_are_a_pool_and_one_that_is_unlike_the_others_is_refused
             with pytest.raises(
                 EngineFailed, match=f"{second.address} has .*max_model_len=512, but {server.address} has .*=1024"
             ):
-                engine.wait_ready(120)
+                engine.wait_ready(240)
     finally:
         second.kill()

@@ -61,7 +61,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
 
 
-def gone(pids: list[int], within_s: float = 10.0) -> bool:
+def gone(pids: list[int], within_s: float = 60.0) -> bool:
     """Whether all these processes end (a zombie has ended) in time."""
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import recipe_runs as runs
 import torch
-from refusals import refused
+from forked_runs import refused
 from safetensors.torch import load_file
 
 from torchtune_ext.host.cli import main
@@ -217,6 +217,7 @@ def test_presets_run(workplace, served, preset, more):
     assert line["mismatch/mean_abs_at_1_15"] < 1e-4
 
 
+@pytest.mark.rest
 def test_bfloat16_trains_on_float32_masters(workplace):
     args = ["output_dir=bf16", "dtype=bfloat16", "engine.dtype=bfloat16", "max_mismatch=0.05", "max_steps=2"]
     runs.run(workplace, "grpo_full", *args)

@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 import recipe_runs as runs
 import torch
+from forked_runs import refused
 from learners import alone
-from refusals import refused
 from safetensors.torch import load_file
 
 from torchtune_ext.objective.loss import PolicyLoss
@@ -101,6 +101,7 @@ def test_killed_and_resumed_equals_uninterrupted(workplace, lora_served):
     assert "belongs to another model" in output and "rank=4" in output and "rank=8" in output, output[-2000:]
 
 
+@pytest.mark.rest
 def test_two_ranks_train_what_one_trains(workplace, lora_served):
     run(workplace, "output_dir=ranks", lora_served, ranks=2)
     one, two = runs.metrics(workplace / "reference"), runs.metrics(workplace / "ranks")
@@ -157,7 +158,7 @@ def test_the_canary_catches_an_engine_that_forgets_the_adapter(workplace, tmp_pa
     config = EngineConfig(backend="vllm_in_process", dtype="float32", max_model_len=128, kv_cache_bytes=1 << 24)
     with Engine(str(source.path), trained.engine(config), str(tmp_path)) as engine:
         engine.start()
-        engine.wait_ready(120)
+        engine.wait_ready(240)
         sampling, learner = SamplingConfig(max_tokens=12), alone(policy, PolicyLoss())
         prompts = [[1, 2, 3, 4], [5, 6, 7]]
         precision = Precision(PrecisionConfig(), meta, source, "float32", config, torch.device("cpu"), trained.spec)

@@ -167,7 +167,7 @@ def test_the_run_moves_through_the_stages_and_keeps_programs(workplace):
 @pytest.mark.parametrize(
     "kills",
     [
-        (5,),
+        pytest.param((5,), marks=pytest.mark.rest),
         pytest.param((1, 3, 6), marks=pytest.mark.rest),
         pytest.param((0, 1, 2, 4, 5, 7), marks=pytest.mark.long),
     ],

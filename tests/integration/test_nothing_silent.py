@@ -4,7 +4,7 @@ import json
 
 import pytest
 import recipe_runs as runs
-from refusals import refused
+from forked_runs import refused
 
 from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
 
@@ -139,7 +139,9 @@ def test_resume_says_where_it_goes_on_what_has_changed_and_that_nothing_is_to_do
     assert "resume_from_checkpoint: no checkpoint in failing, so the run begins at its first step" in failed
     run_id = json.loads((workplace / "failing" / "run.json").read_text())["id"]
     again = ["output_dir=failing", "evaluation.task=null", served, "resume_from_checkpoint=True"]
-    said = runs.run(workplace, "grpo_full", *again, "max_steps=2", "optimizer.lr=1e-4", "seed=7", "preset=dapo")
+    said = runs.run(
+        workplace, "grpo_full", *again, "max_steps=2", "optimizer.lr=1e-4", "seed=7", "preset=dapo", typed=True
+    )
     assert f"resume:    from step 1 of run {run_id}, begun " in said
     changed = next(line for line in said.splitlines() if line.startswith("changed:"))
     for words in (

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import recipe_runs as runs
-from refusals import refused
+from forked_runs import refused
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -54,6 +54,7 @@ def test_unified_trains_and_samples_in_the_same_blocks(workplace):
     assert re.search(r"mismatch after publishing version 0: mean .* on \d+ tokens", text)
 
 
+@pytest.mark.rest
 def test_a_run_goes_on_in_another_flow_and_on_two_ranks(workplace):
     """Masters are float32 in each: what was trained in bfloat16 with FP8 in the engine goes on in FP8."""
     args = ("output_dir=resumed", *BFLOAT16)

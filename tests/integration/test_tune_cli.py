@@ -138,12 +138,14 @@ def test_wheel_ships_every_file(wheel, sources):
                 )
 
 
+@pytest.mark.rest
 def test_uninstall_leaves_nothing(tmp_path, sources):
     environment = Environment(tmp_path, sources)
     assert environment.run("-m", "pip", "uninstall", "-y", "torchtune-ext").returncode == 0
     assert [path.name for path in environment.site.iterdir()] == ["zzz_borrowed.pth"]
 
 
+@pytest.mark.rest
 def test_a_moved_source_tree_harms_nobody(tmp_path, sources):
     copy = shutil.copytree(sources, tmp_path / "copy")
     environment = Environment(tmp_path, copy, "-e")

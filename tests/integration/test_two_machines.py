@@ -93,7 +93,7 @@ def connection(server, **settings) -> EngineConfig:
 def engine(server, tmp_path):
     with Engine("", connection(server, rpc_deadline_s=DEADLINE_S, start_deadline_s=60.0), str(tmp_path)) as engine:
         engine.start()
-        engine.wait_ready(60)
+        engine.wait_ready(120)
         yield engine
 
 
@@ -174,12 +174,12 @@ def test_what_the_server_cannot_take_is_refused_there(server, models, tmp_path, 
     named = [(name, spoiled(name, tensor.detach())) for name, tensor in models[1].named_parameters()]
     with Engine("", connection(server, max_failures=1), str(tmp_path)) as engine:
         engine.start()
-        engine.wait_ready(60)
+        engine.wait_ready(120)
         with pytest.raises(EngineFailed, match=said):
             engine.publish([(name, tensor) for name, tensor in named if tensor is not None], 1)
     with Engine("", connection(server), str(tmp_path)) as engine:  # and the server takes what is right
         engine.start()
-        engine.wait_ready(60)
+        engine.wait_ready(120)
         engine.publish(models[0].named_parameters(), 1)
         assert engine.checksums() == sums(models[0])
 
@@ -221,7 +221,7 @@ import sys, tiny_model
 from torchtune_ext.sampling.engine import Engine, EngineConfig
 with Engine("", EngineConfig(address=sys.argv[1], max_model_len=1024), sys.argv[2]) as engine:
     engine.start()
-    engine.wait_ready(60)
+    engine.wait_ready(120)
     model = tiny_model.build(1)
     for version in range(1, 100):
         engine.publish(model.named_parameters(), version)
@@ -250,7 +250,7 @@ def test_a_trainer_that_is_killed_in_a_transfer_leaves_the_server_to_the_next(se
     began = time.monotonic()
     with Engine("", connection(server), str(tmp_path)) as engine:
         engine.start()
-        engine.wait_ready(60)
+        engine.wait_ready(120)
         engine.publish(models[0].named_parameters(), 1)
         assert time.monotonic() - began < 30 and engine.checksums() == sums(models[0])
         prompts = tiny_model.prompts(2, 20)
@@ -274,7 +274,7 @@ def test_a_server_without_the_wanted_backend_is_refused(server, tmp_path, asked)
         engine.start()
         said = f'takes weights by gloo, and engine.transfer is {asked}; start it like this: .*"backend": "{asked}"'
         with pytest.raises(EngineFailed, match=said):
-            engine.wait_ready(60)
+            engine.wait_ready(120)
 
 
 def test_blocks_in_fp8_travel_with_their_scales(machine, tmp_path):
@@ -294,7 +294,7 @@ def test_blocks_in_fp8_travel_with_their_scales(machine, tmp_path):
         server.wait()
         with Engine("", config, str(tmp_path)) as engine:
             engine.start()
-            engine.wait_ready(60)
+            engine.wait_ready(120)
             for version in (1, 2):
                 with torch.no_grad():
                     for i, param in enumerate(policy.model.parameters()):
@@ -310,6 +310,6 @@ def test_blocks_in_fp8_travel_with_their_scales(machine, tmp_path):
         with Engine("", plain, str(tmp_path)) as engine:
             engine.start()
             with pytest.raises(EngineFailed, match="holds its layers in fp8, and this run publishes none in FP8"):
-                engine.wait_ready(60)
+                engine.wait_ready(120)
     finally:
         server.kill()

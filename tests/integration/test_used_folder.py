@@ -9,7 +9,7 @@ import time
 import pytest
 import recipe_runs as runs
 import torch
-from refusals import refused
+from forked_runs import refused
 from safetensors.torch import load_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -75,7 +75,7 @@ def workplace(tmp_path_factory):
 @pytest.fixture(scope="module")
 def watched(workplace, served):
     """A run of two steps, and its third step as a resumed run that sends what can be sent."""
-    runs.run(workplace, "grpo_full", *WATCHED, served, "max_steps=2")
+    runs.run(workplace, "grpo_full", *WATCHED, served, "max_steps=2", typed=True)
     first = json.loads((workplace / "watched" / "run.json").read_text())["process"]
     more = ["max_steps=3", "resume_from_checkpoint=True", "logging.artifacts=[report,checkpoint]"]
     runs.run(workplace, "grpo_full", *WATCHED, served, *more)

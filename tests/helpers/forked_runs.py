@@ -1,13 +1,14 @@
-"""Runs that are refused before anything starts: tried one after the other by one process, which imports PyTorch once for all.
+"""Runs in forks of one process, which has imported PyTorch once for all of them.
 
-Each is tried in a fork of that process, so that none sees what another has left. All that the fork shares with a run of its own
-is what `import` does.
+None sees what another has left. All that a fork shares with a run of its own is what `import` does, and that takes most of the
+time of a run whose engine is a server.
 
-    python -m refusals     # reads {"folder": ..., "words": [...], "log": ...}, answers with the exit status; a line each
+    python -m forked_runs    # reads {"folder": ..., "words": [...], "environ": {...}, "log": ...}, answers with the exit status
 """
 
 import json
 import os
+import select
 import subprocess
 import sys
 import tempfile
@@ -15,29 +16,39 @@ from pathlib import Path
 
 from tiny_runs import command, environment
 
+from torchtune_ext.run.parent import die_with_parent
+
 _process: subprocess.Popen | None = None
 
 
 def refused(folder: Path, recipe: str, *args: str, config: str = "run.yaml") -> str:
-    """Starts a recipe as `recipe_runs.run` does, which must end as a mistake does, with status 2. Returns what it printed."""
+    """Starts a recipe, which must end as a mistake does, with status 2. Returns what it printed."""
+    status, output = forked(folder, command(recipe, *args, config=config), environment())
+    assert status == 2, (status, output[-6000:])
+    return output
+
+
+def forked(folder: Path, words: list[str], environ: dict[str, str], timeout: float = 300) -> tuple[int, str]:
+    """Runs `words`, a command of `tiny_runs.command`, to its end. Returns its status and what it printed."""
     global _process
     if _process is None or _process.poll() is not None:
         path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
         _process = subprocess.Popen(
-            [sys.executable, "-m", "refusals"],
+            [sys.executable, "-m", "forked_runs"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**environment(), "PYTHONPATH": path},
             text=True,
         )
     with tempfile.NamedTemporaryFile("r") as log:
-        words = command(recipe, *args, config=config)
-        order = {"folder": str(folder), "words": words[words.index("run") :], "log": log.name}
+        words = words[words.index("run") :]
+        order = {"folder": str(folder), "words": words, "environ": environ, "log": log.name}
         _process.stdin.write(json.dumps(order) + "\n")
         _process.stdin.flush()
-        status, output = _process.stdout.readline().strip(), log.read()
-    assert status == "2", (status, output[-6000:])
-    return output
+        if not select.select([_process.stdout], [], [], timeout)[0]:
+            _process.kill()  # and with it the fork
+            raise AssertionError(f"it has not ended within {timeout:g} s:\n{log.read()[-6000:]}")
+        return int(_process.stdout.readline()), log.read()
 
 
 def main() -> None:
@@ -50,12 +61,16 @@ def main() -> None:
 
     import torchtune_ext.recipes.grpo  # noqa: F401
 
+    me = os.getpid()
     orders, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for line in orders:
         order = json.loads(line)
         child = os.fork()
         if child == 0:
+            die_with_parent(me)
+            os.environ.clear()
+            os.environ.update(order["environ"])
             os.chdir(order["folder"])
             log = os.open(order["log"], os.O_WRONLY | os.O_APPEND)
             os.dup2(log, 1)
