@@ -71,6 +71,7 @@ def pytest_runtest_makereport(item, call):
         report.sections.append(("to keep it", f"@example({', '.join(map(ast.unparse, drawn))})"))
     return report
 
+
 # One worker has all files that look at these runs, and so makes each of them once.
 SHARED_RUNS = {"full_workplace", "lora_workplace", "lora_served"}
 

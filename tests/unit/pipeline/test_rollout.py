@@ -66,6 +66,7 @@ class Ranks(Slow):
 @pytest.fixture(scope="module")
 def grader():
     with Grader(Slow(), workers=2, timeout_s=20.0) as grader:
+        grader.grade([(PROBLEMS[0], "x")])  # it has started
         yield grader
 
 
@@ -199,10 +200,10 @@ def test_an_evaluation_is_given_up_after_silence(engine, grader, monkeypatch):
     begun = time.monotonic()
     with pytest.raises(
         TimeoutError,
-        match=rf"rollouts\.deadline_s=0.5\), while 1 group is waited for: problem '{PROBLEMS[2].id}': submitted",
+        match=rf"rollouts\.deadline_s=2\), while 1 group is waited for: problem '{PROBLEMS[2].id}': submitted",
     ):
         next(stream)
-    assert time.monotonic() - begun > 0.5
+    assert time.monotonic() - begun > 2.0
     assert engine.futures[2].cancelled(), "what nobody waits for any more is ended"
 
 

@@ -233,9 +233,9 @@ def test_texts_that_could_not_be_graded_are_logged(make, caplog, refill):
 
 
 def test_a_refill_has_a_deadline(make):
-    source, engine = make(deadline_s=0.05)
+    source, engine = make()
     source.take(2)
-    engine.at_once = False
+    source._deadline_s, engine.at_once = 0.05, False
     with pytest.raises(
         TimeoutError, match=r"2 groups are waited for: group 0 \(version 0\): .*; group 1 .*rollouts\.deadline_s"
     ):
