@@ -125,14 +125,21 @@ def torch_index(folder: Path, *builds: str) -> str:
     return folder.as_uri()
 
 
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory):
+    """An environment with nothing but pip."""
+    path = tmp_path_factory.mktemp("fresh") / "env"
+    subprocess.run([sys.executable, "-m", "venv", str(path)], check=True)
+    return path
+
+
 @pytest.fixture
-def install(tmp_path, run):
+def install(tmp_path, run, fresh):
     """install(index, further index) -> (exit status, torch that pip installed, whether the rest was begun, what was printed).
 
     pip and its environment are real; what comes after torch only succeeds.
     """
-    env = tmp_path / "env"
-    subprocess.run([sys.executable, "-m", "venv", str(env)], check=True)
+    env = shutil.copytree(fresh, tmp_path / "env", symlinks=True)
     python = (env / "bin" / "python").rename(env / "bin" / "real")
     only_torch = f'case "$*" in *" -r "* | *" -e "* | *" doctor "*) exit 0 ;; esac\nexec "{python}" "$@"\n'
     program(env / "bin" / "python", RECORD + only_torch)
