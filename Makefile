@@ -1,6 +1,5 @@
 # make quickstart   install, then warm up a small model, train it with GRPO and write a report (CPU or GPU)
-# make test         install, then check the style and run the heart of the tests
-# make test-all     every test but the long and the learning ones
+# make test         install, then check the style and run every test but the long and the learning ones
 # make long         the tests that take minutes each, and 200 publications under 5,000 requests
 # make learns       the tests that train until the reward rises (minutes to hours)
 # make chaos        faults at random moments on real runs (about 90 minutes; CHAOS_ARGS="--rounds 10 --seed 2" for less)
@@ -25,13 +24,10 @@ WANDB_SWEEPS := $(VENV)/wandb_sweeps
 unexport PYTHONDONTWRITEBYTECODE
 unexport PYTHONPATH
 
-.PHONY: quickstart test test-all long learns chaos install clean
+.PHONY: quickstart test long learns chaos install clean
 
 quickstart: $(STAMP)
 	VENV="$(VENV)" scripts/quickstart.sh
-
-test-all: export CHOSEN = not learns and not long
-test-all: test
 
 test: $(STAMP) $(TRITON) $(WANDB_SWEEPS)
 	"$(VENV)/bin/ruff" check .

@@ -1,24 +1,12 @@
 #!/bin/sh
-# Runs the tests of `make test` in two parts beside each other: most of a test of a run is one process that starts, and uses one
-# core. The second part, at a lower priority, has tests that measure no time and count no processes. VENV is the environment;
-# CHOSEN, an expression for pytest -m, is what `make test-all` chooses. With arguments for pytest there is one pytest, which
-# gets them, and its status is the answer: 5 where they choose nothing.
+# Runs every test but the long and the learning ones, in two parts beside each other: most of a test of a run is one process that
+# starts, and uses one core. The second part, at a lower priority, has tests that measure no time and count no processes.
+# Called by `make test`; VENV is the environment. With arguments for pytest there is one pytest, which gets them.
 set -u
 PATH="$VENV/bin:$PATH"
 export PATH
-chosen="${CHOSEN:-not learns and not long and not rest}"
+chosen="not learns and not long"
 if [ $# -gt 0 ]; then
-    # pytest heeds one -m only: what is asked for by others is asked for besides.
-    option=
-    for word; do
-        shift
-        if [ "$option" = -m ]; then
-            chosen="$chosen and ($word)"
-        elif [ "$word" != -m ]; then
-            set -- "$@" "$word"
-        fi
-        option="$word"
-    done
     exec pytest -m "$chosen" "$@"
 fi
 

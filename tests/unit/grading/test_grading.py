@@ -8,7 +8,6 @@ import time
 
 import pytest
 from scripted_task import PROBLEM, Scripted, graded
-from tables import every_row
 
 from torchtune_ext.grading import Grader
 from torchtune_ext.tasks.task import Problem, Score
@@ -35,8 +34,8 @@ def test_policy_failed_is_what_the_task_marks():
     assert (wrong.kind, wrong.score.reward) == ("scored", 0.0)
 
 
-@every_row(
-    "text, cause",
+@pytest.mark.parametrize(
+    ("text", "cause"),
     [
         ("raises no digits", r"^ValueError: no digits \(scripted_task.py:\d+\)$"),
         ("no_such_method", "AttributeError: 'Scripted' object has no attribute"),
@@ -80,7 +79,7 @@ def test_deadline_is_each_items_own():
 def test_a_hang_holds_up_nobody_else():
     begin = time.monotonic()
     outcomes = graded(["sleeps 60", "reward 1", "sleeps 60", *["reward 1"] * 50], workers=2, timeout_s=2.0)
-    assert time.monotonic() - begin < 2 * 2.0, "one hung after the other"
+    assert time.monotonic() - begin < 3.5
     assert [outcome.kind for outcome in outcomes] == ["timed_out", "scored", "timed_out", *["scored"] * 50]
 
 
