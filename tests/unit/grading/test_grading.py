@@ -8,6 +8,7 @@ import time
 
 import pytest
 from scripted_task import PROBLEM, Scripted, graded
+from tables import every_row
 
 from torchtune_ext.grading import Grader
 from torchtune_ext.tasks.task import Problem, Score
@@ -34,8 +35,8 @@ def test_policy_failed_is_what_the_task_marks():
     assert (wrong.kind, wrong.score.reward) == ("scored", 0.0)
 
 
-@pytest.mark.parametrize(
-    ("text", "cause"),
+@every_row(
+    "text, cause",
     [
         ("raises no digits", r"^ValueError: no digits \(scripted_task.py:\d+\)$"),
         ("no_such_method", "AttributeError: 'Scripted' object has no attribute"),
