@@ -3,10 +3,8 @@
 import ast
 import os
 import random
-import re
 import signal
 import sys
-from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -121,12 +119,14 @@ def data_dir() -> Path:
     return path
 
 
+PACKAGES = ("bubblewrap", "chromium", "gcc", "clang", "iproute2", "util-linux")  # Debian's names
+
+
 def pytest_unconfigure(config):
-    """The last line of a run: what was skipped for want of a package of the system, under Debian's names."""
+    """The last line of a run: what was skipped for want of a package of the system."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     reasons = [report.longrepr[2] for report in reporter.stats.get("skipped", ())] if reporter else []
-    named = [re.search(r"\b(bubblewrap|chromium|clang|gcc|iproute2|util-linux)\b", reason) for reason in reasons]
-    packages = Counter(match[0] for match in named if match)
-    if packages:
-        counted = [f"{count} for {package} (apt install {package})" for package, count in sorted(packages.items())]
+    wanted = [next((name for name in PACKAGES if name in reason), None) for reason in reasons]
+    counted = [f"{wanted.count(name)} for {name} (apt install {name})" for name in PACKAGES if name in wanted]
+    if counted:
         reporter.write_line(f"skipped: {', '.join(counted)}")

@@ -304,7 +304,6 @@ PLANTED = [
         "groups imports host.cli, which stands below it",
     ),
     (imports_go_upwards, {f"{IN}/parlour/a.py": ""}, "parlour.a: parlour has no line in ORDER"),
-    (imports_go_upwards, {f"{IN}/host/parlour.py": ""}, "host.parlour: host.parlour has no line in ORDER"),
     (
         imports_make_no_circle,
         {f"{IN}/run/a.py": "from torchtune_ext.run import b", f"{IN}/run/b.py": "import torchtune_ext.run.a"},

@@ -53,16 +53,6 @@ def test_quickstart_warms_up_trains_and_reports(tmp_path, run):
     assert printed.splitlines()[-1] == f"Report: {tmp_path}/run/report.html"
 
 
-def test_tests_that_are_asked_for_are_of_the_rings_of_make_test(tmp_path, run):
-    program(tmp_path / "env" / "bin" / "pytest", RECORD + "exit 5\n")
-    words = ["-m", "not slow", "-k", "no such", "-x"]
-    status, called, _ = run("test.sh", *words, VENV=str(tmp_path / "env"))
-    assert called == ["pytest -m not learns and not long and not rest and (not slow) -k no such -x"]
-    assert status == 5  # nothing was chosen
-    _, called, _ = run("test.sh", *words[:2], VENV=str(tmp_path / "env"), CHOSEN="not long")
-    assert called == ["pytest -m not long and (not slow)"]
-
-
 def test_quickstart_reports_on_another_output_dir(tmp_path, run):
     program(tmp_path / "env" / "bin" / "tune", RECORD)
     program(tmp_path / "env" / "bin" / "torchtune-ext", TUNE_EXT)
@@ -125,14 +115,21 @@ def torch_index(folder: Path, *builds: str) -> str:
     return folder.as_uri()
 
 
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory):
+    """An environment with nothing but pip."""
+    path = tmp_path_factory.mktemp("fresh") / "env"
+    subprocess.run([sys.executable, "-m", "venv", str(path)], check=True)
+    return path
+
+
 @pytest.fixture
-def install(tmp_path, run):
+def install(tmp_path, run, fresh):
     """install(index, further index) -> (exit status, torch that pip installed, whether the rest was begun, what was printed).
 
     pip and its environment are real; what comes after torch only succeeds.
     """
-    env = tmp_path / "env"
-    subprocess.run([sys.executable, "-m", "venv", str(env)], check=True)
+    env = shutil.copytree(fresh, tmp_path / "env", symlinks=True)
     python = (env / "bin" / "python").rename(env / "bin" / "real")
     only_torch = f'case "$*" in *" -r "* | *" -e "* | *" doctor "*) exit 0 ;; esac\nexec "{python}" "$@"\n'
     program(env / "bin" / "python", RECORD + only_torch)

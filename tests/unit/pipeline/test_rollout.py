@@ -200,10 +200,10 @@ def test_an_evaluation_is_given_up_after_silence(engine, grader, monkeypatch):
     begun = time.monotonic()
     with pytest.raises(
         TimeoutError,
-        match=rf"rollouts\.deadline_s=2\), while 1 group is waited for: problem '{PROBLEMS[2].id}': submitted",
+        match=rf"rollouts\.deadline_s=0\.5\), while 1 group is waited for: problem '{PROBLEMS[2].id}': submitted",
     ):
         next(stream)
-    assert time.monotonic() - begun > 2.0
+    assert time.monotonic() - begun > 0.5
     assert engine.futures[2].cancelled(), "what nobody waits for any more is ended"
 
 
