@@ -75,9 +75,8 @@ def read(run: Run, start: Path) -> Result:
     last, steps = lines[-1], lines[1:]
     measured = run.folder / "measured.json"
     if not measured.is_file():
-        from objectives_measure import (
-            measure,
-        )  # Not before the runs are over, since torch and transformers take half a GB.
+        # Not before the runs are over, since torch and transformers take half a GB.
+        from objectives_measure import measure
 
         measured.write_text(json.dumps(measure(run.folder, last["step"], start)))
     values = {

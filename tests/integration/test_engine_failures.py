@@ -32,9 +32,8 @@ CONFIG = EngineConfig(
     dtype="float32", max_model_len=1024, kv_cache_bytes=64 << 20, probe_interval_s=0.5, probe_deadline_s=2.0
 )
 LONG = SamplingConfig(max_tokens=900, seed=3)
-BUSY_S = (
-    30.0  # on a busy machine it may take so long until a silence of 2 s is noticed; rpc_deadline_s is ten times that
-)
+# On a busy machine it may take so long until a silence of 2 s is noticed; rpc_deadline_s is ten times that.
+BUSY_S = 30.0
 
 
 @pytest.fixture(scope="module")
