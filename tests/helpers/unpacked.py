@@ -85,9 +85,7 @@ class Plain:
     grads: dict[str, torch.Tensor]  # by parameter
     logprobs: dict[int, torch.Tensor]  # by id(sample)
     loss_size: float  # sum over the labels of what a relative change of the logits makes of each term
-    grad_size: (
-        float  # sum over samples and terms of the loss of the gradient's largest element, of the largest parameter
-    )
+    grad_size: float  # of the largest parameter: the gradient's largest element, summed over samples and terms
     logit_size: float  # largest logit
     terms: int  # numbers that are added up between input and gradient
 
