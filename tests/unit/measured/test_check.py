@@ -38,9 +38,7 @@ def bare():
 
 @pytest.fixture(scope="module")
 def unscreened():
-    deadlines = Deadlines(compile_s=5.0, load_s=0.5, verify_s=0.5)
     with checker(namespaces=False, screened=False) as made:
-        made.deadlines = deadlines
         yield made
 
 
@@ -152,15 +150,16 @@ def test_flushing_denormals_is_refused(unscreened):
     assert found.outcome == "wrong_result" and "denormal" in found.note
 
 
-def test_loading_belongs_to_verifying(unscreened):
+def test_loading_belongs_to_verifying(unscreened, monkeypatch):
+    monkeypatch.setattr(unscreened, "deadlines", Deadlines(load_s=0.5))
     slow = "#include <unistd.h>\n__attribute__((constructor)) static void linger(void) { for (;;) sleep(1); }\n"
     found = unscreened.check_source(slow + HONEST)
     assert (found.outcome, found.stage) == ("timeout", "verify") and "loading" in found.note
 
 
-def test_a_compiler_that_does_not_end_is_stopped(unscreened):
+def test_a_compiler_that_does_not_end_is_stopped(unscreened, monkeypatch):
     """Thirty macros that double: a file of 2^30 words."""
-    unscreened.deadlines = Deadlines(compile_s=1.0)
+    monkeypatch.setattr(unscreened, "deadlines", Deadlines(compile_s=1.0))
     lines = ["#define X0 1,", *(f"#define X{i + 1} X{i} X{i}" for i in range(30)), "int x[] = {X30};", HONEST]
     found = unscreened.check_source("\n".join(lines))
     assert found.stage == "compile" and found.outcome in ("timeout", "compile_error")
@@ -248,7 +247,6 @@ def test_a_compiler_that_is_too_slow_for_our_own_program_says_nothing_of_the_ker
 
 
 def test_a_program_cannot_pretend_that_the_machine_failed(unscreened):
-    unscreened.deadlines = Deadlines()
     for source in ('#line 1 "bwrap"\n#error x', '#line 1 "sandbox"\n#error x'):
         assert unscreened.check_source(source).outcome == "compile_error"
     for status in (125, 126, 127, 139):
