@@ -11,8 +11,8 @@ from forked_runs import forked
 from servers import Server, free_port
 from tiny_runs import command, metrics, write_tiny_model
 
-from torchtune_ext.sampling.doors import KEY_VARIABLE
 from torchtune_ext.sampling.records import EngineConfig
+from torchtune_ext.sampling.server_command import KEY_VARIABLE
 
 __all__ = ["KL", "command", "environment", "make_workplace", "metrics", "run", "start_server", "wait_for_steps"]
 

@@ -21,7 +21,7 @@ from checkpoint_runs import MINE, HFModel, Trained, checkpoints_in, make_model
 from torch.distributed.tensor import DTensor
 
 from torchtune_ext.policy.builder import build_policy
-from torchtune_ext.training import export, folders, state
+from torchtune_ext.training import export, state
 from torchtune_ext.training.distributed import close_ranks, init_ranks
 from torchtune_ext.training.export import save_model
 from torchtune_ext.training.manifest import DamagedCheckpoint

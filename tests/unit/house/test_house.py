@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tables import every_row
 
-from torchtune_ext.host.catalog import config_files, recipe_files, recipe_of
+from torchtune_ext.run.catalog import config_files, recipe_files, recipe_of
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -5,7 +5,7 @@ import time
 import pytest
 from tables import every_row
 
-from torchtune_ext.tasks.measured.extract import extract
+from torchtune_ext.measured.check import extract
 
 PROGRAM = "void f(void) {\n    return;\n}\n"
 

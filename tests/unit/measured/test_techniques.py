@@ -12,10 +12,10 @@ pytest.importorskip("tree_sitter_c")
 
 from labelled_programs import labelled_programs, preprocessed
 
-from torchtune_ext.tasks.matmul.stages import STAGES, permitted
-from torchtune_ext.tasks.measured.kernels import KERNELS, Dgemm
-from torchtune_ext.tasks.measured.records import Unreadable
-from torchtune_ext.tasks.measured.techniques import (
+from torchtune_ext.measured.kernels import KERNELS, Dgemm
+from torchtune_ext.measured.matmul.stages import STAGES, permitted
+from torchtune_ext.measured.records import Unreadable
+from torchtune_ext.measured.techniques import (
     TECHNIQUES,
     techniques,
     uses,

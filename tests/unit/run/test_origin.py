@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from torchtune_ext.run import origin
+from torchtune_ext.run import folder as origin
 from torchtune_ext.run.folder import Change, RunFolder, changes
 
 
@@ -51,7 +51,7 @@ def test_the_config_and_what_the_command_line_says_over_it(tmp_path, monkeypatch
     ("environment", "end"), [({}, "(origin.started_with())']"), ({"TORCHELASTIC_RUN_ID": "1"}, "'seed=1']")]
 )
 def test_a_rank_names_the_command_of_torchrun(environment, end):
-    rank = "from torchtune_ext.run import origin; print(origin.started_with())"
+    rank = "from torchtune_ext.run import folder; print(origin.started_with())"
     torchrun = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]], check=True)"
     done = subprocess.run(
         [sys.executable, "-c", torchrun, rank, "seed=1"],
@@ -66,7 +66,7 @@ def test_a_rank_names_the_command_of_torchrun(environment, end):
 def test_the_file_of_the_recipe_is_found_as_tune_runs_it(tmp_path):
     """`tune` uses runpy, which does not enter the file in sys.modules."""
     (tmp_path / "my_grpo.py").write_text(
-        "from torchtune_ext.run import origin\ndef recipe_main():\n    print(origin.recipe_file())\nrecipe_main()\n"
+        "from torchtune_ext.run import folder\ndef recipe_main():\n    print(origin.recipe_file())\nrecipe_main()\n"
     )
     script = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
     done = subprocess.run(

@@ -9,10 +9,11 @@ from tables import every_row
 
 torch = pytest.importorskip("torch")
 
-from torchtune_ext.sampling import core, doors  # noqa: E402
-from torchtune_ext.sampling.doors import KEY_VARIABLE, ONE_MACHINE, KeyGuard  # noqa: E402
+from torchtune_ext.sampling import core  # noqa: E402
+from torchtune_ext.sampling import server_command as doors
 from torchtune_ext.sampling.records import EngineConfig  # noqa: E402
 from torchtune_ext.sampling.server import ServerCore, server_command  # noqa: E402
+from torchtune_ext.sampling.server_command import KEY_VARIABLE, ONE_MACHINE, KeyGuard  # noqa: E402
 from torchtune_ext.training import machines  # noqa: E402
 
 KEY = "0123456789abcdef-the-right-key"
