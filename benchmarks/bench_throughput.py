@@ -2,7 +2,7 @@
 
     python benchmarks/bench_throughput.py [--count 40] [--workers 2] [--starts 100]
 
-The naive program of each kernel, as a checker of `tasks/measured` treats what a model wrote: read, compiled with -O3, called on
+The naive program of each kernel, as a checker of `measured` treats what a model wrote: read, compiled with -O3, called on
 sizes and inputs that nobody knows. Each worker is a process with a checker of its own. "start" is the time from the request
 for a process to the moment it has locked itself in and loaded the library. CPU milliseconds say what a program costs on a
 machine that others use, too: "here" for drawing, references and waiting, "children" for compiler and program. (Inside of
@@ -24,12 +24,12 @@ from typing import Any
 # References are small, and where cores are shared, threads of numpy's BLAS wait for each other.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-from torchtune_ext.tasks.measured import verify as verification  # noqa: E402
-from torchtune_ext.tasks.measured.arena import arena_size  # noqa: E402
-from torchtune_ext.tasks.measured.check import STAGES, Checker  # noqa: E402
-from torchtune_ext.tasks.measured.child import Child  # noqa: E402
-from torchtune_ext.tasks.measured.kernels import KERNELS, Reduction  # noqa: E402
-from torchtune_ext.tasks.measured.sandbox import SandboxError  # noqa: E402
+from torchtune_ext.measured import verify as verification  # noqa: E402
+from torchtune_ext.measured.arena import arena_size  # noqa: E402
+from torchtune_ext.measured.check import STAGES, Checker  # noqa: E402
+from torchtune_ext.measured.child import Child  # noqa: E402
+from torchtune_ext.measured.kernels import KERNELS, Reduction  # noqa: E402
+from torchtune_ext.measured.sandbox import SandboxError  # noqa: E402
 
 PARTS = {  # what verifying consists of: the functions that are timed
     "start": (Child, "__init__"),

@@ -32,14 +32,14 @@ from learning import tune  # noqa: E402
 from objectives_report import interval  # noqa: E402
 
 from torchtune_ext.groups import Sample  # noqa: E402
-from torchtune_ext.tasks.matmul.archive import FILE, Archive  # noqa: E402
-from torchtune_ext.tasks.matmul.family import Family  # noqa: E402
-from torchtune_ext.tasks.measured.check import Checker  # noqa: E402
-from torchtune_ext.tasks.measured.child import ChildFailed  # noqa: E402
-from torchtune_ext.tasks.measured.extract import extract  # noqa: E402
-from torchtune_ext.tasks.measured.kernels import Dgemm  # noqa: E402
-from torchtune_ext.tasks.measured.machine import choose_cores, fingerprint  # noqa: E402
-from torchtune_ext.tasks.measured.timing import Timer  # noqa: E402
+from torchtune_ext.measured.check import Checker  # noqa: E402
+from torchtune_ext.measured.child import ChildFailed  # noqa: E402
+from torchtune_ext.measured.extract import extract  # noqa: E402
+from torchtune_ext.measured.kernels import Dgemm  # noqa: E402
+from torchtune_ext.measured.machine import choose_cores, fingerprint  # noqa: E402
+from torchtune_ext.measured.matmul.archive import FILE, Archive  # noqa: E402
+from torchtune_ext.measured.matmul.family import Family  # noqa: E402
+from torchtune_ext.measured.timing import Timer  # noqa: E402
 from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths  # noqa: E402
 
 STAGES = "[none, loop_order, blocking, vectorization, all]"

@@ -1,8 +1,8 @@
-"""What is left of a reward after normalization by group: the published tiers against those of tasks/matmul.
+"""What is left of a reward after normalization by group: the published tiers against those of measured/matmul.
 
     python benchmarks/matmul_rewards.py --out docs/matmul_rewards.png
 
-Nothing is trained or timed. Two groups of 16 programs are graded by each kind of reward (tasks/matmul/rewards.py) and get their
+Nothing is trained or timed. Two groups of 16 programs are graded by each kind of reward (measured/matmul/rewards.py) and get
 advantages as in a run of `preset: grpo` (advantages.py: less the mean of the group, over its deviation). The groups are equal
 but for one program, which is as fast as the naive one in the first, and has 549 GFLOPS, the best that the paper reports, in the
 second. How often each outcome stands in them is a choice: that of a model which mostly fails. The speed of the naive program
@@ -19,8 +19,8 @@ import numpy as np
 from torchtune_ext.advantages import AdvantageConfig, with_advantages
 from torchtune_ext.grading import Outcome
 from torchtune_ext.groups import Group, Sample
+from torchtune_ext.measured.matmul.rewards import KINDS, Measured, reward
 from torchtune_ext.sampling.records import Completion
-from torchtune_ext.tasks.matmul.rewards import KINDS, Measured, reward
 from torchtune_ext.tasks.task import Problem, Score
 
 NAIVE, PEAK = 2.0, 1000.0  # GFLOPS of the naive program on one core, and of all cores together

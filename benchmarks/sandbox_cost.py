@@ -26,14 +26,14 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np  # noqa: E402
 
-from torchtune_ext.tasks.measured.arena import arena_size, lay_out  # noqa: E402
-from torchtune_ext.tasks.measured.check import Checker  # noqa: E402
-from torchtune_ext.tasks.measured.child import Child  # noqa: E402
-from torchtune_ext.tasks.measured.kernel import Kernel  # noqa: E402
-from torchtune_ext.tasks.measured.kernels import Dgemm, Gemv, Reduction, Stencil  # noqa: E402
-from torchtune_ext.tasks.measured.machine import choose_cores, fingerprint  # noqa: E402
-from torchtune_ext.tasks.measured.sandbox import SandboxError  # noqa: E402
-from torchtune_ext.tasks.measured.verify import draw_inputs  # noqa: E402
+from torchtune_ext.measured.arena import arena_size, lay_out  # noqa: E402
+from torchtune_ext.measured.check import Checker  # noqa: E402
+from torchtune_ext.measured.child import Child  # noqa: E402
+from torchtune_ext.measured.kernel import Kernel  # noqa: E402
+from torchtune_ext.measured.kernels import Dgemm, Gemv, Reduction, Stencil  # noqa: E402
+from torchtune_ext.measured.machine import choose_cores, fingerprint  # noqa: E402
+from torchtune_ext.measured.sandbox import SandboxError  # noqa: E402
+from torchtune_ext.measured.verify import draw_inputs  # noqa: E402
 
 LEVEL = 0.01
 KINDS = {

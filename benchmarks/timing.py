@@ -25,10 +25,10 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # see Timer
 
 import numpy as np  # noqa: E402
 
-from torchtune_ext.tasks.measured.check import Checker  # noqa: E402
-from torchtune_ext.tasks.measured.kernels import Dgemm  # noqa: E402
-from torchtune_ext.tasks.measured.machine import choose_cores, fingerprint, usable_cores  # noqa: E402
-from torchtune_ext.tasks.measured.timing import Timer, Timing  # noqa: E402
+from torchtune_ext.measured.check import Checker  # noqa: E402
+from torchtune_ext.measured.kernels import Dgemm  # noqa: E402
+from torchtune_ext.measured.machine import choose_cores, fingerprint, usable_cores  # noqa: E402
+from torchtune_ext.measured.timing import Timer, Timing  # noqa: E402
 
 CLOSE, APART = 0.02, 0.10
 ORDERS = ("ijk", "ikj", "jik", "kij")

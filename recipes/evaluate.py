@@ -13,11 +13,12 @@ from omegaconf import MISSING, DictConfig
 
 from torchtune_ext.evaluation import Accuracy, accuracy
 from torchtune_ext.grading import GraderConfig
-from torchtune_ext.grading.measured import BenchGrader, Grader, open_graders, rehearse
 from torchtune_ext.host.config import build, instantiate, load_config, named_paths, record
 from torchtune_ext.host.here import require_gpus
 from torchtune_ext.host.opening import ready
 from torchtune_ext.host.plugin import parse
+from torchtune_ext.measured.grading import BenchGrader, Grader, open_graders, rehearse
+from torchtune_ext.measured.results import BenchConfig
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.rollout import in_order, sample_groups
 from torchtune_ext.run.files import explained, write_atomic
@@ -26,7 +27,6 @@ from torchtune_ext.run.output import labelled, say
 from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.source import RolloutConfig, prompt_fault
-from torchtune_ext.tasks.measured.results import BenchConfig
 from torchtune_ext.tasks.order import Usable
 from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.telemetry.rollouts import RolloutStore

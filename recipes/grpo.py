@@ -25,13 +25,14 @@ from torchtune_ext.advantages import AdvantageConfig, refilled, with_advantages
 from torchtune_ext.buffer import Ledger
 from torchtune_ext.evaluation import EvaluationConfig
 from torchtune_ext.grading import GraderConfig
-from torchtune_ext.grading.measured import BenchGrader, Grader, open_graders, rehearse
 from torchtune_ext.groups import Group, graded
 from torchtune_ext.host.config import build, has_component, instantiate, load_config, named_paths, record
 from torchtune_ext.host.dry_run import dry_run
 from torchtune_ext.host.here import check_machine
 from torchtune_ext.host.opening import opening, ready
 from torchtune_ext.host.plugin import parse
+from torchtune_ext.measured.grading import BenchGrader, Grader, open_graders, rehearse
+from torchtune_ext.measured.results import BenchConfig
 from torchtune_ext.objective.loss import needs_of
 from torchtune_ext.packing import Row, pack_updates
 from torchtune_ext.policy.builder import build_policy, on_meta
@@ -43,7 +44,6 @@ from torchtune_ext.run.output import say
 from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.source import GroupSource, RolloutConfig, prompt_fault
-from torchtune_ext.tasks.measured.results import BenchConfig
 from torchtune_ext.tasks.order import ProblemStream, Usable
 from torchtune_ext.telemetry import summary
 from torchtune_ext.telemetry.metrics import LoggingConfig, Metrics

@@ -20,7 +20,6 @@ from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.groups import Group, Sample
 from torchtune_ext.host.components import find_component
 from torchtune_ext.host.config import build, instantiate, load_config, named_paths, record
-from torchtune_ext.host.mistakes import text_of
 from torchtune_ext.host.opening import device_text, model_text
 from torchtune_ext.host.plugin import parse
 from torchtune_ext.objective.loss import NLLLoss
@@ -28,6 +27,7 @@ from torchtune_ext.packing import pack
 from torchtune_ext.policy.builder import build_policy, on_meta
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.scratch import Shape, make_tokenizer, write_model
+from torchtune_ext.run.errors import text_of
 from torchtune_ext.run.folder import RunFolder
 from torchtune_ext.run.output import labelled, say
 from torchtune_ext.run.stop import StopSignals

@@ -10,8 +10,8 @@ import signal
 import time
 from pathlib import Path
 
-from torchtune_ext.tasks.measured import bench_processes, probe, timing
-from torchtune_ext.tasks.measured.kernels import Dgemm, Reduction
+from torchtune_ext.measured import bench_processes, probe, timing
+from torchtune_ext.measured.kernels import Dgemm, Reduction
 
 SUM = "void reduction(int n, const double *x, double *total) {{ {} }}"
 HONEST = SUM.format("double s = 0; for (int i = 0; i < n; i++) s += x[i]; *total = s;")

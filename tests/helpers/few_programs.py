@@ -7,17 +7,17 @@ import hashlib
 from collections import Counter
 from concurrent.futures import Future
 
-from torchtune_ext.grading import measured
-from torchtune_ext.tasks.matmul import stages
-from torchtune_ext.tasks.matmul.archive import entry_of
-from torchtune_ext.tasks.matmul.family import Family
-from torchtune_ext.tasks.matmul.prompts import messages
-from torchtune_ext.tasks.matmul.task import Matmul, problem_of
-from torchtune_ext.tasks.measured.extract import extract
-from torchtune_ext.tasks.measured.kernels import Dgemm
-from torchtune_ext.tasks.measured.results import Result
-from torchtune_ext.tasks.measured.techniques import TECHNIQUES
-from torchtune_ext.tasks.measured.timing import Timing
+from torchtune_ext.measured import grading
+from torchtune_ext.measured.extract import extract
+from torchtune_ext.measured.kernels import Dgemm
+from torchtune_ext.measured.matmul import stages
+from torchtune_ext.measured.matmul.archive import entry_of
+from torchtune_ext.measured.matmul.family import Family
+from torchtune_ext.measured.matmul.prompts import messages
+from torchtune_ext.measured.matmul.task import Matmul, problem_of
+from torchtune_ext.measured.results import Result
+from torchtune_ext.measured.techniques import TECHNIQUES
+from torchtune_ext.measured.timing import Timing
 from torchtune_ext.tasks.task import Problem
 
 MACHINE = "Recorded CPU, 2 cores"
@@ -86,7 +86,7 @@ class RecordedMatmul(Matmul):
 
     def __init__(self, **settings) -> None:
         super().__init__(**settings)
-        measured.open_bench = lambda config: Recorded()
+        grading.open_bench = lambda config: Recorded()
         stages.WINDOW, stages.FALL_WINDOW, stages.PATIENCE = 2, 2, 4
         stages.STILL_RISING, stages.STILL_GAINING = 2.0, 100.0
 

@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torchtune_ext.tasks.measured.check import Checker, Deadlines
-from torchtune_ext.tasks.measured.child import ChildFailed
-from torchtune_ext.tasks.measured.compiler import Compiler
-from torchtune_ext.tasks.measured.exploits import Exploit
-from torchtune_ext.tasks.measured.kernels import KERNELS
-from torchtune_ext.tasks.measured.probe import Wild
-from torchtune_ext.tasks.measured.timing import Timer, Timing
+from torchtune_ext.measured.check import Checker, Deadlines
+from torchtune_ext.measured.child import ChildFailed
+from torchtune_ext.measured.compiler import Compiler
+from torchtune_ext.measured.exploits import Exploit
+from torchtune_ext.measured.kernels import KERNELS
+from torchtune_ext.measured.probe import Wild
+from torchtune_ext.measured.timing import Timer, Timing
 
 # A program that should not end is given little time, and every other one more than it needs on a machine that is shared.
 PATIENT = Deadlines(screen_s=30.0, compile_s=60.0, load_s=30.0, verify_s=120.0)

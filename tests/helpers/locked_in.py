@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from torchtune_ext.tasks.measured.arena import Place, arena_size, lay_out
-from torchtune_ext.tasks.measured.child import Child
-from torchtune_ext.tasks.measured.kernel import Parameter
-from torchtune_ext.tasks.measured.sandbox import Limits, Sandbox
+from torchtune_ext.measured.arena import Place, arena_size, lay_out
+from torchtune_ext.measured.child import Child
+from torchtune_ext.measured.kernel import Parameter
+from torchtune_ext.measured.sandbox import Limits, Sandbox
 
 ATTEMPTS = Path(__file__).with_name("attempts.c")
 SIZE = {"n": 5}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from torchtune_ext.host.catalog import config_files, folder
+from torchtune_ext.run.catalog import config_files, folder
 
 PROGRAMS = ("tune", "torchtune-ext", "hf", "python", "vllm", "make", "pytest")
 _ASSIGNMENT = re.compile(r"[A-Z_]+=")

@@ -15,10 +15,10 @@ from calm_kernels import HONEST, SUM, CalmDgemm, CalmReduction, fenced
 
 pytest.importorskip("tree_sitter_c")
 
-from torchtune_ext.tasks.measured.bench import Bench, Result
-from torchtune_ext.tasks.measured.check import Checker, Deadlines
-from torchtune_ext.tasks.measured.kernels import Dgemm, Reduction
-from torchtune_ext.tasks.measured.sandbox import SandboxError
+from torchtune_ext.measured.bench import Bench, Result
+from torchtune_ext.measured.check import Checker, Deadlines
+from torchtune_ext.measured.kernels import Dgemm, Reduction
+from torchtune_ext.measured.sandbox import SandboxError
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")]
 
@@ -112,7 +112,7 @@ def test_a_killed_owner_leaves_no_process(tmp_path):
             """
             import sys, time
             from calm_kernels import HONEST, SUM, CalmReduction, fenced
-            from torchtune_ext.tasks.measured.bench import Bench
+            from torchtune_ext.measured.bench import Bench
 
             bench = Bench(workers=2, budget_s=600.0)
             hanging = bench.submit(CalmReduction(), fenced(SUM.format("for (volatile int i = 0;; i++);")))

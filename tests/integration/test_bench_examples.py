@@ -7,9 +7,9 @@ import pytest
 
 pytest.importorskip("tree_sitter_c")
 
-from torchtune_ext.tasks.measured.check import Checker
-from torchtune_ext.tasks.measured.kernels import KERNELS
-from torchtune_ext.tasks.measured.sandbox import SandboxError
+from torchtune_ext.measured.check import Checker
+from torchtune_ext.measured.kernels import KERNELS
+from torchtune_ext.measured.sandbox import SandboxError
 
 EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "examples").glob("*.c"))
 

@@ -18,15 +18,15 @@ import numpy as np
 import pytest
 from as_user import as_user
 
-from torchtune_ext.tasks.measured import child as children
-from torchtune_ext.tasks.measured import compiler as compilers
-from torchtune_ext.tasks.measured.arena import arena_size, lay_out
-from torchtune_ext.tasks.measured.check import OUTCOMES, Checker
-from torchtune_ext.tasks.measured.child import Child, ChildFailed
-from torchtune_ext.tasks.measured.exploits import LAYERS, Exploit, exploits, table
-from torchtune_ext.tasks.measured.kernels import KERNELS
-from torchtune_ext.tasks.measured.sandbox import Limits, SandboxError
-from torchtune_ext.tasks.measured.verify import compare, draw_inputs, expect
+from torchtune_ext.measured import child as children
+from torchtune_ext.measured import compiler as compilers
+from torchtune_ext.measured.arena import arena_size, lay_out
+from torchtune_ext.measured.check import OUTCOMES, Checker
+from torchtune_ext.measured.child import Child, ChildFailed
+from torchtune_ext.measured.exploits import LAYERS, Exploit, exploits, table
+from torchtune_ext.measured.kernels import KERNELS
+from torchtune_ext.measured.sandbox import Limits, SandboxError
+from torchtune_ext.measured.verify import compare, draw_inputs, expect
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPLOITS = exploits()

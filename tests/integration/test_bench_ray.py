@@ -18,13 +18,13 @@ pytest.importorskip("tree_sitter_c")
 from ray_cluster import RayCluster
 
 import torchtune_ext
-from torchtune_ext.tasks.measured.bench import Bench
-from torchtune_ext.tasks.measured.check import Deadlines
-from torchtune_ext.tasks.measured.kernels import Dgemm
-from torchtune_ext.tasks.measured.machine import fingerprint
-from torchtune_ext.tasks.measured.ray_bench import RayBench
-from torchtune_ext.tasks.measured.results import BenchError
-from torchtune_ext.tasks.measured.sandbox import Sandbox, SandboxError
+from torchtune_ext.measured.bench import Bench
+from torchtune_ext.measured.check import Deadlines
+from torchtune_ext.measured.kernels import Dgemm
+from torchtune_ext.measured.machine import fingerprint
+from torchtune_ext.measured.ray_bench import RayBench
+from torchtune_ext.measured.results import BenchError
+from torchtune_ext.measured.sandbox import Sandbox, SandboxError
 
 pytestmark = [
     pytest.mark.slow,
@@ -123,8 +123,8 @@ def test_actors_end_with_a_driver_that_is_killed(cluster):
     before = {each.pid for each in cluster.processes()}
     code = f"""
 import time
-from torchtune_ext.tasks.measured.kernels import Dgemm
-from torchtune_ext.tasks.measured.ray_bench import RayBench
+from torchtune_ext.measured.kernels import Dgemm
+from torchtune_ext.measured.ray_bench import RayBench
 bench = RayBench({cluster.address!r}, workers=1)
 futures = [bench.submit(Dgemm(64), Dgemm.naive + str(i)) for i in range(100)]
 print("begun", flush=True)
@@ -153,7 +153,7 @@ def test_a_cluster_without_such_a_machine_is_refused_with_the_command_that_makes
 def test_a_machine_with_another_version_is_refused_by_name(cluster, tmp_path, monkeypatch):
     package = Path(torchtune_ext.__file__).parent
     copy = shutil.copytree(package, tmp_path / "torchtune_ext", ignore=shutil.ignore_patterns("__pycache__"))
-    with open(copy / "tasks" / "measured" / "verify.py", "a", encoding="utf-8") as file:
+    with open(copy / "measured" / "verify.py", "a", encoding="utf-8") as file:
         file.write("\n# Another version.\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(BenchError, match=r"no machine can measure: .*torchtune_ext .* is installed there, and .* here"):

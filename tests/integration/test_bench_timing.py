@@ -14,14 +14,14 @@ import pytest
 pytest.importorskip("tree_sitter_c")
 
 from torchtune_ext.host import cli
-from torchtune_ext.tasks.measured import compiler, probe
-from torchtune_ext.tasks.measured.check import Checker
-from torchtune_ext.tasks.measured.child import ChildFailed
-from torchtune_ext.tasks.measured.exploits import exploits
-from torchtune_ext.tasks.measured.kernels import Dgemm, Reduction
-from torchtune_ext.tasks.measured.probe import Wild
-from torchtune_ext.tasks.measured.sandbox import SandboxError
-from torchtune_ext.tasks.measured.timing import Timer
+from torchtune_ext.measured import compiler, probe
+from torchtune_ext.measured.check import Checker
+from torchtune_ext.measured.child import ChildFailed
+from torchtune_ext.measured.exploits import exploits
+from torchtune_ext.measured.kernels import Dgemm, Reduction
+from torchtune_ext.measured.probe import Wild
+from torchtune_ext.measured.sandbox import SandboxError
+from torchtune_ext.measured.timing import Timer
 
 pytestmark = [
     pytest.mark.slow,

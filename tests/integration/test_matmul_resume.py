@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 pytest.importorskip("tree_sitter_c")
 
-from torchtune_ext.tasks.matmul.archive import FILE, Archive
+from torchtune_ext.measured.matmul.archive import FILE, Archive
 from torchtune_ext.telemetry.metrics import read_metrics
 from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
 from torchtune_ext.training.resume import RunState
@@ -72,7 +72,7 @@ engine: {{dtype: float32, max_model_len: 512, kv_cache_bytes: 67108864}}
 checkpoints: {{every: {EVERY}, keep_last: 10}}
 """
 # The same with the benchmark service, and a kernel that a busy machine can time.
-REAL = RUN.replace("few_programs.RecordedMatmul", "torchtune_ext.tasks.matmul.Matmul")
+REAL = RUN.replace("few_programs.RecordedMatmul", "torchtune_ext.measured.matmul.Matmul")
 REAL = REAL.replace(f"{{dgemm: {few_programs.SIZES}}}", "{calm_kernels.CalmDgemm: 48}")
 REAL = REAL.replace(str(STAGES), "[blocking, all]") + "bench: {budget_s: 0.2}\n"
 SHORT = ["max_steps=5", "prompts_per_step=2", "checkpoints.every=1"]

@@ -14,9 +14,9 @@ from omegaconf import OmegaConf
 from records import sampled
 
 from torchtune_ext.groups import Group
-from torchtune_ext.host.catalog import folder
 from torchtune_ext.host.config import load_config
 from torchtune_ext.recipes import grpo
+from torchtune_ext.run.catalog import folder
 from torchtune_ext.tasks.task import Problem
 from torchtune_ext.telemetry.rollouts import RolloutStore
 

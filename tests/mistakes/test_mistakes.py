@@ -17,7 +17,7 @@ from table import GROUPS, MISTAKES
 from tiny_runs import environment
 from trying import ENGINE_STARTED, Forks, Mistake, attempt, full, make_place
 
-from torchtune_ext.host.mistakes import WITH_TRACEBACK
+from torchtune_ext.run.errors import WITH_TRACEBACK
 from torchtune_ext.run.folder import RunFolder
 
 LINES = 3  # of ours, at most

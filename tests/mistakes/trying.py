@@ -105,7 +105,7 @@ MODULES = (
     "torchtune_ext.recipes.warmup_sft",
     "torchtune_ext.tasks.arithmetic",
     "torchtune_ext.tasks.jsonl",
-    "torchtune_ext.tasks.matmul",
+    "torchtune_ext.measured.matmul",
     "torchtune_ext.tasks.temporal_clue",
 )
 

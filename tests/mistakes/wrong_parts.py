@@ -11,7 +11,7 @@ from trying import RUN, Mistake, evaluate, full, warmup
 JSONL = "torchtune_ext.tasks.jsonl.Jsonl"
 CLUE = "torchtune_ext.tasks.temporal_clue.TemporalClue"
 ARITHMETIC = "torchtune_ext.tasks.arithmetic.Arithmetic"
-MATMUL = "torchtune_ext.tasks.matmul.Matmul"
+MATMUL = "torchtune_ext.measured.matmul.Matmul"
 ROWS = '{"question": "1+1=", "answer": "2"}\n'
 
 

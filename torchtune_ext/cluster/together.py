@@ -17,10 +17,10 @@ from torchtune_ext.cluster.member import Member, Plan, host_title, launch
 from torchtune_ext.cluster.placement import Layout, Machine, layout, there_is, why_never
 from torchtune_ext.cluster.serving import engine_words, route, server_words
 from torchtune_ext.cluster.version import version
+from torchtune_ext.measured.ray_connect import short
 from torchtune_ext.run.output import ENGINE_READY, attempt, labelled, say
 from torchtune_ext.run.stop import NAMES
 from torchtune_ext.sampling.doors import KEY_VARIABLE
-from torchtune_ext.tasks.measured.ray_connect import short
 
 START_S = 60.0  # seconds for Ray to start the actors on their machines
 LOOK_S = 0.2  # seconds between two looks at what the commands print

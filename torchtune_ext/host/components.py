@@ -11,8 +11,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_ext.host import mistakes
-from torchtune_ext.host.mistakes import Blamed, nearest
+from torchtune_ext.run import errors
+from torchtune_ext.run.errors import Blamed, nearest
 
 # Components of an earlier version, each with the one that replaces it.
 MOVED_COMPONENTS = {
@@ -42,7 +42,7 @@ def instantiate(node: DictConfig, **extra: Any) -> Any:
         found = _refused(component, path, name, arguments, extra, error)
         if found is not None:
             raise ValueError(found) from error
-        raise Blamed(f"`{name}:` {path} raised {mistakes.text_of(error)}") from error
+        raise Blamed(f"`{name}:` {path} raised {errors.text_of(error)}") from error
 
 
 def find_component(node: DictConfig, **extra: Any) -> tuple[Callable[..., Any], str, str, dict[str, Any]]:
@@ -113,21 +113,21 @@ def _refused(
     component: Any, path: str, name: str, arguments: dict[str, Any], extra: dict[str, Any], error: Exception
 ) -> str | None:
     """Returns which argument a component refuses, or None if that is not known."""
-    if mistakes.is_mistake(error):
+    if errors.is_mistake(error):
         # Our own components name the argument. The node that it stands in is put before it.
-        leading = mistakes.leading_argument(text := str(error))
+        leading = errors.leading_argument(text := str(error))
         if leading in arguments or leading in _parameters(component):
             return f"{name}.{text}"
         return text if name in text.partition(" ")[0] else f"`{name}:` {text}"
-    if mistakes.place_of(error):
+    if errors.place_of(error):
         return None
     # A component of a library, such as an optimizer, may fail far from the argument that is wrong.
-    wrong = mistakes.guilty(lambda **given: component(**given, **extra), arguments)
+    wrong = errors.guilty(lambda **given: component(**given, **extra), arguments)
     if wrong is None:
         return None
     default = getattr(_parameters(component).get(wrong), "default", inspect.Parameter.empty)
     usual = "" if default is inspect.Parameter.empty else f"; the default is {default!r}"
-    return f"{name}.{wrong}={arguments[wrong]!r}: {path} does not take it ({mistakes.text_of(error)}){usual}"
+    return f"{name}.{wrong}={arguments[wrong]!r}: {path} does not take it ({errors.text_of(error)}){usual}"
 
 
 def _parameters(component: Any) -> dict[str, inspect.Parameter]:
@@ -157,13 +157,13 @@ def _by_path(path: str, where: str) -> Any:
             found = importlib.import_module(module)
         except ModuleNotFoundError as error:
             if error.name is None or not (module + ".").startswith(error.name + "."):
-                raise Blamed(f"{said}: importing {module} raised {mistakes.text_of(error)}") from error
+                raise Blamed(f"{said}: importing {module} raised {errors.text_of(error)}") from error
             if found is None:
                 raise ValueError(f"{said}: {_no_module(parts[0])}") from None
             depth -= 1
             break
         except Exception as error:
-            raise Blamed(f"{said}: importing {module} raised {mistakes.text_of(error)}") from error
+            raise Blamed(f"{said}: importing {module} raised {errors.text_of(error)}") from error
     for i, part in enumerate(parts[depth:], depth):
         if not hasattr(found, part):
             inside = [module.name for module in pkgutil.iter_modules(getattr(found, "__path__", None) or [])]

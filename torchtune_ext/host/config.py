@@ -19,14 +19,14 @@ from torchtune_ext.evaluation import EvaluationConfig
 from torchtune_ext.grading import GraderConfig
 from torchtune_ext.host.components import has_component as has_component
 from torchtune_ext.host.components import instantiate as instantiate
-from torchtune_ext.host.mistakes import nearest
 from torchtune_ext.host.presets import preset_file
+from torchtune_ext.measured.results import BenchConfig
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.policy.scratch import Shape
 from torchtune_ext.run.agent import own_folder
+from torchtune_ext.run.errors import nearest
 from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
 from torchtune_ext.source import RolloutConfig
-from torchtune_ext.tasks.measured.results import BenchConfig
 from torchtune_ext.telemetry.metrics import LoggingConfig
 from torchtune_ext.training.distributed import RanksConfig
 from torchtune_ext.training.precision import PrecisionConfig

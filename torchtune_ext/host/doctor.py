@@ -15,7 +15,7 @@ from packaging.version import Version
 
 from torchtune_ext.host.doctor_facts import Facts, gather
 from torchtune_ext.host.tune_script import mend, own_tune
-from torchtune_ext.tasks.measured.compiler import INSTALL
+from torchtune_ext.measured.compiler import INSTALL
 
 OK, WARN, FAIL = "ok", "WARN", "FAIL"
 

@@ -16,10 +16,10 @@ from pathlib import Path
 import psutil
 
 from torchtune_ext.host import plugin
-from torchtune_ext.host.catalog import folder, recipe_files
 from torchtune_ext.host.tune_script import own_tune
-from torchtune_ext.tasks.measured.compiler import Compiler
-from torchtune_ext.tasks.measured.sandbox import Layer, SandboxError, layers_here
+from torchtune_ext.measured.compiler import Compiler
+from torchtune_ext.measured.sandbox import Layer, SandboxError, layers_here
+from torchtune_ext.run.catalog import folder, recipe_files
 
 TORCH_PROBE = """
 import json, torch

@@ -22,16 +22,16 @@ import torch
 from omegaconf import DictConfig
 from torchtune.modules import TransformerDecoder
 
-from torchtune_ext.host.catalog import machine_named
 from torchtune_ext.host.config import NODES, build, has_component, instantiate
 from torchtune_ext.host.here import require_gpus
-from torchtune_ext.host.mistakes import is_mistake, traceback_wanted
 from torchtune_ext.objective.loss import needs_of
 from torchtune_ext.policy.builder import on_meta
 from torchtune_ext.policy.fp8.gain import engine_memory
 from torchtune_ext.policy.fp8.plan import Fp8Receipt, linear_layers
 from torchtune_ext.policy.memory import optimizer_bytes, sizes_of
 from torchtune_ext.policy.published import published_config
+from torchtune_ext.run.catalog import machine_named
+from torchtune_ext.run.errors import is_mistake, traceback_wanted
 from torchtune_ext.run.origin import config_file
 from torchtune_ext.run.output import say
 from torchtune_ext.sampling.engine import Engine

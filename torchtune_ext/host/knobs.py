@@ -29,7 +29,6 @@ from typing import Any
 
 import yaml
 
-from torchtune_ext.host.catalog import config_files, folder, recipe_files
 from torchtune_ext.host.source import (
     NEEDED,
     Definition,
@@ -41,6 +40,7 @@ from torchtune_ext.host.source import (
     fields_of,
     options_of,
 )
+from torchtune_ext.run.catalog import config_files, folder, recipe_files
 
 RECIPE = "grpo_full"  # the recipe of a word that is no recipe
 _NODE = re.compile(r"\bfields of (\w+)", re.IGNORECASE)

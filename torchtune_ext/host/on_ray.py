@@ -25,13 +25,13 @@ from typing import NoReturn, TextIO
 from torchtune_ext.cluster.member import Plan
 from torchtune_ext.cluster.placement import KINDS, Asked
 from torchtune_ext.cluster.together import HeadLost, Together
-from torchtune_ext.host.mistakes import FAILED, STATUS
 from torchtune_ext.host.run_settings import RunSettings, run_settings
+from torchtune_ext.measured.ray_bench import SETTINGS
+from torchtune_ext.measured.ray_connect import Refused, connect
+from torchtune_ext.run.errors import FAILED, STATUS
 from torchtune_ext.run.parent import environment
 from torchtune_ext.run.stop import CLEANUP_S, REACTION_S
 from torchtune_ext.sampling.doors import server_key
-from torchtune_ext.tasks.measured.ray_bench import SETTINGS
-from torchtune_ext.tasks.measured.ray_connect import Refused, connect
 
 WAIT_S = 30.0  # seconds to wait for GPUs that are in use
 # Variables that say what a machine or a process is. All others of this shell are those of the run on every machine.

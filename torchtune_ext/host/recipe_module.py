@@ -6,7 +6,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
-from torchtune_ext.host.catalog import folder, recipe_files
+from torchtune_ext.run.catalog import folder, recipe_files
 
 
 def recipe_module(recipe: str, said: str) -> ModuleType:

@@ -8,10 +8,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from torchtune_ext.host.catalog import config_files, config_path, folder, recipe_of
 from torchtune_ext.host.command_line import check_words
 from torchtune_ext.host.config import build
 from torchtune_ext.run.agent import own_folder
+from torchtune_ext.run.catalog import config_files, config_path, folder, recipe_of
 from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.training.state import CheckpointConfig
 

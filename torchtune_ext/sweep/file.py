@@ -7,8 +7,8 @@ from typing import Any
 
 import yaml
 
-from torchtune_ext.host.catalog import config_files, folder
-from torchtune_ext.host.mistakes import nearest
+from torchtune_ext.run.catalog import config_files, folder
+from torchtune_ext.run.errors import nearest
 from torchtune_ext.sweep.hyperband import Hyperband, hyperband_of
 from torchtune_ext.sweep.macros import DEFAULT
 from torchtune_ext.sweep.search import require_optuna

@@ -16,7 +16,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from torchtune_ext.host.mistakes import nearest
+from torchtune_ext.run.errors import nearest
 
 DEFAULT = ("${env}", "${interpreter}", "${program}", "${args}")  # the command of a file that names none
 _ENVVAR = re.compile(r"\$\{envvar\:([A-Z0-9_]*)\}")

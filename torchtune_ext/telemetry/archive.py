@@ -30,7 +30,7 @@ def pictures_of(path: Path) -> list[dict[str, Any]]:
         OSError, ValueError: the file cannot be read, or is damaged.
     """
     # Only the archive of a run needs these packages; a report of other runs does without.
-    from torchtune_ext.tasks.matmul.archive import Archive, size_in_words, techniques_in_words
+    from torchtune_ext.measured.matmul.archive import Archive, size_in_words, techniques_in_words
 
     elites = Archive.load(path).cells()
     limit = min(MAX_CHARACTERS, MAX_TOGETHER // max(1, len(elites)))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from torchtune_ext.host.mistakes import nearest
+from torchtune_ext.run.errors import nearest
 
 DECAYS = ("constant", "linear", "cosine")
 

@@ -7,8 +7,8 @@ import torch
 
 from torchtune_ext.advantages import AdvantageConfig
 from torchtune_ext.buffer import Ledger
-from torchtune_ext.host.mistakes import nearest
 from torchtune_ext.objective.loss import Needs, PolicyLoss, needs_of
+from torchtune_ext.run.errors import nearest
 from torchtune_ext.sampling.records import SamplingConfig
 from torchtune_ext.training.schedule import ScheduleConfig
 

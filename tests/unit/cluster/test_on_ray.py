@@ -11,9 +11,9 @@ import pytest
 
 from torchtune_ext.cluster.serving import Route, engine_words, route, server_words
 from torchtune_ext.host import cli, on_ray
-from torchtune_ext.host.catalog import config_files, folder
 from torchtune_ext.host.cli import main
 from torchtune_ext.host.run_settings import run_settings
+from torchtune_ext.run.catalog import config_files, folder
 from torchtune_ext.sampling.records import EngineConfig
 
 CONFIG = """

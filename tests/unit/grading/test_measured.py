@@ -13,11 +13,11 @@ pytest.importorskip("tree_sitter_c")
 
 from waiting import wait_until
 
-from torchtune_ext.grading import Grader, GraderConfig, measured
-from torchtune_ext.grading.measured import BenchGrader, open_graders, rehearse
-from torchtune_ext.tasks.measured import machine
-from torchtune_ext.tasks.measured.results import BenchConfig, BenchError, Result
-from torchtune_ext.tasks.measured.timing import Timing
+from torchtune_ext.grading import Grader, GraderConfig
+from torchtune_ext.measured import grading, machine
+from torchtune_ext.measured.grading import BenchGrader, open_graders, rehearse
+from torchtune_ext.measured.results import BenchConfig, BenchError, Result
+from torchtune_ext.measured.timing import Timing
 from torchtune_ext.tasks.task import Problem, Score
 
 PROBLEM = Problem("p", ({"role": "user", "content": "?"},), "the answer")
@@ -256,7 +256,7 @@ class Failing(Asked):
 
 def test_measured_tasks_share_one_service(monkeypatch, bench, cores):
     opened, pinned, bench.timed_cores = [], cores(range(8)), (7,)
-    monkeypatch.setattr(measured, "open_bench", lambda config: (opened.append(config), bench)[1])
+    monkeypatch.setattr(grading, "open_bench", lambda config: (opened.append(config), bench)[1])
     tasks, config = [Again(), None, Unmeasured(), Asked()], BenchConfig(threads=2)
     graders = open_graders(tasks, GraderConfig(workers=1), config, beside_training=True)
     try:
@@ -275,8 +275,8 @@ def test_what_was_started_ends_where_the_rest_cannot_start(monkeypatch, bench, c
     pinned, bench.timed_cores = cores(range(8)), (7,)
     closed = []
     monkeypatch.setattr(Grader, "close", lambda self: closed.append(self))
-    monkeypatch.setattr(measured, "Grader", lambda *words: object.__new__(Grader))
-    monkeypatch.setattr(measured, "open_bench", lambda config: bench)
+    monkeypatch.setattr(grading, "Grader", lambda *words: object.__new__(Grader))
+    monkeypatch.setattr(grading, "open_bench", lambda config: bench)
     with pytest.raises(BenchError, match="the service has failed"):
         open_graders([Unmeasured(), Failing()], GraderConfig(), BenchConfig(), beside_training=True)
     wait_until(lambda: len(closed) == 1 and bench.closed == 1)
@@ -285,7 +285,7 @@ def test_what_was_started_ends_where_the_rest_cannot_start(monkeypatch, bench, c
 
 def test_only_measured_tasks_are_rehearsed(monkeypatch):
     rehearsed = []
-    monkeypatch.setattr(measured.service, "rehearse", lambda config, task: rehearsed.append(task))
+    monkeypatch.setattr(grading.service, "rehearse", lambda config, task: rehearsed.append(task))
     task = Asked()
     rehearse([Unmeasured(), None, task], BenchConfig())
     assert rehearsed == [task]

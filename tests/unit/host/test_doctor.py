@@ -12,7 +12,7 @@ import pytest
 from torchtune_ext.host import doctor, doctor_facts
 from torchtune_ext.host.doctor import FAIL, OK, WARN, Finding, diagnose, table
 from torchtune_ext.host.doctor_facts import Facts
-from torchtune_ext.tasks.measured.sandbox import Layer
+from torchtune_ext.measured.sandbox import Layer
 
 GOOD = Facts(
     python=(3, 11, 7),

@@ -13,11 +13,11 @@ from public_configs import PUBLIC, write_config
 from stand_ins import write_stand_in
 
 from torchtune_ext.host import dry_run as dry
-from torchtune_ext.host.catalog import config_files, folder, machine_named
 from torchtune_ext.host.config import instantiate
 from torchtune_ext.policy.memory import GIB
 from torchtune_ext.policy.scratch import Shape, make_tokenizer, write_model
 from torchtune_ext.recipes import grpo
+from torchtune_ext.run.catalog import config_files, folder, machine_named
 from torchtune_ext.tasks.temporal_clue.files import generate, write_jsonl
 from torchtune_ext.tasks.temporal_clue.size import Size
 from torchtune_ext.training.plan.machine import Machine

@@ -5,8 +5,8 @@ import types
 
 import pytest
 
-from torchtune_ext.host import mistakes
-from torchtune_ext.host.mistakes import Blamed, blame, message, nearest, place_of, shown, status_of, text_of
+from torchtune_ext.run import errors
+from torchtune_ext.run.errors import Blamed, blame, message, nearest, place_of, shown, status_of, text_of
 from torchtune_ext.training.schedule import ScheduleConfig
 
 
@@ -118,7 +118,7 @@ def test_blame_makes_mistakes_and_leaves_ours_alone(tmp_path):
 
 
 def test_shown_ends_with_one_message(capsys, monkeypatch):
-    monkeypatch.delenv(mistakes.WITH_TRACEBACK, raising=False)
+    monkeypatch.delenv(errors.WITH_TRACEBACK, raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     ours = code_of(OURS, "torchtune_ext.made")
 
@@ -132,18 +132,18 @@ def test_shown_ends_with_one_message(capsys, monkeypatch):
         assert capsys.readouterr().err == said
     assert isinstance(error_of(call, ours["by_library"]), json.JSONDecodeError)
     assert isinstance(error_of(call, ours["on_purpose"], KeyboardInterrupt), KeyboardInterrupt)
-    monkeypatch.setenv(mistakes.WITH_TRACEBACK, "1")
+    monkeypatch.setenv(errors.WITH_TRACEBACK, "1")
     assert error_of(call, ours["on_purpose"], ValueError).code == 2
     assert "Traceback" in capsys.readouterr().err
 
 
 def test_another_rank_waits_and_names_itself(capsys, monkeypatch):
     waited, left = [], []
-    monkeypatch.setattr(mistakes.time, "sleep", waited.append)
-    monkeypatch.setattr(mistakes, "leave", lambda status, at_once: left.append((status, at_once)))
+    monkeypatch.setattr(errors.time, "sleep", waited.append)
+    monkeypatch.setattr(errors, "leave", lambda status, at_once: left.append((status, at_once)))
     monkeypatch.setenv("WORLD_SIZE", "2")
     ours = code_of(OURS, "torchtune_ext.made")
-    for rank, text, seconds in (("0", "error: x\n", []), ("1", "error: rank 1: x\n", [mistakes.OTHER_RANKS_WAIT_S])):
+    for rank, text, seconds in (("0", "error: x\n", []), ("1", "error: rank 1: x\n", [errors.OTHER_RANKS_WAIT_S])):
         monkeypatch.setenv("RANK", rank)
         waited.clear()
         with shown():

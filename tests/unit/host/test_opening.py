@@ -11,11 +11,11 @@ from torch import nn
 
 from torchtune_ext.advantages import AdvantageConfig
 from torchtune_ext.evaluation import EvaluationConfig
-from torchtune_ext.host.catalog import config_files, folder
 from torchtune_ext.host.config import build, instantiate, load_config
 from torchtune_ext.host.opening import count, device_text, objective_line, opening, ready
 from torchtune_ext.host.presets import preset_files
 from torchtune_ext.recipes import grpo
+from torchtune_ext.run.catalog import config_files, folder
 from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.training.distributed import Ranks
 from torchtune_ext.training.state import CheckpointConfig

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from torchtune_ext.host import cli, plugin
-from torchtune_ext.host.catalog import config_files, config_path, folder, recipe_files, recipe_of
 from torchtune_ext.host.command_line import check_words
+from torchtune_ext.run.catalog import config_files, config_path, folder, recipe_files, recipe_of
 
 PACKAGE_PARENT = Path(plugin.__file__).resolve().parents[2]
 
@@ -68,7 +68,7 @@ def test_a_recipe_may_have_several_names(house):
 
 
 def test_register_appends_once(house, monkeypatch):
-    monkeypatch.setattr("torchtune_ext.host.catalog.folder", lambda name: house / name)
+    monkeypatch.setattr("torchtune_ext.run.catalog.folder", lambda name: house / name)
     entries = [SimpleNamespace(name="theirs")]
     registry = SimpleNamespace(
         get_all_recipes=lambda: entries,
@@ -87,7 +87,7 @@ def test_installed_folders_are_those_of_the_package():
 
 
 def test_config_names_become_paths(house, monkeypatch):
-    monkeypatch.setattr("torchtune_ext.host.catalog.folder", lambda name: house / name)
+    monkeypatch.setattr("torchtune_ext.run.catalog.folder", lambda name: house / name)
     monkeypatch.chdir(house)
     tiny = str(house / "configs/grpo/tiny.yaml")
     argv = ["recipe", "--config", "grpo/tiny", "seed=3"]

@@ -8,8 +8,8 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from torchtune_ext.host.catalog import config_files
 from torchtune_ext.host.config import instantiate
+from torchtune_ext.run.catalog import config_files
 
 
 def nodes(tree, where=""):
@@ -67,7 +67,7 @@ def test_an_argument_that_is_not_taken_is_found(wrong):
 GENERATED = (
     "torchtune_ext.tasks.temporal_clue.TemporalClue",
     "torchtune_ext.tasks.arithmetic.Arithmetic",
-    "torchtune_ext.tasks.matmul.Matmul",
+    "torchtune_ext.measured.matmul.Matmul",
 )
 
 

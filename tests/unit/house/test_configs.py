@@ -13,7 +13,6 @@ from public_configs import write_config
 
 from torchtune_ext.advantages import AdvantageConfig
 from torchtune_ext.evaluation import EvaluationConfig
-from torchtune_ext.host.catalog import config_files, folder, recipe_files, recipe_of
 from torchtune_ext.host.cli import main
 from torchtune_ext.host.config import build, instantiate, load_config
 from torchtune_ext.host.dry_run import settings_of
@@ -21,6 +20,7 @@ from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.policy import memory
 from torchtune_ext.policy.builder import on_meta
 from torchtune_ext.recipes import grpo
+from torchtune_ext.run.catalog import config_files, folder, recipe_files, recipe_of
 from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
 from torchtune_ext.training.precision import PrecisionConfig
 from torchtune_ext.training.state import CheckpointConfig

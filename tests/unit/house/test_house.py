@@ -13,15 +13,6 @@ ROOT = Path(__file__).resolve().parents[3]
 # A module (or folder) of torchtune_ext may import only what stands before it. `kernels` is the top-level folder.
 ORDER = [
     "__init__",
-    "host",
-    "host.torchao_compat",
-    "host.catalog",
-    "host.mistakes",
-    "host.command_line",
-    "host.presets",
-    "host.source",
-    "host.knobs",
-    "host.plugin",
     "run",
     "tasks",
     "chat",
@@ -40,25 +31,13 @@ ORDER = [
     "kernels",
     "policy",
     "objective",
+    "measured",
     "training",
     "telemetry",
     "replay",
     "cluster",
-    "host.components",
-    "host.resolvers",
-    "host.config",
-    "host.run_settings",
-    "host.on_ray",
-    "host.here",
-    "host.opening",
-    "host.dry_run",
-    "host.tune_script",
-    "host.doctor_facts",
-    "host.doctor",
-    "host.recipe_module",
-    "host.serve",
+    "host",
     "sweep",
-    "host.cli",
     "__main__",
 ]
 # And the recipes.
@@ -126,8 +105,8 @@ def own_imports(path: Path) -> set[str]:
 
 
 def component(name: str) -> str:
-    """What has a place in ORDER: a file or folder of the root, or a file of `host`, which stands around the pipeline."""
-    return name if name.startswith("host.") else name.split(".")[0]
+    """What has a place in ORDER: a file or folder of the root."""
+    return name.split(".")[0]
 
 
 @pytest.mark.parametrize("path", LIBRARY, ids=name_of)
@@ -223,7 +202,7 @@ def test_no_comment_hangs_on_the_end_of_a_wrapped_line(path):
 
 
 def test_every_config_belongs_to_a_recipe():
-    from torchtune_ext.host.catalog import config_files, recipe_files, recipe_of
+    from torchtune_ext.run.catalog import config_files, recipe_files, recipe_of
 
     names = {recipe.name for recipe in recipe_files(ROOT / "recipes", ROOT / "configs")}
     for name, path in config_files(ROOT / "configs").items():

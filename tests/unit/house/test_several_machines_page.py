@@ -9,10 +9,10 @@ from omegaconf import OmegaConf
 from page_commands import blocks
 from torch.distributed.run import get_args_parser
 
-from torchtune_ext.host.catalog import config_files, folder
 from torchtune_ext.host.command_line import require_rendezvous
 from torchtune_ext.host.config import build, load_config
 from torchtune_ext.recipes import grpo
+from torchtune_ext.run.catalog import config_files, folder
 from torchtune_ext.training.distributed import RanksConfig
 
 CONFIGS = config_files(folder("configs"))

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtune_ext.tasks.matmul.archive import Archive, Cell, entry_of
+from torchtune_ext.measured.matmul.archive import Archive, Cell, entry_of
 
 HERE, THERE = "processor A, 2 cores", "processor B, 64 cores"
 
@@ -205,7 +205,7 @@ def test_damage_is_named(tmp_path):
 WRITER = """
 import sys
 from pathlib import Path
-from torchtune_ext.tasks.matmul.archive import Archive, entry_of
+from torchtune_ext.measured.matmul.archive import Archive, entry_of
 archive, path = Archive(), Path(sys.argv[1])
 for number in range(1, 1000000):
     archive.add(entry_of("m", "dgemm", {"m": 8}, [f"t{number % 40}"], "x" * 3000, 1.0 + number, 0.01, 1.0, number))

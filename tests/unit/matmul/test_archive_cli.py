@@ -9,7 +9,7 @@ import pytest
 from archives import MACHINE, made_up_entries
 
 from torchtune_ext.host.cli import main
-from torchtune_ext.tasks.matmul.archive import FILE, Archive
+from torchtune_ext.measured.matmul.archive import FILE, Archive
 from torchtune_ext.telemetry import archive as archive_in_report
 
 

@@ -11,12 +11,12 @@ pytest.importorskip("tree_sitter_c")
 
 from labelled_programs import preprocessed
 
-from torchtune_ext.tasks.matmul.family import FAULTS, WRITERS, Family, break_by, describe, fits
-from torchtune_ext.tasks.measured.check import OUTCOMES, Checker
-from torchtune_ext.tasks.measured.extract import extract
-from torchtune_ext.tasks.measured.kernels import KERNELS
-from torchtune_ext.tasks.measured.sandbox import SandboxError
-from torchtune_ext.tasks.measured.techniques import TECHNIQUES, techniques
+from torchtune_ext.measured.check import OUTCOMES, Checker
+from torchtune_ext.measured.extract import extract
+from torchtune_ext.measured.kernels import KERNELS
+from torchtune_ext.measured.matmul.family import FAULTS, WRITERS, Family, break_by, describe, fits
+from torchtune_ext.measured.sandbox import SandboxError
+from torchtune_ext.measured.techniques import TECHNIQUES, techniques
 
 needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
 

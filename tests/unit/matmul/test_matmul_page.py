@@ -9,10 +9,10 @@ from omegaconf import OmegaConf
 pytest.importorskip("tree_sitter_c")
 
 from torchtune_ext.host.config import instantiate
-from torchtune_ext.tasks.matmul.prompts import messages
-from torchtune_ext.tasks.measured.check import Checker
-from torchtune_ext.tasks.measured.kernels import Dgemm
-from torchtune_ext.tasks.measured.sandbox import SandboxError
+from torchtune_ext.measured.check import Checker
+from torchtune_ext.measured.kernels import Dgemm
+from torchtune_ext.measured.matmul.prompts import messages
+from torchtune_ext.measured.sandbox import SandboxError
 
 
 @pytest.fixture(scope="module")

@@ -6,13 +6,13 @@ import pytest
 
 pytest.importorskip("tree_sitter_c")
 
-from torchtune_ext.tasks.matmul import Programs
-from torchtune_ext.tasks.matmul.family import WRITERS, Family
-from torchtune_ext.tasks.matmul.prompts import short_messages
-from torchtune_ext.tasks.matmul.stages import STAGES, permitted
-from torchtune_ext.tasks.measured.check import Checker
-from torchtune_ext.tasks.measured.kernels import KERNELS, Dgemm
-from torchtune_ext.tasks.measured.sandbox import SandboxError
+from torchtune_ext.measured.check import Checker
+from torchtune_ext.measured.kernels import KERNELS, Dgemm
+from torchtune_ext.measured.matmul import Programs
+from torchtune_ext.measured.matmul.family import WRITERS, Family
+from torchtune_ext.measured.matmul.prompts import short_messages
+from torchtune_ext.measured.matmul.stages import STAGES, permitted
+from torchtune_ext.measured.sandbox import SandboxError
 
 ONE_THREAD = [stage for stage in STAGES if stage != "threads"]
 BAD = [
@@ -102,7 +102,7 @@ def test_weights_choose_the_writers():
 
 def test_it_gives_no_reward():
     task = Programs()
-    with pytest.raises(NotImplementedError, match="Train with torchtune_ext.tasks.matmul.Matmul"):
+    with pytest.raises(NotImplementedError, match="Train with torchtune_ext.measured.matmul.Matmul"):
         task.grade(task[0], task.solution(task[0]))
 
 

@@ -6,12 +6,12 @@ import pytest
 
 pytest.importorskip("tree_sitter_c")
 
-from torchtune_ext.tasks.matmul.archive import entry_of
-from torchtune_ext.tasks.matmul.prompts import messages, pareval_question, short_messages
-from torchtune_ext.tasks.matmul.stages import STAGES, permitted
-from torchtune_ext.tasks.measured.kernel import prototype
-from torchtune_ext.tasks.measured.kernels import KERNELS, Dgemm
-from torchtune_ext.tasks.measured.techniques import TECHNIQUES
+from torchtune_ext.measured.kernel import prototype
+from torchtune_ext.measured.kernels import KERNELS, Dgemm
+from torchtune_ext.measured.matmul.archive import entry_of
+from torchtune_ext.measured.matmul.prompts import messages, pareval_question, short_messages
+from torchtune_ext.measured.matmul.stages import STAGES, permitted
+from torchtune_ext.measured.techniques import TECHNIQUES
 
 
 def text(*arguments, **keywords) -> str:

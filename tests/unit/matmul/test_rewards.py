@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtune_ext.tasks.matmul.rewards import FAILURES, KINDS, PUBLISHED, SLOWEST, Measured, failure, reward
-from torchtune_ext.tasks.measured.check import OUTCOMES
+from torchtune_ext.measured.check import OUTCOMES
+from torchtune_ext.measured.matmul.rewards import FAILURES, KINDS, PUBLISHED, SLOWEST, Measured, failure, reward
 
 # GFLOPS of one core up to those of the paper's node, on a machine whose peak is 1000.
 SPEEDS = st.floats(1e-3, 999.0)

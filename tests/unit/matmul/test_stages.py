@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("tree_sitter_c")
 
-from torchtune_ext.tasks.matmul.stages import (
+from torchtune_ext.measured.matmul.stages import (
     COLLAPSED,
     ENOUGH,
     FALL_WINDOW,

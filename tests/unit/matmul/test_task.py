@@ -17,15 +17,15 @@ from records import sampled
 from torchtune_ext.grading import Outcome
 from torchtune_ext.group_json import group_json, group_of
 from torchtune_ext.groups import Group, graded
-from torchtune_ext.tasks.matmul import Matmul
-from torchtune_ext.tasks.matmul import task as its
-from torchtune_ext.tasks.matmul.archive import FILE, Archive, entry_of
-from torchtune_ext.tasks.matmul.rewards import failure
-from torchtune_ext.tasks.matmul.stages import FALL_WINDOW, WINDOW, permitted
-from torchtune_ext.tasks.measured.machine import fingerprint
-from torchtune_ext.tasks.measured.results import BenchError, Result
-from torchtune_ext.tasks.measured.techniques import TECHNIQUES
-from torchtune_ext.tasks.measured.timing import Timing
+from torchtune_ext.measured.machine import fingerprint
+from torchtune_ext.measured.matmul import Matmul
+from torchtune_ext.measured.matmul import task as its
+from torchtune_ext.measured.matmul.archive import FILE, Archive, entry_of
+from torchtune_ext.measured.matmul.rewards import failure
+from torchtune_ext.measured.matmul.stages import FALL_WINDOW, WINDOW, permitted
+from torchtune_ext.measured.results import BenchError, Result
+from torchtune_ext.measured.techniques import TECHNIQUES
+from torchtune_ext.measured.timing import Timing
 
 HERE, ELSEWHERE = fingerprint(), "another machine"
 SIZE = {"m": 64, "n": 64, "k": 64}

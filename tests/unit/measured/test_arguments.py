@@ -7,12 +7,12 @@ import shutil
 import numpy as np
 import pytest
 
-from torchtune_ext.tasks.measured import check
-from torchtune_ext.tasks.measured.check import Checker, Deadlines
-from torchtune_ext.tasks.measured.compiler import Compiler
-from torchtune_ext.tasks.measured.kernel import Parameter, require_sound
-from torchtune_ext.tasks.measured.kernels import KERNELS, Dgemm, Reduction
-from torchtune_ext.tasks.measured.sandbox import Limits
+from torchtune_ext.measured import check
+from torchtune_ext.measured.check import Checker, Deadlines
+from torchtune_ext.measured.compiler import Compiler
+from torchtune_ext.measured.kernel import Parameter, require_sound
+from torchtune_ext.measured.kernels import KERNELS, Dgemm, Reduction
+from torchtune_ext.measured.sandbox import Limits
 
 HONEST = Compiler("/usr/bin/gcc", "gcc")  # nobody starts it in these tests
 

@@ -18,13 +18,13 @@ from calm_kernels import HONEST, SUM, CalmDgemm, CalmReduction, Faulty, fenced
 
 pytest.importorskip("tree_sitter_c")
 
-from torchtune_ext.tasks.measured import bench as benches
-from torchtune_ext.tasks.measured import bench_processes, probe, timing
-from torchtune_ext.tasks.measured.bench import Bench, BenchError, Result
-from torchtune_ext.tasks.measured.bench_processes import Checked, TimeKeeping
-from torchtune_ext.tasks.measured.check import STAGES, Deadlines
-from torchtune_ext.tasks.measured.machine import alone_on
-from torchtune_ext.tasks.measured.sandbox import SandboxError
+from torchtune_ext.measured import bench as benches
+from torchtune_ext.measured import bench_processes, probe, timing
+from torchtune_ext.measured.bench import Bench, BenchError, Result
+from torchtune_ext.measured.bench_processes import Checked, TimeKeeping
+from torchtune_ext.measured.check import STAGES, Deadlines
+from torchtune_ext.measured.machine import alone_on
+from torchtune_ext.measured.sandbox import SandboxError
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
 

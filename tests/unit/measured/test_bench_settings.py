@@ -7,11 +7,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from torchtune_ext.host.config import build
-from torchtune_ext.tasks.measured import bench as benches
-from torchtune_ext.tasks.measured.bench import Bench, BenchConfig
-from torchtune_ext.tasks.measured.check import Checker, Deadlines
-from torchtune_ext.tasks.measured.kernels import Reduction
-from torchtune_ext.tasks.measured.ray_bench import RayBench
+from torchtune_ext.measured import bench as benches
+from torchtune_ext.measured.bench import Bench, BenchConfig
+from torchtune_ext.measured.check import Checker, Deadlines
+from torchtune_ext.measured.kernels import Reduction
+from torchtune_ext.measured.ray_bench import RayBench
 
 
 @pytest.mark.parametrize(

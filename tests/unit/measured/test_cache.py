@@ -7,11 +7,11 @@ from dataclasses import fields, replace
 
 import pytest
 
-from torchtune_ext.tasks.measured import cache as caches
-from torchtune_ext.tasks.measured.cache import Cache
-from torchtune_ext.tasks.measured.check import OUTCOMES
-from torchtune_ext.tasks.measured.results import NOISY, Result
-from torchtune_ext.tasks.measured.timing import Timing
+from torchtune_ext.measured import cache as caches
+from torchtune_ext.measured.cache import Cache
+from torchtune_ext.measured.check import OUTCOMES
+from torchtune_ext.measured.results import NOISY, Result
+from torchtune_ext.measured.timing import Timing
 
 TIMING = Timing(
     **{each.name: {float: 0.1, int: 30, bool: True}[each.type] for each in fields(Timing)} | {"disturbed": 0.0}

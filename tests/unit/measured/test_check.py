@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from as_user import as_user
 
-from torchtune_ext.tasks.measured import check
-from torchtune_ext.tasks.measured import compiler as compilers
-from torchtune_ext.tasks.measured.check import OUTCOMES, STAGES, Checker, Deadlines, Verdict
-from torchtune_ext.tasks.measured.commands import Finished
-from torchtune_ext.tasks.measured.compiler import LIBRARY, Compiler
-from torchtune_ext.tasks.measured.kernels import KERNELS, Dgemm, Reduction
-from torchtune_ext.tasks.measured.sandbox import SandboxError
-from torchtune_ext.tasks.measured.verify import sizes
+from torchtune_ext.measured import check
+from torchtune_ext.measured import compiler as compilers
+from torchtune_ext.measured.check import OUTCOMES, STAGES, Checker, Deadlines, Verdict
+from torchtune_ext.measured.commands import Finished
+from torchtune_ext.measured.compiler import LIBRARY, Compiler
+from torchtune_ext.measured.kernels import KERNELS, Dgemm, Reduction
+from torchtune_ext.measured.sandbox import SandboxError
+from torchtune_ext.measured.verify import sizes
 
 SUM = "void reduction(int n, const double *x, double *total) {{ {} }}"
 HONEST = SUM.format("double s = 0; for (int i = 0; i < n; i++) s += x[i]; *total = s;")

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from locked_in import SIZE, Attempt, build, loaded
 
-from torchtune_ext.tasks.measured.arena import ALIGNMENT, PAGE, POISON, arena_size, lay_out
-from torchtune_ext.tasks.measured.child import Child, ChildFailed
-from torchtune_ext.tasks.measured.compiler import Compiler
-from torchtune_ext.tasks.measured.kernel import Parameter
-from torchtune_ext.tasks.measured.kernels import KERNELS
-from torchtune_ext.tasks.measured.sandbox import Limits, Sandbox, SandboxError
+from torchtune_ext.measured.arena import ALIGNMENT, PAGE, POISON, arena_size, lay_out
+from torchtune_ext.measured.child import Child, ChildFailed
+from torchtune_ext.measured.compiler import Compiler
+from torchtune_ext.measured.kernel import Parameter
+from torchtune_ext.measured.kernels import KERNELS
+from torchtune_ext.measured.sandbox import Limits, Sandbox, SandboxError
 
 PROGRAMS = """
 #include <errno.h>
@@ -212,7 +212,7 @@ def test_a_thread_that_never_sleeps(run):
 
 
 def test_a_closed_connection_is_no_infrastructure_error(run, monkeypatch):
-    monkeypatch.setattr("torchtune_ext.tasks.measured.child.END_S", 0.3)
+    monkeypatch.setattr("torchtune_ext.measured.child.END_S", 0.3)
     outcome, note = failure(run, "hang_up")
     assert outcome == "runtime_error" and "closed its connection" in note
 

@@ -2,7 +2,7 @@
 
 import time
 
-from torchtune_ext.tasks.measured import commands
+from torchtune_ext.measured import commands
 
 
 def test_a_command_that_hangs_or_floods_is_killed(tmp_path):

@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from torchtune_ext.tasks.measured import dispatch as dispatch_module
-from torchtune_ext.tasks.measured.dispatch import Dispatch
+from torchtune_ext.measured import dispatch as dispatch_module
+from torchtune_ext.measured.dispatch import Dispatch
 
 
 def dispatch_of(*machines):

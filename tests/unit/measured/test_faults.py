@@ -14,16 +14,16 @@ from calm_kernels import HONEST, CalmReduction, fenced
 pytest.importorskip("tree_sitter_c")
 
 from torchtune_ext.host import cli as commands
+from torchtune_ext.measured import cli, machine
+from torchtune_ext.measured import compiler as compilers
+from torchtune_ext.measured.bench import Bench, BenchError
+from torchtune_ext.measured.cache import Cache
+from torchtune_ext.measured.check import Checker
+from torchtune_ext.measured.kernels import Dgemm, Reduction
+from torchtune_ext.measured.numpy_child import NumpyChild
+from torchtune_ext.measured.results import Result
+from torchtune_ext.measured.sandbox import Sandbox, SandboxError
 from torchtune_ext.run.processes import Processes
-from torchtune_ext.tasks.measured import cli, machine
-from torchtune_ext.tasks.measured import compiler as compilers
-from torchtune_ext.tasks.measured.bench import Bench, BenchError
-from torchtune_ext.tasks.measured.cache import Cache
-from torchtune_ext.tasks.measured.check import Checker
-from torchtune_ext.tasks.measured.kernels import Dgemm, Reduction
-from torchtune_ext.tasks.measured.numpy_child import NumpyChild
-from torchtune_ext.tasks.measured.results import Result
-from torchtune_ext.tasks.measured.sandbox import Sandbox, SandboxError
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
 GCC = shutil.which("gcc")
@@ -199,7 +199,7 @@ def test_the_folder_of_a_bench_outlives_a_fork_that_ends(tmp_path):
     """A forked process that ends as programs do calls all finalizers that it has inherited."""
     script = (
         "import os, sys\n"
-        "from torchtune_ext.tasks.measured.bench import Bench\n"
+        "from torchtune_ext.measured.bench import Bench\n"
         "bench = Bench(workers=1, namespaces=False)\n"
         "pid = os.fork()\n"
         "if not pid: sys.exit(0)\n"

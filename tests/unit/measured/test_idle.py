@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from torchtune_ext.tasks.measured import machine
-from torchtune_ext.tasks.measured.machine import SAMPLERS, User, wait_until_idle
+from torchtune_ext.measured import machine
+from torchtune_ext.measured.machine import SAMPLERS, User, wait_until_idle
 
 FIND = machine.engines
 BURN = "import time\nend = time.monotonic() + {}\nwhile time.monotonic() < end: pass\n"

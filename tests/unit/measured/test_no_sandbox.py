@@ -10,12 +10,12 @@ from locked_in import ATTEMPTS, attempt, build
 from without_syscalls import forget_landlock
 
 from torchtune_ext.host import doctor, doctor_facts
-from torchtune_ext.tasks.measured import sandbox as sandboxes
-from torchtune_ext.tasks.measured.check import Checker
-from torchtune_ext.tasks.measured.child import ChildFailed
-from torchtune_ext.tasks.measured.compiler import Compiler
-from torchtune_ext.tasks.measured.kernels import Dgemm, Reduction
-from torchtune_ext.tasks.measured.sandbox import Limits, Sandbox, SandboxError
+from torchtune_ext.measured import sandbox as sandboxes
+from torchtune_ext.measured.check import Checker
+from torchtune_ext.measured.child import ChildFailed
+from torchtune_ext.measured.compiler import Compiler
+from torchtune_ext.measured.kernels import Dgemm, Reduction
+from torchtune_ext.measured.sandbox import Limits, Sandbox, SandboxError
 
 WRONG = "void reduction(int n, const double *x, double *total) { *total = 0; }"
 CRASH = "void reduction(int n, const double *x, double *total) { *(volatile int *)8 = 1; }"

@@ -9,10 +9,10 @@ import pytest
 from as_user import USER, as_user
 from killed import killed_while_it_has
 
-from torchtune_ext.tasks.measured import sandbox as sandboxes
-from torchtune_ext.tasks.measured.compiler import Compiler
-from torchtune_ext.tasks.measured.owned import Owned, left_behind
-from torchtune_ext.tasks.measured.sandbox import Sandbox, SandboxError
+from torchtune_ext.measured import sandbox as sandboxes
+from torchtune_ext.measured.compiler import Compiler
+from torchtune_ext.measured.owned import Owned, left_behind
+from torchtune_ext.measured.sandbox import Sandbox, SandboxError
 
 
 @pytest.fixture(autouse=True)

@@ -11,10 +11,10 @@ import pytest
 from as_user import as_user
 from locked_in import ATTEMPTS, Attempt, attempt, build, loaded
 
-from torchtune_ext.tasks.measured import commands
-from torchtune_ext.tasks.measured.child import ChildFailed
-from torchtune_ext.tasks.measured.compiler import Compiler
-from torchtune_ext.tasks.measured.sandbox import Limits, Sandbox, SandboxError, clean_environment, exit_cause
+from torchtune_ext.measured import commands
+from torchtune_ext.measured.child import ChildFailed
+from torchtune_ext.measured.compiler import Compiler
+from torchtune_ext.measured.sandbox import Limits, Sandbox, SandboxError, clean_environment, exit_cause
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs Linux")
 EACCES, EPERM, ENOSYS, ENOENT, ENOMEM = errno.EACCES, errno.EPERM, errno.ENOSYS, errno.ENOENT, errno.ENOMEM

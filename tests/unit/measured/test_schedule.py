@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtune_ext.tasks.measured import schedule
-from torchtune_ext.tasks.measured.schedule import CHECK, TIME, Schedule
+from torchtune_ext.measured import schedule
+from torchtune_ext.measured.schedule import CHECK, TIME, Schedule
 
 EVENTS = st.lists(st.tuples(st.sampled_from(["submit", "check ends", "timing ends"]), st.integers(0, 9)), max_size=120)
 

@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("tree_sitter_c")
 
-from torchtune_ext.tasks.measured.kernel import prototype
-from torchtune_ext.tasks.measured.kernels import KERNELS, Dgemm
-from torchtune_ext.tasks.measured.screen import screen
+from torchtune_ext.measured.kernel import prototype
+from torchtune_ext.measured.kernels import KERNELS, Dgemm
+from torchtune_ext.measured.screen import screen
 
 needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
 

@@ -8,12 +8,12 @@ pytest.importorskip("tree_sitter_c")
 
 from calm_kernels import HONEST, CalmReduction, fenced
 
-from torchtune_ext.tasks.measured import service
-from torchtune_ext.tasks.measured.kernels import Dgemm
-from torchtune_ext.tasks.measured.results import BenchConfig, Result
-from torchtune_ext.tasks.measured.sandbox import SandboxError
-from torchtune_ext.tasks.measured.service import open_bench, score
-from torchtune_ext.tasks.measured.timing import Timing
+from torchtune_ext.measured import service
+from torchtune_ext.measured.kernels import Dgemm
+from torchtune_ext.measured.results import BenchConfig, Result
+from torchtune_ext.measured.sandbox import SandboxError
+from torchtune_ext.measured.service import open_bench, score
+from torchtune_ext.measured.timing import Timing
 
 SPEED = Timing(**{each.name: {float: 0.25, int: 30, bool: True}[each.type] for each in fields(Timing)})
 

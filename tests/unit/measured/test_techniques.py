@@ -11,10 +11,10 @@ pytest.importorskip("tree_sitter_c")
 
 from labelled_programs import labelled_programs, preprocessed
 
-from torchtune_ext.tasks.matmul.stages import STAGES, permitted
-from torchtune_ext.tasks.measured.kernels import KERNELS, Dgemm
-from torchtune_ext.tasks.measured.records import Unreadable
-from torchtune_ext.tasks.measured.techniques import (
+from torchtune_ext.measured.kernels import KERNELS, Dgemm
+from torchtune_ext.measured.matmul.stages import STAGES, permitted
+from torchtune_ext.measured.records import Unreadable
+from torchtune_ext.measured.techniques import (
     TECHNIQUES,
     techniques,
     uses,
@@ -33,8 +33,8 @@ FILES = {
     "examples/gemv_unrolled.c": "unrolling register_accumulation",
     "examples/reduction_pairwise.c": "blocking register_accumulation",
     "examples/stencil_rows.c": "",
-    "torchtune_ext/tasks/measured/exploits/control_naive.c": "",
-    "torchtune_ext/tasks/measured/exploits/control_blocked.c": "loop_order register_accumulation vectorization packing",
+    "torchtune_ext/measured/exploits/control_naive.c": "",
+    "torchtune_ext/measured/exploits/control_blocked.c": "loop_order register_accumulation vectorization packing",
 }
 
 

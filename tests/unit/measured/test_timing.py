@@ -16,12 +16,12 @@ from as_user import as_user
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtune_ext.tasks.measured import machine
-from torchtune_ext.tasks.measured.cli import _numbers
-from torchtune_ext.tasks.measured.kernels import Dgemm
-from torchtune_ext.tasks.measured.machine import User, alone_on, choose_cores, kept_off, usable_cores
-from torchtune_ext.tasks.measured.probe import CHUNK, DISTURBED_MEMORY, DISTURBED_REGISTERS, KEPT_S, Look, Probe, Quiet
-from torchtune_ext.tasks.measured.timing import Timer, Timing, _Block, interval_of_median
+from torchtune_ext.measured import machine
+from torchtune_ext.measured.cli import _numbers
+from torchtune_ext.measured.kernels import Dgemm
+from torchtune_ext.measured.machine import User, alone_on, choose_cores, kept_off, usable_cores
+from torchtune_ext.measured.probe import CHUNK, DISTURBED_MEMORY, DISTURBED_REGISTERS, KEPT_S, Look, Probe, Quiet
+from torchtune_ext.measured.timing import Timer, Timing, _Block, interval_of_median
 
 
 def chance_outside(n: int, k: int) -> float:

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtune_ext.tasks.measured.arena import arena_size
-from torchtune_ext.tasks.measured.child import Call, ChildFailed
-from torchtune_ext.tasks.measured.kernel import UNIT_ROUNDOFF, Arrays, Size, gamma
-from torchtune_ext.tasks.measured.kernels import KERNELS, Dgemm, Reduction
-from torchtune_ext.tasks.measured.verify import (
+from torchtune_ext.measured.arena import arena_size
+from torchtune_ext.measured.child import Call, ChildFailed
+from torchtune_ext.measured.kernel import UNIT_ROUNDOFF, Arrays, Size, gamma
+from torchtune_ext.measured.kernels import KERNELS, Dgemm, Reduction
+from torchtune_ext.measured.verify import (
     EXACT_WORK,
     KINDS,
     SMALL,

@@ -4,16 +4,16 @@ import shutil
 from pathlib import Path
 
 import torchtune_ext
-from torchtune_ext.tasks.measured.version import version
+from torchtune_ext.measured.version import version
 
 
 def test_another_source_is_another_version(tmp_path, monkeypatch):
     copy = tmp_path / "torchtune_ext"
-    shutil.copytree(Path(torchtune_ext.__file__).parent / "tasks" / "measured", copy / "tasks" / "measured")
+    shutil.copytree(Path(torchtune_ext.__file__).parent / "measured", copy / "measured")
     here = version()
     monkeypatch.setattr(torchtune_ext, "__file__", str(copy / "__init__.py"))
     assert version() == here
-    source = copy / "tasks" / "measured" / "timing.py"
+    source = copy / "measured" / "timing.py"
     source.write_text(source.read_text() + "\n")
     assert version() != here
     assert version().partition(" ")[0] == here.partition(" ")[0] == torchtune_ext.__version__

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 from archives import MACHINE, made_up_entries
 
-from torchtune_ext.tasks.matmul.archive import FILE, Archive
+from torchtune_ext.measured.matmul.archive import FILE, Archive
 from torchtune_ext.telemetry import archive as module
 from torchtune_ext.telemetry.archive import filled, pictures_of
 from torchtune_ext.telemetry.metrics import Metrics

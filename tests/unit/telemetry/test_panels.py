@@ -4,10 +4,10 @@ import re
 
 from metric_names import documented, drawn, known_as
 
-from torchtune_ext.tasks.matmul.rewards import FAILURES
-from torchtune_ext.tasks.matmul.stages import STAGES
-from torchtune_ext.tasks.measured.check import OUTCOMES
-from torchtune_ext.tasks.measured.results import NOISY
+from torchtune_ext.measured.check import OUTCOMES
+from torchtune_ext.measured.matmul.rewards import FAILURES
+from torchtune_ext.measured.matmul.stages import STAGES
+from torchtune_ext.measured.results import NOISY
 from torchtune_ext.telemetry.panels import panels_for
 from torchtune_ext.training.breakdown import NAMES
 
@@ -44,7 +44,7 @@ def test_an_unknown_metric_comes_last_in_a_panel_of_its_own():
 
 
 def test_the_names_of_a_measured_run_have_panels_in_the_order_of_tasks_matmul():
-    """The panels name outcomes and stages themselves, since a report does without the packages that tasks/matmul needs."""
+    """The panels name outcomes and stages themselves, since a report does without the packages that measured/matmul needs."""
     outcomes, stages = [*FAILURES, "ok", NOISY], list(STAGES)
     names = [f"reward/outcome_{outcome}" for outcome in sorted(outcomes)] + [f"stage/{name}" for name in sorted(stages)]
     names += [

@@ -9,7 +9,7 @@ import traceback
 
 import pytest
 
-from torchtune_ext.host import mistakes
+from torchtune_ext.run import errors
 from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.telemetry.sinks import LoggingConfig
 from torchtune_ext.training import life
@@ -48,7 +48,7 @@ def run(work):
         life.run_recipe(make, work)
     except BaseException as error:
         # `mistakes.shown` gives the process this status.
-        assert made[0].status == (error.code if isinstance(error, SystemExit) else mistakes.status_of(error) or 1)
+        assert made[0].status == (error.code if isinstance(error, SystemExit) else errors.status_of(error) or 1)
         raise
     else:
         assert made[0].status == 0
@@ -95,7 +95,7 @@ def test_the_cleanup_knows_the_status_that_the_process_will_have():
 
     with pytest.raises(ValueError, match="logging.samples=-1") as found:
         run(mistaken)
-    assert mistakes.status_of(found.value) == 2
+    assert errors.status_of(found.value) == 2
 
 
 def test_a_library_that_makes_an_error_of_the_interrupt(capsys):
