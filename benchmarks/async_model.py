@@ -12,7 +12,7 @@ from hashlib import sha256
 import numpy as np
 
 from torchtune_ext.buffer import Ledger
-from torchtune_ext.sampling.routing import least, pays
+from torchtune_ext.sampling.pool import least, pays
 
 BANDWIDTH = 0.7 * 3.35e12  # bytes a second of a GPU, H800
 MEMORY = 0.8 * 80e9  # bytes of a GPU for weights and keys and values

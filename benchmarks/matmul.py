@@ -32,9 +32,11 @@ from learning import tune  # noqa: E402
 from objectives_report import interval  # noqa: E402
 
 from torchtune_ext.groups import Sample  # noqa: E402
-from torchtune_ext.measured.check import Checker  # noqa: E402
+from torchtune_ext.measured.check import (
+    Checker,  # noqa: E402
+    extract,  # noqa: E402
+)
 from torchtune_ext.measured.child import ChildFailed  # noqa: E402
-from torchtune_ext.measured.extract import extract  # noqa: E402
 from torchtune_ext.measured.kernels import Dgemm  # noqa: E402
 from torchtune_ext.measured.machine import choose_cores, fingerprint  # noqa: E402
 from torchtune_ext.measured.matmul.archive import FILE, Archive  # noqa: E402

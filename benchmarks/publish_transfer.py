@@ -15,8 +15,8 @@ import second_machine  # noqa: E402
 from servers import Server, free_port  # noqa: E402
 from transformers import Qwen2ForCausalLM  # noqa: E402
 
-from torchtune_ext.sampling.doors import KEY_VARIABLE  # noqa: E402
 from torchtune_ext.sampling.engine import Engine, EngineConfig, PublishReport  # noqa: E402
+from torchtune_ext.sampling.server_command import KEY_VARIABLE  # noqa: E402
 from torchtune_ext.sampling.weight_buffer import checksum  # noqa: E402
 
 SINK = """

@@ -29,8 +29,7 @@ import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from torchtune_ext.sampling.backends import BACKENDS
-from torchtune_ext.sampling.engine import Engine, EngineConfig, Priority, PublishReport, SamplingConfig
+from torchtune_ext.sampling.engine import BACKENDS, Engine, EngineConfig, Priority, PublishReport, SamplingConfig
 from torchtune_ext.sampling.records import CANARY_REQUESTS
 from torchtune_ext.sampling.remote_core import RemoteCore
 from torchtune_ext.sampling.weight_buffer import checksum

@@ -14,7 +14,7 @@ from omegaconf import MISSING, DictConfig
 from torchtune_ext.evaluation import Accuracy, accuracy
 from torchtune_ext.grading import GraderConfig
 from torchtune_ext.host.config import build, instantiate, load_config, named_paths, record
-from torchtune_ext.host.here import require_gpus
+from torchtune_ext.host.dry_run import require_gpus
 from torchtune_ext.host.opening import ready
 from torchtune_ext.host.plugin import parse
 from torchtune_ext.measured.grading import BenchGrader, Grader, open_graders, rehearse

@@ -27,8 +27,7 @@ from torchtune_ext.evaluation import EvaluationConfig
 from torchtune_ext.grading import GraderConfig
 from torchtune_ext.groups import Group, graded
 from torchtune_ext.host.config import build, has_component, instantiate, load_config, named_paths, record
-from torchtune_ext.host.dry_run import dry_run
-from torchtune_ext.host.here import check_machine
+from torchtune_ext.host.dry_run import check_machine, dry_run
 from torchtune_ext.host.opening import opening, ready
 from torchtune_ext.host.plugin import parse
 from torchtune_ext.measured.grading import BenchGrader, Grader, open_graders, rehearse
@@ -53,13 +52,12 @@ from torchtune_ext.telemetry.timeline import Timeline
 from torchtune_ext.training.agreement import Agreement
 from torchtune_ext.training.checks import check_parts, check_weights
 from torchtune_ext.training.distributed import RanksConfig, init_ranks
-from torchtune_ext.training.identity import Identity, identify
-from torchtune_ext.training.learner import Learner, over_updates
+from torchtune_ext.training.learner import Learner, ScheduleConfig, make_schedule, over_updates
 from torchtune_ext.training.life import close_all, run_recipe, standing
+from torchtune_ext.training.manifest import Identity, identify
 from torchtune_ext.training.precision import Precision, PrecisionConfig
 from torchtune_ext.training.publish import Publisher, canary_prompts
 from torchtune_ext.training.resume import RunState, checkpoint_to_go_on_from
-from torchtune_ext.training.schedule import ScheduleConfig, make_schedule
 from torchtune_ext.training.settings import check_settings, release_memory
 from torchtune_ext.training.state import CheckpointConfig, Checkpoints
 from torchtune_ext.training.trained import AdapterConfig, trained_part

@@ -40,9 +40,8 @@ from torchtune_ext.telemetry.summary import Stopwatch, clock_metrics, memory_met
 from torchtune_ext.training.checks import check_optimizer, check_task, check_tokenizer, check_weights
 from torchtune_ext.training.distributed import init_ranks
 from torchtune_ext.training.export import save_model
-from torchtune_ext.training.learner import Learner
+from torchtune_ext.training.learner import Learner, ScheduleConfig, make_schedule
 from torchtune_ext.training.life import close_all, run_recipe
-from torchtune_ext.training.schedule import ScheduleConfig, make_schedule
 from torchtune_ext.training.settings import at_least, check_dtype
 
 

@@ -13,7 +13,7 @@ from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.scratch import Shape, make_tokenizer, write_model
 from torchtune_ext.training.export import export_model
-from torchtune_ext.training.identity import Identity
+from torchtune_ext.training.manifest import Identity
 from torchtune_ext.training.state import CheckpointConfig, Checkpoints
 
 SHAPE = Shape(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=48,

@@ -8,7 +8,7 @@ from collections import Counter
 from concurrent.futures import Future
 
 from torchtune_ext.measured import grading
-from torchtune_ext.measured.extract import extract
+from torchtune_ext.measured.check import extract
 from torchtune_ext.measured.kernels import Dgemm
 from torchtune_ext.measured.matmul import stages
 from torchtune_ext.measured.matmul.archive import entry_of

@@ -14,9 +14,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import torch
 
-from torchtune_ext.sampling.doors import KEY_VARIABLE
-from torchtune_ext.sampling.transfer.gloo import GlooGroup
-from torchtune_ext.sampling.transfer.messages import GlooInit, Update, chunks
+from torchtune_ext.sampling.server_command import KEY_VARIABLE
+from torchtune_ext.sampling.transfer.group import GlooGroup, GlooInit, Update, chunks
 from torchtune_ext.sampling.weight_buffer import checksum
 
 LOCK = threading.Lock()  # the engine does one thing after the other

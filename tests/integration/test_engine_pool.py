@@ -23,8 +23,8 @@ from torchtune_ext.objective.loss import PolicyLoss  # noqa: E402
 from torchtune_ext.policy import from_config  # noqa: E402
 from torchtune_ext.policy.builder import build_policy, on_meta  # noqa: E402
 from torchtune_ext.policy.hf_model import HFModel  # noqa: E402
+from torchtune_ext.sampling.core_process import on_cpu  # noqa: E402
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig  # noqa: E402
-from torchtune_ext.sampling.imports import on_cpu  # noqa: E402
 from torchtune_ext.sampling.supervisor import COLLECT_S  # noqa: E402
 from torchtune_ext.sampling.weight_buffer import checksum  # noqa: E402
 from torchtune_ext.training.agreement import Agreement, Disagreement  # noqa: E402

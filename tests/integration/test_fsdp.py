@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from torchtune_ext.balance import Layout
+from torchtune_ext.packing import Layout
 from torchtune_ext.groups import Group, Sample
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.packing import pack
@@ -219,7 +219,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from torchtune_ext.balance import Layout
+from torchtune_ext.packing import Layout
 from torchtune_ext.groups import Group, Sample
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.packing import pack
@@ -231,9 +231,9 @@ from torchtune_ext.policy.sharded import whole
 from torchtune_ext.sampling.records import Completion
 from torchtune_ext.tasks.task import Problem
 from torchtune_ext.training.distributed import RanksConfig, close_ranks, init_ranks
-from torchtune_ext.training.identity import Identity
+from torchtune_ext.training.manifest import Identity
 from torchtune_ext.training.learner import Learner
-from torchtune_ext.training.schedule import ScheduleConfig, make_schedule
+from torchtune_ext.training.learner import ScheduleConfig, make_schedule
 from torchtune_ext.training.state import Checkpoints
 
 folder, lora = sys.argv[1], json.loads(sys.argv[2])

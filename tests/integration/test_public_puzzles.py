@@ -21,7 +21,7 @@ from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.tasks.task import Score
 from torchtune_ext.tasks.temporal_clue import TemporalClue
 from torchtune_ext.training.agreement import mismatch
-from torchtune_ext.training.schedule import ScheduleConfig, make_schedule
+from torchtune_ext.training.learner import ScheduleConfig, make_schedule
 
 pytestmark = pytest.mark.slow
 SAMPLES, TOKENS = 2, 12

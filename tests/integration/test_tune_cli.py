@@ -101,7 +101,7 @@ WHERE_IS_WHAT = """
 import importlib.util, sys
 from pathlib import Path
 import torchtune_ext.kernels, torchtune_ext.configs
-from torchtune_ext.host import catalog, plugin
+from torchtune_ext.run import catalog; from torchtune_ext.host import plugin
 print(plugin.installed())
 print(Path(importlib.util.find_spec("torchtune_ext.recipes").origin).parent)
 for recipe in catalog.recipe_files(catalog.folder("recipes"), catalog.folder("configs")):

@@ -20,7 +20,7 @@ from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import adapter_names
 from torchtune_ext.replay import Replay
 from torchtune_ext.run.output import ENGINE_READY, labelled
-from torchtune_ext.sampling.layout import engine_configs, log_name
+from torchtune_ext.sampling.server_command import engine_configs, log_name
 from torchtune_ext.tasks.order import SHUFFLE_LIMIT
 from torchtune_ext.tasks.task import Task
 from torchtune_ext.training.distributed import Ranks

@@ -136,7 +136,7 @@ def parse(recipe_main):
 
     `tune run` replaces such names itself. This decorator does it where `tune` is not involved (`python -m
     torchtune_ext.recipes.grpo --config grpo/tiny`, torchrun) or where Python reads no start-up files. A mistake of the user
-    ends the recipe with one message and exit status 2 (`mistakes.shown`).
+    ends the recipe with one message and exit status 2 (`errors.shown`).
     """
     import functools
 

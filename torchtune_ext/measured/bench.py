@@ -27,17 +27,15 @@ import cloudpickle
 from torchtune_ext.measured import compiler as compilers
 from torchtune_ext.measured.bench_processes import VARIABLES, Checked, Checking, Failed, Settings, TimeKeeping
 from torchtune_ext.measured.cache import Cache
-from torchtune_ext.measured.check import Deadlines, require_records
+from torchtune_ext.measured.check import Deadlines, extract, require_records
 from torchtune_ext.measured.child import START_S
 from torchtune_ext.measured.compiler import Compiler
-from torchtune_ext.measured.extract import extract
-from torchtune_ext.measured.job import Job, kernel_key
 from torchtune_ext.measured.kernel import Kernel, prototype
 from torchtune_ext.measured.machine import choose_cores, fingerprint, usable_cores
 from torchtune_ext.measured.owned import Owned
 from torchtune_ext.measured.results import NOISY, BenchConfig, BenchError, Result
 from torchtune_ext.measured.sandbox import PREFIX, PROBE_S, Limits, Sandbox, clean_up
-from torchtune_ext.measured.schedule import CHECK, Schedule
+from torchtune_ext.measured.schedule import CHECK, Job, Schedule, kernel_key
 from torchtune_ext.measured.timing import LEAST_CALLS, MOST_LATE_CALLS
 from torchtune_ext.measured.version import version
 from torchtune_ext.run.processes import Answer, Processes, remove
@@ -116,7 +114,7 @@ class Bench:
         self._lock = threading.Lock()  # guards all that follows
         self._ended: BenchError | None = None  # the reason why nothing is accepted any more
         workers = workers or len(checked)
-        self._schedule: Schedule[Job] = Schedule(workers, is_shared=bool(set(checked) & set(timed)))
+        self._schedule = Schedule(workers, is_shared=bool(set(checked) & set(timed)))
         self._under_way: dict[str, Job] = {}
         self._counts: Counter[str] = Counter()
         self._owned = Owned(clean_up(), PREFIX)
@@ -266,7 +264,7 @@ class Bench:
             except Exception as error:  # noqa: BLE001 (whatever it is, everybody who waits has to get it)
                 self._give_up(BenchError(f"the processes of the Bench have ended: {error}"))
 
-    def _hand_over(self, stage: str, job: "Job") -> None:
+    def _hand_over(self, stage: str, job: Job) -> None:
         d, settings = self._settings.deadlines, self._settings
         check_s = d.screen_s + d.compile_s + START_S + d.load_s + 2 * d.verify_s + OWN_S
         # A kernel's checker probes the machine and checks the kernel's own program. Who makes a timer, or waits for the
@@ -282,7 +280,7 @@ class Bench:
         answer = self._pools[pool].submit((job.kernel_key, job.kernel, *what), timeout_s, wait_s)
         answer.add_done_callback(lambda future: self._ends(stage, job, future))
 
-    def _ends(self, stage: str, job: "Job", future: "Future[Answer]") -> None:
+    def _ends(self, stage: str, job: Job, future: "Future[Answer]") -> None:
         """Deals with what a process says, in the thread that serves it."""
         try:
             if (error := future.exception()) is not None:
@@ -292,7 +290,7 @@ class Bench:
             self._give_up(BenchError(f"the processes of the Bench have ended: {error}"))
         self._advance()
 
-    def _deal_with(self, stage: str, job: "Job", answer: Answer) -> None:
+    def _deal_with(self, stage: str, job: Job, answer: Answer) -> None:
         found = answer.value
         if answer.kind == "returned" and not isinstance(found, Failed):
             self._take(stage, job, found)
@@ -317,7 +315,7 @@ class Bench:
         else:
             log.warning("bench: the %s of a program is repeated%s: %s", stage, attempts, cause)
 
-    def _take(self, stage: str, job: "Job", found: Any) -> None:
+    def _take(self, stage: str, job: Job, found: Any) -> None:
         """Takes what became of a program in a stage."""
         seconds = found.verdict.seconds if stage == CHECK else found.seconds
         is_right = stage == CHECK and found.verdict.outcome == "ok"
@@ -353,7 +351,7 @@ class Bench:
         first = job.futures[0]
         self._finish(job, lambda future: future.set_result(replace(result, is_cached=future is not first)))
 
-    def _finish(self, job: "Job", end: Callable[[Future], None]) -> None:
+    def _finish(self, job: Job, end: Callable[[Future], None]) -> None:
         """Ends all futures of a job. Their callbacks may submit more, so this does not hold the lock."""
         with self._lock:
             if self._under_way.pop(job.key, None) is None:

@@ -20,13 +20,12 @@ import numpy as np
 from torchtune_ext.measured import compiler as compilers
 from torchtune_ext.measured.arena import arena_size
 from torchtune_ext.measured.child import Child, ChildFailed
-from torchtune_ext.measured.commands import Finished
-from torchtune_ext.measured.compiler import OPTIMIZATIONS, Compiler
-from torchtune_ext.measured.extract import extract
+from torchtune_ext.measured.compiler import OPTIMIZATIONS, Compiler, Finished
 from torchtune_ext.measured.kernel import Kernel, require_sound
 from torchtune_ext.measured.machine import usable_cores
 from torchtune_ext.measured.sandbox import Limits, Sandbox, SandboxError, exit_cause
 from torchtune_ext.measured.verify import described, verify
+from torchtune_ext.tasks.answers import spoken
 
 OUTCOMES = ("format", "forbidden", "compile_error", "timeout", "runtime_error", "wrong_result", "ok")
 SANDBOXES = ("floor", "none")
@@ -42,6 +41,9 @@ _KILLED = re.compile(
     r"^\S+: (fatal )?error: (Killed signal terminated program|ld terminated with signal 9|unable to execute command: Killed)",
     re.MULTILINE,
 )
+C_NAMES = ("", "c", "c99", "c11", "c17", "cpp", "c++")  # what stands behind the fence of a C program
+# Nothing is given back once it is taken (`*+`): a long line would be tried in all ways to divide it.
+_FENCE = re.compile(r"[ \t]*+(`{3,}+|~{3,}+)[ \t]*+([^`\s]*+)(?:\s[^`]*+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,3 +352,28 @@ def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
         yield
     finally:
         seconds[stage] = seconds.get(stage, 0.0) + time.monotonic() - start
+
+
+def extract(text: str) -> str | None:
+    """Returns the C source in an answer: the content of its last closed block that is fenced as C, or as nothing.
+
+    What a model thinks aloud is no part of its answer. A fence with a language always begins a block, so
+    a block that was never closed (the model changed its mind) swallows nothing.
+
+    Returns:
+        The lines between the fences, or None if there is no such block, or none that says anything.
+    """
+    found, fence, language, lines = None, "", "", []
+    for line in (line.removesuffix("\r") for line in spoken(text).split("\n")):
+        match = _FENCE.fullmatch(line)
+        if match is None:
+            lines.append(line)
+        elif not fence or match[2]:
+            fence, language, lines = match[1], match[2].lower(), []
+        elif match[1].startswith(fence):
+            if language in C_NAMES and any(each.strip() for each in lines):
+                found = "\n".join(lines) + "\n"
+            fence = ""
+        else:
+            lines.append(line)
+    return found

@@ -20,12 +20,12 @@ from torchtune_ext.measured.declarations import (
     is_vector,
     nodes_of,
     shape_of,
+    techniques_of,
     vector_types,
 )
 from torchtune_ext.measured.expressions import Expressions
 from torchtune_ext.measured.kernel import Kernel, inputs_of
 from torchtune_ext.measured.parsing import MAX_TEXT, Text, own_text, parse
-from torchtune_ext.measured.pragmas import techniques_of
 from torchtune_ext.measured.records import Facts, Loop, Mark, Place, Unreadable, Value, first_of, join, text_of
 
 PARSE_S = 10.0  # seconds that the parser may take

@@ -8,16 +8,42 @@ programs end there, and a timing that has to be alone begins when all that were 
 """
 
 from collections import deque
-from collections.abc import Hashable
-from typing import Generic, TypeVar
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from torchtune_ext.measured.kernel import Kernel
 
 PATIENCE = 64  # about ten seconds of two cores
 CHECK, TIME = "check", "time"
 
-Job = TypeVar("Job", bound=Hashable)
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """One program, and all who wait for its result."""
+
+    key: str
+    kernel_name: str
+    kernel_key: str
+    kernel: bytes
+    text: str
+    permitted: tuple[str, ...] | None
+    futures: list[Future]
+    library: bytes = b""
+    techniques: tuple[str, ...] = ()
+    attempts: int = 0
+    has_begun: bool = False
+    is_timed_again: bool = False  # its timing was disturbed, and is made once more
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def begin(self) -> bool:
+        """Marks it as begun: from now on it cannot be canceled. Returns False if everybody has canceled it before."""
+        if not self.has_begun:
+            self.futures = [future for future in self.futures if future.set_running_or_notify_cancel()]
+            self.has_begun = bool(self.futures)
+        return self.has_begun
 
 
-class Schedule(Generic[Job]):
+class Schedule:
     """Jobs that wait for their check or their timing, and those that run.
 
     Args:
@@ -86,3 +112,9 @@ class Schedule(Generic[Job]):
 
     def _wants_quiet(self) -> bool:
         return bool(self.again or (self.is_shared and self.timings))
+
+
+def kernel_key(kernel: Kernel) -> str:
+    """Returns a name that tells kernels, and their timed sizes, apart."""
+    kind = type(kernel)
+    return f"{kind.__module__}.{kind.__qualname__} {kernel.name} {dict(kernel.timed)}"

@@ -9,10 +9,10 @@ from importlib.util import find_spec
 import fp8_models
 import pytest
 
-from torchtune_ext.cluster.serving import Route, engine_words, route, server_words
+from torchtune_ext.cluster.together import Route, engine_words, route, server_words
 from torchtune_ext.host import cli, on_ray
 from torchtune_ext.host.cli import main
-from torchtune_ext.host.run_settings import run_settings
+from torchtune_ext.host.on_ray import run_settings
 from torchtune_ext.run.catalog import config_files, folder
 from torchtune_ext.sampling.records import EngineConfig
 

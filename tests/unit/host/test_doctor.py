@@ -9,9 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from torchtune_ext.host import doctor, doctor_facts
-from torchtune_ext.host.doctor import FAIL, OK, WARN, Finding, diagnose, table
-from torchtune_ext.host.doctor_facts import Facts
+from torchtune_ext.host import doctor
+from torchtune_ext.host.doctor import FAIL, OK, WARN, Facts, Finding, diagnose, table
 from torchtune_ext.measured.sandbox import Layer
 
 GOOD = Facts(
@@ -249,18 +248,18 @@ def test_a_layer_that_is_only_useful_is_listed_with_its_cost():
 
 def test_the_sandbox_of_this_machine_is_looked_at(monkeypatch, tmp_path):
     before = set(os.listdir(tempfile.gettempdir()))
-    compiler, layers, error = doctor_facts.sandbox_facts()
+    compiler, layers, error = doctor.sandbox_facts()
     assert bool(compiler) == bool(layers or error)
     assert not compiler or {layer.name for layer in layers} >= {"limits", "landlock", "seccomp"} and not error
     left = set(os.listdir(tempfile.gettempdir())) - before
     assert not {name for name in left if name.startswith("torchtune-ext-programs-")}
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert doctor_facts.sandbox_facts() == ("", (), "")
+    assert doctor.sandbox_facts() == ("", (), "")
     broken = tmp_path / "gcc"
     broken.write_text("#!/bin/sh\n[ $1 = --version ] && echo gcc 0 || exit 1\n")
     broken.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
-    assert "cannot compile the sandbox" in doctor_facts.sandbox_facts()[2]
+    assert "cannot compile the sandbox" in doctor.sandbox_facts()[2]
 
 
 def test_torchao_018_is_fine_with_the_hook():
@@ -320,20 +319,20 @@ def test_exit_status(facts, status, monkeypatch, capsys):
 
 
 def test_probe_has_a_deadline_and_reports_the_last_line():
-    assert doctor_facts.probe("print('there')", 30.0) == ("there\n", "")
-    assert doctor_facts.probe("raise KeyError('why')", 30.0) == ("", "KeyError: 'why'")
-    assert doctor_facts.probe("import time; time.sleep(30)", 0.2)[1].startswith("no answer within")
-    assert doctor_facts.probe("import os; os._exit(9)", 30.0) == ("", "exit status 9")
+    assert doctor.probe("print('there')", 30.0) == ("there\n", "")
+    assert doctor.probe("raise KeyError('why')", 30.0) == ("", "KeyError: 'why'")
+    assert doctor.probe("import time; time.sleep(30)", 0.2)[1].startswith("no answer within")
+    assert doctor.probe("import os; os._exit(9)", 30.0) == ("", "exit status 9")
 
 
 def test_read_tune_finds_the_interpreter(tmp_path):
     script = tmp_path / "tune"
     script.write_text("#!/env/bin/python3.11\nfrom torchtune._cli.tune import main\n")
-    assert doctor_facts.read_tune(str(script)) == ("from torchtune._cli.tune import main\n", "/env/bin/python3.11")
+    assert doctor.read_tune(str(script)) == ("from torchtune._cli.tune import main\n", "/env/bin/python3.11")
     script.write_text("#!/bin/sh\nexec something\n")
-    assert doctor_facts.read_tune(str(script)) == ("exec something\n", "")
+    assert doctor.read_tune(str(script)) == ("exec something\n", "")
 
 
 def test_installed_versions_sees_this_environment():
-    versions = doctor_facts.installed_versions()
+    versions = doctor.installed_versions()
     assert versions["pytest"] == pytest.__version__ and sys.version_info >= (3, 11)

@@ -194,7 +194,7 @@ def test_two_nodes_under_torchrun_are_known(place, monkeypatch, capsys):
 
 def test_gpus_here_that_would_train_and_sample_are_a_problem(place, monkeypatch, capsys):
     monkeypatch.setattr(dry, "this_machine", lambda device: Machine(8, 79 * GIB, 500 * GIB, "the 8 GPUs here", True))
-    monkeypatch.setattr("torchtune_ext.host.here.on_cpu", lambda: False)
+    monkeypatch.setattr("torchtune_ext.host.dry_run.on_cpu", lambda: False)
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 4000 * GIB}))
     monkeypatch.setenv("RANK", "0")
     for visible, ranks, expected in ((None, 8, 2), (None, 4, 0), ("4,5,6,7", 4, 2), ("0,1,2,3", 4, 0)):
@@ -297,7 +297,7 @@ def test_without_a_gpu_here_the_machine_is_the_one_that_the_config_names(place, 
 
 def test_with_gpus_here_they_and_the_disk_count(place, monkeypatch, capsys):
     monkeypatch.setattr(dry, "this_machine", lambda device: Machine(5, 79 * GIB, 500 * GIB, "the 5 GPUs here", True))
-    monkeypatch.setattr("torchtune_ext.host.here.on_cpu", lambda: False)
+    monkeypatch.setattr("torchtune_ext.host.dry_run.on_cpu", lambda: False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     # As many checkpoints as one run of 7B keeps have 397 GiB.
     for free, expected in ((1000 * GIB, 0), (100 * GIB, 2)):

@@ -7,7 +7,7 @@ import pytest
 
 from torchtune_ext.run import errors
 from torchtune_ext.run.errors import Blamed, blame, message, nearest, place_of, shown, status_of, text_of
-from torchtune_ext.training.schedule import ScheduleConfig
+from torchtune_ext.training.learner import ScheduleConfig
 
 
 def code_of(text: str, name: str, file: str = "<made>") -> dict:

@@ -2,21 +2,21 @@
 
 import pytest
 
-from torchtune_ext.host import here
+from torchtune_ext.host import dry_run
 from torchtune_ext.policy.memory import GIB
 from torchtune_ext.sampling.records import EngineConfig
-from torchtune_ext.training.plan.disk import DiskNeed
+from torchtune_ext.training.plan.plan import DiskNeed
 
 
 def test_a_disk_without_room_for_a_checkpoint_is_refused():
     rows = {"weights": 60 * GIB, "state of the optimizer": 40 * GIB}
     with pytest.raises(ValueError, match=r"output_dir=runs/x: a checkpoint takes 100.0 GiB, and 99.0 GiB are free"):
-        here.require_disk(DiskNeed(rows, kept=4, free=99 * GIB), "runs/x")
+        dry_run.require_disk(DiskNeed(rows, kept=4, free=99 * GIB), "runs/x")
 
 
 @pytest.mark.parametrize(("free", "said"), [(100, True), (399, True), (400, False)])
 def test_a_disk_without_room_for_all_that_are_kept_is_said(free, said, capsys):
-    here.require_disk(DiskNeed({"weights": 100 * GIB}, kept=4, free=free * GIB), "runs/x")
+    dry_run.require_disk(DiskNeed({"weights": 100 * GIB}, kept=4, free=free * GIB), "runs/x")
     printed = capsys.readouterr().out
     assert ("a checkpoint takes 100.0 GiB, 4 are there at once" in printed) == said and bool(printed) == said
 
@@ -27,9 +27,9 @@ def test_gpus_that_are_not_there_are_refused(monkeypatch):
         (True, {"devices": "0"}, "engine.devices=0 asks for GPUs"),
         (False, {"devices": "0,9"}, "names GPU 9, but this machine has 8, from 0 to 7"),
     ):
-        monkeypatch.setattr(here, "on_cpu", lambda on_cpu=on_cpu: on_cpu)
-        monkeypatch.setattr(here.Path, "glob", lambda self, pattern: [f"/dev/nvidia{i}" for i in range(8)])
+        monkeypatch.setattr(dry_run, "on_cpu", lambda on_cpu=on_cpu: on_cpu)
+        monkeypatch.setattr(dry_run.Path, "glob", lambda self, pattern: [f"/dev/nvidia{i}" for i in range(8)])
         with pytest.raises(ValueError, match=message):
-            here.require_gpus(EngineConfig(max_model_len=64, **values))
+            dry_run.require_gpus(EngineConfig(max_model_len=64, **values))
         # A server has its own.
-        here.require_gpus(EngineConfig(max_model_len=64, address="http://127.0.0.1:1"))
+        dry_run.require_gpus(EngineConfig(max_model_len=64, address="http://127.0.0.1:1"))

@@ -15,7 +15,7 @@ import pytest
 import torchtune_ext
 from torchtune_ext.host import knobs
 from torchtune_ext.host.cli import main
-from torchtune_ext.host.source import NEEDED, as_yaml, component, fields_of, options_of
+from torchtune_ext.host.knobs import NEEDED, as_yaml, component, fields_of, options_of
 from torchtune_ext.run.catalog import folder, recipe_files
 
 PACKAGE = Path(torchtune_ext.__file__).parent

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 import fp8_models  # noqa: E402
 
 from torchtune_ext.host import cli, serve  # noqa: E402
-from torchtune_ext.sampling.doors import KEY_VARIABLE  # noqa: E402
+from torchtune_ext.sampling.server_command import KEY_VARIABLE  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ from importlib import metadata
 
 import pytest
 
-from torchtune_ext.host import tune_script
-from torchtune_ext.host.tune_script import is_torchtunes, mend
+from torchtune_ext.host import doctor
+from torchtune_ext.host.doctor import is_torchtunes, mend
 
 # What pip 25 writes for ray 2.60's entry point `tune = ray.tune.cli.scripts:cli`.
 RAYS = """\
@@ -32,9 +32,7 @@ def environment(tmp_path):
     venv.create(folder, symlinks=True)
     site = next((folder / "lib").glob("python*/site-packages"))
     paths = [path for path in sys.path if path.endswith("site-packages")]
-    (site / "zzz_borrowed.pth").write_text(
-        "\n".join([*paths, str(tune_script.__file__).rpartition("/torchtune_ext/")[0]])
-    )
+    (site / "zzz_borrowed.pth").write_text("\n".join([*paths, str(doctor.__file__).rpartition("/torchtune_ext/")[0]]))
     (folder / "bin" / "torchtune-ext").write_text("")
     write_rays(folder)
     return folder
@@ -83,9 +81,9 @@ def test_where_pip_installs_for_the_user_alone(tmp_path, monkeypatch):
         (tmp_path / scheme).mkdir()
     known = {sysconfig.get_default_scheme(): tmp_path / "env", "posix_user": tmp_path / "user"}
     monkeypatch.setattr(sysconfig, "get_path", lambda name, scheme: str(known[scheme]))
-    assert tune_script.own_tune() == tmp_path / "env" / "tune"
+    assert doctor.own_tune() == tmp_path / "env" / "tune"
     (tmp_path / "user" / "torchtune-ext").touch()
-    assert tune_script.own_tune() == tmp_path / "user" / "tune"
+    assert doctor.own_tune() == tmp_path / "user" / "tune"
 
 
 def test_rays_entry_point_is_still_the_one_that_is_known():

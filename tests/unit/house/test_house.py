@@ -19,12 +19,9 @@ ORDER = [
     "sampling",
     "grading",
     "groups",
-    "group_json",
-    "balance",
     "advantages",
     "evaluation",
     "buffer",
-    "unfinished",
     "rollout",
     "source",
     "packing",
@@ -44,15 +41,14 @@ ORDER = [
 OMEGACONF_ALLOWED = {
     "host.command_line",
     "host.components",
-    "host.resolvers",
     "host.config",
+    "host.on_ray",
     "host.opening",
     "host.dry_run",
-    "host.run_settings",
     "host.serve",
     "sweep.check",
 }
-MAX_FILE, MAX_FUNCTION, MAX_KNOBS = 400, 80, 40  # lines, lines, names
+MAX_FILE, MAX_FUNCTION, MAX_KNOBS = 600, 80, 40  # lines, lines, names
 MAX_RECIPE = 300  # statements: comments and blank lines cost nothing, and squeezing a line gains nothing
 MACHINE_PATH = re.compile(r"(?<![\w.])/(work|root|Users/\w+|home/\w+|opt/(wheels|pypi))/")
 

@@ -10,7 +10,7 @@ from archives import MACHINE, made_up_entries
 
 from torchtune_ext.host.cli import main
 from torchtune_ext.measured.matmul.archive import FILE, Archive
-from torchtune_ext.telemetry import archive as archive_in_report
+from torchtune_ext.telemetry import report as archive_in_report
 
 
 def test_the_report_reads_the_file_that_a_task_writes():

@@ -11,8 +11,7 @@ pytest.importorskip("tree_sitter_c")
 
 from labelled_programs import preprocessed
 
-from torchtune_ext.measured.check import OUTCOMES, Checker
-from torchtune_ext.measured.extract import extract
+from torchtune_ext.measured.check import OUTCOMES, Checker, extract
 from torchtune_ext.measured.kernels import KERNELS
 from torchtune_ext.measured.matmul.family import FAULTS, WRITERS, Family, break_by, describe, fits
 from torchtune_ext.measured.sandbox import SandboxError

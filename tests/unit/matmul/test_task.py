@@ -15,8 +15,7 @@ from calm_kernels import CalmReduction
 from records import sampled
 
 from torchtune_ext.grading import Outcome
-from torchtune_ext.group_json import group_json, group_of
-from torchtune_ext.groups import Group, graded
+from torchtune_ext.groups import Group, graded, group_json, group_of
 from torchtune_ext.measured.machine import fingerprint
 from torchtune_ext.measured.matmul import Matmul
 from torchtune_ext.measured.matmul import task as its

@@ -12,8 +12,7 @@ from as_user import as_user
 from torchtune_ext.measured import check
 from torchtune_ext.measured import compiler as compilers
 from torchtune_ext.measured.check import OUTCOMES, STAGES, Checker, Deadlines, Verdict
-from torchtune_ext.measured.commands import Finished
-from torchtune_ext.measured.compiler import LIBRARY, Compiler
+from torchtune_ext.measured.compiler import LIBRARY, Compiler, Finished
 from torchtune_ext.measured.kernels import KERNELS, Dgemm, Reduction
 from torchtune_ext.measured.sandbox import SandboxError
 from torchtune_ext.measured.verify import sizes

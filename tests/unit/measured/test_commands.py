@@ -2,12 +2,12 @@
 
 import time
 
-from torchtune_ext.measured import commands
+from torchtune_ext.measured import compiler
 
 
 def test_a_command_that_hangs_or_floods_is_killed(tmp_path):
     def run(words: str, deadline_s: float, most: int):
-        return commands.run(["/bin/sh", "-c", words], {"PATH": "/usr/bin:/bin"}, str(tmp_path), deadline_s, most)
+        return compiler.run(["/bin/sh", "-c", words], {"PATH": "/usr/bin:/bin"}, str(tmp_path), deadline_s, most)
 
     start = time.monotonic()
     hung = run("sleep 60 & sleep 60", 0.3, 100)
@@ -24,7 +24,7 @@ def test_a_command_that_hangs_or_floods_is_killed(tmp_path):
 def test_what_a_command_leaves_behind_is_killed(tmp_path):
     """A process in the background ends with the command, whose output it holds open."""
     start = time.monotonic()
-    done = commands.run(
+    done = compiler.run(
         ["/bin/sh", "-c", "sleep 60 >&- 2>&- & echo $!"], {"PATH": "/usr/bin:/bin"}, str(tmp_path), 10.0, 100
     )
     assert done.status == 0 and time.monotonic() - start < 9

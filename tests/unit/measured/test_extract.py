@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from torchtune_ext.measured.extract import extract
+from torchtune_ext.measured.check import extract
 
 PROGRAM = "void f(void) {\n    return;\n}\n"
 

@@ -9,7 +9,7 @@ from as_user import in_a_fork
 from locked_in import ATTEMPTS, attempt, build
 from without_syscalls import forget_landlock
 
-from torchtune_ext.host import doctor, doctor_facts
+from torchtune_ext.host import doctor
 from torchtune_ext.measured import sandbox as sandboxes
 from torchtune_ext.measured.check import Checker
 from torchtune_ext.measured.child import ChildFailed
@@ -74,7 +74,7 @@ def test_namespaces_can_still_be_asked_for():
 
 def told_by_the_doctor() -> str:
     forget_landlock()
-    compiler, layers, error = doctor_facts.sandbox_facts()
+    compiler, layers, error = doctor.sandbox_facts()
     facts = type("Facts", (), {"compiler": compiler, "layers": layers, "sandbox_error": error})
     return doctor.table(doctor.check_sandbox(facts))
 

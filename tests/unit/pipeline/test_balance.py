@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtune_ext import balance
-from torchtune_ext.balance import ALONE, LENGTHS, Layout, Lengths, balanced_rows, dealt
+from torchtune_ext import packing
+from torchtune_ext.packing import ALONE, LENGTHS, Layout, Lengths, balanced_rows, dealt
 
 GROUPS = st.lists(
     st.builds(Lengths, st.integers(1, 30), st.lists(st.integers(0, 40), min_size=1, max_size=8).map(tuple)), max_size=12
@@ -109,7 +109,7 @@ def test_a_round_less_is_worth_a_repeated_prompt(monkeypatch):
     """Three groups of 100 tokens in rows of 175: two rows with one group cut, 350 tokens, or three rows, 300 tokens."""
     groups = [Lengths(50, (25, 25))] * 3
     assert [tokens(row) for row in balanced_rows(groups, 175, ALONE)] == [175, 175]
-    monkeypatch.setattr(balance, "ROUND", 0)
+    monkeypatch.setattr(packing, "ROUND", 0)
     assert [tokens(row) for row in balanced_rows(groups, 175, ALONE)] == [100] * 3
 
 

@@ -13,8 +13,7 @@ from torchtune_ext.replay import Replay
 from torchtune_ext.tasks.order import ProblemStream
 from torchtune_ext.tasks.task import Problem, Score
 from torchtune_ext.telemetry.rollouts import RolloutStore
-from torchtune_ext.training.identity import Identity
-from torchtune_ext.training.manifest import Manifest
+from torchtune_ext.training.manifest import Identity, Manifest
 
 BATCH, STEPS = 2, 3
 IDENTITY = Identity("", "qwen2 of 2 layers", "0123abcd")

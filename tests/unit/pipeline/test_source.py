@@ -11,7 +11,7 @@ from waiting import wait_until
 
 from torchtune_ext.buffer import Ledger
 from torchtune_ext.grading import Grader
-from torchtune_ext.group_json import group_json
+from torchtune_ext.groups import group_json
 from torchtune_ext.sampling.engine import SamplingConfig
 from torchtune_ext.source import GroupSource
 from torchtune_ext.tasks.order import ProblemStream, problem_index

@@ -16,8 +16,8 @@ from unpacked import make_groups
 from torchtune_ext.packing import pack
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_policy, on_meta
+from torchtune_ext.policy.families import published_config
 from torchtune_ext.policy.memory import sizes_of, trainer_rows
-from torchtune_ext.policy.published import published_config
 
 SIZE = dict(hidden_size=256, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=1024)
 LORA = dict(lora_attn_modules=["q_proj", "v_proj", "output_proj"], apply_lora_to_mlp=True, lora_rank=4)

@@ -13,10 +13,9 @@ from torchtune.models.qwen2 import qwen2
 from torchtune.modules import TransformerSelfAttentionLayer
 from unpacked import PAD, make_groups, packed_logprobs_by_sample, reference, relative_error, tiny_model, trained_samples
 
-from torchtune_ext.balance import Layout
 from torchtune_ext.kernels.packed_attention import block_mask, dense_mask, packed_attention, segment_mask
 from torchtune_ext.objective.loss import PolicyLoss
-from torchtune_ext.packing import pack
+from torchtune_ext.packing import Layout, pack
 from torchtune_ext.policy.logprobs import PackedPolicy
 
 shapes_strategy = st.lists(

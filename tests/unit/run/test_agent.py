@@ -4,10 +4,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from torchtune_ext.host.config import load_config, record
-from torchtune_ext.host.run_settings import run_settings
+from torchtune_ext.host.on_ray import run_settings
 from torchtune_ext.recipes import grpo
-from torchtune_ext.run.agent import agents_run, own_folder
-from torchtune_ext.run.folder import RunFolder, read_record
+from torchtune_ext.run.folder import RunFolder, agents_run, own_folder, read_record
 
 NEEDED = dict.fromkeys(("model_dir", "model", "tokenizer", "task", "optimizer"), "x") | {"max_steps": 1}
 

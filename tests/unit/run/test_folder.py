@@ -17,8 +17,7 @@ import pytest
 from torchtune_ext.run.folder import RunFolder, read_record
 from torchtune_ext.telemetry.metrics import Metrics, read_metrics
 from torchtune_ext.telemetry.report import build_report
-from torchtune_ext.training.identity import Identity
-from torchtune_ext.training.manifest import Manifest
+from torchtune_ext.training.manifest import Identity, Manifest
 
 LEFT = ("metrics.jsonl", "rollouts/step_000001.jsonl.gz", "checkpoints/step_000002/recipe.json", "engine.log", "fp8.txt",
         "trace.json", "tensorboard/events", "evaluation.json", "report.html", "start/config.json")  # fmt: skip

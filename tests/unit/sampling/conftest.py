@@ -14,8 +14,7 @@ def make_engine(monkeypatch, tmp_path):
     from fake_cores import CONFIG, SleepingCore
 
     from torchtune_ext.sampling import cleanup
-    from torchtune_ext.sampling.backends import BACKENDS
-    from torchtune_ext.sampling.engine import Engine
+    from torchtune_ext.sampling.engine import BACKENDS, Engine
 
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(cleanup.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))

@@ -7,9 +7,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torchtune_ext.sampling.backends import BACKENDS  # noqa: E402
 from torchtune_ext.sampling.calls import CoreLost  # noqa: E402
-from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig  # noqa: E402
+from torchtune_ext.sampling.engine import (  # noqa: E402
+    BACKENDS,  # noqa: E402
+    Engine,
+    EngineConfig,
+    SamplingConfig,
+)
 
 
 class Countdown:

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from torchtune_ext.sampling.early_stop import RunningLogprob
+from torchtune_ext.sampling.calls import RunningLogprob
 from torchtune_ext.sampling.records import SamplingConfig
 
 

@@ -17,10 +17,14 @@ from fake_cores import CONFIG, until, weights  # noqa: E402
 from fake_pools import run, states  # noqa: E402
 
 from torchtune_ext.sampling.calls import CoreLost  # noqa: E402
-from torchtune_ext.sampling.health import State  # noqa: E402
-from torchtune_ext.sampling.pool import Pool  # noqa: E402
+from torchtune_ext.sampling.pool import (  # noqa: E402
+    FAR,
+    Lengths,
+    Pool,  # noqa: E402
+    pays,
+)
 from torchtune_ext.sampling.records import EngineFailed, Priority  # noqa: E402
-from torchtune_ext.sampling.routing import FAR, Lengths, pays  # noqa: E402
+from torchtune_ext.sampling.supervisor import State  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 
 import fake_pools  # noqa: E402
 
-from torchtune_ext.sampling import layout  # noqa: E402
+from torchtune_ext.sampling import server_command  # noqa: E402
 from torchtune_ext.sampling.alike import require_alike, server_facts  # noqa: E402
 from torchtune_ext.sampling.records import EngineConfig  # noqa: E402
 
@@ -24,17 +24,17 @@ from torchtune_ext.sampling.records import EngineConfig  # noqa: E402
     ],
 )
 def test_the_engines_of_a_pool_share_the_devices(monkeypatch, settings, expected):
-    monkeypatch.setattr(layout, "on_cpu", lambda: False)
-    assert [each.devices for each in layout.engine_configs(EngineConfig(**settings))] == expected
+    monkeypatch.setattr(server_command, "on_cpu", lambda: False)
+    assert [each.devices for each in server_command.engine_configs(EngineConfig(**settings))] == expected
 
 
 def test_the_engines_of_a_pool_share_the_cores(monkeypatch):
-    monkeypatch.setattr(layout, "on_cpu", lambda: True)
+    monkeypatch.setattr(server_command, "on_cpu", lambda: True)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 3, 5, 7, 9})
-    assert [each.devices for each in layout.engine_configs(EngineConfig(count=2))] == ["1,3", "5,7,9"]
-    assert layout.engine_configs(EngineConfig(count=1)) == [EngineConfig(count=1)]
+    assert [each.devices for each in server_command.engine_configs(EngineConfig(count=2))] == ["1,3", "5,7,9"]
+    assert server_command.engine_configs(EngineConfig(count=1)) == [EngineConfig(count=1)]
     with pytest.raises(ValueError, match="engine.count=6: this process may use 5 cores, and each engine needs one"):
-        layout.engine_configs(EngineConfig(count=6))
+        server_command.engine_configs(EngineConfig(count=6))
 
 
 @pytest.mark.parametrize(
@@ -64,21 +64,21 @@ def test_settings_of_a_pool_that_contradict_each_other(settings, message):
 
 
 def test_a_pool_on_gpus_needs_their_names(monkeypatch):
-    monkeypatch.setattr(layout, "on_cpu", lambda: False)
+    monkeypatch.setattr(server_command, "on_cpu", lambda: False)
     with pytest.raises(ValueError, match="engine.count=2 without engine.devices: .* as in engine.devices='0,1,2,3'"):
-        layout.engine_configs(EngineConfig(count=2, tensor_parallel_size=2))
+        server_command.engine_configs(EngineConfig(count=2, tensor_parallel_size=2))
     with pytest.raises(
         ValueError, match="names 3 GPUs, but engine.tensor_parallel_size=2 needs 2 for each engine: name 2 or 4"
     ):
-        layout.engine_configs(EngineConfig(devices="0,1,2", tensor_parallel_size=2))
+        server_command.engine_configs(EngineConfig(devices="0,1,2", tensor_parallel_size=2))
     with pytest.raises(ValueError, match="names 1 GPUs, .* needs 4 for each engine: name 4$"):
-        layout.engine_configs(EngineConfig(devices="0", tensor_parallel_size=4))
+        server_command.engine_configs(EngineConfig(devices="0", tensor_parallel_size=4))
 
 
 def test_pool_addresses_are_one_engine_each():
     config = EngineConfig(address="http://a:1, http://b:2")
     assert EngineConfig(address=["http://a:1", " http://b:2"]) == config
-    assert [each.address for each in layout.engine_configs(config)] == ["http://a:1", "http://b:2"]
+    assert [each.address for each in server_command.engine_configs(config)] == ["http://a:1", "http://b:2"]
 
 
 def test_servers_of_a_pool_are_alike():

@@ -11,9 +11,9 @@ aiohttp = pytest.importorskip("aiohttp")
 
 from torchtune_ext.sampling import server as server_module  # noqa: E402
 from torchtune_ext.sampling.calls import CoreLost  # noqa: E402
-from torchtune_ext.sampling.doors import KEY_VARIABLE  # noqa: E402
 from torchtune_ext.sampling.records import EngineConfig  # noqa: E402
 from torchtune_ext.sampling.server import ServerCore  # noqa: E402
+from torchtune_ext.sampling.server_command import KEY_VARIABLE  # noqa: E402
 from torchtune_ext.sampling.weight_buffer import WeightBuffer  # noqa: E402
 
 KEY = "0123456789abcdef-the-right-key"

@@ -7,12 +7,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torchtune_ext.sampling import server_kind  # noqa: E402
-from torchtune_ext.sampling.doors import KEY_VARIABLE  # noqa: E402
-from torchtune_ext.sampling.engine_args import LOADER  # noqa: E402
+from torchtune_ext.sampling import server  # noqa: E402
 from torchtune_ext.sampling.records import EngineConfig  # noqa: E402
-from torchtune_ext.sampling.server_command import server_command, transfer_of  # noqa: E402
-from torchtune_ext.sampling.server_kind import check_kind  # noqa: E402
+from torchtune_ext.sampling.server import check_kind  # noqa: E402
+from torchtune_ext.sampling.server_command import (  # noqa: E402
+    KEY_VARIABLE,  # noqa: E402
+    LOADER,  # noqa: E402
+    server_command,
+    transfer_of,
+)
 
 ADDRESS = "http://node2:8000"
 
@@ -49,7 +52,7 @@ def check(config, **changes):
 
 def test_a_server_that_fits_says_what_it_is():
     kind = check(EngineConfig(address=ADDRESS, lora_rank=8))
-    assert kind == server_kind.ServerKind("gloo", 2, 320, 32, 512)
+    assert kind == server.ServerKind("gloo", 2, 320, 32, 512)
     assert check(EngineConfig(address=ADDRESS, transfer="gloo")).transfer == "gloo"
 
 
@@ -119,7 +122,7 @@ def test_a_server_elsewhere_listens_there_and_takes_weights_over_the_network(mon
 def test_a_server_has_the_gpus_of_its_shell_and_one_of_the_ports(monkeypatch):
     monkeypatch.setenv(KEY_VARIABLE, "the-key")
     monkeypatch.setattr("torchtune_ext.sampling.server_command.on_cpu", lambda: False)
-    monkeypatch.setattr("torchtune_ext.sampling.engine_args.on_cpu", lambda: False)
+    monkeypatch.setattr("torchtune_ext.sampling.server_command.on_cpu", lambda: False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     # The trainer's machine has these GPUs, and the server is on another one.
     assert (

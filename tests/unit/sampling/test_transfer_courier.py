@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 import weight_server  # noqa: E402
 
 from torchtune_ext.sampling.calls import CoreLost  # noqa: E402
-from torchtune_ext.sampling.doors import KEY_VARIABLE  # noqa: E402
+from torchtune_ext.sampling.server_command import KEY_VARIABLE  # noqa: E402
 from torchtune_ext.sampling.transfer.courier import Courier, Parcel  # noqa: E402
 from torchtune_ext.sampling.transfer.group import Member  # noqa: E402
 from torchtune_ext.sampling.weight_buffer import WeightBuffer, checksum  # noqa: E402

@@ -7,7 +7,7 @@ torch = pytest.importorskip("torch")
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from torchtune_ext.sampling.transfer.messages import Update, check_layout, chunks, update_of  # noqa: E402
+from torchtune_ext.sampling.transfer.group import Update, check_layout, chunks, update_of  # noqa: E402
 from torchtune_ext.sampling.transfer.sender_process import memory_of  # noqa: E402
 from torchtune_ext.sampling.weight_buffer import WeightBuffer, checksum  # noqa: E402
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import small_sweeps
 
-from torchtune_ext.sweep.table import ranked, table
+from torchtune_ext.sweep.runner import ranked, table
 
 RATES = "parameters: {lr: {values: [0.1, 0.2, 0.3]}}\n"
 

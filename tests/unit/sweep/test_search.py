@@ -9,10 +9,8 @@ import pytest
 import small_sweeps
 
 from torchtune_ext.sweep.cli import _tries
-from torchtune_ext.sweep.file import read_sweep
-from torchtune_ext.sweep.hyperband import hyperband_of
-from torchtune_ext.sweep.macros import DEFAULT, expanded
-from torchtune_ext.sweep.search import Tried, draw, suggest
+from torchtune_ext.sweep.file import DEFAULT, expanded, read_sweep
+from torchtune_ext.sweep.search import Tried, draw, hyperband_of, suggest
 from torchtune_ext.sweep.space import grid, nested, parameters_of
 
 REFERENCE = json.loads(Path(__file__).with_name("reference.json").read_text())

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from torchtune_ext.tasks.task import Problem
 from torchtune_ext.tasks.temporal_clue import TemporalClue
-from torchtune_ext.tasks.temporal_clue.grade import right_answers
+from torchtune_ext.tasks.temporal_clue.task import right_answers
 
 SOLUTION = {"A": "Colonel Mustard", "B": "Rope", "C": "Dining Room", "D": "11:30 PM", "E": "Fear"}
 GOLD = "A. Colonel Mustard\nB. Rope\nC. Dining Room\nD. 11:30 PM\nE. Fear"

@@ -14,12 +14,11 @@ from clue_reader import DATA, Translator, all_nights, check_by_trying, holds, ne
 from torchtune_ext.tasks.temporal_clue import TemporalClue, cli
 from torchtune_ext.tasks.temporal_clue.clues import HasMotive, Murder, Place, draw_clues
 from torchtune_ext.tasks.temporal_clue.files import generate, read_puzzles, write_jsonl
-from torchtune_ext.tasks.temporal_clue.grade import right_answers
-from torchtune_ext.tasks.temporal_clue.minimal import drop_in_turn, few_of_many
-from torchtune_ext.tasks.temporal_clue.puzzle import Puzzle, make_puzzle, whole_world
+from torchtune_ext.tasks.temporal_clue.puzzle import Puzzle, drop_in_turn, few_of_many, make_puzzle, whole_world
 from torchtune_ext.tasks.temporal_clue.scenario import draw_scenario
 from torchtune_ext.tasks.temporal_clue.size import NAMED, Size, parse_size
 from torchtune_ext.tasks.temporal_clue.solver import Solver
+from torchtune_ext.tasks.temporal_clue.task import right_answers
 
 try:
     import ortools  # noqa: F401

@@ -13,10 +13,9 @@ import pytest
 from archives import MACHINE, made_up_entries
 
 from torchtune_ext.measured.matmul.archive import FILE, Archive
-from torchtune_ext.telemetry import archive as module
-from torchtune_ext.telemetry.archive import filled, pictures_of
+from torchtune_ext.telemetry import report as module
 from torchtune_ext.telemetry.metrics import Metrics
-from torchtune_ext.telemetry.report import build_report
+from torchtune_ext.telemetry.report import build_report, filled, pictures_of
 
 HOSTILE = "</script></pre><script>document.title='broken'</script><!-- <img src=x onerror=\"document.title='broken'\"> {{js}} \u2028\ud800"
 ELSEWHERE = "another machine <b>"

@@ -8,8 +8,7 @@ from checkpoint_runs import make_model, make_source
 from torchtune_ext.policy.lora import AdapterSpec
 from torchtune_ext.run.folder import RunFolder
 from torchtune_ext.telemetry.heading import Fact, facts, flat, made_with, newest_checkpoint, spell, state_of
-from torchtune_ext.training.identity import Identity, model_text
-from torchtune_ext.training.manifest import Manifest
+from torchtune_ext.training.manifest import Identity, Manifest, model_text
 
 CONFIG = {
     "model_dir": "models/Qwen2.5-7B-Instruct",

@@ -17,7 +17,7 @@ from torchtune_ext.telemetry.metrics import CLOCK_PREFIXES, Metrics, cut_metrics
 from torchtune_ext.telemetry.report import build_report
 from torchtune_ext.telemetry.rollouts import RolloutStore
 from torchtune_ext.telemetry.sinks import LoggingConfig
-from torchtune_ext.telemetry.sinks.totals import state_of
+from torchtune_ext.telemetry.sinks.settings import state_of
 
 
 def strict_lines(path):

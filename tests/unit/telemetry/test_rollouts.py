@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtune_ext.grading import Outcome
-from torchtune_ext.group_json import run_lengths
-from torchtune_ext.groups import Group, Sample
+from torchtune_ext.groups import Group, Sample, run_lengths
 from torchtune_ext.sampling.records import Completion
 from torchtune_ext.tasks.task import Problem, Score
 from torchtune_ext.telemetry import rollouts as module

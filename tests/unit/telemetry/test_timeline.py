@@ -17,10 +17,9 @@ from torchtune_ext.grading import Grader
 from torchtune_ext.rollout import GroupStream, in_order, sample_groups
 from torchtune_ext.sampling.engine import SamplingConfig
 from torchtune_ext.tasks.task import Problem, Score
-from torchtune_ext.telemetry import strip, summary, timeline
-from torchtune_ext.telemetry.strip import strip_of
+from torchtune_ext.telemetry import summary, timeline
 from torchtune_ext.telemetry.summary import Stopwatch
-from torchtune_ext.telemetry.timeline import COUNTS, Timeline
+from torchtune_ext.telemetry.timeline import COUNTS, Timeline, strip_of
 
 BEGAN = 1_700_000_000.0  # what the wall clock says when the monotonic one says 100
 
@@ -355,7 +354,7 @@ def test_the_strip_is_bounded_and_nothing_without_phases(line, clock):
     line.phase("train", 100.0, clock.now)
     line.flush()
     found = strip_of(events_of(line.path))
-    assert found["bins"] == strip.MAX_BINS == len(found["phases"]["train"])
+    assert found["bins"] == timeline.MAX_BINS == len(found["phases"]["train"])
     assert json.loads(json.dumps(found)) == found
 
 
@@ -386,7 +385,7 @@ def test_a_mean_count_is_the_integral_over_the_bin():
     count = (np.searchsorted(np.sort(pairs[:, 0]), grid) - np.searchsorted(np.sort(pairs[:, 1]), grid)).astype(float)
     # Each of the 100 changes inside a bin of 10,000 points moves its mean by less than one point of the grid.
     expected = count.reshape(30, -1).mean(axis=1)
-    np.testing.assert_allclose(strip._mean_count([tuple(p) for p in pairs], edges), expected, atol=100 / 10_000)
+    np.testing.assert_allclose(timeline._mean_count([tuple(p) for p in pairs], edges), expected, atol=100 / 10_000)
 
 
 def test_phases_are_found_by_name(line, clock):

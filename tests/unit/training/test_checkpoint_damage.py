@@ -18,10 +18,9 @@ from torchtune_ext.policy.builder import build_policy, on_meta
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import AdapterSpec, adapter_spec
 from torchtune_ext.policy.scratch import Shape
-from torchtune_ext.training import identity, manifest
+from torchtune_ext.training import manifest
 from torchtune_ext.training.export import export_adapter
-from torchtune_ext.training.identity import Identity, identify
-from torchtune_ext.training.manifest import DamagedCheckpoint, Manifest
+from torchtune_ext.training.manifest import DamagedCheckpoint, Identity, Manifest, identify
 
 
 @pytest.fixture(scope="module")
@@ -258,7 +257,7 @@ def test_identities_say_what_differs(source, tmp_path):
     assert "another model (qwen2" in refusal and "another base (26 tensors" in refusal and "another run" not in refusal
 
     low = AdapterSpec(4, 8.0, 0.0, ("q_proj", "v_proj"), dora=False, quantized=False)
-    texts = [identity.model_text(source, make_model(source), spec) for spec in (None, low, replace(low, rank=8))]
+    texts = [manifest.model_text(source, make_model(source), spec) for spec in (None, low, replace(low, rank=8))]
     assert len(set(texts)) == 3 and "adapter rank=4 alpha=8.0 dropout=0.0 targets=q_proj+v_proj" in texts[1]
 
     config = json.loads((source.path / "config.json").read_text())
@@ -266,7 +265,7 @@ def test_identities_say_what_differs(source, tmp_path):
     for change in ({}, {"transformers_version": "9", "_name_or_path": "x"}, {"rope_theta": 5.0}):
         shutil.copytree(source.path, tmp_path / "copy", dirs_exist_ok=True)
         (tmp_path / "copy" / "config.json").write_text(json.dumps(config | change))
-        texts.add(identity.model_text(HFModel(tmp_path / "copy"), make_model(source)))
+        texts.add(manifest.model_text(HFModel(tmp_path / "copy"), make_model(source)))
     assert len(texts) == 2, "who wrote config.json makes no difference, what it says of the model does"
 
 

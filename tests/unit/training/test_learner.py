@@ -9,7 +9,7 @@ from learners import alone
 from torchtune_ext.objective.loss import Needs, NLLLoss, PolicyLoss, needs_of
 from torchtune_ext.packing import pack
 from torchtune_ext.policy.logprobs import PackedPolicy
-from torchtune_ext.training.schedule import ScheduleConfig, make_schedule
+from torchtune_ext.training.learner import ScheduleConfig, make_schedule
 
 GROUPS = [(7, [5, 1, 9]), (4, [12, 11])]
 

@@ -12,12 +12,9 @@ from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import on_meta
 from torchtune_ext.policy.memory import GIB, sizes_of, trainer_rows
 from torchtune_ext.sampling.records import EngineConfig
-from torchtune_ext.training.plan.advice import advice
-from torchtune_ext.training.plan.disk import disk_need
-from torchtune_ext.training.plan.engine import CONTEXT, GRAPHS, engine_need
 from torchtune_ext.training.plan.machine import Machine, asked_machine
-from torchtune_ext.training.plan.plan import Plan, Settings, trainers_of
-from torchtune_ext.training.plan.table import plan_table, three, verdict
+from torchtune_ext.training.plan.plan import CONTEXT, GRAPHS, Plan, Settings, disk_need, engine_need, trainers_of
+from torchtune_ext.training.plan.table import advice, plan_table, three, verdict
 from torchtune_ext.training.state import CheckpointConfig
 
 OWN = EngineConfig(max_model_len=16384, gpu_memory_utilization=0.9, devices="4")

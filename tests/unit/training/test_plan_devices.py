@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torchtune_ext.host import here
+from torchtune_ext.host import dry_run
 from torchtune_ext.sampling.records import EngineConfig
-from torchtune_ext.training.plan.devices import require_apart, same_gpu, training_gpus
+from torchtune_ext.training.plan.plan import require_apart, same_gpu, training_gpus
 
 FIRST, SECOND = "GPU-8f6e2b1c-0d3a", "GPU-1a2b3c4d-5e6f"
 
@@ -93,11 +93,11 @@ def test_a_gpu_that_would_train_and_sample_is_named_with_what_to_do(devices, tra
 
 def test_a_start_refuses_it_before_it_opens_its_folder(started, monkeypatch):
     started("0,1,2,3,4,5,6,7", 8, 0)
-    monkeypatch.setattr(here, "require_gpus", lambda engine: None)
+    monkeypatch.setattr(dry_run, "require_gpus", lambda engine: None)
     config = EngineConfig(max_model_len=64, devices="4,5,6,7")
     # Nothing else of a recipe is looked at before.
     recipe = SimpleNamespace(
         cfg=None, engine=SimpleNamespace(config=config), ranks=SimpleNamespace(device=torch.device("cuda", 0))
     )
     with pytest.raises(ValueError, match="engine.devices='4,5,6,7': GPU 4, 5, 6, 7 of this machine would train"):
-        here.check_machine(recipe)
+        dry_run.check_machine(recipe)

@@ -24,9 +24,9 @@ from torchtune_ext.policy.hf_model import HFModel, load_weights
 from torchtune_ext.policy.lora import AdapterSpec
 from torchtune_ext.policy.scratch import Shape, make_tokenizer, write_model
 from torchtune_ext.run.files import sweep
-from torchtune_ext.training import export, folders, state
+from torchtune_ext.training import export, state
 from torchtune_ext.training.export import save_model
-from torchtune_ext.training.schedule import ScheduleConfig, make_schedule, move_schedule
+from torchtune_ext.training.learner import ScheduleConfig, make_schedule, move_schedule
 from torchtune_ext.training.state import CheckpointConfig
 
 
@@ -169,7 +169,7 @@ def test_what_cannot_be_deleted_is_a_warning(tmp_path, trained, monkeypatch, cap
         raise OSError(errno.EBUSY, "Device or resource busy")
 
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
-        patch.setattr(folders.shutil, "rmtree", refuse)
+        patch.setattr(state.shutil, "rmtree", refuse)
         trained.save(checkpoints, 2)
     assert "Device or resource busy" in caplog.text
     assert names(tmp_path / "c") == [".pruned_step_000001", "step_000002"]
@@ -207,8 +207,8 @@ PHASES = [  # a first function inside each part of a save, DCP's own included
     (dcp_files, "_write_item"),
     (dcp_files.pickle, "dump"),
     (state, "all_files"),
-    (folders, "sync_tree"),
-    (folders, "sync"),
+    (state, "sync_tree"),
+    (state, "sync"),
 ]
 
 
@@ -310,7 +310,7 @@ def test_a_model_is_replaced_only_by_a_whole_one(tmp_path, source, trained, monk
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     trained.train(1, seed=3)
     for raises, expected in ((raise_disk_full, OSError), (raise_interrupt, KeyboardInterrupt)):
-        for where, name in ((export, "save_file"), (folders, "sync_tree")):
+        for where, name in ((export, "save_file"), (state, "sync_tree")):
             with monkeypatch.context() as patch:
                 patch.setattr(where, name, raises)
                 with pytest.raises(

@@ -16,7 +16,7 @@ from typing import Any
 
 from torchtune_ext.measured import service
 from torchtune_ext.measured.bench import Bench
-from torchtune_ext.measured.extract import extract
+from torchtune_ext.measured.check import extract
 from torchtune_ext.measured.kernel import Kernel, require_sound
 from torchtune_ext.measured.kernels import KERNELS
 from torchtune_ext.measured.machine import fingerprint
