@@ -23,8 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from torchtune_ext.balance import LENGTHS
-from torchtune_ext.packing import Row, Segment
+from torchtune_ext.packing import LENGTHS, Row, Segment
 
 TILE = 128  # queries, and keys, in a block of FlexAttention
 TILES_AT_ONCE = 8  # query tiles whose mask is computed at a time while a block mask is made

@@ -17,8 +17,7 @@ from torchtune_ext.run.folder import changes, read_record
 from torchtune_ext.source import REPLAYED
 from torchtune_ext.tasks.order import ProblemStream
 from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
-from torchtune_ext.training.identity import Identity
-from torchtune_ext.training.manifest import Manifest
+from torchtune_ext.training.manifest import Identity, Manifest
 
 # With another value the stored groups would be other steps, or answers to other problems.
 SAME = ("seed", "prompts_per_step", "samples_per_prompt")

@@ -17,10 +17,9 @@ from typing import Any
 from torchtune_ext.buffer import Ledger
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.grading.failures import GradingWatch
-from torchtune_ext.group_json import group_json, group_of
-from torchtune_ext.groups import Group
-from torchtune_ext.host.mistakes import text_of
+from torchtune_ext.groups import Group, group_json, group_of
 from torchtune_ext.rollout import WAKE_S, GroupStream, Watcher
+from torchtune_ext.run.errors import text_of
 from torchtune_ext.sampling.engine import SamplingConfig
 from torchtune_ext.tasks.order import ON_BAD, Fault, ProblemStream
 from torchtune_ext.tasks.task import Problem

@@ -79,8 +79,8 @@ def main(ranks):
 
     full = OSError(28, "No space left on device")
     for rank, module, name in (
-        (0, export, "_copy_files"), (0, export, "save_file"), (0, state, "all_files"), (0, folders, "sync_tree"),
-        (0, folders, "make_empty"), (0, dcp_files, "_write_item"), (1, dcp_files, "_write_item"), (1, state, "get_state_dict"),
+        (0, export, "_copy_files"), (0, export, "save_file"), (0, state, "all_files"), (0, state, "sync_tree"),
+        (0, state, "make_empty"), (0, dcp_files, "_write_item"), (1, dcp_files, "_write_item"), (1, state, "get_state_dict"),
     ):  # fmt: skip
         back = on(rank, ranks, module, name, full)
         refused(OSError, lambda: trained.save(chosen(), 3), "step_000003 was not saved", "No space left on device", "step_000002")

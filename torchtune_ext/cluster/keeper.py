@@ -33,7 +33,7 @@ class Keeper:
             file: a file that it reads, seen from there; "" for none.
         """
         try:
-            from torchtune_ext.cluster.version import version
+            from torchtune_ext.cluster.member import version
         except ImportError as error:
             return "refused", {"why": f"torchtune_ext cannot be imported there ({error})"}
         if not os.path.isfile(os.path.join(folder, file)) if file else not os.path.isdir(folder):

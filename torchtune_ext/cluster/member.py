@@ -1,15 +1,20 @@
 """What is run on a cluster: the plan, and each command of it on its machine."""
 
 import codecs
+import hashlib
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
+import torchtune_ext
 from torchtune_ext.cluster.placement import Asked, Layout, Machine
 from torchtune_ext.sampling.records import EngineConfig
 
 LAST_LINES = 20  # lines of a server's output that are shown if it ends
+APART = ("recipes", "configs", "kernels")  # these lie beside the package in a checkout, and in it once it is installed
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,3 +82,15 @@ def launch(made: Layout, number: int, meet: str) -> list[str]:
         return ["--nproc_per_node", str(made.ranks)] if made.ranks > 1 else []
     found = ["--nnodes", str(made.machines), "--node_rank", str(number), "--nproc_per_node", str(made.ranks)]
     return [*found, "--rdzv_backend", "static", "--rdzv_endpoint", meet]
+
+
+def version() -> str:
+    """Returns the version of torchtune_ext on this machine, with a digest of its files: a run is of one version only."""
+    digest = hashlib.sha256()
+    for name in ("", *APART):
+        (folder,) = import_module(".".join(filter(None, ["torchtune_ext", name]))).__path__
+        for path in sorted(Path(folder).rglob("*")):
+            inside = path.relative_to(folder)
+            if path.is_file() and "__pycache__" not in inside.parts and (name or inside.parts[0] not in APART):
+                digest.update(f"{name}/{inside}\0".encode() + path.read_bytes() + b"\0")
+    return f"{torchtune_ext.__version__} ({digest.hexdigest()[:12]})"

@@ -10,17 +10,17 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 from torchtune_ext.cluster import keeper
-from torchtune_ext.cluster.member import Member, Plan, host_title, launch
+from torchtune_ext.cluster.member import Member, Plan, host_title, launch, version
 from torchtune_ext.cluster.placement import Layout, Machine, layout, there_is, why_never
-from torchtune_ext.cluster.serving import engine_words, route, server_words
-from torchtune_ext.cluster.version import version
+from torchtune_ext.measured.ray_connect import short
 from torchtune_ext.run.output import ENGINE_READY, attempt, labelled, say
 from torchtune_ext.run.stop import NAMES
-from torchtune_ext.sampling.doors import KEY_VARIABLE
-from torchtune_ext.tasks.measured.ray_connect import short
+from torchtune_ext.sampling.records import EngineConfig
+from torchtune_ext.sampling.server_command import KEY_VARIABLE
 
 START_S = 60.0  # seconds for Ray to start the actors on their machines
 LOOK_S = 0.2  # seconds between two looks at what the commands print
@@ -33,6 +33,7 @@ STOPPED_S = 10.0  # seconds between two looks after which this process was itsel
 SERVER_END_S = 10.0  # seconds that a server has to end by itself
 OTHERS_S = 10.0  # seconds that torchrun has on the other machines to notice by itself that one of them failed
 END_S = 30.0  # seconds for what was killed to be gone
+NETWORK = {"gpus": "nccl", "cpus": "gloo"}  # by what ranks and servers compute on
 
 
 class HeadLost(RuntimeError):
@@ -363,3 +364,54 @@ class Together:
         elif member in self.trainers:
             for line in lines:
                 self._say(f"[{member.machine.address}] {line}")
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How the trainer and its servers reach each other."""
+
+    hosts: tuple[str, ...]  # at which each server listens
+    transfer: str  # `engine.transfer`
+
+
+def route(trainer: str, servers: Sequence[str], kind: str) -> Route:
+    """Returns how servers are reached. On rank 0's machine they read its memory, and listen for that machine alone; if one is
+    elsewhere, the weights of all travel over the network.
+
+    Args:
+        trainer: address of rank 0's machine.
+        servers: that of each server's machine.
+        kind: "gpus" or "cpus".
+    """
+    if all(server == trainer for server in servers):
+        return Route(("127.0.0.1",) * len(servers), "shm")
+    return Route(tuple(servers), NETWORK[kind])
+
+
+def server_words(recipe: str, config: str, words: Sequence[str], settings: Sequence[str], host: str) -> list[str]:
+    """Returns what stands behind `python` to start a server for a run, on the machine of the server.
+
+    Args:
+        words: settings of the run.
+        settings: those that `engine_words` returns for this server.
+    """
+    return [
+        *("-m", "torchtune_ext", "serve", "--config", config, "--recipe", recipe, "--host", host),
+        *(*words, *settings),
+    ]
+
+
+def engine_words(engine: EngineConfig, addresses: Sequence[str], transfer: str) -> list[str]:
+    """Returns the settings by which trainer and servers find each other, to stand behind those of the run.
+
+    The GPUs that the config names are those of an engine on the trainer's machine, and Ray numbers them anew.
+    """
+    found = [f"engine.address={addresses[0] if len(addresses) == 1 else '[' + ','.join(addresses) + ']'}"]
+    found.append(f"engine.transfer={transfer}")
+    if engine.devices is not None:
+        found.append("engine.devices=null")
+    if engine.count is not None:
+        found.append("engine.count=null")
+    if engine.sleep:
+        found.append("engine.sleep=false")
+    return found

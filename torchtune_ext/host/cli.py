@@ -11,14 +11,14 @@ from importlib.util import find_spec
 
 from torchtune_ext import __version__
 from torchtune_ext.host import plugin
-from torchtune_ext.host.mistakes import nearest, shown
+from torchtune_ext.run.errors import nearest, shown
 
 # Each word has a module with add_arguments(parser) and main(args), and one line of help. The module is imported only
 # when the word is used, so that the others need not be installed and cost no time.
 OWN_WORDS = {
     "doctor": ("torchtune_ext.host.doctor", "check this environment and print what to change"),
-    "bench": ("torchtune_ext.tasks.measured.cli", "compile, verify and time programs in C"),
-    "archive": ("torchtune_ext.tasks.matmul.cli", "print the fastest programs of a run, or write them as files"),
+    "bench": ("torchtune_ext.measured.cli", "compile, verify and time programs in C"),
+    "archive": ("torchtune_ext.measured.matmul.cli", "print the fastest programs of a run, or write them as files"),
     "clue": ("torchtune_ext.tasks.temporal_clue.cli", "make and grade Temporal Clue puzzles"),
     "knobs": ("torchtune_ext.host.knobs", "list the knobs of a recipe: knobs [RECIPE] [NODE]"),
     "presets": ("torchtune_ext.host.presets", "list the published methods, or print one: presets [NAME]"),
@@ -90,7 +90,7 @@ def run_tune(words: Sequence[str]) -> int:
 
 def resolve(word: str) -> str:
     """Returns the path of our config with the name `word`, or `word` itself if there is no such config."""
-    from torchtune_ext.host.catalog import config_files, folder
+    from torchtune_ext.run.catalog import config_files, folder
 
     path = config_files(folder("configs")).get(word)
     return word if path is None else str(path)

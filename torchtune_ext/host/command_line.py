@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from torchtune_ext.host.catalog import config_files, config_path, folder, recipe_files, recipe_of
-from torchtune_ext.host.mistakes import STATUS, nearest
+from torchtune_ext.run.catalog import config_files, config_path, folder, recipe_files, recipe_of
+from torchtune_ext.run.errors import STATUS, nearest
 
 
 def prepare(args: Namespace, recipes: Sequence[Any]) -> None:

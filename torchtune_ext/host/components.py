@@ -6,13 +6,17 @@ import os
 import pkgutil
 import sys
 from collections.abc import Callable
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_ext.host import mistakes
-from torchtune_ext.host.mistakes import Blamed, nearest
+from torchtune_ext.run import errors
+from torchtune_ext.run.catalog import folder, recipe_files
+from torchtune_ext.run.errors import Blamed, nearest
 
 # Components of an earlier version, each with the one that replaces it.
 MOVED_COMPONENTS = {
@@ -42,7 +46,7 @@ def instantiate(node: DictConfig, **extra: Any) -> Any:
         found = _refused(component, path, name, arguments, extra, error)
         if found is not None:
             raise ValueError(found) from error
-        raise Blamed(f"`{name}:` {path} raised {mistakes.text_of(error)}") from error
+        raise Blamed(f"`{name}:` {path} raised {errors.text_of(error)}") from error
 
 
 def find_component(node: DictConfig, **extra: Any) -> tuple[Callable[..., Any], str, str, dict[str, Any]]:
@@ -113,21 +117,21 @@ def _refused(
     component: Any, path: str, name: str, arguments: dict[str, Any], extra: dict[str, Any], error: Exception
 ) -> str | None:
     """Returns which argument a component refuses, or None if that is not known."""
-    if mistakes.is_mistake(error):
+    if errors.is_mistake(error):
         # Our own components name the argument. The node that it stands in is put before it.
-        leading = mistakes.leading_argument(text := str(error))
+        leading = errors.leading_argument(text := str(error))
         if leading in arguments or leading in _parameters(component):
             return f"{name}.{text}"
         return text if name in text.partition(" ")[0] else f"`{name}:` {text}"
-    if mistakes.place_of(error):
+    if errors.place_of(error):
         return None
     # A component of a library, such as an optimizer, may fail far from the argument that is wrong.
-    wrong = mistakes.guilty(lambda **given: component(**given, **extra), arguments)
+    wrong = errors.guilty(lambda **given: component(**given, **extra), arguments)
     if wrong is None:
         return None
     default = getattr(_parameters(component).get(wrong), "default", inspect.Parameter.empty)
     usual = "" if default is inspect.Parameter.empty else f"; the default is {default!r}"
-    return f"{name}.{wrong}={arguments[wrong]!r}: {path} does not take it ({mistakes.text_of(error)}){usual}"
+    return f"{name}.{wrong}={arguments[wrong]!r}: {path} does not take it ({errors.text_of(error)}){usual}"
 
 
 def _parameters(component: Any) -> dict[str, inspect.Parameter]:
@@ -157,13 +161,13 @@ def _by_path(path: str, where: str) -> Any:
             found = importlib.import_module(module)
         except ModuleNotFoundError as error:
             if error.name is None or not (module + ".").startswith(error.name + "."):
-                raise Blamed(f"{said}: importing {module} raised {mistakes.text_of(error)}") from error
+                raise Blamed(f"{said}: importing {module} raised {errors.text_of(error)}") from error
             if found is None:
                 raise ValueError(f"{said}: {_no_module(parts[0])}") from None
             depth -= 1
             break
         except Exception as error:
-            raise Blamed(f"{said}: importing {module} raised {mistakes.text_of(error)}") from error
+            raise Blamed(f"{said}: importing {module} raised {errors.text_of(error)}") from error
     for i, part in enumerate(parts[depth:], depth):
         if not hasattr(found, part):
             inside = [module.name for module in pkgutil.iter_modules(getattr(found, "__path__", None) or [])]
@@ -193,3 +197,33 @@ def _in_recipe(name: str) -> Any:
             return frame.f_globals[name]
         frame = frame.f_back
     return None
+
+
+def recipe_module(recipe: str, said: str) -> ModuleType:
+    """Returns the module of a recipe: ours by its name, or another by its file or its dotted name.
+
+    Args:
+        recipe: the name, the file or the module.
+        said: what stands before `recipe` in messages.
+
+    Raises:
+        ValueError: there is no such recipe.
+    """
+    ours = {each.name: each.path.stem for each in recipe_files(folder("recipes"), folder("configs"))}
+    name = f"torchtune_ext.recipes.{ours[recipe]}" if recipe in ours else recipe
+    if not name.endswith(".py"):
+        try:
+            return import_module(name)
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"{said}{name} is no recipe ({error}); your own is written with its ending: my_grpo.py"
+            ) from error
+    # It need not be on the path of Python.
+    spec = spec_from_file_location("recipe_of_a_user", name)
+    module = module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look up their module there
+    try:
+        spec.loader.exec_module(module)
+    except FileNotFoundError:
+        raise ValueError(f"{said}{name}: no such file, seen from {Path.cwd()}") from None
+    return module

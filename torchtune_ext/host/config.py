@@ -13,24 +13,23 @@ import yaml
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
 
-import torchtune_ext.host.resolvers  # noqa: F401  (${divide:...} in a config)
 from torchtune_ext.advantages import AdvantageConfig
 from torchtune_ext.evaluation import EvaluationConfig
 from torchtune_ext.grading import GraderConfig
 from torchtune_ext.host.components import has_component as has_component
 from torchtune_ext.host.components import instantiate as instantiate
-from torchtune_ext.host.mistakes import nearest
 from torchtune_ext.host.presets import preset_file
+from torchtune_ext.measured.results import BenchConfig
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.policy.scratch import Shape
-from torchtune_ext.run.agent import own_folder
+from torchtune_ext.run.errors import nearest
+from torchtune_ext.run.folder import own_folder
 from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
 from torchtune_ext.source import RolloutConfig
-from torchtune_ext.tasks.measured.results import BenchConfig
 from torchtune_ext.telemetry.metrics import LoggingConfig
 from torchtune_ext.training.distributed import RanksConfig
+from torchtune_ext.training.learner import ScheduleConfig
 from torchtune_ext.training.precision import PrecisionConfig
-from torchtune_ext.training.schedule import ScheduleConfig
 from torchtune_ext.training.state import CheckpointConfig
 from torchtune_ext.training.trained import AdapterConfig
 
@@ -388,3 +387,17 @@ def build(record: type[T], values: Any, where: str, bare: str | None = None, **e
         raise ValueError(f"{where}.{missing[0]} has no value; set it in the YAML or as {where}.{missing[0]}=...")
     given = {key: tuple(plain[key]) if isinstance(plain[key], list) else plain[key] for key in node[where]}
     return record(**{**extra, **given})
+
+
+# What a config may compute: `${divide:512,${samples_per_prompt}}` is 512 divided by another setting, a whole number.
+def divide(whole: int, by: int) -> int:
+    """Returns the quotient. Raises ValueError if it is no whole number."""
+    if not isinstance(whole, int) or not isinstance(by, int) or by < 1 or whole % by:
+        raise ValueError(f"${{divide:{whole},{by}}} is no whole number; choose values that divide {whole}")
+    return whole // by
+
+
+with warnings.catch_warnings():
+    # OmegaConf warns about this name of the function, but it is the one that all supported versions have.
+    warnings.filterwarnings("ignore", "register_new_resolver", UserWarning)
+    OmegaConf.register_new_resolver("divide", divide, replace=True)

@@ -16,22 +16,31 @@ import re
 import secrets
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from torchtune_ext.cluster.member import Plan
 from torchtune_ext.cluster.placement import KINDS, Asked
 from torchtune_ext.cluster.together import HeadLost, Together
-from torchtune_ext.host.mistakes import FAILED, STATUS
-from torchtune_ext.host.run_settings import RunSettings, run_settings
+from torchtune_ext.host.command_line import check_words
+from torchtune_ext.host.config import build
+from torchtune_ext.measured.ray_bench import SETTINGS
+from torchtune_ext.measured.ray_connect import Refused, connect
+from torchtune_ext.run.catalog import config_files, config_path, folder, recipe_of
+from torchtune_ext.run.errors import FAILED, STATUS
+from torchtune_ext.run.folder import own_folder
 from torchtune_ext.run.parent import environment
 from torchtune_ext.run.stop import CLEANUP_S, REACTION_S
-from torchtune_ext.sampling.doors import server_key
-from torchtune_ext.tasks.measured.ray_bench import SETTINGS
-from torchtune_ext.tasks.measured.ray_connect import Refused, connect
+from torchtune_ext.sampling.records import EngineConfig
+from torchtune_ext.sampling.server_command import server_key
+from torchtune_ext.training.state import CheckpointConfig
 
 WAIT_S = 30.0  # seconds to wait for GPUs that are in use
 # Variables that say what a machine or a process is. All others of this shell are those of the run on every machine.
@@ -118,6 +127,18 @@ def leave(text: str, status: int, err: TextIO) -> NoReturn:
     os._exit(status)
 
 
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """What a config and the words behind it say of a run that samples, as far as it is needed where the run is started from."""
+
+    recipe: str | None  # that the config is written for, if it says so
+    own_file: str  # the file of the config, if it is none of ours; ""
+    model_dir: str
+    output_dir: str
+    engine: EngineConfig
+    saving: CheckpointConfig
+
+
 def plan_of(args: argparse.Namespace, settings: RunSettings) -> Plan:
     """Makes the plan from the words of the command. Raises ValueError."""
     recipe = args.recipe or settings.recipe
@@ -192,3 +213,41 @@ def standing(output_dir: str) -> str:
     if not found:
         return f"There is no checkpoint in {output_dir} yet: start it again"
     return f"The newest checkpoint is {found[-1]}; go on from there with resume_from_checkpoint=True"
+
+
+def run_settings(config: str, words: Sequence[str]) -> RunSettings:
+    """Reads a config, a file or one of ours by its name, and the settings behind it, key=value.
+
+    Raises:
+        ValueError: it is no config, it has no engine, or a value that is needed here is missing or wrong.
+    """
+    check_words(["", f"--config={config}", *words])
+    path = Path(config_path(config))
+    name = next((each for each, file in config_files(folder("configs")).items() if file == path), None)
+    cfg = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(list(words)))
+    if not isinstance(cfg.get("engine"), DictConfig):
+        raise ValueError(f"--config {config}: it has no `engine:`, so it samples nothing; start it with tune run")
+    return RunSettings(
+        recipe_of(name or "", path),
+        "" if name else config,
+        str(_value(cfg, config, "model_dir")),
+        own_folder(str(_value(cfg, config, "output_dir"))),
+        build(EngineConfig, _value(cfg, config, "engine"), "engine"),
+        build(CheckpointConfig, _value(cfg, config, "checkpoints") if "checkpoints" in cfg else {}, "checkpoints"),
+    )
+
+
+def _value(cfg: DictConfig, config: str, key: str) -> Any:
+    """Returns a value without references. Raises ValueError."""
+    try:
+        value = cfg.get(key)
+        value = (
+            OmegaConf.to_container(value, resolve=True, throw_on_missing=True) if OmegaConf.is_config(value) else value
+        )
+    except OmegaConfBaseException as error:
+        raise ValueError(f"--config {config}: {key}: {str(error).splitlines()[0]}") from None
+    if value is None:
+        raise ValueError(
+            f"--config {config}: {key} has no value; set it in the YAML or on the command line as {key}=..."
+        )
+    return value

@@ -15,12 +15,12 @@ from torchtune_ext.advantages import AdvantageConfig
 from torchtune_ext.buffer import Ledger
 from torchtune_ext.evaluation import EvaluationConfig
 from torchtune_ext.host.config import build, instantiate, load_preset
+from torchtune_ext.measured.service import is_measured
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import adapter_names
 from torchtune_ext.replay import Replay
 from torchtune_ext.run.output import ENGINE_READY, labelled
-from torchtune_ext.sampling.layout import engine_configs, log_name
-from torchtune_ext.tasks.measured.service import is_measured
+from torchtune_ext.sampling.server_command import engine_configs, log_name
 from torchtune_ext.tasks.order import SHUFFLE_LIMIT
 from torchtune_ext.tasks.task import Task
 from torchtune_ext.training.distributed import Ranks

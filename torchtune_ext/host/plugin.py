@@ -14,7 +14,7 @@ import sys
 
 def register(registry) -> None:
     """Adds our recipes to the module `torchtune._recipe_registry`. A name that is there already is left as it is."""
-    from torchtune_ext.host.catalog import folder, recipe_files
+    from torchtune_ext.run.catalog import folder, recipe_files
 
     entries = registry.get_all_recipes()
     known = {entry.name for entry in entries}
@@ -37,7 +37,7 @@ def guide(cli) -> None:
     """Wraps `tune run` (the module `torchtune._cli.run`), so that mistakes in the words of the command are said in one line."""
     from torchtune_ext.host.command_line import prepare, quiet_end
     from torchtune_ext.host.knobs import offer_help
-    from torchtune_ext.host.mistakes import shown
+    from torchtune_ext.run.errors import shown
 
     run = cli.Run._run_cmd
 
@@ -55,7 +55,7 @@ def copy_all(cli) -> None:
     """Wraps what `tune cp` (the module `torchtune._cli.cp`) knows: it also copies configs that belong to no recipe."""
     from types import SimpleNamespace
 
-    from torchtune_ext.host.catalog import config_files, folder
+    from torchtune_ext.run.catalog import config_files, folder
 
     known = cli.get_all_recipes
 
@@ -136,14 +136,14 @@ def parse(recipe_main):
 
     `tune run` replaces such names itself. This decorator does it where `tune` is not involved (`python -m
     torchtune_ext.recipes.grpo --config grpo/tiny`, torchrun) or where Python reads no start-up files. A mistake of the user
-    ends the recipe with one message and exit status 2 (`mistakes.shown`).
+    ends the recipe with one message and exit status 2 (`errors.shown`).
     """
     import functools
 
     from torchtune import config
 
     from torchtune_ext.host.command_line import check_words
-    from torchtune_ext.host.mistakes import shown
+    from torchtune_ext.run.errors import shown
 
     parsed = config.parse(recipe_main)
 

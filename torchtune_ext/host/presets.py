@@ -5,7 +5,7 @@ import difflib
 import sys
 from pathlib import Path
 
-from torchtune_ext.host.catalog import folder
+from torchtune_ext.run.catalog import folder
 
 
 def preset_files() -> dict[str, Path]:

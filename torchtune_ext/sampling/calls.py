@@ -1,6 +1,7 @@
 """What all sampler backends share: the protocol `Core`, a request and its result, a step's counters, the ways to fail."""
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,7 +10,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from torchtune_ext.sampling.early_stop import RunningLogprob
 from torchtune_ext.sampling.loop_thread import fetch_error
 from torchtune_ext.sampling.records import Completion, Priority, SamplingConfig
 
@@ -94,6 +94,39 @@ class Step:
     prefix_hits: int  # tokens, in this step
 
 
+# Stops completions that have lost the thread: a running mean of the sampled tokens' log-probs falls below a threshold.
+#
+# The mean is an exponentially weighted one, started at zero and divided by `1 - decay^t`, so that it is a true weighted mean
+# from the first token on (without the division the zero it starts from hides the first hundred tokens). The rule depends on
+# the tokens alone, not on when they arrive: the completion is cut at the token where the rule fired.
+class RunningLogprob:
+    """Watches one completion and says where to cut it."""
+
+    __slots__ = ("threshold", "decay", "min_tokens", "count", "_sum")
+
+    def __init__(self, threshold: float, decay: float = 0.992, min_tokens: int = 64):
+        """Args: threshold: the mean log-prob, in nats, below which to stop; decay: the factor by which a log-prob counts less
+        with each further token; min_tokens: tokens to wait for, since a mean of few is noise."""
+        self.threshold, self.decay, self.min_tokens = threshold, decay, min_tokens
+        self.count = 0  # tokens seen
+        self._sum = 0.0
+
+    @property
+    def mean(self) -> float:
+        """The running mean in nats; 0 before the first token."""
+        return self._sum / (1.0 - self.decay**self.count) if self.count else 0.0
+
+    def update(self, logprobs: Sequence[float]) -> int | None:
+        """Takes the next tokens' log-probs. Returns how many tokens of the completion to keep once the rule has fired,
+        else None. A log-prob that is not a number fires at once."""
+        for logprob in logprobs:
+            self.count += 1
+            self._sum = self.decay * self._sum + (1.0 - self.decay) * logprob
+            if math.isnan(logprob) or (self.count >= self.min_tokens and self.mean < self.threshold):
+                return self.count
+        return None
+
+
 @dataclass(slots=True)
 class Call:
     """Follows one request through one life of the engine."""
@@ -170,7 +203,7 @@ class Call:
 
 
 class Core(Protocol):
-    """One life of an engine, as the supervisor sees it: what a backend (`backends.BACKENDS`) makes.
+    """One life of an engine, as the supervisor sees it: what a backend (`engine.BACKENDS`) makes.
 
     A life ends with the first method that raises CoreLost; the supervisor then calls `stop` and lets the backend make another
     one, which gets the published weights through `load`. All coroutines run in the engine's asyncio thread. Each of them

@@ -23,8 +23,7 @@ from typing import Any
 
 from torchtune_ext.run.parent import die_with_parent
 from torchtune_ext.sampling.calls import Call, CoreLost
-from torchtune_ext.sampling.core_process import LOG_LEVEL, CoreProcess
-from torchtune_ext.sampling.frames import Frames, pack, receive
+from torchtune_ext.sampling.core_process import LOG_LEVEL, CoreProcess, Frames, pack, receive
 
 LOG_FORMAT = "(client) %(asctime)s %(levelname)s %(name)s: %(message)s"
 LOOK_S = 0.1  # seconds between two looks at the engine's process

@@ -14,13 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded, paused, require_cleared
-from torchtune_ext.sampling.core_process import LOG_FORMAT, LOG_LEVEL, CoreContext, CoreProcess
-from torchtune_ext.sampling.doors import one_machine
-from torchtune_ext.sampling.engine_args import CPU_KV_CACHE as CPU_KV_CACHE
-from torchtune_ext.sampling.engine_args import DEFAULT_MAX_NUM_SEQS as DEFAULT_MAX_NUM_SEQS
-from torchtune_ext.sampling.engine_args import engine_args, engine_environment
-from torchtune_ext.sampling.imports import environment_kept, import_vllm
+from torchtune_ext.sampling.core_process import (
+    LOG_FORMAT,
+    LOG_LEVEL,
+    CoreContext,
+    CoreProcess,
+    environment_kept,
+    import_vllm,
+)
 from torchtune_ext.sampling.records import Completion, EngineConfig
+from torchtune_ext.sampling.server_command import CPU_KV_CACHE as CPU_KV_CACHE
+from torchtune_ext.sampling.server_command import DEFAULT_MAX_NUM_SEQS as DEFAULT_MAX_NUM_SEQS
+from torchtune_ext.sampling.server_command import engine_args, engine_environment, one_machine
 from torchtune_ext.sampling.weight_buffer import ADAPTER_ID, WeightBuffer
 
 

@@ -10,28 +10,41 @@ parent, imports vLLM at once, and waits on stdin for the pickled function that `
 `CoreProcess` is the trainer's end and looks to vLLM like a `multiprocessing.Process`.
 """
 
+import asyncio
 import inspect
 import logging
 import os
 import pickle
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from torchtune_ext.run.parent import die_with_parent, environment
 from torchtune_ext.sampling import janitor
-from torchtune_ext.sampling.imports import CORES
 
 LOG_LEVEL = os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")
 LOG_FORMAT = "(core) %(asctime)s %(levelname)s %(name)s: %(message)s"
 # Variables that begin so tell the trainer its place among its ranks; the core has none.
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+_LENGTH = struct.Struct("<Q")
+# Importing and configuring vLLM writes variables with these beginnings into os.environ. They belong to the core, not to the
+# trainer.
+VLLM_ENVIRONMENT = (
+    *("VLLM_", "TORCHINDUCTOR_", "NUMEXPR_MAX_", "PYTORCH_NVML_", "TRITON_CACHE_", "TILELANG_", "AITER_", "NCCL_"),
+    *("LD_PRELOAD", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES"),
+)
+CORES = "TORCHTUNE_EXT_CORES"  # variable that holds the cores which one of several engines on a CPU may use
 
 
 class CoreProcess:
@@ -243,6 +256,131 @@ def main(parent: int) -> None:
     os.environ.update(pickle.load(sys.stdin.buffer))
     target, kwargs = pickle.load(sys.stdin.buffer)
     target(**kwargs)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
+
+
+# Messages between two processes of the sampler are pickled lists with their length before them, over a socket pair.
+def pack(messages: list[Any]) -> bytes:
+    """Returns the bytes that carry some messages."""
+    data = pickle.dumps(messages, protocol=5)
+    return _LENGTH.pack(len(data)) + data
+
+
+def receive(end: socket.socket) -> list[Any]:
+    """Reads one frame before a loop runs, and not a byte behind it. Returns its messages. Raises EOFError, OSError."""
+    (length,) = _LENGTH.unpack(_exactly(end, _LENGTH.size))
+    return pickle.loads(_exactly(end, length))
+
+
+def _exactly(end: socket.socket, count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        part = end.recv(count - len(data))
+        if not part:
+            raise EOFError("the other end was closed")
+        data += part
+    return bytes(data)
+
+
+class Frames(asyncio.Protocol):
+    """One end of the socket pair in an asyncio loop.
+
+    What is said in one turn of the loop leaves as one frame: the other end is woken once, not for each message.
+    """
+
+    def __init__(self, on_messages: Callable[[list[Any]], None], on_end: Callable[[], None]) -> None:
+        """Args: on_messages: takes what has arrived; on_end: called once when the other end is gone."""
+        self._on_messages, self._on_end = on_messages, on_end
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._waiting: list[Any] = []  # messages that have not left yet
+        self._flushing = False
+        self._arrived = bytearray()
+
+    def say(self, message: Any) -> None:
+        """Sends a message, unless the other end is gone."""
+        self._waiting.append(message)
+        if not self._flushing:
+            self._flushing = True
+            self._loop.call_soon(self._flush)
+
+    def close(self) -> None:
+        """Ends the connection, without a word to `on_end`. What was said before still leaves."""
+        self._flush()
+        self._on_end = lambda: None
+        if self._transport is not None:
+            self._transport.close()
+
+    def _flush(self) -> None:
+        self._flushing = False
+        if self._transport is not None and self._waiting:
+            messages, self._waiting = self._waiting, []
+            self._transport.write(pack(messages))
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]
+        self._flush()
+
+    def data_received(self, data: bytes) -> None:
+        self._arrived += data
+        begin = 0
+        while len(self._arrived) >= begin + _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._arrived, begin)
+            end = begin + _LENGTH.size + length
+            if len(self._arrived) < end:
+                break
+            messages = pickle.loads(self._arrived[begin + _LENGTH.size : end])
+            begin = end
+            self._on_messages(messages)
+        del self._arrived[:begin]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        self._on_end()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
+
+
+def on_cpu() -> bool:
+    """Whether the installed torch, and so the vLLM beside it, is the CPU build."""
+    return torch.version.cuda is None and torch.version.hip is None
+
+
+@contextmanager
+def environment_kept() -> Iterator[dict[str, str]]:
+    """Undoes what vLLM does to this process's environment. Afterwards the dictionary holds what it had set."""
+    before, changed = dict(os.environ), {}
+    try:
+        yield changed
+    finally:
+        for key, value in list(os.environ.items()):
+            if key.startswith(VLLM_ENVIRONMENT) and before.get(key) != value:
+                changed[key] = value
+                if key in before:
+                    os.environ[key] = before[key]
+                else:
+                    del os.environ[key]
+
+
+def import_vllm() -> None:
+    """Imports what the engine's thread will use, in the thread that calls. In two threads at once Python would see half-made
+    modules: Transformers, Accelerate and torch are imported by the trainer, too."""
+    if on_cpu():
+        # It would warn that there is no Triton, which nobody expects.
+        logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
+    with environment_kept():
+        os.environ["VLLM_CONFIGURE_LOGGING"] = "0"
+        # Dynamo and inductor come before vLLM, which changes their environment variables.
+        import torch._dynamo
+        import torch._inductor.config  # noqa: F401
+        import vllm.engine.arg_utils
+        import vllm.renderers.hf
+        import vllm.v1.engine.async_llm  # noqa: F401
 
 
 if __name__ == "__main__":

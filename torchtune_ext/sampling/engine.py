@@ -13,7 +13,7 @@
 
 Inside lives one thread with an asyncio loop. It shares groups out among the engines (`pool.py`; one is the usual case) and
 feeds each (vLLM, if nothing else is asked for) as many requests as its throttle allows, while its supervisor keeps it alive
-(`lane.py`). vLLM's client is in a process of its own (`remote_core.py`). All methods may be called from any thread, also
+(`supervisor.py`). vLLM's client is in a process of its own (`remote_core.py`). All methods may be called from any thread, also
 at the same time.
 """
 
@@ -32,13 +32,11 @@ from typing import Any
 
 import torch
 
-from torchtune_ext.sampling.backends import find_backend
-from torchtune_ext.sampling.calls import Core, OnCompletion, Submission, check_prompt
+from torchtune_ext.sampling.calls import Core, OnCompletion, Step, Submission, check_prompt
 from torchtune_ext.sampling.cleanup import Cleanup
-from torchtune_ext.sampling.lane import Lane
-from torchtune_ext.sampling.layout import log_name
+from torchtune_ext.sampling.core import LocalCore
 from torchtune_ext.sampling.loop_thread import LoopThread
-from torchtune_ext.sampling.pool import Pool
+from torchtune_ext.sampling.pool import Lane, Pool
 from torchtune_ext.sampling.records import (
     CanaryAnswer,
     Completion,
@@ -50,7 +48,9 @@ from torchtune_ext.sampling.records import (
     SamplingConfig,
     WeightsIncomplete,
 )
+from torchtune_ext.sampling.remote_core import RemoteCore
 from torchtune_ext.sampling.server import ServerCore
+from torchtune_ext.sampling.server_command import log_name
 from torchtune_ext.sampling.weight_buffer import Buffers
 
 __all__ = [
@@ -69,6 +69,9 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 1.0  # seconds between two looks at the janitor, at most
 CLOSE_S = 30.0  # seconds that the engine's thread has to end everything
+# A backend is called with the model's directory, the config, the file that takes the engine's log, a folder for temporary
+# files, and the function that takes the counters of each step. It returns at once; `Core.launch` then waits.
+Backend = Callable[[str, EngineConfig, Path, str, Callable[[Step], None]], Core]
 
 
 class Engine:
@@ -375,3 +378,22 @@ class Engine:
             core.kill()  # nobody else knows of it yet
             raise
         return core
+
+
+def vllm(model_dir: str, config: EngineConfig, log_path: Path, temp_dir: str, on_step: Callable[[Step], None]) -> Core:
+    """Connects to a server when `engine.address` names one, and otherwise starts an engine of our own."""
+    if config.address is not None:
+        return ServerCore(config, on_step, log_path, temp_dir)
+    return RemoteCore(model_dir, config, log_path, temp_dir, on_step)
+
+
+# With "vllm_in_process" vLLM's client lives in the trainer: to set a breakpoint there, or to replace a part of it. It takes
+# time from training.
+BACKENDS: dict[str, Backend] = {"vllm": vllm, "vllm_in_process": LocalCore}
+
+
+def find_backend(name: str) -> Backend:
+    """Returns the backend of that name. Raises ValueError for a name that `BACKENDS` lacks."""
+    if name not in BACKENDS:
+        raise ValueError(f"engine.backend is {name!r}: use one of {', '.join(sorted(BACKENDS))}")
+    return BACKENDS[name]

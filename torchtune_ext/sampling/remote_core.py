@@ -18,8 +18,7 @@ from typing import Any
 from torchtune_ext.sampling import janitor
 from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded
 from torchtune_ext.sampling.core import core_environment
-from torchtune_ext.sampling.core_process import how_it_ended, log_tail, start_module
-from torchtune_ext.sampling.frames import Frames, pack, receive
+from torchtune_ext.sampling.core_process import Frames, how_it_ended, log_tail, pack, receive, start_module
 from torchtune_ext.sampling.records import Completion, EngineConfig
 from torchtune_ext.sampling.weight_buffer import WeightBuffer
 

@@ -1,22 +1,39 @@
-"""The command line of a vLLM server that `ServerCore` can use."""
+"""What vLLM is started with: its arguments and variables, as an engine of our own and as a server, and who may reach it.
 
+An engine's sockets stay on this machine, and a server asks for a key. vLLM names `KeyGuard` in its command line
+(`--middleware torchtune_ext.sampling.server_command.KeyGuard`) and imports it in the server's process.
+"""
+
+import hmac
 import json
+import logging
 import os
 import secrets
 import shlex
 import sys
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from torchtune_ext.sampling.doors import GUARD, KEY_VARIABLE, one_machine, server_key
-from torchtune_ext.sampling.engine_args import engine_args, engine_environment
-from torchtune_ext.sampling.imports import on_cpu
-from torchtune_ext.sampling.layout import device_shares
-from torchtune_ext.sampling.records import EngineConfig
+from torchtune_ext.sampling.core_process import CORES, on_cpu
+from torchtune_ext.sampling.records import CANARY_REQUESTS, LORA_RANKS, EngineConfig
 
 HERE = ("127.0.0.1", "localhost", "::1")
 PORT = 8000
+log = logging.getLogger(__name__)
+KEY_VARIABLE = "TORCHTUNE_EXT_API_KEY"  # "API" keeps vLLM's bug reports, which print variables, from printing this one
+GUARD = "torchtune_ext.sampling.server_command.KeyGuard"
+OPEN_PATH = "/health"  # it says only whether the server lives
+# Without them gloo listens on whatever address the host's name has, NCCL on the first network card, and neither asks
+# who is there. An engine has all its processes on one machine.
+ONE_MACHINE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo", "VLLM_HOST_IP": "127.0.0.1"}
+# It is named in full, since vLLM on CPU makes two processes of the short name.
+UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+LOADER = "torchtune_ext.sampling.worker.WeightLoader"
+CPU_KV_CACHE = 1 << 30  # bytes
+CPU_STEP = 4096  # tokens
+DEFAULT_MAX_NUM_SEQS = 256 if on_cpu() else 1024
 
 
 def server_command(
@@ -25,7 +42,7 @@ def server_command(
     """Returns the command line that starts a server which `ServerCore` can use, and the environment variables to add.
 
     The server gets the arguments of an engine of our own. The variables hold the key that it will ask for: the one of our own
-    environment (`doors.KEY_VARIABLE`), or else a fresh random one, which then has to get into the trainer's. Raises ValueError
+    environment (`KEY_VARIABLE`), or else a fresh random one, which then has to get into the trainer's. Raises ValueError
     for a key that no header can carry, for addresses of several ports, and for devices of several engines.
     Args: model_dir: directory of a Hugging Face model; config: how its engine is built; host: address to listen on; None:
     127.0.0.1, or all addresses when `config.address` names another machine, and the key then travels in the clear; port: its
@@ -99,3 +116,183 @@ def _flag(name: str, value: Any) -> list[str]:
     if isinstance(value, list):
         return [word, *map(str, value)]
     return [word, json.dumps(value) if isinstance(value, dict) else str(value)]
+
+
+def one_machine() -> dict[str, str]:
+    """Returns the environment variables that keep the sockets of an engine's processes on loopback.
+
+    They win over settings of the user, which are meant for the trainer's ranks and stay in force there; a warning says so.
+    """
+    for name, value in ONE_MACHINE.items():
+        theirs = os.environ.get(name, value)
+        # A run on several machines chooses an interface itself (training/machines.py).
+        if theirs not in (value, os.environ.get(f"TORCHTUNE_EXT_{name}")):
+            log.warning(
+                "%s=%s holds for the trainer only: the engine stays on this machine, with %s=%s",
+                *(name, theirs, name, value),
+            )
+    return dict(ONE_MACHINE)
+
+
+def server_key() -> str | None:
+    """Returns the key in the environment, None when there is none. Raises ValueError when it cannot travel in a header."""
+    key = os.environ.get(KEY_VARIABLE)
+    if not key:
+        return None
+    if not (key.isascii() and key.isprintable() and " " not in key):
+        raise ValueError(
+            f"{KEY_VARIABLE} holds a space, a line break or a letter outside ASCII: make another key, e.g. with "
+            "`openssl rand -hex 32`, and start the server with it, too"
+        )
+    return key
+
+
+def authorization(key: str) -> str:
+    """Returns the value of the header `Authorization`."""
+    return f"Bearer {key}"
+
+
+class KeyGuard:
+    """Answers a request without the key with 401, on every route but `/health`. It is an ASGI middleware.
+
+    vLLM's own `--api-key` leaves the routes open that pause the engine, replace its weights and call its methods. A server
+    that was started without a key lets nobody in.
+    """
+
+    def __init__(self, app: Callable[..., Awaitable[None]]):
+        key = server_key()
+        self.app, self.expected = app, authorization(key).encode() if key else b""
+        self.answer = f"this server wants the key that {KEY_VARIABLE} held when it was started"
+        if not key:
+            self.answer = f"this server was started without {KEY_VARIABLE} and lets nobody in; start it with a key"
+            log.error(self.answer)
+
+    async def __call__(self, scope: dict[str, Any], receive: Callable, send: Callable) -> None:
+        if scope["type"] == "lifespan" or scope.get("path") == OPEN_PATH or self._has_key(scope):
+            await self.app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008, "reason": self.answer})
+        else:
+            headers = [(b"content-type", b"text/plain"), (b"www-authenticate", b"Bearer")]
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            await send({"type": "http.response.body", "body": self.answer.encode()})
+
+    def _has_key(self, scope: dict[str, Any]) -> bool:
+        sent = [value for name, value in scope["headers"] if name == b"authorization"]
+        return bool(self.expected) and len(sent) == 1 and hmac.compare_digest(sent[0], self.expected)
+
+
+def engine_args(model_dir: str, config: EngineConfig, transfer: str = "shm") -> dict[str, Any]:
+    """Returns the arguments of vLLM's AsyncEngineArgs. Args: transfer: the weight-transfer backend that it listens with."""
+    args: dict[str, Any] = {
+        "model": model_dir,
+        "dtype": config.dtype,
+        "max_model_len": config.max_model_len,
+        "seed": config.seed,
+        "load_format": config.load_format,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "max_num_seqs": (config.max_num_seqs or DEFAULT_MAX_NUM_SEQS) + CANARY_REQUESTS,
+        # A publication throws all running requests back into the engine's queue: the canary does not stand behind them.
+        "scheduling_policy": "priority",
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "enable_prefix_caching": True,
+        # Else a file of the model changes temperature and top_k in silence.
+        "generation_config": "vllm",
+        # These are log-probs under the sampling temperature.
+        "logprobs_mode": "processed_logprobs",
+        "skip_tokenizer_init": True,  # ids in, ids out
+        "worker_extension_cls": LOADER,
+        "weight_transfer_config": {"backend": transfer},
+    }
+    if config.lora_rank:
+        slots = next(rank for rank in LORA_RANKS if rank >= config.lora_rank)
+        args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": slots}
+        args |= {"lora_target_modules": list(config.lora_targets)} if config.lora_targets else {}
+    if config.quantization:
+        # The disk holds no such weights: they are random until the first publication.
+        args |= {"hf_overrides": {"quantization_config": config.quantization}, "load_format": "dummy"}
+    if on_cpu():
+        args |= {
+            "enforce_eager": True,
+            "distributed_executor_backend": UNIPROC,
+            "block_size": config.block_size or 32,
+            "kv_cache_memory_bytes": config.kv_cache_bytes or CPU_KV_CACHE,
+            # vLLM 0.32 on CPU dies when it splits the prompt of a request with a seed ("CPU Generator does not use
+            # offset"). So prompts stay whole, and a step is large enough for the longest.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(config.max_num_batched_tokens or CPU_STEP, config.max_model_len),
+        }
+    else:
+        args |= {"gpu_memory_utilization": config.gpu_memory_utilization, "enable_sleep_mode": config.sleep}
+        if config.tensor_parallel_size > 1:
+            # Else vLLM counts the GPUs that the trainer sees, and not the engine's.
+            args["distributed_executor_backend"] = "mp"
+        args |= {"kv_cache_memory_bytes": config.kv_cache_bytes} if config.kv_cache_bytes else {}
+        args |= {"block_size": config.block_size} if config.block_size else {}
+    return args | config.extra_args
+
+
+def engine_environment(config: EngineConfig) -> dict[str, str]:
+    """Returns the variables that vLLM's processes need, whoever starts them."""
+    environ = {"VLLM_NO_USAGE_STATS": "1"}
+    if on_cpu():
+        environ |= {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+    if config.quantization:
+        # Else vLLM rounds the scales of published weights to powers of two, on Hopper, too.
+        environ |= {"VLLM_USE_DEEP_GEMM_E8M0": "0", "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0"}
+    if config.devices is not None:
+        environ[CORES if on_cpu() else "CUDA_VISIBLE_DEVICES"] = config.devices
+    return environ
+
+
+def log_name(config: EngineConfig) -> str:
+    """Returns the name of the engine's log in a run's folder; of several the `*` stands for the number of each. Servers have
+    logs of their own, so that theirs takes what the sender of weights says alone (`transfer/`)."""
+    return "engine.log" if config.addresses or len(engine_configs(config)) == 1 else "engine_*.log"
+
+
+def device_shares(config: EngineConfig) -> list[list[str]]:
+    """Returns the devices of each engine of the run's own, as `engine.devices` names them; none where it is null. Raises
+    ValueError for devices that cannot be shared out."""
+    size, names = config.tensor_parallel_size, config.device_names
+    if len(names) % size:
+        below, above = len(names) // size * size, (len(names) // size + 1) * size
+        raise ValueError(
+            f"engine.devices={config.devices!r} names {len(names)} GPUs, but engine.tensor_parallel_size={size} needs "
+            f"{size} for each engine: name {f'{below} or {above}' if below else above}"
+        )
+    return [names[start : start + size] for start in range(0, len(names), size)]
+
+
+def engine_configs(config: EngineConfig) -> list[EngineConfig]:
+    """Returns the config of each engine: one for each address, for each `tensor_parallel_size` of the devices, or, on a CPU,
+    `count`.
+
+    On a CPU the `devices` of one of several engines are its share of the cores that this process may use: its process is
+    bound to them, so that no two engines fight for the same. A single one is not bound.
+
+    Raises:
+        ValueError: more engines than there are devices for them.
+    """
+    if config.address is not None:
+        return [replace(config, address=each, devices=None, count=None) for each in config.addresses]
+    size, shares = config.tensor_parallel_size, device_shares(config)
+    if len(shares) > 1:
+        return [replace(config, devices=",".join(share), count=None) for share in shares]
+    count = config.count or 1
+    if count == 1:
+        return [config]
+    if not on_cpu():
+        raise ValueError(
+            f"engine.count={count} without engine.devices: on GPUs name them instead, {size} for each engine, as in "
+            f"engine.devices='{','.join(map(str, range(count * size)))}'"
+        )
+    cores = sorted(os.sched_getaffinity(0))
+    if count > len(cores):
+        raise ValueError(
+            f"engine.count={count}: this process may use {len(cores)} cores, and each engine needs one; set "
+            f"engine.count={len(cores)} or less"
+        )
+    bounds = [len(cores) * i // count for i in range(count + 1)]
+    shares = [cores[low:high] for low, high in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [replace(config, devices=",".join(map(str, share)), count=None) for share in shares]

@@ -118,7 +118,7 @@ class WeightLoader:
     def receive_adapter(self, update: dict[str, list], config: dict[str, Any]) -> None:
         """As `load_adapter`, out of the broadcast of the sender's group, which this call is a part of.
 
-        Args: update: the fields of `messages.Update`; config: PEFT's.
+        Args: update: the fields of `transfer.group.Update`; config: PEFT's.
         """
         self._require_lora()
         engine, found = self.weight_transfer_engine, {}

@@ -22,20 +22,18 @@ from torchtune.config._parse import TuneRecipeArgumentParser
 from torchtune.config._utils import _merge_yaml_and_cli_args
 
 from torchtune_ext.advantages import AdvantageConfig
-from torchtune_ext.host.catalog import folder, recipe_files
 from torchtune_ext.host.command_line import check_words
-from torchtune_ext.host.components import find_component
+from torchtune_ext.host.components import find_component, recipe_module
 from torchtune_ext.host.config import NODES, build, has_component, instantiate, load_config
-from torchtune_ext.host.mistakes import nearest
-from torchtune_ext.host.recipe_module import recipe_module
 from torchtune_ext.policy.hf_model import HFModel
+from torchtune_ext.run.catalog import folder, recipe_files
+from torchtune_ext.run.errors import nearest
 from torchtune_ext.sampling.records import SamplingConfig
-from torchtune_ext.sweep.file import Sweep
-from torchtune_ext.sweep.macros import expanded
+from torchtune_ext.sweep.file import Sweep, expanded
 from torchtune_ext.sweep.space import Point, nested
 from torchtune_ext.telemetry.panels import PANELS
 from torchtune_ext.training.checks import check_optimizer
-from torchtune_ext.training.schedule import ScheduleConfig
+from torchtune_ext.training.learner import ScheduleConfig
 from torchtune_ext.training.settings import check_settings
 
 # What the sweep itself says to each of its runs.

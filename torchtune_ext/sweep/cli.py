@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchtune_ext.host import plugin
-from torchtune_ext.host.mistakes import FAILED, nearest
+from torchtune_ext.run.errors import FAILED, nearest
 from torchtune_ext.run.output import say
 from torchtune_ext.sweep.file import Sweep, read_sweep, sweep_file
 from torchtune_ext.sweep.record import SweepFolder
@@ -61,8 +61,7 @@ def main(args: argparse.Namespace, words: Sequence[str] = ()) -> int:
 def _run(args: argparse.Namespace, sweep: Sweep, folder: SweepFolder) -> int:
     # These import torch, which is not needed to say what is wrong with a file.
     from torchtune_ext.sweep.check import check, cores, words_of
-    from torchtune_ext.sweep.runner import Runner
-    from torchtune_ext.sweep.table import table
+    from torchtune_ext.sweep.runner import Runner, table
 
     tries = _tries(sweep, folder.seed)
     notes, usual, on_gpu = check(sweep, tries, folder.words, folder.path)

@@ -1,5 +1,8 @@
 """A sweep as its file says it, in W&B's format: which command, which parameters, which points, which of them stop early."""
 
+import json
+import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,11 +10,9 @@ from typing import Any
 
 import yaml
 
-from torchtune_ext.host.catalog import config_files, folder
-from torchtune_ext.host.mistakes import nearest
-from torchtune_ext.sweep.hyperband import Hyperband, hyperband_of
-from torchtune_ext.sweep.macros import DEFAULT
-from torchtune_ext.sweep.search import require_optuna
+from torchtune_ext.run.catalog import config_files, folder
+from torchtune_ext.run.errors import nearest
+from torchtune_ext.sweep.search import Hyperband, hyperband_of, require_optuna
 from torchtune_ext.sweep.space import Parameter, grid, parameters_of
 
 METHODS = ("grid", "random", "bayes")
@@ -26,6 +27,9 @@ NOT_HERE = {
     "scheduler": "is a search of your own on W&B's server",
     "metrics": "compares runs by several metrics at once",
 }
+DEFAULT = ("${env}", "${interpreter}", "${program}", "${args}")  # the command of a file that names none
+_ENVVAR = re.compile(r"\$\{envvar\:([A-Z0-9_]*)\}")
+_MACRO = re.compile(r"\$\{(.*)\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,3 +182,55 @@ def _runs(method: str, parameters: Sequence[Parameter], cap: Any) -> int:
     if cap is None:
         raise ValueError(f"run_cap is missing: method: {method} draws without end; say how many, as in run_cap: 20")
     return cap
+
+
+# The command of a run, from the command of a sweep: W&B's macros, expanded as its agent does.
+#
+# macro                                  stands for
+# ${args_no_hyphens}                     key=value for each parameter, as the recipes take them
+# ${args}, ${args_no_boolean_flags}      --key=value; of true and false only --key, or nothing
+# ${args_no_equals}                      --key value, as two words
+# ${args_json}, ${args_json_file}        all parameters as JSON, or the path of a file with it
+# ${args_append_hydra}, ${args_override_hydra}   +key=value, ++key=value
+# ${env}, ${interpreter}, ${program}     /usr/bin/env, python, and `program` of the file
+# ${envvar:NAME}                         a variable of the environment, also inside a word; without one its name
+def expanded(command: Sequence[Any], values: dict[str, Any], program: str, json_file: str) -> list[str]:
+    """Returns the words of the command for one run.
+
+    Args:
+        command: of the sweep's file.
+        values: of the parameters, nested ones as one mapping (`space.nested`).
+        json_file: path of the file that has them as JSON; the caller writes it where the command names it.
+
+    Raises:
+        ValueError: there is no such macro.
+    """
+    flags = {name: f"{name}={value}" for name, value in values.items()}
+    macros = {
+        "args": [f"--{flag}" for flag in flags.values()],
+        "args_no_hyphens": list(flags.values()),
+        "args_no_equals": [word for name, value in values.items() for word in (f"--{name}", str(value))],
+        "args_no_boolean_flags": [
+            f"--{name if values[name] is True else flag}" for name, flag in flags.items() if values[name] is not False
+        ],
+        "args_json": [json.dumps(values)],
+        "args_json_file": [json_file],
+        "args_append_hydra": [f"+{flag}" for flag in flags.values()],
+        "args_override_hydra": [f"++{flag}" for flag in flags.values()],
+        "env": ["/usr/bin/env"],
+        "interpreter": ["python"],
+        "program": [program],
+    }
+    words = []
+    for chunk in command:
+        word = _ENVVAR.sub(lambda found: os.environ.get(found[1], found[1]), str(chunk))
+        macro = _MACRO.fullmatch(word)
+        if macro is None:
+            words.append(word)
+        elif macro[1] in macros:
+            words += macros[macro[1]]
+        else:
+            near = nearest(macro[1], macros)
+            hint = f"did you mean ${{{near}}}?" if near else f"there are {', '.join(f'${{{name}}}' for name in macros)}"
+            raise ValueError(f"command: {word} is no macro of W&B; {hint}")
+    return words

@@ -13,7 +13,7 @@ from itertools import product
 from statistics import NormalDist
 from typing import Any
 
-from torchtune_ext.host.mistakes import nearest
+from torchtune_ext.run.errors import nearest
 
 Point = dict[str, Any]  # the value of every parameter of one run, by its dotted name
 

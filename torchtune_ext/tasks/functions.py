@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from torchtune_ext.host.mistakes import text_of
+from torchtune_ext.run.errors import text_of
 from torchtune_ext.tasks.task import Problem, Score
 
 Grade = Callable[[Problem, str], float | Score]  # one text -> what it is worth

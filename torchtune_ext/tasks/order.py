@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from torchtune_ext.host.mistakes import text_of
+from torchtune_ext.run.errors import text_of
 from torchtune_ext.tasks.task import Graded, Problem, Task
 
 log = logging.getLogger(__name__)

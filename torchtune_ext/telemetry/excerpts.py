@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtune_ext.group_json import run_lengths
-from torchtune_ext.groups import Group, Sample
+from torchtune_ext.groups import Group, Sample, run_lengths
 from torchtune_ext.telemetry.findings import Silent
 from torchtune_ext.telemetry.pieces import TokenPieces, cut_text
 from torchtune_ext.telemetry.rollouts import read_rollouts

@@ -132,7 +132,7 @@ def _model(run_dir: Path, config: Mapping[str, Any]) -> Fact | None:
 
 
 def _size(checkpoint: Path | None) -> str:
-    """Says how large the model of a checkpoint is, from the identity in its manifest (training/identity.py)."""
+    """Says how large the model of a checkpoint is, from the identity in its manifest (training/manifest.py)."""
     if checkpoint is None:
         return ""
     try:

@@ -22,7 +22,7 @@ from torchtune_ext.run.folder import Run
 from torchtune_ext.telemetry.sinks import SINKS, Opening, Sink
 from torchtune_ext.telemetry.sinks import LoggingConfig as LoggingConfig
 from torchtune_ext.telemetry.sinks.samples import sample_rows
-from torchtune_ext.telemetry.sinks.totals import RunTotals, state_of
+from torchtune_ext.telemetry.sinks.settings import RunTotals, state_of
 
 log = logging.getLogger(__name__)
 

@@ -35,7 +35,7 @@ class Panel:
 
 
 # Of programs whose speed is measured: the outcomes of a check from the worst to the best, behind them the one that is not
-# graded, and the stages of a curriculum. What names them (tasks/matmul) needs packages that a report does without; a test
+# graded, and the stages of a curriculum. What names them (measured/matmul) needs packages that a report does without; a test
 # holds that they are the same.
 _OUTCOMES = ("format", "forbidden", "compile_error", "timeout", "runtime_error", "wrong_result", "ok")
 _STAGES = ("none", "loop_order", "blocking", "vectorization", "threads", "all")

@@ -7,14 +7,14 @@ import argparse
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torchtune_ext.run.folder import read_record
-from torchtune_ext.telemetry.archive import FILE as ARCHIVE
-from torchtune_ext.telemetry.archive import filled, pictures_of
 from torchtune_ext.telemetry.compared.runs import is_several
 from torchtune_ext.telemetry.comparison import build_comparison
 from torchtune_ext.telemetry.excerpts import Excerpts, Limits, excerpts_of, pack, short
@@ -23,18 +23,21 @@ from torchtune_ext.telemetry.heading import facts, flat, made_with, newest_check
 from torchtune_ext.telemetry.metrics import read_metrics
 from torchtune_ext.telemetry.page_file import page_of, write_page
 from torchtune_ext.telemetry.panels import Panel, panels_for
-from torchtune_ext.telemetry.pieces import TokenPieces
+from torchtune_ext.telemetry.pieces import TokenPieces, cut_text
 from torchtune_ext.telemetry.readings import PART, readings, tiles
 from torchtune_ext.telemetry.rollouts import rollout_paths
-from torchtune_ext.telemetry.strip import strip_of
 from torchtune_ext.telemetry.timeline import FILE as TRACE
-from torchtune_ext.telemetry.timeline import read_trace
+from torchtune_ext.telemetry.timeline import read_trace, strip_of
 
 log = logging.getLogger(__name__)
 
 SCRIPTS = ("charts", "shell", "strip", "archive", "rollouts", "main")  # of the page, in this order
 CELLS = "archive/cells"
 COUNTED = "By the steps that found the programs. Of a cell whose program was replaced, only the later program is known."
+ARCHIVE = "archive.jsonl"
+MAX_CHARACTERS = 16_000  # of a program
+MAX_TOGETHER = 4_000_000  # characters of all programs in a page
+MAX_BANDS = 16  # of a picture; where the speeds lie farther apart, bands without a program are left out
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,3 +233,61 @@ def _page(overview: dict[str, Any], excerpts: Excerpts, pictures: list[dict] | N
     if pictures:
         data["archive"] = pack(pictures)
     return page_of(overview["name"], "report", SCRIPTS, data)
+
+
+# What the report shows of an archive: a picture for each problem and machine, and how many cells were filled when.
+#
+# A picture has a row for each set of techniques and a column for each band of speed; a cell of it is a cell of the archive.
+def pictures_of(path: Path) -> list[dict[str, Any]]:
+    """Returns what the page needs, JSON-able: a dict for each problem and machine.
+
+    Returns:
+        `kernel`, `size`, `machine`: the problem, for people. `rows`: the sets of techniques, in words, those with few
+        techniques first. `bands`: the columns, floor(log2(times as fast as the naive program)), ascending. `cells`: `row` and
+        `column`, the speed `ratio`, the ends `low` and `high` of its interval, `gflops`, `found`, `source`.
+
+    Raises:
+        ImportError: a package is missing that programs are read with.
+        OSError, ValueError: the file cannot be read, or is damaged.
+    """
+    # Only the archive of a run needs these packages; a report of other runs does without.
+    from torchtune_ext.measured.matmul.archive import Archive, size_in_words, techniques_in_words
+
+    elites = Archive.load(path).cells()
+    limit = min(MAX_CHARACTERS, MAX_TOGETHER // max(1, len(elites)))
+    problems = defaultdict(list)
+    for cell, entry in elites.items():
+        problems[cell.kernel, cell.size, cell.machine].append((cell, entry))
+    pictures = []
+    for (kernel, size, machine), found in sorted(problems.items()):
+        rows = sorted({cell.techniques for cell, _ in found}, key=lambda techniques: (len(techniques), techniques))
+        bands = _bands({cell.band for cell, _ in found})
+        cells = [
+            {
+                "row": rows.index(cell.techniques),
+                "column": bands.index(cell.band),
+                "ratio": entry.ratio,
+                "low": entry.low,
+                "high": entry.high,
+                "gflops": entry.gflops,
+                "found": entry.found,
+                "source": cut_text(entry.source, limit),
+            }
+            for cell, entry in found
+        ]
+        words = [techniques_in_words(techniques) for techniques in rows]
+        problem = {"kernel": kernel, "size": size_in_words(size), "machine": machine}
+        pictures.append({**problem, "rows": words, "bands": bands, "cells": cells})
+    return pictures
+
+
+def filled(pictures: Sequence[dict[str, Any]], steps: Sequence[int]) -> list[int]:
+    """Counts, for each step, the cells whose program had been found by then. Of a cell whose program was replaced, only the
+    later one is known."""
+    found = sorted(cell["found"] for picture in pictures for cell in picture["cells"])
+    return [bisect_right(found, step) for step in steps]
+
+
+def _bands(used: set[int]) -> list[int]:
+    lowest, highest = min(used), max(used)
+    return list(range(lowest, highest + 1)) if highest - lowest < MAX_BANDS else sorted(used)

@@ -11,8 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from torchtune_ext.group_json import group_json, group_of
-from torchtune_ext.groups import Group
+from torchtune_ext.groups import Group, group_json, group_of
 from torchtune_ext.run.files import write_atomic
 
 log = logging.getLogger(__name__)

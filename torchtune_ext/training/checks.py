@@ -1,7 +1,7 @@
 """Tries the parts of a run on something small, before its folder is touched and before the engine starts.
 
 What fails at the first step of a run on eight GPUs fails here after a second. An error that the user's own class raises is a
-mistake with the line of the file (`host.mistakes.blame`).
+mistake with the line of the file (`run.errors.blame`).
 """
 
 import math
@@ -15,13 +15,13 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from torchtune_ext.chat import ChatTokenizer
-from torchtune_ext.host.mistakes import blame
+from torchtune_ext.measured.service import is_measured
 from torchtune_ext.objective.loss import needs_of
 from torchtune_ext.objective.tokens import Tokens
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import adapter_names
+from torchtune_ext.run.errors import blame
 from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
-from torchtune_ext.tasks.measured.service import is_measured
 from torchtune_ext.tasks.order import SHUFFLE_LIMIT
 from torchtune_ext.tasks.task import Problem, Task
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import AdapterSpec, adapter_hf_tensors, merged_hf_tensors
-from torchtune_ext.training.folders import make_empty, partial_of, put_in_place, written_aside
 from torchtune_ext.training.manifest import NAME as MANIFEST
 from torchtune_ext.training.manifest import Checksums
 from torchtune_ext.training.outcome import together
+from torchtune_ext.training.state import make_empty, partial_of, put_in_place, written_aside
 
 SHARD_BYTES = 4 << 30  # largest size of one safetensors file
 # Files of the source with these endings are its weights. They are not copied. The second line names files that are not

@@ -1,7 +1,7 @@
 """Rows -> gradient -> updated weights. Blind to the algorithm: the objective and the labels' weights arrive from outside."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -9,16 +9,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
-from torchtune_ext.balance import Layout
 from torchtune_ext.kernels.packed_attention import TILE
 from torchtune_ext.objective.loss import Loss, Tokens, needs_of
-from torchtune_ext.packing import Row
+from torchtune_ext.packing import Layout, Row
 from torchtune_ext.policy.logprobs import LabelLogprobs, PackedPolicy
 from torchtune_ext.policy.lora import AdapterOff, adapter_names
-from torchtune_ext.training.breakdown import Breakdown
+from torchtune_ext.run.errors import nearest
 from torchtune_ext.training.distributed import Ranks, reduce
-from torchtune_ext.training.schedule import move_schedule
+
+DECAYS = ("constant", "linear", "cosine")
+POSITIONS = (0, 1, 16, 256, 1024, 4096)  # first place of each bucket; 0 is the first token of a completion
+AGES = (0, 1, 2, 4, 8)  # first age of each bucket, in versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,3 +276,139 @@ def _reshard(model: nn.Module) -> None:
 
 def _local(param: nn.Parameter) -> Tensor:
     return param.to_local() if isinstance(param, DTensor) else param
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleConfig:
+    """The node `schedule:` of a recipe."""
+
+    decay: str = "constant"  # "constant", or "linear" or "cosine", which reach zero at the end of the run
+    warmup: int = 0  # updates until the full learning rate
+
+    def __post_init__(self) -> None:
+        if self.decay not in DECAYS:
+            near = nearest(str(self.decay), DECAYS)
+            hint = f"did you mean {near!r}?" if near else "use 'constant', 'linear' or 'cosine'"
+            raise ValueError(f"schedule.decay={self.decay!r} is unknown; {hint}")
+
+    def require_fits(self, total: int) -> None:
+        """Raises ValueError if the warm-up is longer than the run of `total` updates."""
+        if not 0 <= self.warmup <= total:
+            raise ValueError(
+                f"schedule.warmup={self.warmup} must lie between 0 and the number of updates, {total}; set a shorter "
+                "warm-up, or train longer"
+            )
+
+
+def make_schedule(optimizer: Optimizer, config: ScheduleConfig, total: int) -> LambdaLR:
+    """Makes a schedule over `total` updates: a linear warm-up, then the decay of `config`.
+
+    Raises:
+        ValueError: the warm-up is longer than the run.
+    """
+    config.require_fits(total)
+    warmup = config.warmup
+
+    def factor(update: int) -> float:
+        if update < warmup:
+            return (update + 1) / warmup
+        progress = (update - warmup) / max(1, total - warmup)
+        cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
+        return {"constant": 1.0, "linear": 1.0 - progress, "cosine": cosine}[config.decay]
+
+    return LambdaLR(optimizer, factor)
+
+
+def move_schedule(schedule: LambdaLR, updates: int) -> None:
+    """Sets a schedule, and the learning rates of its optimizer, to their values after `updates` updates.
+
+    A resumed run needs this to go on from its checkpoint. A step also needs it if some of its planned updates were left
+    out because no group had a signal: all planned updates count, so that "linear" still ends at zero.
+    """
+    schedule.last_epoch = updates
+    rates = [base * factor(updates) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
+    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    schedule._last_lr = rates
+
+
+# Computes means over labels by their place in the completion and by the age of the policy that sampled them.
+def bucket_names(word: str, edges: Sequence[int]) -> list[str]:
+    """Returns the names of buckets from their first values: "at_0", "at_1_15", ..., "at_4096_up"."""
+    last = [f"_{stop - 1}" if stop - start > 1 else "" for start, stop in zip(edges, edges[1:], strict=False)]
+    return [f"{word}_{start}{end}" for start, end in zip(edges, [*last, "_up"], strict=True)]
+
+
+NAMES = [*bucket_names("at", POSITIONS), *bucket_names("age", AGES)]
+AGE_0 = len(POSITIONS)  # index into NAMES of the tokens that the present version sampled
+
+
+def places(samples_L: Tensor) -> Tensor:
+    """Returns the place of every label in its completion, from 0. The labels of a completion must follow each other."""
+    index_L = torch.arange(samples_L.numel(), device=samples_L.device)
+    first_L = torch.ones_like(samples_L, dtype=torch.bool)
+    first_L[1:] = samples_L[1:] != samples_L[:-1]
+    return index_L - torch.where(first_L, index_L, 0).cummax(0).values if samples_L.numel() else index_L
+
+
+def buckets(row: Row, version: int | None) -> Tensor:
+    """Returns the buckets of every label, as indices into NAMES, int64 [2, L]: by place and by age.
+
+    The age is `version` minus the version that sampled the label. Without a `version` every age is 0.
+    """
+    age_L = torch.zeros_like(row.versions_L) if version is None else (version - row.versions_L).clamp(min=0)
+    place_L = torch.bucketize(places(row.samples_L), torch.tensor(POSITIONS[1:], device=age_L.device), right=True)
+    age_L = torch.bucketize(age_L, torch.tensor(AGES[1:], device=age_L.device), right=True)
+    return torch.stack([place_L, AGE_0 + age_L])
+
+
+def bucket_means(values_L: Tensor, buckets_2L: Tensor) -> dict[str, float]:
+    """Returns the mean of each bucket that has a label. Ages are left out if all labels are in one bucket of age."""
+    return _means("", *_sums(values_L, buckets_2L))
+
+
+def _sums(values_L: Tensor, buckets_2L: Tensor) -> tuple[Tensor, Tensor]:
+    flat, twice = buckets_2L.flatten().cpu(), values_L.detach().cpu().double().repeat(2)
+    size = torch.zeros(len(NAMES), dtype=torch.float64)
+    return size.index_add(0, flat, twice), size.index_add(0, flat, torch.ones_like(twice))
+
+
+def _means(prefix: str, sums: Tensor, counts: Tensor) -> dict[str, float]:
+    several_ages = int((counts[len(POSITIONS) :] > 0).sum()) > 1
+    return {
+        f"{prefix}{name}": (sums[i] / counts[i]).item()
+        for i, name in enumerate(NAMES)
+        if counts[i] > 0 and (several_ages or i < len(POSITIONS))
+    }
+
+
+class Breakdown:
+    """Collects metrics of a loss over the rows of an update, to show where in completions it clips or masks."""
+
+    def __init__(self, names: Sequence[str]):
+        self._names = names
+        self._seen: set[str] = set()
+        self._sums = {name: torch.zeros(len(NAMES), dtype=torch.float64) for name in names}
+        self._counts = torch.zeros(len(NAMES), dtype=torch.float64)
+
+    def add(self, row: Row, metrics: Mapping[str, Tensor], version: int | None) -> None:
+        """Adds the metrics of the loss on a row, one value per label."""
+        where = buckets(row, version)
+        for name in self._names:
+            sums, counts = _sums(metrics.get(name, torch.zeros_like(row.weights_L)), where)
+            self._sums[name] += sums
+        self._counts += counts
+        self._seen |= metrics.keys()
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the means over all ranks, such as "clip_fraction_at_0". A collective.
+
+        Metrics that the loss does not have are left out.
+        """
+        flat = {f"{name}/{i}": float(v) for name, sums in self._sums.items() for i, v in enumerate(sums)}
+        whole = reduce(flat | {f"/{i}": float(v) for i, v in enumerate(self._counts)}, "sum")
+        counts, found = torch.tensor([whole[f"/{i}"] for i in range(len(NAMES))]), {}
+        for name in self._names:
+            if name in self._seen:
+                found |= _means(f"{name}_", torch.tensor([whole[f"{name}/{i}"] for i in range(len(NAMES))]), counts)
+        return found

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from torchtune_ext.host.mistakes import FAILED, status_of
+from torchtune_ext.run.errors import FAILED, status_of
 from torchtune_ext.run.output import labelled, say
 from torchtune_ext.run.stop import NAMES, Stopped, StopSignals
 from torchtune_ext.training.distributed import close_ranks

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from torchtune_ext.policy.hf_model import HFModel
-from torchtune_ext.run.agent import RUN_VARIABLE, SWEEP_VARIABLE, agents_run
+from torchtune_ext.run.folder import RUN_VARIABLE, SWEEP_VARIABLE, agents_run
 from torchtune_ext.training.outcome import from_main, gathered, rank
 
 # A network file system may show a new file on other machines after a while. NFS keeps what it knows of a folder for 30 s and

@@ -7,10 +7,10 @@ import torch
 
 from torchtune_ext.advantages import AdvantageConfig
 from torchtune_ext.buffer import Ledger
-from torchtune_ext.host.mistakes import nearest
 from torchtune_ext.objective.loss import Needs, PolicyLoss, needs_of
+from torchtune_ext.run.errors import nearest
 from torchtune_ext.sampling.records import SamplingConfig
-from torchtune_ext.training.schedule import ScheduleConfig
+from torchtune_ext.training.learner import ScheduleConfig
 
 AGGREGATIONS = ("token", "sequence", "constant")  # of packing.py: what the loss of an update is a mean over
 

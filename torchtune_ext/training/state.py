@@ -14,6 +14,8 @@ the run went on from an older one, and `old_*` was in the place where this run h
 
 import json
 import logging
+import os
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,11 +34,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
+from torchtune_ext.run.files import PARTIAL, PRUNED, REPLACED, remove
 from torchtune_ext.run.folder import CHECKPOINT
 from torchtune_ext.run.output import say
-from torchtune_ext.training import folders
-from torchtune_ext.training.identity import Identity
-from torchtune_ext.training.manifest import Checksums, DamagedCheckpoint, Manifest, all_files, state_writer
+from torchtune_ext.training.manifest import Checksums, DamagedCheckpoint, Identity, Manifest, all_files, state_writer
 from torchtune_ext.training.outcome import (
     FAILURES,
     describe,
@@ -148,7 +149,7 @@ class Checkpoints:
                 f"{damage}. The newest whole checkpoint is {path}; set checkpoints.fall_back=True to go on from it (what is "
                 "newer is renamed to damaged_*, nothing is deleted), or put the files back from a copy"
             )
-        aside = from_main(lambda: [folders.rename_to_free(p, f"damaged_{p.name}").name for p in tried])
+        aside = from_main(lambda: [rename_to_free(p, f"damaged_{p.name}").name for p in tried])
         if self._main:
             log.warning("%s. Going on from %s; set aside: %s", damage, path, ", ".join(aside))
         return path
@@ -202,9 +203,9 @@ class Checkpoints:
                 checkpoints are untouched.
         """
         final = self.folder / f"step_{step:06d}"
-        partial = folders.partial_of(final)
-        with folders.written_aside(final, self._advice_on_saving), Checksums(partial) as checksums:
-            together(lambda: folders.make_empty(partial) if self._main else None)
+        partial = partial_of(final)
+        with written_aside(final, self._advice_on_saving), Checksums(partial) as checksums:
+            together(lambda: make_empty(partial) if self._main else None)
             together(lambda: export(partial if self._main else None, checksums=checksums))
             state = together(lambda: _state(model, optimizer, self._config.save_optimizer))
             together(lambda: _save_state(partial / "state", state, checksums))
@@ -275,7 +276,7 @@ class Checkpoints:
 
     def _complete(self, final: Path, recipe: dict[str, Any], known: dict, checksums: Checksums) -> None:
         """Writes the other files on rank 0, when all tensors are written, and renames the checkpoint to its place."""
-        partial = folders.partial_of(final)
+        partial = partial_of(final)
         (partial / "recipe.json").write_text(json.dumps(recipe))
         with checksums.waiting():
             files = all_files(partial, known)
@@ -284,9 +285,9 @@ class Checkpoints:
             log.warning(
                 "%s is damaged or of another run: it is now %s",
                 final,
-                folders.rename_to_free(final, f"old_{final.name}"),
+                rename_to_free(final, f"old_{final.name}"),
             )
-        folders.put_in_place(final)
+        put_in_place(final)
 
     def _prune(self) -> None:
         """Deletes old checkpoints of this run. Damaged ones and those of other runs are neither counted nor touched."""
@@ -297,7 +298,7 @@ class Checkpoints:
             keep.add(max(evaluated, key=lambda pair: pair[1])[0])
         for path, _ in mine:
             if path not in keep:
-                folders.discard(path)
+                discard(path)
 
     def _is_mine(self, manifest: Manifest | None) -> bool:
         return manifest is not None and manifest.identity.run == self._identity.run
@@ -372,3 +373,103 @@ def _rng() -> dict[str, dict[str, Tensor]]:
     if torch.cuda.is_available():
         rng["cuda"] = torch.cuda.get_rng_state()
     return {f"rng_{rank()}": rng}
+
+
+# Makes and removes folders so that each one is whole or absent, however the process ends.
+def partial_of(folder: Path) -> Path:
+    """Returns the path where a folder is written before it is renamed to its place."""
+    return folder.with_name(PARTIAL + folder.name)
+
+
+@contextmanager
+def written_aside(folder: Path, advice: Callable[[], str]) -> Iterator[None]:
+    """Surrounds the code by which all ranks write `partial_of(folder)`. If it fails, the folder is removed.
+
+    Args:
+        folder: the final place of the folder.
+        advice: returns the end of the message, which says what the user can do.
+
+    Raises:
+        OSError: the block failed. The message has the true cause. KeyboardInterrupt and SystemExit are raised
+            unchanged.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if rank() == 0:
+            shutil.rmtree(partial_of(folder), ignore_errors=True)
+        if not isinstance(error, FAILURES):
+            raise
+        cause = true_cause(error)
+        # DCP wraps a Ctrl-C as well, which must stop the run and not become an OSError.
+        if not isinstance(cause, Exception):
+            raise cause from None
+        raise OSError(f"{folder} was not saved: {describe(cause)}. {advice()}") from error
+
+
+def make_empty(folder: Path) -> None:
+    """Makes an empty folder, in place of an earlier one if there is one."""
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+
+
+def put_in_place(folder: Path) -> None:
+    """Renames the finished `partial_of(folder)` to `folder`. An earlier folder is removed after that."""
+    partial, old = partial_of(folder), None
+    sync_tree(partial)
+    if folder.exists():
+        old = folder.with_name(REPLACED + folder.name)
+        if old.exists():
+            remove(old)
+        folder.rename(old)
+    try:
+        partial.rename(folder)
+    except BaseException:
+        if old is not None:
+            old.rename(folder)
+        raise
+    sync(folder.parent)
+    if old is not None:
+        remove(old)
+
+
+def discard(folder: Path) -> None:
+    """Renames a folder and then deletes it, so that its name never shows half of it. A failure is only a warning."""
+    aside = _free(folder.with_name(PRUNED + folder.name))
+    try:
+        folder.rename(aside)
+        # Without this, a power cut could undo the renaming but keep the deletions.
+        sync(folder.parent)
+    except OSError as error:
+        log.warning("%s is not needed any more but cannot be removed: %s", folder, error)
+    else:
+        remove(aside)
+
+
+def rename_to_free(folder: Path, name: str) -> Path:
+    """Renames a folder to `name`, or to `name-2`, `name-3`, ... if that exists already. Returns the new path."""
+    return folder.rename(_free(folder.with_name(name)))
+
+
+def sync_tree(folder: Path) -> None:
+    """Returns when the folder and everything below it are on the disk."""
+    for path in [*folder.rglob("*"), folder]:
+        sync(path)
+
+
+def sync(path: Path) -> None:
+    """Returns when the file or the entries of the folder are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _free(path: Path) -> Path:
+    name, number = path.name, 1
+    while path.exists() or path.is_symlink():
+        number += 1
+        path = path.with_name(f"{name}-{number}")
+    return path

@@ -28,7 +28,7 @@ from torchtune_ext.policy.lora import (
     base_hf_tensors,
     merged_hf_tensors,
 )
-from torchtune_ext.sampling.imports import on_cpu
+from torchtune_ext.sampling.core_process import on_cpu
 from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.training.agreement import Applied, applied_share
 from torchtune_ext.training.export import export_adapter, export_model

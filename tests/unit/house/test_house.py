@@ -19,64 +19,38 @@ ROOT = Path(__file__).resolve().parents[3]
 # A module (or folder) of torchtune_ext may import only what stands before it. `kernels` is the top-level folder.
 ORDER = [
     "__init__",
-    "host",
-    "host.torchao_compat",
-    "host.catalog",
-    "host.mistakes",
-    "host.command_line",
-    "host.presets",
-    "host.source",
-    "host.knobs",
-    "host.plugin",
     "run",
     "tasks",
     "chat",
     "sampling",
     "grading",
     "groups",
-    "group_json",
-    "balance",
     "advantages",
     "evaluation",
     "buffer",
-    "unfinished",
     "rollout",
     "source",
     "packing",
     "kernels",
     "policy",
     "objective",
+    "measured",
     "training",
     "telemetry",
     "replay",
     "cluster",
-    "host.components",
-    "host.resolvers",
-    "host.config",
-    "host.run_settings",
-    "host.on_ray",
-    "host.here",
-    "host.opening",
-    "host.dry_run",
-    "host.tune_script",
-    "host.doctor_facts",
-    "host.doctor",
-    "host.recipe_module",
-    "host.serve",
+    "host",
     "sweep",
-    "host.cli",
     "__main__",
 ]
 # Who may know `omegaconf` and host.config, beside the recipes: all others take plain values.
 SETTINGS = {
     "host.command_line",
     "host.components",
-    "host.resolvers",
     "host.config",
+    "host.on_ray",
     "host.opening",
-    "host.here",
     "host.dry_run",
-    "host.run_settings",
     "host.serve",
     "sweep.check",
 }
@@ -151,10 +125,8 @@ def own_imports(library: Files) -> dict[str, set[str]]:
 
 
 def room(name: str) -> str:
-    """What has a line in ORDER: a file or folder of the root, or each file of a folder whose files stand there one by one."""
-    parts = name.split(".")
-    one_by_one = any(entry.startswith(f"{parts[0]}.") for entry in ORDER)
-    return ".".join(parts[: 2 if one_by_one else 1])
+    """What has a line in ORDER: a file or folder of the root."""
+    return name.split(".")[0]
 
 
 # ---- the rules: each yields the offenders among the files that it is given

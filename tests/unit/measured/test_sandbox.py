@@ -12,9 +12,8 @@ from as_user import as_user
 from locked_in import ATTEMPTS, Attempt, attempt, build, loaded
 from tables import every_row
 
-from torchtune_ext.measured import compiler as commands
 from torchtune_ext.measured.child import ChildFailed
-from torchtune_ext.measured.compiler import Compiler
+from torchtune_ext.measured.compiler import Compiler, run
 from torchtune_ext.measured.sandbox import Limits, Sandbox, SandboxError, clean_environment, exit_cause
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs Linux")
@@ -295,7 +294,7 @@ def spied(sandbox: Sandbox, *words: str) -> tuple[int | None, dict[str, int]]:
     program.chmod(0o755)
     ready, started = os.pipe()
     line = sandbox.run_compiler([str(program), *words], folder, Limits(), started)
-    done = commands.run(line, clean_environment(), str(folder), 10.0, 10_000, (started,))
+    done = run(line, clean_environment(), str(folder), 10.0, 10_000, (started,))
     os.close(started)
     with open(ready, "rb") as file:
         assert file.read() == b"1", done.errors

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from torchtune_ext.run import folder as origin
+from torchtune_ext.run import folder
 from torchtune_ext.run.folder import Change, RunFolder, changes
 
 
@@ -31,7 +31,7 @@ def git(folder, *words):
 def test_the_command_is_as_it_was_typed(monkeypatch, typed, command, name):
     monkeypatch.setattr(sys, "orig_argv", typed)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    found = origin.origin()
+    found = folder.origin()
     assert found["command"] == command and found["recipe"]["name"] == name
     assert found["overrides"] == [word for word in typed if word == "seed=1"] and found["config"] is None
 
@@ -43,15 +43,15 @@ def test_the_config_and_what_the_command_line_says_over_it(tmp_path, monkeypatch
     for config in ["--config", "c.yaml"], ["--config=c.yaml"]:
         typed = ["tune", "run", "--nnodes=1", "x.py", *config, "optimizer.lr=1e-3", "~seed", "logging.to=[wandb]"]
         monkeypatch.setattr(sys, "orig_argv", typed)
-        found = origin.origin()
+        found = folder.origin()
         assert found["config"] == "c.yaml" and found["overrides"] == typed[-3:]
 
 
 @pytest.mark.parametrize(
-    ("environment", "end"), [({}, "(origin.started_with())']"), ({"TORCHELASTIC_RUN_ID": "1"}, "'seed=1']")]
+    ("environment", "end"), [({}, "(folder.started_with())']"), ({"TORCHELASTIC_RUN_ID": "1"}, "'seed=1']")]
 )
 def test_a_rank_names_the_command_of_torchrun(environment, end):
-    rank = "from torchtune_ext.run import folder; print(origin.started_with())"
+    rank = "from torchtune_ext.run import folder; print(folder.started_with())"
     torchrun = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]], check=True)"
     done = subprocess.run(
         [sys.executable, "-c", torchrun, rank, "seed=1"],
@@ -66,7 +66,7 @@ def test_a_rank_names_the_command_of_torchrun(environment, end):
 def test_the_file_of_the_recipe_is_found_as_tune_runs_it(tmp_path):
     """`tune` uses runpy, which does not enter the file in sys.modules."""
     (tmp_path / "my_grpo.py").write_text(
-        "from torchtune_ext.run import folder\ndef recipe_main():\n    print(origin.recipe_file())\nrecipe_main()\n"
+        "from torchtune_ext.run import folder\ndef recipe_main():\n    print(folder.recipe_file())\nrecipe_main()\n"
     )
     script = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
     done = subprocess.run(
@@ -77,17 +77,17 @@ def test_the_file_of_the_recipe_is_found_as_tune_runs_it(tmp_path):
 
 def test_the_commit_of_the_users_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert origin.commit(tmp_path) is None
+    assert folder.commit(tmp_path) is None
     git(tmp_path, "init")
-    assert origin.commit(tmp_path) is None, "nothing is committed yet"
+    assert folder.commit(tmp_path) is None, "nothing is committed yet"
     (tmp_path / "my.yaml").write_text("lr: 1\n")
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-m", "one")
     (tmp_path / "beside.txt").write_text("untracked")
-    found = origin.commit(tmp_path)
+    found = folder.commit(tmp_path)
     assert len(found["id"]) == 40 and not found["changed"]
     (tmp_path / "my.yaml").write_text("lr: 2\n")
-    assert origin.commit(tmp_path) == {**found, "changed": True}
+    assert folder.commit(tmp_path) == {**found, "changed": True}
 
 
 def test_run_json_keeps_it_and_a_resumed_run_knows_its_settings(tmp_path):

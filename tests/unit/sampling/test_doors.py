@@ -1,6 +1,7 @@
 """Who may reach an engine: the key of a server, and where sockets listen."""
 
 import asyncio
+import hmac
 import os
 import threading
 
@@ -10,10 +11,9 @@ from tables import every_row
 torch = pytest.importorskip("torch")
 
 from torchtune_ext.sampling import core  # noqa: E402
-from torchtune_ext.sampling import server_command as doors
 from torchtune_ext.sampling.records import EngineConfig  # noqa: E402
-from torchtune_ext.sampling.server import ServerCore, server_command  # noqa: E402
-from torchtune_ext.sampling.server_command import KEY_VARIABLE, ONE_MACHINE, KeyGuard  # noqa: E402
+from torchtune_ext.sampling.server import ServerCore  # noqa: E402
+from torchtune_ext.sampling.server_command import GUARD, KEY_VARIABLE, ONE_MACHINE, KeyGuard, server_command  # noqa: E402
 from torchtune_ext.training import machines  # noqa: E402
 
 KEY = "0123456789abcdef-the-right-key"
@@ -78,7 +78,7 @@ def test_the_guard_keeps_all_others_out(sent):
 
 def test_the_comparison_takes_the_same_time_for_every_wrong_key(monkeypatch):
     compared = []
-    monkeypatch.setattr(doors.hmac, "compare_digest", lambda a, b: compared.append((a, b)))
+    monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append((a, b)))
     ask(KeyGuard(application), "/pause", "Bearer wrong")
     assert compared == [(b"Bearer wrong", f"Bearer {KEY}".encode())]
 
@@ -122,7 +122,7 @@ def connection(address: str = "http://127.0.0.1:1", start_deadline_s: float = 60
 
 def test_a_trainer_without_the_key_is_told_so_before_anything_starts(monkeypatch):
     monkeypatch.delenv(KEY_VARIABLE)
-    with pytest.raises(ValueError, match=f"{KEY_VARIABLE} is not set.*--middleware {doors.GUARD}"):
+    with pytest.raises(ValueError, match=f"{KEY_VARIABLE} is not set.*--middleware {GUARD}"):
         connection().configure()
 
 
@@ -171,7 +171,7 @@ def launch(core: ServerCore) -> None:
 @pytest.mark.parametrize("status", [200, 404])
 def test_a_server_that_asks_for_no_key_is_refused_at_once_and_never_sees_ours(status):
     server = FakeServer(status)
-    with server as address, pytest.raises(ValueError, match=f"asks for no key.*--middleware {doors.GUARD}"):
+    with server as address, pytest.raises(ValueError, match=f"asks for no key.*--middleware {GUARD}"):
         launch(connection(address))
     assert server.requests == [("/is_paused", None)]
 

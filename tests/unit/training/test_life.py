@@ -47,7 +47,7 @@ def run(work):
     try:
         life.run_recipe(make, work)
     except BaseException as error:
-        # `mistakes.shown` gives the process this status.
+        # `errors.shown` gives the process this status.
         assert made[0].status == (error.code if isinstance(error, SystemExit) else errors.status_of(error) or 1)
         raise
     else:

@@ -3,7 +3,7 @@
     trainer                                          server, in vLLM's process
     courier.py ── order ──▶ sender_process.py  ────▶ received.py
                             group.py (HTTP)          (begins, takes, finishes an update)
-                            gloo.py or NCCL   ─────▶ the bytes, chunk by chunk (messages.py)
+                            gloo or NCCL      ─────▶ the bytes, chunk by chunk (`Update`)
 
 The trainer only writes its weights into memory, as for an engine of its own. A process beside it, the sender, opens that
 memory and does all that may wait for another machine. When it is late it is killed, and no collective of ours ever runs in

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtune_ext.sampling.calls import CoreLost
-from torchtune_ext.sampling.core_process import how_it_ended, start_module
-from torchtune_ext.sampling.frames import Frames
+from torchtune_ext.sampling.core_process import Frames, how_it_ended, start_module
 from torchtune_ext.sampling.transfer.group import Member, Order
 
 log = logging.getLogger(__name__)

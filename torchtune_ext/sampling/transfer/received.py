@@ -15,8 +15,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_consumer
 
 from torchtune_ext.sampling.loading import CheckedTransfer, Named
-from torchtune_ext.sampling.transfer.gloo import GlooGroup
-from torchtune_ext.sampling.transfer.messages import GlooInit, Update, chunks
+from torchtune_ext.sampling.transfer.group import GlooGroup, GlooInit, Update, chunks
 
 NO_GROUP = "this server is in no group with the trainer's sender"
 

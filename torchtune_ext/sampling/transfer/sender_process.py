@@ -28,15 +28,20 @@ from urllib.parse import urlsplit
 import torch
 
 from torchtune_ext.run.parent import die_with_parent
-from torchtune_ext.sampling.doors import server_key
-from torchtune_ext.sampling.frames import pack, receive
-from torchtune_ext.sampling.transfer.gloo import GlooGroup, facing, listen
-from torchtune_ext.sampling.transfer.group import Member, Order, ServerGroup, ServerLost
-from torchtune_ext.sampling.transfer.messages import (
+from torchtune_ext.sampling.core_process import pack, receive
+from torchtune_ext.sampling.server_command import server_key
+from torchtune_ext.sampling.transfer.group import (
     CHUNK_BYTES,
+    GlooGroup,
     GlooInit,
+    Member,
+    Order,
+    ServerGroup,
+    ServerLost,
     check_layout,
     chunks,
+    facing,
+    listen,
     update_of,
 )
 

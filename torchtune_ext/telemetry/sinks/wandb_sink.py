@@ -14,8 +14,7 @@ from typing import Any
 from torchtune_ext.run.folder import CHECKPOINT
 from torchtune_ext.telemetry.heading import newest_checkpoint
 from torchtune_ext.telemetry.sinks.samples import SampleRow, clean
-from torchtune_ext.telemetry.sinks.settings import Opening
-from torchtune_ext.telemetry.sinks.totals import STOPPED
+from torchtune_ext.telemetry.sinks.settings import STOPPED, Opening
 from torchtune_ext.telemetry.sinks.wandb_login import CANNOT, cause_of, set_defaults
 
 log = logging.getLogger(__name__)

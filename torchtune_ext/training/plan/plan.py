@@ -1,14 +1,17 @@
 """What a run takes of a machine, and what of that is not there."""
 
+import os
+import shutil
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 from torchtune_ext.policy.memory import GIB, Sizes, trainer_rows
-from torchtune_ext.sampling.records import EngineConfig
-from torchtune_ext.training.plan.disk import DiskNeed, disk_need, file_in_memory
-from torchtune_ext.training.plan.engine import CONTEXT, GRAPHS, NCCL, EngineNeed, engine_count, engine_need
+from torchtune_ext.sampling.core import CPU_KV_CACHE
+from torchtune_ext.sampling.records import CANARY_REQUESTS, EngineConfig
+from torchtune_ext.sampling.server_command import device_shares, transfer_of
+from torchtune_ext.training.export import SHARD_BYTES
 from torchtune_ext.training.plan.machine import Machine
-from torchtune_ext.training.plan.sender import sender_bytes, sends_from_gpu
 from torchtune_ext.training.state import CheckpointConfig
 
 COLUMNS = (1, 2, 4, 8)  # numbers of training devices that the table shows in any case
@@ -16,6 +19,15 @@ COLUMNS = (1, 2, 4, 8)  # numbers of training devices that the table shows in an
 FRAGMENTATION = 0.05
 # Allowance for a rank, a process of the engine, and its client: Python, PyTorch, libraries. CUDA maps as much again.
 PROCESS = GIB
+CONTEXT = GIB // 2  # allowance for a CUDA context with its kernels: it is not in any tensor
+NCCL = GIB // 2  # allowance for the buffers of NCCL's channels, where several GPUs talk
+GRAPHS = GIB  # allowance for captured CUDA graphs; vLLM measures them at its start and takes them out of the KV cache
+STEP_TOKENS = 2048  # tokens of a vLLM step where `engine.max_num_batched_tokens` is null
+REQUESTS_GPU, REQUESTS_CPU = 1024, 256  # requests in a step where `engine.max_num_seqs` is null
+# vLLM tries the sampler with all its options before it sizes the KV cache: logits in float32 (4 bytes), sorted (4) with their
+# places as int64 (8), and probabilities (4).
+SAMPLER_BYTES = 20
+PACKED = GIB  # vLLM's DEFAULT_PACKED_BUFFER_SIZE_BYTES, and DEFAULT_PACKED_NUM_BUFFERS is 2
 
 
 @dataclass(frozen=True)
@@ -87,6 +99,65 @@ class Settings:
     def engine_gpus(self) -> int:
         """GPUs that only engines use, or servers."""
         return self.engines * self.engine.tensor_parallel_size if self.engine_place in ("own", "server") else 0
+
+
+@dataclass(frozen=True, slots=True)
+class DiskNeed:
+    """What the checkpoints of a run take.
+
+    Args:
+        rows: bytes of one checkpoint, by name.
+        kept: how many there are at once, at most, with the one that is being written.
+        free: bytes for them on the file system of `output_dir`: those that are free, and those of checkpoints that the run has.
+    """
+
+    rows: dict[str, int]
+    kept: int
+    free: int
+
+    @property
+    def one(self) -> int:
+        """Bytes of one checkpoint."""
+        return sum(self.rows.values())
+
+    @property
+    def total(self) -> int:
+        """Bytes of all that are there at once."""
+        return self.kept * self.one
+
+
+# How many engines there are, what each takes of each of its devices, and how much room that leaves for keys and values.
+@dataclass(frozen=True, slots=True)
+class EngineNeed:
+    """What the engine takes of each device.
+
+    Args:
+        rows: bytes by name, without the KV cache.
+        kv_bytes: of the KV cache; negative where the rest alone is too much.
+        tokens: how many tokens the KV cache of one engine holds, on all its devices together.
+        max_model_len: tokens of the longest request.
+        requests: in one step at most, canary aside.
+    """
+
+    rows: dict[str, int]
+    kv_bytes: int
+    tokens: int
+    max_model_len: int
+    requests: int
+
+    @property
+    def total(self) -> int:
+        """Bytes on each device."""
+        return sum(self.rows.values()) + max(self.kv_bytes, 0)
+
+    @property
+    def fits(self) -> bool:
+        """Says whether the KV cache holds a request of the greatest length, without which vLLM does not start."""
+        return self.tokens >= self.max_model_len
+
+    def in_flight(self, tokens: int) -> int:
+        """Returns how many requests of so many tokens the KV cache holds at once, shared prompts not counted."""
+        return min(self.tokens // tokens, self.requests)
 
 
 @dataclass(frozen=True)
@@ -335,3 +406,175 @@ def missing_devices(machine: Machine, settings: Settings) -> list[str]:
         f"engine.devices={settings.engine.devices} names GPU {max(numbers)}, but {machine.name} has {machine.gpus}"
         f"{' on a node' if machine.nodes > 1 else ''}, from 0 to {machine.gpus - 1}"
     ]
+
+
+def training_gpus(ranks: int | None = None) -> list[str]:
+    """Returns the GPUs on which the ranks of this machine train, as CUDA_VISIBLE_DEVICES names them: "0", "GPU-8f6e...".
+
+    A rank takes the GPU with its number among those that it sees. Where the variable is not set, it sees all of the machine, or
+    of its container, by their numbers: the same that an engine sees which it starts.
+
+    Args:
+        ranks: how many will train here; None: as many as torchrun has started. Where somebody else started them and does not
+            say how many are here, the GPU of this process is the only one that is known.
+    """
+    visible, local = os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("LOCAL_WORLD_SIZE")
+    mine = int(os.environ.get("LOCAL_RANK", 0))
+    numbers = range(mine, mine + 1) if ranks is None and local is None else range(ranks or int(local))
+    if visible is None:
+        return [str(number) for number in numbers]
+    names = [name.strip() for name in visible.split(",")]
+    # CUDA sees none of those behind the first that is none.
+    end = next((i for i, name in enumerate(names) if name in ("", "-1")), len(names))
+    return [names[number] for number in numbers if number < end]
+
+
+def same_gpu(one: str, other: str) -> bool:
+    """Says whether two names are surely those of one GPU. A number and a UUID may be, but nobody knows."""
+    if one.isdigit() and other.isdigit():
+        return int(one) == int(other)
+    # A UUID may be cut short, as long as no other GPU begins so.
+    return one == other or (
+        min(one, other, key=len).startswith("GPU-") and (one.startswith(other) or other.startswith(one))
+    )
+
+
+def require_apart(engine: EngineConfig, training: list[str]) -> None:
+    """Looks whether an engine of our own has the GPUs for itself that `engine.devices` gives it.
+
+    An engine that sleeps while the trainer works may share them.
+
+    Args:
+        training: the GPUs that train, as `training_gpus` returns them.
+
+    Raises:
+        ValueError: it has not.
+    """
+    if engine.address is not None or engine.devices is None or engine.sleep:
+        return
+    shared = [name for name in training if any(same_gpu(name, each) for each in engine.device_names)]
+    if not shared:
+        return
+    free = training.index(shared[0])
+    take = "1 rank here takes" if len(training) == 1 else f"{len(training)} ranks here take"
+    fewer = f"start {free} {'rank' if free == 1 else 'ranks'} here (--nproc_per_node {free}), or " if free else ""
+    raise ValueError(
+        f"engine.devices={engine.devices!r}: GPU {', '.join(shared)} of this machine would train, too, since {take} "
+        f"GPU {', '.join(training)}; {fewer}set CUDA_VISIBLE_DEVICES of the trainer to GPUs that the engine does not have, or "
+        "let both share by engine.devices=null with engine.sleep=true"
+    )
+
+
+def disk_need(
+    sizes: Sizes,
+    config: CheckpointConfig,
+    output_dir: str | Path,
+    steps: int,
+    evaluated: bool,
+    optimizer_bytes: float,
+    save_merged: bool = False,
+    resumes: bool = False,
+) -> DiskNeed:
+    """Counts the bytes of checkpoints. Metrics, rollouts and earlier runs in the folder are not in it.
+
+    Args:
+        output_dir: folder of the run, which need not exist.
+        steps: of the run; there is a checkpoint after every `config.every` of them and after the last.
+        evaluated: whether checkpoints have an accuracy, so that the best is kept besides the newest.
+        optimizer_bytes: what the optimizer keeps for one trained value.
+        save_merged: whether checkpoints of adapters hold the merged model, too.
+        resumes: whether the checkpoints that are there belong to this run. They are among those that are kept.
+    """
+    dtype, whole = str(sizes.dtype)[6:], sizes.dtype.itemsize * (sizes.total - sizes.trained * sizes.frozen)
+    rows = {
+        "trained weights in float32, to go on from": 4 * sizes.trained,
+        "state of the optimizer": int(optimizer_bytes * sizes.trained) if config.save_optimizer else 0,
+        "adapters for other tools, float32": 4 * sizes.trained if sizes.frozen else 0,
+        f"model for other tools, {dtype}": whole if save_merged or not sizes.frozen else 0,
+    }
+    written = -(-steps // config.every)
+    free = shutil.disk_usage(existing(output_dir)).free
+    if resumes:
+        files = Path(output_dir, "checkpoints").glob("step_*/**/*")
+        free += sum(file.stat().st_size for file in files if file.is_file())
+    return DiskNeed(rows, min(config.keep_last + evaluated + 1, written), free)
+
+
+def file_in_memory(sizes: Sizes) -> int:
+    """Returns the bytes of main memory in which a file of a checkpoint is put together: the tensors, and safetensors' copy of
+    them."""
+    whole = sizes.trained * 4 if sizes.frozen else sizes.total * sizes.dtype.itemsize
+    return 2 * min(SHARD_BYTES, whole)
+
+
+def existing(folder: str | Path) -> Path:
+    """Returns the folder, or the nearest one above it that exists."""
+    path = Path(folder).absolute()
+    return next(place for place in (path, *path.parents) if place.exists())
+
+
+def engine_count(config: EngineConfig) -> int:
+    """Returns how many engines sample: `engine.devices`, divided among engines of `engine.tensor_parallel_size` GPUs, one for
+    each address of a server, or, on a CPU, `engine.count`.
+
+    Raises:
+        ValueError: the GPUs cannot be divided so.
+    """
+    if config.addresses:
+        return len(config.addresses)
+    return len(device_shares(config)) or config.count or 1
+
+
+def engine_need(sizes: Sizes, config: EngineConfig, gpu_bytes: int, adapter_bytes: int = 0) -> EngineNeed:
+    """Estimates what one engine takes, of our own or a server that `torchtune-ext serve` starts with the same settings.
+
+    Args:
+        gpu_bytes: memory of each GPU; 0: the engine computes on the CPU.
+        adapter_bytes: of adapters that are published alone.
+    """
+    gpus = config.tensor_parallel_size
+    size = 4 if config.dtype == "float32" else 2
+    # Heads of keys and values that do not suffice for all GPUs are held twice.
+    share = max(1, -(-sizes.kv_heads // gpus)) / sizes.kv_heads
+    cached = 1 if str(config.extra_args.get("kv_cache_dtype", "")).startswith("fp8") else size
+    token_bytes = sizes.keys * share * cached
+    requests = config.max_num_seqs or (REQUESTS_GPU if gpu_bytes else REQUESTS_CPU)
+    rows = {"weights": sizes.engine_bytes // gpus, "adapters": adapter_bytes}
+    if not gpu_bytes:
+        kv = config.kv_cache_bytes or CPU_KV_CACHE
+        return EngineNeed(rows, kv, int(kv / token_bytes), config.max_model_len, requests)
+    tokens = config.max_num_batched_tokens or STEP_TOKENS
+    sampled = min(requests + CANARY_REQUESTS, tokens)
+    # The widest moment of a layer holds gate, up and their product, and two residuals.
+    rows |= {
+        "activations of a step and its sampler": SAMPLER_BYTES * sampled * sizes.vocab
+        + tokens * size * (3 * sizes.mlp // gpus + 2 * sizes.width),
+        "CUDA context (allowance)": CONTEXT,
+        "NCCL (allowance)": NCCL if gpus > 1 else 0,
+        "CUDA graphs (allowance)": 0 if config.extra_args.get("enforce_eager") else GRAPHS,
+    }
+    kv = config.kv_cache_bytes or int(config.gpu_memory_utilization * gpu_bytes) - sum(rows.values())
+    return EngineNeed(rows, kv, max(0, int(kv / token_bytes)), config.max_model_len, requests)
+
+
+# What the sender of weights takes of a GPU. It is a process beside rank 0, on the first GPU that rank 0 sees.
+def sends_from_gpu(config: EngineConfig) -> bool:
+    """Says whether a trainer on GPUs sends weights to servers by NCCL; gloo and shared memory take nothing of a GPU."""
+    if config.address is None:
+        return False
+    # "auto" is gloo where no GPU is, as here perhaps, but not on the machine of the plan.
+    return config.transfer == "nccl" or (config.transfer == "auto" and transfer_of(config) != "shm")
+
+
+def sender_bytes(published: int, largest: int) -> int:
+    """Returns the bytes of the sender: a CUDA context, the buffers of NCCL, and what vLLM has in its hands at once.
+
+    vLLM packs tensors until they have more than PACKED bytes. While one pack is on its way, the tensors of the next are put
+    together into a copy. Weights are sent between two steps, but also while the trainer computes, to a server that comes back.
+
+    Args:
+        published: bytes of all weights that are sent.
+        largest: bytes of the largest tensor.
+    """
+    pack = min(published, PACKED + largest)
+    return CONTEXT + NCCL + min(3 * pack, published + pack)

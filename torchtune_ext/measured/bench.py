@@ -1,0 +1,377 @@
+"""The coordinator: texts come in, and their results come out as soon as each is there.
+
+Checks run in parallel, in processes that can be killed. Timings run one after the other, in a process of their own
+(schedule.py decides what is next). A program that was measured before, or is under way, is not measured again (cache.py).
+
+What a program does wrong is its result, and is never tried again. What the machine does wrong (a process that was killed, a
+sandbox that failed, a deadline of ours that passed) is tried again `RETRIES` times. Then the future raises BenchError. A timing
+that was disturbed is made once more, when no check runs beside it.
+"""
+
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Self
+
+import cloudpickle
+
+from torchtune_ext.measured import compiler as compilers
+from torchtune_ext.measured.bench_processes import VARIABLES, Checked, Checking, Failed, Settings, TimeKeeping
+from torchtune_ext.measured.cache import Cache
+from torchtune_ext.measured.check import Deadlines, extract, require_records
+from torchtune_ext.measured.child import START_S
+from torchtune_ext.measured.compiler import Compiler
+from torchtune_ext.measured.kernel import Kernel, prototype
+from torchtune_ext.measured.machine import choose_cores, fingerprint, usable_cores
+from torchtune_ext.measured.owned import Owned
+from torchtune_ext.measured.results import NOISY, BenchConfig, BenchError, Result
+from torchtune_ext.measured.sandbox import PREFIX, PROBE_S, Limits, Sandbox, clean_up
+from torchtune_ext.measured.schedule import CHECK, Job, Schedule, kernel_key
+from torchtune_ext.measured.timing import LEAST_CALLS, MOST_LATE_CALLS
+from torchtune_ext.measured.version import version
+from torchtune_ext.run.processes import Answer, Processes, remove
+
+__all__ = ["Bench", "BenchConfig", "BenchError", "Result"]
+
+log = logging.getLogger(__name__)
+
+RETRIES = 2  # further attempts after the machine has failed
+OWN_S = 30.0  # seconds of our own work on a program at most: inputs, references, comparisons, starts of processes
+CLOSE_S = 3.0  # seconds that processes get to end by themselves
+
+
+class Bench:
+    """Measures programs on this machine. Any thread may use it.
+
+    Make it when the engine of a run has started, so that it can choose cores that the engine does not use.
+
+    Args:
+        workers: processes that check; None: one for each core that is not timed on.
+        cores: the cores to time on; None: those that no engine may use, or the last ones.
+        threads: how many threads a program may use; OpenMP is compiled in from 2 on.
+        optimization: "-O0" to "-O3".
+        compiler: "gcc" or "clang", or a path; None: as found.
+        budget_s: seconds for one timing.
+        namespaces: whether bubblewrap is used; None: wherever it works.
+        sandbox: "floor", or "none" where every program comes from people you trust (see Checker).
+        cache: a file that keeps results for later runs; None: they are kept as long as this object lives.
+        deadlines: seconds that each stage of a check may take.
+        limits: what a program may use.
+
+    Raises:
+        ValueError: a setting is out of range, there is no compiler or no tree-sitter, or a core does not exist.
+        SandboxError: this machine cannot lock programs in.
+    """
+
+    def __init__(
+        self,
+        workers: int | None = None,
+        cores: Sequence[int] | None = None,
+        threads: int = 1,
+        optimization: str = "-O3",
+        compiler: str | None = None,
+        budget_s: float = 10.0,
+        namespaces: bool | None = None,
+        sandbox: str = "floor",
+        cache: str | Path | None = None,
+        deadlines: Deadlines | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        BenchConfig(workers, cores, threads, optimization, compiler, budget_s, namespaces, sandbox, cache)
+        require_records(deadlines, limits)
+        chosen = None if cores is None else list(cores)
+        if any(importlib.util.find_spec(name) is None for name in ("tree_sitter", "tree_sitter_c")):
+            raise ValueError("programs are read with tree-sitter: pip install 'torchtune-ext[bench]'")
+        usable = usable_cores()
+        timed = choose_cores(chosen, threads)
+        checked = sorted(usable - set(timed)) or sorted(usable)
+        found = Compiler.find(compiler)
+        # A machine that cannot lock programs in is found out now, and not by each of them.
+        Sandbox(found.path, namespaces, floor=sandbox == "floor").close()
+        self._settings = Settings(
+            found,
+            optimization,
+            threads,
+            budget_s,
+            namespaces,
+            sandbox,
+            deadlines or Deadlines(),
+            limits or Limits(),
+            tuple(checked),
+            tuple(timed),
+        )
+        self._fingerprint, self._version = fingerprint(), version()
+        self._cache = Cache(cache)
+        self._lock = threading.Lock()  # guards all that follows
+        self._ended: BenchError | None = None  # the reason why nothing is accepted any more
+        workers = workers or len(checked)
+        self._schedule = Schedule(workers, is_shared=bool(set(checked) & set(timed)))
+        self._under_way: dict[str, Job] = {}
+        self._counts: Counter[str] = Counter()
+        self._owned = Owned(clean_up(), PREFIX)
+        self._folder = self._owned.path
+        self._folder.chmod(0o711)
+        self._pid = os.getpid()
+        weakref.finalize(self, _remove_own, self._folder, self._pid)
+        self._pools: dict[str, Processes] = {}
+        try:
+            for name, kind, count in (("checking", Checking, workers), ("timing", TimeKeeping, 1)):
+                target = cloudpickle.dumps(kind(self._settings))
+                self._pools[name] = Processes(target, count, name, "setting", self._folder, VARIABLES)
+        except BaseException:
+            self.close()
+            raise
+
+    def submit(
+        self,
+        kernel: Kernel,
+        text: str,
+        group: str | int | None = None,
+        permitted: Collection[str] | None = None,
+    ) -> "Future[Result]":
+        """Hands in a model's answer and returns at once. Its future can be canceled until its check begins.
+
+        The future raises BenchError if the service fails, and says how.
+
+        Args:
+            group: is for `RayBench`: here all texts are measured on one machine.
+            permitted: the techniques (`techniques.TECHNIQUES`) that the program may use: one with others is forbidden, and
+                the result names those of a program that is right. None: they are not looked for.
+
+        Raises:
+            BenchError: this object is closed, has failed, or belongs to the process that this one was forked from.
+            ValueError: the kernel cannot be pickled.
+        """
+        if os.getpid() != self._pid:
+            # The threads that would answer are not in this process, and its copy of the lock may be held for ever.
+            raise BenchError(f"this Bench was made by process {self._pid}, before a fork: make one in each process")
+        try:
+            pickled = cloudpickle.dumps(kernel)
+        except Exception as error:
+            # Pickling runs code of the kernel, which may raise any error.
+            raise ValueError(
+                f"kernel {type(kernel).__name__} cannot be sent to another process: {type(error).__name__}: {error}. "
+                "Keep open files, locks and functions out of its attributes"
+            ) from error
+        future: Future[Result] = Future()
+        allowed = None if permitted is None else tuple(sorted(permitted))
+        key = self._key(kernel, text, allowed)
+        with self._lock:
+            if self._ended is not None:
+                raise self._ended
+            known = self._cache.get(key)
+            job = self._under_way.get(key)
+            if known is not None or job is not None:
+                self._counts["cached"] += 1
+            if known is None and job is not None:
+                job.futures.append(future)
+                if job.has_begun:
+                    future.set_running_or_notify_cancel()
+            elif known is None:
+                job = self._under_way[key] = Job(key, kernel.name, kernel_key(kernel), pickled, text, allowed, [future])
+                self._schedule.add(CHECK, job)
+        if known is not None:
+            future.set_result(known)
+        else:
+            self._advance()
+        return future
+
+    @property
+    def timed_cores(self) -> tuple[int, ...]:
+        """The cores that are timed on. A trainer keeps off them with `machine.kept_off`."""
+        return self._settings.timed_cores
+
+    def stats(self) -> dict[str, float]:
+        """Returns counters for metrics, all of them numbers that may be added over machines.
+
+        Now: "queued_checks", "queued_timings", "checking", "timing". Since the start: "done", "cached", "retried", "noisy",
+        "failed", and "seconds_STAGE" for each stage (check.STAGES, "time", and "wait": until the cores were idle and free).
+        """
+        with self._lock:
+            schedule = self._schedule
+            return {
+                "queued_checks": float(len(schedule.checks)),
+                "queued_timings": float(len(schedule.timings) + len(schedule.again)),
+                "checking": float(len(schedule.checking)),
+                "timing": float(schedule.timing is not None),
+                **{name: float(self._counts[name]) for name in ("done", "cached", "retried", "noisy", "failed")},
+                **{name: seconds for name, seconds in self._counts.items() if name.startswith("seconds_")},
+            }
+
+    def close(self) -> None:
+        """Ends all processes and removes all folders. Futures that are not done raise BenchError.
+
+        Programs that are being worked on are given up after `CLOSE_S` seconds. In a process that was forked it does nothing.
+        """
+        if os.getpid() != self._pid:
+            return
+        self._give_up(BenchError("the Bench is closed"))
+        for pool in self._pools.values():
+            pool.close(self._ended, CLOSE_S)
+        remove(self._folder)
+        with self._lock:
+            self._cache.close()
+            self._owned.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _key(self, kernel: Kernel, text: str, permitted: Sequence[str] | None) -> str:
+        """What a result depends on."""
+        settings = self._settings
+        words = [
+            self._version,
+            extract(text),
+            permitted,
+            compilers.flags_of(kernel, settings.optimization, settings.threads),
+            settings.compiler.version,
+            [kernel_key(kernel), prototype(kernel), kernel.naive, list(kernel.forbidden)],
+            [self._fingerprint, settings.timed_cores, settings.threads, settings.budget_s],
+            [settings.sandbox, settings.namespaces],
+            [asdict(settings.deadlines), asdict(settings.limits)],
+        ]
+        return hashlib.sha256(json.dumps(words).encode()).hexdigest()
+
+    def _advance(self) -> None:
+        """Begins all that may begin now."""
+        while True:
+            with self._lock:
+                if self._ended is not None:
+                    return
+                begun = self._schedule.next()
+                if begun is None:
+                    return
+                stage, job = begun
+                if not job.begin():
+                    # Nobody waits for it any more.
+                    self._schedule.ended(stage, job)
+                    del self._under_way[job.key]
+                    continue
+            try:
+                self._hand_over(stage, job)
+            except Exception as error:  # noqa: BLE001 (whatever it is, everybody who waits has to get it)
+                self._give_up(BenchError(f"the processes of the Bench have ended: {error}"))
+
+    def _hand_over(self, stage: str, job: Job) -> None:
+        d, settings = self._settings.deadlines, self._settings
+        check_s = d.screen_s + d.compile_s + START_S + d.load_s + 2 * d.verify_s + OWN_S
+        # A kernel's checker probes the machine and checks the kernel's own program. Who makes a timer, or waits for the
+        # cores or for an engine, is never as long without a sign of life.
+        wait_s = 4 * PROBE_S + check_s
+        if stage == CHECK:
+            pool, what, timeout_s = "checking", (job.text, job.permitted), check_s
+        else:
+            # When the budget ends, a last block may begin, with calls of the reference as well.
+            calls = MOST_LATE_CALLS + LEAST_CALLS
+            timeout_s = START_S + d.load_s + settings.budget_s + calls * d.verify_s + OWN_S
+            pool, what = "timing", (job.library,)
+        answer = self._pools[pool].submit((job.kernel_key, job.kernel, *what), timeout_s, wait_s)
+        answer.add_done_callback(lambda future: self._ends(stage, job, future))
+
+    def _ends(self, stage: str, job: Job, future: "Future[Answer]") -> None:
+        """Deals with what a process says, in the thread that serves it."""
+        try:
+            if (error := future.exception()) is not None:
+                raise error
+            self._deal_with(stage, job, future.result())
+        except Exception as error:  # noqa: BLE001 (whatever it is, everybody who waits has to get it)
+            self._give_up(BenchError(f"the processes of the Bench have ended: {error}"))
+        self._advance()
+
+    def _deal_with(self, stage: str, job: Job, answer: Answer) -> None:
+        found = answer.value
+        if answer.kind == "returned" and not isinstance(found, Failed):
+            self._take(stage, job, found)
+            return
+        if answer.kind == "returned":
+            cause, is_final = found.cause, found.is_final
+        else:
+            # An error that a kernel or our own code raises would come again. Processes do not end, or hang, by themselves.
+            cause, is_final = answer.cause, answer.kind == "raised"
+            cause = f"the {stage} process died: {cause}" if answer.kind == "died" else cause
+        job.attempts += 1
+        is_final = is_final or job.attempts > RETRIES
+        with self._lock:
+            self._schedule.ended(stage, job)
+            self._counts["failed" if is_final else "retried"] += 1
+            if not is_final:
+                self._schedule.add(stage, job, first=True)
+        attempts = f" (attempt {job.attempts})" if job.attempts > 1 else ""
+        if is_final:
+            message = f"the {stage} of a program for {job.kernel_name} failed{attempts}: {cause}"
+            self._finish(job, lambda future: future.set_exception(BenchError(message)))
+        else:
+            log.warning("bench: the %s of a program is repeated%s: %s", stage, attempts, cause)
+
+    def _take(self, stage: str, job: Job, found: Any) -> None:
+        """Takes what became of a program in a stage."""
+        seconds = found.verdict.seconds if stage == CHECK else found.seconds
+        is_right = stage == CHECK and found.verdict.outcome == "ok"
+        is_disturbed = stage != CHECK and found.outcome == NOISY and not job.is_timed_again
+        for name, value in seconds.items():
+            job.seconds[name] = job.seconds.get(name, 0.0) + value
+        with self._lock:
+            self._schedule.ended(stage, job)
+            self._counts.update({f"seconds_{name}": value for name, value in seconds.items()})
+            if is_right:
+                job.library, job.techniques = found.library, found.verdict.techniques
+                self._schedule.add("time", job)
+            elif is_disturbed:
+                job.is_timed_again = True
+                self._schedule.add_again(job)
+        if is_right or is_disturbed:
+            return
+        end = found.verdict if isinstance(found, Checked) else found
+        result = Result(
+            job.kernel_name,
+            end.outcome,
+            end.stage if stage == CHECK else "time",
+            end.note,
+            None if stage == CHECK else end.timing,
+            job.seconds,
+            self._fingerprint,
+            techniques=job.techniques,
+        )
+        with self._lock:
+            self._cache.put(job.key, result)
+            self._counts["done"] += 1
+            self._counts["noisy"] += result.outcome == NOISY
+        first = job.futures[0]
+        self._finish(job, lambda future: future.set_result(replace(result, is_cached=future is not first)))
+
+    def _finish(self, job: Job, end: Callable[[Future], None]) -> None:
+        """Ends all futures of a job. Their callbacks may submit more, so this does not hold the lock."""
+        with self._lock:
+            if self._under_way.pop(job.key, None) is None:
+                return
+        for future in job.futures:
+            end(future)
+
+    def _give_up(self, error: BenchError) -> None:
+        """Accepts nothing more, and gives the reason to all who wait. Only the first reason counts."""
+        with self._lock:
+            if self._ended is not None:
+                return
+            self._ended = error
+            jobs = list(self._under_way.values())
+        for job in jobs:
+            if job.has_begun or job.begin():
+                self._finish(job, lambda future: future.set_exception(error))
+
+
+def _remove_own(folder: Path, owner_pid: int) -> None:
+    """Removes the folder of a Bench that nobody has closed, but not at the end of a forked process: the owner still uses it."""
+    if os.getpid() == owner_pid:
+        remove(folder)

@@ -1,0 +1,379 @@
+"""One candidate from its text to its verdict: extract -> screen -> compile -> verify.
+
+Each stage has a deadline and outcomes of its own. What the machine does wrong is a SandboxError and no verdict.
+"""
+
+import math
+import re
+import secrets
+import shutil
+import signal
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from numbers import Real
+from pathlib import Path
+
+import numpy as np
+
+from torchtune_ext.measured import compiler as compilers
+from torchtune_ext.measured.arena import arena_size
+from torchtune_ext.measured.child import Child, ChildFailed
+from torchtune_ext.measured.compiler import OPTIMIZATIONS, Compiler, Finished
+from torchtune_ext.measured.kernel import Kernel, require_sound
+from torchtune_ext.measured.machine import usable_cores
+from torchtune_ext.measured.sandbox import Limits, Sandbox, SandboxError, exit_cause
+from torchtune_ext.measured.verify import described, verify
+from torchtune_ext.tasks.answers import spoken
+
+OUTCOMES = ("format", "forbidden", "compile_error", "timeout", "runtime_error", "wrong_result", "ok")
+SANDBOXES = ("floor", "none")
+STAGES = ("extract", "screen", "compile", "verify")
+MAX_SOURCE = 200_000  # characters of a program
+MAX_NOTE = 1500  # characters of a note
+KILLED = "SIGKILL"  # how a note begins where something was killed, perhaps because the machine's memory was full
+# Share of its deadline for which a late program has computed; below, it may be in time on a machine that is less busy.
+COMPUTED = 0.9
+FULL = "No space left on device"  # what compilers say where there is none, in the language that they run in here
+# How gcc and clang say that a part of them was killed.
+_KILLED = re.compile(
+    r"^\S+: (fatal )?error: (Killed signal terminated program|ld terminated with signal 9|unable to execute command: Killed)",
+    re.MULTILINE,
+)
+C_NAMES = ("", "c", "c99", "c11", "c17", "cpp", "c++")  # what stands behind the fence of a C program
+# Nothing is given back once it is taken (`*+`): a long line would be tried in all ways to divide it.
+_FENCE = re.compile(r"[ \t]*+(`{3,}+|~{3,}+)[ \t]*+([^`\s]*+)(?:\s[^`]*+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Seconds that each stage may take."""
+
+    screen_s: float = 10.0
+    compile_s: float = 20.0
+    load_s: float = 5.0  # of verifying: until the library is loaded
+    verify_s: float = 20.0  # of verifying: all calls together
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not (isinstance(value, Real) and 0 < value < math.inf):
+                raise ValueError(f"Deadlines.{name}: {value!r} must be a number of seconds above 0")
+
+
+def require_records(deadlines: Deadlines | None, limits: Limits | None) -> None:
+    """Raises ValueError if one of them is something else, such as a number."""
+    for name, value, kind, example in (
+        ("deadlines", deadlines, Deadlines, "Deadlines(verify_s=40.0)"),
+        ("limits", limits, Limits, "Limits(cpu_s=60)"),
+    ):
+        if not isinstance(value, kind | None):
+            raise ValueError(f"{name}={value!r} must be None or {kind.__name__}, as {example}")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of one candidate."""
+
+    outcome: str  # one of OUTCOMES
+    stage: str  # the stage that decided, one of STAGES
+    note: str  # for people: the compiler's message, the failing size; "" if it is ok
+    seconds: Mapping[str, float]  # of each stage that ran
+    seed: int  # of the sizes and inputs, drawn after compilation; 0 if it did not come so far
+    worst: float = field(default=float("nan"))  # the largest error in units of what is allowed, if it is ok
+    techniques: tuple[str, ...] = ()  # that it uses, sorted, if they were looked for and it came so far
+    # A timeout that may be the machine's fault: of the compiler, or of a program that was not computing most of the time.
+    is_starved: bool = False
+
+
+class _Refused(Exception):
+    def __init__(self, outcome: str, note: str, is_starved: bool = False) -> None:
+        super().__init__(note)
+        self.outcome, self.is_starved = outcome, is_starved
+
+
+class Checker:
+    """Checks programs for one kernel, in a sandbox and with a compiler that it shares among them.
+
+    `check` may be called by several threads at a time, though they wait for each other's interpreter. Processes do not; each
+    needs a checker of its own.
+
+    Args:
+        kernel: what the programs should compute.
+        compiler: the C compiler; None: gcc or clang, as found.
+        optimization: "-O0" to "-O3".
+        threads: how many threads a program may use; OpenMP is compiled in from 2 on.
+        cores: the cores that programs run on; None: all that this process may use.
+        namespaces: whether bubblewrap is used; None: wherever it works.
+        sandbox: "floor": programs are locked in, and a machine that cannot do that is refused. "none": they run with limits
+            and a clean environment only, and a warning says so (see Sandbox).
+        screened: whether the source is screened; the layers behind must hold without it.
+
+    Raises:
+        ValueError: there is no compiler or no tree-sitter, a core does not exist, the kernel lacks something, or its own
+            program does not pass.
+        SandboxError: this machine cannot lock programs in, kills the kernel's own program, or is too busy to run it in time.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        compiler: Compiler | None = None,
+        optimization: str = "-O3",
+        threads: int = 1,
+        cores: Sequence[int] | None = None,
+        namespaces: bool | None = None,
+        sandbox: str = "floor",
+        deadlines: Deadlines | None = None,
+        limits: Limits | None = None,
+        screened: bool = True,
+    ) -> None:
+        require_sound(kernel)
+        require_records(deadlines, limits)
+        for name, value, choices in (("optimization", optimization, OPTIMIZATIONS), ("sandbox", sandbox, SANDBOXES)):
+            if value not in choices:
+                raise ValueError(f"{name}: {value!r} must be one of {', '.join(choices)}")
+        if not isinstance(threads, int) or threads < 1:
+            raise ValueError(f"threads: {threads!r} must be a whole number, at least 1")
+        usable = usable_cores()
+        self.cores = sorted(usable if cores is None else cores)
+        if not self.cores or not set(self.cores) <= usable:
+            raise ValueError(f"cores: {self.cores} must be some of {sorted(usable)}, which this process may use")
+        self.kernel, self.threads = kernel, threads
+        self.deadlines, self.limits = deadlines or Deadlines(), limits or Limits()
+        self.compiler = compiler or Compiler.find()
+        self.flags = compilers.flags_of(kernel, optimization, threads)
+        self._screen_source = _reader() if screened else None
+        self.sandbox = Sandbox(self.compiler.path, namespaces, floor=sandbox == "floor")
+        try:
+            own = self.check_source(kernel.naive)
+            if own.note.startswith(KILLED):
+                raise SandboxError(f"the program of {kernel.name} was killed while it was checked: {own.note}")
+            if own.is_starved:
+                raise SandboxError(
+                    f"this machine is too busy to check the kernel's own program of {kernel.name}, or that sleeps: {own.note}"
+                )
+            if own.outcome != "ok":
+                fix = f"; take a smaller size than {described(kernel.timed)}" if own.outcome == "timeout" else ""
+                raise ValueError(
+                    f"{type(kernel).__name__}.naive: the kernel's own program ends with {own.outcome}: {own.note}{fix}"
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Removes all folders."""
+        self.sandbox.close()
+
+    def __enter__(self) -> "Checker":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def check(self, text: str) -> Verdict:
+        """Checks the program in a model's answer.
+
+        Raises:
+            SandboxError: the machine failed, and nothing is known about the program.
+        """
+        with self.checked(text) as (verdict, _):
+            return verdict
+
+    def check_source(self, source: str) -> Verdict:
+        """Checks a program that stands alone."""
+        with self.checked(source, extracted=True) as (verdict, _):
+            return verdict
+
+    @contextmanager
+    def checked(
+        self, text: str, extracted: bool = False, permitted: Collection[str] | None = None
+    ) -> Iterator[tuple[Verdict, Path | None]]:
+        """Checks a program and keeps its library, if it is ok, until the block ends.
+
+        Args:
+            extracted: the text is the program itself, and no answer that holds one.
+            permitted: the techniques (`techniques.TECHNIQUES`) that it may use: another one is forbidden. None: they are not
+                looked for.
+        """
+        seconds: dict[str, float] = {}
+        seed, stage, techniques = 0, "extract", ()
+        folder = None
+        try:
+            try:
+                with _timed(seconds, stage):
+                    source = text if extracted else extract(text)
+                    if source is None:
+                        raise _Refused("format", "no closed block of C code in the answer")
+                    if len(source) > MAX_SOURCE:
+                        raise _Refused("format", f"{len(source)} characters of code, at most {MAX_SOURCE} are read")
+                folder = self.sandbox.new_folder()
+                stage = "screen"
+                with _timed(seconds, stage):
+                    compilers.write_source(self.kernel, source, folder)
+                    if self._screen_source is not None:
+                        preprocessed = self._screen(source, folder)
+                stage = "compile"
+                with _timed(seconds, stage):
+                    self._compile(folder)
+                if permitted is not None and self._screen_source is not None:
+                    # What does not compile is not read: nobody could say what it does.
+                    stage = "screen"
+                    with _timed(seconds, stage):
+                        techniques = self._techniques(preprocessed, permitted)
+                stage = "verify"
+                with _timed(seconds, stage):
+                    seed = secrets.randbits(63)  # nobody can know it while the program is compiled
+                    worst = self._verify(folder / compilers.LIBRARY, np.random.default_rng(seed))
+            except _Refused as failed:
+                note, library = _plain(str(failed)), None
+                verdict = Verdict(
+                    failed.outcome, stage, note, seconds, seed, techniques=techniques, is_starved=failed.is_starved
+                )
+            else:
+                verdict = Verdict("ok", stage, "", seconds, seed, worst, techniques)
+                library = folder / compilers.LIBRARY
+            yield verdict, library
+        finally:
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def compile_own(self, kernel: Kernel) -> Path:
+        """Compiles the kernel's naive program, which is ours, as well as the compiler can. The library goes with this object.
+
+        Raises:
+            SandboxError: the compiler fails.
+        """
+        folder = self.sandbox.new_folder()
+        compilers.write_source(kernel, kernel.naive, folder)
+        flags = compilers.flags_of(kernel, "-O3", self.threads)
+        done = compilers.compile_library(self.sandbox, self.compiler, flags, folder, self.deadlines.compile_s)
+        if done.status != 0:
+            raise SandboxError(
+                f"the program of {kernel.name} does not compile: {done.cause or done.errors.strip() or exit_cause(done.status)}"
+            )
+        return folder / compilers.LIBRARY
+
+    def child(self, kernel: Kernel, library: Path, cpu_s: float = 0.0) -> Child:
+        """Starts a locked-in process that has loaded the library. Its arrays may be as large as those of the timed size.
+
+        Args:
+            cpu_s: CPU seconds that all its threads may use, if that is more than its limit says.
+
+        Raises:
+            SandboxError: the process could not be locked in.
+            ChildFailed: loading fails, or takes too long.
+        """
+        arena_bytes = arena_size(kernel, kernel.timed)
+        limits = replace(self.limits, cpu_s=max(self.limits.cpu_s, math.ceil(cpu_s)))
+        return Child(
+            self.sandbox, library, kernel, arena_bytes, self.cores, self.threads, limits, self.deadlines.load_s
+        )
+
+    def _screen(self, source: str, folder: Path) -> str:
+        """Returns the preprocessed text of a program that may be compiled."""
+        deadline_s = self.deadlines.screen_s
+        done = compilers.preprocess(self.sandbox, self.compiler, self.flags, folder, deadline_s)
+        _require_end(done)
+        try:
+            reason = self._screen_source(done.output, source, self.kernel, max(0.1, deadline_s - done.seconds))
+        except TimeoutError as error:
+            raise _Refused("timeout", f"the screen: {error}", is_starved=True) from None
+        if reason:
+            raise _Refused("forbidden", reason)
+        # The screen comes first: an #include of what nobody may read is forbidden, and not merely missing.
+        if done.status != 0:
+            raise _Refused("compile_error", done.errors.strip())
+        return done.output
+
+    def _techniques(self, preprocessed: str, permitted: Collection[str]) -> tuple[str, ...]:
+        """Returns the techniques of a program that uses none but these."""
+        from torchtune_ext.measured.records import Unreadable
+        from torchtune_ext.measured.techniques import uses, violations
+
+        try:
+            found = uses(preprocessed, self.kernel, openmp=self.threads > 1)
+        except Unreadable as error:
+            raise _Refused("forbidden", f"line 1: the program cannot be read: {error}") from None
+        if others := violations(found, permitted):
+            raise _Refused("forbidden", "\n".join(others))
+        return tuple(sorted(use.technique for use in found))
+
+    def _compile(self, folder: Path) -> None:
+        done = compilers.compile_library(self.sandbox, self.compiler, self.flags, folder, self.deadlines.compile_s)
+        _require_end(done)
+        if done.status != 0:
+            # The words alone may be the candidate's.
+            if FULL in done.errors and shutil.disk_usage(folder).free < compilers.LIMITS.file_bytes:
+                raise SandboxError(f"the disk of {folder} is full: {done.errors.strip()[-300:]}")
+            raise _Refused("compile_error", done.errors.strip() or exit_cause(done.status))
+
+    def _verify(self, library: Path, rng: np.random.Generator) -> float:
+        allowed_s = self.deadlines.load_s
+        try:
+            with self.child(self.kernel, library) as child:
+                allowed_s = self.deadlines.verify_s
+                return verify(child, self.kernel, rng, allowed_s)
+        except ChildFailed as failed:
+            if failed.outcome != "timeout":
+                raise _Refused(failed.outcome, str(failed)) from failed
+            note = f"{failed}; it computed for {failed.cpu_s:.2g} s"
+            raise _Refused("timeout", note, is_starved=failed.cpu_s < COMPUTED * allowed_s) from failed
+
+
+def _plain(text: str) -> str:
+    """Shortens a note and takes out what a terminal would obey: much of it are the candidate's words."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text[:MAX_NOTE])
+
+
+def _reader() -> Callable[..., str]:
+    try:
+        from torchtune_ext.measured.screen import screen
+    except ImportError as error:
+        raise ValueError("programs are read with tree-sitter: pip install 'torchtune-ext[bench]'") from error
+    return screen
+
+
+def _require_end(done: Finished) -> None:
+    """Refuses a program whose compiler was killed, by us or by somebody else."""
+    was_killed = done.status in (-signal.SIGKILL, 128 + signal.SIGKILL)
+    if was_killed or (done.status and _KILLED.search(done.errors)):
+        raise _Refused("compile_error", f"{KILLED}: the compiler was killed, perhaps for memory\n{done.errors.strip()}")
+    if done.status is None:
+        outcome = "timeout" if done.timed_out else "compile_error"
+        raise _Refused(outcome, f"the compiler: {done.cause}", is_starved=done.timed_out)
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
+    start = time.monotonic()
+    try:
+        yield
+    finally:
+        seconds[stage] = seconds.get(stage, 0.0) + time.monotonic() - start
+
+
+def extract(text: str) -> str | None:
+    """Returns the C source in an answer: the content of its last closed block that is fenced as C, or as nothing.
+
+    What a model thinks aloud is no part of its answer. A fence with a language always begins a block, so
+    a block that was never closed (the model changed its mind) swallows nothing.
+
+    Returns:
+        The lines between the fences, or None if there is no such block, or none that says anything.
+    """
+    found, fence, language, lines = None, "", "", []
+    for line in (line.removesuffix("\r") for line in spoken(text).split("\n")):
+        match = _FENCE.fullmatch(line)
+        if match is None:
+            lines.append(line)
+        elif not fence or match[2]:
+            fence, language, lines = match[1], match[2].lower(), []
+        elif match[1].startswith(fence):
+            if language in C_NAMES and any(each.strip() for each in lines):
+                found = "\n".join(lines) + "\n"
+            fence = ""
+        else:
+            lines.append(line)
+    return found

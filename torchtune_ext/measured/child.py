@@ -1,0 +1,387 @@
+"""The process that runs a candidate's function, seen from outside: its arrays, its calls, and its clock.
+
+The child shares only the arrays with this process. Inputs are mapped so that nobody but this process can ever write them.
+Everything that the child says may be a lie, so it decides nothing. The clock is read here. It starts when all threads of the
+child sleep, and stops when all sleep again; the results are copied while they sleep, and CPU seconds that were used between
+two calls are added to the second. So neither an early answer nor a thread that works between the calls gains anything.
+
+Linux brings the CPU clock of a process that runs up to date at ticks only, every 4 ms or so. Once its threads sleep it is
+exact.
+"""
+
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+
+from torchtune_ext.measured.arena import CANARY, POISON, Place, Shared
+from torchtune_ext.measured.cgroups import NO_GROUP
+from torchtune_ext.measured.kernel import Kernel, Size
+from torchtune_ext.measured.sandbox import (
+    Limits,
+    Sandbox,
+    SandboxError,
+    clean_environment,
+    exit_cause,
+)
+
+START_S = 20.0  # seconds until the sandbox is locked in; under load a process may start late
+END_S = 5.0  # seconds until a killed process is gone
+GLANCES = 20  # how often one looks at a child without a pause; then every `GLANCE_S` seconds
+GLANCE_S = 50e-6
+_MESSAGE = struct.Struct("<IIQ24Q")
+_READY, _LOADED, _PLACE, _CALL, _DONE = range(1, 6)
+
+
+class ChildFailed(Exception):
+    """The candidate's process failed.
+
+    Attributes:
+        outcome: "timeout", "runtime_error" or "wrong_result".
+        cpu_s: of a timeout: CPU seconds of all threads of the process.
+    """
+
+    def __init__(self, outcome: str, note: str, cpu_s: float = 0.0) -> None:
+        super().__init__(note)
+        self.outcome, self.cpu_s = outcome, cpu_s
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of the function."""
+
+    seconds: float  # until all its threads sleep; with the CPU seconds that they used since the call before
+    cpu_s: float  # CPU seconds of all its threads since the call before
+    waited_s: float  # seconds for which its first thread wanted to run, but another process had the core
+    outputs: Mapping[str, np.ndarray]  # copies of its results, made while the process slept
+
+
+def _state(file: int) -> tuple[bytes, int]:
+    """Reads the state of a thread and the number of threads from its file `stat` (proc_pid_stat(5), fields 3 and 20)."""
+    fields = os.pread(file, 1024, 0).rpartition(b") ")[2].split()
+    return fields[0], int(fields[17])
+
+
+class Child:
+    """A locked-in process that has loaded the library of a candidate.
+
+    Args:
+        sandbox: how to lock it in.
+        library: the shared object; its code runs as soon as it is loaded.
+        kernel: what it should compute.
+        arena_bytes: address space for the arrays.
+        cores: the cores that it runs on.
+        threads: how many threads OpenMP may use.
+        limits: what it may use.
+        load_s: seconds for loading.
+
+    Raises:
+        SandboxError: the process could not be locked in.
+        ChildFailed: loading fails, or takes too long.
+    """
+
+    def __init__(
+        self,
+        sandbox: Sandbox,
+        library: Path,
+        kernel: Kernel,
+        arena_bytes: int,
+        cores: Sequence[int],
+        threads: int,
+        limits: Limits,
+        load_s: float,
+    ) -> None:
+        self.kernel = kernel
+        self.arena_bytes = arena_bytes
+        try:
+            self._inputs = Shared("inputs", arena_bytes, writable=False)
+            self._outputs = Shared("outputs", arena_bytes, writable=True)
+        except (OSError, OverflowError) as error:
+            raise SandboxError(f"no room for {2 * arena_bytes / 1e9:.3g} GB of arrays: {error}") from error
+        self._places: tuple[Place, ...] = ()
+        self._number = 0  # of the last message
+        self._closed = False
+        # Of the process that runs the candidate: a handle, and what the kernel says of its first thread.
+        self._pidfd = self._stat = self._schedule = -1
+        # Its CPU clock when it was last seen asleep, and what it used meanwhile, between two calls.
+        self._idle_ns = self._owed_ns = 0
+        self._process: subprocess.Popen | None = None
+        self._group = NO_GROUP
+        self._errors = os.memfd_create("errors", os.MFD_CLOEXEC)
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            with theirs:
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+                files = (theirs.fileno(), self._inputs.file, self._outputs.file)
+                self._group = sandbox.new_group(limits, arena_bytes)
+                self._process = subprocess.Popen(
+                    sandbox.run_function(library, kernel.name, arena_bytes, files, cores, limits, self._group),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=self._errors,
+                    pass_fds=files,
+                    env=clean_environment(threads),
+                    start_new_session=True,
+                    cwd="/",
+                )
+            self._arena = self._receive(_READY, START_S, locked_in=False)
+            self._receive(_LOADED, load_s)
+            self._idle_ns = self._sleep_ns(load_s)
+        except OSError as error:
+            self.close()
+            raise SandboxError(f"a process could not be started: {error}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """The process that runs the candidate (inside of namespaces it is not the one that was started)."""
+        return self._pid
+
+    def has_ended(self) -> bool:
+        """Tells whether the process has ended, or was given up."""
+        return self._closed or self._process.poll() is not None
+
+    def cpu_ns(self) -> int:
+        """Returns the CPU nanoseconds that all threads of the child have used so far. It is exact while they sleep."""
+        try:
+            return time.clock_gettime_ns(~self._pid << 3 | 2)
+        except OSError:
+            self._fail()
+
+    def restless_s(self) -> float:
+        """Returns the CPU seconds that its threads have used since the last call, while nobody had asked for anything."""
+        return (self._owed_ns + self._sleep_ns(START_S) - self._idle_ns) * 1e-9
+
+    def place(self, places: Sequence[Place]) -> None:
+        """Maps the arrays of the next calls, and fills the rest of their pages."""
+        words = [word for place in places for word in (place.first_page, place.pages_bytes, int(place.is_output))]
+        self._owed_ns += self._sleep_ns(START_S) - self._idle_ns
+        self._send(_PLACE, len(places), words)
+        self._receive(_DONE, START_S)
+        self._places = tuple(places)
+        for place in self._places:
+            for around in self._around(place):
+                around.view(np.float64)[:] = CANARY
+        self._idle_ns = self._sleep_ns(START_S)
+
+    def call(self, size: Size, inputs: Mapping[str, np.ndarray], deadline_s: float) -> Call:
+        """Writes the inputs, poisons the outputs, calls the function once, and copies its results.
+
+        Raises:
+            ChildFailed: it does not end within `deadline_s`, crashes, says something that nobody asked, writes beside its
+                outputs, or changes an input.
+        """
+        views = {place.name: self._array(place) for place in self._places}
+        for place in self._places:
+            views[place.name][...] = POISON if place.is_output else inputs[place.name]
+        arguments = [size[name] for name in self.kernel.size_names] + [
+            self._arena + place.start for place in self._places
+        ]
+        before_ns = self._sleep_ns(deadline_s)
+        owed_ns = self._owed_ns + before_ns - self._idle_ns
+        ran_ns, waited_ns = self._scheduled_ns()
+        start = time.perf_counter_ns()
+        self._send(_CALL, len(arguments), arguments)
+        self._receive(_DONE, deadline_s)
+        while True:
+            asleep_ns = self._sleep_ns(deadline_s - (time.perf_counter_ns() - start) * 1e-9)
+            end = time.perf_counter_ns()
+            outputs = {place.name: views[place.name].copy() for place in self._places if place.is_output}
+            if self._asleep() and self.cpu_ns() == asleep_ns:
+                break
+            if end - start > deadline_s * 1e9:
+                self._fail_awake()
+        self._require_untouched(inputs, views)
+        cpu_ns, self._owed_ns, self._idle_ns = self._owed_ns + asleep_ns - self._idle_ns, 0, asleep_ns
+        ran_ns, waited_ns = (now - then for now, then in zip(self._scheduled_ns(), (ran_ns, waited_ns), strict=True))
+        # While other threads of its own ran, nobody else may have been in its way.
+        waited_ns = max(0, waited_ns - max(0, asleep_ns - before_ns - ran_ns))
+        return Call((end - start + owed_ns) * 1e-9, cpu_ns * 1e-9, waited_ns * 1e-9, outputs)
+
+    def close(self) -> None:
+        """Kills the process, and everything that it started, and waits for its end. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self._socket.close()
+        if self._process is not None:
+            try:
+                os.killpg(self._process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            self._process.wait()
+        if self._pidfd >= 0:
+            # Inside of namespaces it is no child of ours, and ends a little later than bubblewrap, which is.
+            end = select.poll()
+            end.register(self._pidfd, select.POLLIN)
+            end.poll(END_S * 1e3)
+            os.close(self._pidfd)
+        self._group.close()
+        for file in (self._stat, self._schedule):
+            if file >= 0:
+                os.close(file)
+        self._inputs.close()
+        self._outputs.close()
+        os.close(self._errors)
+
+    def __enter__(self) -> "Child":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _asleep(self) -> bool:
+        """Tells whether every thread of the child sleeps."""
+        try:
+            state, threads = _state(self._stat)
+            if state in (b"Z", b"X") and threads <= 1:
+                self._fail()  # it has ended, and only nobody has waited for it
+            if state != b"S" or threads == 1:
+                return state == b"S"
+            for thread in os.listdir(f"/proc/{self._pid}/task"):
+                try:
+                    file = os.open(f"/proc/{self._pid}/task/{thread}/stat", os.O_RDONLY | os.O_CLOEXEC)
+                except FileNotFoundError:
+                    continue  # it has ended
+                try:
+                    if _state(file)[0] != b"S":
+                        return False
+                except ProcessLookupError:
+                    continue
+                finally:
+                    os.close(file)
+            return True
+        except (ProcessLookupError, FileNotFoundError):
+            self._fail()
+
+    def _scheduled_ns(self) -> tuple[int, int]:
+        """Returns for how long the first thread has run, and has wanted to and could not; zeros where nobody counts it."""
+        if self._schedule < 0:
+            return 0, 0
+        try:
+            ran, waited = os.pread(self._schedule, 100, 0).split()[:2]
+            return int(ran), int(waited)
+        except ProcessLookupError:
+            self._fail()
+
+    def _sleep_ns(self, deadline_s: float) -> int:
+        """Waits until the child sleeps, and returns its CPU clock.
+
+        A thread that is about to sleep may not be in the clock yet: then the clock has moved at the next look.
+        """
+        end = time.monotonic() + deadline_s
+        glances = 0
+        while not self._asleep():
+            if time.monotonic() > end:
+                self._fail_awake()
+            glances += 1
+            if glances > GLANCES:
+                time.sleep(GLANCE_S)
+        return self.cpu_ns()
+
+    def _send(self, kind: int, count: int, words: Sequence[int]) -> None:
+        self._number += 1
+        padded = [*words, *[0] * (24 - len(words))]
+        try:
+            self._socket.settimeout(START_S)
+            self._socket.send(_MESSAGE.pack(kind, count, self._number, *padded))
+        except OSError:
+            # It has ended. Waiting for its answer finds out how.
+            pass
+
+    def _receive(self, kind: int, deadline_s: float, locked_in: bool = True) -> int:
+        """Waits for a message of the child and returns its word."""
+        self._socket.settimeout(deadline_s)
+        try:
+            data, extra, _, _ = self._socket.recvmsg(_MESSAGE.size + 1, socket.CMSG_SPACE(12))
+        except TimeoutError:
+            if not locked_in:
+                self.close()
+                raise SandboxError(f"a locked-in process did not start within {deadline_s:g} s") from None
+            what = "loading the library" if kind == _LOADED else "a call"
+            self._late(f"{what} did not end within {deadline_s:g} s")
+        except OSError:
+            data, extra = b"", []
+        if not data:
+            self._fail(locked_in)
+        found = _MESSAGE.unpack(data) if len(data) == _MESSAGE.size else (0, 0, 0, 0)
+        if found[0] != kind or (kind == _DONE and found[2] != self._number):
+            self.close()
+            raise ChildFailed("runtime_error", "it answered what nobody had asked: it meddles with the measurement")
+        if kind == _READY:
+            # The kernel says who the sender is, in the numbers of this process's namespace.
+            self._pid = struct.unpack("iii", extra[0][2])[0]
+            try:
+                self._pidfd = os.pidfd_open(self._pid)
+                folder = f"/proc/{self._pid}/task/{self._pid}"
+                self._stat = os.open(f"{folder}/stat", os.O_RDONLY | os.O_CLOEXEC)
+                if os.path.exists(f"{folder}/schedstat"):
+                    self._schedule = os.open(f"{folder}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+            except (ProcessLookupError, FileNotFoundError):
+                self._fail()
+        return found[3]
+
+    def _fail(self, locked_in: bool = True) -> NoReturn:
+        """Raises what the end of the process means."""
+        try:
+            status = self._process.wait(timeout=END_S)
+        except subprocess.TimeoutExpired:
+            self.close()
+            raise ChildFailed("runtime_error", "it closed its connection: it meddles with the measurement") from None
+        said = os.pread(self._errors, 2000, 0).decode(errors="replace").strip()
+        self.close()
+        if not locked_in:
+            raise SandboxError(f"a process could not be locked in: {said or exit_cause(status)}")
+        if status > 128:
+            status = 128 - status  # bubblewrap's way to say that a signal ended its child
+        cause = (
+            exit_cause(status)
+            if status < 0
+            else "it ended the process by itself" + (f" with exit status {status}" if status else "")
+        )
+        raise ChildFailed("runtime_error", f"{cause}; it said: {said}" if said else cause)
+
+    def _fail_awake(self) -> NoReturn:
+        self._late("its threads still work after the call, until its deadline")
+
+    def _late(self, note: str) -> NoReturn:
+        cpu_s = self.cpu_ns() * 1e-9
+        self.close()
+        raise ChildFailed("timeout", note, cpu_s) from None
+
+    def _array(self, place: Place) -> np.ndarray:
+        memory = self._memory(place)
+        return memory[place.start : place.start + place.nbytes].view(np.float64).reshape(place.shape)
+
+    def _memory(self, place: Place) -> np.ndarray:
+        return self._outputs.bytes if place.is_output else self._inputs.bytes
+
+    def _around(self, place: Place) -> tuple[np.ndarray, np.ndarray]:
+        """What lies before and after the array in its pages."""
+        memory, end = self._memory(place), place.first_page + place.pages_bytes
+        return memory[place.first_page : place.start], memory[place.start + place.nbytes : end]
+
+    def _require_untouched(self, inputs: Mapping[str, np.ndarray], views: Mapping[str, np.ndarray]) -> None:
+        canary = int(CANARY.view(np.uint64)[0])
+        for place in self._places:
+            if not place.is_output:
+                if not np.array_equal(views[place.name].view(np.uint64), inputs[place.name].view(np.uint64)):
+                    self.close()
+                    raise ChildFailed("wrong_result", f"it changed its input {place.name}")
+                continue
+            before, after = (around.view(np.uint64) for around in self._around(place))
+            if (before != canary).any() or (after != canary).any():
+                self.close()
+                side = "before" if (before != canary).any() else "after"
+                raise ChildFailed("runtime_error", f"it wrote {side} the array {place.name}")

@@ -1,0 +1,200 @@
+"""The kernels that are shipped: matrix times matrix, matrix times vector, a stencil, and a sum.
+
+The bounds hold for every order of the additions, with and without fused multiply-add (Higham, Accuracy and Stability of
+Numerical Algorithms, 2002, sections 3.1 and 3.5): each path from an input to the result has at most n roundings, so the
+error is at most γ_n times the same sum over absolute values. Products that underflow add half of the smallest denormal
+number each.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from torchtune_ext.measured.kernel import SMALLEST, Arrays, Parameter, Size, gamma
+
+BLAS_NAMES = ("cblas_*", "*gemm_", "*gemv_", "*gemm", "*gemv", "openblas_*", "mkl_*", "LAPACKE_*")
+
+
+class Dgemm:
+    """C = A B for an m x k matrix A and a k x n matrix B. 2 m n k operations, as BLAS counts them."""
+
+    name = "dgemm"
+    question = (
+        "the matrix product C = A B, where A has m rows and k columns, B k rows and n columns, C m rows and n columns"
+    )
+    size_names = ("m", "n", "k")
+    parameters = (Parameter("A"), Parameter("B"), Parameter("C", is_output=True))
+    forbidden = tuple(name for name in BLAS_NAMES if name != "*gemm") + ("cblas_dgemm",)
+    naive = """\
+void dgemm(int m, int n, int k, const double *A, const double *B, double *C) {
+    for (int i = 0; i < m; i++)
+        for (int j = 0; j < n; j++) {
+            double sum = 0;
+            for (int l = 0; l < k; l++)
+                sum += A[i * k + l] * B[l * n + j];
+            C[i * n + j] = sum;
+        }
+}
+"""
+
+    def __init__(self, size: int = 256) -> None:
+        self.timed = {"m": size, "n": size, "k": size}
+
+    def operations(self, size: Size) -> int:
+        return 2 * size["m"] * size["n"] * size["k"]
+
+    def shapes(self, size: Size) -> Mapping[str, tuple[int, ...]]:
+        m, n, k = size["m"], size["n"], size["k"]
+        return {"A": (m, k), "B": (k, n), "C": (m, n)}
+
+    def reference(self, size: Size, inputs: Arrays) -> dict[str, np.ndarray]:
+        return {"C": inputs["A"] @ inputs["B"]}
+
+    def bound(self, size: Size, inputs: Arrays) -> dict[str, np.ndarray]:
+        k = size["k"]
+        return {"C": gamma(k) * (np.abs(inputs["A"]) @ np.abs(inputs["B"])) + k * SMALLEST}
+
+
+class Gemv:
+    """y = A x for an m x n matrix A. 2 m n operations. It moves 8 m n bytes, so memory sets its speed."""
+
+    name = "gemv"
+    question = "the product y = A x of a matrix A, which has m rows and n columns, and a vector x of n numbers"
+    size_names = ("m", "n")
+    parameters = (Parameter("A"), Parameter("x"), Parameter("y", is_output=True))
+    forbidden = tuple(name for name in BLAS_NAMES if name != "*gemv") + ("cblas_dgemv",)
+    naive = """\
+void gemv(int m, int n, const double *A, const double *x, double *y) {
+    for (int i = 0; i < m; i++) {
+        double sum = 0;
+        for (int j = 0; j < n; j++)
+            sum += A[i * n + j] * x[j];
+        y[i] = sum;
+    }
+}
+"""
+
+    def __init__(self, size: int = 1536) -> None:
+        self.timed = {"m": size, "n": size}
+
+    def operations(self, size: Size) -> int:
+        return 2 * size["m"] * size["n"]
+
+    def shapes(self, size: Size) -> Mapping[str, tuple[int, ...]]:
+        return {"A": (size["m"], size["n"]), "x": (size["n"],), "y": (size["m"],)}
+
+    def reference(self, size: Size, inputs: Arrays) -> dict[str, np.ndarray]:
+        return {"y": inputs["A"] @ inputs["x"]}
+
+    def bound(self, size: Size, inputs: Arrays) -> dict[str, np.ndarray]:
+        n = size["n"]
+        return {"y": gamma(n) * (np.abs(inputs["A"]) @ np.abs(inputs["x"])) + n * SMALLEST}
+
+
+class Stencil:
+    """One Jacobi step of the heat equation on a grid of h x w points, whose border is copied. 6 operations a point inside."""
+
+    name = "stencil"
+    question = (
+        "one step of a five-point stencil on a grid of h rows and w columns: inside, "
+        "v[i][j] = 0.5 * u[i][j] + 0.125 * (u[i-1][j] + u[i+1][j] + u[i][j-1] + u[i][j+1]); on the border, v = u"
+    )
+    size_names = ("h", "w")
+    parameters = (Parameter("u"), Parameter("v", is_output=True))
+    forbidden = ()
+    naive = """\
+void stencil(int h, int w, const double *u, double *v) {
+    for (int i = 0; i < h; i++)
+        for (int j = 0; j < w; j++)
+            if (i == 0 || i == h - 1 || j == 0 || j == w - 1)
+                v[i * w + j] = u[i * w + j];
+            else
+                v[i * w + j] = 0.5 * u[i * w + j] + 0.125 * (u[(i - 1) * w + j] + u[(i + 1) * w + j]
+                                                             + u[i * w + j - 1] + u[i * w + j + 1]);
+}
+"""
+
+    def __init__(self, size: int = 1280) -> None:
+        self.timed = {"h": size, "w": size}
+
+    def operations(self, size: Size) -> int:
+        return 6 * max(0, size["h"] - 2) * max(0, size["w"] - 2)
+
+    def shapes(self, size: Size) -> Mapping[str, tuple[int, ...]]:
+        return {"u": (size["h"], size["w"]), "v": (size["h"], size["w"])}
+
+    def reference(self, size: Size, inputs: Arrays) -> dict[str, np.ndarray]:
+        return {"v": _jacobi(inputs["u"])}
+
+    def bound(self, size: Size, inputs: Arrays) -> dict[str, np.ndarray]:
+        # Five products and four additions: no input passes through more than 5 roundings. On the border nothing is rounded.
+        bound = _jacobi(np.abs(inputs["u"]))
+        bound *= gamma(5)
+        bound += 5 * SMALLEST
+        bound[[0, -1]] = bound[:, [0, -1]] = 0.0
+        return {"v": bound}
+
+
+def _jacobi(u: np.ndarray) -> np.ndarray:
+    sides = u[:-2, 1:-1] + u[2:, 1:-1]
+    sides += u[1:-1, :-2]
+    sides += u[1:-1, 2:]
+    sides /= 8
+    v = u.copy()
+    v[1:-1, 1:-1] /= 2
+    v[1:-1, 1:-1] += sides
+    return v
+
+
+class Reduction:
+    """The sum of n numbers. n - 1 operations. It moves 8 n bytes, so memory sets its speed."""
+
+    name = "reduction"
+    question = "the sum of the n numbers of x, which it writes to total[0]"
+    size_names = ("n",)
+    parameters = (Parameter("x"), Parameter("total", is_output=True))
+    forbidden = ("*asum*",)
+    naive = """\
+void reduction(int n, const double *x, double *total) {
+    double sum = 0;
+    for (int i = 0; i < n; i++)
+        sum += x[i];
+    *total = sum;
+}
+"""
+
+    def __init__(self, size: int = 2_000_003) -> None:
+        self.timed = {"n": size}
+
+    def operations(self, size: Size) -> int:
+        return max(1, size["n"] - 1)
+
+    def shapes(self, size: Size) -> Mapping[str, tuple[int, ...]]:
+        return {"x": (size["n"],), "total": (1,)}
+
+    def reference(self, size: Size, inputs: Arrays) -> dict[str, np.ndarray]:
+        return {"total": inputs["x"].sum(keepdims=True)}
+
+    def bound(self, size: Size, inputs: Arrays) -> dict[str, np.ndarray]:
+        total = np.abs(inputs["x"]).sum(keepdims=True)
+        return {"total": 0 * total if _adds_exactly(inputs["x"], total[0]) else gamma(size["n"] - 1) * total}
+
+
+def _adds_exactly(x: np.ndarray, total: float) -> bool:
+    """Tells whether no order of the additions rounds: all numbers are multiples of q, and their absolute sum is below 2^53 q.
+
+    Then every sum of some of them is such a multiple, which a double holds. γ_n of a long sum is wide; this leaves no room for
+    single precision.
+    """
+    exponent = int(np.frexp(total * (1 + 1e-6))[1])  # total < 2^exponent, also if it is a little too small itself
+    if not -900 < exponent < 900:
+        return False  # 1/q, or x/q, might be no number of double precision
+    per_unit = 2.0 ** (53 - exponent)
+    for part in (x[:1000], x):  # most inputs are no multiples, and their first numbers show it
+        units = part * per_unit
+        if (units != np.rint(units)).any():
+            return False
+    return True
+
+
+KERNELS = {kernel.name: kernel for kernel in (Dgemm, Gemv, Stencil, Reduction)}

@@ -1,0 +1,284 @@
+"""The fastest program of each cell: of one problem on one machine, one set of techniques, and one band of speed.
+
+Quality-diversity search keeps many kinds of good solutions, since the way to the best one may lead over another kind. The
+paper (arXiv 2602.12049) names the idea and describes no archive; cells and rules are a design from it.
+
+A measured speed is an interval. The elite of a cell is the oldest program that is not surely slower than another one: it is
+replaced only by a program whose interval lies above its own, so noise replaces nothing. What an archive holds is a
+function of the set of entries, in whatever order they came and were merged.
+"""
+
+import json
+import math
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from torchtune_ext.measured.kernel import Size
+from torchtune_ext.run.files import write_atomic
+
+FILE = "archive.jsonl"  # in the folder of a run
+FORMAT = 1
+# What reading a damaged file can raise: numbers may be too large, brackets nested too deeply, words in the place of numbers.
+_DAMAGE = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Cell:
+    """Programs that are compared with each other."""
+
+    machine: str  # its fingerprint: speeds of two machines are not compared
+    kernel: str
+    size: tuple[tuple[str, int], ...]  # the timed one, ("m", 256) and so on
+    techniques: tuple[str, ...]  # sorted
+    band: int  # floor(log2(speed / that of the naive program)): 0 is from as fast to twice as fast
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A program that is right, with its measured speed.
+
+    Raises:
+        ValueError: a number is not one that a measurement can give.
+    """
+
+    machine: str
+    kernel: str
+    size: tuple[tuple[str, int], ...]
+    techniques: tuple[str, ...]
+    source: str
+    ratio: float  # how many times faster than the naive program beside it
+    spread: float  # half of the 95% interval of that, as a share
+    gflops: float
+    found: int  # when: the step of the run, or any number that grows
+
+    def __post_init__(self) -> None:
+        for name in ("ratio", "gflops"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)} must be a number above 0")
+        if not 0 <= self.spread < 1:
+            raise ValueError(f"spread={self.spread} is half of an interval as a share of the ratio: from 0 to below 1")
+        if list(self.techniques) != sorted(set(self.techniques)):
+            raise ValueError(f"techniques={self.techniques} must be sorted, each once")
+
+    @property
+    def cell(self) -> Cell:
+        return Cell(self.machine, self.kernel, self.size, self.techniques, math.floor(math.log2(self.ratio)))
+
+    @property
+    def low(self) -> float:
+        """The lower end of the interval of the ratio."""
+        return self.ratio * (1 - self.spread)
+
+    @property
+    def high(self) -> float:
+        return self.ratio * (1 + self.spread)
+
+    @property
+    def age(self) -> tuple:
+        """Orders entries: the oldest first. Those of one step are ordered by what they hold."""
+        held = (self.source, self.ratio, self.spread, self.gflops)
+        return self.found, sha256(self.source.encode("utf-8", "replace")).hexdigest(), held
+
+
+def entry_of(
+    machine: str,
+    kernel: str,
+    size: Size,
+    techniques: Iterable[str],
+    source: str,
+    ratio: float,
+    spread: float,
+    gflops: float,
+    found: int,
+) -> Entry:
+    """Makes an entry of what a checker and a timer say. Raises as `Entry` does."""
+    return Entry(
+        machine,
+        kernel,
+        tuple((name, int(number)) for name, number in size.items()),
+        tuple(sorted(set(techniques))),
+        source,
+        float(ratio),
+        float(spread),
+        float(gflops),
+        int(found),
+    )
+
+
+class Archive:
+    """The elites of all cells."""
+
+    def __init__(self, entries: Iterable[Entry] = ()) -> None:
+        # Of each cell, those that are elite, or can become it when others turn out to be slower than a new one.
+        self._cells: dict[Cell, list[Entry]] = {}
+        for entry in entries:
+            self.add(entry)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Archive) and self._cells == other._cells
+
+    __hash__ = None
+
+    def __len__(self) -> int:
+        """The number of cells that hold a program."""
+        return len(self._cells)
+
+    def add(self, entry: Entry) -> bool:
+        """Adds a program. Returns whether it is now the elite of its cell."""
+        cell = entry.cell
+        self._cells[cell] = _kept([*self._cells.get(cell, ()), entry])
+        return self._cells[cell][0] == entry
+
+    def merge(self, other: "Archive") -> None:
+        """Adds all programs of another archive. The order of merging makes no difference."""
+        for entries in other._cells.values():
+            for entry in entries:
+                self.add(entry)
+
+    def cells(self) -> dict[Cell, Entry]:
+        """Returns the elite of each cell, in the order of the cells."""
+        return {cell: self._cells[cell][0] for cell in sorted(self._cells)}
+
+    def machines(self) -> list[str]:
+        """Returns the fingerprints of the machines that anything was measured on."""
+        return sorted({cell.machine for cell in self._cells})
+
+    def best(self, count: int, machine: str | None = None, kernel: str | None = None) -> list[Entry]:
+        """Returns the fastest elites, each source once, by the lower ends of their intervals.
+
+        A maximum over noisy measurements is too good: whoever reports these speeds measures them again.
+
+        Args:
+            count: how many at most.
+            machine: its fingerprint; None: the only one there is.
+            kernel: of this one alone; None: of all.
+
+        Raises:
+            ValueError: no machine is named, but there are several, whose speeds cannot be compared.
+        """
+        if machine is None and len(self.machines()) > 1:
+            raise ValueError(
+                f"machine=None: the archive holds programs of {len(self.machines())} machines, whose speeds cannot be "
+                f"compared; name one of {', '.join(map(repr, self.machines()))}"
+            )
+        chosen = [
+            entry
+            for cell, entry in self.cells().items()
+            if machine in (None, cell.machine) and kernel in (None, cell.kernel)
+        ]
+        by_source: dict[tuple[str, tuple, str], Entry] = {}
+        for entry in sorted(chosen, key=lambda entry: (-entry.low, entry.age)):
+            by_source.setdefault((entry.kernel, entry.size, entry.source), entry)
+        return list(by_source.values())[:count]
+
+    def neighbor_elite(self, cell: Cell, rng: random.Random, permitted: frozenset[str] | None = None) -> Entry | None:
+        """Draws the elite of a neighboring cell: one technique more or less, or the next band with the same techniques.
+
+        Args:
+            cell: it may be empty. Only cells of its problem and machine are its neighbors.
+            rng: draws among the neighbors, in the order of the cells.
+            permitted: the techniques that the elite may use; None: all.
+
+        Returns:
+            None if no neighboring cell holds such a program.
+        """
+        own = set(cell.techniques)
+        found = []
+        for other, entry in self.cells().items():
+            if (other.machine, other.kernel, other.size) != (cell.machine, cell.kernel, cell.size):
+                continue
+            if permitted is not None and not permitted >= set(other.techniques):
+                continue
+            apart = len(own ^ set(other.techniques))
+            if apart == 1 or (apart == 0 and abs(other.band - cell.band) == 1):
+                found.append(entry)
+        return rng.choice(found) if found else None
+
+    def of_others(self, machine: str) -> list[Entry]:
+        """Returns the elites that were measured elsewhere, to be measured again here or left out."""
+        return [entry for cell, entry in self.cells().items() if cell.machine != machine]
+
+    # One file --------------------------------------------------------------------------------------------------------
+
+    def dumps(self) -> str:
+        """Makes the text of the file: a header, then an entry a line. The same archive gives the same text."""
+        entries = [entry for cell in sorted(self._cells) for entry in self._cells[cell]]
+        header = json.dumps({"format": FORMAT, "entries": len(entries)})
+        return "\n".join([header, *(json.dumps(asdict(entry)) for entry in entries), ""])
+
+    @classmethod
+    def loads(cls, text: str, name: str = "the archive") -> "Archive":
+        """Reads what `dumps` made.
+
+        Raises:
+            ValueError: it is damaged, cut off, or of another format.
+        """
+        try:
+            header, *records = map(json.loads, text.splitlines())
+            if not isinstance(header, dict) or header.get("format") != FORMAT:
+                raise ValueError(f"not of format {FORMAT}: read it with the version that wrote it")
+            if len(records) != header["entries"]:
+                raise ValueError(f"{len(records)} entries of {header['entries']}")
+            return cls(_entry(record) for record in records)
+        except _DAMAGE as error:
+            raise ValueError(f"{name}: damaged or cut off ({error}); delete it to begin anew") from error
+
+    def save(self, path: Path) -> None:
+        """Writes the file: whoever reads it sees the old one or the new one, also when this process is killed.
+
+        Raises:
+            OSError: it cannot be written. The old one is untouched.
+        """
+        write_atomic(path, self.dumps().encode())
+
+    @classmethod
+    def load(cls, path: Path) -> "Archive":
+        """Reads the file.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: it is damaged, or of another format.
+        """
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: damaged or cut off ({error}); delete it to begin anew") from error
+        return cls.loads(text, str(path))
+
+
+def techniques_in_words(techniques: Iterable[str]) -> str:
+    """Makes "blocking, loop order" of ("blocking", "loop_order")."""
+    return ", ".join(techniques).replace("_", " ") or "none"
+
+
+def size_in_words(size: Iterable[tuple[str, int]]) -> str:
+    """Makes "m=256 n=256" of (("m", 256), ("n", 256))."""
+    return " ".join(f"{name}={number}" for name, number in size)
+
+
+def _kept(entries: list[Entry]) -> list[Entry]:
+    """Returns, from the oldest, the entries of a cell that matter now or can matter later.
+
+    One that is surely slower than another one can never be the elite. Neither can one that is younger than another one whose
+    interval reaches as high: that one outlives it. What is left does not depend on the order in which entries came, but the
+    largest lower end must: its entry is kept in any case.
+    """
+    ordered = sorted(set(entries), key=lambda entry: entry.age)
+    surest = min(ordered, key=lambda entry: -entry.low)  # the oldest of those with the largest lower end
+    kept, reach = [], -math.inf
+    for entry in ordered:
+        if entry.high >= surest.low and entry.high > reach:
+            kept.append(entry)
+            reach = entry.high
+    return kept if surest in kept else sorted([*kept, surest], key=lambda entry: entry.age)
+
+
+def _entry(record: Mapping) -> Entry:
+    texts = [record["machine"], record["kernel"], record["source"], *record["techniques"]]
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError("a number where a text should be")
+    size = tuple((str(name), int(number)) for name, number in record["size"])
+    return Entry(**{**record, "size": size, "techniques": tuple(record["techniques"])})

@@ -1,0 +1,120 @@
+"""The messages that ask for a program: what to compute, at which size, with which signature, by which techniques.
+
+Optionally they show a program that is right, to be improved, and ask in the words of ParEval (Nichols et al., arXiv
+2401.12554), whose prompts are read from its own file where one is given. The package brings none of them along.
+"""
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from torchtune_ext.measured.kernel import Kernel, outputs_of, prototype
+from torchtune_ext.measured.matmul.archive import Entry
+from torchtune_ext.measured.matmul.stages import permitted
+from torchtune_ext.measured.techniques import TECHNIQUES
+
+PAREVAL_NAMES = {"dgemm": "02_dense_la_gemm", "gemv": "04_dense_la_gemv"}
+"""The problems of ParEval that ask for a kernel of ours."""
+_COMMENT = re.compile(r"/\*(.*?)\*/", re.DOTALL)
+
+Messages = tuple[dict[str, str], ...]
+
+
+def messages(kernel: Kernel, stage: str, elite: Entry | None = None, question: str | None = None) -> Messages:
+    """Returns the messages for one problem.
+
+    Args:
+        kernel: what is asked for; `kernel.timed` is the size.
+        stage: a name of `stages.STAGES`.
+        elite: a program to improve, and its speed.
+        question: what the function computes, in place of the kernel's own words: `pareval_question`.
+
+    Raises:
+        ValueError: there is no such stage, or the elite is for another kernel.
+    """
+    parts = [
+        f"Write a function in C, as fast as you can make it. {_asked(kernel, question)}",
+        f"```c\n{prototype(kernel)};\n```",
+        _rules(kernel),
+        _techniques(stage),
+    ]
+    if elite is not None:
+        parts.append(_shown(kernel, elite))
+    parts.append("Answer with the whole program in one block of C code, ```c ... ```.")
+    return ({"role": "user", "content": "\n\n".join(parts)},)
+
+
+def short_messages(kernel: Kernel, stage: str) -> Messages:
+    """Returns the same question in few tokens, for a model that was warmed up on its form: "dgemm 256 256 256 blocking".
+
+    Raises:
+        ValueError: there is no such stage.
+    """
+    permitted(stage)
+    size = " ".join(str(kernel.timed[name]) for name in kernel.size_names)
+    return ({"role": "user", "content": f"{kernel.name} {size} {stage}"},)
+
+
+def pareval_question(path: Path, kernel: str) -> str | None:
+    """Returns how ParEval asks for a kernel, with its example; None if it does not.
+
+    Args:
+        path: ParEval's `generation-prompts.json`: a list of objects with "name", "parallelism_model" and "prompt".
+        kernel: the name of a kernel.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is not a list of ParEval's prompts.
+    """
+    try:
+        prompts = json.loads(path.read_text(encoding="utf-8"))
+        serial = [each for each in prompts if each["parallelism_model"] == "serial"]
+        found = [each["prompt"] for each in serial if each["name"] == PAREVAL_NAMES.get(kernel)]
+    except (TypeError, KeyError, ValueError) as error:
+        raise ValueError(f"{path}: not the prompts of ParEval ({error!r}); it is generation-prompts.json") from error
+    if not found:
+        return None
+    comment = _COMMENT.search(found[0])
+    if comment is None:
+        raise ValueError(f"{path}: the prompt of {PAREVAL_NAMES[kernel]} has no comment that says what to compute")
+    # The function of ParEval is one of C++; ours has the signature that follows.
+    return "\n".join(line.strip() for line in comment[1].strip().splitlines())
+
+
+def _asked(kernel: Kernel, question: str | None) -> str:
+    if question is not None:
+        return f"This is what it computes:\n\n{question}"
+    return f"It computes {kernel.question}."
+
+
+def _rules(kernel: Kernel) -> str:
+    outputs = " and ".join(each.name for each in outputs_of(kernel))
+    size = ", ".join(f"{name} = {kernel.timed[name]}" for name in kernel.size_names)
+    return (
+        f"Its speed is measured at {size}, and its result must be right in double precision for every size from 1. Arrays are "
+        f"stored by rows, begin at an address that 64 divides, and do not overlap. {outputs} holds anything before the call. "
+        "No library may do the work, and no assembly."
+    )
+
+
+def _techniques(stage: str) -> str:
+    allowed = permitted(stage)
+    if not allowed:
+        return "Permitted is the plain definition alone: none of these techniques: " + _listed(TECHNIQUES) + "."
+    others = [name for name in TECHNIQUES if name not in allowed]
+    text = f"These techniques are permitted: {_listed(name for name in TECHNIQUES if name in allowed)}."
+    return text + (f" These are not: {_listed(others)}." if others else "")
+
+
+def _listed(names: Iterable[str]) -> str:
+    return "; ".join(TECHNIQUES[name] for name in names)
+
+
+def _shown(kernel: Kernel, elite: Entry) -> str:
+    if elite.kernel != kernel.name:
+        raise ValueError(f"elite: a program for {elite.kernel} does not help with {kernel.name}")
+    return (
+        f"This program is right and {elite.ratio:.2g} times as fast as the plain definition. Write a faster one.\n\n"
+        f"```c\n{elite.source.rstrip()}\n```"
+    )

@@ -1,0 +1,219 @@
+"""The staged curriculum: each problem has its own stage, and the stage says which techniques are permitted.
+
+Staged quality-diversity (arXiv 2602.12049) "progressively varies the permitted optimisation techniques on a per-problem
+basis". How it decides is not described in what is public; these rules are a design from that idea.
+
+A *visit* is one group of samples of a problem: the share of them that is right, and how fast those are. A problem goes on when
+both have settled: what the stage permits has been learned. It goes back when correctness has collapsed: the model has
+lost more than it can win. After each fall the next attempt at that stage waits twice as long, so a stage that is too hard
+costs less and less, and nothing swings to and fro.
+
+Everything is a function of what was observed: no clock, no randomness.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+from torchtune_ext.measured.techniques import TECHNIQUES
+
+# Each stage permits what the one before it does, and more. Sums in registers are blocks of the smallest memory, and to unroll
+# is to write such a block out, so they come with blocking. Copies pay only where the rest is there: last.
+STAGES = {
+    "none": frozenset[str](),
+    "loop_order": frozenset({"loop_order"}),
+    "blocking": frozenset({"loop_order", "blocking", "unrolling", "register_accumulation"}),
+    "vectorization": frozenset({"loop_order", "blocking", "unrolling", "register_accumulation", "vectorization"}),
+    "threads": frozenset(set(TECHNIQUES) - {"packing"}),
+    "all": frozenset(TECHNIQUES),
+}
+"""What each stage permits, from the first stage to the last."""
+
+# Visits that are looked at. A share of 8 samples has a standard error of up to 0.18, the mean of the 8 visits of half a
+# window one of 0.063.
+WINDOW = 16
+# The share of right programs with which a problem may go on: with fewer, most of a group says only that it failed, and the
+# advantage of being fast is lost in that of being right.
+ENOUGH = 0.5
+# Rise of that share from the first to the second half of the window that counts as settled: below the standard error of
+# the difference of two halves, sqrt(2) * 0.063, a rise cannot be told from none.
+STILL_RISING = 0.09
+# Gain of speed between the halves that counts as settled, in doublings: a tenth is 7%. Less is not worth waiting for,
+# when the next stage is worth doublings.
+STILL_GAINING = 0.1
+# Visits of one stage after which a problem goes on with what it has, if at least HALFWAY of its programs are right. Without
+# it a share that stays a little below ENOUGH would hold a problem for ever.
+PATIENCE = 4 * WINDOW
+HALFWAY = 0.25
+# Visits, half a window, whose mean says that correctness has collapsed. Fewer would take bad luck for a collapse.
+FALL_WINDOW = 8
+# The share below which it has. Of 64 samples of a policy that is right a quarter of the time (HALFWAY), fewer than a tenth
+# are right with a probability of 1.5 in a thousand.
+COLLAPSED = 0.1
+# After so many falls the wait grows no more. Eight windows are 128 visits: a fall every 136 costs 6% of the visits.
+MAX_DOUBLINGS = 3
+
+
+def permitted(stage: str) -> frozenset[str]:
+    """Returns what a stage permits.
+
+    Raises:
+        ValueError: there is no such stage.
+    """
+    if stage not in STAGES:
+        raise ValueError(f"stage={stage!r}: choose one of {', '.join(STAGES)}")
+    return STAGES[stage]
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """One group of samples of a problem.
+
+    Raises:
+        ValueError: the share is not from 0 to 1.
+    """
+
+    correct: float  # share of the samples that could be checked whose program is right and permitted
+    speed: float | None = None  # mean log2 of how many times faster than naive the right ones are; None: none was timed
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.correct <= 1.0:
+            raise ValueError(f"correct={self.correct} is a share of the samples: give a number from 0 to 1")
+
+
+@dataclass(slots=True)
+class _State:
+    """Where one problem stands."""
+
+    stage: int = 0
+    visits: int = 0  # of this stage, since it was entered
+    window: list[Visit] = field(default_factory=list)  # the last ones of this stage, at most WINDOW
+    falls: dict[int, int] = field(default_factory=dict)  # how often each stage was lost
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A problem changes its stage."""
+
+    problem: str
+    before: str
+    after: str
+    reason: str  # for the log
+
+
+class Curriculum:
+    """The stage of every problem.
+
+    Args:
+        stages: names of STAGES in the order in which they are permitted. A machine that gives a program one
+            thread has no use for "threads".
+
+    Raises:
+        ValueError: there is no stage, or one is unknown or stands there twice.
+    """
+
+    def __init__(self, stages: Sequence[str] = tuple(STAGES)) -> None:
+        if not stages or not set(stages) <= set(STAGES) or len(set(stages)) < len(stages):
+            raise ValueError(f"stages={list(stages)}: give some of {', '.join(STAGES)}, each once")
+        self.stages = tuple(stages)
+        self._problems: dict[str, _State] = {}
+
+    def stage(self, problem: str) -> str:
+        """Returns the stage of a problem; one that was never seen is at the first."""
+        return self.stages[self._problems[problem].stage if problem in self._problems else 0]
+
+    def counts(self) -> dict[str, int]:
+        """Returns how many of the problems seen so far are at each stage."""
+        found = dict.fromkeys(self.stages, 0)
+        for state in self._problems.values():
+            found[self.stages[state.stage]] += 1
+        return found
+
+    def observe(self, problem: str, visit: Visit) -> Move | None:
+        """Takes in one group of a problem. Returns the move to another stage, if there is one.
+
+        A group that was sampled for another stage than the one its problem is at now (it was on its way when the stage
+        changed) must not be given: it says nothing of this stage.
+        """
+        state = self._problems.setdefault(problem, _State())
+        state.visits += 1
+        state.window = [*state.window, visit][-WINDOW:]
+        before = state.stage
+        if state.stage > 0 and (reason := _collapsed(state)):
+            state.falls[state.stage] = state.falls.get(state.stage, 0) + 1
+            self._enter(state, state.stage - 1)
+        elif state.stage + 1 < len(self.stages) and (reason := _settled(state)):
+            self._enter(state, state.stage + 1)
+        else:
+            return None
+        return Move(problem, self.stages[before], self.stages[state.stage], reason)
+
+    def _enter(self, state: _State, stage: int) -> None:
+        state.stage, state.visits, state.window = stage, 0, []
+
+    def state_dict(self) -> dict:
+        """Returns all that it knows, JSON-able."""
+        problems = {
+            name: {
+                "stage": self.stages[state.stage],
+                "visits": state.visits,
+                "window": [asdict(visit) for visit in state.window],
+                "falls": {self.stages[stage]: count for stage, count in state.falls.items()},
+            }
+            for name, state in self._problems.items()
+        }
+        return {"stages": list(self.stages), "problems": problems}
+
+    def load_state_dict(self, state: Mapping) -> None:
+        """Takes over what `state_dict` returned.
+
+        Raises:
+            ValueError: it is that of another list of stages.
+        """
+        if tuple(state["stages"]) != self.stages:
+            raise ValueError(
+                f"stages={list(self.stages)}, but the checkpoint was written with {state['stages']}; use these, or begin anew"
+            )
+        self._problems = {
+            name: _State(
+                self.stages.index(its["stage"]),
+                its["visits"],
+                [Visit(**visit) for visit in its["window"]],
+                {self.stages.index(stage): count for stage, count in its["falls"].items()},
+            )
+            for name, its in state["problems"].items()
+        }
+
+
+def wait_before(falls: int) -> int:
+    """Returns how many visits a problem stays before it tries a stage that it has lost so often."""
+    return WINDOW * 2 ** min(falls, MAX_DOUBLINGS)
+
+
+def _collapsed(state: _State) -> str:
+    """Says that correctness is gone, if it is."""
+    last = state.window[-FALL_WINDOW:]
+    share = _mean([visit.correct for visit in last])
+    if len(last) < FALL_WINDOW or share >= COLLAPSED:
+        return ""
+    return f"{share:.0%} of the programs of the last {FALL_WINDOW} groups are right, fewer than {COLLAPSED:.0%}"
+
+
+def _settled(state: _State) -> str:
+    """Says that the stage is learned, or that it has had its time, if so."""
+    if state.visits < wait_before(state.falls.get(state.stage + 1, 0)):
+        return ""
+    half = WINDOW // 2
+    first, second = state.window[:half], state.window[half:]
+    share = _mean([visit.correct for visit in state.window])
+    rise = _mean([visit.correct for visit in second]) - _mean([visit.correct for visit in first])
+    speeds = [[visit.speed for visit in part if visit.speed is not None] for part in (first, second)]
+    gain = _mean(speeds[1]) - _mean(speeds[0]) if all(speeds) else 0.0
+    if share >= ENOUGH and rise < STILL_RISING and gain < STILL_GAINING:
+        return f"{share:.0%} are right and settled; the last {half} groups gained {gain:+.2f} doublings"
+    if share >= HALFWAY and state.visits >= max(PATIENCE, wait_before(state.falls.get(state.stage + 1, 0))):
+        return f"{share:.0%} are right after {state.visits} groups, and it has had its time"
+    return ""
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,383 @@
+"""Programs in C for matrix multiplication and other kernels, rewarded by their measured speed.
+
+The techniques that a prompt permits follow a staged curriculum (stages.py), and what was found is kept in an archive of the
+fastest programs (archive.py). Both are functions of the graded groups alone. So a run that is resumed, or that replays stored
+rollouts, asks the same questions.
+"""
+
+import logging
+import math
+import random
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from torchtune_ext.measured import service
+from torchtune_ext.measured.bench import Bench
+from torchtune_ext.measured.check import extract
+from torchtune_ext.measured.kernel import Kernel, require_sound
+from torchtune_ext.measured.kernels import KERNELS
+from torchtune_ext.measured.machine import fingerprint
+from torchtune_ext.measured.matmul.archive import FILE, Archive, Entry, entry_of
+from torchtune_ext.measured.matmul.prompts import Messages, messages, pareval_question, short_messages
+from torchtune_ext.measured.matmul.rewards import KINDS, Measured, reward
+from torchtune_ext.measured.matmul.stages import STAGES, Curriculum, Move, Visit, permitted
+from torchtune_ext.measured.ray_bench import RayBench
+from torchtune_ext.measured.results import NOISY, Result
+from torchtune_ext.measured.techniques import TECHNIQUES, uses
+from torchtune_ext.run.files import explained
+from torchtune_ext.tasks.task import Graded, Problem, Score
+
+log = logging.getLogger(__name__)
+
+
+ALL = "all"  # the stage of a task without a curriculum
+PROMPTS = ("long", "short")
+OTHERS = ("refuse", "measure")
+MAX_MEASURED_AGAIN = 64  # programs of another machine, from the fastest
+
+
+class Matmul:
+    """Asks for fast programs, by measured speed.
+
+    Args:
+        kernels: what to ask for, and at which sizes: {"dgemm": [256, 512], "gemv": 1536}. Besides "dgemm", "gemv", "stencil"
+            and "reduction", a key may be the dotted path of a class of your own, which has what `Kernel` asks for and takes
+            a size.
+        stages: names of STAGES, from the first: each problem begins there and goes on as the curriculum says. None: all
+            techniques are permitted from the beginning.
+        reward: how an outcome becomes a number: "log_speedup", "peak_share" or "published" (rewards.py).
+        prompt: "long", in words; "short" for a model that was warmed up on it (programs.py): "dgemm 256 256 256 blocking".
+        show: the share of long prompts that show a program of the archive, to be improved.
+        archive: file of an earlier run's archive to begin with; None: an empty one.
+        others: what becomes of programs in it that another machine has measured: "refuse" the file, or "measure" the fastest
+            ones again here, at the start.
+        pareval: the file generation-prompts.json of ParEval, whose words are used for the kernels that it asks for.
+        seed: of the choice of programs that prompts show.
+
+    Raises:
+        ValueError: an argument is out of its range, or the archive is of other problems, or damaged.
+        FileNotFoundError: there is no such archive or file of ParEval.
+    """
+
+    def __init__(
+        self,
+        kernels: Mapping[str, int | Sequence[int]] | None = None,
+        stages: Sequence[str] | None = None,
+        reward: str = "log_speedup",
+        prompt: str = "long",
+        show: float = 0.0,
+        archive: str | None = None,
+        others: str = "refuse",
+        pareval: str | None = None,
+        seed: int = 0,
+    ) -> None:
+        for name, value, choices in (
+            ("reward", reward, KINDS),
+            ("prompt", prompt, PROMPTS),
+            ("others", others, OTHERS),
+        ):
+            if value not in choices:
+                raise ValueError(f"task.{name}={value!r}: choose one of {', '.join(choices)}")
+        if not isinstance(show, int | float) or not 0.0 <= show <= 1.0:
+            raise ValueError(f"task.show={show!r} is a share of the prompts: give a number from 0 to 1")
+        if show and prompt == "short":
+            raise ValueError(f"task.show={show}: short prompts show no program; set prompt=long, or show=0")
+        self._problems = {
+            problem_of(kernel): kernel for kernel in kernels_of({"dgemm": 256} if kernels is None else kernels)
+        }
+        self.kernels = list(self._problems.values())
+        self._names = list(self._problems)
+        self._reward, self._prompt, self._show, self._seed = reward, prompt, show, seed
+        if stages is not None:
+            # A single name would be read as a list of letters.
+            several = stages if isinstance(stages, Sequence) and not isinstance(stages, str) else ()
+            if not set(several) <= set(STAGES) or not 0 < len(set(several)) == len(several):
+                raise ValueError(
+                    f"task.stages={stages!r}: list some of {', '.join(STAGES)}, each once, or null for none"
+                )
+            for kernel in self.kernels:
+                # Raises where nothing can be compared with the kernel's own program.
+                uses(kernel.naive, kernel)
+        self._readable = {kernel.name for kernel in self.kernels if _is_readable(kernel)}
+        self.curriculum = Curriculum(tuple(stages)) if stages is not None else None
+        self._questions = {
+            kernel.name: None if pareval is None else _read("pareval", pareval, pareval_question, kernel.name)
+            for kernel in self.kernels
+        }
+        self.machine: str | None = None  # on which programs were measured last
+        self.archive = Archive() if archive is None else self._load(archive, others)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __getitem__(self, index: int) -> Problem:
+        return self.ask(index, index)
+
+    def ask(self, index: int, cursor: int) -> Problem:
+        """Asks for kernel `index` at the stage where it is. `cursor` decides whether, and which, program is shown."""
+        if not 0 <= index < len(self._names):
+            raise IndexError(f"problem {index} of {len(self._names)}")
+        name = self._names[index]
+        kernel = self._problems[name]
+        stage = ALL if self.curriculum is None else self.curriculum.stage(name)
+        answer = {"problem": name, "stage": stage}
+        if self._prompt == "short":
+            return Problem(f"{name}/{stage}", short_messages(kernel, stage), answer)
+        elite = self._elite(kernel, stage, random.Random(f"{self._seed}/{cursor}"))
+        question: Messages = messages(kernel, stage, elite, self._questions[kernel.name])
+        return Problem(f"{name}/{stage}{'' if elite is None else '/improve'}", question, answer)
+
+    def solution(self, problem: Problem) -> str:
+        """Returns the kernel's own program, which is right, permitted at every stage, and slow."""
+        return f"```c\n{self.kernel(problem).naive}```"
+
+    # What is measured ------------------------------------------------------------------------------------------------
+
+    def kernel(self, problem: Problem) -> Kernel:
+        """Returns what the programs of a problem should compute."""
+        return self._problems[problem.answer["problem"]]
+
+    def permitted(self, problem: Problem) -> Collection[str] | None:
+        """Returns the techniques of the problem's stage; None for a kernel of which they cannot be told."""
+        return permitted(problem.answer["stage"]) if self.kernel(problem).name in self._readable else None
+
+    def _all(self, kernel: str) -> Collection[str] | None:
+        """All techniques; None for a kernel of which they cannot be told."""
+        return TECHNIQUES if kernel in self._readable else None
+
+    def score(self, problem: Problem, result: Result) -> Score:
+        """Returns what a program is worth, and what was measured of it."""
+        timing = result.timing
+        speed = None if timing is None else Measured(timing.gflops, timing.ratio, timing.peak_share)
+        return service.score(result, reward(result.outcome, speed, self._reward))
+
+    def measure_again(self, bench: Bench | RayBench) -> None:
+        """Measures programs that another machine has measured, where the archive may hold some (`others="measure"`).
+
+        Raises:
+            BenchError: the service has failed.
+        """
+        here = fingerprint()
+        foreign = sorted(self.archive.of_others(here), key=lambda entry: -entry.low)[:MAX_MEASURED_AGAIN]
+        waiting = [
+            (entry, bench.submit(self._of(entry), f"```c\n{entry.source}\n```", permitted=self._all(entry.kernel)))
+            for entry in foreign
+        ]
+        for entry, future in waiting:
+            result = future.result()
+            if result.timing is not None:
+                self._keep(self._of(entry), entry.source, service.score(result, 0.0), entry.found)
+
+    # What was observed -----------------------------------------------------------------------------------------------
+
+    def observe(self, step: int, groups: Sequence[Graded], folder: Path) -> dict[str, float]:
+        """Moves problems to other stages, keeps fast programs, and writes the archive to `folder`."""
+        moves: list[Move] = []
+        for problem, samples in groups:
+            name, stage = problem.answer["problem"], problem.answer["stage"]
+            if name not in self._problems:
+                continue  # a replay of a run that asked for more
+            if self.curriculum is not None and stage == self.curriculum.stage(name) and (visit := _visit(samples)):
+                move = self.curriculum.observe(name, visit)
+                moves += [move] if move else []
+            for text, score, _ in samples:
+                if score is not None and score.parts.get("speedup"):
+                    self._keep(self._problems[name], extract(text) or "", score, step)
+        for move in moves:
+            log.info("%s goes from stage %s to %s: %s", move.problem, move.before, move.after, move.reason)
+        self._write(folder)
+        return dict(self._metrics(len(moves)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the curriculum and the archive, JSON-able."""
+        return {
+            "curriculum": None if self.curriculum is None else self.curriculum.state_dict(),
+            "archive": self.archive.dumps(),
+            "machine": self.machine,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over what `state_dict` returned.
+
+        Raises:
+            ValueError: it is that of a task with other stages.
+        """
+        if (state["curriculum"] is None) != (self.curriculum is None):
+            had = "none" if state["curriculum"] is None else state["curriculum"]["stages"]
+            now = "none" if self.curriculum is None else list(self.curriculum.stages)
+            raise ValueError(f"task.stages: {now}, but the checkpoint was written with {had}; use these, or begin anew")
+        if self.curriculum is not None:
+            self.curriculum.load_state_dict(state["curriculum"])
+        self.archive = Archive.loads(state["archive"], "the archive in the checkpoint")
+        self.machine = state["machine"]
+
+    def _keep(self, kernel: Kernel, source: str, score: Score, step: int) -> None:
+        parts, self.machine = score.parts, score.facts["machine"]
+        spread = parts["speedup_spread"]
+        # A program that was timed in one block alone, or hardly, could never be replaced by one that is surely faster.
+        if 0 < spread < 1:
+            used = [word for word in score.facts["techniques"].split(",") if word]
+            self.archive.add(
+                entry_of(
+                    self.machine,
+                    kernel.name,
+                    kernel.timed,
+                    used,
+                    source,
+                    parts["speedup"],
+                    spread,
+                    parts["gflops"],
+                    step,
+                )
+            )
+
+    def _write(self, folder: Path) -> None:
+        try:
+            with explained(f"cannot write {folder / FILE}", "free disk space"):
+                self.archive.save(folder / FILE)
+        except OSError as error:
+            # It is in the checkpoints as well, so it is not worth the run.
+            log.warning("%s. The run goes on, and each step tries again", error)
+
+    def _metrics(self, moves: int) -> Iterator[tuple[str, float]]:
+        yield "archive/cells", float(len(self.archive))
+        if self.machine is not None and (best := self.archive.best(1, self.machine)):
+            yield "archive/best_speedup", best[0].ratio
+        if self.curriculum is not None:
+            at = [self.curriculum.stage(name) for name in self._names]
+            yield from ((f"stage/{stage}", float(at.count(stage))) for stage in self.curriculum.stages)
+            yield "stage/moves", float(moves)
+
+    def _elite(self, kernel: Kernel, stage: str, rng: random.Random) -> Entry | None:
+        """Draws whether a program is shown, and which: the elite of a cell that neighbors one that is filled."""
+        if rng.random() >= self._show or self.machine is None:
+            return None
+        size = tuple(kernel.timed.items())
+        cells = [
+            cell
+            for cell in self.archive.cells()
+            if (cell.machine, cell.kernel, cell.size) == (self.machine, kernel.name, size)
+            and permitted(stage) >= set(cell.techniques)
+        ]
+        if not cells:
+            return None
+        cell = rng.choice(cells)
+        return self.archive.neighbor_elite(cell, rng, permitted(stage)) or self.archive.cells()[cell]
+
+    def _of(self, entry: Entry) -> Kernel:
+        """Returns the kernel of an entry."""
+        return self._problems[problem_name(entry.kernel, dict(entry.size))]
+
+    def _load(self, path: str, others: str) -> Archive:
+        archive = _read("archive", path, Archive.load)
+        for cell in archive.cells():
+            if (name := problem_name(cell.kernel, dict(cell.size))) not in self._problems:
+                raise ValueError(
+                    f"task.archive={path}: it has programs for {name}, and the task asks for {', '.join(self._names)}; "
+                    "name the archive of a run with the same kernels and sizes"
+                )
+        here = fingerprint()
+        if others == "refuse" and (foreign := [name for name in archive.machines() if name != here]):
+            raise ValueError(
+                f"task.archive={path}: measured on {foreign[0]}, and this machine is {here}; its speeds mean nothing here. "
+                "Set task.others=measure to measure its fastest programs again"
+            )
+        if here in archive.machines():
+            self.machine = here
+        return archive
+
+
+def problem_name(kernel: str, size: Mapping[str, int]) -> str:
+    """Returns "dgemm-256-256-256"."""
+    return "-".join([kernel, *map(str, size.values())])
+
+
+def problem_of(kernel: Kernel) -> str:
+    return problem_name(kernel.name, kernel.timed)
+
+
+def kernels_of(wanted: Mapping[str, int | Sequence[int]]) -> list[Kernel]:
+    """Makes the kernels that a mapping of names to sizes asks for.
+
+    Raises:
+        ValueError: a name or a size is wrong. The message names it.
+    """
+    if not isinstance(wanted, Mapping) or not wanted:
+        raise ValueError(f"task.kernels={wanted!r}: map each kernel to its sizes, as {{dgemm: [256, 512]}}")
+    found = []
+    for name, sizes in wanted.items():
+        kind = KERNELS.get(str(name)) or _imported(str(name))
+        several = list(sizes) if isinstance(sizes, Sequence) and not isinstance(sizes, str) else [sizes]
+        if not several:
+            raise ValueError(f"task.kernels.{name}=[]: give a size, or several ([256, 512])")
+        for size in several:
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ValueError(f"task.kernels.{name}={size!r}: a size is a whole number, 1 or more")
+            found.append(_made(kind, str(name), size))
+    names = [problem_of(kernel) for kernel in found]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"task.kernels: {', '.join(sorted(twice))} is asked for twice")
+    return found
+
+
+def _made(kind: Callable[[int], Kernel], name: str, size: int) -> Kernel:
+    try:
+        kernel = kind(size)
+        require_sound(kernel)
+    except Exception as error:
+        # The class is somebody's own, and may raise anything.
+        raise ValueError(
+            f"task.kernels.{name}={size}: {error or type(error).__name__}; a kernel is made by a class that takes a size"
+        ) from error
+    return kernel
+
+
+def _read(name: str, path: str, read: Callable[..., Any], *more: str) -> Any:
+    """Reads a file that a setting names. Its errors name the setting."""
+    try:
+        return read(Path(path), *more)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"task.{name}={path}: there is no such file; name one, or null for none") from error
+    except OSError as error:
+        raise OSError(
+            f"task.{name}={path}: {error.strerror}; name a file that can be read, or null for none"
+        ) from error
+    except ValueError as error:
+        # It begins with the path.
+        raise ValueError(f"task.{name}={error}") from error
+
+
+def _imported(path: str) -> type:
+    module, _, name = path.rpartition(".")
+    if not module:
+        raise ValueError(
+            f"task.kernels: there is no kernel {path!r}; use {', '.join(KERNELS)}, or the dotted path of a class"
+        )
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"task.kernels: {path!r} cannot be imported: {error}") from error
+
+
+def _is_readable(kernel: Kernel) -> bool:
+    try:
+        uses(kernel.naive, kernel)
+    except ValueError:
+        return False
+    return True
+
+
+def _visit(samples: Sequence[tuple[str, Score | None, str]]) -> Visit | None:
+    """Returns what a group says of its stage, None where the machine has failed all of it.
+
+    A program that is right counts as such where its speed could not be measured, too: others who disturb the machine would
+    else look like a model that has lost what it had learned.
+    """
+    scores = [score for _, score, _ in samples if score is not None]
+    speeds = [math.log2(score.parts["speedup"]) for score in scores if score.parts.get("speedup")]
+    correct = [score.parts["outcome_ok"] for score in scores]
+    correct += [1.0 for *_, kind in samples if kind == NOISY]
+    return Visit(fmean(correct), fmean(speeds) if speeds else None) if correct else None

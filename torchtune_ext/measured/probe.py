@@ -1,0 +1,240 @@
+"""How the machine is just now: whether somebody else is at work on it, and what it can do at best.
+
+The fixed kernel is called in a process of its own, while every candidate sleeps. One part of it computes in registers: it
+is slower when somebody shares the core, or the other half of it (SMT), or when the host gives less. The other part reads
+8 MB: it is slower when somebody fills the cache or the memory bus that cores share. No candidate has a hand in either.
+"""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+import numpy as np
+
+from torchtune_ext.measured.arena import arena_size, lay_out
+from torchtune_ext.measured.check import Checker
+from torchtune_ext.measured.child import Call, Child, ChildFailed
+from torchtune_ext.measured.kernel import Arrays, Kernel, Parameter, Size
+from torchtune_ext.measured.sandbox import SandboxError
+
+# Shares above the quiet level from which on a neighbor is at work. Without one, 90% of the looks at a small virtual machine
+# were within 4% and 20%; beside a process that streams through memory, 90% of those at memory were above 50%.
+DISTURBED_REGISTERS, DISTURBED_MEMORY = 0.1, 0.25
+WILD = 0.2  # share by which the fixed kernel may vary at the start
+CALM_TRIES = 10  # series of 20 looks, one of which has to be calm
+CALLS = 5  # of each part at a look
+# Calls before those: whoever ran before has filled the caches with what is his, and vectors wake up units of the processor.
+WARM_REGISTERS, WARM_MEMORY = 1, 4
+CHUNK, KEPT_S = 20, 3600.0  # times that are looked at together, and seconds for which a quiet chunk is remembered
+OWN_CPU_S = 1e9  # CPU seconds of programs of ours, which serve for days
+CHAINS = 10  # sums that do not wait for each other, enough for two units with a latency of four or five cycles
+# Numbers of its own memory: 8 MB, so that a neighbor shows who uses the cache that cores share, or the memory.
+NUMBERS = 1 << 20
+REGISTERS: Size = {"rounds": 400_000, "n": 0}  # about half a millisecond
+MEMORY: Size = {"rounds": 0, "n": NUMBERS}  # about a fifth of a millisecond
+EMPTY: Size = {"rounds": 0, "n": 0}
+
+
+class Wild(RuntimeError):
+    """The machine varies too much to time anything."""
+
+
+@dataclass(slots=True)
+class Quiet:
+    """The time of a fixed piece of work while nobody disturbs.
+
+    It is the lower quartile of some times that were taken one after the other, in the quietest such chunk of the last hour.
+    So a neighbor who stays for half an hour does not become the measure of all things.
+    """
+
+    chunk: list[float] = field(default_factory=list)
+    past: list[tuple[float, float]] = field(default_factory=list)  # when a chunk ended, and its lower quartile
+
+    def add(self, seconds: float, now: float | None = None) -> None:
+        self.chunk.append(seconds)
+        if len(self.chunk) == CHUNK:
+            self.settle(now)
+
+    def settle(self, now: float | None = None) -> None:
+        """Ends the chunk, though it be short: a neighbor who comes now must not become the measure of it."""
+        now = time.monotonic() if now is None else now
+        if self.chunk:
+            self.past = [each for each in self.past if each[0] > now - KEPT_S] + [(now, _lower_quartile(self.chunk))]
+            self.chunk = []
+
+    @property
+    def level(self) -> float:
+        return min((level for _, level in self.past), default=None) or _lower_quartile(self.chunk)
+
+    def is_above(self, seconds: float, share: float) -> bool:
+        return seconds > (1 + share) * self.level
+
+
+def _lower_quartile(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 4]
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Seconds of some calls of each part of the fixed kernel."""
+
+    registers: tuple[float, ...]
+    memory: tuple[float, ...]
+
+
+class Probe:
+    """Looks at the cores of a checker.
+
+    Raises:
+        Wild: the fixed kernel varies by more than `WILD`.
+    """
+
+    def __init__(self, checker: Checker) -> None:
+        self.checker, self.kernel = checker, Fixed()
+        self.rng = np.random.default_rng()
+        self.registers, self.memory = Quiet(), Quiet()
+        self._best_memory_s = math.inf
+        arena_bytes = arena_size(self.kernel, REGISTERS)
+        self.child: Child = checker.child(self.kernel, checker.compile_own(self.kernel), OWN_CPU_S)
+        try:
+            self.child.place(lay_out(self.kernel, REGISTERS, arena_bytes, False, self.rng))
+            self._require_calm()
+            self._empty_s = min(self._call(EMPTY).seconds for _ in range(20))
+            self.peak_gflops = 0.0
+            self.measure_peak()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Ends the process of the fixed kernel."""
+        self.child.close()
+
+    def measure_peak(self) -> None:
+        """Measures `peak_gflops` once more: what somebody has slowed down is no peak, so the highest figure counts."""
+        self.peak_gflops = max(self.peak_gflops, self._peak_gflops())
+
+    def look(self) -> Look:
+        """Times the fixed kernel, and remembers what it saw."""
+        look = Look(self._seconds(REGISTERS, WARM_REGISTERS), self._seconds(MEMORY, WARM_MEMORY))
+        self.registers.add(median(look.registers))
+        self.memory.add(median(look.memory))
+        self._best_memory_s = min(self._best_memory_s, *look.memory)
+        return look
+
+    @property
+    def peak_gbytes_s(self) -> float:
+        """The fastest that the timed cores were seen to read 8 MB that lie in the cache that cores share, in 10^9 bytes/s.
+
+        What a call takes that does nothing is not counted: programs are measured with it, so they cannot come too near.
+        """
+        return 8e-9 * NUMBERS / max(self._best_memory_s - self._empty_s, self._best_memory_s / 4) * self.checker.threads
+
+    def roofline_s(self, kernel: Kernel) -> float:
+        """Returns the seconds that a call needs at least, whatever the program: it has its operations to do, and each number
+        of its arrays to read or write once (Williams, Waterman and Patterson 2009, "Roofline")."""
+        size = kernel.timed
+        nbytes = 8 * sum(math.prod(shape) for shape in kernel.shapes(size).values())
+        return 1e-9 * max(kernel.operations(size) / self.peak_gflops, nbytes / self.peak_gbytes_s)
+
+    def is_disturbed(self, *looks: Look) -> bool:
+        """Tells whether somebody else was at work at these looks."""
+        registers = median(seconds for look in looks for seconds in look.registers)
+        memory = median(seconds for look in looks for seconds in look.memory)
+        return self.registers.is_above(registers, DISTURBED_REGISTERS) or self.memory.is_above(memory, DISTURBED_MEMORY)
+
+    def _seconds(self, size: Size, warm: int) -> tuple[float, ...]:
+        return tuple(self._call(size).seconds for _ in range(warm + CALLS))[warm:]
+
+    def _call(self, size: Size) -> Call:
+        try:
+            return self.child.call(size, {}, self.checker.deadlines.verify_s)
+        except ChildFailed as failed:
+            raise SandboxError(f"the fixed kernel has failed: {failed}") from failed
+
+    def _require_calm(self) -> None:
+        """A burst of somebody else's work is waited for. What does not end is a machine on which nothing can be timed."""
+        self.look()
+        for _ in range(CALM_TRIES):
+            looks = [self.look() for _ in range(20)]
+            low, high = np.quantile([median(look.registers) + median(look.memory) for look in looks], [0.1, 0.9])
+            if high <= (1 + WILD) * low:
+                return
+        raise Wild(
+            f"the same work took from {1e3 * low:.3g} to {1e3 * high:.3g} ms here: this machine varies by "
+            f"{high / low - 1:.0%}, at most {WILD:.0%} can be timed on. Stop what else runs on cores "
+            f"{self.checker.cores}, or choose others"
+        )
+
+    def _peak_gflops(self) -> float:
+        size = {**REGISTERS, "rounds": 4 * REGISTERS["rounds"]}
+        calls = [self._call(size) for _ in range(10)]
+        best, width = min(call.seconds for call in calls), float(calls[0].outputs["y"][1])
+        # One thread computes it; others have as much to themselves at best.
+        return self.kernel.operations(size) * width / best / 1e9 * self.checker.threads
+
+
+class Fixed:
+    """Always the same work: `rounds` times multiply and add in registers, then the sum of n numbers of its own. No candidate is
+    asked for it."""
+
+    name = "fixed"
+    question = ""
+    size_names = ("rounds", "n")
+    parameters = (Parameter("y", is_output=True),)
+    forbidden = ()
+    timed: Size = REGISTERS
+    naive = """\
+#define CHAINS @CHAINS@
+#define NUMBERS @NUMBERS@
+#if defined(__AVX512F__)
+#define WIDTH 8
+#elif defined(__AVX__)
+#define WIDTH 4
+#else
+#define WIDTH 2
+#endif
+typedef double lanes __attribute__((vector_size(8 * WIDTH)));
+static double memory[NUMBERS] __attribute__((aligned(64)));
+
+void fixed(int rounds, int n, double *y) {
+    static int filled;
+    lanes sums[CHAINS], factor, term;
+    for (int j = 0; j < WIDTH; j++)
+        factor[j] = 0.999999, term[j] = 1e-6;
+    for (int i = 0; i < CHAINS; i++)
+        sums[i] = term * (double)(i + 1);
+    for (int r = 0; r < rounds; r++)
+        for (int i = 0; i < CHAINS; i++)
+            sums[i] = sums[i] * factor + term;
+    for (; filled < NUMBERS; filled++)  /* a page that nobody has written would be read from one that all share */
+        memory[filled] = 1;
+    lanes read[4] = {{0}};
+    for (int j = 0; j + 4 * WIDTH <= n; j += 4 * WIDTH)
+        for (int i = 0; i < 4; i++)
+            read[i] += *(const lanes *)(memory + j + i * WIDTH);
+    double total = 0;
+    for (int i = 0; i < CHAINS; i++)
+        for (int l = 0; l < WIDTH; l++)
+            total += sums[i][l] * 1e-300;
+    for (int i = 0; i < 4; i++)
+        for (int l = 0; l < WIDTH; l++)
+            total += read[i][l];
+    y[0] = total;
+    y[1] = WIDTH;
+}
+""".replace("@CHAINS@", str(CHAINS)).replace("@NUMBERS@", str(NUMBERS))
+
+    def operations(self, size: Size) -> int:
+        """For vectors of 1 number; times y[1] for those of this machine. What it reads is not counted."""
+        return 2 * CHAINS * size["rounds"]
+
+    def shapes(self, size: Size) -> Mapping[str, tuple[int, ...]]:
+        return {"y": (2,)}
+
+    def reference(self, size: Size, inputs: Arrays) -> dict[str, np.ndarray]:
+        raise NotImplementedError("the fixed kernel is ours, and is not verified")
+
+    bound = reference

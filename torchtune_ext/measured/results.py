@@ -1,0 +1,102 @@
+"""What the benchmark service says of a program, and how it is set up."""
+
+import math
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import Any
+
+from torchtune_ext.measured.check import SANDBOXES
+from torchtune_ext.measured.compiler import OPTIMIZATIONS
+from torchtune_ext.measured.timing import Timing
+
+# Beside the OUTCOMES of check.py: the program is right, but the machine was disturbed, so that no speed is known.
+NOISY = "noisy"
+# Of the settings below: the types that a value may have, and what to write. "or null" stands where None is one of them.
+_KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
+    "workers": (Integral, "a whole number, or null for one on each core"),
+    "cores": (Collection, "a list of whole numbers, as [2, 3], or null to have them chosen"),
+    "threads": (Integral, "a whole number, as 1"),
+    "compiler": (str, "a name or a path, as gcc, or null for the one that is found"),
+    "budget_s": (Real, "a number of seconds, as 10.0"),
+    "namespaces": (bool, "true, false, or null for wherever they work"),
+    "cache": ((str, os.PathLike), "the path of a file, or null to keep results as long as the service lives"),
+    "address": (str, "auto or HOST:PORT, or null for this machine"),
+    "resource": (str, "a name, as bench_host"),
+}
+
+
+class BenchError(RuntimeError):
+    """The service itself failed, and nothing is known about the program."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What became of one program. It can be pickled."""
+
+    kernel: str  # the name of the kernel that it was written for
+    outcome: str  # one of check.OUTCOMES, or NOISY
+    stage: str  # the stage that decided: one of check.STAGES, or "time"
+    note: str  # for people: the compiler's message, the failing size, how noisy it was; "" if it is ok
+    timing: Timing | None  # its speed, if the outcome is "ok"; else None
+    seconds: Mapping[str, float] = field(default_factory=dict)  # of each stage that ran; of a cached one: when it ran
+    fingerprint: str = ""  # of the machine that measured: speeds of two machines are not compared
+    is_cached: bool = False  # an equal text was measured before, or was under way at the same time
+    techniques: tuple[str, ...] = ()  # that it uses, sorted, if they were looked for and it came so far
+
+
+@dataclass(frozen=True, slots=True)
+class BenchConfig:
+    """The node `bench:` of a recipe. Raises ValueError for a value that cannot be."""
+
+    workers: int | None = None  # processes that check; None: one for each core that is not timed on
+    cores: list[int] | None = None  # cores to time on; None: those that no engine may use, or the last ones
+    threads: int = 1  # threads that a program may use; it is timed on so many cores
+    optimization: str = "-O3"  # "-O0" to "-O3"
+    compiler: str | None = None  # "gcc" or "clang", or a path; None: as found
+    budget_s: float = 10.0  # seconds for one timing
+    namespaces: bool | None = None  # whether bubblewrap is used; None: wherever it works
+    sandbox: str = "floor"  # "none" where every program comes from people you trust
+    cache: str | None = None  # a file that keeps results for later runs; None: as long as the service lives
+    address: str | None = None  # of a Ray cluster, or "auto": the machines that measure; None: this machine
+    resource: str = "bench_host"  # the Ray resource that such machines carry
+
+    def __post_init__(self) -> None:
+        self._require_kinds()
+        if self.workers is not None and self.workers < 1:
+            raise ValueError(f"bench.workers={self.workers} must be at least 1, or null for one on each core")
+        if self.cores is not None and (len(set(self.cores)) < max(1, len(self.cores)) or min(self.cores) < 0):
+            raise ValueError(
+                f"bench.cores={list(self.cores)}: name each core once, as [2, 3], or null to have them chosen"
+            )
+        if self.threads < 1:
+            raise ValueError(f"bench.threads={self.threads} must be at least 1")
+        if self.cores is not None and len(self.cores) != self.threads:
+            raise ValueError(
+                f"bench.threads={self.threads} needs as many cores, and bench.cores={list(self.cores)} names "
+                f"{len(self.cores)}: name {self.threads}, or null to have them chosen"
+            )
+        for name, choices in (("optimization", OPTIMIZATIONS), ("sandbox", SANDBOXES)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"bench.{name}={getattr(self, name)!r}: use {', '.join(choices)}")
+        if not (self.budget_s > 0 and math.isfinite(self.budget_s)):
+            raise ValueError(f"bench.budget_s={self.budget_s} must be more than 0 seconds, and finite")
+        if not self.resource:
+            raise ValueError(
+                "bench.resource is empty: name the Ray resource of the machines that measure, as bench_host"
+            )
+
+    def _require_kinds(self) -> None:
+        for name, (kind, words) in _KINDS.items():
+            value = getattr(self, name)
+            fits = (value is None and "or null" in words) or _is_a(value, kind)
+            if fits and name == "cores" and value is not None:
+                fits = not isinstance(value, str | bytes | Mapping) and all(_is_a(core, Integral) for core in value)
+            if not fits:
+                raise ValueError(f"bench.{name}={value!r} must be {words}")
+
+
+def _is_a(value: Any, kind: type | tuple[type, ...]) -> bool:
+    """Tells whether a value is of a kind. For Python True is a number, too."""
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))

@@ -1,0 +1,398 @@
+"""The layers that keep a compiler and a candidate's code away from the rest of the machine.
+
+`sandbox.c` is the floor: limits, Landlock, seccomp, a clean environment. It works in containers that forbid namespaces, and
+as an ordinary user. Where bubblewrap may make namespaces, it stands around that: then no process, no network and no file
+of the machine is even visible. docs/measured.md says what this protects from, and what not.
+"""
+
+import logging
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+from torchtune_ext.measured import cgroups
+from torchtune_ext.measured.cgroups import NO_GROUP, Cgroups, Group
+from torchtune_ext.measured.owned import Owned, left_behind
+
+log = logging.getLogger(__name__)
+MIN_LANDLOCK = 1  # the first version keeps files away; 3 adds truncation, 4 TCP, 6 signals and abstract sockets
+# Ids that systemd keeps for users who exist for a moment. The children of root become one of them.
+PASSING_USERS = range(61184, 65520)
+PROBE_S = 20.0  # seconds that a probe may take
+SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/bin")  # where compilers, their headers and libraries are
+SYSTEM_FILES = ("/etc/ld.so.cache",)
+PREFIX = cgroups.PREFIX  # how the names of the folders begin
+NAMESPACES_PROCESSES = 2  # bubblewrap runs as two beside the command
+MORE_THREADS = 256  # an ordinary user's limit counts all threads of the user: so many may come to those that run
+
+
+class SandboxError(RuntimeError):
+    """The sandbox itself failed. It says nothing about the candidate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One thing that stands between a candidate and the machine."""
+
+    name: str
+    found: str  # what the machine has, "" if it has none
+    missing: str  # what it costs if the layer is missing
+    fix: str  # how a machine gets it
+    needed: bool = False  # it belongs to the floor: without it no program is run
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a child may use."""
+
+    memory_bytes: int = 2 << 30  # address space, beside the arrays
+    processes: int = 16  # threads and processes at a time; for an ordinary user: see MORE_THREADS
+    cpu_s: int = 30  # CPU seconds of all threads of a process
+    file_bytes: int = 1 << 20  # size of one file, and of what it says
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"Limits.{name}: {value!r} must be a whole number, at least 1")
+
+
+class Sandbox:
+    """Makes the command lines of locked-in children. Its folder holds the compiled sandbox, and goes with `close`.
+
+    Folders and groups that a killed process of this user has left behind are removed at the start.
+
+    Args:
+        compiler: path of a C compiler.
+        namespaces: whether bubblewrap is used; None: wherever it works.
+        floor: whether Landlock and seccomp stand between a program and the machine. Without them a program can do whatever its
+            user may do, and a warning says so. Namespaces are then used only if `namespaces` says so.
+
+    Raises:
+        SandboxError: a layer of the floor is missing, or bubblewrap was asked for and does not work.
+    """
+
+    def __init__(self, compiler: str, namespaces: bool | None = None, floor: bool = True) -> None:
+        self._cgroups = Cgroups(())
+        self._owned = Owned(clean_up(), PREFIX)
+        self.folder = self._owned.path
+        try:
+            self.folder.chmod(0o711)  # root's children are other users, who may pass but not look around
+            self.program = compile_sandbox(compiler, self.folder)
+            self.layers = probe(self.program)
+            found = {layer.name: layer.found for layer in self.layers}
+            if floor and (bad := [layer for layer in self.layers if layer.needed and not layer.found]):
+                lost = "; ".join(f"no {layer.name}: {layer.missing}" for layer in bad)
+                raise SandboxError(
+                    f"this machine cannot lock programs in ({lost}). Use a kernel with it, or, if every program comes "
+                    "from people you trust, say sandbox: none"
+                )
+            if not floor:
+                _warn_of_no_sandbox()
+            self.without = [] if floor else _each("--without", [layer.name for layer in self.layers if layer.needed])
+            if namespaces and not found["namespaces"]:
+                raise SandboxError("namespaces: true, but bubblewrap is missing or cannot make them here")
+            self.namespaces = bool(found["namespaces"]) and floor if namespaces is None else namespaces
+            self.other_users = bool(found["another user"])
+            if found["cgroup"]:
+                self._cgroups = Cgroups(cgroups.find())
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Removes the folder and all folders in it, and ends who is still in a group."""
+        self.close_groups()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._owned.close()
+
+    def close_groups(self) -> None:
+        """Ends who is in a group. Children that are started later are in none."""
+        self._cgroups.close()
+
+    def __enter__(self) -> "Sandbox":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def new_group(self, limits: Limits, more_bytes: int = 0) -> Group:
+        """Makes the group of one child, whose processes may use together what one may use, and `more_bytes` of memory.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        wrappers = NAMESPACES_PROCESSES if self.namespaces else 0
+        return self._cgroups.new(limits.memory_bytes + more_bytes, limits.processes + wrappers)
+
+    def new_folder(self) -> Path:
+        """Makes a folder for one candidate. Its owner is the user that works on the candidate, and nobody else may look."""
+        folder = Path(tempfile.mkdtemp(dir=self.folder))
+        if self.other_users:
+            user = secrets.choice(PASSING_USERS)
+            os.chown(folder, user, user)
+        return folder
+
+    def run_compiler(
+        self, command: Sequence[str], folder: Path, limits: Limits, started: int, group: Group = NO_GROUP
+    ) -> list[str]:
+        """Returns the command line of a compiler that may read the system's folders and write below `folder` only.
+
+        A byte comes out of the file descriptor `started` when it is locked in. Without it, nothing has run.
+        """
+        read = [*SYSTEM_FOLDERS, *SYSTEM_FILES, *_prefix_of(command[0])]
+        words = ["--started", str(started), *_each("--read", read), *_each("--write", [str(folder), "/dev/null"])]
+        visible = [*_each("--bind", [str(folder)], 2), "--dev-bind", "/dev/null", "/dev/null"]
+        return [*self._locked_in("exec", words, folder, limits, 0, read, visible, group), "--", *command]
+
+    def run_function(
+        self,
+        library: Path,
+        function: str,
+        arena_bytes: int,
+        files: Sequence[int],
+        cores: Sequence[int],
+        limits: Limits,
+        group: Group = NO_GROUP,
+    ) -> list[str]:
+        """Returns the command line of the process that calls `function` of `library`, on these cores.
+
+        `files` are the file descriptors of the socket, the inputs and the outputs. It may open no file but the library.
+        """
+        words = ["--cores", ",".join(map(str, cores)), "--read", str(library)]
+        visible = _each("--ro-bind", [str(library)], 2)
+        locked_in = self._locked_in("call", words, library.parent, limits, arena_bytes, SYSTEM_FOLDERS, visible, group)
+        return [*locked_in, "--", str(library), function, str(arena_bytes), *map(str, files)]
+
+    def _locked_in(
+        self,
+        mode: str,
+        words: Sequence[str],
+        folder: Path,
+        limits: Limits,
+        more_bytes: int,
+        read: Sequence[str],
+        visible: Sequence[str],
+        group: Group,
+    ) -> list[str]:
+        """The command line up to `--`; `read` and `visible` say what there is inside of namespaces."""
+        words = ["--memory", str(limits.memory_bytes + more_bytes), "--seconds", str(limits.cpu_s), *words]
+        words += ["--file", str(limits.file_bytes), *self.without]
+        processes = limits.processes if self.other_users else _threads_of_user() + MORE_THREADS
+        words += ["--processes", str(processes)]
+        owner = folder.stat().st_uid
+        if self.other_users and owner not in PASSING_USERS:
+            raise SandboxError(f"{folder} does not belong to a passing user: make it with new_folder")
+        enter = _each("--group", group.files) + (["--user", str(owner)] if self.other_users else [])
+        if not self.namespaces:
+            return [str(self.program), mode, *enter, *words]
+        # In a namespace of its own root cannot become somebody else, nor join what is outside, so that comes first.
+        before = [str(self.program), "enter", *enter, "--"] if enter else []
+        return [*before, *_bubblewrap(read, self.program), *visible, "--", str(self.program), mode, *words]
+
+
+def clean_environment(threads: int = 1) -> dict[str, str]:
+    """Returns the environment of a child: no key, no path and no name of ours is in it.
+
+    libgomp's threads spin after a parallel region; what they burn then would count as work of the call.
+    """
+    return {
+        "PATH": "/usr/bin:/bin",
+        "LC_ALL": "C",
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_DYNAMIC": "false",
+        "GOMP_SPINCOUNT": "1000",
+        "KMP_BLOCKTIME": "0",
+    }
+
+
+def compile_sandbox(compiler: str, folder: Path) -> Path:
+    """Compiles sandbox.c, which is ours, into `folder`. Raises SandboxError if the compiler fails."""
+    program = folder / "sandbox"
+    command = [compiler, "-O1", "-std=gnu11", str(Path(__file__).with_name("sandbox.c")), "-o", str(program), "-ldl"]
+    done = _ended(command)
+    if done.returncode != 0 or not program.exists():  # what is no compiler may end well and make nothing
+        raise SandboxError(
+            f"{compiler} cannot compile the sandbox: {done.stderr.strip()[-1000:] or exit_cause(done.returncode)}"
+        )
+    program.chmod(0o755)
+    return program
+
+
+def probe(program: Path) -> list[Layer]:
+    """Finds out which layers this machine has. Raises SandboxError if that does not end."""
+    done = _ended([str(program), "probe"])
+    found = dict(line.split() for line in done.stdout.splitlines())
+    version = int(found.get("landlock", -1))
+    change = [str(program), "enter", "--user", str(PASSING_USERS[0]), "--"]
+    other_users = os.geteuid() == 0 and _succeeds([*change, "/bin/true"])
+    bwrap = [*(change if other_users else []), *_bubblewrap(SYSTEM_FOLDERS, program), "--"]
+    namespaces = shutil.which("bwrap") is not None and _succeeds([*bwrap, str(program), "probe"])
+    return [
+        Layer("limits", "memory, CPU seconds, file size, threads, open files", "", ""),
+        Layer(
+            "landlock",
+            f"version {version}" if version >= MIN_LANDLOCK else "",
+            "a program can read and write every file that its user can",
+            "use Linux 5.13 or later with landlock in /sys/kernel/security/lsm",
+            needed=True,
+        ),
+        Layer(
+            "seccomp",
+            "filter" if found.get("seccomp") == "1" else "",
+            "a program can start processes, use the network and debug other processes",
+            "use a kernel with CONFIG_SECCOMP_FILTER, in a container whose profile allows seccomp",
+            needed=True,
+        ),
+        Layer(
+            "another user",
+            "a passing one for each program" if other_users else "",
+            "a program's threads are counted with those of the user, so that one which starts many can starve others",
+            "start as root",
+        ),
+        Layer(
+            "namespaces",
+            "bubblewrap" if namespaces else "",
+            "files and processes of the machine are kept away by rules, and not invisible",
+            "install bubblewrap where user namespaces are allowed",
+        ),
+        Layer(
+            "cgroup",
+            _probe_cgroups(program),
+            "memory is limited for each process and not for all of a compiler together, and what a harness that is killed "
+            "leaves running ends when its CPU seconds are used",
+            "start where this user may make cgroups with memory and pids: systemd-run --user --scope COMMAND",
+        ),
+    ]
+
+
+def layers_here(compiler: str) -> list[Layer]:
+    """Finds out which layers this machine has, and leaves nothing behind.
+
+    Raises:
+        SandboxError: the sandbox cannot be compiled.
+    """
+    owned = Owned(clean_up(), PREFIX)
+    try:
+        owned.path.chmod(0o711)
+        return probe(compile_sandbox(compiler, owned.path))
+    finally:
+        shutil.rmtree(owned.path, ignore_errors=True)
+        owned.close()
+
+
+def clean_up() -> Path:
+    """Removes the folders that killed processes of this user have left, and returns the folder in which they were."""
+    parent = Path(tempfile.gettempdir())
+    with left_behind(parent, PREFIX) as folders:
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+    return parent
+
+
+@cache
+def _warn_of_no_sandbox() -> None:
+    log.warning(
+        "sandbox: none: programs run with limits and a clean environment only. They can read, write and delete what their user "
+        "may, start processes and use the network: run only those of people whom you trust"
+    )
+
+
+def _probe_cgroups(program: Path) -> str:
+    """Says which limits of groups work here, by a process that joins one; "" if none does."""
+    places = cgroups.find()
+    if not places:
+        return ""
+    try:
+        groups = Cgroups(places)
+        try:
+            group = groups.new(64 << 20, 8)
+            if not _succeeds([str(program), "enter", *_each("--group", group.files), "--", "/bin/true"]):
+                return ""
+            return f"version {places[0].version}: {', '.join(name for place in places for name in place.controllers)}"
+        finally:
+            groups.close()
+    except OSError:
+        return ""
+
+
+def _ended(command: Sequence[str]) -> "subprocess.CompletedProcess[str]":
+    try:
+        return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=PROBE_S)
+    except subprocess.TimeoutExpired as error:
+        raise SandboxError(f"{' '.join(command[:2])} did not end within {PROBE_S:g} s") from error
+
+
+def _succeeds(command: Sequence[str]) -> bool:
+    try:
+        return _ended(command).returncode == 0
+    except (OSError, SandboxError):
+        return False
+
+
+def _bubblewrap(read: Sequence[str], program: Path) -> list[str]:
+    """The command line that makes namespaces in which only these paths of the machine exist, up to further paths."""
+    words = [
+        shutil.which("bwrap") or "bwrap",
+        "--unshare-all",
+        "--die-with-parent",
+        "--new-session",
+        "--cap-drop",
+        "ALL",
+    ]
+    for path in [*read, str(program)]:
+        # Where /lib is a link to usr/lib it can be one inside, too, which costs less than another mount.
+        if os.path.islink(path) and any(Path(path).resolve().is_relative_to(other) for other in read if other != path):
+            words += ["--symlink", os.readlink(path), path]
+        elif os.path.exists(path):
+            words += ["--ro-bind", path, path]
+    return words
+
+
+def _each(option: str, values: Sequence[str], times: int = 1) -> list[str]:
+    """Puts the option before each value, which may stand there twice (its path outside and inside)."""
+    return [word for value in values for word in (option, *[value] * times)]
+
+
+def _prefix_of(compiler: str) -> list[str]:
+    """The folder above the compiler's own, where its parts are, when it is not one of the system's."""
+    prefix = Path(compiler).resolve().parent.parent
+    return [] if str(prefix) in ("/", *SYSTEM_FOLDERS) or str(prefix).startswith("/usr/") else [str(prefix)]
+
+
+def _threads_of_user() -> int:
+    """Counts the threads of this user, since the kernel's limit counts them all."""
+    user, count = os.getuid(), 0
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            try:
+                if process.stat().st_uid == user:
+                    count += len(os.listdir(process / "task"))
+            except OSError:
+                continue  # it has ended, or is hidden
+    return count
+
+
+def exit_cause(status: int) -> str:
+    """Says in words how a child ended, from the exit status of `subprocess`."""
+    if status >= 0:
+        return f"it ended with exit status {status}"
+    name = signal.Signals(-status).name if -status in signal.valid_signals() else f"signal {-status}"
+    known: Mapping[str, str] = {
+        "SIGSEGV": "it used memory outside of its arrays, or wrote to an input",
+        "SIGSYS": "it made a system call that a computation has no use for",
+        "SIGXCPU": "it used up its CPU seconds",
+        "SIGXFSZ": "it wrote too large a file",
+        "SIGFPE": "it divided an integer by zero",
+        "SIGILL": "it used an instruction that this machine lacks",
+        "SIGBUS": "it used an address that is not aligned, or memory that is not there",
+        "SIGABRT": "it aborted",
+        "SIGKILL": "it was killed, perhaps for memory",
+    }
+    return f"{name}: {known[name]}" if name in known else name

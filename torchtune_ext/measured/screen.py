@@ -1,0 +1,260 @@
+"""Reads a candidate before it is compiled, and refuses what no program that computes has a use for.
+
+It filters; it is never the defence. A name can be hidden from every reader: an address found by arithmetic needs no name at
+all. What it does: an answer that tries to cheat openly is told so, with the line, and costs no compiler and no core. The
+sandbox holds what it lets through, and tests/integration/test_bench_hostile.py runs every exploit with the screen off too.
+
+tree-sitter reads the preprocessed text, so macros are expanded. Only lines of the candidate itself are read: what
+the headers of the system expand to is nobody's fault. (pycparser would be stricter, but it cannot read the text of
+<stdlib.h> or <immintrin.h>, so it could never be the one that decides.) Text that is no C is not forbidden; the
+compiler decides.
+"""
+
+import re
+import time
+from collections import Counter
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from pathlib import PurePath
+
+import tree_sitter
+
+from torchtune_ext.measured.kernel import Kernel
+from torchtune_ext.measured.parsing import MAX_TEXT, Text, declared, inner_declarator, own_text, parse, walk
+
+HEADERS = frozenset(
+    "stdlib string math stdint stddef stdbool stdio limits float assert complex tgmath stdalign omp "
+    "immintrin x86intrin emmintrin xmmintrin pmmintrin tmmintrin smmintrin nmmintrin mm_malloc arm_neon arm_sve".split()
+)
+"""Headers that a candidate may include, without their ".h"."""
+
+_SYSTEM = {
+    "starts, ends or signals processes": (
+        "fork vfork _Fork clone clone3 execl execle execlp execv execve execvp execvpe execveat fexecve posix_spawn* "
+        "system popen pclose wait waitpid wait3 wait4 waitid kill killpg tgkill tkill raise signal bsd_signal sysv_signal "
+        "sigaction sigprocmask sigqueue sigwait sigwaitinfo sigsuspend sigaltstack sigvec sigset _exit quick_exit atexit "
+        "on_exit at_quick_exit __cxa_* daemon setsid setpgid setpgrp ptrace prctl arch_prctl setuid setgid seteuid "
+        "setegid setreuid setregid setresuid setresgid setgroups setrlimit* prlimit* personality unshare setns sched_* "
+        "getpid getppid gettid alarm ualarm setitimer timer_create timer_settime timerfd_* signalfd eventfd setjmp "
+        "_setjmp longjmp _longjmp siglongjmp __sigsetjmp getcontext setcontext makecontext swapcontext"
+    ),
+    "opens or changes files": (
+        "fopen fopen64 fopencookie freopen freopen64 fdopen open open64 openat openat64 creat creat64 read write pread* "
+        "pwrite* readv writev close dup dup2 dup3 fcntl fcntl64 ioctl pipe pipe2 remove rename renameat renameat2 unlink "
+        "unlinkat link linkat symlink symlinkat mkdir mkdirat mkfifo mkfifoat mknod mknodat rmdir opendir fdopendir "
+        "readdir* scandir* chdir fchdir chroot chmod fchmod fchmodat chown fchown lchown fchownat truncate* ftruncate* "
+        "tmpfile* tmpnam* mkstemp* mkostemp* mkdtemp stat stat64 lstat lstat64 fstat fstat64 fstatat* statx access "
+        "faccessat readlink readlinkat realpath mount umount umount2 poll ppoll select pselect epoll_* inotify_* "
+        "fanotify_* sendfile sendfile64 splice copy_file_range io_uring_* aio_*"
+    ),
+    "uses the network": (
+        "socket socketpair connect bind listen accept accept4 send sendto sendmsg sendmmsg recv recvfrom recvmsg recvmmsg "
+        "getaddrinfo gethostbyname* gethostbyaddr* shutdown setsockopt getsockopt"
+    ),
+    "loads code while it runs": (
+        "dlopen dlmopen dlsym dlvsym dladdr* dlinfo dlclose dl_iterate_phdr _dl_* _r_debug _GLOBAL_OFFSET_TABLE_ _DYNAMIC "
+        "__libc_* getauxval"
+    ),
+    "reads a clock or sleeps": (
+        "clock clock_* time gettimeofday ftime times timespec_get* getrusage *rdtsc *rdtscp *readcyclecounter *rdpmc "
+        "sleep usleep nanosleep thrd_sleep omp_get_wtime omp_get_wtick"
+    ),
+    "reads the environment": (
+        "getenv secure_getenv setenv putenv unsetenv clearenv environ _environ __environ program_invocation_name "
+        "program_invocation_short_name uname gethostname"
+    ),
+    "calls the operating system": (
+        "syscall mmap mmap64 munmap mprotect pkey_* mremap madvise posix_madvise mlock mlock2 mlockall munlock munlockall "
+        "memfd_* shm_open shm_unlink shmget shmat shmctl shmdt sem_* semget semop semctl msgget msgsnd msgrcv msgctl mq_* "
+        "brk sbrk process_vm_* userfaultfd bpf perf_event_open keyctl"
+    ),
+    "makes threads without OpenMP": ("pthread_* thrd_* mtx_* cnd_* tss_* call_once"),
+    "looks at who called it": (
+        "__builtin_return_address __builtin_extract_return_addr __builtin_frame_address __builtin_apply* "
+        "__builtin_longjmp __builtin_setjmp __builtin_unwind_init __builtin_eh_return __builtin_dwarf_* backtrace "
+        "backtrace_symbols* _Unwind_*"
+    ),
+}
+"""What names of the system are for, and the names, with wildcards."""
+
+_EXACT = {name: use for use, names in _SYSTEM.items() for name in names.split() if "*" not in name}
+_PATTERNS = [(name, use) for use, names in _SYSTEM.items() for name in names.split() if "*" in name]
+# A program may call these, but must not put its own in their place.
+LIBRARY = tuple(
+    (
+        "malloc calloc realloc reallocarray free aligned_alloc posix_memalign memalign valloc malloc_usable_size "
+        "memcpy memmove memset memcmp memchr mempcpy strlen strcpy strncpy strcat strcmp strncmp strchr strrchr "
+        "strstr strdup strtol strtoull strtod strerror bcopy bzero printf fprintf sprintf snprintf vprintf "
+        "vfprintf vsnprintf puts fputs putchar fputc fwrite fread fflush fclose perror atoi qsort bsearch rand "
+        "srand exit abort __stack_chk_fail __assert_fail __errno_location stdin stdout stderr omp_* GOMP_* gomp_* "
+        "kmp_* __kmpc_* _init _fini _start __*_chk"
+    ).split()
+)
+ATTRIBUTES = frozenset("constructor destructor init_priority ifunc alias weak weakref section cleanup naked".split())
+_PRAGMAS = re.compile(r"\b(redefine_extname|weak|init|fini|section|attribute|pch_preprocess)\b")
+_ASSEMBLY = frozenset(("asm", "__asm", "__asm__"))
+_RAW_STRINGS = frozenset(("R", "LR", "uR", "UR", "u8R"))
+# A directive that says where the next lines come from. It may stand behind a comment, so all of the text is searched, also
+# comments and strings. `a##1` is something else. No honest directive has a comment before its name, and a pattern that
+# followed comments could be made to run for hours.
+_SPACE = r"[ \t\v\f\r\0]*"
+_LINE_DIRECTIVE = re.compile(rf'(?<![#%:])(?:#|%:){_SPACE}(?:line\b|\d+{_SPACE}(?:"|/\*)|/\*)')
+_PATH_INCLUDE = re.compile(rf'(?:#|%:){_SPACE}include{_SPACE}["<](?:/|[^">\n]{{0,200}}?\.\./)')
+_CONTINUED = re.compile(r"\\[ \t\v\f\r]*\n")
+_BLOCKS = ("compound_statement", "for_statement", "function_definition", "parameter_list")
+
+
+def screen(preprocessed: str, source: str, kernel: Kernel, deadline_s: float = 5.0) -> str:
+    """Says what is forbidden in a candidate, with its line, or "" if nothing is.
+
+    Args:
+        preprocessed: the candidate after `gcc -E`, with its marks of lines (# 7 "candidate.c").
+        source: the candidate as it was written.
+        kernel: what it should compute; `kernel.forbidden` holds patterns of names, as in fnmatch.
+        deadline_s: seconds that it may take.
+
+    Raises:
+        TimeoutError: it takes longer. The text is made for that.
+    """
+    end = time.monotonic() + deadline_s
+    for pattern, what in (
+        (_LINE_DIRECTIVE, "may say that its lines are those of another file"),
+        (_PATH_INCLUDE, "includes a file by its path"),
+    ):
+        if match := pattern.search(_CONTINUED.sub("", source)):
+            line = source.count("\n", 0, source.find(match[0])) + 1 if match[0] in source else 1
+            return f"line {line}: {what}"
+    text = own_text(preprocessed)
+    if (length := sum(map(len, text.lines))) > MAX_TEXT:
+        return f"its macros expand to {length} characters, at most {MAX_TEXT} are read"
+    for line, path, is_system in text.includes:
+        if not is_system or PurePath(path).name.removesuffix(".h") not in HEADERS:
+            allowed = ", ".join(f"{name}.h" for name in sorted(HEADERS))
+            return f"line {line}: includes {PurePath(path).name}; allowed are {allowed}"
+    for pragma in text.pragmas:
+        if match := _PRAGMAS.search(pragma.text):
+            return f"line {pragma.line}: #pragma {match[1]} is forbidden, since it changes what a name means"
+    return _Reader(text, kernel, end).read()
+
+
+class _Reader:
+    """Walks over the tree of a candidate, without recursion: the depth of a text is the choice of its author."""
+
+    def __init__(self, text: Text, kernel: Kernel, end: float) -> None:
+        self.text, self.kernel, self.end = text, kernel, end
+        self.bytes = b"\n".join(text.lines)
+        self.scopes: list[set[str]] = []  # names that each open block declares
+        self.local: Counter[str] = Counter()  # in how many of them a name is declared
+        self.own: set[str] = set()  # functions that the candidate defines
+        self.parentheses: int | None = None  # how many are open behind __attribute__, None outside of one
+
+    def read(self) -> str:
+        """Returns the first thing that is forbidden, or ""."""
+        try:
+            tree = parse(self.bytes, lambda: time.monotonic() >= self.end)
+        except ValueError:
+            # What it raises when the callback ends it.
+            self._in_time()
+            raise
+        for node in tree.root_node.children:
+            if node.type == "function_definition":
+                self.own.update(declared(node))
+        for count, (node, leaving) in enumerate(walk(tree.walk())):
+            if count % 1000 == 0:
+                self._in_time()
+            if leaving:
+                if node.type in _BLOCKS:
+                    self.local.subtract(self.scopes.pop())
+            elif found := self._enter(node):
+                row = node.start_point.row
+                return f"line {self.text.numbers[row]}: {found}"
+        return ""
+
+    def _in_time(self) -> None:
+        if time.monotonic() >= self.end:
+            raise TimeoutError("reading the program took too long")
+
+    def _enter(self, node: tree_sitter.Node) -> str:
+        kind = node.type
+        found = ""
+        if kind in ("function_definition", "declaration") and not self.scopes:
+            found = self._defines(node)
+        if kind in _BLOCKS:
+            self.scopes.append(set())
+        if kind == "function_definition":
+            self._hide(self._parameters(node))
+        elif self.scopes and kind in ("declaration", "parameter_declaration") and not self._is_extern(node):
+            self._hide({name for name, is_function in declared(node).items() if not is_function})
+        return found if found or node.child_count else self._leaf(node)
+
+    def _hide(self, names: set[str]) -> None:
+        """Notes names that mean something of this block until it ends."""
+        self.local.update(names - self.scopes[-1])
+        self.scopes[-1] |= names
+
+    def _defines(self, node: tree_sitter.Node) -> str:
+        """Says that the file defines a function (or a variable) of the C library, if it does."""
+        if node.type == "declaration" and self._is_extern(node):
+            return ""
+        for name, is_function in declared(node).items():
+            if node.type == "declaration" and is_function:
+                continue
+            if name != self.kernel.name and (_matches(name, LIBRARY) or _use_of(name)):
+                return f"defines {name}, which is a name of the system"
+        return ""
+
+    def _leaf(self, node: tree_sitter.Node) -> str:
+        word = self._word(node)
+        if word in _ASSEMBLY:
+            return "holds assembly, which no program may"
+        if self.parentheses is None and word in ("__attribute__", "__attribute", "[["):
+            self.parentheses = 2 if word == "[[" else 0
+            return ""
+        if self.parentheses is not None:
+            self.parentheses += word.count("(") + word.count("[") - word.count(")") - word.count("]")
+            if self.parentheses <= 0:
+                self.parentheses = None
+            bare = word.strip("_")
+            return f"has the attribute {bare}, which no program may" if bare in ATTRIBUTES else ""
+        if node.type not in ("identifier", "type_identifier", "ERROR"):
+            return ""
+        if word in _RAW_STRINGS and self.bytes[node.end_byte : node.end_byte + 1] == b'"':
+            return "holds a raw string, which C does not have"
+        if self.local[word] > 0:
+            return ""
+        called = self.bytes[node.end_byte : node.end_byte + 80].lstrip().startswith(b"(")
+        verb = f"calls {word}()" if called else f"uses {word}"
+        if use := _use_of(word):
+            return f"{verb}, which {use}: no program may"
+        if word not in self.own and _matches(word, tuple(self.kernel.forbidden)):
+            return f"{verb}, which the problem does not allow"
+        return ""
+
+    def _word(self, node: tree_sitter.Node) -> str:
+        return self.bytes[node.start_byte : node.end_byte].decode("utf-8", "replace")
+
+    def _is_extern(self, node: tree_sitter.Node) -> bool:
+        return any(each.type == "storage_class_specifier" and self._word(each) == "extern" for each in node.children)
+
+    def _parameters(self, function: tree_sitter.Node) -> set[str]:
+        """Returns the names of the parameters of a function that is defined here."""
+        declarator, found = function.child_by_field_name("declarator"), set()
+        while declarator is not None and declarator.type != "identifier":
+            if parameters := declarator.child_by_field_name("parameters"):
+                found = {name for each in parameters.named_children for name in declared(each)}
+            declarator = inner_declarator(declarator)
+        return found
+
+
+@lru_cache(maxsize=4096)
+def _use_of(name: str) -> str:
+    """Returns what a name of the system is for, "" if it is harmless or unknown."""
+    for each in (name, name.removeprefix("__builtin_")):
+        if use := _EXACT.get(each) or next((use for pattern, use in _PATTERNS if fnmatchcase(each, pattern)), ""):
+            return use
+    return ""
+
+
+@lru_cache(maxsize=4096)
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)

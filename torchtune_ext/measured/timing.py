@@ -1,0 +1,304 @@
+"""How fast a verified program is, such that the figure repeats.
+
+Calls come in blocks: the candidate's, and right after it one of the reference (the kernel's own naive program), on the same
+cores, one process at a time. Before and after stands a look at the machine (probe.py). A block beside which somebody else
+was at work is made again. Blocks go on until the 95% intervals of the medians, of the times and of the ratios to the reference,
+are narrow enough, or the budget is used.
+
+What only the candidate suffers from is its own doing. It has no hand in what the probe and the reference see: one whose
+threads work then is refused, and threads of its own that wait for each other are no neighbors. If the machine never came to
+rest, the figure stands, with the remark that it was disturbed; only if the reference was disturbed as well, it is `noisy` and
+nothing is known.
+
+Every timed call has inputs of its own and is checked. So an answer that is kept, or is right only where it is verified,
+gains nothing. What is faster than the machine can be is not believed.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Protocol
+
+import numpy as np
+
+from torchtune_ext.measured.arena import Place, lay_out
+from torchtune_ext.measured.check import Checker
+from torchtune_ext.measured.child import Call, ChildFailed
+from torchtune_ext.measured.kernel import Arrays, Size
+from torchtune_ext.measured.machine import alone_on, kept_off, nobody, stolen_ticks
+from torchtune_ext.measured.numpy_child import NumpyChild
+from torchtune_ext.measured.probe import OWN_CPU_S, Look, Probe, Quiet
+from torchtune_ext.measured.sandbox import SandboxError
+from torchtune_ext.measured.verify import compare, draw_inputs, expect, explained
+
+NARROW = 0.02  # the 95% intervals of the medians end this far from them, as a share, or nearer
+# A time of the reference above its quiet level by more than this share speaks of a neighbor, too.
+REFERENCE_DISTURBED = 0.05
+WAITED = 0.02  # share of a block for which its processes wanted to run and could not
+# CPU seconds that a program may use while the reference and the probe run. One whose threads sleep uses none.
+RESTLESS_S = 1e-4
+BLOCK_CALLS, BLOCK_S = 12, 0.06  # calls of a block at most, and seconds after which it ends (but for LEAST_CALLS)
+FIRST_CALLS, LEAST_CALLS = 2, 3  # that are not counted, and of a block
+MOST_LATE_CALLS = FIRST_CALLS + LEAST_CALLS  # of a program whose every call takes as long as it may
+MIN_BLOCKS = 6  # of a timing; from fewer ratios no interval of their median reaches 95%
+BELIEVED = 1.05  # times as fast as the roofline allows; above, a figure is no speed
+LOCK_S = 600.0  # seconds to wait for another timing on the same cores
+
+
+class Callee(Protocol):
+    """A process whose calls are timed."""
+
+    arena_bytes: int
+
+    def place(self, places: Sequence[Place]) -> None: ...
+
+    def restless_s(self) -> float: ...
+
+    def call(self, size: Size, inputs: Arrays, deadline_s: float) -> Call: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """The speed of one program at the kernel's timed size."""
+
+    seconds: float  # of a call: the median of the medians of the blocks
+    low: float  # the 95% interval of that: from here
+    high: float  # to here; below 6 blocks: between the extremes
+    calls: int
+    gflops: float  # operations of a call / seconds, in 10^9
+    ratio: float  # how many times faster than the reference beside it; median over the blocks
+    # Half of the 95% interval of that, as a share; below 6 blocks: half of what lies between the extremes.
+    ratio_spread: float
+    peak_share: float  # what the roofline of these cores allows / seconds
+    repeated: int  # blocks that were made again, since somebody else was at work
+    disturbed: float  # share of such blocks among those that count; 0 unless the machine never came to rest
+    is_narrow: bool  # both intervals are within NARROW
+    is_noisy: bool  # it never came to rest, and the reference felt it as well: nothing is known about the program
+
+    @property
+    def spread(self) -> float:
+        """Half of the interval, as a share of the median."""
+        return (self.high - self.low) / 2 / self.seconds
+
+
+def interval_of_median(samples: Sequence[float], level: float = 0.95) -> tuple[float, float]:
+    """Returns an interval that holds the median with at least this probability, whatever the distribution.
+
+    It lies between two order statistics (David and Nagaraja 2003, section 7.1): k of n samples lie below the median with the
+    probabilities of a fair coin. With fewer than 6 samples no interval reaches 95%; then it is all of them. The samples have to
+    be independent, which the calls of a block are not: a block is one sample.
+    """
+    ordered, n = sorted(samples), len(samples)
+    ways = outside = 1  # of n coins: that k show heads, and that at most k do
+    for k in range(n // 2):
+        # Whole numbers, since from 1030 samples on they are too large for floats.
+        if 2 * outside / 2**n > 1 - level:
+            return ordered[max(0, k - 1)], ordered[n - max(1, k)]
+        ways = ways * (n - k) // (k + 1)
+        outside += ways
+    return ordered[0], ordered[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Some calls of the candidate, and of the reference beside it."""
+
+    calls: Sequence[float]  # seconds
+    reference_s: float  # the median
+    is_disturbed: bool  # somebody else was at work, as the probe or the host says
+    is_reference_disturbed: bool
+
+    @property
+    def seconds(self) -> float:
+        return median(self.calls)
+
+    @property
+    def ratio(self) -> float:
+        """How many times faster than the reference the candidate was."""
+        return self.reference_s / self.seconds
+
+
+def _spread(samples: Sequence[float]) -> float:
+    """Half of the interval of the median, as a share of it."""
+    low, high = interval_of_median(samples)
+    return (high - low) / 2 / median(samples)
+
+
+def _is_narrow(blocks: Sequence[_Block]) -> bool:
+    """Tells whether the medians of the times and of the ratios are known well enough."""
+    if len(blocks) < MIN_BLOCKS:
+        return False
+    return max(_spread([block.seconds for block in blocks]), _spread([block.ratio for block in blocks])) <= NARROW
+
+
+class Timer:
+    """Times programs of one kernel on its own cores, one at a time.
+
+    It keeps all threads of this process off these cores, if there are others. OpenBLAS wants one thread here
+    (OPENBLAS_NUM_THREADS=1 before numpy is imported): others go on to spin for a while on a core that is timed on.
+
+    Args:
+        checker: compiles and locks in; its `cores` are those that are timed on.
+        budget_s: seconds for one program, reference and checks included.
+        tell: called again and again while this waits for the cores, and between the steps of making it.
+
+    Raises:
+        Wild: the fixed kernel varies by more than 20%.
+    """
+
+    def __init__(self, checker: Checker, budget_s: float = 10.0, tell: Callable[[], None] = nobody) -> None:
+        if not budget_s > 0:
+            raise ValueError(f"budget_s={budget_s} must be more than 0 seconds")
+        self.checker, self.kernel, self.budget_s = checker, checker.kernel, budget_s
+        self.rng = np.random.default_rng()
+        self._quiet = Quiet()  # of the reference
+        with ExitStack() as stack:
+            stack.enter_context(kept_off(checker.cores))
+            with alone_on(checker.cores, LOCK_S, tell):
+                self._probe = stack.enter_context(closing(Probe(checker)))
+                tell()
+                library = checker.compile_own(self.kernel)
+                self._reference = stack.enter_context(checker.child(self.kernel, library, OWN_CPU_S))
+                for _ in range(4):
+                    self._quiet.add(median(call.seconds for call in self._calls(self._reference)))
+                self._quiet.settle()
+            self._stack = stack.pop_all()
+
+    def close(self) -> None:
+        """Ends the processes of the reference and the probe."""
+        self._stack.close()
+
+    def __enter__(self) -> "Timer":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def peak_gflops(self) -> float:
+        """What all timed cores can do together: multiplications and additions of vectors in registers."""
+        return self._probe.peak_gflops
+
+    @property
+    def peak_gbytes_s(self) -> float:
+        """What they can read together from the cache that cores share, in 10^9 bytes/s."""
+        return self._probe.peak_gbytes_s
+
+    def time(self, library: Path, begin: Callable[[], None] = nobody, tell: Callable[[], None] = nobody) -> Timing:
+        """Times a program that `Checker.checked` has found right.
+
+        Args:
+            library: what it was compiled to.
+            begin: called as soon as nobody else times on these cores.
+            tell: called again and again before that.
+
+        Raises:
+            ChildFailed: a call fails or its result is wrong, or it is faster than the machine can be.
+            SandboxError: a process of ours has failed. Nothing is known about the program, and this object is of no more use.
+        """
+        # A slow program ends by the deadline of a call, and not by what the first calls and a late block need.
+        cpu_s = (self.budget_s + MOST_LATE_CALLS * self.checker.deadlines.verify_s) * self.checker.threads
+        with alone_on(self.checker.cores, LOCK_S, tell):
+            begin()
+            try:
+                with self.checker.child(self.kernel, library, cpu_s) as child:
+                    return self._time(child)
+            except ChildFailed as failed:
+                if self._reference.has_ended() or self._probe.child.has_ended():
+                    # Whatever ended ours, too, did not choose the program's.
+                    raise SandboxError(f"processes of ours ended while a program was timed: {failed}") from failed
+                raise
+
+    def time_numpy(self) -> Timing:
+        """Times the kernel's `reference` in numpy with as many threads: for products of matrices that is OpenBLAS."""
+        with (
+            alone_on(self.checker.cores, LOCK_S),
+            NumpyChild(self.kernel, self.checker.cores, self.checker.threads) as child,
+        ):
+            return self._time(child)
+
+    def _time(self, child: Callee) -> Timing:
+        give_up_at = time.monotonic() + self.budget_s
+        self._calls(child, FIRST_CALLS)  # they map memory and start threads
+        blocks: list[_Block] = []
+        look = self._probe.look()
+        while True:
+            block, look = self._block(child, look)
+            blocks.append(block)
+            is_late = time.monotonic() > give_up_at
+            # As long as there is time, what was disturbed is made again. A few calm blocks are chance, or the program's
+            # choice; then all count, and the figure says that it was disturbed.
+            calm = [block for block in blocks if not block.is_disturbed]
+            if is_late or _is_narrow(calm):
+                is_enough = len(calm) >= MIN_BLOCKS or 2 * len(calm) >= len(blocks)
+                return self._timing(blocks, calm if is_enough else blocks)
+
+    def _block(self, child: Callee, before: Look) -> tuple[_Block, Look]:
+        stolen = stolen_ticks(self.checker.cores)
+        own = self._calls(child)
+        try:
+            beside = self._calls(self._reference)
+        except ChildFailed as failed:
+            raise SandboxError(f"the naive program of {self.kernel.name} has failed: {failed}") from failed
+        after = self._probe.look()
+        # Otherwise a program could slow down what it is compared with, or make every block look disturbed.
+        if (restless_s := child.restless_s()) > RESTLESS_S:
+            raise ChildFailed(
+                "runtime_error", f"its threads worked for {1e3 * restless_s:.3g} ms while others were timed"
+            )
+        reference_s = median(call.seconds for call in beside)
+        self._quiet.add(reference_s)
+        waited = [sum(call.waited_s for call in calls) / sum(call.seconds for call in calls) for calls in (own, beside)]
+        is_disturbed = (
+            max(waited) > WAITED or self._probe.is_disturbed(before, after) or stolen_ticks(self.checker.cores) > stolen
+        )
+        is_reference_disturbed = waited[1] > WAITED or self._quiet.is_above(reference_s, REFERENCE_DISTURBED)
+        return _Block([call.seconds for call in own], reference_s, is_disturbed, is_reference_disturbed), after
+
+    def _timing(self, blocks: Sequence[_Block], kept: Sequence[_Block]) -> Timing:
+        own, ratios = [block.seconds for block in kept], [block.ratio for block in kept]
+        # Of one block there is nothing but its calls.
+        seconds, (low, high) = median(own), interval_of_median(own if len(own) > 1 else kept[0].calls)
+        gflops = self.kernel.operations(self.kernel.timed) / seconds / 1e9
+        if seconds * BELIEVED < self._probe.roofline_s(self.kernel):
+            # Somebody may have shared the cores when their peak was measured.
+            self._probe.measure_peak()
+        roofline_s = self._probe.roofline_s(self.kernel)
+        if seconds * BELIEVED < roofline_s:
+            raise ChildFailed(
+                "runtime_error",
+                f"{1e3 * seconds:.3g} ms, and at {self.peak_gflops:.4g} GFLOPS and {self.peak_gbytes_s:.3g} GB/s these cores "
+                f"need {1e3 * roofline_s:.3g} ms at least: not believed",
+            )
+        return Timing(
+            seconds,
+            low,
+            high,
+            sum(len(block.calls) for block in kept),
+            gflops,
+            median(ratios),
+            _spread(ratios),
+            roofline_s / seconds,
+            repeated=len(blocks) - len(kept),
+            disturbed=sum(block.is_disturbed for block in kept) / len(kept),
+            is_narrow=_is_narrow(kept),
+            is_noisy=2 * sum(block.is_disturbed and block.is_reference_disturbed for block in kept) > len(kept),
+        )
+
+    def _calls(self, child: Callee, most: int = BLOCK_CALLS) -> list[Call]:
+        """Makes some calls, each with inputs of its own, and each checked."""
+        kernel, size, seconds = self.kernel, self.kernel.timed, 0.0
+        calls: list[Call] = []
+        child.place(lay_out(kernel, size, child.arena_bytes, bool(self.rng.integers(2)), self.rng))
+        while len(calls) < most and (seconds < BLOCK_S or len(calls) < min(LEAST_CALLS, most)):
+            inputs = draw_inputs(kernel, size, "biased", self.rng)
+            call = child.call(size, inputs, self.checker.deadlines.verify_s)
+            found = compare(kernel, expect(kernel, size, inputs), call.outputs)
+            if not found.ok:
+                raise ChildFailed("wrong_result", f"in a timed call: {explained(found, size, 'biased')}")
+            calls.append(call)
+            seconds += call.seconds
+        return calls

@@ -1,0 +1,199 @@
+"""Whether a compiled candidate computes what it should: on sizes and inputs that nobody knew when it was compiled.
+
+The bound. A kernel's `bound` says how far a float64 result may be from the exact one, whatever the order of its operations:
+γ_n times the sum of absolute values, γ_n = n u / (1 - n u), u = 2^-53 (see kernels.py). What a result is compared with has an
+error of its own. Where that takes no time it is computed in `long double`, whose roundings are u_long/u times as large (x87:
+2^-11, quadruple precision: 2^-60), so that it lies within bound * u_long/u of the exact result. A result passes if
+`|c - r| <= bound * (1 + 2 u_long/u)`; the second half is for the roundings of the bound and of the comparison. At large sizes
+r is computed in float64 and may be as wrong as c, hence twice the bound. The comparison is written so that NaN never passes.
+
+The inputs. Rounding errors of random signs cancel: a sum of two million float32 numbers is off by less than γ_n. So some inputs
+are `biased`: positive numbers k 2^-22 + j 2^-30 in [1, 2) with 0 < j < 64, each of which float32 rounds down to k 2^-22. What
+is lost adds up to 2^-26 of the result or more (the mean of j is drawn, and is at least 32), which is above γ_n for every n
+below 2^27. It differs from call to call, so that nobody can add it again without reading numbers in double precision. (The mean
+could be guessed from a few thousand of a million numbers, within γ_n of so long a sum. But doubles add such numbers without any
+rounding, whatever the order, so the bound of `Reduction` is then 0.) `wide` inputs have exponents that float32 lacks, and
+`denormal` ones are for programs that flush them to zero.
+
+The places. Of each size come: inputs; the same with one number changed, in the same place; the first ones once more, in a new
+place. So an answer that was kept by address, by size or by a part of the content is wrong, and so is what the call before
+has left. Arrays lie at the ends of their pages first, then at the starts (see child.lay_out).
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from torchtune_ext.measured.arena import lay_out
+from torchtune_ext.measured.child import Child, ChildFailed
+from torchtune_ext.measured.kernel import UNIT_ROUNDOFF, Arrays, Kernel, Parameter, Size, inputs_of, outputs_of
+
+KINDS = ("normal", "biased", "wide", "denormal")
+EXACT_WORK = 1 << 20  # numbers and operations up to which the reference is computed in long double
+DRAWN_WORK = 1 << 16  # the same, of the sizes that are drawn: there are many calls of them
+WIDEST = 250  # binary exponents of "wide" inputs lie between -WIDEST and WIDEST: no product overflows or underflows
+# Mostly odd and prime, around the widths of vectors.
+SMALL = (1, 2, 3, 5, 7, 8, 9, 11, 13, 15, 16, 17, 19, 23, 29, 31, 33)
+_LONG_ROUNDOFF = float(np.finfo(np.longdouble).eps) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How far a result is from the reference."""
+
+    ok: bool  # every error is allowed
+    worst: float  # the largest error in units of what is allowed; inf if it is infinite, no number, or where none is allowed
+    where: str  # "C[3, 4]"
+    got: float
+    expected: float
+
+
+def draw(parameter: Parameter, shape: tuple[int, ...], kind: str, rng: np.random.Generator) -> np.ndarray:
+    """Draws the content of one array."""
+    if kind == "biased":
+        least = rng.integers(1, 48)
+        low = rng.integers(least, 64, shape, np.uint8) * 2.0**-30
+        return rng.integers(1 << 22, 1 << 23, shape, np.uint32) * 2.0**-22 + low
+    if kind == "wide":
+        return np.ldexp(rng.uniform(1, 2, shape) * rng.choice([-1.0, 1.0], shape), rng.integers(-WIDEST, WIDEST, shape))
+    if kind == "denormal":
+        return np.ldexp(rng.integers(1, 1 << 52, shape).astype(np.float64), -1074) * rng.choice([-1.0, 1.0], shape)
+    return rng.standard_normal(shape)
+
+
+def draw_inputs(kernel: Kernel, size: Size, kind: str, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Draws all inputs. Products of two denormal numbers are 0, so only one array has them, and the others "biased" numbers."""
+    shapes = kernel.shapes(size)
+    parameters = inputs_of(kernel)
+    chosen = parameters[rng.integers(len(parameters))].name
+    kinds = {p.name: "biased" if kind == "denormal" and p.name != chosen else kind for p in parameters}
+    return {p.name: draw(p, shapes[p.name], kinds[p.name], rng) for p in parameters}
+
+
+def change_one(inputs: Arrays, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Returns the inputs with one number of one array changed, by about its own size."""
+    changed = dict(inputs)
+    name = list(inputs)[rng.integers(len(inputs))]
+    changed[name] = inputs[name].copy()
+    place = rng.integers(changed[name].size)
+    changed[name].flat[place] = changed[name].flat[place] * -0.5
+    return changed
+
+
+def draw_size(kernel: Kernel, rng: np.random.Generator, small: bool) -> dict[str, int]:
+    """Draws a size that is at most the timed one in every direction, and cheap to compute exactly."""
+    while True:
+        size = {}
+        for name in kernel.size_names:
+            top = kernel.timed[name]
+            drawn = rng.choice(SMALL) if small else math.exp(rng.uniform(0, math.log(top + 1)))
+            size[name] = max(1, min(top, int(drawn)))
+        if work(kernel, size) <= DRAWN_WORK:
+            return size
+
+
+def work(kernel: Kernel, size: Size) -> int:
+    """Returns about how many numbers a reference of this size touches."""
+    return kernel.operations(size) + sum(math.prod(shape) for shape in kernel.shapes(size).values())
+
+
+def sizes(kernel: Kernel, rng: np.random.Generator) -> Iterator[dict[str, int]]:
+    """Yields the sizes of one verification: all ones, small ones, any, and the timed one."""
+    yield dict.fromkeys(kernel.size_names, 1)
+    for _ in range(4):
+        yield draw_size(kernel, rng, small=True)
+    for _ in range(3):
+        yield draw_size(kernel, rng, small=False)
+    yield dict(kernel.timed)
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What the outputs of a call should be, and how far from it they may be."""
+
+    references: Arrays
+    allowed: Arrays
+
+
+def expect(kernel: Kernel, size: Size, inputs: Arrays) -> Expected:
+    """Computes the outputs, and what the operation's bound and the error of this computation itself allow."""
+    exact = work(kernel, size) <= EXACT_WORK
+    kind = np.longdouble if exact else np.float64
+    precise = {name: np.asarray(value, kind) for name, value in inputs.items()}
+    slack = (1 if exact else 2) * (1 + 2 * _LONG_ROUNDOFF / UNIT_ROUNDOFF)
+    references, bounds = kernel.reference(size, precise), kernel.bound(size, precise)
+    with np.errstate(all="ignore"):
+        return Expected(references, {name: np.multiply(bound, slack, out=bound) for name, bound in bounds.items()})
+
+
+def compare(kernel: Kernel, expected: Expected, outputs: Arrays) -> Comparison:
+    """Compares results with what they should be, number by number."""
+    ok, worst = True, Comparison(True, 0.0, "", 0.0, 0.0)
+    for parameter in outputs_of(kernel):
+        found, reference = outputs[parameter.name], expected.references[parameter.name]
+        allowed = expected.allowed[parameter.name]
+        with np.errstate(all="ignore"):
+            error = found - reference
+            np.abs(error, out=error)
+            ok = ok and bool((error <= allowed).all())
+            units = np.divide(error, allowed, out=error, where=error > 0)
+        index = np.unravel_index(int(np.argmax(units)), units.shape)  # the first one that is NaN, if there is one
+        units_there = math.inf if np.isnan(units[index]) else float(units[index])
+        if units_there >= worst.worst:
+            where = f"{parameter.name}[{', '.join(map(str, index))}]"
+            worst = Comparison(ok, units_there, where, float(found[index]), float(reference[index]))
+    return replace(worst, ok=ok)
+
+
+def verify(child: Child, kernel: Kernel, rng: np.random.Generator, deadline_s: float) -> float:
+    """Calls the candidate on drawn sizes and inputs and checks every result.
+
+    Returns:
+        The worst error in units of what is allowed, below 1.
+
+    Raises:
+        ChildFailed: a result is wrong, the process fails, or all calls together take longer than `deadline_s`.
+    """
+    worst = spent_s = computed_s = 0.0
+    for number, size in enumerate(sizes(kernel, rng)):
+        kinds = ["biased"] if size == kernel.timed else [KINDS[number % 2], KINDS[2 + number % 2]]
+        for kind in kinds:
+            first = draw_inputs(kernel, size, kind, rng)
+            changed = change_one(first, rng)
+            expected = expect(kernel, size, first)
+            # The second inputs come to the place of the first.
+            for at_end, inputs in ((True, first), (None, changed), (False, first)):
+                if at_end is not None:
+                    child.place(lay_out(kernel, size, child.arena_bytes, at_end, rng))
+                left_s = deadline_s - spent_s
+                if left_s <= 0:
+                    note = f"its calls took more than {deadline_s:g} s, {described(size)} was next"
+                    raise ChildFailed("timeout", note, computed_s)
+                try:
+                    call = child.call(size, inputs, left_s)
+                except ChildFailed as failed:
+                    note = f"{failed} ({described(size)}, {kind} inputs)"
+                    raise ChildFailed(failed.outcome, note, failed.cpu_s) from None
+                spent_s += call.seconds  # what drawing and comparing takes is not the program's fault
+                computed_s += call.cpu_s
+                found = compare(kernel, expected if inputs is first else expect(kernel, size, inputs), call.outputs)
+                if not found.ok:
+                    raise ChildFailed("wrong_result", explained(found, size, kind))
+                worst = max(worst, found.worst)
+    return worst
+
+
+def described(size: Size) -> str:
+    """Returns "m = 3, n = 5"."""
+    return ", ".join(f"{name} = {value}" for name, value in size.items())
+
+
+def explained(found: Comparison, size: Size, kind: str) -> str:
+    """Says in one line what is wrong with a result."""
+    text = f"{found.where} is {found.got!r} and should be {found.expected!r}"
+    if math.isnan(found.got):
+        text = f"{found.where} was not written, or is no number; it should be {found.expected!r}"
+    units = f", {found.worst:.3g} times the allowed error" if math.isfinite(found.worst) else ""
+    return f"{text}{units} ({described(size)}, {kind} inputs)"
