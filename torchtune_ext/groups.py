@@ -123,8 +123,7 @@ def _sample(record: dict[str, Any]) -> Sample:
     score = outcome = None
     if record["reward"] is not None:
         parts = {name: float(value) for name, value in record["parts"].items()}
-        # Earlier versions wrote no notes and no facts.
-        score = Score(float(record["reward"]), parts, record.get("note", ""), record.get("facts") or {})
+        score = Score(float(record["reward"]), parts, record["note"], record["facts"])
     if record["outcome"] is not None:
         outcome = Outcome(kind=record["outcome"], score=score, cause=record["cause"])
     versions = [version for version, count in record["versions"] for _ in range(count)]
@@ -133,7 +132,7 @@ def _sample(record: dict[str, Any]) -> Sample:
         logprobs=np.array([float(value) for value in record["logprobs"]], dtype=np.float32),
         versions=np.array(versions, dtype=np.int32),
         finish_reason=record["finish_reason"],
-        cached_prompt_tokens=record.get("cached_prompt_tokens", 0),
+        cached_prompt_tokens=record["cached_prompt_tokens"],
     )
     return Sample(
         completion,
