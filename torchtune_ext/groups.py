@@ -124,8 +124,7 @@ def _sample(record: dict[str, Any]) -> Sample:
     score = outcome = None
     if record["reward"] is not None:
         parts = {name: float(value) for name, value in record["parts"].items()}
-        # Earlier versions wrote no notes and no facts.
-        score = Score(float(record["reward"]), parts, record.get("note", ""), record.get("facts") or {})
+        score = Score(float(record["reward"]), parts, record["note"], record["facts"])
     if record["outcome"] is not None:
         outcome = Outcome(kind=record["outcome"], score=score, cause=record["cause"])
     versions = [version for version, count in record["versions"] for _ in range(count)]

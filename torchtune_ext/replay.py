@@ -40,8 +40,6 @@ APART += (
     "staleness",
     "depth",
     "rollouts",
-    "rollout_deadline_s",
-    "rank_deadline_s",
     "ranks",
     "max_mismatch",
 )

@@ -20,13 +20,13 @@ from torchtune_ext.grading.failures import GradingWatch
 from torchtune_ext.groups import Group, group_json, group_of
 from torchtune_ext.rollout import WAKE_S, GroupStream, Watcher
 from torchtune_ext.run.errors import text_of
+from torchtune_ext.sampling.calls import mixed_seed
 from torchtune_ext.sampling.engine import SamplingConfig
 from torchtune_ext.tasks.order import ON_BAD, Fault, ProblemStream
 from torchtune_ext.tasks.task import Problem
 
 log = logging.getLogger(__name__)
 
-SEED_STRIDE = 1 << 20  # the seeds of a step start here times the step, those of a refill one by one behind
 REPLAYED = "replayed"  # in the state of a run that samples nothing but replays another one: whose id
 
 
@@ -72,7 +72,7 @@ def prompt_fault(tokenizer: ChatTokenizer, max_model_len: int, max_tokens: int) 
 
 def step_seed(seed: int, step: int, refill: int = 0) -> int:
     """Returns the seed of sampling of a step of the run, counted from 1, or of one of its refills."""
-    return (seed * SEED_STRIDE + step) * SEED_STRIDE + refill
+    return mixed_seed(seed, step, refill)
 
 
 class GroupSource:

@@ -46,7 +46,6 @@ CLASSES = {
     "a folder of ours": full("task._component_=torchtune_ext.tasks.temporal_clu.TemporalClue", r"torchtune_ext.tasks has no 'temporal_clu'; did you mean 'temporal_clue'\?"),
     "an optimizer that is not there": full("optimizer._component_=torch.optim.Adam2", r"`optimizer:` _component_=torch.optim.Adam2: torch.optim has no 'Adam2'; did you mean 'Adam'\?"),
     "a module for a class": full("optimizer._component_=torch.optim", r"`optimizer:` _component_=torch.optim is a module; name a class or a function"),
-    "an earlier builder": full("model._component_=torchtune_ext.policy.scratch.qwen2_from_config", r"`model:` _component_=.*qwen2_from_config is torchtune_ext.policy.from_config now"),
     "no component": Mistake("run grpo_full --config plain.yaml", r"`task:` needs a `_component_`, the dotted path of a class or function", files={"plain.yaml": RUN.replace("task: {_component_: sums.Base}\n", "task: {count: 3}\n", 1)}),
     "a mapping for a component": full("'task={count: 3}'", r"`task:` a component is no mapping in a word of the command; write task.count=3"),
     "a syntax error": full("task._component_=mine.Mine", r"`task:` _component_=mine.Mine: importing mine raised SyntaxError: .*\(mine.py:1\)", files={"mine.py": "class Mine(:\n"}),
@@ -93,7 +92,7 @@ CLASSES = {
     "rows that are not there": full(f"task._component_={JSONL} task.path=rows.jsonl task.grader=mine.same", r"task.path='rows.jsonl': no such file, seen from ", files={"mine.py": "def same(problem, text): return 1.0\n"}),
     "a row that is no JSON": full(f"task._component_={JSONL} task.path=rows.jsonl task.grader=mine.same", r"rows.jsonl:2: no JSON \(.*\); write one object a line", files={"mine.py": "def same(problem, text): return 1.0\n", "rows.jsonl": ROWS + "{oops\n"}),
     "a field that is not there": full(f"task._component_={JSONL} task.path=rows.jsonl task.question=prompt task.grader=mine.same", r"rows.jsonl:1: no field 'prompt'; there are: ", files={"mine.py": "def same(problem, text): return 1.0\n", "rows.jsonl": ROWS}),
-    "a grader of an earlier version": full(f"task._component_={JSONL} task.path=rows.jsonl task.grader=mine.same", r"takes an answer first; it is given the problem now", files={"mine.py": "def same(answer, text): return 1.0\n", "rows.jsonl": ROWS}),
+    "a grader that takes an answer": full(f"task._component_={JSONL} task.path=rows.jsonl task.grader=mine.same", r"takes an answer first, but it is given the problem", files={"mine.py": "def same(answer, text): return 1.0\n", "rows.jsonl": ROWS}),
     "a grader that is not there": full(f"task._component_={JSONL} task.path=rows.jsonl task.grader=mine.sam", r"mine.*sam", files={"mine.py": "def same(problem, text): return 1.0\n", "rows.jsonl": ROWS}),
 }
 # fmt: on

@@ -18,12 +18,6 @@ from torchtune_ext.run import errors
 from torchtune_ext.run.catalog import folder, recipe_files
 from torchtune_ext.run.errors import Blamed, nearest
 
-# Components of an earlier version, each with the one that replaces it.
-MOVED_COMPONENTS = {
-    f"torchtune_ext.policy.scratch.{name}_from_config": "torchtune_ext.policy.from_config"
-    for name in ("qwen2", "qwen3", "lora_qwen2", "lora_qwen3")
-}
-
 
 def has_component(node: DictConfig | None) -> bool:
     """Tells whether an optional node names a component. torchtune turns `key=null` into `key._component_=null`."""
@@ -148,8 +142,6 @@ def _by_path(path: str, where: str) -> Any:
         ValueError: there is no such module or attribute, or the module cannot be imported.
     """
     said = f"{where} _component_={path}"
-    if path in MOVED_COMPONENTS:
-        raise ValueError(f"{said} is {MOVED_COMPONENTS[path]} now")
     # The component may be in a module of the working directory, which is not on the path when `tune` runs.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())

@@ -78,25 +78,6 @@ WANTED = {"to Integer": "a whole number", "to Float": "a number", "valid bool": 
 
 MANY = 3  # with more unknown keys than that, a config is taken for one of another recipe
 
-# Keys of an earlier version, each with the key that replaces it.
-MOVED = {
-    "save_every": "checkpoints.every",
-    "keep_last": "checkpoints.keep_last",
-    "eval_task": "evaluation.task",
-    "eval_every": "evaluation.every",
-    "eval_samples": "evaluation.samples",
-    "grader_workers": "grader.workers",
-    "grader_timeout_s": "grader.timeout_s",
-    "lr_schedule": "schedule.decay",
-    "lr_warmup": "schedule.warmup",
-    "metrics": "logging.to",
-    "publish": "adapters.publish",
-    "save_merged": "adapters.save_merged",
-    "precision.recipe": "precision.scaling",
-    "rollout_deadline_s": "rollouts.deadline_s",
-    "rank_deadline_s": "ranks.deadline_s",
-}
-
 
 def load_config(schema: type, cfg: DictConfig) -> DictConfig:
     """Merges the YAML and the overrides of a recipe into its `Config` dataclass, and returns the settings.
@@ -110,7 +91,6 @@ def load_config(schema: type, cfg: DictConfig) -> DictConfig:
     """
     defaults = {f.name: f.default for f in fields(schema)}
     preset = cfg.get("preset", defaults.get("preset"))
-    _refuse_moved(cfg, list(defaults))
     foreign = [str(key) for key in cfg if key not in defaults]
     if len(foreign) > MANY:
         raise ValueError(
@@ -185,33 +165,6 @@ def _unresolved(error: OmegaConfBaseException) -> str:
             f"${{oc.env:{name},default}}"
         )
     return f"{error.full_key}: {text}"
-
-
-def _refuse_moved(cfg: DictConfig, known: list[str], where: str = "the config") -> None:
-    """Raises ValueError if keys of an earlier version are used.
-
-    The message names all of them at once, because a YAML file that has one of them usually has several.
-    """
-    keys = [str(key) for key in cfg]
-    for name in list(keys):
-        if isinstance(node := cfg._get_node(name), DictConfig) and not (node._is_none() or node._is_interpolation()):
-            keys += [f"{name}.{key}" for key in node]
-    moved = {key: MOVED[key] for key in keys if key not in known and MOVED.get(key, "").split(".")[0] in known}
-    if moved:
-        if len(moved) > 1:
-            found = ", ".join(f"{old!r} is {new} now" for old, new in moved.items())
-            raise ValueError(f"{where} has keys of an earlier version: {found}")
-        ((old, new),) = moved.items()
-        value = OmegaConf.select(cfg, old)
-        example = f": write {new}={_as_list(new, value)}" if isinstance(value, str | int | float) else ""
-        raise ValueError(f"{where} has a key of an earlier version: {old!r} is {new} now{example}")
-
-
-def _as_list(key: str, value: Any) -> str:
-    """Returns how a plain value is written for a key, which may be one that takes a list."""
-    node, _, name = key.partition(".")
-    types = {field.name: str(field.type) for field in fields(NODES.get(node, _Nothing))}
-    return f"[{value}]" if types.get(name, "").startswith("tuple") else str(value)
 
 
 def record(cfg: DictConfig) -> dict[str, Any]:
@@ -315,7 +268,6 @@ def load_preset(preset: str, known: list[str]) -> DictConfig:
         raise ValueError(f"preset={preset}: {file} is no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(loaded, DictConfig):
         raise ValueError(f"preset={preset}: {file} holds no keys of a recipe")
-    _refuse_moved(loaded, known, f"preset {file}")
     for key in loaded:
         if key == "preset" or key not in known:
             raise ValueError(unknown_key(str(key), [name for name in known if name != "preset"], f"preset {file}"))

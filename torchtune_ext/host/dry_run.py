@@ -323,7 +323,7 @@ def require_disk(need: DiskNeed, output_dir: str) -> None:
     if need.free < need.one:
         raise ValueError(
             f"output_dir={output_dir}: a checkpoint takes {size_of(need.one)}, and {size_of(need.free)} are free there; "
-            " free disk space, choose another output_dir, or set checkpoints.save_optimizer=false"
+            "free disk space, choose another output_dir, or set checkpoints.save_optimizer=false"
         )
     if need.free < need.total:
         say(

@@ -18,10 +18,12 @@ POLL_S = 0.2  # seconds between two looks at an engine that is called
 OnCompletion = Callable[[int, Completion], None]  # it takes the index of the sample in its group
 
 
-def request_seed(seed: int, group: int, sample: int) -> int:
-    """Returns the seed of one request (63 bits), spread by SplitMix64 so that neighbors have nothing in common."""
-    mask, value = (1 << 64) - 1, seed & ((1 << 64) - 1)
-    for part in (group, sample):
+def mixed_seed(seed: int, *parts: int) -> int:
+    """Returns a seed of 63 bits for a part of what a seed stands for, for instance step 3 of a run. One part after the other is
+    mixed in by SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), so that neighbors have nothing in common."""
+    mask = (1 << 64) - 1
+    value = seed & mask
+    for part in parts:
         value = (value + 0x9E3779B97F4A7C15 * (part + 1)) & mask
         value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
         value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
@@ -32,7 +34,7 @@ def request_seed(seed: int, group: int, sample: int) -> int:
 def group_seeds(seed: int | None, group: int, n: int) -> list[int | None]:
     """Returns the seeds of a group's `n` completions. They follow from one seed and the number of the group, so that a group
     that is submitted alone gets those that it has among others; with None they stay None."""
-    return [None if seed is None else request_seed(seed, group, s) for s in range(n)]
+    return [None if seed is None else mixed_seed(seed, group, s) for s in range(n)]
 
 
 def check_prompt(prompt: Sequence[int], n: int, sampling: SamplingConfig, max_model_len: int, group: int) -> list[int]:

@@ -553,8 +553,8 @@ class Pool:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from what `state_dict` of an earlier run has returned, before anything is sampled. With more engines now,
-        those findings count for several; a checkpoint of an earlier version holds those of its one engine."""
-        states = state.get("engines") or [state]
+        those findings count for several."""
+        states = state["engines"]
         for lane in self.lanes:
             lane.load_state_dict(states[lane.number % len(states)])
 

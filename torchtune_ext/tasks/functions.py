@@ -81,7 +81,7 @@ def by_path(path: str, key: str, what: str) -> Callable:
     if next(iter(signature.parameters)) == "answer":
         # It would compare its text with a problem, and find every answer wrong.
         raise ValueError(
-            f"{asked} takes an answer first; it is given the problem now: f(problem, {what}), and problem.answer"
+            f"{asked} takes an answer first, but it is given the problem: f(problem, {what}), and problem.answer"
         )
     return function
 

@@ -159,9 +159,7 @@ def _agreement(records: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) 
 
 def _engine(records: Sequence[Mapping[str, Any]]) -> list[Finding]:
     found = []
-    # A run of an earlier version calls it "engine/restarts".
-    names = ("engines/restarts", "engine/restarts")
-    restarts = max((record.get(name) or 0 for record in records for name in names), default=0)
+    restarts = max((record.get("engines/restarts") or 0 for record in records), default=0)
     if restarts:
         found.append(Finding(f"The engine was restarted {_count(int(restarts), 'time')}.", "Machine"))
     retired = max((record.get("engines/retired") or 0 for record in records), default=0)

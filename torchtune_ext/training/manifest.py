@@ -87,10 +87,7 @@ class Manifest:
             whole = json.loads((folder / NAME).read_bytes())
             content, digest = whole["content"], whole["sha256"]
         except FileNotFoundError:
-            raise DamagedCheckpoint(
-                f"{folder} is damaged: {NAME} is missing; it was removed, or a version that wrote no manifests "
-                "saved this checkpoint"
-            ) from None
+            raise DamagedCheckpoint(f"{folder} is damaged: {NAME} is missing") from None
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise DamagedCheckpoint(f"{folder} is damaged: {NAME} cannot be read ({error})") from None
         if _digest_of(content) != digest:

@@ -4,7 +4,7 @@ optimizer and random states."""
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,7 +16,7 @@ from torchtune_ext.training.state import Checkpoints
 FORMAT = 1
 NAMED = 20  # indices of problems that one line names
 # Settings of a resumed run that say where it is and that it goes on. They are no news.
-NO_NEWS = ("output_dir", "resume_from_checkpoint", "dry_run", "rollout_deadline_s")  # the last one had that name before
+NO_NEWS = ("output_dir", "resume_from_checkpoint", "dry_run")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class RunState:
     updates: int  # updates that the schedule of the learning rate has counted
     throttle: dict[str, Any]  # state of the engine's throttle
     source: dict[str, Any]  # groups between submission and training
-    # What the task has learned from outcomes, and which of its problems are passed over; earlier versions wrote none.
+    # What the task has learned from outcomes, and which of its problems are passed over.
     task: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -45,18 +45,15 @@ class RunState:
             path: the checkpoint, for the message.
 
         Raises:
-            ValueError: another version of torchtune-ext wrote it, and a field is missing or the format differs.
+            ValueError: another version of torchtune-ext wrote it, in another format.
         """
-        # The first versions wrote no format.
-        found = saved.get("format", FORMAT)
-        missing = [each.name for each in fields(cls) if each.name not in saved and each.default_factory is MISSING]
-        if found != FORMAT or missing:
-            what = f"lacks {', '.join(missing)}" if missing else f"has format {found}, this version reads {FORMAT}"
+        if saved["format"] != FORMAT:
             raise ValueError(
-                f"{path} cannot be resumed: its recipe.json {what}; it was written by another version of torchtune-ext. Go on "
-                "with that one, or begin a new run in another output_dir (model_dir may be a checkpoint that is a whole model)"
+                f"{path} cannot be resumed: its recipe.json has format {saved['format']}, this version reads {FORMAT}; it was "
+                "written by another version of torchtune-ext. Go on with that one, or begin a new run in another output_dir "
+                "(model_dir may be a checkpoint that is a whole model)"
             )
-        return cls(**{each.name: saved[each.name] for each in fields(cls) if each.name in saved})
+        return cls(**{each.name: saved[each.name] for each in fields(cls)})
 
 
 def checkpoint_to_go_on_from(
@@ -84,7 +81,7 @@ def checkpoint_to_go_on_from(
     if step >= total:
         raise NothingToDo(f"step {step} >= max_steps={total}: nothing to do\n{standing(step, step, checkpoints)}")
     if folder is not None:
-        task = json.loads((path / "recipe.json").read_text()).get("task", {})
+        task = json.loads((path / "recipe.json").read_text())["task"]
         say(resume_text(path, step, folder.run, folder.earlier, task.get("skipped", [])))
     return path
 

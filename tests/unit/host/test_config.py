@@ -1,15 +1,14 @@
-"""Settings of a recipe: references to the environment, paths that are named, keys of earlier versions."""
+"""Settings of a recipe: references to the environment, paths that are named."""
 
 import json
-import re
 import warnings
 
 import pytest
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from tables import every_row
 
 from torchtune_ext.evaluation import EvaluationConfig
-from torchtune_ext.host.config import MOVED, build, load_config, named_paths, record
+from torchtune_ext.host.config import build, load_config, named_paths, record
 from torchtune_ext.objective.loss import PolicyLoss, needs_of
 from torchtune_ext.recipes import evaluate, grpo
 from torchtune_ext.training.settings import check_needs
@@ -128,29 +127,3 @@ def test_a_loss_of_ones_own_has_to_ask_for_what_the_yaml_sets():
         check_needs({"top_k": 4}, needs_of(Mine()))
     check_needs({"kl_coef": 0.1, "top_k": 4}, needs_of(PolicyLoss(constraint="kl", top_k=4, kl_coef=0.1)))
     check_needs({"kl_coef": 0.0}, needs_of(Mine()))
-
-
-@every_row("old, new", MOVED.items())
-def test_an_old_key_names_the_new_one(old, new):
-    value = r"\[1\]" if old == "metrics" else "1"
-    message = (
-        f"^the config has a key of an earlier version: '{old}' is {re.escape(new)} now: write {re.escape(new)}={value}$"
-    )
-    with pytest.raises(ValueError, match=message):
-        load_config(grpo.Config, OmegaConf.merge(NEEDED, OmegaConf.from_dotlist([f"{old}=1"])))
-    node, _, name = new.partition(".")
-    assert isinstance(load_config(grpo.Config, OmegaConf.create({**NEEDED, node: {name: 1}}))[node], DictConfig)
-
-
-def test_all_old_keys_are_named_at_once():
-    old = OmegaConf.create({**NEEDED, "metrics": ["wandb"], "eval_task": {"_component_": "a.Task"}, "lr_warmup": 4})
-    with pytest.raises(ValueError, match="keys of an earlier version: 'metrics' is logging.to now, 'eval_task' is "):
-        load_config(grpo.Config, old)
-
-
-def test_an_old_key_in_a_preset_names_the_new_one(tmp_path):
-    (tmp_path / "old.yaml").write_text("lr_warmup: 4\n")
-    with pytest.raises(
-        ValueError, match="preset .*old.yaml has a key of an earlier version: 'lr_warmup' is schedule.warmup now"
-    ):
-        load_config(grpo.Config, OmegaConf.create({**NEEDED, "preset": str(tmp_path / "old.yaml")}))

@@ -325,10 +325,6 @@ def test_a_missing_value_is_named():
             "unknown key 'loss.clip': .*PolicyLoss does not take it; did you mean 'clip_low'",
         ),
         (
-            {"_component_": "torchtune_ext.policy.scratch.qwen2_from_config", "model_dir": "x"},
-            "`loss:` _component_=.*qwen2_from_config is torchtune_ext.policy.from_config now",
-        ),
-        (
             {"_component_": "torchtune_ext.objective.loss.GPROLoss"},
             "`loss:` _component_=torchtune_ext.objective.loss.GPROLoss",
         ),

@@ -86,7 +86,7 @@ def test_one_that_has_learned_nothing_yet_goes_on():
 def test_a_task_that_does_not_adapt_learns_nothing(tmp_path):
     stream = ProblemStream(Numbered(), SEED)
     assert stream.observe(1, [1, 2], tmp_path) == {} == stream.state_dict()
-    stream.load_state_dict({})  # also what earlier versions wrote
+    stream.load_state_dict({})
 
 
 def test_a_checkpoint_of_another_kind_of_task_is_refused():

@@ -1,6 +1,7 @@
 """Groups on their way to the engine: their seeds, and what one of them shares with the others."""
 
 from torchtune_ext.sampling.calls import group_seeds
+from torchtune_ext.source import step_seed
 
 
 def test_the_seeds_of_a_group_are_those_that_it_always_had():
@@ -9,3 +10,12 @@ def test_the_seeds_of_a_group_are_those_that_it_always_had():
     assert (seeds[0], seeds[3]) == (3160902694392483888, 200444618565484860)
     assert group_seeds(5, 2, 1) == seeds[:1] and group_seeds(None, 2, 3) == [None] * 3
     assert len({seed for group in range(100) for seed in group_seeds(5, group, 16)}) == 1600
+
+
+def test_all_bits_of_a_seed_count():
+    """And no step, and no refill, of two runs shares its seeds with another."""
+    seeds = [0, 5, 2**24, 5 + 2**24, 2**40, 2**63]
+    steps = {step_seed(seed, step, refill) for seed in seeds for step in range(1, 1001) for refill in range(8)}
+    assert len(steps) == len(seeds) * 1000 * 8
+    engines = {seed for of_run in seeds for seed in group_seeds(step_seed(of_run, 1), 0, 16)}
+    assert len(engines) == len(seeds) * 16

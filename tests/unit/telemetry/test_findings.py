@@ -38,7 +38,6 @@ def test_of_a_healthy_run_nothing_is_found():
         ({"eval/skipped": 1.0}, "1 held-out problem left out", "Learning"),
         ({"length/truncated": 0.25}, "25% of the latest samples hit the token limit (sampling.max_tokens)", "Learning"),
         ({"engines/restarts": lambda step: float(step > 30)}, "restarted 1 time.", "Machine"),
-        ({"engine/restarts": lambda step: float(step > 30)}, "restarted 1 time.", "Machine"),  # of an earlier version
         ({"engines/retired": lambda step: float(step > 20)}, "1 engine failed too often", "Machine"),
         ({"engine/preemptions": lambda step: float(step)}, "3 requests left the engine's cache", "Machine"),
         ({"mismatch/mean_abs": 0.026}, "0.026 nats apart, from 0.026 at the beginning", "Agreement"),

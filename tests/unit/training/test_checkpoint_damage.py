@@ -114,9 +114,8 @@ def test_a_checkpoint_without_its_papers_is_damaged_and_not_invisible(folder, na
         (folder / f"step_{step:06d}" / name).unlink()
     with pytest.raises(
         DamagedCheckpoint, match=f"step_000002 is damaged: {name} is missing.*No other checkpoint.*copy"
-    ) as e:
+    ):
         checkpoints_in(folder, fall_back=True).choose()
-    assert ("a version that wrote no manifests" in str(e.value)) == (name == "manifest.json")
     assert sorted(path.name for path in folder.iterdir()) == ["step_000001", "step_000002"]
     (folder / "step_000003").mkdir()
     with pytest.raises(DamagedCheckpoint, match="step_000003 is damaged: manifest.json is missing"):
