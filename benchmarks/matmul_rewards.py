@@ -4,10 +4,10 @@
 
 Nothing is trained or timed. Two groups of 16 programs are graded by each kind of reward (measured/matmul/rewards.py) and get
 their advantages as in a run of `preset: grpo` (advantages.py: less the mean of the group, over its deviation). The groups are
-equal but for one program, which is as fast as the naive one in the first, and has 549 GFLOPS, the best that the paper reports, in the
-second. How often each outcome stands in them is a choice: that of a model which mostly fails. The speed of the naive program
-and the peak are assumptions, too, which the first line says. The second table and the lower pictures hold some distances for
-other speeds of that one program.
+equal but for one program, which is as fast as the naive one in the first, and has 549 GFLOPS, the best that the paper
+reports, in the second. How often each outcome stands in them is a choice: that of a model which mostly fails. The speed of
+the naive program and the peak are assumptions, too, which the first line says. The second table and the lower pictures hold
+some distances for other speeds of that one program.
 """
 
 import argparse
