@@ -38,7 +38,7 @@ test-all: WITHOUT := long,learns
 test test-all: $(STAMP) $(TRITON) $(WANDB_SWEEPS)
 	"$(VENV)/bin/ruff" check .
 	PATH="$(abspath $(VENV))/bin:$$PATH" "$(VENV)/bin/pytest" --without $(WITHOUT) -n $(WORKERS) --maxprocesses 4 \
-		--dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
+		--dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 	PYTHONPATH="$(abspath $(TRITON))" "$(VENV)/bin/pytest" tests/unit/kernels/test_fp8_triton.py
 
 test-random: $(STAMP)

@@ -3,6 +3,7 @@
 import ast
 import os
 import random
+import re
 import signal
 import sys
 from pathlib import Path
@@ -70,27 +71,33 @@ def pytest_runtest_makereport(item, call):
     return report
 
 
-# One worker has all files that look at these runs, and so makes each of them once.
-SHARED_RUNS = {"full_workplace", "lora_workplace", "lora_served"}
-
-
 def pytest_addoption(parser):
     parser.addoption("--without", default="", metavar="MARKER,...", help="leaves these out of what -m and -k choose")
 
 
-def pytest_collection_modifyitems(config, items):
-    """Folders imply rings: tests/gpu is `gpu`, tests/learns is `learns`. `gpu` is skipped without a CUDA device.
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Workers take whole files. One of them takes all that look at the same runs, and so makes each of these once."""
+    from xdist.scheduler import LoadFileScheduling
 
-    Workers that test beside each other take whole files, since the tests of a file share what its fixtures have started.
-    """
+    runs = re.compile("full_workplace|lora_workplace|lora_served")
+    tests = (ROOT / "tests" / "integration").glob("test_*.py")
+    together = {str(path.relative_to(ROOT)) for path in tests if runs.search(path.read_text())}
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return "runs" if file in together else file
+
+    return Scheduling(config, log)
+
+
+def pytest_collection_modifyitems(config, items):
+    """Folders imply rings: tests/gpu is `gpu`, tests/learns is `learns`. `gpu` is skipped without a CUDA device."""
     for item in items:
         for ring in ("gpu", "learns"):
             if ROOT / "tests" / ring in item.path.parents:
                 item.add_marker(ring)
-    of_shared_runs = {item.path for item in items if SHARED_RUNS & set(item.fixturenames)}
-    for item in items:
-        group = "runs" if item.path in of_shared_runs else str(item.path.relative_to(ROOT))
-        item.add_marker(pytest.mark.xdist_group(group))
     without = set(config.getoption("--without").split(","))
     left_out = [item for item in items if without & {marker.name for marker in item.iter_markers()}]
     if left_out:
