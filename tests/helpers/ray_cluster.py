@@ -26,6 +26,7 @@ class RayCluster:
         self.folder = tempfile.mkdtemp(prefix="ray-")
         # Ray notes the address of its latest cluster in RAY_TMPDIR: not in the place of a user's, which may not even be there.
         own = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": self.folder}
+        os.mkdir(os.path.join(self.folder, "ray"))
         self._log = open(os.path.join(self.folder, "cluster.log"), "w+", encoding="utf-8")
         self._process = subprocess.Popen(
             [sys.executable, __file__, self.folder],
