@@ -204,7 +204,7 @@ def test_the_canary_catches_an_engine_that_forgets_the_adapter(workplace, tmp_pa
     [
         (["model.lora_rank=0"], "model.lora_rank=0 must be at least 1"),
         (["model.lora_attn_modules=[q_proj,o_proj]"], "names ['o_proj'], which no layer has; there are ['k_proj'"),
-        (["model.use_dora=True"], "use adapters.publish=merged"),
+        (["adapters.publish=adapter", "model.use_dora=True"], "use adapters.publish=merged"),
         (["model.quantize_base=True"], "Leave the small layers"),
     ],
 )

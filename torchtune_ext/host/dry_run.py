@@ -143,6 +143,7 @@ def settings_of(cfg: DictConfig) -> tuple[Settings, list[str]]:
     model, lines = model_of(cfg)
     engine, sampling = build(EngineConfig, cfg.engine, "engine"), build(SamplingConfig, cfg.sampling, "sampling")
     adapters = build(AdapterConfig, cfg.adapters, "adapters")
+    merged = adapters.way(bool(cfg.model.get("use_dora")), engine.dtype) == "merged"
     sides = build(PrecisionConfig, cfg.precision, "precision", bare="flow").sides
     check_dtype(cfg.dtype)
     dtype = DTYPES[cfg.dtype]
@@ -162,7 +163,7 @@ def settings_of(cfg: DictConfig) -> tuple[Settings, list[str]]:
         evaluated=has_component(cfg.evaluation.get("task")) and not cfg.replay,
         reference=needs_of(instantiate(cfg.loss)).reference,
         # What FP8 or NF4 has left of frozen weights goes to the engine once.
-        publishes_all=not sizes.frozen or adapters.publish == "merged" or sides[1] is not None or sizes.largest_nf4 > 0,
+        publishes_all=not sizes.frozen or merged or sides[1] is not None or sizes.largest_nf4 > 0,
         save_merged=adapters.save_merged,
         shard_within=build(RanksConfig, cfg.ranks, "ranks").shard_within,
     )

@@ -35,7 +35,7 @@ from torchtune_ext.training.export import export_adapter, export_model
 from torchtune_ext.training.learner import Learner
 from torchtune_ext.training.precision import Precision
 
-WAYS = ("adapter", "merged")
+WAYS = ("auto", "adapter", "merged")
 ADVICE = {
     "adapter": "look for a request that does not name the adapter; with adapters.publish=merged none has to",
     "merged": "weights of the engine's dtype may not hold so small a change; set engine.dtype=float32",
@@ -48,12 +48,23 @@ Sent = tuple[Iterable[tuple[str, Tensor]], dict[str, Any] | None]  # (name, whol
 class AdapterConfig:
     """The node `adapters:` of a recipe, for a model that has some; the model's builder says which (`model:`)."""
 
-    publish: str = "adapter"  # what goes to the engine: "adapter" (vLLM applies it) or "merged" (whole weights)
+    publish: str = "auto"  # what goes to the engine: "adapter" (vLLM applies it), "merged" (whole weights), or "auto"
     save_merged: bool = False  # checkpoints hold the merged model, too
 
     def __post_init__(self) -> None:
         if self.publish not in WAYS:
-            raise ValueError(f"adapters.publish={self.publish!r} is unknown; use 'adapter' or 'merged'")
+            raise ValueError(f"adapters.publish={self.publish!r} is unknown; use 'auto', 'adapter' or 'merged'")
+
+    def way(self, dora: bool, dtype: str) -> str:
+        """Returns what goes to the engine. Args: dora: whether the adapters are DoRA's; dtype: of the engine."""
+        if self.publish == "auto":
+            return "merged" if dora or (dtype == "float32" and _in_halves()) else "adapter"
+        return self.publish
+
+
+def _in_halves() -> bool:
+    """Whether vLLM applies adapters in half precision only: on a GPU. A CUDA build finds none where the run has only a CPU."""
+    return not on_cpu() and torch.cuda.is_available()
 
 
 def trained_part(
@@ -122,7 +133,8 @@ class Adapters:
             raise ValueError(
                 "adapters.publish='adapter' with use_dora: vLLM applies no DoRA adapters; use adapters.publish=merged"
             )
-        self.spec, self.way, self._save_merged = spec, config.publish, config.save_merged
+        self.spec, self._config, self._save_merged = spec, config, config.save_merged
+        self.way = config.way(spec.dora, EngineConfig().dtype)  # until `engine` has said which dtype it is
         self._base_sent = False
 
     def __str__(self) -> str:
@@ -133,9 +145,10 @@ class Adapters:
     def engine(self, config: EngineConfig) -> EngineConfig:
         if config.lora_rank is not None or config.lora_targets:
             raise ValueError("engine.lora_rank and engine.lora_targets follow from `model:`; leave them out")
+        self.way = self._config.way(self.spec.dora, config.dtype)
         if self.way == "merged":
             return config
-        if config.dtype == "float32" and not on_cpu():
+        if config.dtype == "float32" and _in_halves():
             raise ValueError(
                 "adapters.publish='adapter' with engine.dtype=float32: on a GPU vLLM applies adapters in half precision "
                 "only; use engine.dtype=bfloat16, or adapters.publish=merged"

@@ -1,17 +1,25 @@
 """Settings of a recipe: references to the environment, paths that are named."""
 
+import ast
 import json
+import re
 import warnings
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 from tables import every_row
 
 from torchtune_ext.evaluation import EvaluationConfig
-from torchtune_ext.host.config import build, load_config, named_paths, record
+from torchtune_ext.host.config import NODES, build, load_config, named_paths, record
 from torchtune_ext.objective.loss import PolicyLoss, needs_of
 from torchtune_ext.recipes import evaluate, grpo
+from torchtune_ext.replay import APART
+from torchtune_ext.training.resume import NO_NEWS
 from torchtune_ext.training.settings import check_needs
+
+ROOT = Path(__file__).resolve().parents[3]
 
 NEEDED = dict.fromkeys(("output_dir", "model_dir", "model", "tokenizer", "task", "optimizer"), "x") | {"max_steps": 1}
 
@@ -127,3 +135,17 @@ def test_a_loss_of_ones_own_has_to_ask_for_what_the_yaml_sets():
         check_needs({"top_k": 4}, needs_of(Mine()))
     check_needs({"kl_coef": 0.1, "top_k": 4}, needs_of(PolicyLoss(constraint="kl", top_k=4, kl_coef=0.1)))
     check_needs({"kl_coef": 0.0}, needs_of(Mine()))
+
+
+def test_every_knob_that_a_message_names_exists():
+    """As engine.dtype: a node, and one of its fields. Names of files such as engine.log are none."""
+    knob, wrong = re.compile(rf"(?<![\w./`-])({'|'.join(NODES)})\.([a-z]\w*)(?![\w(./])"), []
+    for path in [*(ROOT / "torchtune_ext").rglob("*.py"), *(ROOT / "recipes").glob("*.py")]:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
+        texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in alone]
+        found = {match.groups() for text in texts if isinstance(text, str) for match in knob.finditer(text)}
+        known = {(node, field.name) for node, kind in NODES.items() for field in fields(kind)}
+        wrong += [(path.name, *pair) for pair in found - known if pair[1] not in ("log", "json")]
+    assert not wrong
+    assert set(APART) | set(NO_NEWS) <= {field.name for field in fields(grpo.Config)}

@@ -14,7 +14,7 @@ from torchtune_ext.telemetry import report as archive_in_report
 
 
 def test_the_report_reads_the_file_that_a_task_writes():
-    assert archive_in_report.FILE == FILE
+    assert archive_in_report.ARCHIVE == FILE
 
 
 def make_run(folder, entries):

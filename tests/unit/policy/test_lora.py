@@ -1,5 +1,6 @@
 """Adapters against the plain computation with one merged weight per layer, per sample, in stock torchtune modules."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -322,6 +323,18 @@ def test_publications_that_would_fail_are_refused_before_the_first_sample(change
     with pytest.raises(ValueError) as error:
         Adapters(replace(SPEC, **changes), AdapterConfig(publish=way)).engine(EngineConfig(**engine))
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(("gpus", "way"), [(False, "adapter"), (True, "merged")])
+def test_what_is_published_depends_on_the_gpus_and_not_on_the_build_of_torch(monkeypatch, gpus, way):
+    """The CUDA build runs on machines without a GPU, too. On one, vLLM applies adapters in half precision only."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
+    part, exact = Adapters(SPEC, AdapterConfig()), EngineConfig(dtype="float32")
+    assert part.engine(exact).lora_rank == (None if gpus else SPEC.rank) and part.way == way
+    assert part.engine(EngineConfig(dtype="bfloat16")).lora_rank == SPEC.rank and part.way == "adapter"
+    with pytest.raises(ValueError, match="half precision") if gpus else nullcontext():
+        Adapters(SPEC, AdapterConfig(publish="adapter")).engine(exact)
 
 
 @pytest.mark.parametrize("dora", [False, pytest.param(True, marks=pytest.mark.rest)], ids=["lora", "dora"])
