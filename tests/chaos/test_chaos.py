@@ -16,6 +16,7 @@ from torchtune_ext.telemetry.rollouts import RolloutStore
 
 
 @pytest.mark.slow
+@pytest.mark.rest
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "faults",

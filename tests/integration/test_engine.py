@@ -33,14 +33,19 @@ def model_dirs(models, tmp_path_factory):
     return [tiny_model.save(model, tmp_path_factory.mktemp("model")) for model in models]
 
 
+def state_of_this_process():
+    variables = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    return variables, torch.get_num_threads(), torch.get_rng_state().tolist(), np.random.get_state()[1].tolist()
+
+
 @pytest.fixture(scope="module")
 def engine(model_dirs, tmp_path_factory):
     """One float32 engine for all tests of this module; version 0 is model A from the disk."""
     engine = Engine(model_dirs[0], CONFIG, str(tmp_path_factory.mktemp("run")))
-    before = dict(os.environ), torch.get_rng_state(), torch.get_num_threads(), np.random.get_state()[1].copy()
+    before = state_of_this_process()
     engine.start()
     engine.wait_ready(240)
-    engine.before = before
+    engine.before, engine.after = before, state_of_this_process()
     yield engine
     engine.close()
 
@@ -79,14 +84,7 @@ def worst(model, prompts, groups, temperature=1.0):
 
 
 def test_trainer_is_untouched(engine):
-    environment, rng, threads, numpy_rng = engine.before
-    now = dict(os.environ)
-    for variables in (now, environment):
-        variables.pop("PYTEST_CURRENT_TEST", None)
-    assert now == environment
-    assert torch.equal(rng, torch.get_rng_state())
-    assert np.array_equal(numpy_rng, np.random.get_state()[1])
-    assert torch.get_num_threads() == threads
+    assert engine.before == engine.after
     assert not torch._dynamo.config.disable
     assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)).item() == 2
 
