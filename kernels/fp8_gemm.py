@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchtune_ext.kernels.fp8_quantize import COLUMNS, ROWS, TILES, Fp8Blocks, column_major, dequantize
+from torchtune_ext.run.errors import Mistake
 
 # The blocks of the two operands, as the caller gives them.
 GEMMS = {
@@ -96,7 +97,7 @@ def objection(backend: str, gemm: str, first: Fp8Blocks, second: Fp8Blocks, out_
         ValueError: there is no such backend or GEMM, or the operands do not fit.
     """
     if backend not in BACKENDS:
-        raise ValueError(f"FP8 backend {backend!r} does not exist: choose auto or one of {', '.join(BACKENDS)}")
+        raise Mistake(f"FP8 backend {backend!r} does not exist: choose auto or one of {', '.join(BACKENDS)}")
     return BACKENDS[backend].objection(*_operands(gemm, first, second), out_dtype)
 
 
@@ -105,7 +106,7 @@ def _run(gemm: str, first: Fp8Blocks, second: Fp8Blocks, out_dtype: torch.dtype,
     if backend == "auto":
         backend = choose_backend(gemm, first, second, out_dtype).backend
     elif why := objection(backend, gemm, first, second, out_dtype):
-        raise ValueError(f"FP8 backend {backend!r} cannot run {gemm}: {why}; or take backend='auto'")
+        raise Mistake(f"FP8 backend {backend!r} cannot run {gemm}: {why}; or take backend='auto'")
     # A rank without data has no tokens.
     if 0 in (*a.shape, *b.shape):
         return a.values.new_zeros(a.shape[0], b.shape[0], dtype=out_dtype)
@@ -115,16 +116,16 @@ def _run(gemm: str, first: Fp8Blocks, second: Fp8Blocks, out_dtype: torch.dtype,
 def _operands(gemm: str, first: Fp8Blocks, second: Fp8Blocks) -> tuple[Fp8Blocks, Fp8Blocks]:
     """Returns the operands A and B of the product A B^T."""
     if gemm not in GEMMS:
-        raise ValueError(f"gemm {gemm!r} does not exist: choose one of {', '.join(GEMMS)}")
+        raise Mistake(f"gemm {gemm!r} does not exist: choose one of {', '.join(GEMMS)}")
     if (first.block, second.block) != GEMMS[gemm]:
-        raise ValueError(
+        raise Mistake(
             f"{gemm} takes blocks {GEMMS[gemm]}, got {(first.block, second.block)}: activations and gradients come "
             "from quantize_rows (fprop, dgrad) or quantize_columns (wgrad), weights from quantize_weight"
         )
     a = first.T if gemm == "wgrad" else first
     b = second if gemm == "fprop" else second.T
     if a.shape[1] != b.shape[1] or a.values.device != b.values.device:
-        raise ValueError(
+        raise Mistake(
             f"{gemm} cannot contract {first.shape} on {first.values.device} with {second.shape} on "
             f"{second.values.device}: both must come from one linear layer and one device"
         )

@@ -37,6 +37,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchtune_ext.run.errors import Mistake
+
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 AMAX_FLOOR = 1e-12
@@ -122,7 +124,7 @@ def quantize_weight(w: Tensor, power_of_two: bool = False, backend: str = "auto"
     """
     _check(w)
     if w.shape[0] % BLOCK:
-        raise ValueError(
+        raise Mistake(
             f"a weight of shape {tuple(w.shape)} has no whole 128x128 tiles: leave this layer in bfloat16, "
             "here and in the sampler"
         )
@@ -177,19 +179,19 @@ def column_major(x: Tensor) -> Tensor:
 
 def _check(x: Tensor) -> None:
     if x.ndim != 2 or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(
+        raise Mistake(
             f"FP8 blocks are made of a bfloat16, float16 or float32 matrix, got {x.dtype} of shape {tuple(x.shape)}: "
             "flatten the leading dimensions"
         )
     if x.shape[1] % BLOCK:
-        raise ValueError(
+        raise Mistake(
             f"{x.shape[1]} features are not a multiple of 128: leave this layer in bfloat16, here and in the sampler"
         )
 
 
 def _use_triton(x: Tensor, backend: str) -> bool:
     if backend not in ("auto", "torch", "triton"):
-        raise ValueError(f"backend of the quantizer is {backend!r}: choose auto, torch or triton")
+        raise Mistake(f"backend of the quantizer is {backend!r}: choose auto, torch or triton")
     if backend == "torch" or (backend == "auto" and not x.is_cuda):
         return False
     if not x.is_cuda:
@@ -201,7 +203,7 @@ def _use_triton(x: Tensor, backend: str) -> bool:
     else:
         return True
     if backend == "triton":
-        raise ValueError(f"backend of the quantizer is 'triton', but {problem}, or take backend='torch'")
+        raise Mistake(f"backend of the quantizer is 'triton', but {problem}, or take backend='torch'")
     return False
 
 

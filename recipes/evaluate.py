@@ -21,6 +21,7 @@ from torchtune_ext.measured.grading import BenchGrader, Grader, open_graders, re
 from torchtune_ext.measured.results import BenchConfig
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.rollout import in_order, sample_groups
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.files import explained, write_atomic
 from torchtune_ext.run.folder import RunFolder
 from torchtune_ext.run.output import labelled, say
@@ -97,9 +98,7 @@ class EvaluateRecipe:
         self.grading, self.bench = build(GraderConfig, cfg.grader, "grader"), build(BenchConfig, cfg.bench, "bench")
         for k in cfg.pass_at:
             if not 1 <= k <= cfg.samples_per_problem:
-                raise ValueError(
-                    f"pass_at holds {k}; each k must lie in 1..samples_per_problem={cfg.samples_per_problem}"
-                )
+                raise Mistake(f"pass_at holds {k}; each k must lie in 1..samples_per_problem={cfg.samples_per_problem}")
         model = HFModel(cfg.model_dir)
         self.tokenizer, self.task = instantiate(cfg.tokenizer), instantiate(cfg.task)
         stops = tuple(self.tokenizer.stop_token_ids)

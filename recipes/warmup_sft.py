@@ -27,7 +27,7 @@ from torchtune_ext.packing import pack
 from torchtune_ext.policy.builder import build_policy, on_meta
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.scratch import Shape, make_tokenizer, write_model
-from torchtune_ext.run.errors import text_of
+from torchtune_ext.run.errors import Mistake, text_of
 from torchtune_ext.run.folder import RunFolder
 from torchtune_ext.run.output import labelled, say
 from torchtune_ext.run.stop import StopSignals
@@ -141,11 +141,11 @@ class WarmupRecipe:
         at_least(cfg, num_problems=1, batch_problems=1, row_tokens=1, tokenizer_problems=1, log_every=1)
         check_dtype(cfg.dtype)
         if not cfg.epochs > 0:
-            raise ValueError(f"epochs={cfg.epochs} must be more than 0")
+            raise Mistake(f"epochs={cfg.epochs} must be more than 0")
         self.task = instantiate(cfg.task)
         check_task(self.task, "task", solves=True, grades=False)
         if cfg.num_problems > len(self.task):
-            raise ValueError(f"num_problems={cfg.num_problems}, but the task has {len(self.task)} problems")
+            raise Mistake(f"num_problems={cfg.num_problems}, but the task has {len(self.task)} problems")
         self.updates = max(1, round(cfg.num_problems * cfg.epochs / cfg.batch_problems))
         self.schedule = build(ScheduleConfig, cfg.schedule, "schedule")
         self.schedule.require_fits(self.updates)

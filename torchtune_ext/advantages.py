@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from torchtune_ext.groups import Group, Sample
+from torchtune_ext.run.errors import Mistake
 
 TIE = 1e-9  # rewards of a group that lie this close, relative to their size, carry no signal
 
@@ -65,20 +66,20 @@ class AdvantageConfig:
             ("truncated", self.truncated, ("keep", "mask", "penalize")),
         ):
             if value not in known:
-                raise ValueError(f"advantage.{name}={value!r} is unknown; use one of {', '.join(known)}")
+                raise Mistake(f"advantage.{name}={value!r} is unknown; use one of {', '.join(known)}")
         if self.pass_k < 1:
-            raise ValueError(f"advantage.pass_k={self.pass_k} must be at least 1, which means plain rewards")
+            raise Mistake(f"advantage.pass_k={self.pass_k} must be at least 1, which means plain rewards")
         if self.pass_k > 1 and (self.baseline, self.scale) not in (("mean", "group_std"), ("mean", "none")):
-            raise ValueError(
+            raise Mistake(
                 f"advantage.pass_k={self.pass_k} has a baseline and a deviation of its own; use baseline=mean, and "
                 f"scale=group_std or none, not baseline={self.baseline}, scale={self.scale}"
             )
         if not self.penalty >= 0.0:
-            raise ValueError(f"advantage.penalty={self.penalty} must not be negative")
+            raise Mistake(f"advantage.penalty={self.penalty} must not be negative")
         if not 0.0 <= self.overlong <= 1.0:
-            raise ValueError(f"advantage.overlong={self.overlong} is a share of max_tokens, from 0 to 1")
+            raise Mistake(f"advantage.overlong={self.overlong} is a share of max_tokens, from 0 to 1")
         if self.overlong and self.truncated != "penalize":
-            raise ValueError(
+            raise Mistake(
                 f"advantage.overlong={self.overlong} belongs to truncated=penalize, not {self.truncated}; set it to 0 "
                 "(it may come from `preset`)"
             )
@@ -113,7 +114,7 @@ def with_advantages(
         ValueError: `config.overlong` is set, but `max_tokens` is not given.
     """
     if config.overlong and max_tokens is None:
-        raise ValueError(f"advantage.overlong={config.overlong} is a share of max_tokens, which is not given")
+        raise Mistake(f"advantage.overlong={config.overlong} is a share of max_tokens, which is not given")
     gradable = [[s for s in group.samples if s.score is not None] for group in groups]
     rewards = [np.array([_reward(s, config, max_tokens) for s in samples]) for samples in gradable]
     batch_std = np.concatenate(rewards).std() if config.scale == "batch_std" and rewards else 1.0

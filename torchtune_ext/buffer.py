@@ -31,6 +31,8 @@ from collections.abc import Iterable
 from heapq import nsmallest
 from itertools import chain
 
+from torchtune_ext.run.errors import Mistake
+
 WINDOW_TENTHS = 3  # tenths of the most groups between submission and training that the window spans
 
 
@@ -56,7 +58,7 @@ class Ledger:
             depth = min(1, staleness)
         _at_least(0, "depth", depth)
         if depth > staleness:
-            raise ValueError(
+            raise Mistake(
                 f"depth={depth} is above staleness={staleness}: groups sampled so far ahead would be too old to train on; "
                 f"set depth to at most {staleness}, or staleness to at least {depth}"
             )
@@ -93,7 +95,7 @@ class Ledger:
             ValueError: the version is older than the last one.
         """
         if version < self.version:
-            raise ValueError(
+            raise Mistake(
                 f"version={version} is older than version={self.version}, which the ledger has seen: resume trainer and "
                 "ledger from the same checkpoint"
             )
@@ -208,7 +210,7 @@ class Ledger:
             ValueError: the earlier run had another number of groups a step, so numbers would mean other problems.
         """
         if state["prompts_per_step"] != self.batch:
-            raise ValueError(
+            raise Mistake(
                 f"prompts_per_step={self.batch}, but the checkpoint was written with {state['prompts_per_step']}: set "
                 f"prompts_per_step={state['prompts_per_step']}, or start a new run"
             )
@@ -220,4 +222,4 @@ class Ledger:
 
 def _at_least(least: int, name: str, value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name}={value!r} must be a whole number, {least} or more")
+        raise Mistake(f"{name}={value!r} must be a whole number, {least} or more")

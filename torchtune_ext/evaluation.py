@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from torchtune_ext.groups import Group
+from torchtune_ext.run.errors import Mistake
 
 SOLVED = 1.0 - 1e-9  # the smallest reward that counts as fully right in pass@k
 
@@ -22,17 +23,17 @@ class EvaluationConfig:
 
     def __post_init__(self) -> None:
         if isinstance(self.task, Mapping) and "_component_" not in self.task:
-            raise ValueError(
+            raise Mistake(
                 f"evaluation.task={dict(self.task)} names no component: set evaluation.task._component_ to a task, or "
                 "evaluation.task to null"
             )
         if self.task is not None and not isinstance(self.task, Mapping):
-            raise ValueError(
+            raise Mistake(
                 f"evaluation.task={self.task!r} must be a mapping: write evaluation.task._component_={self.task}, or null"
             )
         for name in ("every", "samples"):
             if getattr(self, name) < 1:
-                raise ValueError(f"evaluation.{name}={getattr(self, name)} must be at least 1")
+                raise Mistake(f"evaluation.{name}={getattr(self, name)} must be at least 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +70,7 @@ def accuracy(groups: Sequence[Group], ks: Sequence[int] = (1,)) -> Accuracy:
             for s in g.samples
             if s.outcome
         )
-        raise ValueError(
-            f"none of {ungraded} samples could be graded. The first one: {next(causes, 'it was not graded')}"
-        )
+        raise Mistake(f"none of {ungraded} samples could be graded. The first one: {next(causes, 'it was not graded')}")
     means = np.array([np.mean(r) for r in rewards])
     half = 1.96 * means.std(ddof=1) / math.sqrt(len(means)) if len(means) > 1 else math.inf
     pass_at = {
@@ -92,7 +91,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
         ValueError: k is not between 1 and n.
     """
     if not 1 <= k <= n:
-        raise ValueError(f"pass@k with k={k} needs 1 <= k <= n={n} samples")
+        raise Mistake(f"pass@k with k={k} needs 1 <= k <= n={n} samples")
     if n - c < k:
         return 1.0
     return 1.0 - math.prod((n - c - i) / (n - i) for i in range(k))

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from torchtune_ext.groups import Group, Sample
+from torchtune_ext.run.errors import Mistake
 
 LENGTHS = 32  # a padded row has one of so many lengths between a power of two and the next
 ROUND = 512  # tokens; what a round costs beside its rows: launches of kernels, and weights that ranks gather
@@ -283,7 +284,7 @@ def _lengths(group: Group, samples: Sequence[Sample], row_tokens: int) -> Length
     prompt, completions = len(group.prompt_tokens), tuple(len(s.completion.tokens) - 1 for s in samples)
     longest = prompt + max(completions)
     if longest > row_tokens:
-        raise ValueError(
+        raise Mistake(
             f"row_tokens={row_tokens} cannot hold problem {group.problem.id!r}: its prompt has {prompt} tokens and a "
             f"completion {max(completions) + 1}; raise row_tokens to at least {longest}, or lower max_tokens"
         )
@@ -301,9 +302,9 @@ def _weights(
         return lambda length: 1.0 / (len(samples) * length)
     if aggregation == "constant":
         if not constant or constant < 1:
-            raise ValueError(f"aggregation_constant={constant!r} must be a positive number of tokens, e.g. max_tokens")
+            raise Mistake(f"aggregation_constant={constant!r} must be a positive number of tokens, e.g. max_tokens")
         return lambda length: 1.0 / (completions * constant)
-    raise ValueError(f"aggregation={aggregation!r} is unknown; use 'token', 'sequence' or 'constant'")
+    raise Mistake(f"aggregation={aggregation!r} is unknown; use 'token', 'sequence' or 'constant'")
 
 
 def _build(

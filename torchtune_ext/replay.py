@@ -13,6 +13,7 @@ from typing import Any
 
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.groups import Group
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.folder import changes, read_record
 from torchtune_ext.source import REPLAYED
 from torchtune_ext.tasks.order import ProblemStream
@@ -72,7 +73,7 @@ class Replay:
     ):
         self._run, self._paths, self._step = Path(run), rollout_paths(run), 0
         if self._run.resolve() == Path(settings["output_dir"]).resolve():
-            raise ValueError(f"replay={run} is the output_dir of this run; choose another output_dir")
+            raise Mistake(f"replay={run} is the output_dir of this run; choose another output_dir")
         found = self._record()
         self._id, self._steps, theirs = found["id"], settings["max_steps"], found.get("config", {})
         self._require_rollouts()
@@ -108,7 +109,7 @@ class Replay:
         if refill:
             return [], {}
         if (now := self._record()["id"]) != self._id:
-            raise ValueError(
+            raise Mistake(
                 f"replay={self._run}: run {self._id} is not there any more, but {now}; name its folder of now"
             )
         self._step += 1
@@ -129,7 +130,7 @@ class Replay:
         """
         if state.get(REPLAYED) != self._id:
             before = f"replayed run {state[REPLAYED]}" if REPLAYED in state else "sampled its own groups"
-            raise ValueError(
+            raise Mistake(
                 f"replay={self._run} (run {self._id}) cannot go on from this checkpoint, whose run {before}: set replay as it "
                 "was, or begin in another output_dir"
             )
@@ -143,9 +144,9 @@ class Replay:
         try:
             found = read_record(self._run)
         except (OSError, ValueError) as error:
-            raise ValueError(f"replay={self._run}: {error}; name the folder of a whole run") from None
+            raise Mistake(f"replay={self._run}: {error}; name the folder of a whole run") from None
         if found is None:
-            raise ValueError(f"replay={self._run}: there is no run.json; name the folder of a run of a GRPO recipe")
+            raise Mistake(f"replay={self._run}: there is no run.json; name the folder of a run of a GRPO recipe")
         return found
 
     def _require_rollouts(self) -> None:
@@ -153,11 +154,9 @@ class Replay:
         if not missing:
             return
         if missing[0] == 1:
-            raise ValueError(
-                f"replay={self._run} holds no rollouts of step 1: name the folder of a run that has trained"
-            )
+            raise Mistake(f"replay={self._run} holds no rollouts of step 1: name the folder of a run that has trained")
         more = ", or let that run go on first" if missing[0] > max(self._paths) else ""
-        raise ValueError(
+        raise Mistake(
             f"replay={self._run} lacks the rollouts of step {missing[0]}, and max_steps={self._steps}: set "
             f"max_steps={missing[0] - 1}{more}"
         )
@@ -165,12 +164,12 @@ class Replay:
     def _require_same(self, theirs: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         for key in SAME:
             if theirs.get(key) != settings[key]:
-                raise ValueError(
+                raise Mistake(
                     f"replay={self._run} has {key}={theirs.get(key)}, and this run {key}={settings[key]}: set it as there"
                 )
         # The check of an objective without a correction asks for the bound of this run.
         if theirs.get("staleness", 0) > settings["staleness"]:
-            raise ValueError(
+            raise Mistake(
                 f"replay={self._run} has samples up to staleness={theirs['staleness']} versions old, and this run staleness="
                 f"{settings['staleness']}: set staleness={theirs['staleness']}, so that the objective is checked for it"
             )
@@ -187,7 +186,7 @@ class Replay:
                 ("other weights", found.base, identity.base),
             ):
                 if there != here:
-                    raise ValueError(
+                    raise Mistake(
                         f"replay={self._run} began with {what} ({there}; this run has {here}): set model_dir="
                         f"{theirs.get('model_dir')} and model as there"
                     )
@@ -205,7 +204,7 @@ class Replay:
                 return
         named = [text for text in self._changed if text.startswith(("task.", "tokenizer."))]
         cause = f"set otherwise there: {_named(named)}" if named else "the task's data or code has changed since"
-        raise ValueError(f"replay={self._run} answers other problems, {next(iter(wanted))!r} for instance: {cause}")
+        raise Mistake(f"replay={self._run} answers other problems, {next(iter(wanted))!r} for instance: {cause}")
 
 
 def _named(settings: Sequence[str]) -> str:

@@ -18,6 +18,7 @@ import numpy as np
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.grading import Grader, Outcome, log_failures
 from torchtune_ext.groups import Group, GroupKey, GroupTimes, Sample
+from torchtune_ext.run.errors import Late
 from torchtune_ext.sampling.engine import Engine, EngineFailed, Priority, SamplingConfig
 from torchtune_ext.sampling.records import Completion
 from torchtune_ext.tasks.task import Problem
@@ -291,7 +292,7 @@ class GroupStream:
         listed = "; ".join(f"{named(number)}: {self.missing(number)}" for number in missing[:NAMED])
         more = f"; and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
         count = "1 group is" if len(missing) == 1 else f"{len(missing)} groups are"
-        raise TimeoutError(
+        raise Late(
             f"no completion and no grade came for {silent:.0f} s (rollouts.deadline_s={deadline_s:g}), while {count} waited "
             f"for: {listed}{more}. Look at engine.log, or raise rollouts.deadline_s"
         )

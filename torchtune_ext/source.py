@@ -19,7 +19,7 @@ from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.grading.failures import GradingWatch
 from torchtune_ext.groups import Group, group_json, group_of
 from torchtune_ext.rollout import WAKE_S, GroupStream, Watcher
-from torchtune_ext.run.errors import text_of
+from torchtune_ext.run.errors import Failure, Mistake, text_of
 from torchtune_ext.sampling.calls import mixed_seed
 from torchtune_ext.sampling.engine import SamplingConfig
 from torchtune_ext.tasks.order import ON_BAD, Fault, ProblemStream
@@ -39,9 +39,9 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         if self.bad_problems not in ON_BAD:
-            raise ValueError(f"rollouts.bad_problems={self.bad_problems!r} is unknown; use one of {', '.join(ON_BAD)}")
+            raise Mistake(f"rollouts.bad_problems={self.bad_problems!r} is unknown; use one of {', '.join(ON_BAD)}")
         if not self.deadline_s > 0:
-            raise ValueError(f"rollouts.deadline_s={self.deadline_s} must be a number of seconds greater than 0")
+            raise Mistake(f"rollouts.deadline_s={self.deadline_s} must be a number of seconds greater than 0")
 
 
 def prompt_fault(tokenizer: ChatTokenizer, max_model_len: int, max_tokens: int) -> Fault:
@@ -192,7 +192,7 @@ class GroupSource:
             ValueError: `prompts_per_step` has changed while groups were on their way, or until then the run was a replay.
         """
         if REPLAYED in state:
-            raise ValueError(
+            raise Mistake(
                 f"this checkpoint is of a replay of run {state[REPLAYED]}, which has asked no problems of its own: set replay "
                 "as it was, or begin a new run in another output_dir (model_dir may be a checkpoint that is a whole model)"
             )
@@ -244,7 +244,7 @@ class GroupSource:
         while (ages := self.ledger.take()) is None:
             missing = self.ledger.waits_for()
             if unsent := [number for number in missing if number not in self.ledger.running]:
-                raise RuntimeError(
+                raise Failure(
                     f"version {self.ledger.version}: {len(unsent)} groups of the next step may not be sampled before a newer "
                     "version is published; call open(version) after each publication, and publish once a step"
                 )
@@ -302,7 +302,7 @@ class GroupSource:
             try:
                 self._stream.submit(number, problem, self._samples, sampling, place)
             except ValueError as error:
-                raise ValueError(f"problem {problem.id!r} of step {step + 1}: {error}") from error
+                raise Mistake(f"problem {problem.id!r} of step {step + 1}: {error}") from error
 
     def _collect(
         self,

@@ -190,7 +190,7 @@ def test_a_group_that_never_ends_is_named(ends):
     assert run.wait(240) == 1, run.output()
     took = time.monotonic() - hung
     said = re.search(
-        r"TimeoutError: no completion and no grade came for (\d+) s \(rollouts\.deadline_s=10\), while 1 group is waited for: "
+        r"error: no completion and no grade came for (\d+) s \(rollouts\.deadline_s=10\), while 1 group is waited for: "
         rf"group {number} \(version \d+\): submitted (\d+) s ago, 1 of 2 texts are not graded\. Look at engine.log",
         run.output(),
     )

@@ -182,7 +182,7 @@ def test_a_raylet_that_is_killed_ends_the_run_with_the_cause_and_leaves_a_checkp
     cluster.lose(cluster.raylets[index])
     cluster.raylets[index] = cluster.add("CPU")
     assert status == 1 and "Traceback" not in said, said
-    assert re.search(r"error: RuntimeError: the trainer on \S+ is lost: ", said), said
+    assert re.search(r"error: the trainer on \S+ is lost: ", said), said
     kept = newest(run.run_dir)
     assert (
         f"The newest checkpoint is lost/checkpoints/{kept.name}; go on from there with resume_from_checkpoint" in said
@@ -208,7 +208,7 @@ def test_a_raylet_of_the_server_that_is_killed_ends_the_run_and_it_goes_on_later
     cluster.lose(cluster.raylets[index])
     cluster.raylets[index] = cluster.add("CPU")
     assert status == 1 and "Traceback" not in said, said
-    assert re.search(r"error: RuntimeError: server 0 on \S+ is lost: ", said), said
+    assert re.search(r"error: server 0 on \S+ is lost: ", said), said
     step = int(newest(run.run_dir).name.removeprefix("step_"))
     status, said = ray(
         full_workplace, cluster, *APART, "output_dir=served", f"max_steps={step + 1}", "resume_from_checkpoint=True"
@@ -222,9 +222,7 @@ def test_a_server_that_is_killed_ends_the_run_with_its_last_words(started):
     run.one("-m vllm").kill()
     status, said = run.ended()
     assert status == 1 and "Traceback" not in said.partition("the last that it said")[0], said
-    assert re.search(r"error: RuntimeError: server 0 on \S+ ended with status 137; the last that it said:\n", said), (
-        said
-    )
+    assert re.search(r"error: server 0 on \S+ ended with status 137; the last that it said:\n", said), said
     assert "SIGTERM: the run ends with this step" in said and "go on from there with resume_from_checkpoint" in said
 
 
@@ -304,7 +302,7 @@ def test_a_server_that_ends_before_the_run_has_begun_ends_it_at_once(full_workpl
         assert run.wait(60) == 1
         out.seek(0)
         said = out.read()
-        assert re.search(r"error: RuntimeError: server [01] on \S+ ended with status 137", said), said
+        assert re.search(r"error: server [01] on \S+ ended with status 137", said), said
     finally:
         run.kill()
         run.wait()

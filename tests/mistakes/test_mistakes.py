@@ -120,7 +120,7 @@ def test_a_variable_shows_the_traceback(place, in_fork, tmp_path):
     run = partial(in_fork, **{WITH_TRACEBACK: "1"})
     said = attempt(full("optimizer.lr=fast", ""), place, tmp_path / "run", run)
     assert said.status == 2 and "Traceback" in said.text and "in check_optimizer" in said.text, said
-    assert said.text.splitlines()[-1].startswith("ValueError: optimizer.lr='fast'")
+    assert said.text.splitlines()[-1].startswith("torchtune_ext.run.errors.Mistake: optimizer.lr='fast'")
 
 
 def test_what_nobody_foresaw_keeps_its_traceback(place, in_fork, tmp_path):

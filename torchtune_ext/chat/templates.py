@@ -17,6 +17,8 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from torchtune_ext.run.errors import Mistake
+
 Message = dict[str, Any]
 
 # This is ChatML with as few tokens as possible: four tokens around a message (<|im_start|>, role, newline, <|im_end|>),
@@ -124,7 +126,7 @@ class ChatTemplate:
             )
         except (TemplateError, TypeError, AttributeError, KeyError) as error:
             roles = [message.get("role") for message in messages]
-            raise ValueError(
+            raise Mistake(
                 f"chat template {self.name!r} cannot render messages with roles {roles}: {type(error).__name__}: "
                 f"{error}. Change the messages, or give a template of your own in `template`."
             ) from error
@@ -220,7 +222,7 @@ def _check_nothing_lost(name: str, index: int, message: Message, turn: str) -> N
     """
     content = message.get("content")
     if isinstance(content, str) and "".join(content.split()) not in "".join(turn.split()):
-        raise ValueError(
+        raise Mistake(
             f"chat template {name!r} drops part of the content of message {index} (assistant), even where it is the "
             f"newest message; its turn is {turn[-200:]!r}. {_FIX}"
         )

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtune_ext.chat.templates import CHATML, ChatTemplate, Message
+from torchtune_ext.run.errors import Mistake
 
 __all__ = ["CHATML", "ChatTokenizer"]
 
@@ -140,7 +141,7 @@ class ChatTokenizer:
         if template is None:
             source = self._tokenizer.get_chat_template() if self._tokenizer.chat_template else None
             if source is None:
-                raise ValueError(
+                raise Mistake(
                     f"no chat template in {str(self.path)!r} (chat_template.jinja, or `chat_template` in "
                     "tokenizer_config.json); set `template` to a Jinja file, or to 'chatml' for the built-in one"
                 )
@@ -150,7 +151,7 @@ class ChatTokenizer:
         if "{%" in template or "{{" in template:
             return "given as text", template
         if not Path(template).is_file():
-            raise ValueError(f"template={template!r} is neither a file nor 'chatml' nor a Jinja text; give one of them")
+            raise Mistake(f"template={template!r} is neither a file nor 'chatml' nor a Jinja text; give one of them")
         return template, Path(template).read_text(encoding="utf-8")
 
     def _find_stop_token_ids(self) -> tuple[int, ...]:
@@ -162,7 +163,7 @@ class ChatTokenizer:
             found += given if isinstance(given, list) else [given]
         stop_ids = tuple(dict.fromkeys(i for i in [*found, self._turn_end_id()] if i is not None))
         if not stop_ids:
-            raise ValueError(
+            raise Mistake(
                 f"{str(self.path)!r} names no end token: no `eos_token` in tokenizer_config.json, no `eos_token_id` in "
                 f"generation_config.json, and template {self.template.name!r} ends no turn with one; add one"
             )
@@ -189,7 +190,7 @@ def _load_tokenizer(path: Path):
     takes 2.4 s).
     """
     if not path.is_dir():
-        raise ValueError(f"path={str(path)!r} is not a directory; give a downloaded Hugging Face model directory")
+        raise Mistake(f"path={str(path)!r} is not a directory; give a downloaded Hugging Face model directory")
     if (path / "tokenizer.json").is_file():
         from transformers import PreTrainedTokenizerFast
 
@@ -198,4 +199,4 @@ def _load_tokenizer(path: Path):
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(path, local_files_only=True, use_fast=True)
-    raise ValueError(f"no tokenizer.json in {str(path)!r}; give a Hugging Face model directory with its tokenizer")
+    raise Mistake(f"no tokenizer.json in {str(path)!r}; give a Hugging Face model directory with its tokenizer")

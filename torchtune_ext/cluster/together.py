@@ -17,6 +17,7 @@ from torchtune_ext.cluster import keeper
 from torchtune_ext.cluster.member import Member, Plan, host_title, launch, version
 from torchtune_ext.cluster.placement import Layout, Machine, layout, there_is, why_never
 from torchtune_ext.measured.ray_connect import short
+from torchtune_ext.run.errors import Failure, Mistake
 from torchtune_ext.run.output import ENGINE_READY, attempt, labelled, say
 from torchtune_ext.run.stop import NAMES
 from torchtune_ext.sampling.records import EngineConfig
@@ -36,7 +37,7 @@ END_S = 30.0  # seconds for what was killed to be gone
 NETWORK = {"gpus": "nccl", "cpus": "gloo"}  # by what ranks and servers compute on
 
 
-class HeadLost(RuntimeError):
+class HeadLost(Failure):
     """The head of the cluster gives no answer. Whatever is asked of Ray now may wait until Ray ends this process."""
 
 
@@ -148,7 +149,7 @@ class Together:
                 anew = layout(asked, machines)
                 never = why_never(asked, anew, machines)
                 if never and not plan.waits_for_machines:
-                    raise ValueError(
+                    raise Mistake(
                         f"{asked.words()}: {never}, and the Ray cluster at {self.address} has {there}; "
                         "ask for less, add machines, or give it --wait SECONDS to grow"
                     )
@@ -166,7 +167,7 @@ class Together:
             if time.monotonic() > give_up_at:
                 free = int(self.ray.available_resources().get(asked.resource, 0))
                 never = why_never(asked, made, machines)
-                raise ValueError(
+                raise Mistake(
                     f"{asked.words()}: no place within {plan.wait_s:g} s{f' ({never})' if never else ''}. The Ray cluster at "
                     f"{self.address} has {there}, of which {free} are free; wait longer with --wait SECONDS, or see with "
                     "`ray status` who has them"
@@ -197,7 +198,7 @@ class Together:
         def member(title: str, bundle: int, amount: int) -> Member:
             machine = known.get(where[bundle])
             if machine is None:
-                raise RuntimeError(f"the machine of {title} has left the cluster before the run began; start it again")
+                raise Failure(f"the machine of {title} has left the cluster before the run began; start it again")
             options = {"num_gpus": amount, "num_cpus": 0} if plan.asked.kind == "gpus" else {"num_cpus": amount}
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
             made_one = actor.options(scheduling_strategy=strategy, max_restarts=0, **options).remote()
@@ -212,7 +213,7 @@ class Together:
             if state == "ready" and facts["version"] != wanted:
                 state, facts = "refused", {"why": f"torchtune_ext {facts['version']} is there and {wanted} here"}
             if state == "refused":
-                raise ValueError(f"{each.title}: {facts['why']}; all machines of the cluster need the same")
+                raise Mistake(f"{each.title}: {facts['why']}; all machines of the cluster need the same")
             each.log = facts["log"]
 
     def _ask(self, method: str, *arguments: Any, of: Sequence[Member] = ()) -> list[tuple[Member, Any]]:
@@ -223,7 +224,7 @@ class Together:
             try:
                 found.append((each, self.ray.get(question, timeout=max(0.1, give_up_at - time.monotonic()))))
             except self.ray.exceptions.RayError as error:
-                raise RuntimeError(f"{each.title} could not be started: {short(error)}") from error
+                raise Failure(f"{each.title} could not be started: {short(error)}") from error
         return found
 
     # -- commands -----------------------------------------------------------------------------------------------------
@@ -253,7 +254,7 @@ class Together:
             patience_s = SERVER_END_S if serves else plan.patience_s
             ((_, why),) = self._ask("start", each.python_words, variables, plan.folder, patience_s, serves, of=[each])
             if why:
-                raise RuntimeError(f"{each.title} could not be started: {why}")
+                raise Failure(f"{each.title} could not be started: {why}")
             each.answered_at = time.monotonic()
 
     def _follow(self) -> None:

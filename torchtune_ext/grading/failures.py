@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 
 from torchtune_ext.grading.grader import Outcome, log_failures
+from torchtune_ext.run.errors import Failure
 
 STEPS = 2  # steps in a row in which every text failed, after which the run ends
 
 
-class GradingFailed(RuntimeError):
+class GradingFailed(Failure):
     """For several steps the grader has failed on every text."""
 
 

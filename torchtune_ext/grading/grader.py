@@ -27,6 +27,7 @@ from typing import Self
 import cloudpickle
 
 from torchtune_ext.grading.calls import Grading
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.processes import Answer, Processes
 from torchtune_ext.tasks.task import Problem, Score, Task
 
@@ -55,9 +56,9 @@ class GraderConfig:
 
     def __post_init__(self) -> None:
         if self.workers < 1:
-            raise ValueError(f"grader.workers={self.workers} must be at least 1")
+            raise Mistake(f"grader.workers={self.workers} must be at least 1")
         if not self.timeout_s > 0:
-            raise ValueError(f"grader.timeout_s={self.timeout_s} must be more than 0 seconds")
+            raise Mistake(f"grader.timeout_s={self.timeout_s} must be more than 0 seconds")
 
 
 class Grader:
@@ -83,7 +84,7 @@ class Grader:
             target = cloudpickle.dumps(grading)
         except Exception as error:
             # Pickling runs code of the task, which may raise any error.
-            raise ValueError(
+            raise Mistake(
                 f"task {type(task).__name__} cannot be sent to a grading process: {type(error).__name__}: {error}. "
                 "Keep open files, locks and models out of its attributes"
             ) from error

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtune_ext.run.catalog import config_files, config_path, folder, recipe_files, recipe_of
-from torchtune_ext.run.errors import STATUS, nearest
+from torchtune_ext.run.errors import STATUS, Mistake, nearest
 
 
 def prepare(args: Namespace, recipes: Sequence[Any]) -> None:
@@ -36,7 +36,7 @@ def prepare(args: Namespace, recipes: Sequence[Any]) -> None:
         return
     elif "--config" not in words[:-1] and not {"-h", "--help"} & set(words):
         examples = [config.name for config in known[args.recipe].configs]
-        raise ValueError(
+        raise Mistake(
             f"which config? For instance: tune run {args.recipe} --config {examples[0] if examples else 'my_config.yaml'}; "
             "`tune ls` lists them"
         )
@@ -46,7 +46,7 @@ def prepare(args: Namespace, recipes: Sequence[Any]) -> None:
         theirs = [entry.name for entry in recipes for config in entry.configs if config.name == given]
         if theirs and given not in config_files(folder("configs")) and not Path(given).is_file():
             ours = ", ".join(config.name for config in known[args.recipe].configs[:3])
-            raise ValueError(
+            raise Mistake(
                 f"--config {given} is a config of torchtune's {theirs[0]}; {args.recipe} takes {ours}, ... (`tune ls`), or a "
                 "YAML file of your own"
             )
@@ -68,14 +68,14 @@ def require_rendezvous(args: Namespace, argv: Sequence[str]) -> None:
     page = "see docs/several_machines.md"
     if not args.rdzv_endpoint:
         # torchtune adds --standalone then, whatever --master_addr and --rdzv_backend say.
-        raise ValueError(
+        raise Mistake(
             f"--nnodes {args.nnodes} without --rdzv_endpoint: torchtune would wait on each machine for itself. Add "
             f"--rdzv_endpoint HOST:29500 on all of them, where HOST is the machine that gets --node_rank 0; {page}"
         )
     numbered = any(word.partition("=")[0] in ("--node_rank", "--node-rank") for word in argv)
     if args.rdzv_backend == "static" and not numbered and "PET_NODE_RANK" not in os.environ:
         first = args.rdzv_endpoint.rpartition(":")[0] or args.rdzv_endpoint
-        raise ValueError(
+        raise Mistake(
             f"--nnodes {args.nnodes} without --node_rank: each machine needs its number, 0 on {first}, which gets rank 0 and "
             f"the engine, 1 on the next; {page}"
         )
@@ -93,14 +93,12 @@ def _own_recipe(given: str, known: Sequence[str]) -> str:
             return given
         near = nearest(given, known)
         hint = f"did you mean {near}?" if near else "`tune ls` lists them."
-        raise ValueError(f"{given} is no recipe; {hint} A recipe of your own is written with its ending: my_grpo.py")
+        raise Mistake(f"{given} is no recipe; {hint} A recipe of your own is written with its ending: my_grpo.py")
     if not path.is_file():
-        raise ValueError(
-            f"{given}: no such file, seen from {here}; `tune cp grpo_full {path.name}` makes a copy to edit"
-        )
+        raise Mistake(f"{given}: no such file, seen from {here}; `tune cp grpo_full {path.name}` makes a copy to edit")
     inside = Path(os.path.abspath(path))
     if not inside.is_relative_to(here):
-        raise ValueError(f"{given} is not below {here}: torchtune runs recipes from there; go to {inside.parent} first")
+        raise Mistake(f"{given} is not below {here}: torchtune runs recipes from there; go to {inside.parent} first")
     return str(inside.relative_to(here))
 
 
@@ -165,21 +163,21 @@ def _check_setting(word: str) -> None:
     from omegaconf.errors import OmegaConfBaseException
 
     if word.startswith("--"):
-        raise ValueError(f"{word}: a setting is written key=value, without dashes: {word.lstrip('-') or 'max_steps=3'}")
+        raise Mistake(f"{word}: a setting is written key=value, without dashes: {word.lstrip('-') or 'max_steps=3'}")
     if word.startswith("~"):
         # It removes a key, as torchtune says.
         return
     if "=" not in word or word.startswith("="):
-        raise ValueError(
+        raise Mistake(
             f"{word!r} is no setting: write key=value without spaces around the = (max_steps=3), and quote a value with spaces"
         )
     if word.count("=") > 1:
-        raise ValueError(f"{word}: torchtune takes one = in a word; set {word.partition('=')[0]} in the YAML file")
+        raise Mistake(f"{word}: torchtune takes one = in a word; set {word.partition('=')[0]} in the YAML file")
     try:
         OmegaConf.from_dotlist([word])
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         said = " ".join(str(getattr(error, "problem", None) or error).split())[:200]
-        raise ValueError(f"{word}: the value is no YAML ({said}); quote it, or set it in the file") from None
+        raise Mistake(f"{word}: the value is no YAML ({said}); quote it, or set it in the file") from None
 
 
 def _checked_config(given: str, recipe: str | None) -> str:
@@ -195,7 +193,7 @@ def _checked_config(given: str, recipe: str | None) -> str:
     except UnicodeDecodeError:
         owner = None
     if running and owner in known and known[owner].path != known[running].path:
-        raise ValueError(
+        raise Mistake(
             f"--config {name or given} is written for {owner}, not for this recipe: tune run {owner} --config {name or given}"
         )
     _require_keys(given, path)
@@ -214,14 +212,14 @@ def _require_keys(given: str, path: Path) -> None:
         mark = getattr(error, "problem_mark", None)
         where = f"{given}:{mark.line + 1}, column {mark.column + 1}" if mark is not None else given
         said = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise ValueError(f"{where}: no YAML ({said}); mend this line or the one before it") from None
+        raise Mistake(f"{where}: no YAML ({said}); mend this line or the one before it") from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"{given}: not UTF-8 at byte {error.start}; save the file as UTF-8") from None
+        raise Mistake(f"{given}: not UTF-8 at byte {error.start}; save the file as UTF-8") from None
     except (OSError, OmegaConfBaseException) as error:
-        raise ValueError(f"{given}: no config of a recipe ({' '.join(str(error).split())[:200]})") from None
+        raise Mistake(f"{given}: no config of a recipe ({' '.join(str(error).split())[:200]})") from None
     if not isinstance(loaded, DictConfig) or not len(loaded):
-        raise ValueError(
+        raise Mistake(
             f"{given} holds no keys; write `key: value` lines, or copy a config: tune cp grpo/tiny {path.name}"
         )
     if "config" in loaded:
-        raise ValueError(f"{given}: the key 'config' is torchtune's own word for the file; rename or remove it")
+        raise Mistake(f"{given}: the key 'config' is torchtune's own word for the file; rename or remove it")

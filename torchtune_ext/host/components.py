@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchtune_ext.run import errors
 from torchtune_ext.run.catalog import folder, recipe_files
-from torchtune_ext.run.errors import Blamed, nearest
+from torchtune_ext.run.errors import Blamed, Mistake, nearest
 
 
 def has_component(node: DictConfig | None) -> bool:
@@ -39,7 +39,7 @@ def instantiate(node: DictConfig, **extra: Any) -> Any:
     except Exception as error:
         found = _refused(component, path, name, arguments, extra, error)
         if found is not None:
-            raise ValueError(found) from error
+            raise Mistake(found) from error
         raise Blamed(f"`{name}:` {path} raised {errors.text_of(error)}") from error
 
 
@@ -52,23 +52,23 @@ def find_component(node: DictConfig, **extra: Any) -> tuple[Callable[..., Any], 
     name = node._get_full_key(None) if isinstance(node, DictConfig) else ""
     where = f"`{name}:`" if isinstance(node, DictConfig) else repr(node)
     if not has_component(node):
-        raise ValueError(f"{where} needs a `_component_`, the dotted path of a class or function")
+        raise Mistake(f"{where} needs a `_component_`, the dotted path of a class or function")
     arguments = OmegaConf.to_container(node, resolve=True)
     if isinstance(given := arguments["_component_"], dict):
         words = " ".join(f"{name}.{key}={value}" for key, value in given.items())
-        raise ValueError(f"{where} a component is no mapping in a word of the command; write {words}")
+        raise Mistake(f"{where} a component is no mapping in a word of the command; write {words}")
     path = str(arguments.pop("_component_"))
     if not all(part.isidentifier() for part in path.split(".")):
-        raise ValueError(
+        raise Mistake(
             f"{where} _component_={path} is no dotted path; write my_task.Sums for the class Sums in my_task.py"
         )
     component = _in_recipe(path) if "." not in path else _by_path(path, where)
     if component is None:
-        raise ValueError(f"{where} the recipe that runs defines no {path!r}; give a dotted path, or define it there")
+        raise Mistake(f"{where} the recipe that runs defines no {path!r}; give a dotted path, or define it there")
     if not callable(component):
         kind = type(component).__name__
         article = "an" if kind[0] in "aeiou" else "a"
-        raise ValueError(f"{where} _component_={path} is {article} {kind}; name a class or a function")
+        raise Mistake(f"{where} _component_={path} is {article} {kind}; name a class or a function")
     _require_arguments(component, path, name, arguments, extra)
     return component, path, name, arguments
 
@@ -77,7 +77,7 @@ def _require_arguments(component: Any, path: str, name: str, arguments: dict[str
     """Raises ValueError for arguments that a component does not take, or that it lacks."""
     both = [key for key in arguments if key in extra]
     if both:
-        raise ValueError(f"{name}.{both[0]}={arguments[both[0]]}: the recipe gives it to {path} itself; leave it out")
+        raise Mistake(f"{name}.{both[0]}={arguments[both[0]]}: the recipe gives it to {path} itself; leave it out")
     try:
         signature = inspect.signature(component)
     except (TypeError, ValueError):
@@ -92,17 +92,17 @@ def _require_arguments(component: Any, path: str, name: str, arguments: dict[str
         if unknown:
             near = nearest(str(unknown[0]), known)
             hint = f"did you mean {near!r}?" if near else f"it takes {', '.join(known) or 'no arguments'}"
-            raise ValueError(f"unknown key '{name}.{unknown[0]}': {path} does not take it; {hint}") from None
+            raise Mistake(f"unknown key '{name}.{unknown[0]}': {path} does not take it; {hint}") from None
         needed = [
             key
             for key, parameter in signature.parameters.items()
             if parameter.default is inspect.Parameter.empty and key not in arguments and key not in extra
         ]
         if needed:
-            raise ValueError(
+            raise Mistake(
                 f"{name}.{needed[0]} has no value, and {path} needs it; set it in the YAML or as {name}.{needed[0]}=..."
             ) from None
-        raise ValueError(
+        raise Mistake(
             f"`{name}:` {path} was given arguments that it does not take: {error}; it takes {', '.join(takes)}"
         ) from error
 
@@ -155,7 +155,7 @@ def _by_path(path: str, where: str) -> Any:
             if error.name is None or not (module + ".").startswith(error.name + "."):
                 raise Blamed(f"{said}: importing {module} raised {errors.text_of(error)}") from error
             if found is None:
-                raise ValueError(f"{said}: {_no_module(parts[0])}") from None
+                raise Mistake(f"{said}: {_no_module(parts[0])}") from None
             depth -= 1
             break
         except Exception as error:
@@ -165,7 +165,7 @@ def _by_path(path: str, where: str) -> Any:
             inside = [module.name for module in pkgutil.iter_modules(getattr(found, "__path__", None) or [])]
             near = nearest(part, [each for each in [*dir(found), *inside] if not each.startswith("_")])
             hint = f"; did you mean {near!r}?" if near else ""
-            raise ValueError(f"{said}: {'.'.join(parts[:i])} has no {part!r}{hint}")
+            raise Mistake(f"{said}: {'.'.join(parts[:i])} has no {part!r}{hint}")
         found = getattr(found, part)
     return found
 
@@ -207,7 +207,7 @@ def recipe_module(recipe: str, said: str) -> ModuleType:
         try:
             return import_module(name)
         except ModuleNotFoundError as error:
-            raise ValueError(
+            raise Mistake(
                 f"{said}{name} is no recipe ({error}); your own is written with its ending: my_grpo.py"
             ) from error
     # It need not be on the path of Python.
@@ -217,5 +217,5 @@ def recipe_module(recipe: str, said: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except FileNotFoundError:
-        raise ValueError(f"{said}{name}: no such file, seen from {Path.cwd()}") from None
+        raise Mistake(f"{said}{name}: no such file, seen from {Path.cwd()}") from None
     return module

@@ -22,7 +22,7 @@ from torchtune_ext.host.presets import preset_file
 from torchtune_ext.measured.results import BenchConfig
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.policy.scratch import Shape
-from torchtune_ext.run.errors import nearest
+from torchtune_ext.run.errors import Mistake, nearest
 from torchtune_ext.run.folder import own_folder
 from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
 from torchtune_ext.source import RolloutConfig
@@ -93,7 +93,7 @@ def load_config(schema: type, cfg: DictConfig) -> DictConfig:
     preset = cfg.get("preset", defaults.get("preset"))
     foreign = [str(key) for key in cfg if key not in defaults]
     if len(foreign) > MANY:
-        raise ValueError(
+        raise Mistake(
             f"this config has {len(foreign)} keys that the recipe does not know ({', '.join(foreign[:5])}, ...), so it is "
             "written for another one; begin with a copy of one of ours: `tune cp` and a name that `tune ls` shows"
         )
@@ -102,9 +102,9 @@ def load_config(schema: type, cfg: DictConfig) -> DictConfig:
             cfg = _over(load_preset(preset, list(defaults)), cfg)
         merged = OmegaConf.merge(OmegaConf.structured(schema), cfg)
     except ConfigKeyError as error:
-        raise ValueError(unknown_key(str(error.full_key or error.key), _all_keys(defaults))) from None
+        raise Mistake(unknown_key(str(error.full_key or error.key), _all_keys(defaults))) from None
     except ValidationError as error:
-        raise ValueError(_wrong_type(error, cfg, {f.name: f.type for f in fields(schema)})) from None
+        raise Mistake(_wrong_type(error, cfg, {f.name: f.type for f in fields(schema)})) from None
     nothing = {name for name, default in defaults.items() if default == MISSING and merged._get_node(name)._is_none()}
     if "output_dir" in merged:
         # Before references are resolved, so that what names a file below it goes along.
@@ -113,12 +113,10 @@ def load_config(schema: type, cfg: DictConfig) -> DictConfig:
     try:
         missing = sorted(OmegaConf.missing_keys(merged) | nothing)
         if missing:
-            raise ValueError(
-                f"{missing[0]} has no value; set it in the YAML or on the command line as {missing[0]}=..."
-            )
+            raise Mistake(f"{missing[0]} has no value; set it in the YAML or on the command line as {missing[0]}=...")
         OmegaConf.resolve(merged)
     except OmegaConfBaseException as error:
-        raise ValueError(_unresolved(error)) from None
+        raise Mistake(_unresolved(error)) from None
     OmegaConf.get_cache(merged)[_MARK] = _references(OmegaConf.create(_marked(written)))
     return merged
 
@@ -265,12 +263,12 @@ def load_preset(preset: str, known: list[str]) -> DictConfig:
     try:
         loaded = OmegaConf.load(file)
     except yaml.YAMLError as error:
-        raise ValueError(f"preset={preset}: {file} is no YAML: {' '.join(str(error).split())}") from None
+        raise Mistake(f"preset={preset}: {file} is no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(loaded, DictConfig):
-        raise ValueError(f"preset={preset}: {file} holds no keys of a recipe")
+        raise Mistake(f"preset={preset}: {file} holds no keys of a recipe")
     for key in loaded:
         if key == "preset" or key not in known:
-            raise ValueError(unknown_key(str(key), [name for name in known if name != "preset"], f"preset {file}"))
+            raise Mistake(unknown_key(str(key), [name for name in known if name != "preset"], f"preset {file}"))
     return loaded
 
 
@@ -312,12 +310,12 @@ def build(record: type[T], values: Any, where: str, bare: str | None = None, **e
     known = [f.name for f in fields(record)]
     if values is not None and not isinstance(values, DictConfig | dict):
         if bare is None:
-            raise ValueError(f"{where}={values!r} must be a mapping with some of the keys {', '.join(known)}")
+            raise Mistake(f"{where}={values!r} must be a mapping with some of the keys {', '.join(known)}")
         values = {bare: values}
     node = OmegaConf.create({where: values or {}})
     for key in node[where]:
         if key not in known:
-            raise ValueError(unknown_key(f"{where}.{key}", known, f"`{where}:`"))
+            raise Mistake(unknown_key(f"{where}.{key}", known, f"`{where}:`"))
     schema = OmegaConf.structured(record)
     OmegaConf.set_readonly(schema, False)
     try:
@@ -325,18 +323,18 @@ def build(record: type[T], values: Any, where: str, bare: str | None = None, **e
     except ValidationError as error:
         value = OmegaConf.select(node, error.full_key)
         if not isinstance(value, DictConfig | ListConfig) and "ListConfig" in str(error.msg):
-            raise ValueError(f"{error.full_key}={value!r} must be a list: {error.full_key}=[{value}]") from None
+            raise Mistake(f"{error.full_key}={value!r} must be a list: {error.full_key}=[{value}]") from None
         wanted = next((text for word, text in WANTED.items() if word in str(error.msg)), None)
         text = f"{error.full_key}={value} must be {wanted}" if wanted else f"{error.full_key}: {error.msg}"
-        raise ValueError(text.split("\n")[0]) from None
+        raise Mistake(text.split("\n")[0]) from None
     except TypeError as error:
         # OmegaConf does not say where: a list or a plain value is needed, and there is a mapping, or the other way round.
         found = ", ".join(f"{where}.{key}" for key, value in node[where].items() if OmegaConf.is_config(value))
-        raise ValueError(f"one of {found} is a mapping and should not be, or is none and should be: {error}") from None
+        raise Mistake(f"one of {found} is a mapping and should not be, or is none and should be: {error}") from None
     plain = OmegaConf.to_container(checked)
     missing = [key for key, value in plain.items() if value == MISSING and key not in extra]
     if missing:
-        raise ValueError(f"{where}.{missing[0]} has no value; set it in the YAML or as {where}.{missing[0]}=...")
+        raise Mistake(f"{where}.{missing[0]} has no value; set it in the YAML or as {where}.{missing[0]}=...")
     given = {key: tuple(plain[key]) if isinstance(plain[key], list) else plain[key] for key in node[where]}
     return record(**{**extra, **given})
 
@@ -345,7 +343,7 @@ def build(record: type[T], values: Any, where: str, bare: str | None = None, **e
 def divide(whole: int, by: int) -> int:
     """Returns the quotient. Raises ValueError if it is no whole number."""
     if not isinstance(whole, int) or not isinstance(by, int) or by < 1 or whole % by:
-        raise ValueError(f"${{divide:{whole},{by}}} is no whole number; choose values that divide {whole}")
+        raise Mistake(f"${{divide:{whole},{by}}} is no whole number; choose values that divide {whole}")
     return whole // by
 
 

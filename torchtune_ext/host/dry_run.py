@@ -33,7 +33,7 @@ from torchtune_ext.policy.fp8.gain import engine_memory
 from torchtune_ext.policy.fp8.plan import Fp8Receipt, linear_layers
 from torchtune_ext.policy.memory import ADAMW_BYTES, optimizer_bytes, sizes_of
 from torchtune_ext.run.catalog import machine_named
-from torchtune_ext.run.errors import is_mistake, traceback_wanted
+from torchtune_ext.run.errors import Mistake, is_mistake, traceback_wanted
 from torchtune_ext.run.folder import config_file
 from torchtune_ext.run.output import say
 from torchtune_ext.sampling.core_process import on_cpu
@@ -117,7 +117,7 @@ def machine_of(cfg: DictConfig) -> Machine:
     if cfg.dry_run is not True:
         machine = asked_machine(cfg.dry_run)
         if machine.gpus and cfg.device == "cpu":
-            raise ValueError(f"dry_run={cfg.dry_run!r} asks for GPUs, but device=cpu: set device=auto, or dry_run=True")
+            raise Mistake(f"dry_run={cfg.dry_run!r} asks for GPUs, but device=cpu: set device=auto, or dry_run=True")
         return machine
     here = replace(this_machine(cfg.device), nodes=_nodes())
     if here.gpus or cfg.device == "cpu":
@@ -127,9 +127,7 @@ def machine_of(cfg: DictConfig) -> Machine:
     if named is not None:
         return asked_machine(named, f"{file}: # for")
     if cfg.device == "cuda":
-        raise ValueError(
-            "dry_run=True with device=cuda: there is no GPU here; name a machine, for instance dry_run=4x80"
-        )
+        raise Mistake("dry_run=True with device=cuda: there is no GPU here; name a machine, for instance dry_run=4x80")
     return here
 
 
@@ -298,7 +296,7 @@ def require_gpus(engine: EngineConfig) -> None:
             ("sleep", engine.sleep, False),
         ):
             if value != usual:
-                raise ValueError(
+                raise Mistake(
                     f"engine.{name}={value} asks for GPUs, but the installed torch is the CPU build; leave it out, or install "
                     "the CUDA build (docs/install.md)"
                 )
@@ -307,7 +305,7 @@ def require_gpus(engine: EngineConfig) -> None:
     count = len(list(Path("/dev").glob("nvidia[0-9]*")))
     numbers = [int(each) for each in (engine.devices or "").split(",") if each.strip().isdigit()]
     if count and numbers and max(numbers) >= count:
-        raise ValueError(
+        raise Mistake(
             f"engine.devices={engine.devices!r} names GPU {max(numbers)}, but this machine has {count}, from 0 to {count - 1}"
         )
 
@@ -320,9 +318,9 @@ def require_disk(need: DiskNeed, output_dir: str) -> None:
     """
     place = existing(output_dir)
     if not os.access(place, os.W_OK):
-        raise ValueError(f"output_dir={output_dir}: {place} cannot be written by this user; choose another output_dir")
+        raise Mistake(f"output_dir={output_dir}: {place} cannot be written by this user; choose another output_dir")
     if need.free < need.one:
-        raise ValueError(
+        raise Mistake(
             f"output_dir={output_dir}: a checkpoint takes {size_of(need.one)}, and {size_of(need.free)} are free there; "
             "free disk space, choose another output_dir, or set checkpoints.save_optimizer=false"
         )

@@ -33,6 +33,7 @@ from typing import Any
 import yaml
 
 from torchtune_ext.run.catalog import config_files, folder, recipe_files
+from torchtune_ext.run.errors import Mistake
 
 RECIPE = "grpo_full"  # the recipe of a word that is no recipe
 _NODE = re.compile(r"\bfields of (\w+)", re.IGNORECASE)
@@ -102,7 +103,7 @@ def node_class(knob: Knob, path: Path) -> Definition | None:
         return None
     found = class_of(named[1], path) or class_anywhere(named[1])
     if found is None:
-        raise ValueError(f"the text of {knob.name!r} in {path} names the class {named[1]}, which does not exist")
+        raise Mistake(f"the text of {knob.name!r} in {path} names the class {named[1]}, which does not exist")
     return found
 
 
@@ -142,9 +143,9 @@ def listing(words: Sequence[str]) -> list[Section]:
         name = rest.pop(0)
     path = recipe_path(name)
     if path is None:
-        raise ValueError(f"{name}: no such file, or no recipe: it has no class Config")
+        raise Mistake(f"{name}: no such file, or no recipe: it has no class Config")
     if len(rest) > 1:
-        raise ValueError(f"{' '.join(words)}: give a recipe, a knob, or a recipe and a knob, as in: {RECIPE} engine")
+        raise Mistake(f"{' '.join(words)}: give a recipe, a knob, or a recipe and a knob, as in: {RECIPE} engine")
     return _of_word(name, path, rest[0]) if rest else [overview(name, path)]
 
 
@@ -180,7 +181,7 @@ def _of_word(name: str, path: Path, word: str) -> list[Section]:
     known = [*recipe_paths(), *knobs, *(key.name for key in keys), *(key.name.rpartition(".")[2] for key in keys)]
     near = get_close_matches(word, known, n=1) or get_close_matches(word.rpartition(".")[2], known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"`torchtune-ext knobs {name}` lists the knobs"
-    raise ValueError(f"{word} is no recipe, and no knob of {name}; {hint}")
+    raise Mistake(f"{word} is no recipe, and no knob of {name}; {hint}")
 
 
 def _of_knob(name: str, path: Path, knob: Knob) -> list[Section]:
@@ -451,7 +452,7 @@ def component(path: str) -> Component:
     found = definition(name, file) if file is not None else None
     if found is None or not isinstance(found.node, ast.ClassDef | ast.FunctionDef):
         where = f"{file} defines no class or function {name}" if file else f"there is no module {module or path}"
-        raise ValueError(f"{path}: {where}")
+        raise Mistake(f"{path}: {where}")
     doc = ast.get_docstring(found.node) or ""
     summary = doc.partition("\n")[0]
     if isinstance(found.node, ast.ClassDef) and _is_dataclass(found.node):

@@ -34,7 +34,7 @@ from torchtune_ext.host.config import build
 from torchtune_ext.measured.ray_bench import SETTINGS
 from torchtune_ext.measured.ray_connect import Refused, connect
 from torchtune_ext.run.catalog import config_files, config_path, folder, recipe_of
-from torchtune_ext.run.errors import FAILED, STATUS
+from torchtune_ext.run.errors import FAILED, STATUS, Mistake
 from torchtune_ext.run.folder import own_folder
 from torchtune_ext.run.parent import environment
 from torchtune_ext.run.stop import CLEANUP_S, REACTION_S
@@ -86,7 +86,7 @@ def main(args: argparse.Namespace) -> int:
     settings = run_settings(args.config, args.words)
     plan = plan_of(args, settings)
     if find_spec("ray") is None:
-        raise ValueError(
+        raise Mistake(
             "torchtune-ext ray needs Ray: pip install 'torchtune-ext[ray]', here and on each machine of the cluster"
         )
     os.environ.update(SETTINGS)
@@ -94,7 +94,7 @@ def main(args: argparse.Namespace) -> int:
         try:
             ray = connect(args.address, lambda why: leave(f"--address={args.address}: {why}", STATUS, err))
         except Refused as refused:
-            raise ValueError(f"--address={args.address}: {refused}") from None
+            raise Mistake(f"--address={args.address}: {refused}") from None
         try:
             return Together(ray, plan, ray.get_runtime_context().gcs_address, out, err).run()
         except KeyboardInterrupt:
@@ -143,21 +143,21 @@ def plan_of(args: argparse.Namespace, settings: RunSettings) -> Plan:
     """Makes the plan from the words of the command. Raises ValueError."""
     recipe = args.recipe or settings.recipe
     if recipe is None:
-        raise ValueError(
+        raise Mistake(
             f"--config {args.config}: written for which recipe? Add --recipe grpo_full, or your own: --recipe my_grpo.py"
         )
     if settings.engine.address is not None:
-        raise ValueError(
+        raise Mistake(
             f"engine.address={settings.engine.address}: torchtune-ext ray starts servers of its own; leave it out, or start "
             "the run with tune run"
         )
     if not re.fullmatch(r"auto|[^/\s]+:\d+", args.address):
-        raise ValueError(
+        raise Mistake(
             f"--address={args.address}: write auto, or HOST:PORT of the cluster's head as 10.0.0.1:6379 (and no ray://: this "
             "machine must be a member of the cluster)"
         )
     if args.wait is not None and not 0 < args.wait < float("inf"):
-        raise ValueError(f"--wait={args.wait}: it has to be a positive number of seconds")
+        raise Mistake(f"--wait={args.wait}: it has to be a positive number of seconds")
     asked = asked_of(args, settings)
     return Plan(
         recipe=recipe,
@@ -180,7 +180,7 @@ def asked_of(args: argparse.Namespace, settings: RunSettings) -> Asked:
     pairs = {kind: (getattr(args, f"train_{kind}"), getattr(args, f"engine_{kind}")) for kind in KINDS}
     given = [kind for kind, pair in pairs.items() if pair != (None, None)]
     if len(given) != 1 or None in pairs[given[0]]:
-        raise ValueError(
+        raise Mistake(
             "how many GPUs? Write --train-gpus N --engine-gpus N; on a cluster without GPUs, --train-cpus N --engine-cpus N"
         )
     kind = given[0]
@@ -188,11 +188,11 @@ def asked_of(args: argparse.Namespace, settings: RunSettings) -> Asked:
     each = settings.engine.tensor_parallel_size
     for name, value in ((f"--train-{kind}", train), (f"--engine-{kind}", engine)):
         if value < 1:
-            raise ValueError(f"{name}={value}: it has to be 1 or more")
+            raise Mistake(f"{name}={value}: it has to be 1 or more")
     if kind == "cpus" and each > 1:
-        raise ValueError(f"engine.tensor_parallel_size={each} asks for GPUs: write --engine-gpus, or leave it out")
+        raise Mistake(f"engine.tensor_parallel_size={each} asks for GPUs: write --engine-gpus, or leave it out")
     if engine % each:
-        raise ValueError(
+        raise Mistake(
             f"--engine-gpus={engine} is no multiple of engine.tensor_parallel_size={each}, the GPUs of a server"
         )
     return Asked(kind, train, engine // each, each, args.servers)
@@ -226,7 +226,7 @@ def run_settings(config: str, words: Sequence[str]) -> RunSettings:
     name = next((each for each, file in config_files(folder("configs")).items() if file == path), None)
     cfg = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(list(words)))
     if not isinstance(cfg.get("engine"), DictConfig):
-        raise ValueError(f"--config {config}: it has no `engine:`, so it samples nothing; start it with tune run")
+        raise Mistake(f"--config {config}: it has no `engine:`, so it samples nothing; start it with tune run")
     return RunSettings(
         recipe_of(name or "", path),
         "" if name else config,
@@ -245,9 +245,7 @@ def _value(cfg: DictConfig, config: str, key: str) -> Any:
             OmegaConf.to_container(value, resolve=True, throw_on_missing=True) if OmegaConf.is_config(value) else value
         )
     except OmegaConfBaseException as error:
-        raise ValueError(f"--config {config}: {key}: {str(error).splitlines()[0]}") from None
+        raise Mistake(f"--config {config}: {key}: {str(error).splitlines()[0]}") from None
     if value is None:
-        raise ValueError(
-            f"--config {config}: {key} has no value; set it in the YAML or on the command line as {key}=..."
-        )
+        raise Mistake(f"--config {config}: {key} has no value; set it in the YAML or on the command line as {key}=...")
     return value

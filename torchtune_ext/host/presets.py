@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from torchtune_ext.run.catalog import folder
+from torchtune_ext.run.errors import Mistake
 
 
 def preset_files() -> dict[str, Path]:
@@ -21,7 +22,7 @@ def preset_file(preset: str) -> Path:
     """
     if str(preset).endswith((".yaml", ".yml")):
         if not Path(preset).is_file():
-            raise ValueError(
+            raise Mistake(
                 f"preset={preset}: no such file; give the path of a YAML file, or the name of a preset of ours"
             )
         return Path(preset)
@@ -29,7 +30,7 @@ def preset_file(preset: str) -> Path:
     if preset not in known:
         near = difflib.get_close_matches(str(preset), known, n=1)
         hint = f" did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"preset={preset!r} is unknown;{hint} There are: {', '.join(known)}, or a path of your own")
+        raise Mistake(f"preset={preset!r} is unknown;{hint} There are: {', '.join(known)}, or a path of your own")
     return known[preset]
 
 

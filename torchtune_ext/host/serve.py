@@ -25,6 +25,7 @@ from torchtune_ext.host.config import build, instantiate, load_config
 from torchtune_ext.policy.builder import on_meta
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.run.catalog import config_files, config_path, folder, recipe_of
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.output import say
 from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.sampling.server_command import KEY_VARIABLE, server_command, server_key, shown_command
@@ -58,7 +59,7 @@ def main(arguments: argparse.Namespace, more: Sequence[str] = ()) -> int:
         print(shown_command(command, environ))
         return 0
     if server_key() is None:
-        raise ValueError(
+        raise Mistake(
             f"{KEY_VARIABLE} is not set: the server asks for this key on every route; set it to the same value here and where "
             f"the run starts, e.g. export {KEY_VARIABLE}=$(openssl rand -hex 32)"
         )
@@ -107,7 +108,7 @@ def _schema(config: str, recipe: str | None) -> type:
     owner = recipe or recipe_of(name, path) or RECIPE
     schema = getattr(recipe_module(owner, "--recipe "), "Config", None)
     if schema is None or "engine" not in {field.name for field in fields(schema)}:
-        raise ValueError(
+        raise Mistake(
             f"{config} is written for {owner}: serve takes a config of a GRPO recipe, grpo/tiny for instance"
             if recipe is None
             else f"--recipe {recipe}: its class Config has no `engine`, so it samples nothing that a server could serve"

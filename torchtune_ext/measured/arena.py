@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from torchtune_ext.measured.kernel import Kernel, Size
+from torchtune_ext.run.errors import Mistake
 
 PAGE = mmap.PAGESIZE
 ALIGNMENT = 64  # bytes; every array starts at an address that this divides
@@ -76,7 +77,7 @@ def lay_out(kernel: Kernel, size: Size, arena_bytes: int, at_end: bool, rng: np.
     nbytes = {p.name: 8 * math.prod(shapes[p.name]) for p in kernel.parameters}
     free = arena_bytes // PAGE - sum(pages(n) // PAGE + 1 for n in nbytes.values()) - 1
     if free < 0:
-        raise ValueError(f"arrays of size {dict(size)} do not fit into an arena of {arena_bytes} bytes")
+        raise Mistake(f"arrays of size {dict(size)} do not fit into an arena of {arena_bytes} bytes")
     cuts = np.sort(rng.integers(0, free + 1, len(nbytes)))  # the free pages are dealt out before, between and after
     places, used = {}, 1
     for skipped, index in zip(cuts, rng.permutation(len(nbytes)), strict=True):

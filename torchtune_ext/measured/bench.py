@@ -38,6 +38,7 @@ from torchtune_ext.measured.sandbox import PREFIX, PROBE_S, Limits, Sandbox, cle
 from torchtune_ext.measured.schedule import CHECK, Job, Schedule, kernel_key
 from torchtune_ext.measured.timing import LEAST_CALLS, MOST_LATE_CALLS
 from torchtune_ext.measured.version import version
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.processes import Answer, Processes, remove
 
 __all__ = ["Bench", "BenchConfig", "BenchError", "Result"]
@@ -90,7 +91,7 @@ class Bench:
         require_records(deadlines, limits)
         chosen = None if cores is None else list(cores)
         if any(importlib.util.find_spec(name) is None for name in ("tree_sitter", "tree_sitter_c")):
-            raise ValueError("programs are read with tree-sitter: pip install 'torchtune-ext[bench]'")
+            raise Mistake("programs are read with tree-sitter: pip install 'torchtune-ext[bench]'")
         usable = usable_cores()
         timed = choose_cores(chosen, threads)
         checked = sorted(usable - set(timed)) or sorted(usable)
@@ -158,7 +159,7 @@ class Bench:
             pickled = cloudpickle.dumps(kernel)
         except Exception as error:
             # Pickling runs code of the kernel, which may raise any error.
-            raise ValueError(
+            raise Mistake(
                 f"kernel {type(kernel).__name__} cannot be sent to another process: {type(error).__name__}: {error}. "
                 "Keep open files, locks and functions out of its attributes"
             ) from error

@@ -10,6 +10,7 @@ from pathlib import Path
 from torchtune_ext.measured.check import KILLED
 from torchtune_ext.measured.results import NOISY, Result
 from torchtune_ext.measured.timing import Timing
+from torchtune_ext.run.errors import Mistake
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class Cache:
                 if Path(file).is_file():  # what is none may have no end, as /dev/full
                     self._read(Path(file))
             except OSError as error:
-                raise ValueError(
+                raise Mistake(
                     f"bench.cache={str(file)!r}: {error.strerror}; name a file in a folder that exists and can be written to"
                 ) from error
 

@@ -25,6 +25,7 @@ from torchtune_ext.measured.kernel import Kernel, require_sound
 from torchtune_ext.measured.machine import usable_cores
 from torchtune_ext.measured.sandbox import Limits, Sandbox, SandboxError, exit_cause
 from torchtune_ext.measured.verify import described, verify
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.tasks.answers import spoken
 
 OUTCOMES = ("format", "forbidden", "compile_error", "timeout", "runtime_error", "wrong_result", "ok")
@@ -58,7 +59,7 @@ class Deadlines:
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if not (isinstance(value, Real) and 0 < value < math.inf):
-                raise ValueError(f"Deadlines.{name}: {value!r} must be a number of seconds above 0")
+                raise Mistake(f"Deadlines.{name}: {value!r} must be a number of seconds above 0")
 
 
 def require_records(deadlines: Deadlines | None, limits: Limits | None) -> None:
@@ -68,7 +69,7 @@ def require_records(deadlines: Deadlines | None, limits: Limits | None) -> None:
         ("limits", limits, Limits, "Limits(cpu_s=60)"),
     ):
         if not isinstance(value, kind | None):
-            raise ValueError(f"{name}={value!r} must be None or {kind.__name__}, as {example}")
+            raise Mistake(f"{name}={value!r} must be None or {kind.__name__}, as {example}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,13 +133,13 @@ class Checker:
         require_records(deadlines, limits)
         for name, value, choices in (("optimization", optimization, OPTIMIZATIONS), ("sandbox", sandbox, SANDBOXES)):
             if value not in choices:
-                raise ValueError(f"{name}: {value!r} must be one of {', '.join(choices)}")
+                raise Mistake(f"{name}: {value!r} must be one of {', '.join(choices)}")
         if not isinstance(threads, int) or threads < 1:
-            raise ValueError(f"threads: {threads!r} must be a whole number, at least 1")
+            raise Mistake(f"threads: {threads!r} must be a whole number, at least 1")
         usable = usable_cores()
         self.cores = sorted(usable if cores is None else cores)
         if not self.cores or not set(self.cores) <= usable:
-            raise ValueError(f"cores: {self.cores} must be some of {sorted(usable)}, which this process may use")
+            raise Mistake(f"cores: {self.cores} must be some of {sorted(usable)}, which this process may use")
         self.kernel, self.threads = kernel, threads
         self.deadlines, self.limits = deadlines or Deadlines(), limits or Limits()
         self.compiler = compiler or Compiler.find()
@@ -155,7 +156,7 @@ class Checker:
                 )
             if own.outcome != "ok":
                 fix = f"; take a smaller size than {described(kernel.timed)}" if own.outcome == "timeout" else ""
-                raise ValueError(
+                raise Mistake(
                     f"{type(kernel).__name__}.naive: the kernel's own program ends with {own.outcome}: {own.note}{fix}"
                 )
         except BaseException:
@@ -331,7 +332,7 @@ def _reader() -> Callable[..., str]:
     try:
         from torchtune_ext.measured.screen import screen
     except ImportError as error:
-        raise ValueError("programs are read with tree-sitter: pip install 'torchtune-ext[bench]'") from error
+        raise Mistake("programs are read with tree-sitter: pip install 'torchtune-ext[bench]'") from error
     return screen
 
 

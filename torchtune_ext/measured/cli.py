@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchtune_ext.run.errors import Mistake
+
 # Where all cores are timed on, threads of numpy's BLAS would spin on them. It reads this once, when it is imported.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
@@ -112,18 +114,18 @@ def main(args: argparse.Namespace) -> int:
 def _measure(args: argparse.Namespace) -> int:
     for name, value in (("repeat", args.repeat), ("threads", args.threads), ("budget", args.budget)):
         if not 0 < value < math.inf:
-            raise ValueError(f"--{name} {value} must be more than 0, and finite")
+            raise Mistake(f"--{name} {value} must be more than 0, and finite")
     if args.optimization not in OPTIMIZATIONS:
-        raise ValueError(f"--optimization {args.optimization}: use {', '.join(OPTIMIZATIONS)}")
+        raise Mistake(f"--optimization {args.optimization}: use {', '.join(OPTIMIZATIONS)}")
     if args.size is not None and args.size < 1:
-        raise ValueError(f"--size {args.size} must be at least 1")
+        raise Mistake(f"--size {args.size} must be at least 1")
     wanted = None if args.cores is None else _numbers(args.cores)
     cores = choose_cores(wanted, args.threads)
     compiler = Compiler.find(args.compiler)
     if args.exploits:
         return _attack(compiler, cores)
     if not args.files:
-        raise ValueError("no program: name at least one file, such as examples/dgemm_blocked.c")
+        raise Mistake("no program: name at least one file, such as examples/dgemm_blocked.c")
     programs = [
         (Path(_where(file)).name, source, _kernel(file, source, args))
         for file in args.files
@@ -194,7 +196,7 @@ def _exploits() -> list[Any]:
 
 def _numbers(text: str) -> list[int]:
     if not re.fullmatch(r"\d+(,\d+)*", text):
-        raise ValueError(f"--cores {text!r}: write numbers with commas between them, as 2,3")
+        raise Mistake(f"--cores {text!r}: write numbers with commas between them, as 2,3")
     return [int(number) for number in text.split(",")]
 
 
@@ -213,11 +215,11 @@ def _read(file: str) -> str:
         with open(0 if file == "-" else file, "rb", closefd=file != "-") as opened:
             data = opened.read(MAX_BYTES + 1)
     except OSError as error:
-        raise ValueError(f"{where} cannot be read: {error.strerror}") from error
+        raise Mistake(f"{where} cannot be read: {error.strerror}") from error
     if not data.strip():
-        raise ValueError(f"{where} is empty")
+        raise Mistake(f"{where} is empty")
     if len(data) > MAX_BYTES or b"\0" in data:
-        raise ValueError(f"{where} is no program in C: it is {'too long' if len(data) > MAX_BYTES else 'no text'}")
+        raise Mistake(f"{where} is no program in C: it is {'too long' if len(data) > MAX_BYTES else 'no text'}")
     return data.decode(errors="replace")
 
 
@@ -227,7 +229,7 @@ def _kernel(file: str, source: str, args: argparse.Namespace) -> Kernel:
     if name is None:
         found = [each for each in KERNELS if re.search(rf"\bvoid\s+{each}\s*\(", source)]
         if len(found) != 1:
-            raise ValueError(
+            raise Mistake(
                 f"{_where(file)} defines {' and '.join(found) or 'none'} of {', '.join(KERNELS)}; say which with --problem"
             )
         name = found[0]

@@ -15,6 +15,7 @@ from pathlib import Path
 from torchtune_ext.measured.cgroups import NO_GROUP, Group
 from torchtune_ext.measured.kernel import Kernel, prototype
 from torchtune_ext.measured.sandbox import Limits, Sandbox, SandboxError, clean_environment
+from torchtune_ext.run.errors import Mistake
 
 NAMES = ("gcc", "clang", "cc")
 INSTALL = "install one: apt-get install gcc (Debian, Ubuntu), dnf install gcc (Fedora), apk add gcc musl-dev (Alpine)"
@@ -45,7 +46,7 @@ class Compiler:
             if path is not None:
                 real = os.path.realpath(path)
                 return cls(real, _version_of(real))
-        raise ValueError(f"no C compiler: {', '.join(tried)} not found on PATH; {INSTALL}")
+        raise Mistake(f"no C compiler: {', '.join(tried)} not found on PATH; {INSTALL}")
 
 
 def _version_of(path: str) -> str:
@@ -53,7 +54,7 @@ def _version_of(path: str) -> str:
         done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=True)
         return done.stdout.splitlines()[0]
     except (OSError, subprocess.SubprocessError, IndexError, UnicodeDecodeError) as error:
-        raise ValueError(f"compiler: {path} is none, since {path} --version fails; name gcc or clang") from error
+        raise Mistake(f"compiler: {path} is none, since {path} --version fails; name gcc or clang") from error
 
 
 def flags_of(kernel: Kernel, optimization: str, threads: int) -> list[str]:

@@ -4,6 +4,8 @@ from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
+from torchtune_ext.run.errors import Mistake
+
 KEPT_GROUPS = 10_000  # groups whose machine is remembered, since their texts may come minutes apart
 
 
@@ -59,7 +61,7 @@ class Dispatch:
     def join(self, name: str, kind: str, room: int) -> None:
         """Takes in a machine."""
         if name in self.machines or room < 1:
-            raise ValueError(f"machine {name!r} is there already, or has no room ({room})")
+            raise Mistake(f"machine {name!r} is there already, or has no room ({room})")
         self.machines[name] = Machine(name, kind, room)
 
     def leave(self, name: str) -> list[int]:

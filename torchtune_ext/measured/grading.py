@@ -26,6 +26,7 @@ from torchtune_ext.measured.results import NOISY, BenchConfig, BenchError, Resul
 from torchtune_ext.measured.sandbox import SandboxError
 from torchtune_ext.measured.service import MeasuredTask, is_measured, open_bench
 from torchtune_ext.measured.timing import LOCK_S
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.tasks.task import Problem, Task
 
 OUTPUT = "grader.log"
@@ -56,7 +57,7 @@ def rehearse(
             try:
                 service.rehearse(bench, task)
             except SandboxError as error:
-                raise ValueError(f"bench: {error}") from error
+                raise Mistake(f"bench: {error}") from error
         elif task is not None and config is not None:
             # The held-out problems mostly have the grader of the others: the same class, and the same function if one is named.
             own, texts = getattr(task, "__dict__", {}), samples if hasattr(task, "grade_group") and i == 0 else 1
@@ -87,13 +88,13 @@ def _rehearse_grading(task: Task, config: GraderConfig, key: str, texts: int = 1
                 group = [text if worked else NO_SOLUTION] + [NO_SOLUTION] * (texts - 1)
                 outcomes.append(grader.submit_group(problem, group).result()[0])
                 if outcomes[-1].kind == "timed_out":
-                    raise ValueError(
+                    raise Mistake(
                         f"{key}: {name} took more than grader.timeout_s={config.timeout_s:g} to grade {what} of problem "
                         f"{problem.id!r}; raise grader.timeout_s, or look for what hangs in `grade`"
                     )
             rewards = [outcome.score.reward for outcome in outcomes if outcome.score is not None]
             if not rewards:
-                raise ValueError(
+                raise Mistake(
                     f"{key}: {name} cannot grade {what} of problem {problems[0].id!r}: {outcomes[0].cause}; none of the first "
                     f"{len(problems)} problems can be graded"
                 )
@@ -105,12 +106,12 @@ def _rehearse_grading(task: Task, config: GraderConfig, key: str, texts: int = 1
                 if max(rewards) <= max(
                     (other.score.reward for other in others if other.score is not None), default=0.0
                 ):
-                    raise ValueError(
+                    raise Mistake(
                         f"{key}: {name} gives its own solution of problem {problems[0].id!r} the reward {rewards[0]:g}, and "
                         f"{NO_SOLUTION!r} no less: `grade` and `solution` do not fit each other (docs/custom_reward.md)"
                     )
     except RuntimeError as error:
-        raise ValueError(f"{key}: {name} cannot be graded: {error}") from error
+        raise Mistake(f"{key}: {name} cannot be graded: {error}") from error
 
 
 def _first_problems(task: Task) -> list[Problem]:

@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from torchtune_ext.run.errors import Mistake
+
 Size = Mapping[str, int]  # the int arguments of the function, by name
 Arrays = Mapping[str, np.ndarray]
 
@@ -78,13 +80,13 @@ def require_sound(kernel: Kernel) -> None:
 
     def require(is_so: bool, attribute: str, words: str) -> None:
         if not is_so:
-            raise ValueError(f"{where}.{attribute}: {words} (see Kernel in measured/kernel.py)")
+            raise Mistake(f"{where}.{attribute}: {words} (see Kernel in measured/kernel.py)")
 
     def called(method: str, *arguments: object) -> Any:
         try:
             return getattr(kernel, method)(*arguments)
         except Exception as error:
-            raise ValueError(f"{where}.{method}: raises {type(error).__name__}: {error} for {arguments[0]}") from error
+            raise Mistake(f"{where}.{method}: raises {type(error).__name__}: {error} for {arguments[0]}") from error
 
     for name, kind in _KINDS.items():
         require(isinstance(getattr(kernel, name, None), kind), name, f"is missing, or is no {kind.__name__}")

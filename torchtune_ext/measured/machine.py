@@ -10,6 +10,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchtune_ext.run.errors import Late, Mistake
+
 log = logging.getLogger(__name__)
 
 SAMPLERS = ("torchtune_ext.sampling.core_process", "torchtune_ext.sampling.client_process")
@@ -58,20 +60,20 @@ def choose_cores(wanted: Sequence[int] | None, count: int) -> list[int]:
     """
     usable = sorted(usable_cores())
     if count > len(usable):
-        raise ValueError(f"threads={count}, but this process may run on {len(usable)} cores")
+        raise Mistake(f"threads={count}, but this process may run on {len(usable)} cores")
     users = engines()
     if wanted is None:
         taken = frozenset[int]().union(*(user.cores for user in users))
         free = [core for core in usable if core not in taken]
         return (free if len(free) >= count else usable)[-count:]
     if not wanted or not set(wanted) <= set(usable):
-        raise ValueError(f"cores={list(wanted)}: use some of {usable}, which this process may run on")
+        raise Mistake(f"cores={list(wanted)}: use some of {usable}, which this process may run on")
     if len(set(wanted)) != count:
-        raise ValueError(f"cores={list(wanted)}: threads={count} needs {count} different core{'s' * (count > 1)}")
+        raise Mistake(f"cores={list(wanted)}: threads={count} needs {count} different core{'s' * (count > 1)}")
     for user in users:
         # An engine that may run anywhere has no core of its own.
         if len(user.cores) < (os.cpu_count() or 1) and (shared := user.cores & set(wanted)):
-            raise ValueError(
+            raise Mistake(
                 f"cores={list(wanted)}: {sorted(shared)} are those of an engine (process {user.pid}); "
                 f"use others of {sorted(set(usable) - user.cores)}, or give the engine others (taskset)"
             )
@@ -154,7 +156,7 @@ def alone_on(cores: Sequence[int], deadline_s: float, tell: Callable[[], None] =
                     break
                 except BlockingIOError:
                     if time.monotonic() > give_up_at:
-                        raise TimeoutError(
+                        raise Late(
                             f"core {core} was still used for timing after {deadline_s:g} s, by {_holder(file)}"
                         ) from None
                     if time.monotonic() > tell_at:
@@ -200,7 +202,7 @@ def wait_until_idle(cores: Sequence[int], deadline_s: float, tell: Callable[[], 
         if calm:
             continue
         if time.monotonic() - begin > deadline_s:
-            raise TimeoutError(
+            raise Late(
                 f"an engine (process {busiest}) still computes on cores {sorted(cores)} after {deadline_s:g} s: "
                 "time on cores that it may not use, or give it others (taskset)"
             )

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from torchtune_ext.run.errors import FileMistake
+
 
 class Owned:
     """A new folder of this process.
@@ -66,7 +68,7 @@ def _lock(path: Path) -> int | None:
         return None
     try:
         if os.fstat(file).st_uid != os.geteuid():
-            raise PermissionError(f"{path} is another user's")
+            raise FileMistake(f"{path} is another user's")
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         path.stat()  # whoever held it may have removed it meanwhile
     except OSError:

@@ -18,6 +18,7 @@ from torchtune_ext.measured.check import Checker
 from torchtune_ext.measured.child import Call, Child, ChildFailed
 from torchtune_ext.measured.kernel import Arrays, Kernel, Parameter, Size
 from torchtune_ext.measured.sandbox import SandboxError
+from torchtune_ext.run.errors import Failure
 
 # Shares above the quiet level from which on a neighbor is at work. Without one, 90% of the looks at a small virtual machine
 # were within 4% and 20%; beside a process that streams through memory, 90% of those at memory were above 50%.
@@ -37,7 +38,7 @@ MEMORY: Size = {"rounds": 0, "n": NUMBERS}  # about a fifth of a millisecond
 EMPTY: Size = {"rounds": 0, "n": 0}
 
 
-class Wild(RuntimeError):
+class Wild(Failure):
     """The machine varies too much to time anything."""
 
 

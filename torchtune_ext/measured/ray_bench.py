@@ -29,6 +29,7 @@ from torchtune_ext.measured.bench import Bench
 from torchtune_ext.measured.check import require_records
 from torchtune_ext.measured.kernel import Kernel
 from torchtune_ext.measured.results import BenchConfig, BenchError, Result
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.parent import environment
 
 log = logging.getLogger(__name__)
@@ -75,12 +76,12 @@ class RayBench:
         )
         require_records(settings.get("deadlines"), settings.get("limits"))
         if not re.fullmatch(r"auto|[^/\s]+:\d+", address):
-            raise ValueError(
+            raise Mistake(
                 f"bench.address={address!r}: use auto, or HOST:PORT of the cluster's head as 10.0.0.1:6379 (and no ray://: "
                 "this machine must be a member of the cluster)"
             )
         if find_spec("ray") is None:
-            raise ValueError("bench.address needs Ray: pip install 'torchtune-ext[ray]', here and on each machine")
+            raise Mistake("bench.address needs Ray: pip install 'torchtune-ext[ray]', here and on each machine")
         self._hello = (address, resource, pickle.dumps(settings), tuple(sys.path))
         self._resource = resource
         self._lock = threading.Lock()  # guards the following
@@ -131,7 +132,7 @@ class RayBench:
             payload = cloudpickle.dumps((kernel, text, permitted))
         except Exception as error:
             # Pickling runs the user's code, which may raise any error.
-            raise ValueError(f"kernel {type(kernel).__name__} cannot be pickled: {error}") from error
+            raise Mistake(f"kernel {type(kernel).__name__} cannot be pickled: {error}") from error
         future: Future[Result] = Future()
         with self._lock:
             if self._ended is not None:

@@ -7,11 +7,13 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from torchtune_ext.run.errors import Failure
+
 KNOCK_S = 5.0  # seconds for the address to accept a connection
 CONNECT_S = 15.0  # seconds for Ray to answer behind it
 
 
-class Refused(RuntimeError):
+class Refused(Failure):
     """The cluster, or a machine of it, cannot be used, and why."""
 
 

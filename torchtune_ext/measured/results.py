@@ -10,6 +10,7 @@ from typing import Any
 from torchtune_ext.measured.check import SANDBOXES
 from torchtune_ext.measured.compiler import OPTIMIZATIONS
 from torchtune_ext.measured.timing import Timing
+from torchtune_ext.run.errors import Failure, Mistake
 
 # Beside the OUTCOMES of check.py: the program is right, but the machine was disturbed, so that no speed is known.
 NOISY = "noisy"
@@ -27,7 +28,7 @@ _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
 }
 
 
-class BenchError(RuntimeError):
+class BenchError(Failure):
     """The service itself failed, and nothing is known about the program."""
 
 
@@ -65,27 +66,25 @@ class BenchConfig:
     def __post_init__(self) -> None:
         self._require_kinds()
         if self.workers is not None and self.workers < 1:
-            raise ValueError(f"bench.workers={self.workers} must be at least 1, or null for one on each core")
+            raise Mistake(f"bench.workers={self.workers} must be at least 1, or null for one on each core")
         if self.cores is not None and (len(set(self.cores)) < max(1, len(self.cores)) or min(self.cores) < 0):
-            raise ValueError(
+            raise Mistake(
                 f"bench.cores={list(self.cores)}: name each core once, as [2, 3], or null to have them chosen"
             )
         if self.threads < 1:
-            raise ValueError(f"bench.threads={self.threads} must be at least 1")
+            raise Mistake(f"bench.threads={self.threads} must be at least 1")
         if self.cores is not None and len(self.cores) != self.threads:
-            raise ValueError(
+            raise Mistake(
                 f"bench.threads={self.threads} needs as many cores, and bench.cores={list(self.cores)} names "
                 f"{len(self.cores)}: name {self.threads}, or null to have them chosen"
             )
         for name, choices in (("optimization", OPTIMIZATIONS), ("sandbox", SANDBOXES)):
             if getattr(self, name) not in choices:
-                raise ValueError(f"bench.{name}={getattr(self, name)!r}: use {', '.join(choices)}")
+                raise Mistake(f"bench.{name}={getattr(self, name)!r}: use {', '.join(choices)}")
         if not (self.budget_s > 0 and math.isfinite(self.budget_s)):
-            raise ValueError(f"bench.budget_s={self.budget_s} must be more than 0 seconds, and finite")
+            raise Mistake(f"bench.budget_s={self.budget_s} must be more than 0 seconds, and finite")
         if not self.resource:
-            raise ValueError(
-                "bench.resource is empty: name the Ray resource of the machines that measure, as bench_host"
-            )
+            raise Mistake("bench.resource is empty: name the Ray resource of the machines that measure, as bench_host")
 
     def _require_kinds(self) -> None:
         for name, (kind, words) in _KINDS.items():
@@ -94,7 +93,7 @@ class BenchConfig:
             if fits and name == "cores" and value is not None:
                 fits = not isinstance(value, str | bytes | Mapping) and all(_is_a(core, Integral) for core in value)
             if not fits:
-                raise ValueError(f"bench.{name}={value!r} must be {words}")
+                raise Mistake(f"bench.{name}={value!r} must be {words}")
 
 
 def _is_a(value: Any, kind: type | tuple[type, ...]) -> bool:

@@ -20,6 +20,7 @@ from pathlib import Path
 from torchtune_ext.measured import cgroups
 from torchtune_ext.measured.cgroups import NO_GROUP, Cgroups, Group
 from torchtune_ext.measured.owned import Owned, left_behind
+from torchtune_ext.run.errors import Failure, Mistake
 
 log = logging.getLogger(__name__)
 MIN_LANDLOCK = 1  # the first version keeps files away; 3 adds truncation, 4 TCP, 6 signals and abstract sockets
@@ -33,7 +34,7 @@ NAMESPACES_PROCESSES = 2  # bubblewrap runs as two beside the command
 MORE_THREADS = 256  # an ordinary user's limit counts all threads of the user: so many may come to those that run
 
 
-class SandboxError(RuntimeError):
+class SandboxError(Failure):
     """The sandbox itself failed. It says nothing about the candidate."""
 
 
@@ -60,7 +61,7 @@ class Limits:
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if not isinstance(value, int) or value < 1:
-                raise ValueError(f"Limits.{name}: {value!r} must be a whole number, at least 1")
+                raise Mistake(f"Limits.{name}: {value!r} must be a whole number, at least 1")
 
 
 class Sandbox:

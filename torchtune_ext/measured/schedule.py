@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from torchtune_ext.measured.kernel import Kernel
+from torchtune_ext.run.errors import Mistake
 
 PATIENCE = 64  # about ten seconds of two cores
 CHECK, TIME = "check", "time"
@@ -93,7 +94,7 @@ class Schedule:
         elif self.timing == job:
             self.timing = None
         else:
-            raise ValueError(f"{job!r} is not being timed")
+            raise Mistake(f"{job!r} is not being timed")
 
     def _begin(self, queue: deque[Job], alone: bool) -> Job:
         self.timing, self._is_alone = queue.popleft(), alone

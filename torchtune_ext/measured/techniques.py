@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from torchtune_ext.measured.kernel import Kernel
 from torchtune_ext.measured.reader import read
 from torchtune_ext.measured.records import Facts, Site
+from torchtune_ext.run.errors import Mistake
 
 TECHNIQUES = {
     "loop_order": "loops in another order than that of the definition",
@@ -88,7 +89,7 @@ def _definition(kernel: Kernel) -> _Definition:
     facts = read(kernel.naive, kernel)
     groups = _groups(facts.sites)
     if not groups:
-        raise ValueError(f"the naive program of {kernel.name} adds up no work that can be recognized")
+        raise Mistake(f"the naive program of {kernel.name} adds up no work that can be recognized")
     nest, sites = max(((key[0], sites) for key, sites in groups.items()), key=lambda pair: len(pair[1]))
     signatures = tuple(_signature(facts, sites[0], loop) for loop in nest)
     return _Definition(signatures, tuple(loop in sites[0].item.strided for loop in nest), len(sites))

@@ -33,6 +33,7 @@ from torchtune_ext.measured.numpy_child import NumpyChild
 from torchtune_ext.measured.probe import OWN_CPU_S, Look, Probe, Quiet
 from torchtune_ext.measured.sandbox import SandboxError
 from torchtune_ext.measured.verify import compare, draw_inputs, expect, explained
+from torchtune_ext.run.errors import Mistake
 
 NARROW = 0.02  # the 95% intervals of the medians end this far from them, as a share, or nearer
 # A time of the reference above its quiet level by more than this share speaks of a neighbor, too.
@@ -151,7 +152,7 @@ class Timer:
 
     def __init__(self, checker: Checker, budget_s: float = 10.0, tell: Callable[[], None] = nobody) -> None:
         if not budget_s > 0:
-            raise ValueError(f"budget_s={budget_s} must be more than 0 seconds")
+            raise Mistake(f"budget_s={budget_s} must be more than 0 seconds")
         self.checker, self.kernel, self.budget_s = checker, checker.kernel, budget_s
         self.rng = np.random.default_rng()
         self._quiet = Quiet()  # of the reference

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from torchtune_ext.objective.clipping import clip, kl3_bounds, nowhere, top_k_kl, trust_region
 from torchtune_ext.objective.tokens import Tokens
+from torchtune_ext.run.errors import Mistake
 
 
 class Constraint:
@@ -76,9 +77,7 @@ class Interval(Constraint):
         if self.dual_clip is None:
             return
         if level == "geometric":
-            raise ValueError(
-                f"loss.dual_clip={self.dual_clip} needs a ratio of its own; loss.level='geometric' has none"
-            )
+            raise Mistake(f"loss.dual_clip={self.dual_clip} needs a ratio of its own; loss.level='geometric' has none")
         _, upper = self.interval()
         must = f"must lie above the upper clip bound {upper:.4g}; often 3 or 4"
         _require(self.dual_clip > upper, "dual_clip", self.dual_clip, must)
@@ -145,13 +144,13 @@ class TopKL(Constraint):
 
     def check(self, level: str, old: str) -> None:
         if old != "trainer":
-            raise ValueError(
+            raise Mistake(
                 f"loss.old={old!r} has no constraint='kl': only the proximal policy's likeliest tokens are stored; "
                 "use old=trainer"
             )
         _require(self.delta > 0.0, "delta", self.delta, "must be positive; kl uses 0.02")
         if not (isinstance(self.top_k, int) and self.top_k >= 1):
-            raise ValueError(
+            raise Mistake(
                 f"loss.constraint='kl' needs loss.top_k, a whole number of tokens, often 16; it is {self.top_k}"
             )
 
@@ -163,7 +162,7 @@ class TopKL(Constraint):
         if t.top_LK is not None:
             kl_L = top_k_kl(t.old_top_LK, t.top_LK)
         elif log_ratio_L.count_nonzero():
-            raise ValueError("loss.constraint='kl' needs the proximal policy's top-k log-probs, but none were stored")
+            raise Mistake("loss.constraint='kl' needs the proximal policy's top-k log-probs, but none were stored")
         else:
             # The policy still is the old one, and the learner has spared the two passes over the output layer.
             kl_L = torch.zeros_like(log_ratio_L)
@@ -298,7 +297,7 @@ def make_constraint(name: str, settings: Mapping[str, Any]) -> Constraint:
     own = options[name]
     for option in dict.fromkeys(option for names in options.values() for option in names):
         if option not in own and settings.get(option) is not None:
-            raise ValueError(
+            raise Mistake(
                 f"loss.{option}={settings[option]} contradicts loss.constraint={name!r}, whose options are "
                 f"{', '.join(own) or 'none'}; set it to null (it may come from `preset`), or use constraint="
                 + " or ".join(repr(other) for other, names in options.items() if option in names)
@@ -308,7 +307,7 @@ def make_constraint(name: str, settings: Mapping[str, Any]) -> Constraint:
 
 def _require(holds: bool, option: str, value: float, must: str) -> None:
     if not holds:
-        raise ValueError(f"loss.{option}={value} {must}")
+        raise Mistake(f"loss.{option}={value} {must}")
 
 
 def _check_clips(low: float, high: float) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from torchtune_ext.objective.ratios import bounded_exp, sample_means, sample_sums
+from torchtune_ext.run.errors import Mistake
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,23 +75,23 @@ def check_importance(name: str, low: float | None, high: float | None, level: st
     """
     method = METHODS[name]
     if name != "none" and old == "sampler":
-        raise ValueError(
+        raise Mistake(
             f"loss.importance={name!r} contradicts loss.old='sampler': the ratio to the sampler already corrects for it; use "
             "importance=none, or old=trainer"
         )
     if name != "none" and level != "token" and method.level == "token":
-        raise ValueError(
+        raise Mistake(
             f"loss.importance={name!r} weighs tokens, but loss.level={level!r} has one ratio for a whole completion; use "
             "sequence_tis, sequence_mis, geometric_mask or none"
         )
     for bound, given, own in (("low", low, method.low), ("high", high, method.high)):
         if given is not None and own is None:
-            raise ValueError(f"loss.importance_{bound}={given}: importance={name!r} has no such bound; remove it")
+            raise Mistake(f"loss.importance_{bound}={given}: importance={name!r} has no such bound; remove it")
     if high is not None and not high > 0.0:
-        raise ValueError(f"loss.importance_high={high} must be positive, or no sample would count")
+        raise Mistake(f"loss.importance_high={high} must be positive, or no sample would count")
     within = method.within(low, high)
     if within.low is not None and not 0.0 <= within.low < within.high:
-        raise ValueError(
+        raise Mistake(
             f"loss.importance_low={within.low} must lie in [0, importance_high={within.high}): weights between are kept"
         )
 

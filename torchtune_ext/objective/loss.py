@@ -29,6 +29,7 @@ from torchtune_ext.objective.importance import METHODS, check_importance, import
 from torchtune_ext.objective.kl import KLS, kl_k3, kl_penalty
 from torchtune_ext.objective.ratios import LEVELS, MAX_LOG, OLDS, bounded_exp, old_logprobs, sample_means
 from torchtune_ext.objective.tokens import Tokens
+from torchtune_ext.run.errors import Mistake
 
 Loss = Callable[[Tokens], tuple[Tensor, dict[str, Tensor]]]
 
@@ -108,7 +109,7 @@ class PolicyLoss(Options):
             _require_word(name, getattr(self, name), known)
         possible = [name for name, kind in CONSTRAINTS.items() if self.level in kind.levels]
         if self.constraint not in possible:
-            raise ValueError(
+            raise Mistake(
                 f"loss.level={self.level!r} has no constraint={self.constraint!r}; use one of {', '.join(possible)}"
             )
         constraint = self._constraint
@@ -124,7 +125,7 @@ class PolicyLoss(Options):
         check_importance(self.importance, self.importance_low, self.importance_high, self.level, self.old)
         for name in ("kl_coef", "old_kl_coef"):
             if not getattr(self, name) >= 0.0:
-                raise ValueError(f"loss.{name}={getattr(self, name)} must not be negative; 0 turns the KL term off")
+                raise Mistake(f"loss.{name}={getattr(self, name)} must not be negative; 0 turns the KL term off")
 
     @cached_property
     def _constraint(self) -> Constraint:
@@ -185,7 +186,7 @@ class PolicyLoss(Options):
             loss_L = loss_L + self.old_kl_coef * kl_penalty(self.kl, t.logprobs_L, old_L, token_ratio_L)
         if self.kl_coef:
             if t.ref_logprobs_L is None:
-                raise ValueError(f"loss.kl_coef={self.kl_coef} needs reference log-probs, but none were computed")
+                raise Mistake(f"loss.kl_coef={self.kl_coef} needs reference log-probs, but none were computed")
             kl_L = kl_penalty(self.kl, t.logprobs_L, t.ref_logprobs_L, token_ratio_L)
             loss_L = loss_L + self.kl_coef * kl_L
             metrics["kl_ref"] = kl_L.detach()
@@ -216,12 +217,12 @@ def _require_word(name: str, value: Any, known: Collection[str]) -> None:
     if not isinstance(value, str) or value not in known:
         near = difflib.get_close_matches(str(value), known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(known)}"
-        raise ValueError(f"loss.{name}={value!r} is unknown; {hint}")
+        raise Mistake(f"loss.{name}={value!r} is unknown; {hint}")
 
 
 def _require_number(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"loss.{name}={value!r} must be a number")
+        raise Mistake(f"loss.{name}={value!r} must be a number")
 
 
 @dataclass(frozen=True, slots=True)

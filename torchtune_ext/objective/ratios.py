@@ -14,6 +14,7 @@ pi_old            log-probs
 from torch import Tensor
 
 from torchtune_ext.objective.tokens import Tokens
+from torchtune_ext.run.errors import Mistake
 
 OLDS = ("trainer", "sampler", "interpolated")
 
@@ -32,7 +33,7 @@ def old_logprobs(old: str, t: Tokens) -> Tensor:
     found = {"trainer": t.old_logprobs_L, "sampler": t.behavior_logprobs_L}
     logprobs_L = interpolated(t) if old == "interpolated" else found[old]
     if logprobs_L is None:
-        raise ValueError(f"loss.old={old!r} needs log-probs of the proximal policy, but none were computed")
+        raise Mistake(f"loss.old={old!r} needs log-probs of the proximal policy, but none were computed")
     return logprobs_L
 
 
@@ -48,7 +49,7 @@ def interpolated(t: Tokens) -> Tensor:
         ValueError: nobody says which version the proximal policy is.
     """
     if t.version is None:
-        raise ValueError("loss.old='interpolated' needs the version of the proximal policy (Tokens.version)")
+        raise Mistake("loss.old='interpolated' needs the version of the proximal policy (Tokens.version)")
     age_L = (t.version - t.versions_L).to(t.behavior_logprobs_L.dtype)
     return t.behavior_logprobs_L.lerp(t.logprobs_L.detach(), age_L / (age_L + 1))
 

@@ -14,6 +14,7 @@ from torchtune_ext.policy import lora
 from torchtune_ext.policy.fp8.plan import Fp8Config, convert
 from torchtune_ext.policy.hf_model import HFModel, load_weights
 from torchtune_ext.policy.logprobs import PackedPolicy
+from torchtune_ext.run.errors import Mistake
 
 
 def on_meta(make_model: Callable[[], TransformerDecoder]) -> TransformerDecoder:
@@ -32,7 +33,7 @@ def on_meta(make_model: Callable[[], TransformerDecoder]) -> TransformerDecoder:
         cause = error.__cause__ if isinstance(error, ValueError) else error
         if not isinstance(cause, AssertionError) or not _raised_by("torchao", cause):
             raise
-        raise ValueError(
+        raise Mistake(
             f"model.quantize_base: NF4 wants weights of a multiple of 256 blocks of 64 values, and torchao says: {cause}. "
             "Leave the small layers (k_proj and v_proj) out of lora_attn_modules"
         ) from cause

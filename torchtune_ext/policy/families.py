@@ -20,6 +20,7 @@ from torchtune.models.qwen2._convert_weights import _FROM_HF
 from torchtune.modules import TransformerDecoder
 
 from torchtune_ext.policy.qwen3 import lora_qwen3, qwen3
+from torchtune_ext.run.errors import Mistake
 
 Config = Mapping[str, Any]  # the content of a config.json
 
@@ -172,22 +173,22 @@ def read_config(model_dir: str | Path) -> dict[str, Any]:
     path = Path(model_dir)
     file = path / "config.json"
     if not file.is_file():
-        raise ValueError(f"model_dir={str(model_dir)!r}: {_no_config(path)}")
+        raise Mistake(f"model_dir={str(model_dir)!r}: {_no_config(path)}")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{file} is no JSON ({error}); copy it anew from where the weights come from") from None
+        raise Mistake(f"{file} is no JSON ({error}); copy it anew from where the weights come from") from None
     if not isinstance(config, dict):
-        raise ValueError(f"{file} holds no keys; copy it anew from where the weights come from")
+        raise Mistake(f"{file} holds no keys; copy it anew from where the weights come from")
     if config.get("model_type") not in FAMILIES:
-        raise ValueError(
+        raise Mistake(
             f"{file} says model_type={config.get('model_type')!r}, which is not supported; take a model of one of these: "
             f"{', '.join(sorted(FAMILIES))}"
         )
     require_keys(config, ("hidden_size", "num_attention_heads", "num_key_value_heads"), file)
     for key in ("hidden_size", "num_attention_heads", "num_key_value_heads"):
         if not isinstance(config[key], int) or config[key] < 1:
-            raise ValueError(f"{file} says {key}={config[key]!r}, which is no size; copy it anew")
+            raise Mistake(f"{file} says {key}={config[key]!r}, which is no size; copy it anew")
     return config
 
 
@@ -222,7 +223,7 @@ def owner_of(name: str) -> str:
 def require_keys(config: Config, keys: Sequence[str], file: Path) -> None:
     """Raises ValueError where a config.json lacks one of `keys`."""
     if lacking := [key for key in keys if key not in config]:
-        raise ValueError(f"{file} lacks {', '.join(lacking)}; copy it anew from where the weights come from")
+        raise Mistake(f"{file} lacks {', '.join(lacking)}; copy it anew from where the weights come from")
 
 
 def from_config(
@@ -261,7 +262,7 @@ def from_config(
     family = FAMILIES[config["model_type"]]
     for key, values in family.can.items():
         if key in config and config[key] not in values:
-            raise ValueError(
+            raise Mistake(
                 f"{file} says {key}={config[key]!r}, but the builder of {config['model_type']} can only do "
                 f"{' or '.join(str(value) for value in values if value is not None)}; take a model without it, or name a "
                 "builder of your own as model._component_"
@@ -273,7 +274,7 @@ def from_config(
         raise
     width = arguments["embed_dim"] // arguments["num_heads"]
     if "head_dim" not in arguments and config.get("head_dim") not in (None, width):
-        raise ValueError(
+        raise Mistake(
             f"{file} says head_dim={config['head_dim']}, but in the builder of {config['model_type']} a head has hidden_size / "
             f"num_attention_heads = {width}; take another model, or name a builder of your own as model._component_"
         )
@@ -287,11 +288,11 @@ def from_config(
     }
     if lora_attn_modules:
         if lora_rank < 1:
-            raise ValueError(f"model.lora_rank={lora_rank} must be at least 1")
+            raise Mistake(f"model.lora_rank={lora_rank} must be at least 1")
         numbers = dict(lora_rank=lora_rank, lora_alpha=lora_alpha, lora_dropout=lora_dropout)
         return family.build_adapted(list(lora_attn_modules), **switches, **numbers, **arguments)
     if asked := [name for name, value in switches.items() if value]:
-        raise ValueError(
+        raise Mistake(
             f"model.{asked[0]}=True without model.lora_attn_modules: there is no adapter that it could concern; set "
             "lora_attn_modules=[q_proj, v_proj], for instance, or leave it out"
         )

@@ -17,6 +17,7 @@ from torchtune.modules import TiedLinear
 
 from torchtune_ext.policy.families import FAMILIES, owner_of, read_config
 from torchtune_ext.policy.sharded import fill, whole
+from torchtune_ext.run.errors import Mistake
 
 # Weights have one of these dtypes, as safetensors spells them; others belong to a quantized checkpoint.
 _DTYPES = ("BF16", "F16", "F32", "F64")
@@ -53,7 +54,7 @@ class HFModel:
         if not files:
             others = sorted(path.name for ending in ("*.bin", "*.pth", "*.gguf") for path in self.path.glob(ending))
             there = f" (there is {others[0]}, which is not read)" if others else ""
-            raise ValueError(
+            raise Mistake(
                 f"model_dir={str(self.path)!r} has no *.safetensors file{there}; other weight formats are not read: "
                 f"`hf download {owner_of(self.path.name)}/{self.path.name} --local-dir {self.path}` fetches the weights"
             )
@@ -68,10 +69,10 @@ class HFModel:
         try:
             named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise ValueError(f"{index} is damaged; copy it anew from where the weights come from") from None
+            raise Mistake(f"{index} is damaged; copy it anew from where the weights come from") from None
         missing = sorted(named - {file.name for file in files})
         if missing:
-            raise ValueError(
+            raise Mistake(
                 f"model_dir={str(self.path)!r} lacks {missing[0]} ({len(missing)} of {len(named)} files are missing), which "
                 f"{index.name} names: the download broke off. `hf download OWNER/{self.path.name} --local-dir {self.path}` "
                 "goes on with it"
@@ -94,7 +95,7 @@ class HFModel:
                     converted = self._family.to_tune({name: empty}, **self._shape)
                 except Exception as error:
                     # The map of names is torchtune's. It raises errors of several kinds.
-                    raise ValueError(
+                    raise Mistake(
                         f"{file} holds {name} of shape {tuple(entry['shape'])}, which a model of the family "
                         f"{self.config['model_type']} has not; copy config.json and the weights from the same place"
                     ) from error
@@ -119,14 +120,14 @@ class HFModel:
         missing = set(wanted)
         for name, shape, file in self.shapes():
             if wanted.get(name) != shape:
-                raise ValueError(self._misfit(name, shape, wanted.get(name), file))
+                raise Mistake(self._misfit(name, shape, wanted.get(name), file))
             missing.discard(name)
         self._require_none(missing)
 
     def require_tied(self, model: nn.Module) -> None:
         """Raises ValueError where only one of model and config.json has an output layer that is the embedding."""
         if self.tied != isinstance(model.output, TiedLinear):
-            raise ValueError(
+            raise Mistake(
                 f"tie_word_embeddings={self.tied} in {self.path / 'config.json'}, but the model of the YAML has "
                 f"{'untied' if self.tied else 'tied'} embeddings; change `model:`"
             )
@@ -141,7 +142,7 @@ class HFModel:
     def _require_none(self, missing: Collection[str]) -> None:
         if missing:
             first = ", ".join(sorted(missing)[:4]) + (", ..." if len(missing) > 4 else "")
-            raise ValueError(
+            raise Mistake(
                 f"model_dir={str(self.path)!r} lacks {len(missing)} weights of the model ({first}): `model:` is larger than "
                 "what the files hold, or a file is missing; copy the weights anew, or change `model:`"
             )
@@ -187,7 +188,7 @@ class HFModel:
     def require_unquantized(self) -> None:
         """Raises ValueError where `config.json` says that the weights are quantized: without their scales they are others."""
         if (found := self.config.get("quantization_config")) is not None:
-            raise ValueError(
+            raise Mistake(
                 f"model_dir={str(self.path)!r} holds quantized weights (quantization_config in config.json, quant_method="
                 f"{found.get('quant_method')!r}): {_UNQUANTIZED}"
             )
@@ -201,7 +202,7 @@ class HFModel:
 def _require_plain(name: str, dtype: str, file: Path) -> None:
     """Raises ValueError for a tensor that is, or belongs to, a quantized weight."""
     if "_scale" in name.rpartition(".")[2] or dtype not in _DTYPES:
-        raise ValueError(f"{name} in {file} is, or belongs to, a quantized weight: {_UNQUANTIZED}")
+        raise Mistake(f"{name} in {file} is, or belongs to, a quantized weight: {_UNQUANTIZED}")
 
 
 def _header(file: Path) -> tuple[int, dict[str, Any]]:
@@ -216,13 +217,11 @@ def _header(file: Path) -> tuple[int, dict[str, Any]]:
                 default=0,
             )
         except (AttributeError, KeyError, TypeError, ValueError):
-            raise ValueError(
+            raise Mistake(
                 f"{file} is no safetensors file, or its header is damaged; copy it anew from where the weights come from"
             ) from None
     if 8 + length + end != file.stat().st_size:
-        raise ValueError(
-            f"{file} has {file.stat().st_size:,} bytes, its header says {8 + length + end:,}: copy it anew"
-        )
+        raise Mistake(f"{file} has {file.stat().st_size:,} bytes, its header says {8 + length + end:,}: copy it anew")
     return 8 + length, header
 
 
@@ -249,7 +248,7 @@ def load_weights(model: nn.Module, source: HFModel, new: Collection[str] = ()) -
         param = params.get(name)
         if param is None or tuple(param.shape) != tuple(tensor.shape):
             wanted = None if param is None else tuple(param.shape)
-            raise ValueError(source._misfit(name, tuple(tensor.shape), wanted, source.path))
+            raise Mistake(source._misfit(name, tuple(tensor.shape), wanted, source.path))
         fill(param, tensor)
         missing.discard(name)
     source._require_none(missing)

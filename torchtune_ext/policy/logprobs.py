@@ -11,6 +11,7 @@ from torchtune_ext.kernels.packed_attention import packed_mask, use_packed_atten
 from torchtune_ext.packing import Row
 from torchtune_ext.policy.fp8.plan import Fp8Receipt
 from torchtune_ext.policy.lora import effective_weight
+from torchtune_ext.run.errors import Mistake
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class PackedPolicy:
         """
         longest = int(row.positions_T.max()) + 1
         if longest > self.max_positions:
-            raise ValueError(
+            raise Mistake(
                 f"model.max_seq_len={self.max_positions} is too short for a sequence of {longest} tokens; "
                 "raise it, or lower max_tokens"
             )

@@ -24,6 +24,7 @@ from torchtune.modules.peft import DoRALinear, LoRALinear, disable_adapter
 
 from torchtune_ext.policy.hf_model import HFModel, clean_name
 from torchtune_ext.policy.sharded import dequantized, fill, whole
+from torchtune_ext.run.errors import Mistake
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +75,15 @@ def adapter_spec(
             ranks cannot share.
     """
     if asked.get("lora_rank", 1) < 1:
-        raise ValueError(f"model.lora_rank={asked['lora_rank']} must be at least 1")
+        raise Mistake(f"model.lora_rank={asked['lora_rank']} must be at least 1")
     modules = adapted_modules(model)
     attention = {name for name, module in model.layers[0].attn.named_children() if hasattr(module, "weight")}
     unknown = sorted(set(asked.get("lora_attn_modules") or ()) - attention)
     if unknown:
-        raise ValueError(f"model.lora_attn_modules names {unknown}, which no layer has; there are {sorted(attention)}")
+        raise Mistake(f"model.lora_attn_modules names {unknown}, which no layer has; there are {sorted(attention)}")
     builder = str(asked.get("_component_")).rpartition(".")[2]
     if not modules and (re.search(r"(^|_)q?lora(_|$)", builder) or any(str(key).startswith("lora_") for key in asked)):
-        raise ValueError(
+        raise Mistake(
             "`model:` speaks of LoRA, but the model has no adapters; name torchtune_ext.policy.from_config, or a LoRA builder "
             f"of torchtune, and give it lora_attn_modules out of {sorted(attention)}"
         )
@@ -90,7 +91,7 @@ def adapter_spec(
         return None
     for name, module in modules.items():
         if isinstance(module.weight, NF4Tensor) and module.weight.quantization_factor.numel() % shards:
-            raise ValueError(
+            raise Mistake(
                 f"model.quantize_base: {name} has {module.weight.quantization_factor.numel()} groups of 256 NF4 blocks, which "
                 f"{shards} ranks cannot share; leave it out of the targets, or take another number of ranks or shard_within"
             )

@@ -28,6 +28,8 @@ from torchtune.modules import (
 )
 from torchtune.modules.peft import LORA_ATTN_MODULES, DoRALinear, LoRALinear
 
+from torchtune_ext.run.errors import Mistake
+
 
 class Qwen3Attention(MultiHeadAttention):
     """torchtune's attention, except that q and k are normed first and rotated then."""
@@ -168,9 +170,9 @@ def lora_qwen3(
         ValueError: no `lora_attn_modules`, or an adapter on a tied output head.
     """
     if not lora_attn_modules:
-        raise ValueError(f"Must pass one or more of {LORA_ATTN_MODULES.__args__} as lora_attn_modules")
+        raise Mistake(f"Must pass one or more of {LORA_ATTN_MODULES.__args__} as lora_attn_modules")
     if apply_lora_to_output and tie_word_embeddings:
-        raise ValueError(
+        raise Mistake(
             "apply_lora_to_output=True, but this model has no output head of its own (tie_word_embeddings=True); set "
             "apply_lora_to_output=False"
         )

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from torchtune_ext.chat import CHATML
+from torchtune_ext.run.errors import Mistake
 
 SPECIAL = ("<|im_end|>", "<|im_start|>", "<|pad|>")
 # The template writes roles so.
@@ -42,19 +43,19 @@ class Shape:
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.num_attention_heads or self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
+            raise Mistake(
                 f"shape: hidden_size={self.hidden_size} must be a multiple of num_attention_heads="
                 f"{self.num_attention_heads}, and that of num_key_value_heads={self.num_key_value_heads}"
             )
         if self.model_type not in ARCHITECTURES:
-            raise ValueError(f"shape.model_type={self.model_type!r} is unknown; known: {sorted(ARCHITECTURES)}")
+            raise Mistake(f"shape.model_type={self.model_type!r} is unknown; known: {sorted(ARCHITECTURES)}")
         if self.model_type == "qwen2" and self.head_size * self.num_attention_heads != self.hidden_size:
-            raise ValueError(
+            raise Mistake(
                 f"shape.head_dim={self.head_dim} must be hidden_size / num_attention_heads in Qwen2; leave it out, or set "
                 "shape.model_type=qwen3"
             )
         if self.head_size % 32:
-            raise ValueError(
+            raise Mistake(
                 f"shape: heads of {self.head_size} (head_dim, or hidden_size / num_attention_heads) are unknown to vLLM's "
                 "attention kernels; make it a multiple of 32"
             )

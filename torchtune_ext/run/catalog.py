@@ -12,6 +12,8 @@ from ast import literal_eval
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchtune_ext.run.errors import Mistake
+
 FOLDER_RECIPES = {"grpo": "grpo_full", "warmup": "warmup_sft", "eval": "evaluate"}
 RECIPE_LINE = "# recipe:"
 MACHINE_LINE = "# for:"
@@ -96,7 +98,5 @@ def config_path(given: str) -> str:
 
     near = get_close_matches(given, known, n=3, cutoff=0.5)
     if not near or given.endswith((".yaml", ".yml")):
-        raise ValueError(f"--config {given}: no such file, seen from {Path.cwd()}, and no config of ours (`tune ls`)")
-    raise ValueError(
-        f"--config {given}: neither a file nor a config of ours; did you mean {', '.join(near)}? (`tune ls`)"
-    )
+        raise Mistake(f"--config {given}: no such file, seen from {Path.cwd()}, and no config of ours (`tune ls`)")
+    raise Mistake(f"--config {given}: neither a file nor a config of ours; did you mean {', '.join(near)}? (`tune ls`)")

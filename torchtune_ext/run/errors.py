@@ -1,15 +1,16 @@
-"""Decides how an error is shown: as one message if we foresaw it, otherwise with its traceback.
+"""Two kinds of errors of our own, and how an error is shown: as one message if we foresaw it, otherwise with its traceback.
 
-what our own code raises on purpose             is                                       exit status
-ValueError, OSError, ImportError                a mistake of the user: the message         2
+error                                           is                                       exit status
+Mistake                                         the user can mend it: the message        2
                                                 names the key, the value and the fix
-RuntimeError, TimeoutError, ...                 a failure: the message has its cause       1
+Failure                                         it went wrong while the run was right:   1
+                                                the message has its cause
 
 What the user's components raise while they are built and checked becomes a mistake, with the place in the user's file
-(`blame`). An error out of a library that nobody foresaw keeps its traceback, so that it can be reported.
+(`blame`). A ValueError that a recipe raises itself is one, too: the recipe may be the user's copy, which runs as `__main__`. An
+error out of a library, or out of a slip of ours, keeps its traceback, so that it can be reported.
 """
 
-import dis
 import os
 import re
 import sys
@@ -26,9 +27,6 @@ STATUS = 2  # the exit status of a mistake
 WITH_TRACEBACK = "TORCHTUNE_EXT_TRACEBACK"  # set to 1, this variable of the environment shows the traceback, too
 # Seconds that another rank than 0 waits before it speaks. If rank 0 has the same mistake, torchrun ends the others meanwhile.
 OTHER_RANKS_WAIT_S = 5.0
-MISTAKES = (ValueError, OSError, ImportError)
-# These are failures, though some of them are kinds of OSError.
-FAILURES = (RuntimeError, FloatingPointError, TimeoutError, ConnectionError, ChildProcessError, InterruptedError)
 FAILED = 1  # the exit status of a failure
 STDLIB = sysconfig.get_path("stdlib") + os.sep
 PACKAGES = ("site-packages", "dist-packages")
@@ -64,7 +62,23 @@ THOUGHT = {
 }
 
 
-class Blamed(ValueError):
+class Mistake(ValueError):
+    """The user can mend it. The message names the key, the value and the fix."""
+
+
+class FileMistake(Mistake, OSError):
+    """A file or a disk that the user has to look after. Who expects that files fail catches it as an OSError."""
+
+
+class Failure(RuntimeError):
+    """It went wrong though nothing is wrong with what the user asked for. The message has the cause."""
+
+
+class Late(Failure, TimeoutError):
+    """Something has not answered by its deadline. The message says what."""
+
+
+class Blamed(Mistake):
     """A component that the user named raised an error, which is the cause of this one."""
 
 
@@ -84,26 +98,23 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def is_mistake(error: BaseException) -> bool:
-    """Tells whether our own code raised an error on purpose, and of a kind about which the user can do something."""
+    """Tells whether the user can do something about an error."""
     return status_of(error) == STATUS
 
 
 def status_of(error: BaseException) -> int | None:
-    """Returns the exit status of an error that our own code raised on purpose, or None for an error that nobody foresaw."""
-    if not isinstance(error, MISTAKES + FAILURES) or error.__traceback__ is None:
+    """Returns the exit status of an error that we foresaw, or None for another one."""
+    if isinstance(error, Mistake):
+        return STATUS
+    if isinstance(error, Failure):
+        return FAILED
+    if error.__traceback__ is None:
         return None
-    last = error.__traceback__
-    while last.tb_next is not None:
-        last = last.tb_next
-    # `int("x")` and a file that cannot be opened raise in our code, too, but not on purpose.
-    if last.tb_frame.f_code.co_code[last.tb_lasti] != dis.opmap["RAISE_VARARGS"]:
-        return None
-    module = str(last.tb_frame.f_globals.get("__name__"))
-    if isinstance(error, FAILURES):
-        return FAILED if _is_ours(module) else None
-    # A recipe runs as __main__. It may be a copy of the user's, whose own ValueErrors are messages, too. And what torchtune
-    # raises while it reads the words of the command is meant for the user.
-    return STATUS if _is_ours(module) or module == "__main__" or module.startswith("torchtune.config.") else None
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    module = str(frame.f_globals.get("__name__"))
+    # What torchtune raises while it reads the words of the command is meant for the user.
+    of_torchtune = module.startswith("torchtune.config.") and isinstance(error, ValueError | OSError | ImportError)
+    return STATUS if of_torchtune or (module == "__main__" and type(error) is ValueError) else None
 
 
 def _is_ours(module: str) -> bool:
@@ -189,7 +200,8 @@ def _say(error: Exception, status: int, who: str) -> None:
         traceback.print_exception(error)
     else:
         # What an engine says at its end may have many lines, which all count.
-        text = message(error) if status == STATUS else f"{type(error).__name__}: {error}"
+        kind = "" if type(error) in (Failure, Late) else f"{type(error).__name__}: "
+        text = message(error) if status == STATUS else f"{kind}{error}"
         # Notes say how the run stands now (`training.life`).
         print("\n".join([f"error: {who}{text}", *getattr(error, "__notes__", ())]), file=sys.stderr)
     sys.stderr.flush()

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from torchtune_ext.run.errors import FileMistake
+
 log = logging.getLogger(__name__)
 
 # A killed process leaves files and folders with these names. A folder is half written (PARTIAL), half deleted (PRUNED),
@@ -74,4 +76,4 @@ def explained(what: str, fix: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OSError(f"{what}: {error.strerror or error}. {fix}") from error
+        raise FileMistake(f"{what}: {error.strerror or error}. {fix}") from error

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtune_ext.run.catalog import config_path, folder, recipe_files
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.files import explained, sweep, write_atomic
 
 log = logging.getLogger(__name__)
@@ -125,7 +126,7 @@ class RunFolder:
         self.earlier: Mapping[str, Any] = {}  # its settings until then, if it goes on and they are known
         self._lock: int | None = None
         if self.path.exists() and not self.path.is_dir():
-            raise ValueError(f"output_dir={path} is no folder. {_ELSEWHERE}")
+            raise Mistake(f"output_dir={path} is no folder. {_ELSEWHERE}")
         with explained(
             f"output_dir={path} cannot be made or written", f"{_ELSEWHERE}, or make room and set its rights"
         ):
@@ -226,7 +227,7 @@ class RunFolder:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(
+            raise Mistake(
                 f"output_dir={self.path} is in use by another run: {_holder(self._lock)}. {_ELSEWHERE}, or stop that run"
             ) from None
         except OSError as error:
@@ -268,7 +269,7 @@ class RunFolder:
         for read in reads:
             for left in self._left():
                 if Path(read).resolve().is_relative_to(left.resolve()):
-                    raise ValueError(
+                    raise Mistake(
                         f"output_dir={self.path} holds an earlier run, which a new one would set aside, and with it {read}, "
                         f"which it reads. {_ELSEWHERE}, or copy {read} to a place outside it"
                     )
@@ -285,7 +286,7 @@ class RunFolder:
             return
         for path in left:
             if path.is_symlink():
-                raise ValueError(
+                raise Mistake(
                     f"output_dir={self.path}: {path} is a link, and what an earlier run left behind it cannot be set aside. "
                     f"{_ELSEWHERE}, or move the earlier run away"
                 )
@@ -308,7 +309,7 @@ class RunFolder:
             wrong = str(error)
         ids = sorted({_run_of(self.path / step) or "none" for step in self._checkpoints()})
         if len(ids) != 1 or ids == ["none"]:
-            raise ValueError(
+            raise Mistake(
                 f"{wrong}, and the checkpoints beside it do not say which run this is (they name {', '.join(ids) or 'none'}): "
                 f'leave those of one run in the folder, or write {{"id": "..."}} with its id to {self.path / RECORD}'
             )
@@ -328,9 +329,9 @@ def read_record(folder: str | Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error})") from error
+        raise Mistake(f"{path} is damaged ({error})") from error
     if not isinstance(record, dict) or not isinstance(record.get("id"), str):
-        raise ValueError(f"{path} is damaged (it names no id)")
+        raise Mistake(f"{path} is damaged (it names no id)")
     return record
 
 
@@ -368,7 +369,7 @@ def agents_run() -> str | None:
     if not os.environ.get(SWEEP_VARIABLE) or not (run := os.environ.get(RUN_VARIABLE)):
         return None
     if not _ID.fullmatch(run):
-        raise ValueError(
+        raise Mistake(
             f"{RUN_VARIABLE}={run} names the folder of this run of a sweep, so it may have letters, digits, '-', '_' and '.' "
             f"alone and begins with a letter or a digit; without {SWEEP_VARIABLE} it names no folder"
         )

@@ -33,6 +33,7 @@ from typing import Any
 import cloudpickle
 
 from torchtune_ext.run import worker_process
+from torchtune_ext.run.errors import Failure
 from torchtune_ext.run.parent import environment
 from torchtune_ext.run.worker_process import BEGUN, WAITING
 
@@ -237,7 +238,7 @@ class Processes:
         self._start_failures = 0 if worker.ready else self._start_failures + 1
         if worker.refused or self._start_failures == MAX_START_FAILURES:
             cause = f"the {self._name} process died: {failure.cause}" if failure.kind == "died" else failure.cause
-            raise RuntimeError(f"a {self._name} process could not start with this {self._subject}: {cause}")
+            raise Failure(f"a {self._name} process could not start with this {self._subject}: {cause}")
         self._replace(slot)
         if worker.item is not None:
             worker.answer(failure)

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from torchtune_ext.run.errors import Mistake
+
 SIZES = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads")
 
 
@@ -38,7 +40,7 @@ def require_alike(servers: dict[str, dict[str, Any]], again: tuple[str, dict[str
         if keys:
             has, should = (", ".join(f"{key}={each.get(key)}" for key in keys) for each in (facts, wanted))
             others_have = f"{first} has {should}" if again is None else f"it had {should} when the run began"
-            raise ValueError(
+            raise Mistake(
                 f"engine.address: {address} has {has}, but {others_have}; the servers of a run have to be alike: start "
                 f"{address} with {'the model and the flags of ' + first if again is None else 'what it had'}, or leave it out"
             )

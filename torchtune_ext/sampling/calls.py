@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from torchtune_ext.run.errors import Failure, Mistake
 from torchtune_ext.sampling.loop_thread import fetch_error
 from torchtune_ext.sampling.records import Completion, Priority, SamplingConfig
 
@@ -41,11 +42,11 @@ def check_prompt(prompt: Sequence[int], n: int, sampling: SamplingConfig, max_mo
     """Returns the prompt as a list of ints. Raises ValueError for what does not fit, before anything is sent."""
     prompt = np.asarray(prompt).tolist()
     if n < 1:
-        raise ValueError(f"sample: n is {n}; it has to be 1 or more")
+        raise Mistake(f"sample: n is {n}; it has to be 1 or more")
     if not prompt:
-        raise ValueError(f"sample: prompt {group} is empty; it needs at least one token")
+        raise Mistake(f"sample: prompt {group} is empty; it needs at least one token")
     if len(prompt) + sampling.max_tokens > max_model_len:
-        raise ValueError(
+        raise Mistake(
             f"sample: prompt {group} has {len(prompt)} tokens, sampling.max_tokens is {sampling.max_tokens}: "
             f"together more than engine.max_model_len = {max_model_len}; "
             f"shorten the prompt, lower max_tokens or raise max_model_len"
@@ -80,7 +81,7 @@ class Submission:
         return completion
 
 
-class CoreLost(RuntimeError):
+class CoreLost(Failure):
     """The engine is gone, does not answer, or holds half-loaded weights: this life of it is over."""
 
 

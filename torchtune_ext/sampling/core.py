@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded, paused, require_cleared
 from torchtune_ext.sampling.core_process import (
     LOG_FORMAT,
@@ -200,7 +201,7 @@ class LocalCore:
         except EngineGenerateError as error:
             raise CoreLost(f"the engine failed in a request: {error.__cause__!r}") from error
         except VLLMClientError as error:
-            raise ValueError(f"vLLM refuses the request: {error}") from error
+            raise Mistake(f"vLLM refuses the request: {error}") from error
         except asyncio.CancelledError:
             if call.was_lost():
                 raise CoreLost("the engine was ended") from None

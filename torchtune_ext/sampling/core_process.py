@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from torchtune_ext.run.errors import Failure
 from torchtune_ext.run.parent import die_with_parent, environment
 from torchtune_ext.sampling import janitor
 
@@ -221,7 +222,7 @@ def forget_preemptions_of_pauses() -> None:
     original = Scheduler.reset_prefix_cache
     found = list(inspect.signature(original).parameters)
     if found != ["self", "reset_running_requests", "reset_connector"]:
-        raise RuntimeError(
+        raise Failure(
             f"vLLM {vllm.__version__} is not the version that this was written for: its Scheduler.reset_prefix_cache takes "
             f"{found}; install the version that setup.cfg names"
         )

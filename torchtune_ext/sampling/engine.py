@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 
+from torchtune_ext.run.errors import Failure, Late, Mistake
 from torchtune_ext.sampling.calls import Core, OnCompletion, Step, Submission, check_prompt
 from torchtune_ext.sampling.cleanup import Cleanup
 from torchtune_ext.sampling.core import LocalCore
@@ -111,7 +112,7 @@ class Engine:
         Raises: EngineFailed when the engine refuses its config; RuntimeError when it was started before.
         """
         if self._started is not None or self._closed:
-            raise RuntimeError("Engine.start: an engine is started once; make a new one")
+            raise Failure("Engine.start: an engine is started once; make a new one")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._cleanup, began = Cleanup(), time.monotonic()
         close = weakref.WeakMethod(self.close)
@@ -136,12 +137,12 @@ class Engine:
         """Waits until the engine can sample, and returns the seconds that its start took. Raises EngineFailed when it cannot
         start, TimeoutError after `timeout` seconds (None stands for `start_deadline_s`), RuntimeError before `start`."""
         if self._started is None:
-            raise RuntimeError("Engine.wait_ready: call start() first")
+            raise Failure("Engine.wait_ready: call start() first")
         timeout = self.config.start_deadline_s if timeout is None else timeout
         give_up_at = time.monotonic() + timeout
         while not self._started.done():
             if time.monotonic() > give_up_at:
-                raise TimeoutError(f"the engine was not ready after {timeout:g} s; see {self.log_path}")
+                raise Late(f"the engine was not ready after {timeout:g} s; see {self.log_path}")
             time.sleep(0.02)
         try:
             self._started.result()
@@ -289,10 +290,10 @@ class Engine:
         the engine takes the weights neither now nor after a restart.
         """
         if adapter is not None and self.config.lora_rank is None:
-            raise ValueError("publish: an adapter, but the engine was started without engine.lora_rank")
+            raise Mistake("publish: an adapter, but the engine was started without engine.lora_rank")
         with self._publish_lock:
             if not all(future.done() for future in self._evaluation.copy()):
-                raise RuntimeError(
+                raise Failure(
                     f"publish: version {version}, while an evaluation of version {self.version} is drawn, which belongs to one "
                     f"version; publish when it is over, or cancel it"
                 )
@@ -329,7 +330,7 @@ class Engine:
         """Raises ValueError when a server holds weights that a run has published there, and not those of its folder."""
         for core in self._pool.cores:
             if isinstance(core, ServerCore) and core.replaced:
-                raise ValueError(f"engine.address: {core.other_model()}")
+                raise Mistake(f"engine.address: {core.other_model()}")
 
     def sleep(self) -> None:
         """Gives the engine's memory back on a GPU that it shares with the trainer; without `engine.sleep` nothing happens.
@@ -341,7 +342,7 @@ class Engine:
         """Fixes how many requests may be in flight in an engine. With None the limit follows its counters, from the beginning.
         Raises ValueError for a limit below 1."""
         if limit is not None and limit < 1:
-            raise ValueError(f"limit_concurrency: {limit} requests; use 1 or more, or None to follow the engine")
+            raise Mistake(f"limit_concurrency: {limit} requests; use 1 or more, or None to follow the engine")
         self._call(self._limit(limit))
 
     def stats(self) -> EngineStats:
@@ -395,5 +396,5 @@ BACKENDS: dict[str, Backend] = {"vllm": vllm, "vllm_in_process": LocalCore}
 def find_backend(name: str) -> Backend:
     """Returns the backend of that name. Raises ValueError for a name that `BACKENDS` lacks."""
     if name not in BACKENDS:
-        raise ValueError(f"engine.backend is {name!r}: use one of {', '.join(sorted(BACKENDS))}")
+        raise Mistake(f"engine.backend is {name!r}: use one of {', '.join(sorted(BACKENDS))}")
     return BACKENDS[name]

@@ -15,6 +15,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.sampling.weight_buffer import checksum
 
 KV_SCALES = (".attn.q_scale", ".attn.k_scale", ".attn.v_scale", ".attn.prob_scale")
@@ -102,10 +103,10 @@ def check_shapes(
         ):
             wrong.append((parts, [list(shapes[part]) for part in parts], list(parameter.shape)))
     if missing:
-        raise ValueError(f"published weights leave out {len(missing)} parameters, e.g. {sorted(missing)[:3]}")
+        raise Mistake(f"published weights leave out {len(missing)} parameters, e.g. {sorted(missing)[:3]}")
     if wrong:
         parts, sent, held = wrong[0]
-        raise ValueError(f"published {', '.join(parts)} in the shape {sent}, and the engine holds {held} of it")
+        raise Mistake(f"published {', '.join(parts)} in the shape {sent}, and the engine holds {held} of it")
 
 
 def _fits(parts: Sequence[Sequence[int]], held: Sequence[int], workers: int, padded: bool) -> bool:
@@ -143,11 +144,11 @@ def check_quantized(
         quantized = f"{head}.{fused.get(layer, layer)}.{SCALE}" in parameters
         wanted = "float8_e4m3fn" if quantized else "a high precision"
         if quantized != (dtype == "float8_e4m3fn"):
-            raise ValueError(
+            raise Mistake(
                 f"published {name} is {dtype}, but the engine holds it in {wanted}: the lists of layers differ"
             )
         if quantized and sent.get(f"{stem}.{SCALE}") != "float32":
-            raise ValueError(f"published {name} comes without {stem}.{SCALE} in float32; send both")
+            raise Mistake(f"published {name} comes without {stem}.{SCALE} in float32; send both")
 
 
 @contextmanager
@@ -227,7 +228,7 @@ class CheckedTransfer(WeightTransferEngine):
         # Some models do not say what they have loaded.
         missing = sorted(expected - loaded) if loaded else []
         if missing:
-            raise ValueError(f"published weights leave out {len(missing)} parameters, e.g. {missing[:3]}")
+            raise Mistake(f"published weights leave out {len(missing)} parameters, e.g. {missing[:3]}")
 
     def finish_weight_update(self) -> None:
         with without_lora(self.model):

@@ -9,6 +9,7 @@ from concurrent.futures import CancelledError, Future
 from functools import wraps
 from typing import Any
 
+from torchtune_ext.run.errors import Failure, Late
 from torchtune_ext.sampling.records import EngineFailed
 
 
@@ -59,7 +60,7 @@ class LoopThread:
     def refuse_itself(self) -> None:
         """Raises RuntimeError in the loop's own thread, which would wait for itself for ever."""
         if threading.current_thread() is self._thread:
-            raise RuntimeError("on_completion may not call the engine: it runs in the engine's own thread")
+            raise Failure("on_completion may not call the engine: it runs in the engine's own thread")
 
     def submit(self, work: Coroutine[Any, Any, Any]) -> Future:
         """Begins `work` and returns. What has not ended when the thread does is cancelled. Raises EngineFailed when the thread
@@ -106,7 +107,7 @@ class LoopThread:
                 if not self._thread.is_alive():
                     raise EngineFailed("the engine was closed")
                 if time.monotonic() > give_up_at:
-                    raise TimeoutError(f"the engine's thread did not answer within {timeout:g} s")
+                    raise Late(f"the engine's thread did not answer within {timeout:g} s")
         finally:
             # It does nothing when the work is done; else the caller is going away (Ctrl-C).
             future.cancel()
@@ -117,7 +118,7 @@ class LoopThread:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(5.0)
             if self._thread.is_alive():
-                raise TimeoutError(f"the thread {self._thread.name} did not end")
+                raise Late(f"the thread {self._thread.name} did not end")
         # A loop that has stopped no longer tells anybody what became of the work.
         for future in list(self._futures):
             future.cancel()

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.sampling.alike import require_alike
 from torchtune_ext.sampling.calls import Call, Core, CoreLost, Step, Submission
 from torchtune_ext.sampling.core import DEFAULT_MAX_NUM_SEQS
@@ -315,7 +316,7 @@ class Pool:
         core, prompt = await self._any_core(to), group.prompt
         # vLLM does not look, and dies of an id that it does not have.
         if not 0 <= min(prompt) <= max(prompt) < core.vocabulary:
-            raise ValueError(
+            raise Mistake(
                 f"sample: prompt {group.group} holds token ids from {min(prompt)} to {max(prompt)}, but the model has only "
                 f"the ids 0 to {core.vocabulary - 1}: tokenizer and model do not belong together"
             )

@@ -8,6 +8,8 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from torchtune_ext.run.errors import Failure, Mistake
+
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM has room for these; a rank between is padded to the next
 FINISH_REASONS = ("stop", "length", "early_stop", "deadline", "abort")
 
@@ -25,11 +27,11 @@ class Priority(IntEnum):
     SAMPLE = 2  # what is trained on
 
 
-class EngineFailed(RuntimeError):
+class EngineFailed(Failure):
     """The engine could not be brought back; the message holds the cause and the end of the engine's log."""
 
 
-class WeightsIncomplete(RuntimeError):
+class WeightsIncomplete(Failure):
     """The last publication broke off while copying, and the engine has to load it: publish again."""
 
 
@@ -78,16 +80,16 @@ class EngineConfig:
             words = [word.strip().rstrip("/") for each in several for word in str(each).split(",")]
             object.__setattr__(self, "address", ",".join(words))
         if self.dtype not in ("bfloat16", "float16", "float32", "auto"):
-            raise ValueError(f"engine.dtype is {self.dtype!r}: use 'bfloat16', 'float16', 'float32' or 'auto'")
+            raise Mistake(f"engine.dtype is {self.dtype!r}: use 'bfloat16', 'float16', 'float32' or 'auto'")
         if self.kv_on_publish not in ("recompute", "keep"):
-            raise ValueError(f"engine.kv_on_publish is {self.kv_on_publish!r}: use 'recompute' or 'keep'")
+            raise Mistake(f"engine.kv_on_publish is {self.kv_on_publish!r}: use 'recompute' or 'keep'")
         if self.kv_on_publish == "keep" and self.sleep:
-            raise ValueError(
+            raise Mistake(
                 "engine.kv_on_publish=keep with engine.sleep: what sleeps loses its KV cache; use 'recompute'"
             )
         for name in ("max_model_len", "tensor_parallel_size", "max_failures"):
             if getattr(self, name) < 1:
-                raise ValueError(f"engine.{name} is {getattr(self, name)}: it has to be 1 or more")
+                raise Mistake(f"engine.{name} is {getattr(self, name)}: it has to be 1 or more")
         for name in (
             "count",
             "kv_cache_bytes",
@@ -98,43 +100,43 @@ class EngineConfig:
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"engine.{name} is {value}: it has to be 1 or more, or null for the default")
+                raise Mistake(f"engine.{name} is {value}: it has to be 1 or more, or null for the default")
         if self.lora_rank is not None and not 1 <= self.lora_rank <= LORA_RANKS[-1]:
-            raise ValueError(f"engine.lora_rank is {self.lora_rank}: vLLM takes adapters of rank 1 to {LORA_RANKS[-1]}")
+            raise Mistake(f"engine.lora_rank is {self.lora_rank}: vLLM takes adapters of rank 1 to {LORA_RANKS[-1]}")
         if self.transfer not in TRANSFERS:
-            raise ValueError(f"engine.transfer is {self.transfer!r}: use one of {', '.join(TRANSFERS)}")
+            raise Mistake(f"engine.transfer is {self.transfer!r}: use one of {', '.join(TRANSFERS)}")
         if self.address is None and self.transfer not in ("auto", "shm"):
-            raise ValueError(
+            raise Mistake(
                 f"engine.transfer={self.transfer} without engine.address: an engine of this run reads the trainer's memory; "
                 "leave it out, or name a server"
             )
         if self.quantization and self.dtype == "float32":
-            raise ValueError(
+            raise Mistake(
                 "engine.dtype=float32 with quantized weights: vLLM computes around them in bfloat16; set it so"
             )
         for name in ("start_deadline_s", "rpc_deadline_s", "probe_interval_s", "probe_deadline_s"):
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"engine.{name} is {value}: it has to be a positive number of seconds")
+                raise Mistake(f"engine.{name} is {value}: it has to be a positive number of seconds")
         if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(
+            raise Mistake(
                 f"engine.gpu_memory_utilization is {self.gpu_memory_utilization}: it is a share of the GPU in (0, 1]"
             )
         if not all(_is_address(each) for each in self.addresses):
-            raise ValueError(
+            raise Mistake(
                 f"engine.address is {self.address!r}: write it as 'http://host:port', several with commas between"
             )
         for name, several in (("devices", self.device_names), ("address", self.addresses)):
             if twice := [each for each in several if several.count(each) > 1]:
-                raise ValueError(f"engine.{name} is {getattr(self, name)!r}, which names {twice[0]} twice")
+                raise Mistake(f"engine.{name} is {getattr(self, name)!r}, which names {twice[0]} twice")
         told = len(self.addresses) or len(self.device_names) // self.tensor_parallel_size
         if self.count is not None and told and self.count != told:
             where = f"address={self.address!r}"
             if not self.addresses:
                 where = f"devices={self.devices!r} with tensor_parallel_size={self.tensor_parallel_size}"
-            raise ValueError(f"engine.count is {self.count}, but engine.{where} makes {told}; leave engine.count out")
+            raise Mistake(f"engine.count is {self.count}, but engine.{where} makes {told}; leave engine.count out")
         if self.backend == "vllm_in_process" and max(self.count or 1, told) > 1:
-            raise ValueError(
+            raise Mistake(
                 "engine.backend=vllm_in_process holds one engine, in the trainer's own process; use engine.backend=vllm for "
                 f"{max(self.count or 1, told)}"
             )
@@ -175,23 +177,23 @@ class SamplingConfig:
 
     def __post_init__(self):
         if self.max_tokens < 1:
-            raise ValueError(f"sampling.max_tokens is {self.max_tokens}: it has to be 1 or more")
+            raise Mistake(f"sampling.max_tokens is {self.max_tokens}: it has to be 1 or more")
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
-            raise ValueError(f"sampling.temperature is {self.temperature}: it has to be 0 (greedy) or more")
+            raise Mistake(f"sampling.temperature is {self.temperature}: it has to be 0 (greedy) or more")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"sampling.top_p is {self.top_p}: it is a probability in (0, 1], 1 is off")
+            raise Mistake(f"sampling.top_p is {self.top_p}: it is a probability in (0, 1], 1 is off")
         if self.top_k < 0:
-            raise ValueError(f"sampling.top_k is {self.top_k}: it has to be 0 (off) or more")
+            raise Mistake(f"sampling.top_k is {self.top_k}: it has to be 0 (off) or more")
         if not 0 < self.early_stop_decay < 1:
-            raise ValueError(f"sampling.early_stop_decay is {self.early_stop_decay}: it lies in (0, 1), e.g. 0.992")
+            raise Mistake(f"sampling.early_stop_decay is {self.early_stop_decay}: it lies in (0, 1), e.g. 0.992")
         if self.early_stop_min_tokens < 1:
-            raise ValueError(f"sampling.early_stop_min_tokens is {self.early_stop_min_tokens}: it has to be 1 or more")
+            raise Mistake(f"sampling.early_stop_min_tokens is {self.early_stop_min_tokens}: it has to be 1 or more")
         if self.early_stop_logprob is not None and not self.early_stop_logprob < 0:
-            raise ValueError(
+            raise Mistake(
                 f"sampling.early_stop_logprob is {self.early_stop_logprob}: a mean log-prob is negative, e.g. -3.0"
             )
         if self.deadline_s is not None and not self.deadline_s > 0:
-            raise ValueError(f"sampling.deadline_s is {self.deadline_s}: it has to be a positive number of seconds")
+            raise Mistake(f"sampling.deadline_s is {self.deadline_s}: it has to be a positive number of seconds")
 
 
 @dataclass(frozen=True, slots=True)

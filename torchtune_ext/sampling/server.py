@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.sampling.alike import require_alike, server_facts
 from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded, paused, require_cleared
 from torchtune_ext.sampling.records import TRANSFERS, Completion, EngineConfig
@@ -100,7 +101,7 @@ class ServerCore:
         """Reads the key; who starts the server configures all else. Raises ValueError without a key."""
         key = server_key()
         if key is None:
-            raise ValueError(
+            raise Mistake(
                 f"engine.address is {self.address}, but {KEY_VARIABLE} is not set: set it to the key of the server, which "
                 "is started like this, with the same variable in its environment (e.g. from `openssl rand -hex 32`): "
                 f"{self.how()}"
@@ -171,7 +172,7 @@ class ServerCore:
         if status >= 500:
             raise CoreLost(f"{self.address} is not ready ({status})")
         if status not in (401, 403):
-            raise ValueError(
+            raise Mistake(
                 f"engine.address: {self.address} asks for no key, so whoever reaches it may replace its weights; "
                 f"start it like this: {self.how()}"
             )
@@ -251,7 +252,7 @@ class ServerCore:
             await self.quick("/update_weight_version", {"new_version": str(version)})
             return 0.0, 0.0
         if self.replaced and all(buffer.adapter is not None for buffer in buffers):
-            raise ValueError(f"publish: an adapter, but {self.other_model()}")
+            raise Mistake(f"publish: an adapter, but {self.other_model()}")
         with self._way.expecting():
             await self.ping(self.config.probe_deadline_s)
             await self._way.prepare(buffers)
@@ -377,12 +378,12 @@ class ServerCore:
         try:
             async with self._session.request(method, self.address + path, json=body, headers=self._headers) as response:
                 if response.status in (401, 403):
-                    raise ValueError(
+                    raise Mistake(
                         f"engine.address: {self.address} refuses the key in {KEY_VARIABLE} (it says: "
                         f"{(await response.text())[:200]}); set it to the same value here and where the server is started"
                     )
                 if response.status in (400, 404, 422):
-                    raise ValueError(f"{self.address}{path} refuses the request: {(await response.text())[:500]}")
+                    raise Mistake(f"{self.address}{path} refuses the request: {(await response.text())[:500]}")
                 if response.status >= 400:
                     raise CoreLost(f"{self.address}{path} failed ({response.status}): {(await response.text())[:500]}")
                 if response.content_type == "application/json":
@@ -422,7 +423,7 @@ def check_kind(address: str, told: dict[str, Any], config: EngineConfig, how: Ca
     transfer = (told.get("weight_transfer_config") or {}).get("backend")
 
     def refuse(what: str) -> None:
-        raise ValueError(f"engine.address: {address} {what}; start it like this: {how()}")
+        raise Mistake(f"engine.address: {address} {what}; start it like this: {how()}")
 
     if model["logprobs_mode"] != "processed_logprobs":
         refuse(
@@ -447,7 +448,7 @@ def check_kind(address: str, told: dict[str, Any], config: EngineConfig, how: Ca
             f"holds its layers in {held}, and this run publishes {'FP8 blocks' if config.quantization else 'none in FP8'}"
         )
     if model["max_model_len"] < config.max_model_len:
-        raise ValueError(
+        raise Mistake(
             f"engine.max_model_len is {config.max_model_len}, but {address} was started with "
             f"{model['max_model_len']}; lower the one or raise the other"
         )
@@ -468,7 +469,7 @@ def _check_nccl(address: str, told: dict[str, Any], how: Callable[[], str]) -> N
     if not (there and here):
         side = "this trainer has none" if there else f"{address} runs on {device}"
         both = "" if there or here else ", and this trainer has none"
-        raise ValueError(
+        raise Mistake(
             f"engine.transfer: nccl moves weights between GPUs only, and {side}{both}; use engine.transfer=gloo, and start the "
             f"server like this: {how()}"
         )

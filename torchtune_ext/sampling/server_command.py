@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.sampling.core_process import CORES, on_cpu
 from torchtune_ext.sampling.records import CANARY_REQUESTS, LORA_RANKS, EngineConfig
 
@@ -64,7 +65,7 @@ def server_command(
     # the shell in which the server starts goes before them.
     own = _all_here(config) and not on_cpu() and "CUDA_VISIBLE_DEVICES" not in os.environ
     if own and len(device_shares(config)) > 1:
-        raise ValueError(
+        raise Mistake(
             f"engine.devices={config.devices} names GPUs for {len(device_shares(config))} engines, and a server is one: start "
             f"one for each, and name its {config.tensor_parallel_size} with CUDA_VISIBLE_DEVICES in front of the command"
         )
@@ -92,7 +93,7 @@ def _all_here(config: EngineConfig) -> bool:
 def _port(config: EngineConfig) -> int:
     ports = sorted({urlsplit(address).port or PORT for address in config.addresses}) or [PORT]
     if ports[1:]:
-        raise ValueError(
+        raise Mistake(
             f"engine.address={config.address} names the ports {', '.join(map(str, ports))}: say with --port which of them this "
             "server gets, or with engine.address which server it is"
         )
@@ -140,7 +141,7 @@ def server_key() -> str | None:
     if not key:
         return None
     if not (key.isascii() and key.isprintable() and " " not in key):
-        raise ValueError(
+        raise Mistake(
             f"{KEY_VARIABLE} holds a space, a line break or a letter outside ASCII: make another key, e.g. with "
             "`openssl rand -hex 32`, and start the server with it, too"
         )
@@ -257,7 +258,7 @@ def device_shares(config: EngineConfig) -> list[list[str]]:
     size, names = config.tensor_parallel_size, config.device_names
     if len(names) % size:
         below, above = len(names) // size * size, (len(names) // size + 1) * size
-        raise ValueError(
+        raise Mistake(
             f"engine.devices={config.devices!r} names {len(names)} GPUs, but engine.tensor_parallel_size={size} needs "
             f"{size} for each engine: name {f'{below} or {above}' if below else above}"
         )
@@ -283,13 +284,13 @@ def engine_configs(config: EngineConfig) -> list[EngineConfig]:
     if count == 1:
         return [config]
     if not on_cpu():
-        raise ValueError(
+        raise Mistake(
             f"engine.count={count} without engine.devices: on GPUs name them instead, {size} for each engine, as in "
             f"engine.devices='{','.join(map(str, range(count * size)))}'"
         )
     cores = sorted(os.sched_getaffinity(0))
     if count > len(cores):
-        raise ValueError(
+        raise Mistake(
             f"engine.count={count}: this process may use {len(cores)} cores, and each engine needs one; set "
             f"engine.count={len(cores)} or less"
         )

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from torchtune_ext.run.errors import Late, Mistake
 from torchtune_ext.sampling.calls import Core, CoreLost
 from torchtune_ext.sampling.records import EngineFailed, WeightsIncomplete
 
@@ -133,10 +134,10 @@ class WeightBuffer:
             size += flat.numel()
             end += -(-flat.numel() // ALIGNMENT) * ALIGNMENT
         if not names:
-            raise ValueError("publish: named_tensors is empty; pass the whole model, with Hugging Face names")
+            raise Mistake("publish: named_tensors is empty; pass the whole model, with Hugging Face names")
         if len(set(names)) != len(names):
             double = next(name for name in names if names.count(name) > 1)
-            raise ValueError(
+            raise Mistake(
                 f"publish: named_tensors holds {double!r} twice; leave out tied copies such as lm_head.weight"
             )
         os.ftruncate(self._fd, end)
@@ -250,9 +251,9 @@ class Buffers:
                 raise EngineFailed("the engine was closed")
             # A version counts once an engine has loaded it; one that none would take may be tried again.
             if version < current or version <= buffer.loaded:
-                raise ValueError(f"publish: version {version} after {max(current, buffer.loaded)}; versions grow")
+                raise Mistake(f"publish: version {version} after {max(current, buffer.loaded)}; versions grow")
             if other.manifest is not None and not other.complete:
-                raise ValueError(f"publish: the last publication of the {kind} broke off; publish the {kind} first")
+                raise Mistake(f"publish: the last publication of the {kind} broke off; publish the {kind} first")
             copy_s = buffer.write(self._until_closed(named_tensors))
             buffer.adapter, buffer.version = adapter, version
             return buffer, copy_s
@@ -304,7 +305,7 @@ class Buffers:
         written has to keep its number."""
         self._closed = True
         if not self._lock.acquire(timeout=5.0):
-            raise TimeoutError("a publication is still copying; its memory is freed with this process")
+            raise Late("a publication is still copying; its memory is freed with this process")
         try:
             self.model.close()
             self.adapter.close()

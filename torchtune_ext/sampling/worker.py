@@ -19,6 +19,7 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.platforms import current_platform
 
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.sampling.loading import TAKEN, CheckedTransfer
 from torchtune_ext.sampling.transfer.received import GlooTransfer, NcclTransfer
 from torchtune_ext.sampling.weight_buffer import ADAPTER_ID, UNREADABLE, checksum
@@ -62,7 +63,7 @@ def check_memory(path: str, token: str) -> None:
     except OSError:
         ours = False
     if not ours:
-        raise ValueError(
+        raise Mistake(
             f"{UNREADABLE} at {path}: vLLM has to run on the trainer's machine, "
             f"as the same user and in the same PID namespace"
         )
@@ -130,7 +131,7 @@ class WeightLoader:
 
     def _require_lora(self) -> None:
         if self.model_runner.lora_config is None:
-            raise ValueError("this engine has no LoRA: it was started without engine.lora_rank")
+            raise Mistake("this engine has no LoRA: it was started without engine.lora_rank")
 
     def _use_adapter(self, found: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
         TAKEN["adapter"] = {}
@@ -143,7 +144,7 @@ class WeightLoader:
         adapter = LoRAModel.from_lora_tensors(ADAPTER_ID, found, peft, device="cpu", dtype=dtype)
         used = {name for name in adapter.loras if any(_serves(module, name, manager) for module in manager.modules)}
         if unused := sorted(set(adapter.loras) - used):
-            raise ValueError(
+            raise Mistake(
                 f"this engine applies no adapter to {unused[:3]}; targets it has: {sorted(manager.modules)[:8]}"
             )
         manager.remove_adapter(ADAPTER_ID)

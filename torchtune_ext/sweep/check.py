@@ -27,7 +27,7 @@ from torchtune_ext.host.components import find_component, recipe_module
 from torchtune_ext.host.config import NODES, build, has_component, instantiate, load_config
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.run.catalog import folder, recipe_files
-from torchtune_ext.run.errors import nearest
+from torchtune_ext.run.errors import Mistake, nearest
 from torchtune_ext.sampling.records import SamplingConfig
 from torchtune_ext.sweep.file import Sweep, expanded
 from torchtune_ext.sweep.space import Point, nested
@@ -67,14 +67,14 @@ def target_of(words: Sequence[str]) -> Target:
     programs = {Path(word).name for word in flat[: flat.index("run")]} if "run" in flat else set()
     named = "--config" in flat and 0 < flat.index("--config") < len(flat) - 1
     if not named or not programs & {"tune", "torchtune-ext", "torchtune_ext"}:
-        raise ValueError(
+        raise Mistake(
             f"command: {' '.join(words)}: a sweep runs recipes: command: {example}; other programs run under `wandb agent`"
         )
     at = flat.index("--config")
     recipe, settings = flat[at - 1], flat[at + 2 :]
     flags = [word for word in settings if word.startswith("--")]
     if flags:
-        raise ValueError(
+        raise Mistake(
             f"command: the run would get {flags[0]}, but recipes take key=value: write ${{args_no_hyphens}} in place of "
             f"${{args}}: command: {example}"
         )
@@ -88,7 +88,7 @@ def words_of(sweep: Sweep, point: Point, further: Sequence[str]) -> list[str]:
         ValueError: a macro in it is unknown, or is one that no recipe can read.
     """
     if "${args_json_file}" in sweep.command:
-        raise ValueError("command: recipes read no ${args_json_file}; write ${args_no_hyphens}")
+        raise Mistake("command: recipes read no ${args_json_file}; write ${args_no_hyphens}")
     words = expanded(sweep.command, nested(list(sweep.parameters), point), sweep.program, "")
     # The `tune` of this environment, whichever comes first on PATH.
     ours = [sys.executable, "-m", "torchtune_ext"] if words[0] in ("tune", "torchtune-ext") else words[:1]
@@ -117,14 +117,14 @@ def check(
     target = target_of(words)
     _refuse_ours(sweep, target)
     if shutil.which(words[0]) is None:
-        raise ValueError(f"command: there is no program {words[0]}; write [tune, run, ...], or put it on PATH")
+        raise Mistake(f"command: there is no program {words[0]}; write [tune, run, ...], or put it on PATH")
     output_dir = f"output_dir={out / 'run'}"
     if "=" in str(out) or OmegaConf.from_dotlist([output_dir]).output_dir != str(out / "run"):
-        raise ValueError(f"--out {out}: runs cannot be given such a folder in a word; choose a name without = # : {{ [")
+        raise Mistake(f"--out {out}: runs cannot be given such a folder in a word; choose a name without = # : {{ [")
     module = recipe_module(target.recipe, "command: ")
     schema = getattr(module, "Config", None)
     if schema is None or "output_dir" not in {field.name for field in fields(schema)}:
-        raise ValueError(
+        raise Mistake(
             f"command: {target.recipe} is no recipe of this project: it has no class Config with an output_dir"
         )
     ours = target.recipe in {each.name for each in recipe_files(folder("recipes"), folder("configs"))}
@@ -142,7 +142,7 @@ def check(
 def _refuse_ours(sweep: Sweep, target: Target) -> None:
     for key in (*(each.name for each in sweep.parameters), *(word.partition("=")[0] for word in target.words)):
         if key in OURS:
-            raise ValueError(f"{key}: take it out of the sweep: {OURS[key]}")
+            raise Mistake(f"{key}: take it out of the sweep: {OURS[key]}")
 
 
 def _tried(sweep: Sweep, point: Point, further: Sequence[str], schema: type, ours: bool) -> DictConfig:
@@ -157,7 +157,7 @@ def _tried(sweep: Sweep, point: Point, further: Sequence[str], schema: type, our
     except ValueError as error:
         drawn = [each.name for each in sweep.parameters if not each.fixed]
         at = ", ".join(f"{name}={point[name]}" for name in drawn)
-        raise ValueError(
+        raise Mistake(
             f"{error} (in the run with {at})" if at and not _blames(str(error), drawn) else str(error)
         ) from None
     return cfg
@@ -216,7 +216,7 @@ def require_logged(sweep: Sweep, recipe: str, ours: bool, schema: type, cfg: Dic
     """
     metric, notes = sweep.metric.name, []
     if "logging" not in {field.name for field in fields(schema)}:
-        raise ValueError(f"metric: {recipe} writes no metrics; a sweep compares runs of a recipe that trains")
+        raise Mistake(f"metric: {recipe} writes no metrics; a sweep compares runs of a recipe that trains")
     known = {name for panel in PANELS for name, _ in panel.series} | {
         name for panel in PANELS if panel.band for name in panel.band
     }
@@ -226,11 +226,11 @@ def require_logged(sweep: Sweep, recipe: str, ours: bool, schema: type, cfg: Dic
     patterns = [name for name in known if re.fullmatch(re.escape(name).replace(r"\*", "[^/]+"), metric)]
     group = metric.partition("/")[0]
     if ours and recipe == "warmup_sft" and group not in OF_A_WARM_UP:
-        raise ValueError(f"metric: {metric} is never logged by {recipe}; did you mean loss/nll?")
+        raise Mistake(f"metric: {metric} is never logged by {recipe}; did you mean loss/nll?")
     if metric not in known and not patterns:
         said = f"metric: {metric} is no metric of {recipe}; {hint}"
         if ours:
-            raise ValueError(said)
+            raise Mistake(said)
         notes.append(f"{said} A recipe of your own may log it")
     elif metric not in known:
         also = f"; {hint}" if near else ""
@@ -239,11 +239,11 @@ def require_logged(sweep: Sweep, recipe: str, ours: bool, schema: type, cfg: Dic
         )
     evaluation = cfg.get("evaluation")
     if group == "eval" and not (evaluation is not None and has_component(evaluation.get("task"))):
-        raise ValueError(
+        raise Mistake(
             f"metric: {metric} is never logged: {sweep.path.name} runs a config without held-out problems (evaluation.task)"
         )
     if group == "async" and not cfg.get("staleness") and "staleness" not in {each.name for each in sweep.parameters}:
-        raise ValueError(f"metric: {metric} is never logged with staleness=0")
+        raise Mistake(f"metric: {metric} is never logged with staleness=0")
     if not sweep.metric.said:
         notes.append(
             f"metric: {metric} is minimized, since the file names no goal; write goal: maximize if more is better"

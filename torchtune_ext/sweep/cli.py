@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchtune_ext.host import plugin
-from torchtune_ext.run.errors import FAILED, nearest
+from torchtune_ext.run.errors import FAILED, Mistake, nearest
 from torchtune_ext.run.output import say
 from torchtune_ext.sweep.file import Sweep, read_sweep, sweep_file
 from torchtune_ext.sweep.record import SweepFolder
@@ -50,7 +50,7 @@ def main(args: argparse.Namespace, words: Sequence[str] = ()) -> int:
     sweep = read_sweep(sweep_file(args.file))
     _check_words(sweep, words)
     if args.jobs < 1:
-        raise ValueError(f"--jobs {args.jobs} must be 1 or more")
+        raise Mistake(f"--jobs {args.jobs} must be 1 or more")
     folder = SweepFolder(args.out or FOLDER / sweep.path.stem, sweep, words, args.seed, args.resume)
     try:
         return _run(args, sweep, folder)
@@ -111,13 +111,13 @@ def _check_words(sweep: Sweep, words: Sequence[str]) -> None:
         key, equals, _ = word.partition("=")
         if word.startswith("-"):
             near = nearest(key.lstrip("-"), ["jobs", "resume", "out", "seed"])
-            raise ValueError(
+            raise Mistake(
                 f"there is no option {key}; {f'did you mean --{near}?' if near else 'see torchtune-ext sweep --help'}"
             )
         if not equals:
-            raise ValueError(f"{word!r} is no setting: write key=value, max_steps=20 for instance")
+            raise Mistake(f"{word!r} is no setting: write key=value, max_steps=20 for instance")
         if key in swept:
-            raise ValueError(f"{word}: the sweep says itself what {key} is; change {sweep.path}, or a copy of it")
+            raise Mistake(f"{word}: the sweep says itself what {key} is; change {sweep.path}, or a copy of it")
 
 
 def _tries(sweep: Sweep, seed: int) -> list[Point]:

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from torchtune_ext.run.catalog import config_files, folder
-from torchtune_ext.run.errors import nearest
+from torchtune_ext.run.errors import Mistake, nearest
 from torchtune_ext.sweep.search import Hyperband, hyperband_of, require_optuna
 from torchtune_ext.sweep.space import Parameter, grid, parameters_of
 
@@ -77,7 +77,7 @@ def sweep_file(given: str) -> Path:
     if not Path(given).is_file():
         near = nearest(given, [*ours, *(name.removeprefix("sweeps/") for name in ours)])
         hint = f"did you mean {near}?" if near else "`torchtune-ext sweeps` lists ours"
-        raise ValueError(f"{given}: no such file, seen from {Path.cwd()}, and no sweep of ours; {hint}")
+        raise Mistake(f"{given}: no such file, seen from {Path.cwd()}, and no sweep of ours; {hint}")
     return Path(given)
 
 
@@ -93,38 +93,36 @@ def read_sweep(path: Path) -> Sweep:
         loaded = yaml.safe_load(text)
         return _sweep(path, text, loaded)
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 at byte {error.start}; save the file as UTF-8") from None
+        raise Mistake(f"{path}: not UTF-8 at byte {error.start}; save the file as UTF-8") from None
     except yaml.YAMLError as error:
-        raise ValueError(f"{path}: no YAML: {' '.join(str(error).split())[:300]}") from None
+        raise Mistake(f"{path}: no YAML: {' '.join(str(error).split())[:300]}") from None
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise Mistake(f"{path}: {error}") from None
 
 
 def _sweep(path: Path, text: str, given: Any) -> Sweep:
     if not isinstance(given, dict) or not given:
-        raise ValueError("no sweep: it holds no keys; begin with a copy of one of ours (`torchtune-ext sweeps`)")
+        raise Mistake("no sweep: it holds no keys; begin with a copy of one of ours (`torchtune-ext sweeps`)")
     for key in given:
         if key in NOT_HERE:
-            raise ValueError(
-                f"{key}: it {NOT_HERE[key]}, which only W&B's server does; use `wandb sweep` for this file"
-            )
+            raise Mistake(f"{key}: it {NOT_HERE[key]}, which only W&B's server does; use `wandb sweep` for this file")
         if key not in (*KEYS, *SERVER_KEYS):
             near = nearest(str(key), [*KEYS, *SERVER_KEYS])
             configs = (
                 " (this looks like the config of a recipe: a sweep changes some of its keys)" if key == "model" else ""
             )
             hint = f"did you mean {near!r}?" if near else f"a sweep has {', '.join(KEYS)}{configs}"
-            raise ValueError(f"unknown key {key!r}; {hint}")
+            raise Mistake(f"unknown key {key!r}; {hint}")
     method = given.get("method")
     if method not in METHODS:
         near = nearest(str(method), METHODS)
         hint = f"did you mean {near}?" if near else f"there are {', '.join(METHODS)}"
-        raise ValueError(f"method: {method}: {hint}" if "method" in given else f"method is missing; {hint}")
+        raise Mistake(f"method: {method}: {hint}" if "method" in given else f"method is missing; {hint}")
     if method == "bayes":
         require_optuna()
     command = given.get("command", list(DEFAULT))
     if not isinstance(command, list) or not command:
-        raise ValueError(
+        raise Mistake(
             "command: must be a list of words: [tune, run, grpo_full, --config, grpo/tiny, '${args_no_hyphens}']"
         )
     parameters = parameters_of(given.get("parameters"))
@@ -145,42 +143,42 @@ def _sweep(path: Path, text: str, given: Any) -> Sweep:
 
 def _name(given: Any) -> str:
     if not isinstance(given, str) or not given.strip():
-        raise ValueError(f"name: {given!r} must be a text")
+        raise Mistake(f"name: {given!r} must be a text")
     return given.strip()
 
 
 def _metric(given: Any) -> Metric:
     example = "metric: {name: eval/accuracy_sampled, goal: maximize}"
     if not isinstance(given, dict) or not isinstance(given.get("name"), str):
-        raise ValueError(f"metric: {given} says not what runs are compared by; write {example}")
+        raise Mistake(f"metric: {given} says not what runs are compared by; write {example}")
     for key in given:
         if key not in ("name", "goal", "target", "impute", "impute_while_running"):
-            raise ValueError(f"metric: unknown key {key!r}; it has name, goal, target and impute: {example}")
+            raise Mistake(f"metric: unknown key {key!r}; it has name, goal, target and impute: {example}")
     goal, target, impute = given.get("goal", "minimize"), given.get("target"), given.get("impute", "worst")
     if goal not in ("minimize", "maximize"):
-        raise ValueError(f"metric: goal: {goal}: write maximize or minimize")
+        raise Mistake(f"metric: goal: {goal}: write maximize or minimize")
     if target is not None and (isinstance(target, bool) or not isinstance(target, int | float)):
-        raise ValueError(f"metric: target: {target!r} must be a number")
+        raise Mistake(f"metric: target: {target!r} must be a number")
     if impute not in IMPUTE:
-        raise ValueError(f"metric: impute: {impute}: write {', '.join(IMPUTE)}")
+        raise Mistake(f"metric: impute: {impute}: write {', '.join(IMPUTE)}")
     if given.get("impute_while_running", "false") not in ("false", False):
-        raise ValueError("metric: impute_while_running: only W&B's server does that; leave it out")
+        raise Mistake("metric: impute_while_running: only W&B's server does that; leave it out")
     return Metric(given["name"], goal == "maximize", "goal" in given, target, impute)
 
 
 def _runs(method: str, parameters: Sequence[Parameter], cap: Any) -> int:
     """Returns how many runs there will be. Raises ValueError."""
     if cap is not None and (type(cap) is not int or cap < 1):
-        raise ValueError(f"run_cap: {cap} must be a whole number, 1 or more")
+        raise Mistake(f"run_cap: {cap} must be a whole number, 1 or more")
     if method == "grid":
         count = len(grid(list(parameters)))
         if not count:
-            raise ValueError("parameters: the grid has no points: a q_uniform has its min, and what lies below its max")
+            raise Mistake("parameters: the grid has no points: a q_uniform has its min, and what lies below its max")
         return min(count, cap or count)
     if all(each.fixed for each in parameters):
-        raise ValueError(f"parameters: all of them are fixed, so method: {method} has nothing to choose")
+        raise Mistake(f"parameters: all of them are fixed, so method: {method} has nothing to choose")
     if cap is None:
-        raise ValueError(f"run_cap is missing: method: {method} draws without end; say how many, as in run_cap: 20")
+        raise Mistake(f"run_cap is missing: method: {method} draws without end; say how many, as in run_cap: 20")
     return cap
 
 
@@ -232,5 +230,5 @@ def expanded(command: Sequence[Any], values: dict[str, Any], program: str, json_
         else:
             near = nearest(macro[1], macros)
             hint = f"did you mean ${{{near}}}?" if near else f"there are {', '.join(f'${{{name}}}' for name in macros)}"
-            raise ValueError(f"command: {word} is no macro of W&B; {hint}")
+            raise Mistake(f"command: {word} is no macro of W&B; {hint}")
     return words

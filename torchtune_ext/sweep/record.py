@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.files import explained, write_atomic
 from torchtune_ext.sweep.file import Sweep
 from torchtune_ext.sweep.space import Point
@@ -55,13 +56,13 @@ class SweepFolder:
         self.runs: list[SweepRun] = []
         held = (path / RECORD).exists()
         if path.exists() and not path.is_dir():
-            raise ValueError(f"--out {path} is no folder; choose another one")
+            raise Mistake(f"--out {path} is no folder; choose another one")
         if held and not resume:
-            raise ValueError(f"{path} holds a sweep; go on with it (--resume), or choose another folder (--out)")
+            raise Mistake(f"{path} holds a sweep; go on with it (--resume), or choose another folder (--out)")
         if not held and resume:
-            raise ValueError(f"--resume: {path} holds no sweep; leave --resume out, or name its folder (--out)")
+            raise Mistake(f"--resume: {path} holds no sweep; leave --resume out, or name its folder (--out)")
         if not held and path.exists() and any(each.name not in (LOCK, FILE) for each in path.iterdir()):
-            raise ValueError(f"{path} is not empty, and holds no sweep; choose another folder (--out)")
+            raise Mistake(f"{path} is not empty, and holds no sweep; choose another folder (--out)")
         with explained(
             f"{path} cannot be made or written", "Choose another folder (--out), or make room and set its rights"
         ):
@@ -72,9 +73,7 @@ class SweepFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self._lock)
-            raise ValueError(
-                f"{path}: another process runs this sweep; wait, or choose another folder (--out)"
-            ) from None
+            raise Mistake(f"{path}: another process runs this sweep; wait, or choose another folder (--out)") from None
         except OSError:
             # A file system without locks.
             pass
@@ -128,7 +127,7 @@ class SweepFolder:
         try:
             record = json.loads(path.read_bytes())
             if record["format"] != FORMAT:
-                raise ValueError(
+                raise Mistake(
                     f"{path} has format {record['format']}, and this version goes on with {FORMAT}: use the version that "
                     "began the sweep"
                 )
@@ -136,15 +135,15 @@ class SweepFolder:
             words, seed = record["words"], record["seed"]
             before = yaml.safe_load((self.path / FILE).read_text(encoding="utf-8"))
         except (KeyError, TypeError, OSError, json.JSONDecodeError, yaml.YAMLError) as error:
-            raise ValueError(f"{path} is damaged ({error!r}); begin again in another folder (--out)") from error
+            raise Mistake(f"{path} is damaged ({error!r}); begin again in another folder (--out)") from error
         now = yaml.safe_load(self.sweep.text)
         if other := sorted(key for key in {**before, **now} if before.get(key) != now.get(key)):
-            raise ValueError(
+            raise Mistake(
                 f"--resume: {self.sweep.path} is not the file that this sweep began with: {', '.join(other)} differ"
                 f"{'' if other[1:] else 's'}; go on with {self.path / FILE}, or begin in another folder (--out)"
             )
         if self.words and self.words != words:
-            raise ValueError(
+            raise Mistake(
                 f"--resume: the sweep began with {' '.join(words) or 'no settings'}, and not with {' '.join(self.words)}; "
                 "leave them out, or begin in another folder (--out)"
             )

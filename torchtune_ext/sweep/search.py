@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.sweep.space import Parameter, Point
 
 BANDS = 100  # W&B makes so many from min_iter on, most of them beyond every run
@@ -66,7 +67,7 @@ def suggest(
 def require_optuna() -> None:
     """Raises ImportError if Optuna is missing."""
     if find_spec("optuna") is None:
-        raise ImportError(
+        raise Mistake(
             "method: bayes needs Optuna: pip install 'torchtune-ext[sweep]'; grid and random need nothing further"
         )
 
@@ -143,17 +144,17 @@ def hyperband_of(given: object) -> Hyperband:
     """
     keys = ("type", "min_iter", "max_iter", "s", "eta", "strict")
     if not isinstance(given, dict) or given.get("type") != "hyperband":
-        raise ValueError(f"early_terminate: {given}: write {{type: hyperband, min_iter: 3}}; W&B has no other type")
+        raise Mistake(f"early_terminate: {given}: write {{type: hyperband, min_iter: 3}}; W&B has no other type")
     for key in given:
         if key not in keys:
-            raise ValueError(f"early_terminate: unknown key {key!r}; it takes {', '.join(keys)}")
+            raise Mistake(f"early_terminate: unknown key {key!r}; it takes {', '.join(keys)}")
     for key in ("min_iter", "max_iter", "s", "eta"):
         value = given.get(key, 2)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-            raise ValueError(f"early_terminate: {key}: {value} must be a number above 0")
+            raise Mistake(f"early_terminate: {key}: {value} must be a number above 0")
     eta = given.get("eta", 3)
     if eta <= 1:
-        raise ValueError(f"early_terminate: eta: {eta} must be above 1: of the runs that are compared, 1/eta stay")
+        raise Mistake(f"early_terminate: eta: {eta} must be above 1: of the runs that are compared, 1/eta stay")
     if "max_iter" in given and "s" in given:
         band, bands = given["max_iter"], []
         for _ in range(int(given["s"])):
@@ -162,16 +163,16 @@ def hyperband_of(given: object) -> Hyperband:
                 break
             bands.append(int(band))
         if not bands:
-            raise ValueError(
+            raise Mistake(
                 f"early_terminate: max_iter: {given['max_iter']}, s: {given['s']}, eta: {eta} leave no band; raise max_iter"
             )
     elif "min_iter" in given:
         if given["min_iter"] < 1:
-            raise ValueError(f"early_terminate: min_iter: {given['min_iter']} must be 1 or more")
+            raise Mistake(f"early_terminate: min_iter: {given['min_iter']} must be 1 or more")
         band, bands = given["min_iter"], []
         for _ in range(BANDS):
             bands.append(int(band))
             band *= eta
     else:
-        raise ValueError("early_terminate: hyperband needs min_iter, or max_iter and s")
+        raise Mistake("early_terminate: hyperband needs min_iter, or max_iter and s")
     return Hyperband(tuple(sorted(bands)), eta, bool(given.get("strict", True)))

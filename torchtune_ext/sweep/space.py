@@ -13,7 +13,7 @@ from itertools import product
 from statistics import NormalDist
 from typing import Any
 
-from torchtune_ext.run.errors import nearest
+from torchtune_ext.run.errors import Mistake, nearest
 
 Point = dict[str, Any]  # the value of every parameter of one run, by its dotted name
 
@@ -142,9 +142,7 @@ def parameters_of(node: Any, above: tuple[str, ...] = ()) -> list[Parameter]:
     """
     where = ".".join(("parameters", *above))
     if not isinstance(node, dict) or not node:
-        raise ValueError(
-            f"{where}: needs at least one parameter, for instance optimizer.lr: {{values: [1.0e-3, 2.0e-3]}}"
-        )
+        raise Mistake(f"{where}: needs at least one parameter, for instance optimizer.lr: {{values: [1.0e-3, 2.0e-3]}}")
     found: list[Parameter] = []
     for key, given in sorted(node.items(), key=lambda item: str(item[0])):
         path = (*above, str(key))
@@ -152,17 +150,17 @@ def parameters_of(node: Any, above: tuple[str, ...] = ()) -> list[Parameter]:
         if not isinstance(given, dict):
             values = given if isinstance(given, list) else [given]
             example = f"{{values: {values}}}" if isinstance(given, list) else f"{{value: {given}}}"
-            raise ValueError(f"parameters: {name}: {given} says not what it is; write {name}: {example}")
+            raise Mistake(f"parameters: {name}: {given} says not what it is; write {name}: {example}")
         if "parameters" in given:
             if others := [other for other in given if other != "parameters"]:
-                raise ValueError(f"parameters: {name} has `parameters:` and {others[0]!r}; it is a node or a parameter")
+                raise Mistake(f"parameters: {name} has `parameters:` and {others[0]!r}; it is a node or a parameter")
             found += parameters_of(given["parameters"], path)
         else:
             found.append(_parameter(path, given))
     if not above and len({each.name for each in found}) < len(found):
         names = [each.name for each in found]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"parameters: {twice} is there twice, nested and with a dot; keep one of them")
+        raise Mistake(f"parameters: {twice} is there twice, nested and with a dot; keep one of them")
     return found
 
 
@@ -170,22 +168,22 @@ def _parameter(path: tuple[str, ...], given: dict[str, Any]) -> Parameter:
     name = ".".join(path)
     kind = given.get("distribution") or _meant(given)
     if kind in ELSEWHERE:
-        raise ValueError(f"parameters: {name}: distribution: {kind}: {ELSEWHERE[kind]}")
+        raise Mistake(f"parameters: {name}: distribution: {kind}: {ELSEWHERE[kind]}")
     if kind not in DISTRIBUTIONS:
         near = nearest(str(kind), DISTRIBUTIONS)
         said = f"distribution: {kind} is unknown" if "distribution" in given else "has no values"
         hint = f"did you mean {near}?" if near else f"there are {', '.join(DISTRIBUTIONS)}"
         fix = hint if "distribution" in given else "write values: [...], value: ..., or min: and max:"
-        raise ValueError(f"parameters: {name}: {said}; {fix}")
+        raise Mistake(f"parameters: {name}: {said}; {fix}")
     needed, optional = DISTRIBUTIONS[kind]
     for key in needed:
         if key not in given:
-            raise ValueError(f"parameters: {name}: {kind} needs {' and '.join(needed)}; {key} is missing")
+            raise Mistake(f"parameters: {name}: {kind} needs {' and '.join(needed)}; {key} is missing")
     for key in given:
         if key not in (*needed, *optional, "distribution"):
             near = nearest(str(key), [*needed, *optional])
             hint = f"did you mean {near}?" if near else f"it takes {', '.join((*needed, *optional))}"
-            raise ValueError(f"parameters: {name}: {kind} takes no {key!r}; {hint}")
+            raise Mistake(f"parameters: {name}: {kind} takes no {key!r}; {hint}")
     whole = {key: value for key, value in {**optional, **given}.items() if key != "distribution"}
     if isinstance(whole.get("values"), list):
         whole["values"] = [_as_run_reads(value) for value in whole["values"]]
@@ -212,30 +210,30 @@ def _check(name: str, kind: str, given: dict[str, Any]) -> None:
     for key in ("min", "max", "mu", "sigma", "q"):
         if key in given and (isinstance(given[key], bool) or not isinstance(given[key], int | float)):
             hint = _as_number(given[key])
-            raise ValueError(f"parameters: {name}: {key}: {given[key]!r} is no number for YAML{hint}")
+            raise Mistake(f"parameters: {name}: {key}: {given[key]!r} is no number for YAML{hint}")
         if key in given and not math.isfinite(given[key]):
-            raise ValueError(f"parameters: {name}: {key}: {given[key]} must be finite")
+            raise Mistake(f"parameters: {name}: {key}: {given[key]} must be finite")
     if kind == "int_uniform" and not (type(given["min"]) is type(given["max"]) is int):
-        raise ValueError(f"parameters: {name}: min and max of int_uniform are whole numbers; write uniform for others")
+        raise Mistake(f"parameters: {name}: min and max of int_uniform are whole numbers; write uniform for others")
     if "min" in given and not given["min"] < given["max"]:
-        raise ValueError(f"parameters: {name}: min: {given['min']} must be below max: {given['max']}")
+        raise Mistake(f"parameters: {name}: min: {given['min']} must be below max: {given['max']}")
     if "log" in kind and "min" in given and given["min"] <= 0:
-        raise ValueError(f"parameters: {name}: min: {given['min']} of {kind} must be above 0: it has no logarithm")
+        raise Mistake(f"parameters: {name}: min: {given['min']} of {kind} must be above 0: it has no logarithm")
     if "q" in given and given["q"] <= 0:
-        raise ValueError(f"parameters: {name}: q: {given['q']} must be above 0")
+        raise Mistake(f"parameters: {name}: q: {given['q']} must be above 0")
     if given.get("sigma", 0) < 0:
-        raise ValueError(f"parameters: {name}: sigma: {given['sigma']} must be 0 or more")
+        raise Mistake(f"parameters: {name}: sigma: {given['sigma']} must be 0 or more")
     if "values" in given:
         values, shares = given["values"], given.get("probabilities")
         if not isinstance(values, list) or not values:
-            raise ValueError(f"parameters: {name}: values: {values} must be a list with at least one value")
+            raise Mistake(f"parameters: {name}: values: {values} must be a list with at least one value")
         if shares is not None and (
             not isinstance(shares, list)
             or len(shares) != len(values)
             or not all(isinstance(share, int | float) and share >= 0 for share in shares)
             or not math.isclose(sum(shares), 1.0, abs_tol=1e-6)
         ):
-            raise ValueError(f"parameters: {name}: probabilities: {shares} must be {len(values)} numbers that sum to 1")
+            raise Mistake(f"parameters: {name}: probabilities: {shares} must be {len(values)} numbers that sum to 1")
 
 
 def _as_run_reads(value: Any) -> Any:
@@ -265,12 +263,12 @@ def grid(parameters: list[Parameter]) -> list[Point]:
     """
     for each in parameters:
         if each.kind not in IN_A_GRID:
-            raise ValueError(
+            raise Mistake(
                 f"parameters: {each.name}: method: grid takes value, values, whole numbers from min to max, q_uniform, and no "
                 f"{each.kind}; list its values, or write method: random"
             )
     if (points := math.prod(each.count() for each in parameters)) > MOST:
-        raise ValueError(
+        raise Mistake(
             f"parameters: the grid has {points:,} points, more than {MOST:,}; list fewer values, or draw: method: random"
         )
     names = [each.name for each in parameters]

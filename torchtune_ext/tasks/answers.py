@@ -36,6 +36,7 @@ from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.tasks.task import Score
 from torchtune_ext.tasks.values import SENTENCE_END, STYLES, changes_value, joined_values, without_unit, word_behind
 
@@ -161,15 +162,15 @@ def gold_answer(value: Any) -> str:
         ValueError: the field holds neither text nor a number, is empty, or has braces that do not match.
     """
     if isinstance(value, bool) or not isinstance(value, str | int | float) or value != value:
-        raise ValueError(f"is {value!r:.60}, neither text nor a number")
+        raise Mistake(f"is {value!r:.60}, neither text nor a number")
     if isinstance(value, float) and value.is_integer():
         value = int(value)  # a table may hold 145.0 where 145 is meant
     found = extract(str(value))
     answer = str(value).strip() if found is None else found
     if not tidy(answer):
-        raise ValueError(f"is {value!r:.60}, which holds no answer")
+        raise Mistake(f"is {value!r:.60}, which holds no answer")
     if last_box(f"\\boxed{{{answer}}}") != answer:
-        raise ValueError(f"is {value!r:.60}: its braces do not match")
+        raise Mistake(f"is {value!r:.60}: its braces do not match")
     return answer
 
 
@@ -355,11 +356,11 @@ class MathGrader:
         format_reward: float = 0.0,
     ) -> None:
         if format not in FORMATS:
-            raise ValueError(f"format={format!r}: choose one of {', '.join(FORMATS)}")
+            raise Mistake(f"format={format!r}: choose one of {', '.join(FORMATS)}")
         if not 0.0 <= format_reward < 1.0:
-            raise ValueError(f"format_reward={format_reward} must lie in [0, 1): it is a share of the reward")
+            raise Mistake(f"format_reward={format_reward} must lie in [0, 1): it is a share of the reward")
         if importlib.util.find_spec("math_verify") is None:
-            raise ValueError("grading mathematics needs math-verify: pip install 'torchtune-ext[math]'")
+            raise Mistake("grading mathematics needs math-verify: pip install 'torchtune-ext[math]'")
         self.require_box, self.require_thinking, self.brackets = require_box, require_thinking, brackets
         self.format, self.format_reward = format, format_reward
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.tasks.functions import Grade, GradeGroup, use_graders
 from torchtune_ext.tasks.task import Problem, Score
 
@@ -79,13 +80,13 @@ class Arithmetic:
         group_grader: str | GradeGroup | None = None,
     ) -> None:
         if first < 0 or (count is not None and count < 1):
-            raise ValueError(f"first={first}, count={count}: first counts from 0, count from 1")
+            raise Mistake(f"first={first}, count={count}: first counts from 0, count from 1")
         if split not in SPLITS:
-            raise ValueError(f"split={split!r}: choose one of {', '.join(SPLITS)}")
+            raise Mistake(f"split={split!r}: choose one of {', '.join(SPLITS)}")
         if "{question}" not in prompt:
-            raise ValueError(f"prompt={prompt!r} shows no question: write {{question}} where it belongs")
+            raise Mistake(f"prompt={prompt!r} shows no question: write {{question}} where it belongs")
         if not 0.0 <= guessed <= 1.0:
-            raise ValueError(f"guessed={guessed} is a share of the solutions: give a number from 0 to 1")
+            raise Mistake(f"guessed={guessed} is a share of the solutions: give a number from 0 to 1")
         self.seed, self.first, self.split, self.prompt, self.guessed = seed, first, split, prompt, guessed
         self.length = ENDLESS if count is None else count
         self.weights = _weights(level)
@@ -170,7 +171,7 @@ def _weights(level: int | Sequence[int] | Mapping[int, float]) -> dict[int, floa
     if not isinstance(level, Mapping):
         level = dict.fromkeys([level] if isinstance(level, int) else level, 1.0)
     if not level or not set(level) <= LEVELS.keys() or min(level.values()) < 0 or not sum(level.values()) > 0:
-        raise ValueError(
+        raise Mistake(
             f"level={dict(level)}: give a level from 1 to {max(LEVELS)}, several ([3, 4]), or {{level: weight}} with weights "
             "that are not negative and not all 0"
         )

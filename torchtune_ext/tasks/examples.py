@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from torchtune_ext.run.errors import Mistake
+
 Example = Mapping[str, Any]
 _NAME = re.compile(r"\{([A-Za-z_][\w.]*)\}")  # a field in braces; the empty braces of \boxed{} do not match
 
@@ -23,7 +25,7 @@ def read_examples(path: str, fields: set[str] | None) -> Iterator[tuple[str, Exa
         ValueError: the file does not exist, is not UTF-8 or no parquet, or a line is no JSON object (with its number).
     """
     if not Path(path).is_file():
-        raise ValueError(f"path={path!r}: no such file, seen from {Path.cwd()}")
+        raise Mistake(f"path={path!r}: no such file, seen from {Path.cwd()}")
     if Path(path).suffix == ".parquet":
         yield from _parquet_examples(path, fields)
         return
@@ -33,16 +35,16 @@ def read_examples(path: str, fields: set[str] | None) -> Iterator[tuple[str, Exa
                 if line.strip():
                     yield f"{path}:{number}", _json_object(f"{path}:{number}", line)
         except UnicodeDecodeError as error:
-            raise ValueError(f"path={path!r}: not UTF-8 ({error.reason}); save the file as UTF-8") from error
+            raise Mistake(f"path={path!r}: not UTF-8 ({error.reason}); save the file as UTF-8") from error
 
 
 def _json_object(where: str, line: str) -> Example:
     try:
         example = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: no JSON ({error.msg}); write one object a line") from error
+        raise Mistake(f"{where}: no JSON ({error.msg}); write one object a line") from error
     if not isinstance(example, dict):
-        raise ValueError(f"{where}: a {type(example).__name__}, not an object; write one object a line")
+        raise Mistake(f"{where}: a {type(example).__name__}, not an object; write one object a line")
     return example
 
 
@@ -61,7 +63,7 @@ def _parquet_examples(path: str, fields: set[str] | None) -> Iterator[tuple[str,
             yield f"{path}, example {number}", example
     except (ArrowException, OSError) as error:
         cause = str(error).split("\n")[0]
-        raise ValueError(f"path={path!r}: not a readable parquet file ({cause}); write it again") from error
+        raise Mistake(f"path={path!r}: not a readable parquet file ({cause}); write it again") from error
 
 
 def hub_examples(hub: str, config: str | None, split: str, fields: set[str] | None) -> Iterator[tuple[str, Example]]:
@@ -81,7 +83,7 @@ def hub_examples(hub: str, config: str | None, split: str, fields: set[str] | No
     except Exception as error:  # noqa: BLE001 (the libraries below raise a dozen kinds; the cause is named)
         cause = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         fix = "download it where there is a network, and name a JSONL or parquet file with path:"
-        raise ValueError(f"{what} cannot be loaded ({cause}). Check the name; or {fix}") from error
+        raise Mistake(f"{what} cannot be loaded ({cause}). Check the name; or {fix}") from error
     if fields is not None and fields <= set(examples.column_names):
         examples = examples.select_columns(sorted(fields))
     for number, example in enumerate(examples):
@@ -120,5 +122,5 @@ def value_of(field: str, example: Example, where: str) -> Any:
             value = value[int(part)]
         else:
             near = difflib.get_close_matches(field, example, n=len(example), cutoff=0.0)
-            raise ValueError(f"{where}: no field {field!r}; there are: {', '.join(near)}")
+            raise Mistake(f"{where}: no field {field!r}; there are: {', '.join(near)}")
     return value

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from torchtune_ext.run.errors import text_of
+from torchtune_ext.run.errors import Mistake, text_of
 from torchtune_ext.tasks.task import Problem, Score
 
 Grade = Callable[[Problem, str], float | Score]  # one text -> what it is worth
@@ -28,7 +28,7 @@ def use_graders(task: Any, grader: str | Grade | None, group_grader: str | Grade
     """
     if grader is not None and (group_grader is not None or hasattr(task, "grade_group")):
         other = "grade_group of its own" if group_grader is None else f"group_grader={name_of(group_grader)!r}"
-        raise ValueError(
+        raise Mistake(
             f"grader={name_of(grader)!r}, but {type(task).__name__} is given {other}, which grades all texts of a problem "
             "together: keep one of the two"
         )
@@ -53,22 +53,22 @@ def by_path(path: str, key: str, what: str) -> Callable:
     asked = f"{key}={path!r}"
     module_name, _, name = path.removesuffix("()").rpartition(".")
     if not module_name or name == "py" or "/" in path or ":" in path:
-        raise ValueError(f"{asked}: write FILE.FUNCTION, {key}=my_reward.f for the function f of my_reward.py")
+        raise Mistake(f"{asked}: write FILE.FUNCTION, {key}=my_reward.f for the function f of my_reward.py")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
         # Importing runs the user's code, which may raise any error.
-        raise ValueError(f"{asked}: {_why_not(module_name, error)}") from error
+        raise Mistake(f"{asked}: {_why_not(module_name, error)}") from error
     if not hasattr(module, name):
         known = [key for key, value in vars(module).items() if inspect.isroutine(value) and not key.startswith("_")]
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(known) or 'no function'}"
-        raise ValueError(f"{asked}: {getattr(module, '__file__', module_name)} has no {name!r}{hint}")
+        raise Mistake(f"{asked}: {getattr(module, '__file__', module_name)} has no {name!r}{hint}")
     function = getattr(module, name)
     if not callable(function):
-        raise ValueError(f"{asked} is a {type(function).__name__}; name a function f(problem, {what})")
+        raise Mistake(f"{asked} is a {type(function).__name__}; name a function f(problem, {what})")
     try:
         signature = inspect.signature(function)
     except ValueError:
@@ -77,10 +77,10 @@ def by_path(path: str, key: str, what: str) -> Callable:
     try:
         signature.bind(None, None)
     except TypeError as error:
-        raise ValueError(f"{asked} takes {signature}; it must take two arguments, f(problem, {what})") from error
+        raise Mistake(f"{asked} takes {signature}; it must take two arguments, f(problem, {what})") from error
     if next(iter(signature.parameters)) == "answer":
         # It would compare its text with a problem, and find every answer wrong.
-        raise ValueError(
+        raise Mistake(
             f"{asked} takes an answer first, but it is given the problem: f(problem, {what}), and problem.answer"
         )
     return function

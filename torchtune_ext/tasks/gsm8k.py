@@ -2,6 +2,7 @@
 
 import re
 
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.tasks.functions import Grade, GradeGroup
 from torchtune_ext.tasks.math import PROMPT, Math
 
@@ -38,7 +39,7 @@ class GSM8K(Math):
         group_grader: str | GradeGroup | None = None,
     ) -> None:
         if split not in ("train", "test"):
-            raise ValueError(f"split={split!r}: GSM8K has 'train' and 'test'")
+            raise Mistake(f"split={split!r}: GSM8K has 'train' and 'test'")
         super().__init__(
             "gsm8k", path, split=split, prompt=prompt, system=system, count=count, first=first, require_box=require_box,
             require_thinking=require_thinking, format=format, format_reward=format_reward,

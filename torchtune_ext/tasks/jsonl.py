@@ -6,6 +6,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.tasks.examples import Example, field_names, fill, hub_examples, read_examples, value_of
 from torchtune_ext.tasks.functions import Grade, GradeGroup, use_graders
 from torchtune_ext.tasks.task import Problem, Score, score_of
@@ -35,7 +36,7 @@ class Source:
             ValueError: there is neither a path nor a hub, or the examples cannot be read (see `examples.py`).
         """
         if self.path is None and self.hub is None:
-            raise ValueError("name where the questions come from: path: FILE (JSONL or parquet), or hub: OWNER/NAME")
+            raise Mistake("name where the questions come from: path: FILE (JSONL or parquet), or hub: OWNER/NAME")
         fields = None
         if also is not None:
             templates = [self.question, self.answer, self.solution, self.keep and self.keep[0]]
@@ -71,9 +72,9 @@ class Questions:
         fields: Sequence[str] | None,
     ) -> None:
         if first < 0 or (count is not None and count < 1):
-            raise ValueError(f"first={first}, count={count}: first counts from 0, count from 1")
+            raise Mistake(f"first={first}, count={count}: first counts from 0, count from 1")
         if "{question}" not in prompt:
-            raise ValueError(f"prompt={prompt!r} shows no question: write {{question}} where it belongs")
+            raise Mistake(f"prompt={prompt!r} shows no question: write {{question}} where it belongs")
         use_graders(self, grader, group_grader)
         self.first, self.prompt, self.system = first, prompt, system
         where = source.path or f"{source.hub} {source.split}"
@@ -83,7 +84,7 @@ class Questions:
         examples = source.examples(fields)
         chosen = list(islice(examples, first, None if count is None else first + count))
         if not chosen or len(chosen) < (count or 0):
-            raise ValueError(f"{where}: {len(examples)} examples, too few for first={first}, count={count}")
+            raise Mistake(f"{where}: {len(examples)} examples, too few for first={first}, count={count}")
         self.examples = [
             (_question(source, example, place), _answer(source, example, place), _chosen(fields, example, place))
             for place, example in chosen
@@ -110,7 +111,7 @@ class Questions:
         if self.worked is not None:
             return str(self.worked[self.index_of(problem)])
         if problem.answer is None:
-            raise ValueError(
+            raise Mistake(
                 f"{problem.id} has no answer to learn: name the field of a text that is right, solution: FIELD"
             )
         return str(problem.answer)
@@ -167,11 +168,9 @@ class Jsonl(Questions):
         fields: Sequence[str] | None = None,
     ) -> None:
         if grader is None and group_grader is None and type(self).grade is Jsonl.grade:
-            raise ValueError(
-                "grader has no value: name a function f(problem, text), grader: my_reward.f for my_reward.py"
-            )
+            raise Mistake("grader has no value: name a function f(problem, text), grader: my_reward.f for my_reward.py")
         if hub is not None and path is not None:
-            raise ValueError(f"hub={hub!r}, path={path!r}: give one of the two")
+            raise Mistake(f"hub={hub!r}, path={path!r}: give one of the two")
         source = Source(hub, config, split, path, question, answer, solution)
         super().__init__(source, prompt, system, count, first, "", grader, group_grader, fields)
 
@@ -192,7 +191,7 @@ def _chosen(fields: Sequence[str] | None, example: Example, where: str) -> Examp
 def _question(source: Source, example: Example, where: str) -> str:
     question = fill(source.question, example, where)
     if not isinstance(question, str) or not question.strip():
-        raise ValueError(f"{where}: {source.question!r} is {question!r:.60}; write the text of the question")
+        raise Mistake(f"{where}: {source.question!r} is {question!r:.60}; write the text of the question")
     for text in source.remove:
         question = question.replace(text, "")
     return question.strip()

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.tasks.answers import MathGrader, gold_answer, last_box, readable
 from torchtune_ext.tasks.functions import Grade, GradeGroup
 from torchtune_ext.tasks.jsonl import Questions, Source
@@ -79,11 +80,11 @@ class Math(Questions):
         fields: Sequence[str] | None = None,
     ) -> None:
         if dataset is not None and dataset not in DATASETS:
-            raise ValueError(f"dataset={dataset!r}: choose one of {', '.join(DATASETS)}, or give path: or hub:")
+            raise Mistake(f"dataset={dataset!r}: choose one of {', '.join(DATASETS)}, or give path: or hub:")
         if hub is not None and path is not None:
-            raise ValueError(f"hub={hub!r}, path={path!r}: give one of the two")
+            raise Mistake(f"hub={hub!r}, path={path!r}: give one of the two")
         if hub is not None and dataset is not None:
-            raise ValueError(f"dataset={dataset!r}, hub={hub!r}: give one of the two")
+            raise Mistake(f"dataset={dataset!r}, hub={hub!r}: give one of the two")
         named = {"path": path, "hub": hub, "config": config, "split": split, "question": question, "answer": answer}
         named |= {"solution": solution}
         source = DATASETS[dataset] if dataset else Source()
@@ -108,7 +109,7 @@ class Math(Questions):
             cause = (
                 f"{self.name}: {len(bad)} of {len(self.examples)} right answers cannot be used: {'; '.join(bad[:3])}"
             )
-            raise ValueError(f"{cause}. Mend or remove these examples, or name another field with answer:")
+            raise Mistake(f"{cause}. Mend or remove these examples, or name another field with answer:")
         self.examples = examples
         looked_at = [self[index] for index in range(min(len(examples), READ_AT_MOST))]
         unread = [problem.id for problem in looked_at if not readable(problem.answer)]

@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from torchtune_ext.run.errors import text_of
+from torchtune_ext.run.errors import Mistake, text_of
 from torchtune_ext.tasks.task import Graded, Problem, Task
 
 log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class ProblemStream:
         ahead, found, bad = self._ahead.result() if self._ahead else {}, [], []
         place, in_a_row, known = self.cursor, 0, set(self.skipped)
         if not self._adapts and len(known) >= len(self._task):
-            raise ValueError(
+            raise Mistake(
                 f"all {len(self._task)} problems of the task are passed over, as the checkpoint says; set task as it was, or "
                 "begin a new run in another output_dir"
             )
@@ -159,7 +159,7 @@ class ProblemStream:
         """Takes over what `state_dict` returned. Raises ValueError if the task is another one, or has other settings."""
         if ("learned" in state) != self._adapts:
             had, now = ("adapts", "does not") if "learned" in state else ("does not adapt", "does")
-            raise ValueError(
+            raise Mistake(
                 f"task: the one of the checkpoint {had} to what became of its problems, and that of this run {now}; set task "
                 "as it was, or begin a new run in another output_dir"
             )
@@ -186,11 +186,11 @@ class ProblemStream:
             in_a_row: how many bad ones came after each other.
         """
         if self._bad == "error":
-            raise ValueError(_refusal(last))
+            raise Mistake(_refusal(last))
         everything = not self._adapts and known >= len(self._task)
         if everything or in_a_row >= GIVE_UP:
             what = f"all {len(self._task)} problems" if everything else f"{in_a_row} problems in a row"
-            raise ValueError(_none_left(what, last))
+            raise Mistake(_none_left(what, last))
 
 
 class Usable:
@@ -240,12 +240,12 @@ def _usable(task: Task, fault: Fault, on_bad: str, count: int, among: int) -> tu
             continue
         bad.append(asked)
         if on_bad == "error":
-            raise ValueError(_refusal(asked))
+            raise Mistake(_refusal(asked))
         if not found and len(bad) >= GIVE_UP:
             break
     if not found and bad:
         what = f"all {among} problems" if len(bad) == among else f"the first {len(bad)} problems"
-        raise ValueError(_none_left(what, bad[-1]))
+        raise Mistake(_none_left(what, bad[-1]))
     return found, bad
 
 

@@ -7,6 +7,8 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol
 
+from torchtune_ext.run.errors import Mistake
+
 LARGEST = 1e30  # of a reward, up or down: advantages are float32, and a sum of larger ones may not be one
 
 
@@ -43,10 +45,10 @@ def score_of(value: float | Score) -> Score:
     if not isinstance(value, Score):
         kind = type(value)
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-        raise ValueError(f"{'None' if value is None else name}, neither a number nor a Score")
+        raise Mistake(f"{'None' if value is None else name}, neither a number nor a Score")
     for name, named in (("parts", value.parts), ("facts", value.facts)):
         if not isinstance(named, Mapping):
-            raise ValueError(f"a Score with {name}={named!r:.60}, which is no dict")
+            raise Mistake(f"a Score with {name}={named!r:.60}, which is no dict")
     reward = _finite("reward", value.reward)
     parts = {str(name): _finite(name, number) for name, number in value.parts.items()}
     facts = {str(name): str(fact) for name, fact in value.facts.items()}
@@ -57,11 +59,11 @@ def _finite(name: str, value: Any) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"{name}={value!r:.60}, which is no number") from None
+        raise Mistake(f"{name}={value!r:.60}, which is no number") from None
     if not math.isfinite(number):
-        raise ValueError(f"{name}={number}, which is not finite")
+        raise Mistake(f"{name}={number}, which is not finite")
     if abs(number) > LARGEST:
-        raise ValueError(f"{name}={number:g}, which is beyond {LARGEST:g}: no advantage can be computed from it")
+        raise Mistake(f"{name}={number:g}, which is beyond {LARGEST:g}: no advantage can be computed from it")
     return number
 
 

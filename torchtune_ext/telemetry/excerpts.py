@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from torchtune_ext.groups import Group, Sample, run_lengths
+from torchtune_ext.run.errors import FileMistake
 from torchtune_ext.telemetry.findings import Silent
 from torchtune_ext.telemetry.pieces import TokenPieces, cut_text
 from torchtune_ext.telemetry.rollouts import read_rollouts
@@ -205,7 +206,7 @@ def _speller(folders: Iterable[str | Path], sample: Sample) -> TokenPieces | Non
     for folder in folders:
         try:
             pieces = TokenPieces.from_folder(folder)
-        except FileNotFoundError:
+        except FileMistake:
             continue
         except Exception as error:  # noqa: BLE001 (the library raises nothing narrower for a damaged file)
             log.warning("%s: its tokenizer cannot be read (%s)", folder, error)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtune_ext.groups import Group
+from torchtune_ext.run.errors import FileMistake, Mistake
 from torchtune_ext.run.files import explained, write_atomic
 from torchtune_ext.run.folder import Run
 from torchtune_ext.telemetry.sinks import SINKS, Opening, Sink
@@ -75,9 +76,7 @@ class Metrics:
             for record in read_metrics(self.path) if self.path.exists() else ():
                 self._totals.add(record["step"], record)
         elif self.path.exists() and self.path.stat().st_size:
-            raise ValueError(
-                f"{self.path} belongs to an earlier run: RunFolder.begin sets it aside, resume_step goes on"
-            )
+            raise Mistake(f"{self.path} belongs to an earlier run: RunFolder.begin sets it aside, resume_step goes on")
         with explained(f"cannot write {self.path}", _FIX):
             self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         opening = Opening(run_dir, run, resume_step, self._settings)
@@ -104,12 +103,10 @@ class Metrics:
         if self._fd is None:
             return
         if step < self._last_step:
-            raise ValueError(
-                f"step={step} after step {self._last_step}: steps only grow; resume with resume_step={step}"
-            )
+            raise Mistake(f"step={step} after step {self._last_step}: steps only grow; resume with resume_step={step}")
         for name in _RESERVED:
             if name in values:
-                raise ValueError(f"values[{name!r}]: this name is reserved; use 'group/{name}'")
+                raise Mistake(f"values[{name!r}]: this name is reserved; use 'group/{name}'")
         numbers = {name: v if type(v) is int else float(v) for name, v in values.items()}
         record: dict[str, Any] = {"step": step}
         record.update({name: v if math.isfinite(v) else None for name, v in numbers.items()})
@@ -167,7 +164,7 @@ class Metrics:
             os.fdatasync(self._fd)
         except OSError as error:
             os.ftruncate(self._fd, size)
-            raise OSError(f"cannot write {self.path}: {error}. {_FIX}") from error
+            raise FileMistake(f"cannot write {self.path}: {error}. {_FIX}") from error
 
     def _drop(self, name: str, error: Exception) -> None:
         """Reports a failed sink once and goes on without it."""
@@ -217,7 +214,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         try:
             records.append(json.loads(line))
         except ValueError as error:
-            raise ValueError(f"{path}, line {number}: not a JSON object ({error}); remove the line") from error
+            raise Mistake(f"{path}, line {number}: not a JSON object ({error}); remove the line") from error
     if tail:
         log.warning("%s: the last line is torn and was left out", path)
     return records

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from torchtune_ext.run.errors import FileMistake
+
 _BROKEN = "\ufffd"  # A decoder writes this for bytes that are no character yet.
 _LONGEST = 6  # So many ids may have to come together to make one character.
 
@@ -25,13 +27,13 @@ class TokenPieces:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "TokenPieces":
-        """Reads the tokenizer of a model folder, or a `tokenizer.json`. Raises FileNotFoundError where there is none."""
+        """Reads the tokenizer of a model folder, or a `tokenizer.json`. Raises FileMistake where there is none."""
         from tokenizers import Tokenizer
 
         path = Path(folder)
         path = path / "tokenizer.json" if path.is_dir() else path
         if not path.exists():
-            raise FileNotFoundError(f"--tokenizer {folder}: no tokenizer.json there; name a model folder that has one")
+            raise FileMistake(f"--tokenizer {folder}: no tokenizer.json there; name a model folder that has one")
         tokenizer = Tokenizer.from_file(str(path))
         return cls(tokenizer, tokenizer.encode("a", add_special_tokens=False).ids[-1])
 

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.folder import read_record
 from torchtune_ext.telemetry.compared.runs import is_several
 from torchtune_ext.telemetry.comparison import build_comparison
@@ -93,7 +94,7 @@ def _compare(args: argparse.Namespace) -> int:
     given += ["--tokenizer"] if args.tokenizer else []
     try:
         if given:
-            raise ValueError(f"{', '.join(given)}: for the page of one run alone; leave it out, or name one run")
+            raise Mistake(f"{', '.join(given)}: for the page of one run alone; leave it out, or name one run")
         page = build_comparison(args.runs, args.out)
     except (OSError, ValueError) as error:
         print(f"torchtune-ext report: {error}", file=sys.stderr)
@@ -112,14 +113,14 @@ def build_report(
     limits = limits or Limits()
     for name, value in asdict(limits).items():
         if value < (0 if name == "max_mib" else 1):
-            raise ValueError(f"{name}={value}: must be positive")
+            raise Mistake(f"{name}={value}: must be positive")
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
-        raise FileNotFoundError(f"{run_dir}: no such folder; name the folder of a run")
+        raise Mistake(f"{run_dir}: no such folder; name the folder of a run")
     metrics_path = run_dir / "metrics.jsonl"
     records = read_metrics(metrics_path) if metrics_path.exists() else []
     if not records:
-        raise FileNotFoundError(f"{metrics_path}: no metrics yet; a run writes its first line at the end of a step")
+        raise Mistake(f"{metrics_path}: no metrics yet; a run writes its first line at the end of a step")
     out = Path(out) if out is not None else run_dir / "report.html"
     paths, run = rollout_paths(run_dir), _record(run_dir)
     if tokenizer is not None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torchtune_ext.groups import Group, group_json, group_of
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.files import write_atomic
 
 log = logging.getLogger(__name__)
@@ -43,16 +44,14 @@ class RolloutStore:
         show: Callable[[int, Sequence[Group]], None] | None = None,
     ):
         if keep_every < 0:
-            raise ValueError(f"keep_every={keep_every}: must be 0 (keep none) or a number of steps")
+            raise Mistake(f"keep_every={keep_every}: must be 0 (keep none) or a number of steps")
         self.folder = Path(run_dir) / FOLDER
         self._keep_every, self._show = keep_every, show
         self._missing: list[int] = []  # The disk refused these steps.
         self._refused = False  # The last step is among them.
         for step, path in rollout_paths(run_dir).items():
             if resume_step is None:
-                raise ValueError(
-                    f"{path} belongs to an earlier run: RunFolder.begin sets it aside, resume_step goes on"
-                )
+                raise Mistake(f"{path} belongs to an earlier run: RunFolder.begin sets it aside, resume_step goes on")
             if step >= resume_step:
                 path.unlink()
 
@@ -124,9 +123,9 @@ def read_rollouts(path: str | Path) -> list[Group]:
         with gzip.open(path, "rt", encoding="utf-8", newline="\n") as file:
             header, *groups = map(json.loads, file)
     except (EOFError, gzip.BadGzipFile, ValueError) as error:
-        raise ValueError(f"{path}: damaged or cut off ({error}); delete the file") from error
+        raise Mistake(f"{path}: damaged or cut off ({error}); delete the file") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise ValueError(f"{path}: not a rollout file of format {FORMAT}: read it with the version that wrote it")
+        raise Mistake(f"{path}: not a rollout file of format {FORMAT}: read it with the version that wrote it")
     if len(groups) != header["groups"]:
-        raise ValueError(f"{path}: damaged or cut off ({len(groups)} groups of {header['groups']}); delete the file")
+        raise Mistake(f"{path}: damaged or cut off ({len(groups)} groups of {header['groups']}); delete the file")
     return [group_of(record) for record in groups]

@@ -36,6 +36,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from torchtune_ext.groups import GroupKey, GroupTimes
+from torchtune_ext.run.errors import Mistake
 
 log = logging.getLogger(__name__)
 
@@ -208,7 +209,7 @@ def read_trace(path: str | Path) -> Iterator[dict[str, Any]]:
     """
     with open(path, "rb") as file:
         if file.readline() != b"[\n":
-            raise ValueError(f"{path}: not a timeline of a run (its first line is not a bracket)")
+            raise Mistake(f"{path}: not a timeline of a run (its first line is not a bracket)")
         for number, line in enumerate(file, 2):
             # What follows the last line break is a line in which the run was killed.
             if not line.endswith(b"\n"):
@@ -216,7 +217,7 @@ def read_trace(path: str | Path) -> Iterator[dict[str, Any]]:
             try:
                 yield from json.loads(b"[%b]" % line.rstrip().removesuffix(b","))
             except ValueError as error:
-                raise ValueError(f"{path}, line {number}: not an event ({error})") from error
+                raise Mistake(f"{path}, line {number}: not an event ({error})") from error
 
 
 def _cut_torn_line(file: BinaryIO) -> None:

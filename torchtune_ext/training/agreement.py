@@ -10,6 +10,7 @@ from torch import Tensor
 from torchtune_ext.objective.kl import kl_k3
 from torchtune_ext.packing import Row
 from torchtune_ext.policy.logprobs import LabelLogprobs
+from torchtune_ext.run.errors import Failure
 from torchtune_ext.training.learner import AGE_0, bucket_means, buckets
 from torchtune_ext.training.outcome import gathered
 
@@ -51,7 +52,7 @@ class Mismatch:
         return {f"{prefix}/{name}": getattr(self, name) for name in names} | buckets
 
 
-class Disagreement(RuntimeError):
+class Disagreement(Failure):
     """Trainer and sampler do not compute the same policy."""
 
 

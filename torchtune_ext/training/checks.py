@@ -20,7 +20,7 @@ from torchtune_ext.objective.loss import needs_of
 from torchtune_ext.objective.tokens import Tokens
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import adapter_names
-from torchtune_ext.run.errors import blame
+from torchtune_ext.run.errors import Mistake, blame
 from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
 from torchtune_ext.tasks.order import SHUFFLE_LIMIT
 from torchtune_ext.tasks.task import Problem, Task
@@ -77,7 +77,7 @@ def check_optimizer(make: Callable[..., Any], dims: Iterable[int] = (1, 2)) -> N
     """
     optimizer = make(params=[nn.Parameter(torch.zeros((2,) * ndim)) for ndim in sorted(dims)])
     if not hasattr(optimizer, "param_groups"):
-        raise ValueError(
+        raise Mistake(
             f"optimizer: {type(optimizer).__name__} is no torch optimizer: it has no param_groups; name a class such as "
             "torch.optim.AdamW"
         )
@@ -91,7 +91,7 @@ def check_loss(loss: Any) -> None:
     """
     name, needs = _name(loss), needs_of(loss)
     if not callable(loss):
-        raise ValueError(f"loss: {name} cannot be called; give it `def __call__(self, t)` (docs/objectives.md)")
+        raise Mistake(f"loss: {name} cannot be called; give it `def __call__(self, t)` (docs/objectives.md)")
     logprobs_L = torch.tensor([-1.0, -0.5, -2.0])
     top_LK = torch.full((3, needs.top_k), -math.log(2 * needs.top_k)) if needs.top_k else None
     with blame(f"loss: {name}, called with three labels,"), torch.enable_grad():
@@ -111,7 +111,7 @@ def check_loss(loss: Any) -> None:
             )
         )
     if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)):
-        raise ValueError(
+        raise Mistake(
             f"loss: {name} returned {_kind(returned)}; return (one value per label, a dict of metrics, which may be empty)"
         )
     for what, value in {
@@ -120,9 +120,7 @@ def check_loss(loss: Any) -> None:
     }.items():
         if not isinstance(value, torch.Tensor) or value.shape != (3,):
             found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else _kind(value)
-            raise ValueError(
-                f"loss: {name}: {what} has {found} for three labels; return one value per label, shape (3,)"
-            )
+            raise Mistake(f"loss: {name}: {what} has {found} for three labels; return one value per label, shape (3,)")
 
 
 def check_task(task: Task, key: str, ends: bool = False, solves: bool = False, grades: bool = True) -> None:
@@ -144,22 +142,20 @@ def check_task(task: Task, key: str, ends: bool = False, solves: bool = False, g
         ("solution", "a text with reward 1.0 for a problem", solves),
     ):
         if needed and not hasattr(task, method):
-            raise ValueError(
-                f"{key}: {name} has no `{method}`; give it one that returns {what} (docs/custom_reward.md)"
-            )
+            raise Mistake(f"{key}: {name} has no `{method}`; give it one that returns {what} (docs/custom_reward.md)")
     if grades and not (
         is_measured(task) or any(callable(getattr(task, method, None)) for method in ("grade", "grade_group"))
     ):
-        raise ValueError(
+        raise Mistake(
             f"{key}: {name} has no `grade`; give it `def grade(self, problem, text)`, which returns a number or a Score "
             "(docs/custom_reward.md)"
         )
     with blame(f"{key}: len({name}(...))"):
         length = len(task)
     if length < 1:
-        raise ValueError(f"{key}: {name} has {length} problems; it needs one at least")
+        raise Mistake(f"{key}: {name} has {length} problems; it needs one at least")
     if ends and length > SHUFFLE_LIMIT:
-        raise ValueError(
+        raise Mistake(
             f"{key}: {name} never ends ({length:,} problems), and all are used; set {key}.count=256, for instance"
         )
     first: ValueError | None = None
@@ -177,13 +173,13 @@ def check_task(task: Task, key: str, ends: bool = False, solves: bool = False, g
 
 def _require_problem(problem: Any, what: str) -> None:
     if not isinstance(problem, Problem):
-        raise ValueError(
+        raise Mistake(
             f"{what} is {_kind(problem)}, not a Problem; return Problem(id, messages, answer) of torchtune_ext.tasks.task"
         )
     messages = problem.messages
     fine = isinstance(messages, tuple | list) and messages and all(isinstance(each, Mapping) for each in messages)
     if not fine or not all({"role", "content"} <= set(each) for each in messages):
-        raise ValueError(
+        raise Mistake(
             f'{what} has messages={messages!r:.80}; write ({{"role": "user", "content": "the question"}},): a tuple of them'
         )
 
@@ -225,7 +221,7 @@ def check_prompts(
     """
     room = engine.max_model_len - sampling.max_tokens
     if room < 1:
-        raise ValueError(
+        raise Mistake(
             f"sampling.max_tokens={sampling.max_tokens} leaves no room for a prompt in engine.max_model_len="
             f"{engine.max_model_len}, which holds both; lower max_tokens, or raise max_model_len"
         )
@@ -236,7 +232,7 @@ def check_prompts(
         shortest, longest = min(found), max(found)
         if shortest > room:
             lengths = f"{shortest} to {longest}" if shortest < longest else f"{longest}"
-            raise ValueError(
+            raise Mistake(
                 f"sampling.max_tokens={sampling.max_tokens} leaves room for a prompt of {room} in engine.max_model_len="
                 f"{engine.max_model_len}, and the first {len(found)} prompts of {key} have {lengths} tokens; set "
                 f"engine.max_model_len={sampling.max_tokens + longest}, or a lower max_tokens"
@@ -257,14 +253,14 @@ def check_tokenizer(tokenizer: ChatTokenizer, source: HFModel, width: int | None
     where = getattr(tokenizer, "path", None)
     highest = getattr(tokenizer, "vocab_size", 0)
     if highest > width:
-        raise ValueError(
+        raise Mistake(
             f"tokenizer.path={where} has ids up to {highest - 1}, the model in model_dir={source.path} knows {width}; {fix}"
         )
     files = [Path(folder or ".") / "tokenizer.json" for folder in (where, source.path)]
     if where is None or not all(file.is_file() for file in files) or files[0].resolve() == files[1].resolve():
         return
     if len({tuple(_encoded(file)) for file in files}) > 1:
-        raise ValueError(
+        raise Mistake(
             f"tokenizer.path={where} encodes text otherwise than the tokenizer in model_dir={source.path}; {fix}"
         )
 
@@ -292,7 +288,7 @@ def check_weights(source: HFModel, model: nn.Module | None = None) -> None:
 def require_rows(row_tokens: int, engine: EngineConfig) -> None:
     """Raises ValueError if a row is too short for the longest sequence that the engine may return."""
     if row_tokens < engine.max_model_len:
-        raise ValueError(
+        raise Mistake(
             f"row_tokens={row_tokens} must be at least {engine.max_model_len}: a prompt with a completion, which may have "
             f"engine.max_model_len={engine.max_model_len} tokens, stands in one row; raise row_tokens, or lower max_model_len"
         )
@@ -310,12 +306,12 @@ def check_engine(source: HFModel, engine: EngineConfig, model: nn.Module | None 
     size, heads = engine.tensor_parallel_size, int(source.config["num_attention_heads"])
     if heads % size:
         fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0 and n <= 16)
-        raise ValueError(
+        raise Mistake(
             f"engine.tensor_parallel_size={size} does not divide the model's {heads} attention heads; use one of {fits}"
         )
     named = [each for each in str(engine.devices or "").split(",") if each.strip()]
     if named and len(named) < size:
-        raise ValueError(
+        raise Mistake(
             f"engine.devices={engine.devices!r} names {len(named)} GPU, but engine.tensor_parallel_size={size} needs {size}: "
             f"name them all, as in engine.devices='{','.join(map(str, range(size)))}'"
         )
@@ -325,12 +321,12 @@ def check_engine(source: HFModel, engine: EngineConfig, model: nn.Module | None 
         config.get("rope_scaling") or (config.get("rope_parameters") or {}).get("rope_type", "default") != "default"
     )
     if isinstance(longest, int) and not scaled and engine.max_model_len > longest:
-        raise ValueError(
+        raise Mistake(
             f"engine.max_model_len={engine.max_model_len} is more than the {longest} positions that the model has "
             f"(max_position_embeddings in {source.path / 'config.json'}); set engine.max_model_len={longest} or less"
         )
     if model is not None and engine.max_model_len > model.max_seq_len:
-        raise ValueError(
+        raise Mistake(
             f"engine.max_model_len={engine.max_model_len} is more than the {model.max_seq_len} positions of the model that is "
             f"trained; set model.max_seq_len={engine.max_model_len}, or a lower max_model_len"
         )

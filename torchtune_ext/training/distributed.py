@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torchtune import training
 
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.output import say
 from torchtune_ext.run.parent import die_with_parent
 from torchtune_ext.training.machines import choose_interface, hosts_of_ranks, require_shared
@@ -37,7 +38,7 @@ class RanksConfig:
     def __post_init__(self) -> None:
         Limits(self.deadline_s)
         if self.shard_within is not None and self.shard_within < 1:
-            raise ValueError(
+            raise Mistake(
                 f"ranks.shard_within={self.shard_within} must be at least 1: the ranks that share one copy of the weights"
             )
 
@@ -46,7 +47,7 @@ class RanksConfig:
         if self.shard_within is not None and world_size % self.shard_within:
             fitting = [str(n) for n in range(2, world_size + 1) if world_size % n == 0]
             use = f"set it to {' or '.join(fitting)}" if fitting else "leave it out"
-            raise ValueError(
+            raise Mistake(
                 f"ranks.shard_within={self.shard_within} does not divide the {world_size} "
                 f"{'rank' if world_size == 1 else 'ranks'} of this run: {use}, or start it on other machines "
                 "(--nnodes, --nproc_per_node)"
@@ -194,14 +195,14 @@ def local_device(device: str) -> torch.device:
         ValueError: the device is unknown or missing.
     """
     if device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"device={device!r} is unknown; use 'auto', 'cpu' or 'cuda' (torchrun numbers the devices)")
+        raise Mistake(f"device={device!r} is unknown; use 'auto', 'cpu' or 'cuda' (torchrun numbers the devices)")
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device='cuda', but torch sees no CUDA device; use device=cpu or run `torchtune-ext doctor`")
+        raise Mistake("device='cuda', but torch sees no CUDA device; use device=cpu or run `torchtune-ext doctor`")
     if device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     number, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     if number >= count:
-        raise ValueError(
+        raise Mistake(
             f"rank {os.environ.get('RANK', 0)} is number {number} on {socket.gethostname()}, which shows it {count} "
             f"{'GPU' if count == 1 else 'GPUs'}: start at most {count} ranks there (--nproc_per_node), or set "
             "CUDA_VISIBLE_DEVICES"
@@ -234,7 +235,7 @@ def make_watch(rank: int, world_size: int, limits: Limits) -> Watch:
     """
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
-        raise ValueError(f"WORLD_SIZE={world_size}, but {missing[0]} is not set; start the run with torchrun")
+        raise Mistake(f"WORLD_SIZE={world_size}, but {missing[0]} is not set; start the run with torchrun")
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     # If torchrun does not hold the store, rank 0 does. With `multi_tenant`, all connections of a process to one port

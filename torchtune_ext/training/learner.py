@@ -17,7 +17,7 @@ from torchtune_ext.objective.loss import Loss, Tokens, needs_of
 from torchtune_ext.packing import Layout, Row
 from torchtune_ext.policy.logprobs import LabelLogprobs, PackedPolicy
 from torchtune_ext.policy.lora import AdapterOff, adapter_names
-from torchtune_ext.run.errors import nearest
+from torchtune_ext.run.errors import Failure, Mistake, nearest
 from torchtune_ext.training.distributed import Ranks, reduce
 
 DECAYS = ("constant", "linear", "cosine")
@@ -190,7 +190,7 @@ class Learner:
             norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
             if not (torch.isfinite(norm) and math.isfinite(gradient.loss)):
                 self.optimizer.zero_grad(set_to_none=True)
-                raise FloatingPointError(f"loss is {gradient.loss}, gradient norm {norm.item()}: {advice()}")
+                raise Failure(f"loss is {gradient.loss}, gradient norm {norm.item()}: {advice()}")
             self.optimizer.step()
             self.schedule.step()
             self.optimizer.zero_grad(set_to_none=True)
@@ -214,13 +214,13 @@ class Learner:
         """A loss of the user's own may return what cannot be summed over labels."""
         name, labels = type(self.loss).__name__, tuple(row.labels_L.shape)
         if token_loss_L.shape != labels:
-            raise ValueError(
+            raise Mistake(
                 f"loss {name} returned shape {tuple(token_loss_L.shape)}; it must return one value per label, shape {labels} "
                 "(the learner does the weighted sum)"
             )
         for metric, values_L in metrics.items():
             if values_L.shape != labels:
-                raise ValueError(
+                raise Mistake(
                     f"metric {metric!r} of loss {name} has shape {tuple(values_L.shape)}; it must hold one value per label, "
                     f"shape {labels}"
                 )
@@ -289,12 +289,12 @@ class ScheduleConfig:
         if self.decay not in DECAYS:
             near = nearest(str(self.decay), DECAYS)
             hint = f"did you mean {near!r}?" if near else "use 'constant', 'linear' or 'cosine'"
-            raise ValueError(f"schedule.decay={self.decay!r} is unknown; {hint}")
+            raise Mistake(f"schedule.decay={self.decay!r} is unknown; {hint}")
 
     def require_fits(self, total: int) -> None:
         """Raises ValueError if the warm-up is longer than the run of `total` updates."""
         if not 0 <= self.warmup <= total:
-            raise ValueError(
+            raise Mistake(
                 f"schedule.warmup={self.warmup} must lie between 0 and the number of updates, {total}; set a shorter "
                 "warm-up, or train longer"
             )

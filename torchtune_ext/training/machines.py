@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 
 from torchtune_ext.policy.hf_model import HFModel
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.folder import RUN_VARIABLE, SWEEP_VARIABLE, agents_run
 from torchtune_ext.training.outcome import from_main, gathered, rank
 
@@ -96,7 +97,7 @@ def _require_one_run(hosts: Sequence[str]) -> None:
     found = gathered(agents_run() or "")
     others = [each for each, run in enumerate(found) if run != found[0]]
     if others:
-        raise ValueError(
+        raise Mistake(
             f"{RUN_VARIABLE}={found[0]} at {whose(hosts, [0])}, but {found[others[0]]!r} at {whose(hosts, others)}: export "
             f"{SWEEP_VARIABLE} and {RUN_VARIABLE} with the same values on all machines, or unset them on all"
         )
@@ -111,13 +112,13 @@ def _require_folder(hosts: Sequence[str], output_dir: Path) -> None:
     lacking = [each for each, wrong in enumerate(found) if wrong == ""]
     refused = [each for each, wrong in enumerate(found) if wrong]
     if lacking:
-        raise ValueError(
+        raise Mistake(
             f"output_dir={output_dir}: {whose(hosts, lacking)} cannot see what {whose(hosts, [0])} writes there ({shown}). "
             "Every rank writes its part of a checkpoint: name a folder that all machines share, by the same path "
             "(docs/several_machines.md)"
         )
     if refused:
-        raise ValueError(
+        raise Mistake(
             f"output_dir={output_dir}: {whose(hosts, refused)} cannot write there ({found[refused[0]]}). Every rank writes its "
             "part of a checkpoint: set the rights of the folder, or run as the same user on all machines"
         )
@@ -133,7 +134,7 @@ def _marked(output_dir: Path) -> tuple[str, str, str]:
     try:
         _mark_of(place, mark, 0).touch()
     except OSError as error:
-        raise ValueError(
+        raise Mistake(
             f"output_dir={output_dir} cannot be made or written: {error.strerror} ({place}). Set its rights, or choose another "
             "output_dir"
         ) from error
@@ -175,13 +176,13 @@ def _require_model(hosts: Sequence[str], model_dir: Path) -> None:
     seen = {host: found[hosts.index(host)] for host in dict.fromkeys(hosts)}
     lacking = [each for each, host in enumerate(hosts) if seen[host] == ""]
     if lacking and len(lacking) < len(hosts):
-        raise ValueError(
+        raise Mistake(
             f"model_dir={str(model_dir)!r} is not there for {whose(hosts, lacking)}: name a folder that all machines share, or "
             "copy it to the same path on each"
         )
     others = [each for each, host in enumerate(hosts) if seen[host] != seen[hosts[0]]]
     if others:
-        raise ValueError(
+        raise Mistake(
             f"model_dir={str(model_dir)!r} is another model for {whose(hosts, others)} ({seen[hosts[others[0]]]}) than for "
             f"{whose(hosts, [0])} ({seen[hosts[0]]}): copy it anew to each machine from one place"
         )

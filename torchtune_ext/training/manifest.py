@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import AdapterSpec, adapter_names
+from torchtune_ext.run.errors import FileMistake, Mistake
 from torchtune_ext.run.files import write_atomic
 from torchtune_ext.training.outcome import true_cause
 
@@ -37,7 +38,7 @@ _FIX = {
 }
 
 
-class DamagedCheckpoint(ValueError):
+class DamagedCheckpoint(Mistake):
     """A checkpoint differs from what was written. The message names the folder, the file and what is wrong with it."""
 
 
@@ -93,7 +94,7 @@ class Manifest:
         if _digest_of(content) != digest:
             raise DamagedCheckpoint(f"{folder} is damaged: {NAME} has not the checksum that it was written with")
         if content["format"] != FORMAT:
-            raise ValueError(
+            raise Mistake(
                 f"{folder} cannot be resumed: {NAME} has format {content['format']}, this version reads {FORMAT}; another "
                 "version of torchtune-ext wrote it. Go on with that one, or begin a new run in another output_dir "
                 "(model_dir may be a checkpoint that is a whole model)"
@@ -207,7 +208,7 @@ def all_files(folder: Path, known: dict[str, Entry]) -> dict[str, Entry]:
     names = {str(path.relative_to(folder)): path for path in found}
     for name, (size, _) in known.items():
         if name not in names or names[name].stat().st_size != size:
-            raise OSError(
+            raise FileMistake(
                 f"{name} was written by another rank and is not to be seen here as it was written: all ranks need one "
                 "shared output_dir"
             )

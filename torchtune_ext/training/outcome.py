@@ -6,6 +6,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from torchtune_ext.run.errors import FileMistake
+
 T = TypeVar("T")
 FAILURES = (Exception, CheckpointException)  # the exception of DCP derives from BaseException, so it is named here
 
@@ -46,7 +48,7 @@ def together(action: Callable[[], T]) -> T:
         raise error
     for other, text in enumerate(texts):
         if text is not None:
-            raise OSError(f"rank {other}: {text}")
+            raise FileMistake(f"rank {other}: {text}")
     return result
 
 

@@ -22,6 +22,7 @@ from torchtune_ext.policy.fp8.plan import Fp8Receipt, fp8_hf_tensors, plan
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.logprobs import PackedPolicy
 from torchtune_ext.policy.lora import AdapterSpec, adapter_names
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.output import say
 from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.training.settings import release_memory
@@ -40,25 +41,25 @@ class PrecisionConfig(Fp8Config):
         if self.flow not in FLOWS:
             near = difflib.get_close_matches(str(self.flow), FLOWS, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(FLOWS)}"
-            raise ValueError(f"precision.flow={self.flow!r} is unknown; {hint}")
+            raise Mistake(f"precision.flow={self.flow!r} is unknown; {hint}")
         Fp8Config.__post_init__(self)
         given = [field.name for field in fields(Fp8Config) if getattr(self, field.name) != field.default]
         if self.flow == "bf16" and given:
-            raise ValueError(
+            raise Mistake(
                 f"precision.{given[0]}={getattr(self, given[0])!r} with precision.flow=bf16, which has no FP8: give "
                 "precision.flow=fp8_unified, too, or leave it out"
             )
         elif self.scaling != "block":
-            raise ValueError(
+            raise Mistake(
                 f"precision.scaling={self.scaling!r}: the engine computes in blocks only; use precision.scaling=block"
             )
         elif self.power_of_two:
-            raise ValueError(
+            raise Mistake(
                 "precision.power_of_two=true: the engine keeps float32 scales as they are published; leave it out"
             )
         elif self.flow == "fp8_rollout" and set(given) - {"skip"}:
             name = next(name for name in given if name != "skip")
-            raise ValueError(
+            raise Mistake(
                 f"precision.{name}={getattr(self, name)!r} with precision.flow=fp8_rollout, in which the trainer has no FP8: "
                 "leave it out, or take precision.flow=fp8_unified"
             )
@@ -96,7 +97,7 @@ class Precision:
         way: str = "adapter",
     ):
         if dtype not in DTYPES:
-            raise ValueError(f"dtype={dtype!r}: use 'bfloat16' or 'float32' (float16 would need a loss scale)")
+            raise Mistake(f"dtype={dtype!r}: use 'bfloat16' or 'float32' (float16 would need a loss scale)")
         self.flow = config.flow
         self.dtype = DTYPES[dtype]  # of the trainer's forward and backward
         self.engine_dtype = self.dtype if engine.dtype == "auto" else getattr(torch, engine.dtype)
@@ -113,17 +114,17 @@ class Precision:
             return
         for key, found in (("dtype", self.dtype), ("engine.dtype", self.engine_dtype)):
             if found != torch.bfloat16:
-                raise ValueError(
+                raise Mistake(
                     f"precision.flow={config.flow} with {key}={str(found)[6:]}: FP8 stands beside bfloat16; set "
                     f"{key}=bfloat16, or precision=bf16"
                 )
         if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] != 9:
-            raise ValueError(
+            raise Mistake(
                 f"precision.flow={config.flow} on a {torch.cuda.get_device_name(device)}: FP8 in blocks needs a Hopper GPU "
                 "(compute capability 9.0, as H100 and H200 have); set precision=bf16"
             )
         if adapter and self.trainer and way == "merged":
-            raise ValueError(
+            raise Mistake(
                 "precision.flow=fp8_unified with adapters.publish=merged: the trainer adds the adapter to a base in FP8, the "
                 "engine would round their sum; set adapters.publish=adapter"
                 f"{' and model.use_dora=False' * adapter.dora}, or precision=bf16 or fp8_rollout"
@@ -199,7 +200,7 @@ def _require_whole_shards(receipt: Fp8Receipt, gpus: int, kv_heads: int) -> None
         axis, width = ("in", features) if kind in ("o_proj", "down_proj") else ("out", out)
         parts = min(gpus, kv_heads) if kind in ("k_proj", "v_proj") else gpus
         if layer.reason is None and width % (parts * BLOCK):
-            raise ValueError(
+            raise Mistake(
                 f"engine.tensor_parallel_size={gpus} cuts {layer.name}, {out} x {features}, into pieces of {width / parts:g} "
                 f"{axis}-features, which are no whole FP8 tiles of {BLOCK}: set it lower, or leave the layers out by "
                 f"precision.skip=[{kind}]"

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.folder import Run, RunFolder, changes
 from torchtune_ext.run.output import labelled, say
 from torchtune_ext.training.life import NothingToDo, standing
@@ -48,7 +49,7 @@ class RunState:
             ValueError: another version of torchtune-ext wrote it, in another format.
         """
         if saved["format"] != FORMAT:
-            raise ValueError(
+            raise Mistake(
                 f"{path} cannot be resumed: its recipe.json has format {saved['format']}, this version reads {FORMAT}; it was "
                 "written by another version of torchtune-ext. Go on with that one, or begin a new run in another output_dir "
                 "(model_dir may be a checkpoint that is a whole model)"

@@ -8,7 +8,7 @@ import torch
 from torchtune_ext.advantages import AdvantageConfig
 from torchtune_ext.buffer import Ledger
 from torchtune_ext.objective.loss import Needs, PolicyLoss, needs_of
-from torchtune_ext.run.errors import nearest
+from torchtune_ext.run.errors import Mistake, nearest
 from torchtune_ext.sampling.records import SamplingConfig
 from torchtune_ext.training.learner import ScheduleConfig
 
@@ -19,13 +19,13 @@ def at_least(settings: Mapping[str, Any], **least: int) -> None:
     """Raises ValueError for the first named setting that is below its bound."""
     for name, bound in least.items():
         if settings[name] < bound:
-            raise ValueError(f"{name}={settings[name]} must be at least {bound}")
+            raise Mistake(f"{name}={settings[name]} must be at least {bound}")
 
 
 def check_dtype(dtype: str) -> None:
     """Raises ValueError for a `dtype` in which nothing is trained."""
     if dtype not in ("bfloat16", "float32"):
-        raise ValueError(f"dtype={dtype!r}: use 'bfloat16' or 'float32' (float16 would need a loss scale)")
+        raise Mistake(f"dtype={dtype!r}: use 'bfloat16' or 'float32' (float16 would need a loss scale)")
 
 
 def check_settings(
@@ -47,10 +47,10 @@ def check_settings(
     if cfg["aggregation"] not in AGGREGATIONS:
         near = nearest(str(cfg["aggregation"]), AGGREGATIONS)
         hint = f"did you mean {near!r}?" if near else f"use {' or '.join(map(repr, AGGREGATIONS))}"
-        raise ValueError(f"aggregation={cfg['aggregation']!r} is unknown; {hint}")
+        raise Mistake(f"aggregation={cfg['aggregation']!r} is unknown; {hint}")
     for name in ("max_grad_norm", "max_mismatch"):
         if cfg[name] is not None and not cfg[name] > 0:
-            raise ValueError(f"{name}={cfg[name]} must be more than 0")
+            raise Mistake(f"{name}={cfg[name]} must be more than 0")
     check_staleness(cfg, loss)
     if schedule is not None:
         schedule.require_fits(cfg["max_steps"] * cfg["updates_per_step"])
@@ -62,19 +62,19 @@ def check_sampling(sampling: SamplingConfig, samples_per_prompt: int, advantage:
     Training needs samples of the policy itself, not of a part of its distribution, and enough of them to compare.
     """
     if 1 < advantage.pass_k >= samples_per_prompt:
-        raise ValueError(
+        raise Mistake(
             f"advantage.pass_k={advantage.pass_k} compares the best of so many samples with others: samples_per_prompt="
             f"{samples_per_prompt} must be larger"
         )
     if sampling.temperature <= 0:
-        raise ValueError(f"sampling.temperature={sampling.temperature} leaves nothing to learn from; use 1.0")
+        raise Mistake(f"sampling.temperature={sampling.temperature} leaves nothing to learn from; use 1.0")
     if sampling.top_p < 1 or sampling.top_k:
-        raise ValueError(
+        raise Mistake(
             f"sampling.top_p={sampling.top_p}, top_k={sampling.top_k}: the engine would renormalize over a part of the "
             "vocabulary, and its log-probs would not be the policy's; use top_p=1 and top_k=0"
         )
     if sampling.seed is not None:
-        raise ValueError(f"sampling.seed={sampling.seed}: a run draws its own seeds for every step; set `seed`")
+        raise Mistake(f"sampling.seed={sampling.seed}: a run draws its own seeds for every step; set `seed`")
 
 
 def check_staleness(settings: Mapping[str, Any], loss: Any) -> None:
@@ -89,18 +89,18 @@ def check_staleness(settings: Mapping[str, Any], loss: Any) -> None:
     if not staleness:
         return
     if settings["engine"].get("sleep"):
-        raise ValueError(
+        raise Mistake(
             f"staleness={staleness} with engine.sleep=true: an engine that gives its memory back while the trainer works "
             "cannot sample meanwhile; give it GPUs of its own (engine.devices), or set staleness=0"
         )
     if settings["refill_rounds"]:
-        raise ValueError(
+        raise Mistake(
             f"refill_rounds={settings['refill_rounds']} with staleness={staleness}: the next step is sampled before it is "
             "known which groups of this one have a signal; set refill_rounds=0 and raise prompts_per_step instead"
         )
     uncorrected = isinstance(loss, PolicyLoss) and loss.importance == "none" and loss.old != "sampler"
     if uncorrected and "importance" not in settings["loss"]:
-        raise ValueError(
+        raise Mistake(
             f"staleness={staleness}, but nothing in this objective corrects for samples of an older policy: use "
             "preset=decoupled_ppo or preset=grpo, or set loss.importance (full, tis, ...). To train without a correction, say "
             "so: loss.importance=none"
@@ -119,7 +119,7 @@ def check_needs(settings: Mapping[str, Any], needs: Needs) -> None:
     """
     for key, got, attribute in (("kl_coef", needs.reference, "needs_reference"), ("top_k", needs.top_k, "top_k")):
         if settings.get(key) and not got:
-            raise ValueError(
+            raise Mistake(
                 f"loss.{key}={settings[key]}, but the loss {settings.get('_component_')} does not ask for it: give the class "
                 f"the attribute `{attribute}` (docs/objectives.md), or leave the setting out"
             )

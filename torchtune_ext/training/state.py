@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
+from torchtune_ext.run.errors import FileMistake, Mistake
 from torchtune_ext.run.files import PARTIAL, PRUNED, REPLACED, remove
 from torchtune_ext.run.folder import CHECKPOINT
 from torchtune_ext.run.output import say
@@ -66,13 +67,13 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         if self.every < 1:
-            raise ValueError(f"checkpoints.every={self.every} must be at least 1 step")
+            raise Mistake(f"checkpoints.every={self.every} must be at least 1 step")
         if self.keep_last < 1:
-            raise ValueError(
+            raise Mistake(
                 f"checkpoints.keep_last={self.keep_last} must be at least 1: a run resumes from its last checkpoint"
             )
         if not 0 <= self.stop_grace_s < float("inf"):
-            raise ValueError(
+            raise Mistake(
                 f"checkpoints.stop_grace_s={self.stop_grace_s} must be a number of seconds, 0 or more; 0 writes none"
             )
 
@@ -238,7 +239,7 @@ class Checkpoints:
             cause = true_cause(error)
             if not isinstance(cause, Exception):
                 raise cause from None
-            raise OSError(
+            raise FileMistake(
                 f"{path} could not be loaded: {describe(cause)}. Its files are whole: set `model:` and `optimizer:` "
                 "back to what it was saved with, or begin a new run in another output_dir"
             ) from error
@@ -267,7 +268,7 @@ class Checkpoints:
         """Checks everything that can be checked without reading tensors, and returns the manifest."""
         manifest = Manifest.read(path)
         if (refusal := self._identity.refusal(manifest.identity)) is not None:
-            raise ValueError(f"{path} cannot be resumed: {refusal}")
+            raise Mistake(f"{path} cannot be resumed: {refusal}")
         if manifest.step != self.step_of(path):
             raise DamagedCheckpoint(f"{path} is damaged: it holds step {manifest.step} and was renamed")
         if (wrong := manifest.wrong_with_files(path)) is not None:
@@ -404,7 +405,7 @@ def written_aside(folder: Path, advice: Callable[[], str]) -> Iterator[None]:
         # DCP wraps a Ctrl-C as well, which must stop the run and not become an OSError.
         if not isinstance(cause, Exception):
             raise cause from None
-        raise OSError(f"{folder} was not saved: {describe(cause)}. {advice()}") from error
+        raise FileMistake(f"{folder} was not saved: {describe(cause)}. {advice()}") from error
 
 
 def make_empty(folder: Path) -> None:

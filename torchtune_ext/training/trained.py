@@ -28,6 +28,7 @@ from torchtune_ext.policy.lora import (
     base_hf_tensors,
     merged_hf_tensors,
 )
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.sampling.core_process import on_cpu
 from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.training.agreement import Applied, applied_share
@@ -53,7 +54,7 @@ class AdapterConfig:
 
     def __post_init__(self) -> None:
         if self.publish not in WAYS:
-            raise ValueError(f"adapters.publish={self.publish!r} is unknown; use 'auto', 'adapter' or 'merged'")
+            raise Mistake(f"adapters.publish={self.publish!r} is unknown; use 'auto', 'adapter' or 'merged'")
 
     def way(self, dora: bool, dtype: str) -> str:
         """Returns what goes to the engine. Args: dora: whether the adapters are DoRA's; dtype: of the engine."""
@@ -87,7 +88,7 @@ def trained_part(
     if spec is not None:
         return Adapters(spec, adapters)
     if adapters != AdapterConfig():
-        raise ValueError(
+        raise Mistake(
             f"adapters.publish={adapters.publish}, adapters.save_merged={adapters.save_merged}, but `model:` has no adapters: "
             "give it lora_attn_modules, or leave them out"
         )
@@ -126,11 +127,11 @@ class Adapters:
     def __init__(self, spec: AdapterSpec, config: AdapterConfig):
         """Raises ValueError for what would fail at the first publication."""
         if spec.dropout and "lm_head" in spec.targets:
-            raise ValueError(
+            raise Mistake(
                 f"lora_dropout={spec.dropout} with apply_lora_to_output: the output layer has none; set it to 0"
             )
         if config.publish == "adapter" and spec.dora:
-            raise ValueError(
+            raise Mistake(
                 "adapters.publish='adapter' with use_dora: vLLM applies no DoRA adapters; use adapters.publish=merged"
             )
         self.spec, self._config, self._save_merged = spec, config, config.save_merged
@@ -144,12 +145,12 @@ class Adapters:
 
     def engine(self, config: EngineConfig) -> EngineConfig:
         if config.lora_rank is not None or config.lora_targets:
-            raise ValueError("engine.lora_rank and engine.lora_targets follow from `model:`; leave them out")
+            raise Mistake("engine.lora_rank and engine.lora_targets follow from `model:`; leave them out")
         self.way = self._config.way(self.spec.dora, config.dtype)
         if self.way == "merged":
             return config
         if config.dtype == "float32" and _in_halves():
-            raise ValueError(
+            raise Mistake(
                 "adapters.publish='adapter' with engine.dtype=float32: on a GPU vLLM applies adapters in half precision "
                 "only; use engine.dtype=bfloat16, or adapters.publish=merged"
             )

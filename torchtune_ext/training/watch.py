@@ -30,6 +30,8 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
+from torchtune_ext.run.errors import Mistake
+
 log = logging.getLogger(__name__)
 
 LOST_RANK_STATUS = 76  # exit status of a rank that ends because another one is lost or never arrives
@@ -61,7 +63,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         if not 0 < self.deadline_s < float("inf"):
-            raise ValueError(
+            raise Mistake(
                 f"ranks.deadline_s={self.deadline_s} must be a number greater than 0: the seconds that a rank may give no "
                 "sign of life"
             )

@@ -7,7 +7,21 @@ import pytest
 from tables import every_row
 
 from torchtune_ext.run import errors
-from torchtune_ext.run.errors import Blamed, blame, message, nearest, place_of, shown, status_of, text_of
+from torchtune_ext.run.errors import (
+    Blamed,
+    Failure,
+    FileMistake,
+    Late,
+    Mistake,
+    blame,
+    message,
+    nearest,
+    place_of,
+    shown,
+    status_of,
+    text_of,
+)
+from torchtune_ext.sampling.records import EngineFailed
 from torchtune_ext.training.learner import ScheduleConfig
 
 
@@ -20,6 +34,7 @@ def code_of(text: str, name: str, file: str = "<made>") -> dict:
 
 OURS = """
 import json
+from torchtune_ext.run.errors import Mistake
 def on_purpose(kind): raise kind("x")
 def by_accident(): return int("x")
 def looks_up(): return {}["x"]
@@ -27,7 +42,7 @@ def not_there(): return open("/nothing/x")
 def by_library(): return json.loads("{")
 def again():
     try:
-        on_purpose(ValueError)
+        on_purpose(Mistake)
     except ValueError as error:
         kept = error
     raise kept
@@ -35,7 +50,7 @@ def other():
     try:
         by_library()
     except ValueError as error:
-        raise ValueError("a file is no JSON") from error
+        raise Mistake("a file is no JSON") from error
 """
 
 
@@ -48,17 +63,15 @@ def error_of(function, *arguments) -> BaseException:
 @every_row(
     "kind, status",
     [
-        (ValueError, 2),
-        (OSError, 2),
-        (FileNotFoundError, 2),
-        (ImportError, 2),
-        (RuntimeError, 1),
-        (TimeoutError, 1),
-        (ConnectionError, 1),
-        (FloatingPointError, 1),
+        (Mistake, 2),
+        (FileMistake, 2),
+        (Failure, 1),
+        (Late, 1),
+        (EngineFailed, 1),
+        (ValueError, None),
+        (OSError, None),
+        (RuntimeError, None),
         (KeyError, None),
-        (TypeError, None),
-        (AssertionError, None),
     ],
 )
 def test_what_we_raise_on_purpose(kind, status):
@@ -80,6 +93,11 @@ def test_whose_code_counts(name, status):
     assert status_of(error_of(code_of(OURS, name)["on_purpose"], ValueError)) == status
 
 
+def test_a_slip_in_a_recipe_keeps_its_traceback():
+    assert status_of(error_of(code_of(OURS, "__main__")["looks_up"])) is None
+    assert status_of(error_of(code_of(OURS, "__main__")["on_purpose"], RuntimeError)) is None
+
+
 def test_a_check_of_ours_is_a_mistake():
     assert status_of(error_of(ScheduleConfig, "cosin")) == 2
 
@@ -89,10 +107,10 @@ def test_the_place_is_in_the_users_file(tmp_path, monkeypatch):
     file = tmp_path / "theirs.py"
     file.write_text(OURS)
     theirs = code_of(OURS, "theirs", str(file))
-    assert place_of(error_of(theirs["looks_up"])) == "theirs.py:5"
+    assert place_of(error_of(theirs["looks_up"])) == "theirs.py:6"
     # A library that their code called is passed over.
-    assert place_of(error_of(theirs["by_library"])) == "theirs.py:7"
-    assert text_of(error_of(theirs["looks_up"])) == "KeyError: 'x' (theirs.py:5)"
+    assert place_of(error_of(theirs["by_library"])) == "theirs.py:8"
+    assert text_of(error_of(theirs["looks_up"])) == "KeyError: 'x' (theirs.py:6)"
     ours = code_of(OURS, "torchtune_ext.made", str(file))
     assert place_of(error_of(ours["looks_up"])) is None
     # What their code was called by does not count.
@@ -112,9 +130,9 @@ def test_blame_makes_mistakes_and_leaves_ours_alone(tmp_path):
 
     error = error_of(call, theirs["looks_up"])
     assert isinstance(error, Blamed) and status_of(error) == 2
-    assert str(error) == f"task: Mine()[0] raised KeyError: 'x' ({file}:5); mend it"
+    assert str(error) == f"task: Mine()[0] raised KeyError: 'x' ({file}:6); mend it"
     assert message(error).splitlines()[1] == "(TORCHTUNE_EXT_TRACEBACK=1 shows the traceback)"
-    error = error_of(call, ours["on_purpose"], ValueError)
+    error = error_of(call, ours["on_purpose"], Mistake)
     assert str(error) == message(error) == "x"
 
 
@@ -127,14 +145,18 @@ def test_shown_ends_with_one_message(capsys, monkeypatch):
         with shown():
             function(*arguments)
 
-    for kind, said, status in ((ValueError, "error: x\n", 2), (RuntimeError, "error: RuntimeError: x\n", 1)):
+    for kind, said, status in (
+        (Mistake, "error: x\n", 2),
+        (Failure, "error: x\n", 1),
+        (EngineFailed, "error: EngineFailed: x\n", 1),
+    ):
         error = error_of(call, ours["on_purpose"], kind)
         assert isinstance(error, SystemExit) and error.code == status
         assert capsys.readouterr().err == said
     assert isinstance(error_of(call, ours["by_library"]), json.JSONDecodeError)
     assert isinstance(error_of(call, ours["on_purpose"], KeyboardInterrupt), KeyboardInterrupt)
     monkeypatch.setenv(errors.WITH_TRACEBACK, "1")
-    assert error_of(call, ours["on_purpose"], ValueError).code == 2
+    assert error_of(call, ours["on_purpose"], Mistake).code == 2
     assert "Traceback" in capsys.readouterr().err
 
 
@@ -148,7 +170,7 @@ def test_another_rank_waits_and_names_itself(capsys, monkeypatch):
         monkeypatch.setenv("RANK", rank)
         waited.clear()
         with shown():
-            ours["on_purpose"](ValueError)
+            ours["on_purpose"](Mistake)
         assert capsys.readouterr().err == text and waited == seconds
     assert left == [(2, True), (2, True)]
 

@@ -146,7 +146,9 @@ def test_a_second_starter_is_told_who_holds_the_folder(tmp_path):
         second = subprocess.run([sys.executable, "-c", HOLD, str(tmp_path)], capture_output=True, text=True, timeout=60)
         assert second.returncode == 1 and second.stdout == ""
         last = second.stderr.splitlines()[-1]
-        assert last.startswith(f"ValueError: output_dir={tmp_path} is in use by another run: process {first.pid} on ")
+        assert last.startswith(
+            f"torchtune_ext.run.errors.Mistake: output_dir={tmp_path} is in use by another run: process {first.pid} on "
+        )
         assert socket.gethostname() in last and "since 2" in last and "another output_dir, or stop that run" in last
         with pytest.raises(ValueError, match=f"process {first.pid} on "):
             RunFolder(tmp_path)

@@ -112,7 +112,7 @@ def test_a_sweep_of_which_nothing_ran_yet_or_everything_failed(tmp_path):
     made = build_comparison([make_sweep(tmp_path / "sweep", rates=(), failed=3)])
     assert made.runs == 0 and made.verdict == "No run has eval/accuracy_sampled yet."
     make_sweep(tmp_path / "empty", rates=(), failed=0)
-    with pytest.raises(FileNotFoundError, match="nothing to show yet. the sweep has started no run"):
+    with pytest.raises(ValueError, match="nothing to show yet. the sweep has started no run"):
         build_comparison([tmp_path / "empty"])
 
 
@@ -173,7 +173,7 @@ def test_a_run_with_nothing_to_show_is_left_out_and_said(two, tmp_path, capsys):
     assert any(line.startswith("broken is left out: metrics.jsonl is damaged") and "line 2" in line for line in told)
     assert any(line.startswith("odd is left out: metrics.jsonl is damaged") for line in told)
     assert "new is left out" in made.summary()
-    with pytest.raises(FileNotFoundError, match="nothing to show yet. new is left out"):
+    with pytest.raises(ValueError, match="nothing to show yet. new is left out"):
         build_comparison([tmp_path / "new", tmp_path / "odd"], tmp_path / "page.html")
 
 

@@ -146,7 +146,7 @@ def test_unknown_sink_and_missing_package(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="'wnadb'"):
         Metrics(tmp_path / "run", sinks=("wnadb",))
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ImportError, match="pip install wandb"):
+    with pytest.raises(ValueError, match="pip install wandb"):
         Metrics(tmp_path / "run", sinks=("wandb",))
     assert os.listdir(tmp_path) == []
 

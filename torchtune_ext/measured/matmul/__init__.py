@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from torchtune_ext.run.errors import Mistake
+
 __all__ = ["Matmul", "Programs"]
 
 
@@ -14,6 +16,6 @@ def __getattr__(name: str) -> Any:
         from torchtune_ext.measured.matmul.task import Matmul
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("tree_sitter"):
-            raise ValueError("programs are read with tree-sitter: pip install 'torchtune-ext[bench]'") from error
+            raise Mistake("programs are read with tree-sitter: pip install 'torchtune-ext[bench]'") from error
         raise
     return {"Matmul": Matmul, "Programs": Programs}[name]

@@ -17,6 +17,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from torchtune_ext.measured.kernel import Size
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.files import write_atomic
 
 FILE = "archive.jsonl"  # in the folder of a run
@@ -57,11 +58,11 @@ class Entry:
     def __post_init__(self) -> None:
         for name in ("ratio", "gflops"):
             if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)} must be a number above 0")
+                raise Mistake(f"{name}={getattr(self, name)} must be a number above 0")
         if not 0 <= self.spread < 1:
-            raise ValueError(f"spread={self.spread} is half of an interval as a share of the ratio: from 0 to below 1")
+            raise Mistake(f"spread={self.spread} is half of an interval as a share of the ratio: from 0 to below 1")
         if list(self.techniques) != sorted(set(self.techniques)):
-            raise ValueError(f"techniques={self.techniques} must be sorted, each once")
+            raise Mistake(f"techniques={self.techniques} must be sorted, each once")
 
     @property
     def cell(self) -> Cell:
@@ -160,7 +161,7 @@ class Archive:
             ValueError: no machine is named, but there are several, whose speeds cannot be compared.
         """
         if machine is None and len(self.machines()) > 1:
-            raise ValueError(
+            raise Mistake(
                 f"machine=None: the archive holds programs of {len(self.machines())} machines, whose speeds cannot be "
                 f"compared; name one of {', '.join(map(repr, self.machines()))}"
             )
@@ -219,12 +220,12 @@ class Archive:
         try:
             header, *records = map(json.loads, text.splitlines())
             if not isinstance(header, dict) or header.get("format") != FORMAT:
-                raise ValueError(f"not of format {FORMAT}: read it with the version that wrote it")
+                raise Mistake(f"not of format {FORMAT}: read it with the version that wrote it")
             if len(records) != header["entries"]:
-                raise ValueError(f"{len(records)} entries of {header['entries']}")
+                raise Mistake(f"{len(records)} entries of {header['entries']}")
             return cls(_entry(record) for record in records)
         except _DAMAGE as error:
-            raise ValueError(f"{name}: damaged or cut off ({error}); delete it to begin anew") from error
+            raise Mistake(f"{name}: damaged or cut off ({error}); delete it to begin anew") from error
 
     def save(self, path: Path) -> None:
         """Writes the file: whoever reads it sees the old one or the new one, also when this process is killed.
@@ -245,7 +246,7 @@ class Archive:
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: damaged or cut off ({error}); delete it to begin anew") from error
+            raise Mistake(f"{path}: damaged or cut off ({error}); delete it to begin anew") from error
         return cls.loads(text, str(path))
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence, Set
 from pathlib import Path
 
 from torchtune_ext.measured.matmul.archive import FILE, Archive, Entry, size_in_words, techniques_in_words
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.files import explained
 
 HEAD = ("#", "size", "techniques", "x naive", "95% interval", "GFLOPS", "step")
@@ -26,7 +27,7 @@ def main(args: argparse.Namespace) -> int:
     try:
         path, archive = read_archive(Path(args.run))
         if args.best < 1:
-            raise ValueError(f"--best {args.best}: ask for at least 1 program")
+            raise Mistake(f"--best {args.best}: ask for at least 1 program")
         machine = _machine(archive, args.machine)
         fastest = {kernel: archive.best(args.best, machine, kernel) for kernel in _kernels(archive, machine)}
         index = None if args.out is None else write_programs(fastest, Path(args.out), path)
@@ -63,14 +64,14 @@ def read_archive(run: Path) -> tuple[Path, Archive]:
         archive = Archive.load(path)
     except FileNotFoundError:
         if path == run:
-            raise FileNotFoundError(f"{run}: no such file or folder; name the folder of a run, or its {FILE}") from None
-        raise FileNotFoundError(
+            raise Mistake(f"{run}: no such file or folder; name the folder of a run, or its {FILE}") from None
+        raise Mistake(
             f"{path}: no such file; a run writes it at the end of its first step, if its task times programs"
         ) from None
     except OSError as error:
-        raise OSError(f"{path} cannot be read: {error.strerror or error}; mend that, or name another file") from error
+        raise Mistake(f"{path} cannot be read: {error.strerror or error}; mend that, or name another file") from error
     if not len(archive):
-        raise ValueError(f"{path}: holds no program yet; let the run go on until one is right")
+        raise Mistake(f"{path}: holds no program yet; let the run go on until one is right")
     return path, archive
 
 
@@ -93,7 +94,7 @@ def write_programs(fastest: dict[str, list[Entry]], folder: Path, archive: Path)
     index = folder / INDEX
     there = next((path for path in (index, *files) if os.path.lexists(path)), None)
     if there is not None:
-        raise FileExistsError(f"{there} is there already and stays; name another folder with --out")
+        raise Mistake(f"{there} is there already and stays; name another folder with --out")
     with explained(f"cannot write into {folder}", "Free disk space, or name another folder with --out"):
         folder.mkdir(parents=True, exist_ok=True)
         for path, (_, entry) in files.items():
@@ -115,8 +116,8 @@ def _machine(archive: Archive, wanted: str | None) -> str:
     names = "; ".join(found or machines)
     if wanted is not None:
         which = "several machines have" if found else "no machine has"
-        raise ValueError(f"--machine {wanted!r}: {which} this in its name; choose of: {names}")
-    raise ValueError(f"{len(machines)} machines, whose speeds cannot be compared; name one with --machine: {names}")
+        raise Mistake(f"--machine {wanted!r}: {which} this in its name; choose of: {names}")
+    raise Mistake(f"{len(machines)} machines, whose speeds cannot be compared; name one with --machine: {names}")
 
 
 def _kernels(archive: Archive, machine: str) -> list[str]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from torchtune_ext.measured.matmul.writers import DGEMM, ZERO, Draft, Writer
 from torchtune_ext.measured.matmul.writers_others import GEMV, REDUCTION, STENCIL
+from torchtune_ext.run.errors import Mistake
 
 WRITERS: Mapping[str, Mapping[Writer, int]] = {"dgemm": DGEMM, "gemv": GEMV, "stencil": STENCIL, "reduction": REDUCTION}
 """The writers of each kernel, and how often each is chosen."""
@@ -105,18 +106,18 @@ class Family:
         self, kernel: str = "dgemm", seed: int = 0, broken: float = 0.25, weights: Mapping[str, float] | None = None
     ) -> None:
         if kernel not in WRITERS:
-            raise ValueError(f"kernel={kernel!r}: there are programs for {', '.join(WRITERS)}")
+            raise Mistake(f"kernel={kernel!r}: there are programs for {', '.join(WRITERS)}")
         if not 0.0 <= broken <= 1.0:
-            raise ValueError(f"broken={broken} is a share of the programs: give a number from 0 to 1")
+            raise Mistake(f"broken={broken} is a share of the programs: give a number from 0 to 1")
         self.kernel, self.seed, self.broken = kernel, seed, broken
         chosen = {writer.__name__: weight for writer, weight in WRITERS[kernel].items()}
         if unknown := set(weights or {}) - set(chosen):
-            raise ValueError(
+            raise Mistake(
                 f"weights: no writer of {kernel} is named {', '.join(sorted(unknown))}; {', '.join(chosen)} are"
             )
         chosen |= weights or {}
         if min(chosen.values()) < 0 or not sum(chosen.values()) > 0:
-            raise ValueError(f"weights={chosen} must not be negative, nor all 0")
+            raise Mistake(f"weights={chosen} must not be negative, nor all 0")
         self._writers, self._weights = list(WRITERS[kernel]), list(chosen.values())
 
     def __len__(self) -> int:

@@ -12,6 +12,7 @@ from torchtune_ext.measured.kernels import KERNELS
 from torchtune_ext.measured.matmul.family import ENDLESS, WRITERS, Family, Program
 from torchtune_ext.measured.matmul.prompts import short_messages
 from torchtune_ext.measured.matmul.stages import STAGES, permitted
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.tasks.task import Problem, Score
 
 # One program in 40 for dgemm is permitted by the first stage, and none is rarer: so many draws miss all of them with a
@@ -50,22 +51,22 @@ class Programs:
         weights: Mapping[str, Mapping[str, float]] | None = None,
     ) -> None:
         if not stages or not set(stages) <= set(STAGES) or list(stages) != [name for name in STAGES if name in stages]:
-            raise ValueError(f"stages={list(stages)}: give some of {', '.join(STAGES)}, each once and in this order")
+            raise Mistake(f"stages={list(stages)}: give some of {', '.join(STAGES)}, each once and in this order")
         if not 0.0 <= new <= 1.0:
-            raise ValueError(f"new={new} is a share of the programs: give a number from 0 to 1")
+            raise Mistake(f"new={new} is a share of the programs: give a number from 0 to 1")
         self.seed, self.stages, self.new = seed, tuple(stages), new
         sized = kernels if isinstance(kernels, Mapping) else dict.fromkeys(kernels)
         if not sized:
-            raise ValueError(f"kernels is empty: give some of {', '.join(WRITERS)}")
+            raise Mistake(f"kernels is empty: give some of {', '.join(WRITERS)}")
         if unknown := set(weights or {}) - set(sized):
-            raise ValueError(f"weights: there are no programs for {', '.join(sorted(unknown))} among these kernels")
+            raise Mistake(f"weights: there are no programs for {', '.join(sorted(unknown))} among these kernels")
         self.families = {name: Family(name, seed, broken, (weights or {}).get(name)) for name in sized}
         self.asked = {name: _kernels(name, sizes) for name, sizes in sized.items()}
         # Not every stage brings every kernel something new.
         self.brings: dict[str, set[str]] = {}
         for name in sized:
             if any(self._draw(name, stage, False, 0, random.Random(seed)) is None for stage in self.stages):
-                raise ValueError(
+                raise Mistake(
                     f"stages={list(stages)}: of {MOST_DRAWS} programs for {name} the first of them permits none; leave it out, "
                     "or change the weights"
                 )
@@ -131,5 +132,5 @@ def _kernels(name: str, sizes: int | Sequence[int] | None) -> list[Kernel]:
         return [KERNELS[name]()]
     sizes = [sizes] if isinstance(sizes, int) else list(sizes)
     if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
-        raise ValueError(f"kernels.{name}={sizes}: give a size, at least 1, or several ([192, 256])")
+        raise Mistake(f"kernels.{name}={sizes}: give a size, at least 1, or several ([192, 256])")
     return [KERNELS[name](size) for size in sizes]

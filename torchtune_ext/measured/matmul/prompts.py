@@ -13,6 +13,7 @@ from torchtune_ext.measured.kernel import Kernel, outputs_of, prototype
 from torchtune_ext.measured.matmul.archive import Entry
 from torchtune_ext.measured.matmul.stages import permitted
 from torchtune_ext.measured.techniques import TECHNIQUES
+from torchtune_ext.run.errors import Mistake
 
 PAREVAL_NAMES = {"dgemm": "02_dense_la_gemm", "gemv": "04_dense_la_gemv"}
 """The problems of ParEval that ask for a kernel of ours."""
@@ -72,12 +73,12 @@ def pareval_question(path: Path, kernel: str) -> str | None:
         serial = [each for each in prompts if each["parallelism_model"] == "serial"]
         found = [each["prompt"] for each in serial if each["name"] == PAREVAL_NAMES.get(kernel)]
     except (TypeError, KeyError, ValueError) as error:
-        raise ValueError(f"{path}: not the prompts of ParEval ({error!r}); it is generation-prompts.json") from error
+        raise Mistake(f"{path}: not the prompts of ParEval ({error!r}); it is generation-prompts.json") from error
     if not found:
         return None
     comment = _COMMENT.search(found[0])
     if comment is None:
-        raise ValueError(f"{path}: the prompt of {PAREVAL_NAMES[kernel]} has no comment that says what to compute")
+        raise Mistake(f"{path}: the prompt of {PAREVAL_NAMES[kernel]} has no comment that says what to compute")
     # The function of ParEval is one of C++; ours has the signature that follows.
     return "\n".join(line.strip() for line in comment[1].strip().splitlines())
 
@@ -113,7 +114,7 @@ def _listed(names: Iterable[str]) -> str:
 
 def _shown(kernel: Kernel, elite: Entry) -> str:
     if elite.kernel != kernel.name:
-        raise ValueError(f"elite: a program for {elite.kernel} does not help with {kernel.name}")
+        raise Mistake(f"elite: a program for {elite.kernel} does not help with {kernel.name}")
     return (
         f"This program is right and {elite.ratio:.2g} times as fast as the plain definition. Write a faster one.\n\n"
         f"```c\n{elite.source.rstrip()}\n```"

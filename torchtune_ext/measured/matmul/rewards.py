@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass
 
 from torchtune_ext.measured.check import OUTCOMES
+from torchtune_ext.run.errors import Mistake
 
 PUBLISHED = {
     "format": -100.0,
@@ -57,15 +58,15 @@ def reward(outcome: str, measured: Measured | None = None, kind: str = "log_spee
         ValueError: the outcome or the kind is unknown, or a success has no speed.
     """
     if kind not in KINDS:
-        raise ValueError(f"kind={kind!r}: choose one of {', '.join(KINDS)}")
+        raise Mistake(f"kind={kind!r}: choose one of {', '.join(KINDS)}")
     if outcome == "noisy":
         return None
     if outcome not in OUTCOMES:
-        raise ValueError(f"outcome={outcome!r}: the checker knows {', '.join(OUTCOMES)}, and noisy")
+        raise Mistake(f"outcome={outcome!r}: the checker knows {', '.join(OUTCOMES)}, and noisy")
     if outcome != "ok":
         return PUBLISHED[outcome] if kind == "published" else failure(outcome)
     if measured is None or not all(value > 0 for value in (measured.gflops, measured.ratio, measured.peak_share)):
-        raise ValueError(f"measured={measured}: a program that is right needs its speed, in numbers above 0")
+        raise Mistake(f"measured={measured}: a program that is right needs its speed, in numbers above 0")
     if kind == "published":
         return measured.gflops
     if kind == "peak_share":

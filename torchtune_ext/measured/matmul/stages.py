@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from torchtune_ext.measured.techniques import TECHNIQUES
+from torchtune_ext.run.errors import Mistake
 
 # Each stage permits what the one before it does, and more. Sums in registers are blocks of the smallest memory, and to unroll
 # is to write such a block out, so they come with blocking. Copies pay only where the rest is there: last.
@@ -60,7 +61,7 @@ def permitted(stage: str) -> frozenset[str]:
         ValueError: there is no such stage.
     """
     if stage not in STAGES:
-        raise ValueError(f"stage={stage!r}: choose one of {', '.join(STAGES)}")
+        raise Mistake(f"stage={stage!r}: choose one of {', '.join(STAGES)}")
     return STAGES[stage]
 
 
@@ -77,7 +78,7 @@ class Visit:
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.correct <= 1.0:
-            raise ValueError(f"correct={self.correct} is a share of the samples: give a number from 0 to 1")
+            raise Mistake(f"correct={self.correct} is a share of the samples: give a number from 0 to 1")
 
 
 @dataclass(slots=True)
@@ -113,7 +114,7 @@ class Curriculum:
 
     def __init__(self, stages: Sequence[str] = tuple(STAGES)) -> None:
         if not stages or not set(stages) <= set(STAGES) or len(set(stages)) < len(stages):
-            raise ValueError(f"stages={list(stages)}: give some of {', '.join(STAGES)}, each once")
+            raise Mistake(f"stages={list(stages)}: give some of {', '.join(STAGES)}, each once")
         self.stages = tuple(stages)
         self._problems: dict[str, _State] = {}
 
@@ -170,7 +171,7 @@ class Curriculum:
             ValueError: it is that of another list of stages.
         """
         if tuple(state["stages"]) != self.stages:
-            raise ValueError(
+            raise Mistake(
                 f"stages={list(self.stages)}, but the checkpoint was written with {state['stages']}; use these, or begin anew"
             )
         self._problems = {

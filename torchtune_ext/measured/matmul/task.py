@@ -27,6 +27,7 @@ from torchtune_ext.measured.matmul.stages import STAGES, Curriculum, Move, Visit
 from torchtune_ext.measured.ray_bench import RayBench
 from torchtune_ext.measured.results import NOISY, Result
 from torchtune_ext.measured.techniques import TECHNIQUES, uses
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.files import explained
 from torchtune_ext.tasks.task import Graded, Problem, Score
 
@@ -80,11 +81,11 @@ class Matmul:
             ("others", others, OTHERS),
         ):
             if value not in choices:
-                raise ValueError(f"task.{name}={value!r}: choose one of {', '.join(choices)}")
+                raise Mistake(f"task.{name}={value!r}: choose one of {', '.join(choices)}")
         if not isinstance(show, int | float) or not 0.0 <= show <= 1.0:
-            raise ValueError(f"task.show={show!r} is a share of the prompts: give a number from 0 to 1")
+            raise Mistake(f"task.show={show!r} is a share of the prompts: give a number from 0 to 1")
         if show and prompt == "short":
-            raise ValueError(f"task.show={show}: short prompts show no program; set prompt=long, or show=0")
+            raise Mistake(f"task.show={show}: short prompts show no program; set prompt=long, or show=0")
         self._problems = {
             problem_of(kernel): kernel for kernel in kernels_of({"dgemm": 256} if kernels is None else kernels)
         }
@@ -95,9 +96,7 @@ class Matmul:
             # A single name would be read as a list of letters.
             several = stages if isinstance(stages, Sequence) and not isinstance(stages, str) else ()
             if not set(several) <= set(STAGES) or not 0 < len(set(several)) == len(several):
-                raise ValueError(
-                    f"task.stages={stages!r}: list some of {', '.join(STAGES)}, each once, or null for none"
-                )
+                raise Mistake(f"task.stages={stages!r}: list some of {', '.join(STAGES)}, each once, or null for none")
             for kernel in self.kernels:
                 # Raises where nothing can be compared with the kernel's own program.
                 uses(kernel.naive, kernel)
@@ -208,7 +207,7 @@ class Matmul:
         if (state["curriculum"] is None) != (self.curriculum is None):
             had = "none" if state["curriculum"] is None else state["curriculum"]["stages"]
             now = "none" if self.curriculum is None else list(self.curriculum.stages)
-            raise ValueError(f"task.stages: {now}, but the checkpoint was written with {had}; use these, or begin anew")
+            raise Mistake(f"task.stages: {now}, but the checkpoint was written with {had}; use these, or begin anew")
         if self.curriculum is not None:
             self.curriculum.load_state_dict(state["curriculum"])
         self.archive = Archive.loads(state["archive"], "the archive in the checkpoint")
@@ -275,13 +274,13 @@ class Matmul:
         archive = _read("archive", path, Archive.load)
         for cell in archive.cells():
             if (name := problem_name(cell.kernel, dict(cell.size))) not in self._problems:
-                raise ValueError(
+                raise Mistake(
                     f"task.archive={path}: it has programs for {name}, and the task asks for {', '.join(self._names)}; "
                     "name the archive of a run with the same kernels and sizes"
                 )
         here = fingerprint()
         if others == "refuse" and (foreign := [name for name in archive.machines() if name != here]):
-            raise ValueError(
+            raise Mistake(
                 f"task.archive={path}: measured on {foreign[0]}, and this machine is {here}; its speeds mean nothing here. "
                 "Set task.others=measure to measure its fastest programs again"
             )
@@ -306,20 +305,20 @@ def kernels_of(wanted: Mapping[str, int | Sequence[int]]) -> list[Kernel]:
         ValueError: a name or a size is wrong. The message names it.
     """
     if not isinstance(wanted, Mapping) or not wanted:
-        raise ValueError(f"task.kernels={wanted!r}: map each kernel to its sizes, as {{dgemm: [256, 512]}}")
+        raise Mistake(f"task.kernels={wanted!r}: map each kernel to its sizes, as {{dgemm: [256, 512]}}")
     found = []
     for name, sizes in wanted.items():
         kind = KERNELS.get(str(name)) or _imported(str(name))
         several = list(sizes) if isinstance(sizes, Sequence) and not isinstance(sizes, str) else [sizes]
         if not several:
-            raise ValueError(f"task.kernels.{name}=[]: give a size, or several ([256, 512])")
+            raise Mistake(f"task.kernels.{name}=[]: give a size, or several ([256, 512])")
         for size in several:
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ValueError(f"task.kernels.{name}={size!r}: a size is a whole number, 1 or more")
+                raise Mistake(f"task.kernels.{name}={size!r}: a size is a whole number, 1 or more")
             found.append(_made(kind, str(name), size))
     names = [problem_of(kernel) for kernel in found]
     if twice := {name for name in names if names.count(name) > 1}:
-        raise ValueError(f"task.kernels: {', '.join(sorted(twice))} is asked for twice")
+        raise Mistake(f"task.kernels: {', '.join(sorted(twice))} is asked for twice")
     return found
 
 
@@ -329,7 +328,7 @@ def _made(kind: Callable[[int], Kernel], name: str, size: int) -> Kernel:
         require_sound(kernel)
     except Exception as error:
         # The class is somebody's own, and may raise anything.
-        raise ValueError(
+        raise Mistake(
             f"task.kernels.{name}={size}: {error or type(error).__name__}; a kernel is made by a class that takes a size"
         ) from error
     return kernel
@@ -340,26 +339,26 @@ def _read(name: str, path: str, read: Callable[..., Any], *more: str) -> Any:
     try:
         return read(Path(path), *more)
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"task.{name}={path}: there is no such file; name one, or null for none") from error
+        raise Mistake(f"task.{name}={path}: there is no such file; name one, or null for none") from error
     except OSError as error:
-        raise OSError(
+        raise Mistake(
             f"task.{name}={path}: {error.strerror}; name a file that can be read, or null for none"
         ) from error
     except ValueError as error:
         # It begins with the path.
-        raise ValueError(f"task.{name}={error}") from error
+        raise Mistake(f"task.{name}={error}") from error
 
 
 def _imported(path: str) -> type:
     module, _, name = path.rpartition(".")
     if not module:
-        raise ValueError(
+        raise Mistake(
             f"task.kernels: there is no kernel {path!r}; use {', '.join(KERNELS)}, or the dotted path of a class"
         )
     try:
         return getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"task.kernels: {path!r} cannot be imported: {error}") from error
+        raise Mistake(f"task.kernels: {path!r} cannot be imported: {error}") from error
 
 
 def _is_readable(kernel: Kernel) -> bool:

@@ -34,6 +34,7 @@ from torchtune_ext.kernels.fp8_quantize import (
     quantize_rows_and_columns,
     quantize_weight,
 )
+from torchtune_ext.run.errors import Mistake
 
 CHOICES = {
     "backend": ("auto", *fp8_gemm.BACKENDS),
@@ -68,14 +69,12 @@ class Fp8Config:
     def __post_init__(self) -> None:
         for knob, known in CHOICES.items():
             if getattr(self, knob) not in known:
-                raise ValueError(
-                    f"precision.{knob}={getattr(self, knob)!r} is unknown: choose one of {', '.join(known)}"
-                )
+                raise Mistake(f"precision.{knob}={getattr(self, knob)!r} is unknown: choose one of {', '.join(known)}")
         if isinstance(self.skip, str):
-            raise ValueError(f"precision.skip={self.skip!r} must be a list of names: [{self.skip}]")
+            raise Mistake(f"precision.skip={self.skip!r} must be a list of names: [{self.skip}]")
         object.__setattr__(self, "skip", tuple(self.skip))
         if self.backward == "full" and self.save_activations == "fp8":
-            raise ValueError(
+            raise Mistake(
                 "precision.backward=full needs the activations themselves: set precision.save_activations=full"
             )
 

@@ -26,6 +26,7 @@ from torchtune_ext.policy.families import hf_name
 from torchtune_ext.policy.fp8.linear import Fp8BlockLinear, Fp8Config, Fp8LoRALinear
 from torchtune_ext.policy.hf_model import HFModel, clean_name
 from torchtune_ext.policy.lora import adapter_names
+from torchtune_ext.run.errors import Mistake
 
 # vLLM holds each of these groups as one layer: all of it is in FP8, or none.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -87,7 +88,7 @@ class Fp8Receipt:
             ValueError: torchao's scalings have no counterpart in vLLM.
         """
         if self.config.scaling != "block":
-            raise ValueError(
+            raise Mistake(
                 f"precision.scaling={self.config.scaling}: no sampler computes like it; set precision.scaling=block"
             )
         return {
@@ -137,7 +138,7 @@ def skip_reasons(
     for asked in skip:
         if not any(asked in (name, _kind(name)) for name in shapes):
             near = difflib.get_close_matches(asked, [*known, *shapes], n=1)
-            raise ValueError(
+            raise Mistake(
                 f"precision.skip names {asked!r}, which no layer is; {f'did you mean {near[0]!r}? ' if near else ''}"
                 f"give a kind, {', '.join(known)}, or a whole name, like {next(iter(shapes))!r}"
             )
@@ -260,15 +261,13 @@ def fp8_hf_tensors(
             yield name, tensor.to(dtype)
             continue
         if tensor.dtype != receipt.dtype:
-            raise ValueError(
-                f"{name} comes as {tensor.dtype}, the forward quantizes {receipt.dtype}: gather it in that"
-            )
+            raise Mistake(f"{name} comes as {tensor.dtype}, the forward quantizes {receipt.dtype}: gather it in that")
         missing.discard(layer)
         q = quantize_weight(tensor, receipt.config.power_of_two)
         yield name, q.values
         yield f"{name}_scale_inv", q.scales
     if missing:
-        raise ValueError(f"{len(missing)} layers in FP8 were not among the tensors: {sorted(missing)[:4]} ...")
+        raise Mistake(f"{len(missing)} layers in FP8 were not among the tensors: {sorted(missing)[:4]} ...")
 
 
 def _kind(name: str) -> str:
@@ -283,7 +282,7 @@ def _plan(
     layers, modules = linear_layers(model, config, device is not None, names)
     receipt = Fp8Receipt(config, dtype, layers)
     if not receipt.converted:
-        raise ValueError(
+        raise Mistake(
             f"{receipt.table()}\nprecision: no layer of model_dir={str(names.path)!r} can compute in FP8, for the reasons "
             "above; take another model, or set precision=bf16"
         )
@@ -341,13 +340,13 @@ def _choice(gemm: str, layer: Fp8Layer, receipt: Fp8Receipt, device: torch.devic
     if asked == "auto":
         choice = fp8_gemm.choose_backend(gemm, *operands, dtype)
         if device.type == "cuda" and choice.backend == "reference":
-            raise ValueError(
+            raise Mistake(
                 f"precision.backend=auto: {device} has nothing fast for {gemm} of {layer.name}, {choice.reason}; mend one of "
                 "these, set precision=bf16, or emulate FP8 with precision.backend=reference"
             )
         return choice
     if objection := fp8_gemm.objection(asked, gemm, *operands, dtype):
-        raise ValueError(
+        raise Mistake(
             f"precision.backend={asked} cannot run {gemm} of {layer.name}: {objection}; or set precision.backend=auto"
         )
     return Choice(asked, "asked for")

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torchtune_ext.run.errors import Failure
 from torchtune_ext.sampling.calls import CoreLost
 from torchtune_ext.sampling.core_process import Frames, how_it_ended, start_module
 from torchtune_ext.sampling.transfer.group import Member, Order
@@ -46,7 +47,7 @@ class Parcel:
         return self.backend, id(self.buffer), self.buffer.version, self.version
 
 
-class SenderLost(RuntimeError):
+class SenderLost(Failure):
     """The sender failed or was late. `url` is that of the server that failed, None where nobody knows."""
 
     def __init__(self, message: str, url: str | None = None):

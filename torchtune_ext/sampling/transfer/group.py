@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchtune_ext.run.errors import Failure, Mistake
 from torchtune_ext.sampling.server_command import authorization
 from torchtune_ext.sampling.weight_buffer import ALIGNMENT
 
@@ -49,7 +50,7 @@ class Order:
     deadline_s: float  # seconds for all of it
 
 
-class ServerLost(RuntimeError):
+class ServerLost(Failure):
     """A server of the group failed."""
 
     def __init__(self, url: str, said: str):
@@ -216,7 +217,7 @@ class GlooGroup:
     def broadcast(self, data: torch.Tensor, give_up_at: float) -> None:
         """Sends `data` [bytes] from rank 0 to all, in place. Args: give_up_at: on time.monotonic(). Raises RuntimeError."""
         if self._group is None:
-            raise RuntimeError("the group is closed")
+            raise Failure("the group is closed")
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         options.timeout = timedelta(seconds=max(SHORTEST_S, give_up_at - time.monotonic()))
@@ -251,16 +252,16 @@ class Update:
 
     def __post_init__(self):
         if not len(self.names) == len(self.dtype_names) == len(self.shapes):
-            raise ValueError(
+            raise Mistake(
                 f"an update with {len(self.names)} names, {len(self.dtype_names)} dtypes and {len(self.shapes)} shapes"
             )
         if not self.names or len(set(self.names)) != len(self.names):
-            raise ValueError("an update holds no tensors, or two of one name")
+            raise Mistake("an update holds no tensors, or two of one name")
         for name, dtype, shape in zip(self.names, self.dtype_names, self.shapes, strict=True):
             if not isinstance(getattr(torch, dtype, None), torch.dtype):
-                raise ValueError(f"the update holds {name} in {dtype!r}, which is no dtype of torch")
+                raise Mistake(f"the update holds {name} in {dtype!r}, which is no dtype of torch")
             if not all(isinstance(size, int) and size >= 0 for size in shape):
-                raise ValueError(f"the update holds {name} in the shape {shape}")
+                raise Mistake(f"the update holds {name} in the shape {shape}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,4 +308,4 @@ def check_layout(places: Sequence[Place], offsets: Sequence[int]) -> None:
     """Raises ValueError when memory is laid out otherwise than `chunks` says. Args: offsets: bytes, of the same tensors."""
     for place, offset in zip(places, offsets, strict=True):
         if offset - offsets[0] != place.begin:
-            raise ValueError(f"{place.name} lies at byte {offset}, which is not where a receiver looks for it")
+            raise Mistake(f"{place.name} lies at byte {offset}, which is not where a receiver looks for it")

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.sampling.calls import Core, CoreLost, bounded
 from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.sampling.transfer.courier import START_S, Courier, Parcel
@@ -49,7 +50,7 @@ class MemoryWay:
         except CoreLost as error:
             if UNREADABLE not in str(error):
                 raise
-            raise ValueError(
+            raise Mistake(
                 f"publish: {self._core.address} cannot read this process's memory ({error}); the server has to run on this "
                 f"machine, as the same user and in the same PID namespace, started like this: {self._core.how()}; on "
                 "another machine set engine.transfer=gloo or nccl, here and there"

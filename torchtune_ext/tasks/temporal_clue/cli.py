@@ -11,6 +11,7 @@ import sys
 
 from tqdm import tqdm
 
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.tasks.temporal_clue.files import generate, write_jsonl
 from torchtune_ext.tasks.temporal_clue.size import NAMED, parse_size
 
@@ -33,7 +34,7 @@ def main(args: argparse.Namespace) -> int:
         size = parse_size(args.size)
         for name, least in (("count", 1), ("first", 0), ("workers", 1)):
             if getattr(args, name) < least:
-                raise ValueError(f"--{name} {getattr(args, name)}: give a number from {least} on")
+                raise Mistake(f"--{name} {getattr(args, name)}: give a number from {least} on")
     except ValueError as error:
         print(f"torchtune-ext clue: {error}", file=sys.stderr)
         return 2

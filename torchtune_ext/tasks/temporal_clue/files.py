@@ -14,6 +14,7 @@ from itertools import repeat
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.tasks.temporal_clue.puzzle import Puzzle, make_puzzle
 from torchtune_ext.tasks.temporal_clue.size import Size
 
@@ -71,14 +72,14 @@ def read_puzzles(path: str | os.PathLike, first: int = 0, count: int | None = No
     try:
         text = Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 at byte {error.start}; save the file as UTF-8") from error
+        raise Mistake(f"{path}: not UTF-8 at byte {error.start}; save the file as UTF-8") from error
     stop = None if count is None else first + count
     if text.lstrip().startswith("["):
         try:
             items = json.loads(text)
         except json.JSONDecodeError as error:
             where = f"{path}, line {error.lineno}"
-            raise ValueError(f"{where}: not JSON ({error.msg}); fix the list, or write one object a line") from error
+            raise Mistake(f"{where}: not JSON ({error.msg}); fix the list, or write one object a line") from error
         return [_checked(f"{path}, puzzle {n}", item) for n, item in enumerate(items, start=1)][first:stop]
     puzzles = []
     for number, line in enumerate(text.split("\n"), start=1):
@@ -86,14 +87,14 @@ def read_puzzles(path: str | os.PathLike, first: int = 0, count: int | None = No
             try:
                 item = json.loads(line)
             except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number}: not JSON ({error.msg}); write one object a line") from error
+                raise Mistake(f"{path}, line {number}: not JSON ({error.msg}); write one object a line") from error
             puzzles.append(_checked(f"{path}, line {number}", item))
     return puzzles[first:stop]
 
 
 def _checked(where: str, item: object) -> Puzzle:
     if not isinstance(item, dict):
-        raise ValueError(f"{where}: not an object; write one with the fields num_clues, prompt and solution")
+        raise Mistake(f"{where}: not an object; write one with the fields num_clues, prompt and solution")
     wanted = {
         "num_clues": (lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= 0, "a number, 0 or more"),
         "prompt": (lambda v: isinstance(v, str) and v.strip() != "", "the text of the puzzle"),
@@ -101,9 +102,9 @@ def _checked(where: str, item: object) -> Puzzle:
     }
     for field, (right, what) in wanted.items():
         if field not in item:
-            raise ValueError(f"{where}: field {field!r} is missing; add {what}")
+            raise Mistake(f"{where}: field {field!r} is missing; add {what}")
         if not right(item[field]):
-            raise ValueError(f"{where}: field {field!r} is {item[field]!r:.60}; write {what}")
+            raise Mistake(f"{where}: field {field!r} is {item[field]!r:.60}; write {what}")
     return Puzzle(item["num_clues"], item["prompt"], item["solution"])
 
 

@@ -4,6 +4,8 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
+from torchtune_ext.run.errors import Mistake
+
 KINDS = ("direct", "or", "iff", "same_room", "together", "beside", "moved", "carried")
 LIMITS = {"suspects": (2, 10), "weapons": (2, 8), "rooms": (2, 17), "times": (1, 12), "motives": (0, 10)}
 LIMITS |= {"bonus": (0, 20), "players": (1, 6)}
@@ -33,12 +35,12 @@ class Size:
             if name != "players" or self.players is not None:
                 _check_range(name, getattr(self, name))
         if not isinstance(self.whole_world, bool):
-            raise ValueError(f"size: whole_world={self.whole_world!r}: write true or false")
+            raise Mistake(f"size: whole_world={self.whole_world!r}: write true or false")
         if not isinstance(self.clues, tuple):
-            raise ValueError(f"size: clues={self.clues!r}: write a list such as [direct, or]")
+            raise Mistake(f"size: clues={self.clues!r}: write a list such as [direct, or]")
         unknown = [kind for kind in self.clues if kind not in KINDS]
         if unknown or "direct" not in self.clues:
-            raise ValueError(
+            raise Mistake(
                 f"size: clues={list(self.clues)}: choose from {', '.join(KINDS)}, 'direct' always among them "
                 "(it is what makes every puzzle solvable)"
             )
@@ -87,15 +89,15 @@ def parse_size(value: Size | str | Mapping) -> Size:
             return NAMED[value]
         value = _split(value)
     if not isinstance(value, Mapping):
-        raise ValueError(f"size={value!r}: {HOW_TO}")
+        raise Mistake(f"size={value!r}: {HOW_TO}")
     value = dict(value)
     base = value.pop("like", None)
     if base is not None and str(base) not in NAMED:
-        raise ValueError(f"size: like={base!r}: choose from {', '.join(NAMED)}")
+        raise Mistake(f"size: like={base!r}: choose from {', '.join(NAMED)}")
     names = [field.name for field in fields(Size)]
     unknown = [name for name in value if name not in names]
     if unknown:
-        raise ValueError(f"size: no knob called {unknown[0]!r}; there are {', '.join(names)}, and like")
+        raise Mistake(f"size: no knob called {unknown[0]!r}; there are {', '.join(names)}, and like")
     plain = {name: _plain(name, item) for name, item in value.items()}
     return replace(Size() if base is None else NAMED[str(base)], **plain)
 
@@ -115,7 +117,7 @@ def _split(text: str) -> dict[str, object]:
     for part in text.split(","):
         name, equals, item = (word.strip() for word in part.partition("="))
         if not equals or not name or not item:
-            raise ValueError(f"size={text!r}: {HOW_TO}")
+            raise Mistake(f"size={text!r}: {HOW_TO}")
         if name == "clues":
             result[name] = tuple(item.split("+"))
         elif name == "whole_world" and item.lower() in ("true", "false"):
@@ -126,7 +128,7 @@ def _split(text: str) -> dict[str, object]:
             try:
                 numbers = [int(number) for number in item.split("-")]
             except ValueError:
-                raise ValueError(f"size: {name}={item!r}: write a number or low-high, such as {name}=2-3") from None
+                raise Mistake(f"size: {name}={item!r}: write a number or low-high, such as {name}=2-3") from None
             result[name] = numbers[0] if len(numbers) == 1 else tuple(numbers)
     return result
 
@@ -136,7 +138,7 @@ def _check_range(name: str, value: object) -> None:
     ends = (value, value) if not isinstance(value, tuple) else value
     whole = len(ends) == 2 and all(isinstance(end, int) and not isinstance(end, bool) for end in ends)
     if not whole or not least <= ends[0] <= ends[1] <= most:
-        raise ValueError(f"size: {name}={value!r}: write a number from {least} to {most}, or [low, high] within that")
+        raise Mistake(f"size: {name}={value!r}: write a number from {least} to {most}, or [low, high] within that")
 
 
 def _pick(rng: random.Random, value: Range) -> int:

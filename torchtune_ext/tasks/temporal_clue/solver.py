@@ -10,6 +10,7 @@ from importlib import import_module
 from itertools import product
 from types import ModuleType
 
+from torchtune_ext.run.errors import Failure, Late
 from torchtune_ext.tasks.temporal_clue.clues import (
     Beside,
     Either,
@@ -36,7 +37,7 @@ def ortools() -> ModuleType:
     try:
         return import_module("ortools.sat.python.cp_model")
     except ImportError as error:
-        raise RuntimeError(
+        raise Failure(
             "making Temporal Clue puzzles needs OR-Tools: pip install 'torchtune-ext[clue]' (reading them does not)"
         ) from error
 
@@ -85,7 +86,7 @@ class Solver:
         if name == "INFEASIBLE":
             return None
         if name not in ("OPTIMAL", "FEASIBLE"):
-            raise TimeoutError(f"CP-SAT said {name} within {SECONDS:.0f} s; draw smaller puzzles (size)")
+            raise Late(f"CP-SAT said {name} within {SECONDS:.0f} s; draw smaller puzzles (size)")
         return self._world(list(self.engine.response_proto.solution))
 
     # ---- the rules

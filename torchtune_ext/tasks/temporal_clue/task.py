@@ -6,6 +6,7 @@ from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.tasks.functions import Grade, GradeGroup, use_graders
 from torchtune_ext.tasks.task import Problem, Score
 from torchtune_ext.tasks.temporal_clue.files import read_puzzles, write_jsonl
@@ -46,11 +47,11 @@ class TemporalClue:
         group_grader: str | GradeGroup | None = None,
     ) -> None:
         if isinstance(grader, str) and grader not in ANSWER_LETTERS and "." not in grader:
-            raise ValueError(
+            raise Mistake(
                 f"grader={grader!r}: choose 'exact' or 'published', or name a function, grader: my_reward.f for my_reward.py"
             )
         if first < 0 or (count is not None and count < 1):
-            raise ValueError(f"first={first}, count={count}: first counts from 0, count from 1")
+            raise Mistake(f"first={first}, count={count}: first counts from 0, count from 1")
         is_rule = isinstance(grader, str) and grader in ANSWER_LETTERS
         self.rule = grader if is_rule else "exact"
         use_graders(self, None if is_rule else grader, group_grader)
@@ -59,7 +60,7 @@ class TemporalClue:
         if path is not None and not Path(path).is_file():
             # Held-out puzzles have a seed of their own, so that none of them is trained on.
             other = " --seed 1" if "val" in Path(path).stem or "test" in Path(path).stem else ""
-            raise ValueError(
+            raise Mistake(
                 f"path={path!r}: no such file, seen from {Path.cwd()}; `torchtune-ext clue --size public{other} --count "
                 f"{(first + (count or 0)) or 3000} --out {path}` makes one"
             )
@@ -71,7 +72,7 @@ class TemporalClue:
         self.prefix = f"clue-{seed}" if path is None else "clue-file"
         self.length = (ENDLESS if count is None else count) if self.puzzles is None else len(self.puzzles)
         if self.puzzles is not None and (not self.puzzles or len(self.puzzles) < (count or 0)):
-            raise ValueError(f"path={path!r}: {len(self.puzzles)} puzzles from first={first} on, not count={count}")
+            raise Mistake(f"path={path!r}: {len(self.puzzles)} puzzles from first={first} on, not count={count}")
 
     def __len__(self) -> int:
         return self.length

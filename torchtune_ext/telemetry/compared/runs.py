@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.folder import RECORD, read_record
 from torchtune_ext.telemetry.compared.sweep_file import FILE as SWEEP
 from torchtune_ext.telemetry.compared.sweep_file import Point, Sweep, read_sweep
@@ -91,7 +92,7 @@ def find_runs(paths: Sequence[str | Path]) -> Found:
     _refuse_copies(found.runs)
     if not found.runs and not any(sweep.points for sweep in found.sweeps):
         told = " ".join(found.left_out) or "the sweep has started no run"
-        raise FileNotFoundError(f"{', '.join(map(str, paths))}: nothing to show yet. {told}")
+        raise Mistake(f"{', '.join(map(str, paths))}: nothing to show yet. {told}")
     return found
 
 
@@ -106,7 +107,7 @@ def _read(path: Path, name: str, point: Point | None) -> OneRun:
     except ValueError as error:
         record, wrong = {}, str(error)
     if (version := record.get("format", 1)) != 1:
-        raise ValueError(
+        raise Mistake(
             f"{path / RECORD} has format {version!r}, and this version of torchtune-ext reads format 1: make the report with "
             "the version that wrote it, or leave the run out"
         )
@@ -134,7 +135,7 @@ def _metrics(path: Path) -> list[dict[str, Any]]:
     records = read_metrics(path)
     for record in records:
         if not isinstance(record["step"], int):
-            raise ValueError(f"a step is {record['step']!r}")
+            raise Mistake(f"a step is {record['step']!r}")
         for name, value in record.items():
             if isinstance(value, bool | str) or (isinstance(value, float) and not math.isfinite(value)):
                 record[name] = None
@@ -165,7 +166,7 @@ def _require_rollout_format(path: Path) -> None:
     except (OSError, EOFError, ValueError, AttributeError):
         return
     if version != FORMAT:
-        raise ValueError(
+        raise Mistake(
             f"{newest} has format {version!r}, and this version of torchtune-ext reads format {FORMAT}: make the report with "
             "the version that wrote it, or leave the run out"
         )
@@ -203,7 +204,7 @@ def _refuse_twice(paths: Sequence[Path]) -> None:
     for path in paths:
         known = seen.setdefault(path.resolve(), path)
         if known is not path:
-            raise ValueError(
+            raise Mistake(
                 f"{path} is named twice{f', also as {known}' if str(known) != str(path) else ''}: name it once"
             )
 
@@ -214,7 +215,7 @@ def _refuse_copies(runs: Sequence[OneRun]) -> None:
     for run in runs:
         known = seen.setdefault(run.id, run)
         if known is not run and known.config == run.config and known.config is not None:
-            raise ValueError(
+            raise Mistake(
                 f"{known.path} and {run.path} are the same run ({RECORD} has the id {run.id}): name one of them"
             )
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchtune_ext.run.errors import Mistake
+
 FILE = "sweep.json"
 FORMAT = 1
 
@@ -65,9 +67,9 @@ def read_sweep(folder: Path) -> Sweep:
         record = json.loads(path.read_bytes())
         version = record["format"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged ({error!r}): name the folders of its runs instead") from error
+        raise Mistake(f"{path} is damaged ({error!r}): name the folders of its runs instead") from error
     if version != FORMAT:
-        raise ValueError(
+        raise Mistake(
             f"{path} has format {version!r}, and this version of torchtune-ext reads format {FORMAT}: make the report with the "
             "version that ran the sweep, or name the folders of its runs"
         )
@@ -83,7 +85,7 @@ def read_sweep(folder: Path) -> Sweep:
             points=[_point(folder, run) for run in record["runs"]],
         )  # fmt: skip
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged ({error!r}): name the folders of its runs instead") from error
+        raise Mistake(f"{path} is damaged ({error!r}): name the folders of its runs instead") from error
 
 
 def _point(folder: Path, run: Mapping[str, Any]) -> Point:

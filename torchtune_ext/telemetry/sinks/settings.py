@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.folder import Run
 from torchtune_ext.telemetry.sinks.samples import SampleRow
 from torchtune_ext.telemetry.sinks.wandb_login import require_login
@@ -34,25 +35,25 @@ class LoggingConfig:
     def __post_init__(self) -> None:
         check_sinks(self.to)
         if not self.project or len(self.project) > MAX_PROJECT or _NO_PROJECT.search(self.project):
-            raise ValueError(
+            raise Mistake(
                 rf"logging.project={self.project!r}: W&B takes 1 to {MAX_PROJECT} characters without any of / \ # ? % :"
             )
         for tag in self.tags:
             if not 1 <= len(tag) <= MAX_TAG:
-                raise ValueError(f"logging.tags={list(self.tags)}: {tag!r} must have 1 to {MAX_TAG} characters")
+                raise Mistake(f"logging.tags={list(self.tags)}: {tag!r} must have 1 to {MAX_TAG} characters")
         if self.samples < 0:
-            raise ValueError(f"logging.samples={self.samples} must be a number of groups, or 0 for no tables")
+            raise Mistake(f"logging.samples={self.samples} must be a number of groups, or 0 for no tables")
         if self.samples_every < 1:
-            raise ValueError(
+            raise Mistake(
                 f"logging.samples_every={self.samples_every} must be at least 1; without tables: logging.samples=0"
             )
         unknown = sorted(set(self.artifacts) - set(ARTIFACTS))
         if unknown:
-            raise ValueError(
+            raise Mistake(
                 f"logging.artifacts={list(self.artifacts)}: nothing is called {unknown[0]!r}; choose from {list(ARTIFACTS)}"
             )
         if self.artifacts and "wandb" not in self.to:
-            raise ValueError(f"logging.artifacts={list(self.artifacts)} go to W&B alone: add 'wandb' to logging.to")
+            raise Mistake(f"logging.artifacts={list(self.artifacts)} go to W&B alone: add 'wandb' to logging.to")
         if "wandb" in self.to:
             require_login()
 
@@ -65,12 +66,12 @@ def check_sinks(names: Sequence[str]) -> None:
     """Raises ValueError for an unknown sink, and ImportError for one whose package is missing."""
     unknown = sorted(set(names) - set(NAMES))
     if unknown:
-        raise ValueError(f"logging.to={list(names)}: nothing is called {unknown[0]!r}; choose from {list(NAMES)}")
+        raise Mistake(f"logging.to={list(names)}: nothing is called {unknown[0]!r}; choose from {list(NAMES)}")
     for name in names:
         try:
             __import__(name)
         except ImportError as error:
-            raise ImportError(
+            raise Mistake(
                 f"logging.to names {name!r}, whose package is missing ({error}): "
                 f"run `pip install {name}` or take {name!r} out of logging.to"
             ) from error

@@ -4,6 +4,7 @@ import os
 import sys
 import threading
 
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.output import say
 
 CANNOT = (
@@ -73,4 +74,4 @@ def require_login() -> None:
         asking.join(seconds - QUIET_S)
     fault = answers[0] if answers else f"its server did not answer within {seconds:g} s (WANDB_HTTP_TIMEOUT)"
     if fault:
-        raise ValueError(CANNOT.format(fault))
+        raise Mistake(CANNOT.format(fault))

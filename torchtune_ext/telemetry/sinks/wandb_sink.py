@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.folder import CHECKPOINT
 from torchtune_ext.telemetry.heading import newest_checkpoint
 from torchtune_ext.telemetry.sinks.samples import SampleRow, clean
@@ -51,7 +52,7 @@ class WeightsAndBiases:
         try:
             self._run = wandb.init(**arguments(opening, os.environ))
         except (wandb.errors.UsageError, wandb.errors.AuthenticationError, ValueError) as error:
-            raise ValueError(CANNOT.format(cause_of(error))) from error
+            raise Mistake(CANNOT.format(cause_of(error))) from error
         if opening.run and self._run.id != opening.run.id:
             log.warning(
                 "W&B calls this run %s, as WANDB_RUN_ID says, and %s calls it %s. A resumed run needs the same WANDB_RUN_ID "

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from torchtune_ext.policy.memory import GIB
+from torchtune_ext.run.errors import Mistake
 
 # What CUDA reports of a card, over what it is sold as: 39.5 of 40, 23.7 of 24 and 15.8 of 16 GiB are found in error messages of
 # users of an A100, a 4090 and a V100. Other cards of these sizes differ by less than 1% of it.
@@ -73,7 +74,7 @@ def asked_machine(text: Any, key: str = "dry_run") -> Machine:
     if found := ON_CPU.fullmatch(str(text).strip()):
         size = float(found[1])
         return Machine(0, 0, int(size * GIB), f"a CPU with {size:g} GB", here=False)
-    raise ValueError(
+    raise Mistake(
         f"{key}={text!r} is neither True nor a machine: 4x80 asks for 4 GPUs of 80 GB in all, for trainer and engine together; "
         "2x8x80 for two nodes of 8, and 8x80+4x80 for 4 more elsewhere, for vLLM's servers (engine.address)"
     )

@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 from torchtune_ext.policy.memory import GIB, Sizes, trainer_rows
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.sampling.core import CPU_KV_CACHE
 from torchtune_ext.sampling.records import CANARY_REQUESTS, EngineConfig
 from torchtune_ext.sampling.server_command import device_shares, transfer_of
@@ -369,7 +370,7 @@ def trainers_of(machine: Machine, settings: Settings, world_size: int | None = N
         ValueError: the engine leaves no GPU to train, or the GPUs that serve have no server.
     """
     if machine.serving is not None and settings.engine_place != "server":
-        raise ValueError(
+        raise Mistake(
             f"{machine.name}: GPUs that serve elsewhere need engine.address, the addresses of the servers on them; it is null"
         )
     return world_size or (_free(machine, settings, visible) if machine.gpus else 1)
@@ -385,11 +386,11 @@ def _free(machine: Machine, settings: Settings, visible: str | None) -> int:
     if taken < machine.gpus:
         return machine.nodes * (machine.gpus - taken)
     if settings.engine_place == "server":
-        raise ValueError(
+        raise Mistake(
             f"{machine.name}: the servers (engine.address={settings.engine.address}) take {taken} GPUs{each}; none is left "
             "to train; name GPUs elsewhere for them, as in 8x80+4x80"
         )
-    raise ValueError(
+    raise Mistake(
         f"{machine.name}: the engine has {taken} of its own (engine.devices={settings.engine.devices}); none is left to "
         f"train; ask for {taken + 1} or more, or let both share one by engine.devices=null engine.sleep=true"
     )
@@ -458,7 +459,7 @@ def require_apart(engine: EngineConfig, training: list[str]) -> None:
     free = training.index(shared[0])
     take = "1 rank here takes" if len(training) == 1 else f"{len(training)} ranks here take"
     fewer = f"start {free} {'rank' if free == 1 else 'ranks'} here (--nproc_per_node {free}), or " if free else ""
-    raise ValueError(
+    raise Mistake(
         f"engine.devices={engine.devices!r}: GPU {', '.join(shared)} of this machine would train, too, since {take} "
         f"GPU {', '.join(training)}; {fewer}set CUDA_VISIBLE_DEVICES of the trainer to GPUs that the engine does not have, or "
         "let both share by engine.devices=null with engine.sleep=true"
