@@ -187,7 +187,7 @@ def _exploits() -> list[Any]:
     """Returns the programs that attack the benchmark. A checkout has them among its tests, a package has none."""
     reader = Path(torchtune_ext.__file__).parents[1] / "tests" / "helpers" / "exploits.py"
     if not reader.is_file():
-        raise ValueError(
+        raise Mistake(
             "--exploits: the programs that attack the benchmark are in tests/exploits of the repository, not in the package: "
             "clone it, and say `pip install -e .` there"
         )

@@ -181,6 +181,14 @@ def settings_stop_at_the_recipe(library: Files) -> Iterator[str]:
                     yield f"{place}: imports {name}; take plain values"
 
 
+def what_the_user_can_mend_is_a_mistake(files: Files) -> Iterator[str]:
+    """Another ValueError would end a run with a traceback."""
+    for file in files:
+        for node in file.nodes:
+            if isinstance(node, ast.Raise) and ast.unparse(node).startswith("raise ValueError"):
+                yield f"{file.path}:{node.lineno}: raise run.errors.Mistake"
+
+
 def nothing_is_too_long(files: Files) -> Iterator[str]:
     for file in files:
         if file.is_recipe:
@@ -258,6 +266,7 @@ RULES = {
     imports_make_no_circle: LIBRARY,
     recipes_are_leaves: f"{LIBRARY}|{RECIPES}",
     settings_stop_at_the_recipe: LIBRARY,
+    what_the_user_can_mend_is_a_mistake: f"{LIBRARY}|{RECIPES}",
     nothing_is_too_long: WRITTEN,
     recipes_list_their_knobs: RECIPES,
     no_comment_hangs_on_the_end_of_a_wrapped_line: WRITTEN,
@@ -294,6 +303,11 @@ PLANTED = [
         f"imports {IN}.host.config.build",
     ),
     (settings_stop_at_the_recipe, {f"{IN}/groups.py": f"{HOST} import config"}, f"imports {IN}.host.config;"),
+    (
+        what_the_user_can_mend_is_a_mistake,
+        {"kernels/a.py": "raise ValueError('a=1')"},
+        "kernels/a.py:1: raise run.errors",
+    ),
     (nothing_is_too_long, {"tests/a.py": "\n" * 601}, "tests/a.py has 601 lines"),
     (nothing_is_too_long, {"tests/a.py": "async def f():" + "\n" * 80 + " pass"}, "tests/a.py:1: f has 81 lines"),
     (nothing_is_too_long, {"recipes/a.py": "a = 1; " * 301}, "recipes/a.py has 301 statements"),
