@@ -105,8 +105,6 @@ def test_the_limits_of_a_pool_survive_a_resume(monkeypatch):
         lane.controller.limit, lane.controller.known = limit, True
     state = first.pool.state_dict()
     assert limits(monkeypatch, 2, state) == [11, 22] and limits(monkeypatch, 3, state) == [11, 22, 11]
-    # The state of one engine, as checkpoints had it before there were pools.
-    assert limits(monkeypatch, 2, {"limit": 33, "known": True, "target": 0.9}) == [33, 33]
     first.buffers.close()
 
 
