@@ -43,7 +43,7 @@ def refused(kind, action, *parts):
     try:
         action()
     except BaseException as error:
-        assert type(error) is kind, repr(error)
+        assert isinstance(error, kind), repr(error)
         for part in parts:
             assert part in str(error), (part, error)
     else:

@@ -64,12 +64,13 @@ class Host:
         _as_nice_as_ray()
         from torchtune_ext.measured.bench import Bench
         from torchtune_ext.measured.machine import fingerprint
+        from torchtune_ext.run.errors import text_of
 
         keywords = pickle.loads(settings)
         try:
             self.bench = Bench(**keywords)
         except Exception as error:  # noqa: BLE001 (whatever it is, the driver says which machine it comes from)
-            return "refused", f"{type(error).__name__}: {error}", 0
+            return "refused", text_of(error), 0
         workers = keywords.get("workers") or len(os.sched_getaffinity(0))
         # As many wait here as are at work, so that no worker is idle while a result travels.
         return "ready", fingerprint(), 2 * workers + 2
