@@ -112,6 +112,16 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_process_group_is_left():
+    """A model that FSDP2 holds on one device makes a process group, which a fork in a later file would take for its own and wait
+    for ranks that are not there."""
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
 @pytest.fixture(scope="session")
 def repo_root() -> Path:
     return ROOT
