@@ -103,7 +103,7 @@ class Config:
     max_grad_norm: float | None = 1.0  # null: not clipped
     activation_checkpointing: bool = False  # recompute layers in the backward
     compile: bool = False  # torch.compile each layer
-    max_mismatch: float = 0.05  # mean |trainer - sampler log-prob| above which the run stops
+    max_mismatch: Any = "auto"  # mean |trainer - sampler log-prob| that stops the run; "auto": twice the rounding
     checkpoints: dict[str, Any] = field(default_factory=dict)  # fields of CheckpointConfig: every, keep_last, ...
     resume_from_checkpoint: bool = False  # go on from the newest checkpoint in output_dir
     ranks: dict[str, Any] = field(default_factory=dict)  # fields of RanksConfig: deadline_s, shard_within
@@ -192,7 +192,12 @@ class GRPORecipe:
             self.precision.write_receipt(cfg.output_dir, self.policy, cfg.row_tokens)
         self.progress = Progress(cfg.max_steps, self.ranks.rank)
         self.agreement = Agreement(
-            self.learner.logprobs, self.sampling.temperature, cfg.max_mismatch, canary=self.replay is None
+            self.learner.logprobs,
+            self.sampling.temperature,
+            cfg.max_mismatch,
+            rounding=partial(self.precision.rounding, self.policy.model, self.hf_model),
+            precision=self.precision.coarsest_text,
+            canary=self.replay is None,
         )
         self.publisher = self.replay or Publisher(
             self.engine,

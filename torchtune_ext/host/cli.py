@@ -20,6 +20,7 @@ OWN_WORDS = {
     "bench": ("torchtune_ext.measured.cli", "compile, verify and time programs in C"),
     "archive": ("torchtune_ext.measured.matmul.cli", "print the fastest programs of a run, or write them as files"),
     "clue": ("torchtune_ext.tasks.temporal_clue.cli", "make and grade Temporal Clue puzzles"),
+    "gguf": ("torchtune_ext.host.gguf", "make a GGUF file a model directory: gguf FILE OUT"),
     "knobs": ("torchtune_ext.host.knobs", "list the knobs of a recipe: knobs [RECIPE] [NODE]"),
     "presets": ("torchtune_ext.host.presets", "list the published methods, or print one: presets [NAME]"),
     "ray": ("torchtune_ext.host.on_ray", "start a run on an existing Ray cluster, with vLLM servers beside it"),

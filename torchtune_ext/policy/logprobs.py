@@ -93,7 +93,9 @@ class PackedPolicy:
         """Maps [1, T, D] to [2, L] in place of `TransformerDecoder.unembed`, inside the forward, where weights are whole."""
         output = self.model.output
         weight_VD = output.tied_module.weight if isinstance(output, TiedLinear) else effective_weight(output)
-        hidden_LD = self.model.norm(hidden_BTD)[0][self._row.sources_L]
+        # A prompt's last token is the source of every first label of its group. On a CPU the backward of `x[sources]` would add
+        # these gradients in any order; that of `index_select` adds them in theirs, so a run can be replayed bit for bit.
+        hidden_LD = self.model.norm(hidden_BTD)[0].index_select(0, self._row.sources_L)
         head = hidden_LD, weight_VD.to(hidden_LD.dtype)
         if isinstance(self._top, Tensor):
             self._tops = linear_gather(*head, self._top, self._temperature), self._top

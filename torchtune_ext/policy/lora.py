@@ -10,7 +10,7 @@ in the YAML by its builders. Two things of torchtune 0.6.1 are replaced: its DoR
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -178,24 +178,39 @@ def base_hf_tensors(model: nn.Module, names: HFModel, dtype: torch.dtype) -> Ite
             yield names.to_hf(clean_name(name), whole(param).to(dtype))
 
 
-@torch.no_grad()
 def merged_hf_tensors(model: nn.Module, names: HFModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yields (Hugging Face name, whole tensor) of the model with its adapters, merged in float32 and then rounded to `dtype`.
 
     It is a collective.
+    """
+    for name, full in merged_tensors(model):
+        yield names.to_hf(name, full.to(dtype))
+
+
+@torch.no_grad()
+def merged_tensors(
+    model: nn.Module,
+    base: Callable[[str, Tensor], Tensor] = lambda name, weight: weight,
+    factor: Callable[[Tensor], Tensor] = lambda weight: weight,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields (torchtune's name, whole tensor) of the model with its adapters, merged in float32. It is a collective.
+
+    Args:
+        base: rounds a weight that is no adapter's, before an adapter is merged into it.
+        factor: rounds a weight of an adapter.
     """
     adapters, modules = adapter_names(model), adapted_modules(model)
     for name, param in model.named_parameters():
         name = clean_name(name)
         if name in adapters:
             continue
-        full = whole(param)
+        full = base(name, whole(param))
         module = modules.get(name.removesuffix(".weight"))
         if module is not None:
-            a, b = whole(module.lora_a.weight).float(), whole(module.lora_b.weight).float()
-            magnitude = whole(module.magnitude).float() if isinstance(module, DoRALinear) else None
+            a, b = (factor(whole(part.weight)).float() for part in (module.lora_a, module.lora_b))
+            magnitude = factor(whole(module.magnitude)).float() if isinstance(module, DoRALinear) else None
             full = merged(full.float(), a, b, _scaling(module), magnitude)
-        yield names.to_hf(name, full.to(dtype))
+        yield name, full
 
 
 @torch.no_grad()

@@ -135,16 +135,16 @@ def _cause(silent: Silent | None) -> str:
 
 
 def _agreement(records: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> list[Finding]:
-    found, limit = [], config.get("max_mismatch")
+    found, limit = [], _recent(records, "canary/limit") or config.get("max_mismatch")
     # Older tokens differ by what the policy has learned since, and only those of age 0 are held to the limit.
     ahead = any(record.get("async/age_mean") is not None for record in records)
     name = "mismatch/mean_abs_age_0" if ahead else "mismatch/mean_abs"
     now, first = _recent(records, name), _early(records, name)
     if now is not None and isinstance(limit, int | float):
-        half, drifts = now > limit / 2, first is not None and now > max(2 * first, limit / 10)
-        if half or drifts:
+        near, drifts = now > 0.9 * limit, first is not None and now > max(2 * first, limit / 10)
+        if near or drifts:
             found.append(Finding(f"Trainer and engine are {now:.3g} nats apart, from {first:.3g} at the beginning; "
-                                 f"the run stops at max_mismatch={limit:g}.", "Agreement"))  # fmt: skip
+                                 f"the run stops at max_mismatch={limit:.2g}.", "Agreement"))  # fmt: skip
     share = _recent(records, "mismatch/ess")
     if share is not None and share < _LEAST_ESS:
         found.append(

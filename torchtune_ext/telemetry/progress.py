@@ -227,7 +227,7 @@ _COLUMNS = (
     ("length", 6, "{:.0f}", ("length/mean",)),
     ("cut", 6, "{:.1%}", ("length/truncated",)),
     ("grad", 7, "{:.3g}", ("optim/grad_norm",)),
-    ("mismatch", 8, "{:.1e}", ("mismatch/mean_abs",)),
+    ("mismatch", 8, "{:.1e}", ("canary/mean_abs", "mismatch/mean_abs")),
     ("tok/s", 8, "{:,.0f}", ("speed/sampled_tokens_s",)),
     ("rho", 5, "{:.2f}", ("pack/rho",)),
     ("seconds", 7, "{:.1f}", ("time/step",)),

@@ -1,4 +1,16 @@
-"""Checks that trainer and sampler agree on the tokens that were sampled, before any clipping or masking."""
+"""Checks that trainer and sampler agree on the tokens that were sampled, before any clipping or masking.
+
+test        asks for                                  sees                                         is blind to
+scale       mean |d| <= twice the rounding            other weights, rope, temperature             what rounding hides
+identity    mean exp(d) = 1 on many tokens            top-p, top-k, any renormalized distribution  temperature, other weights
+arrival     versions, checksums, the effect of an     a lost publication, an old tensor or         what goes wrong behind them
+            update on tokens (`applied_share`)        adapter                                      and hides in the noise
+
+d is the trainer's log-prob minus the sampler's. Of what rounding does to d nobody is to blame, so it is measured: a model in
+bfloat16 may be 0.04 nats from itself in float32, and two right implementations are sqrt(2) times as far from each other. The
+identity holds for any rounding: tokens are drawn from what the sampler reports, and sum_y q(y) p(y) / q(y) = 1, unless q is 0
+where p is not.
+"""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -11,17 +23,27 @@ from torchtune_ext.objective.kl import kl_k3
 from torchtune_ext.packing import Row
 from torchtune_ext.policy.logprobs import LabelLogprobs
 from torchtune_ext.run.errors import Failure
+from torchtune_ext.run.output import labelled, say
 from torchtune_ext.training.learner import AGE_0, bucket_means, buckets
-from torchtune_ext.training.outcome import gathered
+from torchtune_ext.training.outcome import gathered, rank
 
 log = logging.getLogger(__name__)
+
+SAMPLER_ADVICE = (
+    "Sample with top_p=1 and top_k off, and see that the engine does not take them from generation_config.json "
+    "(generation_config='vllm')"
+)
 
 # `diagnose` tries these temperatures, to find out whether the sampler used a wrong one.
 TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 2.0)
 
-FEW_TOKENS = 1000  # with fewer tokens, a single one may dominate the mean
 # In a batch of several versions the tokens of the present one are judged if there are so many. Of fewer, one may be the mean.
 TOO_FEW = 32
+LEAST_LIMIT = (
+    0.001  # of mean |d|, nats: float32 on both sides differs by 1e-7 to 1e-5, and the smallest fault by far more
+)
+# The mean of exp(d) may be so far from 1, and so many of its standard errors: it is looked at in every step of a long run.
+FLOOR, ERRORS = 0.005, 5.0
 RESOLVED = 0.25  # limit of (noise of a token) / (effect of a change on it); above it nothing is concluded
 CARRIERS = 16  # fewest tokens that must carry the effect; a single one would fit the slope exactly and show no noise
 
@@ -117,7 +139,7 @@ class Applied:
         return self.resolved and self.slope < 0.5
 
 
-def applied_share(rows: Sequence[Row], on: Sequence[LabelLogprobs], off: Sequence[Tensor], otherwise: str) -> Applied:
+def applied_share(rows: Sequence[Row], on: Sequence[Tensor], off: Sequence[Tensor], otherwise: str) -> Applied:
     """Measures how much of a change of the weights the sampler has taken over, by its log-probs. A collective.
 
     The result is the least-squares slope of (sampler - off) on (on - off), which does not depend on the size of the
@@ -127,13 +149,13 @@ def applied_share(rows: Sequence[Row], on: Sequence[LabelLogprobs], off: Sequenc
 
     Args:
         rows: packed rows of this rank; they hold the sampler's log-probs.
-        on: the trainer's log-probs of each row with the change.
+        on: the trainer's log-probs of each row with the change, [L].
         off: the trainer's log-probs of each row without the change, [L]. Labels with NaN are left out.
         otherwise: what a sampler without the change does, for messages.
     """
     parts = [
-        torch.stack([ours.logprobs_L.cpu().double() - old, row.logprobs_L.double() - old])
-        for row, ours, old in zip(rows, on, (old.cpu().double() for old in off), strict=True)
+        torch.stack([new.cpu().double() - old, row.logprobs_L.double() - old])
+        for row, new, old in zip(rows, on, (old.cpu().double() for old in off), strict=True)
     ]
     found = torch.cat(gathered(torch.cat(parts, dim=1)), dim=1)
     effect, seen = found[:, ~found.isnan().any(dim=0)]
@@ -152,7 +174,9 @@ class Agreement:
     Args:
         logprobs: a function (rows, temperature) -> the trainer's log-probs, used to find the cause of a disagreement.
         temperature: temperature of sampling.
-        limit: largest allowed mean |d log-prob|, in nats (`max_mismatch`).
+        limit: largest allowed mean |d|, in nats (`max_mismatch`), or "auto": twice what `rounding` says, and at least 0.001.
+        rounding: a function (rows, temperature) -> mean |d| between the coarser precision and float32, a collective.
+        precision: in words, for messages.
         canary: a canary follows each publication. In a replay there is none, since there is no engine.
     """
 
@@ -160,11 +184,21 @@ class Agreement:
         self,
         logprobs: Callable[[Sequence[Row], float], list[LabelLogprobs]],
         temperature: float,
-        limit: float,
+        limit: float | str,
+        rounding: Callable[[Sequence[Row], float], float] = lambda rows, temperature: 0.0,
+        precision: str = "float32",
         canary: bool = True,
     ):
-        self._logprobs, self._temperature, self._limit = logprobs, temperature, limit
+        self._logprobs, self._temperature, self._rounding, self._precision = logprobs, temperature, rounding, precision
+        self._auto, self._limit = limit == "auto", 0.0 if limit == "auto" else limit
+        # Of exp(d) - 1 over the tokens that the present version of each step has sampled.
+        self._count, self._sum, self._squares = 0, 0.0, 0.0
         self._told = not canary  # that no token was of the present version; without a canary there is nothing to tell
+
+    @property
+    def limit(self) -> float:
+        """Largest allowed mean |d|, in nats; 0 until the first measurement of the rounding."""
+        return self._limit
 
     def require(
         self,
@@ -174,7 +208,7 @@ class Agreement:
         version: int | None = None,
         applied: Sequence[Applied] = (),
     ) -> Mismatch:
-        """Measures the mismatch. Raises if its mean is above the limit or NaN, or if a change is missing. A collective.
+        """Measures the mismatch. Raises if one of the three tests fails, or the mismatch is NaN. A collective.
 
         If an earlier version sampled a token, its log-prob differs because the policy has moved since. That is no
         fault. So if `version` is given, the limit holds only for the tokens of this version. Where there are none, which
@@ -184,7 +218,8 @@ class Agreement:
             rows: packed rows of this rank; they hold the sampler's log-probs.
             said: the trainer's log-probs of the labels of each row.
             when: the beginning of the message: "before the first update", "after publishing version 7".
-            version: version of the policy that trainer and engine both have now.
+            version: version of the policy that trainer and engine both have now. None: these are the tokens of a canary, the
+                same ones each time, so they say nothing more about the identity.
             applied: what was measured of changes that the sampler must have.
 
         Returns:
@@ -207,19 +242,49 @@ class Agreement:
                 found.tokens or "no",
                 version,
             )
-        if (not judged or found.mean_abs <= self._limit) and not any(change.missing for change in applied):
-            return everything
+        if judged and not found.mean_abs <= self._limit and self._auto:
+            self._measure(rows)
+        if (judged and not found.mean_abs <= self._limit) or any(change.missing for change in applied):
 
-        def at(temperature: float) -> Mismatch:
-            d, where = _differences(rows, self._logprobs(rows, temperature), version)
-            return _measured(d[present], where[:, present])
+            def at(temperature: float) -> Mismatch:
+                d, where = _differences(rows, self._logprobs(rows, temperature), version)
+                return _measured(d[present], where[:, present])
 
-        cause = diagnose(found, self._limit, self._temperature, at, applied)
-        raise Disagreement(
-            f"{when}: trainer and sampler disagree on {found.tokens} sampled tokens: mean |d log-prob| {found.mean_abs:.4g} "
-            f"(max_mismatch={self._limit:g}), 99th percentile {found.p99_abs:.4g}, max {found.max_abs:.4g}, signed mean "
-            f"{found.mean:+.4g}. Likely cause: {cause}"
-        )
+            cause = diagnose(found, self._limit, self._temperature, at, applied)
+            raise Disagreement(
+                f"{when}: trainer and sampler disagree on {found.tokens} sampled tokens: mean |d log-prob| "
+                f"{found.mean_abs:.4g} (max_mismatch={self._limit:.3g}), 99th percentile {found.p99_abs:.4g}, max "
+                f"{found.max_abs:.4g}, signed mean {found.mean:+.4g}. Likely cause: {cause}"
+            )
+        if version is not None:
+            self._require_identity(d[present], when)
+        return everything
+
+    def _measure(self, rows: Sequence[Row]) -> None:
+        """Measures the rounding on these rows, the first ones or some that are beyond the limit: the limit rises where they
+        are rounded more than those before. A collective."""
+        first, noise = not self._limit, self._rounding(rows, self._temperature)
+        self._limit = max(self._limit, LEAST_LIMIT, 2 * noise)
+        if rank() == 0:
+            how = f"{noise:.2g} nats" if noise else "none to speak of"
+            rises = "" if first else ", more than at first"
+            say(labelled([("rounding", f"{how} in {self._precision}{rises}; max_mismatch {self._limit:.2g}")]))
+
+    def _require_identity(self, d: Tensor, when: str) -> None:
+        excess = d.expm1()
+        self._count += len(d)
+        self._sum += excess.sum().item()
+        self._squares += excess.square().sum().item()
+        if self._count < TOO_FEW:
+            return
+        mean = self._sum / self._count
+        error = ((self._squares / self._count - mean**2) / self._count) ** 0.5
+        if not abs(mean) <= FLOOR + ERRORS * error:
+            raise Disagreement(
+                f"{when}: over {self._count} sampled tokens the mean of exp(trainer's - sampler's log-prob) is {1 + mean:.4f} "
+                f"+- {error:.4f}, and 1 for a sampler that draws from the whole distribution that it reports, whatever the "
+                f"rounding. Likely cause: it is truncated or renormalized ({SAMPLER_ADVICE})"
+            )
 
 
 def diagnose(
@@ -239,7 +304,7 @@ def diagnose(
         applied: what was measured of changes that the sampler must have.
     """
     for change in applied:
-        # Rounding alone would leave the slope near 1, so the change itself is missing.
+        # Versions and checksums are right by now, and the effect is that of the values that were sent, as they were rounded.
         if change.missing:
             return (
                 f"weights: {change.otherwise}; of the effect of the change on the log-probs of {change.tokens} sampled tokens "
@@ -256,8 +321,7 @@ def diagnose(
     if found.mean < 0 and abs(found.mean) > 0.9 * found.mean_abs:
         return (
             "top-p / top-k: the sampler's log-probs are higher than the trainer's on nearly every token, as after "
-            "renormalizing over a part of the vocabulary. Sample with top_p=1 and top_k off, and see that the engine "
-            "does not take them from generation_config.json (generation_config='vllm')"
+            f"renormalizing over a part of the vocabulary. {SAMPLER_ADVICE}"
         )
     if found.first_abs > 5 * found.mean_abs:
         return (
@@ -266,14 +330,10 @@ def diagnose(
         )
     if found.mean_abs < 0.2 and abs(found.mean) < 0.3 * found.mean_abs:
         return (
-            "dtype: small errors of both signs, as from different precision. Give engine and trainer the same dtype "
-            "(engine.dtype, dtype; precision=fp8_unified where the engine is in FP8), or raise max_mismatch if this model is "
-            "known to be that noisy"
+            "precision: small errors of both signs, more than the settings explain: look for a side that is coarser than they "
+            "say (keys and values in FP8, a quantized model). If that is meant, set max_mismatch above the figure"
         )
-    noise = "; or rounding (dtype, precision), which so few tokens cannot rule out: then raise max_mismatch"
-    few = found.mean_abs < 0.2 and found.tokens < FEW_TOKENS
     return (
-        "weights: no change of sampling parameters explains it, so the engine runs other weights than the trainer: a "
-        "publication or adapter that was not applied, a stale prefix cache, another checkpoint, or a model definition "
-        "that differs (rope_base, norm_eps, tied embeddings)" + noise * few
+        "model: no change of sampling parameters explains it, so the engine computes another function of its weights: another "
+        "model definition (rope_base, norm_eps, tied embeddings), another checkpoint, a stale prefix cache"
     )

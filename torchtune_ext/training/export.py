@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors import torch as safetensors_torch
 from torch import Tensor, nn
 
 from torchtune_ext.policy.hf_model import HFModel
@@ -81,7 +81,7 @@ def export_adapter(
     inside = folder / "merged" if folder is not None else None
     with _drained(large):
         if folder is not None:
-            _save_file(small, folder / "adapter_model.safetensors")
+            save_file(small, folder / "adapter_model.safetensors")
             (folder / "adapter_config.json").write_text(json.dumps(adapter.peft_config(str(source.path)), indent=1))
         if merged is not None:
             if inside is not None:
@@ -120,7 +120,7 @@ def _write_model(
         nonlocal size
         if pending:
             path = folder / f"shard-{len(shards)}"
-            _save_file(pending, path)
+            save_file(pending, path)
             if checksums is not None:
                 checksums.read_back(path)
             shards.append((path, list(pending)))
@@ -152,9 +152,9 @@ def _copy_files(source: Path, folder: Path) -> None:
             shutil.copyfile(file, folder / file.name)
 
 
-def _save_file(tensors: dict[str, Tensor], path: Path) -> None:
+def save_file(tensors: dict[str, Tensor], path: Path) -> None:
     """Writes a safetensors file with the mode that the umask gives. Without that, only the user could read the file."""
     path.touch()
     mode = path.stat().st_mode & 0o7777
-    save_file(tensors, path, metadata={"format": "pt"})
+    safetensors_torch.save_file(tensors, path, metadata={"format": "pt"})
     path.chmod(mode)

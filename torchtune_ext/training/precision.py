@@ -7,24 +7,29 @@ flow             trainer          engine
 """
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchtune.modules import TransformerDecoder
 
-from torchtune_ext.kernels.fp8_quantize import BLOCK
+from torchtune_ext.kernels.fp8_quantize import BLOCK, dequantize, quantize_weight
+from torchtune_ext.packing import Row
+from torchtune_ext.policy.families import hf_name
 from torchtune_ext.policy.fp8 import gain as fp8_gain
 from torchtune_ext.policy.fp8.linear import Fp8Config
 from torchtune_ext.policy.fp8.plan import Fp8Receipt, fp8_hf_tensors, plan
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.logprobs import PackedPolicy
-from torchtune_ext.policy.lora import AdapterSpec, adapter_names
+from torchtune_ext.policy.lora import AdapterSpec, adapter_names, merged_tensors
+from torchtune_ext.policy.streamed import streamed_logprobs
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.output import say
 from torchtune_ext.sampling.records import EngineConfig
+from torchtune_ext.training.distributed import reduce
 from torchtune_ext.training.settings import release_memory
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -98,7 +103,7 @@ class Precision:
     ):
         if dtype not in DTYPES:
             raise Mistake(f"dtype={dtype!r}: use 'bfloat16' or 'float32' (float16 would need a loss scale)")
-        self.flow = config.flow
+        self.flow, self._config = config.flow, config
         self.dtype = DTYPES[dtype]  # of the trainer's forward and backward
         self.engine_dtype = self.dtype if engine.dtype == "auto" else getattr(torch, engine.dtype)
         self.trainer, sampler = config.sides  # of the policy
@@ -137,6 +142,41 @@ class Precision:
         """For instance "precision bf16, trainer in bfloat16, engine in bfloat16"."""
         dtypes = f"trainer in {str(self.dtype)[6:]}, engine in {str(self.engine_dtype)[6:]}"
         return f"precision {self.flow}, {dtypes}"
+
+    @property
+    def coarsest(self) -> tuple[torch.dtype, PrecisionConfig | None]:
+        """Dtype, and FP8 if there is some, of the side that rounds more."""
+        coarse = torch.float32 if self.dtype == self.engine_dtype == torch.float32 else torch.bfloat16
+        return coarse, self._config if self.sampler else None
+
+    @property
+    def coarsest_text(self) -> str:
+        dtype, fp8 = self.coarsest
+        return "FP8" if fp8 else str(dtype)[6:]
+
+    @property
+    def mixed(self) -> bool:
+        """Whether the engine holds other values of the weights than the trainer computes with."""
+        return self.dtype != self.engine_dtype or (self.sampler is not None and self.trainer is None)
+
+    def rounding(self, model: nn.Module, source: HFModel, rows: Sequence[Row], temperature: float) -> float:
+        """Mean |log-prob in the coarser of the two precisions - in float32| over the labels of all ranks, in nats: how far a
+        right engine may be from a right trainer. Both are computed here, in the same way. A collective."""
+        dtype, fp8 = self.coarsest
+        if dtype == torch.float32:
+            return 0.0
+        scored = partial(streamed_logprobs, rows, source=source, device=self.device, temperature=temperature)
+        exact = scored(weights=merged_tensors(model), dtype=torch.float32)
+        coarse = scored(weights=merged_tensors(model), dtype=dtype, fp8=fp8)
+        sizes = [(a - b).abs().double() for a, b in zip(exact, coarse, strict=True)]
+        whole = reduce({"sum": sum(d.sum().item() for d in sizes), "labels": sum(map(len, sizes))}, "sum")
+        return whole["sum"] / max(1.0, whole["labels"])
+
+    def as_sent(self, name: str, weight: Tensor) -> Tensor:
+        """The values that the engine has of a weight, in float32. `name` is torchtune's."""
+        if self.sampler and hf_name(name).removesuffix(".weight") in self.sampler.converted:
+            return dequantize(quantize_weight(weight.to(self.dtype)))
+        return weight.to(self.engine_dtype).float()
 
     def published(
         self, gathered: Callable[[torch.dtype], Iterable[tuple[str, Tensor]]]

@@ -1,5 +1,6 @@
 """Weights to the sampler, in memory, and the proof that it samples with them."""
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from time import perf_counter
@@ -12,7 +13,7 @@ from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.groups import Group, Sample
 from torchtune_ext.packing import Row, contexts, pack
 from torchtune_ext.policy.hf_model import HFModel
-from torchtune_ext.policy.logprobs import LabelLogprobs
+from torchtune_ext.policy.streamed import streamed_logprobs
 from torchtune_ext.sampling.engine import Completion, Engine, SamplingConfig
 from torchtune_ext.sampling.records import CANARY_REQUESTS, CanaryAnswer
 from torchtune_ext.sampling.weight_buffer import checksum, differences
@@ -24,8 +25,12 @@ from torchtune_ext.training.outcome import gathered
 from torchtune_ext.training.precision import Precision
 from torchtune_ext.training.trained import Adapters, AllWeights
 
+log = logging.getLogger(__name__)
+
 CANARY_SAMPLES, CANARY_TOKENS = 8, 16
 CANARY_PROMPTS = CANARY_REQUESTS // CANARY_SAMPLES
+LOOKED_AT = 4096  # values of a tensor, evenly spaced
+FEW_CHANGED = 0.2
 CANARY_SEED = 0  # the same every time, so that most tokens come again and two policies can be compared on them
 
 
@@ -38,8 +43,11 @@ class Publisher:
 
     1. every token is labelled with the version that was just published;
     2. every tensor that the engine has taken has the checksum of the one that was sent, on each of its workers;
-    3. where a change (the update, an adapter) moves log-probs by more than the noise, the engine's moved with the trainer's
-       (`applied_share`).
+    3. where a change (the update, an adapter) moves log-probs by more than the noise, as it was sent, the engine's moved with
+       it (`applied_share`).
+
+    In a coarser dtype than the trainer's the engine cannot hold the smaller part of an update: `publish/changed_share` says how
+    many of the values that were sent differ from those before.
 
     Of several engines each is asked, and judged by itself: a mean over all would hide one that was forgotten.
 
@@ -70,6 +78,8 @@ class Publisher:
         tokens = min(CANARY_TOKENS, sampling.max_tokens)
         self._sampling = replace(sampling, max_tokens=tokens, seed=CANARY_SEED, early_stop_logprob=None)
         self._sent: dict[str, dict[str, int]] = {"model": {}, "adapter": {}}  # checksums by name, on rank 0
+        self._values: dict[str, Tensor] = {}  # some of what was sent last, by name, on rank 0
+        self._rounded, self._warned = trained.rounded(precision), False
         self._before: dict[int, float] = {}  # context -> log-prob under the policy of the last publication, all ranks
 
     def publish(self, version: int) -> dict[str, float]:
@@ -90,18 +100,21 @@ class Publisher:
         """Gathers the weights and gives them to the engine. On rank 0: their bytes, and the seconds of gathering them (over
         ranks, in the names and the precision of the engine), of copying them and of the engine's pause."""
         size = gather_s = copy_s = pause_s = 0.0
+        values: dict[str, Tensor] = {}
         for tensors, adapter in self._trained.sent(self._learner.policy.model, self._source, self._precision):
             if self._engine is not None:
                 sums = self._sent["model" if adapter is None else "adapter"] = {}
                 gathering = _Gathering(tensors, sums)
                 report = self._engine.publish(gathering, version, adapter)
+                values |= gathering.values
                 size, gather_s = size + report.bytes, gather_s + gathering.seconds
                 copy_s, pause_s = copy_s + report.copy_s - gathering.seconds, pause_s + report.pause_s
             else:
                 for _ in tensors:  # rank 0 gathers each weight: take part
                     pass
         seconds = {"gather": gather_s, "copy": copy_s, "pause": pause_s}
-        return {"publish/bytes": size} | {f"time/publish/{part}": value for part, value in seconds.items()}
+        changed, self._values = self._changed_share(self._values, values), values
+        return {"publish/bytes": size} | changed | {f"time/publish/{part}": value for part, value in seconds.items()}
 
     def _prove(self, version: int) -> dict[str, float]:
         """Samples the canary of every engine and compares what each says of it with what the trainer says.
@@ -116,10 +129,11 @@ class Publisher:
         for name, rows in answers:
             whose = when if len(answers) == 1 else f"{when}, {name}"
             said = self._learner.logprobs(rows)
-            applied = self._trained.applied(self._learner, rows, said) | {"update": self._update_applied(rows, said)}
+            now = self._as_sent(rows) if self._rounded else [ours.logprobs_L for ours in said]
+            applied = self._trained.applied(self._learner, rows, now) | {"update": self._update_applied(rows, now)}
             found = self._agreement.require(rows, said, whose, applied=list(applied.values()))
             worst = found if worst is None or found.mean_abs > worst.mean_abs else worst
-            said_of += zip(rows, said, strict=True)
+            said_of += zip(rows, now, strict=True)
             for change, share in applied.items():
                 if share.resolved:
                     key = f"canary/{change}_applied"
@@ -127,7 +141,7 @@ class Publisher:
         self._remember(said_of)
         if self._engine is not None:
             self._precision.write_mismatch(worst.mean_abs, worst.tokens, when)
-        return {"canary/mean_abs": worst.mean_abs} | shares
+        return {"canary/mean_abs": worst.mean_abs, "canary/limit": self._agreement.limit} | shares
 
     def _canary(self, version: int) -> tuple[list[tuple[str, list[Row]]], str | None]:
         """This rank's share of the rows that each engine has just sampled, and what shows already that one has other
@@ -154,27 +168,62 @@ class Publisher:
         found = [differences(sent, taken, answer.engine, worker) for worker, taken in enumerate(answer.checksums)]
         return next(filter(None, found), None)
 
-    def _update_applied(self, rows: list[Row], said: list[LabelLogprobs]) -> Applied:
+    def _as_sent(self, rows: list[Row]) -> list[Tensor]:
+        """Log-probs under the values that were sent, as the engine holds them."""
+        return streamed_logprobs(
+            rows,
+            self._trained.as_sent(self._learner.policy.model, self._precision),
+            self._source,
+            torch.float32,
+            self._ranks.device,
+            self._learner.temperature,
+        )
+
+    def _update_applied(self, rows: list[Row], now: list[Tensor]) -> Applied:
         """Whether the engine shows the newest update on the tokens that were sampled before it, too."""
         before = [torch.tensor([self._before.get(c, torch.nan) for c in contexts(row)]) for row in rows]
-        return applied_share(rows, said, before, "the engine samples with the weights of the publication before")
+        return applied_share(rows, now, before, "the engine has the weights that were sent and samples as before them")
 
-    def _remember(self, said: Iterable[tuple[Row, LabelLogprobs]]) -> None:
+    def _remember(self, said: Iterable[tuple[Row, Tensor]]) -> None:
         """Keeps what the policy of now says, to be what the policy before said at the next publication."""
-        known = {c: p for row, ours in said for c, p in zip(contexts(row), ours.logprobs_L.tolist(), strict=True)}
+        known = {c: p for row, ours in said for c, p in zip(contexts(row), ours.tolist(), strict=True)}
         self._before = {c: p for part in gathered(known) for c, p in part.items()}
+
+    def _changed_share(self, before: dict[str, Tensor], now: dict[str, Tensor]) -> dict[str, float]:
+        """How many of the values differ from those of the publication before, of those that are looked at."""
+        pairs = [(before[name], values) for name, values in now.items() if name in before]
+        if not pairs:
+            return {}
+        share = sum((a != b).sum().item() for a, b in pairs) / sum(len(b) for _, b in pairs)
+        if self._rounded and 0 < share < FEW_CHANGED and not self._warned:
+            self._warned = True
+            log.warning(
+                "publish/changed_share %.2g: in %s, which the engine holds, so few of the values differ from those of the "
+                "publication before. The trainer computes with the whole update, so it moves away from the policy that samples "
+                "until half a step of that dtype is gathered. Set engine.dtype=float32, or dtype=bfloat16, in which both round "
+                "alike; this is not said again",
+                share,
+                "FP8" if self._precision.sampler else str(self._precision.engine_dtype)[6:],
+            )
+        return {"publish/changed_share": share}
 
 
 class _Gathering:
-    """Passes tensors on, keeps the checksum of each in `sums`, and counts the seconds that this takes."""
+    """Passes tensors on, keeps the checksum of each in `sums` and some of its bytes in `values`, and counts the seconds that
+    this takes."""
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]], sums: dict[str, int]):
         self._tensors, self._sums, self.seconds = tensors, sums, 0.0
+        self.values: dict[str, Tensor] = {}
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         began = perf_counter()
         for name, tensor in self._tensors:
             self._sums[name] = checksum(tensor)
+            flat = tensor.detach().reshape(-1)
+            # Numbers of FP8 cannot be compared on a CPU, their bytes can.
+            some = flat[:: max(1, len(flat) // LOOKED_AT)].clone()
+            self.values[name] = (some.view(torch.uint8) if some.element_size() == 1 else some).cpu()
             self.seconds += perf_counter() - began
             yield name, tensor
             began = perf_counter()

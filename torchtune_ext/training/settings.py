@@ -48,9 +48,11 @@ def check_settings(
         near = nearest(str(cfg["aggregation"]), AGGREGATIONS)
         hint = f"did you mean {near!r}?" if near else f"use {' or '.join(map(repr, AGGREGATIONS))}"
         raise Mistake(f"aggregation={cfg['aggregation']!r} is unknown; {hint}")
-    for name in ("max_grad_norm", "max_mismatch"):
-        if cfg[name] is not None and not cfg[name] > 0:
-            raise Mistake(f"{name}={cfg[name]} must be more than 0")
+    if cfg["max_grad_norm"] is not None and not cfg["max_grad_norm"] > 0:
+        raise Mistake(f"max_grad_norm={cfg['max_grad_norm']} must be more than 0")
+    limit = cfg["max_mismatch"]
+    if limit != "auto" and not (isinstance(limit, float | int) and limit > 0):
+        raise Mistake(f"max_mismatch={limit} must be more than 0, or auto")
     check_staleness(cfg, loss)
     if schedule is not None:
         schedule.require_fits(cfg["max_steps"] * cfg["updates_per_step"])

@@ -19,7 +19,6 @@ from torchtune.modules import TransformerDecoder
 
 from torchtune_ext.packing import Row
 from torchtune_ext.policy.hf_model import HFModel, named_hf_tensors
-from torchtune_ext.policy.logprobs import LabelLogprobs
 from torchtune_ext.policy.lora import (
     AdapterOff,
     AdapterSpec,
@@ -27,6 +26,7 @@ from torchtune_ext.policy.lora import (
     adapter_spec,
     base_hf_tensors,
     merged_hf_tensors,
+    merged_tensors,
 )
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.sampling.core_process import on_cpu
@@ -39,7 +39,7 @@ from torchtune_ext.training.precision import Precision
 WAYS = ("auto", "adapter", "merged")
 ADVICE = {
     "adapter": "look for a request that does not name the adapter; with adapters.publish=merged none has to",
-    "merged": "weights of the engine's dtype may not hold so small a change; set engine.dtype=float32",
+    "merged": "look for keys and values of an earlier publication",
 }
 
 Sent = tuple[Iterable[tuple[str, Tensor]], dict[str, Any] | None]  # (name, whole tensor)s; PEFT's config, of adapters
@@ -112,7 +112,15 @@ class AllWeights:
         """What one publication sends, part by part; tensors are gathered as they are taken: a collective."""
         yield precision.published(partial(named_hf_tensors, model, names)), None
 
-    def applied(self, learner: Learner, rows: Sequence[Row], said: Sequence[LabelLogprobs]) -> dict[str, Applied]:
+    def rounded(self, precision: Precision) -> bool:
+        """Whether the engine has other values than the trainer computes with."""
+        return precision.mixed
+
+    def as_sent(self, model: nn.Module, precision: Precision) -> Iterator[tuple[str, Tensor]]:
+        """The values that the engine has, merged, in float32, by torchtune's names: a collective."""
+        return merged_tensors(model, base=precision.as_sent)
+
+    def applied(self, learner: Learner, rows: Sequence[Row], on: Sequence[Tensor]) -> dict[str, Applied]:
         """What sampled tokens say of changes that the engine has to show beside the newest update, by name: a collective."""
         return {}
 
@@ -166,13 +174,21 @@ class Adapters:
             self._base_sent = True
         yield adapter_hf_tensors(model, names, precision.engine_dtype), self.spec.peft_config(str(names.path))
 
-    def applied(self, learner: Learner, rows: Sequence[Row], said: Sequence[LabelLogprobs]) -> dict[str, Applied]:
+    def rounded(self, precision: Precision) -> bool:
+        return precision.mixed or (self.way == "merged" and precision.engine_dtype != torch.float32)
+
+    def as_sent(self, model: nn.Module, precision: Precision) -> Iterator[tuple[str, Tensor]]:
+        if self.way == "merged":
+            return ((name, precision.as_sent(name, weight)) for name, weight in merged_tensors(model))
+        return merged_tensors(model, base=precision.as_sent, factor=lambda weight: weight.to(precision.engine_dtype))
+
+    def applied(self, learner: Learner, rows: Sequence[Row], on: Sequence[Tensor]) -> dict[str, Applied]:
         """Whether the engine applies the adapter: to sample from the base model instead would pass for a small mismatch while
         the adapter is young."""
         with AdapterOff(learner.policy.model).swapped_in():
             off = [without.logprobs_L for without in learner.logprobs(rows)]
-        otherwise = f"the engine samples without the adapter, or with an old one ({ADVICE[self.way]})"
-        return {"adapter": applied_share(rows, said, off, otherwise)}
+        otherwise = f"the engine has the adapter that was sent and samples without it ({ADVICE[self.way]})"
+        return {"adapter": applied_share(rows, on, off, otherwise)}
 
     def export(self, model: nn.Module, source: HFModel, dtype: torch.dtype) -> Callable[..., None]:
         merged = dtype if self._save_merged else None

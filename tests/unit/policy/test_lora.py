@@ -23,7 +23,7 @@ from torchtune_ext.packing import pack
 from torchtune_ext.policy import from_config, lora
 from torchtune_ext.policy.builder import build_policy, on_meta
 from torchtune_ext.policy.hf_model import HFModel
-from torchtune_ext.policy.logprobs import LabelLogprobs, PackedPolicy
+from torchtune_ext.policy.logprobs import PackedPolicy
 from torchtune_ext.policy.scratch import Shape, make_tokenizer, write_model
 from torchtune_ext.policy.sharded import fill, whole
 from torchtune_ext.sampling.records import EngineConfig
@@ -239,7 +239,7 @@ def rows_of(logprobs):
 
 
 def share_of(sampler, on, off):
-    found = applied_share(rows_of(sampler), [LabelLogprobs(on, torch.zeros(len(on)))], [off], "forgets the adapter")
+    found = applied_share(rows_of(sampler), [on], [off], "forgets the adapter")
     assert found.tokens == len(off)
     return found.slope, found.noise
 

@@ -52,7 +52,7 @@ def check(reported, table, temperature=1.0, limit=1e-3, before=None):
 
     rows, applied = table.rows(reported), []
     if before is not None:
-        applied = [applied_share(rows, scores(temperature), [before], "the engine has the old weights")]
+        applied = [applied_share(rows, [table.score(temperature)], [before], "the engine has the old weights")]
     gate = Agreement(lambda rows, t: scores(t), temperature, limit)
     return gate.require(rows, scores(temperature), "before step 0", applied=applied)
 
@@ -176,13 +176,13 @@ def test_template():
 def test_dtype():
     table = Table()
     noise = torch.randn(SAMPLES * TOKENS, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 0.02
-    with pytest.raises(Disagreement, match="dtype: small errors of both signs"):
+    with pytest.raises(Disagreement, match="precision: small errors of both signs"):
         check(table.score(1.0) + noise, table)
 
 
 def test_other_weights():
     table = Table()
-    with pytest.raises(Disagreement, match="weights: .*runs other weights"):
+    with pytest.raises(Disagreement, match="model: .*computes another function of its weights"):
         check(table.score(1.0, Table(seed=1).logits), table)
 
 
@@ -213,7 +213,7 @@ def test_old_weights_are_told_from_rounding(limit):
     with pytest.raises(Disagreement, match="weights: the engine has the old weights; .* of 800 sampled .* shows -?0.0"):
         check(before + noise, table, limit=limit, before=before)
     if limit < 0.01:
-        with pytest.raises(Disagreement, match="dtype: small errors of both signs"):
+        with pytest.raises(Disagreement, match="precision: small errors of both signs"):
             check(table.score(1.0) + noise, table, limit=limit, before=before)
     else:
         check(table.score(1.0) + noise, table, limit=limit, before=before)
@@ -223,7 +223,7 @@ def test_below_the_noise_nothing_is_concluded():
     table = Table()
     update, noise = draws(1, 0.01, 0.02)
     before = table.score(1.0) - update
-    with pytest.raises(Disagreement, match="dtype: small errors of both signs"):
+    with pytest.raises(Disagreement, match="precision: small errors of both signs"):
         check(before + noise, table, before=before)
     assert check(before + noise, table, limit=0.1, before=before).mean_abs < 0.03
     assert check(before, table, limit=0.1, before=torch.full_like(before, torch.nan)).tokens == SAMPLES * TOKENS
@@ -238,8 +238,7 @@ def test_tokens_that_nobody_knows_are_left_out():
     for known in (2, CARRIERS - 1, 4 * CARRIERS, 300):
         old, reported = before.clone(), sampler.clone()
         old[known:], reported[known:] = torch.nan, before[known:]  # would be a slope of 0
-        scored = [LabelLogprobs(table.score(1.0), torch.zeros(SAMPLES * TOKENS))]
-        found = applied_share(table.rows(reported), scored, [old], "")
+        found = applied_share(table.rows(reported), [table.score(1.0)], [old], "")
         assert found.tokens == known and found.slope == pytest.approx(1.0, abs=0.05)
         assert found.resolved == (known > CARRIERS) and not found.missing and 1 <= found.carriers <= known
 
@@ -261,10 +260,99 @@ def test_heavy_tails_decide_nothing_wrongly(engine, has_it):
                     scale * torch.randn(len(scale), generator=generator, dtype=torch.float64) for _ in "1234"
                 )
                 seen = replace(row, logprobs_L=has_it * strength * change + engine * e)
-                found = applied_share([seen], [LabelLogprobs(strength * change + new, torch.zeros(0))], [old], "")
+                found = applied_share([seen], [strength * change + new], [old], "")
                 resolved += found.resolved
                 assert not found.resolved or (found.slope > 0.5) == has_it, (strength, found)
         assert resolved > count / 2 if strength == 30 else resolved == 0 or strength > 1
+
+
+def test_the_limit_is_twice_the_rounding(capsys):
+    """Measured on the first tokens, and again on those that are beyond it: some are rounded more than others."""
+    table, asked = Table(), []
+
+    def rounding(rows, temperature):
+        asked.append(temperature)
+        return [0.04, 0.06, 0.0][len(asked) - 1]
+
+    scores = [LabelLogprobs(table.score(0.7), torch.zeros(SAMPLES * TOKENS))]
+    gate = Agreement(lambda rows, t: scores, 0.7, "auto", rounding, "bfloat16")
+
+    def off_by(mean_abs):
+        (noise,) = draws(1, mean_abs * (torch.pi / 2) ** 0.5)
+        return gate.require(table.rows(table.score(0.7) + noise), scores, "step 1")
+
+    off_by(0.057)
+    off_by(0.077)
+    assert gate.limit == 0.08 and asked == [0.7]
+    off_by(0.1)
+    assert gate.limit == 0.12 and len(asked) == 2
+    with pytest.raises(Disagreement, match="max_mismatch=0.12.*precision: small errors of both signs, more than the setti"):
+        off_by(0.13)
+    first, second = capsys.readouterr().out.splitlines()[:2]
+    assert first == "rounding:  0.04 nats in bfloat16; max_mismatch 0.08"
+    assert second == "rounding:  0.06 nats in bfloat16, more than at first; max_mismatch 0.12"
+
+
+def test_without_rounding_the_limit_is_that_of_float32(capsys):
+    table = Table()
+    gate = Agreement(lambda rows, t: [], 1.0, "auto")
+    gate.require(table.rows(table.score(1.0)), [LabelLogprobs(table.score(1.0), torch.zeros(SAMPLES * TOKENS))], "step 1")
+    assert gate.limit == 0.001 and "none to speak of in float32; max_mismatch 0.001" in capsys.readouterr().out
+
+
+class Steps:
+    """Steps of a run: labels are drawn from what the sampler reports, and the trainer is some rounding away from it."""
+
+    def __init__(self, reported_of, rounding=0.06, seed=0):
+        self._generator = torch.Generator().manual_seed(seed)
+        self._reported_of, self._rounding = reported_of, rounding
+        self.gate = Agreement(lambda rows, t: [], 1.0, 10.0)  # a scale that sees nothing
+
+    def step(self, number):
+        count = SAMPLES * TOKENS
+        logits = torch.randn(count, VOCAB, generator=self._generator, dtype=torch.float64) * 2
+        reported = self._reported_of(logits.softmax(-1)).log()
+        labels = torch.multinomial(reported.exp(), 1, generator=self._generator)
+        # Rounding moves logits, so what comes of it is a distribution again.
+        trainers = (logits + self._rounding * torch.randn(logits.shape, generator=self._generator)).log_softmax(-1)
+        table = Table()
+        table.labels = labels[:, 0]
+        rows = table.rows(reported.gather(1, labels)[:, 0])
+        said = [LabelLogprobs(trainers.gather(1, labels)[:, 0], torch.zeros(count))]
+        self.gate.require(rows, said, f"step {number}", version=0)
+
+
+def top_p(share):
+    def reported(p):
+        ordered, order = p.sort(-1, descending=True)
+        kept = ordered * ((ordered.cumsum(-1) - ordered) < share)
+        return torch.zeros_like(p).scatter(1, order, kept / kept.sum(-1, keepdim=True))
+
+    return reported
+
+
+@every_row("share, steps", [(0.9, 1), (0.95, 2), (0.98, 60)])
+def test_a_truncated_distribution_is_seen_through_the_rounding(share, steps):
+    """The nearer it is to the whole one, the more tokens it takes: 800 of them in a step."""
+    run = Steps(top_p(share))
+    with pytest.raises(Disagreement, match="mean of exp.* 1 for a sampler that draws .* truncated or renormalized"):
+        for number in range(steps):
+            run.step(number)
+
+
+@every_row("rounding", [0.0, 0.06, 0.3, 1.0])
+def test_the_identity_holds_whatever_the_rounding(rounding):
+    """Also at a mean |d| of 0.8 nats, over many steps, at each of which it is asked for."""
+    run = Steps(lambda p: p, rounding)
+    for number in range(60):
+        run.step(number)
+
+
+def test_the_identity_is_blind_to_the_temperature():
+    """Which is what the scale is for."""
+    run = Steps(lambda p: (p.log() / 0.9).softmax(-1))
+    for number in range(20):
+        run.step(number)
 
 
 def test_contexts_are_equal_where_the_log_prob_is():

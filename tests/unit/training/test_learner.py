@@ -124,3 +124,22 @@ def test_the_learning_rate_goes_where_it_is_told():
     its = alone(policy, Silent(), optimizer=optimizer, schedule=schedule)
     its.updates = 6
     assert its.updates == 6 and its.learning_rate == optimizer.param_groups[0]["lr"] == 0.5
+
+
+@every_row("loss", [PolicyLoss(entropy_coef=0.01), PolicyLoss(level="sequence"), NLLLoss()])
+def test_a_gradient_has_the_same_bits_each_time(loss):
+    """With several threads, and rows so large that operations share them out: the first labels of a group have one source, the
+    sums over a completion one target each, and nobody may add to these in any order. A replay is equal only then."""
+    packed = pack(unpacked.make_groups(np.random.default_rng(0), [(9, [12] * 256)]), 40_000)[0]
+    its, threads = learner(loss), torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        first = None
+        for _ in range(12):
+            its.forward_backward(packed)
+            found = torch.cat([param.grad.flatten() for param in its.policy.trainable()])
+            its.optimizer.zero_grad()
+            assert first is None or torch.equal(found, first)
+            first = found
+    finally:
+        torch.set_num_threads(threads)

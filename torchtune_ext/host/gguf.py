@@ -1,0 +1,119 @@
+"""`torchtune-ext gguf FILE OUT` makes a GGUF file a model directory in Hugging Face's format, which any config takes.
+
+    torchtune-ext gguf SmolLM2-135M-Instruct.Q4_1.gguf models/SmolLM2-135M-Instruct
+
+The weights are written in bfloat16, as nearly every model of the hub has them. What a quantized file has lost stays lost.
+"""
+
+import argparse
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from torchtune_ext.policy.families import FAMILIES
+from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.output import say
+from torchtune_ext.training.export import save_file
+from torchtune_ext.training.state import make_empty, partial_of, put_in_place, written_aside
+
+MAGIC = b"GGUF"
+WHOLE = ("F64", "F32", "F16", "BF16")  # kinds of tensors that are not quantized
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", type=Path, help="the GGUF file")
+    parser.add_argument("out", type=Path, help="the model directory to be made")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Converts one file and says what precision it had. Returns the exit status."""
+    say(convert(args.file, args.out))
+    return 0
+
+
+def convert(file: Path, out: Path) -> str:
+    """Writes the model directory `out` and returns what became of the weights, for people.
+
+    The model passes through main memory in float32: 4 bytes for each parameter.
+
+    Raises:
+        ValueError: `gguf` is not installed, the file is none of GGUF or holds a model of no family here, its tokenizer cannot
+            be read, or there is something at `out`.
+    """
+    kinds = _tensors(file)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise Mistake(f"{out} is there and not empty; name a new folder, or remove it")
+    with written_aside(out, lambda: "Free space there, or choose another folder"):
+        partial = partial_of(out)
+        make_empty(partial)
+        parameters = _write(file, partial)
+        put_in_place(out)
+    total = sum(count for count, _ in kinds.values())
+    bits = sum(size for _, size in kinds.values()) * 8 / total
+    parts = ", ".join(f"{count / total:.1%} in {kind}" for kind, (count, _) in sorted(kinds.items()))
+    lost = "" if all(kind in WHOLE for kind in kinds) else ", and what that rounding has lost stays lost"
+    return (
+        f"{out}: {parameters / 1e6:,.1f} million parameters in bfloat16\n"
+        f"{file.name}: {parts}; {bits:.1f} bits a weight{lost}"
+    )
+
+
+def _tensors(file: Path) -> dict[str, tuple[int, int]]:
+    """Returns the number of weights and of bytes of each kind of tensor, once it is clear that the file can be read here."""
+    try:
+        from gguf import GGUFReader
+    except ImportError:
+        raise Mistake("GGUF files are read with gguf, which is not installed: pip install gguf==0.19.0") from None
+    if not file.is_file():
+        raise Mistake(f"{file}: no such file, seen from {Path.cwd()}; name the GGUF file")
+    with open(file, "rb") as f:
+        if f.read(len(MAGIC)) != MAGIC:
+            raise Mistake(f"{file} is no GGUF file: it does not begin with GGUF; take another one")
+    try:
+        reader = GGUFReader(file)
+    except (ValueError, IndexError, KeyError, OverflowError) as error:
+        raise Mistake(f"{file} is cut or damaged ({error}); copy it anew from where it comes from") from error
+    architecture = reader.fields["general.architecture"].contents()
+    if architecture not in FAMILIES:
+        raise Mistake(
+            f"{file} holds a model of the architecture {architecture!r}, which is not supported; take one of these: "
+            f"{', '.join(sorted(FAMILIES))}"
+        )
+    counts, sizes = Counter(), Counter()
+    for tensor in reader.tensors:
+        counts[tensor.tensor_type.name] += int(tensor.n_elements)
+        sizes[tensor.tensor_type.name] += int(tensor.n_bytes)
+    return {kind: (counts[kind], sizes[kind]) for kind in counts}
+
+
+def _write(file: Path, folder: Path) -> int:
+    """Writes tokenizer, config and weights. Returns the number of parameters."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()  # it warns that the model gets another precision than its file, which is what was asked for
+    where = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(**where)
+    except Exception as error:
+        # There are converters for many kinds of tokenizers, each with errors of its own.
+        raise Mistake(
+            f"the tokenizer in {file} cannot be read ({type(error).__name__}: {error}); take the model's own directory instead"
+        ) from error
+    tokenizer.save_pretrained(folder)
+
+    # A model that was loaded so calls itself quantized and refuses to be saved. Its weights and its config are plain.
+    model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16)
+    config, ends = model.config, {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    for name in ("quantization_config", "_model_name_or_path"):
+        vars(config).pop(name, None)
+    config.update(ends | {"architectures": [type(model).__name__]})
+    config.save_pretrained(folder)
+    GenerationConfig(**ends).save_pretrained(folder)
+    weights = {name: weight.contiguous() for name, weight in model.state_dict().items()}
+    if config.tie_word_embeddings:
+        del weights["lm_head.weight"]
+    save_file(weights, folder / "model.safetensors")
+    return sum(weight.numel() for weight in weights.values())

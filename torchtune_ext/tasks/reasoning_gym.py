@@ -1,0 +1,279 @@
+"""Tasks of reasoning-gym (Stojanovski et al., arXiv 2505.24760): a hundred generators of puzzles, each with its own grader.
+
+    task:
+      _component_: torchtune_ext.tasks.reasoning_gym.ReasoningGym
+      generators:
+        spell_backward: {min_word_len: 3, max_word_len: 4}
+        letter_counting: {weight: 2, max_words: 5}
+
+Nothing is downloaded, and nothing is stored: a problem is made again from its index, by whoever needs it.
+"""
+
+import json
+import os
+import random
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from torchtune_ext.run.errors import Mistake, nearest
+from torchtune_ext.tasks.functions import Grade, use_graders
+from torchtune_ext.tasks.task import Graded, Problem, Score
+
+ENDLESS = 2**31 - 1  # the length of the task without a count
+HELD_OUT = 8  # one question in 8 is held out
+SPLITS = ("train", "heldout")
+REWARDS = ("solved", "credit")
+BLOCK = 100  # problems of one instance of a generator; some make all of them beforehand
+DRAWS = 400  # questions that are drawn before a split is said to have none
+SOLVED = 1.0 - 1e-9  # of the generator's own score
+WINDOW = 32  # groups of a generator that a curriculum looks back on
+# These draw from sets of strings, whose order is another one in every process unless PYTHONHASHSEED is set.
+BY_HASH = ("isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note")
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+class ReasoningGym:
+    """A task over one generator of reasoning-gym or several.
+
+    The answer in a text is what stands between the last `<answer>` and `</answer>`, otherwise the whole text, without white
+    space around it. The generator scores it from 0 to 1; many give a part of the score to a long text that contains the answer.
+
+    Args:
+        generators: a name, several with equal probability ([gcd, lcm]), or {name: options}, where `weight` is the probability
+            relative to the others, 1 if it is not given, and all else goes to the generator's own config.
+        seed: of the questions. Question i depends only on (generators, seed, first + i, split).
+        count: number of questions; None: endless.
+        first: index of the first question.
+        split: "train" or "heldout". The hash of a question decides to which it belongs; one in eight is held out. So no seed,
+            option or index puts a question of the training among the held-out ones.
+        prompt: the message of the user, in which {question} stands for the question.
+        system: a system message before it.
+        reward: "solved": 1 for the generator's full score, else 0; "credit": its score, with what it gives in part.
+        grader: dotted path of a function (problem, text) that grades in the place of `grade`. `problem.example` is the entry of
+            the generator.
+
+    Raises:
+        ValueError: reasoning-gym is not installed, there is no such generator, or it does not take the options.
+    """
+
+    def __init__(
+        self,
+        generators: str | Sequence[str] | Mapping[str, Mapping[str, Any]],
+        seed: int = 0,
+        count: int | None = None,
+        first: int = 0,
+        split: str = "train",
+        prompt: str = "{question}\nGive only the final answer.",
+        system: str | None = None,
+        reward: str = "solved",
+        grader: str | Grade | None = None,
+    ) -> None:
+        if first < 0 or (count is not None and count < 1):
+            raise Mistake(f"first={first}, count={count}: first counts from 0, count from 1")
+        for name, value, known in (("split", split, SPLITS), ("reward", reward, REWARDS)):
+            if value not in known:
+                raise Mistake(f"{name}={value!r}: choose one of {', '.join(known)}")
+        if "{question}" not in prompt:
+            raise Mistake(f"prompt={prompt!r} shows no question: write {{question}} where it belongs")
+        self.seed, self.first, self.split, self.prompt, self.system, self.reward = (
+            seed, first, split, prompt, system, reward,
+        )  # fmt: skip
+        self.length = ENDLESS if count is None else count
+        self.weights, self.options = _chosen(generators)
+        use_graders(self, grader, None)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Problem:
+        if not 0 <= index < self.length:
+            raise IndexError(f"question {index} of {self.length}")
+        number = self.first + index
+        (name,) = random.Random(f"{self.seed}/{number}").choices(list(self.weights), list(self.weights.values()))
+        block, place = divmod(number, BLOCK)
+        for draw in range(DRAWS):
+            entry = self.generator(name, f"{self.seed}/{block}/{draw}")[place]
+            if held_out(entry["question"]) == (self.split == "heldout"):
+                break
+        else:
+            raise Mistake(
+                f"generators.{name}: none of {DRAWS} questions is of split={self.split!r}, so it has only a few different "
+                "ones; give it larger sizes"
+            )
+        question = {"role": "user", "content": self.prompt.replace("{question}", entry["question"])}
+        before = () if self.system is None else ({"role": "system", "content": self.system},)
+        return Problem(
+            f"{name}-{self.split}-{self.seed}-{number:06d}",
+            (*before, question),
+            entry["answer"],
+            {"generator": name, **entry},
+        )
+
+    def grade(self, problem: Problem, text: str) -> Score:
+        """Grades a text. The parts are "solved" (1.0 for the generator's full score), "credit" (its score) and, of several
+        generators, the score by generator."""
+        name = problem.example["generator"]
+        answers = _ANSWER.findall(text)
+        answer = (answers[-1] if answers else text).strip()
+        # Generators read answers by evaluating or parsing them, and some raise at what they cannot read.
+        try:
+            credit = float(self.generator(name, "0").score_answer(answer, dict(problem.example)))
+        except Exception as error:  # noqa: BLE001 (a text of the policy must not make `grade` raise)
+            return self._score(name, 0.0, f"{type(error).__name__}: {error}")
+        return self._score(name, min(max(credit, 0.0), 1.0), "")
+
+    def _score(self, name: str, credit: float, note: str) -> Score:
+        solved = float(credit >= SOLVED)
+        reward = solved if self.reward == "solved" else credit
+        several = {f"solved_{name}": solved} if len(self.weights) > 1 else {}
+        return Score(reward, {"solved": solved, "credit": credit} | several, note)
+
+    def solution(self, problem: Problem) -> str:
+        """Returns the answer. Raises ValueError for a generator that knows none, only how to judge one."""
+        if problem.answer is None:
+            raise Mistake(
+                f"{problem.id} has no answer to learn: its generator only judges answers; leave it out of a warm-up"
+            )
+        return str(problem.answer)
+
+    def generator(self, name: str, seed: str) -> Any:
+        """Returns an instance of a generator; `seed` is a text, hashed to the number that the instance begins at."""
+        return _generator(name, json.dumps(self.options[name], sort_keys=True), seed)
+
+
+class ReasoningGymCurriculum(ReasoningGym):
+    """The same, with sizes that grow by reasoning-gym's own curricula: a level up where the policy has learned the one before.
+
+    Each generator begins at level 0 of all that its curriculum changes, whatever the options say of these. Its level rises when
+    at least `raise_at` of the samples of its newest 32 groups, all of this level, are solved.
+
+    Args:
+        raise_at: share of solved samples at which the level rises.
+
+    Raises:
+        ValueError: also for a generator without a curriculum.
+    """
+
+    def __init__(self, generators: Any, raise_at: float = 0.7, **rest: Any) -> None:
+        super().__init__(generators, **rest)
+        if not 0.0 < raise_at <= 1.0:
+            raise Mistake(f"raise_at={raise_at} is a share of solved samples: give a number above 0, at most 1")
+        self.raise_at = raise_at
+        self.base, self.levels = dict(self.options), dict.fromkeys(self.options, 0)
+        self.newest: dict[str, list[float]] = {
+            name: [] for name in self.options
+        }  # shares solved, of groups of this level
+        for name in self.options:
+            self._set(name, 0)
+
+    def ask(self, index: int, cursor: int) -> Problem:
+        """Returns the problem at the level that its generator has now."""
+        return self[index]
+
+    def __getitem__(self, index: int) -> Problem:
+        problem = super().__getitem__(index)
+        name = problem.example["generator"]
+        level = self.levels[name]
+        return Problem(
+            f"{problem.id}-level{level}", problem.messages, problem.answer, {**problem.example, "level": level}
+        )
+
+    def observe(self, step: int, groups: Sequence[Graded], folder: Path) -> dict[str, float]:
+        """Raises levels. Logs the level of each generator."""
+        for problem, samples in groups:
+            name, scores = problem.id.split("-")[0], [score for _, score, _ in samples if score is not None]
+            if scores and problem.id.endswith(f"-level{self.levels[name]}"):
+                shares = self.newest[name]
+                shares.append(sum(score.parts["solved"] for score in scores) / len(scores))
+                del shares[:-WINDOW]
+                if len(shares) == WINDOW and sum(shares) / WINDOW >= self.raise_at:
+                    self._set(name, self.levels[name] + 1)
+        return {f"curriculum/{name}": float(level) for name, level in self.levels.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"levels": dict(self.levels), "newest": {name: list(shares) for name, shares in self.newest.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if set(state["levels"]) != set(self.levels):
+            raise Mistake(
+                f"task.generators: the checkpoint has {', '.join(state['levels'])}; set them as they were, or begin a new run "
+                "in another output_dir"
+            )
+        for name, level in state["levels"].items():
+            self._set(name, level)
+        self.newest = {name: list(shares) for name, shares in state["newest"].items()}
+
+    def _set(self, name: str, level: int) -> None:
+        """Gives a generator the sizes of a level; at the last one it stays."""
+        from reasoning_gym.factory import create_curriculum, has_curriculum
+
+        if not has_curriculum(name):
+            raise Mistake(f"generators.{name} has no curriculum; take task._component_ ReasoningGym, or leave it out")
+        curriculum = create_curriculum(name)
+        level = min(level, curriculum.get_max_level())
+        curriculum.set_global_level(level)
+        config = curriculum.generate_configuration(dict(self.base[name]))
+        # An attribute names one field of the config, or two, of which a size is drawn between them.
+        attributes = map(vars, curriculum.attributes.values())
+        changed = [field for each in attributes for key, field in each.items() if key.endswith("field_name")]
+        self.options[name] = {**self.base[name], **{field: getattr(config, field) for field in changed}}
+        self.levels[name], self.newest[name] = level, []
+
+
+def held_out(question: str) -> bool:
+    """Tells whether a question is held out. Only its hash decides, so this is the same in every run."""
+    return sha256(question.encode()).digest()[0] % HELD_OUT == 0
+
+
+@lru_cache(maxsize=64)
+def _generator(name: str, options: str, seed: str) -> Any:
+    from reasoning_gym import create_dataset
+
+    number = random.Random(seed).getrandbits(31)
+    return create_dataset(name, **json.loads(options), seed=number, size=BLOCK)
+
+
+def _chosen(generators: Any) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
+    """Returns weight and options of each generator, once it is clear that it takes them."""
+    try:
+        from reasoning_gym.factory import DATASETS
+    except ImportError:
+        raise Mistake('reasoning-gym is not installed: pip install "torchtune-ext[gym]"') from None
+    if isinstance(generators, str):
+        generators = [generators]
+    if not isinstance(generators, Mapping):
+        generators = {name: {} for name in generators}
+    if not generators:
+        raise Mistake("generators is empty: name some, generators=[spell_backward]")
+    weights, options = {}, {}
+    for name, given in generators.items():
+        known = [each for each in DATASETS if each != "composite"]
+        if name not in known:
+            near = nearest(str(name), known)
+            hint = f"did you mean {near!r}?" if near else "the README of reasoning-gym lists them"
+            raise Mistake(f"generators: there is no {name!r} in reasoning-gym; {hint}")
+        if name in BY_HASH and not os.environ.get("PYTHONHASHSEED", "random").isdigit():
+            raise Mistake(
+                f"generators.{name} asks other questions in every process, by Python's hashes of texts, so no run of it could "
+                "be resumed; set PYTHONHASHSEED=0 before the command, or take another generator"
+            )
+        rest = dict(given or {})
+        weights[name], options[name] = rest.pop("weight", 1.0), rest
+        config = DATASETS[name][1]
+        taken = [field for field in config.__dataclass_fields__ if field not in ("seed", "size")]
+        if unknown := [key for key in rest if key not in taken]:
+            near = nearest(unknown[0], taken)
+            hint = f"did you mean {near!r}?" if near else f"it takes {', '.join(['weight', *taken])}"
+            raise Mistake(f"generators.{name} takes no option {unknown[0]!r}; {hint}")
+        if not isinstance(weights[name], int | float) or not weights[name] > 0:
+            raise Mistake(f"generators.{name}.weight={weights[name]!r} must be a number above 0")
+        # Each generator checks its options in its own way, many by an assertion.
+        try:
+            _generator(name, json.dumps(rest, sort_keys=True), "0")
+        except Exception as error:
+            raise Mistake(f"generators.{name} refuses its options {rest}: {error or type(error).__name__}") from error
+    return weights, options
