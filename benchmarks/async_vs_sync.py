@@ -120,7 +120,7 @@ def train(arm: str, repeat: int, folder: Path, model: Path, settings: Sequence[s
     words = [f"output_dir={folder}", f"model_dir={model}", f"staleness={staleness}", f"seed={repeat}", *settings]
     recipe = [sys.executable, "-m", "torchtune_ext", "run", "grpo_async", "--config", "grpo/tiny_arithmetic"]
     recipe += [*words, f"task.seed={100 + repeat}"]
-    env = os.environ | {"TOKENIZERS_PARALLELISM": "false", "GOMP_SPINCOUNT": "10000"}  # as scripts/quickstart.sh
+    env = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
     if pinned:
         env["OMP_NUM_THREADS"] = "1"
     else:

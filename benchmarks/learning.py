@@ -32,7 +32,7 @@ def tune(folder: Path, threads: int, *args: str) -> None:
     if seconds.exists():
         return
     begin = time.monotonic()
-    env = {"GOMP_SPINCOUNT": "10000", **os.environ, "OMP_NUM_THREADS": str(threads)}  # as scripts/quickstart.sh
+    env = os.environ | {"OMP_NUM_THREADS": str(threads)}
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{folder}.log", "w") as log:
         command = [sys.executable, "-m", "torchtune_ext", "run", *args, f"output_dir={folder}"]

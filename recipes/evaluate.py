@@ -26,6 +26,7 @@ from torchtune_ext.run.files import explained, write_atomic
 from torchtune_ext.run.folder import RunFolder
 from torchtune_ext.run.output import labelled, say
 from torchtune_ext.run.stop import StopSignals
+from torchtune_ext.sampling.core_process import on_cpu
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.source import RolloutConfig, prompt_fault
 from torchtune_ext.tasks.order import Usable
@@ -39,7 +40,7 @@ from torchtune_ext.training.checks import (
     check_weights,
 )
 from torchtune_ext.training.life import close_all, run_recipe
-from torchtune_ext.training.settings import at_least
+from torchtune_ext.training.settings import at_least, chosen_dtype
 
 SUPPORTS_DISTRIBUTED = False  # one engine; it spreads over GPUs by engine.tensor_parallel_size
 
@@ -103,7 +104,9 @@ class EvaluateRecipe:
         self.tokenizer, self.task = instantiate(cfg.tokenizer), instantiate(cfg.task)
         stops = tuple(self.tokenizer.stop_token_ids)
         self.sampling = build(SamplingConfig, cfg.sampling, "sampling", stop_token_ids=stops, seed=cfg.seed)
-        engine = build(EngineConfig, cfg.engine, "engine")
+        engine = build(EngineConfig, cfg.engine, "engine").following(
+            chosen_dtype("auto", "cpu" if on_cpu() else "cuda")
+        )
         check_task(self.task, "task", ends=True)
         check_engine(model, engine)
         check_tokenizer(self.tokenizer, model)

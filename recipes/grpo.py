@@ -58,7 +58,7 @@ from torchtune_ext.training.manifest import Identity, identify
 from torchtune_ext.training.precision import Precision, PrecisionConfig
 from torchtune_ext.training.publish import Publisher, canary_prompts
 from torchtune_ext.training.resume import RunState, checkpoint_to_go_on_from
-from torchtune_ext.training.settings import check_settings, release_memory
+from torchtune_ext.training.settings import check_settings, chosen_dtype, release_memory
 from torchtune_ext.training.state import CheckpointConfig, Checkpoints
 from torchtune_ext.training.trained import AdapterConfig, trained_part
 
@@ -85,7 +85,7 @@ class Config:
     sampling: dict[str, Any] = field(default_factory=dict)  # fields of SamplingConfig: max_tokens, temperature, ...
     seed: int = 0  # of sampling, torch, and the order of a finite task (generated tasks have a seed of their own)
     device: str = "auto"  # "cpu", "cuda", or "auto"
-    dtype: str = "bfloat16"  # of the trainer's forward and backward; master weights are float32
+    dtype: str = "auto"  # of the trainer's forward and backward: "bfloat16", "float32", or "auto"; masters are float32
     precision: Any = "bf16"  # "bf16", "fp8_rollout", "fp8_unified", or fields of PrecisionConfig: flow, skip, ...
     max_steps: int = MISSING  # steps of sample -> train -> publish
     prompts_per_step: int = 32  # groups a step
@@ -236,12 +236,14 @@ class GRPORecipe:
             adapters=build(AdapterConfig, cfg.adapters, "adapters"),
             shards=self.ranks.shards,
         )
-        engine = self.trained.engine(build(EngineConfig, cfg.engine, "engine"))
+        precision = build(PrecisionConfig, cfg.precision, "precision", bare="flow")
+        dtype = chosen_dtype(cfg.dtype, self.ranks.device.type, precision.fp8)
+        engine = self.trained.engine(build(EngineConfig, cfg.engine, "engine").following(dtype))
         self.precision = Precision(
-            build(PrecisionConfig, cfg.precision, "precision", bare="flow"),
+            precision,
             self.meta_model,
             self.hf_model,
-            dtype=cfg.dtype,
+            dtype=dtype,
             engine=engine,
             device=self.ranks.device,
             adapter=self.trained.spec,

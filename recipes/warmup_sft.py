@@ -42,7 +42,8 @@ from torchtune_ext.training.distributed import init_ranks
 from torchtune_ext.training.export import save_model
 from torchtune_ext.training.learner import Learner, ScheduleConfig, make_schedule
 from torchtune_ext.training.life import close_all, run_recipe
-from torchtune_ext.training.settings import at_least, check_dtype
+from torchtune_ext.training.precision import DTYPES
+from torchtune_ext.training.settings import at_least, chosen_dtype, dtype_note
 
 
 @dataclass
@@ -67,7 +68,7 @@ class Config:
     max_grad_norm: float | None = 1.0  # null: not clipped
     seed: int = 0  # of weights and order
     device: str = "auto"  # "cpu", "cuda", or "auto"
-    dtype: str = "bfloat16"  # of forward and backward, and of the saved weights
+    dtype: str = "auto"  # of forward and backward, and of the saved weights: "bfloat16", "float32", or "auto"
     activation_checkpointing: bool = False  # recompute layers in the backward
     compile: bool = False  # torch.compile each layer
     log_every: int = 10  # updates
@@ -100,7 +101,6 @@ class WarmupRecipe:
         self.ranks.broadcast(None)  # the others wait for the files
         self.source = HFModel(self.start)
         self.tokenizer: ChatTokenizer = instantiate(cfg.tokenizer, path=str(self.start))
-        self.dtype = getattr(torch, cfg.dtype)
         self.policy = build_policy(
             partial(instantiate, self.model_node(str(self.start))),
             self.source,
@@ -126,7 +126,7 @@ class WarmupRecipe:
                 labelled(
                     [
                         ("model", model_text(self.source, self.policy.model, "all weights")),
-                        ("device", f"{device_text(self.ranks)}; in {cfg.dtype}"),
+                        ("device", f"{device_text(self.ranks)}; in {self.dtype_text()}"),
                         ("problems", f"{type(self.task).__name__}, {cfg.num_problems:,}; {self.updates:,} updates"),
                         ("files", f"{cfg.output_dir}; the model goes to {cfg.output_dir}/model"),
                     ]
@@ -139,7 +139,7 @@ class WarmupRecipe:
         """Builds the parts that cost nothing and tries them: what is wrong is said before anything is touched."""
         cfg = self.cfg
         at_least(cfg, num_problems=1, batch_problems=1, row_tokens=1, tokenizer_problems=1, log_every=1)
-        check_dtype(cfg.dtype)
+        self.dtype = DTYPES[chosen_dtype(cfg.dtype, self.ranks.device.type)]
         if not cfg.epochs > 0:
             raise Mistake(f"epochs={cfg.epochs} must be more than 0")
         self.task = instantiate(cfg.task)
@@ -158,6 +158,9 @@ class WarmupRecipe:
             source, model = HFModel(cfg.model_dir), on_meta(partial(instantiate, self.model_node(cfg.model_dir)))
             check_tokenizer(instantiate(cfg.tokenizer, path=cfg.model_dir), source, model.tok_embeddings.num_embeddings)
             check_weights(source, model)
+
+    def dtype_text(self) -> str:
+        return f"{str(self.dtype)[6:]}{dtype_note(self.cfg.dtype, self.ranks.device.type)}"
 
     def model_node(self, folder: str) -> DictConfig:
         """Our builder reads the sizes of a model in its config.json; those of torchtune have them in their names."""

@@ -8,10 +8,6 @@ if [ -n "${VENV:-}" ]; then
     export PATH
 fi
 
-# A thread that waits for work spins for microseconds, then sleeps: to spin on takes the core from the engine, and to sleep at
-# once (OMP_WAIT_POLICY=passive) makes every small operation wait for a wake-up.
-export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-10000}"
-
 # Where the run goes: the config's output_dir, or the one among the arguments.
 run_dir=$(torchtune-ext cat grpo/tiny 2>/dev/null | sed -n 's/^output_dir: *//p' | sed 's/ *#.*//')
 for word in "$@"; do

@@ -54,7 +54,7 @@ from torchtune_ext.training.plan.plan import (
 )
 from torchtune_ext.training.plan.table import plan_table, verdict
 from torchtune_ext.training.precision import DTYPES, Precision, PrecisionConfig
-from torchtune_ext.training.settings import check_dtype
+from torchtune_ext.training.settings import chosen_dtype
 from torchtune_ext.training.state import CheckpointConfig
 from torchtune_ext.training.trained import AdapterConfig
 
@@ -85,7 +85,7 @@ def dry_run(make: Callable[[DictConfig], Checked], cfg: DictConfig) -> None:
     machine = machine_of(cfg)
     plan, problems, notes = None, [], []
     try:
-        settings, notes = settings_of(cfg)
+        settings, notes = settings_of(cfg, "cuda" if machine.gpus else "cpu")
         ranks = int(os.environ.get("WORLD_SIZE", 1))
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         plan = Plan(settings, machine, trainers_of(machine, settings, ranks if ranks > 1 else None, visible))
@@ -131,7 +131,7 @@ def machine_of(cfg: DictConfig) -> Machine:
     return here
 
 
-def settings_of(cfg: DictConfig) -> tuple[Settings, list[str]]:
+def settings_of(cfg: DictConfig, device: str) -> tuple[Settings, list[str]]:
     """Builds what decides about the need of a run. Returns it, and lines that say where sizes come from that no file gives, and
     which layers compute in FP8, if any does.
 
@@ -139,13 +139,13 @@ def settings_of(cfg: DictConfig) -> tuple[Settings, list[str]]:
         ValueError: a setting is wrong, or the sizes of the model are not known.
     """
     model, lines = model_of(cfg)
-    engine, sampling = build(EngineConfig, cfg.engine, "engine"), build(SamplingConfig, cfg.sampling, "sampling")
+    sides = build(PrecisionConfig, cfg.precision, "precision", bare="flow").sides
+    name = chosen_dtype(cfg.dtype, device, fp8=sides[1] is not None)
+    dtype, engine = DTYPES[name], build(EngineConfig, cfg.engine, "engine").following(name)
+    sampling = build(SamplingConfig, cfg.sampling, "sampling")
     adapters = build(AdapterConfig, cfg.adapters, "adapters")
     merged = adapters.way(bool(cfg.model.get("use_dora")), engine.dtype) == "merged"
-    sides = build(PrecisionConfig, cfg.precision, "precision", bare="flow").sides
-    check_dtype(cfg.dtype)
-    dtype = DTYPES[cfg.dtype]
-    sizes = sizes_of(model, dtype, sides, dtype if engine.dtype == "auto" else getattr(torch, engine.dtype))
+    sizes = sizes_of(model, dtype, sides, getattr(torch, engine.dtype))
     settings = Settings(
         sizes=sizes,
         engine=None if cfg.replay else engine,

@@ -25,6 +25,7 @@ from torchtune_ext.tasks.order import SHUFFLE_LIMIT
 from torchtune_ext.tasks.task import Task
 from torchtune_ext.training.distributed import Ranks
 from torchtune_ext.training.precision import Precision
+from torchtune_ext.training.settings import dtype_note
 from torchtune_ext.training.state import CheckpointConfig
 from torchtune_ext.training.trained import Adapters, AllWeights
 
@@ -57,7 +58,7 @@ def opening(recipe: Opened) -> str:
     printed = "; graders print into grader.log" if own else ""
     lines = [
         ("model", model_text(recipe.hf_model, recipe.meta_model, recipe.trained)),
-        ("device", f"{device_text(recipe.ranks)}; {recipe.precision}"),
+        ("device", f"{device_text(recipe.ranks)}; {recipe.precision}{dtype_note(cfg.dtype, recipe.ranks.device.type)}"),
         ("objective", objective),
         ("problems", problems_text(cfg, recipe.task, recipe.eval_task, recipe.evaluation)),
         ("files", f"{output}; a checkpoint every {recipe.saving.every} steps{printed}"),

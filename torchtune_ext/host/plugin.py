@@ -3,7 +3,7 @@
 `install` runs at every start of the interpreter (torchtune_ext_tune.pth), so this file imports only `sys`. `install`
 puts a finder on `sys.meta_path`. The finder acts only in a process that imports torchtune:
 
-    before `torchtune` is executed                   torchao_compat.apply makes torchao 0.16 to 0.18 usable
+    before `torchtune` is executed                   begin makes torchao 0.16 to 0.18 usable, and threads polite
     after `torchtune._recipe_registry` is executed   register adds our recipes and configs, with absolute paths
     after `torchtune._cli.run` is executed           guide lets `tune run` say what is wrong with a name, and how to write it
     after `torchtune._cli.cp` is executed            copy_all lets `tune cp` copy presets and sweeps, which no recipe owns
@@ -24,10 +24,16 @@ def register(registry) -> None:
             entries.append(registry.Recipe(recipe.name, str(recipe.path), configs, recipe.supports_distributed))
 
 
-def make_torchao_usable(_torchtune) -> None:
+def begin(_torchtune) -> None:
     """Runs `torchao_compat.apply` before torchtune is executed. From here on Ctrl-C ends a command of torchtune in one line."""
     if sys.argv[0].rpartition("/")[2] in ("tune", "torchtune-ext", "__main__.py"):
+        import os
+
         sys.excepthook = say_interrupted
+        # A thread of OpenMP that waits for work spins for microseconds, then sleeps. To spin on takes the core from the engine
+        # or from a neighbor whose turn it is, and a step takes four times as long; to sleep at once (OMP_WAIT_POLICY=passive)
+        # makes every small operation wait for a wake-up. OpenMP reads this when torch is imported.
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     from torchtune_ext.host.torchao_compat import apply
 
     apply()
@@ -83,7 +89,7 @@ def say_interrupted(kind, error, trace) -> None:
 class TorchtuneFinder:
     """Adds a call before one module of torchtune is executed and after others. It finds no modules itself."""
 
-    before = {"torchtune": make_torchao_usable}
+    before = {"torchtune": begin}
     after = {"torchtune._recipe_registry": register, "torchtune._cli.run": guide, "torchtune._cli.cp": copy_all}
 
     @classmethod

@@ -30,6 +30,7 @@ from torchtune_ext.run.output import say
 from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.sampling.server_command import KEY_VARIABLE, server_command, server_key, shown_command
 from torchtune_ext.training.precision import Precision, PrecisionConfig
+from torchtune_ext.training.settings import chosen_dtype
 from torchtune_ext.training.trained import AdapterConfig, trained_part
 
 RECIPE = "grpo_full"  # of a config of the user's that names none
@@ -88,13 +89,16 @@ def engine_of(config: str, settings: Sequence[str], recipe: str | None = None) -
     trained = trained_part(
         model, source, asked=cfg.model, adapters=build(AdapterConfig, cfg.adapters, "adapters"), shards=1
     )
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    flow = build(PrecisionConfig, cfg.precision, "precision", bare="flow")
+    dtype = chosen_dtype(cfg.dtype, device.type, flow.fp8)
     precision = Precision(
-        build(PrecisionConfig, cfg.precision, "precision", bare="flow"),
+        flow,
         model,
         source,
-        dtype=cfg.dtype,
-        engine=trained.engine(build(EngineConfig, cfg.engine, "engine")),
-        device=torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"),
+        dtype=dtype,
+        engine=trained.engine(build(EngineConfig, cfg.engine, "engine").following(dtype)),
+        device=device,
         adapter=trained.spec,
         way=trained.way,
     )

@@ -1,7 +1,7 @@
 """The records of the sampling stage: configs go in; completions, reports and counters come out; two errors may be raised."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any
 from urllib.parse import urlsplit
@@ -41,7 +41,7 @@ class EngineConfig:
     value that cannot be."""
 
     backend: str = "vllm"  # what samples: a name in `engine.BACKENDS`
-    dtype: str = "bfloat16"  # of weights and KV cache inside the engine; "float32" for exact tests on CPU
+    dtype: str = "auto"  # of weights and KV cache inside the engine; "auto": the trainer's `dtype`
     max_model_len: int = 4096  # tokens, prompt + completion of one request
     kv_cache_bytes: int | None = None  # KV cache of each engine; None: 1 GiB on CPU, a share of the memory on GPU
     gpu_memory_utilization: float = 0.85  # share of the GPU for weights + KV cache, when kv_cache_bytes is None
@@ -73,6 +73,10 @@ class EngineConfig:
     probe_deadline_s: float = 30.0  # seconds it has to answer; longer than its slowest single step
     max_failures: int = 3  # failures in a row, without a finished request between, before giving up
     extra_args: dict[str, Any] = field(default_factory=dict)  # further arguments of vLLM's AsyncEngineArgs
+
+    def following(self, dtype: str) -> "EngineConfig":
+        """The same in the trainer's dtype, where no other is set."""
+        return replace(self, dtype=dtype) if self.dtype == "auto" else self
 
     def __post_init__(self):
         if self.address is not None:

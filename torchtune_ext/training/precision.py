@@ -30,9 +30,10 @@ from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.output import say
 from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.training.distributed import reduce
-from torchtune_ext.training.settings import release_memory
+from torchtune_ext.training.settings import computes_in_bfloat16, release_memory
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+SLOW_STEP_S = 900.0  # of an engine in a dtype in which the processor does not compute
 FLOWS = ("bf16", "fp8_rollout", "fp8_unified")
 
 
@@ -70,6 +71,11 @@ class PrecisionConfig(Fp8Config):
             )
 
     @property
+    def fp8(self) -> bool:
+        """Whether some layers are in FP8."""
+        return self.flow != "bf16"
+
+    @property
     def sides(self) -> tuple[Fp8Config | None, Fp8Config | None]:
         """FP8 of the trainer's layers and of the engine's; None: none, and the side's dtype alone."""
         return self if self.flow == "fp8_unified" else None, None if self.flow == "bf16" else self
@@ -81,7 +87,7 @@ class Precision:
     Args:
         model: of the policy; it may lie on the meta device.
         dtype: of the trainer's forward and backward, "bfloat16" or "float32".
-        engine: as it stands in the YAML.
+        engine: its settings, with a dtype.
         device: of this rank.
         adapter: of a model that has one, with the `way` in which it is published.
 
@@ -101,14 +107,15 @@ class Precision:
         adapter: AdapterSpec | None = None,
         way: str = "adapter",
     ):
-        if dtype not in DTYPES:
-            raise Mistake(f"dtype={dtype!r}: use 'bfloat16' or 'float32' (float16 would need a loss scale)")
         self.flow, self._config = config.flow, config
         self.dtype = DTYPES[dtype]  # of the trainer's forward and backward
-        self.engine_dtype = self.dtype if engine.dtype == "auto" else getattr(torch, engine.dtype)
+        self.engine_dtype = getattr(torch, engine.dtype)
         self.trainer, sampler = config.sides  # of the policy
         self.engine = engine  # as it has to be started
         self.sampler: Fp8Receipt | None = None  # which layers the engine holds in FP8
+        if device.type == "cpu" and engine.dtype == "bfloat16" and not computes_in_bfloat16("cpu"):
+            # A step of the engine that takes minutes must not pass for one that has frozen.
+            self.engine = replace(engine, probe_deadline_s=max(engine.probe_deadline_s, SLOW_STEP_S))
         self.device = device
         self._sent = (
             "which are sent once, adapters after each step" if adapter and way == "adapter" else "sent after each step"
@@ -136,12 +143,21 @@ class Precision:
             )
         self.sampler = plan(model, source, config, self.dtype, device if self.trainer else None)
         _require_whole_shards(self.sampler, engine.tensor_parallel_size, source.config["num_key_value_heads"])
-        self.engine = replace(engine, quantization=self.sampler.quantization_config())
+        self.engine = replace(self.engine, quantization=self.sampler.quantization_config())
 
     def __str__(self) -> str:
-        """For instance "precision bf16, trainer in bfloat16, engine in bfloat16"."""
-        dtypes = f"trainer in {str(self.dtype)[6:]}, engine in {str(self.engine_dtype)[6:]}"
-        return f"precision {self.flow}, {dtypes}"
+        """For instance "in float32", or "precision fp8_rollout, trainer in bfloat16, engine in FP8 and bfloat16"."""
+        trainer, engine = str(self.dtype)[6:], str(self.engine_dtype)[6:]
+        if self.sampler:
+            fp8 = "FP8 and "
+            return f"precision {self.flow}, trainer in {fp8 * bool(self.trainer)}{trainer}, engine in {fp8}{engine}"
+        if self.mixed:
+            return (
+                f"trainer in {trainer}, engine in {engine}: it cannot hold what is smaller than half a step of {engine}"
+                if (self.dtype == torch.float32)
+                else f"trainer in {trainer}, engine in {engine}"
+            )
+        return f"in {trainer}"
 
     @property
     def coarsest(self) -> tuple[torch.dtype, PrecisionConfig | None]:

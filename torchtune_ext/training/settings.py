@@ -1,6 +1,8 @@
 """Refuses settings that would fail late or train wrongly without an error, before anything is loaded."""
 
 from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,10 +24,40 @@ def at_least(settings: Mapping[str, Any], **least: int) -> None:
             raise Mistake(f"{name}={settings[name]} must be at least {bound}")
 
 
-def check_dtype(dtype: str) -> None:
-    """Raises ValueError for a `dtype` in which nothing is trained."""
-    if dtype not in ("bfloat16", "float32"):
-        raise Mistake(f"dtype={dtype!r}: use 'bfloat16' or 'float32' (float16 would need a loss scale)")
+def chosen_dtype(dtype: str, device: str, fp8: bool = False) -> str:
+    """Returns the dtype of a run, "bfloat16" or "float32". With "auto" it is bfloat16 where the device computes in it.
+
+    Args:
+        device: "cpu" or "cuda".
+        fp8: some layers are in FP8, which stands beside bfloat16.
+
+    Raises:
+        ValueError: another dtype.
+    """
+    if dtype not in ("auto", "bfloat16", "float32"):
+        raise Mistake(f"dtype={dtype!r}: use 'auto', 'bfloat16' or 'float32' (float16 would need a loss scale)")
+    return ("bfloat16" if fp8 or computes_in_bfloat16(device) else "float32") if dtype == "auto" else dtype
+
+
+def dtype_note(dtype: str, device: str) -> str:
+    """Returns why a dtype was chosen, or that it is a slow one; "" where there is nothing to say."""
+    able = computes_in_bfloat16(device)
+    if dtype == "auto":
+        what = "processor" if device == "cpu" else "GPU"
+        return f" (dtype=auto: this {what} {'computes' if able else 'does not compute'} in bfloat16)"
+    if dtype == "bfloat16" and not able:
+        return ", in which this processor does not compute: it is slow, and dtype=auto or float32 is not"
+    return ""
+
+
+@cache
+def computes_in_bfloat16(device: str) -> bool:
+    """Whether a device multiplies matrices in bfloat16, and not only holds numbers of it. On a processor without it a plain
+    loop stands in for oneDNN and takes eight times as long as float32."""
+    if device == "cuda":
+        return True  # every GPU that vLLM 0.32 runs on, from compute capability 8.0
+    flags = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    return any(f" {flag}" in flags for flag in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
 def check_settings(

@@ -150,7 +150,7 @@ def test_a_damaged_plugin_leaves_torchtune_usable(tmp_path):
     """
     done = python(code, tmp_path)
     assert done.stdout.strip() == "imported"
-    assert "make_torchao_usable failed" in done.stderr and "torchtune-ext doctor" in done.stderr
+    assert "begin failed" in done.stderr and "torchtune-ext doctor" in done.stderr
 
 
 def test_hook_does_nothing_without_torchtune():

@@ -286,7 +286,9 @@ def test_the_limit_is_twice_the_rounding(capsys):
     assert gate.limit == 0.08 and asked == [0.7]
     off_by(0.1)
     assert gate.limit == 0.12 and len(asked) == 2
-    with pytest.raises(Disagreement, match="max_mismatch=0.12.*precision: small errors of both signs, more than the setti"):
+    with pytest.raises(
+        Disagreement, match="max_mismatch=0.12.*precision: small errors of both signs, more than the setti"
+    ):
         off_by(0.13)
     first, second = capsys.readouterr().out.splitlines()[:2]
     assert first == "rounding:  0.04 nats in bfloat16; max_mismatch 0.08"
@@ -296,7 +298,9 @@ def test_the_limit_is_twice_the_rounding(capsys):
 def test_without_rounding_the_limit_is_that_of_float32(capsys):
     table = Table()
     gate = Agreement(lambda rows, t: [], 1.0, "auto")
-    gate.require(table.rows(table.score(1.0)), [LabelLogprobs(table.score(1.0), torch.zeros(SAMPLES * TOKENS))], "step 1")
+    gate.require(
+        table.rows(table.score(1.0)), [LabelLogprobs(table.score(1.0), torch.zeros(SAMPLES * TOKENS))], "step 1"
+    )
     assert gate.limit == 0.001 and "none to speak of in float32; max_mismatch 0.001" in capsys.readouterr().out
 
 
