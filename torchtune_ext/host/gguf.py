@@ -8,6 +8,7 @@ The weights are written in bfloat16, as nearly every model of the hub has them. 
 import argparse
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -44,10 +45,11 @@ def convert(file: Path, out: Path) -> str:
     kinds = _tensors(file)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise Mistake(f"{out} is there and not empty; name a new folder, or remove it")
+    tokenizer = _tokenizer(file)
     with written_aside(out, lambda: "Free space there, or choose another folder"):
         partial = partial_of(out)
         make_empty(partial)
-        parameters = _write(file, partial)
+        parameters = _write(file, tokenizer, partial)
         put_in_place(out)
     total = sum(count for count, _ in kinds.values())
     bits = sum(size for _, size in kinds.values()) * 8 / total
@@ -87,25 +89,28 @@ def _tensors(file: Path) -> dict[str, tuple[int, int]]:
     return {kind: (counts[kind], sizes[kind]) for kind in counts}
 
 
-def _write(file: Path, folder: Path) -> int:
-    """Writes tokenizer, config and weights. Returns the number of parameters."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+def _tokenizer(file: Path) -> Any:
+    from transformers import AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # it warns that the model gets another precision than its file, which is what was asked for
-    where = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(**where)
+        return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     except Exception as error:
         # There are converters for many kinds of tokenizers, each with errors of its own.
         raise Mistake(
             f"the tokenizer in {file} cannot be read ({type(error).__name__}: {error}); take the model's own directory instead"
         ) from error
-    tokenizer.save_pretrained(folder)
 
+
+def _write(file: Path, tokenizer: Any, folder: Path) -> int:
+    """Writes tokenizer, config and weights. Returns the number of parameters."""
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    tokenizer.save_pretrained(folder)
     # A model that was loaded so calls itself quantized and refuses to be saved. Its weights and its config are plain.
-    model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
     config, ends = model.config, {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     for name in ("quantization_config", "_model_name_or_path"):
         vars(config).pop(name, None)

@@ -31,8 +31,9 @@ BLOCK = 100  # problems of one instance of a generator; some make all of them be
 DRAWS = 400  # questions that are drawn before a split is said to have none
 SOLVED = 1.0 - 1e-9  # of the generator's own score
 WINDOW = 32  # groups of a generator that a curriculum looks back on
-# These draw from sets of strings, whose order is another one in every process unless PYTHONHASHSEED is set.
-BY_HASH = ("isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note")
+# These draw from sets, some of them seldom, whose order is another one in every process unless PYTHONHASHSEED is set.
+BY_HASH = ("codeio", "intermediate_integration", "isomorphic_strings", "knight_swap", "list_functions",
+           "polynomial_multiplication", "ransom_note", "word_ladder")  # fmt: skip
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
@@ -164,9 +165,8 @@ class ReasoningGymCurriculum(ReasoningGym):
             raise Mistake(f"raise_at={raise_at} is a share of solved samples: give a number above 0, at most 1")
         self.raise_at = raise_at
         self.base, self.levels = dict(self.options), dict.fromkeys(self.options, 0)
-        self.newest: dict[str, list[float]] = {
-            name: [] for name in self.options
-        }  # shares solved, of groups of this level
+        # Shares solved of the newest groups, all of the level that their generator has now.
+        self.newest: dict[str, list[float]] = {name: [] for name in self.options}
         for name in self.options:
             self._set(name, 0)
 
@@ -214,7 +214,7 @@ class ReasoningGymCurriculum(ReasoningGym):
         if not has_curriculum(name):
             raise Mistake(f"generators.{name} has no curriculum; take task._component_ ReasoningGym, or leave it out")
         curriculum = create_curriculum(name)
-        level = min(level, curriculum.get_max_level())
+        level = min(level, max(len(attribute.levels) for attribute in curriculum.attributes.values()) - 1)
         curriculum.set_global_level(level)
         config = curriculum.generate_configuration(dict(self.base[name]))
         # An attribute names one field of the config, or two, of which a size is drawn between them.

@@ -123,10 +123,12 @@ PANELS = (
     Panel("Agreement", "Effective sample size", "Of the importance weights, as a share of the tokens; 1 where the two agree.",
           (("mismatch/ess", "share"),), unit="percent"),
     Panel("Agreement", "Canary", "|Δ log-prob| on samples of fixed prompts after each publication of weights.",
-          (("canary/mean_abs", "mean"),), scale="log"),
+          (("canary/mean_abs", "mean"), ("canary/limit", "limit")), scale="log"),
     Panel("Agreement", "Changes that the engine shows", "Share of the effect of the last update, and of the adapter, on "
           "log-probs; 1 where the engine has the new weights, no value where the effect is below the noise.",
           (("canary/update_applied", "update"), ("canary/adapter_applied", "adapter")), baseline=1.0),
+    Panel("Agreement", "Values that a publication changed", "A coarse dtype keeps the others as they were.",
+          (("publish/changed_share", "share"),), unit="percent", zero=True, quiet=True),
     Panel("Sampling ahead", "Age of the groups", "Versions from the policy that began a group to the one that it trains.",
           (("async/age_mean", "mean"), ("async/age_max", "max")), zero=True),
     Panel("Sampling ahead", "Groups by age", "Share of the step's groups that are so many versions old.",

@@ -39,9 +39,8 @@ TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 2.0)
 
 # In a batch of several versions the tokens of the present one are judged if there are so many. Of fewer, one may be the mean.
 TOO_FEW = 32
-LEAST_LIMIT = (
-    0.001  # of mean |d|, nats: float32 on both sides differs by 1e-7 to 1e-5, and the smallest fault by far more
-)
+# Of mean |d|, in nats: float32 on both sides differs by 1e-7 to 1e-5, and the smallest fault by far more.
+LEAST_LIMIT = 0.001
 # The mean of exp(d) may be so far from 1, and so many of its standard errors: it is looked at in every step of a long run.
 FLOOR, ERRORS = 0.005, 5.0
 RESOLVED = 0.25  # limit of (noise of a token) / (effect of a change on it); above it nothing is concluded

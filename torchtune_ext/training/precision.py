@@ -87,7 +87,7 @@ class Precision:
     Args:
         model: of the policy; it may lie on the meta device.
         dtype: of the trainer's forward and backward, "bfloat16" or "float32".
-        engine: its settings, with a dtype.
+        engine: its settings.
         device: of this rank.
         adapter: of a model that has one, with the `way` in which it is published.
 
@@ -109,6 +109,7 @@ class Precision:
     ):
         self.flow, self._config = config.flow, config
         self.dtype = DTYPES[dtype]  # of the trainer's forward and backward
+        engine = engine.following(dtype)
         self.engine_dtype = getattr(torch, engine.dtype)
         self.trainer, sampler = config.sides  # of the policy
         self.engine = engine  # as it has to be started

@@ -133,7 +133,7 @@ class Flow:
     engine: EngineConfig
 
     def __str__(self):
-        return "precision bf16, trainer in float32, engine in float32"
+        return "in float32"
 
 
 def lines(cfg, **own):
@@ -145,7 +145,7 @@ def test_a_run_says_what_it_is_about_to_do():
     labels, texts = [line[:11].strip() for line in said], [line[11:] for line in said]
     assert labels == ["model:", "device:", "objective:", "problems:", "files:", "engine:"]
     assert texts[0] == "models/q: qwen2 of 4 layers, 1.5 million parameters; trains all weights"
-    assert texts[1] == "2 processes on cpu; precision bf16, trainer in float32, engine in float32"
+    assert texts[1] == "2 processes on cpu; in float32"
     assert texts[3] == (
         "TemporalClue, made without end; each step takes 128 with 8 samples each; held out: TemporalClue, 256, every 40 steps"
     )

@@ -150,7 +150,6 @@ def test_a_dry_run_counts_what_fp8_takes(source):
             r"down_proj, 256 x 384, into pieces of 192 in-features.*or leave the layers out by precision.skip=\[down_proj\]",
         ),
         ({"skip": ("down_proj",)}, r"precision.skip=\('down_proj',\) with precision.flow=bf16, which has no FP8"),
-        ({"dtype": "float16"}, "dtype='float16': use 'bfloat16' or 'float32'"),
         (
             {"flow": "fp8_rollout", "engine": EngineConfig(dtype="float32")},
             "precision.flow=fp8_rollout with engine.dtype=float32",

@@ -1,12 +1,15 @@
 """Settings that do not go together with samples of an older policy are refused by name; the rest passes."""
 
+from types import SimpleNamespace
+
 import pytest
 from tables import every_row
 
 from torchtune_ext.advantages import AdvantageConfig
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.sampling.records import SamplingConfig
-from torchtune_ext.training.settings import check_settings
+from torchtune_ext.training import settings as settings_module
+from torchtune_ext.training.settings import check_settings, chosen_dtype, computes_in_bfloat16, dtype_note
 
 
 class Own:
@@ -79,3 +82,34 @@ def test_an_objective_that_corrects_nothing_is_refused(loss):
 @pytest.mark.parametrize("loss", [{"importance": "full"}, {"old": "sampler"}, Own()])
 def test_an_objective_that_corrects_passes_and_so_does_ones_own(loss):
     check(loss)
+
+
+def test_the_dtype_follows_the_device(monkeypatch):
+    assert (
+        chosen_dtype("auto", "cuda") == "bfloat16"
+        and dtype_note("auto", "cuda") == " (dtype=auto: this GPU computes in bfloat16)"
+    )
+    monkeypatch.setattr(settings_module, "computes_in_bfloat16", lambda device: device == "cuda")
+    assert chosen_dtype("auto", "cpu") == "float32" and chosen_dtype("auto", "cpu", fp8=True) == "bfloat16"
+    assert "does not compute in bfloat16)" in dtype_note("auto", "cpu")
+    assert "it is slow" in dtype_note("bfloat16", "cpu") and dtype_note("float32", "cpu") == ""
+    assert chosen_dtype("bfloat16", "cpu") == "bfloat16"
+    with pytest.raises(ValueError, match="dtype='float16': use 'auto', 'bfloat16' or 'float32'"):
+        chosen_dtype("float16", "cpu")
+
+
+@every_row(
+    "flags, able",
+    [
+        ("fpu avx2 fma", False),
+        ("avx512f avx512_bf16 vnni", True),
+        ("amx_bf16 amx_tile", True),
+        ("asimd bf16 i8mm", True),
+    ],
+)
+def test_a_processor_says_whether_it_computes_in_bfloat16(flags, able, monkeypatch):
+    file = SimpleNamespace(read_text=lambda **options: f"processor : 0\nflags : {flags}\n")
+    monkeypatch.setattr(settings_module, "Path", lambda name: file)
+    computes_in_bfloat16.cache_clear()
+    assert computes_in_bfloat16("cpu") == able
+    computes_in_bfloat16.cache_clear()

@@ -1,0 +1,152 @@
+"""The real generators: each makes and grades, is the same in every process, and keeps its held-out questions to itself."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed, which needs gcc")
+
+from reasoning_gym.factory import DATASETS, has_curriculum
+
+from torchtune_ext.grading import Grader
+from torchtune_ext.tasks.order import ProblemStream
+from torchtune_ext.tasks.reasoning_gym import BY_HASH, WINDOW, ReasoningGym, ReasoningGymCurriculum, held_out
+from torchtune_ext.tasks.task import Score
+
+SUMS = {"chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}}
+# The first of these take seconds for a question, the last one needs a file that its package leaves out.
+SLOW = ("futoshiki", "knight_swap", "puzzle24", "zebra_puzzles", "rubiks_cube", "arc_agi", "rearc", "composite")
+
+QUESTIONS = """
+import json, sys, warnings
+warnings.filterwarnings("ignore")
+from torchtune_ext.tasks.reasoning_gym import ReasoningGym
+made = {}
+for name in json.loads(sys.argv[1]):
+    task = ReasoningGym(name, seed=3)
+    made[name] = [[(p := task[i]).messages[-1]["content"], str(p.answer)] for i in (0, 1, 70, 10**6)]
+json.dump(made, sys.stdout)
+"""
+
+
+def questions(names, hash_seed):
+    env = os.environ | {"PYTHONHASHSEED": hash_seed}
+    done = subprocess.run([sys.executable, "-c", QUESTIONS, json.dumps(names)], env=env, capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    return json.loads(done.stdout[done.stdout.index("{") :])
+
+
+def test_every_generator_asks_the_same_in_every_process_and_scores_its_own_answer():
+    names = sorted(set(DATASETS) - set(SLOW))
+    one, other = questions(names, "1"), questions(names, "2")
+    differ = {name for name in names if one[name] != other[name]}
+    assert "ransom_note" in differ and differ <= set(BY_HASH)
+    assert len(names) > 90
+    wrong = []
+    for name in sorted(set(names) - set(BY_HASH)):
+        task = ReasoningGym(name, seed=3)
+        problem = pickle.loads(pickle.dumps(task[0]))
+        if problem.answer is not None and task.grade(problem, f"so <answer> {problem.answer} </answer>").reward != 1.0:
+            wrong.append(name)
+        if not isinstance(task.grade(problem, "\\x00 { [ 1/0 __import__('os') <answer>"), Score):
+            wrong.append(f"{name} (nonsense)")
+    assert not wrong
+
+
+def test_a_question_is_trained_on_or_held_out_whatever_the_seed():
+    asked = {}
+    for split in ("train", "heldout"):
+        texts = {ReasoningGym(SUMS, seed=seed, split=split, first=first)[i].messages[-1]["content"].partition("\n")[0]
+                 for seed in (0, 1) for first in (0, 500) for i in range(60)}  # fmt: skip
+        assert {held_out(text) for text in texts} == {split == "heldout"} and len(texts) > 100
+        asked[split] = texts
+    assert not asked["train"] & asked["heldout"]
+
+
+def test_strict_and_partial_reward():
+    strict, partial = ReasoningGym(SUMS), ReasoningGym(SUMS, reward="credit")
+    problem, answer = strict[0], strict[0].answer
+    long = f"The answer is {answer}"
+    assert strict.grade(problem, f" {answer}\n").reward == 1.0
+    assert strict.grade(problem, long).reward == 0.0
+    found = partial.grade(problem, long)
+    assert found.reward == len(answer) / len(long) and found.parts == {"solved": 0.0, "credit": found.reward}
+    assert strict.grade(problem, f"{long} <answer>0</answer> <answer>{answer}</answer>").reward == 1.0
+    assert strict.solution(problem) == answer
+
+
+def test_several_generators_come_by_their_weights():
+    task = ReasoningGym({**SUMS, "gcd": {"weight": 3}}, count=400)
+    names = [problem.example["generator"] for problem in map(task.__getitem__, range(400))]
+    assert 260 < names.count("gcd") < 340 and task.grade(task[0], "x").parts.keys() == {
+        "solved",
+        "credit",
+        f"solved_{names[0]}",
+    }
+    assert task[7] == ReasoningGym({**SUMS, "gcd": {"weight": 3}}, first=7)[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"generators": "chain_sums"}, "there is no 'chain_sums' in reasoning-gym; did you mean 'chain_sum'?"),
+        ({"generators": {"gcd": {"min_number": 2}}}, "gcd takes no option 'min_number'; did you mean 'min_numbers'?"),
+        ({"generators": {"gcd": {"min_numbers": 9}}}, "gcd refuses its options {'min_numbers': 9}: "),
+        ({"generators": {"gcd": {"weight": 0}}}, "gcd.weight=0 must be a number above 0"),
+        ({"generators": []}, "generators is empty"),
+        ({"generators": "gcd", "reward": "partly"}, "reward='partly': choose one of solved, credit"),
+        ({"generators": "gcd", "split": "test"}, "split='test': choose one of train, heldout"),
+        ({"generators": "ransom_note"}, "set PYTHONHASHSEED=0 before the command"),
+    ],
+)
+def test_mistakes(arguments, message, monkeypatch):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    with pytest.raises(ValueError, match=".*") as error:
+        ReasoningGym(**arguments)
+    assert message in str(error.value)
+
+
+def test_a_generator_with_too_few_questions_is_named():
+    one = {"count_bits": {"min_n": 5, "max_n": 5}}
+    few = [ReasoningGym(one, split=split) for split in ("train", "heldout")]
+    with pytest.raises(ValueError, match="generators.count_bits: none of 400 questions is of split="):
+        for task in few:
+            _ = task[0]
+
+
+def test_a_curriculum_rises_and_resumes(tmp_path):
+    assert has_curriculum("chain_sum")
+    task = ReasoningGymCurriculum("chain_sum", raise_at=0.5, seed=2)
+    stream = ProblemStream(task, 0)
+    first = stream.take(WINDOW)
+    assert all(problem.id.endswith("-level0") for problem in first)
+    solved = [
+        (problem, [("", task.grade(problem, problem.answer), ""), ("", task.grade(problem, "x"), "")])
+        for problem in first
+    ]
+    assert stream.observe(1, solved[:-1], tmp_path) == {"curriculum/chain_sum": 0.0}
+    assert stream.observe(2, solved[-1:], tmp_path) == {"curriculum/chain_sum": 1.0}
+    harder = stream.take(4)
+    assert all(problem.id.endswith("-level1") for problem in harder)
+    # What was sampled for the level before says nothing about this one.
+    assert stream.observe(3, solved, tmp_path) == {"curriculum/chain_sum": 1.0}
+    assert task.grade(harder[0], harder[0].answer).reward == 1.0
+    again = ReasoningGymCurriculum("chain_sum", raise_at=0.5, seed=2)
+    again.load_state_dict(json.loads(json.dumps(task.state_dict())))
+    assert [again.ask(i, i) for i in range(8)] == [task.ask(i, i) for i in range(8)]
+    assert again.levels == {"chain_sum": 1}
+    with pytest.raises(ValueError, match="task.generators: the checkpoint has chain_sum"):
+        ReasoningGymCurriculum("gcd").load_state_dict(task.state_dict())
+
+
+def test_a_text_is_graded_in_a_process_that_can_be_killed():
+    """The answer goes there with all that its generator says of the question."""
+    task = ReasoningGym(SUMS)
+    problem = task[0]
+    with Grader(task) as grader:
+        outcomes = grader.grade([(problem, problem.answer), (problem, "x")])
+    assert [outcome.score.reward for outcome in outcomes] == [1.0, 0.0]
