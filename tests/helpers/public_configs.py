@@ -56,6 +56,9 @@ PUBLIC = {
     "Meta-Llama-3-8B-Instruct": _llama3(32, 4096, 32, 8, 14336),
     "Llama-3.1-8B-Instruct": _llama3(32, 4096, 32, 8, 14336, factor=8.0, mlp_bias=False),
     "Llama-3.2-1B-Instruct": _llama3(16, 2048, 32, 8, 8192, factor=32.0, tied=True, head_dim=64, mlp_bias=False),
+    "SmolLM2-135M-Instruct": _config(
+        "llama", 30, 576, 9, 3, 1536, 49152, 8192, True, 1e5, 1e-5, attention_bias=False, mlp_bias=False
+    ),
     "Llama-3.2-3B-Instruct": _llama3(28, 3072, 24, 8, 8192, factor=32.0, tied=True, head_dim=128, mlp_bias=False),
 }
 

@@ -163,7 +163,7 @@ def described(model):
     }
 
 
-@every_row("name", PUBLIC)
+@every_row("name", BUILDERS)
 def test_published_sizes_are_those_of_torchtunes_builders(name, tmp_path):
     plain, adapted = BUILDERS[name]
     model_dir = str(write_config(tmp_path, name))
