@@ -49,10 +49,11 @@ _SIZES = {
     "Llama-3.1-70B": (80, 8192, 64, 8, 28672, False),
     "Llama-3.2-1B": (16, 2048, 32, 8, 8192, True),
     "Llama-3.2-3B": (28, 3072, 24, 8, 8192, True),
+    "SmolLM2-135M": (30, 576, 9, 3, 1536, True),
 }
-_VOCABULARY = {"Qwen2.5": 152064, "Qwen3": 151936, "Llama": 128256}
+_VOCABULARY = {"Qwen2.5": 152064, "Qwen3": 151936, "Llama": 128256, "SmolLM2": 49152}
 _SMALL_VOCABULARY = 151936  # of Qwen2.5 up to 3B
-_TYPES = {"Qwen2.5": "qwen2", "Qwen3": "qwen3", "Llama": "llama"}
+_TYPES = {"Qwen2.5": "qwen2", "Qwen3": "qwen3", "Llama": "llama", "SmolLM2": "llama"}
 
 
 def hf_name(name: str) -> str:
