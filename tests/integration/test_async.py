@@ -125,11 +125,8 @@ def by_peft(path, base):
     return model if path == base else PeftModel.from_pretrained(model, path)
 
 
-@pytest.mark.parametrize(
-    ("model", "load"),
-    [([], by_transformers), pytest.param(ADAPTERS, by_peft, marks=pytest.mark.rest)],
-    ids=["full", "lora"],
-)
+@pytest.mark.rest
+@pytest.mark.parametrize(("model", "load"), [([], by_transformers), (ADAPTERS, by_peft)], ids=["full", "lora"])
 def test_flight_over_the_publications_of_a_run(tmp_path, model, load):
     """Each token is of the policy that labels it: a checkpoint of that step says the same of it, to whoever loads it."""
     folder, run, steps = runs.make_workplace(tmp_path, max_position_embeddings=512), tmp_path / "flight", 6

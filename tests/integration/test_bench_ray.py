@@ -78,6 +78,7 @@ def outcomes(futures):
     return [future.result().outcome.replace("noisy", "ok") for future in futures]
 
 
+@pytest.mark.rest
 def test_outcomes_are_those_of_this_machine(cluster, local_outcomes):
     assert {"ok", "wrong_result", "runtime_error", "timeout", "compile_error", "forbidden", "format"} <= set(
         local_outcomes

@@ -145,6 +145,7 @@ def test_two_hundred_publications_leave_what_five_left(engine):
     assert worst(merged(adapter(299), 1), prompts, engine.sample(prompts, 1, SAMPLING)) < 1e-4
 
 
+@pytest.mark.rest
 def test_adapters_that_do_not_fit_are_refused(engine, tmp_path):
     wrong = {name.replace("q_proj", "z_proj"): tensor for name, tensor in adapter(1).items()}
     with pytest.raises(EngineFailed, match="applies no adapter to .*z_proj"):

@@ -244,6 +244,7 @@ def test_no_server(tmp_path):
             engine.wait_ready(120)
 
 
+@pytest.mark.rest
 def test_a_server_that_was_started_again_gets_the_current_weights(server, models, tmp_path):
     """The server dies in the midst of sampling; somebody starts it again; the trainer goes on, with its weights."""
     client = EngineConfig(address=server.address, max_model_len=1024, start_deadline_s=240.0)

@@ -83,7 +83,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", ["full", "adapter", pytest.param("merged", marks=pytest.mark.rest)])
+@pytest.mark.parametrize("way", ["full", *(pytest.param(way, marks=pytest.mark.rest) for way in ("adapter", "merged"))])
 def test_weights_that_do_not_arrive_stop_the_run(repo_root, tmp_path, way):
     recipe, options = WAYS[way]
     runs.make_workplace(tmp_path)

@@ -96,17 +96,17 @@ def test_fp8_in_the_engine_alone_on_two_ranks(workplace):
     assert all(line["publish/bytes"] == want for line in runs.metrics(workplace / "rollout")[1:])
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("name", "flow", "publish", "settings"),
     [
         ("adapter", "fp8_unified", "adapter", ()),
-        pytest.param("merged", "fp8_rollout", "merged", (), marks=pytest.mark.rest),
-        pytest.param(
+        ("merged", "fp8_rollout", "merged", ()),
+        (
             "qlora",
             "fp8_rollout",
             "adapter",
             ("model.quantize_base=True", "model.lora_attn_modules=[q_proj,output_proj]"),
-            marks=pytest.mark.rest,
         ),
     ],
     ids=["adapter", "merged", "qlora"],

@@ -118,6 +118,7 @@ def start(tmp_path):
         run.end()
 
 
+@pytest.mark.rest
 def test_a_stopped_rank_is_named_and_welcomed_back_and_at_last_ends_the_run(start):
     run = start("train", 6)
     stopped, other = run.pid(1), run.pid(0)
@@ -173,6 +174,7 @@ def test_a_rank_that_hangs_is_named_with_its_place_and_the_end_is_quiet(start):
     assert run.text.count("a good end") == 2 and "terminate called" not in run.text and "Traceback" not in run.text
 
 
+@pytest.mark.rest
 def test_without_torchrun_rank_0_holds_the_store_and_is_named(start):
     run = start("train", 4, torchrun=False)
     run.find("rank 1 knows rank 0")

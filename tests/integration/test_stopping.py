@@ -108,7 +108,7 @@ def test_ctrl_c_while_it_sets_up(workplace):
     assert "Traceback" not in said, said
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.rest)])
 def test_sigterm_keeps_the_step_and_the_resumed_run_is_the_one_never_stopped(workplace, served, ranks):
     run = f"term_{ranks}"
     args = [f"output_dir={run}", "max_steps=400", "checkpoints.every=1000", served]

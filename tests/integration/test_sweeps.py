@@ -110,13 +110,9 @@ def ended_well(process, seconds=400):
 
 
 @pytest.mark.slow
+@pytest.mark.rest
 @pytest.mark.parametrize(
-    "pair",
-    [
-        ("sweeps/tiny_lr", "sweeps/tiny_samples"),
-        pytest.param(("sweeps/tiny_clip", "sweeps/tiny_staleness"), marks=pytest.mark.rest),
-    ],
-    ids=str,
+    "pair", [("sweeps/tiny_lr", "sweeps/tiny_samples"), ("sweeps/tiny_clip", "sweeps/tiny_staleness")], ids=str
 )
 def test_two_runs_of_an_agent_side_by_side_do_not_touch_each_other(pair, warmed_up, monkeypatch, capfd):
     monkeypatch.chdir(warmed_up)
