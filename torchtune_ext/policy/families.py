@@ -197,8 +197,19 @@ def _no_config(path: Path) -> str:
     """Returns what is wrong with a model directory without a config.json, and the command that makes one."""
     if path.is_file():
         return "it is a file; name the directory of a model in Hugging Face format, which holds config.json and the weights"
-    if models := sorted(path.glob("checkpoints/step_*/config.json")):
-        return f"it is the folder of a run, whose models are its checkpoints: {models[-1].parent} is the newest"
+    for pattern in ("config.json", "merged/config.json"):
+        if models := sorted(path.glob(f"checkpoints/step_*/{pattern}")):
+            return f"it is the folder of a run, whose models are its checkpoints: {models[-1].parent} is the newest"
+    if (path / "adapter_config.json").is_file():
+        merged = path / "merged"
+        whole = (
+            f"the model with it is {merged}"
+            if merged.is_dir()
+            else "adapters.save_merged=True saves the model with it, too"
+        )
+        return f"it holds an adapter and no model; {whole}"
+    if files := sorted(path.glob("*.gguf")):
+        return f"has no config.json; `torchtune-ext gguf {files[0]} OUT` makes {files[0].name} a model directory"
     wrong = "has no config.json" if path.is_dir() else f"no such folder, seen from {Path.cwd()}"
     if path.parts[-2:] == ("warmup", "model"):
         name = path.parts[-3] if len(path.parts) > 2 else "tiny"

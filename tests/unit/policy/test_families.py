@@ -245,3 +245,25 @@ def test_the_package_itself_imports_nothing():
     """An engine process imports it for its plugin, and must not pay for torchtune."""
     check = "import sys, torchtune_ext.policy; assert not {'torch', 'torchtune'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", check], check=True, timeout=120)
+
+
+@every_row(
+    "files, message",
+    [
+        (["checkpoints/step_000004/config.json"], "its checkpoints: .*/checkpoints/step_000004 is the newest"),
+        (["checkpoints/step_000004/merged/config.json"], "its checkpoints: .*/step_000004/merged is the newest"),
+        (
+            ["adapter_config.json", "merged/config.json"],
+            "holds an adapter and no model; the model with it is .*/merged",
+        ),
+        (["adapter_config.json"], "adapters.save_merged=True saves the model with it, too"),
+        (["small.Q4_1.gguf"], "`torchtune-ext gguf .*/small.Q4_1.gguf OUT` makes small.Q4_1.gguf a model directory"),
+    ],
+)
+def test_a_folder_that_is_no_model_says_where_the_model_is(files, message, tmp_path):
+    folder = tmp_path / str(len(list(tmp_path.iterdir())))
+    for file in files:
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).touch()
+    with pytest.raises(ValueError, match=message):
+        HFModel(folder)
