@@ -14,6 +14,7 @@ FOLDED = ("Agreement", "Machine")  # These headings are closed while no finding 
 _MOST_SILENT = 0.5  # share of groups without a signal, above which it is said
 _MOST_CUT = 0.2  # share of samples at the token limit
 _LEAST_ESS = 0.9
+_RISEN = 0.05  # Of a reward, and as a share of what it was: above it the reward has risen.
 _FAR = 0.5  # The engine shows the last update less, or more, by so much of its effect.
 _ALIKE = 2 / 3  # Where so many of the groups without a signal are of one kind, that kind alone is named.
 
@@ -105,6 +106,13 @@ def _learning(records: Sequence[Mapping[str, Any]], silent: Silent | None) -> li
     if without is not None and without > _MOST_SILENT * (without + (groups or 0.0)):
         share = f"{without / (without + (groups or 0.0)):.0%} of the latest groups carry no signal"
         found.append(Finding(f"{share}{_cause(silent)}", "Learning"))
+    then, now = _early(records, "reward/mean"), _recent(records, "reward/mean")
+    solved = [(_early(records, name), _recent(records, name)) for name in ("eval/solved_sampled", "reward/solved")]
+    before, after = next((pair for pair in solved if None not in pair), (None, None))
+    if after is not None and now - then > max(_RISEN, _RISEN * abs(then)) and after <= before:
+        shares = f"the share of solved problems did not ({before:.1%}, then {after:.1%})"
+        text = f"The reward rose from {then:.3g} to {now:.3g}, {shares}: read what the best samples are rewarded for."
+        found.append(Finding(text, "Learning"))
     cut = _recent(records, "length/truncated")
     if cut is not None and cut > _MOST_CUT:
         found.append(Finding(f"{cut:.0%} of the latest samples hit the token limit (sampling.max_tokens).", "Learning"))

@@ -42,6 +42,11 @@ def test_of_a_healthy_run_nothing_is_found():
         ({"engine/preemptions": lambda step: float(step)}, "3 requests left the engine's cache", "Machine"),
         ({"mismatch/mean_abs": 0.046}, "0.046 nats apart, from 0.046 at the beginning", "Agreement"),
         ({"mismatch/mean_abs": lambda step: 0.002 + 0.0002 * step}, "max_mismatch=0.05", "Agreement"),
+        (
+            {"reward/mean": lambda step: 0.07 + 0.002 * step, "reward/solved": 0.0},
+            "rose from 0.075 to 0.147, the share of solved problems did not (0.0%, then 0.0%)",
+            "Learning",
+        ),
         ({"mismatch/ess": 0.89}, "89% of the tokens", "Agreement"),
         ({"canary/update_applied": 0.1}, "shows 10% of the effect of the last update", "Agreement"),
         ({"canary/adapter_applied": 1.6}, "shows 160% of the effect of the adapter", "Agreement"),
@@ -51,6 +56,12 @@ def test_each_trouble_is_found_under_its_heading(change, words, section):
     ((text, there),) = found(HEALTHY | change, {"max_mismatch": 0.05})
     assert words in text and there == section
     assert section == "Learning" or section in FOLDED
+
+
+def test_a_reward_that_rises_with_what_it_is_for_is_no_trouble():
+    rising = {"reward/mean": lambda step: 0.07 + 0.002 * step}
+    assert found(HEALTHY | rising) == found(HEALTHY | rising | {"eval/solved_sampled": lambda step: 0.001 * step}) == []
+    assert found(HEALTHY | {"reward/mean": 0.3, "reward/solved": 0.0}) == []
 
 
 def test_a_counter_that_begins_again_is_no_trouble():
