@@ -49,7 +49,6 @@ from torchtune_ext.telemetry.metrics import LoggingConfig, Metrics
 from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.telemetry.rollouts import RolloutStore
 from torchtune_ext.telemetry.timeline import Timeline
-from torchtune_ext.training.agreement import Agreement
 from torchtune_ext.training.checks import check_parts, check_weights
 from torchtune_ext.training.distributed import RanksConfig, init_ranks
 from torchtune_ext.training.learner import Learner, ScheduleConfig, make_schedule, over_updates
@@ -191,13 +190,8 @@ class GRPORecipe:
             say(ready(waited))
             self.precision.write_receipt(cfg.output_dir, self.policy, cfg.row_tokens)
         self.progress = Progress(cfg.max_steps, self.ranks.rank)
-        self.agreement = Agreement(
-            self.learner.logprobs,
-            self.sampling.temperature,
-            cfg.max_mismatch,
-            rounding=partial(self.precision.rounding, self.policy.model, self.hf_model),
-            precision=self.precision.coarsest_text,
-            canary=self.replay is None,
+        self.agreement = self.precision.gate(
+            self.learner, partial(instantiate, cfg.model), cfg.max_mismatch, replay=self.replay is not None
         )
         self.publisher = self.replay or Publisher(
             self.engine,

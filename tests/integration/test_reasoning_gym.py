@@ -14,7 +14,7 @@ from reasoning_gym.factory import DATASETS, has_curriculum
 
 from torchtune_ext.grading import Grader
 from torchtune_ext.tasks.order import ProblemStream
-from torchtune_ext.tasks.reasoning_gym import BY_HASH, WINDOW, ReasoningGym, ReasoningGymCurriculum, held_out
+from torchtune_ext.tasks.reasoning_gym import BY_HASH, UNFIT, WINDOW, ReasoningGym, ReasoningGymCurriculum, held_out
 from torchtune_ext.tasks.task import Score
 
 SUMS = {"chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}}
@@ -41,11 +41,11 @@ def questions(names, hash_seed):
 
 
 def test_every_generator_asks_the_same_in_every_process_and_scores_its_own_answer():
-    names = sorted(set(DATASETS) - set(SLOW))
+    names = sorted(set(DATASETS) - set(SLOW) - set(UNFIT))
     one, other = questions(names, "1"), questions(names, "2")
     differ = {name for name in names if one[name] != other[name]}
     assert "ransom_note" in differ and differ <= set(BY_HASH)
-    assert len(names) > 90
+    assert len(names) > 85
     wrong = []
     for name in sorted(set(names) - set(BY_HASH)):
         task = ReasoningGym(name, seed=3)
@@ -98,6 +98,9 @@ def test_several_generators_come_by_their_weights():
         ({"generators": {"gcd": {"min_numbers": 9}}}, "gcd refuses its options {'min_numbers': 9}: "),
         ({"generators": {"gcd": {"weight": 0}}}, "gcd.weight=0 must be a number above 0"),
         ({"generators": []}, "generators is empty"),
+        ({"generators": {"gcd": 5}}, "gcd=5 must be a mapping of options"),
+        ({"generators": "n_queens"}, "n_queens judges an answer by running it as Python"),
+        ({"generators": "codeio"}, "codeio runs programs of its data set"),
         ({"generators": "gcd", "reward": "partly"}, "reward='partly': choose one of solved, credit"),
         ({"generators": "gcd", "split": "test"}, "split='test': choose one of train, heldout"),
         ({"generators": "ransom_note"}, "set PYTHONHASHSEED=0 before the command"),
@@ -134,7 +137,9 @@ def test_a_curriculum_rises_and_resumes(tmp_path):
     assert all(problem.id.endswith("-level1") for problem in harder)
     # What was sampled for the level before says nothing about this one.
     assert stream.observe(3, solved, tmp_path) == {"curriculum/chain_sum": 1.0}
-    assert task.grade(harder[0], harder[0].answer).reward == 1.0
+    # A grading process has the task of the start, and the sizes of the question come with it.
+    assert ReasoningGymCurriculum("chain_sum", seed=2).grade(harder[0], harder[0].answer).reward == 1.0
+    assert harder[0].example["options"] != first[0].example["options"]
     again = ReasoningGymCurriculum("chain_sum", raise_at=0.5, seed=2)
     again.load_state_dict(json.loads(json.dumps(task.state_dict())))
     assert [again.ask(i, i) for i in range(8)] == [task.ask(i, i) for i in range(8)]

@@ -76,11 +76,19 @@ def _tensors(file: Path) -> dict[str, tuple[int, int]]:
         reader = GGUFReader(file)
     except (ValueError, IndexError, KeyError, OverflowError) as error:
         raise Mistake(f"{file} is cut or damaged ({error}); copy it anew from where it comes from") from error
-    architecture = reader.fields["general.architecture"].contents()
+    architecture = reader.fields["general.architecture"].contents() if "general.architecture" in reader.fields else None
     if architecture not in FAMILIES:
         raise Mistake(
             f"{file} holds a model of the architecture {architecture!r}, which is not supported; take one of these: "
             f"{', '.join(sorted(FAMILIES))}"
+        )
+    scaled = [name for name in reader.fields if ".rope.scaling." in name] + [
+        t.name for t in reader.tensors if "rope_freqs" in t.name
+    ]
+    if scaled:
+        raise Mistake(
+            f"{file} has {scaled[0]}, which stretches RoPE and which transformers does not read of such a file: the model "
+            "would be another one; take the model's own directory instead"
         )
     counts, sizes = Counter(), Counter()
     for tensor in reader.tensors:

@@ -172,10 +172,17 @@ def effective_weight(module: nn.Linear | LoRALinear | DoRALinear) -> Tensor:
 @torch.no_grad()
 def base_hf_tensors(model: nn.Module, names: HFModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yields (Hugging Face name, whole tensor) of the model below the adapters, dequantized. It is a collective."""
+    for name, full in base_tensors(model):
+        yield names.to_hf(name, full.to(dtype))
+
+
+@torch.no_grad()
+def base_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields (torchtune's name, whole tensor) of the model below the adapters, dequantized. It is a collective."""
     adapters = adapter_names(model)
     for name, param in model.named_parameters():
         if clean_name(name) not in adapters:
-            yield names.to_hf(clean_name(name), whole(param).to(dtype))
+            yield clean_name(name), whole(param)
 
 
 def merged_hf_tensors(model: nn.Module, names: HFModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

@@ -4,46 +4,50 @@ A policy computes in the one dtype that it was built for, and a model in float32
 as soon as its weights are there, for all rows, and they are dropped again.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import embedding
+from torchtune.modules import TiedLinear, TransformerDecoder
 
 from torchtune_ext.kernels.linear_logprob import linear_logprob
 from torchtune_ext.kernels.packed_attention import packed_mask, use_packed_attention
 from torchtune_ext.packing import Row
-from torchtune_ext.policy.families import from_config
-from torchtune_ext.policy.fp8.plan import Fp8Config, convert
-from torchtune_ext.policy.hf_model import HFModel
+from torchtune_ext.policy.builder import on_meta
+from torchtune_ext.policy.families import hf_name
+from torchtune_ext.policy.fp8.linear import Fp8BlockLinear, Fp8Config
+from torchtune_ext.policy.fp8.plan import Fp8Receipt
+from torchtune_ext.policy.lora import adapted_modules
 
 
 @torch.no_grad()
 def streamed_logprobs(
     rows: Sequence[Row],
     weights: Iterable[tuple[str, Tensor]],
-    source: HFModel,
+    make_model: Callable[[], TransformerDecoder],
     dtype: torch.dtype,
     device: torch.device,
     temperature: float = 1.0,
-    fp8: Fp8Config | None = None,
+    fp8: Fp8Receipt | None = None,
 ) -> list[Tensor]:
     """Returns the log-probs of the labels of each row, float32 [L] on the CPU.
 
     Args:
-        weights: (torchtune's name, whole tensor) of a model without adapters, in the order of its modules, of any dtype.
-        source: has the config of the model.
+        weights: (torchtune's name, whole tensor) without adapters, in the order of the model's modules, of any dtype.
+        make_model: the builder of the policy; adapters that it has are left out.
         dtype: the one to compute in.
-        fp8: lets linear layers compute in FP8 blocks.
+        fp8: names the linear layers that compute in FP8 blocks, here by the reference.
     """
-    with torch.device("meta"):
-        model = from_config(
-            str(source.path), max_seq_len=1 + max((int(row.positions_T.max()) for row in rows), default=0)
-        )
-    if fp8 is not None:
-        convert(model, source, fp8, dtype, device)
+    model = on_meta(make_model)
+    for name, module in adapted_modules(model).items():
+        model.set_submodule(name, nn.Linear(module.in_dim, module.out_dim, module.use_bias, device="meta"))
+    converted = fp8.converted if fp8 is not None else ()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and hf_name(f"{name}.weight").removesuffix(".weight") in converted:
+            module.__class__, module.fp8 = Fp8BlockLinear, Fp8Config(backend="reference")
     use_packed_attention(model)
     with device:
         for module in model.modules():
@@ -57,8 +61,9 @@ def streamed_logprobs(
     for owner, tensors in groupby(weights, key=lambda named: _owner(named[0])):
         own = {name.removeprefix(f"{owner}."): tensor.to(device, dtype) for name, tensor in tensors}
         if owner == "tok_embeddings":
-            table_VD = own["weight"]
-            hidden = [embedding(row.tokens_T, table_VD)[None] for row in rows]
+            hidden = [embedding(row.tokens_T, own["weight"])[None] for row in rows]
+            if isinstance(model.output, TiedLinear):
+                table_VD = own["weight"]
         elif owner == "output":
             table_VD = own["weight"]
         else:

@@ -431,6 +431,9 @@ def check_kind(address: str, told: dict[str, Any], config: EngineConfig, how: Ca
         )
     if transfer not in TRANSFERS[1:] or parallel.get("worker_extension_cls", LOADER) != LOADER:
         refuse("was not started to take weights from this trainer")
+    dtype = str(model.get("dtype", config.dtype)).rpartition(".")[2]
+    if config.dtype not in ("auto", dtype):
+        refuse(f"computes in {dtype}, and engine.dtype is {config.dtype}")
     if config.transfer not in ("auto", transfer):
         refuse(f"takes weights by {transfer}, and engine.transfer is {config.transfer}")
     if (parallel.get("data_parallel_size") or 1) > 1:

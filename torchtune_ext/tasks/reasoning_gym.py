@@ -32,8 +32,17 @@ DRAWS = 400  # questions that are drawn before a split is said to have none
 SOLVED = 1.0 - 1e-9  # of the generator's own score
 WINDOW = 32  # groups of a generator that a curriculum looks back on
 # These draw from sets, some of them seldom, whose order is another one in every process unless PYTHONHASHSEED is set.
-BY_HASH = ("codeio", "intermediate_integration", "isomorphic_strings", "knight_swap", "list_functions",
-           "polynomial_multiplication", "ransom_note", "word_ladder")  # fmt: skip
+BY_HASH = ("isomorphic_strings", "knight_swap", "ransom_note", "word_ladder")
+RUNS_TEXT = "judges an answer by running it as Python, which may be any program; grade it with grader: FILE.FUNCTION"
+# Generators that are refused, and why.
+UNFIT = dict.fromkeys(
+    ("binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication",
+     "puzzle24", "simple_integration", "spiral_matrix", "string_insertion"),
+    RUNS_TEXT,
+) | {
+    "codeio": "runs programs of its data set in the folder of the run",
+    "list_functions": "draws from a random state that it does not set, so no run of it could be resumed",
+}  # fmt: skip
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
@@ -84,7 +93,7 @@ class ReasoningGym:
             seed, first, split, prompt, system, reward,
         )  # fmt: skip
         self.length = ENDLESS if count is None else count
-        self.weights, self.options = _chosen(generators)
+        self.weights, self.options = _chosen(generators, graded=grader is not None)
         use_graders(self, grader, None)
 
     def __len__(self) -> int:
@@ -111,7 +120,7 @@ class ReasoningGym:
             f"{name}-{self.split}-{self.seed}-{number:06d}",
             (*before, question),
             entry["answer"],
-            {"generator": name, **entry},
+            {"generator": name, "options": self.options[name], **entry},
         )
 
     def grade(self, problem: Problem, text: str) -> Score:
@@ -122,7 +131,8 @@ class ReasoningGym:
         answer = (answers[-1] if answers else text).strip()
         # Generators read answers by evaluating or parsing them, and some raise at what they cannot read.
         try:
-            credit = float(self.generator(name, "0").score_answer(answer, dict(problem.example)))
+            judge = _generator(name, json.dumps(problem.example["options"], sort_keys=True), "0")
+            credit = float(judge.score_answer(answer, dict(problem.example)))
         except Exception as error:  # noqa: BLE001 (a text of the policy must not make `grade` raise)
             return self._score(name, 0.0, f"{type(error).__name__}: {error}")
         return self._score(name, min(max(credit, 0.0), 1.0), "")
@@ -188,7 +198,7 @@ class ReasoningGymCurriculum(ReasoningGym):
             name, scores = problem.id.split("-")[0], [score for _, score, _ in samples if score is not None]
             if scores and problem.id.endswith(f"-level{self.levels[name]}"):
                 shares = self.newest[name]
-                shares.append(sum(score.parts["solved"] for score in scores) / len(scores))
+                shares.append(sum(score.parts.get("solved", score.reward) >= SOLVED for score in scores) / len(scores))
                 del shares[:-WINDOW]
                 if len(shares) == WINDOW and sum(shares) / WINDOW >= self.raise_at:
                     self._set(name, self.levels[name] + 1)
@@ -237,7 +247,7 @@ def _generator(name: str, options: str, seed: str) -> Any:
     return create_dataset(name, **json.loads(options), seed=number, size=BLOCK)
 
 
-def _chosen(generators: Any) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
+def _chosen(generators: Any, graded: bool) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
     """Returns weight and options of each generator, once it is clear that it takes them."""
     try:
         from reasoning_gym.factory import DATASETS
@@ -256,6 +266,10 @@ def _chosen(generators: Any) -> tuple[dict[str, float], dict[str, dict[str, Any]
             near = nearest(str(name), known)
             hint = f"did you mean {near!r}?" if near else "the README of reasoning-gym lists them"
             raise Mistake(f"generators: there is no {name!r} in reasoning-gym; {hint}")
+        if name in UNFIT and not (graded and UNFIT[name] == RUNS_TEXT):
+            raise Mistake(f"generators.{name} {UNFIT[name]}")
+        if given is not None and not isinstance(given, Mapping):
+            raise Mistake(f"generators.{name}={given!r} must be a mapping of options, {{}} for none")
         if name in BY_HASH and not os.environ.get("PYTHONHASHSEED", "random").isdigit():
             raise Mistake(
                 f"generators.{name} asks other questions in every process, by Python's hashes of texts, so no run of it could "

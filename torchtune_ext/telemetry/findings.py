@@ -109,7 +109,7 @@ def _learning(records: Sequence[Mapping[str, Any]], silent: Silent | None) -> li
     then, now = _early(records, "reward/mean"), _recent(records, "reward/mean")
     solved = [(_early(records, name), _recent(records, name)) for name in ("eval/solved_sampled", "reward/solved")]
     before, after = next((pair for pair in solved if None not in pair), (None, None))
-    if after is not None and now - then > max(_RISEN, _RISEN * abs(then)) and after <= before:
+    if None not in (after, then, now) and now - then > max(_RISEN, _RISEN * abs(then)) and after <= before:
         shares = f"the share of solved problems did not ({before:.1%}, then {after:.1%})"
         text = f"The reward rose from {then:.3g} to {now:.3g}, {shares}: read what the best samples are rewarded for."
         found.append(Finding(text, "Learning"))

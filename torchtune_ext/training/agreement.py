@@ -41,6 +41,7 @@ TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 2.0)
 TOO_FEW = 32
 # Of mean |d|, in nats: float32 on both sides differs by 1e-7 to 1e-5, and the smallest fault by far more.
 LEAST_LIMIT = 0.001
+MEASURED_ROWS = 4  # of a rank, on which the rounding is measured
 # The mean of exp(d) may be so far from 1, and so many of its standard errors: it is looked at in every step of a long run.
 FLOOR, ERRORS = 0.005, 5.0
 RESOLVED = 0.25  # limit of (noise of a token) / (effect of a change on it); above it nothing is concluded
@@ -174,9 +175,11 @@ class Agreement:
         logprobs: a function (rows, temperature) -> the trainer's log-probs, used to find the cause of a disagreement.
         temperature: temperature of sampling.
         limit: largest allowed mean |d|, in nats (`max_mismatch`), or "auto": twice what `rounding` says, and at least 0.001.
-        rounding: a function (rows, temperature) -> mean |d| between the coarser precision and float32, a collective.
+        rounding: a function rows -> mean |d| between the coarser precision and float32, a collective.
         precision: in words, for messages.
         canary: a canary follows each publication. In a replay there is none, since there is no engine.
+        scored: log-probs with other weights and in another precision than the policy's (`streamed_logprobs`).
+        identity: asks for it. Where the two hold other weights, d goes with the reward, by which groups are chosen.
     """
 
     def __init__(
@@ -184,12 +187,15 @@ class Agreement:
         logprobs: Callable[[Sequence[Row], float], list[LabelLogprobs]],
         temperature: float,
         limit: float | str,
-        rounding: Callable[[Sequence[Row], float], float] = lambda rows, temperature: 0.0,
+        rounding: Callable[[Sequence[Row]], float] = lambda rows: 0.0,
         precision: str = "float32",
         canary: bool = True,
+        identity: bool = True,
+        scored: Callable[..., list[Tensor]] | None = None,
     ):
         self._logprobs, self._temperature, self._rounding, self._precision = logprobs, temperature, rounding, precision
         self._auto, self._limit = limit == "auto", 0.0 if limit == "auto" else limit
+        self._identity, self.scored = identity, scored
         # Of exp(d) - 1 over the tokens that the present version of each step has sampled.
         self._count, self._sum, self._squares = 0, 0.0, 0.0
         self._told = not canary  # that no token was of the present version; without a canary there is nothing to tell
@@ -255,14 +261,15 @@ class Agreement:
                 f"{found.mean_abs:.4g} (max_mismatch={self._limit:.3g}), 99th percentile {found.p99_abs:.4g}, max "
                 f"{found.max_abs:.4g}, signed mean {found.mean:+.4g}. Likely cause: {cause}"
             )
-        if version is not None:
+        if version is not None and self._identity:
             self._require_identity(d[present], when)
         return everything
 
     def _measure(self, rows: Sequence[Row]) -> None:
         """Measures the rounding on these rows, the first ones or some that are beyond the limit: the limit rises where they
         are rounded more than those before. A collective."""
-        first, noise = not self._limit, self._rounding(rows, self._temperature)
+        # The gradients of a step may be there, and some rows of a batch say what all of them would.
+        first, noise = not self._limit, self._rounding(rows[:MEASURED_ROWS])
         self._limit = max(self._limit, LEAST_LIMIT, 2 * noise)
         if rank() == 0:
             how = f"{noise:.2g} nats" if noise else "none to speak of"
@@ -277,7 +284,7 @@ class Agreement:
         if self._count < TOO_FEW:
             return
         mean = self._sum / self._count
-        error = ((self._squares / self._count - mean**2) / self._count) ** 0.5
+        error = (max(0.0, self._squares / self._count - mean**2) / self._count) ** 0.5
         if not abs(mean) <= FLOOR + ERRORS * error:
             raise Disagreement(
                 f"{when}: over {self._count} sampled tokens the mean of exp(trainer's - sampler's log-prob) is {1 + mean:.4f} "

@@ -29,10 +29,15 @@ from torchtune_ext.policy.streamed import streamed_logprobs
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.output import say
 from torchtune_ext.sampling.records import EngineConfig
+from torchtune_ext.training.agreement import Agreement
 from torchtune_ext.training.distributed import reduce
+from torchtune_ext.training.learner import Learner
 from torchtune_ext.training.settings import computes_in_bfloat16, release_memory
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+# Mean |trainer's - stored log-prob|, in nats. Under other settings a replay moves away from what was sampled, and nothing is
+# wrong.
+REPLAY_LIMIT = 0.05
 SLOW_STEP_S = 900.0  # of an engine in a dtype in which the processor does not compute
 FLOWS = ("bf16", "fp8_rollout", "fp8_unified")
 
@@ -107,7 +112,7 @@ class Precision:
         adapter: AdapterSpec | None = None,
         way: str = "adapter",
     ):
-        self.flow, self._config = config.flow, config
+        self.flow = config.flow
         self.dtype = DTYPES[dtype]  # of the trainer's forward and backward
         engine = engine.following(dtype)
         self.engine_dtype = getattr(torch, engine.dtype)
@@ -161,30 +166,51 @@ class Precision:
         return f"in {trainer}"
 
     @property
-    def coarsest(self) -> tuple[torch.dtype, PrecisionConfig | None]:
-        """Dtype, and FP8 if there is some, of the side that rounds more."""
-        coarse = torch.float32 if self.dtype == self.engine_dtype == torch.float32 else torch.bfloat16
-        return coarse, self._config if self.sampler else None
+    def coarsest(self) -> torch.dtype:
+        """Dtype of the side that rounds more; some layers may be in FP8 besides."""
+        return torch.float32 if self.dtype == self.engine_dtype == torch.float32 else torch.bfloat16
 
     @property
     def coarsest_text(self) -> str:
-        dtype, fp8 = self.coarsest
-        return "FP8" if fp8 else str(dtype)[6:]
+        return "FP8" if self.sampler else str(self.coarsest)[6:]
 
     @property
     def mixed(self) -> bool:
         """Whether the engine holds other values of the weights than the trainer computes with."""
         return self.dtype != self.engine_dtype or (self.sampler is not None and self.trainer is None)
 
-    def rounding(self, model: nn.Module, source: HFModel, rows: Sequence[Row], temperature: float) -> float:
+    def gate(
+        self, learner: Learner, make_model: Callable[[], TransformerDecoder], limit: float | str, replay: bool
+    ) -> Agreement:
+        """Returns what compares trainer and sampler in a run of this precision.
+
+        Args:
+            make_model: the builder of the policy.
+            limit: `max_mismatch`.
+            replay: nothing is sampled.
+        """
+        scored = partial(streamed_logprobs, make_model=make_model, device=self.device, temperature=learner.temperature)
+        return Agreement(
+            learner.logprobs,
+            learner.temperature,
+            REPLAY_LIMIT if replay and limit == "auto" else limit,
+            rounding=partial(self.rounding, learner.policy.model, scored),
+            precision=self.coarsest_text,
+            canary=not replay,
+            identity=not replay and not self.mixed,
+            scored=scored,
+        )
+
+    def rounding(self, model: nn.Module, scored: Callable[..., list[Tensor]], rows: Sequence[Row]) -> float:
         """Mean |log-prob in the coarser of the two precisions - in float32| over the labels of all ranks, in nats: how far a
-        right engine may be from a right trainer. Both are computed here, in the same way. A collective."""
-        dtype, fp8 = self.coarsest
-        if dtype == torch.float32:
+        right engine may be from a right trainer. Both are computed here, in the same way. A collective.
+
+        Args: scored: `streamed_logprobs` with the model's builder, device and temperature.
+        """
+        if self.coarsest == torch.float32:
             return 0.0
-        scored = partial(streamed_logprobs, rows, source=source, device=self.device, temperature=temperature)
-        exact = scored(weights=merged_tensors(model), dtype=torch.float32)
-        coarse = scored(weights=merged_tensors(model), dtype=dtype, fp8=fp8)
+        exact = scored(rows, merged_tensors(model), dtype=torch.float32)
+        coarse = scored(rows, merged_tensors(model), dtype=self.coarsest, fp8=self.sampler)
         sizes = [(a - b).abs().double() for a, b in zip(exact, coarse, strict=True)]
         whole = reduce({"sum": sum(d.sum().item() for d in sizes), "labels": sum(map(len, sizes))}, "sum")
         return whole["sum"] / max(1.0, whole["labels"])

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 
 import numpy as np
@@ -13,7 +14,6 @@ from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.groups import Group, Sample
 from torchtune_ext.packing import Row, contexts, pack
 from torchtune_ext.policy.hf_model import HFModel
-from torchtune_ext.policy.streamed import streamed_logprobs
 from torchtune_ext.sampling.engine import Completion, Engine, SamplingConfig
 from torchtune_ext.sampling.records import CANARY_REQUESTS, CanaryAnswer
 from torchtune_ext.sampling.weight_buffer import checksum, differences
@@ -129,8 +129,13 @@ class Publisher:
         for name, rows in answers:
             whose = when if len(answers) == 1 else f"{when}, {name}"
             said = self._learner.logprobs(rows)
-            now = self._as_sent(rows) if self._rounded else [ours.logprobs_L for ours in said]
-            applied = self._trained.applied(self._learner, rows, now) | {"update": self._update_applied(rows, now)}
+            if self._rounded:
+                scored = partial(self._agreement.scored, dtype=torch.float32)
+                now = scored(rows, self._trained.as_sent(self._learner.policy.model, self._precision))
+            else:
+                scored, now = None, [ours.logprobs_L for ours in said]
+            applied = self._trained.applied(self._learner, rows, now, scored, self._precision)
+            applied["update"] = self._update_applied(rows, now)
             found = self._agreement.require(rows, said, whose, applied=list(applied.values()))
             worst = found if worst is None or found.mean_abs > worst.mean_abs else worst
             said_of += zip(rows, now, strict=True)
@@ -168,17 +173,6 @@ class Publisher:
         found = [differences(sent, taken, answer.engine, worker) for worker, taken in enumerate(answer.checksums)]
         return next(filter(None, found), None)
 
-    def _as_sent(self, rows: list[Row]) -> list[Tensor]:
-        """Log-probs under the values that were sent, as the engine holds them."""
-        return streamed_logprobs(
-            rows,
-            self._trained.as_sent(self._learner.policy.model, self._precision),
-            self._source,
-            torch.float32,
-            self._ranks.device,
-            self._learner.temperature,
-        )
-
     def _update_applied(self, rows: list[Row], now: list[Tensor]) -> Applied:
         """Whether the engine shows the newest update on the tokens that were sampled before it, too."""
         before = [torch.tensor([self._before.get(c, torch.nan) for c in contexts(row)]) for row in rows]
@@ -190,20 +184,26 @@ class Publisher:
         self._before = {c: p for part in gathered(known) for c, p in part.items()}
 
     def _changed_share(self, before: dict[str, Tensor], now: dict[str, Tensor]) -> dict[str, float]:
-        """How many of the values differ from those of the publication before, of those that are looked at."""
-        pairs = [(before[name], values) for name, values in now.items() if name in before]
-        if not pairs:
+        """How many of the values that are looked at differ from those of the publication before. Tensors of which none does are
+        frozen, or as good as that, and left out."""
+        if not before:
             return {}
-        share = sum((a != b).sum().item() for a, b in pairs) / sum(len(b) for _, b in pairs)
-        if self._rounded and 0 < share < FEW_CHANGED and not self._warned:
+        shares = [(before[name] != values).float().mean().item() for name, values in now.items() if name in before]
+        sizes = [len(values) for name, values in now.items() if name in before]
+        moved = sum(size for size, share in zip(sizes, shares, strict=True) if share)
+        share = sum(size * share for size, share in zip(sizes, shares, strict=True)) / max(1, moved)
+        if self._precision.mixed and 0 < share < FEW_CHANGED and not self._warned:
             self._warned = True
+            fp8 = self._precision.sampler is not None
             log.warning(
                 "publish/changed_share %.2g: in %s, which the engine holds, so few of the values differ from those of the "
                 "publication before. The trainer computes with the whole update, so it moves away from the policy that samples "
-                "until half a step of that dtype is gathered. Set engine.dtype=float32, or dtype=bfloat16, in which both round "
-                "alike; this is not said again",
+                "until half a step of that dtype is gathered. Set %s; this is not said again",
                 share,
-                "FP8" if self._precision.sampler else str(self._precision.engine_dtype)[6:],
+                "FP8" if fp8 else str(self._precision.engine_dtype)[6:],
+                "precision=fp8_unified"
+                if fp8
+                else "engine.dtype=float32, or dtype=bfloat16, in which both round alike",
             )
         return {"publish/changed_share": share}
 

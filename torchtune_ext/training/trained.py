@@ -25,6 +25,7 @@ from torchtune_ext.policy.lora import (
     adapter_hf_tensors,
     adapter_spec,
     base_hf_tensors,
+    base_tensors,
     merged_hf_tensors,
     merged_tensors,
 )
@@ -42,6 +43,7 @@ ADVICE = {
     "merged": "look for keys and values of an earlier publication",
 }
 
+Scored = Callable[..., list[Tensor]]  # rows, weights -> log-probs of each row (`streamed_logprobs`)
 Sent = tuple[Iterable[tuple[str, Tensor]], dict[str, Any] | None]  # (name, whole tensor)s; PEFT's config, of adapters
 
 
@@ -120,8 +122,13 @@ class AllWeights:
         """The values that the engine has, merged, in float32, by torchtune's names: a collective."""
         return merged_tensors(model, base=precision.as_sent)
 
-    def applied(self, learner: Learner, rows: Sequence[Row], on: Sequence[Tensor]) -> dict[str, Applied]:
-        """What sampled tokens say of changes that the engine has to show beside the newest update, by name: a collective."""
+    def applied(
+        self, learner: Learner, rows: Sequence[Row], on: Sequence[Tensor], scored: Scored | None, precision: Precision
+    ) -> dict[str, Applied]:
+        """What sampled tokens say of changes that the engine has to show beside the newest update, by name: a collective.
+
+        Args: on: log-probs of each row as the weights were sent; scored: by which they were computed, None: by the policy.
+        """
         return {}
 
     def export(self, model: nn.Module, source: HFModel, dtype: torch.dtype) -> Callable[..., None]:
@@ -182,11 +189,17 @@ class Adapters:
             return ((name, precision.as_sent(name, weight)) for name, weight in merged_tensors(model))
         return merged_tensors(model, base=precision.as_sent, factor=lambda weight: weight.to(precision.engine_dtype))
 
-    def applied(self, learner: Learner, rows: Sequence[Row], on: Sequence[Tensor]) -> dict[str, Applied]:
+    def applied(
+        self, learner: Learner, rows: Sequence[Row], on: Sequence[Tensor], scored: Scored | None, precision: Precision
+    ) -> dict[str, Applied]:
         """Whether the engine applies the adapter: to sample from the base model instead would pass for a small mismatch while
         the adapter is young."""
-        with AdapterOff(learner.policy.model).swapped_in():
-            off = [without.logprobs_L for without in learner.logprobs(rows)]
+        model = learner.policy.model
+        if scored is not None:
+            off = scored(rows, ((name, precision.as_sent(name, weight)) for name, weight in base_tensors(model)))
+        else:
+            with AdapterOff(model).swapped_in():
+                off = [without.logprobs_L for without in learner.logprobs(rows)]
         otherwise = f"the engine has the adapter that was sent and samples without it ({ADVICE[self.way]})"
         return {"adapter": applied_share(rows, on, off, otherwise)}
 

@@ -68,9 +68,8 @@ def settings_in(place, name, model=None, words=(), **changes):
     """The settings of a config: its data and its model, which takes no disk, are below `place`."""
     cfg = OmegaConf.load(CONFIGS[f"grpo/{name}"])
     tiny = "tiny" in name
-    public = (
-        "SmolLM2-135M-Instruct" if "smollm2" in name else Path(cfg.model_dir).name
-    )  # its run begins with a warmed-up one
+    # That of SmolLM2 begins with a model that was warmed up.
+    public = "SmolLM2-135M-Instruct" if "smollm2" in name else Path(cfg.model_dir).name
     path = place / (name if tiny else model or public)
     if not path.exists():
         path = write_tiny(path, cfg) if tiny else write_stand_in(place, path.name)

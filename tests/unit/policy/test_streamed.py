@@ -20,6 +20,10 @@ def source(tmp_path_factory):
     return directory(tmp_path_factory.mktemp("streamed") / "model")
 
 
+def builder(source):
+    return partial(from_config, str(source.path))
+
+
 def policy_said(policy, rows, temperature):
     with torch.no_grad():
         return torch.cat([policy(row, temperature).logprobs_L for row in rows])
@@ -30,7 +34,7 @@ def test_equal_to_the_policy(source, dtype, fp8):
     """The same operations on the same numbers in the same order, so to the last bit."""
     rows, policy = some_rows(), policy_of(source, fp8, dtype)
     weights = lora.merged_tensors(policy.model)
-    said = torch.cat(streamed_logprobs(rows, weights, source, dtype, CPU, temperature=0.8, fp8=fp8))
+    said = torch.cat(streamed_logprobs(rows, weights, builder(source), dtype, CPU, temperature=0.8, fp8=policy.fp8))
     assert torch.equal(said, policy_said(policy, rows, 0.8)) and said.std() > 0.01
 
 
@@ -41,8 +45,8 @@ def test_adapters_are_merged(source):
     for name, param in policy.model.named_parameters():
         if name.endswith("lora_b.weight"):
             torch.nn.init.normal_(param, std=0.05)
-    said = torch.cat(streamed_logprobs(rows, lora.merged_tensors(policy.model), source, F32, CPU))
-    without = torch.cat(streamed_logprobs(rows, source.tensors(), source, F32, CPU))
+    said = torch.cat(streamed_logprobs(rows, lora.merged_tensors(policy.model), make, F32, CPU))
+    without = torch.cat(streamed_logprobs(rows, lora.base_tensors(policy.model), make, F32, CPU))
     want = policy_said(policy, rows, 1.0)
     assert (said - want).abs().max() < 1e-4 < 1e-2 < (without - want).abs().mean()
 
@@ -55,7 +59,7 @@ def test_an_output_layer_of_its_own(tmp_path):
     save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].flip(0).contiguous()}, weights)
     source = HFModel(tmp_path / "model")
     rows, policy = some_rows(), policy_of(source, None)
-    said = torch.cat(streamed_logprobs(rows, lora.merged_tensors(policy.model), source, F32, CPU))
+    said = torch.cat(streamed_logprobs(rows, lora.merged_tensors(policy.model), builder(source), F32, CPU))
     assert torch.equal(said, policy_said(policy, rows, 1.0))
 
 
@@ -63,4 +67,4 @@ def test_no_rows(source):
     """A rank may have none, and takes part in gathering the weights."""
     taken = []
     weights = ((taken.append(name), (name, weight))[1] for name, weight in source.tensors())
-    assert streamed_logprobs([], weights, source, F32, CPU) == [] and len(taken) == len(list(source.tensors()))
+    assert streamed_logprobs([], weights, builder(source), F32, CPU) == [] and len(taken) == len(list(source.tensors()))

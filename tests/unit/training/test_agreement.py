@@ -270,8 +270,8 @@ def test_the_limit_is_twice_the_rounding(capsys):
     """Measured on the first tokens, and again on those that are beyond it: some are rounded more than others."""
     table, asked = Table(), []
 
-    def rounding(rows, temperature):
-        asked.append(temperature)
+    def rounding(rows):
+        asked.append(len(rows))
         return [0.04, 0.06, 0.0][len(asked) - 1]
 
     scores = [LabelLogprobs(table.score(0.7), torch.zeros(SAMPLES * TOKENS))]
@@ -283,7 +283,7 @@ def test_the_limit_is_twice_the_rounding(capsys):
 
     off_by(0.057)
     off_by(0.077)
-    assert gate.limit == 0.08 and asked == [0.7]
+    assert gate.limit == 0.08 and asked == [1]
     off_by(0.1)
     assert gate.limit == 0.12 and len(asked) == 2
     with pytest.raises(
