@@ -187,7 +187,7 @@ def test_the_canary_catches_an_engine_that_forgets_the_adapter(workplace, tmp_pa
         with monkeypatch.context() as patch:
             patch.setattr(LocalCore, "_load_adapter", keep)
             patch.setattr(Supervisor, "checksums", lie)
-            with pytest.raises(Disagreement, match="weights: the engine samples with the weights of the publication"):
+            with pytest.raises(Disagreement, match="weights: the engine has the weights that were sent and samples as before"):
                 publisher.publish(2)
 
         async def forget(self, buffer, version):
@@ -195,7 +195,7 @@ def test_the_canary_catches_an_engine_that_forgets_the_adapter(workplace, tmp_pa
             self._lora_request = None
 
         monkeypatch.setattr(LocalCore, "_load_adapter", forget)
-        with pytest.raises(Disagreement, match="the engine samples without the adapter"):
+        with pytest.raises(Disagreement, match="the engine has the adapter that was sent and samples without it"):
             publisher.publish(3)
 
 
