@@ -268,7 +268,8 @@ def test_nothing_stays_open(sandbox, library):
     before = set(os.listdir("/proc/self/fd"))
     for _ in range(5):
         one()
-    assert len(os.listdir("/proc/self/fd")) == len(before)
+    # What an earlier test has left to the garbage collector may close meanwhile.
+    assert set(os.listdir("/proc/self/fd")) <= before
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # it lives
 
 
