@@ -187,7 +187,9 @@ def test_the_canary_catches_an_engine_that_forgets_the_adapter(workplace, tmp_pa
         with monkeypatch.context() as patch:
             patch.setattr(LocalCore, "_load_adapter", keep)
             patch.setattr(Supervisor, "checksums", lie)
-            with pytest.raises(Disagreement, match="weights: the engine has the weights that were sent and samples as before"):
+            with pytest.raises(
+                Disagreement, match="weights: the engine has the weights that were sent and samples as before"
+            ):
                 publisher.publish(2)
 
         async def forget(self, buffer, version):
