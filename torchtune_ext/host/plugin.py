@@ -31,7 +31,7 @@ def begin(_torchtune) -> None:
 
         sys.excepthook = say_interrupted
         # A thread of OpenMP that waits for work spins for microseconds, then sleeps. To spin on takes the core from the engine
-        # or from a neighbor whose turn it is, and a step takes four times as long; to sleep at once (OMP_WAIT_POLICY=passive)
+        # or from a neighbor whose turn it is, and all wait for each other; to sleep at once (OMP_WAIT_POLICY=passive)
         # makes every small operation wait for a wake-up. OpenMP reads this when torch is imported.
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     from torchtune_ext.host.torchao_compat import apply

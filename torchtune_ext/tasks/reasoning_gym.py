@@ -14,6 +14,7 @@ import os
 import random
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
@@ -186,11 +187,7 @@ class ReasoningGymCurriculum(ReasoningGym):
 
     def __getitem__(self, index: int) -> Problem:
         problem = super().__getitem__(index)
-        name = problem.example["generator"]
-        level = self.levels[name]
-        return Problem(
-            f"{problem.id}-level{level}", problem.messages, problem.answer, {**problem.example, "level": level}
-        )
+        return replace(problem, id=f"{problem.id}-level{self.levels[problem.example['generator']]}")
 
     def observe(self, step: int, groups: Sequence[Graded], folder: Path) -> dict[str, float]:
         """Raises levels. Logs the level of each generator."""
