@@ -43,8 +43,7 @@ TRAINING += ("sampling.max_tokens=128", "engine.max_model_len=192")
 SYNC_PINNED, ASYNC_PINNED = "sync, a core each", "async, a core each"
 SYNC, ASYNC = "sync, both cores", "async, both cores"
 ARMS = {SYNC_PINNED: (0, True), ASYNC_PINNED: (1, True), SYNC: (0, False), ASYNC: (1, False)}  # staleness; a core each?
-# the engine, and its client
-SAMPLERS = {"torchtune_ext.sampling.core_process", "torchtune_ext.sampling.client_process"}
+SAMPLER = "torchtune_ext.sampling.client_process"  # the engine's process is a fork of it
 POLL_S = 0.5  # seconds between two looks at the clocks of a run
 LIMIT_S = 3600.0  # seconds after which a run is given up
 SMOOTH = 5  # steps of the moving mean of the reward
@@ -100,11 +99,11 @@ def cpu_seconds(pid: int, engine_core: int | None) -> dict[str, float]:
     the engine's threads on `engine_core`. Raises psutil.Error or ProcessLookupError where one of them has ended meanwhile."""
     trainer = psutil.Process(pid)
     children = trainer.children(recursive=True)
-    engines = [child.pid for child in children if SAMPLERS & set(child.cmdline())]
+    engines = [child.pid for child in children if SAMPLER in child.cmdline()]
     spent = {"engine": 0.0, "trainer": sum(trainer.cpu_times()[:2])}
     spent["serving"] = sum(thread.user_time + thread.system_time for thread in trainer.threads() if thread.id != pid)
     for child in children:
-        of_engine = os.getsid(child.pid) in engines  # each of both begins a session, and its own children are in it
+        of_engine = os.getsid(child.pid) in engines  # the client begins a session, and the engine is in it
         spent["engine" if of_engine else "trainer"] += sum(child.cpu_times()[:2])
         if of_engine and engine_core is not None:
             for thread in child.threads():

@@ -56,8 +56,7 @@ ranks: {deadline_s: 10}
 STEPS, UPDATES, GRADER_TIMEOUT_S = 4, 2, 4.0  # as above: max_steps, updates_per_step
 RESUME = "resume_from_checkpoint=True"
 ROLES = {
-    "core_process": "core",
-    "client_process": "client",
+    "client_process": "client",  # and the engine's process, which is a fork of it
     "run/worker_process.py": "grader",
     "janitor.py": "janitor",
     "grpo.py": "rank",
@@ -96,9 +95,11 @@ def processes(mark: str) -> list[Process]:
                 ):
                     continue
                 words = (entry / "cmdline").read_bytes().decode(errors="replace")
+                name = (entry / "comm").read_text().strip()
             except OSError:
                 continue  # it has ended meanwhile, or is not ours to see
             role = next((role for text, role in ROLES.items() if text in words), "")
+            role = "core" if name == "vllm-engine" else role
             rank = next((int(v[5:]) for v in environ.decode(errors="replace").split("\0") if v.startswith("RANK=")), 0)
             found.append(Process(int(entry.name), role, rank))
     return sorted(found, key=lambda p: p.pid)

@@ -25,9 +25,7 @@ class Freezing(torch.optim.AdamW):
         result = super().step(closure)
         self.made += 1
         if self.made in self.after:
-            (engine,) = [
-                p for p in psutil.Process().children(recursive=True) if "core_process" in " ".join(p.cmdline())
-            ]
+            (engine,) = [p for p in psutil.Process().children(recursive=True) if p.name() == "vllm-engine"]
             engine.send_signal(signal.SIGSTOP)
             with Path("frozen").open("a") as file:
                 file.write(f"{engine.pid}\n")

@@ -13,6 +13,18 @@ def wait_until(condition, seconds=60):
         time.sleep(0.002)
 
 
+def engine_pid(engine, lane=0):
+    """Process id of vLLM's engine in the present life; 0 while there is none."""
+    import psutil
+
+    core = engine._pool.lanes[lane].supervisor.core
+    try:
+        children = psutil.Process(core.group).children() if core is not None else []
+        return next((child.pid for child in children if child.name() == "vllm-engine"), 0)
+    except psutil.NoSuchProcess:
+        return 0
+
+
 def ended(pid):
     """Whether a process has ended. A zombie has: only its parent has not asked yet."""
     try:

@@ -50,15 +50,6 @@ def engine(model_dirs, tmp_path_factory):
     engine.close()
 
 
-@pytest.fixture(scope="module")
-def engine_in_process(model_dirs, tmp_path_factory):
-    folder, config = tmp_path_factory.mktemp("run"), replace(CONFIG, backend="vllm_in_process")
-    with Engine(model_dirs[0], config, str(folder)) as engine:
-        engine.start()
-        engine.wait_ready(240)
-        yield engine
-
-
 @pytest.fixture
 def back_to_a(engine, models):
     """For tests that publish: the engine has model A again when they are over."""
@@ -324,11 +315,17 @@ def test_whole_weights_published_in_flight_mark_every_token(engine, models, back
         assert all(own.max() < 1e-4 and other.mean() > 0.1 for own, other in apart.values())
 
 
-def test_kept_keys_and_values_stay_with_the_requests_in_flight(engine_in_process, models, monkeypatch):
+@pytest.fixture
+def engine_that_keeps(model_dirs, tmp_path):
+    with Engine(model_dirs[0], replace(CONFIG, kv_on_publish="keep"), str(tmp_path)) as engine:
+        engine.start()
+        engine.wait_ready(240)
+        yield engine
+
+
+def test_kept_keys_and_values_stay_with_the_requests_in_flight(engine_that_keeps, models):
     """What was in flight goes on over old keys and values, which is neither policy; what is sent later meets nothing old."""
-    engine = engine_in_process
-    core, prompt, old = engine._pool.lanes[0].supervisor.core, tiny_model.prompts(1, 50)[0], engine.version
-    monkeypatch.setattr(core, "config", replace(core.config, kv_on_publish="keep"))
+    engine, prompt, old = engine_that_keeps, tiny_model.prompts(1, 50)[0], 0
     in_flight = engine.submit(prompt, 4, SamplingConfig(max_tokens=900, seed=8))
     wait_until_running(engine, 4)
     engine.publish(models[1].named_parameters(), old + 1)
@@ -342,22 +339,6 @@ def test_kept_keys_and_values_stay_with_the_requests_in_flight(engine_in_process
         assert np.abs(tiny_model.kept_logprobs(models, prompt, c.tokens, split) - c.logprobs[split:]).max() < 1e-4
         apart = np.abs(tiny_model.logprobs(models[1], prompt, c.tokens)[split:] - c.logprobs[split:])
         assert apart.mean() > 0.1  # 0.42 to 0.47 nats were measured, of two random models that have nothing in common
-
-
-@pytest.mark.rest
-def test_a_cache_that_was_not_cleared_ends_that_engine(engine_in_process, models, monkeypatch, caplog):
-    """Such an engine would sample on with old keys and values. The next one begins with the new weights and an empty cache."""
-
-    async def refuse(reset_running_requests):
-        return False
-
-    engine = engine_in_process
-    restarts, version = engine.stats().restarts, engine.version + 1
-    monkeypatch.setattr(engine._pool.lanes[0].supervisor.core.llm, "reset_prefix_cache", refuse)
-    engine.publish(models[1].named_parameters(), version)
-    assert "refused to clear its KV cache" in caplog.text and engine.stats().restarts == restarts + 1
-    prompts = tiny_model.prompts(1, 50)
-    assert worst(models[1], prompts, engine.sample(prompts, 1, SamplingConfig(max_tokens=8, seed=1))) < 1e-4
 
 
 def test_publish_refuses_what_cannot_be_right(engine, models):

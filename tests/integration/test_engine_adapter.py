@@ -13,6 +13,7 @@ pytest.importorskip("vllm")
 
 import flights  # noqa: E402
 import tiny_model  # noqa: E402
+from waiting import engine_pid  # noqa: E402
 
 from torchtune_ext.sampling.engine import Engine, EngineConfig, EngineFailed, SamplingConfig  # noqa: E402
 from torchtune_ext.sampling.weight_buffer import checksum  # noqa: E402
@@ -114,7 +115,7 @@ def test_a_new_engine_finds_base_and_adapter(engine):
     engine.publish(tiny_model.build(1).named_parameters(), engine.version + 1)
     engine.publish(tensors.items(), engine.version + 1, PEFT)
     restarts = engine.stats().restarts
-    os.kill(engine._pool.lanes[0].supervisor.core.group, 9)
+    os.kill(engine_pid(engine), 9)
     groups = engine.sample(prompts, 2, SAMPLING)
     assert engine.stats().restarts == restarts + 1
     sent = {**dict(tiny_model.build(1).named_parameters()), **tensors}
@@ -125,7 +126,7 @@ def test_a_new_engine_finds_base_and_adapter(engine):
 def footprint(engine) -> tuple[int, int, int, int]:
     """Resident bytes and open files of the engine's process, open files of ours, files in the engine's folder."""
     gc.collect()
-    core = psutil.Process(engine._pool.lanes[0].supervisor.core.group)
+    core = psutil.Process(engine_pid(engine))
     files = sum(len(names) for _, _, names in os.walk(engine._cleanup.folder))
     return core.memory_info().rss, core.num_fds(), psutil.Process().num_fds(), files
 

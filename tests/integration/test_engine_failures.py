@@ -1,8 +1,6 @@
 """The engine's process is killed, stopped, killed again and again; the trainer is killed. Nothing hangs, nothing is
 left."""
 
-import gc
-import logging
 import os
 import signal
 import subprocess
@@ -20,11 +18,11 @@ pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 import tiny_model  # noqa: E402
-from waiting import wait_until  # noqa: E402
+from waiting import engine_pid, wait_until  # noqa: E402
 
+from torchtune_ext.sampling import remote_core  # noqa: E402
 from torchtune_ext.sampling.engine import Engine, EngineConfig, EngineFailed, SamplingConfig  # noqa: E402
 from torchtune_ext.sampling.remote_core import MARGIN_S  # noqa: E402
-from torchtune_ext.sampling.supervisor import COLLECT_S  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -56,19 +54,19 @@ def with_model_b(model_dir, models, folder, config):
 
 
 @pytest.fixture(scope="module")
-def engine(model_dir, models, tmp_path_factory):
-    yield from with_model_b(model_dir, models, tmp_path_factory.mktemp("run"), CONFIG)
+def fault(tmp_path_factory):
+    """The file that names the next fault of the client."""
+    file = tmp_path_factory.mktemp("fault") / "fault"
+    file.write_text("")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FAULT", str(file))
+        patch.setattr(remote_core, "CLIENT", "faulty_client")
+        yield file
 
 
 @pytest.fixture(scope="module")
-def engine_in_process(model_dir, models, tmp_path_factory):
-    """vLLM's client is in this process, where a test can replace a part of it, and where what it leaves behind would stay."""
-    config = replace(CONFIG, backend="vllm_in_process")
-    yield from with_model_b(model_dir, models, tmp_path_factory.mktemp("run"), config)
-
-
-def core_pid(engine) -> int:
-    return engine._pool.lanes[0].supervisor.core.group
+def engine(model_dir, models, tmp_path_factory, fault):
+    yield from with_model_b(model_dir, models, tmp_path_factory.mktemp("run"), CONFIG)
 
 
 def sample_and(engine, action, prompts=None):
@@ -103,13 +101,14 @@ def sample_and(engine, action, prompts=None):
 def test_sampling_goes_on_with_the_current_weights(engine, models, of, kill):
     prompts = tiny_model.prompts(2, 20)
     undisturbed = engine.sample(prompts, 4, LONG)
-    pid, client, restarts = core_pid(engine), engine._pool.lanes[0].supervisor.core.client_pid, engine.stats().restarts
+    core, restarts = engine._pool.lanes[0].supervisor.core, engine.stats().restarts
+    pid, client = engine_pid(engine), core.group
     noticed = []
 
     def strike():
         struck = time.monotonic()
         os.kill(pid if of == "engine" else client, kill)
-        wait_until(lambda: engine._pool.lanes[0].supervisor.core is None or core_pid(engine) != pid)
+        wait_until(lambda: engine_pid(engine) != pid)
         noticed.append(time.monotonic() - struck)
 
     groups = sample_and(engine, strike, prompts)
@@ -117,7 +116,7 @@ def test_sampling_goes_on_with_the_current_weights(engine, models, of, kill):
     assert noticed[0] < BUSY_S + (0.0 if of == "engine" else MARGIN_S)
     # On a busy machine the client may still have held the last tokens of a frozen engine, and nobody waits for the new one.
     wait_until(lambda: engine.stats().restarts == restarts + 1, 240)
-    assert core_pid(engine) != pid
+    assert engine_pid(engine) != pid
     for prompt, group, before in zip(prompts, groups, undisturbed, strict=True):
         for c, d in zip(group, before, strict=True):
             assert c.finish_reason == "length" and set(c.versions) == {1}
@@ -128,9 +127,9 @@ def test_sampling_goes_on_with_the_current_weights(engine, models, of, kill):
 
 @pytest.mark.rest  # the kill of test_one_that_is_killed_in_the_midst_of_sampling_loses_nothing, without requests
 def test_death_while_idle_is_noticed_too(engine, models):
-    pid = core_pid(engine)
+    pid = engine_pid(engine)
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: engine._pool.lanes[0].supervisor.core is None or core_pid(engine) != pid)
+    wait_until(lambda: engine_pid(engine) != pid)
     groups = engine.sample(tiny_model.prompts(1, 20), 2, SamplingConfig(max_tokens=8, seed=1))
     assert set(groups[0][0].versions) == {1}
 
@@ -138,7 +137,7 @@ def test_death_while_idle_is_noticed_too(engine, models):
 def test_a_failed_update_restarts_the_engine_with_the_new_weights(engine, models):
     """The engine dies while it loads: after the restart it has the weights that were being published."""
     supervisor = engine._pool.lanes[0].supervisor
-    load, pid = supervisor.core.load, core_pid(engine)
+    load, pid = supervisor.core.load, engine_pid(engine)
 
     async def die_in_load(*args):
         os.kill(pid, signal.SIGKILL)
@@ -146,7 +145,7 @@ def test_a_failed_update_restarts_the_engine_with_the_new_weights(engine, models
 
     supervisor.core.load = die_in_load
     engine.publish(models[0].named_parameters(), 2)
-    assert core_pid(engine) != pid and engine.version == 2
+    assert engine_pid(engine) != pid and engine.version == 2
     prompts = tiny_model.prompts(1, 20)
     c = engine.sample(prompts, 1, SamplingConfig(max_tokens=16, seed=1))[0][0]
     assert set(c.versions) == {2}
@@ -156,7 +155,7 @@ def test_a_failed_update_restarts_the_engine_with_the_new_weights(engine, models
 @pytest.mark.rest
 def test_a_client_frozen_at_a_publication_is_noticed_in_time(engine, models, caplog):
     version, core = engine.version + 1, engine._pool.lanes[0].supervisor.core
-    os.kill(core.client_pid, signal.SIGSTOP)
+    os.kill(core.group, signal.SIGSTOP)
     struck = time.monotonic()
     engine.publish(models[0].named_parameters(), version)
     assert "the engine's client is frozen: no word of it for 7 s in load" in caplog.text
@@ -169,29 +168,17 @@ def test_a_client_frozen_at_a_publication_is_noticed_in_time(engine, models, cap
 
 @pytest.mark.parametrize("moment", ["before", "in the load"])
 @pytest.mark.rest
-def test_an_engine_frozen_at_a_publication_is_noticed_in_time(request, models, moment, caplog):
+def test_an_engine_frozen_at_a_publication_is_noticed_in_time(engine, models, moment, fault, caplog):
     """After probe_deadline_s (2 s here), not after rpc_deadline_s (300 s)."""
-    engine = request.getfixturevalue("engine" if moment == "before" else "engine_in_process")
-    version, core, struck = engine.version + 1, engine._pool.lanes[0].supervisor.core, []
-
-    def freeze():
-        struck.append(time.monotonic())
-        os.killpg(core.group, signal.SIGSTOP)
-
+    version, core, struck = engine.version + 1, engine._pool.lanes[0].supervisor.core, [time.monotonic()]
     if moment == "before":
-        freeze()
+        os.kill(engine_pid(engine), signal.SIGSTOP)
     else:
-        update = core.llm.update_weights
-
-        async def update_weights(request):
-            freeze()
-            return await update(request)
-
-        core.llm.update_weights = update_weights
+        fault.write_text("frozen in the load")
     noticed = []
     watcher = threading.Thread(
         target=lambda: (
-            wait_until(lambda: struck and engine._pool.lanes[0].supervisor.core is not core),
+            wait_until(lambda: engine._pool.lanes[0].supervisor.core is not core),
             noticed.append(time.monotonic() - struck[0]),
         )
     )
@@ -207,48 +194,46 @@ def test_an_engine_frozen_at_a_publication_is_noticed_in_time(request, models, m
     assert np.abs(tiny_model.logprobs(models[0], prompts[0], c.tokens) - c.logprobs).max() < 1e-4
 
 
-@pytest.mark.parametrize("which", ["engine", "engine_in_process"])
 @pytest.mark.rest
-def test_the_janitor_dies_then_the_engine_and_nothing_leaks(request, which, caplog, monkeypatch):
+def test_a_cache_that_was_not_cleared_ends_that_engine(engine, models, fault, caplog):
+    """Such an engine would sample on with old keys and values. The next one begins with the new weights and an empty cache."""
+    restarts, version, prompts = engine.stats().restarts, engine.version + 1, tiny_model.prompts(1, 50)
+    fault.write_text("the cache is not cleared")
+    engine.publish(models[1].named_parameters(), version)
+    assert "refused to clear its KV cache" in caplog.text and engine.stats().restarts == restarts + 1
+    (c,) = engine.sample(prompts, 1, SamplingConfig(max_tokens=8, seed=1))[0]
+    assert np.abs(tiny_model.logprobs(models[1], prompts[0], c.tokens) - c.logprobs).max() < 1e-4
+
+
+@pytest.mark.rest
+def test_the_janitor_dies_then_the_engine_and_nothing_leaks(engine, caplog):
     """The message says how the engine ended; the lost life gives back its descriptors and threads."""
-    engine = request.getfixturevalue(which)
-    # pytest keeps every log record, with this one's traceback the lost client, and so its descriptors
-    monkeypatch.setattr(logging.getLogger("vllm.v1.engine.async_llm"), "disabled", True)
     engine.sample([[1]], 1, SamplingConfig(max_tokens=1))
-    time.sleep(COLLECT_S)  # what the test before has left
-    gc.collect()
     before, threads = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
     restarts = engine.stats().restarts
-    gc.disable()  # so that nothing is freed by chance
-    try:
-        os.kill(engine._cleanup.pid, signal.SIGKILL)
-        os.kill(core_pid(engine), signal.SIGKILL)
-        assert len(engine.sample([[1]], 1, SamplingConfig(max_tokens=1))[0]) == 1
-        assert engine.stats().restarts == restarts + 1
-        assert "killed by SIGKILL, perhaps by the kernel's out-of-memory killer" in caplog.text
-        assert Path(f"/proc/{engine._cleanup.pid}").exists() and Path(engine._cleanup.folder).is_dir()
-        wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before and len(os.listdir("/proc/self/task")) <= threads)
-    finally:
-        gc.enable()
+    os.kill(engine._cleanup.pid, signal.SIGKILL)
+    os.kill(engine_pid(engine), signal.SIGKILL)
+    assert len(engine.sample([[1]], 1, SamplingConfig(max_tokens=1))[0]) == 1
+    assert engine.stats().restarts == restarts + 1
+    assert "killed by SIGKILL, perhaps by the kernel's out-of-memory killer" in caplog.text
+    assert Path(f"/proc/{engine._cleanup.pid}").exists() and Path(engine._cleanup.folder).is_dir()
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before and len(os.listdir("/proc/self/task")) <= threads)
 
 
 @pytest.mark.rest  # with stand-ins for engines: tests/unit/sampling/test_restarts.py
 def test_three_failures_in_a_row_are_final(engine):
+    supervisor = engine._pool.lanes[0].supervisor
+
     def strike():
         for _ in range(3):
-            wait_until(
-                lambda: (
-                    engine._pool.lanes[0].supervisor.core is not None and engine._pool.lanes[0].supervisor.core.calls
-                ),
-                240,
-            )
-            pid = core_pid(engine)
+            wait_until(lambda: supervisor.core is not None and supervisor.core.calls and engine_pid(engine), 240)
+            pid = engine_pid(engine)
             os.kill(pid, signal.SIGKILL)
-            wait_until(lambda pid=pid: engine._pool.lanes[0].supervisor.core is None or core_pid(engine) != pid)
+            wait_until(lambda pid=pid: engine_pid(engine) != pid)
 
     error = sample_and(engine, strike)
     assert isinstance(error, EngineFailed)
-    assert "failed 3 times in a row" in str(error) and "(core) " in str(error).split("engine's log")[1]
+    assert "failed 3 times in a row" in str(error) and "(client) " in str(error).split("engine's log")[1]
     with pytest.raises(EngineFailed, match="3 times"):
         engine.sample([[1]], 1, SamplingConfig(max_tokens=1))
 
@@ -276,11 +261,10 @@ def test_close_while_a_lost_engine_restarts(model_dir, tmp_path):
     with Engine(model_dir, CONFIG, str(tmp_path)) as engine:
         engine.start()
         engine.wait_ready(240)
-        lost = core_pid(engine)
+        lost = engine_pid(engine)
         os.kill(lost, signal.SIGKILL)
-        supervisor = engine._pool.lanes[0].supervisor
-        wait_until(lambda: supervisor.core is not None and supervisor.core.group != lost)
-        coming_up, folder, janitor = core_pid(engine), engine._cleanup.folder, engine._cleanup.pid
+        wait_until(lambda: engine_pid(engine) not in (0, lost))
+        coming_up, folder, janitor = engine_pid(engine), engine._cleanup.folder, engine._cleanup.pid
         time.sleep(1.0)  # in vLLM's hands by now
         started = time.monotonic()
         engine.close()
@@ -291,6 +275,7 @@ def test_close_while_a_lost_engine_restarts(model_dir, tmp_path):
 
 TRAINER = """
     import sys, threading, time
+    from waiting import engine_pid
     from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
     raise_in_main = sys.argv[3] == "exception"
     config = EngineConfig(dtype="float32", max_model_len=1024, kv_cache_bytes=64 << 20)
@@ -299,9 +284,10 @@ TRAINER = """
     while engine._pool.lanes[0].supervisor.core is None:
         time.sleep(0.01)
     core = engine._pool.lanes[0].supervisor.core
-    print(core.group, core.client_pid, engine._cleanup.pid, engine._cleanup.folder, flush=True)
     if sys.argv[3] != "starting":
         engine.wait_ready(240)
+    print(engine_pid(engine) or core.group, core.group, engine._cleanup.pid, engine._cleanup.folder, flush=True)
+    if sys.argv[3] != "starting":
         if raise_in_main:
             raise SystemExit(3)
         threading.Timer(0.3, lambda: print("vllm imported:", "vllm" in sys.modules, flush=True)).start()

@@ -4,7 +4,6 @@ weights in all of them, and a run that stops when one was forgotten."""
 import gc
 import os
 import signal
-import time
 from functools import partial
 from pathlib import Path
 
@@ -17,15 +16,14 @@ pytest.importorskip("vllm")
 
 import tiny_model  # noqa: E402
 from learners import alone  # noqa: E402
-from waiting import wait_until  # noqa: E402
+from waiting import engine_pid, wait_until  # noqa: E402
 
 from torchtune_ext.objective.loss import PolicyLoss  # noqa: E402
 from torchtune_ext.policy import from_config  # noqa: E402
 from torchtune_ext.policy.builder import build_policy, on_meta  # noqa: E402
 from torchtune_ext.policy.hf_model import HFModel  # noqa: E402
-from torchtune_ext.sampling.core_process import on_cpu  # noqa: E402
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig  # noqa: E402
-from torchtune_ext.sampling.supervisor import COLLECT_S  # noqa: E402
+from torchtune_ext.sampling.server_command import on_cpu  # noqa: E402
 from torchtune_ext.sampling.weight_buffer import checksum  # noqa: E402
 from torchtune_ext.training.agreement import Agreement, Disagreement  # noqa: E402
 from torchtune_ext.training.precision import Precision, PrecisionConfig  # noqa: E402
@@ -79,7 +77,7 @@ def lanes(engine):
 
 
 def pids(engine):
-    return [lane.supervisor.core.group if lane.supervisor.core is not None else 0 for lane in lanes(engine)]
+    return [engine_pid(engine, number) for number in range(len(lanes(engine)))]
 
 
 def require_same(found, expected):
@@ -185,12 +183,11 @@ def test_five_restarts_leave_descriptors_memory_and_groups_as_they_were(pool):
         return process.num_fds(), len(process.threads()), len(process.children(recursive=True))
 
     restart(0)
-    time.sleep(COLLECT_S)
     before, memory = held(), process.memory_info().rss
     for number in (0, 1, 0, 1, 0):
         restart(number)
     wait_until(lambda: all(now <= then for now, then in zip(held(), before, strict=True)), 20)
     # Frames and futures of five lives are kilobytes; a buffer of the weights or a client that is left would be more.
     assert process.memory_info().rss - memory < 32 << 20
-    assert sorted(pool._cleanup._groups) == sorted(pids(pool))
+    assert sorted(pool._cleanup._groups) == sorted(lane.supervisor.core.group for lane in lanes(pool))
     assert not pool._pool._homes and [lane.load for lane in lanes(pool)] == pytest.approx([0.0, 0.0])

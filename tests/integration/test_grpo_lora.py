@@ -16,7 +16,7 @@ from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_policy, on_meta
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import adapted_modules
-from torchtune_ext.sampling.core import LocalCore
+from torchtune_ext.sampling import remote_core
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.sampling.supervisor import Supervisor
 from torchtune_ext.training.agreement import Agreement, Disagreement
@@ -154,8 +154,11 @@ def test_the_canary_catches_an_engine_that_forgets_the_adapter(workplace, tmp_pa
     with torch.no_grad():
         for module in adapted_modules(policy.model).values():
             module.lora_b.weight.normal_(std=1e-3)
-    # vLLM's client is in this process, where it can be made to lie.
-    config = EngineConfig(backend="vllm_in_process", dtype="float32", max_model_len=128, kv_cache_bytes=1 << 24)
+    fault = tmp_path / "fault"
+    fault.write_text("")
+    monkeypatch.setenv("FAULT", str(fault))
+    monkeypatch.setattr(remote_core, "CLIENT", "faulty_client")
+    config = EngineConfig(dtype="float32", max_model_len=128, kv_cache_bytes=1 << 24)
     with Engine(str(source.path), trained.engine(config), str(tmp_path)) as engine:
         engine.start()
         engine.wait_ready(240)
@@ -174,29 +177,20 @@ def test_the_canary_catches_an_engine_that_forgets_the_adapter(workplace, tmp_pa
 
         update()
         assert publisher.publish(1)["canary/update_applied"] == pytest.approx(1.0, abs=1e-2)
-        load = LocalCore._load_adapter
-
-        async def keep(self, buffer, version):
-            await self.llm.update_weight_version(str(version))
 
         async def lie(self):
             return [publisher._sent["adapter"]]
 
         # version N - 1 in the place of N, under its label, in an engine that lies about what it holds
         update()
+        fault.write_text("the last adapter stays")
         with monkeypatch.context() as patch:
-            patch.setattr(LocalCore, "_load_adapter", keep)
             patch.setattr(Supervisor, "checksums", lie)
             with pytest.raises(
                 Disagreement, match="weights: the engine has the weights that were sent and samples as before"
             ):
                 publisher.publish(2)
-
-        async def forget(self, buffer, version):
-            await load(self, buffer, version)
-            self._lora_request = None
-
-        monkeypatch.setattr(LocalCore, "_load_adapter", forget)
+        fault.write_text("the adapter is forgotten")
         with pytest.raises(Disagreement, match="the engine has the adapter that was sent and samples without it"):
             publisher.publish(3)
 

@@ -125,7 +125,6 @@ VALUES = {
     "engines against devices": full("engine.count=3 engine.devices='\"4,5\"'", r"engine.count is 3, but engine.devices='4,5' with tensor_parallel_size=1 makes 2; leave engine.count out"),
     "one device twice": full("engine.devices='\"4,4\"'", r"engine.devices is '4,4', which names 4 twice"),
     "more engines than cores": full("engine.count=4096", r"engine.count=4096: this process may use \d+ cores, and each engine needs one; set engine.count=\d+ or less", cpu_only=True),
-    "several engines in the trainer": full("engine.count=2 engine.backend=vllm_in_process", r"engine.backend=vllm_in_process holds one engine, .*; use engine.backend=vllm for 2"),
     "device=gpu": full("device=gpu", r"device='gpu' is unknown; use 'auto', 'cpu' or 'cuda'"),
     "device=cuda on a CPU": full("device=cuda", r"device='cuda', but torch sees no CUDA device; use device=cpu", cpu_only=True),
     "dtype=float16": full("dtype=float16", r"dtype='float16': use 'auto', 'bfloat16' or 'float32'"),

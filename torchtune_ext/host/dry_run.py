@@ -36,9 +36,9 @@ from torchtune_ext.run.catalog import machine_named
 from torchtune_ext.run.errors import Mistake, is_mistake, traceback_wanted
 from torchtune_ext.run.folder import config_file
 from torchtune_ext.run.output import say
-from torchtune_ext.sampling.core_process import on_cpu
 from torchtune_ext.sampling.engine import Engine
 from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
+from torchtune_ext.sampling.server_command import on_cpu
 from torchtune_ext.training.distributed import Ranks, RanksConfig
 from torchtune_ext.training.plan.machine import Machine, asked_machine, this_machine
 from torchtune_ext.training.plan.plan import (

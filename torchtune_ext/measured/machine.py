@@ -14,7 +14,7 @@ from torchtune_ext.run.errors import Late, Mistake
 
 log = logging.getLogger(__name__)
 
-SAMPLERS = ("torchtune_ext.sampling.core_process", "torchtune_ext.sampling.client_process")
+SAMPLER = b"torchtune_ext.sampling.client_process"  # the engine's process is a fork of it, of the same command line
 # For each time that this process keeps off some cores: those that it could run on before.
 _kept_off: list[frozenset[int]] = []
 _LOCK_RETRY_S = 0.02
@@ -45,7 +45,7 @@ def engines() -> list[User]:
         if folder.name.isdigit():
             try:
                 words = (folder / "cmdline").read_bytes().split(b"\0")
-                if any(name.encode() in words for name in SAMPLERS):
+                if SAMPLER in words:
                     found.append(User(int(folder.name), frozenset(os.sched_getaffinity(int(folder.name)))))
             except OSError:
                 continue  # it has ended, or belongs to somebody else

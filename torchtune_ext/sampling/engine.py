@@ -19,7 +19,6 @@ at the same time.
 
 import asyncio
 import atexit
-import gc
 import logging
 import threading
 import time
@@ -35,7 +34,6 @@ import torch
 from torchtune_ext.run.errors import Failure, Late, Mistake
 from torchtune_ext.sampling.calls import Core, OnCompletion, Step, Submission, check_prompt
 from torchtune_ext.sampling.cleanup import Cleanup
-from torchtune_ext.sampling.core import LocalCore
 from torchtune_ext.sampling.loop_thread import LoopThread
 from torchtune_ext.sampling.pool import Lane, Pool
 from torchtune_ext.sampling.records import (
@@ -108,7 +106,7 @@ class Engine:
         """Begins to bring the engine up and returns; with `engine.sleep` it returns once the engine is up and sleeps.
 
         Before that the engine's client imports vLLM in its own process (5 s) and takes the config, so that one which vLLM
-        refuses is an error of this call. The engine's process imports the same in the meantime.
+        refuses is an error of this call.
         Raises: EngineFailed when the engine refuses its config; RuntimeError when it was started before.
         """
         if self._started is not None or self._closed:
@@ -172,7 +170,6 @@ class Engine:
         self._attempt("the shared memory", self._buffers.close)
         if self._cleanup is not None:
             self._attempt("the janitor", self._cleanup.close)
-        gc.collect()  # vLLM's client complains when it is still there at the end of the interpreter
         if left := [core.group for core in cores if core.group and not core.dead]:
             raise EngineFailed(f"Engine.close: process {left[0]} of the engine did not end")
 
@@ -388,9 +385,7 @@ def vllm(model_dir: str, config: EngineConfig, log_path: Path, temp_dir: str, on
     return RemoteCore(model_dir, config, log_path, temp_dir, on_step)
 
 
-# With "vllm_in_process" vLLM's client lives in the trainer: to set a breakpoint there, or to replace a part of it. It takes
-# time from training.
-BACKENDS: dict[str, Backend] = {"vllm": vllm, "vllm_in_process": LocalCore}
+BACKENDS: dict[str, Backend] = {"vllm": vllm}
 
 
 def find_backend(name: str) -> Backend:

@@ -21,11 +21,10 @@ import numpy as np
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.sampling.alike import require_alike
 from torchtune_ext.sampling.calls import Call, Core, CoreLost, Step, Submission
-from torchtune_ext.sampling.core import DEFAULT_MAX_NUM_SEQS
 from torchtune_ext.sampling.loop_thread import fetch_error
 from torchtune_ext.sampling.records import CanaryAnswer, Completion, EngineConfig, EngineFailed, EngineStats, Priority
 from torchtune_ext.sampling.server import ServerCore
-from torchtune_ext.sampling.server_command import engine_configs
+from torchtune_ext.sampling.server_command import DEFAULT_MAX_NUM_SEQS, engine_configs
 from torchtune_ext.sampling.supervisor import State, Supervisor
 from torchtune_ext.sampling.throttle import Controller, Throttle
 from torchtune_ext.sampling.weight_buffer import Buffers

@@ -139,11 +139,6 @@ class EngineConfig:
             if not self.addresses:
                 where = f"devices={self.devices!r} with tensor_parallel_size={self.tensor_parallel_size}"
             raise Mistake(f"engine.count is {self.count}, but engine.{where} makes {told}; leave engine.count out")
-        if self.backend == "vllm_in_process" and max(self.count or 1, told) > 1:
-            raise Mistake(
-                "engine.backend=vllm_in_process holds one engine, in the trainer's own process; use engine.backend=vllm for "
-                f"{max(self.count or 1, told)}"
-            )
 
     @property
     def device_names(self) -> list[str]:

@@ -11,34 +11,19 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torchtune_ext.sampling import janitor
 from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded
-from torchtune_ext.sampling.core import core_environment
-from torchtune_ext.sampling.core_process import Frames, how_it_ended, log_tail, pack, receive, start_module
+from torchtune_ext.sampling.child_process import Frames, how_it_ended, log_tail, pack, start_module
 from torchtune_ext.sampling.records import Completion, EngineConfig
+from torchtune_ext.sampling.server_command import engine_environment, one_machine
 from torchtune_ext.sampling.weight_buffer import WeightBuffer
 
 CLIENT = "torchtune_ext.sampling.client_process"
-START_S = 25.0  # seconds until the client's process has started the engine's (a Python and a few modules)
 # The client bounds its own calls into the engine. This end waits so much longer, and then it is the client that hangs.
 MARGIN_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class SentBuffer:
-    """What the client has to know of a `WeightBuffer`; the weights themselves stay in the memory that the engine opens."""
-
-    where: dict[str, str]
-    manifest: dict[str, list] | None
-    adapter: dict[str, Any] | None
-    version: int
-
-    def address(self) -> dict[str, str]:
-        return self.where
 
 
 class RemoteCore:
@@ -47,51 +32,34 @@ class RemoteCore:
     def __init__(
         self, model_dir: str, config: EngineConfig, log_path: Path, temp_dir: str, on_step: Callable[[Step], None]
     ):
-        """Starts both processes; they import vLLM in the background. `launch` waits for them. Raises OSError."""
+        """Starts the client's process; it imports vLLM in the background. `launch` waits for it. Raises OSError."""
         self.config, self.on_step, self.log = config, on_step, log_path
         self.cache_tokens = self.block = self.vocabulary = 0  # known after the launch
         self.asleep = 0  # level of sleep
         self.broken: Exception | None = None  # the error of our own code over a step's counters
         self.calls: dict[str, Call] = {}
         self.sign_of_life = self._heard = time.monotonic()  # of the engine; of the client
-        self.group = 0  # the process group of the engine's process and its workers
         self._numbers = itertools.count(1)
         self._answers: dict[int, asyncio.Future] = {}  # who waits, by the number of the message
         self._how: str | None = None  # how this life ended, as far as the client could tell
         self._configured = False
         self._loop = asyncio.get_running_loop()
         self.log_start = log_path.stat().st_size if log_path.exists() else 0
-        first = pack([(core_environment(config, temp_dir), str(log_path), (model_dir, config, log_path, temp_dir))])
+        environ = engine_environment(config) | {"VLLM_CONFIGURE_LOGGING": "0", "TMPDIR": temp_dir} | one_machine()
+        environ |= {"VLLM_RPC_BASE_PATH": temp_dir}
         ours, theirs = socket.socketpair()
         with theirs:
-            self._client = start_module(CLIENT, log_path, str(theirs.fileno()), keep=[theirs.fileno()])
-        try:
-            ours.settimeout(START_S)
-            ours.sendall(first)
-            (self.group,) = receive(ours)
-        except (OSError, EOFError) as error:
-            ours.close()
-            ending = self._given_up(0.0 if isinstance(error, TimeoutError) else 1.0)
-            raise OSError(f"the engine's client did not start: {error}; {ending}") from error
+            self._client = start_module(CLIENT, log_path, str(theirs.fileno()), environ=environ, keep=[theirs.fileno()])
+        ours.sendall(pack([model_dir, config, temp_dir]))
         ours.setblocking(False)
         self._frames = Frames(self._receive, self._end)
         self._connected = self._loop.create_task(self._loop.create_connection(lambda: self._frames, sock=ours))
 
-    def _given_up(self, patience_s: float) -> str:
-        """Ends a client that did not start. Returns how it ended by itself within `patience_s` seconds, if it did."""
-        try:
-            ending = how_it_ended(self._client.wait(patience_s), "the engine's client")
-        except subprocess.TimeoutExpired:
-            ending = "it was killed"
-        self.kill()
-        self._reap()
-        return ending
-
     # -- life ---------------------------------------------------------------------------------------------------------
 
     @property
-    def client_pid(self) -> int:
-        """The process id of the client."""
+    def group(self) -> int:
+        """The process group of the client, the engine and its workers: the client's process id."""
         return self._client.pid
 
     @property
@@ -118,16 +86,12 @@ class RemoteCore:
         ValueError when vLLM refuses the configuration."""
         if not self._configured:
             await self._configure()
-        limit = self.config.start_deadline_s + MARGIN_S
+        limit = self.config.start_deadline_s
         self.cache_tokens, self.block, self.vocabulary = await self._bounded("launch", deadline_s=limit)
         self.sign_of_life = time.monotonic()
 
     def kill(self) -> None:
         janitor.kill(self.group)
-        try:
-            self._client.kill()
-        except ProcessLookupError:
-            pass
 
     def log_tail(self) -> str:
         return log_tail(self.log, self.log_start)
@@ -183,7 +147,7 @@ class RemoteCore:
         Args: buffers: what to load, the model before its adapter; empty: only the label `version` is set.
         Returns: seconds of pause, seconds of loading in it. Raises CoreLost: the engine must not be used further.
         """
-        sent = [SentBuffer(buffer.address(), buffer.manifest, buffer.adapter, buffer.version) for buffer in buffers]
+        sent = [(buffer.address(), buffer.manifest, buffer.adapter) for buffer in buffers]
         times = await self._moving("load", sent, version)
         self.asleep = 0 if buffers else self.asleep
         return times

@@ -16,14 +16,22 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
+import torch
+
 from torchtune_ext.run.errors import Mistake
-from torchtune_ext.sampling.core_process import CORES, on_cpu
 from torchtune_ext.sampling.records import CANARY_REQUESTS, LORA_RANKS, EngineConfig
+
+
+def on_cpu() -> bool:
+    """Whether the installed torch, and so the vLLM beside it, is the CPU build."""
+    return torch.version.cuda is None and torch.version.hip is None
+
 
 HERE = ("127.0.0.1", "localhost", "::1")
 PORT = 8000
 log = logging.getLogger(__name__)
 KEY_VARIABLE = "TORCHTUNE_EXT_API_KEY"  # "API" keeps vLLM's bug reports, which print variables, from printing this one
+CORES = "TORCHTUNE_EXT_CORES"  # variable that holds the cores which one of several engines on a CPU may use
 GUARD = "torchtune_ext.sampling.server_command.KeyGuard"
 OPEN_PATH = "/health"  # it says only whether the server lives
 # Without them gloo listens on whatever address the host's name has, NCCL on the first network card, and neither asks

@@ -19,7 +19,6 @@ them, and takes the version's label from the buffers, so that a label never name
 """
 
 import asyncio
-import gc
 import logging
 import time
 from collections.abc import Callable, Coroutine
@@ -34,9 +33,6 @@ from torchtune_ext.sampling.weight_buffer import Buffers, WeightBuffer, wrong_te
 log = logging.getLogger(__name__)
 
 TICK_S = 0.2  # seconds between two looks at the engine, at most
-# vLLM's client refers to itself: until it is collected, a lost one keeps descriptors and threads. So many seconds are given
-# to all who knew it, its own threads too, to let go of it first.
-COLLECT_S = 3.0
 WEDGED = 4  # times `probe_deadline_s` without an engine step, and with requests: no single step is as long
 
 
@@ -67,7 +63,6 @@ class Supervisor:
         self._tick_s = min(TICK_S, config.probe_interval_s / 10)
         self._moved = time.monotonic()  # the last moment at which no request waited, or one moved on
         self._counts_steps = False  # whether this life has ever told of a step; else nothing follows from its silence
-        self._collect_at = float("inf")  # time.monotonic() at which to free what a lost life holds
         self._changed = asyncio.Event()  # ready, failed or closed
         self._control = asyncio.Lock()  # one restart or weight update at a time
         self._watches: list[asyncio.Task] = []
@@ -288,7 +283,6 @@ class Supervisor:
         self.health.came_up()
         await self._load_buffers(core)
         self.restarts += 1
-        self._collect_at = time.monotonic() + COLLECT_S
         self._changed.set()
 
     async def _load_buffers(self, core: Core) -> tuple[float, float]:
@@ -350,9 +344,6 @@ class Supervisor:
             if core is None or self._control.locked():
                 self._moved = now
                 continue  # a restart or an update watches by itself
-            if now > self._collect_at:
-                self._collect_at = float("inf")
-                gc.collect()
             if core.broken is not None:
                 async with self._control:
                     why = f"{self.name}'s counters could not be taken in: {core.broken!r}"

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from torchtune_ext.sampling.core_process import Frames, pack, receive
+from torchtune_ext.sampling.child_process import Frames, pack, receive
 
 
 def exchanged(say, chunk: int | None = None) -> tuple[list[list[object]], int]:

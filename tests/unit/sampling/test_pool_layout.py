@@ -56,7 +56,6 @@ def test_the_engines_of_a_pool_share_the_cores(monkeypatch):
         ({"address": "http://a:99999"}, "write it as 'http://host:port'"),
         ({"address": "http://a:1,b:2"}, "write it as 'http://host:port', several with commas between"),
         ({"count": 0}, "engine.count is 0"),
-        ({"count": 2, "backend": "vllm_in_process"}, "holds one engine"),
     ],
 )
 def test_settings_of_a_pool_that_contradict_each_other(settings, message):

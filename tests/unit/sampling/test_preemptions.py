@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from torchtune_ext.sampling.core_process import forget_preemptions_of_pauses  # noqa: E402
+from torchtune_ext.sampling.client_process import forget_preemptions_of_pauses  # noqa: E402
 
 
 class Request:

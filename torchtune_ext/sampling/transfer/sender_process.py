@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 import torch
 
 from torchtune_ext.run.parent import die_with_parent
-from torchtune_ext.sampling.core_process import pack, receive
+from torchtune_ext.sampling.child_process import pack, receive
 from torchtune_ext.sampling.server_command import server_key
 from torchtune_ext.sampling.transfer.group import (
     CHUNK_BYTES,

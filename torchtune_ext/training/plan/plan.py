@@ -8,9 +8,8 @@ from pathlib import Path
 
 from torchtune_ext.policy.memory import GIB, Sizes, trainer_rows
 from torchtune_ext.run.errors import Mistake
-from torchtune_ext.sampling.core import CPU_KV_CACHE
 from torchtune_ext.sampling.records import CANARY_REQUESTS, EngineConfig
-from torchtune_ext.sampling.server_command import device_shares, transfer_of
+from torchtune_ext.sampling.server_command import CPU_KV_CACHE, device_shares, transfer_of
 from torchtune_ext.training.export import SHARD_BYTES
 from torchtune_ext.training.plan.machine import Machine
 from torchtune_ext.training.state import CheckpointConfig
