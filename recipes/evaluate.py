@@ -26,8 +26,8 @@ from torchtune_ext.run.files import explained, write_atomic
 from torchtune_ext.run.folder import RunFolder
 from torchtune_ext.run.output import labelled, say
 from torchtune_ext.run.stop import StopSignals
-from torchtune_ext.sampling.core_process import on_cpu
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
+from torchtune_ext.sampling.server_command import on_cpu
 from torchtune_ext.source import RolloutConfig, prompt_fault
 from torchtune_ext.tasks.order import Usable
 from torchtune_ext.telemetry.progress import Progress

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from torchtune_ext.measured import machine
-from torchtune_ext.measured.machine import SAMPLERS, User, wait_until_idle
+from torchtune_ext.measured.machine import SAMPLER, User, wait_until_idle
 
 FIND = machine.engines
 # Seconds of CPU time: on a busy machine it computes for longer.
@@ -20,7 +20,7 @@ BURN = "import time\nwhile time.process_time() < {}: pass\n"
 @contextmanager
 def engine(monkeypatch, code: str, cores: frozenset[int] = frozenset({0})):
     """An engine that runs `code`, and is the only one of this machine that counts."""
-    with subprocess.Popen([sys.executable, "-c", code, SAMPLERS[0]], start_new_session=True) as process:
+    with subprocess.Popen([sys.executable, "-c", code, SAMPLER], start_new_session=True) as process:
         try:
             deadline = time.monotonic() + 20
             while process.pid not in [user.pid for user in FIND()]:
