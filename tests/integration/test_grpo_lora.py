@@ -201,7 +201,7 @@ def test_the_canary_catches_an_engine_that_forgets_the_adapter(workplace, tmp_pa
         (["model.lora_rank=0"], "model.lora_rank=0 must be at least 1"),
         (["model.lora_attn_modules=[q_proj,o_proj]"], "names ['o_proj'], which no layer has; there are ['k_proj'"),
         (["adapters.publish=adapter", "model.use_dora=True"], "use adapters.publish=merged"),
-        (["model.quantize_base=True"], "Leave the small layers"),
+        (["model.quantize_base=True"], "NF4 holds weights of a multiple of 16384 values, and not those of"),
     ],
 )
 def test_bad_input_is_named_before_the_first_sample(workplace, args, message):

@@ -164,7 +164,7 @@ VALUES = {
     "a rank of 0": lora("model.lora_rank=0", r"model.lora_rank=0 must be at least 1", real=True),
     "a layer that no model has": lora("model.lora_attn_modules=[q_proj,o_proj]", r"model.lora_attn_modules names \['o_proj'\], which no layer has; there are \['k_proj'"),
     "DoRA as an adapter": lora("adapters.publish=adapter model.use_dora=True", r"adapters.publish='adapter' with use_dora: .*; use adapters.publish=merged"),
-    "NF4 of small layers": lora("model.quantize_base=True", r"model.quantize_base: NF4 wants .*Leave the small layers \(k_proj and v_proj\) out"),
+    "NF4 of small layers": lora("model.quantize_base=True", r"model.quantize_base=True: NF4 holds weights of a multiple of 16384 values, and not those of .*set model.quantize_base=False"),
     "the engine's rank": lora("engine.lora_rank=4", r"engine.lora_rank and engine.lora_targets follow from `model:`; leave them out"),
     "an unknown way of weights": full("engine.transfer=rdma", r"engine.transfer is 'rdma': use one of auto, shm, nccl, gloo"),
     "a network without a server": full("engine.transfer=gloo", r"engine.transfer=gloo without engine.address: an engine of this run reads the trainer's memory; leave it out, or name a server"),

@@ -1,6 +1,5 @@
 """Makes a trainable model of a builder: sharded by FSDP2, on its device, checkpointed and compiled where that is asked for."""
 
-import traceback
 import warnings
 from collections.abc import Callable
 
@@ -14,35 +13,15 @@ from torchtune_ext.policy import lora
 from torchtune_ext.policy.fp8.plan import Fp8Config, convert
 from torchtune_ext.policy.hf_model import HFModel, load_weights
 from torchtune_ext.policy.logprobs import PackedPolicy
-from torchtune_ext.run.errors import Mistake
 
 
 def on_meta(make_model: Callable[[], TransformerDecoder]) -> TransformerDecoder:
     """Builds a model on the meta device, where it has names, shapes and modules, but no weights.
 
     A recipe does so once, before anything expensive, and hands the model to everyone who only looks at it.
-
-    Raises:
-        ValueError: weights that NF4 cannot hold.
     """
-    try:
-        with torch.device("meta"):
-            return make_model()
-    except (AssertionError, ValueError) as error:
-        # A recipe builds by `instantiate`, which says of an error where it came from.
-        cause = error.__cause__ if isinstance(error, ValueError) else error
-        if not isinstance(cause, AssertionError) or not _raised_by("torchao", cause):
-            raise
-        raise Mistake(
-            f"model.quantize_base: NF4 wants weights of a multiple of 256 blocks of 64 values, and torchao says: {cause}. "
-            "Leave the small layers (k_proj and v_proj) out of lora_attn_modules"
-        ) from cause
-
-
-def _raised_by(library: str, error: BaseException) -> bool:
-    """Tells whether the code of a library raised an error."""
-    last = list(traceback.walk_tb(error.__traceback__))[-1:]
-    return any(str(frame.f_globals.get("__name__")).split(".")[0] == library for frame, _ in last)
+    with torch.device("meta"):
+        return make_model()
 
 
 def build_policy(

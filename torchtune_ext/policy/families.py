@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torchtune.models.convert_weights import get_mapped_key, hf_to_tune, tune_to_hf
 from torchtune.models.llama3_1 import llama3_1, lora_llama3_1
@@ -25,6 +26,7 @@ from torchtune_ext.run.errors import Mistake
 Config = Mapping[str, Any]  # the content of a config.json
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+NF4_VALUES = 64 * 256  # in a block of one scale, times blocks of one scale of scales
 _FOLDERS = ("models", "model", "runs", "run", "checkpoints", "data", "weights", "tmp")  # nobody on the hub is called so
 
 # Qwen3 has the names of Qwen2 and those of the norms of q and k. Llama's are among them, so this map serves all families.
@@ -265,7 +267,7 @@ def from_config(
         lora_alpha: what an adapter adds is scaled by lora_alpha / lora_rank.
         lora_dropout: share of an adapter's inputs that is dropped while training.
         use_dora: the adapters are DoRA's, with a magnitude for each row of a weight.
-        quantize_base: the frozen weights of the adapted layers are held in NF4 (QLoRA).
+        quantize_base: the frozen weights of the adapted layers are held in NF4 (QLoRA); with Llama's builders, those of all.
 
     Raises:
         ValueError: no config.json, one that asks for what the builder of its family cannot do, or adapters that cannot be.
@@ -302,13 +304,48 @@ def from_config(
         if lora_rank < 1:
             raise Mistake(f"model.lora_rank={lora_rank} must be at least 1")
         numbers = dict(lora_rank=lora_rank, lora_alpha=lora_alpha, lora_dropout=lora_dropout)
-        return family.build_adapted(list(lora_attn_modules), **switches, **numbers, **arguments)
+        build = partial(family.build_adapted, **numbers, **arguments)
+        if quantize_base:
+            _require_nf4(build, list(lora_attn_modules), switches)
+        return build(list(lora_attn_modules), **switches)
     if asked := [name for name, value in switches.items() if value]:
         raise Mistake(
             f"model.{asked[0]}=True without model.lora_attn_modules: there is no adapter that it could concern; set "
             "lora_attn_modules=[q_proj, v_proj], for instance, or leave it out"
         )
     return family.build(**arguments)
+
+
+def _require_nf4(build: Callable[..., TransformerDecoder], asked: list[str], switches: dict[str, bool]) -> None:
+    """Raises ValueError where `build(asked, **switches)` has weights that NF4 cannot hold."""
+
+    def holds(layers: list[str], switches: dict[str, bool]) -> bool:
+        try:
+            with torch.device("meta"):
+                build(layers, **switches)
+        except AssertionError:  # of torchao
+            return False
+        return True
+
+    if holds(asked, switches):
+        return
+    with torch.device("meta"):
+        plain = build(asked, **switches | {"quantize_base": False})
+    odd = {
+        name.rpartition(".")[2]: tuple(module.weight.shape)
+        for name, module in plain.layers[0].named_modules()
+        if hasattr(module, "weight") and ".lora_" not in name and module.weight.numel() % NF4_VALUES
+    }
+    # Some builders hold the layers without adapters in NF4, too, so what would do is found by trying.
+    left = [name for name in asked if name not in odd]
+    fewer = {"apply_lora_to_mlp": False} if {"w1", "w2", "w3"} & set(odd) and switches["apply_lora_to_mlp"] else {}
+    advice = "so this model is no model for QLoRA: set model.quantize_base=False"
+    if left and holds(left, switches | fewer):
+        advice = f"set model.lora_attn_modules=[{', '.join(left)}]" + " model.apply_lora_to_mlp=False" * len(fewer)
+    raise Mistake(
+        f"model.quantize_base=True: NF4 holds weights of a multiple of {NF4_VALUES} values, and not those of "
+        f"{', '.join(f'{name} ({rows} x {columns})' for name, (rows, columns) in odd.items())}; {advice}"
+    )
 
 
 def _flat(config: Config) -> dict[str, Any]:

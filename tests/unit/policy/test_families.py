@@ -235,6 +235,29 @@ def test_adapters_that_cannot_be_are_refused(options, message, tmp_path):
         on_meta(partial(from_config, str(write_config(tmp_path, LLAMA)), **options))
 
 
+def test_layers_that_nf4_cannot_hold_are_named(tmp_path):
+    folder = write_config(tmp_path, QWEN)
+    sizes = dict(hidden_size=640, num_attention_heads=10, num_key_value_heads=1, head_dim=64, num_hidden_layers=1)
+
+    def make(intermediate_size, *layers):
+        config = PUBLIC[QWEN] | sizes | {"intermediate_size": intermediate_size}
+        (folder / "config.json").write_text(json.dumps(config))
+        on_meta(partial(from_config, str(folder), quantize_base=True, apply_lora_to_mlp=True, lora_attn_modules=layers))
+
+    make(1536, "q_proj")
+    with pytest.raises(ValueError, match=r"v_proj \(64 x 640\); set model.lora_attn_modules=\[q_proj\]$"):
+        make(1536, "q_proj", "v_proj")
+    with pytest.raises(ValueError, match=r"w1 \(1000 x 640\).*=\[q_proj\] model.apply_lora_to_mlp=False$"):
+        make(1000, "q_proj", "v_proj")
+    with pytest.raises(ValueError, match="no model for QLoRA: set model.quantize_base=False"):
+        make(1536, "v_proj")
+    # torchtune's builder for Llama holds the layers without adapters in NF4, too.
+    folder = write_config(tmp_path, LLAMA)
+    (folder / "config.json").write_text(json.dumps(PUBLIC[LLAMA] | sizes))
+    with pytest.raises(ValueError, match="no model for QLoRA"):
+        on_meta(partial(from_config, str(folder), quantize_base=True, lora_attn_modules=["q_proj"]))
+
+
 def test_the_short_path_leads_to_the_table_and_to_nothing_else():
     assert from_config.__module__ == "torchtune_ext.policy.families" and set(FAMILIES) == {"qwen2", "qwen3", "llama"}
     with pytest.raises(AttributeError, match="has no attribute 'from_confg'"):

@@ -1,0 +1,200 @@
+"""Which of the gate's tests sees which fault, after how many publications and tokens; and does it ever stop a healthy run?
+
+    python benchmarks/gate.py --out runs/gate [--cells 'bf16 full' ...] [--rates 1e-5] [--steps 100]
+    python benchmarks/gate.py --out runs/gate_smollm2 --config grpo/smollm2 --cells 'bf16 full' --rates 1e-5 --steps 20
+
+A cell is what the trainer and the engine compute in, and what is trained. In each, one run takes steps in good health, and then
+meets one fault after the other, which is planted between an update and its publication, found or not within PATIENCE steps,
+healed, and followed by a sound step. Further runs, in good health only, have the other learning rates. Cells and rates that are
+there already are read, not run again. "effect" is the applied share of an update or an adapter.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from torchtune_ext.host.config import load_config
+from torchtune_ext.host.plugin import parse
+from torchtune_ext.recipes.grpo import Config, GRPORecipe
+from torchtune_ext.sampling.remote_core import RemoteCore
+from torchtune_ext.training.agreement import Disagreement
+from torchtune_ext.training.life import run_recipe
+from torchtune_ext.training.publish import Publisher
+
+PATIENCE = 20  # steps after which a fault counts as not found
+SAMPLERS = {
+    "temperature 0.9": {"temperature": 0.9},
+    "temperature 0.95": {"temperature": 0.95},
+    "temperature 1.1": {"temperature": 1.1},
+    "top-p 0.95": {"top_p": 0.95},
+    "top-p 0.99": {"top_p": 0.99},
+    "top-k 20": {"top_k": 20},
+}
+LOST = ("lost", "lost under its label", "lost, and the engine lies")
+TENSORS = ("one tensor random", "one tensor lost", "one tensor old", "all tensors old, and the engine lies")
+ADAPTERS = ["adapters.publish=adapter", "model.lora_attn_modules=[q_proj,v_proj]", "model.lora_rank=8"]
+MERGED = ["adapters.publish=merged", *ADAPTERS[1:]]
+PRECISIONS = {
+    "fp32": ["dtype=float32", "engine.dtype=float32"],
+    "bf16": ["dtype=bfloat16", "engine.dtype=bfloat16"],
+    "fp32, engine bf16": ["dtype=float32", "engine.dtype=bfloat16"],
+    "bf16, engine fp32": ["dtype=bfloat16", "engine.dtype=float32"],
+    "fp8_rollout": ["precision=fp8_rollout", "dtype=bfloat16", "engine.dtype=bfloat16"],
+    "fp8_unified": ["precision=fp8_unified", "dtype=bfloat16", "engine.dtype=bfloat16"],
+}
+CELLS = {f"{name} full": options for name, options in PRECISIONS.items()}
+CELLS |= {f"{name} lora": options + ADAPTERS for name, options in list(PRECISIONS.items())[:4]}
+CELLS["fp8_rollout lora merged"] = PRECISIONS["fp8_rollout"] + MERGED
+
+
+# -- inside a run -----------------------------------------------------------------------------------------------------------
+
+
+def plant_faults(fault: Path) -> None:
+    """Makes the trainer's end of the engine do what the file says."""
+    generate, load, wrong_tensors = RemoteCore.generate, RemoteCore.load, Publisher._wrong_tensors
+
+    async def sample(self, call):
+        call.sampling = replace(call.sampling, **SAMPLERS.get(fault.read_text(), {}))
+        return await generate(self, call)
+
+    async def lose(self, buffers, version):
+        if fault.read_text() == "lost":
+            return 0.0, 0.0
+        return await load(self, [] if fault.read_text() in LOST[1:] else buffers, version)
+
+    def believe(self, answer):
+        return None if fault.read_text().endswith("lies") else wrong_tensors(self, answer)
+
+    RemoteCore.generate, RemoteCore.load, Publisher._wrong_tensors = sample, lose, believe
+
+
+def drive(recipe: GRPORecipe, fault: Path, healthy: int, faults: list[str], out: Path) -> None:
+    """Takes the healthy steps, then meets the faults. What is found is written to `out`, a line each."""
+    update, present, tokens = recipe.update, ["none"], [0]
+
+    def update_then_break(updates):
+        tokens[0] += sum(int(len(row.labels_L)) for rows in updates for row in rows)
+        values = update(updates)
+        fault.write_text(present[0])
+        return values
+
+    recipe.update = update_then_break
+    for present[0] in ["none", *faults]:
+        fault.write_text("none")
+        gate = recipe.agreement
+        gate._count, gate._sum, gate._squares, tokens[0] = 0, 0.0, 0.0, 0
+        begun, recipe.cfg.max_steps = recipe.version, recipe.step + (PATIENCE if present[0] != "none" else healthy)
+        try:
+            recipe.train()
+            message = ""
+        except Disagreement as error:
+            message = str(error)
+            recipe.version += recipe.publisher._engine.version == recipe.version
+        line = {"fault": present[0], "publications": recipe.version - begun, "tokens": tokens[0], "message": message}
+        line |= {"limit": gate.limit}
+        with out.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def test_of(message: str) -> str:
+    """Which of the gate's tests a message is of."""
+    for text, test in (
+        ("labels what it samples", "version"),
+        ("samples as before|samples without", "effect"),
+        ("weights: ", "checksum"),
+        ("truncated or renormalized \\(", "identity"),
+        ("Likely cause: temperature", "scale, says temperature"),
+        ("Likely cause: top-p", "scale, says top-p"),
+        ("Likely cause: precision", "scale, says precision"),
+        ("Likely cause: model", "scale, says model"),
+    ):
+        if re.search(text, message):
+            return test
+    return message and f"? {message}"
+
+
+@parse
+def recipe_main(cfg) -> None:
+    """A run of a cell; the variables tell it what `gate.py` wants of it."""
+    fault, healthy = Path(os.environ["GATE_FAULT"]), int(os.environ["GATE_HEALTHY"])
+    plant_faults(fault)
+    faults = [each for each in os.environ["GATE_FAULTS"].split(";") if each]
+    work = partial(drive, fault=fault, healthy=healthy, faults=faults, out=Path(os.environ["GATE_OUT"]))
+    run_recipe(GRPORecipe, load_config(Config, cfg), work)
+
+
+# -- all runs ---------------------------------------------------------------------------------------------------------------
+
+
+def run(out: Path, config: str, options: list[str], rate: str, healthy: int, faults: list[str]) -> list[dict]:
+    """The lines of one run, which is made unless it is there."""
+    found = out / "found.jsonl"
+    if not (found.exists() and len(found.read_text().splitlines()) == 1 + len(faults)):
+        out.mkdir(parents=True, exist_ok=True)
+        found.unlink(missing_ok=True)
+        (out / "fault").write_text("none")
+        wanted = {"FAULT": out / "fault", "HEALTHY": healthy, "FAULTS": ";".join(faults), "OUT": found}
+        environ = os.environ | {f"GATE_{name}": str(value) for name, value in wanted.items()}
+        environ["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
+        )
+        command = [sys.executable, "-m", "torchtune_ext", "run", __file__, "--config", config, f"output_dir={out}/run"]
+        command += [
+            *options,
+            f"optimizer.lr={rate}",
+            "schedule={}",
+            "evaluation.task=null",
+            "checkpoints.every=1000000",
+        ]
+        command += [
+            "updates_per_step=1",
+            "max_steps=1000000",
+            "engine.extra_args={worker_extension_cls: gate_loader.Loader}",
+        ]
+        with (out / "log").open("w") as log:
+            subprocess.run(command, check=True, env=environ, stdout=log, stderr=subprocess.STDOUT)
+    return [json.loads(line) for line in found.read_text().splitlines()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--config", default="grpo/tiny_fp8", help="its model has to be there")
+    parser.add_argument("--options", nargs="*", default=[], metavar="KEY=VALUE", help="for every run")
+    parser.add_argument("--cells", nargs="+", default=list(CELLS), choices=CELLS, metavar="CELL")
+    parser.add_argument(
+        "--rates", nargs="+", default=["1e-5", "1e-6", "1e-4"], help="the first one meets the faults, too"
+    )
+    parser.add_argument("--steps", type=int, default=100, help="in good health")
+    args = parser.parse_args()
+    faults = [*SAMPLERS, *LOST, *TENSORS]
+    rows, alarms = {name: [] for name in faults}, []
+    for cell in args.cells:
+        for number, rate in enumerate(args.rates):
+            planted = [] if number else faults
+            out = (args.out / f"{cell}, lr {rate}".replace(" ", "_")).absolute()
+            health, *found = run(out, args.config, CELLS[cell] + args.options, rate, args.steps, planted)
+            steps = f"{args.steps} steps, {health['tokens']} tokens"
+            alarms.append((cell, rate, steps, f"{health['limit']:.2g}", test_of(health["message"]) or "none"))
+            for line in found:
+                how = f"{line['publications']} ({line['tokens']})"
+                rows[line["fault"]].append(
+                    f"{test_of(line['message'])}: {how}" if line["message"] else f"not found: {how}"
+                )
+    print("| fault | " + " | ".join(args.cells) + " |\n|" + "---|" * (1 + len(args.cells)))
+    for name, cells in rows.items():
+        print(f"| {name} | " + " | ".join(cells) + " |")
+    print("\n| in good health | lr | looked at | limit, nats | alarms |\n|---|---|---|---|---|")
+    for row in alarms:
+        print("| " + " | ".join(row) + " |")
+
+
+if __name__ == "__main__":
+    sys.exit(recipe_main() if "--config" in sys.argv and "GATE_OUT" in os.environ else main())
