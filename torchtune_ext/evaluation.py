@@ -82,6 +82,12 @@ def accuracy(groups: Sequence[Group], ks: Sequence[int] = (1,)) -> Accuracy:
     return Accuracy(mean, max(mean - half, -math.inf), mean + half, pass_at, len(rewards), ungraded)
 
 
+def partly_right(values: Mapping[str, float | None]) -> bool:
+    """Whether rewards lie between 0 and 1, by the metrics of an evaluation: then their mean is no share of right answers."""
+    pairs = [(values.get(f"eval/accuracy_{kind}"), values.get(f"eval/solved_{kind}")) for kind in ("sampled", "greedy")]
+    return any(None not in pair and not math.isclose(*pair, abs_tol=1e-9) for pair in pairs)
+
+
 def pass_at_k(n: int, c: int, k: int) -> float:
     """Estimates the probability that at least one of k samples is right, when c of n samples are right.
 

@@ -41,8 +41,8 @@ _OUTCOMES = ("format", "forbidden", "compile_error", "timeout", "runtime_error",
 _STAGES = ("none", "loop_order", "blocking", "vectorization", "threads", "all")
 
 PANELS = (
-    Panel("Learning", "Reward and held-out accuracy", "Mean reward of the step's samples, and of problems that are never "
-          "trained on; the band is the 95% interval of the sampled accuracy.",
+    Panel("Learning", "Reward", "Mean reward of the step's samples, and of held-out problems, which are never trained on; the "
+          "band is the 95% interval over them.",
           (("reward/mean", "reward"), ("eval/accuracy_sampled", "held-out, sampled"),
            ("eval/accuracy_greedy", "held-out, greedy")), band=("eval/accuracy_sampled", "eval/low", "eval/high"), lead=True,
           alone=("Reward", "Mean reward of the step's samples.")),

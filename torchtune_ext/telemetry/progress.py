@@ -16,6 +16,7 @@ from typing import Any, Protocol, TextIO
 
 from tqdm import tqdm
 
+from torchtune_ext.evaluation import partly_right
 from torchtune_ext.run.output import attempt, say
 
 log = logging.getLogger(__name__)
@@ -165,6 +166,7 @@ class Progress:
         cells = [f"{name:>{_COLUMNS[0][1]}}"]
         for _, width, text, names in _COLUMNS[1:]:
             value = next((values[name] for name in names if name in values), None)
+            text = "{:.4f}" if names == _EVALUATION and partly_right(values) else text
             cells.append(f"{'-' if value is None else text.format(value):>{width}}")
         without_signal = values.get("groups/used") == 0
         if without_signal:
@@ -218,12 +220,13 @@ def _advice(values: Mapping[str, float]) -> str:
     return "The reward tells no text from another: look at some samples (torchtune-ext report) and at the grader"
 
 
+_EVALUATION = ("eval/accuracy_sampled", "eval/accuracy_greedy")
 # A column has a title, a width, a format and names of metrics, of which it shows the first that is present.
 _COLUMNS = (
     ("step", 9, "", ()),
     ("reward", 7, "{:.4f}", ("reward/mean",)),
     ("±", 6, "{:.3f}", ("reward/std",)),
-    ("eval", 6, "{:.1%}", ("eval/accuracy_sampled", "eval/accuracy_greedy")),
+    ("eval", 6, "{:.1%}", _EVALUATION),
     ("length", 6, "{:.0f}", ("length/mean",)),
     ("cut", 6, "{:.1%}", ("length/truncated",)),
     ("grad", 7, "{:.3g}", ("optim/grad_norm",)),

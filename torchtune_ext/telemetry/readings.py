@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from torchtune_ext.evaluation import partly_right
 from torchtune_ext.telemetry.panels import Panel
 
 PART = 10  # A reading is the mean over one part in so many of the steps.
@@ -28,10 +29,11 @@ class Tile:
     note: str  # the interval of an accuracy, or ""
 
 
+_EVALUATED = "Held-out accuracy"
 # What a tile shows is the first of these metrics that the run has.
 _TILES = (
     ("Reward", ("reward/mean",)),
-    ("Held-out accuracy", ("eval/accuracy_sampled", "eval/accuracy_greedy")),
+    (_EVALUATED, ("eval/accuracy_sampled", "eval/accuracy_greedy")),
     ("Negative log-likelihood", ("loss/nll",)),
     ("Tokens of a completion", ("length/mean",)),
     ("Entropy, nats", ("loss/entropy",)),
@@ -73,6 +75,8 @@ def tiles(found: Mapping[str, Reading], panels: Sequence[Panel]) -> list[Tile]:
     for label, metrics in _TILES:
         metric = next((metric for metric in metrics if metric in found), None)
         if metric is not None:
+            if label == _EVALUATED and partly_right({name: reading.last for name, reading in found.items()}):
+                label = "Held-out reward"
             sampled = metric == "eval/accuracy_sampled" and {"eval/low", "eval/high"} <= found.keys()
             note = f"95% interval {found['eval/low'].last:.3g}–{found['eval/high'].last:.3g}" if sampled else ""
             chosen.append(Tile(label, metric, units.get(metric, ""), note))

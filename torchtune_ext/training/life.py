@@ -126,12 +126,12 @@ def standing(step: int, total: int, checkpoints: Checkpoints | None) -> str:
     if Checkpoints.step_of(newest) < total:
         text = f"{where}. The newest checkpoint is {newest}; go on from there with resume_from_checkpoint=True"
         if best is not None and best[0] != newest:
-            text += f". Most accurate on held-out problems: {best[0]} ({best[1]:.1%})"
+            text += f". The best on held-out problems: {best[0]} ({best[1]:.3f})"
         return f"{text}. Curves and samples: {report}"
     kind = "a model in Hugging Face's format" if (newest / "config.json").exists() else "an adapter in PEFT's format"
     lines = [("done", f"{max(step, Checkpoints.step_of(newest))} of {total} steps"), ("model", f"{newest}, {kind}")]
     if best is not None:
-        lines.append(("best", f"{best[0]}, the most accurate on held-out problems: {best[1]:.1%}"))
+        lines.append(("best", f"{best[0]}, the best on held-out problems: {best[1]:.3f}"))
     lines.append(("report", report))
     lines.append(("longer", f"the same command with max_steps above {total} and resume_from_checkpoint=True"))
     return labelled(lines)

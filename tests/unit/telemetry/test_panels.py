@@ -94,7 +94,7 @@ def test_the_first_panel_says_what_it_has():
     alone, both = panels_for(["reward/mean", "reward/std"])[0], panels_for(["reward/mean", "eval/accuracy_greedy"])[0]
     assert (alone.title, both.title) == (
         "Reward",
-        "Reward and held-out accuracy",
+        "Reward",
     ) and "never trained on" not in alone.note
     for names, title in (
         (["reward/mean", "loss/total"], "Reward"),

@@ -50,3 +50,8 @@ def test_a_tile_has_the_unit_of_the_panel_that_draws_its_metric():
     assert {tile.metric: tile.unit for tile in tiles(found, panels)} == {
         name: units.get(name, "tok/s") for name in series
     }
+
+
+def test_a_mean_of_partial_rewards_is_no_accuracy():
+    found, panels = read({"eval/accuracy_sampled": [0.5], "eval/solved_sampled": [0.25]}, [1])
+    assert tiles(found, panels)[0].label == "Held-out reward"

@@ -242,7 +242,7 @@ def test_where_a_run_stands(tmp_path):
     )
     assert life.standing(47, 60, kept) == (
         f"It was at step 47 of 60. The newest checkpoint is {kept.of(40)}; go on from there with "
-        f"resume_from_checkpoint=True. Most accurate on held-out problems: {kept.of(20)} (74.2%). Curves and samples: "
+        f"resume_from_checkpoint=True. The best on held-out problems: {kept.of(20)} (0.742). Curves and samples: "
         f"torchtune-ext report {tmp_path}"
     )
     kept.accuracy = None
@@ -254,7 +254,7 @@ def test_what_a_run_leaves(tmp_path):
     assert life.standing(40, 40, kept).splitlines() == [
         "done:      40 of 40 steps",
         f"model:     {kept.of(40)}, a model in Hugging Face's format",
-        f"best:      {kept.of(20)}, the most accurate on held-out problems: 74.2%",
+        f"best:      {kept.of(20)}, the best on held-out problems: 0.742",
         f"report:    torchtune-ext report {tmp_path}",
         "longer:    the same command with max_steps above 40 and resume_from_checkpoint=True",
     ]

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from torchtune_ext.evaluation import partly_right
 from torchtune_ext.telemetry.compared.curves import ACCURACY, HIGH, LOW
 from torchtune_ext.telemetry.compared.intervals import Estimate
 from torchtune_ext.telemetry.compared.runs import OneRun
@@ -51,11 +52,17 @@ def target_of(runs: Sequence[OneRun], sweeps: Sequence[Sweep]) -> Target | None:
     if len(goals) == 1:
         ((metric, goal),) = goals
         words = {ACCURACY: "held-out accuracy", GREEDY: "held-out accuracy (greedy)"}.get(metric, metric)
-        return Target(metric, words, goal != "minimize")
+        return Target(metric, _honest(words, runs), goal != "minimize")
     for metric, words in _TARGETS:
         if sum(_has(run, metric) for run in runs) >= min(2, len(runs)):
-            return Target(metric, words, not metric.startswith(_FEWER))
+            return Target(metric, _honest(words, runs), not metric.startswith(_FEWER))
     return None
+
+
+def _honest(words: str, runs: Sequence[OneRun]) -> str:
+    """Speaks of rewards where their mean is no share of right answers."""
+    partial = any(partly_right(record) for run in runs for record in run.records)
+    return words.replace("accuracy", "reward") if partial else words
 
 
 def differently_judged(runs: Sequence[OneRun], settings: Sequence[Setting], target: Target | None) -> list[str]:
