@@ -116,23 +116,16 @@ def quantize_rows_and_columns(
 def quantize_weight(w: Tensor, power_of_two: bool = False, backend: str = "auto") -> Fp8Blocks:
     """Quantizes a weight w [N, K] in tiles of 128x128.
 
-    `values` and `scales` are vLLM's `weight` and `weight_scale_inv`. The arguments are those of `quantize_rows`; N and
-    K must be multiples of 128.
-
-    Raises:
-        ValueError: the dtype, the shape or the backend does not fit.
+    `values` and `scales` are vLLM's `weight` and `weight_scale_inv`. The arguments are those of `quantize_rows`. The last
+    tiles have fewer rows where N is no multiple of 128.
     """
     _check(w)
-    if w.shape[0] % BLOCK:
-        raise Mistake(
-            f"a weight of shape {tuple(w.shape)} has no whole 128x128 tiles: leave this layer in bfloat16, "
-            "here and in the sampler"
-        )
     if _use_triton(w, backend):
         from torchtune_ext.kernels.fp8_quantize_triton import quantize_weight as kernel
 
         return Fp8Blocks(*kernel(w, power_of_two, AMAX_FLOOR, FP8_MAX), TILES, tuple(w.shape))
-    return Fp8Blocks(*_quantize(w, TILES, power_of_two), TILES, tuple(w.shape))
+    values, scales = _quantize(F.pad(w, (0, 0, 0, -w.shape[0] % BLOCK)), TILES, power_of_two)
+    return Fp8Blocks(values[: w.shape[0]], scales, TILES, tuple(w.shape))
 
 
 def dequantize(q: Fp8Blocks, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -141,7 +134,11 @@ def dequantize(q: Fp8Blocks, dtype: torch.dtype = torch.float32) -> Tensor:
     value * scale is computed in float32 (in float64 if `dtype` is float64) and then cast to `dtype`.
     """
     accumulate = torch.float64 if dtype == torch.float64 else torch.float32
-    tiles = _tiles(q.values.to(accumulate), q.block) * q.scales.to(accumulate)[:, None, :, None]
+    (rows, columns), (m, k) = q.scales.shape, q.block
+    # The last tiles of a weight may not be whole.
+    missing = rows * m - q.values.shape[0], columns * k - q.values.shape[1]
+    values = F.pad(q.values.to(accumulate), (0, missing[1], 0, missing[0]))
+    tiles = _tiles(values, q.block) * q.scales.to(accumulate)[:, None, :, None]
     return tiles.flatten(2).flatten(0, 1)[: q.shape[0], : q.shape[1]].to(dtype)
 
 

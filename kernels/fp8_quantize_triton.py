@@ -83,7 +83,8 @@ def activation_kernel(
 def weight_kernel(
     w_ptr,  # [N, K] with strides (stride_n, stride_k)
     values_ptr,  # E4M3 [N, K]
-    scales_ptr,  # float32 [N / 128, K / 128]
+    scales_ptr,  # float32 [N / 128 rounded up, K / 128]
+    N,
     K,
     stride_n,
     stride_k,
@@ -95,11 +96,12 @@ def weight_kernel(
     tile_n, tile_k = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     n, k = tl.arange(0, SIZE), tl.arange(0, SIZE)
     w_ptr += tile_n * SIZE * stride_n + tile_k * SIZE * stride_k
-    w = tl.load(w_ptr + n[:, None] * stride_n + k[None, :] * stride_k).to(tl.float32)
+    real = (n < N - tile_n * SIZE)[:, None]
+    w = tl.load(w_ptr + n[:, None] * stride_n + k[None, :] * stride_k, mask=real, other=0.0).to(tl.float32)
     amax_bits = tl.max(tl.max(tl.abs(w).to(tl.int32, bitcast=True), axis=1, keep_dims=True), axis=0, keep_dims=True)
     scale = _scale(amax_bits, FLOOR_BITS, MAX, POWER_OF_TWO)  # [1, 1]
     value = _values(w, tl.broadcast_to(scale, (SIZE, SIZE)), MAX)
-    tl.store(values_ptr + (tile_n * K + tile_k) * SIZE + n[:, None] * K + k[None, :], value)
+    tl.store(values_ptr + (tile_n * K + tile_k) * SIZE + n[:, None] * K + k[None, :], value, mask=real)
     one = tl.arange(0, 1)
     tl.store(scales_ptr + tile_n * (K // SIZE) + tile_k + one[:, None] + one[None, :], scale)
 
@@ -126,13 +128,23 @@ def quantize_activation(
 
 
 def quantize_weight(w: Tensor, power_of_two: bool, amax_floor: float, fp8_max: float) -> Quantized:
-    """Returns the tiles of w [N, K], where N and K are multiples of 128."""
-    N, K = w.shape
-    values, scales = _outputs(w, (N, K), (N // BLOCK, K // BLOCK))
+    """Returns the tiles of w [N, K], where K is a multiple of 128."""
+    (N, K), num_tiles = w.shape, -(-w.shape[0] // BLOCK)
+    values, scales = _outputs(w, (N, K), (num_tiles, K // BLOCK))
     if w.numel():
         with _on(w):
-            weight_kernel[(N // BLOCK, K // BLOCK)](
-                w, values, scales, K, *w.stride(), power_of_two, _bits(amax_floor), fp8_max, BLOCK, num_warps=NUM_WARPS
+            weight_kernel[(num_tiles, K // BLOCK)](
+                w,
+                values,
+                scales,
+                N,
+                K,
+                *w.stride(),
+                power_of_two,
+                _bits(amax_floor),
+                fp8_max,
+                BLOCK,
+                num_warps=NUM_WARPS,
             )
     return values, scales
 

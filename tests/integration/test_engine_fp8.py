@@ -5,6 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
+from contextlib import contextmanager  # noqa: E402
 from functools import partial  # noqa: E402
 
 import flights  # noqa: E402
@@ -27,13 +28,14 @@ PROMPTS = [[5, 17, 200, 31, 8], [1, 2, 3]]
 SAMPLING = SamplingConfig(max_tokens=24, seed=2)
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+@contextmanager
+def trainer_and_engine(folder, **changes):
     """A trainer in FP8 and an engine that waits for its weights."""
-    folder = tmp_path_factory.mktemp("fp8")
     text = ["The quick brown fox jumps over the lazy dog.\n"] * 20
-    sizes = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 384}
-    shape = scratch.Shape(num_key_value_heads=2, max_position_embeddings=256, vocab_size=400, **sizes)
+    sizes = dict(
+        hidden_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=384
+    )
+    shape = scratch.Shape(max_position_embeddings=256, vocab_size=400, **sizes | changes)
     scratch.write_model(folder / "model", scratch.make_tokenizer(text, ["x"], [], 400), shape, seed=3)
     source = HFModel(folder / "model")
     policy = build_policy(
@@ -54,6 +56,32 @@ def trained(tmp_path_factory):
         engine.start()
         engine.wait_ready(240)
         yield policy, source, engine
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    with trainer_and_engine(tmp_path_factory.mktemp("fp8")) as both:
+        yield both
+
+
+@pytest.mark.rest
+def test_a_width_without_whole_tiles(tmp_path):
+    """Of a width of 320 only down_proj fits, whose last tiles have 64 rows; trainer and engine say the same of its tokens."""
+    with trainer_and_engine(tmp_path, hidden_size=320, num_attention_heads=5, num_key_value_heads=5) as (
+        policy,
+        source,
+        engine,
+    ):
+        tensors = published(policy, source)
+        assert {name.rsplit(".", 2)[1] for name in tensors if name.endswith("_scale_inv")} == {"down_proj"}
+        assert tensors["model.layers.0.mlp.down_proj.weight_scale_inv"].shape == (3, 3)
+        engine.publish(tensors.items(), 0)
+        assert engine.checksums() == [{name: checksum(tensor) for name, tensor in tensors.items()}]
+        exact = build_policy(partial(from_config, str(source.path)), source, torch.device("cpu"), torch.float32)
+        pairs = [(p, c) for p, group in zip(PROMPTS, engine.sample(PROMPTS, 4, SAMPLING), strict=True) for c in group]
+        said = [(said_by(policy, *pair), said_by(exact, *pair), pair[1].logprobs) for pair in pairs]
+        ours, truth, theirs = (np.concatenate(part) for part in zip(*said, strict=True))
+        assert 0 < np.abs(ours - theirs).mean() < 2 * np.abs(ours - truth).mean()  # see below
 
 
 def published(policy, source) -> dict:

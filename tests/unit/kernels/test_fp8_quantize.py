@@ -211,13 +211,27 @@ def test_a_transposed_weight_has_the_same_bits():
     assert (codes_of(rows) != codes_of(other).T).mean() > 0.1
 
 
+@every_row("rows", [1, 100, 200])
+def test_a_weight_without_whole_tiles_is_one_with_zeros(rows):
+    w = torch.randn(rows, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for power_of_two in (False, True):
+        q = quantize_weight(w, power_of_two)
+        whole = quantize_weight(torch.nn.functional.pad(w, (0, 0, 0, -rows % 128)), power_of_two)
+        assert torch.equal(q.scales, whole.scales) and q.shape == (rows, 256) and q.values.is_contiguous()
+        np.testing.assert_array_equal(codes_of(q), codes_of(whole)[:rows])
+        assert torch.equal(dequantize(q), dequantize(whole)[:rows])
+        assert torch.equal(dequantize(q.T), dequantize(whole)[:rows].T)
+
+
 def test_vllm_reads_our_weights():
     quant_utils = pytest.importorskip("vllm.model_executor.layers.quantization.utils.quant_utils")
-    w = torch.randn(384, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
-    q = quantize_weight(w)
-    assert q.scales.shape == (3, 2) and q.scales.is_contiguous() and q.values.is_contiguous()
-    group = quant_utils.GroupShape(128, 128)
-    assert torch.equal(quant_utils.scaled_dequantize(q.values, q.scales, group), dequantize(q))
+    for rows in (384, 320):
+        w = torch.randn(rows, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+        q = quantize_weight(w)
+        assert q.scales.shape == (3, 2) and q.scales.is_contiguous() and q.values.is_contiguous()
+        if rows == 384:
+            group = quant_utils.GroupShape(128, 128)
+            assert torch.equal(quant_utils.scaled_dequantize(q.values, q.scales, group), dequantize(q))
 
 
 def test_rows_have_the_bits_of_vllms_own_path():
@@ -245,8 +259,6 @@ def test_refusals():
     ):
         with pytest.raises(ValueError, match=message):
             quantize_rows(bad)
-    with pytest.raises(ValueError, match="whole 128x128 tiles"):
-        quantize_weight(x[:100])
     with pytest.raises(ValueError, match="choose auto, torch or triton"):
         quantize_rows(x, backend="cuda")
     with pytest.raises(ValueError, match="move it to a CUDA device"):

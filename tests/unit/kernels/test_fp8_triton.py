@@ -18,7 +18,7 @@ ACTIVATION = {
     "x_ptr": "*bf16", "rows_ptr": "*fp8e4nv", "row_scales_ptr": "*fp32", "columns_ptr": "*fp8e4nv",
     "column_scales_ptr": "*fp32", "M": "i32", "K": "i32", "padded_M": "i32", "stride_m": "i32",
 }  # fmt: skip
-WEIGHT = {"w_ptr": "*bf16", "values_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "K": "i32", "stride_n": "i32"}
+WEIGHT = {"w_ptr": "*bf16", "values_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "N": "i32", "K": "i32", "stride_n": "i32"}
 
 
 @pytest.mark.parametrize("kernel", ["activation_kernel", "weight_kernel"])
@@ -79,6 +79,7 @@ for dtype in (torch.bfloat16, torch.float32):
 w = torch.randn(256, 384)
 for power_of_two in (False, True):
     compare(kernels.quantize_weight(w.T, power_of_two, 1e-12, 448.0), quantize_weight(w.T, power_of_two))
+    compare(kernels.quantize_weight(w[:200], power_of_two, 1e-12, 448.0), quantize_weight(w[:200], power_of_two))
 """
 
 

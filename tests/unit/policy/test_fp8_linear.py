@@ -59,6 +59,20 @@ def test_distance_from_the_product_before_rounding():
         assert error.norm() / product(a, b).norm() < (2 / 3) ** 0.5 * 2**-4
 
 
+@every_row("options", [{}, {"save_activations": "full"}], ids=str)
+def test_features_out_without_whole_tiles_are_those_of_a_layer_with_zeros(options):
+    out = OUT - 56
+    whole, ragged = layer(**options), layer(**options)
+    with torch.no_grad():
+        whole.weight[out:] = 0
+        ragged.weight = torch.nn.Parameter(whole.weight[:out].clone())
+    x, dy = activations(130, IN), activations(130, out, seed=2)
+    y, dx, dw = run(ragged, x, dy)
+    whole_y, whole_dx, whole_dw = run(whole, x, torch.nn.functional.pad(dy, (0, 56)))
+    assert torch.equal(y, whole_y[:, :out]) and torch.equal(dx, whole_dx) and torch.equal(dw, whole_dw[:out])
+    assert torch.equal(torch.autograd.grad(ragged(x), ragged.weight, dy)[0], dw)
+
+
 @pytest.mark.parametrize("options", [{}, {"save_activations": "full"}], ids=str)
 def test_no_tokens_and_any_leading_dimensions(options):
     linear = layer(bias=True, **options)

@@ -46,10 +46,11 @@ def hugging_face_linears(source):
         ({}, (), {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
         ({"num_key_value_heads": 1}, (), {"o_proj", "gate_proj", "up_proj", "down_proj"}),  # k and v: 64, so q stays, too
         ({"intermediate_size": 320}, (), {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        ({"hidden_size": 320, "num_attention_heads": 5, "num_key_value_heads": 5}, (), {"down_proj"}),  # 320 features in
         ({}, ("up_proj", "o_proj"), {"q_proj", "k_proj", "v_proj", "down_proj"}),
         ({"model_type": "qwen3", "head_dim": 128}, (), {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
     ],
-    ids=["whole", "narrow keys", "narrow mlp", "asked", "qwen3"],
+    ids=["whole", "narrow keys", "narrow mlp", "odd width", "asked", "qwen3"],
 )  # fmt: skip
 def test_trainer_and_vllm_quantize_the_same_layers(tmp_path, changes, skip, converted):
     source = directory(tmp_path / "model", **changes)
@@ -141,9 +142,11 @@ def test_settings_that_cannot_be_are_named(source, options, message):
 
 
 def test_a_model_without_a_layer_that_fits_is_refused(tmp_path):
-    source = directory(tmp_path / "narrow", hidden_size=64, num_attention_heads=2, num_key_value_heads=1)
+    source = directory(
+        tmp_path / "narrow", hidden_size=64, num_attention_heads=2, num_key_value_heads=1, intermediate_size=320
+    )
     with pytest.raises(
-        ValueError, match=r"2 x q_proj .*no whole tiles(.|\n)*no layer of model_dir=.* can compute in FP8"
+        ValueError, match=r"2 x q_proj .*64 features in(.|\n)*no layer of model_dir=.* can compute in FP8"
     ):
         policy_of(source)
 

@@ -19,6 +19,7 @@ import weakref
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, library, nn
 from torchtune.modules.peft import LoRALinear
 
@@ -84,7 +85,7 @@ class Fp8Config:
 
 
 class Fp8BlockLinear(nn.Linear):
-    """nn.Linear in FP8 blocks. Features in and out are multiples of 128; tokens and leading dimensions are free."""
+    """nn.Linear in FP8 blocks. Features in are a multiple of 128; features out, tokens and leading dimensions are free."""
 
     fp8 = Fp8Config()
 
@@ -110,7 +111,7 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: Fp8Config
     """Multiplies x [..., K] with weight [N, K] and returns [..., N] in the dtype of x.
 
     Raises:
-        ValueError: K or N is no multiple of 128, the dtype is none of bfloat16, float16 and float32, or the backend cannot run.
+        ValueError: K is no multiple of 128, the dtype is none of bfloat16, float16 and float32, or the backend cannot run.
     """
     trains = weight.requires_grad and torch.is_grad_enabled()
     columns = trains and config.save_activations == "fp8"
@@ -245,6 +246,9 @@ def _backward(
     On a GPU dy is read once for both.
     """
     dx = dw = None
+    # DGrad contracts the features out, in whole groups of 128: zeros stand for those that lack.
+    features, missing = weight.shape[0], -weight.shape[0] % BLOCK
+    dy, padded = F.pad(dy, (0, missing)), F.pad(weight, (0, 0, 0, missing))
     if need_dx and need_dw:
         rows, dy_columns = quantize_rows_and_columns(dy, power_of_two)
     elif need_dx:
@@ -252,10 +256,10 @@ def _backward(
     else:
         dy_columns = quantize_columns(dy, power_of_two)
     if need_dx:
-        dx = fp8_gemm.dgrad(rows, quantize_weight(weight, power_of_two), dy.dtype, backend)
+        dx = fp8_gemm.dgrad(rows, quantize_weight(padded, power_of_two), dy.dtype, backend)
     if need_dw:
         x = Fp8Blocks(columns.T, column_scales, COLUMNS, (dy.shape[0], weight.shape[1]))
-        dw = fp8_gemm.wgrad(dy_columns, x, torch.float32, backend).to(weight.dtype)
+        dw = fp8_gemm.wgrad(dy_columns, x, torch.float32, backend)[:features].to(weight.dtype)
     return dy.new_empty(0) if dx is None else dx, weight.new_empty(0) if dw is None else dw
 
 

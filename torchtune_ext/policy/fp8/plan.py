@@ -149,8 +149,10 @@ def skip_reasons(
             return "output head, whose errors go straight into the log-probs"
         if name in skip or _kind(name) in skip:
             return "named in precision.skip"
-        if out % BLOCK or features % BLOCK:
-            return f"no whole tiles of {BLOCK} x {BLOCK}"
+        if features % BLOCK:
+            return f"{features} features in: vLLM quantizes activations in whole groups of {BLOCK}"
+        if out % BLOCK and any(_kind(name) in parts for parts in FUSED):
+            return f"{out} features out: vLLM fuses it with others in whole tiles of {BLOCK}"
         return (unfit or {}).get(name)
 
     reasons = {name: own(name) for name in shapes}
@@ -242,8 +244,8 @@ def fp8_hf_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields (Hugging Face name, tensor) for a sampler that was made with `receipt.quantization_config()`.
 
-    A converted layer becomes `X.weight`, float8_e4m3fn [N, K], and `X.weight_scale_inv`, float32 [N/128, K/128], by which it is
-    multiplied. Everything else comes in `dtype`.
+    A converted layer becomes `X.weight`, float8_e4m3fn [N, K], and `X.weight_scale_inv`, float32 [N/128 rounded up, K/128], by
+    which it is multiplied. Everything else comes in `dtype`.
 
     Args:
         tensors: come from `named_hf_tensors` or `lora.base_hf_tensors` in `receipt.dtype`, so that what is rounded here is what
