@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -215,6 +216,25 @@ def test_without_an_evaluation_rewards_are_compared_without_an_interval(tmp_path
     rewards = [record["reward/mean"] for record in found.runs[0].records if "reward/mean" in record]
     assert results[0].reward == pytest.approx(np.mean(rewards[-6:]))
     assert results[0].last is None and results[0].tokens == 60_000 and results[0].seconds == 120.0
+
+
+def test_an_exact_tie_is_no_lead_and_a_replay_has_no_reward_of_its_own(tmp_path):
+    for name in ("a", "b"):
+        make_one(tmp_path / name, settings(1e-6 if name == "a" else 2e-6), level=0.5, every=0, rollouts=False)
+    found = find_runs([tmp_path])
+    target = target_of(found.runs, [])
+    for run in found.runs:
+        for record in run.records:
+            record["reward/mean"] = 0.5
+    results = {number: result_of(run, target) for number, run in enumerate(found.runs)}
+    said = verdict_of(settings_of(found.runs)[1], results, target)
+    assert (
+        said.headline
+        == "A (lr 1e-06) and B (lr 2e-06) have the highest mean reward of the last tenth of the steps, 0.500."
+    )
+    assert said.pairs[0].told == "alike"
+    replays = [replace(run, config={**run.config, "replay": "runs/a"}) for run in found.runs]
+    assert target_of(replays, []).metric != "reward/mean"
 
 
 def test_less_is_better_where_a_sweep_says_so(tmp_path):

@@ -54,6 +54,8 @@ def target_of(runs: Sequence[OneRun], sweeps: Sequence[Sweep]) -> Target | None:
         words = {ACCURACY: "held-out accuracy", GREEDY: "held-out accuracy (greedy)"}.get(metric, metric)
         return Target(metric, _honest(words, runs), goal != "minimize")
     for metric, words in _TARGETS:
+        if metric == REWARD and any((run.config or {}).get("replay") for run in runs):
+            continue  # it is that of the samples which were stored, whatever the settings are
         if sum(_has(run, metric) for run in runs) >= min(2, len(runs)):
             return Target(metric, _honest(words, runs), not metric.startswith(_FEWER))
     return None

@@ -98,7 +98,7 @@ def _pairs(
         else:
             difference = difference_of_seeds(_plain(mine), _plain(theirs), number)
         if not difference.known:
-            told = "unknown"
+            told = "unknown" if difference.value else "alike"
         else:
             told = "alike" if difference.low <= 0 <= difference.high else "apart"
         found.append(Pair(other, difference, told))
@@ -109,7 +109,9 @@ def _headline(
     settings: Sequence[Setting], estimates: Sequence[Estimate | None], best: int, pairs: Sequence[Pair], target: Target
 ) -> str:
     of_best, most = settings[best], "highest" if target.higher else "lowest"
-    told = [f"{_named([of_best])} has the {most} {target.words}, {_interval(estimates[best])}."]
+    same = [settings[pair.other] for pair in pairs if not pair.difference.value]
+    has = "have" if same else "has"
+    told = [f"{_named([of_best, *same])} {has} the {most} {target.words}, {_interval(estimates[best])}."]
     # Of two runs, more is known than of their settings: only the runs may be compared.
     alone = of_best.num_seeds == 1
     for kind, words in (
@@ -117,7 +119,7 @@ def _headline(
         ("alike", "cannot be told apart from"),
         ("unknown", "may be better than"),
     ):
-        of_kind = sorted((pair for pair in pairs if pair.told == kind), key=lambda pair: pair.other)
+        of_kind = sorted((p for p in pairs if p.told == kind and p.difference.value), key=lambda pair: pair.other)
         if of_kind:
             it = f"Its run {words} {'that' if len(of_kind) == 1 else 'those'} of" if alone else f"It {words}"
             by = f", by {_interval(_signed(of_kind[0].difference, target))}" if len(pairs) == 1 else ""
