@@ -234,6 +234,8 @@ def _group_record(group: Group, num_samples: int, num_tokens: int, pieces: Token
         "id": group.problem.id,
         "messages": messages_of(group, 8 * num_tokens),
         "answer": answer if isinstance(answer, str) else json.dumps(answer, default=repr),
+        # A chat template adds to the messages, a system line of its own for instance.
+        "read": pieces and cut_text("".join(pieces.split(group.prompt_tokens)), 8 * num_tokens),
         "prompt_tokens": len(group.prompt_tokens),
         "count": len(group.samples),
         "trained": sum(sample.trained for sample in group.samples),

@@ -139,7 +139,9 @@ def test_tokens_are_text_where_a_tokenizer_spells_the_samples(tmp_path, caplog):
     excerpts_of(paths, Limits(), [tmp_path / "wrong"])
     assert [record.levelno for record in caplog.records] == [logging.WARNING] and "wrong" in caplog.text
     assert found.pieces.keys() == {token for each in tokens for token in each}
-    for sample in unpacked(found.blobs[1])[0]["samples"]:
+    (shown,) = unpacked(found.blobs[1])
+    assert shown["read"] == right.decode([0, 1, 2], skip_special_tokens=False)
+    for sample in shown["samples"]:
         pieces = [sample.get("odd", {}).get(str(i), found.pieces[token]) for i, token in enumerate(sample["ids"])]
         text = next(text for text in texts if text in sample["text"])
         assert "".join(pieces) == text + "<|end|>"

@@ -211,6 +211,7 @@ class Browser {
         chip("prompt", `${group.prompt_tokens} tokens`), this.silent(group) ? el("span", { class: "chip warn" }, group.trained ? "no signal: KL and entropy alone" : "no signal: not trained on") : null),
       also.length ? el("div", { class: "also" }, "same problem at step", ...also.slice(0, 30).map(([place, step]) => el("button", { onclick: () => this.go(place, group.id) }, step))) : null,
       el("details", { class: "box", open: true }, el("summary", {}, "prompt"), prompt),
+      group.read ? el("details", { class: "box" }, el("summary", {}, "prompt, as the model read it"), el("pre", { class: "text" }, group.read)) : null,
       el("details", { class: "box" }, el("summary", {}, "hidden answer"), el("pre", { class: "text" }, group.answer)),
       ...group.samples.map((sample) => this.sample(sample, largest)),
       hidden > 0 ? el("p", { class: "muted", style: "margin-top:10px" }, `${hidden} more samples of this group are in the run's folder.`) : null];
