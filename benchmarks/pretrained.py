@@ -1,0 +1,193 @@
+"""What does GRPO teach a pretrained model, beside as many minutes of supervised training and beside rewards that mean nothing?
+
+    python benchmarks/pretrained.py --out runs/pretrained [--arms grpo supervised ...] [--steps 12]
+
+SmolLM2-135M-Instruct (`make pretrained`) on the puzzles of `grpo/smollm2`, from one warm-up (`warmup/smollm2`). A run takes
+about six minutes on two cores, and is then evaluated on 512 held-out problems with eight samples each. Runs that are there
+already are read, not made again, so a later call goes on.
+
+    grpo         `grpo/smollm2`; the arms below are this one with further settings
+    supervised   as many further minutes of `warmup_sft`, on new examples
+    shuffled     the rewards of each group are dealt out again at random
+
+An arm and a reference are compared by problem: the mean over problems of the difference of their shares of solved samples,
+each the mean over seeds, with the 95% interval over problems. It does not hold what other seeds would add: the table has their
+range.
+"""
+
+import argparse
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+from omegaconf import OmegaConf
+
+from torchtune_ext.recipes import grpo
+from torchtune_ext.telemetry.metrics import read_metrics
+from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+LORA = "model.lora_attn_modules=[q_proj,k_proj,v_proj,output_proj] model.apply_lora_to_mlp=True model.lora_rank=16"
+ARMS = {  # seeds, recipe and settings
+    "grpo": (3, "grpo_full", ""),
+    "supervised": (3, "warmup_sft", ""),
+    "shuffled": (3, __file__, ""),
+    "lora": (2, "grpo_lora", f"{LORA} optimizer.lr=2e-4"),
+    "atr_grpo": (2, "grpo_full", "preset=atr_grpo"),
+    "staleness 0": (2, "grpo_async", "staleness=0 preset=decoupled_ppo"),
+    "staleness 1": (2, "grpo_async", "staleness=1 preset=decoupled_ppo"),
+    "bf16": (2, "grpo_full", "dtype=bfloat16"),
+    "fp8_rollout": (2, "grpo_full", "dtype=bfloat16 precision=fp8_rollout"),
+    "fp8_unified": (2, "grpo_full", "dtype=bfloat16 precision=fp8_unified"),
+}
+AGAINST = {name: ["warm-up"] for name in ARMS} | {"grpo": ["warm-up", "supervised", "shuffled"], "atr_grpo": ["grpo"]}
+AGAINST |= {"staleness 1": ["staleness 0"], "fp8_rollout": ["bf16"], "fp8_unified": ["bf16"]}
+EXAMPLES = 36  # supervised ones in the minutes of a step of GRPO
+SAMPLES = 8
+
+
+@grpo.parse
+def recipe_main(cfg) -> None:
+    """The recipe, with rewards that say nothing of the sample."""
+    advantages, generator = grpo.with_advantages, np.random.default_rng(cfg.seed)
+
+    def shuffled(groups, *rest):
+        dealt = []
+        for group in groups:
+            order = generator.permutation(len(group.samples))
+            scores = [group.samples[place].score for place in order]
+            samples = tuple(replace(sample, score=score) for sample, score in zip(group.samples, scores, strict=True))
+            dealt.append(replace(group, samples=samples))
+        return advantages(dealt, *rest)
+
+    grpo.with_advantages = shuffled
+    grpo.run_recipe(grpo.GRPORecipe, grpo.load_config(grpo.Config, cfg))
+
+
+def tune(folder: Path, *args: str) -> float:
+    """Runs a recipe into `folder`, unless it has ended there already. Returns its minutes, start-up included."""
+    seconds = folder / "seconds"
+    if not seconds.exists():
+        begin = time.monotonic()
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with open(f"{folder}.log", "w") as log:
+            command = [sys.executable, "-m", "torchtune_ext", "run", *args, f"output_dir={folder}"]
+            subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT)
+        seconds.write_text(f"{time.monotonic() - begin:.0f}\n")
+    return float(seconds.read_text()) / 60
+
+
+def evaluated(out: Path, folder: Path, model: Path, problems: int) -> dict:
+    """What 512 held-out problems say of a model: by problem the share of solved samples, and means of the rest."""
+    trained = OmegaConf.load(CONFIGS / "grpo" / "smollm2.yaml")
+    cfg = {name: trained[name] for name in ("seed", "tokenizer", "engine", "sampling")}
+    cfg |= {"task": {**trained.evaluation.task, "generators": trained.task.generators, "count": problems}}
+    cfg |= {"samples_per_problem": SAMPLES, "pass_at": [1, SAMPLES], "model_dir": str(model), "output_dir": ""}
+    config = out / "eval.yaml"
+    config.write_text(OmegaConf.to_yaml(OmegaConf.create(cfg)))
+    tune(folder, "evaluate", "--config", str(config), f"model_dir={model}")
+    groups = read_rollouts(rollout_paths(folder)[0])
+    samples = [sample for group in groups for sample in group.samples if sample.score is not None]
+    by_problem = {
+        g.problem.id: fmean(s.score.parts["solved"] for s in g.samples if s.score is not None) for g in groups
+    }
+    return {
+        "solved": by_problem,
+        "pass@8": fmean(float(share > 0) for share in by_problem.values()),
+        "credit": fmean(sample.score.parts["credit"] for sample in samples),
+        "format": fmean(bool(re.fullmatch(r"-?\d+\.?", sample.text.strip())) for sample in samples),
+        "length": fmean(len(sample.completion.tokens) for sample in samples),
+    }
+
+
+def run(out: Path, arm: str, seed: int, warm: Path, args: argparse.Namespace) -> dict:
+    """One run of an arm, made if it is not there, and its evaluation."""
+    _, recipe, settings = ARMS[arm]
+    folder = out / f"{arm} {seed}".replace(" ", "_")
+    if recipe == "warmup_sft":
+        number = args.steps * EXAMPLES
+        words = ["--config", "warmup/smollm2", f"model_dir={warm}", f"num_problems={number}", f"task.seed={100 + seed}"]
+        minutes, model = tune(folder, recipe, *words, f"seed={seed}"), folder / "model"
+        lines = []
+    else:
+        words = [
+            "--config",
+            "grpo/smollm2",
+            f"model_dir={warm}",
+            f"max_steps={args.steps}",
+            f"seed={seed}",
+            *settings.split(),
+        ]
+        words += ["evaluation.task=null", "checkpoints.every=1000000"]
+        minutes = tune(folder, recipe, *words)
+        model = max((folder / "checkpoints").glob("step_*"))
+        model = model / "merged" if (model / "merged").exists() else model
+        lines = [line for line in read_metrics(folder / "metrics.jsonl") if "mismatch/mean_abs" in line]
+    found = evaluated(out, Path(f"{folder}_eval"), model, args.problems) | {"minutes": minutes}
+    if lines:
+        found["mismatch"] = fmean(line["mismatch/mean_abs"] for line in lines)
+        found["entropy"] = lines[-1].get("loss/entropy", float("nan"))
+    return found
+
+
+def row(name: str, runs: list[dict]) -> list[str]:
+    strict = [fmean(each["solved"].values()) for each in runs]
+    means = {
+        key: fmean(each[key] for each in runs) for key in ("pass@8", "credit", "format", "length") if key in runs[0]
+    }
+    cells = [name, str(len(runs)), f"{fmean(strict):.1%}", f"{min(strict):.1%} to {max(strict):.1%}"]
+    cells += [f"{means['pass@8']:.1%}", f"{means['credit']:.3f}", f"{means['format']:.1%}", f"{means['length']:.1f}"]
+    for key, text in (("entropy", "{:.2f}"), ("mismatch", "{:.1e}"), ("minutes", "{:.1f}")):
+        cells.append(text.format(fmean(each[key] for each in runs)) if key in runs[0] else "")
+    return cells
+
+
+def difference(first: list[dict], second: list[dict]) -> str:
+    """In percentage points, with the interval over problems."""
+    problems = first[0]["solved"].keys() & second[0]["solved"].keys()
+    d = np.array(
+        [fmean(r["solved"][p] for r in first) - fmean(r["solved"][p] for r in second) for p in sorted(problems)]
+    )
+    half = 1.96 * d.std(ddof=1) / len(d) ** 0.5
+    told = "" if abs(d.mean()) > half else ", cannot be told apart"
+    return f"{100 * d.mean():+.1f} [{100 * (d.mean() - half):.1f}, {100 * (d.mean() + half):.1f}]{told}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS, metavar="ARM")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--problems", type=int, default=512)
+    args = parser.parse_args()
+    out = args.out.absolute()
+    warm_minutes = tune(out / "warmup", "warmup_sft", "--config", "warmup/smollm2")
+    warm = out / "warmup" / "model"
+    base = Path("models/SmolLM2-135M-Instruct").absolute()
+    found = {"as downloaded": [evaluated(out, out / "base_eval", base, args.problems)]}
+    found["warm-up"] = [evaluated(out, out / "warmup_eval", warm, args.problems) | {"minutes": warm_minutes}]
+    for arm in args.arms:
+        found[arm] = [run(out, arm, seed, warm, args) for seed in range(ARMS[arm][0])]
+    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; {args.problems} held-out problems\n")
+    print(
+        "| arm | seeds | solved | of the seeds | pass@8 | credit | a number | tokens | entropy | mismatch | minutes |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    for name, runs in found.items():
+        print(f"| {' | '.join(row(name, runs))} |")
+    print("\n| arm | against | points, 95% over problems |\n|---|---|---|")
+    for arm in args.arms:
+        for other in AGAINST[arm]:
+            if other in found:
+                print(f"| {arm} | {other} | {difference(found[arm], found[other])} |")
+
+
+if __name__ == "__main__":
+    sys.exit(recipe_main() if "--config" in sys.argv else main())
