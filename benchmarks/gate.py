@@ -41,10 +41,10 @@ TENSORS = ("one tensor random", "one tensor lost", "one tensor old", "all tensor
 ADAPTERS = ["adapters.publish=adapter", "model.lora_attn_modules=[q_proj,v_proj]", "model.lora_rank=8"]
 MERGED = ["adapters.publish=merged", *ADAPTERS[1:]]
 PRECISIONS = {
-    "fp32": ["dtype=float32", "engine.dtype=float32"],
-    "bf16": ["dtype=bfloat16", "engine.dtype=bfloat16"],
-    "fp32, engine bf16": ["dtype=float32", "engine.dtype=bfloat16"],
-    "bf16, engine fp32": ["dtype=bfloat16", "engine.dtype=float32"],
+    "fp32": ["precision=bf16", "dtype=float32", "engine.dtype=float32"],
+    "bf16": ["precision=bf16", "dtype=bfloat16", "engine.dtype=bfloat16"],
+    "fp32, engine bf16": ["precision=bf16", "dtype=float32", "engine.dtype=bfloat16"],
+    "bf16, engine fp32": ["precision=bf16", "dtype=bfloat16", "engine.dtype=float32"],
     "fp8_rollout": ["precision=fp8_rollout", "dtype=bfloat16", "engine.dtype=bfloat16"],
     "fp8_unified": ["precision=fp8_unified", "dtype=bfloat16", "engine.dtype=bfloat16"],
 }
@@ -96,11 +96,11 @@ def drive(recipe: GRPORecipe, fault: Path, healthy: int, faults: list[str], out:
             message = ""
         except Disagreement as error:
             message = str(error)
-            recipe.version += recipe.publisher._engine.version == recipe.version
         line = {"fault": present[0], "publications": recipe.version - begun, "tokens": tokens[0], "message": message}
         line |= {"limit": gate.limit}
         with out.open("a") as file:
             file.write(json.dumps(line) + "\n")
+        recipe.version += 1  # `train` begins with a publication
 
 
 def test_of(message: str) -> str:

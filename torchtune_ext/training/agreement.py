@@ -35,7 +35,7 @@ SAMPLER_ADVICE = (
 )
 
 # `diagnose` tries these temperatures, to find out whether the sampler used a wrong one.
-TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 2.0)
+TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.3, 1.5, 2.0)
 
 # In a batch of several versions the tokens of the present one are judged if there are so many. Of fewer, one may be the mean.
 TOO_FEW = 32
