@@ -134,18 +134,8 @@ def quantize_weight(w: Tensor, power_of_two: bool, amax_floor: float, fp8_max: f
     if w.numel():
         with _on(w):
             weight_kernel[(num_tiles, K // BLOCK)](
-                w,
-                values,
-                scales,
-                N,
-                K,
-                *w.stride(),
-                power_of_two,
-                _bits(amax_floor),
-                fp8_max,
-                BLOCK,
-                num_warps=NUM_WARPS,
-            )
+                w, values, scales, N, K, *w.stride(), power_of_two, _bits(amax_floor), fp8_max, BLOCK, num_warps=NUM_WARPS,
+            )  # fmt: skip
     return values, scales
 
 

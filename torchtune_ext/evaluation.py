@@ -47,6 +47,11 @@ class Accuracy:
     problems: int  # problems with at least one graded sample
     ungraded: int  # samples that the infrastructure failed to grade
 
+    @property
+    def partly_right(self) -> bool:
+        """Whether rewards lie between 0 and 1: then their mean is no share of right answers."""
+        return _apart(self.mean, self.pass_at.get(1))
+
 
 def accuracy(groups: Sequence[Group], ks: Sequence[int] = (1,)) -> Accuracy:
     """Computes the accuracy of groups.
@@ -83,9 +88,14 @@ def accuracy(groups: Sequence[Group], ks: Sequence[int] = (1,)) -> Accuracy:
 
 
 def partly_right(values: Mapping[str, float | None]) -> bool:
-    """Whether rewards lie between 0 and 1, by the metrics of an evaluation: then their mean is no share of right answers."""
-    pairs = [(values.get(f"eval/accuracy_{kind}"), values.get(f"eval/solved_{kind}")) for kind in ("sampled", "greedy")]
-    return any(None not in pair and not math.isclose(*pair, abs_tol=1e-9) for pair in pairs)
+    """What `Accuracy.partly_right` says, from the metrics of an evaluation."""
+    return any(
+        _apart(values.get(f"eval/accuracy_{kind}"), values.get(f"eval/solved_{kind}")) for kind in ("sampled", "greedy")
+    )
+
+
+def _apart(mean: float | None, solved: float | None) -> bool:
+    return mean is not None and solved is not None and not math.isclose(mean, solved, abs_tol=1e-9)
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:

@@ -160,7 +160,9 @@ def burn(core, burns):
         pass
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="this process would be a second neighbor of the only core")
+@pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) == 1, reason="this process would be a second neighbor of the only core"
+)
 def test_who_takes_the_core_away_is_seen(any_machine):
     """The naive program works longer at a time than a scheduler lets one of two processes run."""
     core = max(os.sched_getaffinity(0))

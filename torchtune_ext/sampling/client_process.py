@@ -10,8 +10,8 @@ The first frame holds (directory of the model, EngineConfig, folder for temporar
 method, arguments), and its answer (number, "value", value) or (number, "lost" | "refused", message). Three more come
 unasked: (0, "step", Step), (0, "dead", how the engine ended), and (0, "beat", None).
 
-The engine's process is a fork of this one, so vLLM is imported once for both, and a process of its workers belongs to our
-session. It ends when this one ends, and this one when the trainer does.
+The engine's process is a fork of this one, so vLLM is imported once for both, and it and its workers belong to our session.
+It ends when this one ends, and this one when the trainer does.
 """
 
 import asyncio

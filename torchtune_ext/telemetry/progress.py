@@ -166,7 +166,7 @@ class Progress:
         cells = [f"{name:>{_COLUMNS[0][1]}}"]
         for _, width, text, names in _COLUMNS[1:]:
             value = next((values[name] for name in names if name in values), None)
-            text = "{:.4f}" if names == _EVALUATION and partly_right(values) else text
+            text = "{:.3f}" if names == _EVALUATION and partly_right(values) else text
             cells.append(f"{'-' if value is None else text.format(value):>{width}}")
         without_signal = values.get("groups/used") == 0
         if without_signal:

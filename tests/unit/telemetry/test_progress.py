@@ -80,6 +80,8 @@ def test_an_evaluation_before_the_first_step_is_a_line_at_once():
     progress = Progress(total_steps=200, bars=False, file=file)
     progress.summary(0, {"eval/accuracy_sampled": 0.25})
     assert file.getvalue().splitlines()[1].split()[:4] == ["0/200", "-", "-", "25.0%"]
+    progress.summary(0, {"eval/accuracy_sampled": 0.25, "eval/solved_sampled": 0.125})
+    assert file.getvalue().splitlines()[2].split()[3] == "0.250", "the mean of partial rewards is no share"
 
 
 def test_other_ranks_print_no_table(capsys):
