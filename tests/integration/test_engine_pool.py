@@ -37,7 +37,7 @@ pytestmark = [
     pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two engines need two cores"),
 ]
 
-CONFIG = dict(dtype="float32", max_model_len=1024, kv_cache_bytes=64 << 20, probe_interval_s=0.5, probe_deadline_s=3.0)
+CONFIG = dict(dtype="float32", max_model_len=1024, kv_cache_bytes=64 << 20)
 SAMPLING = SamplingConfig(max_tokens=24, seed=5)
 LONG = SamplingConfig(max_tokens=600, seed=3)
 
@@ -107,11 +107,11 @@ def test_each_engine_has_its_own_cores_and_log(pool):
 def test_one_that_is_killed_in_the_midst_of_sampling_loses_nothing(pool, of_one):
     futures = [pool.submit(prompt, 4, LONG, group=g) for g, prompt in enumerate(tiny_model.prompts(4, 20))]
     restarts = pool.stats().restarts
-    wait_until(lambda: all(lane.last_step.running >= 8 for lane in lanes(pool)), 60)
+    wait_until(lambda: lanes(pool)[1].last_step.running > 0)
     killed = pids(pool)[1]
     os.kill(killed, signal.SIGKILL)
     require_same([future.result(timeout=120) for future in futures], of_one[1])
-    wait_until(lambda: pool.stats().healthy == 2, 60)
+    wait_until(lambda: pool.stats().healthy == 2, 240)
     assert pool.stats().restarts == restarts + 1 and killed not in pids(pool)
     assert not Path(f"/proc/{killed}").exists()
 
@@ -130,8 +130,8 @@ def test_after_a_publication_both_answer_the_canary_with_the_new_weights(pool, m
                 assert np.abs(tiny_model.logprobs(models[1], prompt, c.tokens) - c.logprobs).max() < 1e-4
     # One that is lost now comes back with these, and not with those of the disk.
     os.kill(pids(pool)[0], signal.SIGKILL)
-    wait_until(lambda: pool.stats().healthy == 1, 10)
-    wait_until(lambda: pool.stats().healthy == 2, 60)
+    wait_until(lambda: pool.stats().healthy == 1)
+    wait_until(lambda: pool.stats().healthy == 2, 240)
     (first, second) = pool.canary(prompts, 2, SAMPLING)
     require_same(first.completions, second.completions)
     assert first.checksums == [sums]

@@ -4,6 +4,8 @@ import os
 import sys
 import threading
 
+import psutil
+
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.output import say
 
@@ -14,6 +16,7 @@ CANNOT = (
 QUIET_S = 2.0  # seconds after which the user is told what is waited for
 ANSWER_S = 10  # seconds that W&B's server has to answer, by W&B's own default
 SLACK_S = 5  # seconds that W&B's own process has beyond that
+CLOSE_S = 1.0  # seconds that W&B's own process has to end
 WRITE_S = 2  # seconds from one write of W&B's file to the next
 FINISH_S = 600  # seconds that the last upload may take, where WANDB_FINISH_TIMEOUT says nothing else
 
@@ -74,4 +77,11 @@ def require_login() -> None:
         asking.join(seconds - QUIET_S)
     fault = answers[0] if answers else f"its server did not answer within {seconds:g} s (WANDB_HTTP_TIMEOUT)"
     if fault:
+        # Left to itself, W&B waits at exit for its own process, also for one that does not answer any more.
+        closing = threading.Thread(target=wandb.teardown, name="wandb-teardown", daemon=True)
+        closing.start()
+        closing.join(CLOSE_S)
+        for child in psutil.Process().children():
+            if child.name() == "wandb-core":
+                child.kill()
         raise Mistake(CANNOT.format(fault))
