@@ -1,0 +1,207 @@
+"""What a publication proves, by an engine that is played by transformers' model: it takes what it is sent, and errs where the test
+says so. The real engine: tests/integration/test_engine_pool.py, test_lost_weights.py."""
+
+import dataclasses
+import logging
+from functools import partial
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+import tiny_model  # noqa: E402
+from learners import alone  # noqa: E402
+
+from torchtune_ext.objective.loss import PolicyLoss  # noqa: E402
+from torchtune_ext.policy import from_config  # noqa: E402
+from torchtune_ext.policy.builder import build_policy, on_meta  # noqa: E402
+from torchtune_ext.policy.hf_model import HFModel  # noqa: E402
+from torchtune_ext.sampling.engine import Completion, EngineConfig, SamplingConfig  # noqa: E402
+from torchtune_ext.sampling.records import CanaryAnswer, PublishReport  # noqa: E402
+from torchtune_ext.sampling.weight_buffer import checksum  # noqa: E402
+from torchtune_ext.training.agreement import Disagreement  # noqa: E402
+from torchtune_ext.training.precision import Precision, PrecisionConfig  # noqa: E402
+from torchtune_ext.training.publish import Publisher  # noqa: E402
+from torchtune_ext.training.trained import AllWeights  # noqa: E402
+
+PROMPTS = [[1, 2, 3, 4], [5, 6, 7], [8] * 9]
+SAMPLING = SamplingConfig(max_tokens=40, seed=7, early_stop_logprob=-3.0)
+
+
+class PlayedEngine:
+    """One engine whose name, labels, checksums and weights are fields, to be changed by a test."""
+
+    name, label, lost = "the engine", None, ()
+
+    def __init__(self):
+        self.model, self.sums, self.asked, self.deaf = tiny_model.build(0), {}, [], False
+
+    def publish(self, tensors, version, adapter):
+        taken = {name: tensor.clone() for name, tensor in tensors}
+        self.sums = {name: checksum(tensor) for name, tensor in taken.items() if name not in self.lost}
+        if not self.deaf:
+            self.model.load_state_dict({name: tensor.float() for name, tensor in taken.items()}, strict=False)
+        self.version = version
+        return PublishReport(version, sum(t.numel() * t.element_size() for t in taken.values()), 0.5, 0.25, 0.125)
+
+    def canary(self, prompts, samples, sampling):
+        self.asked.append((prompts, samples, sampling))
+        generator = torch.Generator().manual_seed(sampling.seed)
+        return [
+            CanaryAnswer(
+                self.name, [[self._drawn(p, sampling, generator) for _ in range(samples)] for p in prompts], [self.sums]
+            )
+        ]
+
+    @torch.no_grad()
+    def _drawn(self, prompt, sampling, generator):
+        ids, logprobs = list(prompt), []
+        for _ in range(sampling.max_tokens):
+            said = self.model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+            ids.append(int(torch.multinomial(said.exp(), 1, generator=generator)))
+            logprobs.append(said[ids[-1]].item())
+        count, version = sampling.max_tokens, self.version if self.label is None else self.label
+        tokens = np.array(ids[len(prompt) :], np.int32)
+        return Completion(tokens, np.array(logprobs, np.float32), np.full(count, version, np.int32), "length", 0)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return HFModel(tiny_model.save(tiny_model.build(0), tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture
+def played(source):
+    """A function: settings of the engine -> (engine, policy's model, publisher), after a first publication."""
+
+    def make(limit=0.001, **settings):
+        config, device = EngineConfig(**{"dtype": "float32"} | settings), torch.device("cpu")
+        policy = build_policy(partial(from_config, str(source.path)), source, device, torch.float32)
+        model = on_meta(partial(from_config, str(source.path)))
+        precision = Precision(PrecisionConfig(), model, source, "float32", config, device, None)
+        learner, engine = alone(policy, PolicyLoss()), PlayedEngine()
+        gate = precision.gate(learner, partial(from_config, str(source.path)), limit, replay=False)
+        publisher = Publisher(engine, learner, AllWeights(), precision, source, gate, PROMPTS, SAMPLING)
+        return engine, policy.model, publisher
+
+    return make
+
+
+@torch.no_grad()
+def update(model, size, seed=0, names=("",)):
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in names):
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=size)
+
+
+def test_a_publication_that_arrives(played):
+    engine, model, publisher = played()
+    first = publisher.publish(3)
+    size = 4 * sum(parameter.numel() for parameter in model.parameters())
+    assert first["publish/bytes"] == size
+    # The reports are the engine's; what gathering took is within the copy and is told apart.
+    assert first["time/publish/pause"] == 0.25
+    assert first["time/publish/copy"] + first["time/publish/gather"] == pytest.approx(0.5)
+    assert first["canary/mean_abs"] < 1e-5 and first["canary/limit"] == 0.001
+    assert not {"canary/update_applied", "publish/changed_share"} & set(first)  # there was nothing before
+    assert first["time/publish/canary"] > 0
+
+    update(model, 1e-2)
+    second = publisher.publish(4)
+    assert second["canary/update_applied"] == pytest.approx(1.0, abs=0.01)
+    assert second["publish/changed_share"] > 0.99
+    for prompts, samples, sampling in engine.asked:
+        assert (prompts, samples) == (PROMPTS, 8)
+        assert sampling == dataclasses.replace(SAMPLING, max_tokens=16, seed=0, early_stop_logprob=None)
+
+
+def test_a_run_of_short_completions_has_a_short_canary(source, played):
+    engine, _, publisher = played()
+    short = Publisher(
+        engine, publisher._learner, AllWeights(), publisher._precision, source, publisher._agreement, PROMPTS,
+        dataclasses.replace(SAMPLING, max_tokens=3),
+    )  # fmt: skip
+    assert short.publish(1)["canary/mean_abs"] < 1e-5
+    assert engine.asked[-1][2].max_tokens == 3
+
+
+@pytest.mark.parametrize(
+    "fault, message",
+    [
+        (dict(label=2), r"after publishing version 4: weights: the engine labels .* with version \[2\]"),
+        (dict(lost=("model.norm.weight",)), r"1 of the \d+ tensors in the engine \(worker 0\) .*, 1 of them lost"),
+        # The limit of the scale is far above this update, so only its effect on the tokens can tell.
+        (
+            dict(deaf=True),
+            r"4: .*weights: the engine has the weights that were sent and samples as before .* shows -?0\.0",
+        ),
+    ],
+)
+def test_a_publication_that_does_not_arrive_stops_the_run(played, fault, message):
+    engine, model, publisher = played(limit=5.0)
+    publisher.publish(3)
+    update(model, 1e-2)
+    for name, value in fault.items():
+        setattr(engine, name, value)
+    with pytest.raises(Disagreement, match=message):
+        publisher.publish(4)
+
+
+def test_the_effect_of_an_update_too_small_to_show_is_not_judged(played):
+    engine, model, publisher = played()
+    publisher.publish(3)
+    engine.deaf = True
+    update(model, 1e-9)
+    assert "canary/update_applied" not in publisher.publish(4)
+
+
+def test_each_of_several_engines_is_judged_by_itself(played, monkeypatch):
+    engine, model, publisher = played(limit=0.1)
+    other, answer = PlayedEngine(), engine.canary
+    other.name = "the other"
+
+    def both(*asked):
+        other.version, other.sums = engine.version, engine.sums
+        return answer(*asked) + other.canary(*asked)
+
+    monkeypatch.setattr(engine, "canary", both)
+    update(other.model, 1e-4)
+    assert 1e-5 < publisher.publish(1)["canary/mean_abs"] < 0.1  # the worse one's
+    update(other.model, 3e-2)
+    with pytest.raises(Disagreement, match="after publishing version 2, the other: trainer and sampler disagree"):
+        publisher.publish(2)
+
+
+def rounded_share(before, after):
+    """Of the values of all tensors that changed, the share that bfloat16 shows."""
+    pairs = [(a.bfloat16() != b.bfloat16()).flatten() for a, b in zip(before, after, strict=True)]
+    shown = torch.cat([changed for changed in pairs if changed.any()])
+    return shown.double().mean().item()
+
+
+def test_what_the_dtype_of_the_engine_keeps_of_an_update_is_logged_and_said_once(played, caplog):
+    engine, model, publisher = played(limit=5.0, dtype="bfloat16")
+    before = [p.detach().clone() for p in model.parameters()]
+    publisher.publish(1)
+    update(model, 2e-5, names=("layers",))
+    with caplog.at_level(logging.WARNING):
+        share = publisher.publish(2)["publish/changed_share"]
+        # Of a tensor of 8,192 values or more only some are looked at; those of the layers have 64 to 8,192.
+        assert share == pytest.approx(rounded_share(before, list(model.parameters())), rel=0.1) and share < 0.2
+        update(model, 2e-5, seed=1, names=("layers",))
+        publisher.publish(3)
+    (said,) = [record.getMessage() for record in caplog.records if "changed_share" in record.getMessage()]
+    assert "in bfloat16, which the engine holds" in said and "Set engine.dtype=float32, or dtype=bfloat16" in said
+
+
+def test_an_update_that_the_engine_can_hold_is_not_warned_of(played, caplog):
+    engine, model, publisher = played(limit=5.0, dtype="bfloat16")
+    publisher.publish(1)
+    update(model, 1e-2)
+    with caplog.at_level(logging.WARNING):
+        assert publisher.publish(2)["publish/changed_share"] > 0.5
+        assert publisher.publish(3)["publish/changed_share"] == 0.0  # nothing changed: an update of no step
+    assert not [record for record in caplog.records if "changed_share" in record.getMessage()]
