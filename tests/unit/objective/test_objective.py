@@ -8,6 +8,7 @@ import pytest
 import torch
 from tables import every_row
 
+from torchtune_ext.objective.clipping import clip
 from torchtune_ext.objective.constraints import CONSTRAINTS, Constraint
 from torchtune_ext.objective.loss import NLLLoss, PolicyLoss, Tokens
 
@@ -106,6 +107,12 @@ def test_constraints_of_token_ratios(settings, objective):
     assert values == pytest.approx(want_values, abs=1e-12)
     assert gradients == pytest.approx(want_gradients, abs=1e-12)
     assert metrics["clip_fraction"] == [float(g == 0.0) for g in want_gradients]
+
+
+def test_the_dual_clip_leaves_small_positive_advantages_alone():
+    ratio, advantages = torch.tensor([2.0, 0.5]), torch.tensor([0.25, 0.25])
+    objective, cut = clip(ratio, advantages, 0.8, 1.2, dual=3.0)
+    assert objective.tolist() == pytest.approx([0.3, 0.125]) and cut.tolist() == [True, False]
 
 
 def test_cispo_clips_the_weight_and_keeps_every_gradient():

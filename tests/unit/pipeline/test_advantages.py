@@ -250,3 +250,19 @@ def test_with_overlong_lengths_alone_are_no_signal():
 def test_bad_options_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         AdvantageConfig(**options)
+
+
+@every_row(
+    "options, words",
+    [
+        ({}, "advantage mean/group_std"),
+        ({"pass_k": 2, "scale": "none"}, "advantage mean/none, best of 2"),
+        ({"truncated": "mask", "overlong": 0.0}, "advantage mean/group_std, cut samples: mask"),
+        (
+            {"truncated": "penalize", "penalty": 0.5, "overlong": 0.2},
+            "advantage mean/group_std, cut samples: penalize by 0.5 over the last 20%",
+        ),
+    ],
+)
+def test_the_words_of_the_opening(options, words):
+    assert str(AdvantageConfig(**options)) == words

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtune_ext import packing
-from torchtune_ext.packing import ALONE, LENGTHS, Layout, Lengths, balanced_rows, dealt
+from torchtune_ext.packing import ALONE, LENGTHS, Layout, Lengths, PackStats, balanced_rows, dealt
 
 GROUPS = st.lists(
     st.builds(Lengths, st.integers(1, 30), st.lists(st.integers(0, 40), min_size=1, max_size=8).map(tuple)), max_size=12
@@ -125,3 +125,13 @@ def test_dealing_is_fair(sizes, hands):
 
 def test_dealing_keeps_the_order_of_equal_items():
     assert dealt([5] * 6, 3) == [[0, 3], [1, 4], [2, 5]]
+
+
+def test_counts_of_rows_by_hand():
+    one = PackStats(rows=2, tokens=30, labels=20, unpacked=60, needed=28, computed=40)
+    assert PackStats().metrics() == {
+        "pack/rows": 0.0, "pack/tokens": 0.0, "pack/labels": 0.0, "pack/rho": 1.0, "pack/used": 0.0,
+    }  # fmt: skip
+    assert (one + one).metrics() == {
+        "pack/rows": 4.0, "pack/tokens": 60.0, "pack/labels": 40.0, "pack/rho": 2.0, "pack/used": 0.7,
+    }  # fmt: skip

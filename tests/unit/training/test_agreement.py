@@ -70,6 +70,17 @@ def test_agreement_passes_and_measures():
     assert found.tokens == SAMPLES * TOKENS
 
 
+def test_the_percentile_of_one_to_two_hundred():
+    table = Table()
+    errors = torch.zeros(SAMPLES * TOKENS, dtype=torch.float64)
+    errors[:200] = torch.arange(1, 201) * 1e-2
+    (row,) = table.rows(table.score(1.0) + errors)
+    found = mismatch([row], [LabelLogprobs(table.score(1.0), torch.zeros(SAMPLES * TOKENS))])
+    rest = SAMPLES * TOKENS - 200
+    place = round(0.99 * SAMPLES * TOKENS) - rest
+    assert place > 1 and found.p99_abs == pytest.approx(place * 1e-2, abs=1e-5)
+
+
 def test_mismatch_by_place_and_age():
     table = Table()
     versions, errors = [3, 3, 1, 0], torch.zeros(SAMPLES, TOKENS, dtype=torch.float64)

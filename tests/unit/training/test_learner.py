@@ -10,7 +10,7 @@ from tables import every_row
 from torchtune_ext.objective.loss import Needs, NLLLoss, PolicyLoss, needs_of
 from torchtune_ext.packing import pack
 from torchtune_ext.policy.logprobs import PackedPolicy
-from torchtune_ext.training.learner import ScheduleConfig, make_schedule
+from torchtune_ext.training.learner import ScheduleConfig, make_schedule, over_updates
 
 GROUPS = [(7, [5, 1, 9]), (4, [12, 11])]
 
@@ -143,3 +143,12 @@ def test_a_gradient_has_the_same_bits_each_time(loss):
             first = found
     finally:
         torch.set_num_threads(threads)
+
+
+def test_a_step_of_several_updates_has_the_mean_of_each_metric_and_the_greatest_maximum():
+    updates = [
+        {"loss": 1.0, "ratio_max": 3.0},
+        {"loss": 2.0, "ratio_max": 5.0, "age_1": 7.0},
+        {"loss": 6.0, "ratio_max": 4.0},
+    ]
+    assert over_updates(updates) == {"loss": 3.0, "ratio_max": 5.0, "age_1": 7.0}
