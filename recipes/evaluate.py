@@ -12,13 +12,11 @@ from typing import Any
 from omegaconf import MISSING, DictConfig
 
 from torchtune_ext.evaluation import Accuracy, accuracy
-from torchtune_ext.grading import GraderConfig
+from torchtune_ext.grading import Grader, GraderConfig, open_graders, rehearse
 from torchtune_ext.host.config import build, instantiate, load_config, named_paths, record
 from torchtune_ext.host.dry_run import require_gpus
 from torchtune_ext.host.opening import ready
 from torchtune_ext.host.plugin import parse
-from torchtune_ext.measured.grading import BenchGrader, Grader, open_graders, rehearse
-from torchtune_ext.measured.results import BenchConfig
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.rollout import in_order, sample_groups
 from torchtune_ext.run.errors import Mistake
@@ -59,7 +57,6 @@ class Config:
     greedy: bool = True  # also one greedy sample per problem
     pass_at: list[int] = field(default_factory=lambda: [1])  # k of pass@k, at most samples_per_problem
     grader: dict[str, Any] = field(default_factory=dict)  # fields of GraderConfig: workers, timeout_s
-    bench: dict[str, Any] = field(default_factory=dict)  # fields of BenchConfig, where programs are measured: cores
     rollouts: dict[str, Any] = field(default_factory=dict)  # fields of RolloutConfig: bad_problems, deadline_s
     seed: int = 0  # of sampling
 
@@ -70,7 +67,7 @@ class EvaluateRecipe:
         self.stop = StopSignals(grace_s=0.0, standing=self.standing)
         self.folder: RunFolder | None = None
         self.engine: Engine | None = None
-        self.grader: Grader | BenchGrader | None = None
+        self.grader: Grader | None = None
         self.store: RolloutStore | None = None
         self.written: Path | None = None
 
@@ -85,7 +82,7 @@ class EvaluateRecipe:
         self.store = RolloutStore(cfg.output_dir)
         say(labelled([("engine", f"starting, its log: {cfg.output_dir}/{self.engine.log_path.name}")]))
         self.engine.start()
-        (self.grader,) = open_graders([self.task], self.grading, self.bench, folder=cfg.output_dir)
+        (self.grader,) = open_graders([self.task], self.grading, folder=cfg.output_dir)
         self.progress = Progress()
         seconds = self.engine.wait_ready()
         self.engine.require_own_model()
@@ -96,7 +93,7 @@ class EvaluateRecipe:
         cfg = self.cfg
         at_least(cfg, samples_per_problem=1)
         self.rollout_config = build(RolloutConfig, cfg.rollouts, "rollouts")
-        self.grading, self.bench = build(GraderConfig, cfg.grader, "grader"), build(BenchConfig, cfg.bench, "bench")
+        self.grading = build(GraderConfig, cfg.grader, "grader")
         for k in cfg.pass_at:
             if not 1 <= k <= cfg.samples_per_problem:
                 raise Mistake(f"pass_at holds {k}; each k must lie in 1..samples_per_problem={cfg.samples_per_problem}")
@@ -112,7 +109,7 @@ class EvaluateRecipe:
         check_tokenizer(self.tokenizer, model)
         check_prompts({"task": self.task}, self.tokenizer, self.sampling, engine)
         check_weights(model)
-        rehearse([self.task], self.bench, self.grading, samples=cfg.samples_per_problem)
+        rehearse([self.task], self.grading, samples=cfg.samples_per_problem)
         fault = prompt_fault(self.tokenizer, engine.max_model_len, self.sampling.max_tokens)
         usable = Usable(self.task, fault, self.rollout_config.bad_problems)
         self.problems, self.skipped = usable.problems, usable.skipped

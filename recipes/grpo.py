@@ -24,14 +24,12 @@ from omegaconf import MISSING, DictConfig
 from torchtune_ext.advantages import AdvantageConfig, refilled, with_advantages
 from torchtune_ext.buffer import Ledger
 from torchtune_ext.evaluation import EvaluationConfig
-from torchtune_ext.grading import GraderConfig
+from torchtune_ext.grading import Grader, GraderConfig, open_graders, rehearse
 from torchtune_ext.groups import Group, graded
 from torchtune_ext.host.config import build, has_component, instantiate, load_config, named_paths, record
 from torchtune_ext.host.dry_run import check_machine, dry_run
 from torchtune_ext.host.opening import opening, ready
 from torchtune_ext.host.plugin import parse
-from torchtune_ext.measured.grading import BenchGrader, Grader, open_graders, rehearse
-from torchtune_ext.measured.results import BenchConfig
 from torchtune_ext.objective.loss import needs_of
 from torchtune_ext.packing import Row, pack_updates
 from torchtune_ext.policy.builder import build_policy, on_meta
@@ -76,7 +74,6 @@ class Config:
     task: Any = MISSING  # problems to train on, with their grader
     evaluation: dict[str, Any] = field(default_factory=dict)  # fields of EvaluationConfig: task, every, samples
     grader: dict[str, Any] = field(default_factory=dict)  # fields of GraderConfig: workers, timeout_s
-    bench: dict[str, Any] = field(default_factory=dict)  # fields of BenchConfig, where programs are measured: cores
     preset: str | None = "grpo"  # a published method: its loss, advantage, aggregation, ... where nothing is set here
     loss: Any = MISSING  # objective per label
     optimizer: Any = MISSING  # any torch optimizer
@@ -119,7 +116,7 @@ class GRPORecipe:
         # What rank 0 owns, and what a run that is stopped early may not have yet.
         self.folder: RunFolder | None = None
         self.engine: Engine | None = None
-        self.graders: list[Grader | BenchGrader] = []  # of the task, of the held-out task
+        self.graders: list[Grader] = []  # of the task, of the held-out task
         self.source: GroupSource | Replay | None = None
         self.metrics: Metrics | None = None
         self.rollouts: RolloutStore | None = None
@@ -163,7 +160,6 @@ class GRPORecipe:
             self.graders = open_graders(
                 [self.task, self.eval_task],
                 self.grading,
-                self.bench,
                 beside_training=cfg.staleness > 0,
                 folder=cfg.output_dir,
             )
@@ -213,7 +209,7 @@ class GRPORecipe:
         self.task = instantiate(cfg.task)
         self.evaluation = build(EvaluationConfig, cfg.evaluation, "evaluation")
         self.eval_task = instantiate(cfg.evaluation.task) if has_component(cfg.evaluation.get("task")) else None
-        self.grading, self.bench = build(GraderConfig, cfg.grader, "grader"), build(BenchConfig, cfg.bench, "bench")
+        self.grading = build(GraderConfig, cfg.grader, "grader")
         self.loss = instantiate(cfg.loss)
         self.advantage = build(AdvantageConfig, cfg.advantage, "advantage")
         self.sampling = build(SamplingConfig, cfg.sampling, "sampling", stop_token_ids=self.tokenizer.stop_token_ids)
@@ -277,7 +273,7 @@ class GRPORecipe:
         )
         if self.ranks.is_main and not self.replay:
             self.held_out.require()
-            rehearse([self.task, self.eval_task], self.bench, self.grading)
+            rehearse([self.task, self.eval_task], self.grading)
             self.engine = Engine(cfg.model_dir, self.precision.engine, cfg.output_dir)
 
     def open_folder(self) -> Identity:

@@ -33,7 +33,7 @@ APART = (
     "checkpoints",
     "logging",
     "grader",
-    "bench",
+    "task.bench",
 )
 APART += (
     "evaluation",
@@ -214,5 +214,6 @@ def _named(settings: Sequence[str]) -> str:
 
 def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
     """Names settings with both values, for instance "optimizer.lr=0.001 (here 0.0001)"."""
-    found = [change for change in changes(theirs, ours) if change.key.partition(".")[0] not in APART]
-    return [f"{change.key}={change.before} (here {change.now})" for change in found]
+    apart = tuple(f"{key}." for key in APART)
+    counted = [change for change in changes(theirs, ours) if not f"{change.key}.".startswith(apart)]
+    return [f"{change.key}={change.before} (here {change.now})" for change in counted]

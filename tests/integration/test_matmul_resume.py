@@ -74,7 +74,7 @@ checkpoints: {{every: {EVERY}, keep_last: 10}}
 # The same with the benchmark service, and a kernel that a busy machine can time.
 REAL = RUN.replace("few_programs.RecordedMatmul", "torchtune_ext.measured.matmul.Matmul")
 REAL = REAL.replace(f"{{dgemm: {few_programs.SIZES}}}", "{calm_kernels.CalmDgemm: 48}")
-REAL = REAL.replace(str(STAGES), "[blocking, all]") + "bench: {budget_s: 0.2}\n"
+REAL = REAL.replace(str(STAGES), "[blocking, all]\n  bench: {budget_s: 0.2}")
 SHORT = ["max_steps=5", "prompts_per_step=2", "checkpoints.every=1"]
 
 
@@ -182,7 +182,7 @@ def test_killed_and_resumed_equals_uninterrupted(workplace, kills):
 
 
 def test_a_replay_learns_the_same(workplace):
-    output = runs.run(workplace, "grpo_full", "output_dir=replayed", "replay=reference", "bench.budget_s=1.0")
+    output = runs.run(workplace, "grpo_full", "output_dir=replayed", "replay=reference", "task.bench.budget_s=1.0")
     assert "Set otherwise there" not in output
     run, reference = workplace / "replayed", workplace / "reference"
     assert (run / FILE).read_bytes() == (reference / FILE).read_bytes()

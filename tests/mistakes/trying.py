@@ -96,6 +96,7 @@ optimizer: {_component_: torch.optim.AdamW, lr: 1.0e-3}
 schedule: {warmup: 1}
 """
 FILES = {"sums.py": TASK, "run.yaml": RUN, "lora.yaml": LORA, "eval.yaml": EVAL, "warm.yaml": WARM}
+MATMUL = "torchtune_ext.measured.matmul.Matmul"
 # What the forks need.
 MODULES = (
     "torchtune._cli.tune",

@@ -6,12 +6,11 @@ import shutil
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
-from trying import RUN, Mistake, evaluate, full, warmup
+from trying import MATMUL, RUN, Mistake, evaluate, full, warmup
 
 JSONL = "torchtune_ext.tasks.jsonl.Jsonl"
 CLUE = "torchtune_ext.tasks.temporal_clue.TemporalClue"
 ARITHMETIC = "torchtune_ext.tasks.arithmetic.Arithmetic"
-MATMUL = "torchtune_ext.measured.matmul.Matmul"
 ROWS = '{"question": "1+1=", "answer": "2"}\n'
 
 

@@ -1,6 +1,6 @@
 """Mistakes in the words of the command, in keys and in values: name -> mistake."""
 
-from trying import Mistake, evaluate, full, lora, warmup
+from trying import MATMUL, Mistake, evaluate, full, lora, warmup
 
 PUBLIC = "torchtune_ext.tasks.arithmetic.Arithmetic"
 OTHER_TRAINER = "dataset: x\nnum_generations: 8\nbeta: 0.1\nepsilon: 0.2\nlearning_rate: 1.0e-6\n"
@@ -153,9 +153,10 @@ VALUES = {
     "refills of a run that samples ahead": full("staleness=1 refill_rounds=1", r"refill_rounds=1 with staleness=1: .*; set refill_rounds=0"),
     "samples ahead, nothing corrects": full(f"staleness=1 preset=null loss._component_={TWO_SIDED}", r"staleness=1, but nothing in this objective corrects .*preset=decoupled_ppo or preset=grpo"),
     "samples ahead of a sleeping engine": full("staleness=1 engine.sleep=true", r"staleness=1 with engine.sleep=true: .*\(engine.devices\), or set staleness=0"),
-    "bench.cores=1": full("bench.cores=1", r"bench.cores=1 must be a list: bench.cores=\[1\]"),
-    "bench.threads=0": full("bench.threads=0", r"bench.threads=0 must be at least 1"),
-    "bench.optimization=-O9": full("bench.optimization=-O9", r"bench.optimization='-O9': use .*-O3"),
+    "bench.cores=1": full(f"task._component_={MATMUL} task.bench.cores=1", r"task.bench.cores=1 must be a list of whole numbers, as \[2, 3\]"),
+    "bench.threads=0": full(f"task._component_={MATMUL} task.bench.threads=0", r"task.bench.threads=0 must be at least 1"),
+    "bench.optimization=-O9": full(f"task._component_={MATMUL} task.bench.optimization=-O9", r"task.bench.optimization='-O9': use .*-O3"),
+    "bench.core=[1]": full(f"task._component_={MATMUL} 'task.bench.core=[1]'", r"task.bench.core=\[1\]: there is no such setting; did you mean 'cores'\?"),
     "replay of nothing": full("replay=nothing", r"replay=nothing: there is no run.json; name the folder of a run"),
     "adapters.publish=merge": lora("adapters.publish=merge", r"adapters.publish='merge' is unknown; use 'auto', 'adapter' or 'merged'"),
     "adapters without adapters": full("adapters.publish=merged", r"adapters.publish=merged, .*but `model:` has no adapters: give it lora_attn_modules"),

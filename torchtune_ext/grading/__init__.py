@@ -1,5 +1,6 @@
 """Grades texts in processes that can be killed."""
 
 from torchtune_ext.grading.grader import Grader, GraderConfig, Outcome, log_failures, results
+from torchtune_ext.grading.rehearsal import open_graders, rehearse
 
-__all__ = ["Grader", "GraderConfig", "Outcome", "log_failures", "results"]
+__all__ = ["Grader", "GraderConfig", "Outcome", "log_failures", "open_graders", "rehearse", "results"]

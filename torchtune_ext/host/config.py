@@ -19,7 +19,6 @@ from torchtune_ext.grading import GraderConfig
 from torchtune_ext.host.components import has_component as has_component
 from torchtune_ext.host.components import instantiate as instantiate
 from torchtune_ext.host.presets import preset_file
-from torchtune_ext.measured.results import BenchConfig
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.policy.scratch import Shape
 from torchtune_ext.run.errors import Mistake, nearest
@@ -45,7 +44,6 @@ class _Nothing:
 NODES: dict[str, type] = {
     "adapters": AdapterConfig,
     "advantage": AdvantageConfig,
-    "bench": BenchConfig,
     "checkpoints": CheckpointConfig,
     "engine": EngineConfig,
     "evaluation": EvaluationConfig,

@@ -15,14 +15,13 @@ from torchtune_ext.advantages import AdvantageConfig
 from torchtune_ext.buffer import Ledger
 from torchtune_ext.evaluation import EvaluationConfig
 from torchtune_ext.host.config import build, instantiate, load_preset
-from torchtune_ext.measured.service import is_measured
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import adapter_names
 from torchtune_ext.replay import Replay
 from torchtune_ext.run.output import ENGINE_READY, labelled
 from torchtune_ext.sampling.server_command import engine_configs, log_name
 from torchtune_ext.tasks.order import SHUFFLE_LIMIT
-from torchtune_ext.tasks.task import Task
+from torchtune_ext.tasks.task import GradesItself, Task
 from torchtune_ext.training.distributed import Ranks
 from torchtune_ext.training.precision import Precision
 from torchtune_ext.training.settings import dtype_note
@@ -54,7 +53,7 @@ def opening(recipe: Opened) -> str:
     """Returns the lines that a GRPO recipe prints before its engine starts."""
     cfg, output = recipe.cfg, recipe.cfg.output_dir
     _, _, objective = objective_line(cfg, recipe.loss, recipe.advantage).partition(": ")
-    own = not recipe.replay and not is_measured(recipe.task)
+    own = not recipe.replay and not isinstance(recipe.task, GradesItself)
     printed = "; graders print into grader.log" if own else ""
     lines = [
         ("model", model_text(recipe.hf_model, recipe.meta_model, recipe.trained)),

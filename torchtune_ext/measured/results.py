@@ -49,7 +49,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class BenchConfig:
-    """The node `bench:` of a recipe. Raises ValueError for a value that cannot be."""
+    """The settings `bench:` of a task. Raises ValueError for a value that cannot be."""
 
     workers: int | None = None  # processes that check; None: one for each core that is not timed on
     cores: list[int] | None = None  # cores to time on; None: those that no engine may use, or the last ones

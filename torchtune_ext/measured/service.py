@@ -1,8 +1,7 @@
-"""The benchmark service as a recipe's node `bench:` describes it, and what its results mean as scores."""
+"""The benchmark service as the settings `bench:` of a task describe it, and what its results mean as scores."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Protocol
 
 from torchtune_ext.measured.bench import Bench
 from torchtune_ext.measured.cache import Cache
@@ -13,30 +12,7 @@ from torchtune_ext.measured.machine import choose_cores
 from torchtune_ext.measured.ray_bench import RayBench
 from torchtune_ext.measured.results import BenchConfig, Result
 from torchtune_ext.measured.sandbox import SandboxError
-from torchtune_ext.tasks.task import Problem, Score, Task
-
-
-class MeasuredTask(Task, Protocol):
-    """A task whose texts are programs in C. In place of `grade`, it says what the benchmark service has to measure."""
-
-    kernels: Sequence[Kernel]  # all that its problems ask for
-
-    def kernel(self, problem: Problem) -> Kernel:
-        """Returns what the programs of a problem should compute. It is one of `kernels`."""
-        ...
-
-    def permitted(self, problem: Problem) -> Collection[str] | None:
-        """Returns the techniques that they may use, as in `Bench.submit`."""
-        ...
-
-    def score(self, problem: Problem, result: Result) -> Score:
-        """Returns the score of a program. Its outcome is not NOISY: such a program is not graded."""
-        ...
-
-
-def is_measured(task: Task) -> bool:
-    """Tells whether the texts of a task go to the benchmark service."""
-    return hasattr(task, "kernels")
+from torchtune_ext.tasks.task import Score
 
 
 def open_bench(config: BenchConfig) -> Bench | RayBench:
@@ -50,7 +26,7 @@ def open_bench(config: BenchConfig) -> Bench | RayBench:
     return Bench(**settings) if address is None else RayBench(address, resource, **settings)
 
 
-def rehearse(config: BenchConfig, task: MeasuredTask) -> None:
+def rehearse(config: BenchConfig, kernels: Sequence[Kernel]) -> None:
     """Finds out in a second what would else go wrong when the engine has started, or at the first sample: no compiler, cores
     that are not there, a cache that cannot be written, a machine that cannot lock programs in, a kernel whose own program does
     not compile, fit the memory or end in time.
@@ -65,7 +41,7 @@ def rehearse(config: BenchConfig, task: MeasuredTask) -> None:
         compiler = Compiler.find(config.compiler)
         settings = (compiler, config.optimization, config.threads, None, config.namespaces, config.sandbox)
         Cache(config.cache).close()
-        for kernel in task.kernels:
+        for kernel in kernels:
             try:
                 Checker(kernel, *settings).close()
             except (SandboxError, ValueError) as error:

@@ -250,6 +250,6 @@ def guilty(call: Callable[..., Any], arguments: dict[str, Any]) -> str | None:
 
 
 def leading_argument(text: str) -> str | None:
-    """Returns the name at the beginning of a message "name=value ...", or None."""
-    found = re.match(r"([A-Za-z_]\w*)=", text)
+    """Returns the name at the beginning of a message "name=value ..." or "name.key=value ...", or None."""
+    found = re.match(r"([A-Za-z_]\w*)(\.\w+)*=", text)
     return found[1] if found else None

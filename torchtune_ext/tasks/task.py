@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torchtune_ext.run.errors import Mistake
 
@@ -87,6 +87,24 @@ class Task(Protocol):
 
     def solution(self, problem: Problem) -> str:
         """Returns a text with reward 1.0, the target of the supervised warm-up."""
+        ...
+
+
+@runtime_checkable
+class GradesItself(Protocol):
+    """What a task has whose texts are not graded by `grade` in a worker process: a grader of its own."""
+
+    def rehearse(self) -> None:
+        """Finds out in a second or so what would else go wrong at the first text. Raises ValueError."""
+        ...
+
+    def open_grader(self, opened: Sequence[Any], beside_training: bool) -> Any:
+        """Starts what grades its texts, with the methods of `Grader`.
+
+        Args:
+            opened: the graders of the run's other tasks that are open already, one of which may be shared.
+            beside_training: texts are graded while this process trains.
+        """
         ...
 
 

@@ -15,7 +15,6 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from torchtune_ext.chat import ChatTokenizer
-from torchtune_ext.measured.service import is_measured
 from torchtune_ext.objective.loss import needs_of
 from torchtune_ext.objective.tokens import Tokens
 from torchtune_ext.policy.hf_model import HFModel
@@ -143,9 +142,7 @@ def check_task(task: Task, key: str, ends: bool = False, solves: bool = False, g
     ):
         if needed and not hasattr(task, method):
             raise Mistake(f"{key}: {name} has no `{method}`; give it one that returns {what} (docs/custom_reward.md)")
-    if grades and not (
-        is_measured(task) or any(callable(getattr(task, method, None)) for method in ("grade", "grade_group"))
-    ):
+    if grades and not any(callable(getattr(task, method, None)) for method in ("grade", "grade_group", "open_grader")):
         raise Mistake(
             f"{key}: {name} has no `grade`; give it `def grade(self, problem, text)`, which returns a number or a Score "
             "(docs/custom_reward.md)"

@@ -13,9 +13,9 @@ pytest.importorskip("tree_sitter_c")
 
 from waiting import wait_until
 
-from torchtune_ext.grading import Grader, GraderConfig
+from torchtune_ext.grading import Grader, GraderConfig, open_graders, rehearsal, rehearse
 from torchtune_ext.measured import grading, machine
-from torchtune_ext.measured.grading import BenchGrader, open_graders, rehearse
+from torchtune_ext.measured.grading import BenchGrader, MeasuredTask
 from torchtune_ext.measured.results import BenchConfig, BenchError, Result
 from torchtune_ext.measured.timing import Timing
 from torchtune_ext.tasks.task import Problem, Score
@@ -47,8 +47,8 @@ class StubBench:
         self.closed += 1
 
 
-class Asked:
-    """A measured task, as far as a grader sees it."""
+class Asked(MeasuredTask):
+    """As far as a grader sees it."""
 
     kernels = ("a kernel",)
 
@@ -246,7 +246,7 @@ def test_where_nothing_is_shared_nothing_is_done(cores, bench, beside, tmp_path)
 
 class Again(Asked):
     def measure_again(self, bench):
-        self.bench = bench
+        self.again = bench
 
 
 class Failing(Asked):
@@ -257,38 +257,39 @@ class Failing(Asked):
 def test_measured_tasks_share_one_service(monkeypatch, bench, cores):
     opened, pinned, bench.timed_cores = [], cores(range(8)), (7,)
     monkeypatch.setattr(grading, "open_bench", lambda config: (opened.append(config), bench)[1])
-    tasks, config = [Again(), None, Unmeasured(), Asked()], BenchConfig(threads=2)
-    graders = open_graders(tasks, GraderConfig(workers=1), config, beside_training=True)
+    tasks = [Again({"threads": 2}), None, Unmeasured(), Asked()]
+    graders = open_graders(tasks, GraderConfig(workers=1), beside_training=True)
     try:
         assert [type(grader) for grader in graders] == [BenchGrader, Grader, BenchGrader]
-        assert opened == [config] and tasks[0].bench is bench
+        assert opened == [BenchConfig(threads=2)] and tasks[0].again is bench
         assert pinned == [set(range(7))], "once"
     finally:
         for grader in graders:
             grader.close()
     assert pinned[1:] == [set(range(8))]
-    with open_graders([Unmeasured()], GraderConfig(workers=1), config)[0]:
-        assert opened == [config], "nobody asked for a service"
+    with open_graders([Unmeasured()], GraderConfig(workers=1))[0]:
+        assert len(opened) == 1, "nobody asked for a service"
+    open_graders([Asked({"threads": 2}), Asked({"threads": 3})], GraderConfig())
+    assert [config.threads for config in opened] == [2, 2, 3], "other settings are another service's"
 
 
 def test_what_was_started_ends_where_the_rest_cannot_start(monkeypatch, bench, cores):
     pinned, bench.timed_cores = cores(range(8)), (7,)
     closed = []
     monkeypatch.setattr(Grader, "close", lambda self: closed.append(self))
-    monkeypatch.setattr(grading, "Grader", lambda *words: object.__new__(Grader))
+    monkeypatch.setattr(rehearsal, "Grader", lambda *words: object.__new__(Grader))
     monkeypatch.setattr(grading, "open_bench", lambda config: bench)
     with pytest.raises(BenchError, match="the service has failed"):
-        open_graders([Unmeasured(), Failing()], GraderConfig(), BenchConfig(), beside_training=True)
+        open_graders([Unmeasured(), Failing()], GraderConfig(), beside_training=True)
     wait_until(lambda: len(closed) == 1 and bench.closed == 1)
     assert pinned == []
 
 
-def test_only_measured_tasks_are_rehearsed(monkeypatch):
+def test_a_measured_task_is_rehearsed_with_its_own_settings(monkeypatch):
     rehearsed = []
-    monkeypatch.setattr(grading.service, "rehearse", lambda config, task: rehearsed.append(task))
-    task = Asked()
-    rehearse([Unmeasured(), None, task], BenchConfig())
-    assert rehearsed == [task]
+    monkeypatch.setattr(grading.service, "rehearse", lambda *asked: rehearsed.append(asked))
+    rehearse([Asked({"threads": 2}), None], GraderConfig())
+    assert rehearsed == [(BenchConfig(threads=2), Asked.kernels)]
 
 
 class Spread:
@@ -305,7 +306,7 @@ class Spread:
 
 
 def test_a_judge_is_tried_on_as_many_texts_as_it_will_get():
-    rehearse([Spread()], BenchConfig(), GraderConfig())
+    rehearse([Spread()], GraderConfig())
     # A held-out problem has a greedy sample, which comes alone.
     with pytest.raises(ValueError, match="^evaluation.task: Spread cannot grade the text '1' .*two data points"):
-        rehearse([Spread(), Spread()], BenchConfig(), GraderConfig())
+        rehearse([Spread(), Spread()], GraderConfig())

@@ -3,6 +3,8 @@
 import ast
 import io
 import re
+import subprocess
+import sys
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -356,3 +358,14 @@ def test_every_config_belongs_to_a_recipe():
     }
     offenders = [f"configs/{name}.yaml belongs to {owner}" for name, owner in owners.items() if owner not in names]
     assert owners and not offenders, "\n".join(["begin each with `# recipe: NAME`", *offenders])
+
+
+def test_what_the_recipes_pull_in():
+    """Of a text task nobody needs the benchmark of programs, nor the coordinator of its machines. A number that grows is a reason to
+    look where the new arrow comes from."""
+    names = ["grpo", "warmup_sft", "evaluate"]
+    code = f"import sys\nfor name in {names}: __import__(f'torchtune_ext.recipes.{{name}}')\nprint(*sys.modules)"
+    printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    modules = [name for name in printed.split() if name.startswith("torchtune_ext.")]
+    assert not [name for name in modules if "measured" in name]
+    assert len(modules) <= 126

@@ -1,16 +1,14 @@
 """Settings of the benchmark service that cannot be are told before anything is started."""
 
-import re
 from functools import partial
 
 import pytest
-from omegaconf import OmegaConf
 from tables import every_row
 
-from torchtune_ext.host.config import build
 from torchtune_ext.measured import bench as benches
 from torchtune_ext.measured.bench import Bench, BenchConfig
 from torchtune_ext.measured.check import Checker, Deadlines
+from torchtune_ext.measured.grading import MeasuredTask
 from torchtune_ext.measured.kernels import Reduction
 from torchtune_ext.measured.ray_bench import RayBench
 
@@ -63,28 +61,11 @@ def test_deadlines_and_limits_are_records(settings, message):
         Deadlines(verify_s="3")
 
 
-@every_row(
-    "node, message",
-    [
-        ({"core": [1]}, "unknown key 'bench.core' in `bench:`; did you mean 'cores'?"),
-        ({"cores": 1}, "bench.cores=1 must be a list: bench.cores=[1]"),
-        ({"cores": {"a": 1}}, "one of bench.cores is a mapping and should not be"),
-        ({"cores": [[1]]}, "bench.cores=([1],) must be a list of whole numbers"),
-        ({"workers": "two"}, "bench.workers=two must be a whole number"),
-        ({"threads": 1.5}, "bench.threads=1.5 must be a whole number"),
-        ({"namespaces": "maybe"}, "bench.namespaces=maybe must be true or false"),
-        ({"budget_s": -1}, "bench.budget_s=-1.0 must be more than 0 seconds"),
-    ],
-)
-def test_a_node_of_a_recipe_says_which_key_is_wrong(node, message):
-    with pytest.raises(ValueError, match=re.escape(message)) as raised:
-        build(BenchConfig, OmegaConf.create(node), "bench")
-    assert "\n" not in str(raised.value)
-
-
-def test_a_node_of_a_recipe():
-    found = build(BenchConfig, OmegaConf.create({"cores": [0], "workers": "2", "budget_s": 3}), "bench")
-    assert (found.cores, found.workers, found.budget_s) == ((0,), 2, 3.0)
+def test_settings_of_a_task():
+    assert MeasuredTask({"cores": [0], "budget_s": 3}).bench == BenchConfig(cores=[0], budget_s=3)
+    assert MeasuredTask().bench == BenchConfig()
+    with pytest.raises(ValueError, match=r"bench.core=\[1\]: there is no such setting; did you mean 'cores'\?"):
+        MeasuredTask({"core": [1]})
 
 
 def test_settings_that_this_machine_cannot_have(tmp_path, monkeypatch):

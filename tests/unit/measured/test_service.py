@@ -1,4 +1,4 @@
-"""The node `bench:` chooses the service, and results become scores that a rollout browser can show."""
+"""The settings `bench:` choose the service, and results become scores that a rollout browser can show."""
 
 from dataclasses import fields
 
@@ -26,11 +26,6 @@ def test_without_an_address_it_is_this_machine():
     found = score(wrong, -0.5)
     assert found.reward == -0.5 and found.parts["outcome_wrong_result"] == 1 and "should be" in found.note
     assert "conflicting types" in score(broken, -1).note and score(broken, -1).parts["outcome_compile_error"] == 1
-
-
-class Asking:
-    def __init__(self, *kernels):
-        self.kernels = kernels
 
 
 class Broken(CalmReduction):
@@ -63,7 +58,7 @@ class Undecodable(CalmReduction):
 )
 def test_what_cannot_be_measured_is_found_out_before_anything_starts(config, kernel, message):
     with pytest.raises((ValueError, SandboxError), match=message):
-        service.rehearse(BenchConfig(**config), Asking(kernel))
+        service.rehearse(BenchConfig(**config), [kernel])
 
 
 def test_with_an_address_it_is_a_cluster(monkeypatch):

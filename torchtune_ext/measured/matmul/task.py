@@ -17,6 +17,7 @@ from typing import Any
 from torchtune_ext.measured import service
 from torchtune_ext.measured.bench import Bench
 from torchtune_ext.measured.check import extract
+from torchtune_ext.measured.grading import MeasuredTask
 from torchtune_ext.measured.kernel import Kernel, require_sound
 from torchtune_ext.measured.kernels import KERNELS
 from torchtune_ext.measured.machine import fingerprint
@@ -40,7 +41,7 @@ OTHERS = ("refuse", "measure")
 MAX_MEASURED_AGAIN = 64  # programs of another machine, from the fastest
 
 
-class Matmul:
+class Matmul(MeasuredTask):
     """Asks for fast programs, by measured speed.
 
     Args:
@@ -57,6 +58,7 @@ class Matmul:
             ones again here, at the start.
         pareval: the file generation-prompts.json of ParEval, whose words are used for the kernels that it asks for.
         seed: of the choice of programs that prompts show.
+        bench: settings of the service that measures, fields of `BenchConfig`: cores, threads, budget_s, cache, address, ...
 
     Raises:
         ValueError: an argument is out of its range, or the archive is of other problems, or damaged.
@@ -74,7 +76,9 @@ class Matmul:
         others: str = "refuse",
         pareval: str | None = None,
         seed: int = 0,
+        bench: Mapping[str, Any] | None = None,
     ) -> None:
+        super().__init__(bench)
         for name, value, choices in (
             ("reward", reward, KINDS),
             ("prompt", prompt, PROMPTS),

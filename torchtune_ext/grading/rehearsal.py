@@ -1,0 +1,140 @@
+"""Opens what grades the tasks of a run, and tries it before anything expensive starts."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import zip_longest
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from torchtune_ext.grading.grader import Grader, GraderConfig
+from torchtune_ext.run.errors import Mistake
+from torchtune_ext.tasks.task import GradesItself, Problem, Task
+
+OUTPUT = "grader.log"
+REHEARSED = 4  # problems whose solutions are graded before a run begins
+NO_SOLUTION = "1"  # a text that is graded where there is no solution
+
+
+def open_graders(
+    tasks: Sequence[Task | None],
+    config: GraderConfig,
+    beside_training: bool = False,
+    folder: str | Path | None = None,
+) -> list[Grader]:
+    """Starts what grades these tasks, in their order, without those that are None.
+
+    Args:
+        config: of the processes that grade texts. A task that brings a grader of its own has its own settings.
+        beside_training: texts are graded while this process trains.
+        folder: of the run: what graders print goes into the file `OUTPUT` there. None: they print where this process does.
+
+    Raises:
+        What `Grader` and the task's own `open_grader` raise.
+    """
+    graders: list[Grader] = []
+    output = None if folder is None else Path(folder) / OUTPUT
+    try:
+        for task in filter(None, tasks):
+            if isinstance(task, GradesItself):
+                graders.append(task.open_grader(graders, beside_training))
+            else:
+                graders.append(Grader(task, config.workers, config.timeout_s, output))
+        return graders
+    except BaseException:
+        # Processes that were started for the tasks before would outlive the run.
+        for grader in graders:
+            grader.close()
+        raise
+
+
+def rehearse(
+    tasks: Sequence[Task | None],
+    config: GraderConfig,
+    keys: Sequence[str] = ("task", "evaluation.task"),
+    samples: int = 2,
+) -> None:
+    """Finds out before anything expensive starts whether these tasks can be graded.
+
+    Args:
+        keys: the nodes of the tasks, for messages.
+        samples: texts of a problem of the first task, if it compares them; the others get one, like a greedy sample.
+
+    Raises:
+        ValueError: as `_rehearse` and the task's own `rehearse` say.
+    """
+    tried: list[tuple] = []
+    for i, (task, key) in enumerate(zip_longest(tasks, keys, fillvalue=None)):
+        if isinstance(task, GradesItself):
+            task.rehearse()
+        elif task is not None:
+            # The held-out problems mostly have the grader of the others: the same class, and the same function if one is named.
+            own, texts = getattr(task, "__dict__", {}), samples if hasattr(task, "grade_group") and i == 0 else 1
+            grader = (type(task), own.get("grade"), own.get("grade_group"), texts)
+            if grader not in tried:
+                tried.append(grader)
+                _rehearse(task, config, key, texts)
+
+
+def _rehearse(task: Task, config: GraderConfig, key: str, texts: int = 1) -> None:
+    """Grades the solutions of the first problems in a process, as the run will do. If there are none, it grades another text.
+    A task that compares gets that one, too, so that there are as many `texts`.
+
+    Raises:
+        ValueError: the grader fails on all of them, is too slow, or gives none of the solutions a reward.
+    """
+    problems = _first_problems(task)
+    if not problems:
+        return
+    solutions = [_solution(task, problem) for problem in problems]
+    name, worked = type(task).__name__, all(text is not None for text in solutions)
+    what = "its own solution" if worked else f"the text {NO_SOLUTION!r}"
+    try:
+        # What it prints now it prints in the run as well, into a file there.
+        with TemporaryDirectory() as folder, Grader(task, 1, config.timeout_s, Path(folder) / OUTPUT) as grader:
+            outcomes = []
+            for problem, text in zip(problems, solutions, strict=True):
+                group = [text if worked else NO_SOLUTION] + [NO_SOLUTION] * (texts - 1)
+                outcomes.append(grader.submit_group(problem, group).result()[0])
+                if outcomes[-1].kind == "timed_out":
+                    raise Mistake(
+                        f"{key}: {name} took more than grader.timeout_s={config.timeout_s:g} to grade {what} of problem "
+                        f"{problem.id!r}; raise grader.timeout_s, or look for what hangs in `grade`"
+                    )
+            rewards = [outcome.score.reward for outcome in outcomes if outcome.score is not None]
+            if not rewards:
+                raise Mistake(
+                    f"{key}: {name} cannot grade {what} of problem {problems[0].id!r}: {outcomes[0].cause}; none of the first "
+                    f"{len(problems)} problems can be graded"
+                )
+            # A task may pay less than 0 for everything, but where a solution gets just nothing, something is wrong. A grader
+            # that compares says nothing of a single text, and a bare answer is no text that the user's function has to like.
+            is_bare = "grade" in getattr(task, "__dict__", {}) and getattr(task, "worked", None) is None
+            if worked and not any(rewards) and not grader.compares and not is_bare:
+                others = [grader.submit(problem, NO_SOLUTION).result() for problem in problems]
+                if max(rewards) <= max(
+                    (other.score.reward for other in others if other.score is not None), default=0.0
+                ):
+                    raise Mistake(
+                        f"{key}: {name} gives its own solution of problem {problems[0].id!r} the reward {rewards[0]:g}, and "
+                        f"{NO_SOLUTION!r} no less: `grade` and `solution` do not fit each other (docs/custom_reward.md)"
+                    )
+    except RuntimeError as error:
+        raise Mistake(f"{key}: {name} cannot be graded: {error}") from error
+
+
+def _first_problems(task: Task) -> list[Problem]:
+    """Returns the first problems. One that cannot be made is left out: the run deals with it when it comes to it."""
+    problems = []
+    for index in range(min(REHEARSED, len(task))):
+        with suppress(Exception):
+            problems.append(task[index])
+    return problems
+
+
+def _solution(task: Task, problem: Problem) -> str | None:
+    """Returns the solution of a problem, or None. GRPO does not need one, so one that fails is as good as none."""
+    try:
+        text = task.solution(problem)
+    except Exception:
+        return None
+    return text if isinstance(text, str) else None
