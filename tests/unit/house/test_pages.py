@@ -170,6 +170,7 @@ def test_a_message_that_nobody_writes_is_found(repo_root):
         "README.md",
         "CONTRIBUTING.md",
         "CHANGELOG.md",
+        "benchmarks/README.md",
         "docs/README.md",
         "docs/commands.md",
         "docs/first_real_run.md",
