@@ -289,7 +289,12 @@ class GRPORecipe:
         first_step = self.step + 1 if self.step else None
         self.folder.write_record()
         self.metrics = Metrics(
-            self.cfg.output_dir, self.logging, self.folder.run, first_step, status=lambda: self.stop.status
+            self.cfg.output_dir,
+            self.logging,
+            self.folder.run,
+            first_step,
+            status=lambda: self.stop.status,
+            spell=self.tokenizer.spell,
         )
         self.rollouts = RolloutStore(self.cfg.output_dir, resume_step=first_step, show=self.metrics.show)
 

@@ -127,6 +127,12 @@ class ChatTokenizer:
             clean_up_tokenization_spaces=False,
         )
 
+    def spell(self, ids: Sequence[int]) -> str:
+        """Returns the text of all ids, special tokens among them: what the model reads."""
+        return self._tokenizer.decode(
+            list(map(int, ids)), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+
     def _encode_cut(self, text: str, cuts: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
         """Encodes each piece of a text between the cuts by itself. Returns the ids and their character spans."""
         ids: list[int] = []

@@ -235,7 +235,9 @@ def test_special_ids(model_dir, tmp_path):
     assert tokenizer.stop_token_ids == (end_of_text, im_end)
     assert tokenizer.eos_id == tokenizer.pad_id == end_of_text  # no pad token: eos stands in
     assert tokenizer.vocab_size == 260
-    assert tokenizer.decode([im_start, *tokenizer.encode("hé "), im_end, end_of_text]) == "hé "
+    ids = [im_start, *tokenizer.encode("hé "), im_end, end_of_text]
+    assert tokenizer.decode(ids) == "hé "
+    assert tokenizer.spell(ids) == "<|im_start|>hé <|im_end|><|endoftext|>"
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((model_dir / name).read_bytes())
     (tmp_path / "tokenizer_config.json").write_text(

@@ -89,6 +89,11 @@ def test_hostile_text_is_text_that_every_encoder_takes():
         text.encode()
 
 
+def test_a_prompt_is_shown_as_the_model_read_it():
+    (row,) = sample_rows(1, [group("p", 1.0)], 1, spell=lambda ids: f"<|system|>of its own {len(ids)}\0")
+    assert row.prompt == "<|system|>of its own 3\ufffd"
+
+
 def test_versions_and_ages():
     old, new = sampled([1, 2], versions=[3, 4], text="a"), sampled([1], versions=[5], text="b")
     none = sampled([], text="")

@@ -6,7 +6,7 @@ type of its field, and what a grader names as it likes (parts of a reward) is on
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +26,7 @@ class SampleRow:
     step: int
     chosen: str  # why its group is shown: "best" or "worst" mean reward, "widest" reward spread, or "not graded"
     problem: str  # id of the problem
-    prompt: str  # its messages, cut to MAX_PROMPT characters
+    prompt: str  # as the model read it, cut to MAX_PROMPT characters
     completion: str  # the text, cut to MAX_COMPLETION characters
     reward: float | None  # None: it was not graded
     parts: str  # the named components of the reward, as JSON
@@ -39,7 +39,9 @@ class SampleRow:
     age: int | None  # versions between that and the newest token of the step
 
 
-def sample_rows(step: int, groups: Sequence[Group], number: int, turn: int = 0) -> list[SampleRow]:
+def sample_rows(
+    step: int, groups: Sequence[Group], number: int, turn: int = 0, spell: Callable[[Sequence[int]], str] | None = None
+) -> list[SampleRow]:
     """Returns the rows of `number` groups, the samples of each from the best to the worst.
 
     Args:
@@ -48,10 +50,11 @@ def sample_rows(step: int, groups: Sequence[Group], number: int, turn: int = 0) 
         number: of groups that are taken. They differ, so a step with fewer groups has fewer rows.
         turn: with which kind the choice begins. Where it grows from table to table, a table of one group shows the best,
             then the worst, then the widest.
+        spell: the text of a prompt's tokens, with what a chat template adds. None: its messages stand there.
     """
     newest = max((int(s.completion.versions.max()) for g in groups for s in g.samples if _tokens(s)), default=0)
     return [
-        _row(step, chosen, group, sample, newest)
+        _row(step, chosen, group, sample, newest, spell)
         for chosen, group in chosen_groups(groups, number, turn)
         for sample in _some(sorted(group.samples, key=_order, reverse=True))
     ]
@@ -83,10 +86,13 @@ def clean(text: str) -> str:
     return text.encode("utf-8", "replace").decode().replace("\0", "\ufffd")
 
 
-def _row(step: int, chosen: str, group: Group, sample: Sample, newest: int) -> SampleRow:
+def _row(
+    step: int, chosen: str, group: Group, sample: Sample, newest: int, spell: Callable[[Sequence[int]], str] | None
+) -> SampleRow:
     completion, outcome, score = sample.completion, sample.outcome, sample.score
     version = int(completion.versions[0]) if _tokens(sample) else None
-    prompt = "\n\n".join(f"{message['role']}: {message['content']}" for message in group.problem.messages)
+    messages = "\n\n".join(f"{message['role']}: {message['content']}" for message in group.problem.messages)
+    prompt = spell(group.prompt_tokens) if spell else messages
     note = (score.note if score else "") or (outcome.cause if outcome else "")
     return SampleRow(
         step=step,
