@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import unpacked
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from learners import alone
@@ -352,6 +353,15 @@ def test_a_constant_divides_by_all_completions():
     ((_, among, got),) = step_of([SIGNAL] + [SILENT] * 31, PolicyLoss(), "constant")
     assert abs(among - alone / 32) < BOUND
     assert (got - want / 32).abs().max() < BOUND * (want / 32).abs().max()
+
+
+def test_a_constant_is_a_positive_number_of_tokens():
+    groups = unpacked.make_groups(np.random.default_rng(0), [(4, [3, 2])])
+    ((row,),) = pack_updates(groups, 1, 40, aggregation="constant", aggregation_constant=1)[0]
+    assert row.weights_L.tolist() == [0.5] * 5
+    for constant in (0, None):
+        with pytest.raises(ValueError, match=f"aggregation_constant={constant} must be a positive number of tokens"):
+            pack_updates(groups, 1, 40, aggregation="constant", aggregation_constant=constant)
 
 
 def test_with_a_constant_the_updates_of_a_step_are_shares_of_it():
