@@ -175,6 +175,22 @@ def test_each_of_several_engines_is_judged_by_itself(played, monkeypatch):
         publisher.publish(2)
 
 
+def test_of_several_engines_the_one_that_shows_least_of_an_update_is_logged(played, monkeypatch):
+    engine, model, publisher = played(limit=5.0)
+    other, answer = PlayedEngine(), engine.canary
+
+    def both(*asked):
+        before, now = other.model.state_dict(), engine.model.state_dict()
+        other.model.load_state_dict({name: before[name] + 0.8 * (now[name] - before[name]) for name in now})
+        other.version, other.sums = engine.version, engine.sums
+        return other.canary(*asked) + answer(*asked)
+
+    monkeypatch.setattr(engine, "canary", both)
+    publisher.publish(1)
+    update(model, 1e-2)
+    assert publisher.publish(2)["canary/update_applied"] == pytest.approx(0.8, abs=0.03)
+
+
 def rounded_share(before, after):
     """Of the values of all tensors that changed, the share that bfloat16 shows."""
     pairs = [(a.bfloat16() != b.bfloat16()).flatten() for a, b in zip(before, after, strict=True)]
