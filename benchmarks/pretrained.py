@@ -62,8 +62,8 @@ def recipe_main(cfg) -> None:
         dealt = []
         for group in groups:
             order = generator.permutation(len(group.samples))
-            scores = [group.samples[place].score for place in order]
-            samples = tuple(replace(sample, score=score) for sample, score in zip(group.samples, scores, strict=True))
+            dealt_to = zip(group.samples, order, strict=True)
+            samples = tuple(replace(sample, outcome=group.samples[place].outcome) for sample, place in dealt_to)
             dealt.append(replace(group, samples=samples))
         return advantages(dealt, *rest)
 
