@@ -39,7 +39,7 @@ ARMS = {  # seeds, recipe and settings
     "grpo": (3, "grpo_full", ""),
     "supervised": (3, "warmup_sft", ""),
     "shuffled": (3, __file__, ""),
-    "lora": (2, "grpo_lora", f"{LORA} optimizer.lr=2e-4"),
+    "lora": (2, "grpo_lora", f"{LORA} optimizer.lr=2e-4 adapters.save_merged=True"),
     "atr_grpo": (2, "grpo_full", "preset=atr_grpo"),
     "staleness 0": (2, "grpo_async", "staleness=0 preset=decoupled_ppo"),
     "staleness 1": (2, "grpo_async", "staleness=1 preset=decoupled_ppo"),
