@@ -16,8 +16,6 @@ range.
 """
 
 import argparse
-import os
-import platform
 import re
 import subprocess
 import sys
@@ -29,6 +27,7 @@ from statistics import fmean
 import numpy as np
 from omegaconf import OmegaConf
 
+from torchtune_ext.measured.machine import fingerprint
 from torchtune_ext.recipes import grpo
 from torchtune_ext.telemetry.metrics import read_metrics
 from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
@@ -175,7 +174,7 @@ def main() -> None:
     found["warm-up"] = [evaluated(out, out / "warmup_eval", warm, args.problems) | {"minutes": warm_minutes}]
     for arm in args.arms:
         found[arm] = [run(out, arm, seed, warm, args) for seed in range(ARMS[arm][0])]
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; {args.problems} held-out problems\n")
+    print(f"{fingerprint()}; {args.problems} held-out problems\n")
     print(
         "| arm | seeds | solved | of the seeds | pass@8 | credit | a number | tokens | entropy | mismatch | minutes |"
     )
