@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import zip_longest
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -63,9 +62,9 @@ def rehearse(
         ValueError: as `_rehearse` and the task's own `rehearse` say.
     """
     tried: list[tuple] = []
-    for i, (task, key) in enumerate(zip_longest(tasks, keys, fillvalue=None)):
+    for i, (task, key) in enumerate(zip(tasks, keys, strict=False)):
         if isinstance(task, GradesItself):
-            task.rehearse()
+            task.rehearse(key, tasks[:i])
         elif task is not None:
             # The held-out problems mostly have the grader of the others: the same class, and the same function if one is named.
             own, texts = getattr(task, "__dict__", {}), samples if hasattr(task, "grade_group") and i == 0 else 1

@@ -62,6 +62,7 @@ COMPONENT_KEYS = {
     "loss": [field.name for field in fields(PolicyLoss)],
     "model": ("lora_rank", "lora_alpha", "lora_attn_modules", "lora_dropout", "use_dora", "quantize_base"),
     "tokenizer": ("template",),
+    "task": ("bench",),
 }
 
 # `_references` reads a config with this resolver in place of oc.env. The resolver returns its own text and does not

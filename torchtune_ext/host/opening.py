@@ -53,8 +53,8 @@ def opening(recipe: Opened) -> str:
     """Returns the lines that a GRPO recipe prints before its engine starts."""
     cfg, output = recipe.cfg, recipe.cfg.output_dir
     _, _, objective = objective_line(cfg, recipe.loss, recipe.advantage).partition(": ")
-    own = not recipe.replay and not isinstance(recipe.task, GradesItself)
-    printed = "; graders print into grader.log" if own else ""
+    texts = [task for task in (recipe.task, recipe.eval_task) if task and not isinstance(task, GradesItself)]
+    printed = "; graders print into grader.log" if texts and not recipe.replay else ""
     lines = [
         ("model", model_text(recipe.hf_model, recipe.meta_model, recipe.trained)),
         ("device", f"{device_text(recipe.ranks)}; {recipe.precision}{dtype_note(cfg.dtype, recipe.ranks.device.type)}"),

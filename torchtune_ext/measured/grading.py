@@ -58,16 +58,24 @@ class MeasuredTask:
         """Returns the score of a program. Its outcome is not NOISY: such a program is not graded."""
         raise NotImplementedError
 
-    def rehearse(self) -> None:
-        """Finds out whether programs can be measured here. Raises ValueError as `service.rehearse` says, also for what cannot
-        be locked in."""
+    def rehearse(self, key: str, before: Sequence[Any]) -> None:
+        """Finds out whether programs can be measured here: with the settings of the first measured task of the run, whose
+        service all others share.
+
+        Raises:
+            ValueError: other settings than that task's; what `service.rehearse` says, also of what cannot be locked in.
+        """
+        first = next((task for task in before if isinstance(task, MeasuredTask)), self)
+        if self.bench not in (first.bench, BenchConfig()):
+            raise Mistake(f"{key}.bench is not that of the first task, whose service measures for both; leave it out")
         try:
-            service.rehearse(self.bench, self.kernels)
-        except SandboxError as error:
-            raise Mistake(f"bench: {error}") from error
+            service.rehearse(first.bench, self.kernels)
+        except (SandboxError, ValueError) as error:
+            # The service does not know under which key its settings stand.
+            raise Mistake(f"{key}.bench: {str(error).removeprefix('bench.')}") from error
 
     def open_grader(self, opened: Sequence[Any], beside_training: bool) -> "BenchGrader":
-        """Starts the service, or shares that of another task of the run, if this one has no other settings.
+        """Starts the service, or shares that of another task of the run.
 
         Args:
             opened: the graders of the tasks before.
@@ -78,7 +86,7 @@ class MeasuredTask:
             What `open_bench` raises, and what a task raises that measures programs of an earlier run again.
         """
         for grader in opened:
-            if isinstance(grader, BenchGrader) and self.bench in (grader.task.bench, BenchConfig()):
+            if isinstance(grader, BenchGrader):
                 # Only the first grader keeps this process off the cores.
                 return BenchGrader(self, grader.bench)
         bench = open_bench(self.bench)

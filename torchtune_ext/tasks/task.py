@@ -92,14 +92,23 @@ class Task(Protocol):
 
 @runtime_checkable
 class GradesItself(Protocol):
-    """What a task has whose texts are not graded by `grade` in a worker process: a grader of its own."""
+    """A task that brings its own grader, in place of `grade` in worker processes."""
 
-    def rehearse(self) -> None:
-        """Finds out in a second or so what would else go wrong at the first text. Raises ValueError."""
+    def rehearse(self, key: str, before: Sequence[Any]) -> None:
+        """Finds out in a second or so what would else go wrong at the first text.
+
+        Args:
+            key: the node of the task, for messages.
+            before: the other tasks of the run that come before this one; None among them is no task.
+
+        Raises:
+            ValueError: its texts cannot be graded. The message names the key, the value and the fix.
+        """
         ...
 
     def open_grader(self, opened: Sequence[Any], beside_training: bool) -> Any:
-        """Starts what grades its texts, with the methods of `Grader`.
+        """Starts what grades its texts: `compares` and the methods `submit` (and `submit_group`, where it compares), `metrics`,
+        `alone` and `close` of `Grader`.
 
         Args:
             opened: the graders of the run's other tasks that are open already, one of which may be shared.

@@ -22,7 +22,7 @@ from torchtune_ext.policy.lora import adapter_names
 from torchtune_ext.run.errors import Mistake, blame
 from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
 from torchtune_ext.tasks.order import SHUFFLE_LIMIT
-from torchtune_ext.tasks.task import Problem, Task
+from torchtune_ext.tasks.task import GradesItself, Problem, Task
 
 LOOKED_AT, LOOK_S = 64, 1.0  # prompts that are measured at most, and seconds that this takes at most
 # Two tokenizers that give this the same ids are taken to be the same.
@@ -142,7 +142,10 @@ def check_task(task: Task, key: str, ends: bool = False, solves: bool = False, g
     ):
         if needed and not hasattr(task, method):
             raise Mistake(f"{key}: {name} has no `{method}`; give it one that returns {what} (docs/custom_reward.md)")
-    if grades and not any(callable(getattr(task, method, None)) for method in ("grade", "grade_group", "open_grader")):
+    if grades and not (
+        isinstance(task, GradesItself)
+        or any(callable(getattr(task, method, None)) for method in ("grade", "grade_group"))
+    ):
         raise Mistake(
             f"{key}: {name} has no `grade`; give it `def grade(self, problem, text)`, which returns a number or a Score "
             "(docs/custom_reward.md)"

@@ -269,8 +269,6 @@ def test_measured_tasks_share_one_service(monkeypatch, bench, cores):
     assert pinned[1:] == [set(range(8))]
     with open_graders([Unmeasured()], GraderConfig(workers=1))[0]:
         assert len(opened) == 1, "nobody asked for a service"
-    open_graders([Asked({"threads": 2}), Asked({"threads": 3})], GraderConfig())
-    assert [config.threads for config in opened] == [2, 2, 3], "other settings are another service's"
 
 
 def test_what_was_started_ends_where_the_rest_cannot_start(monkeypatch, bench, cores):
@@ -288,8 +286,15 @@ def test_what_was_started_ends_where_the_rest_cannot_start(monkeypatch, bench, c
 def test_a_measured_task_is_rehearsed_with_its_own_settings(monkeypatch):
     rehearsed = []
     monkeypatch.setattr(grading.service, "rehearse", lambda *asked: rehearsed.append(asked))
-    rehearse([Asked({"threads": 2}), None], GraderConfig())
-    assert rehearsed == [(BenchConfig(threads=2), Asked.kernels)]
+    rehearse([Asked({"threads": 2}), Asked()], GraderConfig())
+    assert rehearsed == [(BenchConfig(threads=2), Asked.kernels)] * 2, "the held-out task shares the service"
+    with pytest.raises(ValueError, match="^evaluation.task.bench is not that of the first task, .*; leave it out"):
+        rehearse([Asked({"threads": 2}), Asked({"threads": 3})], GraderConfig())
+
+
+def test_what_cannot_be_measured_is_said_under_the_key_of_the_task():
+    with pytest.raises(ValueError, match="^evaluation.task.bench: cache='/no/such/file': No such file"):
+        rehearse([None, Asked({"cache": "/no/such/file"})], GraderConfig())
 
 
 class Spread:

@@ -91,8 +91,10 @@ def _row(
 ) -> SampleRow:
     completion, outcome, score = sample.completion, sample.outcome, sample.score
     version = int(completion.versions[0]) if _tokens(sample) else None
-    messages = "\n\n".join(f"{message['role']}: {message['content']}" for message in group.problem.messages)
-    prompt = spell(group.prompt_tokens) if spell else messages
+    if spell is not None:
+        prompt = spell(group.prompt_tokens)
+    else:
+        prompt = "\n\n".join(f"{message['role']}: {message['content']}" for message in group.problem.messages)
     note = (score.note if score else "") or (outcome.cause if outcome else "")
     return SampleRow(
         step=step,

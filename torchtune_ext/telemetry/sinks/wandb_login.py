@@ -3,6 +3,7 @@
 import os
 import sys
 import threading
+from contextlib import suppress
 
 import psutil
 
@@ -82,6 +83,7 @@ def require_login() -> None:
         closing.start()
         closing.join(CLOSE_S)
         for child in psutil.Process().children():
-            if child.name() == "wandb-core":
-                child.kill()
+            with suppress(psutil.NoSuchProcess):  # it ends just now, as it was asked to
+                if child.name() == "wandb-core":
+                    child.kill()
         raise Mistake(CANNOT.format(fault))
