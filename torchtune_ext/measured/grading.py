@@ -39,6 +39,8 @@ class MeasuredTask:
 
     def __init__(self, bench: Mapping[str, Any] | None = None) -> None:
         known = [field.name for field in fields(BenchConfig)]
+        if not isinstance(bench or {}, Mapping):
+            raise Mistake(f"bench={bench!r} must be a mapping with some of the keys {', '.join(known)}")
         for name, value in (bench or {}).items():
             if name not in known:
                 near = nearest(name, known)
@@ -120,7 +122,7 @@ class BenchGrader:
     compares = False
 
     def __init__(self, task: MeasuredTask, bench: Bench | RayBench, beside_training: bool = False) -> None:
-        self.task, self.bench = task, bench
+        self._task, self.bench = task, bench
         self._lock, self._counts = Lock(), _Counts()
         self._turns: tuple[int, ...] = ()  # cores on which training and timing take turns
         self._off = ExitStack()
@@ -138,7 +140,7 @@ class BenchGrader:
         """Hands in a text and returns at once. Nobody waits for a slower neighbor."""
         outcome: Future[Outcome] = Future()
         measured = self.bench.submit(
-            self.task.kernel(problem), text, group=problem.id, permitted=self.task.permitted(problem)
+            self._task.kernel(problem), text, group=problem.id, permitted=self._task.permitted(problem)
         )
         stats = self.bench.stats()
         waiting = sum(stats.get(name, 0.0) for name in ("queued_checks", "queued_timings", "unsent"))
@@ -193,4 +195,4 @@ class BenchGrader:
                 self._counts.seconds += sum(value for name, value in result.seconds.items() if name != "wait")
         if result.outcome == NOISY:
             return Outcome(NOISY, None, result.note)
-        return Outcome(*checked(self.task.score(problem, result), self.task.score))
+        return Outcome(*checked(self._task.score(problem, result), self._task.score))

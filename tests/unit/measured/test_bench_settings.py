@@ -66,6 +66,8 @@ def test_settings_of_a_task():
     assert MeasuredTask().bench == BenchConfig()
     with pytest.raises(ValueError, match=r"bench.core=\[1\]: there is no such setting; did you mean 'cores'\?"):
         MeasuredTask({"core": [1]})
+    with pytest.raises(ValueError, match="bench=3 must be a mapping with some of the keys workers, cores, "):
+        MeasuredTask(3)
 
 
 def test_settings_that_this_machine_cannot_have(tmp_path, monkeypatch):
