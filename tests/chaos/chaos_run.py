@@ -262,7 +262,7 @@ class Watch:
 
     def moment(self) -> Moment:
         self.follow()
-        if self.scene == "" or (self.scene == "sampling" and self.last == "problem" and not self._begun()):
+        if self.scene == "" or (self.scene == "sampling" and not self._begun()):
             return Moment("engine" if (self.output_dir / "engine.log").exists() else "imports", 0)
         step, part = divmod(self.updates, UPDATES)
         step += self.first_step
@@ -284,7 +284,7 @@ class Watch:
         return Moment("pruning" if one_more or hidden else "between", step)
 
     def _begun(self) -> bool:
-        """Whether the first publication is over: the canary's problems are taken before it."""
+        """Whether the first publication is over: the canary's problems are taken before it, and solutions are graded."""
         return self.logged() >= self.first_step
 
 

@@ -126,7 +126,9 @@ def quiet_end() -> Iterator[None]:
         rank, first = by_time[0]
         status = first.exitcode if first.exitcode > 0 else 128 - first.exitcode
         if status != STATUS:
-            print(f"rank {rank} ended with status {status}; what it said stands above", file=sys.stderr)
+            from torchtune_ext.sampling.child_process import how_it_ended
+
+            print(f"{how_it_ended(first.exitcode, f'rank {rank}')}; what it said stands above", file=sys.stderr)
         sys.exit(status)
 
 
