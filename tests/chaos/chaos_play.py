@@ -223,8 +223,12 @@ class Play:
             self.aim(run)
             self.note_hit(run)
             with open(balloon, "wb") as file:
-                room = os.statvfs(disk)
-                os.posix_fallocate(file.fileno(), 0, max(room.f_bavail * room.f_frsize - free * 1024, 4096))
+                while (room := os.statvfs(disk)).f_bavail * room.f_frsize > free * 1024:
+                    try:
+                        os.posix_fallocate(file.fileno(), 0, room.f_bavail * room.f_frsize - free * 1024)
+                        break
+                    except OSError:
+                        continue  # the run has written meanwhile
             if self.rng.random() < 0.3:
                 time.sleep(0.5)
                 balloon.unlink()
