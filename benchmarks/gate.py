@@ -19,10 +19,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from torchtune_ext.host.config import load_config
 from torchtune_ext.host.plugin import parse
 from torchtune_ext.recipes.grpo import Config, GRPORecipe
 from torchtune_ext.sampling.remote_core import RemoteCore
+from torchtune_ext.settings.config import load_config
 from torchtune_ext.training.agreement import Disagreement
 from torchtune_ext.training.life import run_recipe
 from torchtune_ext.training.publish import Publisher

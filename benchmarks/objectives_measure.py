@@ -14,11 +14,10 @@ import json
 from pathlib import Path
 
 import torch
-from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from torchtune_ext.chat import ChatTokenizer
-from torchtune_ext.host.config import instantiate
+from torchtune_ext.settings.components import instantiate
 
 SAMPLES = 4  # answers to every held-out question
 
@@ -26,8 +25,8 @@ SAMPLES = 4  # answers to every held-out question
 @torch.no_grad()
 def measure(folder: Path, step: int, start: Path) -> dict[str, float]:
     """Entropy and KL of the weights after `step`, see above; `start`: the model after the warm-up."""
-    cfg = OmegaConf.create(json.loads((folder / "run.json").read_text())["config"])
-    task, tokenizer = instantiate(cfg.evaluation.task), ChatTokenizer(start)
+    cfg = json.loads((folder / "run.json").read_text())["config"]
+    task, tokenizer = instantiate(cfg["evaluation"]["task"]), ChatTokenizer(start)
     prompts = [tokenizer.prompt_ids(list(task[i].messages)) for i in range(len(task))]
     model, initial = (
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
@@ -40,7 +39,7 @@ def measure(folder: Path, step: int, start: Path) -> dict[str, float]:
     tokens, mask = (x.repeat_interleave(SAMPLES, dim=0) for x in (tokens, mask))
     answers = model.generate(
         tokens, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
-        max_new_tokens=cfg.sampling.max_tokens, eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id,
+        max_new_tokens=cfg["sampling"]["max_tokens"], eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id,
     )[:, width:]  # fmt: skip
     ended = (answers == tokenizer.eos_id).cumsum(1)
     written = (ended == 0) | ((ended == 1) & (answers == tokenizer.eos_id))  # with the token that ends the turn

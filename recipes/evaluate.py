@@ -13,7 +13,6 @@ from omegaconf import MISSING, DictConfig
 
 from torchtune_ext.evaluation import Accuracy, accuracy
 from torchtune_ext.grading import Grader, GraderConfig, open_graders, rehearse
-from torchtune_ext.host.config import build, instantiate, load_config, named_paths, record
 from torchtune_ext.host.dry_run import require_gpus
 from torchtune_ext.host.opening import ready
 from torchtune_ext.host.plugin import parse
@@ -26,6 +25,8 @@ from torchtune_ext.run.output import labelled, say
 from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.sampling.server_command import on_cpu
+from torchtune_ext.settings.components import instantiate
+from torchtune_ext.settings.config import load_config, named_paths, record
 from torchtune_ext.source import RolloutConfig, prompt_fault
 from torchtune_ext.tasks.order import Usable
 from torchtune_ext.telemetry.progress import Progress
@@ -51,13 +52,13 @@ class Config:
     model_dir: str = MISSING  # weights and tokenizer, Hugging Face format
     tokenizer: Any = MISSING  # messages -> ids
     task: Any = MISSING  # problems, all of them used
-    engine: dict[str, Any] = field(default_factory=dict)  # fields of EngineConfig
-    sampling: dict[str, Any] = field(default_factory=dict)  # fields of SamplingConfig: max_tokens, temperature, ...
+    engine: EngineConfig = EngineConfig()  # what samples: vLLM, its memory, its GPUs
+    sampling: SamplingConfig = MISSING  # how completions are drawn
     samples_per_problem: int = 1  # at sampling.temperature
     greedy: bool = True  # also one greedy sample per problem
     pass_at: list[int] = field(default_factory=lambda: [1])  # k of pass@k, at most samples_per_problem
-    grader: dict[str, Any] = field(default_factory=dict)  # fields of GraderConfig: workers, timeout_s
-    rollouts: dict[str, Any] = field(default_factory=dict)  # fields of RolloutConfig: bad_problems, deadline_s
+    grader: GraderConfig = GraderConfig()  # processes that grade, and how long one may take
+    rollouts: RolloutConfig = RolloutConfig()  # problems that cannot be asked, and how long to wait for an answer
     seed: int = 0  # of sampling
 
 
@@ -82,7 +83,7 @@ class EvaluateRecipe:
         self.store = RolloutStore(cfg.output_dir)
         say(labelled([("engine", f"starting, its log: {cfg.output_dir}/{self.engine.log_path.name}")]))
         self.engine.start()
-        (self.grader,) = open_graders([self.task], self.grading, folder=cfg.output_dir)
+        (self.grader,) = open_graders([self.task], cfg.grader, folder=cfg.output_dir)
         self.progress = Progress()
         seconds = self.engine.wait_ready()
         self.engine.require_own_model()
@@ -92,26 +93,23 @@ class EvaluateRecipe:
         """Builds the parts that cost nothing and tries them: what is wrong is said before anything is touched."""
         cfg = self.cfg
         at_least(cfg, samples_per_problem=1)
-        self.rollout_config = build(RolloutConfig, cfg.rollouts, "rollouts")
-        self.grading = build(GraderConfig, cfg.grader, "grader")
         for k in cfg.pass_at:
             if not 1 <= k <= cfg.samples_per_problem:
                 raise Mistake(f"pass_at holds {k}; each k must lie in 1..samples_per_problem={cfg.samples_per_problem}")
         model = HFModel(cfg.model_dir)
         self.tokenizer, self.task = instantiate(cfg.tokenizer), instantiate(cfg.task)
-        stops = tuple(self.tokenizer.stop_token_ids)
-        self.sampling = build(SamplingConfig, cfg.sampling, "sampling", stop_token_ids=stops, seed=cfg.seed)
-        engine = build(EngineConfig, cfg.engine, "engine").following(
-            chosen_dtype("auto", "cpu" if on_cpu() else "cuda")
-        )
+        self.sampling = cfg.sampling.stopping_at(self.tokenizer.stop_token_ids)
+        if self.sampling.seed is None:
+            self.sampling = replace(self.sampling, seed=cfg.seed)
+        engine = cfg.engine.following(chosen_dtype("auto", "cpu" if on_cpu() else "cuda"))
         check_task(self.task, "task", ends=True)
         check_engine(model, engine)
         check_tokenizer(self.tokenizer, model)
         check_prompts({"task": self.task}, self.tokenizer, self.sampling, engine)
         check_weights(model)
-        rehearse([self.task], self.grading, samples=cfg.samples_per_problem)
+        rehearse([self.task], cfg.grader, samples=cfg.samples_per_problem)
         fault = prompt_fault(self.tokenizer, engine.max_model_len, self.sampling.max_tokens)
-        usable = Usable(self.task, fault, self.rollout_config.bad_problems)
+        usable = Usable(self.task, fault, cfg.rollouts.bad_problems)
         self.problems, self.skipped = usable.problems, usable.skipped
         self.engine = Engine(cfg.model_dir, engine, cfg.output_dir)
 
@@ -133,7 +131,7 @@ class EvaluateRecipe:
                     self.tokenizer,
                     self.grader,
                     bar,
-                    deadline_s=self.rollout_config.deadline_s,
+                    deadline_s=cfg.rollouts.deadline_s,
                 )
                 groups = in_order(stream)
             self.store.write(i, groups)

@@ -13,7 +13,7 @@ Rank 0 owns the engine, the graders and the files; every rank trains on its shar
 """
 
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from torchtune_ext.buffer import Ledger
 from torchtune_ext.evaluation import EvaluationConfig
 from torchtune_ext.grading import Grader, GraderConfig, open_graders, rehearse
 from torchtune_ext.groups import Group, graded
-from torchtune_ext.host.config import build, has_component, instantiate, load_config, named_paths, record
 from torchtune_ext.host.dry_run import check_machine, dry_run
 from torchtune_ext.host.opening import opening, ready
 from torchtune_ext.host.plugin import parse
@@ -40,6 +39,8 @@ from torchtune_ext.run.folder import RunFolder
 from torchtune_ext.run.output import say
 from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
+from torchtune_ext.settings.components import instantiate
+from torchtune_ext.settings.config import load_config, named_paths, record
 from torchtune_ext.source import GroupSource, RolloutConfig, prompt_fault
 from torchtune_ext.tasks.order import ProblemStream, Usable
 from torchtune_ext.telemetry import summary
@@ -69,49 +70,50 @@ class Config:
     output_dir: str = MISSING  # folder of the run: metrics, rollouts, checkpoints
     model_dir: str = MISSING  # starting weights and tokenizer, Hugging Face format
     model: Any = MISSING  # torchtune model builder that fits model_dir; one with adapters (LoRA) trains these alone
-    adapters: dict[str, Any] = field(default_factory=dict)  # fields of AdapterConfig, of such a model: publish, ...
+    adapters: AdapterConfig = AdapterConfig()  # of such a model: what is published and saved of them
     tokenizer: Any = MISSING  # messages -> ids
     task: Any = MISSING  # problems to train on, with their grader
-    evaluation: dict[str, Any] = field(default_factory=dict)  # fields of EvaluationConfig: task, every, samples
-    grader: dict[str, Any] = field(default_factory=dict)  # fields of GraderConfig: workers, timeout_s
+    evaluation: EvaluationConfig = EvaluationConfig()  # held-out problems, and how often they are asked
+    grader: GraderConfig = GraderConfig()  # processes that grade, and how long one may take
     preset: str | None = "grpo"  # a published method: its loss, advantage, aggregation, ... where nothing is set here
     loss: Any = MISSING  # objective per label
     optimizer: Any = MISSING  # any torch optimizer
-    engine: dict[str, Any] = field(default_factory=dict)  # fields of EngineConfig
-    sampling: dict[str, Any] = field(default_factory=dict)  # fields of SamplingConfig: max_tokens, temperature, ...
+    engine: EngineConfig = EngineConfig()  # what samples: vLLM, its memory, its GPUs
+    sampling: SamplingConfig = MISSING  # how completions are drawn
     seed: int = 0  # of sampling, torch, and the order of a finite task (generated tasks have a seed of their own)
     device: str = "auto"  # "cpu", "cuda", or "auto"
     dtype: str = "auto"  # of the trainer's forward and backward: "bfloat16", "float32", or "auto"; masters are float32
-    precision: Any = "bf16"  # "bf16", "fp8_rollout", "fp8_unified", or fields of PrecisionConfig: flow, skip, ...
+    precision: PrecisionConfig = PrecisionConfig()  # "bf16", "fp8_rollout", "fp8_unified"; or what is in FP8, and how
     max_steps: int = MISSING  # steps of sample -> train -> publish
     prompts_per_step: int = 32  # groups a step
     samples_per_prompt: int = 16  # completions of a group
     staleness: int = 0  # versions that the policy may be ahead of the one that began a sample; 0: sample, then train
     depth: int | None = None  # steps that the engine samples ahead, at most staleness; null: 1, with staleness 0 none
-    rollouts: dict[str, Any] = field(default_factory=dict)  # fields of RolloutConfig: bad_problems, deadline_s
+    rollouts: RolloutConfig = RolloutConfig()  # problems that cannot be asked, and how long to wait for an answer
     replay: str | None = None  # folder of a run: trains on its stored rollouts again, without an engine
     refill_rounds: int = 0  # further sampling, up to so many times, to replace groups without signal
     updates_per_step: int = 1  # optimizer updates on the samples of one step
     row_tokens: int = 16384  # capacity of a packed row
-    advantage: dict[str, Any] = field(default_factory=dict)  # fields of AdvantageConfig: baseline, scale, truncated
+    advantage: AdvantageConfig = AdvantageConfig()  # how rewards of a group become advantages
     aggregation: str = "sequence"  # mean over completions ("sequence", as in preset grpo) or tokens, or "constant"
-    schedule: dict[str, Any] = field(default_factory=dict)  # of the learning rate, fields of ScheduleConfig: decay, ...
+    schedule: ScheduleConfig = ScheduleConfig()  # of the learning rate
     max_grad_norm: float | None = 1.0  # null: not clipped
     activation_checkpointing: bool = False  # recompute layers in the backward
     compile: bool = False  # torch.compile each layer
     max_mismatch: Any = "auto"  # mean |trainer - sampler log-prob| that stops the run; "auto": twice the rounding
-    checkpoints: dict[str, Any] = field(default_factory=dict)  # fields of CheckpointConfig: every, keep_last, ...
+    checkpoints: CheckpointConfig = CheckpointConfig()  # how often they are written, and how many are kept
     resume_from_checkpoint: bool = False  # go on from the newest checkpoint in output_dir
-    ranks: dict[str, Any] = field(default_factory=dict)  # fields of RanksConfig: deadline_s, shard_within
-    logging: dict[str, Any] = field(default_factory=dict)  # fields of LoggingConfig: to (wandb, tensorboard), tags, ...
+    ranks: RanksConfig = RanksConfig()  # how ranks share the weights and watch each other
+    logging: LoggingConfig = LoggingConfig()  # where metrics go besides the run's folder: W&B, TensorBoard
     dry_run: Any = False  # True: check the settings and say whether the run fits here; "4x80": 4 GPUs of 80 GB
 
 
 class GRPORecipe:
     def __init__(self, cfg: Config):
         self.cfg = cfg
-        self.saving = build(CheckpointConfig, cfg.checkpoints, "checkpoints")
-        self.stop = StopSignals(self.saving.stop_grace_s, lambda: standing(self.step, cfg.max_steps, self.checkpoints))
+        self.stop = StopSignals(
+            cfg.checkpoints.stop_grace_s, lambda: standing(self.step, cfg.max_steps, self.checkpoints)
+        )
 
         # What rank 0 owns, and what a run that is stopped early may not have yet.
         self.folder: RunFolder | None = None
@@ -131,7 +133,7 @@ class GRPORecipe:
         cfg = self.cfg
         self.ranks = init_ranks(
             cfg.device,
-            build(RanksConfig, cfg.ranks, "ranks"),
+            cfg.ranks,
             engine_beside=cfg.staleness > 0,
             output_dir=cfg.output_dir,
             model_dir=cfg.model_dir,
@@ -146,7 +148,7 @@ class GRPORecipe:
         # Nothing is wrong with the settings. From here on the folder is locked, so that a second run in it is refused, and an
         # earlier run in it may be set aside, or go on.
         identity = self.open_folder() if self.ranks.is_main else None
-        self.checkpoints = Checkpoints(f"{cfg.output_dir}/checkpoints", identity, self.saving)
+        self.checkpoints = Checkpoints(f"{cfg.output_dir}/checkpoints", identity, cfg.checkpoints)
         resume = checkpoint_to_go_on_from(self.checkpoints, self.folder, cfg.resume_from_checkpoint, cfg.max_steps)
         if self.ranks.is_main:
             say(opening(self))
@@ -159,7 +161,7 @@ class GRPORecipe:
             self.engine.start()
             self.graders = open_graders(
                 [self.task, self.eval_task],
-                self.grading,
+                cfg.grader,
                 beside_training=cfg.staleness > 0,
                 folder=cfg.output_dir,
             )
@@ -170,7 +172,7 @@ class GRPORecipe:
             samples=cfg.samples_per_prompt,
             sampling=self.sampling,
             seed=cfg.seed,
-            deadline_s=self.rollout_config.deadline_s,
+            deadline_s=cfg.rollouts.deadline_s,
         )
         self.build_learner()
 
@@ -207,30 +209,24 @@ class GRPORecipe:
         self.meta_model = on_meta(partial(instantiate, cfg.model))  # names and shapes, no weights
         self.tokenizer = instantiate(cfg.tokenizer)
         self.task = instantiate(cfg.task)
-        self.evaluation = build(EvaluationConfig, cfg.evaluation, "evaluation")
-        self.eval_task = instantiate(cfg.evaluation.task) if has_component(cfg.evaluation.get("task")) else None
-        self.grading = build(GraderConfig, cfg.grader, "grader")
+        self.eval_task = instantiate(cfg.evaluation.task) if cfg.evaluation.task else None
         self.loss = instantiate(cfg.loss)
-        self.advantage = build(AdvantageConfig, cfg.advantage, "advantage")
-        self.sampling = build(SamplingConfig, cfg.sampling, "sampling", stop_token_ids=self.tokenizer.stop_token_ids)
-        self.schedule = build(ScheduleConfig, cfg.schedule, "schedule")
-        check_settings(cfg, self.loss, self.sampling, self.advantage, self.schedule)
-        self.logging = build(LoggingConfig, cfg.logging, "logging")
-        self.rollout_config = build(RolloutConfig, cfg.rollouts, "rollouts")
+        self.sampling = cfg.sampling.stopping_at(self.tokenizer.stop_token_ids)
+        check_settings(cfg, self.loss)
+        cfg.logging.require_login()
 
         # What is trained, and in which precision, both concern the engine, too: how it is started and what it is sent.
         self.trained = trained_part(
             self.meta_model,
             self.hf_model,
             asked=cfg.model,
-            adapters=build(AdapterConfig, cfg.adapters, "adapters"),
+            adapters=cfg.adapters,
             shards=self.ranks.shards,
         )
-        precision = build(PrecisionConfig, cfg.precision, "precision", bare="flow")
-        dtype = chosen_dtype(cfg.dtype, self.ranks.device.type, precision.fp8)
-        engine = self.trained.engine(build(EngineConfig, cfg.engine, "engine").following(dtype))
+        dtype = chosen_dtype(cfg.dtype, self.ranks.device.type, cfg.precision.fp8)
+        engine = self.trained.engine(cfg.engine.following(dtype))
         self.precision = Precision(
-            precision,
+            cfg.precision,
             self.meta_model,
             self.hf_model,
             dtype=dtype,
@@ -254,7 +250,7 @@ class GRPORecipe:
         # A problem whose prompt leaves no room for an answer is passed over, like one that the task cannot give.
         usable = {
             "fault": prompt_fault(self.tokenizer, engine.max_model_len, self.sampling.max_tokens),
-            "bad": self.rollout_config.bad_problems,
+            "bad": cfg.rollouts.bad_problems,
         }
         self.problems, self.held_out = ProblemStream(self.task, cfg.seed, **usable), Usable(self.eval_task, **usable)
         # The canary's prompts are made before a checkpoint is loaded: a task that adapts would ask otherwise then.
@@ -273,7 +269,7 @@ class GRPORecipe:
         )
         if self.ranks.is_main and not self.replay:
             self.held_out.require()
-            rehearse([self.task, self.eval_task], self.grading)
+            rehearse([self.task, self.eval_task], cfg.grader)
             self.engine = Engine(cfg.model_dir, self.precision.engine, cfg.output_dir)
 
     def open_folder(self) -> Identity:
@@ -290,7 +286,7 @@ class GRPORecipe:
         self.folder.write_record()
         self.metrics = Metrics(
             self.cfg.output_dir,
-            self.logging,
+            self.cfg.logging,
             self.folder.run,
             first_step,
             status=lambda: self.stop.status,
@@ -320,7 +316,7 @@ class GRPORecipe:
             self.ranks,
             temperature=self.sampling.temperature,
             optimizer=optimizer,
-            schedule=make_schedule(optimizer, self.schedule, cfg.max_steps * cfg.updates_per_step),
+            schedule=make_schedule(optimizer, cfg.schedule, cfg.max_steps * cfg.updates_per_step),
             max_grad_norm=cfg.max_grad_norm,
             watch=self.watch,
         )
@@ -362,7 +358,7 @@ class GRPORecipe:
                 self.source.open(self.version)
 
             last = self.step == cfg.max_steps
-            if last or self.step % self.evaluation.every == 0:
+            if last or self.step % cfg.evaluation.every == 0:
                 with watch("eval"):
                     values |= self.evaluate()
             # The numbers of a step are written before its checkpoint, so that a run that goes on from there has them.
@@ -370,7 +366,7 @@ class GRPORecipe:
 
             # The ranks agree on whether to stop: SIGTERM does not reach all of them in the same step.
             stopping = self.stop.agreed(self.ranks.any)
-            if last or stopping or self.step % self.saving.every == 0:
+            if last or stopping or self.step % cfg.checkpoints.every == 0:
                 self.save_checkpoint()
             self.log(summary.clock_metrics(values, watch.lap()))
             if stopping and not last:
@@ -388,7 +384,7 @@ class GRPORecipe:
             # A group whose rewards are all equal says nothing about what is better. It is trained on only where the loss has
             # a term that acts without an advantage (a KL penalty, an entropy bonus), and may be replaced by a further round.
             train_all = needs_of(self.loss).all_groups
-            groups, stats = with_advantages(groups + more, self.advantage, self.sampling.max_tokens, train_all)
+            groups, stats = with_advantages(groups + more, cfg.advantage, self.sampling.max_tokens, train_all)
             wanted = cfg.prompts_per_step - stats.groups
             if wanted <= 0:
                 break
@@ -454,7 +450,7 @@ class GRPORecipe:
         values = summary.evaluation_metrics(
             *sample_held_out(
                 self.held_out.problems,
-                self.evaluation.samples,
+                self.cfg.evaluation.samples,
                 replace(self.sampling, seed=self.cfg.seed),
                 self.engine,
                 self.tokenizer,
@@ -462,7 +458,7 @@ class GRPORecipe:
                 bars=self.progress.sampling,
                 watch=self.watch,
                 times=self.timeline,
-                deadline_s=self.rollout_config.deadline_s,
+                deadline_s=self.cfg.rollouts.deadline_s,
             ),
             skipped=self.held_out.skipped,
         )

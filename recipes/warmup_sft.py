@@ -7,19 +7,17 @@ is the negative log-likelihood of the solution. Writes a Hugging Face model dire
 """
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig
 
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.groups import Group, Sample
-from torchtune_ext.host.components import find_component
-from torchtune_ext.host.config import build, instantiate, load_config, named_paths, record
 from torchtune_ext.host.opening import device_text, model_text
 from torchtune_ext.host.plugin import parse
 from torchtune_ext.objective.loss import NLLLoss
@@ -32,6 +30,8 @@ from torchtune_ext.run.folder import RunFolder
 from torchtune_ext.run.output import labelled, say
 from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.sampling.records import Completion
+from torchtune_ext.settings.components import Component, find_component, instantiate
+from torchtune_ext.settings.config import load_config, named_paths, record
 from torchtune_ext.tasks.order import Usable, problem_index
 from torchtune_ext.tasks.task import Problem
 from torchtune_ext.telemetry.metrics import LoggingConfig, Metrics
@@ -52,7 +52,7 @@ class Config:
 
     output_dir: str = MISSING  # folder of the run; the model goes to output_dir/model
     model_dir: str | None = None  # model to continue; null: a new one of `shape`
-    shape: dict[str, Any] = field(default_factory=dict)  # fields of Shape, for a new model
+    shape: Shape = Shape()  # of a new model
     model: Any = MISSING  # torchtune model builder
     tokenizer: Any = MISSING  # messages -> ids
     task: Any = MISSING  # problems with solutions
@@ -63,8 +63,7 @@ class Config:
     train_on_prompt: bool = False  # learn the problems' text too: for a new model, which must learn to read first
     row_tokens: int = 4096  # capacity of a packed row
     tokenizer_problems: int = 1000  # problems whose text trains the tokenizer of a new model
-    # Fields of ScheduleConfig, of the learning rate.
-    schedule: dict[str, Any] = field(default_factory=lambda: {"decay": "cosine", "warmup": 20})
+    schedule: ScheduleConfig = ScheduleConfig(decay="cosine", warmup=20)  # of the learning rate
     max_grad_norm: float | None = 1.0  # null: not clipped
     seed: int = 0  # of weights and order
     device: str = "auto"  # "cpu", "cuda", or "auto"
@@ -72,7 +71,7 @@ class Config:
     activation_checkpointing: bool = False  # recompute layers in the backward
     compile: bool = False  # torch.compile each layer
     log_every: int = 10  # updates
-    logging: dict[str, Any] = field(default_factory=dict)  # fields of LoggingConfig: to (wandb, tensorboard), tags, ...
+    logging: LoggingConfig = LoggingConfig()  # where metrics go besides the run's folder: W&B, TensorBoard
 
 
 class WarmupRecipe:
@@ -97,7 +96,7 @@ class WarmupRecipe:
             run = self.folder.begin(record(cfg), resuming=False, reads=named_paths(cfg))
         self.start = Path(cfg.model_dir or f"{cfg.output_dir}/start")
         if cfg.model_dir is None and self.ranks.is_main:
-            self.make_model(self.start, self.shape)
+            self.make_model(self.start, cfg.shape)
         self.ranks.broadcast(None)  # the others wait for the files
         self.source = HFModel(self.start)
         self.tokenizer: ChatTokenizer = instantiate(cfg.tokenizer, path=str(self.start))
@@ -117,7 +116,7 @@ class WarmupRecipe:
             NLLLoss(),
             self.ranks,
             optimizer=optimizer,
-            schedule=make_schedule(optimizer, self.schedule, self.updates),
+            schedule=make_schedule(optimizer, cfg.schedule, self.updates),
             max_grad_norm=cfg.max_grad_norm,
             watch=self.watch,
         )
@@ -132,7 +131,7 @@ class WarmupRecipe:
                     ]
                 )
             )
-        self.metrics = Metrics(cfg.output_dir, self.logging, run, status=lambda: self.stop.status, rank=self.ranks.rank)
+        self.metrics = Metrics(cfg.output_dir, cfg.logging, run, status=lambda: self.stop.status, rank=self.ranks.rank)
         self.progress = Progress(self.updates, self.ranks.rank)
 
     def check(self) -> None:
@@ -147,9 +146,8 @@ class WarmupRecipe:
         if cfg.num_problems > len(self.task):
             raise Mistake(f"num_problems={cfg.num_problems}, but the task has {len(self.task)} problems")
         self.updates = max(1, round(cfg.num_problems * cfg.epochs / cfg.batch_problems))
-        self.schedule = build(ScheduleConfig, cfg.schedule, "schedule")
-        self.schedule.require_fits(self.updates)
-        self.logging, self.shape = build(LoggingConfig, cfg.logging, "logging"), build(Shape, cfg.shape, "shape")
+        cfg.schedule.require_fits(self.updates)
+        cfg.logging.require_login()
         check_optimizer(partial(instantiate, cfg.optimizer))
         if cfg.model_dir is None:
             find_component(self.model_node("start"))
@@ -162,14 +160,11 @@ class WarmupRecipe:
     def dtype_text(self) -> str:
         return f"{str(self.dtype)[6:]}{dtype_note(self.cfg.dtype, self.ranks.device.type)}"
 
-    def model_node(self, folder: str) -> DictConfig:
+    def model_node(self, folder: str) -> Component:
         """Our builder reads the sizes of a model in its config.json; those of torchtune have them in their names."""
-        reads_config = (
-            self.cfg.model_dir is None or self.cfg.model.get("_component_") == "torchtune_ext.policy.from_config"
-        )
-        return OmegaConf.create(
-            {"model": OmegaConf.merge({"model_dir": folder} if reads_config else {}, self.cfg.model)}
-        ).model
+        node = self.cfg.model
+        reads_config = self.cfg.model_dir is None or node.get("_component_") == "torchtune_ext.policy.from_config"
+        return Component({"model_dir": folder, **node} if reads_config else node, "model")
 
     def make_model(self, folder: Path, shape: Shape) -> None:
         """A tokenizer from the task's text and random weights."""

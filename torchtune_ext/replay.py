@@ -54,7 +54,7 @@ class Replay:
 
     Args:
         run: folder of the run that is replayed.
-        settings: those of this run, as `host.config.record` returns them.
+        settings: those of this run, as `settings.config.record` returns them.
         identity: the model and the weights that this run begins with; its run does not count.
         problems, tokenizer: those of this run.
 

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import asdict
 from statistics import mean, stdev
 
 import objectives
@@ -14,9 +15,9 @@ from omegaconf import OmegaConf
 from records import sampled
 
 from torchtune_ext.groups import Group
-from torchtune_ext.host.config import load_config
 from torchtune_ext.recipes import grpo
 from torchtune_ext.run.catalog import folder
+from torchtune_ext.settings.config import load_config
 from torchtune_ext.tasks.task import Problem
 from torchtune_ext.telemetry.rollouts import RolloutStore
 
@@ -26,7 +27,7 @@ def settings(run):
     words = [*run.words, "output_dir=x", "model_dir=x", f"updates_per_step={run.updates}"]
     file = OmegaConf.load(folder("configs") / "grpo" / "tiny_arithmetic.yaml")
     cfg = load_config(grpo.Config, OmegaConf.merge(file, OmegaConf.from_dotlist(words)))
-    values = OmegaConf.to_container(cfg)
+    values = asdict(cfg)
     return values | {f"loss.{key}": value for key, value in values.pop("loss").items()}
 
 

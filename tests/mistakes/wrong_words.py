@@ -31,7 +31,7 @@ COMMANDS = {
     "a count of puzzles": Mistake("clue --count 0 --out x.jsonl", r"--count 0: give a number from 1 on"),
     "ray without a number": Mistake("ray --config run.yaml --recipe grpo_full", r"how many GPUs\? Write --train-gpus N --engine-gpus N"),
     "ray without a recipe": Mistake("ray --config run.yaml --train-cpus 1 --engine-cpus 1", r"--config run.yaml: written for which recipe\? Add --recipe grpo_full"),
-    "ray without an engine": Mistake("ray --config warm.yaml --train-cpus 1 --engine-cpus 1", r"--config warm.yaml: it has no `engine:`, so it samples nothing"),
+    "ray without an engine": Mistake("ray --config warm.yaml --recipe warmup_sft --train-cpus 1 --engine-cpus 1", r"--config warm.yaml is written for warmup_sft, which samples nothing: its Config has no `engine`"),
     "an archive that is not there": Mistake("archive nothing", r"torchtune-ext archive: .*nothing"),
 }
 
@@ -156,7 +156,7 @@ VALUES = {
     "bench.cores=1": full(f"task._component_={MATMUL} task.bench.cores=1", r"task.bench.cores=1 must be a list of whole numbers, as \[2, 3\]"),
     "bench.threads=0": full(f"task._component_={MATMUL} task.bench.threads=0", r"task.bench.threads=0 must be at least 1"),
     "bench.optimization=-O9": full(f"task._component_={MATMUL} task.bench.optimization=-O9", r"task.bench.optimization='-O9': use .*-O3"),
-    "bench at the top": full("bench.threads=2", r"unknown key 'bench' in the config; did you mean 'task.bench'\?"),
+    "bench at the top": full(f"bench.threads=2 task._component_={MATMUL}", r"unknown key 'bench' in the config; did you mean 'task.bench'\?"),
     "a cache in no folder": full(f"task._component_={MATMUL} task.prompt=short task.bench.cache=/no/such/file", r"task.bench: cache='/no/such/file': No such file or directory; name a file"),
     "bench.core=[1]": full(f"task._component_={MATMUL} 'task.bench.core=[1]'", r"task.bench.core=\[1\]: there is no such setting; did you mean 'cores'\?"),
     "replay of nothing": full("replay=nothing", r"replay=nothing: there is no run.json; name the folder of a run"),

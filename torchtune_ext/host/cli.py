@@ -22,7 +22,7 @@ OWN_WORDS = {
     "clue": ("torchtune_ext.tasks.temporal_clue.cli", "make and grade Temporal Clue puzzles"),
     "gguf": ("torchtune_ext.host.gguf", "make a GGUF file a model directory: gguf FILE OUT"),
     "knobs": ("torchtune_ext.host.knobs", "list the knobs of a recipe: knobs [RECIPE] [NODE]"),
-    "presets": ("torchtune_ext.host.presets", "list the published methods, or print one: presets [NAME]"),
+    "presets": ("torchtune_ext.settings.presets", "list the published methods, or print one: presets [NAME]"),
     "ray": ("torchtune_ext.host.on_ray", "start a run on an existing Ray cluster, with vLLM servers beside it"),
     "report": ("torchtune_ext.telemetry.report", "write the HTML report of a run, or of several: report RUN [RUN ...]"),
     "serve": ("torchtune_ext.host.serve", "start vLLM's server for a run: serve --config CONFIG [--print]"),

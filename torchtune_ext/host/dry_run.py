@@ -21,11 +21,9 @@ from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 import torch
-from omegaconf import DictConfig
 from torch import nn
 from torchtune.modules import TransformerDecoder
 
-from torchtune_ext.host.config import NODES, build, has_component, instantiate
 from torchtune_ext.objective.loss import needs_of
 from torchtune_ext.policy.builder import on_meta
 from torchtune_ext.policy.families import published_config
@@ -37,9 +35,10 @@ from torchtune_ext.run.errors import Mistake, is_mistake, traceback_wanted
 from torchtune_ext.run.folder import config_file
 from torchtune_ext.run.output import say
 from torchtune_ext.sampling.engine import Engine
-from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
+from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.sampling.server_command import on_cpu
-from torchtune_ext.training.distributed import Ranks, RanksConfig
+from torchtune_ext.settings.components import Component, instantiate
+from torchtune_ext.training.distributed import Ranks
 from torchtune_ext.training.plan.machine import Machine, asked_machine, this_machine
 from torchtune_ext.training.plan.plan import (
     DiskNeed,
@@ -53,10 +52,8 @@ from torchtune_ext.training.plan.plan import (
     training_gpus,
 )
 from torchtune_ext.training.plan.table import plan_table, verdict
-from torchtune_ext.training.precision import DTYPES, Precision, PrecisionConfig
+from torchtune_ext.training.precision import DTYPES, Precision
 from torchtune_ext.training.settings import chosen_dtype
-from torchtune_ext.training.state import CheckpointConfig
-from torchtune_ext.training.trained import AdapterConfig
 
 
 class Checked(Protocol):
@@ -69,7 +66,7 @@ class Checked(Protocol):
     def check(self) -> None: ...
 
 
-def dry_run(make: Callable[[DictConfig], Checked], cfg: DictConfig) -> None:
+def dry_run(make: Callable[[Any], Checked], cfg: Any) -> None:
     """Prints the plan of a run, and what is wrong with its settings. Under torchrun rank 0 does so for all.
 
     Args:
@@ -108,7 +105,7 @@ def dry_run(make: Callable[[DictConfig], Checked], cfg: DictConfig) -> None:
     sys.exit(0 if plan is not None and plan.fits and not problems else 2)
 
 
-def machine_of(cfg: DictConfig) -> Machine:
+def machine_of(cfg: Any) -> Machine:
     """Returns the machine that a dry run is for.
 
     Raises:
@@ -131,7 +128,7 @@ def machine_of(cfg: DictConfig) -> Machine:
     return here
 
 
-def settings_of(cfg: DictConfig, device: str) -> tuple[Settings, list[str]]:
+def settings_of(cfg: Any, device: str) -> tuple[Settings, list[str]]:
     """Builds what decides about the need of a run. Returns it, and lines that say where sizes come from that no file gives, and
     which layers compute in FP8, if any does.
 
@@ -139,31 +136,29 @@ def settings_of(cfg: DictConfig, device: str) -> tuple[Settings, list[str]]:
         ValueError: a setting is wrong, or the sizes of the model are not known.
     """
     model, lines = model_of(cfg)
-    sides = build(PrecisionConfig, cfg.precision, "precision", bare="flow").sides
+    sides = cfg.precision.sides
     name = chosen_dtype(cfg.dtype, device, fp8=sides[1] is not None)
-    dtype, engine = DTYPES[name], build(EngineConfig, cfg.engine, "engine").following(name)
-    sampling = build(SamplingConfig, cfg.sampling, "sampling")
-    adapters = build(AdapterConfig, cfg.adapters, "adapters")
-    merged = adapters.way(bool(cfg.model.get("use_dora")), engine.dtype) == "merged"
+    dtype, engine = DTYPES[name], cfg.engine.following(name)
+    merged = cfg.adapters.way(bool(cfg.model.get("use_dora")), engine.dtype) == "merged"
     sizes = sizes_of(model, dtype, sides, getattr(torch, engine.dtype))
     settings = Settings(
         sizes=sizes,
         engine=None if cfg.replay else engine,
-        checkpoints=build(CheckpointConfig, cfg.checkpoints, "checkpoints"),
+        checkpoints=cfg.checkpoints,
         output_dir=cfg.output_dir,
         resumes=cfg.resume_from_checkpoint,
         max_model_len=engine.max_model_len,
         max_steps=cfg.max_steps,
         row_tokens=cfg.row_tokens,
-        max_tokens=sampling.max_tokens,
+        max_tokens=cfg.sampling.max_tokens,
         activation_checkpointing=cfg.activation_checkpointing,
         optimizer_bytes=optimizer_bytes(partial(instantiate, cfg.optimizer)),
-        evaluated=has_component(cfg.evaluation.get("task")) and not cfg.replay,
+        evaluated=cfg.evaluation.task is not None and not cfg.replay,
         reference=needs_of(instantiate(cfg.loss)).reference,
         # What FP8 or NF4 has left of frozen weights goes to the engine once.
         publishes_all=not sizes.frozen or merged or sides[1] is not None or sizes.largest_nf4 > 0,
-        save_merged=adapters.save_merged,
-        shard_within=build(RanksConfig, cfg.ranks, "ranks").shard_within,
+        save_merged=cfg.adapters.save_merged,
+        shard_within=cfg.ranks.shard_within,
     )
     trainer, sampler = sides
     if sampler is None:
@@ -172,7 +167,7 @@ def settings_of(cfg: DictConfig, device: str) -> tuple[Settings, list[str]]:
     return settings, [*lines, receipt.table(), f"  engine: {engine_memory(model, receipt)}"]
 
 
-def model_of(cfg: DictConfig) -> tuple[TransformerDecoder, list[str]]:
+def model_of(cfg: Any) -> tuple[TransformerDecoder, list[str]]:
     """Builds the model on the meta device. Where its config.json has not been downloaded yet, it has the sizes that are known
     of the public model with the name of the folder, and a line says so.
 
@@ -180,22 +175,18 @@ def model_of(cfg: DictConfig) -> tuple[TransformerDecoder, list[str]]:
         ValueError: the sizes are not known.
     """
     known = published_config(Path(cfg.model_dir).name)
-    named = has_component(cfg.model) and cfg.model.get("model_dir") == cfg.model_dir
+    named = cfg.model.get("model_dir") == cfg.model_dir
     if known is None or not named or (Path(cfg.model_dir) / "config.json").exists():
         return on_meta(partial(instantiate, cfg.model)), []
     with TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(known))
-        changed = cfg.copy()
-        changed.model.model_dir = folder
-        model = on_meta(partial(instantiate, changed.model))
+        model = on_meta(partial(instantiate, Component({**cfg.model, "model_dir": folder}, "model")))
     return model, [
         f"sizes: those of {Path(cfg.model_dir).name} as it was published, since model_dir has no config.json yet"
     ]
 
 
-def checked(
-    make: Callable[[DictConfig], Checked], cfg: DictConfig, trainers: int, here: bool
-) -> tuple[int | None, list[str]]:
+def checked(make: Callable[[Any], Checked], cfg: Any, trainers: int, here: bool) -> tuple[int | None, list[str]]:
     """Does the checks of a start. Returns the tokens of the longest of a few prompts, and what is wrong.
 
     Args:
@@ -204,25 +195,16 @@ def checked(
     """
     on_gpu = cfg.device != "cpu" and torch.cuda.is_available()
     try:
-        recipe, ranks = make(cfg), build(RanksConfig, cfg.ranks, "ranks")
-        ranks.require_divides(trainers)
+        recipe = make(cfg)
+        cfg.ranks.require_divides(trainers)
         device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
-        recipe.ranks = Ranks(0, trainers, device, shard_within=ranks.shard_within)
+        recipe.ranks = Ranks(0, trainers, device, shard_within=cfg.ranks.shard_within)
         recipe.check()
         if here and recipe.engine:
             require_gpus(recipe.engine.config)
         return max(map(len, recipe.canary)), []
     except Exception as error:
-        found = [_foreseen(error)]
-    # After a first mistake the nodes are built one by one, so that the mistakes in them are said together.
-    for node, record in NODES.items():
-        if node not in cfg:
-            continue
-        try:
-            build(record, cfg[node], node, bare="flow" if node == "precision" else None)
-        except Exception as error:
-            found += [text] if (text := _foreseen(error)) not in found else []
-    return None, found
+        return None, [_foreseen(error)]
 
 
 def _foreseen(error: Exception) -> str:
@@ -246,7 +228,6 @@ class Startable(Protocol):
 
     cfg: Any
     ranks: Ranks
-    saving: CheckpointConfig
     engine: Engine | None
     meta_model: nn.Module
     precision: Precision
@@ -266,11 +247,11 @@ def check_machine(recipe: Startable) -> None:
     need = partial(
         disk_need,
         sizes_of(recipe.meta_model, recipe.precision.dtype),
-        recipe.saving,
+        cfg.checkpoints,
         cfg.output_dir,
         cfg.max_steps,
         evaluated=recipe.eval_task is not None,
-        save_merged=bool(cfg.adapters.get("save_merged")),
+        save_merged=cfg.adapters.save_merged,
         resumes=cfg.resume_from_checkpoint,
     )
     # What the optimizer keeps is found out by a step of it, which is made only where it matters.

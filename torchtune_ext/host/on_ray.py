@@ -16,31 +16,23 @@ import re
 import secrets
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
 from torchtune_ext.cluster.member import Plan
 from torchtune_ext.cluster.placement import KINDS, Asked
 from torchtune_ext.cluster.together import HeadLost, Together
-from torchtune_ext.host.command_line import check_words
-from torchtune_ext.host.config import build
 from torchtune_ext.measured.ray_bench import SETTINGS
 from torchtune_ext.measured.ray_connect import Refused, connect
-from torchtune_ext.run.catalog import config_files, config_path, folder, recipe_of
+from torchtune_ext.run.catalog import config_name, config_path, owner
 from torchtune_ext.run.errors import FAILED, STATUS, Mistake
-from torchtune_ext.run.folder import own_folder
 from torchtune_ext.run.parent import environment
 from torchtune_ext.run.stop import CLEANUP_S, REACTION_S
-from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.sampling.server_command import server_key
-from torchtune_ext.training.state import CheckpointConfig
+from torchtune_ext.settings.config import read_config
 
 WAIT_S = 30.0  # seconds to wait for GPUs that are in use
 # Variables that say what a machine or a process is. All others of this shell are those of the run on every machine.
@@ -83,8 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Runs to the end and returns the exit status of the trainer. Raises ValueError, RuntimeError."""
-    settings = run_settings(args.config, args.words)
-    plan = plan_of(args, settings)
+    cfg = read_config(args.config, args.words, args.recipe)
+    plan = plan_of(args, cfg)
     if find_spec("ray") is None:
         raise Mistake(
             "torchtune-ext ray needs Ray: pip install 'torchtune-ext[ray]', here and on each machine of the cluster"
@@ -101,9 +93,9 @@ def main(args: argparse.Namespace) -> int:
             # It came before or after the run, which takes note of signals by itself.
             return 128 + signal.SIGINT
         except HeadLost as error:
-            leave(f"{error}\n{standing(settings.output_dir)}", FAILED, err)
+            leave(f"{error}\n{standing(cfg.output_dir)}", FAILED, err)
         except RuntimeError as error:
-            error.add_note(standing(settings.output_dir))
+            error.add_note(standing(cfg.output_dir))
             raise
         finally:
             ray.shutdown()
@@ -127,28 +119,11 @@ def leave(text: str, status: int, err: TextIO) -> NoReturn:
     os._exit(status)
 
 
-@dataclass(frozen=True, slots=True)
-class RunSettings:
-    """What a config and the words behind it say of a run that samples, as far as it is needed where the run is started from."""
-
-    recipe: str | None  # that the config is written for, if it says so
-    own_file: str  # the file of the config, if it is none of ours; ""
-    model_dir: str
-    output_dir: str
-    engine: EngineConfig
-    saving: CheckpointConfig
-
-
-def plan_of(args: argparse.Namespace, settings: RunSettings) -> Plan:
-    """Makes the plan from the words of the command. Raises ValueError."""
-    recipe = args.recipe or settings.recipe
-    if recipe is None:
+def plan_of(args: argparse.Namespace, cfg: Any) -> Plan:
+    """Makes the plan from the words of the command and the settings of the run. Raises ValueError."""
+    if cfg.engine.address is not None:
         raise Mistake(
-            f"--config {args.config}: written for which recipe? Add --recipe grpo_full, or your own: --recipe my_grpo.py"
-        )
-    if settings.engine.address is not None:
-        raise Mistake(
-            f"engine.address={settings.engine.address}: torchtune-ext ray starts servers of its own; leave it out, or start "
+            f"engine.address={cfg.engine.address}: torchtune-ext ray starts servers of its own; leave it out, or start "
             "the run with tune run"
         )
     if not re.fullmatch(r"auto|[^/\s]+:\d+", args.address):
@@ -158,25 +133,25 @@ def plan_of(args: argparse.Namespace, settings: RunSettings) -> Plan:
         )
     if args.wait is not None and not 0 < args.wait < float("inf"):
         raise Mistake(f"--wait={args.wait}: it has to be a positive number of seconds")
-    asked = asked_of(args, settings)
+    asked = asked_of(args, cfg.engine.tensor_parallel_size)
     return Plan(
-        recipe=recipe,
+        recipe=args.recipe or owner(args.config),
         config=args.config,
-        file=settings.own_file,
+        file="" if config_name(Path(config_path(args.config))) else args.config,
         words=tuple(args.words),
-        engine=settings.engine,
+        engine=cfg.engine,
         asked=asked,
         folder=str(Path.cwd()),
         variables=variables_of(asked),
         key=server_key() or secrets.token_urlsafe(32),
-        patience_s=settings.saving.stop_grace_s + REACTION_S + CLEANUP_S,
+        patience_s=cfg.checkpoints.stop_grace_s + REACTION_S + CLEANUP_S,
         wait_s=args.wait or WAIT_S,
         waits_for_machines=args.wait is not None,
     )
 
 
-def asked_of(args: argparse.Namespace, settings: RunSettings) -> Asked:
-    """Returns what the command asks of the cluster. Raises ValueError."""
+def asked_of(args: argparse.Namespace, each: int) -> Asked:
+    """Returns what the command asks of the cluster. Args: each: GPUs of a server. Raises ValueError."""
     pairs = {kind: (getattr(args, f"train_{kind}"), getattr(args, f"engine_{kind}")) for kind in KINDS}
     given = [kind for kind, pair in pairs.items() if pair != (None, None)]
     if len(given) != 1 or None in pairs[given[0]]:
@@ -185,7 +160,6 @@ def asked_of(args: argparse.Namespace, settings: RunSettings) -> Asked:
         )
     kind = given[0]
     train, engine = pairs[kind]
-    each = settings.engine.tensor_parallel_size
     for name, value in ((f"--train-{kind}", train), (f"--engine-{kind}", engine)):
         if value < 1:
             raise Mistake(f"{name}={value}: it has to be 1 or more")
@@ -213,39 +187,3 @@ def standing(output_dir: str) -> str:
     if not found:
         return f"There is no checkpoint in {output_dir} yet: start it again"
     return f"The newest checkpoint is {found[-1]}; go on from there with resume_from_checkpoint=True"
-
-
-def run_settings(config: str, words: Sequence[str]) -> RunSettings:
-    """Reads a config, a file or one of ours by its name, and the settings behind it, key=value.
-
-    Raises:
-        ValueError: it is no config, it has no engine, or a value that is needed here is missing or wrong.
-    """
-    check_words(["", f"--config={config}", *words])
-    path = Path(config_path(config))
-    name = next((each for each, file in config_files(folder("configs")).items() if file == path), None)
-    cfg = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(list(words)))
-    if not isinstance(cfg.get("engine"), DictConfig):
-        raise Mistake(f"--config {config}: it has no `engine:`, so it samples nothing; start it with tune run")
-    return RunSettings(
-        recipe_of(name or "", path),
-        "" if name else config,
-        str(_value(cfg, config, "model_dir")),
-        own_folder(str(_value(cfg, config, "output_dir"))),
-        build(EngineConfig, _value(cfg, config, "engine"), "engine"),
-        build(CheckpointConfig, _value(cfg, config, "checkpoints") if "checkpoints" in cfg else {}, "checkpoints"),
-    )
-
-
-def _value(cfg: DictConfig, config: str, key: str) -> Any:
-    """Returns a value without references. Raises ValueError."""
-    try:
-        value = cfg.get(key)
-        value = (
-            OmegaConf.to_container(value, resolve=True, throw_on_missing=True) if OmegaConf.is_config(value) else value
-        )
-    except OmegaConfBaseException as error:
-        raise Mistake(f"--config {config}: {key}: {str(error).splitlines()[0]}") from None
-    if value is None:
-        raise Mistake(f"--config {config}: {key} has no value; set it in the YAML or on the command line as {key}=...")
-    return value

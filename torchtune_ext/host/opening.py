@@ -7,25 +7,22 @@ from dataclasses import fields, is_dataclass
 from typing import Any, Protocol
 
 import torch
-from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
 from torchtune_ext.advantages import AdvantageConfig
 from torchtune_ext.buffer import Ledger
-from torchtune_ext.evaluation import EvaluationConfig
-from torchtune_ext.host.config import build, instantiate, load_preset
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import adapter_names
 from torchtune_ext.replay import Replay
 from torchtune_ext.run.output import ENGINE_READY, labelled
 from torchtune_ext.sampling.server_command import engine_configs, log_name
+from torchtune_ext.settings.components import Component, instantiate
+from torchtune_ext.settings.config import load_preset
 from torchtune_ext.tasks.order import SHUFFLE_LIMIT
 from torchtune_ext.tasks.task import GradesItself, Task
 from torchtune_ext.training.distributed import Ranks
 from torchtune_ext.training.precision import Precision
 from torchtune_ext.training.settings import dtype_note
-from torchtune_ext.training.state import CheckpointConfig
 from torchtune_ext.training.trained import Adapters, AllWeights
 
 AGGREGATIONS = {"token": "token mean", "sequence": "sequence mean", "constant": "sum over a constant"}
@@ -34,11 +31,8 @@ AGGREGATIONS = {"token": "token mean", "sequence": "sequence mean", "constant": 
 class Opened(Protocol):
     """What `opening` reads of a GRPO recipe that is about to start."""
 
-    cfg: DictConfig  # as `load_config` returned it
-    saving: CheckpointConfig
-    evaluation: EvaluationConfig
+    cfg: Any  # the recipe's Config
     loss: Any
-    advantage: AdvantageConfig
     trained: AllWeights | Adapters
     precision: Precision
     replay: Replay | None
@@ -52,15 +46,15 @@ class Opened(Protocol):
 def opening(recipe: Opened) -> str:
     """Returns the lines that a GRPO recipe prints before its engine starts."""
     cfg, output = recipe.cfg, recipe.cfg.output_dir
-    _, _, objective = objective_line(cfg, recipe.loss, recipe.advantage).partition(": ")
+    _, _, objective = objective_line(cfg, recipe.loss).partition(": ")
     texts = [task for task in (recipe.task, recipe.eval_task) if task and not isinstance(task, GradesItself)]
     printed = "; graders print into grader.log" if texts and not recipe.replay else ""
     lines = [
         ("model", model_text(recipe.hf_model, recipe.meta_model, recipe.trained)),
         ("device", f"{device_text(recipe.ranks)}; {recipe.precision}{dtype_note(cfg.dtype, recipe.ranks.device.type)}"),
         ("objective", objective),
-        ("problems", problems_text(cfg, recipe.task, recipe.eval_task, recipe.evaluation)),
-        ("files", f"{output}; a checkpoint every {recipe.saving.every} steps{printed}"),
+        ("problems", problems_text(cfg, recipe.task, recipe.eval_task)),
+        ("files", f"{output}; a checkpoint every {cfg.checkpoints.every} steps{printed}"),
     ]
     ledger = Ledger(cfg.prompts_per_step, cfg.max_steps, cfg.staleness, cfg.depth)
     if recipe.replay:
@@ -72,7 +66,7 @@ def opening(recipe: Opened) -> str:
         begun = f"starting, its log: {log}" if count == 1 else f"starting {count} of them, their logs: {log}"
         lines.append(("engine", f"{f'connecting to {engine.address}' if engine.address else begun}{ahead}"))
     evaluated = recipe.eval_task is not None and not recipe.replay
-    every, evaluates = recipe.saving.every, recipe.evaluation.every
+    every, evaluates = cfg.checkpoints.every, cfg.evaluation.every
     if evaluated and every < cfg.max_steps and every % evaluates:
         lines.append(
             (
@@ -126,44 +120,46 @@ def copies_text(ranks: int, shards: int) -> str:
     return f"; {ranks // shards} copies of the weights, each on {shards} of them" if shards < ranks else ""
 
 
-def problems_text(cfg: DictConfig, task: Task, held_out: Task | None, evaluation: EvaluationConfig) -> str:
+def problems_text(cfg: Any, task: Task, held_out: Task | None) -> str:
     """Returns what is asked: "Math, 7,473, of which a step takes 32 with 16 samples each; held-out: ..."."""
     number = f"{len(task):,}" if len(task) <= SHUFFLE_LIMIT else "made without end"
     text = f"{type(task).__name__}, {number}; each step takes {cfg.prompts_per_step} with {cfg.samples_per_prompt} samples each"
     if held_out is None:
         return f"{text}; none held out"
-    return f"{text}; held out: {type(held_out).__name__}, {len(held_out):,}, every {evaluation.every} steps"
+    return f"{text}; held out: {type(held_out).__name__}, {len(held_out):,}, every {cfg.evaluation.every} steps"
 
 
-def objective_line(cfg: DictConfig, loss: Any, advantage: AdvantageConfig) -> str:
+def objective_line(cfg: Any, loss: Any) -> str:
     """Returns the line that describes the objective.
 
     For example: "objective: clip 0.2/0.28 per token, TIS <= 2, advantage mean/group_std, token mean; preset
         clip_higher,
     overridden here: aggregation".
     """
-    parts = [_text(loss), str(advantage), AGGREGATIONS.get(cfg.aggregation, cfg.aggregation)]
+    parts = [_text(loss), str(cfg.advantage), AGGREGATIONS.get(cfg.aggregation, cfg.aggregation)]
     if cfg.refill_rounds:
         parts.append(f"up to {cfg.refill_rounds} refills")
     line = f"objective: {', '.join(parts)}; {'no preset' if cfg.preset is None else f'preset {cfg.preset}'}"
-    changed = overridden(cfg, loss, advantage)
+    changed = overridden(cfg, loss)
     return f"{line}, overridden here: {', '.join(changed)}" if changed else line
 
 
-def overridden(cfg: DictConfig, loss: Any, advantage: AdvantageConfig) -> list[str]:
+def overridden(cfg: Any, loss: Any) -> list[str]:
     """Returns the keys of the objective whose values differ from those of the preset."""
     if cfg.preset is None:
         return []
-    preset = load_preset(cfg.preset, list(cfg))
-    found = _changed("loss", lambda: instantiate(preset.loss), loss) if "loss" in preset else []
-    found += _changed("advantage", lambda: build(AdvantageConfig, preset.get("advantage"), "advantage"), advantage)
-    return found + [key for key in ("aggregation", "refill_rounds") if key in preset and preset[key] != cfg[key]]
+    preset = load_preset(cfg.preset, [spec.name for spec in fields(cfg)])
+    found = _changed("loss", lambda: instantiate(Component(preset["loss"], "loss")), loss) if "loss" in preset else []
+    found += _changed("advantage", lambda: AdvantageConfig(**preset.get("advantage", {})), cfg.advantage)
+    return found + [
+        key for key in ("aggregation", "refill_rounds") if key in preset and preset[key] != getattr(cfg, key)
+    ]
 
 
 def _changed(node: str, build_theirs: Callable[[], Any], ours: Any) -> list[str]:
     try:
         theirs = build_theirs()
-    except (ValueError, OmegaConfBaseException):
+    except ValueError:
         # The node of the preset cannot be built without the settings that the user added to it.
         return [node]
     if type(theirs) is not type(ours):

@@ -41,9 +41,9 @@ def begin(_torchtune) -> None:
 
 def guide(cli) -> None:
     """Wraps `tune run` (the module `torchtune._cli.run`), so that mistakes in the words of the command are said in one line."""
-    from torchtune_ext.host.command_line import prepare, quiet_end
     from torchtune_ext.host.knobs import offer_help
     from torchtune_ext.run.errors import shown
+    from torchtune_ext.settings.command_line import prepare, quiet_end
 
     run = cli.Run._run_cmd
 
@@ -148,8 +148,8 @@ def parse(recipe_main):
 
     from torchtune import config
 
-    from torchtune_ext.host.command_line import check_words
     from torchtune_ext.run.errors import shown
+    from torchtune_ext.settings.command_line import check_words
 
     parsed = config.parse(recipe_main)
 

@@ -12,28 +12,21 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
 from functools import partial
-from pathlib import Path
 
 import torch
-from omegaconf import OmegaConf
 
-from torchtune_ext.host.command_line import check_words
-from torchtune_ext.host.components import recipe_module
-from torchtune_ext.host.config import build, instantiate, load_config
 from torchtune_ext.policy.builder import on_meta
 from torchtune_ext.policy.hf_model import HFModel
-from torchtune_ext.run.catalog import config_files, config_path, folder, recipe_of
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.output import say
 from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.sampling.server_command import KEY_VARIABLE, server_command, server_key, shown_command
-from torchtune_ext.training.precision import Precision, PrecisionConfig
+from torchtune_ext.settings.components import instantiate
+from torchtune_ext.settings.config import read_config
+from torchtune_ext.training.precision import Precision
 from torchtune_ext.training.settings import chosen_dtype
-from torchtune_ext.training.trained import AdapterConfig, trained_part
-
-RECIPE = "grpo_full"  # of a config of the user's that names none
+from torchtune_ext.training.trained import trained_part
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,41 +73,19 @@ def engine_of(config: str, settings: Sequence[str], recipe: str | None = None) -
     Raises:
         ValueError: something of it is wrong.
     """
-    words = ["serve", "--config", config, *settings]
-    check_words(words)
-    path = Path(words[2])
-    cfg = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(list(settings)))
-    cfg = load_config(_schema(config, recipe), cfg)
+    cfg = read_config(config, settings, recipe)
     source, model = HFModel(cfg.model_dir), on_meta(partial(instantiate, cfg.model))
-    trained = trained_part(
-        model, source, asked=cfg.model, adapters=build(AdapterConfig, cfg.adapters, "adapters"), shards=1
-    )
+    trained = trained_part(model, source, asked=cfg.model, adapters=cfg.adapters, shards=1)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    flow = build(PrecisionConfig, cfg.precision, "precision", bare="flow")
-    dtype = chosen_dtype(cfg.dtype, device.type, flow.fp8)
+    dtype = chosen_dtype(cfg.dtype, device.type, cfg.precision.fp8)
     precision = Precision(
-        flow,
+        cfg.precision,
         model,
         source,
         dtype=dtype,
-        engine=trained.engine(build(EngineConfig, cfg.engine, "engine").following(dtype)),
+        engine=trained.engine(cfg.engine.following(dtype)),
         device=device,
         adapter=trained.spec,
         way=trained.way,
     )
     return str(cfg.model_dir), precision.engine
-
-
-def _schema(config: str, recipe: str | None) -> type:
-    """Returns the class `Config` of the recipe that a config is for. Raises ValueError if it is no GRPO recipe."""
-    path = Path(config_path(config))
-    name = next((each for each, file in config_files(folder("configs")).items() if file == path), "")
-    owner = recipe or recipe_of(name, path) or RECIPE
-    schema = getattr(recipe_module(owner, "--recipe "), "Config", None)
-    if schema is None or "engine" not in {field.name for field in fields(schema)}:
-        raise Mistake(
-            f"{config} is written for {owner}: serve takes a config of a GRPO recipe, grpo/tiny for instance"
-            if recipe is None
-            else f"--recipe {recipe}: its class Config has no `engine`, so it samples nothing that a server could serve"
-        )
-    return schema

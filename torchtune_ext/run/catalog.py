@@ -59,6 +59,17 @@ def recipe_of(name: str, path: Path) -> str | None:
     return FOLDER_RECIPES.get(name.split("/")[0])
 
 
+def config_name(path: Path) -> str:
+    """Returns the name of a config of ours by its file, "grpo/tiny" for instance; "" for another file."""
+    return next((name for name, file in config_files(folder("configs")).items() if file == path), "")
+
+
+def owner(config: str) -> str | None:
+    """Returns the recipe that a config, a file or one of ours by its name, is written for, or None where it does not say."""
+    path = Path(config_path(config))
+    return recipe_of(config_name(path), path)
+
+
 def machine_named(path: Path) -> str | None:
     """Returns the machine that the first lines of a config name, "5 x 80 GB" for instance, or None."""
     for line in path.read_text(encoding="utf-8").splitlines():

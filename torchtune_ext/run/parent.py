@@ -1,4 +1,4 @@
-"""Ties a child process to its parent: the child ends with the parent, and starts with a copy of its environment."""
+"""Ties a child process to its parent: it starts with a copy of its environment and ends with it; and says how a child ended."""
 
 import ctypes
 import os
@@ -32,3 +32,13 @@ def environment() -> dict[str, str]:
     """
     found = {name: os.environ.get(name) for name in list(os.environ)}
     return {name: value for name, value in found.items() if value is not None}
+
+
+def how_it_ended(code: int | None, what: str) -> str:
+    """Says how a process ended, from its exit code; None: it lives, and vLLM gave up over something else."""
+    if code is None:
+        return "vLLM gave the engine up (the end of its log says why)"
+    if code >= 0:
+        return f"{what} ended with exit code {code}"
+    hint = ", perhaps by the kernel's out-of-memory killer (see dmesg)" if -code == signal.SIGKILL else ""
+    return f"{what} was killed by {signal.Signals(-code).name}{hint}"

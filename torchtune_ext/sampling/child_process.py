@@ -3,7 +3,6 @@
 import asyncio
 import os
 import pickle
-import signal
 import socket
 import struct
 import subprocess
@@ -17,16 +16,6 @@ from torchtune_ext.run.parent import environment
 # Variables that begin so tell the trainer its place among its ranks; a process of the sampler has none.
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 _LENGTH = struct.Struct("<Q")
-
-
-def how_it_ended(code: int | None, what: str) -> str:
-    """Says how a process ended, from its exit code; None: it lives, and vLLM gave up over something else."""
-    if code is None:
-        return "vLLM gave the engine up (the end of its log says why)"
-    if code >= 0:
-        return f"{what} ended with exit code {code}"
-    hint = ", perhaps by the kernel's out-of-memory killer (see dmesg)" if -code == signal.SIGKILL else ""
-    return f"{what} was killed by {signal.Signals(-code).name}{hint}"
 
 
 def start_module(

@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from torchtune_ext.run.errors import Failure, Mistake
-from torchtune_ext.run.parent import die_with_parent
+from torchtune_ext.run.parent import die_with_parent, how_it_ended
 from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded, paused, require_cleared
-from torchtune_ext.sampling.child_process import Frames, how_it_ended, receive
+from torchtune_ext.sampling.child_process import Frames, receive
 from torchtune_ext.sampling.records import Completion, EngineConfig
 from torchtune_ext.sampling.server_command import CORES, engine_args, on_cpu
 from torchtune_ext.sampling.weight_buffer import ADAPTER_ID

@@ -1,6 +1,7 @@
 """The records of the sampling stage: configs go in; completions, reports and counters come out; two errors may be raised."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any
@@ -173,6 +174,10 @@ class SamplingConfig:
     early_stop_decay: float = 0.992  # decay of the running mean: 0.992 looks back about 125 tokens
     early_stop_min_tokens: int = 64  # no early stop before so many tokens
     deadline_s: float | None = None  # seconds a request may run in the engine; None: no limit
+
+    def stopping_at(self, ids: Sequence[int]) -> "SamplingConfig":
+        """The same with these stops, where no others are set."""
+        return self if self.stop_token_ids else replace(self, stop_token_ids=tuple(ids))
 
     def __post_init__(self):
         if self.max_tokens < 1:

@@ -14,9 +14,10 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
+from torchtune_ext.run.parent import how_it_ended
 from torchtune_ext.sampling import janitor
 from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded
-from torchtune_ext.sampling.child_process import Frames, how_it_ended, log_tail, pack, start_module
+from torchtune_ext.sampling.child_process import Frames, log_tail, pack, start_module
 from torchtune_ext.sampling.records import Completion, EngineConfig
 from torchtune_ext.sampling.server_command import engine_environment, one_machine
 from torchtune_ext.sampling.weight_buffer import WeightBuffer

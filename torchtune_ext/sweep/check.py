@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import sys
-from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -17,23 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
-from torchtune.config._parse import TuneRecipeArgumentParser
-from torchtune.config._utils import _merge_yaml_and_cli_args
 
-from torchtune_ext.advantages import AdvantageConfig
-from torchtune_ext.host.command_line import check_words
-from torchtune_ext.host.components import find_component, recipe_module
-from torchtune_ext.host.config import NODES, build, has_component, instantiate, load_config
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.run.catalog import folder, recipe_files
 from torchtune_ext.run.errors import Mistake, nearest
-from torchtune_ext.sampling.records import SamplingConfig
+from torchtune_ext.settings.components import Component, find_component, instantiate, recipe_module
+from torchtune_ext.settings.config import as_tune_reads, load_config, values_of
 from torchtune_ext.sweep.file import Sweep, expanded
 from torchtune_ext.sweep.space import Point, nested
 from torchtune_ext.telemetry.panels import PANELS
 from torchtune_ext.training.checks import check_optimizer
-from torchtune_ext.training.learner import ScheduleConfig
 from torchtune_ext.training.settings import check_settings
 
 # What the sweep itself says to each of its runs.
@@ -119,7 +111,7 @@ def check(
     if shutil.which(words[0]) is None:
         raise Mistake(f"command: there is no program {words[0]}; write [tune, run, ...], or put it on PATH")
     output_dir = f"output_dir={out / 'run'}"
-    if "=" in str(out) or OmegaConf.from_dotlist([output_dir]).output_dir != str(out / "run"):
+    if re.search(r"[=#:{\[]", str(out)):
         raise Mistake(f"--out {out}: runs cannot be given such a folder in a word; choose a name without = # : {{ [")
     module = recipe_module(target.recipe, "command: ")
     schema = getattr(module, "Config", None)
@@ -128,14 +120,14 @@ def check(
             f"command: {target.recipe} is no recipe of this project: it has no class Config with an output_dir"
         )
     ours = target.recipe in {each.name for each in recipe_files(folder("recipes"), folder("configs"))}
-    _merged(target, module.__file__)
+    as_tune_reads(target.config, target.words, module.__file__)
     first, notes = None, []
     for point in points:
         # Each run is given its folder.
         cfg = _tried(sweep, point, [*further, output_dir], schema, ours)
         first = first or cfg
     notes += require_logged(sweep, target.recipe, ours, schema, first)
-    on_gpu = str(first.get("device", "auto")) != "cpu" and torch.cuda.is_available()
+    on_gpu = getattr(first, "device", "auto") != "cpu" and torch.cuda.is_available()
     return notes, _without(target, sweep), on_gpu
 
 
@@ -145,14 +137,14 @@ def _refuse_ours(sweep: Sweep, target: Target) -> None:
             raise Mistake(f"{key}: take it out of the sweep: {OURS[key]}")
 
 
-def _tried(sweep: Sweep, point: Point, further: Sequence[str], schema: type, ours: bool) -> DictConfig:
+def _tried(sweep: Sweep, point: Point, further: Sequence[str], schema: type, ours: bool) -> Any:
     """Builds what a point changes. Returns the settings of its run. Raises ValueError."""
     target = target_of(words_of(sweep, point, further))
     changed = {name.partition(".")[0] for name in point} | {
         re.split("[.=]", word)[0].lstrip("~") for word in target.words
     }
     try:
-        cfg = load_config(schema, _merged(target))
+        cfg = load_config(schema, as_tune_reads(target.config, target.words))
         _build(cfg, changed, ours)
     except ValueError as error:
         drawn = [each.name for each in sweep.parameters if not each.fixed]
@@ -168,47 +160,30 @@ def _blames(text: str, names: Sequence[str]) -> bool:
     return text.startswith("unknown key") or any(f"{name}=" in text for name in names)
 
 
-def _merged(target: Target, recipe: str | None = None) -> DictConfig:
-    """Returns the settings of a run as torchtune reads them from its words.
-
-    Raises:
-        ValueError: a word is wrong, or the config is written for another recipe than that in the file `recipe`.
-    """
-    words = ["sweep", "--config", target.config, *target.words]
-    check_words(words, recipe)
-    parsed, settings = TuneRecipeArgumentParser().parse_known_args(words[1:])
-    return _merge_yaml_and_cli_args(Namespace(**vars(parsed)), settings)
-
-
-def _build(cfg: DictConfig, changed: set[str], ours: bool) -> None:
-    """Builds the nodes that a sweep changes, and looks whether they go together. Raises ValueError."""
-    for key in sorted(changed & set(map(str, cfg))):
-        if key in NODES:
-            build(NODES[key], cfg[key], key, bare="flow" if key == "precision" else None)
-        for node in (cfg[key], cfg[key].get("task") if isinstance(cfg[key], DictConfig) else None):
-            if has_component(node) and not _bare(node):
+def _build(cfg: Any, changed: set[str], ours: bool) -> None:
+    """Looks for the components that a sweep changes, and whether its settings go together. Raises ValueError."""
+    for key in sorted(changed):
+        value = getattr(cfg, key)
+        for node in (value, getattr(value, "task", None)):
+            if isinstance(node, Component) and node.get("_component_") is not None and not _bare(node):
                 find_component(node, **({"params": None} if key == "optimizer" else {}))
     if "optimizer" in changed and not _bare(cfg.optimizer):
         check_optimizer(partial(instantiate, cfg.optimizer))
-    if cfg.get("model_dir"):
+    if getattr(cfg, "model_dir", None):
         HFModel(cfg.model_dir)
     # A copy of the recipe may ask for something else.
-    if ours and "samples_per_prompt" in cfg and not _bare(cfg.loss):
-        check_settings(
-            cfg,
-            instantiate(cfg.loss),
-            build(SamplingConfig, cfg.sampling, "sampling"),
-            build(AdvantageConfig, cfg.advantage, "advantage"),
-            build(ScheduleConfig, cfg.schedule, "schedule"),
-        )
+    if ours and hasattr(cfg, "samples_per_prompt") and not _bare(cfg.loss):
+        check_settings(cfg, instantiate(cfg.loss))
+    if ours and "logging" in changed:
+        cfg.logging.require_login()
 
 
-def _bare(node: DictConfig) -> bool:
+def _bare(node: Component) -> bool:
     """Tells whether a component has a bare name, which the recipe itself defines. That recipe is not running here."""
     return isinstance(name := node.get("_component_"), str) and "." not in name
 
 
-def require_logged(sweep: Sweep, recipe: str, ours: bool, schema: type, cfg: DictConfig) -> list[str]:
+def require_logged(sweep: Sweep, recipe: str, ours: bool, schema: type, cfg: Any) -> list[str]:
     """Looks whether the runs will log the metric. Returns notes about what cannot be known.
 
     Raises:
@@ -237,12 +212,15 @@ def require_logged(sweep: Sweep, recipe: str, ours: bool, schema: type, cfg: Dic
         notes.append(
             f"metric: {metric} is logged only if the task, the loss or the settings have a part of that name{also}"
         )
-    evaluation = cfg.get("evaluation")
-    if group == "eval" and not (evaluation is not None and has_component(evaluation.get("task"))):
+    if group == "eval" and getattr(getattr(cfg, "evaluation", None), "task", None) is None:
         raise Mistake(
             f"metric: {metric} is never logged: {sweep.path.name} runs a config without held-out problems (evaluation.task)"
         )
-    if group == "async" and not cfg.get("staleness") and "staleness" not in {each.name for each in sweep.parameters}:
+    if (
+        group == "async"
+        and not getattr(cfg, "staleness", 0)
+        and "staleness" not in {each.name for each in sweep.parameters}
+    ):
         raise Mistake(f"metric: {metric} is never logged with staleness=0")
     if not sweep.metric.said:
         notes.append(
@@ -253,8 +231,7 @@ def require_logged(sweep: Sweep, recipe: str, ours: bool, schema: type, cfg: Dic
 
 def _without(target: Target, sweep: Sweep) -> dict[str, Any]:
     """Returns the values that the config gives the parameters itself, as far as it names them."""
-    cfg = _merged(Target(target.recipe, target.config, []))
-    found = {each.name: OmegaConf.select(cfg, each.name, default=None) for each in sweep.parameters}
+    found = values_of(as_tune_reads(target.config, []), [each.name for each in sweep.parameters])
     return {name: value for name, value in found.items() if isinstance(value, bool | int | float | str)}
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +46,8 @@ FLOWS = ("bf16", "fp8_rollout", "fp8_unified")
 @dataclass(frozen=True, slots=True)
 class PrecisionConfig(Fp8Config):
     """The flow, and how FP8 is made where it has some."""
+
+    BARE: ClassVar[str] = "flow"  # the field that a plain value in place of the node `precision:` is
 
     flow: str = "bf16"  # "bf16", "fp8_rollout" (FP8 in the engine alone) or "fp8_unified" (in the trainer as well)
 

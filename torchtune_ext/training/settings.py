@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -11,17 +11,37 @@ from torchtune_ext.advantages import AdvantageConfig
 from torchtune_ext.buffer import Ledger
 from torchtune_ext.objective.loss import Needs, PolicyLoss, needs_of
 from torchtune_ext.run.errors import Mistake, nearest
-from torchtune_ext.sampling.records import SamplingConfig
+from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
 from torchtune_ext.training.learner import ScheduleConfig
 
 AGGREGATIONS = ("token", "sequence", "constant")  # of packing.py: what the loss of an update is a mean over
 
 
-def at_least(settings: Mapping[str, Any], **least: int) -> None:
+class Settings(Protocol):
+    """What is looked at of a GRPO recipe's `Config`."""
+
+    loss: Mapping[str, Any]
+    engine: EngineConfig
+    sampling: SamplingConfig
+    advantage: AdvantageConfig
+    schedule: ScheduleConfig
+    max_steps: int
+    prompts_per_step: int
+    samples_per_prompt: int
+    updates_per_step: int
+    refill_rounds: int
+    staleness: int
+    depth: int | None
+    aggregation: str
+    max_grad_norm: float | None
+    max_mismatch: Any
+
+
+def at_least(cfg: Any, **least: int) -> None:
     """Raises ValueError for the first named setting that is below its bound."""
     for name, bound in least.items():
-        if settings[name] < bound:
-            raise Mistake(f"{name}={settings[name]} must be at least {bound}")
+        if getattr(cfg, name) < bound:
+            raise Mistake(f"{name}={getattr(cfg, name)} must be at least {bound}")
 
 
 def chosen_dtype(dtype: str, device: str, fp8: bool = False) -> str:
@@ -60,34 +80,21 @@ def computes_in_bfloat16(device: str) -> bool:
     return any(f" {flag}" in flags for flag in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
-def check_settings(
-    cfg: Mapping[str, Any],
-    loss: Any,
-    sampling: SamplingConfig,
-    advantage: AdvantageConfig,
-    schedule: ScheduleConfig | None = None,
-) -> None:
-    """Raises ValueError for settings of a GRPO recipe that do not go together.
-
-    Args:
-        cfg: settings of the recipe.
-        loss, sampling, advantage, schedule: what was built from them.
-    """
+def check_settings(cfg: Settings, loss: Any) -> None:
+    """Raises ValueError for settings of a GRPO recipe that do not go together. Args: loss: what was built from `cfg.loss`."""
     at_least(cfg, max_steps=1, prompts_per_step=1, samples_per_prompt=2, updates_per_step=1, refill_rounds=0)
-    check_needs(cfg["loss"], needs_of(loss))
-    check_sampling(sampling, cfg["samples_per_prompt"], advantage)
-    if cfg["aggregation"] not in AGGREGATIONS:
-        near = nearest(str(cfg["aggregation"]), AGGREGATIONS)
+    check_needs(cfg.loss, needs_of(loss))
+    check_sampling(cfg.sampling, cfg.samples_per_prompt, cfg.advantage)
+    if cfg.aggregation not in AGGREGATIONS:
+        near = nearest(str(cfg.aggregation), AGGREGATIONS)
         hint = f"did you mean {near!r}?" if near else f"use {' or '.join(map(repr, AGGREGATIONS))}"
-        raise Mistake(f"aggregation={cfg['aggregation']!r} is unknown; {hint}")
-    if cfg["max_grad_norm"] is not None and not cfg["max_grad_norm"] > 0:
-        raise Mistake(f"max_grad_norm={cfg['max_grad_norm']} must be more than 0")
-    limit = cfg["max_mismatch"]
-    if limit != "auto" and not (isinstance(limit, float | int) and limit > 0):
-        raise Mistake(f"max_mismatch={limit} must be more than 0, or auto")
+        raise Mistake(f"aggregation={cfg.aggregation!r} is unknown; {hint}")
+    if cfg.max_grad_norm is not None and not cfg.max_grad_norm > 0:
+        raise Mistake(f"max_grad_norm={cfg.max_grad_norm} must be more than 0")
+    if cfg.max_mismatch != "auto" and not (isinstance(cfg.max_mismatch, float | int) and cfg.max_mismatch > 0):
+        raise Mistake(f"max_mismatch={cfg.max_mismatch} must be more than 0, or auto")
     check_staleness(cfg, loss)
-    if schedule is not None:
-        schedule.require_fits(cfg["max_steps"] * cfg["updates_per_step"])
+    cfg.schedule.require_fits(cfg.max_steps * cfg.updates_per_step)
 
 
 def check_sampling(sampling: SamplingConfig, samples_per_prompt: int, advantage: AdvantageConfig) -> None:
@@ -111,31 +118,25 @@ def check_sampling(sampling: SamplingConfig, samples_per_prompt: int, advantage:
         raise Mistake(f"sampling.seed={sampling.seed}: a run draws its own seeds for every step; set `seed`")
 
 
-def check_staleness(settings: Mapping[str, Any], loss: Any) -> None:
-    """Raises ValueError for settings that do not go together with samples of an older policy.
-
-    Args:
-        settings: of the recipe.
-        loss: what was built from its node `loss`.
-    """
-    staleness = settings["staleness"]
-    Ledger(settings["prompts_per_step"], settings["max_steps"], staleness, settings["depth"])
-    if not staleness:
+def check_staleness(cfg: Settings, loss: Any) -> None:
+    """Raises ValueError for settings that do not go together with samples of an older policy."""
+    Ledger(cfg.prompts_per_step, cfg.max_steps, cfg.staleness, cfg.depth)
+    if not cfg.staleness:
         return
-    if settings["engine"].get("sleep"):
+    if cfg.engine.sleep:
         raise Mistake(
-            f"staleness={staleness} with engine.sleep=true: an engine that gives its memory back while the trainer works "
+            f"staleness={cfg.staleness} with engine.sleep=true: an engine that gives its memory back while the trainer works "
             "cannot sample meanwhile; give it GPUs of its own (engine.devices), or set staleness=0"
         )
-    if settings["refill_rounds"]:
+    if cfg.refill_rounds:
         raise Mistake(
-            f"refill_rounds={settings['refill_rounds']} with staleness={staleness}: the next step is sampled before it is "
+            f"refill_rounds={cfg.refill_rounds} with staleness={cfg.staleness}: the next step is sampled before it is "
             "known which groups of this one have a signal; set refill_rounds=0 and raise prompts_per_step instead"
         )
     uncorrected = isinstance(loss, PolicyLoss) and loss.importance == "none" and loss.old != "sampler"
-    if uncorrected and "importance" not in settings["loss"]:
+    if uncorrected and "importance" not in cfg.loss:
         raise Mistake(
-            f"staleness={staleness}, but nothing in this objective corrects for samples of an older policy: use "
+            f"staleness={cfg.staleness}, but nothing in this objective corrects for samples of an older policy: use "
             "preset=decoupled_ppo or preset=grpo, or set loss.importance (full, tis, ...). To train without a correction, say "
             "so: loss.importance=none"
         )

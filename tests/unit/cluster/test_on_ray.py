@@ -13,15 +13,20 @@ from tables import every_row
 from torchtune_ext.cluster.together import Route, engine_words, route, server_words
 from torchtune_ext.host import cli, on_ray
 from torchtune_ext.host.cli import main
-from torchtune_ext.host.on_ray import run_settings
 from torchtune_ext.run.catalog import config_files, folder
 from torchtune_ext.sampling.records import EngineConfig
+from torchtune_ext.settings.config import read_config
 
 CONFIG = """
 output_dir: out
 model_dir: models/some
-engine: {max_model_len: 256, kv_cache_bytes: "${bytes}"}
-bytes: 1048576
+model: {}
+tokenizer: {}
+task: {}
+optimizer: {}
+max_steps: 4
+sampling: {max_tokens: 8}
+engine: {max_model_len: 256}
 checkpoints: {stop_grace_s: 7}
 """
 GPUS = "--train-gpus 4 --engine-gpus 4"
@@ -30,8 +35,8 @@ GPUS = "--train-gpus 4 --engine-gpus 4"
 @pytest.fixture(autouse=True)
 def place(tmp_path, monkeypatch):
     (tmp_path / "run.yaml").write_text(CONFIG)
-    (tmp_path / "none.yaml").write_text("output_dir: out\nmodel_dir: model\n")
-    (tmp_path / "few.yaml").write_text("output_dir: out\nmodel_dir: ???\nengine: {}\n")
+    (tmp_path / "few.yaml").write_text(CONFIG.replace("models/some", "???"))
+    (tmp_path / "my.py").write_text((folder("recipes") / "grpo.py").read_text())
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
@@ -41,7 +46,7 @@ def place(tmp_path, monkeypatch):
     [
         ("--config run.yaml", "--config run.yaml: written for which recipe? Add --recipe grpo_full"),
         ("--config gone.yaml", "--config gone.yaml: no such file"),
-        ("--config none.yaml", "it has no `engine:`, so it samples nothing"),
+        ("--config warmup/tiny", "is written for warmup_sft, which samples nothing: its Config has no `engine`"),
         ("--config grpo/tiny", "how many GPUs? Write --train-gpus N --engine-gpus N"),
         ("--config grpo/tiny --train-gpus 4", "how many GPUs?"),
         ("--config grpo/tiny --train-gpus 4 --engine-cpus 4", "how many GPUs?"),
@@ -57,8 +62,8 @@ def place(tmp_path, monkeypatch):
         (f"--config grpo/tiny {GPUS} --address 10.0.0.1", "HOST:PORT of the cluster's head"),
         (f"--config grpo/tiny {GPUS} max_steps", "'max_steps' is no setting: write key=value"),
         (
-            f"--config few.yaml {GPUS}",
-            "--config few.yaml: model_dir has no value; set it in the YAML or on the command",
+            f"--config few.yaml --recipe grpo_full {GPUS}",
+            "model_dir has no value; set it in the YAML or on the command",
         ),
         ("--config grpo/tiny model_dir=${nothing} " + GPUS, "model_dir: Interpolation key 'nothing' not found"),
     ],
@@ -94,7 +99,7 @@ def planned(typed):
     parser = argparse.ArgumentParser()
     on_ray.add_arguments(parser)
     args = parser.parse_args(shlex.split(typed))
-    return on_ray.plan_of(args, run_settings(args.config, args.words))
+    return on_ray.plan_of(args, read_config(args.config, args.words, args.recipe))
 
 
 def test_settings_may_stand_anywhere_and_the_config_names_the_recipe(monkeypatch):

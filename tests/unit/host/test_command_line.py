@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from torchtune_ext.host.command_line import quiet_end
+from torchtune_ext.settings.command_line import quiet_end
 
 
 def test_the_end_of_torchrun_has_the_status_of_the_first_rank(tmp_path, capsys):
@@ -17,7 +17,11 @@ def test_the_end_of_torchrun_has_the_status_of_the_first_rank(tmp_path, capsys):
     for error, status, said in (
         (ChildFailedError("grpo.py", {1: failure(1, -15), 0: failure(0, 2)}), 2, ""),
         (ChildFailedError("grpo.py", {1: failure(1, -15), 3: failure(3, 1)}), 1, "rank 3 ended with exit code 1"),
-        (ChildFailedError("grpo.py", {1: failure(1, -9)}), 137, "rank 1 was killed by SIGKILL, perhaps by the kernel's out-of-memory killer (see dmesg)"),
+        (
+            ChildFailedError("grpo.py", {1: failure(1, -9)}),
+            137,
+            "rank 1 was killed by SIGKILL, perhaps by the kernel's out-of-memory killer (see dmesg)",
+        ),
         (SignalException("stopped", signal.SIGTERM), 143, ""),
         (SignalException("stopped", signal.SIGINT), 130, ""),
     ):

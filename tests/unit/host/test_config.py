@@ -4,24 +4,26 @@ import ast
 import json
 import re
 import warnings
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 from tables import every_row
 
-from torchtune_ext.evaluation import EvaluationConfig
-from torchtune_ext.host.config import NODES, build, load_config, named_paths, record
 from torchtune_ext.objective.loss import PolicyLoss, needs_of
-from torchtune_ext.recipes import evaluate, grpo
+from torchtune_ext.recipes import evaluate, grpo, warmup_sft
 from torchtune_ext.replay import APART
+from torchtune_ext.settings.config import load_config, named_paths, record
 from torchtune_ext.training.resume import NO_NEWS
 from torchtune_ext.training.settings import check_needs
 
 ROOT = Path(__file__).resolve().parents[3]
 
-NEEDED = dict.fromkeys(("output_dir", "model_dir", "model", "tokenizer", "task", "optimizer"), "x") | {"max_steps": 1}
+NEEDED = dict.fromkeys(("output_dir", "model_dir", "model", "tokenizer", "task", "optimizer"), "x") | {
+    "max_steps": 1,
+    "sampling": {"max_tokens": 8},
+}
 
 
 def of_environment(monkeypatch, text, cli=()):
@@ -66,14 +68,12 @@ def test_values_of_the_environment_are_kept_as_references(monkeypatch, written, 
         OmegaConf.register_new_resolver("tte_shout", lambda text: text.upper() + "!", replace=True)
         OmegaConf.register_new_resolver("tte_count", len, replace=True)
     deep = 'task: {deep: [{token: "${oc.env:TTE_TOKEN}", plain: 1}], two: 2}\n'
-    cfg, found = of_environment(monkeypatch, f"{deep}engine: {{a: {{b: [0, {json.dumps(written)}]}}}}\n")
-    assert cfg.engine.a.b[1] == value
-    assert found["engine"] == {"a": {"b": [0, kept]}}
+    cfg, found = of_environment(monkeypatch, f"{deep}model: {{a: {{b: [0, {json.dumps(written)}]}}}}\n")
+    assert cfg.model["a"]["b"][1] == value
+    assert found["model"] == {"a": {"b": [0, kept]}}
     assert found["task"] == {"deep": [{"token": "${oc.env:TTE_TOKEN}", "plain": 1}], "two": 2}
-    rest = OmegaConf.to_container(cfg)
-    # Everything else is resolved.
-    others = [{k: v for k, v in node.items() if k not in ("engine", "task")} for node in (found, rest)]
-    assert others[0] == others[1]
+    # Everything else is resolved, and of a node there is what was given.
+    assert found["output_dir"] == "x" and found["sampling"] == {"max_tokens": 8} and found["engine"] == {}
 
 
 def test_references_in_typed_keys_overrides_and_presets(monkeypatch, tmp_path):
@@ -84,7 +84,7 @@ def test_references_in_typed_keys_overrides_and_presets(monkeypatch, tmp_path):
     cfg, found = of_environment(
         monkeypatch, text, cli=["model_dir=${oc.env:TTE_TOKEN}", "tokenizer.path=${model_dir}/t"]
     )
-    assert (cfg.max_steps, cfg.prompts_per_step, cfg.model_dir, cfg.tokenizer.path) == (7, 7, "s3cret", "s3cret/t")
+    assert (cfg.max_steps, cfg.prompts_per_step, cfg.model_dir, cfg.tokenizer["path"]) == (7, 7, "s3cret", "s3cret/t")
     assert found["max_steps"] == found["prompts_per_step"] == "${oc.env:TTE_STEPS}"
     assert (found["model_dir"], found["tokenizer"]) == ("${oc.env:TTE_TOKEN}", {"path": "${oc.env:TTE_TOKEN}/t"})
     assert cfg.loss == {"_component_": "a.Loss", "x": "s3cret", "y": 7}
@@ -113,13 +113,17 @@ def test_an_old_key_that_has_no_successor_in_a_recipe_is_just_unknown():
         load_config(evaluate.Config, OmegaConf.create({"eval_every": 1}))
 
 
+def evaluated(task):
+    return load_config(grpo.Config, OmegaConf.create({**NEEDED, "evaluation": {"task": task}})).evaluation.task
+
+
 def test_a_held_out_task_is_a_mapping():
     with pytest.raises(ValueError, match=r"write evaluation.task._component_=my_task.Sums, or null"):
-        build(EvaluationConfig, {"task": "my_task.Sums"}, "evaluation")
+        evaluated("my_task.Sums")
     with pytest.raises(ValueError, match=r"evaluation.task={'count': 4} names no component"):
-        build(EvaluationConfig, {"task": {"count": 4}}, "evaluation")
-    assert build(EvaluationConfig, {"task": None}, "evaluation").task is None
-    build(EvaluationConfig, {"task": {"_component_": None}}, "evaluation")  # as null arrives from the command line
+        evaluated({"count": 4})
+    assert evaluated(None) is None
+    assert evaluated({"_component_": None}) is None  # as null arrives from the command line
 
 
 def test_a_loss_of_ones_own_has_to_ask_for_what_the_yaml_sets():
@@ -135,6 +139,11 @@ def test_a_loss_of_ones_own_has_to_ask_for_what_the_yaml_sets():
         check_needs({"top_k": 4}, needs_of(Mine()))
     check_needs({"kl_coef": 0.1, "top_k": 4}, needs_of(PolicyLoss(constraint="kl", top_k=4, kl_coef=0.1)))
     check_needs({"kl_coef": 0.0}, needs_of(Mine()))
+
+
+NODES = {
+    spec.name: spec.type for recipe in (grpo, warmup_sft) for spec in fields(recipe.Config) if is_dataclass(spec.type)
+}
 
 
 def test_every_knob_that_a_message_names_exists():

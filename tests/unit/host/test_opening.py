@@ -10,14 +10,13 @@ from omegaconf import OmegaConf
 from tables import every_row
 from torch import nn
 
-from torchtune_ext.advantages import AdvantageConfig
-from torchtune_ext.evaluation import EvaluationConfig
-from torchtune_ext.host.config import build, instantiate, load_config
 from torchtune_ext.host.opening import count, device_text, objective_line, opening, ready
-from torchtune_ext.host.presets import preset_files
 from torchtune_ext.recipes import grpo
 from torchtune_ext.run.catalog import config_files, folder
 from torchtune_ext.sampling.records import EngineConfig
+from torchtune_ext.settings.components import instantiate
+from torchtune_ext.settings.config import load_config
+from torchtune_ext.settings.presets import preset_files
 from torchtune_ext.training.distributed import Ranks
 from torchtune_ext.training.state import CheckpointConfig
 from torchtune_ext.training.trained import AllWeights
@@ -34,7 +33,7 @@ def settings(config="grpo/tiny_arithmetic", **own):
 
 
 def line(cfg):
-    return objective_line(cfg, instantiate(cfg.loss), build(AdvantageConfig, cfg.advantage, "advantage"))
+    return objective_line(cfg, instantiate(cfg.loss))
 
 
 @every_row("preset", preset_files())
@@ -110,15 +109,13 @@ def test_machines_and_copies_of_the_weights_are_said():
 def opened(cfg, every=40, processes=1):
     """What `opening` reads of a recipe with these settings and a model of two parameters' groups."""
     model = nn.Sequential(nn.Linear(1000, 999), nn.Linear(1000, 500))
-    task = instantiate(cfg.evaluation.task) if cfg.evaluation.get("task") else None
+    task = instantiate(cfg.evaluation.task) if cfg.evaluation.task else None
+    cfg.checkpoints = CheckpointConfig(every=every)
     return SimpleNamespace(
         cfg=cfg,
-        saving=CheckpointConfig(every=every),
-        evaluation=build(EvaluationConfig, cfg.evaluation, "evaluation"),
         loss=instantiate(cfg.loss),
-        advantage=build(AdvantageConfig, cfg.advantage, "advantage"),
         trained=AllWeights(),
-        precision=Flow(EngineConfig(address=cfg.engine.get("address"))),
+        precision=Flow(EngineConfig(address=cfg.engine.address)),
         replay=None,
         meta_model=model,
         hf_model=SimpleNamespace(path=Path("models/q"), config={"model_type": "qwen2", "num_hidden_layers": 4}),

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from torchtune_ext.host import cli, plugin
-from torchtune_ext.host.command_line import check_words
 from torchtune_ext.run.catalog import config_files, config_path, folder, recipe_files, recipe_of
+from torchtune_ext.settings.command_line import check_words
 
 PACKAGE_PARENT = Path(plugin.__file__).resolve().parents[2]
 

@@ -6,10 +6,11 @@ import re
 
 import pytest
 import yaml
+from nodes import component
 from omegaconf import OmegaConf
 
-from torchtune_ext.host.config import instantiate
 from torchtune_ext.run.catalog import config_files
+from torchtune_ext.settings.components import instantiate
 
 
 def nodes(tree, where=""):
@@ -80,7 +81,7 @@ def test_tasks_that_read_no_file_can_be_made(repo_root):
             if node is None or node._component_ not in GENERATED or "path" in node:
                 continue
             try:
-                assert len(instantiate(node)) != 0
+                assert len(instantiate(component(node))) != 0
             except ValueError as error:
                 raise AssertionError(f"configs/{name}.yaml: {where}: {error}") from None
             made += 1

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from nodes import component
 from omegaconf import OmegaConf
 from page_commands import commands, made_by, read_by
 from public_configs import write_config
@@ -14,23 +15,23 @@ from stand_ins import nf4_in_one_piece
 from tables import every_row
 
 from torchtune_ext.advantages import AdvantageConfig
-from torchtune_ext.evaluation import EvaluationConfig
 from torchtune_ext.host.cli import main
-from torchtune_ext.host.config import build, instantiate, load_config
 from torchtune_ext.host.dry_run import settings_of
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.policy import memory
 from torchtune_ext.policy.builder import on_meta
 from torchtune_ext.recipes import grpo
 from torchtune_ext.run.catalog import config_files, folder, recipe_files, recipe_of
-from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
-from torchtune_ext.training.precision import PrecisionConfig
-from torchtune_ext.training.state import CheckpointConfig
+from torchtune_ext.settings.components import Component, instantiate
+from torchtune_ext.settings.config import load_config
 
 FILES = config_files(folder("configs"))
 CONFIGS = {name: path for name, path in FILES.items() if recipe_of(name, path)}
 PRESETS = [name.removeprefix("presets/") for name in FILES if name.startswith("presets/")]
-NEEDED = dict.fromkeys(("output_dir", "model_dir", "model", "tokenizer", "task", "optimizer"), "x") | {"max_steps": 1}
+NEEDED = dict.fromkeys(("output_dir", "model_dir", "model", "tokenizer", "task", "optimizer"), "x") | {
+    "max_steps": 1,
+    "sampling": {"max_tokens": 8},
+}
 
 
 def module_of(name):
@@ -47,16 +48,15 @@ def loaded(name):
 @every_row("name", CONFIGS)
 def test_config_fits_its_recipe(name):
     _, cfg = loaded(name)
-    if "engine" in cfg:
-        engine = build(EngineConfig, cfg.engine, "engine")
-        sampling = build(SamplingConfig, cfg.sampling, "sampling")
-        assert sampling.max_tokens < engine.max_model_len
-        if "row_tokens" in cfg:
-            assert engine.max_model_len <= cfg.row_tokens, "a sequence that can be sampled must fit into a row"
-    if "evaluation" in cfg:
-        evaluation = build(EvaluationConfig, cfg.evaluation, "evaluation")
-        every = cfg.checkpoints.get("every", CheckpointConfig.every)
-        assert every % evaluation.every == 0 or every > cfg.max_steps, "a checkpoint without an evaluation has no score"
+    if hasattr(cfg, "engine"):
+        assert cfg.sampling.max_tokens < cfg.engine.max_model_len
+        if hasattr(cfg, "row_tokens"):
+            assert cfg.engine.max_model_len <= cfg.row_tokens, "a sequence that can be sampled must fit into a row"
+    if hasattr(cfg, "evaluation"):
+        every = cfg.checkpoints.every
+        assert every % cfg.evaluation.every == 0 or every > cfg.max_steps, (
+            "a checkpoint without an evaluation has no score"
+        )
 
 
 # Config, the words that its first lines name for another size, the model that it then trains, billions of parameters.
@@ -108,8 +108,7 @@ def sized(name, words, public, folder):
 @every_row("name, words, public, billions", SIZES)
 def test_dry_run_knows_the_published_sizes(name, words, public, billions, tmp_path):
     _, cfg = sized(name, words, public, tmp_path)
-    engine = build(EngineConfig, cfg.engine, "engine")
-    assert engine.sleep or bool(engine.devices) != bool(engine.address)
+    assert cfg.engine.sleep or bool(cfg.engine.devices) != bool(cfg.engine.address)
     with nf4_in_one_piece():
         settings, _ = settings_of(cfg, "cuda")
     assert f"{settings.sizes.total / 1e9:.3f}" == f"{billions:.3f}"
@@ -160,7 +159,7 @@ def test_the_files_of_puzzles_are_made_and_read(page, tmp_path, monkeypatch):
         for node in (cfg.task, OmegaConf.select(cfg, "evaluation.task")):
             if node is not None and node.get("path"):
                 assert node.get("count", 1) <= counts[node.path]
-                task = instantiate(OmegaConf.merge(node, {"count": 2}))
+                task = instantiate({**component(node), "count": 2})
                 prompts.append((node.path, [task[i].messages[0]["content"] for i in range(2)]))
                 seen += 1
     assert seen >= 10 and set(counts) == {path for path, _ in prompts}
@@ -170,7 +169,7 @@ def test_the_files_of_puzzles_are_made_and_read(page, tmp_path, monkeypatch):
 
 def test_a_dry_run_without_config_json_says_what_it_needs():
     _, cfg = loaded("grpo/qwen2_5_7B_full")
-    cfg.model_dir = cfg.model.model_dir = "models/Nobodys-7B"
+    cfg.model_dir = cfg.model["model_dir"] = "models/Nobodys-7B"
     with pytest.raises(
         ValueError, match="model_dir='models/Nobodys-7B': no such folder, seen from .*`hf download OWNER/"
     ):
@@ -197,9 +196,7 @@ def test_mistakes_are_named(change, message):
 def test_every_preset_fits(preset, name):
     module = module_of(name)
     cfg = load_config(module.Config, OmegaConf.merge(OmegaConf.load(CONFIGS[name]), {"preset": preset}))
-    loss = instantiate(cfg.loss)
-    assert isinstance(loss, PolicyLoss)
-    build(AdvantageConfig, cfg.advantage, "advantage")
+    assert isinstance(instantiate(cfg.loss), PolicyLoss)
 
 
 # What the papers say, as (loss, advantage, the rest); the docs' table has the same.
@@ -230,11 +227,11 @@ def test_presets_are_the_published_methods():
     assert sorted(PUBLISHED) == PRESETS
     for name, (loss_settings, advantage_settings, rest) in PUBLISHED.items():
         cfg = load_config(grpo.Config, OmegaConf.create({**NEEDED, "preset": name}))
-        loss, advantage = instantiate(cfg.loss), build(AdvantageConfig, cfg.advantage, "advantage")
-        for built, wanted in ((loss, loss_settings), (advantage, advantage_settings)):
+        loss = instantiate(cfg.loss)
+        for built, wanted in ((loss, loss_settings), (cfg.advantage, advantage_settings)):
             for key, value in wanted.items():
                 assert getattr(built, key) == (pytest.approx(value, rel=1e-4) if isinstance(value, float) else value)
-        assert {key: cfg[key] for key in rest} == rest
+        assert {key: getattr(cfg, key) for key in rest} == rest
         assert loss.kl_coef == loss.entropy_coef == 0.0
 
 
@@ -242,14 +239,14 @@ def test_presets_differ():
     losses = [load_config(grpo.Config, OmegaConf.create({**NEEDED, "preset": preset})) for preset in PRESETS]
     for cfg in losses:
         cfg.preset = "-"
-    assert len({OmegaConf.to_yaml(cfg) for cfg in losses}) == len(PRESETS)
+    assert len({repr(cfg) for cfg in losses}) == len(PRESETS)
 
 
 def test_a_preset_may_be_a_file_and_gives_way_to_a_loss_of_ones_own(tmp_path):
     (tmp_path / "mine.yaml").write_text("loss: {_component_: a.Loss, x: 1, y: 2}\nadvantage: {scale: none}\n")
     given = {**NEEDED, "preset": str(tmp_path / "mine.yaml"), "loss": {"y": 3}}
     cfg = load_config(grpo.Config, OmegaConf.create(given))
-    assert cfg.loss == {"_component_": "a.Loss", "x": 1, "y": 3} and cfg.advantage == {"scale": "none"}
+    assert cfg.loss == {"_component_": "a.Loss", "x": 1, "y": 3} and cfg.advantage == AdvantageConfig(scale="none")
     for name in ("Reinforce", "torchtune_ext.objective.loss.PolicyLoss"):
         cfg = load_config(grpo.Config, OmegaConf.create({**NEEDED, "loss": {"_component_": name}}))
         assert cfg.loss == {"_component_": name}  # nothing is left of the default preset's
@@ -334,48 +331,48 @@ def test_a_missing_value_is_named():
 )
 def test_components_that_cannot_be_built_are_named(node, message):
     with pytest.raises(ValueError, match=message):
-        instantiate(OmegaConf.create({"loss": node}).loss)
+        instantiate(Component(node, "loss"))
 
 
 @pytest.mark.parametrize(
-    ("record", "values", "message"),
+    ("values", "message"),
     [
-        (SamplingConfig, {"temperature": 1.0}, "sampling.max_tokens has no value; set it in the YAML"),
-        (SamplingConfig, {"max_tokens": "many"}, "sampling.max_tokens=many must be a whole number"),
-        (SamplingConfig, {"max_tokens": 1.5}, "sampling.max_tokens=1.5 must be a whole number"),
-        (SamplingConfig, {"max_tokens": 8, "stop_token_ids": "7"}, "sampling.stop_token_ids='7' must be a list"),
+        ({"temperature": 1.0}, "sampling.max_tokens has no value; set it in the YAML"),
+        ({"max_tokens": "many"}, "sampling.max_tokens=many must be a whole number"),
+        ({"max_tokens": 1.5}, "sampling.max_tokens=1.5 must be a whole number"),
+        ({"max_tokens": 8, "stop_token_ids": "7"}, "sampling.stop_token_ids='7' must be a list"),
         (
-            SamplingConfig,
             {"max_token": 8},
             "unknown key 'sampling.max_token' in `sampling:`; did you mean 'max_tokens'",
         ),
     ],
 )
-def test_nested_settings_are_checked(record, values, message):
+def test_nested_settings_are_checked(values, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        build(record, OmegaConf.create(values), "sampling")
+        load_config(grpo.Config, OmegaConf.create({**NEEDED, "sampling": values}))
 
 
 def test_nested_settings_keep_their_types_and_win_over_what_the_recipe_brings():
-    engine = build(EngineConfig, OmegaConf.create({"devices": 4, "extra_args": {"a": [1]}}), "engine")
-    assert engine.devices == "4" and engine.extra_args == {"a": [1]}
-    values = OmegaConf.create({"max_tokens": 8, "stop_token_ids": [5, 6]})
-    sampling = build(SamplingConfig, values, "sampling", stop_token_ids=(1,), seed=3)
-    assert sampling.stop_token_ids == (5, 6) and sampling.seed == 3
+    given = {
+        "engine": {"devices": 4, "extra_args": {"a": [1]}},
+        "sampling": {"max_tokens": 8, "stop_token_ids": [5, 6]},
+    }
+    cfg = load_config(grpo.Config, OmegaConf.create({**NEEDED, **given}))
+    assert cfg.engine.devices == "4" and cfg.engine.extra_args == {"a": [1]}
+    assert cfg.sampling.stopping_at([1]).stop_token_ids == (5, 6)
 
 
 @pytest.mark.parametrize("size", [size for size in SIZES if "fp8" in size[0]], ids=lambda size: size[2])
 def test_fp8_configs_train_and_sample_all_but_the_head_in_fp8(size, tmp_path):
     _, cfg = sized(*size[:3], tmp_path)
-    config = build(PrecisionConfig, cfg.precision, "precision", bare="flow")
-    assert config.flow == "fp8_unified" and cfg.dtype == cfg.engine.dtype == "bfloat16"
+    assert cfg.precision.flow == "fp8_unified" and cfg.dtype == cfg.engine.dtype == "bfloat16"
     model = on_meta(partial(instantiate, cfg.model))
     linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
-    found = memory.in_fp8(model, config, trains=True)
+    found = memory.in_fp8(model, cfg.precision, trains=True)
     layers = {"Qwen3-8B-Base": 253, "Qwen2.5-7B": 197, "Qwen2.5-32B": 449}[size[2]]
     assert len(linear) == layers and len(found) == layers - 1 and "lm_head" not in found
     # vLLM cuts whole blocks: in-features of o and down, out-features of the others.
-    tensor_parallel = cfg.engine.get("tensor_parallel_size", 1)
+    tensor_parallel = cfg.engine.tensor_parallel_size
     for kind, (out, features) in found.items():
         cut = features if kind.endswith(("o_proj", "down_proj")) else out
         assert cut % (128 * tensor_parallel) == 0, kind
@@ -383,5 +380,4 @@ def test_fp8_configs_train_and_sample_all_but_the_head_in_fp8(size, tmp_path):
 
 def test_the_tiny_fp8_config_is_one_flow():
     _, cfg = loaded("grpo/tiny_fp8")
-    config = build(PrecisionConfig, cfg.precision, "precision", bare="flow")
-    assert config.flow == "fp8_unified" and cfg.dtype == cfg.engine.dtype == "bfloat16"
+    assert cfg.precision.flow == "fp8_unified" and cfg.dtype == cfg.engine.dtype == "bfloat16"

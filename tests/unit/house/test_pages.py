@@ -15,10 +15,10 @@ from page_commands import blocks, commands, run_command
 from tables import every_row
 
 from torchtune_ext.host import cli
-from torchtune_ext.host.config import load_config
 from torchtune_ext.policy.families import FAMILIES
 from torchtune_ext.recipes import evaluate, grpo, warmup_sft
 from torchtune_ext.run.catalog import config_files, folder, recipe_files
+from torchtune_ext.settings.config import load_config
 
 RECIPES = {recipe.name: recipe for recipe in recipe_files(folder("recipes"), folder("configs"))}
 CONFIGS = config_files(folder("configs"))

@@ -10,11 +10,10 @@ from page_commands import blocks
 from tables import every_row
 from torch.distributed.run import get_args_parser
 
-from torchtune_ext.host.command_line import require_rendezvous
-from torchtune_ext.host.config import build, load_config
 from torchtune_ext.recipes import grpo
 from torchtune_ext.run.catalog import config_files, folder
-from torchtune_ext.training.distributed import RanksConfig
+from torchtune_ext.settings.command_line import require_rendezvous
+from torchtune_ext.settings.config import load_config
 
 CONFIGS = config_files(folder("configs"))
 FAKES = {
@@ -62,7 +61,7 @@ def require_a_run(lines, first):
         assert args.training_script == "grpo_full" and option == "--config"
         cfg = OmegaConf.merge(OmegaConf.load(CONFIGS[config]), OmegaConf.from_dotlist(overrides))
         cfg = load_config(grpo.Config, cfg)
-        build(RanksConfig, cfg.ranks, "ranks").require_divides(int(args.nnodes) * int(args.nproc_per_node))
+        cfg.ranks.require_divides(int(args.nnodes) * int(args.nproc_per_node))
         assert cfg.ranks.shard_within == int(args.nproc_per_node), "a copy on each machine"
         assert cfg.output_dir.startswith("/shared/") and cfg.model_dir.startswith("/shared/")
         assert not set(str(cfg.engine.devices).split(",")) & set(devices.split(",")), "the engine has GPUs of its own"

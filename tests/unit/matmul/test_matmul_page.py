@@ -4,15 +4,16 @@ import importlib
 import re
 
 import pytest
+from nodes import component
 from omegaconf import OmegaConf
 
 pytest.importorskip("tree_sitter_c")
 
-from torchtune_ext.host.config import instantiate
 from torchtune_ext.measured.check import Checker
 from torchtune_ext.measured.kernels import Dgemm
 from torchtune_ext.measured.matmul.prompts import messages
 from torchtune_ext.measured.sandbox import SandboxError
+from torchtune_ext.settings.components import instantiate
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def test_a_kernel_of_ones_own(page, tmp_path, monkeypatch):
     importlib.invalidate_caches()
     node = OmegaConf.create(node)
     node.task.stages = ["none", "all"]
-    task = instantiate(node.task)
+    task = instantiate(component(node.task))
     (kernel,), problem = task.kernels, task[0]
     assert problem.id == "outer-1024-1024/none" and kernel.question in problem.messages[0]["content"]
     assert task.permitted(problem) == frozenset()

@@ -4,12 +4,14 @@ import pytest
 from omegaconf import OmegaConf
 from tables import every_row
 
-from torchtune_ext.host.config import load_config, record
-from torchtune_ext.host.on_ray import run_settings
 from torchtune_ext.recipes import grpo
 from torchtune_ext.run.folder import RunFolder, agents_run, own_folder, read_record
+from torchtune_ext.settings.config import load_config, read_config, record
 
-NEEDED = dict.fromkeys(("model_dir", "model", "tokenizer", "task", "optimizer"), "x") | {"max_steps": 1}
+NEEDED = dict.fromkeys(("model_dir", "model", "tokenizer", "task", "optimizer"), "x") | {
+    "max_steps": 1,
+    "sampling": {"max_tokens": 8},
+}
 
 
 @pytest.fixture
@@ -25,11 +27,11 @@ def loaded(**settings):
 def test_the_folder_and_what_is_named_below_it(agent, monkeypatch):
     assert own_folder("runs/x") == own_folder("runs/x/") == "runs/x/ab12cd34"
     cfg = loaded(output_dir="runs/x", task={"_component_": "a.B", "path": "${output_dir}/data"})
-    assert cfg.output_dir == record(cfg)["output_dir"] == "runs/x/ab12cd34" and cfg.task.path == "runs/x/ab12cd34/data"
+    assert cfg.output_dir == record(cfg)["output_dir"] == "runs/x/ab12cd34" and cfg.task["path"] == "runs/x/ab12cd34/data"
     monkeypatch.setenv("PLACE", "somewhere")
     cfg = loaded(output_dir="${oc.env:PLACE}/x")
     assert cfg.output_dir == "somewhere/x/ab12cd34" and record(cfg)["output_dir"] == "${oc.env:PLACE}/x/ab12cd34"
-    assert run_settings("grpo/tiny", []).output_dir == "runs/tiny/grpo/ab12cd34"
+    assert read_config("grpo/tiny", []).output_dir == "runs/tiny/grpo/ab12cd34"
 
 
 @pytest.mark.parametrize("missing", ["WANDB_SWEEP_ID", "WANDB_RUN_ID"])

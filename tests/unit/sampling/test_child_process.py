@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 
 from waiting import wait_until  # noqa: E402
 
-from torchtune_ext.sampling.child_process import how_it_ended  # noqa: E402
+from torchtune_ext.run.parent import how_it_ended  # noqa: E402
 from torchtune_ext.sampling.client_process import engine_cpu_seconds  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)

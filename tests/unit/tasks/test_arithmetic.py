@@ -8,10 +8,9 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 from tables import every_row
 
-from torchtune_ext.host.config import instantiate
+from torchtune_ext.settings.components import instantiate
 from torchtune_ext.tasks.arithmetic import ENDLESS, LEVELS, NEAR, Arithmetic, held_out, last_integer, steps
 from torchtune_ext.tasks.task import Problem
 
@@ -180,10 +179,10 @@ def test_settings_come_from_yaml():
         "level": {3: 1, 4: 2.5},
         "prompt": "{question} Think, then end with the number.",
     }
-    task = instantiate(OmegaConf.create({"task": node}).task)
+    task = instantiate(node)
     assert task.weights == {3: 1.0, 4: 2.5}
     assert question_of(task[0]).endswith("= Think, then end with the number.")
-    assert instantiate(OmegaConf.create({"task": {"_component_": HERE, "level": [3, 4]}}).task).weights == {
+    assert instantiate({"_component_": HERE, "level": [3, 4]}).weights == {
         3: 1.0,
         4: 1.0,
     }

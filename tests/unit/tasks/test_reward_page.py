@@ -6,11 +6,12 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from nodes import component
 from omegaconf import OmegaConf
 from own_files import shown_commands, shown_files, working_in, write_files
 
 from torchtune_ext.grading import Grader
-from torchtune_ext.host.config import instantiate
+from torchtune_ext.settings.components import instantiate
 from torchtune_ext.tasks.arithmetic import Arithmetic
 from torchtune_ext.tasks.task import Problem
 
@@ -48,7 +49,7 @@ def test_the_page_begins_with_a_function_and_a_whole_run(page):
 
 def test_the_function_grades_what_a_policy_may_write(folder):
     cfg = OmegaConf.load("my_run.yaml")
-    task, held_out = instantiate(cfg.task), instantiate(cfg.evaluation.task)
+    task, held_out = instantiate(component(cfg.task)), instantiate(component(cfg.evaluation.task))
     assert (len(task), len(held_out)) == (9700, 300)
     asked = [{t[n].messages[0]["content"] for n in range(len(t))} for t in (task, held_out)]
     assert not asked[0] & asked[1], "no sum of the evaluation is trained on"
@@ -62,7 +63,7 @@ def test_the_function_grades_what_a_policy_may_write(folder):
 
 def test_what_the_warm_up_learns_gets_a_reward(folder):
     """Half of its solutions are right, and of the guesses one in seven is, two are beside it."""
-    task = instantiate(OmegaConf.load("my_warmup.yaml").task)
+    task = instantiate(component(OmegaConf.load("my_warmup.yaml").task))
     assert len(task) >= OmegaConf.load("my_warmup.yaml").num_problems
     items = [(task[n], task.solution(task[n])) for n in range(2000)]
     found = rewards(task, items)
@@ -92,7 +93,7 @@ def test_a_judge_that_compares(folder, page):
     block = page.read_text().split("group_grader: my_judge.as_good")[0].rpartition("```yaml\n")[2]
     rest = page.read_text().split("group_grader: my_judge.as_good")[1].split("```")[0]
     cfg = OmegaConf.create(f"{block}group_grader: my_judge.as_good{rest}")
-    task, held_out = instantiate(cfg.task), instantiate(cfg.evaluation.task)
+    task, held_out = instantiate(component(cfg.task)), instantiate(component(cfg.evaluation.task))
     problem, answer = task[0], task[0].answer
     texts = [f"(1 2) {answer}", str(answer), str(answer), str(answer + 1), ""]
     with Grader(task, **cfg.grader) as judge, Grader(held_out) as alone:

@@ -13,18 +13,22 @@ from tables import every_row
 from tiny_runs import write_tiny_model
 
 from torchtune_ext.chat import ChatTokenizer
-from torchtune_ext.host.config import instantiate, load_config
-from torchtune_ext.host.presets import preset_files
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import on_meta
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.recipes import grpo
 from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
+from torchtune_ext.settings.components import instantiate
+from torchtune_ext.settings.config import load_config
+from torchtune_ext.settings.presets import preset_files
 from torchtune_ext.tasks.arithmetic import Arithmetic
 from torchtune_ext.tasks.task import Problem
 from torchtune_ext.training import checks
 
-NEEDED = dict.fromkeys(("output_dir", "model_dir", "model", "tokenizer", "task", "optimizer"), "x") | {"max_steps": 1}
+NEEDED = dict.fromkeys(("output_dir", "model_dir", "model", "tokenizer", "task", "optimizer"), "x") | {
+    "max_steps": 1,
+    "sampling": {"max_tokens": 8},
+}
 Disk = namedtuple("Disk", "total used free")
 
 
@@ -48,12 +52,12 @@ def test_optimizers_pass():
         ("SGD", {"lr": 0.1, "momentum": 0.9}),
         ("Adafactor", {}),
     ):
-        node = OmegaConf.create({"optimizer": {"_component_": f"torch.optim.{name}", **settings}}).optimizer
+        node = {"_component_": f"torch.optim.{name}", **settings}
         checks.check_optimizer(partial(instantiate, node))
 
 
 def test_an_optimizer_of_matrices_may_train_matrices():
-    muon = OmegaConf.create({"optimizer": {"_component_": "torch.optim.Muon", "lr": 0.1}}).optimizer
+    muon = {"_component_": "torch.optim.Muon", "lr": 0.1}
     checks.check_optimizer(partial(instantiate, muon), {2})
     with pytest.raises(ValueError, match="2D parameters"):
         checks.check_optimizer(partial(instantiate, muon), {1, 2})

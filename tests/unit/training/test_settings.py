@@ -7,8 +7,9 @@ from tables import every_row
 
 from torchtune_ext.advantages import AdvantageConfig
 from torchtune_ext.objective.loss import PolicyLoss
-from torchtune_ext.sampling.records import SamplingConfig
+from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
 from torchtune_ext.training import settings as settings_module
+from torchtune_ext.training.learner import ScheduleConfig
 from torchtune_ext.training.settings import check_settings, chosen_dtype, computes_in_bfloat16, dtype_note
 
 
@@ -33,12 +34,15 @@ def check(loss=None, **changed):
         "aggregation": "token",
         "max_grad_norm": 1.0,
         "max_mismatch": 0.05,
-        "engine": {},
+        "engine": EngineConfig(),
+        "sampling": SamplingConfig(max_tokens=8),
+        "advantage": AdvantageConfig(),
+        "schedule": ScheduleConfig(),
         "loss": fields,
         **changed,
     }
     made = PolicyLoss(**fields) if loss is None or isinstance(loss, dict) else loss
-    check_settings(settings, made, SamplingConfig(max_tokens=8), AdvantageConfig())
+    check_settings(SimpleNamespace(**settings), made)
 
 
 @every_row(
@@ -48,7 +52,10 @@ def check(loss=None, **changed):
         ({"depth": -1}, "depth=-1 must be a whole number, 0 or more"),
         ({"depth": 3}, "depth=3 is above staleness=2: .*; set depth to at most 2, or staleness to at least 3"),
         ({"staleness": 0, "depth": 1}, "depth=1 is above staleness=0"),
-        ({"engine": {"sleep": True}}, r"staleness=2 with engine.sleep=true: .*\(engine.devices\), or set staleness=0"),
+        (
+            {"engine": EngineConfig(sleep=True)},
+            r"staleness=2 with engine.sleep=true: .*\(engine.devices\), or set staleness=0",
+        ),
         ({"refill_rounds": 1}, "refill_rounds=1 with staleness=2: .* set refill_rounds=0 and raise prompts_per_step"),
     ],
 )
@@ -63,8 +70,8 @@ def test_what_does_not_fit_is_named(changed, message):
         {},
         {"depth": 0},
         {"depth": 2},
-        {"engine": {"sleep": False}},
-        {"staleness": 0, "engine": {"sleep": True}, "refill_rounds": 1},
+        {"engine": EngineConfig(sleep=False)},
+        {"staleness": 0, "engine": EngineConfig(sleep=True), "refill_rounds": 1},
     ],
 )
 def test_what_fits_passes(changed):

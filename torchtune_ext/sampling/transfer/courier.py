@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from torchtune_ext.run.errors import Failure
+from torchtune_ext.run.parent import how_it_ended
 from torchtune_ext.sampling.calls import CoreLost
-from torchtune_ext.sampling.child_process import Frames, how_it_ended, start_module
+from torchtune_ext.sampling.child_process import Frames, start_module
 from torchtune_ext.sampling.transfer.group import Member, Order
 
 log = logging.getLogger(__name__)

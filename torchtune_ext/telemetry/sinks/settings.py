@@ -54,6 +54,9 @@ class LoggingConfig:
             )
         if self.artifacts and "wandb" not in self.to:
             raise Mistake(f"logging.artifacts={list(self.artifacts)} go to W&B alone: add 'wandb' to logging.to")
+
+    def require_login(self) -> None:
+        """Raises ValueError if metrics go to W&B, and nobody is logged in."""
         if "wandb" in self.to:
             require_login()
 

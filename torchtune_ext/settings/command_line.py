@@ -9,8 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from torchtune_ext.run.catalog import config_files, config_path, folder, recipe_files, recipe_of
+from torchtune_ext.run.catalog import config_files, config_name, config_path, folder, owner, recipe_files
 from torchtune_ext.run.errors import STATUS, Mistake, nearest
+from torchtune_ext.run.parent import how_it_ended
 
 
 def prepare(args: Namespace, recipes: Sequence[Any]) -> None:
@@ -126,8 +127,6 @@ def quiet_end() -> Iterator[None]:
         rank, first = by_time[0]
         status = first.exitcode if first.exitcode > 0 else 128 - first.exitcode
         if status != STATUS:
-            from torchtune_ext.sampling.child_process import how_it_ended
-
             print(f"{how_it_ended(first.exitcode, f'rank {rank}')}; what it said stands above", file=sys.stderr)
         sys.exit(status)
 
@@ -184,21 +183,16 @@ def _check_setting(word: str) -> None:
 
 def _checked_config(given: str, recipe: str | None) -> str:
     path = Path(config_path(given))
-    ours = config_files(folder("configs"))
-    name = next((each for each, file in ours.items() if file == path), None)
     known = {each.name: each for each in recipe_files(folder("recipes"), folder("configs"))}
     files = {each.path.resolve(): each.name for each in known.values()}
     # A copied recipe takes any config: it may have been changed to fit.
     running = files.get(Path(recipe).resolve()) if recipe else None
-    try:
-        owner = recipe_of(name or "", path)
-    except UnicodeDecodeError:
-        owner = None
-    if running and owner in known and known[owner].path != known[running].path:
-        raise Mistake(
-            f"--config {name or given} is written for {owner}, not for this recipe: tune run {owner} --config {name or given}"
-        )
     _require_keys(given, path)
+    theirs, name = owner(given), config_name(path) or given
+    if running and theirs in known and known[theirs].path != known[running].path:
+        raise Mistake(
+            f"--config {name} is written for {theirs}, not for this recipe: tune run {theirs} --config {name}"
+        )
     return str(path)
 
 

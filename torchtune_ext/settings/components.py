@@ -5,26 +5,28 @@ import inspect
 import os
 import pkgutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from copy import deepcopy
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
 from torchtune_ext.run import errors
 from torchtune_ext.run.catalog import folder, recipe_files
 from torchtune_ext.run.errors import Blamed, Mistake, nearest
 
 
-def has_component(node: DictConfig | None) -> bool:
-    """Tells whether an optional node names a component. torchtune turns `key=null` into `key._component_=null`."""
-    return isinstance(node, DictConfig) and node.get("_component_") is not None
+class Component(dict[str, Any]):
+    """A node of the settings that names a class or a function, `_component_`, and its arguments; `key` is where it stands."""
+
+    def __init__(self, node: Mapping[str, Any], key: str = ""):
+        super().__init__(node)
+        self.key = key
 
 
-def instantiate(node: DictConfig, **extra: Any) -> Any:
+def instantiate(node: Mapping[str, Any], **extra: Any) -> Any:
     """Builds the component that `_component_` names, with the other keys of the node as its arguments.
 
     The name is a dotted path, or a bare name that the recipe itself defines, for example in a user's copy.
@@ -33,7 +35,8 @@ def instantiate(node: DictConfig, **extra: Any) -> Any:
         ValueError: there is no such component, it does not take the arguments, or it raised an error. The message names the
             key, the nearest argument and, for a component of the user, the line of the file.
     """
-    component, path, name, arguments = find_component(node, **extra)
+    component, path, arguments = find_component(node, **extra)
+    name = getattr(node, "key", "")
     try:
         return component(**arguments, **extra)
     except Exception as error:
@@ -43,26 +46,26 @@ def instantiate(node: DictConfig, **extra: Any) -> Any:
         raise Blamed(f"`{name}:` {path} raised {errors.text_of(error)}") from error
 
 
-def find_component(node: DictConfig, **extra: Any) -> tuple[Callable[..., Any], str, str, dict[str, Any]]:
-    """Returns what `instantiate` would call: the component, its path, the key of the node, and the arguments in the node.
+def find_component(node: Mapping[str, Any], **extra: Any) -> tuple[Callable[..., Any], str, dict[str, Any]]:
+    """Returns what `instantiate` would call: the component, its path, and the arguments in the node.
 
     Raises:
         ValueError: there is no such component, or it does not take the arguments.
     """
-    name = node._get_full_key(None) if isinstance(node, DictConfig) else ""
-    where = f"`{name}:`" if isinstance(node, DictConfig) else repr(node)
-    if not has_component(node):
+    name = getattr(node, "key", "")
+    where = f"`{name}:`" if name else repr(node)
+    if not isinstance(node, Mapping) or node.get("_component_") is None:
         raise Mistake(f"{where} needs a `_component_`, the dotted path of a class or function")
-    arguments = OmegaConf.to_container(node, resolve=True)
-    if isinstance(given := arguments["_component_"], dict):
+    arguments = deepcopy(dict(node))
+    if isinstance(given := arguments.pop("_component_"), dict):
         words = " ".join(f"{name}.{key}={value}" for key, value in given.items())
         raise Mistake(f"{where} a component is no mapping in a word of the command; write {words}")
-    path = str(arguments.pop("_component_"))
+    path = str(given)
     if not all(part.isidentifier() for part in path.split(".")):
         raise Mistake(
             f"{where} _component_={path} is no dotted path; write my_task.Sums for the class Sums in my_task.py"
         )
-    component = _in_recipe(path) if "." not in path else _by_path(path, where)
+    component = _in_recipe(path) if "." not in path else by_path(path, where)
     if component is None:
         raise Mistake(f"{where} the recipe that runs defines no {path!r}; give a dotted path, or define it there")
     if not callable(component):
@@ -70,7 +73,7 @@ def find_component(node: DictConfig, **extra: Any) -> tuple[Callable[..., Any], 
         article = "an" if kind[0] in "aeiou" else "a"
         raise Mistake(f"{where} _component_={path} is {article} {kind}; name a class or a function")
     _require_arguments(component, path, name, arguments, extra)
-    return component, path, name, arguments
+    return component, path, arguments
 
 
 def _require_arguments(component: Any, path: str, name: str, arguments: dict[str, Any], extra: dict[str, Any]) -> None:
@@ -135,7 +138,16 @@ def _parameters(component: Any) -> dict[str, inspect.Parameter]:
         return {}
 
 
-def _by_path(path: str, where: str) -> Any:
+def takes(node: Mapping[str, Any]) -> list[str]:
+    """Returns the names of what the component of a node takes; none where there is no such component."""
+    path = str(node.get("_component_"))
+    try:
+        return list(_parameters(by_path(path, "") if "." in path else _in_recipe(path)))
+    except Mistake:
+        return []
+
+
+def by_path(path: str, where: str) -> Any:
     """Imports what a dotted path names: the longest part of it that is a module, and then attributes.
 
     Raises:

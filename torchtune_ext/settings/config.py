@@ -1,0 +1,392 @@
+"""Turns YAML into the settings of a recipe: one typed object. What uses a setting is given its value and sees no config."""
+
+import json
+import os
+import re
+import warnings
+from argparse import Namespace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, fields, is_dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, TypeVar, get_args, get_origin
+
+import yaml
+from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
+
+from torchtune_ext.run.catalog import owner
+from torchtune_ext.run.errors import Mistake, nearest
+from torchtune_ext.run.folder import own_folder
+from torchtune_ext.settings.command_line import check_words
+from torchtune_ext.settings.components import Component, recipe_module, takes
+from torchtune_ext.settings.presets import preset_file
+
+T = TypeVar("T")
+
+# `_references` reads a config with this resolver in place of oc.env. The resolver returns its own text and does not
+# look into the environment, so that no secret comes into the record of a run.
+_MARK = "torchtune_ext.env"
+_ENV = re.compile(r"\$\{\s*oc\.env\s*:")
+_BARE = re.compile(r"[\w./+-]+")  # an argument of a resolver that needs no quotes
+_NO_READS = ("output_dir", "logging")  # keys whose values never name a file that the run reads
+_RECORD = "_record"  # the attribute in which settings carry what `record` returns
+
+WANTED = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+MANY = 3  # with more unknown keys than that, a config is taken for one of another recipe
+
+
+def load_config(schema: type[T], cfg: DictConfig) -> T:
+    """Merges the YAML and the overrides of a recipe into its `Config` dataclass, and returns the settings.
+
+    A field of `Config` whose type is a dataclass is a node of the YAML. A node with `_component_` becomes a `Component`, to be
+    built by `instantiate`. If the recipe has the knob `preset`, the keys of the preset come first, and what the YAML or the
+    command line says replaces them. A run that an agent of Weights & Biases has started gets an `output_dir` of its own
+    (`own_folder`).
+
+    Raises:
+        ValueError: a key is unknown (the message gives the nearest known one), a value has a wrong type, a required value is
+            missing, a record refuses its values, or the preset is unknown. Records that refuse are all named, a line each.
+    """
+    defaults = {f.name: f.default for f in fields(schema)}
+    preset = cfg.get("preset", defaults.get("preset"))
+    foreign = [str(key) for key in cfg if key not in defaults]
+    if len(foreign) > MANY:
+        raise Mistake(
+            f"this config has {len(foreign)} keys that the recipe does not know ({', '.join(foreign[:5])}, ...), so it is "
+            "written for another one; begin with a copy of one of ours: `tune cp` and a name that `tune ls` shows"
+        )
+    if preset is not None:
+        cfg = _over(load_preset(preset, list(defaults)), cfg)
+    cfg = _with_nodes(schema, cfg)
+    merged = _merged(schema, cfg)
+    if "output_dir" in merged:
+        # Before references are resolved, so that what names a file below it goes along.
+        merged.output_dir = own_folder(str(merged._get_node("output_dir")._value()))
+    written = OmegaConf.to_container(merged)
+    nothing = {name for name, default in defaults.items() if default == MISSING and merged._get_node(name)._is_none()}
+    try:
+        missing = sorted(OmegaConf.missing_keys(merged) | nothing)
+        if missing:
+            raise Mistake(f"{missing[0]} has no value; set it in the YAML or on the command line as {missing[0]}=...")
+        OmegaConf.resolve(merged)
+    except ValidationError as error:
+        raise Mistake(_wrong_type(error, merged, schema)) from None
+    except OmegaConfBaseException as error:
+        raise Mistake(_unresolved(error)) from None
+    refused: list[str] = []
+    settings = _made(schema, merged, "", refused)
+    if refused:
+        raise Mistake("\n".join(refused))
+    setattr(settings, _RECORD, _record(merged, written, cfg, schema))
+    return settings
+
+
+def read_config(config: str, words: Sequence[str], recipe: str | None = None) -> Any:
+    """Returns the settings of a run that samples, as its recipe would: of a config, a file or one of ours by its name, and of
+    what stands behind it, key=value.
+
+    Args:
+        recipe: name, file or module of the recipe; None: the one that the config is written for.
+
+    Raises:
+        ValueError: there is no such config or recipe, it samples nothing, or as `load_config` says.
+    """
+    cfg = as_tune_reads(config, words)
+    named = recipe or owner(config)
+    if named is None:
+        raise Mistake(
+            f"--config {config}: written for which recipe? Add --recipe grpo_full, or your own: --recipe my_grpo.py"
+        )
+    schema = getattr(recipe_module(named, "--recipe "), "Config", None)
+    if schema is None or "engine" not in _nodes(schema):
+        raise Mistake(
+            f"--config {config} is written for {named}, which samples nothing: its Config has no `engine`; take one of a "
+            "GRPO recipe, grpo/tiny for instance"
+        )
+    return load_config(schema, cfg)
+
+
+def as_tune_reads(config: str, words: Sequence[str], recipe: str | None = None) -> DictConfig:
+    """Returns a config, a file or one of ours by its name, with key=value words over it, as torchtune merges them.
+
+    Args:
+        recipe: the file of a recipe of ours, for which the config has to be written; None: of any.
+
+    Raises:
+        ValueError: a word is wrong, there is no such config, or it is written for another recipe.
+    """
+    from torchtune.config._parse import TuneRecipeArgumentParser
+    from torchtune.config._utils import _merge_yaml_and_cli_args
+
+    argv = ["", "--config", config, *words]
+    check_words(argv, recipe)
+    parsed, settings = TuneRecipeArgumentParser().parse_known_args(argv[1:])
+    return _merge_yaml_and_cli_args(Namespace(**vars(parsed)), settings)
+
+
+def values_of(cfg: DictConfig, names: Iterable[str]) -> dict[str, Any]:
+    """Returns the values of dotted names; None for those that are not there."""
+    return {name: OmegaConf.select(cfg, name, default=None) for name in names}
+
+
+def _with_nodes(schema: type, cfg: DictConfig) -> DictConfig:
+    """Returns the config with a mapping for every node, also where it has none or a plain value. Raises ValueError."""
+    cfg = cfg.copy()
+    for node, kind in _nodes(schema).items():
+        if node not in cfg:
+            cfg[node] = {}
+        value = cfg._get_node(node)
+        if value._is_interpolation() or (isinstance(value, DictConfig) and not value._is_none()):
+            continue
+        if value._value() is None or (bare := getattr(kind, "BARE", None)) is None:
+            raise Mistake(_no_mapping(node, value._value(), kind))
+        cfg[node] = {bare: value._value()}
+    return cfg
+
+
+def _merged(schema: type, cfg: DictConfig) -> DictConfig:
+    """Returns the settings as OmegaConf holds them, typed, with references and with what is missing. Raises ValueError."""
+    typed = OmegaConf.structured(schema)
+    for node in _nodes(schema):
+        OmegaConf.set_readonly(typed._get_node(node), False)  # records are frozen
+    try:
+        return OmegaConf.merge(typed, cfg)
+    except ConfigKeyError as error:
+        raise Mistake(_unknown(str(error.full_key or error.key), schema, cfg)) from None
+    except ValidationError as error:
+        raise Mistake(_wrong_type(error, cfg, schema)) from None
+    except TypeError as error:
+        # OmegaConf does not say where: a list or a plain value is needed, and there is a mapping, or the other way round.
+        found = ", ".join(
+            f"{node}.{key}"
+            for node in _nodes(schema)
+            for key, value in (cfg.get(node) or {}).items()
+            if OmegaConf.is_config(value)
+        )
+        raise Mistake(f"one of {found} is a mapping and should not be, or is none and should be: {error}") from None
+
+
+def _nodes(schema: type) -> dict[str, type]:
+    """Returns the records of the nodes of a recipe by their keys."""
+    return {spec.name: spec.type for spec in fields(schema) if is_dataclass(spec.type)}
+
+
+def _made(kind: type, node: DictConfig, where: str, refused: list[str]) -> Any:
+    """Makes a record, and those in it, of typed values. The messages of records that refuse their values go to `refused`."""
+    values = {}
+    for spec in fields(kind):
+        key, value = f"{where}{spec.name}", node[spec.name]
+        if is_dataclass(spec.type):
+            values[spec.name] = _made(spec.type, value, f"{key}.", refused)
+            continue
+        plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+        if get_origin(spec.type) is tuple:
+            plain = tuple(plain)
+        elif spec.type is Any and isinstance(plain, dict):
+            # torchtune turns `key=null` into `key._component_=null`.
+            off = spec.default is None and plain.get("_component_", "") is None
+            plain = None if off else Component(plain, key)
+        values[spec.name] = plain
+    try:
+        return kind(**values)
+    except Mistake as error:
+        # Someone with two mistakes in two nodes learns of both.
+        refused.append(str(error))
+
+
+def _unknown(key: str, schema: type, cfg: DictConfig) -> str:
+    """Returns the message for an unknown key. One that stands at the top, but belongs into a node, is told its place."""
+    node, dot, _ = key.partition(".")
+    nodes, names = _nodes(schema), [spec.name for spec in fields(schema)]
+    if dot:
+        return unknown_key(key, [spec.name for spec in fields(nodes[node])], f"`{node}:`")
+    below = [f"{node}.{spec.name}" for node, kind in nodes.items() for spec in fields(kind)]
+    components = [(name, cfg[name]) for name in names if name not in nodes and isinstance(cfg.get(name), DictConfig)]
+    arguments = [f"{name}.{argument}" for name, node in components for argument in takes(node)]
+    return unknown_key(key, [*names, *below, *arguments])
+
+
+def _no_mapping(node: str, value: Any, kind: type) -> str:
+    """Returns the message for a plain value, or a list, in place of a node."""
+    names = [spec.name for spec in fields(kind)]
+    if value is None:
+        off = f"; without held-out problems: {node}.task=null" if node == "evaluation" else ""
+        return f"{node}=null is no mapping; leave it out{off}"
+    example = f"{node}.to=[{value}]" if node == "logging" else f"{node}.{names[0]}=..."
+    return f"{node}={value} is no mapping; write {example} (keys of `{node}:` are {', '.join(names)})"
+
+
+def _wrong_type(error: ValidationError, cfg: DictConfig, schema: type) -> str:
+    """Returns the message for a value that a knob does not take."""
+    key = str(error.full_key).split("[")[0]
+    kind, node = schema, cfg
+    for part in key.split("."):
+        kind = next(spec.type for spec in fields(kind) if spec.name == part)
+        node = node._get_node(part)
+    value = node if OmegaConf.is_config(node) else node._value()
+    kinds = [each for each in (get_args(kind) if isinstance(kind, UnionType) else [kind]) if each is not NoneType]
+    if get_origin(kinds[0]) in (list, tuple) and not isinstance(value, ListConfig):
+        return f"{key}={value!r} must be a list: {key}=[{value}]"
+    if kinds[0] not in WANTED or isinstance(value, DictConfig | ListConfig):
+        return f"{error.full_key}: {error.msg or error}".split("\n")[0]
+    return f"{key}={value} must be {WANTED[kinds[0]]}{', or null' if kind != kinds[0] else ''}"
+
+
+def _unresolved(error: OmegaConfBaseException) -> str:
+    """Returns the message for a reference, `${...}`, that leads nowhere."""
+    text = str(error).splitlines()[0]
+    variable = re.search(r"Environment variable '(\w+)' not found", text)
+    if variable:
+        name = variable[1]
+        return (
+            f"{error.full_key}: the environment variable {name} is not set: `export {name}=...`, or write "
+            f"${{oc.env:{name},default}}"
+        )
+    return f"{error.full_key}: {text}"
+
+
+def record(cfg: Any) -> dict[str, Any]:
+    """Returns the settings to keep and to show, from what `load_config` returned: of a node what was given, not its defaults.
+
+    Values that come from the environment are left out, because one of them may be a secret token. In their place stand
+    their references, `${oc.env:NAME}`, as they were written.
+    """
+    return getattr(cfg, _RECORD)
+
+
+def _record(merged: DictConfig, written: dict[str, Any], cfg: DictConfig, schema: type) -> dict[str, Any]:
+    plain = OmegaConf.to_container(merged)
+    for path, text in _references(OmegaConf.create(_marked(written))).items():
+        *above, last = path
+        node = plain
+        for key in above:
+            node = node[key]
+        node[last] = text
+    for node in _nodes(schema):
+        plain[node] = {key: plain[node][key] for key in cfg.get(node) or {}}
+    return plain
+
+
+def named_paths(cfg: Any) -> list[Path]:
+    """Returns the existing files and folders that the settings name, without `output_dir`: a run may read them."""
+    found: list[Path] = []
+
+    def walk(node: Any) -> None:
+        if isinstance(node, dict | list | tuple):
+            for value in node.values() if isinstance(node, dict) else node:
+                walk(value)
+        elif isinstance(node, str) and node and len(node) < 4096 and "\0" not in node and os.path.exists(node):
+            found.append(Path(node))
+
+    walk({key: value for key, value in asdict(cfg).items() if key not in _NO_READS})
+    return found
+
+
+def _marked(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {key: _marked(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_marked(value) for value in node]
+    return _ENV.sub(f"${{{_MARK}:", node) if isinstance(node, str) else node
+
+
+def _references(node: DictConfig | ListConfig) -> dict[tuple, str]:
+    """Returns the text of every value that comes from the environment, by the path of its keys.
+
+    The function reads each value once. A value comes from the environment if reading it calls the resolver `_MARK`.
+    """
+    found: dict[tuple, str] = {}
+    for key in list(node) if isinstance(node, DictConfig) else range(len(node)):
+        if OmegaConf.is_missing(node, key):
+            continue
+        _asked.clear()
+        try:
+            value = node[key]
+        except Exception:
+            # Another resolver may fail when it gets a reference in place of a value. That is no fault of the settings,
+            # which have been resolved before.
+            value = None
+        if _asked:
+            whole = isinstance(value, str) and f"${{{_MARK}:" in value
+            text = value if whole else str(node._get_node(key)._value())
+            found[(key,)] = text.replace(f"${{{_MARK}:", "${oc.env:")
+        elif isinstance(value, DictConfig | ListConfig):
+            found |= {(key, *path): text for path, text in _references(value).items()}
+    return found
+
+
+_asked: list[str] = []  # the references that the resolver below was given since the list was cleared
+
+
+def _reference(*arguments: Any) -> str:
+    def written(value: Any) -> str:
+        if isinstance(value, str):
+            return value if _BARE.fullmatch(value) or "${" in value else json.dumps(value, ensure_ascii=False)
+        return json.dumps(value, default=str)
+
+    text = f"${{{_MARK}:{','.join(map(written, arguments))}}}"
+    _asked.append(text)
+    return text
+
+
+with warnings.catch_warnings():
+    # OmegaConf warns about this name of the function, but it is the one that all supported versions have.
+    warnings.filterwarnings("ignore", "register_new_resolver", UserWarning)
+    OmegaConf.register_new_resolver(_MARK, _reference, replace=True)
+
+
+def load_preset(preset: str, known: list[str]) -> dict[str, Any]:
+    """Returns the keys of a preset: one of ours by its name, or one of the user by its path.
+
+    Args:
+        known: the knobs of the recipe. A preset may set some of them.
+
+    Raises:
+        ValueError: there is no such preset, the file is no YAML, or a key in it is unknown.
+    """
+    file = preset_file(preset)
+    try:
+        loaded = OmegaConf.load(file)
+    except yaml.YAMLError as error:
+        raise Mistake(f"preset={preset}: {file} is no YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(loaded, DictConfig):
+        raise Mistake(f"preset={preset}: {file} holds no keys of a recipe")
+    for key in loaded:
+        if key == "preset" or key not in known:
+            raise Mistake(unknown_key(str(key), [name for name in known if name != "preset"], f"preset {file}"))
+    return OmegaConf.to_container(loaded)
+
+
+def _over(preset: dict[str, Any], cfg: DictConfig) -> DictConfig:
+    """Returns `preset` with the values of `cfg` written over it, node by node.
+
+    A node of `cfg` that names a component replaces the node of the preset as a whole.
+    """
+    merged = OmegaConf.create(preset)
+    for key in cfg:
+        mine, theirs = cfg._get_node(key), merged.get(key)
+        both = isinstance(theirs, DictConfig) and isinstance(mine, DictConfig)
+        merged[key] = OmegaConf.merge(theirs, mine) if both and "_component_" not in mine else mine
+    return merged
+
+
+def unknown_key(key: str, known: list[str], where: str = "the config") -> str:
+    """Returns the error message for an unknown key, with the nearest known one."""
+    near = nearest(key, known)
+    hint = f"did you mean {near!r}?" if near else f"known keys: {', '.join(sorted(known))}"
+    return f"unknown key {key!r} in {where}; {hint}"
+
+
+# What a config may compute: `${divide:512,${samples_per_prompt}}` is 512 divided by another setting, a whole number.
+def divide(whole: int, by: int) -> int:
+    """Returns the quotient. Raises ValueError if it is no whole number."""
+    if not isinstance(whole, int) or not isinstance(by, int) or by < 1 or whole % by:
+        raise Mistake(f"${{divide:{whole},{by}}} is no whole number; choose values that divide {whole}")
+    return whole // by
+
+
+with warnings.catch_warnings():
+    # OmegaConf warns about this name of the function, but it is the one that all supported versions have.
+    warnings.filterwarnings("ignore", "register_new_resolver", UserWarning)
+    OmegaConf.register_new_resolver("divide", divide, replace=True)
