@@ -21,44 +21,34 @@ from typing import Any
 import torch
 from omegaconf import MISSING, DictConfig
 
-from torchtune_ext.advantages import AdvantageConfig, refilled, with_advantages
-from torchtune_ext.buffer import Ledger
-from torchtune_ext.evaluation import EvaluationConfig
-from torchtune_ext.grading import Grader, GraderConfig, open_graders, rehearse
+from torchtune_ext.advantages import refilled, with_advantages
+from torchtune_ext.grading import open_graders
 from torchtune_ext.groups import Group, graded
-from torchtune_ext.host.dry_run import check_machine, dry_run
+from torchtune_ext.host import nodes
+from torchtune_ext.host.dry_run import check_start, dry_run
 from torchtune_ext.host.opening import opening, ready
+from torchtune_ext.host.parts import make_parts
 from torchtune_ext.host.plugin import parse
 from torchtune_ext.objective.loss import needs_of
 from torchtune_ext.packing import Row, pack_updates
-from torchtune_ext.policy.builder import build_policy, on_meta
-from torchtune_ext.policy.hf_model import HFModel
-from torchtune_ext.replay import Replay
-from torchtune_ext.rollout import GroupStream, sample_held_out
-from torchtune_ext.run.folder import RunFolder
+from torchtune_ext.policy.builder import build_policy
+from torchtune_ext.rollout import sample_held_out
 from torchtune_ext.run.output import say
 from torchtune_ext.run.stop import StopSignals
-from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
+from torchtune_ext.sampling.engine import Engine
 from torchtune_ext.settings.components import instantiate
-from torchtune_ext.settings.config import load_config, named_paths, record
-from torchtune_ext.source import GroupSource, RolloutConfig, prompt_fault
-from torchtune_ext.tasks.order import ProblemStream, Usable
+from torchtune_ext.settings.config import load_config
 from torchtune_ext.telemetry import summary
-from torchtune_ext.telemetry.metrics import LoggingConfig, Metrics
+from torchtune_ext.telemetry.metrics import Metrics
 from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.telemetry.rollouts import RolloutStore
 from torchtune_ext.telemetry.timeline import Timeline
-from torchtune_ext.training.checks import check_parts, check_weights
-from torchtune_ext.training.distributed import RanksConfig, init_ranks
-from torchtune_ext.training.learner import Learner, ScheduleConfig, make_schedule, over_updates
+from torchtune_ext.training.distributed import init_ranks
+from torchtune_ext.training.learner import Learner, make_schedule, over_updates
 from torchtune_ext.training.life import close_all, run_recipe, standing
-from torchtune_ext.training.manifest import Identity, identify
-from torchtune_ext.training.precision import Precision, PrecisionConfig
-from torchtune_ext.training.publish import Publisher, canary_prompts
 from torchtune_ext.training.resume import RunState, checkpoint_to_go_on_from
-from torchtune_ext.training.settings import check_settings, chosen_dtype, release_memory
-from torchtune_ext.training.state import CheckpointConfig, Checkpoints
-from torchtune_ext.training.trained import AdapterConfig, trained_part
+from torchtune_ext.training.settings import release_memory
+from torchtune_ext.training.state import Checkpoints
 
 TUNE_NAMES = ("grpo_full", "grpo_lora", "grpo_async")
 
@@ -70,41 +60,41 @@ class Config:
     output_dir: str = MISSING  # folder of the run: metrics, rollouts, checkpoints
     model_dir: str = MISSING  # starting weights and tokenizer, Hugging Face format
     model: Any = MISSING  # torchtune model builder that fits model_dir; one with adapters (LoRA) trains these alone
-    adapters: AdapterConfig = AdapterConfig()  # of such a model: what is published and saved of them
+    adapters: nodes.AdapterConfig = nodes.AdapterConfig()  # of such a model: what is published and saved of them
     tokenizer: Any = MISSING  # messages -> ids
     task: Any = MISSING  # problems to train on, with their grader
-    evaluation: EvaluationConfig = EvaluationConfig()  # held-out problems, and how often they are asked
-    grader: GraderConfig = GraderConfig()  # processes that grade, and how long one may take
+    evaluation: nodes.EvaluationConfig = nodes.EvaluationConfig()  # held-out problems, and how often they are asked
+    grader: nodes.GraderConfig = nodes.GraderConfig()  # processes that grade, and how long one may take
     preset: str | None = "grpo"  # a published method: its loss, advantage, aggregation, ... where nothing is set here
     loss: Any = MISSING  # objective per label
     optimizer: Any = MISSING  # any torch optimizer
-    engine: EngineConfig = EngineConfig()  # what samples: vLLM, its memory, its GPUs
-    sampling: SamplingConfig = MISSING  # how completions are drawn
+    engine: nodes.EngineConfig = nodes.EngineConfig()  # what samples: vLLM, its memory, its GPUs
+    sampling: nodes.SamplingConfig = MISSING  # how completions are drawn
     seed: int = 0  # of sampling, torch, and the order of a finite task (generated tasks have a seed of their own)
     device: str = "auto"  # "cpu", "cuda", or "auto"
     dtype: str = "auto"  # of the trainer's forward and backward: "bfloat16", "float32", or "auto"; masters are float32
-    precision: PrecisionConfig = PrecisionConfig()  # "bf16", "fp8_rollout", "fp8_unified"; or what is in FP8, and how
+    precision: nodes.PrecisionConfig = nodes.PrecisionConfig()  # of linear layers: "bf16", "fp8_rollout", "fp8_unified"
     max_steps: int = MISSING  # steps of sample -> train -> publish
     prompts_per_step: int = 32  # groups a step
     samples_per_prompt: int = 16  # completions of a group
     staleness: int = 0  # versions that the policy may be ahead of the one that began a sample; 0: sample, then train
     depth: int | None = None  # steps that the engine samples ahead, at most staleness; null: 1, with staleness 0 none
-    rollouts: RolloutConfig = RolloutConfig()  # problems that cannot be asked, and how long to wait for an answer
+    rollouts: nodes.RolloutConfig = nodes.RolloutConfig()  # bad problems, and how long to wait for an answer
     replay: str | None = None  # folder of a run: trains on its stored rollouts again, without an engine
     refill_rounds: int = 0  # further sampling, up to so many times, to replace groups without signal
     updates_per_step: int = 1  # optimizer updates on the samples of one step
     row_tokens: int = 16384  # capacity of a packed row
-    advantage: AdvantageConfig = AdvantageConfig()  # how rewards of a group become advantages
+    advantage: nodes.AdvantageConfig = nodes.AdvantageConfig()  # how rewards of a group become advantages
     aggregation: str = "sequence"  # mean over completions ("sequence", as in preset grpo) or tokens, or "constant"
-    schedule: ScheduleConfig = ScheduleConfig()  # of the learning rate
+    schedule: nodes.ScheduleConfig = nodes.ScheduleConfig()  # of the learning rate
     max_grad_norm: float | None = 1.0  # null: not clipped
     activation_checkpointing: bool = False  # recompute layers in the backward
     compile: bool = False  # torch.compile each layer
     max_mismatch: Any = "auto"  # mean |trainer - sampler log-prob| that stops the run; "auto": twice the rounding
-    checkpoints: CheckpointConfig = CheckpointConfig()  # how often they are written, and how many are kept
+    checkpoints: nodes.CheckpointConfig = nodes.CheckpointConfig()  # how often they are written, and how many are kept
     resume_from_checkpoint: bool = False  # go on from the newest checkpoint in output_dir
-    ranks: RanksConfig = RanksConfig()  # how ranks share the weights and watch each other
-    logging: LoggingConfig = LoggingConfig()  # where metrics go besides the run's folder: W&B, TensorBoard
+    ranks: nodes.RanksConfig = nodes.RanksConfig()  # how ranks share the weights and watch each other
+    logging: nodes.LoggingConfig = nodes.LoggingConfig()  # where metrics go besides the run's folder: W&B, TensorBoard
     dry_run: Any = False  # True: check the settings and say whether the run fits here; "4x80": 4 GPUs of 80 GB
 
 
@@ -116,13 +106,8 @@ class GRPORecipe:
         )
 
         # What rank 0 owns, and what a run that is stopped early may not have yet.
-        self.folder: RunFolder | None = None
-        self.engine: Engine | None = None
-        self.graders: list[Grader] = []  # of the task, of the held-out task
-        self.source: GroupSource | Replay | None = None
-        self.metrics: Metrics | None = None
-        self.rollouts: RolloutStore | None = None
-        self.checkpoints: Checkpoints | None = None
+        self.folder = self.engine = self.source = self.metrics = self.rollouts = self.checkpoints = None
+        self.graders = []  # of the task, of the held-out task
 
         self.step = self.version = 0
         self.last_eval: float | None = None
@@ -143,15 +128,19 @@ class GRPORecipe:
             lambda phase: self.ranks.phase(phase, self.step), self.timeline if self.ranks.is_main else None
         )
         torch.manual_seed(cfg.seed)
-        self.check()
 
-        # Nothing is wrong with the settings. From here on the folder is locked, so that a second run in it is refused, and an
-        # earlier run in it may be set aside, or go on.
-        identity = self.open_folder() if self.ranks.is_main else None
+        # What is wrong with the settings is said here, before anything is touched. Then the folder is locked.
+        parts = self.parts = make_parts(cfg, self.ranks)
+        self.loss, self.sampling, self.problems = parts.loss, parts.sampling, parts.problems
+        if self.ranks.is_main:
+            check_start(parts)
+            self.engine = None if parts.replay else Engine(cfg.model_dir, parts.precision.engine, cfg.output_dir)
+            self.folder = parts.open_folder()
+        identity = parts.identity(self.folder.run.id) if self.folder else None
         self.checkpoints = Checkpoints(f"{cfg.output_dir}/checkpoints", identity, cfg.checkpoints)
         resume = checkpoint_to_go_on_from(self.checkpoints, self.folder, cfg.resume_from_checkpoint, cfg.max_steps)
         if self.ranks.is_main:
-            say(opening(self))
+            say(opening(parts))
 
         if self.ranks.is_main and not resume:
             self.open_records()
@@ -160,20 +149,12 @@ class GRPORecipe:
         if self.engine:
             self.engine.start()
             self.graders = open_graders(
-                [self.task, self.eval_task],
+                [parts.task, parts.eval_task],
                 cfg.grader,
                 beside_training=cfg.staleness > 0,
                 folder=cfg.output_dir,
             )
-        self.source = self.replay or GroupSource(
-            Ledger(cfg.prompts_per_step, cfg.max_steps, cfg.staleness, cfg.depth),
-            GroupStream(self.engine, self.tokenizer, self.graders[0], times=self.timeline) if self.engine else None,
-            self.problems,
-            samples=cfg.samples_per_prompt,
-            sampling=self.sampling,
-            seed=cfg.seed,
-            deadline_s=cfg.rollouts.deadline_s,
-        )
+        self.source = parts.source(self.engine, self.graders, self.timeline)
         self.build_learner()
 
         # Metrics and rollouts of a run that goes on are cut to its checkpoint, once nothing can be wrong with it.
@@ -186,99 +167,9 @@ class GRPORecipe:
         waited = self.ranks.from_main("wait for the engine", lambda: self.engine and self.engine.wait_ready())
         if self.engine:
             say(ready(waited))
-            self.precision.write_receipt(cfg.output_dir, self.policy, cfg.row_tokens)
+            parts.precision.write_receipt(cfg.output_dir, self.policy, cfg.row_tokens)
         self.progress = Progress(cfg.max_steps, self.ranks.rank)
-        self.agreement = self.precision.gate(
-            self.learner, partial(instantiate, cfg.model), cfg.max_mismatch, replay=self.replay is not None
-        )
-        self.publisher = self.replay or Publisher(
-            self.engine,
-            self.learner,
-            self.trained,
-            self.precision,
-            self.hf_model,
-            self.agreement,
-            self.canary,
-            self.sampling,
-        )
-
-    def check(self) -> None:
-        """Builds the parts that cost nothing and tries them: what is wrong is said before anything is touched."""
-        cfg = self.cfg
-        self.hf_model = HFModel(cfg.model_dir)
-        self.meta_model = on_meta(partial(instantiate, cfg.model))  # names and shapes, no weights
-        self.tokenizer = instantiate(cfg.tokenizer)
-        self.task = instantiate(cfg.task)
-        self.eval_task = instantiate(cfg.evaluation.task) if cfg.evaluation.task else None
-        self.loss = instantiate(cfg.loss)
-        self.sampling = cfg.sampling.stopping_at(self.tokenizer.stop_token_ids)
-        check_settings(cfg, self.loss)
-        cfg.logging.require_login()
-
-        # What is trained, and in which precision, both concern the engine, too: how it is started and what it is sent.
-        self.trained = trained_part(
-            self.meta_model,
-            self.hf_model,
-            asked=cfg.model,
-            adapters=cfg.adapters,
-            shards=self.ranks.shards,
-        )
-        dtype = chosen_dtype(cfg.dtype, self.ranks.device.type, cfg.precision.fp8)
-        engine = self.trained.engine(cfg.engine.following(dtype))
-        self.precision = Precision(
-            cfg.precision,
-            self.meta_model,
-            self.hf_model,
-            dtype=dtype,
-            engine=engine,
-            device=self.ranks.device,
-            adapter=self.trained.spec,
-            way=self.trained.way,
-        )
-        check_parts(
-            partial(instantiate, cfg.optimizer),
-            self.loss,
-            {"task": self.task, "evaluation.task": self.eval_task},
-            self.tokenizer,
-            self.hf_model,
-            self.meta_model,
-            self.sampling,
-            engine,
-            cfg.row_tokens,
-        )
-
-        # A problem whose prompt leaves no room for an answer is passed over, like one that the task cannot give.
-        usable = {
-            "fault": prompt_fault(self.tokenizer, engine.max_model_len, self.sampling.max_tokens),
-            "bad": cfg.rollouts.bad_problems,
-        }
-        self.problems, self.held_out = ProblemStream(self.task, cfg.seed, **usable), Usable(self.eval_task, **usable)
-        # The canary's prompts are made before a checkpoint is loaded: a task that adapts would ask otherwise then.
-        self.canary = canary_prompts(self.problems, self.tokenizer)
-        check_weights(self.hf_model, self.meta_model)
-        self.replay = (
-            Replay(
-                cfg.replay,
-                record(cfg),
-                identify("", self.hf_model, self.meta_model, self.trained.spec),
-                self.problems,
-                self.tokenizer,
-            )
-            if cfg.replay
-            else None
-        )
-        if self.ranks.is_main and not self.replay:
-            self.held_out.require()
-            rehearse([self.task, self.eval_task], cfg.grader)
-            self.engine = Engine(cfg.model_dir, self.precision.engine, cfg.output_dir)
-
-    def open_folder(self) -> Identity:
-        """Rank 0: begins or continues the run in its folder. Returns what its checkpoints belong to."""
-        cfg = self.cfg
-        check_machine(self)
-        self.folder = RunFolder(cfg.output_dir)
-        run = self.folder.begin(record(cfg), self.folder.resumes(cfg.resume_from_checkpoint), reads=named_paths(cfg))
-        return identify(run.id, self.hf_model, self.meta_model, self.trained.spec)
+        self.agreement, self.publisher = parts.publisher(self.engine, self.learner)
 
     def open_records(self) -> None:
         """Rank 0: what the run writes beside its checkpoints. One that goes on cuts it to the step that it goes on from."""
@@ -290,7 +181,7 @@ class GRPORecipe:
             self.folder.run,
             first_step,
             status=lambda: self.stop.status,
-            spell=self.tokenizer.spell,
+            spell=self.parts.tokenizer.spell,
         )
         self.rollouts = RolloutStore(self.cfg.output_dir, resume_step=first_step, show=self.metrics.show)
 
@@ -299,15 +190,15 @@ class GRPORecipe:
         cfg = self.cfg
         self.policy = build_policy(
             partial(instantiate, cfg.model),
-            self.hf_model,
+            self.parts.hf_model,
             device=self.ranks.device,
-            compute_dtype=self.precision.dtype,
+            compute_dtype=self.parts.precision.dtype,
             world_size=self.ranks.world_size,
             shard_within=self.ranks.shard_within,
             activation_checkpointing=cfg.activation_checkpointing,
             compile_layers=cfg.compile,
             seed=cfg.seed,
-            fp8=self.precision.trainer,
+            fp8=self.parts.precision.trainer,
         )
         optimizer = instantiate(cfg.optimizer, params=self.policy.trainable())
         self.learner = Learner(
@@ -409,7 +300,7 @@ class GRPORecipe:
                 cfg.row_tokens,
                 aggregation=cfg.aggregation,
                 aggregation_constant=self.sampling.max_tokens,
-                pad_id=self.tokenizer.pad_id,
+                pad_id=self.parts.tokenizer.pad_id,
                 layout=self.learner.layout,
             )
             values = stats.metrics()
@@ -445,22 +336,22 @@ class GRPORecipe:
 
     def evaluate(self) -> dict[str, float]:
         """Accuracy on all held-out problems, sampled and greedy, by rank 0."""
-        if self.eval_task is None or not self.engine:
+        if self.parts.eval_task is None or not self.engine:
             return {}
         values = summary.evaluation_metrics(
             *sample_held_out(
-                self.held_out.problems,
+                self.parts.held_out.problems,
                 self.cfg.evaluation.samples,
                 replace(self.sampling, seed=self.cfg.seed),
                 self.engine,
-                self.tokenizer,
+                self.parts.tokenizer,
                 self.graders[1],
                 bars=self.progress.sampling,
                 watch=self.watch,
                 times=self.timeline,
                 deadline_s=self.cfg.rollouts.deadline_s,
             ),
-            skipped=self.held_out.skipped,
+            skipped=self.parts.held_out.skipped,
         )
         self.last_eval = values["eval/accuracy_sampled"]
         return values
@@ -488,7 +379,7 @@ class GRPORecipe:
                 self.step,
                 self.policy.model,
                 self.learner.optimizer,
-                self.trained.export(self.policy.model, self.hf_model, self.precision.dtype),
+                self.parts.trained.export(self.policy.model, self.parts.hf_model, self.parts.precision.dtype),
                 state.to_json(),
                 self.last_eval,
             )
@@ -510,8 +401,9 @@ class GRPORecipe:
 @parse
 def recipe_main(cfg: DictConfig) -> None:
     cfg = load_config(Config, cfg)
-    start = dry_run if cfg.dry_run else run_recipe
-    start(GRPORecipe, cfg)
+    if cfg.dry_run:
+        dry_run(cfg)
+    run_recipe(GRPORecipe, cfg)
 
 
 if __name__ == "__main__":

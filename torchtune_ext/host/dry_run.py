@@ -4,7 +4,7 @@
     dry_run=4x80   a machine with 4 GPUs of 80 GB in all, for trainer and engine together; 2x8x80: two nodes with 8 each;
                    8x80+4x80: 8 that train, and elsewhere 4 for the servers of engine.address
 
-A start itself compares what it asks for with the machine before its folder is touched (`check_machine`).
+A start itself compares what it asks for with the machine before its folder is touched (`check_start`).
 
 Exit status 0: a start would get through its checks, and the run fits. 2: it would not, or does not.
 """
@@ -13,17 +13,16 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import nn
 from torchtune.modules import TransformerDecoder
 
+from torchtune_ext.host.parts import Parts, make_parts
 from torchtune_ext.objective.loss import needs_of
 from torchtune_ext.policy.builder import on_meta
 from torchtune_ext.policy.families import published_config
@@ -34,7 +33,7 @@ from torchtune_ext.run.catalog import machine_named
 from torchtune_ext.run.errors import Mistake, is_mistake, traceback_wanted
 from torchtune_ext.run.folder import config_file
 from torchtune_ext.run.output import say
-from torchtune_ext.sampling.engine import Engine
+from torchtune_ext.sampling.engine import find_backend
 from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.sampling.server_command import on_cpu
 from torchtune_ext.settings.components import Component, instantiate
@@ -52,26 +51,12 @@ from torchtune_ext.training.plan.plan import (
     training_gpus,
 )
 from torchtune_ext.training.plan.table import plan_table, verdict
-from torchtune_ext.training.precision import DTYPES, Precision
+from torchtune_ext.training.precision import DTYPES
 from torchtune_ext.training.settings import chosen_dtype
 
 
-class Checked(Protocol):
-    """What the dry run needs of a recipe."""
-
-    ranks: Ranks
-    engine: Engine | None  # what `check` makes and does not start
-    canary: list[list[int]]  # a few prompts, as token ids, once `check` is done
-
-    def check(self) -> None: ...
-
-
-def dry_run(make: Callable[[Any], Checked], cfg: Any) -> None:
-    """Prints the plan of a run, and what is wrong with its settings. Under torchrun rank 0 does so for all.
-
-    Args:
-        make: the class of the recipe.
-        cfg: its settings.
+def dry_run(cfg: Any) -> None:
+    """Prints the plan of a run with these settings, and what is wrong with them. Under torchrun rank 0 does so for all.
 
     Raises:
         SystemExit: always; with status 0 if a start would get through its checks and the run fits, else with 2.
@@ -91,7 +76,7 @@ def dry_run(make: Callable[[Any], Checked], cfg: Any) -> None:
             require_apart(settings.engine, training_gpus(plan.on_node(plan.trainers) if ranks == 1 else None))
     except Exception as error:
         problems.append(_foreseen(error))
-    longest, found = checked(make, cfg, plan.trainers if plan else 1, machine.here)
+    longest, found = checked(cfg, plan.trainers if plan else 1, machine.here)
     problems += [text for text in found if text not in problems]
     if plan is not None:
         plan = replace(plan, settings=replace(plan.settings, prompt_tokens=longest))
@@ -186,7 +171,7 @@ def model_of(cfg: Any) -> tuple[TransformerDecoder, list[str]]:
     ]
 
 
-def checked(make: Callable[[Any], Checked], cfg: Any, trainers: int, here: bool) -> tuple[int | None, list[str]]:
+def checked(cfg: Any, trainers: int, here: bool) -> tuple[int | None, list[str]]:
     """Does the checks of a start. Returns the tokens of the longest of a few prompts, and what is wrong.
 
     Args:
@@ -195,14 +180,15 @@ def checked(make: Callable[[Any], Checked], cfg: Any, trainers: int, here: bool)
     """
     on_gpu = cfg.device != "cpu" and torch.cuda.is_available()
     try:
-        recipe = make(cfg)
         cfg.ranks.require_divides(trainers)
         device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
-        recipe.ranks = Ranks(0, trainers, device, shard_within=cfg.ranks.shard_within)
-        recipe.check()
-        if here and recipe.engine:
-            require_gpus(recipe.engine.config)
-        return max(map(len, recipe.canary)), []
+        parts = make_parts(cfg, Ranks(0, trainers, device, shard_within=cfg.ranks.shard_within))
+        parts.rehearse()
+        if not parts.replay:
+            find_backend(parts.precision.engine.backend)
+            if here:
+                require_gpus(parts.precision.engine)
+        return max(map(len, parts.canary)), []
     except Exception as error:
         return None, [_foreseen(error)]
 
@@ -223,34 +209,26 @@ def _nodes() -> int:
     )
 
 
-class Startable(Protocol):
-    """What is looked at of a GRPO recipe whose settings are right."""
-
-    cfg: Any
-    ranks: Ranks
-    engine: Engine | None
-    meta_model: nn.Module
-    precision: Precision
-    eval_task: Any
-
-
-def check_machine(recipe: Startable) -> None:
-    """Looks for the GPUs that a run asks for, and for room for its checkpoints. Says so if the disk is scarce.
+def check_start(parts: Parts) -> None:
+    """Rank 0, before the folder of a run is touched: tries the graders, and looks for the GPUs that the run asks for and for
+    room for its checkpoints. Says so if the disk is scarce.
 
     Raises:
-        ValueError: the engine names GPUs that are not there, or that train, or there is no room for a single checkpoint.
+        ValueError: nothing can be graded, the engine names GPUs that are not there, or that train, or there is no room for a
+            single checkpoint.
     """
-    cfg = recipe.cfg
-    if recipe.engine:
-        require_gpus(recipe.engine.config)
-        require_apart(recipe.engine.config, training_gpus() if recipe.ranks.device.type == "cuda" else [])
+    parts.rehearse()
+    cfg, engine = parts.cfg, parts.precision.engine
+    if not parts.replay:
+        require_gpus(engine)
+        require_apart(engine, training_gpus() if parts.ranks.device.type == "cuda" else [])
     need = partial(
         disk_need,
-        sizes_of(recipe.meta_model, recipe.precision.dtype),
+        sizes_of(parts.meta_model, parts.precision.dtype),
         cfg.checkpoints,
         cfg.output_dir,
         cfg.max_steps,
-        evaluated=recipe.eval_task is not None,
+        evaluated=parts.eval_task is not None,
         save_merged=cfg.adapters.save_merged,
         resumes=cfg.resume_from_checkpoint,
     )

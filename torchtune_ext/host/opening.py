@@ -4,16 +4,16 @@ together."""
 import math
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from torchtune_ext.advantages import AdvantageConfig
 from torchtune_ext.buffer import Ledger
+from torchtune_ext.host.parts import Parts
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import adapter_names
-from torchtune_ext.replay import Replay
 from torchtune_ext.run.output import ENGINE_READY, labelled
 from torchtune_ext.sampling.server_command import engine_configs, log_name
 from torchtune_ext.settings.components import Component, instantiate
@@ -21,51 +21,35 @@ from torchtune_ext.settings.config import load_preset
 from torchtune_ext.tasks.order import SHUFFLE_LIMIT
 from torchtune_ext.tasks.task import GradesItself, Task
 from torchtune_ext.training.distributed import Ranks
-from torchtune_ext.training.precision import Precision
 from torchtune_ext.training.settings import dtype_note
 from torchtune_ext.training.trained import Adapters, AllWeights
 
 AGGREGATIONS = {"token": "token mean", "sequence": "sequence mean", "constant": "sum over a constant"}
 
 
-class Opened(Protocol):
-    """What `opening` reads of a GRPO recipe that is about to start."""
-
-    cfg: Any  # the recipe's Config
-    loss: Any
-    trained: AllWeights | Adapters
-    precision: Precision
-    replay: Replay | None
-    meta_model: nn.Module
-    hf_model: HFModel
-    ranks: Ranks
-    task: Task
-    eval_task: Task | None
-
-
-def opening(recipe: Opened) -> str:
+def opening(parts: Parts) -> str:
     """Returns the lines that a GRPO recipe prints before its engine starts."""
-    cfg, output = recipe.cfg, recipe.cfg.output_dir
-    _, _, objective = objective_line(cfg, recipe.loss).partition(": ")
-    texts = [task for task in (recipe.task, recipe.eval_task) if task and not isinstance(task, GradesItself)]
-    printed = "; graders print into grader.log" if texts and not recipe.replay else ""
+    cfg, output = parts.cfg, parts.cfg.output_dir
+    _, _, objective = objective_line(cfg, parts.loss).partition(": ")
+    texts = [task for task in (parts.task, parts.eval_task) if task and not isinstance(task, GradesItself)]
+    printed = "; graders print into grader.log" if texts and not parts.replay else ""
     lines = [
-        ("model", model_text(recipe.hf_model, recipe.meta_model, recipe.trained)),
-        ("device", f"{device_text(recipe.ranks)}; {recipe.precision}{dtype_note(cfg.dtype, recipe.ranks.device.type)}"),
+        ("model", model_text(parts.hf_model, parts.meta_model, parts.trained)),
+        ("device", f"{device_text(parts.ranks)}; {parts.precision}{dtype_note(cfg.dtype, parts.ranks.device.type)}"),
         ("objective", objective),
-        ("problems", problems_text(cfg, recipe.task, recipe.eval_task)),
+        ("problems", problems_text(cfg, parts.task, parts.eval_task)),
         ("files", f"{output}; a checkpoint every {cfg.checkpoints.every} steps{printed}"),
     ]
     ledger = Ledger(cfg.prompts_per_step, cfg.max_steps, cfg.staleness, cfg.depth)
-    if recipe.replay:
-        lines.append(("replay", str(recipe.replay)))
+    if parts.replay:
+        lines.append(("replay", str(parts.replay)))
     else:
         ahead = f"; samples ahead: staleness {ledger.staleness}, depth {ledger.depth}" if ledger.staleness else ""
-        engine = recipe.precision.engine
+        engine = parts.precision.engine
         count, log = len(engine_configs(engine)), f"{output}/{log_name(engine)}"
         begun = f"starting, its log: {log}" if count == 1 else f"starting {count} of them, their logs: {log}"
         lines.append(("engine", f"{f'connecting to {engine.address}' if engine.address else begun}{ahead}"))
-    evaluated = recipe.eval_task is not None and not recipe.replay
+    evaluated = parts.eval_task is not None and not parts.replay
     every, evaluates = cfg.checkpoints.every, cfg.evaluation.every
     if evaluated and every < cfg.max_steps and every % evaluates:
         lines.append(

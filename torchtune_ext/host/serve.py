@@ -12,21 +12,15 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 
-from torchtune_ext.policy.builder import on_meta
-from torchtune_ext.policy.hf_model import HFModel
+from torchtune_ext.host.parts import model_parts
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.output import say
 from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.sampling.server_command import KEY_VARIABLE, server_command, server_key, shown_command
-from torchtune_ext.settings.components import instantiate
 from torchtune_ext.settings.config import read_config
-from torchtune_ext.training.precision import Precision
-from torchtune_ext.training.settings import chosen_dtype
-from torchtune_ext.training.trained import trained_part
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,18 +68,6 @@ def engine_of(config: str, settings: Sequence[str], recipe: str | None = None) -
         ValueError: something of it is wrong.
     """
     cfg = read_config(config, settings, recipe)
-    source, model = HFModel(cfg.model_dir), on_meta(partial(instantiate, cfg.model))
-    trained = trained_part(model, source, asked=cfg.model, adapters=cfg.adapters, shards=1)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    dtype = chosen_dtype(cfg.dtype, device.type, cfg.precision.fp8)
-    precision = Precision(
-        cfg.precision,
-        model,
-        source,
-        dtype=dtype,
-        engine=trained.engine(cfg.engine.following(dtype)),
-        device=device,
-        adapter=trained.spec,
-        way=trained.way,
-    )
+    precision = model_parts(cfg, device)[-1]
     return str(cfg.model_dir), precision.engine

@@ -140,7 +140,9 @@ class Engine:
         give_up_at = time.monotonic() + timeout
         while not self._started.done():
             if time.monotonic() > give_up_at:
-                raise Late(f"the engine did not start within {timeout:g} s (engine.start_deadline_s); see {self.log_path}")
+                raise Late(
+                    f"the engine did not start within {timeout:g} s (engine.start_deadline_s); see {self.log_path}"
+                )
             time.sleep(0.02)
         try:
             self._started.result()

@@ -96,9 +96,13 @@ def test_a_start_refuses_it_before_it_opens_its_folder(started, monkeypatch):
     started("0,1,2,3,4,5,6,7", 8, 0)
     monkeypatch.setattr(dry_run, "require_gpus", lambda engine: None)
     config = EngineConfig(max_model_len=64, devices="4,5,6,7")
-    # Nothing else of a recipe is looked at before.
-    recipe = SimpleNamespace(
-        cfg=None, engine=SimpleNamespace(config=config), ranks=SimpleNamespace(device=torch.device("cuda", 0))
+    # No other part of the run is looked at before, but that its tasks can be graded.
+    parts = SimpleNamespace(
+        cfg=None,
+        replay=None,
+        rehearse=lambda: None,
+        precision=SimpleNamespace(engine=config),
+        ranks=SimpleNamespace(device=torch.device("cuda", 0)),
     )
     with pytest.raises(ValueError, match="engine.devices='4,5,6,7': GPU 4, 5, 6, 7 of this machine would train"):
-        dry_run.check_machine(recipe)
+        dry_run.check_start(parts)

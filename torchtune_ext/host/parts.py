@@ -1,0 +1,178 @@
+"""The parts of a GRPO run before it starts: made of its settings, and tried with each other. No process starts here, and no
+weights are loaded; what a run then is made of opens them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torchtune.modules import TransformerDecoder
+
+from torchtune_ext.buffer import Ledger
+from torchtune_ext.chat import ChatTokenizer
+from torchtune_ext.grading import Grader, rehearse
+from torchtune_ext.policy.builder import on_meta
+from torchtune_ext.policy.hf_model import HFModel
+from torchtune_ext.replay import Replay
+from torchtune_ext.rollout import GroupStream
+from torchtune_ext.run.folder import RunFolder
+from torchtune_ext.sampling.engine import Engine, SamplingConfig
+from torchtune_ext.settings.components import instantiate
+from torchtune_ext.settings.config import named_paths, record
+from torchtune_ext.source import GroupSource, prompt_fault
+from torchtune_ext.tasks.order import ProblemStream, Usable
+from torchtune_ext.tasks.task import Task
+from torchtune_ext.telemetry.timeline import Timeline
+from torchtune_ext.training.agreement import Agreement
+from torchtune_ext.training.checks import check_parts, check_weights
+from torchtune_ext.training.distributed import Ranks
+from torchtune_ext.training.learner import Learner
+from torchtune_ext.training.manifest import Identity, identify
+from torchtune_ext.training.precision import Precision
+from torchtune_ext.training.publish import Publisher, canary_prompts
+from torchtune_ext.training.settings import check_settings, chosen_dtype
+from torchtune_ext.training.trained import Adapters, AllWeights, trained_part
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What fits together. The methods open what needs it: files, and objects around a started engine and a built learner."""
+
+    cfg: Any  # the recipe's Config
+    ranks: Ranks
+    hf_model: HFModel  # the model directory
+    meta_model: TransformerDecoder  # names and shapes, no weights
+    trained: AllWeights | Adapters
+    precision: Precision  # with the engine's settings
+    tokenizer: ChatTokenizer
+    task: Task
+    eval_task: Task | None
+    loss: Any
+    sampling: SamplingConfig  # with the ends of a turn as stops
+    problems: ProblemStream
+    held_out: Usable
+    canary: list[list[int]]  # token ids
+    replay: Replay | None
+
+    def rehearse(self) -> None:
+        """Grades the tasks' own solutions in processes that end again. Raises ValueError if that cannot be done."""
+        if not self.replay:
+            self.held_out.require()
+            rehearse([self.task, self.eval_task], self.cfg.grader)
+
+    def identity(self, run: str) -> Identity:
+        """Returns what checkpoints of a run with this id belong to."""
+        return identify(run, self.hf_model, self.meta_model, self.trained.spec)
+
+    def open_folder(self) -> RunFolder:
+        """Begins the run in its folder, or continues it. The folder is locked, so that a second run in it is refused, and an
+        earlier run may be set aside."""
+        folder = RunFolder(self.cfg.output_dir)
+        folder.begin(record(self.cfg), folder.resumes(self.cfg.resume_from_checkpoint), reads=named_paths(self.cfg))
+        return folder
+
+    def source(self, engine: Engine | None, graders: Sequence[Grader], timeline: Timeline) -> GroupSource | Replay:
+        """Returns where the groups of a step come from. Ranks without an engine get none."""
+        cfg = self.cfg
+        return self.replay or GroupSource(
+            Ledger(cfg.prompts_per_step, cfg.max_steps, cfg.staleness, cfg.depth),
+            GroupStream(engine, self.tokenizer, graders[0], times=timeline) if engine else None,
+            self.problems,
+            samples=cfg.samples_per_prompt,
+            sampling=self.sampling,
+            seed=cfg.seed,
+            deadline_s=cfg.rollouts.deadline_s,
+        )
+
+    def publisher(self, engine: Engine | None, learner: Learner) -> tuple[Agreement, Publisher | Replay]:
+        """Returns the gate that compares trainer and engine, and what sends weights and lets a canary pass that gate."""
+        make_model = partial(instantiate, self.cfg.model)
+        agreement = self.precision.gate(learner, make_model, self.cfg.max_mismatch, replay=self.replay is not None)
+        return agreement, self.replay or Publisher(
+            engine, learner, self.trained, self.precision, self.hf_model, agreement, self.canary, self.sampling
+        )
+
+
+def make_parts(cfg: Any, ranks: Ranks) -> Parts:
+    """Builds the parts that cost nothing and tries them: what is wrong is said before anything is touched.
+
+    Args:
+        cfg: the settings of a GRPO recipe, typed (`load_config`).
+
+    Raises:
+        ValueError: settings that do not go together, or parts that do not fit each other; the message names key, value and fix.
+    """
+    hf_model, meta_model, trained, precision = model_parts(cfg, ranks.device, ranks.shards)
+    tokenizer, task = instantiate(cfg.tokenizer), instantiate(cfg.task)
+    eval_task = instantiate(cfg.evaluation.task) if cfg.evaluation.task else None
+    loss, sampling = instantiate(cfg.loss), cfg.sampling.stopping_at(tokenizer.stop_token_ids)
+    check_settings(cfg, loss)
+    cfg.logging.require_login()
+    check_parts(
+        partial(instantiate, cfg.optimizer),
+        loss,
+        {"task": task, "evaluation.task": eval_task},
+        tokenizer,
+        hf_model,
+        meta_model,
+        sampling,
+        precision.engine,
+        cfg.row_tokens,
+    )
+    # A problem whose prompt leaves no room for an answer is passed over, like one that the task cannot give.
+    fault = prompt_fault(tokenizer, precision.engine.max_model_len, sampling.max_tokens)
+    problems = ProblemStream(task, cfg.seed, fault=fault, bad=cfg.rollouts.bad_problems)
+    # The canary's prompts are made before a checkpoint is loaded: a task that adapts would ask otherwise then.
+    canary = canary_prompts(problems, tokenizer)
+    check_weights(hf_model, meta_model)
+    replay = None
+    if cfg.replay:
+        identity = identify("", hf_model, meta_model, trained.spec)
+        replay = Replay(cfg.replay, record(cfg), identity, problems, tokenizer)
+    held_out = Usable(eval_task, fault=fault, bad=cfg.rollouts.bad_problems)
+    return Parts(
+        cfg,
+        ranks,
+        hf_model,
+        meta_model,
+        trained,
+        precision,
+        tokenizer,
+        task,
+        eval_task,
+        loss,
+        sampling,
+        problems,
+        held_out,
+        canary,
+        replay,
+    )
+
+
+def model_parts(
+    cfg: Any, device: torch.device, shards: int = 1
+) -> tuple[HFModel, TransformerDecoder, AllWeights | Adapters, Precision]:
+    """Returns the model directory, the model without weights, what is trained of it, and in which precision. The last two
+    concern the engine, too: how it is started and what it is sent.
+
+    Args:
+        shards: into how many parts the weights are cut.
+
+    Raises:
+        ValueError: the model, its adapters or its precision cannot be.
+    """
+    source, model = HFModel(cfg.model_dir), on_meta(partial(instantiate, cfg.model))
+    trained = trained_part(model, source, asked=cfg.model, adapters=cfg.adapters, shards=shards)
+    dtype = chosen_dtype(cfg.dtype, device.type, cfg.precision.fp8)
+    precision = Precision(
+        cfg.precision,
+        model,
+        source,
+        dtype=dtype,
+        engine=trained.engine(cfg.engine.following(dtype)),
+        device=device,
+        adapter=trained.spec,
+        way=trained.way,
+    )
+    return source, model, trained, precision
