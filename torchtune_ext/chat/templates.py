@@ -39,7 +39,7 @@ _TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MARK = "\ue0f1\ue0f2"  # private-use characters, which are in no vocabulary and in no real message
 _FIX = (
     "Put {% generation %} and {% endgeneration %} around what the assistant writes (its text and the token that ends "
-    "its turn) in a copy of the template, and name the copy in `template`; docs/chat_templates.md has an example."
+    "its turn) in a copy of the template, and name the copy in `template`; docs/tasks.md has an example."
 )
 
 

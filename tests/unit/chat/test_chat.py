@@ -277,7 +277,7 @@ def test_import_and_use_need_no_torch(model_dir):
     "template, messages, words",
     [
         (ALWAYS_DROPS, conversation("a", "<think>1</think>b"), ["message 1", "drops part", "{% generation %}"]),
-        (COUNTS, conversation("a", "b"), ["looked for", "{% generation %}", "docs/chat_templates.md"]),
+        (COUNTS, conversation("a", "b"), ["looked for", "{% generation %}", "docs/tasks.md"]),
         (PLAIN + "{% if messages[-1].role == 'user' %}?{% endif %}", conversation("a", "b"), ["looked for"]),
         # what an assistant said is gone from the next prompt, so nothing tells where its turn ended
         (

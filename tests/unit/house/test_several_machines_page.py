@@ -71,7 +71,7 @@ def require_a_run(lines, first):
 
 
 def test_the_lines_by_hand_and_those_of_slurm_start_one_run_on_two_machines(page, printed):
-    by_hand, slurm = (text for language, text in blocks(page) if language == "bash")
+    by_hand, slurm = (text for language, text in blocks(page) if language == "bash" and "--nnodes" in text)
     require_a_run(printed(by_hand), "node-a")
     environ = {"SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_NNODES": "2", "SLURM_JOB_ID": "7"}
     require_a_run(printed(slurm, **environ), "node-a")

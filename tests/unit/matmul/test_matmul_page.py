@@ -1,4 +1,4 @@
-"""What docs/matmul.md shows is what happens: the prompt word for word, and a kernel of one's own."""
+"""What docs/measured.md shows is what happens: the prompt word for word, and a kernel of one's own."""
 
 import importlib
 import re
@@ -18,7 +18,7 @@ from torchtune_ext.settings.components import instantiate
 
 @pytest.fixture(scope="module")
 def page(repo_root):
-    return (repo_root / "docs" / "matmul.md").read_text(encoding="utf-8")
+    return (repo_root / "docs" / "measured.md").read_text(encoding="utf-8")
 
 
 def test_the_prompt_is_the_one_that_is_asked(page):

@@ -267,7 +267,7 @@ def test_right_answers_that_cannot_be_read_are_counted(tmp_path, caplog):
 
 
 def test_the_examples_of_the_page_run(repo_root, tmp_path, capsys):
-    blocks = re.findall(r"```python\n(.*?)```", (repo_root / "docs" / "mathematics.md").read_text(), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", (repo_root / "docs" / "tasks.md").read_text(), re.DOTALL)
     names: dict = {}
     for block in blocks:
         exec(block, names)
