@@ -101,6 +101,8 @@ class Config:
 class GRPORecipe:
     def __init__(self, cfg: Config):
         self.cfg = cfg
+        # A signal is taken note of, and the step that it meets is finished and saved; the second argument is what the
+        # run says last.
         self.stop = StopSignals(
             cfg.checkpoints.stop_grace_s, lambda: standing(self.step, cfg.max_steps, self.checkpoints)
         )
@@ -116,6 +118,7 @@ class GRPORecipe:
     def setup(self) -> None:
         """Checks what can be checked, opens the run's folder, starts the engine, and builds the learner meanwhile."""
         cfg = self.cfg
+        # An engine that samples while the trainer works needs a core of its own, so fewer are left to torch.
         self.ranks = init_ranks(
             cfg.device,
             cfg.ranks,
@@ -127,6 +130,8 @@ class GRPORecipe:
         self.watch = summary.Stopwatch(
             lambda phase: self.ranks.phase(phase, self.step), self.timeline if self.ranks.is_main else None
         )
+        # Adapters begin at random and dropout draws. Samples have seeds of their own, whatever torch has drawn
+        # before.
         torch.manual_seed(cfg.seed)
 
         # What is wrong with the settings is said here, before anything is touched. Then the folder is locked.
@@ -134,8 +139,10 @@ class GRPORecipe:
         self.loss, self.sampling, self.problems = parts.loss, parts.sampling, parts.problems
         if self.ranks.is_main:
             check_start(parts)
+            # A replay trains on stored rollouts and samples nothing.
             self.engine = None if parts.replay else Engine(cfg.model_dir, parts.precision.engine, cfg.output_dir)
             self.folder = parts.open_folder()
+        # A checkpoint knows its run, its weights and its adapter, so that one of another is refused by name.
         identity = parts.identity(self.folder.run.id) if self.folder else None
         self.checkpoints = Checkpoints(f"{cfg.output_dir}/checkpoints", identity, cfg.checkpoints)
         resume = checkpoint_to_go_on_from(self.checkpoints, self.folder, cfg.resume_from_checkpoint, cfg.max_steps)
@@ -144,8 +151,8 @@ class GRPORecipe:
 
         if self.ranks.is_main and not resume:
             self.open_records()
-        # The engine loads in a process of its own while the policy is built here. Graders that measure programs do so on cores
-        # that the engine does not use.
+        # The engine loads in a process of its own while the policy is built here. Graders that measure programs do so
+        # on cores that the engine does not use.
         if self.engine:
             self.engine.start()
             self.graders = open_graders(
@@ -154,6 +161,8 @@ class GRPORecipe:
                 beside_training=cfg.staleness > 0,
                 folder=cfg.output_dir,
             )
+        # What hands out the groups of a step: sampled as far ahead as `staleness` and `depth` allow, or those of a
+        # replay.
         self.source = parts.source(self.engine, self.graders, self.timeline)
         self.build_learner()
 
@@ -163,12 +172,15 @@ class GRPORecipe:
             if self.ranks.is_main:
                 self.open_records()
 
-        # Rank 0 alone has an engine. The others sleep until it is ready: in the first publication they would wait busily.
+        # Rank 0 alone has an engine. The others sleep until it is ready: in the first publication they would wait
+        # busily.
         waited = self.ranks.from_main("wait for the engine", lambda: self.engine and self.engine.wait_ready())
         if self.engine:
             say(ready(waited))
             parts.precision.write_receipt(cfg.output_dir, self.policy, cfg.row_tokens)
         self.progress = Progress(cfg.max_steps, self.ranks.rank)
+        # The gate stops a run whose engine samples from another policy than the trainer updates; a publication has to
+        # pass it, too.
         self.agreement, self.publisher = parts.publisher(self.engine, self.learner)
 
     def open_records(self) -> None:
@@ -200,11 +212,14 @@ class GRPORecipe:
             seed=cfg.seed,
             fp8=self.parts.precision.trainer,
         )
+        # Masters are float32 in every precision: of an update at lr 1e-5 bfloat16 would lose the larger part.
         optimizer = instantiate(cfg.optimizer, params=self.policy.trainable())
         self.learner = Learner(
             self.policy,
             self.loss,
             self.ranks,
+            # Log-probs are those of the distribution that is sampled from, so the temperature divides the trainer's
+            # logits, too.
             temperature=self.sampling.temperature,
             optimizer=optimizer,
             schedule=make_schedule(optimizer, cfg.schedule, cfg.max_steps * cfg.updates_per_step),
@@ -215,6 +230,8 @@ class GRPORecipe:
     def train(self) -> None:
         """Sample, grade, pack, train, publish, repeat. To change the algorithm, change the line that does it."""
         cfg, watch = self.cfg, self.watch
+        # The engine loaded the files of model_dir. After a resume, with an adapter or in FP8 the policy is something
+        # else, so it is sent before anything is sampled.
         self.publisher.publish(self.version)
         self.source.open(self.version)
         if self.step == 0:
@@ -227,22 +244,26 @@ class GRPORecipe:
             self.step += 1
             self.last_eval = None  # a checkpoint has the accuracy of its own weights alone
 
-            # Groups come finished and graded. With staleness 0 they were all sampled by the policy of this step, otherwise none
-            # of their tokens is older than so many versions. Rewards become advantages inside each group.
+            # Groups come finished and graded. With staleness 0 they were all sampled by the policy of this step,
+            # otherwise none of their tokens is older than so many versions. Rewards become advantages inside each
+            # group.
             with watch("sample"):
                 groups, values = self.sample()
 
-            # A prompt stands once in a row for all its completions, and every rank gets rows that cost about the same.
+            # A prompt stands once in a row for all its completions, and every rank gets rows that cost about the
+            # same.
             with watch("pack"):
                 updates, packed = self.pack(groups)
 
-            # A grader that measures time has cores of its own; where there are too few, it takes turns with the trainer.
+            # A grader that measures time has cores of its own; where there are too few, it takes turns with the
+            # trainer.
             with watch("train"), self.source.alone():
                 values |= packed | self.update(updates)
             self.version += 1
 
-            # The engine takes the new weights in memory, and a canary proves that it samples with them. On a GPU that it
-            # shares with the trainer, it wakes up now and needs the memory. Then it samples ahead, as far as it may.
+            # The engine takes the new weights in memory, and a canary proves that it samples with them. On a GPU that
+            # it shares with the trainer, it wakes up now and needs the memory. Then it samples ahead, as far as it
+            # may.
             with watch("publish"):
                 release_memory()
                 values |= self.publisher.publish(self.version)
@@ -272,13 +293,15 @@ class GRPORecipe:
             with self.progress.sampling(wanted * cfg.samples_per_prompt) as bar:
                 more, values = self.source.take(wanted, self.watch, bar, refill)
 
-            # A group whose rewards are all equal says nothing about what is better. It is trained on only where the loss has
-            # a term that acts without an advantage (a KL penalty, an entropy bonus), and may be replaced by a further round.
+            # A group whose rewards are all equal says nothing about what is better. It is trained on only where the
+            # loss has a term that acts without an advantage (a KL penalty, an entropy bonus), and may be replaced by
+            # a further round.
             train_all = needs_of(self.loss).all_groups
             groups, stats = with_advantages(groups + more, cfg.advantage, self.sampling.max_tokens, train_all)
             wanted = cfg.prompts_per_step - stats.groups
             if wanted <= 0:
                 break
+        # All that was drawn is stored and measured; what a further round replaced is not trained on.
         kept, drawn = refilled(groups, cfg.prompts_per_step)
         with self.watch("store"):
             self.rollouts.write(self.step, drawn)
@@ -304,12 +327,13 @@ class GRPORecipe:
                 layout=self.learner.layout,
             )
             values = stats.metrics()
+        # The ranks gather the weights together, layer by layer, so each gets equally many rows; some may be empty.
         return [self.ranks.share(rows) for rows in self.ranks.broadcast(updates)], values
 
     def update(self, updates: list[list[Row]]) -> dict[str, float]:
         """Optimizer updates on the rows of this step."""
-        # The proximal policy is the policy of this moment. The first update starts from it, so its own forward pass says what
-        # the policy thinks; the later ones start from a policy that has moved, so it is asked beforehand.
+        # The proximal policy is the policy of this moment. The first update starts from it, so its own forward pass
+        # says what the policy thinks; the later ones start from a policy that has moved, so it is asked beforehand.
         proximal = self.learner.proximal(updates)
         reference = self.learner.reference(updates)
 
@@ -342,6 +366,7 @@ class GRPORecipe:
             *sample_held_out(
                 self.parts.held_out.problems,
                 self.cfg.evaluation.samples,
+                # One seed for all evaluations: two differ by their weights, and less by the luck of the draw.
                 replace(self.sampling, seed=self.cfg.seed),
                 self.engine,
                 self.parts.tokenizer,
@@ -353,6 +378,7 @@ class GRPORecipe:
             ),
             skipped=self.parts.held_out.skipped,
         )
+        # The next checkpoint carries it: the best one is kept.
         self.last_eval = values["eval/accuracy_sampled"]
         return values
 
@@ -365,6 +391,8 @@ class GRPORecipe:
 
     def save_checkpoint(self) -> None:
         """All ranks: weights, optimizer and random state, and what the recipe itself has to remember."""
+        # What was sampled ahead and graded comes along in `source`, and the number of requests that the engine bears
+        # in `throttle`, so that a run that goes on makes the steps that it would have made.
         state = RunState(
             step=self.step,
             version=self.version,
@@ -387,6 +415,8 @@ class GRPORecipe:
     def load_checkpoint(self, path: Path) -> None:
         state = RunState.from_json(self.checkpoints.load(path, self.policy.model, self.learner.optimizer), path)
         self.step, self.version = state.step, state.version
+        # A finite task goes on behind the problems that were asked, and the learning rate behind the updates that
+        # were made.
         self.problems.cursor, self.learner.updates = state.cursor, state.updates
         self.problems.load_state_dict(state.task)
         self.source.load_state_dict(state.source, self.step, self.version)
@@ -401,6 +431,7 @@ class GRPORecipe:
 @parse
 def recipe_main(cfg: DictConfig) -> None:
     cfg = load_config(Config, cfg)
+    # It ends here, with status 0 if the run would start and fit, and with 2 otherwise.
     if cfg.dry_run:
         dry_run(cfg)
     run_recipe(GRPORecipe, cfg)

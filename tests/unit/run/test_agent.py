@@ -27,7 +27,9 @@ def loaded(**settings):
 def test_the_folder_and_what_is_named_below_it(agent, monkeypatch):
     assert own_folder("runs/x") == own_folder("runs/x/") == "runs/x/ab12cd34"
     cfg = loaded(output_dir="runs/x", task={"_component_": "a.B", "path": "${output_dir}/data"})
-    assert cfg.output_dir == record(cfg)["output_dir"] == "runs/x/ab12cd34" and cfg.task["path"] == "runs/x/ab12cd34/data"
+    assert (
+        cfg.output_dir == record(cfg)["output_dir"] == "runs/x/ab12cd34" and cfg.task["path"] == "runs/x/ab12cd34/data"
+    )
     monkeypatch.setenv("PLACE", "somewhere")
     cfg = loaded(output_dir="${oc.env:PLACE}/x")
     assert cfg.output_dir == "somewhere/x/ab12cd34" and record(cfg)["output_dir"] == "${oc.env:PLACE}/x/ab12cd34"
