@@ -12,8 +12,7 @@ from typing import Any
 from omegaconf import MISSING, DictConfig
 
 from torchtune_ext.evaluation import Accuracy, accuracy
-from torchtune_ext.grading import Grader, open_graders, rehearse
-from torchtune_ext.host import nodes
+from torchtune_ext.grading import Grader, GraderConfig, open_graders, rehearse
 from torchtune_ext.host.dry_run import require_gpus
 from torchtune_ext.host.opening import ready
 from torchtune_ext.host.plugin import parse
@@ -24,11 +23,11 @@ from torchtune_ext.run.files import explained, write_atomic
 from torchtune_ext.run.folder import RunFolder
 from torchtune_ext.run.output import labelled, say
 from torchtune_ext.run.stop import StopSignals
-from torchtune_ext.sampling.engine import Engine
+from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.sampling.server_command import on_cpu
 from torchtune_ext.settings.components import instantiate
 from torchtune_ext.settings.config import load_config, named_paths, record
-from torchtune_ext.source import prompt_fault
+from torchtune_ext.source import RolloutConfig, prompt_fault
 from torchtune_ext.tasks.order import Usable
 from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.telemetry.rollouts import RolloutStore
@@ -53,13 +52,13 @@ class Config:
     model_dir: str = MISSING  # weights and tokenizer, Hugging Face format
     tokenizer: Any = MISSING  # messages -> ids
     task: Any = MISSING  # problems, all of them used
-    engine: nodes.EngineConfig = nodes.EngineConfig()  # what samples: vLLM, its memory, its GPUs
-    sampling: nodes.SamplingConfig = MISSING  # how completions are drawn
+    engine: EngineConfig = EngineConfig()  # what samples: vLLM, its memory, its GPUs
+    sampling: SamplingConfig = MISSING  # how completions are drawn
     samples_per_problem: int = 1  # at sampling.temperature
     greedy: bool = True  # also one greedy sample per problem
     pass_at: list[int] = field(default_factory=lambda: [1])  # k of pass@k, at most samples_per_problem
-    grader: nodes.GraderConfig = nodes.GraderConfig()  # processes that grade, and how long one may take
-    rollouts: nodes.RolloutConfig = nodes.RolloutConfig()  # bad problems, and how long to wait for an answer
+    grader: GraderConfig = GraderConfig()  # processes that grade, and how long one may take
+    rollouts: RolloutConfig = RolloutConfig()  # bad problems, and how long to wait for an answer
     seed: int = 0  # of sampling
 
 

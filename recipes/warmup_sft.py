@@ -18,7 +18,6 @@ from omegaconf import MISSING, DictConfig
 
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.groups import Group, Sample
-from torchtune_ext.host import nodes
 from torchtune_ext.host.opening import device_text, model_text
 from torchtune_ext.host.plugin import parse
 from torchtune_ext.objective.loss import NLLLoss
@@ -35,13 +34,13 @@ from torchtune_ext.settings.components import Component, find_component, instant
 from torchtune_ext.settings.config import load_config, named_paths, record
 from torchtune_ext.tasks.order import Usable, problem_index
 from torchtune_ext.tasks.task import Problem
-from torchtune_ext.telemetry.metrics import Metrics
+from torchtune_ext.telemetry.metrics import LoggingConfig, Metrics
 from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.telemetry.summary import Stopwatch, clock_metrics, memory_metrics
 from torchtune_ext.training.checks import check_optimizer, check_task, check_tokenizer, check_weights
 from torchtune_ext.training.distributed import init_ranks
 from torchtune_ext.training.export import save_model
-from torchtune_ext.training.learner import Learner, make_schedule
+from torchtune_ext.training.learner import Learner, ScheduleConfig, make_schedule
 from torchtune_ext.training.life import close_all, run_recipe
 from torchtune_ext.training.precision import DTYPES
 from torchtune_ext.training.settings import at_least, chosen_dtype, dtype_note
@@ -53,7 +52,7 @@ class Config:
 
     output_dir: str = MISSING  # folder of the run; the model goes to output_dir/model
     model_dir: str | None = None  # model to continue; null: a new one of `shape`
-    shape: nodes.Shape = nodes.Shape()  # of a new model
+    shape: Shape = Shape()  # of a new model
     model: Any = MISSING  # torchtune model builder
     tokenizer: Any = MISSING  # messages -> ids
     task: Any = MISSING  # problems with solutions
@@ -64,7 +63,7 @@ class Config:
     train_on_prompt: bool = False  # learn the problems' text too: for a new model, which must learn to read first
     row_tokens: int = 4096  # capacity of a packed row
     tokenizer_problems: int = 1000  # problems whose text trains the tokenizer of a new model
-    schedule: nodes.ScheduleConfig = nodes.ScheduleConfig(decay="cosine", warmup=20)  # of the learning rate
+    schedule: ScheduleConfig = ScheduleConfig(decay="cosine", warmup=20)  # of the learning rate
     max_grad_norm: float | None = 1.0  # null: not clipped
     seed: int = 0  # of weights and order
     device: str = "auto"  # "cpu", "cuda", or "auto"
@@ -72,7 +71,7 @@ class Config:
     activation_checkpointing: bool = False  # recompute layers in the backward
     compile: bool = False  # torch.compile each layer
     log_every: int = 10  # updates
-    logging: nodes.LoggingConfig = nodes.LoggingConfig()  # where metrics go besides the run's folder: W&B, TensorBoard
+    logging: LoggingConfig = LoggingConfig()  # where metrics go besides the run's folder: W&B, TensorBoard
 
 
 class WarmupRecipe:

@@ -1,9 +1,8 @@
-"""The records of the nodes of recipes, for their `Config`: `engine: nodes.EngineConfig = nodes.EngineConfig()`."""
+"""The records of the nodes of a GRPO recipe, for its `Config`: `engine: nodes.EngineConfig = nodes.EngineConfig()`."""
 
 from torchtune_ext.advantages import AdvantageConfig
 from torchtune_ext.evaluation import EvaluationConfig
 from torchtune_ext.grading import GraderConfig
-from torchtune_ext.policy.scratch import Shape
 from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
 from torchtune_ext.source import RolloutConfig
 from torchtune_ext.telemetry.metrics import LoggingConfig
@@ -26,5 +25,4 @@ __all__ = [
     "RolloutConfig",
     "SamplingConfig",
     "ScheduleConfig",
-    "Shape",
 ]
