@@ -86,7 +86,7 @@ FAULTS = (
         "disk_full",
         "own",
         ("sampling", "training", "evaluation", "checkpoint"),
-        (1,),
+        (2,),
         r"No space left on device",
     ),
     Fault("damage_flip", "own", ("stopped",)),

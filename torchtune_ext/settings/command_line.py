@@ -1,6 +1,7 @@
 """Checks the words of `tune run RECIPE --config CONFIG key=value ...`, of which torchtune says little when they are wrong."""
 
 import os
+import signal
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -122,9 +123,13 @@ def quiet_end() -> Iterator[None]:
             sys.exit(128 + int(stopped_by))
         if not isinstance(failures, dict) or not failures:
             raise
-        # torchrun ends the others by a signal, which is a negative status.
-        by_time = sorted(failures.items(), key=lambda item: (item[1].exitcode < 0, item[1].timestamp))
-        rank, first = by_time[0]
+
+        # torchrun ends the others by SIGTERM. Of two that ended about then, one that was killed took the other along.
+        def order(item: tuple[int, Any]) -> tuple:
+            code = item[1].exitcode
+            return code == -signal.SIGTERM, code > 0, item[1].timestamp
+
+        rank, first = min(failures.items(), key=order)
         status = first.exitcode if first.exitcode > 0 else 128 - first.exitcode
         if status != STATUS:
             print(f"{how_it_ended(first.exitcode, f'rank {rank}')}; what it said stands above", file=sys.stderr)

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -34,7 +35,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from torchtune_ext.run.errors import FileMistake, Mistake
+from torchtune_ext.run.errors import Failure, FileMistake, Mistake
 from torchtune_ext.run.files import PARTIAL, PRUNED, REPLACED, remove
 from torchtune_ext.run.folder import CHECKPOINT
 from torchtune_ext.run.output import say
@@ -388,11 +389,11 @@ def written_aside(folder: Path, advice: Callable[[], str]) -> Iterator[None]:
 
     Args:
         folder: the final place of the folder.
-        advice: returns the end of the message, which says what the user can do.
+        advice: returns the end of the message about a disk, which says what the user can do.
 
     Raises:
-        OSError: the block failed. The message has the true cause. KeyboardInterrupt and SystemExit are raised
-            unchanged.
+        OSError: the disk failed, RuntimeError: something else did, a rank that is lost for instance. The message has the true
+            cause. KeyboardInterrupt and SystemExit are raised unchanged.
     """
     try:
         yield
@@ -405,7 +406,10 @@ def written_aside(folder: Path, advice: Callable[[], str]) -> Iterator[None]:
         # DCP wraps a Ctrl-C as well, which must stop the run and not become an OSError.
         if not isinstance(cause, Exception):
             raise cause from None
-        raise FileMistake(f"{folder} was not saved: {describe(cause)}. {advice()}") from error
+        text = f"{folder} was not saved: {describe(cause)}"
+        if isinstance(cause, OSError | SafetensorError):
+            raise FileMistake(f"{text}. {advice()}") from error
+        raise Failure(text) from error
 
 
 def make_empty(folder: Path) -> None:

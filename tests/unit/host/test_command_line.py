@@ -18,7 +18,7 @@ def test_the_end_of_torchrun_has_the_status_of_the_first_rank(tmp_path, capsys):
         (ChildFailedError("grpo.py", {1: failure(1, -15), 0: failure(0, 2)}), 2, ""),
         (ChildFailedError("grpo.py", {1: failure(1, -15), 3: failure(3, 1)}), 1, "rank 3 ended with exit code 1"),
         (
-            ChildFailedError("grpo.py", {1: failure(1, -9)}),
+            ChildFailedError("grpo.py", {0: failure(0, 1), 1: failure(1, -9)}),
             137,
             "rank 1 was killed by SIGKILL, perhaps by the kernel's out-of-memory killer (see dmesg)",
         ),

@@ -24,6 +24,7 @@ from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.policy.hf_model import HFModel, load_weights
 from torchtune_ext.policy.lora import AdapterSpec
 from torchtune_ext.policy.scratch import Shape, make_tokenizer, write_model
+from torchtune_ext.run.errors import Failure
 from torchtune_ext.run.files import sweep
 from torchtune_ext.training import export, state
 from torchtune_ext.training.export import save_model
@@ -230,6 +231,15 @@ def test_an_interrupt_leaves_nothing_and_stays_itself(tmp_path, trained, monkeyp
     with pytest.raises(KeyboardInterrupt):
         trained.save(checkpoints, 2)
     assert names(tmp_path / "c") == []
+
+
+def test_a_rank_that_is_lost_is_no_full_disk(tmp_path, trained, monkeypatch):
+    def reset(*_, **__):
+        raise RuntimeError("Connection reset by peer")
+
+    monkeypatch.setattr(state, "get_state_dict", reset)
+    with pytest.raises(Failure, match="step_000001 was not saved: RuntimeError: Connection reset by peer$"):
+        trained.save(checkpoints_in(tmp_path / "c"), 1)
 
 
 def test_an_error_while_another_is_handled_is_not_taken_for_it(tmp_path, trained, monkeypatch):
