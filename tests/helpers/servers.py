@@ -2,9 +2,11 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -29,10 +31,11 @@ class Server:
         command, self.environ = server_command(model_dir, config)
         self.command = [*(inside or []), *command]
         self.address, self.log = config.address, log
-        self.environ["TMPDIR"] = str(log.parent)
         self.start()
 
     def start(self) -> None:
+        # vLLM binds sockets there, whose paths may have 107 characters.
+        self.environ["TMPDIR"] = tempfile.mkdtemp(prefix="sv", dir="/tmp")
         with open(self.log, "ab") as out:
             self.process = subprocess.Popen(
                 self.command, env={**os.environ, **self.environ}, stdout=out, stderr=out, start_new_session=True
@@ -71,3 +74,4 @@ class Server:
         except ProcessLookupError:
             pass
         self.process.wait(10)
+        shutil.rmtree(self.environ["TMPDIR"], ignore_errors=True)

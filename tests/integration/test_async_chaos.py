@@ -170,7 +170,7 @@ def test_a_full_disk_is_named_and_damages_nothing(ends):
         os.posix_fallocate(file.fileno(), 0, room.f_bavail * room.f_frsize - (64 << 10))
     run.process.send_signal(signal.SIGCONT)
     before = {path.name: digests(path) for path in checkpoints.glob("step_*")}
-    assert run.wait(ENDS_S) == 1, run.output()
+    assert run.wait(ENDS_S) == 2, run.output()
     assert re.search(r"step_\d+ was not saved: .*No space left on device", run.output()), run.output()[-3000:]
     assert before and all(digests(checkpoints / name) == files for name, files in before.items())
     assert on_their_way(ends.output_dir) == (STALENESS + 1) * GROUPS

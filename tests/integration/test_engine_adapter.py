@@ -134,6 +134,7 @@ def footprint(engine) -> tuple[int, int, int, int]:
 @pytest.mark.rest
 def test_two_hundred_publications_leave_what_five_left(engine):
     prompts = tiny_model.prompts(2, 20)
+    engine.publish(tiny_model.build(1).named_parameters(), engine.version + 1)
     for i in range(200):
         engine.publish(adapter(100 + i).items(), engine.version + 1, PEFT)
         engine.sample(prompts, 1, SamplingConfig(max_tokens=2, seed=1))

@@ -80,7 +80,7 @@ class Together:
                 if not self._head_is_lost:
                     self._remove_group()
         if self.cause:
-            raise (HeadLost if self._head_is_lost else RuntimeError)(self.cause)
+            raise (HeadLost if self._head_is_lost else Failure)(self.cause)
         status = next((member.status for member in self.trainers if member.status), 0)
         return status or (128 + self._signals[0] if any(member.lost for member in self.trainers) else 0)
 
