@@ -278,7 +278,7 @@ def test_a_variable_that_wandb_refuses_is_named(tmp_path, variables, says):
 
 def test_without_a_key_offline_is_offered_before_a_run_begins(tmp_path):
     pytest.importorskip("wandb")
-    code = "from torchtune_ext.telemetry.sinks import LoggingConfig; LoggingConfig(to=('wandb',))"
+    code = "from torchtune_ext.telemetry.sinks import LoggingConfig; LoggingConfig(to=('wandb',)).require_login()"
     environ = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     environ |= {"HOME": str(tmp_path), "NETRC": str(tmp_path / "none"), "WANDB_CONFIG_DIR": str(tmp_path)}
     for mode, status in ({}, 1), ({"WANDB_MODE": "offline"}, 0), ({"RANK": "1"}, 0):
@@ -300,7 +300,7 @@ def login_of(code, **variables):
 
 def test_a_server_that_does_not_answer_is_waited_for_with_a_word_and_a_bound():
     pytest.importorskip("wandb")
-    code = "from torchtune_ext.telemetry.sinks import LoggingConfig; LoggingConfig(to=('wandb',))"
+    code = "from torchtune_ext.telemetry.sinks import LoggingConfig; LoggingConfig(to=('wandb',)).require_login()"
     ended = login_of(code, WANDB_HTTP_TIMEOUT="4")
     assert ended.returncode == 1 and "WANDB_MODE=offline keeps the run in its folder" in ended.stderr
     assert "waiting for Weights & Biases to accept the API key, for 9 s at most (WANDB_HTTP_TIMEOUT)" in ended.stdout
@@ -321,7 +321,7 @@ def of_a_stopped_process(prompt):
         print("stopped", child.name(), flush=True)
     return login(prompt=prompt)
 wandb.login = of_a_stopped_process
-LoggingConfig(to=("wandb",))
+LoggingConfig(to=("wandb",)).require_login()
 """
     ended = login_of(code, WANDB_HTTP_TIMEOUT="1")
     assert "stopped wandb-core" in ended.stdout and ended.returncode == 1
