@@ -59,7 +59,7 @@ class Config:
 
     output_dir: str = MISSING  # folder of the run: metrics, rollouts, checkpoints
     model_dir: str = MISSING  # starting weights and tokenizer, Hugging Face format
-    model: Any = MISSING  # torchtune model builder that fits model_dir; one with adapters (LoRA) trains these alone
+    model: Any = MISSING  # torchtune model builder that fits model_dir; one with adapters (LoRA) trains only these
     adapters: nodes.AdapterConfig = nodes.AdapterConfig()  # of such a model: what is published and saved of them
     tokenizer: Any = MISSING  # messages -> ids
     task: Any = MISSING  # problems to train on, with their grader
@@ -130,8 +130,7 @@ class GRPORecipe:
         self.watch = summary.Stopwatch(
             lambda phase: self.ranks.phase(phase, self.step), self.timeline if self.ranks.is_main else None
         )
-        # Adapters begin at random and dropout draws. Samples have seeds of their own, whatever torch has drawn
-        # before.
+        # Adapters begin at random and dropout draws. Samples have seeds of their own, whatever torch has drawn before.
         torch.manual_seed(cfg.seed)
 
         # What is wrong with the settings is said here, before anything is touched. Then the folder is locked.
@@ -172,7 +171,7 @@ class GRPORecipe:
             if self.ranks.is_main:
                 self.open_records()
 
-        # Rank 0 alone has an engine. The others sleep until it is ready: in the first publication they would wait
+        # Only rank 0 has an engine. The others sleep until it is ready: in the first publication they would wait
         # busily.
         waited = self.ranks.from_main("wait for the engine", lambda: self.engine and self.engine.wait_ready())
         if self.engine:
@@ -242,7 +241,7 @@ class GRPORecipe:
         watch.lap()  # the seconds of the first step begin here
         while self.step < cfg.max_steps:
             self.step += 1
-            self.last_eval = None  # a checkpoint has the accuracy of its own weights alone
+            self.last_eval = None  # a checkpoint has the accuracy of its own weights only
 
             # Groups come finished and graded. With staleness 0 they were all sampled by the policy of this step,
             # otherwise none of their tokens is older than so many versions. Rewards become advantages inside each
@@ -250,8 +249,7 @@ class GRPORecipe:
             with watch("sample"):
                 groups, values = self.sample()
 
-            # A prompt stands once in a row for all its completions, and every rank gets rows that cost about the
-            # same.
+            # A prompt stands once in a row for all its completions, and every rank gets rows that cost about the same.
             with watch("pack"):
                 updates, packed = self.pack(groups)
 
@@ -262,8 +260,7 @@ class GRPORecipe:
             self.version += 1
 
             # The engine takes the new weights in memory, and a canary proves that it samples with them. On a GPU that
-            # it shares with the trainer, it wakes up now and needs the memory. Then it samples ahead, as far as it
-            # may.
+            # it shares with the trainer, it wakes up now and needs the memory. Then it samples ahead, as far as it may.
             with watch("publish"):
                 release_memory()
                 values |= self.publisher.publish(self.version)
@@ -294,8 +291,8 @@ class GRPORecipe:
                 more, values = self.source.take(wanted, self.watch, bar, refill)
 
             # A group whose rewards are all equal says nothing about what is better. It is trained on only where the
-            # loss has a term that acts without an advantage (a KL penalty, an entropy bonus), and may be replaced by
-            # a further round.
+            # loss has a term that acts without an advantage (a KL penalty, an entropy bonus), and may be replaced by a
+            # further round.
             train_all = needs_of(self.loss).all_groups
             groups, stats = with_advantages(groups + more, cfg.advantage, self.sampling.max_tokens, train_all)
             wanted = cfg.prompts_per_step - stats.groups
@@ -391,8 +388,8 @@ class GRPORecipe:
 
     def save_checkpoint(self) -> None:
         """All ranks: weights, optimizer and random state, and what the recipe itself has to remember."""
-        # What was sampled ahead and graded comes along in `source`, and the number of requests that the engine bears
-        # in `throttle`, so that a run that goes on makes the steps that it would have made.
+        # What was sampled ahead and graded comes along in `source`, and the number of requests that the engine bears in
+        # `throttle`, so that a run that goes on makes the steps that it would have made.
         state = RunState(
             step=self.step,
             version=self.version,
@@ -415,8 +412,8 @@ class GRPORecipe:
     def load_checkpoint(self, path: Path) -> None:
         state = RunState.from_json(self.checkpoints.load(path, self.policy.model, self.learner.optimizer), path)
         self.step, self.version = state.step, state.version
-        # A finite task goes on behind the problems that were asked, and the learning rate behind the updates that
-        # were made.
+        # A finite task goes on behind the problems that were asked, and the learning rate behind the updates that were
+        # made.
         self.problems.cursor, self.learner.updates = state.cursor, state.updates
         self.problems.load_state_dict(state.task)
         self.source.load_state_dict(state.source, self.step, self.version)

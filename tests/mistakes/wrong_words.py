@@ -165,6 +165,7 @@ VALUES = {
     "a rank without adapters": full("model.lora_rank=8", r"`model:` speaks of LoRA, but the model has no adapters; .*lora_attn_modules out of \["),
     "DoRA without adapters": full("model.use_dora=True", r"model.use_dora=True without model.lora_attn_modules: "),
     "a rank of 0": lora("model.lora_rank=0", r"model.lora_rank=0 must be at least 1", real=True),
+    "an adapter on a tied head": lora("model.apply_lora_to_output=True", r"model.apply_lora_to_output=True, but this model has no output head of its own \(tie_word_embeddings=True\); set apply_lora_to_output=False"),
     "a layer that no model has": lora("model.lora_attn_modules=[q_proj,o_proj]", r"model.lora_attn_modules names \['o_proj'\], which no layer has; there are \['k_proj'"),
     "DoRA as an adapter": lora("adapters.publish=adapter model.use_dora=True", r"adapters.publish='adapter' with use_dora: .*; use adapters.publish=merged"),
     "NF4 of small layers": lora("model.quantize_base=True", r"model.quantize_base=True: NF4 holds weights of a multiple of 16384 values, and not those of .*set model.quantize_base=False"),

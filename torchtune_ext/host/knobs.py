@@ -25,7 +25,6 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, is_dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,7 +32,7 @@ from typing import Any
 import yaml
 
 from torchtune_ext.run.catalog import config_files, folder, recipe_files
-from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.errors import Mistake, nearest
 
 RECIPE = "grpo_full"  # the recipe of a word that is no recipe
 _LONGEST_DEFAULT = 24  # characters
@@ -143,9 +142,8 @@ def _of_word(recipe: str, word: str) -> list[Section]:
     if "." in word and word.partition(".")[0] not in knobs:
         return _of_component(word)
     recipes = [each.name for each in recipe_files(folder("recipes"), folder("configs"))]
-    known = [*recipes, *knobs, *(key.name for key in keys), *(key.name.rpartition(".")[2] for key in keys)]
-    near = get_close_matches(word, known, n=1) or get_close_matches(word.rpartition(".")[2], known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"`torchtune-ext knobs {recipe}` lists the knobs"
+    near = nearest(word, [*recipes, *knobs, *(key.name for key in keys)])
+    hint = f"did you mean {near}?" if near else f"`torchtune-ext knobs {recipe}` lists the knobs"
     raise Mistake(f"{word} is no recipe, and no knob of {recipe}; {hint}")
 
 

@@ -14,7 +14,6 @@ term that acts where the advantage is 0 (a KL penalty, an entropy bonus). Withou
 advantages are 0, are not trained on. `needs_proximal = False` spares the pass that says `old_logprobs_L`, which is None then.
 """
 
-import difflib
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
@@ -29,7 +28,7 @@ from torchtune_ext.objective.importance import METHODS, check_importance, import
 from torchtune_ext.objective.kl import KLS, kl_k3, kl_penalty
 from torchtune_ext.objective.ratios import LEVELS, MAX_LOG, OLDS, bounded_exp, old_logprobs, sample_means
 from torchtune_ext.objective.tokens import Tokens
-from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.errors import Mistake, nearest
 
 Loss = Callable[[Tokens], tuple[Tensor, dict[str, Tensor]]]
 
@@ -215,8 +214,8 @@ def _geometric(
 
 def _require_word(name: str, value: Any, known: Collection[str]) -> None:
     if not isinstance(value, str) or value not in known:
-        near = difflib.get_close_matches(str(value), known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(known)}"
+        near = nearest(str(value), known)
+        hint = f"did you mean {near!r}?" if near else f"use one of {', '.join(known)}"
         raise Mistake(f"loss.{name}={value!r} is unknown; {hint}")
 
 

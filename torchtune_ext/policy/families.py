@@ -303,6 +303,11 @@ def from_config(
     if lora_attn_modules:
         if lora_rank < 1:
             raise Mistake(f"model.lora_rank={lora_rank} must be at least 1")
+        if apply_lora_to_output and arguments.get("tie_word_embeddings"):
+            raise Mistake(
+                "apply_lora_to_output=True, but this model has no output head of its own (tie_word_embeddings=True); set "
+                "apply_lora_to_output=False"
+            )
         numbers = dict(lora_rank=lora_rank, lora_alpha=lora_alpha, lora_dropout=lora_dropout)
         build = partial(family.build_adapted, **numbers, **arguments)
         if quantize_base:

@@ -330,12 +330,6 @@ def _reference(*arguments: Any) -> str:
     return text
 
 
-with warnings.catch_warnings():
-    # OmegaConf warns about this name of the function, but it is the one that all supported versions have.
-    warnings.filterwarnings("ignore", "register_new_resolver", UserWarning)
-    OmegaConf.register_new_resolver(_MARK, _reference, replace=True)
-
-
 def load_preset(preset: str, known: list[str]) -> dict[str, Any]:
     """Returns the keys of a preset: one of ours by its name, or one of the user by its path.
 
@@ -389,4 +383,5 @@ def divide(whole: int, by: int) -> int:
 with warnings.catch_warnings():
     # OmegaConf warns about this name of the function, but it is the one that all supported versions have.
     warnings.filterwarnings("ignore", "register_new_resolver", UserWarning)
+    OmegaConf.register_new_resolver(_MARK, _reference, replace=True)
     OmegaConf.register_new_resolver("divide", divide, replace=True)

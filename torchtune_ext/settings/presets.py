@@ -1,12 +1,11 @@
 """Finds presets. A preset is a published method as a few keys of a GRPO recipe, in configs/presets/NAME.yaml."""
 
 import argparse
-import difflib
 import sys
 from pathlib import Path
 
 from torchtune_ext.run.catalog import folder
-from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.errors import Mistake, nearest
 
 
 def preset_files() -> dict[str, Path]:
@@ -28,8 +27,8 @@ def preset_file(preset: str) -> Path:
         return Path(preset)
     known = preset_files()
     if preset not in known:
-        near = difflib.get_close_matches(str(preset), known, n=1)
-        hint = f" did you mean {near[0]!r}?" if near else ""
+        near = nearest(str(preset), known)
+        hint = f" did you mean {near!r}?" if near else ""
         raise Mistake(f"preset={preset!r} is unknown;{hint} There are: {', '.join(known)}, or a path of your own")
     return known[preset]
 

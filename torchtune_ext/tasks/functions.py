@@ -1,6 +1,5 @@
 """Functions that grade: a task's argument `grader` or `group_grader` names one, in the place of the task's own `grade`."""
 
-import difflib
 import importlib
 import inspect
 import os
@@ -8,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from torchtune_ext.run.errors import Mistake, text_of
+from torchtune_ext.run.errors import Mistake, nearest, text_of
 from torchtune_ext.tasks.task import Problem, Score
 
 Grade = Callable[[Problem, str], float | Score]  # one text -> what it is worth
@@ -63,8 +62,8 @@ def by_path(path: str, key: str, what: str) -> Callable:
         raise Mistake(f"{asked}: {_why_not(module_name, error)}") from error
     if not hasattr(module, name):
         known = [key for key, value in vars(module).items() if inspect.isroutine(value) and not key.startswith("_")]
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(known) or 'no function'}"
+        near = nearest(name, known)
+        hint = f"; did you mean {near!r}?" if near else f"; it has {', '.join(known) or 'no function'}"
         raise Mistake(f"{asked}: {getattr(module, '__file__', module_name)} has no {name!r}{hint}")
     function = getattr(module, name)
     if not callable(function):

@@ -6,7 +6,6 @@ flow             trainer          engine
 "fp8_unified"    FP8 blocks       the same bytes     Jet-RL, arXiv 2601.14243: what samples is a part of what trains
 """
 
-import difflib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -27,7 +26,7 @@ from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.logprobs import PackedPolicy
 from torchtune_ext.policy.lora import AdapterSpec, adapter_names, merged_tensors
 from torchtune_ext.policy.streamed import streamed_logprobs
-from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.errors import Mistake, nearest
 from torchtune_ext.run.output import say
 from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.training.agreement import Agreement
@@ -53,8 +52,8 @@ class PrecisionConfig(Fp8Config):
 
     def __post_init__(self) -> None:
         if self.flow not in FLOWS:
-            near = difflib.get_close_matches(str(self.flow), FLOWS, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(FLOWS)}"
+            near = nearest(str(self.flow), FLOWS)
+            hint = f"did you mean {near!r}?" if near else f"use one of {', '.join(FLOWS)}"
             raise Mistake(f"precision.flow={self.flow!r} is unknown; {hint}")
         Fp8Config.__post_init__(self)
         given = [field.name for field in fields(Fp8Config) if getattr(self, field.name) != field.default]

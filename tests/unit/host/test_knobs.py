@@ -120,7 +120,7 @@ def test_what_is_asked_for_is_printed(words, expected, capsys):
         (["grpo_ful"], "did you mean grpo_full?"),
         (["warmup_sft", "batch_problem"], "no knob of warmup_sft; did you mean batch_problems?"),
         (["engine.dtpe"], "did you mean engine.dtype?"),
-        (["max_token"], "did you mean max_tokens?"),
+        (["max_token"], "did you mean sampling.max_tokens?"),
         (["zzz"], "`torchtune-ext knobs grpo_full` lists the knobs"),
         (["nothing.py"], "nothing.py: no such file"),
         (["torchtune_ext.tasks.math.Mth"], "torchtune_ext.tasks.math has no 'Mth'; did you mean 'Math'?"),

@@ -7,7 +7,6 @@ forward rounds them. So what samples is part of what trains, layer by layer (Jet
 Embeddings, norms, attention itself and the output head stay in the compute dtype.
 """
 
-import difflib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ from torchtune_ext.policy.families import hf_name
 from torchtune_ext.policy.fp8.linear import Fp8BlockLinear, Fp8Config, Fp8LoRALinear
 from torchtune_ext.policy.hf_model import HFModel, clean_name
 from torchtune_ext.policy.lora import adapter_names
-from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.errors import Mistake, nearest
 
 # vLLM holds each of these groups as one layer: all of it is in FP8, or none.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -137,9 +136,9 @@ def skip_reasons(
     known = sorted({_kind(name) for name in shapes} - {HEAD})
     for asked in skip:
         if not any(asked in (name, _kind(name)) for name in shapes):
-            near = difflib.get_close_matches(asked, [*known, *shapes], n=1)
+            near = nearest(asked, [*known, *shapes])
             raise Mistake(
-                f"precision.skip names {asked!r}, which no layer is; {f'did you mean {near[0]!r}? ' if near else ''}"
+                f"precision.skip names {asked!r}, which no layer is; {f'did you mean {near!r}? ' if near else ''}"
                 f"give a kind, {', '.join(known)}, or a whole name, like {next(iter(shapes))!r}"
             )
 
