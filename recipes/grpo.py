@@ -412,8 +412,7 @@ class GRPORecipe:
     def load_checkpoint(self, path: Path) -> None:
         state = RunState.from_json(self.checkpoints.load(path, self.policy.model, self.learner.optimizer), path)
         self.step, self.version = state.step, state.version
-        # A finite task goes on behind the problems that were asked, and the learning rate behind the updates that were
-        # made.
+        # A finite task goes on behind the problems asked, and the learning rate behind the updates made.
         self.problems.cursor, self.learner.updates = state.cursor, state.updates
         self.problems.load_state_dict(state.task)
         self.source.load_state_dict(state.source, self.step, self.version)

@@ -14,7 +14,7 @@ from typing import Any
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.groups import Group
 from torchtune_ext.run.errors import Mistake
-from torchtune_ext.run.folder import changes, read_record
+from torchtune_ext.run.folder import changes, checkpoint_folders, read_record
 from torchtune_ext.source import REPLAYED
 from torchtune_ext.tasks.order import ProblemStream
 from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
@@ -176,9 +176,9 @@ class Replay:
 
     def _require_model(self, theirs: Mapping[str, Any], identity: Identity) -> None:
         """Compares with the newest checkpoint that can be read. A run that has none is believed."""
-        for manifest in sorted(self._run.glob("checkpoints/step_*/manifest.json"), reverse=True):
+        for checkpoint in reversed(checkpoint_folders(self._run / "checkpoints")):
             try:
-                found = Manifest.read(manifest.parent).identity
+                found = Manifest.read(checkpoint).identity
             except ValueError:
                 continue
             for what, there, here in (

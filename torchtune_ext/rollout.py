@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from queue import Empty, SimpleQueue
-from threading import Lock, Thread
+from threading import Thread
 from typing import Protocol
 
 import numpy as np
@@ -36,7 +36,7 @@ BUFFERED = ("group", "refill")  # kinds of groups (`GroupKey`) that stay in the 
 class Watcher(Protocol):
     """Who wants to see samples as they come: a progress bar. The stream's thread calls it."""
 
-    def on_completion(self, problem: int, sample: int, completion: Completion) -> None: ...
+    def add(self, count: int, tokens: int) -> None: ...
 
     def add_reward(self, reward: float) -> None: ...
 
@@ -130,14 +130,14 @@ class GroupStream:
         watcher: Watcher | None = None,
         times: GroupTimes | None = None,
     ):
-        # Who watches, and the number below which groups are watched. `_wanted` takes the place of `_watched` at the next event.
-        self._watched = self._wanted = None if watcher is None else (watcher, math.inf)
-        self._watch_lock, self.times = Lock(), times or GroupTimes()
+        # Who watches, and the number below which groups are watched.
+        self._watched = None if watcher is None else (watcher, math.inf)
+        self.times = times or GroupTimes()
         self.last_sign = time.monotonic()  # when the last completion or grade came
         self._engine, self._tokenizer, self._grader = engine, tokenizer, grader
         # Those that `next` has not handed out and `cancel` has not ended. Only their caller's thread changes the dict.
         self._groups: dict[int, Unfinished] = {}
-        self._events: SimpleQueue[tuple[Unfinished, int | None, Completion | Future] | Callable | None] = SimpleQueue()
+        self._events: SimpleQueue[tuple[Unfinished, int | None, Completion | Future] | None] = SimpleQueue()
         self._finished: SimpleQueue[Unfinished | Exception | None] = SimpleQueue()
         self._thread = Thread(target=self._work, name="torchtune-ext-groups", daemon=True)
         self._thread.start()
@@ -234,38 +234,24 @@ class GroupStream:
     def watched(
         self, watcher: Watcher | None, finished: Mapping[int, Group], below: float = math.inf
     ) -> Iterator[None]:
-        """Inside, `watcher` is told what comes of groups with numbers under `below`, and first of all what has come of them.
+        """Inside, `watcher` is told what comes of groups with numbers under `below`, and first of all what has come of them. It
+        may miss what comes in that very moment.
 
         Args:
             finished: groups that `next` has handed out, by number.
         """
-        if watcher is None:
-            yield
-            return
-        self._wanted = wanted = watcher, below
-        # `next` may hand out one of these before the thread has come here. What is submitted later is told of as it comes.
-        self._events.put(partial(self._begin_to_watch, wanted, dict(finished), list(self._groups.values())))
+        if watcher is not None:
+            for number, group in finished.items():
+                if number < below:
+                    tell(watcher, ((sample.completion, sample.outcome) for sample in group.samples))
+            for number, group in self._groups.items():
+                if number < below:
+                    tell(watcher, group.arrived_so_far)
+            self._watched = watcher, below
         try:
             yield
         finally:
-            with self._watch_lock:
-                self._wanted = self._watched = None
-
-    def _begin_to_watch(
-        self, wanted: tuple[Watcher, float], finished: Mapping[int, Group], others: Sequence[Unfinished]
-    ) -> None:
-        """In the stream's thread, so that a completion is either told of here or as it comes."""
-        watcher, below = wanted
-        with self._watch_lock:
-            if self._wanted is not wanted:
-                return
-            self._watched = wanted
-        for number, group in finished.items():
-            if number < below:
-                tell(watcher, number, ((sample.completion, sample.outcome) for sample in group.samples))
-        for group in others:
-            if group.number < below:
-                tell(watcher, group.number, group.arrived_so_far)
+            self._watched = None
 
     def missing(self, number: int) -> str:
         """Says when a group was submitted and what is not there yet of it, for messages."""
@@ -316,9 +302,6 @@ class GroupStream:
 
     def _work(self) -> None:
         while (event := self._events.get()) is not None:
-            if callable(event):
-                event()
-                continue
             group = event[0]
             if group.cancelled:
                 continue
@@ -340,7 +323,7 @@ class GroupStream:
         if isinstance(what, Completion):
             text = group.add(sample, what)
             if (watcher := self._watcher_of(group)) is not None:
-                watcher.on_completion(group.number, sample, what)
+                watcher.add(1, len(what.tokens))
             if group.arrived:
                 self.times.move(group.key, "graders", tokens=group.tokens, versions=group.versions)
             if not self._grader.compares:
@@ -414,11 +397,11 @@ def sample_groups(
     log_failures(outcomes)
 
 
-def tell(watcher: Watcher, number: int, samples: Iterable[tuple[Completion | None, Outcome | None]]) -> None:
+def tell(watcher: Watcher, samples: Iterable[tuple[Completion | None, Outcome | None]]) -> None:
     """Tells a watcher what has come of a group already: completions, and outcomes with a score."""
-    for place, (completion, outcome) in enumerate(samples):
+    for completion, outcome in samples:
         if completion is not None:
-            watcher.on_completion(number, place, completion)
+            watcher.add(1, len(completion.tokens))
         if outcome is not None and outcome.score is not None:
             watcher.add_reward(outcome.score.reward)
 

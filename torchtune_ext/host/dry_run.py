@@ -50,7 +50,6 @@ from torchtune_ext.training.plan.plan import (
     trainers_of,
     training_gpus,
 )
-from torchtune_ext.training.plan.table import plan_table, verdict
 from torchtune_ext.training.precision import DTYPES
 from torchtune_ext.training.settings import chosen_dtype
 
@@ -79,6 +78,9 @@ def dry_run(cfg: Any) -> None:
     longest, found = checked(cfg, plan.trainers if plan else 1, machine.here)
     problems += [text for text in found if text not in problems]
     if plan is not None:
+        # A run that starts prints no table.
+        from torchtune_ext.training.plan.table import plan_table, verdict
+
         plan = replace(plan, settings=replace(plan.settings, prompt_tokens=longest))
         say("\n".join([plan_table(plan, Path(cfg.model_dir).name), *notes, "", verdict(plan)]))
     for problem in problems:

@@ -29,6 +29,7 @@ from torchtune_ext.measured.ray_bench import SETTINGS
 from torchtune_ext.measured.ray_connect import Refused, connect
 from torchtune_ext.run.catalog import config_name, config_path, owner
 from torchtune_ext.run.errors import FAILED, STATUS, Mistake
+from torchtune_ext.run.folder import checkpoint_folders
 from torchtune_ext.run.parent import environment
 from torchtune_ext.run.stop import CLEANUP_S, REACTION_S
 from torchtune_ext.sampling.server_command import server_key
@@ -183,7 +184,7 @@ def variables_of(asked: Asked) -> dict[str, str]:
 
 def standing(output_dir: str) -> str:
     """Returns a line that names the newest checkpoint, seen from this machine."""
-    found = sorted(Path(output_dir, "checkpoints").glob("step_*"))
+    found = checkpoint_folders(Path(output_dir, "checkpoints"))
     if not found:
         return f"There is no checkpoint in {output_dir} yet: start it again"
     return f"The newest checkpoint is {found[-1]}; go on from there with resume_from_checkpoint=True"

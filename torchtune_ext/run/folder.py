@@ -51,7 +51,7 @@ CONTENTS = (
     "start",
 )
 _LOGS = re.compile(r"engine_\d+\.log")  # of several engines, each has its own
-CHECKPOINT = re.compile(r"step_(\d{6,})")  # the name of a checkpoint's folder
+_CHECKPOINT = re.compile(r"step_\d{6,}")  # the name of a checkpoint's folder
 PAPERS = (RECORD, "engine.log", "grader.log", "fp8.txt")  # the files that a run writes before its first line of metrics
 # An earlier run is collected under this name. When it is whole, the folder is renamed to old-N.
 _MOVING = ".old.partial"
@@ -155,7 +155,7 @@ class RunFolder:
 
     def resumes(self, wanted: bool) -> bool:
         """Tells whether the run in the folder goes on: it is wanted, and there is a checkpoint, whole or damaged."""
-        found = bool(self._checkpoints())
+        found = bool(checkpoint_folders(self.path / "checkpoints"))
         if wanted and not found:
             aside = sorted({str(path.parent.parent) for path in self.path.glob("old-*/checkpoints/step_*")})
             hint = f"; earlier runs have some: output_dir={', output_dir='.join(aside)}" if aside else ""
@@ -181,8 +181,9 @@ class RunFolder:
             OSError: the folder cannot be written.
         """
         with explained(f"output_dir={self.path} cannot be written", "Free disk space or choose another output_dir"):
-            for place in (".", "rollouts", "checkpoints", *self._checkpoints()):
-                sweep(self.path / place)
+            checkpoints = self.path / "checkpoints"
+            for place in (self.path, self.path / "rollouts", checkpoints, *checkpoint_folders(checkpoints)):
+                sweep(place)
             now, name = time.time(), self.path.resolve().name
             if resuming:
                 earlier = self._resumed()
@@ -247,12 +248,6 @@ class RunFolder:
             os.close(self._lock)
             self._lock = None
 
-    def _checkpoints(self) -> list[Path]:
-        found = [
-            path for path in self.path.glob("checkpoints/step_*") if CHECKPOINT.fullmatch(path.name) and path.is_dir()
-        ]
-        return sorted(path.relative_to(self.path) for path in found)
-
     def _left(self) -> list[Path]:
         """Returns the paths that an earlier run left.
 
@@ -307,7 +302,7 @@ class RunFolder:
             wrong = f"{self.path / RECORD} is missing"
         except ValueError as error:
             wrong = str(error)
-        ids = sorted({_run_of(self.path / step) or "none" for step in self._checkpoints()})
+        ids = sorted({_run_of(checkpoint) or "none" for checkpoint in checkpoint_folders(self.path / "checkpoints")})
         if len(ids) != 1 or ids == ["none"]:
             raise Mistake(
                 f"{wrong}, and the checkpoints beside it do not say which run this is (they name {', '.join(ids) or 'none'}): "
@@ -333,6 +328,17 @@ def read_record(folder: str | Path) -> dict[str, Any] | None:
     if not isinstance(record, dict) or not isinstance(record.get("id"), str):
         raise Mistake(f"{path} is damaged (it names no id)")
     return record
+
+
+def checkpoint_folders(folder: Path) -> list[Path]:
+    """Returns the folders of the checkpoints in a run's folder of them, whole or damaged, the oldest first."""
+    found = [path for path in folder.glob("step_*") if _CHECKPOINT.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """Returns the step of a checkpoint from the name of its folder."""
+    return int(checkpoint.name.removeprefix("step_"))
 
 
 def _run_of(checkpoint: Path) -> str | None:

@@ -48,7 +48,6 @@ from torchtune_ext.sampling.records import (
     WeightsIncomplete,
 )
 from torchtune_ext.sampling.remote_core import RemoteCore
-from torchtune_ext.sampling.server import ServerCore
 from torchtune_ext.sampling.server_command import log_name
 from torchtune_ext.sampling.weight_buffer import Buffers
 
@@ -327,8 +326,8 @@ class Engine:
 
     def require_own_model(self) -> None:
         """Raises ValueError when a server holds weights that a run has published there, and not those of its folder."""
-        for core in self._pool.cores:
-            if isinstance(core, ServerCore) and core.replaced:
+        for core in self._pool.cores if self.config.address is not None else ():
+            if core.replaced:
                 raise Mistake(f"engine.address: {core.other_model()}")
 
     def sleep(self) -> None:
@@ -370,7 +369,7 @@ class Engine:
         """Makes a life of an engine, the first one or a later one. Raises OSError when nobody could clean up after it."""
         log_path = self.log_path.with_name(self.log_path.name.replace("*", str(lane.number)))
         core = self._backend(self.model_dir, lane.config, log_path, self._cleanup.folder, lane.on_step)
-        if isinstance(core, ServerCore):
+        if lane.config.address is not None:
             core.known = self._pool.servers
         try:
             self._cleanup.guard([other.group for other in self._pool.cores] + [core.group])
@@ -383,6 +382,9 @@ class Engine:
 def vllm(model_dir: str, config: EngineConfig, log_path: Path, temp_dir: str, on_step: Callable[[Step], None]) -> Core:
     """Connects to a server when `engine.address` names one, and otherwise starts an engine of our own."""
     if config.address is not None:
+        # Connections to servers, and how weights travel there, are of no use to a run with an engine of its own.
+        from torchtune_ext.sampling.server import ServerCore
+
         return ServerCore(config, on_step, log_path, temp_dir)
     return RemoteCore(model_dir, config, log_path, temp_dir, on_step)
 

@@ -23,7 +23,6 @@ from torchtune_ext.sampling.alike import require_alike
 from torchtune_ext.sampling.calls import Call, Core, CoreLost, Step, Submission
 from torchtune_ext.sampling.loop_thread import fetch_error
 from torchtune_ext.sampling.records import CanaryAnswer, Completion, EngineConfig, EngineFailed, EngineStats, Priority
-from torchtune_ext.sampling.server import ServerCore
 from torchtune_ext.sampling.server_command import DEFAULT_MAX_NUM_SEQS, engine_configs
 from torchtune_ext.sampling.supervisor import State, Supervisor
 from torchtune_ext.sampling.throttle import Controller, Throttle
@@ -281,7 +280,7 @@ class Pool:
         for lane in self.lanes:
             await lane.supervisor.ready()
         self._begun = True
-        self.servers = {core.address: core.facts for core in self.cores if isinstance(core, ServerCore)}
+        self.servers = {lane.config.address: lane.supervisor.core.facts for lane in self.lanes if lane.config.address}
         require_alike(self.servers)
 
     def refuse(self) -> None:

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torchtune_ext.run.folder import RUN_VARIABLE, SWEEP_VARIABLE
+from torchtune_ext.run.folder import RUN_VARIABLE, SWEEP_VARIABLE, checkpoint_folders
 from torchtune_ext.run.output import say
 from torchtune_ext.run.parent import die_with_parent, environment
 from torchtune_ext.run.stop import NAMES
@@ -181,7 +181,7 @@ class Runner:
         place = self.folder.path / run.folder
         place.mkdir(exist_ok=True)
         words = [*self._command(run.parameters), f"output_dir={place}"]
-        goes_on = any(place.glob("checkpoints/step_*"))
+        goes_on = bool(checkpoint_folders(place / "checkpoints"))
         if goes_on:
             words.append("resume_from_checkpoint=True")
         inherited = {name: value for name, value in environment().items() if name not in (SWEEP_VARIABLE, RUN_VARIABLE)}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtune_ext.run.folder import CHECKPOINT, LOCK
+from torchtune_ext.run.folder import LOCK, checkpoint_folders
 
 _IDENTITY = re.compile(r"(\w+) of (\d+) layers, width \d+(, adapter .*)?, \d+ tensors of ([\d,]+) values")
 _ORDINARY = ("model", "start")  # Folders of these names do not say which model lies in them.
@@ -86,11 +86,8 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     return rows
 
 
-def newest_checkpoint(run_dir: Path) -> Path | None:
-    """Returns the folder of the checkpoint with the highest step, or None."""
-    found = {int(match[1]): path for path in run_dir.glob("checkpoints/step_*")
-             if (match := CHECKPOINT.fullmatch(path.name)) and path.is_dir()}  # fmt: skip
-    return found[max(found)] if found else None
+def _newest_checkpoint(run_dir: Path) -> Path | None:
+    return next(reversed(checkpoint_folders(run_dir / "checkpoints")), None)
 
 
 def _total(config: Mapping[str, Any]) -> int | None:
@@ -127,7 +124,7 @@ def _model(run_dir: Path, config: Mapping[str, Any]) -> Fact | None:
         name = "a new model" if "shape" in config else ""
     else:
         name = "/".join(path.parts[-2:]) if path.name in _ORDINARY else path.name
-    note = _size(newest_checkpoint(run_dir)) or _architecture(path)
+    note = _size(_newest_checkpoint(run_dir)) or _architecture(path)
     return Fact("Model", name or "unknown", note) if name or note else None
 
 
@@ -195,7 +192,7 @@ def _devices(run_dir: Path, config: Mapping[str, Any], records: Sequence[Mapping
     if "device" not in config:
         return None
     on_gpu = config["device"] != "cpu" and any("memory/gpu_gib" in record for record in records)
-    checkpoint = newest_checkpoint(run_dir)
+    checkpoint = _newest_checkpoint(run_dir)
     files = checkpoint.glob("state/__*_*.distcp") if checkpoint is not None else ()
     ranks = len({path.name.split("_")[2] for path in files})
     engine = _node(config, "engine").get("devices")

@@ -11,8 +11,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sized
-from typing import Any, Protocol, TextIO
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
@@ -24,12 +24,6 @@ log = logging.getLogger(__name__)
 _HEADER_EVERY = 25  # A header is printed again after so many lines.
 _IDLE_STEPS = 5  # So many steps without a signal, one after the other, are worth a warning.
 _ZERO = 1e-9  # Rewards whose standard deviation is below this are equal.
-
-
-class Completion(Protocol):
-    """This is what a bar needs of `sampling.engine.Completion`."""
-
-    tokens: Sized
 
 
 class Bar:
@@ -61,10 +55,6 @@ class Bar:
             self.count += count
             self.tokens += tokens
             self._show(count)
-
-    def on_completion(self, prompt: int, sample: int, completion: Completion) -> None:
-        """Notes that a completion has arrived (`rollout.Watcher`)."""
-        self.add(1, len(completion.tokens))
 
     def add_reward(self, reward: float) -> None:
         """Notes that one more sample was graded."""

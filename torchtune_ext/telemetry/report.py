@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from torchtune_ext.run.errors import Mistake
-from torchtune_ext.run.folder import read_record
+from torchtune_ext.run.folder import checkpoint_folders, read_record
 from torchtune_ext.telemetry.compared.runs import is_several
 from torchtune_ext.telemetry.comparison import build_comparison
 from torchtune_ext.telemetry.excerpts import Excerpts, Limits, excerpts_of, pack, short
 from torchtune_ext.telemetry.findings import FOLDED, findings
-from torchtune_ext.telemetry.heading import facts, flat, made_with, newest_checkpoint, state_of
+from torchtune_ext.telemetry.heading import facts, flat, made_with, state_of
 from torchtune_ext.telemetry.metrics import read_metrics
 from torchtune_ext.telemetry.page_file import page_of, write_page
 from torchtune_ext.telemetry.panels import Panel, panels_for
@@ -150,7 +150,7 @@ def _tokenizers(run_dir: Path, run: Mapping[str, Any]) -> list[Path]:
     config = run["config"] if isinstance(run.get("config"), dict) else {}
     tokenizer = config.get("tokenizer")
     named = [tokenizer.get("path") if isinstance(tokenizer, dict) else None, config.get("model_dir")]
-    inside = [newest_checkpoint(run_dir), run_dir / "model", run_dir / "start"]
+    inside = [*checkpoint_folders(run_dir / "checkpoints")[-1:], run_dir / "model", run_dir / "start"]
     return [Path(path) for path in (*inside, *named) if isinstance(path, str | Path)]
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from torchtune_ext.run.errors import FAILED, status_of
+from torchtune_ext.run.folder import step_of
 from torchtune_ext.run.output import labelled, say
 from torchtune_ext.run.stop import NAMES, Stopped, StopSignals
 from torchtune_ext.training.distributed import close_ranks
@@ -123,13 +124,13 @@ def standing(step: int, total: int, checkpoints: Checkpoints | None) -> str:
     if newest is None:
         return f"{where}, and there is no checkpoint yet: start it again"
     best, report = checkpoints.best(), f"torchtune-ext report {checkpoints.folder.parent}"
-    if Checkpoints.step_of(newest) < total:
+    if step_of(newest) < total:
         text = f"{where}. The newest checkpoint is {newest}; go on from there with resume_from_checkpoint=True"
         if best is not None and best[0] != newest:
             text += f". The best on held-out problems: {best[0]} ({best[1]:.3f})"
         return f"{text}. Curves and samples: {report}"
     kind = "a model in Hugging Face's format" if (newest / "config.json").exists() else "an adapter in PEFT's format"
-    lines = [("done", f"{max(step, Checkpoints.step_of(newest))} of {total} steps"), ("model", f"{newest}, {kind}")]
+    lines = [("done", f"{max(step, step_of(newest))} of {total} steps"), ("model", f"{newest}, {kind}")]
     if best is not None:
         lines.append(("best", f"{best[0]}, the best on held-out problems: {best[1]:.3f}"))
     lines.append(("report", report))

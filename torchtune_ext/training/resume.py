@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from torchtune_ext.run.errors import Mistake
-from torchtune_ext.run.folder import Run, RunFolder, changes
+from torchtune_ext.run.folder import Run, RunFolder, changes, step_of
 from torchtune_ext.run.output import labelled, say
 from torchtune_ext.training.life import NothingToDo, standing
 from torchtune_ext.training.state import Checkpoints
@@ -78,7 +78,7 @@ def checkpoint_to_go_on_from(
     path = checkpoints.choose() if wanted else None
     if path is None:
         return None
-    step = checkpoints.step_of(path)
+    step = step_of(path)
     if step >= total:
         raise NothingToDo(f"step {step} >= max_steps={total}: nothing to do\n{standing(step, step, checkpoints)}")
     if folder is not None:

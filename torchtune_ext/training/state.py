@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from torchtune_ext.run.errors import Failure, FileMistake, Mistake
 from torchtune_ext.run.files import PARTIAL, PRUNED, REPLACED, remove
-from torchtune_ext.run.folder import CHECKPOINT
+from torchtune_ext.run.folder import checkpoint_folders, step_of
 from torchtune_ext.run.output import say
 from torchtune_ext.training.manifest import Checksums, DamagedCheckpoint, Identity, Manifest, all_files, state_writer
 from torchtune_ext.training.outcome import (
@@ -101,8 +101,7 @@ class Checkpoints:
 
     def all(self) -> list[Path]:
         """Returns every checkpoint, whole or damaged, the oldest first."""
-        found = [path for path in self.folder.glob("step_*") if CHECKPOINT.fullmatch(path.name) and path.is_dir()]
-        return sorted(found, key=self.step_of)
+        return checkpoint_folders(self.folder)
 
     def latest(self) -> Path | None:
         """Returns the newest checkpoint that looks whole by the names and sizes of its files, or None."""
@@ -155,11 +154,6 @@ class Checkpoints:
         if self._main:
             log.warning("%s. Going on from %s; set aside: %s", damage, path, ", ".join(aside))
         return path
-
-    @staticmethod
-    def step_of(path: Path) -> int:
-        """Returns the step of a checkpoint from the name of its folder."""
-        return int(path.name.removeprefix("step_"))
 
     def advice(self, step: int) -> str:
         """Returns a text that says what to do after a step whose update cannot be made."""
@@ -270,7 +264,7 @@ class Checkpoints:
         manifest = Manifest.read(path)
         if (refusal := self._identity.refusal(manifest.identity)) is not None:
             raise Mistake(f"{path} cannot be resumed: {refusal}")
-        if manifest.step != self.step_of(path):
+        if manifest.step != step_of(path):
             raise DamagedCheckpoint(f"{path} is damaged: it holds step {manifest.step} and was renamed")
         if (wrong := manifest.wrong_with_files(path)) is not None:
             raise DamagedCheckpoint(f"{path} is damaged: {wrong}")

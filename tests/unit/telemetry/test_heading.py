@@ -7,7 +7,7 @@ from checkpoint_runs import make_model, make_source
 
 from torchtune_ext.policy.lora import AdapterSpec
 from torchtune_ext.run.folder import RunFolder
-from torchtune_ext.telemetry.heading import Fact, facts, flat, made_with, newest_checkpoint, spell, state_of
+from torchtune_ext.telemetry.heading import Fact, facts, flat, made_with, spell, state_of
 from torchtune_ext.training.manifest import Identity, Manifest, model_text
 
 CONFIG = {
@@ -84,7 +84,6 @@ def test_the_newest_checkpoint_tells_model_and_ranks(tmp_path):
         for rank in range(ranks):
             (folder / "state" / f"__{rank}_0.distcp").touch()
     (tmp_path / "checkpoints" / "step_000011.partial").mkdir()
-    assert newest_checkpoint(tmp_path).name == "step_000010"
     count = sum(parameter.numel() for parameter in make_model(source).parameters())
     config = {"model_dir": "runs/tiny/warmup/model", "device": "cpu"}
     shown = told(tmp_path, config)

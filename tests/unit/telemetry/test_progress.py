@@ -3,7 +3,6 @@
 import io
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 
@@ -22,7 +21,7 @@ def test_lines_in_a_log_are_sparse(capsys):
     with Bar("sample", 100, "sample", None, log_every_s=30, clock=clock) as bar:
         for i in range(100):
             clock.now = float(i)
-            bar.on_completion(0, i, SimpleNamespace(tokens=[1] * 50))
+            bar.add(1, 50)
             bar.add_reward(0.25)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 3

@@ -14,6 +14,7 @@ import pytest
 from checkpoint_runs import Trained, checkpoints_in, fork, make_source
 
 from torchtune_ext.run.files import sweep
+from torchtune_ext.run.folder import step_of
 from torchtune_ext.training.manifest import Manifest
 
 CHANGES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")  # what Python tells of before it touches a file
@@ -98,5 +99,5 @@ def test_killed_at_random_moments(tmp_path, trained):
         _, status = os.waitpid(child, 0)
         assert os.WIFSIGNALED(status), errors_of(tmp_path)
         require_whole(checkpoints, at_least=1)
-        step = checkpoints.step_of(checkpoints.latest())
+        step = step_of(checkpoints.latest())
     assert step > 0

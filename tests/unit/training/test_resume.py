@@ -11,7 +11,6 @@ import pytest
 from torchtune_ext.run.folder import Run
 from torchtune_ext.training.life import NothingToDo
 from torchtune_ext.training.resume import RunState, checkpoint_to_go_on_from, resume_text
-from torchtune_ext.training.state import Checkpoints
 
 STATE = RunState(step=7, version=9, cursor=28, updates=14, throttle={"limit": 32}, source={"cursors": [[8, 9]]})
 
@@ -63,7 +62,6 @@ class Kept:
         return self.path
 
     latest = choose
-    step_of = staticmethod(Checkpoints.step_of)
 
     def best(self):
         return None

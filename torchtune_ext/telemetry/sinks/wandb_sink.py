@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtune_ext.run.errors import Mistake
-from torchtune_ext.run.folder import CHECKPOINT
-from torchtune_ext.telemetry.heading import newest_checkpoint
+from torchtune_ext.run.folder import checkpoint_folders, step_of
 from torchtune_ext.telemetry.sinks.samples import SampleRow, clean
 from torchtune_ext.telemetry.sinks.settings import STOPPED, Opening
 from torchtune_ext.telemetry.sinks.wandb_login import CANNOT, cause_of, set_defaults
@@ -95,8 +94,9 @@ class WeightsAndBiases:
             run_dir, step, kind = self._opening.run_dir, self._step, name
             if name == "report":
                 path = _make_report(run_dir)
-            elif path := newest_checkpoint(run_dir):
-                step, kind = int(CHECKPOINT.fullmatch(path.name)[1]), "model"
+            else:
+                path = next(reversed(checkpoint_folders(run_dir / "checkpoints")), None)
+                step, kind = step_of(path) if path else step, "model"
             if path is None:
                 log.warning("logging.artifacts: the run has no %s yet, so none is sent to W&B", name)
                 continue
