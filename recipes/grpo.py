@@ -29,7 +29,6 @@ from torchtune_ext.host.dry_run import check_start, dry_run
 from torchtune_ext.host.opening import opening, ready
 from torchtune_ext.host.parts import make_parts
 from torchtune_ext.host.plugin import parse
-from torchtune_ext.objective.loss import needs_of
 from torchtune_ext.packing import Row, pack_updates
 from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.rollout import sample_held_out
@@ -47,7 +46,6 @@ from torchtune_ext.training.distributed import init_ranks
 from torchtune_ext.training.learner import Learner, make_schedule, over_updates
 from torchtune_ext.training.life import close_all, run_recipe, standing
 from torchtune_ext.training.resume import RunState, checkpoint_to_go_on_from
-from torchtune_ext.training.settings import release_memory
 from torchtune_ext.training.state import Checkpoints
 
 TUNE_NAMES = ("grpo_full", "grpo_lora", "grpo_async")
@@ -259,10 +257,9 @@ class GRPORecipe:
                 values |= packed | self.update(updates)
             self.version += 1
 
-            # The engine takes the new weights in memory, and a canary proves that it samples with them. On a GPU that
-            # it shares with the trainer, it wakes up now and needs the memory. Then it samples ahead, as far as it may.
+            # The engine takes the new weights in memory, and a canary proves that it samples with them. Then it samples
+            # ahead, as far as it may.
             with watch("publish"):
-                release_memory()
                 values |= self.publisher.publish(self.version)
                 self.source.open(self.version)
 
@@ -293,8 +290,9 @@ class GRPORecipe:
             # A group whose rewards are all equal says nothing about what is better. It is trained on only where the
             # loss has a term that acts without an advantage (a KL penalty, an entropy bonus), and may be replaced by a
             # further round.
-            train_all = needs_of(self.loss).all_groups
-            groups, stats = with_advantages(groups + more, cfg.advantage, self.sampling.max_tokens, train_all)
+            groups, stats = with_advantages(
+                groups + more, cfg.advantage, self.sampling.max_tokens, self.learner.needs.all_groups
+            )
             wanted = cfg.prompts_per_step - stats.groups
             if wanted <= 0:
                 break

@@ -65,9 +65,8 @@ class Learner:
     ):
         self.policy, self.loss, self.ranks, self.temperature = policy, loss, ranks, temperature
         self.optimizer, self.schedule, self._max_grad_norm, self._watch = optimizer, schedule, max_grad_norm, watch
-        needs = needs_of(loss)
-        self._top_k, self._needs_proximal = needs.top_k, needs.proximal
-        self._reference = reference_of(policy.model) if needs.reference else None
+        self.needs = needs_of(loss)
+        self._reference = reference_of(policy.model) if self.needs.reference else None
 
     @property
     def layout(self) -> Layout:
@@ -97,10 +96,10 @@ class Learner:
         proximal one, unless dropout makes every forward pass another policy. It also stands for "nobody wants to know": so it
         is for the others, where the loss does not need the proximal policy.
         """
-        asked = [self._needs_proximal if i else self.policy.noisy for i in range(len(updates))]
+        asked = [self.needs.proximal if i else self.policy.noisy for i in range(len(updates))]
         pairs = zip(updates, asked, strict=True)
         with self._watch("logprobs"):
-            return [self.logprobs(rows, top_k=self._top_k) if ask else None for rows, ask in pairs]
+            return [self.logprobs(rows, top_k=self.needs.top_k) if ask else None for rows, ask in pairs]
 
     def reference(self, updates: Sequence[Sequence[Row]]) -> list[list[LabelLogprobs] | None]:
         """What the reference says of the rows of each update; None for a loss that needs no reference."""
@@ -140,7 +139,7 @@ class Learner:
                 tokens = Tokens(
                     logprobs_L=now.logprobs_L,
                     entropy_L=now.entropy_L,
-                    old_logprobs_L=before.logprobs_L if self._needs_proximal else None,
+                    old_logprobs_L=before.logprobs_L if self.needs.proximal else None,
                     behavior_logprobs_L=row.logprobs_L,
                     ref_logprobs_L=None if reference is None else reference[i].logprobs_L,
                     advantages_L=row.advantages_L,

@@ -23,6 +23,7 @@ from torchtune_ext.training.agreement import Agreement, Applied, Disagreement, a
 from torchtune_ext.training.learner import Learner
 from torchtune_ext.training.outcome import gathered
 from torchtune_ext.training.precision import Precision
+from torchtune_ext.training.settings import release_memory
 from torchtune_ext.training.trained import Adapters, AllWeights
 
 log = logging.getLogger(__name__)
@@ -91,6 +92,8 @@ class Publisher:
         Raises:
             Disagreement: the engine does not run these weights; says the likely cause.
         """
+        # On a GPU that it shares with the trainer the engine wakes up now, and needs the memory.
+        release_memory()
         sent, began = self._send(version), perf_counter()
         found = self._prove(version)
         took = {"time/publish/canary": perf_counter() - began}
