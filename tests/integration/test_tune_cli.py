@@ -31,13 +31,12 @@ PROBE_RECIPE = """
         sys.exit(recipe_main())
 """
 PROBE_CONFIG = """\
-# recipe: probe
 seed: 1
 model:
   _component_: torchtune.models.qwen2.qwen2_0_5b
   num_layers: 2
 """
-GOOD_CONFIG = "# recipe: probe\nmodel:\n  _component_: torchtune.models.qwen2.qwen2_0_5b\n"
+GOOD_CONFIG = "model:\n  _component_: torchtune.models.qwen2.qwen2_0_5b\n"
 SOURCES = (
     *("torchtune_ext", "recipes", "configs", "kernels"),
     *("setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"),

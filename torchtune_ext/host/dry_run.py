@@ -1,6 +1,6 @@
 """`dry_run=` of a GRPO recipe: does the checks of a start and says whether the run fits a machine. It loads and starts nothing.
 
-    dry_run=True   this machine; where it has no GPU, the one that the first lines of the config name (# for: 5 x 80 GB)
+    dry_run=True   this machine
     dry_run=4x80   a machine with 4 GPUs of 80 GB in all, for trainer and engine together; 2x8x80: two nodes with 8 each;
                    8x80+4x80: 8 that train, and elsewhere 4 for the servers of engine.address
 
@@ -29,9 +29,7 @@ from torchtune_ext.policy.families import published_config
 from torchtune_ext.policy.fp8.gain import engine_memory
 from torchtune_ext.policy.fp8.plan import Fp8Receipt, linear_layers
 from torchtune_ext.policy.memory import ADAMW_BYTES, optimizer_bytes, sizes_of
-from torchtune_ext.run.catalog import machine_named
 from torchtune_ext.run.errors import Mistake, is_mistake, traceback_wanted
-from torchtune_ext.run.folder import config_file
 from torchtune_ext.run.output import say
 from torchtune_ext.sampling.engine import find_backend
 from torchtune_ext.sampling.records import EngineConfig
@@ -67,6 +65,10 @@ def dry_run(cfg: Any) -> None:
     plan, problems, notes = None, [], []
     try:
         settings, notes = settings_of(cfg, "cuda" if machine.gpus else "cpu")
+        if machine.here and not machine.gpus and cfg.device != "cpu":
+            notes.append(
+                "no GPU is visible here, so the run would compute on the CPU; dry_run=4x80 judges 4 GPUs of 80 GB"
+            )
         ranks = int(os.environ.get("WORLD_SIZE", 1))
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         plan = Plan(settings, machine, trainers_of(machine, settings, ranks if ranks > 1 else None, visible))
@@ -104,13 +106,7 @@ def machine_of(cfg: Any) -> Machine:
             raise Mistake(f"dry_run={cfg.dry_run!r} asks for GPUs, but device=cpu: set device=auto, or dry_run=True")
         return machine
     here = replace(this_machine(cfg.device), nodes=_nodes())
-    if here.gpus or cfg.device == "cpu":
-        return here
-    file = config_file(sys.argv)
-    named = machine_named(file) if file is not None else None
-    if named is not None:
-        return asked_machine(named, f"{file}: # for")
-    if cfg.device == "cuda":
+    if cfg.device == "cuda" and not here.gpus:
         raise Mistake("dry_run=True with device=cuda: there is no GPU here; name a machine, for instance dry_run=4x80")
     return here
 

@@ -1,11 +1,9 @@
 """Finds the recipes and configs by looking into recipes/ and configs/. Nothing is listed by hand.
 
 A recipe is a file in recipes/. Its name is the name of the file, unless the file has a line
-`TUNE_NAMES = ("one", "two")`: then it has each of these names. A config is a YAML file below configs/. Its name is the
-path without the ending. It belongs to the recipe that its first line names (`# recipe: grpo_lora`), and without such a
-line to the recipe of its folder (`FOLDER_RECIPES`). A recipe that cannot run under torchrun has the line
-`SUPPORTS_DISTRIBUTED = False`. The first lines of a config may say for which machine it is laid out (`# for: 5 x 80 GB`, for
-trainer and engine together).
+`TUNE_NAMES = ("one", "two")`: then it has each of these names. A config is a YAML file below configs/. Its name is the path
+without the ending, and says which recipe it is for: `FOLDER_RECIPES`, `ENDINGS`. A recipe that cannot run under torchrun has
+the line `SUPPORTS_DISTRIBUTED = False`.
 """
 
 from ast import literal_eval
@@ -15,8 +13,7 @@ from pathlib import Path
 from torchtune_ext.run.errors import Mistake
 
 FOLDER_RECIPES = {"grpo": "grpo_full", "warmup": "warmup_sft", "eval": "evaluate"}
-RECIPE_LINE = "# recipe:"
-MACHINE_LINE = "# for:"
+ENDINGS = {"lora": "grpo_lora", "qlora": "grpo_lora", "async": "grpo_async"}  # grpo/tiny_lora is a config of grpo_lora
 NAMES_LINE = "TUNE_NAMES = "
 SINGLE_DEVICE_LINE = "SUPPORTS_DISTRIBUTED = False"
 
@@ -50,13 +47,13 @@ def config_files(configs: Path) -> dict[str, Path]:
     return dict(sorted(found.items()))
 
 
-def recipe_of(name: str, path: Path) -> str | None:
-    """Returns the recipe that the config `name` at `path` is written for, or None where there is none (a sweep)."""
-    with path.open(encoding="utf-8") as file:
-        first = file.readline().strip()
-    if first.startswith(RECIPE_LINE):
-        return first.removeprefix(RECIPE_LINE).strip()
-    return FOLDER_RECIPES.get(name.split("/")[0])
+def recipe_of(name: str) -> str | None:
+    """Returns the recipe that the config of this name is written for, or None where there is none (a sweep, no config)."""
+    first = name.split("/")[0]
+    if first in ("", "presets", "sweeps"):
+        return None
+    recipe = FOLDER_RECIPES.get(first, first)
+    return ENDINGS.get(name.rpartition("_")[2], recipe) if recipe == "grpo_full" else recipe
 
 
 def config_name(path: Path) -> str:
@@ -65,31 +62,19 @@ def config_name(path: Path) -> str:
 
 
 def owner(config: str) -> str | None:
-    """Returns the recipe that a config, a file or one of ours by its name, is written for, or None where it does not say."""
-    path = Path(config_path(config))
-    return recipe_of(config_name(path), path)
-
-
-def machine_named(path: Path) -> str | None:
-    """Returns the machine that the first lines of a config name, "5 x 80 GB" for instance, or None."""
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#"):
-            return None
-        if line.startswith(MACHINE_LINE):
-            return line.removeprefix(MACHINE_LINE).strip()
-    return None
+    """Returns the recipe that a config of ours, by its name or its file, is written for; None for another file."""
+    return recipe_of(config_name(Path(config_path(config))))
 
 
 def recipe_files(recipes: Path, configs: Path) -> list[RecipeFile]:
     """Returns every recipe of the folder `recipes` under each of its names, with its configs, sorted by name."""
     files = config_files(configs)
-    owners = {name: recipe_of(name, path) for name, path in files.items()}
     found = []
     for path in recipes.glob("[!_]*.py"):
         lines = path.read_text(encoding="utf-8").splitlines()
         named = next((line.removeprefix(NAMES_LINE) for line in lines if line.startswith(NAMES_LINE)), None)
         for recipe in literal_eval(named) if named else [path.stem]:
-            own = {name: files[name] for name, owner in owners.items() if owner == recipe}
+            own = {config: file for config, file in files.items() if recipe_of(config) == recipe}
             found.append(RecipeFile(recipe, path, own, SINGLE_DEVICE_LINE not in lines))
     return sorted(found, key=lambda recipe: recipe.name)
 

@@ -40,8 +40,8 @@ def house(tmp_path):
             "recipes/grpo_lora.py": "x = 1\nSUPPORTS_DISTRIBUTED = False\n",
             "configs/__init__.py": "",
             "configs/grpo/tiny.yaml": "seed: 0\n",
-            "configs/grpo/tiny_lora.yaml": "# recipe: grpo_lora\nseed: 0\n",
-            "configs/grpo/deep/er.yaml": "\n# recipe: grpo_lora\n",
+            "configs/grpo/tiny_lora.yaml": "seed: 1\n",
+            "configs/grpo/deep/lora/er.yaml": "seed: 2\n",
             "configs/sweeps/seeds.yaml": "seed: [1, 2]\n",
         },
     )
@@ -50,11 +50,11 @@ def house(tmp_path):
 def test_catalog_assigns_configs_to_recipes(house):
     full, lora = recipe_files(house / "recipes", house / "configs")
     assert (full.name, lora.name) == ("grpo_full", "grpo_lora")
-    assert list(full.configs) == ["grpo/deep/er", "grpo/tiny"]  # the marker counts on the first line only
+    assert list(full.configs) == ["grpo/deep/lora/er", "grpo/tiny"]  # the end of the name counts
     assert list(lora.configs) == ["grpo/tiny_lora"]
     assert full.configs["grpo/tiny"].read_text() == "seed: 0\n" and full.configs["grpo/tiny"].is_absolute()
     assert (full.supports_distributed, lora.supports_distributed) == (True, False)
-    assert recipe_of("sweeps/seeds", house / "configs/sweeps/seeds.yaml") is None
+    assert recipe_of("sweeps/seeds") is None
 
 
 def test_a_recipe_may_have_several_names(house):
@@ -64,7 +64,7 @@ def test_a_recipe_may_have_several_names(house):
     full, lora = recipe_files(house / "recipes", house / "configs")
     assert (full.name, lora.name) == ("grpo_full", "grpo_lora")
     assert full.path == lora.path == house / "recipes/grpo.py"
-    assert list(full.configs) == ["grpo/deep/er", "grpo/tiny"] and list(lora.configs) == ["grpo/tiny_lora"]
+    assert list(full.configs) == ["grpo/deep/lora/er", "grpo/tiny"] and list(lora.configs) == ["grpo/tiny_lora"]
 
 
 def test_register_appends_once(house, monkeypatch):

@@ -26,7 +26,7 @@ from torchtune_ext.settings.components import Component, instantiate
 from torchtune_ext.settings.config import load_config
 
 FILES = config_files(folder("configs"))
-CONFIGS = {name: path for name, path in FILES.items() if recipe_of(name, path)}
+CONFIGS = {name: path for name, path in FILES.items() if recipe_of(name)}
 PRESETS = [name.removeprefix("presets/") for name in FILES if name.startswith("presets/")]
 NEEDED = dict.fromkeys(("output_dir", "model_dir", "model", "tokenizer", "task", "optimizer"), "x") | {
     "max_steps": 1,
