@@ -14,7 +14,6 @@ from torchtune_ext.training.export import SHARD_BYTES
 from torchtune_ext.training.plan.machine import Machine
 from torchtune_ext.training.state import CheckpointConfig
 
-COLUMNS = (1, 2, 4, 8)  # numbers of training devices that the table shows in any case
 # PyTorch's allocator keeps blocks that are free but too small for what comes next, since rows differ in length.
 FRAGMENTATION = 0.05
 # Allowance for a rank, a process of the engine, and its client: Python, PyTorch, libraries. CUDA maps as much again.

@@ -1,15 +1,16 @@
-"""Writes a plan for people: what each part takes, whether it fits, and what to change if not."""
+"""Writes a plan for people: what each part takes, whether it fits, and which changes would make it fit."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from torchtune_ext.policy.memory import GIB
-from torchtune_ext.training.plan.plan import COLUMNS, Plan
+from torchtune_ext.training.plan.plan import Plan
 
 NAMES, FIGURE = 56, 9  # characters of a row's name and of a figure
 MIB = 1 << 20
 MOST_GPUS = 128  # more are not tried
 UTILIZATIONS = [share / 100 for share in range(90, 5, -5)]  # of gpu_memory_utilization
+SHOWN = 3  # changes that a verdict names
 
 
 def three(value: float) -> str:
@@ -24,77 +25,161 @@ def plan_table(plan: Plan, name: str) -> str:
     Args:
         name: of the model.
     """
-    made, sizes = plan.settings, plan.settings.sizes
+    made, sizes, machine = plan.settings, plan.settings.sizes, plan.machine
     trained = f"{sizes.trained / sizes.total:.2%} of them trained" if sizes.frozen else "all trained"
     lines = [f"{name}: {_count(sizes.total)} parameters, {trained}"]
-    if plan.machine.gpus:
+    if machine.gpus:
         lines.append(f"GPUs: {_roles(plan)}")
-    numbers = sorted({*COLUMNS, plan.trainers})
-    columns = [plan.device(n) for n in numbers]
     unit, unit_name = (GIB, "GiB") if plan.total() >= GIB else (MIB, "MiB")
-    each = " of each node" if plan.machine.nodes > 1 else ""
-    where = "on each training GPU by their number" if plan.machine.gpus else f"of main memory{each} by number of ranks"
-    lines += _rows(
-        f"{unit_name} {where} ([{plan.trainers}] is planned)",
-        [f"[{n}]" if n == plan.trainers else str(n) for n in numbers],
-        columns,
-        unit,
-    )
+    first = " of the first node" if machine.nodes > 1 else ""
+    where = "on each GPU that trains" if machine.gpus else f"of main memory{first} for the trainer"
+    lines += _rows(f"{unit_name} {where}", plan.device(plan.trainers), unit)
     if plan.engine is not None:
-        lines += _engine_lines(plan, unit, unit_name)
+        lines += _engine_rows(plan, unit, unit_name)
     elif made.engine_place == "server":
         lines.append(f"the engine is the server at {made.engine.address}; what it needs is not in this table")
-    node = " of the first node" if plan.machine.nodes > 1 else ""
-    lines += _rows(f"{unit_name} of main memory{node}, besides", [], [plan.host], unit)
+    lines += _rows(f"{unit_name} of main memory{first}, besides", plan.host, unit)
     disk = plan.disk
-    lines += _rows(f"{unit_name} of disk for one checkpoint in {made.output_dir}", [], [disk.rows], unit)
-    kept = f"{disk.kept} at once at most, with the one that is being written"
-    there = f"; free there: {three(disk.free / GIB)} GiB" if plan.machine.here else ""
-    lines.append(f"  {kept}: {three(disk.total / unit)} {unit_name}{there}")
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def verdict(plan: Plan) -> str:
-    """Returns whether the plan fits, in one line, and below it what else it takes, or what to change, the cheapest first."""
-    if plan.fits:
-        return f"fits {_where(plan)}{_used(plan)}"
-    lines = [f"does NOT fit {_where(plan)}:", *(f"  {missing}" for missing in shortages(plan))]
-    changes = advice(plan)
-    if changes:
-        lines.append("what to change, the cheapest first:")
-        width = max(len(change.words) for change in changes)
-        lines += [f"  {c.words:<{width}}  {c.result}, {'enough' if c.enough else 'NOT enough'}" for c in changes]
+    lines += _rows(f"{unit_name} of disk for one checkpoint in {made.output_dir}", disk.rows, unit)
+    there = f"; free there: {three(disk.free / GIB)} GiB" if machine.here else ""
+    lines.append(
+        f"  {disk.kept} at once at most, with the one that is being written: {three(disk.total / unit)} {unit_name}{there}"
+    )
     return "\n".join(lines)
 
 
-def shortages(plan: Plan) -> list[str]:
-    """Returns what is missing, one phrase each."""
-    machine, found = plan.machine, []
+def verdict(plan: Plan) -> str:
+    """Returns whether the plan fits, in one line, and below it what else it takes, or what is missing and what helps."""
+    where = f"{'on' if plan.machine.gpus or not plan.machine.here else 'into'} {plan.machine}"
+    if plan.fits:
+        return f"fits {where}{_used(plan)}"
+    lines = [f"does NOT fit {where}:", *(f"  {missing}" for missing in shortages(plan).values())]
+    if not (helpful := list(changes_that_help(plan))):
+        return "\n".join([*lines, "no single change of a setting makes it fit"])
+    width = max(len(words) for words, _ in helpful[:SHOWN])
+    lines.append("what helps, the cheapest first:")
+    for words, left in helpful[:SHOWN]:
+        lines.append(f"  {words:<{width}}  {'then ' + '; '.join(left.values()) if left else 'then it fits'}")
+    return "\n".join(lines)
+
+
+def shortages(plan: Plan) -> dict[str, str]:
+    """Returns what is missing, a phrase for each kind of it."""
+    machine, found = plan.machine, {}
     if not plan.servers_fit:
-        found.append(f"its {_engines(plan)} need {plan.settings.engine_gpus} GPUs, where {machine.serving} serve")
+        found["gpus"] = f"its {_engines(plan)} need {plan.settings.engine_gpus} GPUs, where {machine.serving} serve"
     elif not plan.gpus_fit:
-        found.append(f"it needs {plan.gpus} GPUs{' on nodes alike' if machine.nodes > 1 else ''}: {_roles(plan)}")
+        found["gpus"] = f"it needs {plan.gpus} GPUs{' on nodes alike' if machine.nodes > 1 else ''}: {_roles(plan)}"
     if not plan.training_fits:
-        found.append(f"training takes {three(plan.total() / GIB)} GiB of each GPU")
+        found["training"] = f"training takes {three(plan.total() / GIB)} GiB of each GPU"
     need, which = plan.engine, "the" if plan.settings.engines == 1 else "each"
     if not plan.engine_fits and not need.fits:
         less = f"fewer than engine.max_model_len={need.max_model_len}"
-        found.append(f"{which} engine's KV cache would hold {need.tokens:,} tokens, {less}")
+        found["engine"] = f"{which} engine's KV cache would hold {need.tokens:,} tokens, {less}"
     elif not plan.engine_fits:
-        found.append(f"{which} engine takes {three(need.total / GIB)} GiB of each GPU")
+        found["engine"] = f"{which} engine takes {three(need.total / GIB)} GiB of each GPU"
     if not plan.host_fits:
-        found.append(f"it takes {three(plan.main_memory / GIB)} GiB of main memory, {_left(machine.host_bytes)}")
+        free = three(machine.host_bytes / GIB)
+        found["host"] = f"it takes {three(plan.main_memory / GIB)} GiB of main memory, where {free} are free"
     if not plan.disk_fits:
-        found.append(f"checkpoints take {three(plan.disk.total / GIB)} GiB of disk, {_left(plan.disk.free)}")
+        free = three(plan.disk.free / GIB)
+        found["disk"] = f"checkpoints take {three(plan.disk.total / GIB)} GiB of disk, where {free} are free"
     return found
 
 
-def _where(plan: Plan) -> str:
-    return f"{'on' if plan.machine.gpus or not plan.machine.here else 'into'} {plan.machine}"
+def changes_that_help(plan: Plan) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yields the changes after which less is missing, in words, with what is still missing, the cheapest first."""
+    missing = shortages(plan).keys()
+    for words, changed in _changes(plan):
+        if (left := shortages(changed)).keys() < missing:
+            yield words, left
 
 
-def _left(bytes_: int) -> str:
-    return f"where {three(bytes_ / GIB)} are free"
+def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    """Yields what may be changed, in words, and the plan then: first what costs time, then what costs hardware or tokens."""
+    made = plan.settings
+    words, lean = [], plan
+    if not made.activation_checkpointing:
+        words, lean = ["activation_checkpointing=True"], _changed(plan, activation_checkpointing=True)
+        yield words[0], lean
+    if made.row_tokens > made.max_model_len:
+        words, lean = [*words, f"row_tokens={made.max_model_len}"], _changed(lean, row_tokens=made.max_model_len)
+        yield " ".join(words), lean
+    if (made.shard_within or plan.trainers) < plan.trainers:
+        yield "ranks.shard_within=null", _changed(plan, shard_within=None)
+    kept = made.checkpoints
+    for change, fields in (("save_optimizer=false", {"save_optimizer": False}), ("keep_last=1", {"keep_last": 1})):
+        yield f"checkpoints.{change}", _changed(plan, checkpoints=replace(kept, **fields))
+    both = replace(kept, save_optimizer=False, keep_last=1)
+    yield "checkpoints.save_optimizer=false checkpoints.keep_last=1", _changed(plan, checkpoints=both)
+    if made.engine is not None:
+        yield from _engine_changes(plan)
+    also = f", with {' '.join(words)}" if words else ""
+    for ending, base in [("", plan), (also, lean)][: 2 if words else 1]:
+        step, limit = plan.machine.nodes, plan.machine.gpu_bytes
+        for number in range(plan.trainers + step, MOST_GPUS + 1 if limit else 0, step):
+            if base.total(number) <= limit:
+                more = _on_as_many(replace(base, trainers=number))
+                yield f"{number} GPUs that train{ending} ({more.gpus} in all)", more
+                break
+    if not made.sizes.frozen:
+        for title, nf4 in (("adapters (docs/lora.md)", False), ("adapters over NF4 (QLoRA)", True)):
+            yield f"{title}{also}", _changed(lean, sizes=made.sizes.with_adapters(nf4), publishes_all=False)
+
+
+def _engine_changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    """Yields what may be changed of the engine."""
+    made, engine, place = plan.settings, plan.settings.engine, plan.settings.engine_place
+
+    def changed(**settings) -> Plan:
+        return _changed(plan, engine=replace(engine, **settings))
+
+    if engine.kv_cache_bytes is not None:
+        yield f"engine.kv_cache_bytes={engine.kv_cache_bytes // 2}", changed(kv_cache_bytes=engine.kv_cache_bytes // 2)
+    elif place in ("shared", "sleeps"):
+        less = [share for share in UTILIZATIONS if share < engine.gpu_memory_utilization]
+        for share in less:
+            if not shortages(now := changed(gpu_memory_utilization=share)):
+                yield f"engine.gpu_memory_utilization={share:g}", now
+                break
+    elif plan.machine.gpus and engine.gpu_memory_utilization < UTILIZATIONS[0]:
+        share = UTILIZATIONS[0]
+        yield f"engine.gpu_memory_utilization={share:g}", changed(gpu_memory_utilization=share)
+    if place == "shared" and plan.machine.gpus:
+        yield "engine.sleep=true, with staleness=0", changed(sleep=True, kv_on_publish="recompute")
+    need = plan.engine
+    if need is not None and made.max_tokens + (made.prompt_tokens or 0) <= need.tokens < engine.max_model_len:
+        yield f"engine.max_model_len={need.tokens}", changed(max_model_len=need.tokens)
+    if not plan.machine.gpus:
+        return
+    if place in ("shared", "sleeps"):
+        first, size = plan.machine.gpus, engine.tensor_parallel_size
+        devices = ",".join(str(number) for number in range(first, first + size))
+        more = _on_as_many(changed(sleep=False, devices=devices))
+        yield f"GPUs more: {size}, which engine.devices names", more
+    # vLLM deals whole heads out to its GPUs.
+    sizes = [
+        gpus for gpus in range(engine.tensor_parallel_size + 1, made.sizes.heads + 1) if not made.sizes.heads % gpus
+    ]
+    for gpus in sizes:
+        fewer, rest = divmod(made.engine_gpus, gpus) if place == "own" else (0, 0)
+        names = engine.device_names[: fewer * gpus] or [str(plan.trainers + number) for number in range(gpus)]
+        devices = ",".join(names) if place == "own" else engine.devices
+        now = _on_as_many(changed(tensor_parallel_size=gpus, devices=devices))
+        if now.engine_fits:
+            where = f"so {fewer} engines in place of {made.engines}" if fewer and not rest else f"on {gpus} GPUs"
+            yield f"engine.tensor_parallel_size={gpus}, {where}", now
+            break
+
+
+def _changed(plan: Plan, **settings) -> Plan:
+    return replace(plan, settings=replace(plan.settings, **settings))
+
+
+def _on_as_many(plan: Plan) -> Plan:
+    """Returns the plan on a machine of as many GPUs as it needs."""
+    machine = plan.machine
+    return replace(plan, machine=replace(machine, gpus=max(machine.gpus, -(-plan.gpus // machine.nodes))))
 
 
 def _roles(plan: Plan) -> str:
@@ -145,191 +230,26 @@ def _count(values: int) -> str:
     return f"{values / 1e9:.3f} B" if values >= 1e8 else f"{values / 1e6:.3f} M"
 
 
-def _rows(title: str, heads: Sequence[str], columns: Sequence[Mapping[str, int]], unit: int) -> list[str]:
-    """Returns a title, a line for each name that has bytes in some column, and their sums."""
-    lines = [f"{title:<{NAMES + 2}}" + "".join(f"{head:>{FIGURE}}" for head in heads)]
-    for name in columns[0]:
-        # What the table would show as zero is left out; it is in the sum.
-        if max(column[name] for column in columns) >= 0.0005 * unit:
-            lines.append(
-                f"  {name:<{NAMES}}" + "".join(f"{_figure(column[name], unit):>{FIGURE}}" for column in columns)
-            )
-    sums = [sum(column.values()) for column in columns]
-    return [*lines, f"  {'total':<{NAMES}}" + "".join(f"{_figure(bytes_, unit):>{FIGURE}}" for bytes_ in sums)]
+def _rows(title: str, rows: Mapping[str, int], unit: int) -> list[str]:
+    """Returns a title with the sum, and a line for each name whose figure is not zero."""
+    figures = {name: bytes_ / unit for name, bytes_ in rows.items()}
+    lines = [f"{title:<{NAMES + 2}}{three(sum(figures.values())):>{FIGURE}}"]
+    return lines + [f"  {name:<{NAMES}}{three(each):>{FIGURE}}" for name, each in figures.items() if each >= 0.0005]
 
 
-def _figure(bytes_: int, unit: int) -> str:
-    return three(bytes_ / unit) if bytes_ >= 0.0005 * unit else "-"
-
-
-def _engine_lines(plan: Plan, unit: int, unit_name: str) -> list[str]:
-    made, need = plan.settings, plan.engine
-    several = made.engines > 1
+def _engine_rows(plan: Plan, unit: int, unit_name: str) -> list[str]:
+    made, need, engine = plan.settings, plan.engine, plan.settings.engine
     whose = f"{'server' if made.engine_place == 'server' else 'engine'} GPU"
-    where = f"on each {whose} (engine.tensor_parallel_size={made.engine.tensor_parallel_size})"
-    title = f"{unit_name} {where if plan.machine.gpus else 'of main memory for the engine'}"
-    lines = _rows(title, [], [need.rows | {_cache_name(plan): max(need.kv_bytes, 0)}], unit)
-    typical = [(f"engine.max_model_len={need.max_model_len}", need.max_model_len)]
-    if made.prompt_tokens is not None:
-        words = f"a prompt of {made.prompt_tokens} + sampling.max_tokens={made.max_tokens}"
-        typical.append((words, made.prompt_tokens + made.max_tokens))
-    whole = f" of each of {made.engines}" if several else ""
-    lines.append(f"  the KV cache{whole} holds {need.tokens:,} tokens, for so many requests at once:")
-    return lines + [f"    {need.in_flight(tokens):>9,} of {words}" for words, tokens in typical]
-
-
-def _cache_name(plan: Plan) -> str:
-    engine = plan.settings.engine
+    where = f"on each {whose} (engine.tensor_parallel_size={engine.tensor_parallel_size})"
+    cache = f"KV cache (what gpu_memory_utilization={engine.gpu_memory_utilization:g} leaves)"
     if engine.kv_cache_bytes is not None or not plan.machine.gpus:
-        return "KV cache (engine.kv_cache_bytes)"
-    return f"KV cache (what gpu_memory_utilization={engine.gpu_memory_utilization:g} leaves)"
-
-
-@dataclass(frozen=True, slots=True)
-class Advice:
-    """A change of settings, and what comes of it."""
-
-    words: str  # what to add to the command line, or to do
-    result: str  # what that brings
-    enough: bool  # whether what was short then fits
-
-
-def advice(plan: Plan) -> list[Advice]:
-    """Returns the changes for all that does not fit, the cheapest first. Each is tried alone, but for those that say "with"."""
-    found: list[Advice] = []
-    if plan.machine.gpus:
-        if not plan.training_fits:
-            found += _training(plan)
-        if not plan.engine_fits:
-            found += _engine(plan)
-    elif not plan.host_fits:
-        found += _memory(plan)
-    if not plan.disk_fits:
-        found += _disk(plan)
-    return found
-
-
-def _changed(plan: Plan, **settings) -> Plan:
-    return replace(plan, settings=replace(plan.settings, **settings))
-
-
-def _gib(bytes_: float) -> str:
-    return f"{bytes_ / GIB:,.1f} GiB"
-
-
-def _cheap(plan: Plan) -> Iterator[tuple[str, Plan]]:
-    """Yields the changes that cost time, and nothing else, each with those before it."""
-    words: list[str] = []
-    if not plan.settings.activation_checkpointing:
-        words.append("activation_checkpointing=True")
-        plan = _changed(plan, activation_checkpointing=True)
-        yield words[-1], plan
-    shortest = plan.settings.max_model_len
-    if plan.settings.row_tokens > shortest:
-        words.append(f"row_tokens={shortest}")
-        yield " ".join(words), _changed(plan, row_tokens=shortest)
-
-
-def _training(plan: Plan) -> list[Advice]:
-    limit, nodes, found = plan.machine.gpu_bytes, plan.machine.nodes, []
-
-    def tried(words: str, changed: Plan) -> Advice:
-        total = changed.total()
-        return Advice(words, f"{_gib(total)} on each GPU", total <= limit)
-
-    found += _sharing(plan)
-    if (plan.settings.shard_within or plan.trainers) < plan.trainers:
-        found.append(tried("ranks.shard_within=null", _changed(plan, shard_within=None)))
-    found += [tried(words, changed) for words, changed in _cheap(plan)]
-    cheapest = list(_cheap(plan))
-    for words, base in [("", plan), *cheapest[-1:]]:
-        number = next((n for n in range(plan.trainers + nodes, MOST_GPUS + 1, nodes) if base.total(n) <= limit), None)
-        if number is not None:
-            more = replace(base, trainers=number)
-            title = f"{number} GPUs that train{f', with {words}' if words else ''} ({more.gpus} in all)"
-            found.append(tried(title, more))
-    return found + [tried(words, changed) for words, changed in _adapters(plan)]
-
-
-def _adapters(plan: Plan) -> Iterator[tuple[str, Plan]]:
-    """Yields what adapters in place of all weights would take, with the changes that cost time alone."""
-    cheapest = list(_cheap(plan))
-    words, base = cheapest[-1] if cheapest else ("", plan)
-    if plan.settings.sizes.frozen:
-        return
-    for title, nf4 in (("adapters (docs/lora.md)", False), ("adapters over NF4 (QLoRA)", True)):
-        changed = _changed(base, sizes=plan.settings.sizes.with_adapters(nf4), publishes_all=False)
-        yield f"{title}{f', with {words}' if words else ''}", changed
-
-
-def _sharing(plan: Plan) -> Iterator[Advice]:
-    """Yields what to do where the engine is on the trainer's GPU."""
-    limit, engine = plan.machine.gpu_bytes, plan.settings.engine
-    if plan.settings.engine_place not in ("shared", "sleeps"):
-        return
-    for share in UTILIZATIONS:
-        if engine.kv_cache_bytes is None and share < engine.gpu_memory_utilization:
-            changed = _changed(plan, engine=replace(engine, gpu_memory_utilization=share))
-            if changed.total() <= limit and changed.engine_fits:
-                yield Advice(f"engine.gpu_memory_utilization={share:g}", f"{_gib(changed.total())} on each GPU", True)
-                break
-    if plan.settings.engine_place == "shared":
-        changed = _changed(plan, engine=replace(engine, sleep=True, kv_on_publish="recompute"))
-        words = "engine.sleep=true, with staleness=0"
-        yield Advice(words, f"{_gib(changed.total())} on each GPU", changed.total() <= limit)
-    gpus = plan.machine.gpus
-    names = ",".join(str(number) for number in range(gpus, gpus + engine.tensor_parallel_size))
-    changed = _changed(plan, engine=replace(engine, sleep=False, devices=names))
-    words = f"GPUs more: {engine.tensor_parallel_size}, which engine.devices names"
-    yield Advice(words, f"{_gib(changed.total())} on each GPU that trains", changed.total() <= limit)
-
-
-def _engine(plan: Plan) -> Iterator[Advice]:
-    need, engine = plan.engine, plan.settings.engine
-
-    def tried(words: str, **settings) -> Advice:
-        changed = _changed(plan, engine=replace(engine, **settings))
-        return Advice(words, f"a KV cache of {changed.engine.tokens:,} tokens", changed.engine_fits)
-
-    longest = plan.settings.max_tokens + (plan.settings.prompt_tokens or 0)
-    if longest <= need.tokens < engine.max_model_len:
-        yield tried(f"engine.max_model_len={need.tokens}", max_model_len=need.tokens)
-    if engine.kv_cache_bytes is None and engine.gpu_memory_utilization < UTILIZATIONS[0] and not engine.sleep:
-        share = UTILIZATIONS[0]
-        yield tried(f"engine.gpu_memory_utilization={share:g}", gpu_memory_utilization=share)
-    for gpus in range(engine.tensor_parallel_size + 1, plan.settings.sizes.heads + 1):
-        # vLLM deals whole heads out to its GPUs.
-        if plan.settings.sizes.heads % gpus == 0:
-            made = plan.settings
-            fewer, rest = divmod(made.engine_gpus, gpus) if made.engine_place == "own" else (0, 0)
-            where = f"so {fewer} engines in place of {made.engines}" if fewer and not rest else f"on {gpus} GPUs"
-            more = tried(f"engine.tensor_parallel_size={gpus}, {where}", tensor_parallel_size=gpus)
-            if more.enough:
-                yield more
-                break
-
-
-def _memory(plan: Plan) -> Iterator[Advice]:
-    """Yields what to do where a CPU has too little main memory."""
-    limit, engine = plan.machine.host_bytes, plan.settings.engine
-    if engine is not None and engine.kv_cache_bytes is not None:
-        less = replace(engine, kv_cache_bytes=engine.kv_cache_bytes // 2)
-        changed = _changed(plan, engine=less)
-        if changed.engine_fits:
-            words = f"engine.kv_cache_bytes={less.kv_cache_bytes}"
-            yield Advice(words, f"{_gib(changed.main_memory)} of main memory", changed.main_memory <= limit)
-    for words, changed in (*_cheap(plan), *_adapters(plan)):
-        yield Advice(words, f"{_gib(changed.main_memory)} of main memory", changed.main_memory <= limit)
-
-
-def _disk(plan: Plan) -> Iterator[Advice]:
-    kept = plan.settings.checkpoints
-    for words, fields in (
-        ("checkpoints.save_optimizer=false", {"save_optimizer": False}),
-        ("checkpoints.keep_last=1", {"keep_last": 1}),
-        ("checkpoints.save_optimizer=false checkpoints.keep_last=1", {"save_optimizer": False, "keep_last": 1}),
-    ):
-        changed = _changed(plan, checkpoints=replace(kept, **fields))
-        if changed.disk.total < plan.disk.total:
-            yield Advice(words, f"{_gib(changed.disk.total)} of checkpoints", changed.disk_fits)
-    yield Advice("output_dir on another disk", f"needs {_gib(plan.disk.total)} there", True)
+        cache = "KV cache (engine.kv_cache_bytes)"
+    rows = need.rows | {cache: max(need.kv_bytes, 0)}
+    title = f"{unit_name} {where if plan.machine.gpus else 'of main memory for the engine'}"
+    whole = f" of each of {made.engines}" if made.engines > 1 else ""
+    lines = [f"  the KV cache{whole} holds {need.tokens:,} tokens, for so many requests at once:"]
+    lines.append(f"    {need.in_flight(need.max_model_len):,} of engine.max_model_len={need.max_model_len}")
+    if made.prompt_tokens is not None:
+        typical = need.in_flight(made.prompt_tokens + made.max_tokens)
+        lines.append(f"    {typical:,} of a prompt of {made.prompt_tokens} + sampling.max_tokens={made.max_tokens}")
+    return [*_rows(title, rows, unit), *lines]
