@@ -5,8 +5,9 @@
 
 A cell is what the trainer and the engine compute in, and what is trained. In each, one run takes steps in good health, and then
 meets one fault after the other, which is planted between an update and its publication, found or not within PATIENCE steps,
-healed, and followed by a sound step. Further runs, in good health only, have the other learning rates. Cells and rates that are
-there already are read, not run again. "effect" is the applied share of an update or an adapter.
+healed, and followed by a sound step. An engine with another base of RoPE is wrong from its start and has a run of its own.
+Further runs, in good health only, have the other learning rates. Cells and rates that are there already are read.
+"effect" is the applied share of an update or an adapter.
 """
 
 import argparse
@@ -38,6 +39,7 @@ SAMPLERS = {
 }
 LOST = ("lost", "lost under its label", "lost, and the engine lies")
 TENSORS = ("one tensor random", "one tensor lost", "one tensor old", "all tensors old, and the engine lies")
+ROPE = "hf_overrides: {rope_parameters: {rope_type: default, rope_theta: 5000.0}}"
 ADAPTERS = ["adapters.publish=adapter", "model.lora_attn_modules=[q_proj,v_proj]", "model.lora_rank=8"]
 MERGED = ["adapters.publish=merged", *ADAPTERS[1:]]
 PRECISIONS = {
@@ -133,8 +135,10 @@ def recipe_main(cfg) -> None:
 # -- all runs ---------------------------------------------------------------------------------------------------------------
 
 
-def run(out: Path, config: str, options: list[str], rate: str, healthy: int, faults: list[str]) -> list[dict]:
-    """The lines of one run, which is made unless it is there."""
+def run(
+    out: Path, config: str, options: list[str], rate: str, healthy: int, faults: list[str], engine: str = ""
+) -> list[dict]:
+    """The lines of one run, which is made unless it is there. Args: engine: more of `engine.extra_args`."""
     found = out / "found.jsonl"
     if not (found.exists() and len(found.read_text().splitlines()) == 1 + len(faults)):
         out.mkdir(parents=True, exist_ok=True)
@@ -156,7 +160,7 @@ def run(out: Path, config: str, options: list[str], rate: str, healthy: int, fau
         command += [
             "updates_per_step=1",
             "max_steps=1000000",
-            "engine.extra_args={worker_extension_cls: gate_loader.Loader}",
+            f"engine.extra_args={{worker_extension_cls: gate_loader.Loader{', ' * bool(engine)}{engine}}}",
         ]
         with (out / "log").open("w") as log:
             subprocess.run(command, check=True, env=environ, stdout=log, stderr=subprocess.STDOUT)
@@ -175,12 +179,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="in good health")
     args = parser.parse_args()
     faults = [*SAMPLERS, *LOST, *TENSORS]
-    rows, alarms = {name: [] for name in faults}, []
+    rows, alarms = {name: [] for name in ["wrong rope", *faults]}, []
     for cell in args.cells:
         for number, rate in enumerate(args.rates):
             planted = [] if number else faults
             out = (args.out / f"{cell}, lr {rate}".replace(" ", "_")).absolute()
             health, *found = run(out, args.config, CELLS[cell] + args.options, rate, args.steps, planted)
+            if not number:
+                rope = run(Path(f"{out}, rope"), args.config, CELLS[cell] + args.options, rate, 1, [], ROPE)
+                found.append(rope[0] | {"fault": "wrong rope"})
             steps = f"{args.steps} steps, {health['tokens']} tokens"
             alarms.append((cell, rate, steps, f"{health['limit']:.2g}", test_of(health["message"]) or "none"))
             for line in found:
