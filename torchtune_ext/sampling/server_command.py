@@ -219,7 +219,7 @@ def engine_args(model_dir: str, config: EngineConfig, transfer: str = "shm") -> 
         args |= {"lora_target_modules": list(config.lora_targets)} if config.lora_targets else {}
     if config.quantization:
         # The disk holds no such weights: they are random until the first publication.
-        args |= {"hf_overrides": {"quantization_config": config.quantization}, "load_format": "dummy"}
+        args["load_format"] = "dummy"
     if on_cpu():
         args |= {
             "enforce_eager": True,
@@ -238,7 +238,10 @@ def engine_args(model_dir: str, config: EngineConfig, transfer: str = "shm") -> 
             args["distributed_executor_backend"] = "mp"
         args |= {"kv_cache_memory_bytes": config.kv_cache_bytes} if config.kv_cache_bytes else {}
         args |= {"block_size": config.block_size} if config.block_size else {}
-    return args | config.extra_args
+    args |= config.extra_args
+    if config.quantization:
+        args["hf_overrides"] = {**args.get("hf_overrides", {}), "quantization_config": config.quantization}
+    return args
 
 
 def engine_environment(config: EngineConfig) -> dict[str, str]:

@@ -154,4 +154,10 @@ def test_adapters_and_fp8_have_their_flags(monkeypatch):
     assert environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
     command, environ = server_command("model", EngineConfig(address=ADDRESS, **FP8))
     assert json.loads(value(command, "--hf-overrides")) == {"quantization_config": FP8["quantization"]}
+    mine = {"hf_overrides": {"rope_parameters": {"rope_theta": 5000.0}}}
+    command, _ = server_command("model", EngineConfig(address=ADDRESS, **FP8, extra_args=mine))
+    assert json.loads(value(command, "--hf-overrides")) == {
+        **mine["hf_overrides"],
+        "quantization_config": FP8["quantization"],
+    }
     assert value(command, "--load-format") == "dummy" and environ["VLLM_USE_DEEP_GEMM_E8M0"] == "0"
