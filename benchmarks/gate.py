@@ -110,7 +110,7 @@ def test_of(message: str) -> str:
     for text, test in (
         ("labels what it samples", "version"),
         ("samples as before|samples without", "effect"),
-        ("weights: ", "checksum"),
+        (": weights: ", "checksum"),
         ("truncated or renormalized \\(", "identity"),
         ("Likely cause: temperature", "scale, says temperature"),
         ("Likely cause: top-p", "scale, says top-p"),
