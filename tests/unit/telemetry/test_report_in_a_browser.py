@@ -29,8 +29,8 @@ PROBE = """
     plots: [...document.querySelectorAll(".plot")].map((node) => node.querySelectorAll("path, circle, rect").length),
     state: text("#state"), about: text("#about"), notices: text("#notices"), said: text(".said"),
     tiles: Object.fromEntries([...document.querySelectorAll(".tile")].map((tile) => [tile.dataset.metric, [tile.querySelector("b").textContent, tile.querySelector(".note").textContent]])),
-    legends: Object.fromEntries(["Reward and", "Completion length", "Entropy"].map((title) => [title, [...legend(title).querySelectorAll(".number")].map((node) => node.textContent)])),
-    when: legend("Entropy").querySelector(".at").textContent, lead: legend("Reward and").querySelector("svg").getBoundingClientRect().height,
+    legends: Object.fromEntries(["Reward", "Completion length", "Entropy"].map((title) => [title, [...legend(title).querySelectorAll(".number")].map((node) => node.textContent)])),
+    when: legend("Entropy").querySelector(".at").textContent, lead: legend("Reward").querySelector("svg").getBoundingClientRect().height,
     pair: [...document.querySelectorAll("#pair .sample")].map((node) => [node.querySelector(".verdict").textContent, node.querySelector(".reward").textContent, node.querySelector("pre").textContent]),
     groups: [...document.querySelectorAll(".group")].map((node) => node.classList.contains("silent")),
 """
@@ -55,7 +55,7 @@ def shown(tmp_path_factory):
             values = {
                 "reward/mean": step / 100, "reward/std": 0.3, "reward/accuracy": 0.5, "length/mean": 10.0 + step, "length/max": 90.0,
                 "length/truncated": 0.01, "groups/used": 6.0, "groups/no_signal": 2.0, "loss/entropy": 1 / (1 + step), "loss/total": 0.0,
-                "loss/kl_ref": 0.1, "loss/clip_fraction": 0.01, "loss/ratio_max": 2.0, "optim/lr": 2e-6, "optim/grad_norm": 1.0, "mismatch/mean_abs": 0.03, "mismatch/k1": 0.01,
+                "loss/kl_ref": 0.1, "loss/clip_fraction": 0.01, "loss/ratio_max": 2.0, "optim/lr": 2e-6, "optim/grad_norm": 1.0, "mismatch/mean_abs": 0.01 + step / 2000, "mismatch/k1": 0.01,
                 "engines/restarts": 0.0, "engine/kv_max": 0.5, "memory/rss_gib": 1.0, "publish/bytes": 1e9, "time/step": 5.0, "pack/rho": 4.0,
             }  # fmt: skip
             if step % 20 == 0:
@@ -94,9 +94,9 @@ def test_a_tile_shows_the_number_of_its_legend(shown):
     for copy in shown[0].values():
         tiles, legends = copy["tiles"], copy["legends"]
         # A tenth of 61 steps are six: 55 to 60.
-        assert tiles["reward/mean"] == ["0.575", "mean of steps 55–60"] and legends["Reward and"][0] == "0.575"
+        assert tiles["reward/mean"] == ["0.575", "mean of steps 55–60"] and legends["Reward"][0] == "0.575"
         assert tiles["eval/accuracy_sampled"] == ["0.75", "step 60 · 95% interval 0.7–0.8"]
-        assert legends["Reward and"][1] == "0.75 at step 60"
+        assert legends["Reward"][1] == "0.75 at step 60"
         assert tiles["length/mean"][0] == legends["Completion length"][0] == "68"
         assert tiles["loss/entropy"][0] == legends["Entropy"][0] and copy["when"] == "mean of steps 55–60"
         assert copy["lead"] >= 220
@@ -106,7 +106,7 @@ def test_it_says_which_run_it_shows_and_what_to_look_at(shown):
     for copy in shown[0].values():
         assert copy["state"] == "stopped at step 60 of 200"
         assert all(words in copy["about"] for words in ("Qwen2.5-7B-Instruct", "dapo", "2e-06", "5 min"))
-        assert "The run ended at step 60 of 200" in copy["notices"] and "0.03 nats apart" in copy["notices"]
+        assert "The run ended at step 60 of 200" in copy["notices"] and "nats apart, from 0.01" in copy["notices"]
         # A finding concerns the agreement, and none the machine.
         assert copy["folded"] == ["section-machine"]
 
