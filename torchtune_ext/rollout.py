@@ -234,8 +234,8 @@ class GroupStream:
     def watched(
         self, watcher: Watcher | None, finished: Mapping[int, Group], below: float = math.inf
     ) -> Iterator[None]:
-        """Inside, `watcher` is told what comes of groups with numbers under `below`, and first of all what has come of them. It
-        may miss what comes in that very moment.
+        """Inside, `watcher` is told what comes of groups with numbers under `below`, and first what has come of them. What
+        comes in that very moment it may be told of twice or not at all, which a bar can bear.
 
         Args:
             finished: groups that `next` has handed out, by number.

@@ -99,7 +99,7 @@ def test_an_engine_without_room_for_the_longest_request_does_not_fit(seven):
     assert not tight.engine.fits and "fewer than engine.max_model_len=16384" in verdict(tight)
     left = dict(changes_that_help(tight))
     assert left["engine.tensor_parallel_size=2, on 2 GPUs"].keys() == {"training"}
-    four = planned(seven, "8x20", replace(OWN, devices="4,5,6,7"))
+    four = planned(seven, "8x20", replace(OWN, devices="4,5,6,7", count=4))
     assert "engine" not in dict(changes_that_help(four))["engine.tensor_parallel_size=2, so 2 engines in place of 4"]
 
 

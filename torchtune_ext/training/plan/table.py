@@ -115,7 +115,7 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
     if made.engine is not None:
         yield from _engine_changes(plan)
     also = f", with {' '.join(words)}" if words else ""
-    for ending, base in [("", plan), (also, lean)][: 2 if words else 1]:
+    for ending, base in {"": plan, also: lean}.items():
         step, limit = plan.machine.nodes, plan.machine.gpu_bytes
         for number in range(plan.trainers + step, MOST_GPUS + 1 if limit else 0, step):
             if base.total(number) <= limit:
@@ -155,7 +155,7 @@ def _engine_changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
     if place in ("shared", "sleeps"):
         first, size = plan.machine.gpus, engine.tensor_parallel_size
         devices = ",".join(str(number) for number in range(first, first + size))
-        more = _on_as_many(changed(sleep=False, devices=devices))
+        more = _on_as_many(changed(sleep=False, devices=devices, count=None))
         yield f"GPUs more: {size}, which engine.devices names", more
     # vLLM deals whole heads out to its GPUs.
     sizes = [
@@ -165,7 +165,7 @@ def _engine_changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
         fewer, rest = divmod(made.engine_gpus, gpus) if place == "own" else (0, 0)
         names = engine.device_names[: fewer * gpus] or [str(plan.trainers + number) for number in range(gpus)]
         devices = ",".join(names) if place == "own" else engine.devices
-        now = _on_as_many(changed(tensor_parallel_size=gpus, devices=devices))
+        now = _on_as_many(changed(tensor_parallel_size=gpus, devices=devices, count=None))
         if now.engine_fits:
             where = f"so {fewer} engines in place of {made.engines}" if fewer and not rest else f"on {gpus} GPUs"
             yield f"engine.tensor_parallel_size={gpus}, {where}", now
