@@ -13,8 +13,7 @@ from omegaconf import MISSING, DictConfig
 
 from torchtune_ext.evaluation import Accuracy, accuracy
 from torchtune_ext.grading import Grader, GraderConfig, open_graders, rehearse
-from torchtune_ext.host.dry_run import require_gpus
-from torchtune_ext.host.opening import ready
+from torchtune_ext.host.opening import say_ready
 from torchtune_ext.host.plugin import parse
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.rollout import in_order, sample_groups
@@ -40,6 +39,7 @@ from torchtune_ext.training.checks import (
 )
 from torchtune_ext.training.life import close_all, run_recipe
 from torchtune_ext.training.settings import at_least, chosen_dtype
+from torchtune_ext.training.start import require_gpus
 
 SUPPORTS_DISTRIBUTED = False  # one engine; it spreads over GPUs by engine.tensor_parallel_size
 
@@ -87,7 +87,7 @@ class EvaluateRecipe:
         self.progress = Progress()
         seconds = self.engine.wait_ready()
         self.engine.require_own_model()
-        say(ready(seconds))
+        say_ready(seconds)
 
     def check(self) -> None:
         """Builds the parts that cost nothing and tries them: what is wrong is said before anything is touched."""

@@ -22,17 +22,14 @@ import torch
 from omegaconf import MISSING, DictConfig
 
 from torchtune_ext.advantages import refilled, with_advantages
-from torchtune_ext.grading import open_graders
 from torchtune_ext.groups import Group, graded
 from torchtune_ext.host import nodes
-from torchtune_ext.host.dry_run import check_start, dry_run
-from torchtune_ext.host.opening import opening, ready
+from torchtune_ext.host.opening import say_opening, say_ready
 from torchtune_ext.host.parts import make_parts
 from torchtune_ext.host.plugin import parse
 from torchtune_ext.packing import Row, pack_updates
 from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.rollout import sample_held_out
-from torchtune_ext.run.output import say
 from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.sampling.engine import Engine
 from torchtune_ext.settings.components import instantiate
@@ -135,7 +132,7 @@ class GRPORecipe:
         parts = self.parts = make_parts(cfg, self.ranks)
         self.loss, self.sampling, self.problems = parts.loss, parts.sampling, parts.problems
         if self.ranks.is_main:
-            check_start(parts)
+            parts.check_start()
             # A replay trains on stored rollouts and samples nothing.
             self.engine = None if parts.replay else Engine(cfg.model_dir, parts.precision.engine, cfg.output_dir)
             self.folder = parts.open_folder()
@@ -144,20 +141,14 @@ class GRPORecipe:
         self.checkpoints = Checkpoints(f"{cfg.output_dir}/checkpoints", identity, cfg.checkpoints)
         resume = checkpoint_to_go_on_from(self.checkpoints, self.folder, cfg.resume_from_checkpoint, cfg.max_steps)
         if self.ranks.is_main:
-            say(opening(parts))
+            say_opening(parts)
 
         if self.ranks.is_main and not resume:
             self.open_records()
-        # The engine loads in a process of its own while the policy is built here. Graders that measure programs do so
-        # on cores that the engine does not use.
+        # The engine loads in a process of its own while the policy is built here.
         if self.engine:
             self.engine.start()
-            self.graders = open_graders(
-                [parts.task, parts.eval_task],
-                cfg.grader,
-                beside_training=cfg.staleness > 0,
-                folder=cfg.output_dir,
-            )
+            self.graders = parts.open_graders()
         # What hands out the groups of a step: sampled as far ahead as `staleness` and `depth` allow, or those of a
         # replay.
         self.source = parts.source(self.engine, self.graders, self.timeline)
@@ -173,7 +164,7 @@ class GRPORecipe:
         # busily.
         waited = self.ranks.from_main("wait for the engine", lambda: self.engine and self.engine.wait_ready())
         if self.engine:
-            say(ready(waited))
+            say_ready(waited)
             parts.precision.write_receipt(cfg.output_dir, self.policy, cfg.row_tokens)
         self.progress = Progress(cfg.max_steps, self.ranks.rank)
         # The gate stops a run whose engine samples from another policy than the trainer updates; a publication has to
@@ -425,8 +416,10 @@ class GRPORecipe:
 @parse
 def recipe_main(cfg: DictConfig) -> None:
     cfg = load_config(Config, cfg)
-    # It ends here, with status 0 if the run would start and fit, and with 2 otherwise.
+    # It ends here, with status 0 if the run would start and fit, and with 2 otherwise. No run needs the planner.
     if cfg.dry_run:
+        from torchtune_ext.host.dry_run import dry_run
+
         dry_run(cfg)
     run_recipe(GRPORecipe, cfg)
 

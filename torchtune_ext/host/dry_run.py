@@ -4,7 +4,7 @@
     dry_run=4x80   a machine with 4 GPUs of 80 GB in all, for trainer and engine together; 2x8x80: two nodes with 8 each;
                    8x80+4x80: 8 that train, and elsewhere 4 for the servers of engine.address
 
-A start itself compares what it asks for with the machine before its folder is touched (`check_start`).
+A start itself only looks for GPUs and for room on the disk (`Parts.check_start`).
 
 Exit status 0: a start would get through its checks, and the run fits. 2: it would not, or does not.
 """
@@ -22,34 +22,24 @@ from typing import Any
 import torch
 from torchtune.modules import TransformerDecoder
 
-from torchtune_ext.host.parts import Parts, make_parts
+from torchtune_ext.host.parts import make_parts
 from torchtune_ext.objective.loss import needs_of
 from torchtune_ext.policy.builder import on_meta
 from torchtune_ext.policy.families import published_config
 from torchtune_ext.policy.fp8.gain import engine_memory
 from torchtune_ext.policy.fp8.plan import Fp8Receipt, linear_layers
-from torchtune_ext.policy.memory import ADAMW_BYTES, optimizer_bytes, sizes_of
+from torchtune_ext.policy.memory import sizes_of
 from torchtune_ext.run.errors import Mistake, is_mistake, traceback_wanted
 from torchtune_ext.run.output import say
 from torchtune_ext.sampling.engine import find_backend
-from torchtune_ext.sampling.records import EngineConfig
-from torchtune_ext.sampling.server_command import on_cpu
 from torchtune_ext.settings.components import Component, instantiate
 from torchtune_ext.training.distributed import Ranks
 from torchtune_ext.training.plan.machine import Machine, asked_machine, this_machine
-from torchtune_ext.training.plan.plan import (
-    DiskNeed,
-    Plan,
-    Settings,
-    disk_need,
-    existing,
-    missing_devices,
-    require_apart,
-    trainers_of,
-    training_gpus,
-)
+from torchtune_ext.training.plan.plan import Plan, Settings, missing_devices, trainers_of
+from torchtune_ext.training.plan.table import plan_table, verdict
 from torchtune_ext.training.precision import DTYPES
 from torchtune_ext.training.settings import chosen_dtype
+from torchtune_ext.training.start import optimizer_bytes, require_apart, require_gpus, training_gpus
 
 
 def dry_run(cfg: Any) -> None:
@@ -80,9 +70,6 @@ def dry_run(cfg: Any) -> None:
     longest, found = checked(cfg, plan.trainers if plan else 1, machine.here)
     problems += [text for text in found if text not in problems]
     if plan is not None:
-        # A run that starts prints no table.
-        from torchtune_ext.training.plan.table import plan_table, verdict
-
         plan = replace(plan, settings=replace(plan.settings, prompt_tokens=longest))
         say("\n".join([plan_table(plan, Path(cfg.model_dir).name), *notes, "", verdict(plan)]))
     for problem in problems:
@@ -205,89 +192,3 @@ def _nodes() -> int:
     return int(os.environ.get("WORLD_SIZE", 1)) // int(
         os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1))
     )
-
-
-def check_start(parts: Parts) -> None:
-    """Rank 0, before the folder of a run is touched: tries the graders, and looks for the GPUs that the run asks for and for
-    room for its checkpoints. Says so if the disk is scarce.
-
-    Raises:
-        ValueError: nothing can be graded, the engine names GPUs that are not there, or that train, or there is no room for a
-            single checkpoint.
-    """
-    parts.rehearse()
-    cfg, engine = parts.cfg, parts.precision.engine
-    if not parts.replay:
-        require_gpus(engine)
-        require_apart(engine, training_gpus() if parts.ranks.device.type == "cuda" else [])
-    need = partial(
-        disk_need,
-        sizes_of(parts.meta_model, parts.precision.dtype),
-        cfg.checkpoints,
-        cfg.output_dir,
-        cfg.max_steps,
-        evaluated=parts.eval_task is not None,
-        save_merged=cfg.adapters.save_merged,
-        resumes=cfg.resume_from_checkpoint,
-    )
-    # What the optimizer keeps is found out by a step of it, which is made only where it matters.
-    usual = need(optimizer_bytes=ADAMW_BYTES)
-    scarce = usual.free < usual.total
-    require_disk(
-        need(optimizer_bytes=optimizer_bytes(partial(instantiate, cfg.optimizer))) if scarce else usual, cfg.output_dir
-    )
-
-
-def require_gpus(engine: EngineConfig) -> None:
-    """Looks for the GPUs of an engine that starts here.
-
-    Raises:
-        ValueError: it asks for GPUs that are not there.
-    """
-    if engine.address is not None:
-        return
-    if on_cpu():
-        for name, value, usual in (
-            ("devices", engine.devices, None),
-            ("tensor_parallel_size", engine.tensor_parallel_size, 1),
-            ("sleep", engine.sleep, False),
-        ):
-            if value != usual:
-                raise Mistake(
-                    f"engine.{name}={value} asks for GPUs, but the installed torch is the CPU build; leave it out, or install "
-                    "the CUDA build (docs/install.md)"
-                )
-        return
-    # Physical numbers, which CUDA_VISIBLE_DEVICES of this process does not change.
-    count = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    numbers = [int(each) for each in (engine.devices or "").split(",") if each.strip().isdigit()]
-    if count and numbers and max(numbers) >= count:
-        raise Mistake(
-            f"engine.devices={engine.devices!r} names GPU {max(numbers)}, but this machine has {count}, from 0 to {count - 1}"
-        )
-
-
-def require_disk(need: DiskNeed, output_dir: str) -> None:
-    """Compares the checkpoints of a run with the disk under `output_dir`. Says so if there is no room for all that are kept.
-
-    Raises:
-        ValueError: there is no room for a single one.
-    """
-    place = existing(output_dir)
-    if not os.access(place, os.W_OK):
-        raise Mistake(f"output_dir={output_dir}: {place} cannot be written by this user; choose another output_dir")
-    if need.free < need.one:
-        raise Mistake(
-            f"output_dir={output_dir}: a checkpoint takes {size_of(need.one)}, and {size_of(need.free)} are free there; "
-            "free disk space, choose another output_dir, or set checkpoints.save_optimizer=false"
-        )
-    if need.free < need.total:
-        say(
-            f"disk: a checkpoint takes {size_of(need.one)}, {need.kept} are there at once, and "
-            f"{size_of(need.free)} are free under {output_dir}; checkpoints.save_optimizer=false makes them smaller"
-        )
-
-
-def size_of(bytes_: int) -> str:
-    """Returns a number of bytes in a unit that leaves some digits before the point: "2.7 MiB"."""
-    return f"{bytes_ / 2**30:,.1f} GiB" if bytes_ >= 2**30 else f"{bytes_ / 2**20:,.1f} MiB"

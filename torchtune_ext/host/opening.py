@@ -14,7 +14,7 @@ from torchtune_ext.buffer import Ledger
 from torchtune_ext.host.parts import Parts
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import adapter_names
-from torchtune_ext.run.output import ENGINE_READY, labelled
+from torchtune_ext.run.output import ENGINE_READY, labelled, say
 from torchtune_ext.sampling.server_command import engine_configs, log_name
 from torchtune_ext.settings.components import Component, instantiate
 from torchtune_ext.settings.config import load_preset
@@ -27,8 +27,8 @@ from torchtune_ext.training.trained import Adapters, AllWeights
 AGGREGATIONS = {"token": "token mean", "sequence": "sequence mean", "constant": "sum over a constant"}
 
 
-def opening(parts: Parts) -> str:
-    """Returns the lines that a GRPO recipe prints before its engine starts."""
+def say_opening(parts: Parts) -> None:
+    """Prints what a GRPO recipe says before its engine starts."""
     cfg, output = parts.cfg, parts.cfg.output_dir
     _, _, objective = objective_line(cfg, parts.loss).partition(": ")
     texts = [task for task in (parts.task, parts.eval_task) if task and not isinstance(task, GradesItself)]
@@ -60,12 +60,12 @@ def opening(parts: Parts) -> str:
                 "multiple of evaluation.every",
             )
         )
-    return labelled(lines)
+    say(labelled(lines))
 
 
-def ready(seconds: float) -> str:
-    """Returns the line that a recipe prints when its engine is ready, so many seconds after its start."""
-    return f"{ENGINE_READY} {seconds:.0f} s"
+def say_ready(seconds: float) -> None:
+    """Prints that the engine is ready, so many seconds after its start."""
+    say(f"{ENGINE_READY} {seconds:.0f} s")
 
 
 def model_text(source: HFModel, model: nn.Module, trained: AllWeights | Adapters | str) -> str:

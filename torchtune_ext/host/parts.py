@@ -11,9 +11,10 @@ from torchtune.modules import TransformerDecoder
 
 from torchtune_ext.buffer import Ledger
 from torchtune_ext.chat import ChatTokenizer
-from torchtune_ext.grading import Grader, rehearse
+from torchtune_ext.grading import Grader, open_graders, rehearse
 from torchtune_ext.policy.builder import on_meta
 from torchtune_ext.policy.hf_model import HFModel
+from torchtune_ext.policy.lora import adapter_names
 from torchtune_ext.replay import Replay
 from torchtune_ext.rollout import GroupStream
 from torchtune_ext.run.folder import RunFolder
@@ -32,6 +33,15 @@ from torchtune_ext.training.manifest import Identity, identify
 from torchtune_ext.training.precision import Precision
 from torchtune_ext.training.publish import Publisher, canary_prompts
 from torchtune_ext.training.settings import check_settings, chosen_dtype
+from torchtune_ext.training.start import (
+    ADAMW_BYTES,
+    disk_need,
+    optimizer_bytes,
+    require_apart,
+    require_disk,
+    require_gpus,
+    training_gpus,
+)
 from torchtune_ext.training.trained import Adapters, AllWeights, trained_part
 
 
@@ -55,6 +65,41 @@ class Parts:
     canary: list[list[int]]  # token ids
     replay: Replay | None
 
+    def check_start(self) -> None:
+        """Before the folder of a run is touched: tries the graders, and looks for the GPUs that the run asks for and for room
+        for its checkpoints. Says so if the disk is scarce.
+
+        Raises:
+            ValueError: nothing can be graded, the engine names GPUs that are not there, or that train, or there is no room for
+                a single checkpoint.
+        """
+        self.rehearse()
+        cfg, engine = self.cfg, self.precision.engine
+        if not self.replay:
+            require_gpus(engine)
+            require_apart(engine, training_gpus() if self.ranks.device.type == "cuda" else [])
+        sizes, adapters = (
+            {name: p.numel() for name, p in self.meta_model.named_parameters()},
+            adapter_names(self.meta_model),
+        )
+        need = partial(
+            disk_need,
+            sum(sizes.values()),
+            sum(size for name, size in sizes.items() if not adapters or name in adapters),
+            self.precision.dtype,
+            cfg.checkpoints,
+            cfg.output_dir,
+            cfg.max_steps,
+            evaluated=self.eval_task is not None,
+            save_merged=cfg.adapters.save_merged,
+            resumes=cfg.resume_from_checkpoint,
+        )
+        # What the optimizer keeps is found out by a step of it, which is made only where it matters.
+        usual = need(optimizer_bytes=ADAMW_BYTES)
+        scarce = usual.free < usual.total
+        make_optimizer = partial(instantiate, cfg.optimizer)
+        require_disk(need(optimizer_bytes=optimizer_bytes(make_optimizer)) if scarce else usual, cfg.output_dir)
+
     def rehearse(self) -> None:
         """Grades the tasks' own solutions in processes that end again. Raises ValueError if that cannot be done."""
         if not self.replay:
@@ -71,6 +116,12 @@ class Parts:
         folder = RunFolder(self.cfg.output_dir)
         folder.begin(record(self.cfg), folder.resumes(self.cfg.resume_from_checkpoint), reads=named_paths(self.cfg))
         return folder
+
+    def open_graders(self) -> list[Grader]:
+        """Starts what grades the task and the held-out task. Graders that measure programs do so on cores that the engine does
+        not use."""
+        cfg, tasks = self.cfg, [self.task, self.eval_task]
+        return open_graders(tasks, cfg.grader, beside_training=cfg.staleness > 0, folder=cfg.output_dir)
 
     def source(self, engine: Engine | None, graders: Sequence[Grader], timeline: Timeline) -> GroupSource | Replay:
         """Returns where the groups of a step come from. Ranks without an engine get none."""

@@ -4,12 +4,10 @@ Every figure comes from shapes alone, so that a model on the meta device is enou
 same moment; their sum is an upper bound of the peak, as far as the shapes go (tests/unit/policy/test_memory.py counts it).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch import Tensor
 from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune.modules import TiedLinear, TransformerDecoder
 
@@ -20,7 +18,6 @@ from torchtune_ext.policy.fp8.linear import Fp8Config
 from torchtune_ext.policy.fp8.plan import linear_layers
 
 GIB = 1 << 30
-ADAMW_BYTES = 8.0  # of two moments in float32, for one trained value
 ADAPTER_SHARE = 0.01  # of the values of a model, that a typical adapter has
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # 4 bits a value, 8 bits a block of 64, and a float32 for 256 blocks of these
 
@@ -162,7 +159,7 @@ def trainer_rows(
     row_tokens: int,
     world_size: int,
     activation_checkpointing: bool,
-    optimizer_bytes: float = ADAMW_BYTES,
+    optimizer_bytes: float = 8.0,
     shard_within: int | None = None,
 ) -> dict[str, int]:
     """Returns what each training device holds, in bytes by name. Allowances of a GPU are not in it.
@@ -173,7 +170,7 @@ def trainer_rows(
         row_tokens: tokens of a packed row.
         world_size: training devices, over which FSDP2 shards.
         activation_checkpointing: whether layers are computed again in the backward.
-        optimizer_bytes: what the optimizer keeps for one trained value.
+        optimizer_bytes: what the optimizer keeps for one trained value; AdamW has two moments in float32.
         shard_within: training devices that share the states; each group of so many holds all of them. None: all devices do.
     """
     shards = min(shard_within or world_size, world_size)
@@ -228,29 +225,6 @@ def in_fp8(model: TransformerDecoder, config: Fp8Config | None, trains: bool) ->
     """Returns Hugging Face name -> (out, in) of the layers that compute in FP8, as `fp8.plan.linear_layers` has them."""
     layers = linear_layers(model, config, trains)[0] if config else ()
     return {layer.name: layer.shape for layer in layers if layer.reason is None}
-
-
-def optimizer_bytes(make: Callable[..., torch.optim.Optimizer]) -> float:
-    """Returns what an optimizer keeps for one value that it trains, in bytes: it makes one step on a small matrix.
-
-    What cannot make a step here is taken for AdamW; the checks say what is wrong with it.
-    """
-    param = nn.Parameter(torch.zeros(256, 256))
-    param.grad = torch.zeros_like(param)
-    try:
-        optimizer = make(params=[param])
-        optimizer.step()
-    except Exception:
-        return ADAMW_BYTES
-    kept = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    return sum(_nbytes(value) for value in kept if value.numel() > 1) / param.numel()
-
-
-def _nbytes(tensor: Tensor) -> int:
-    """Returns the bytes of a tensor, also of one that is quantized: that is made of others."""
-    if is_traceable_wrapper_subclass(tensor):
-        return sum(_nbytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
-    return tensor.nbytes
 
 
 def _kept_by_fp8(model: TransformerDecoder, config: Fp8Config | None, size: int) -> float:

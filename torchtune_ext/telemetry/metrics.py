@@ -14,16 +14,17 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from torchtune_ext.groups import Group
 from torchtune_ext.run.errors import FileMistake, Mistake
 from torchtune_ext.run.files import explained, write_atomic
 from torchtune_ext.run.folder import Run
-from torchtune_ext.telemetry.sinks import SINKS, Opening, Sink
 from torchtune_ext.telemetry.sinks import LoggingConfig as LoggingConfig
+from torchtune_ext.telemetry.sinks import Opening, Sink
 from torchtune_ext.telemetry.sinks.samples import sample_rows
-from torchtune_ext.telemetry.sinks.settings import RunTotals, state_of
+from torchtune_ext.telemetry.sinks.settings import SINKS, RunTotals, state_of
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ class Metrics:
         opening = Opening(run_dir, run, resume_step, self._settings)
         for name in self._settings.to:
             try:
-                self._sinks[name] = SINKS[name](opening)
+                self._sinks[name] = resolve_name(SINKS[name])(opening)
             except Exception as error:
                 # A setting or a login is wrong, which is said now, while nothing is lost.
                 if isinstance(error, ValueError):

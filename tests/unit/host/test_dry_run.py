@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 from nodes import component
 from omegaconf import OmegaConf
 from public_configs import PUBLIC, write_config
@@ -199,7 +198,7 @@ def test_two_nodes_under_torchrun_are_known(place, monkeypatch, capsys):
 
 def test_gpus_here_that_would_train_and_sample_are_a_problem(place, monkeypatch, capsys):
     monkeypatch.setattr(dry, "this_machine", lambda device: Machine(8, 79 * GIB, 500 * GIB, "the 8 GPUs here", True))
-    monkeypatch.setattr("torchtune_ext.host.dry_run.on_cpu", lambda: False)
+    monkeypatch.setattr("torchtune_ext.training.start.on_cpu", lambda: False)
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 4000 * GIB}))
     monkeypatch.setenv("RANK", "0")
     for visible, ranks, expected in ((None, 8, 2), (None, 4, 0), ("4,5,6,7", 4, 2), ("0,1,2,3", 4, 0)):
@@ -295,7 +294,7 @@ def test_without_a_gpu_here_the_run_is_judged_on_the_cpu(place, monkeypatch, cap
 
 def test_with_gpus_here_they_and_the_disk_count(place, monkeypatch, capsys):
     monkeypatch.setattr(dry, "this_machine", lambda device: Machine(5, 79 * GIB, 500 * GIB, "the 5 GPUs here", True))
-    monkeypatch.setattr("torchtune_ext.host.dry_run.on_cpu", lambda: False)
+    monkeypatch.setattr("torchtune_ext.training.start.on_cpu", lambda: False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     # As many checkpoints as one run of 7B keeps have 397 GiB.
     for free, expected in ((1000 * GIB, 0), (100 * GIB, 2)):
@@ -319,15 +318,6 @@ def test_a_dry_run_leaves_nothing_behind(place, capsys):
     before = sorted(place.rglob("*"))
     ran(capsys, cfg)
     assert sorted(place.rglob("*")) == before
-
-
-def test_what_an_optimizer_keeps_is_counted():
-    def kept(kind, **options):
-        return dry.optimizer_bytes(lambda params: kind(params, lr=1e-3, **options))
-
-    assert kept(torch.optim.AdamW) == 8 and kept(torch.optim.SGD) == 0 and kept(torch.optim.SGD, momentum=0.9) == 4
-    assert kept(torch.optim.AdamW, amsgrad=True) == 12
-    assert kept(torch.optim.AdamW, nothing=1) == 8
 
 
 def test_the_stand_ins_are_the_published_models(place):

@@ -1,6 +1,8 @@
 """What a run says of its objective before it begins is what it runs."""
 
+from contextlib import redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +12,7 @@ from omegaconf import OmegaConf
 from tables import every_row
 from torch import nn
 
-from torchtune_ext.host.opening import count, device_text, objective_line, opening, ready
+from torchtune_ext.host.opening import count, device_text, objective_line, say_opening, say_ready
 from torchtune_ext.recipes import grpo
 from torchtune_ext.run.catalog import config_files, folder
 from torchtune_ext.sampling.records import EngineConfig
@@ -107,7 +109,7 @@ def test_machines_and_copies_of_the_weights_are_said():
 
 
 def opened(cfg, every=40, processes=1):
-    """What `opening` reads of a recipe with these settings and a model of two parameters' groups."""
+    """What `say_opening` reads of a recipe with these settings and a model of two parameters' groups."""
     model = nn.Sequential(nn.Linear(1000, 999), nn.Linear(1000, 500))
     task = instantiate(cfg.evaluation.task) if cfg.evaluation.task else None
     cfg.checkpoints = CheckpointConfig(every=every)
@@ -133,8 +135,14 @@ class Flow:
         return "in float32"
 
 
+def printed(say, *args):
+    with redirect_stdout(StringIO()) as out:
+        say(*args)
+    return out.getvalue().splitlines()
+
+
 def lines(cfg, **own):
-    return opening(opened(cfg, **own)).splitlines()
+    return printed(say_opening, opened(cfg, **own))
 
 
 def test_a_run_says_what_it_is_about_to_do():
@@ -148,7 +156,7 @@ def test_a_run_says_what_it_is_about_to_do():
     )
     assert texts[4] == "runs/tiny/grpo; a checkpoint every 40 steps; graders print into grader.log"
     assert texts[5] == "starting, its log: runs/tiny/grpo/engine.log"
-    assert ready(9.4) == "engine:    ready after 9 s"
+    assert printed(say_ready, 9.4) == ["engine:    ready after 9 s"]
 
 
 def test_a_server_and_no_evaluation_are_said():

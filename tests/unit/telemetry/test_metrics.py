@@ -181,7 +181,7 @@ class FailingSink:
 
 @pytest.mark.parametrize("at", ["__init__", "log", "show", "summarize", "close"])
 def test_a_failing_sink_is_reported_once_and_dropped(tmp_path, monkeypatch, caplog, at):
-    monkeypatch.setitem(module.SINKS, "tensorboard", FailingSink)
+    monkeypatch.setattr(module, "resolve_name", lambda name: FailingSink)
     monkeypatch.setattr(FailingSink, "at", at)
     with caplog.at_level(logging.WARNING), Metrics(tmp_path, sinks=("tensorboard",)) as metrics:
         for step in range(1, 5):
@@ -208,7 +208,7 @@ class RecordingSink(FailingSink):
 
 
 def test_a_sink_hears_of_the_whole_run_and_how_it_ends(tmp_path, monkeypatch):
-    monkeypatch.setitem(module.SINKS, "tensorboard", RecordingSink)
+    monkeypatch.setattr(module, "resolve_name", lambda name: RecordingSink)
     settings = LoggingConfig(to=("tensorboard",), samples=2, samples_every=3)
 
     def lines(metrics, steps):

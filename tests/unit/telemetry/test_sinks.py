@@ -18,10 +18,9 @@ from torchtune_ext.groups import Group
 from torchtune_ext.run.folder import Run
 from torchtune_ext.tasks.task import Problem, Score
 from torchtune_ext.telemetry.rollouts import RolloutStore
-from torchtune_ext.telemetry.sinks import SINKS, LoggingConfig, Opening
+from torchtune_ext.telemetry.sinks import LoggingConfig, Opening
 from torchtune_ext.telemetry.sinks import samples as module
 from torchtune_ext.telemetry.sinks.samples import chosen_groups, sample_rows
-from torchtune_ext.telemetry.sinks.settings import NAMES
 from torchtune_ext.telemetry.sinks.wandb_sink import COLUMNS, arguments
 
 HOSTILE = "</script>\x00🙂\ud800\u2028\x1b[31m=cmd|' /C calc'!A0"
@@ -177,10 +176,6 @@ def test_a_fresh_run_does_not_resume_and_the_yaml_is_shown(tmp_path):
 def test_wrong_settings(wrong, says):
     with pytest.raises(ValueError, match=says):
         LoggingConfig(**wrong)
-
-
-def test_every_sink_has_a_name_that_the_config_takes():
-    assert tuple(SINKS) == NAMES
 
 
 def test_which_steps_are_shown():

@@ -15,8 +15,9 @@ from torchtune_ext.policy.builder import on_meta
 from torchtune_ext.policy.memory import GIB, sizes_of, trainer_rows
 from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.training.plan.machine import Machine, asked_machine
-from torchtune_ext.training.plan.plan import CONTEXT, GRAPHS, Plan, Settings, disk_need, engine_need, trainers_of
+from torchtune_ext.training.plan.plan import CONTEXT, GRAPHS, Plan, Settings, engine_need, trainers_of
 from torchtune_ext.training.plan.table import changes_that_help, plan_table, three, verdict
+from torchtune_ext.training.start import disk_need
 from torchtune_ext.training.state import CheckpointConfig
 
 OWN = EngineConfig(max_model_len=16384, gpu_memory_utilization=0.9, devices="4")
@@ -232,6 +233,10 @@ def test_a_sleeping_engine_and_the_trainer_take_turns(seven):
 # -- disk ---------------------------------------------------------------------------------------------------------------
 
 
+def needed(sizes, folder, steps, evaluated, **config):
+    return disk_need(sizes.total, sizes.trained, sizes.dtype, CheckpointConfig(**config), folder, steps, evaluated, 8.0)
+
+
 @pytest.mark.parametrize("save_optimizer", [True, False])
 def test_a_checkpoint_takes_the_bytes_that_are_planned(tmp_path, save_optimizer):
     source = make_source(tmp_path / "model")
@@ -240,7 +245,7 @@ def test_a_checkpoint_takes_the_bytes_that_are_planned(tmp_path, save_optimizer)
     trained.save(checkpoints_in(tmp_path / "c", save_optimizer=save_optimizer), 1)
     folder = tmp_path / "c" / "step_000001"
     sizes = sizes_of(on_meta(partial(from_config, str(source.path))), torch.float32)
-    need = disk_need(sizes, CheckpointConfig(save_optimizer=save_optimizer), tmp_path, 200, True, 8.0)
+    need = needed(sizes, tmp_path, 200, True, save_optimizer=save_optimizer)
     tensors = [*folder.glob("*.safetensors"), *(folder / "state").glob("*.distcp")]
     written = sum(path.stat().st_size for path in tensors)
     # Beside the values there are headers: DCP keeps each tensor as a zip file of its own, with some KB of names and padding.
@@ -251,12 +256,12 @@ def test_a_checkpoint_takes_the_bytes_that_are_planned(tmp_path, save_optimizer)
 
 def test_how_many_checkpoints_are_there_at_once(seven, tmp_path):
     def kept(steps=100, evaluated=True, **config):
-        return disk_need(seven, CheckpointConfig(**config), tmp_path / "none/yet", steps, evaluated, 8.0).kept
+        return needed(seven, tmp_path / "none/yet", steps, evaluated, **config).kept
 
     assert kept(every=10) == 4  # the last two, the best, and the one that is being written
     assert kept(every=10, evaluated=False) == 3 and kept(every=10, keep_last=5) == 7
     assert kept(every=1000) == 1 and kept(every=60) == 2
-    whole = disk_need(seven, CheckpointConfig(every=10), tmp_path, 100, True, 8.0)
+    whole = needed(seven, tmp_path, 100, True, every=10)
     assert whole.one / GIB == pytest.approx(99.3, abs=0.1)  # 14 bytes for each of 7.6 billion values
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from tables import every_row
 
-from torchtune_ext.host import dry_run
+from torchtune_ext.host import parts as host_parts
 from torchtune_ext.sampling.records import EngineConfig
-from torchtune_ext.training.plan.plan import require_apart, same_gpu, training_gpus
+from torchtune_ext.training.start import require_apart, same_gpu, training_gpus
 
 FIRST, SECOND = "GPU-8f6e2b1c-0d3a", "GPU-1a2b3c4d-5e6f"
 
@@ -94,7 +94,7 @@ def test_a_gpu_that_would_train_and_sample_is_named_with_what_to_do(devices, tra
 
 def test_a_start_refuses_it_before_it_opens_its_folder(started, monkeypatch):
     started("0,1,2,3,4,5,6,7", 8, 0)
-    monkeypatch.setattr(dry_run, "require_gpus", lambda engine: None)
+    monkeypatch.setattr(host_parts, "require_gpus", lambda engine: None)
     config = EngineConfig(max_model_len=64, devices="4,5,6,7")
     # No other part of the run is looked at before, but that its tasks can be graded.
     parts = SimpleNamespace(
@@ -105,4 +105,4 @@ def test_a_start_refuses_it_before_it_opens_its_folder(started, monkeypatch):
         ranks=SimpleNamespace(device=torch.device("cuda", 0)),
     )
     with pytest.raises(ValueError, match="engine.devices='4,5,6,7': GPU 4, 5, 6, 7 of this machine would train"):
-        dry_run.check_start(parts)
+        host_parts.Parts.check_start(parts)

@@ -9,9 +9,12 @@ from typing import Any, Protocol
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.folder import Run
 from torchtune_ext.telemetry.sinks.samples import SampleRow
-from torchtune_ext.telemetry.sinks.wandb_login import require_login
 
-NAMES = ("tensorboard", "wandb")
+# Each is loaded only where it is asked for.
+SINKS = {
+    "tensorboard": "torchtune_ext.telemetry.sinks.tensorboard_sink:TensorBoard",
+    "wandb": "torchtune_ext.telemetry.sinks.wandb_sink:WeightsAndBiases",
+}
 ARTIFACTS = ("checkpoint", "report")
 MAX_TAG = 64  # characters, by W&B's rule
 MAX_PROJECT = 128
@@ -58,6 +61,8 @@ class LoggingConfig:
     def require_login(self) -> None:
         """Raises ValueError if metrics go to W&B, and nobody is logged in."""
         if "wandb" in self.to:
+            from torchtune_ext.telemetry.sinks.wandb_login import require_login
+
             require_login()
 
     def shows(self, step: int) -> bool:
@@ -67,9 +72,9 @@ class LoggingConfig:
 
 def check_sinks(names: Sequence[str]) -> None:
     """Raises ValueError for an unknown sink, and ImportError for one whose package is missing."""
-    unknown = sorted(set(names) - set(NAMES))
+    unknown = sorted(set(names) - set(SINKS))
     if unknown:
-        raise Mistake(f"logging.to={list(names)}: nothing is called {unknown[0]!r}; choose from {list(NAMES)}")
+        raise Mistake(f"logging.to={list(names)}: nothing is called {unknown[0]!r}; choose from {list(SINKS)}")
     for name in names:
         try:
             __import__(name)

@@ -1,10 +1,7 @@
 """What a run takes of a machine, and what of that is not there."""
 
-import os
-import shutil
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 from torchtune_ext.policy.memory import GIB, Sizes, trainer_rows
 from torchtune_ext.run.errors import Mistake
@@ -12,6 +9,7 @@ from torchtune_ext.sampling.records import CANARY_REQUESTS, EngineConfig
 from torchtune_ext.sampling.server_command import CPU_KV_CACHE, device_shares, transfer_of
 from torchtune_ext.training.export import SHARD_BYTES
 from torchtune_ext.training.plan.machine import Machine
+from torchtune_ext.training.start import DiskNeed, disk_need
 from torchtune_ext.training.state import CheckpointConfig
 
 # PyTorch's allocator keeps blocks that are free but too small for what comes next, since rows differ in length.
@@ -98,31 +96,6 @@ class Settings:
     def engine_gpus(self) -> int:
         """GPUs that only engines use, or servers."""
         return self.engines * self.engine.tensor_parallel_size if self.engine_place in ("own", "server") else 0
-
-
-@dataclass(frozen=True, slots=True)
-class DiskNeed:
-    """What the checkpoints of a run take.
-
-    Args:
-        rows: bytes of one checkpoint, by name.
-        kept: how many there are at once, at most, with the one that is being written.
-        free: bytes for them on the file system of `output_dir`: those that are free, and those of checkpoints that the run has.
-    """
-
-    rows: dict[str, int]
-    kept: int
-    free: int
-
-    @property
-    def one(self) -> int:
-        """Bytes of one checkpoint."""
-        return sum(self.rows.values())
-
-    @property
-    def total(self) -> int:
-        """Bytes of all that are there at once."""
-        return self.kept * self.one
 
 
 # How many engines there are, what each takes of each of its devices, and how much room that leaves for keys and values.
@@ -252,7 +225,9 @@ class Plan:
         """What the checkpoints take."""
         made = self.settings
         return disk_need(
-            made.sizes,
+            made.sizes.total,
+            made.sizes.trained,
+            made.sizes.dtype,
             made.checkpoints,
             made.output_dir,
             made.max_steps,
@@ -407,109 +382,11 @@ def missing_devices(machine: Machine, settings: Settings) -> list[str]:
     ]
 
 
-def training_gpus(ranks: int | None = None) -> list[str]:
-    """Returns the GPUs on which the ranks of this machine train, as CUDA_VISIBLE_DEVICES names them: "0", "GPU-8f6e...".
-
-    A rank takes the GPU with its number among those that it sees. Where the variable is not set, it sees all of the machine, or
-    of its container, by their numbers: the same that an engine sees which it starts.
-
-    Args:
-        ranks: how many will train here; None: as many as torchrun has started. Where somebody else started them and does not
-            say how many are here, the GPU of this process is the only one that is known.
-    """
-    visible, local = os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("LOCAL_WORLD_SIZE")
-    mine = int(os.environ.get("LOCAL_RANK", 0))
-    numbers = range(mine, mine + 1) if ranks is None and local is None else range(ranks or int(local))
-    if visible is None:
-        return [str(number) for number in numbers]
-    names = [name.strip() for name in visible.split(",")]
-    # CUDA sees none of those behind the first that is none.
-    end = next((i for i, name in enumerate(names) if name in ("", "-1")), len(names))
-    return [names[number] for number in numbers if number < end]
-
-
-def same_gpu(one: str, other: str) -> bool:
-    """Says whether two names are surely those of one GPU. A number and a UUID may be, but nobody knows."""
-    if one.isdigit() and other.isdigit():
-        return int(one) == int(other)
-    # A UUID may be cut short, as long as no other GPU begins so.
-    return one == other or (
-        min(one, other, key=len).startswith("GPU-") and (one.startswith(other) or other.startswith(one))
-    )
-
-
-def require_apart(engine: EngineConfig, training: list[str]) -> None:
-    """Looks whether an engine of our own has the GPUs for itself that `engine.devices` gives it.
-
-    An engine that sleeps while the trainer works may share them.
-
-    Args:
-        training: the GPUs that train, as `training_gpus` returns them.
-
-    Raises:
-        ValueError: it has not.
-    """
-    if engine.address is not None or engine.devices is None or engine.sleep:
-        return
-    shared = [name for name in training if any(same_gpu(name, each) for each in engine.device_names)]
-    if not shared:
-        return
-    free = training.index(shared[0])
-    take = "1 rank here takes" if len(training) == 1 else f"{len(training)} ranks here take"
-    fewer = f"start {free} {'rank' if free == 1 else 'ranks'} here (--nproc_per_node {free}), or " if free else ""
-    raise Mistake(
-        f"engine.devices={engine.devices!r}: GPU {', '.join(shared)} of this machine would train, too, since {take} "
-        f"GPU {', '.join(training)}; {fewer}set CUDA_VISIBLE_DEVICES of the trainer to GPUs that the engine does not have, or "
-        "let both share by engine.devices=null with engine.sleep=true"
-    )
-
-
-def disk_need(
-    sizes: Sizes,
-    config: CheckpointConfig,
-    output_dir: str | Path,
-    steps: int,
-    evaluated: bool,
-    optimizer_bytes: float,
-    save_merged: bool = False,
-    resumes: bool = False,
-) -> DiskNeed:
-    """Counts the bytes of checkpoints. Metrics, rollouts and earlier runs in the folder are not in it.
-
-    Args:
-        output_dir: folder of the run, which need not exist.
-        steps: of the run; there is a checkpoint after every `config.every` of them and after the last.
-        evaluated: whether checkpoints have an accuracy, so that the best is kept besides the newest.
-        optimizer_bytes: what the optimizer keeps for one trained value.
-        save_merged: whether checkpoints of adapters hold the merged model, too.
-        resumes: whether the checkpoints that are there belong to this run. They are among those that are kept.
-    """
-    dtype, whole = str(sizes.dtype)[6:], sizes.dtype.itemsize * (sizes.total - sizes.trained * sizes.frozen)
-    rows = {
-        "trained weights in float32, to go on from": 4 * sizes.trained,
-        "state of the optimizer": int(optimizer_bytes * sizes.trained) if config.save_optimizer else 0,
-        "adapters for other tools, float32": 4 * sizes.trained if sizes.frozen else 0,
-        f"model for other tools, {dtype}": whole if save_merged or not sizes.frozen else 0,
-    }
-    written = -(-steps // config.every)
-    free = shutil.disk_usage(existing(output_dir)).free
-    if resumes:
-        files = Path(output_dir, "checkpoints").glob("step_*/**/*")
-        free += sum(file.stat().st_size for file in files if file.is_file())
-    return DiskNeed(rows, min(config.keep_last + evaluated + 1, written), free)
-
-
 def file_in_memory(sizes: Sizes) -> int:
     """Returns the bytes of main memory in which a file of a checkpoint is put together: the tensors, and safetensors' copy of
     them."""
     whole = sizes.trained * 4 if sizes.frozen else sizes.total * sizes.dtype.itemsize
     return 2 * min(SHARD_BYTES, whole)
-
-
-def existing(folder: str | Path) -> Path:
-    """Returns the folder, or the nearest one above it that exists."""
-    path = Path(folder).absolute()
-    return next(place for place in (path, *path.parents) if place.exists())
 
 
 def engine_count(config: EngineConfig) -> int:

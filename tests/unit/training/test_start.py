@@ -1,22 +1,23 @@
 """What a run asks for is compared with the machine that it starts on."""
 
 import pytest
+import torch
 
-from torchtune_ext.host import dry_run
 from torchtune_ext.policy.memory import GIB
 from torchtune_ext.sampling.records import EngineConfig
-from torchtune_ext.training.plan.plan import DiskNeed
+from torchtune_ext.training import start
+from torchtune_ext.training.start import DiskNeed
 
 
 def test_a_disk_without_room_for_a_checkpoint_is_refused():
     rows = {"weights": 60 * GIB, "state of the optimizer": 40 * GIB}
     with pytest.raises(ValueError, match=r"output_dir=runs/x: a checkpoint takes 100.0 GiB, and 99.0 GiB are free"):
-        dry_run.require_disk(DiskNeed(rows, kept=4, free=99 * GIB), "runs/x")
+        start.require_disk(DiskNeed(rows, kept=4, free=99 * GIB), "runs/x")
 
 
 @pytest.mark.parametrize(("free", "said"), [(100, True), (399, True), (400, False)])
 def test_a_disk_without_room_for_all_that_are_kept_is_said(free, said, capsys):
-    dry_run.require_disk(DiskNeed({"weights": 100 * GIB}, kept=4, free=free * GIB), "runs/x")
+    start.require_disk(DiskNeed({"weights": 100 * GIB}, kept=4, free=free * GIB), "runs/x")
     printed = capsys.readouterr().out
     assert ("a checkpoint takes 100.0 GiB, 4 are there at once" in printed) == said and bool(printed) == said
 
@@ -27,9 +28,18 @@ def test_gpus_that_are_not_there_are_refused(monkeypatch):
         (True, {"devices": "0"}, "engine.devices=0 asks for GPUs"),
         (False, {"devices": "0,9"}, "names GPU 9, but this machine has 8, from 0 to 7"),
     ):
-        monkeypatch.setattr(dry_run, "on_cpu", lambda on_cpu=on_cpu: on_cpu)
-        monkeypatch.setattr(dry_run.Path, "glob", lambda self, pattern: [f"/dev/nvidia{i}" for i in range(8)])
+        monkeypatch.setattr(start, "on_cpu", lambda on_cpu=on_cpu: on_cpu)
+        monkeypatch.setattr(start.Path, "glob", lambda self, pattern: [f"/dev/nvidia{i}" for i in range(8)])
         with pytest.raises(ValueError, match=message):
-            dry_run.require_gpus(EngineConfig(max_model_len=64, **values))
+            start.require_gpus(EngineConfig(max_model_len=64, **values))
         # A server has its own.
-        dry_run.require_gpus(EngineConfig(max_model_len=64, address="http://127.0.0.1:1"))
+        start.require_gpus(EngineConfig(max_model_len=64, address="http://127.0.0.1:1"))
+
+
+def test_what_an_optimizer_keeps_is_counted():
+    def kept(kind, **options):
+        return start.optimizer_bytes(lambda params: kind(params, lr=1e-3, **options))
+
+    assert kept(torch.optim.AdamW) == 8 and kept(torch.optim.SGD) == 0 and kept(torch.optim.SGD, momentum=0.9) == 4
+    assert kept(torch.optim.AdamW, amsgrad=True) == 12
+    assert kept(torch.optim.AdamW, nothing=1) == 8

@@ -1,0 +1,227 @@
+"""What a start asks of this machine before it touches the folder of its run: GPUs for the engine, which do not train, and room
+for checkpoints."""
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.output import say
+from torchtune_ext.sampling.records import EngineConfig
+from torchtune_ext.sampling.server_command import on_cpu
+from torchtune_ext.training.state import CheckpointConfig
+
+ADAMW_BYTES = 8.0  # of two moments in float32, for one trained value
+
+
+@dataclass(frozen=True, slots=True)
+class DiskNeed:
+    """What the checkpoints of a run take.
+
+    Args:
+        rows: bytes of one checkpoint, by name.
+        kept: how many there are at once, at most, with the one that is being written.
+        free: bytes for them on the file system of `output_dir`: those that are free, and those of checkpoints that the run has.
+    """
+
+    rows: dict[str, int]
+    kept: int
+    free: int
+
+    @property
+    def one(self) -> int:
+        """Bytes of one checkpoint."""
+        return sum(self.rows.values())
+
+    @property
+    def total(self) -> int:
+        """Bytes of all that are there at once."""
+        return self.kept * self.one
+
+
+def require_gpus(engine: EngineConfig) -> None:
+    """Looks for the GPUs of an engine that starts here.
+
+    Raises:
+        ValueError: it asks for GPUs that are not there.
+    """
+    if engine.address is not None:
+        return
+    if on_cpu():
+        for name, value, usual in (
+            ("devices", engine.devices, None),
+            ("tensor_parallel_size", engine.tensor_parallel_size, 1),
+            ("sleep", engine.sleep, False),
+        ):
+            if value != usual:
+                raise Mistake(
+                    f"engine.{name}={value} asks for GPUs, but the installed torch is the CPU build; leave it out, or install "
+                    "the CUDA build (docs/install.md)"
+                )
+        return
+    # Physical numbers, which CUDA_VISIBLE_DEVICES of this process does not change.
+    count = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    numbers = [int(each) for each in (engine.devices or "").split(",") if each.strip().isdigit()]
+    if count and numbers and max(numbers) >= count:
+        raise Mistake(
+            f"engine.devices={engine.devices!r} names GPU {max(numbers)}, but this machine has {count}, from 0 to {count - 1}"
+        )
+
+
+def training_gpus(ranks: int | None = None) -> list[str]:
+    """Returns the GPUs on which the ranks of this machine train, as CUDA_VISIBLE_DEVICES names them: "0", "GPU-8f6e...".
+
+    A rank takes the GPU with its number among those that it sees. Where the variable is not set, it sees all of the machine, or
+    of its container, by their numbers: the same that an engine sees which it starts.
+
+    Args:
+        ranks: how many will train here; None: as many as torchrun has started. Where somebody else started them and does not
+            say how many are here, the GPU of this process is the only one that is known.
+    """
+    visible, local = os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("LOCAL_WORLD_SIZE")
+    mine = int(os.environ.get("LOCAL_RANK", 0))
+    numbers = range(mine, mine + 1) if ranks is None and local is None else range(ranks or int(local))
+    if visible is None:
+        return [str(number) for number in numbers]
+    names = [name.strip() for name in visible.split(",")]
+    # CUDA sees none of those behind the first that is none.
+    end = next((i for i, name in enumerate(names) if name in ("", "-1")), len(names))
+    return [names[number] for number in numbers if number < end]
+
+
+def same_gpu(one: str, other: str) -> bool:
+    """Says whether two names are surely those of one GPU. A number and a UUID may be, but nobody knows."""
+    if one.isdigit() and other.isdigit():
+        return int(one) == int(other)
+    # A UUID may be cut short, as long as no other GPU begins so.
+    return one == other or (
+        min(one, other, key=len).startswith("GPU-") and (one.startswith(other) or other.startswith(one))
+    )
+
+
+def require_apart(engine: EngineConfig, training: list[str]) -> None:
+    """Looks whether an engine of our own has the GPUs for itself that `engine.devices` gives it.
+
+    An engine that sleeps while the trainer works may share them.
+
+    Args:
+        training: the GPUs that train, as `training_gpus` returns them.
+
+    Raises:
+        ValueError: it has not.
+    """
+    if engine.address is not None or engine.devices is None or engine.sleep:
+        return
+    shared = [name for name in training if any(same_gpu(name, each) for each in engine.device_names)]
+    if not shared:
+        return
+    free = training.index(shared[0])
+    take = "1 rank here takes" if len(training) == 1 else f"{len(training)} ranks here take"
+    fewer = f"start {free} {'rank' if free == 1 else 'ranks'} here (--nproc_per_node {free}), or " if free else ""
+    raise Mistake(
+        f"engine.devices={engine.devices!r}: GPU {', '.join(shared)} of this machine would train, too, since {take} "
+        f"GPU {', '.join(training)}; {fewer}set CUDA_VISIBLE_DEVICES of the trainer to GPUs that the engine does not have, or "
+        "let both share by engine.devices=null with engine.sleep=true"
+    )
+
+
+def disk_need(
+    total: int,
+    trained: int,
+    dtype: torch.dtype,
+    config: CheckpointConfig,
+    output_dir: str | Path,
+    steps: int,
+    evaluated: bool,
+    optimizer_bytes: float,
+    save_merged: bool = False,
+    resumes: bool = False,
+) -> DiskNeed:
+    """Counts the bytes of checkpoints. Metrics, rollouts and earlier runs in the folder are not in it.
+
+    Args:
+        total: parameters of the model.
+        trained: those that are trained; fewer are adapters.
+        dtype: of the model for other tools.
+        output_dir: folder of the run, which need not exist.
+        steps: of the run; there is a checkpoint after every `config.every` of them and after the last.
+        evaluated: whether checkpoints have an accuracy, so that the best is kept besides the newest.
+        optimizer_bytes: what the optimizer keeps for one trained value.
+        save_merged: whether checkpoints of adapters hold the merged model, too.
+        resumes: whether the checkpoints that are there belong to this run. They are among those that are kept.
+    """
+    frozen = trained < total
+    whole = dtype.itemsize * (total - trained * frozen)
+    rows = {
+        "trained weights in float32, to go on from": 4 * trained,
+        "state of the optimizer": int(optimizer_bytes * trained) if config.save_optimizer else 0,
+        "adapters for other tools, float32": 4 * trained if frozen else 0,
+        f"model for other tools, {str(dtype)[6:]}": whole if save_merged or not frozen else 0,
+    }
+    written = -(-steps // config.every)
+    free = shutil.disk_usage(existing(output_dir)).free
+    if resumes:
+        files = Path(output_dir, "checkpoints").glob("step_*/**/*")
+        free += sum(file.stat().st_size for file in files if file.is_file())
+    return DiskNeed(rows, min(config.keep_last + evaluated + 1, written), free)
+
+
+def require_disk(need: DiskNeed, output_dir: str) -> None:
+    """Compares the checkpoints of a run with the disk under `output_dir`. Says so if there is no room for all that are kept.
+
+    Raises:
+        ValueError: there is no room for a single one.
+    """
+    place = existing(output_dir)
+    if not os.access(place, os.W_OK):
+        raise Mistake(f"output_dir={output_dir}: {place} cannot be written by this user; choose another output_dir")
+    if need.free < need.one:
+        raise Mistake(
+            f"output_dir={output_dir}: a checkpoint takes {size_of(need.one)}, and {size_of(need.free)} are free there; "
+            "free disk space, choose another output_dir, or set checkpoints.save_optimizer=false"
+        )
+    if need.free < need.total:
+        say(
+            f"disk: a checkpoint takes {size_of(need.one)}, {need.kept} are there at once, and "
+            f"{size_of(need.free)} are free under {output_dir}; checkpoints.save_optimizer=false makes them smaller"
+        )
+
+
+def size_of(bytes_: int) -> str:
+    """Returns a number of bytes in a unit that leaves some digits before the point: "2.7 MiB"."""
+    return f"{bytes_ / 2**30:,.1f} GiB" if bytes_ >= 2**30 else f"{bytes_ / 2**20:,.1f} MiB"
+
+
+def existing(folder: str | Path) -> Path:
+    """Returns the folder, or the nearest one above it that exists."""
+    path = Path(folder).absolute()
+    return next(place for place in (path, *path.parents) if place.exists())
+
+
+def optimizer_bytes(make: Callable[..., torch.optim.Optimizer]) -> float:
+    """Returns what an optimizer keeps for one value that it trains, in bytes: it makes one step on a small matrix.
+
+    What cannot make a step here is taken for AdamW; the checks say what is wrong with it.
+    """
+    param = nn.Parameter(torch.zeros(256, 256))
+    param.grad = torch.zeros_like(param)
+    try:
+        optimizer = make(params=[param])
+        optimizer.step()
+    except Exception:
+        return ADAMW_BYTES
+    kept = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return sum(_nbytes(value) for value in kept if value.numel() > 1) / param.numel()
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """Returns the bytes of a tensor, also of one that is quantized: that is made of others."""
+    if is_traceable_wrapper_subclass(tensor):
+        return sum(_nbytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+    return tensor.nbytes
