@@ -6,7 +6,7 @@ SmolLM2-135M-Instruct (`make pretrained`) on the puzzles of `grpo/smollm2`, from
 about six minutes on two cores, and is then evaluated on 512 held-out problems with eight samples each. Runs that are there
 already are read, not made again, so a later call goes on.
 
-    grpo         `grpo/smollm2`; the arms below are this one with further settings
+    grpo         `grpo/smollm2` in bfloat16; the arms below are this one with further settings
     supervised   as many further minutes of `warmup_sft`, on new examples
     shuffled     the rewards of each group are dealt out again at random
 
@@ -42,12 +42,11 @@ ARMS = {  # seeds, recipe and settings
     "atr_grpo": (2, "grpo_full", "preset=atr_grpo"),
     "staleness 0": (2, "grpo_async", "staleness=0 preset=decoupled_ppo"),
     "staleness 1": (2, "grpo_async", "staleness=1 preset=decoupled_ppo"),
-    "bf16": (2, "grpo_full", "dtype=bfloat16"),
-    "fp8_rollout": (2, "grpo_full", "dtype=bfloat16 precision=fp8_rollout"),
-    "fp8_unified": (2, "grpo_full", "dtype=bfloat16 precision=fp8_unified"),
+    "fp8_rollout": (2, "grpo_full", "precision=fp8_rollout"),
+    "fp8_unified": (2, "grpo_full", "precision=fp8_unified"),
 }
-AGAINST = {name: ["warm-up"] for name in ARMS} | {"grpo": ["warm-up", "supervised", "shuffled"], "atr_grpo": ["grpo"]}
-AGAINST |= {"staleness 1": ["staleness 0"], "fp8_rollout": ["bf16"], "fp8_unified": ["bf16"]}
+AGAINST = {name: ["grpo"] for name in ARMS} | {"grpo": ["warm-up", "supervised", "shuffled"], "staleness 1": ["staleness 0"]}
+AGAINST |= {name: ["warm-up"] for name in ("supervised", "shuffled", "lora")}
 EXAMPLES = 36  # supervised ones in the minutes of a step of GRPO
 SAMPLES = 8
 
@@ -120,6 +119,7 @@ def run(out: Path, arm: str, seed: int, warm: Path, args: argparse.Namespace) ->
             "--config",
             "grpo/smollm2",
             f"model_dir={warm}",
+            "dtype=bfloat16",
             f"max_steps={args.steps}",
             f"seed={seed}",
             *settings.split(),

@@ -74,6 +74,7 @@ VALUES = {
     "seed=1.5": full("seed=1.5", r"seed=1.5 must be a whole number"),
     "max_grad_norm=none": full("max_grad_norm=none", r"max_grad_norm=none must be a number, or null"),
     "compile=perhaps": full("compile=perhaps", r"compile=perhaps must be true or false"),
+    "a list for a text": full("precision=[a]", r"precision\.flow=\['a'\] must be a text"),
     "sampling.temperature=hot": full("sampling.temperature=hot", r"sampling.temperature=hot must be a number"),
     "logging=wandb": full("logging=wandb", r"logging=wandb is no mapping; write logging.to=\[wandb\]"),
     "logging.to=wandb": full("logging.to=wandb", r"logging.to='wandb' must be a list: logging.to=\[wandb\]"),

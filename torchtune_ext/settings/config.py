@@ -228,7 +228,7 @@ def _wrong_type(error: ValidationError, cfg: DictConfig, schema: type) -> str:
     kinds = [each for each in (get_args(kind) if isinstance(kind, UnionType) else [kind]) if each is not NoneType]
     if get_origin(kinds[0]) in (list, tuple) and not isinstance(value, ListConfig):
         return f"{key}={value!r} must be a list: {key}=[{value}]"
-    if kinds[0] not in WANTED or isinstance(value, DictConfig | ListConfig):
+    if kinds[0] not in WANTED:
         return f"{error.full_key}: {error.msg or error}".split("\n")[0]
     return f"{key}={value} must be {WANTED[kinds[0]]}{', or null' if kind != kinds[0] else ''}"
 
