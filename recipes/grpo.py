@@ -117,7 +117,7 @@ class GRPORecipe:
         self.ranks = init_ranks(
             cfg.device,
             cfg.ranks,
-            engine_beside=cfg.staleness > 0,
+            engine_beside=cfg.staleness > 0 and not cfg.replay and not cfg.engine.address,
             output_dir=cfg.output_dir,
             model_dir=cfg.model_dir,
         )
@@ -271,12 +271,13 @@ class GRPORecipe:
 
     def sample(self) -> tuple[list[Group], dict[str, float]]:
         """Rank 0: the groups of this step with advantages, stored and measured. Other ranks: nothing."""
-        cfg, groups, wanted = self.cfg, [], self.cfg.prompts_per_step
+        cfg, groups, values, wanted = self.cfg, [], {}, self.cfg.prompts_per_step
         if not self.ranks.is_main:
             return [], {}
         for refill in range(1 + cfg.refill_rounds):
             with self.progress.sampling(wanted * cfg.samples_per_prompt) as bar:
-                more, values = self.source.take(wanted, self.watch, bar, refill)
+                more, measured = self.source.take(wanted, self.watch, bar, refill)
+            values |= measured
 
             # A group whose rewards are all equal says nothing about what is better. It is trained on only where the
             # loss has a term that acts without an advantage (a KL penalty, an entropy bonus), and may be replaced by a
@@ -416,7 +417,7 @@ class GRPORecipe:
 @parse
 def recipe_main(cfg: DictConfig) -> None:
     cfg = load_config(Config, cfg)
-    # It ends here, with status 0 if the run would start and fit, and with 2 otherwise. No run needs the planner.
+    # The process ends here, with status 0 if the run would start and fit, and with 2 otherwise. Only this needs a planner.
     if cfg.dry_run:
         from torchtune_ext.host.dry_run import dry_run
 

@@ -158,7 +158,7 @@ class GroupSource:
         self._graded.look(
             self._step, [(group.problem.id, sample.outcome) for group in groups for sample in group.samples]
         )
-        return groups, values | self._stream.grader.metrics()
+        return groups, values | self._stream.grader.metrics(refill > 0)
 
     def alone(self) -> AbstractContextManager:
         """Returns a context for work that would disturb graders that measure time, and the other way round."""

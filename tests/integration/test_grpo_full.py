@@ -122,7 +122,7 @@ from letters import Letters
 from torchtune_ext.tasks.task import Score
 
 
-class Reinforce:
+class Unclipped:
     def __call__(self, t):
         return -t.advantages_L * t.logprobs_L, {"mine_max": t.advantages_L}
 
@@ -135,7 +135,7 @@ class Short(Letters):
 @parse
 def recipe_main"""
     (workplace / "my_grpo.py").write_text(source.replace("@parse\ndef recipe_main", mine))
-    names = ["loss._component_=Reinforce", "task._component_=Short", "evaluation.task=null"]
+    names = ["loss._component_=Unclipped", "task._component_=Short", "evaluation.task=null"]
     runs.run(workplace, "my_grpo.py", "output_dir=mine", "max_steps=1", *names, served)
     line = runs.metrics(workplace / "mine")[1]
     assert line["loss/mine_max"] > 0 and "loss/clip_fraction" not in line

@@ -115,8 +115,8 @@ class Grader:
         log_failures(outcomes)
         return outcomes
 
-    def metrics(self) -> dict[str, float]:
-        """Returns what is to be logged of the grading itself since the last call: nothing."""
+    def metrics(self, refill: bool = False) -> dict[str, float]:
+        """Returns what is to be logged of the grading itself in a step: nothing."""
         return {}
 
     def alone(self) -> AbstractContextManager:

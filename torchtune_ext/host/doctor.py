@@ -392,12 +392,6 @@ def main(args: argparse.Namespace) -> int:
     return int(any(finding.mark == FAIL for finding in findings))
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_arguments(parser)
-    sys.exit(main(parser.parse_args()))
-
-
 # Ray has a command of the same name. pip knows no owner of a file: whichever is installed later overwrites it, and
 # uninstalling either removes it. So it can be written again, without a package index.
 def own_tune() -> Path:
@@ -542,9 +536,3 @@ def gather(deadline_s: float) -> Facts:
         sandbox_error=sandbox_error,
         environment={name: os.environ[name] for name in WATCHED_VARIABLES if name in os.environ},
     )
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_arguments(parser)
-    sys.exit(main(parser.parse_args()))

@@ -30,13 +30,12 @@ AGGREGATIONS = {"token": "token mean", "sequence": "sequence mean", "constant": 
 def say_opening(parts: Parts) -> None:
     """Prints what a GRPO recipe says before its engine starts."""
     cfg, output = parts.cfg, parts.cfg.output_dir
-    _, _, objective = objective_line(cfg, parts.loss).partition(": ")
     texts = [task for task in (parts.task, parts.eval_task) if task and not isinstance(task, GradesItself)]
     printed = "; graders print into grader.log" if texts and not parts.replay else ""
     lines = [
         ("model", model_text(parts.hf_model, parts.meta_model, parts.trained)),
         ("device", f"{device_text(parts.ranks)}; {parts.precision}{dtype_note(cfg.dtype, parts.ranks.device.type)}"),
-        ("objective", objective),
+        ("objective", objective_text(cfg, parts.loss)),
         ("problems", problems_text(cfg, parts.task, parts.eval_task)),
         ("files", f"{output}; a checkpoint every {cfg.checkpoints.every} steps{printed}"),
     ]
@@ -105,7 +104,7 @@ def copies_text(ranks: int, shards: int) -> str:
 
 
 def problems_text(cfg: Any, task: Task, held_out: Task | None) -> str:
-    """Returns what is asked: "Math, 7,473, of which a step takes 32 with 16 samples each; held-out: ..."."""
+    """Returns what is asked: "Math, 7,473; each step takes 32 with 16 samples each; held out: ..."."""
     number = f"{len(task):,}" if len(task) <= SHUFFLE_LIMIT else "made without end"
     text = f"{type(task).__name__}, {number}; each step takes {cfg.prompts_per_step} with {cfg.samples_per_prompt} samples each"
     if held_out is None:
@@ -113,19 +112,15 @@ def problems_text(cfg: Any, task: Task, held_out: Task | None) -> str:
     return f"{text}; held out: {type(held_out).__name__}, {len(held_out):,}, every {cfg.evaluation.every} steps"
 
 
-def objective_line(cfg: Any, loss: Any) -> str:
-    """Returns the line that describes the objective.
-
-    For example: "objective: clip 0.2/0.28 per token, TIS <= 2, advantage mean/group_std, token mean; preset
-        clip_higher,
-    overridden here: aggregation".
-    """
+def objective_text(cfg: Any, loss: Any) -> str:
+    """Returns what describes the objective: "clip 0.2/0.28 per token, TIS <= 2, advantage mean/group_std, token mean; preset
+    clip_higher, overridden here: aggregation"."""
     parts = [_text(loss), str(cfg.advantage), AGGREGATIONS.get(cfg.aggregation, cfg.aggregation)]
     if cfg.refill_rounds:
         parts.append(f"up to {cfg.refill_rounds} refills")
-    line = f"objective: {', '.join(parts)}; {'no preset' if cfg.preset is None else f'preset {cfg.preset}'}"
+    text = f"{', '.join(parts)}; {'no preset' if cfg.preset is None else f'preset {cfg.preset}'}"
     changed = overridden(cfg, loss)
-    return f"{line}, overridden here: {', '.join(changed)}" if changed else line
+    return f"{text}, overridden here: {', '.join(changed)}" if changed else text
 
 
 def overridden(cfg: Any, loss: Any) -> list[str]:

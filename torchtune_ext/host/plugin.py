@@ -3,7 +3,7 @@
 `install` runs at every start of the interpreter (torchtune_ext_tune.pth), so this file imports only `sys`. `install`
 puts a finder on `sys.meta_path`. The finder acts only in a process that imports torchtune:
 
-    before `torchtune` is executed                   begin makes torchao 0.16 to 0.18 usable, and threads polite
+    before `torchtune` is executed                   begin makes torchao 0.16 to 0.18 usable, and sets GOMP_SPINCOUNT
     after `torchtune._recipe_registry` is executed   register adds our recipes and configs, with absolute paths
     after `torchtune._cli.run` is executed           guide lets `tune run` say what is wrong with a name, and how to write it
     after `torchtune._cli.cp` is executed            copy_all lets `tune cp` copy presets and sweeps, which no recipe owns
@@ -25,7 +25,8 @@ def register(registry) -> None:
 
 
 def begin(_torchtune) -> None:
-    """Runs `torchao_compat.apply` before torchtune is executed. From here on Ctrl-C ends a command of torchtune in one line."""
+    """Runs `torchao_compat.apply` before torchtune is executed. From here on threads of OpenMP that wait soon sleep, and Ctrl-C
+    ends a command of torchtune in one line."""
     if sys.argv[0].rpartition("/")[2] in ("tune", "torchtune-ext", "__main__.py"):
         import os
 

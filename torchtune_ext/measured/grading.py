@@ -8,7 +8,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from threading import Lock
 from typing import Any
 
@@ -101,13 +101,17 @@ class MeasuredTask:
 
 @dataclass(slots=True)
 class _Counts:
-    """What came since the last call of `metrics`."""
+    """What came in a step, or since the last call of `metrics`."""
 
     programs: int = 0
     noisy: int = 0
     cached: int = 0
     seconds: float = 0.0  # of all stages of what was measured
     queue: float = 0.0  # programs that waited at most
+
+    def with_(self, more: "_Counts") -> "_Counts":
+        sums = [one + other for one, other in zip(astuple(self), astuple(more), strict=True)]
+        return replace(_Counts(*sums), queue=max(self.queue, more.queue))
 
 
 class BenchGrader:
@@ -123,7 +127,7 @@ class BenchGrader:
 
     def __init__(self, task: MeasuredTask, bench: Bench | RayBench, beside_training: bool = False) -> None:
         self._task, self.bench = task, bench
-        self._lock, self._counts = Lock(), _Counts()
+        self._lock, self._counts, self._step = Lock(), _Counts(), _Counts()
         self._turns: tuple[int, ...] = ()  # cores on which training and timing take turns
         self._off = ExitStack()
         # Before this process keeps off any cores: if it fails, nobody closes this object.
@@ -150,11 +154,12 @@ class BenchGrader:
         measured.add_done_callback(lambda done: self._finish(problem, done, outcome))
         return outcome
 
-    def metrics(self) -> dict[str, float]:
-        """Returns what has come since the last call: the seconds of work on programs, the most that waited at a time, and the
-        shares that could not be timed, and that were known before."""
+    def metrics(self, refill: bool = False) -> dict[str, float]:
+        """Returns what has come since the last call, and in a refill also what that call returned: the seconds of work on
+        programs, the most that waited at a time, and the shares that could not be timed, and that were known before."""
         with self._lock:
-            counts, self._counts = self._counts, _Counts()
+            counts = self._step = self._step.with_(self._counts) if refill else self._counts
+            self._counts = _Counts()
         programs = max(1, counts.programs)
         return {
             "time/bench": counts.seconds,

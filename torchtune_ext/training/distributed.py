@@ -18,7 +18,7 @@ from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.output import say
 from torchtune_ext.run.parent import die_with_parent
 from torchtune_ext.training.machines import choose_interface, hosts_of_ranks, require_shared
-from torchtune_ext.training.outcome import from_main
+from torchtune_ext.training.outcome import from_main, gathered
 from torchtune_ext.training.watch import Limits, Watch
 
 # The process group has a time limit of its own. It is this many seconds longer than that of the watch, so that the
@@ -251,17 +251,14 @@ def make_watch(rank: int, world_size: int, limits: Limits) -> Watch:
     return Watch(rank, world_size, limits, lambda: dist.PrefixStore(prefix, connect()), where, here)
 
 
-def reduce(values: dict[str, float], how: str) -> dict[str, float]:
-    """Returns the sum (`how="sum"`) or the maximum of each value over all ranks. A collective.
-
-    The names must be the same on every rank.
-    """
-    if not values or not dist.is_initialized() or dist.get_world_size() == 1:
-        return dict(values)
-    names = sorted(values)
-    tensor = torch.tensor([values[name] for name in names], dtype=torch.float64)
-    dist.all_reduce(tensor, op=dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX)
-    return dict(zip(names, tensor.tolist(), strict=True))
+def reduce(values: dict[str, float]) -> dict[str, float]:
+    """Returns the sum of each value over the ranks that have it, and of `*_max` the maximum. A collective."""
+    whole: dict[str, float] = {}
+    for each in gathered(values):
+        for name, value in each.items():
+            both = (whole[name], value) if name in whole else (value,)
+            whole[name] = max(both) if name.endswith("_max") else sum(both)
+    return whole
 
 
 def close_ranks() -> None:

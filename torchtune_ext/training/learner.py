@@ -128,7 +128,7 @@ class Learner:
         Raises:
             ValueError: the loss returned something else than one value for each label.
         """
-        device, total, sums, peaks, said = self.ranks.device, 0.0, {}, {}, []
+        device, total, values, said = self.ranks.device, 0.0, {}, []
         breakdown = Breakdown(("clip_fraction", "masked_fraction"))
         with self._watch("backward"):
             for i, cpu_row in enumerate(rows):
@@ -159,21 +159,26 @@ class Learner:
                 (row_loss * self.ranks.world_size).backward()
                 total += row_loss.item()
                 for name, values_L in metrics.items():
+                    key = f"loss/{name}"
                     if name.endswith("_max"):
                         highest = values_L.max().item() if values_L.numel() else -torch.inf
-                        peaks[name] = max(peaks.get(name, -torch.inf), highest)
+                        values[key] = max(values.get(key, -torch.inf), highest)
                     else:
-                        sums[name] = sums.get(name, 0.0) + values_L.sum().item()
+                        values[key] = values.get(key, 0.0) + values_L.sum().item()
                 breakdown.add(row, metrics, version)
                 said.append(before)
                 if on_row:
                     on_row(cpu_row)
         with self._watch("wait"):
-            whole = reduce({"loss": total, "labels": sum(row.num_labels for row in rows)}, "sum")
+            values |= {"total": total, "labels": sum(row.num_labels for row in rows), **breakdown.sums()}
+            whole = reduce(values)
             labels = whole["labels"] or 1.0
-            means = {name: value / labels for name, value in reduce(sums, "sum").items()}
-            found = means | reduce(peaks, "max") | breakdown.metrics()
-        return Gradient(whole["loss"], {f"loss/{name}": value for name, value in found.items()}, said)
+            metrics = {
+                name: value if name.endswith("_max") else value / labels
+                for name, value in whole.items()
+                if name.startswith("loss/")
+            }
+        return Gradient(whole["total"], metrics | breakdown.means(whole), said)
 
     def step(self, gradient: Gradient, advice: Callable[[], str]) -> dict[str, float]:
         """One update of the weights along the gradient, which is cleared. Returns the metrics of the update.
@@ -182,7 +187,7 @@ class Learner:
             advice: says what the user can do when loss or gradient is not finite.
 
         Raises:
-            FloatingPointError: loss or gradient is not finite; weights and optimizer state are as before.
+            Failure: loss or gradient is not finite; weights and optimizer state are as before.
         """
         with self._watch("optimizer"):
             norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), self._max_grad_norm or torch.inf)
@@ -399,15 +404,20 @@ class Breakdown:
         self._counts += counts
         self._seen |= metrics.keys()
 
-    def metrics(self) -> dict[str, float]:
-        """Returns the means over all ranks, such as "clip_fraction_at_0". A collective.
+    def sums(self) -> dict[str, float]:
+        """Returns the sums and counts of this rank, to be summed over all ranks. Metrics that the loss does not have are left
+        out."""
+        columns = {name: sums for name, sums in self._sums.items() if name in self._seen} | {"": self._counts}
+        return {f"{name}/{i}": float(v) for name, column in columns.items() for i, v in enumerate(column)}
 
-        Metrics that the loss does not have are left out.
-        """
-        flat = {f"{name}/{i}": float(v) for name, sums in self._sums.items() for i, v in enumerate(sums)}
-        whole = reduce(flat | {f"/{i}": float(v) for i, v in enumerate(self._counts)}, "sum")
-        counts, found = torch.tensor([whole[f"/{i}"] for i in range(len(NAMES))]), {}
+    def means(self, whole: Mapping[str, float]) -> dict[str, float]:
+        """Returns the means, such as "loss/clip_fraction_at_0", of sums over all ranks."""
+
+        def column(name: str) -> Tensor:
+            return torch.tensor([whole[f"{name}/{i}"] for i in range(len(NAMES))])
+
+        found = {}
         for name in self._names:
-            if name in self._seen:
-                found |= _means(f"{name}_", torch.tensor([whole[f"{name}/{i}"] for i in range(len(NAMES))]), counts)
+            if f"{name}/0" in whole:
+                found |= _means(f"loss/{name}_", column(name), column(""))
         return found

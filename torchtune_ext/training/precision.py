@@ -214,7 +214,7 @@ class Precision:
         exact = scored(rows, merged_tensors(model), dtype=torch.float32)
         coarse = scored(rows, merged_tensors(model), dtype=self.coarsest, fp8=self.sampler)
         sizes = [(a - b).abs().double() for a, b in zip(exact, coarse, strict=True)]
-        whole = reduce({"sum": sum(d.sum().item() for d in sizes), "labels": sum(map(len, sizes))}, "sum")
+        whole = reduce({"sum": sum(d.sum().item() for d in sizes), "labels": sum(map(len, sizes))})
         return whole["sum"] / max(1.0, whole["labels"])
 
     def as_sent(self, name: str, weight: Tensor) -> Tensor:

@@ -132,7 +132,7 @@ class AllWeights:
         return {}
 
     def export(self, model: nn.Module, source: HFModel, dtype: torch.dtype) -> Callable[..., None]:
-        """Writes what other tools read into a folder of a checkpoint (`Checkpoints.save`)."""
+        """Returns what writes the files for other tools into a folder of a checkpoint (`Checkpoints.save`)."""
         return partial(export_model, model=model, source=source, dtype=dtype)
 
 

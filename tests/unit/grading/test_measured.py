@@ -148,6 +148,10 @@ def test_metrics_are_those_since_the_last_call(grader, bench):
         "bench/noisy": pytest.approx(1 / 3),
         "bench/cache_hits": pytest.approx(1 / 3),
     }
+    # A refill belongs to the same step.
+    grader.submit(PROBLEM, "a text")
+    bench.futures[-1].set_result(result(compile=0.5))
+    assert grader.metrics(refill=True) == found | {"time/bench": 4.0, "bench/noisy": 0.25, "bench/cache_hits": 0.25}
     assert set(grader.metrics().values()) == {0.0}
     # The service of a cluster counts what no machine has yet.
     bench.now = {"unsent": 3.0}

@@ -129,7 +129,8 @@ def test_what_is_asked_for_is_printed(words, expected, capsys):
     ],
 )
 def test_a_word_that_means_nothing_is_named(words, message, capsys):
-    assert main(["knobs", *words]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main(["knobs", *words])
     assert message in capsys.readouterr().err
 
 

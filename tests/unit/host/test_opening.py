@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from tables import every_row
 from torch import nn
 
-from torchtune_ext.host.opening import count, device_text, objective_line, say_opening, say_ready
+from torchtune_ext.host.opening import count, device_text, objective_text, say_opening, say_ready
 from torchtune_ext.recipes import grpo
 from torchtune_ext.run.catalog import config_files, folder
 from torchtune_ext.sampling.records import EngineConfig
@@ -35,7 +35,7 @@ def settings(config="grpo/tiny_arithmetic", **own):
 
 
 def line(cfg):
-    return objective_line(cfg, instantiate(cfg.loss))
+    return objective_text(cfg, instantiate(cfg.loss))
 
 
 @every_row("preset", preset_files())
@@ -62,9 +62,7 @@ def test_a_preset_that_the_settings_complete(tmp_path, text, own, end):
 
 def test_a_preset_changes_all_of_tinys_objective():
     said = line(settings("grpo/tiny", preset="atr_grpo"))
-    assert said.startswith(
-        "objective: KL3 <= 0.02 (clip 0.187/0.214) per token, TIS <= 2, advantage mean/group_std, seq"
-    )
+    assert said.startswith("KL3 <= 0.02 (clip 0.187/0.214) per token, TIS <= 2, advantage mean/group_std, seq")
     assert said.endswith("; preset atr_grpo")
 
 
@@ -88,7 +86,7 @@ def test_a_preset_changes_all_of_tinys_objective():
         ({"preset": "pass_at_k", "advantage": {"pass_k": 2}}, "best of 2, sequence mean; preset pass_at_k, overridden "
          "here: advantage.pass_k"),
         ({"advantage": {"scale": "none"}}, "preset grpo, overridden here: advantage.scale"),
-        ({"loss": {"_component_": f"{__name__}.Mine"}}, "objective: Mine, advantage mean/group_std, sequence mean; preset grpo, "
+        ({"loss": {"_component_": f"{__name__}.Mine"}}, "Mine, advantage mean/group_std, sequence mean; preset grpo, "
          "overridden here: loss"),
         ({"preset": None, "loss": {"_component_": "torchtune_ext.objective.loss.PolicyLoss"}},
          "clip 0.2/0.2 per token, advantage mean/group_std, sequence mean; no preset"),

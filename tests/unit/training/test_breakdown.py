@@ -38,14 +38,14 @@ def test_means_over_rows_and_what_is_left_out():
     breakdown = Breakdown(("clip_fraction", "masked_fraction"))
     for r, values in zip((first, second), clipped, strict=True):
         breakdown.add(r, {"clip_fraction": values, "entropy": values}, version=4)
-    found = breakdown.metrics()
+    found = breakdown.means(breakdown.sums())
     assert found == pytest.approx(
         {
-            "clip_fraction_at_0": 2 / 3,
-            "clip_fraction_at_1_15": (0 + 15 * 0.5) / 16,
-            "clip_fraction_at_16_255": 0.0,
-            "clip_fraction_age_0": 1 / 3,
-            "clip_fraction_age_2_3": 8.5 / 17,
+            "loss/clip_fraction_at_0": 2 / 3,
+            "loss/clip_fraction_at_1_15": (0 + 15 * 0.5) / 16,
+            "loss/clip_fraction_at_16_255": 0.0,
+            "loss/clip_fraction_age_0": 1 / 3,
+            "loss/clip_fraction_age_2_3": 8.5 / 17,
         }
     )
 
@@ -53,4 +53,5 @@ def test_means_over_rows_and_what_is_left_out():
 def test_one_age_is_not_broken_down():
     r = row([3], [1])
     assert set(bucket_means(torch.ones(3), buckets(r, 5))) == {"at_0", "at_1_15"}
-    assert Breakdown(("clip_fraction",)).metrics() == {}
+    empty = Breakdown(("clip_fraction",))
+    assert empty.means(empty.sums()) == {}

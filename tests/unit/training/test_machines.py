@@ -126,12 +126,14 @@ def test_control_messages_do_not_need_the_backend_of_the_gpus(across, monkeypatc
             ranks.any(False),
             gathered(ranks.rank),
         ]
-        found.append(reduce({"a": 1.0, "b": float(ranks.rank)}, "sum"))
+        # A metric of a user's loss may come up on one rank only.
+        own = {"c": 5.0} if ranks.rank == 1 else {}
+        found.append(reduce({"a": 1.0, "b": float(ranks.rank), "b_max": float(ranks.rank), **own}))
         assert collectives_begun() > begun, "the watch counts them"
         dist.barrier()
         return found
 
-    assert across(action) == [[{"rank": 0}, True, False, [0, 1, 2], {"a": 3.0, "b": 3.0}]] * 3
+    assert across(action) == [[{"rank": 0}, True, False, [0, 1, 2], {"a": 3.0, "b": 3.0, "b_max": 2.0, "c": 5.0}]] * 3
 
 
 def test_every_rank_counts_the_same_collectives_of_a_mesh_and_gives_them_the_time_of_the_run(across):
