@@ -81,6 +81,8 @@ CLASSES = {
     "a loss with a wrong name": loss("def __call__(self, t): return -t.advantage, {}", r"loss: Mine, called with three labels, raised AttributeError: .*\(mine.py:2\)"),
     "a loss of one value": loss("def __call__(self, t): return (t.logprobs_L * t.advantages_L).mean(), {}", r"loss: Mine: its loss has shape \(\) for three labels; return one value per label, shape \(3,\)"),
     "a loss without metrics": loss("def __call__(self, t): return -t.logprobs_L", r"loss: Mine returned a Tensor; return \(one value per label, a dict of metrics, which may be empty\)"),
+    "a loss without a gradient": loss("def __call__(self, t): return -t.advantages_L, {}", r"loss: Mine: its loss of three labels has no gradient; compute it from t.logprobs_L"),
+    "a loss that needs a label": loss("def __call__(self, t): return -t.logprobs_L * t.advantages_L.max(), {}", r"loss: Mine, called with no label, as of an empty row, raised .*max"),
     "a metric of one value": loss("def __call__(self, t): return -t.logprobs_L, {'mean': t.logprobs_L.mean()}", r"loss: Mine: metric 'mean' has shape \(\) for three labels"),
     "a loss that asks for no reference": loss("def __init__(self, kl_coef): pass\ndef __call__(self, t): return -t.logprobs_L, {}", r"loss.kl_coef=0.1, but the loss mine.Mine does not ask for it: give the class the attribute `needs_reference`", words="loss.kl_coef=0.1"),
     "an optimizer that is none": full("optimizer._component_=mine.Own", r"optimizer: Own is no torch optimizer: it has no param_groups; name a class such as torch.optim.AdamW", files={"mine.py": "class Own:\n    def __init__(self, params, lr): pass\n"}),

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from torchtune_ext.chat import ChatTokenizer
-from torchtune_ext.objective.loss import needs_of
+from torchtune_ext.objective.loss import Needs, needs_of
 from torchtune_ext.objective.tokens import Tokens
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import adapter_names
@@ -83,43 +83,53 @@ def check_optimizer(make: Callable[..., Any], dims: Iterable[int] = (1, 2)) -> N
 
 
 def check_loss(loss: Any) -> None:
-    """Computes the loss of three labels of two completions.
+    """Computes the loss of three labels of two completions, and that of no label, which a rank has whose row is empty.
 
     Raises:
-        ValueError: the loss cannot be called, raises an error, or returns something else than one value per label.
+        ValueError: the loss cannot be called, raises an error, returns something else than one value per label, or has no
+            gradient.
     """
     name, needs = _name(loss), needs_of(loss)
     if not callable(loss):
         raise Mistake(f"loss: {name} cannot be called; give it `def __call__(self, t)` (docs/objectives.md)")
-    logprobs_L = torch.tensor([-1.0, -0.5, -2.0])
-    top_LK = torch.full((3, needs.top_k), -math.log(2 * needs.top_k)) if needs.top_k else None
-    with blame(f"loss: {name}, called with three labels,"), torch.enable_grad():
-        returned = loss(
-            Tokens(
-                logprobs_L=logprobs_L.clone().requires_grad_(),
-                entropy_L=torch.ones(3),
-                old_logprobs_L=logprobs_L.clone() if needs.proximal else None,
-                behavior_logprobs_L=logprobs_L.clone(),
-                ref_logprobs_L=logprobs_L.clone() if needs.reference else None,
-                advantages_L=torch.tensor([1.0, 1.0, -1.0]),
-                versions_L=torch.zeros(3, dtype=torch.int32),
-                samples_L=torch.tensor([0, 0, 1]),
-                old_top_LK=top_LK,
-                top_LK=top_LK,
-                version=0,
+    # The first update of a step has no other policy to compare the highest log-probs with.
+    tops = [needs.top_k, 0] if needs.top_k else [0]
+    for labels, top_k in [(3, top_k) for top_k in tops] + [(0, top_k) for top_k in tops]:
+        count = "three labels" if labels else "no label, as of an empty row"
+        with blame(f"loss: {name}, called with {count},"), torch.enable_grad():
+            returned = loss(_example(needs, labels, top_k))
+        if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)):
+            raise Mistake(
+                f"loss: {name} returned {_kind(returned)}; return (one value per label, a dict of metrics, which may be empty)"
             )
-        )
-    if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)):
-        raise Mistake(
-            f"loss: {name} returned {_kind(returned)}; return (one value per label, a dict of metrics, which may be empty)"
-        )
-    for what, value in {
-        "its loss": returned[0],
-        **{f"metric {key!r}": value for key, value in returned[1].items()},
-    }.items():
-        if not isinstance(value, torch.Tensor) or value.shape != (3,):
-            found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else _kind(value)
-            raise Mistake(f"loss: {name}: {what} has {found} for three labels; return one value per label, shape (3,)")
+        metrics = {f"metric {key!r}": value for key, value in returned[1].items()}
+        for what, value in {"its loss": returned[0], **metrics}.items():
+            if not isinstance(value, torch.Tensor) or value.shape != (labels,):
+                found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else _kind(value)
+                raise Mistake(
+                    f"loss: {name}: {what} has {found} for {count}; return one value per label, shape ({labels},)"
+                )
+        if not returned[0].requires_grad:
+            raise Mistake(f"loss: {name}: its loss of {count} has no gradient; compute it from t.logprobs_L")
+
+
+def _example(needs: Needs, labels: int, top_k: int) -> Tokens:
+    """Returns what a loss sees of a row with so many labels, three at most."""
+    logprobs_L = torch.tensor([-1.0, -0.5, -2.0])[:labels]
+    top_LK = torch.full((labels, top_k), -math.log(2 * top_k)) if top_k else None
+    return Tokens(
+        logprobs_L=logprobs_L.clone().requires_grad_(),
+        entropy_L=torch.ones(labels),
+        old_logprobs_L=logprobs_L.clone() if needs.proximal else None,
+        behavior_logprobs_L=logprobs_L.clone(),
+        ref_logprobs_L=logprobs_L.clone() if needs.reference else None,
+        advantages_L=torch.tensor([1.0, 1.0, -1.0])[:labels],
+        versions_L=torch.zeros(labels, dtype=torch.int32),
+        samples_L=torch.tensor([0, 0, 1])[:labels],
+        old_top_LK=top_LK,
+        top_LK=top_LK,
+        version=0,
+    )
 
 
 def check_task(task: Task, key: str, ends: bool = False, solves: bool = False, grades: bool = True) -> None:
