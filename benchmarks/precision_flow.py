@@ -49,8 +49,9 @@ from torchtune_ext.policy.sharded import whole
 from torchtune_ext.rollout import in_order, sample_groups
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.tasks.arithmetic import Arithmetic
+from torchtune_ext.training.buckets import places
 from torchtune_ext.training.distributed import Ranks
-from torchtune_ext.training.learner import Learner, places
+from torchtune_ext.training.learner import Learner
 from torchtune_ext.training.precision import Precision, PrecisionConfig
 
 CPU = torch.device("cpu")

@@ -45,7 +45,10 @@ ARMS = {  # seeds, recipe and settings
     "fp8_rollout": (2, "grpo_full", "precision=fp8_rollout"),
     "fp8_unified": (2, "grpo_full", "precision=fp8_unified"),
 }
-AGAINST = {name: ["grpo"] for name in ARMS} | {"grpo": ["warm-up", "supervised", "shuffled"], "staleness 1": ["staleness 0"]}
+AGAINST = {name: ["grpo"] for name in ARMS} | {
+    "grpo": ["warm-up", "supervised", "shuffled"],
+    "staleness 1": ["staleness 0"],
+}
 AGAINST |= {name: ["warm-up"] for name in ("supervised", "shuffled", "lora")}
 EXAMPLES = 36  # supervised ones in the minutes of a step of GRPO
 SAMPLES = 8

@@ -24,7 +24,7 @@ from torchtune_ext.packing import Row
 from torchtune_ext.policy.logprobs import LabelLogprobs
 from torchtune_ext.run.errors import Failure
 from torchtune_ext.run.output import labelled, say
-from torchtune_ext.training.learner import AGE_0, bucket_means, buckets
+from torchtune_ext.training.buckets import AGE_0, bucket_means, buckets
 from torchtune_ext.training.outcome import gathered, rank
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Mismatch:
     k1: float  # mean of -d, an estimate of KL(sampler || trainer) that may be negative
     k3: float  # mean of exp(d) - 1 - d, an estimate of KL(sampler || trainer) that is never negative
     ess: float  # effective sample size of the weights w = exp(d) as a share of the tokens: (sum w)^2 / (n sum w^2)
-    by_bucket: dict[str, float]  # mean |d| by place in the completion and by age, as in `learner.bucket_means`
+    by_bucket: dict[str, float]  # mean |d| by place in the completion and by age, as in `bucket_means`
     tokens: int  # number of tokens compared
 
     @property

@@ -1,7 +1,7 @@
 """Rows -> gradient -> updated weights. Blind to the algorithm: the objective and the labels' weights arrive from outside."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -18,11 +18,10 @@ from torchtune_ext.packing import Layout, Row
 from torchtune_ext.policy.logprobs import LabelLogprobs, PackedPolicy
 from torchtune_ext.policy.lora import AdapterOff, adapter_names
 from torchtune_ext.run.errors import Failure, Mistake, nearest
+from torchtune_ext.training.buckets import Breakdown
 from torchtune_ext.training.distributed import Ranks, reduce
 
 DECAYS = ("constant", "linear", "cosine")
-POSITIONS = (0, 1, 16, 256, 1024, 4096)  # first place of each bucket; 0 is the first token of a completion
-AGES = (0, 1, 2, 4, 8)  # first age of each bucket, in versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,90 +333,3 @@ def move_schedule(schedule: LambdaLR, updates: int) -> None:
     for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     schedule._last_lr = rates
-
-
-# Computes means over labels by their place in the completion and by the age of the policy that sampled them.
-def bucket_names(word: str, edges: Sequence[int]) -> list[str]:
-    """Returns the names of buckets from their first values: "at_0", "at_1_15", ..., "at_4096_up"."""
-    last = [f"_{stop - 1}" if stop - start > 1 else "" for start, stop in zip(edges, edges[1:], strict=False)]
-    return [f"{word}_{start}{end}" for start, end in zip(edges, [*last, "_up"], strict=True)]
-
-
-NAMES = [*bucket_names("at", POSITIONS), *bucket_names("age", AGES)]
-AGE_0 = len(POSITIONS)  # index into NAMES of the tokens that the present version sampled
-
-
-def places(samples_L: Tensor) -> Tensor:
-    """Returns the place of every label in its completion, from 0. The labels of a completion must follow each other."""
-    index_L = torch.arange(samples_L.numel(), device=samples_L.device)
-    first_L = torch.ones_like(samples_L, dtype=torch.bool)
-    first_L[1:] = samples_L[1:] != samples_L[:-1]
-    return index_L - torch.where(first_L, index_L, 0).cummax(0).values if samples_L.numel() else index_L
-
-
-def buckets(row: Row, version: int | None) -> Tensor:
-    """Returns the buckets of every label, as indices into NAMES, int64 [2, L]: by place and by age.
-
-    The age is `version` minus the version that sampled the label. Without a `version` every age is 0.
-    """
-    age_L = torch.zeros_like(row.versions_L) if version is None else (version - row.versions_L).clamp(min=0)
-    place_L = torch.bucketize(places(row.samples_L), torch.tensor(POSITIONS[1:], device=age_L.device), right=True)
-    age_L = torch.bucketize(age_L, torch.tensor(AGES[1:], device=age_L.device), right=True)
-    return torch.stack([place_L, AGE_0 + age_L])
-
-
-def bucket_means(values_L: Tensor, buckets_2L: Tensor) -> dict[str, float]:
-    """Returns the mean of each bucket that has a label. Ages are left out if all labels are in one bucket of age."""
-    return _means("", *_sums(values_L, buckets_2L))
-
-
-def _sums(values_L: Tensor, buckets_2L: Tensor) -> tuple[Tensor, Tensor]:
-    flat, twice = buckets_2L.flatten().cpu(), values_L.detach().cpu().double().repeat(2)
-    size = torch.zeros(len(NAMES), dtype=torch.float64)
-    return size.index_add(0, flat, twice), size.index_add(0, flat, torch.ones_like(twice))
-
-
-def _means(prefix: str, sums: Tensor, counts: Tensor) -> dict[str, float]:
-    several_ages = int((counts[len(POSITIONS) :] > 0).sum()) > 1
-    return {
-        f"{prefix}{name}": (sums[i] / counts[i]).item()
-        for i, name in enumerate(NAMES)
-        if counts[i] > 0 and (several_ages or i < len(POSITIONS))
-    }
-
-
-class Breakdown:
-    """Collects metrics of a loss over the rows of an update, to show where in completions it clips or masks."""
-
-    def __init__(self, names: Sequence[str]):
-        self._names = names
-        self._seen: set[str] = set()
-        self._sums = {name: torch.zeros(len(NAMES), dtype=torch.float64) for name in names}
-        self._counts = torch.zeros(len(NAMES), dtype=torch.float64)
-
-    def add(self, row: Row, metrics: Mapping[str, Tensor], version: int | None) -> None:
-        """Adds the metrics of the loss on a row, one value per label."""
-        where = buckets(row, version)
-        for name in self._names:
-            sums, counts = _sums(metrics.get(name, torch.zeros_like(row.weights_L)), where)
-            self._sums[name] += sums
-        self._counts += counts
-        self._seen |= metrics.keys()
-
-    def sums(self) -> dict[str, float]:
-        """Returns the sums and counts of this rank, to be summed over all ranks. Metrics that the loss does not have are left
-        out."""
-        columns = {name: sums for name, sums in self._sums.items() if name in self._seen} | {"": self._counts}
-        return {f"{name}/{i}": float(v) for name, column in columns.items() for i, v in enumerate(column)}
-
-    def means(self, whole: Mapping[str, float]) -> dict[str, float]:
-        """Returns the means, such as "loss/clip_fraction_at_0", of sums over all ranks."""
-
-        def column(name: str) -> Tensor:
-            return torch.tensor([whole[f"{name}/{i}"] for i in range(len(NAMES))])
-
-        found = {}
-        for name in self._names:
-            if f"{name}/0" in whole:
-                found |= _means(f"loss/{name}_", column(name), column(""))
-        return found

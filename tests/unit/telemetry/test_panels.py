@@ -9,7 +9,7 @@ from torchtune_ext.measured.matmul.rewards import FAILURES
 from torchtune_ext.measured.matmul.stages import STAGES
 from torchtune_ext.measured.results import NOISY
 from torchtune_ext.telemetry.panels import panels_for
-from torchtune_ext.training.learner import NAMES
+from torchtune_ext.training.buckets import NAMES
 
 
 def test_the_report_draws_what_the_docs_explain(repo_root):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torchtune_ext.training.learner import NAMES, Breakdown, bucket_means, buckets, places
+from torchtune_ext.training.buckets import NAMES, Breakdown, bucket_means, buckets, places
 
 
 def row(lengths, versions):
