@@ -258,7 +258,8 @@ class GRPORecipe:
             if last or self.step % cfg.evaluation.every == 0:
                 with watch("eval"):
                     values |= self.evaluate()
-            # The numbers of a step are written before its checkpoint, so that a run that goes on from there has them.
+            # The numbers of a step are written before its checkpoint, so that a run that goes on from there has them. Its
+            # seconds come last: saving takes some of them.
             self.log(values | summary.memory_metrics())
 
             # The ranks agree on whether to stop: SIGTERM does not reach all of them in the same step.

@@ -25,7 +25,7 @@ from torchtune_ext.tasks.task import Problem
 
 log = logging.getLogger(__name__)
 
-# Python acts on a Ctrl-C in the main thread alone, but the kernel may give it to another: so often a wait looks for one.
+# Python acts on a Ctrl-C in the main thread only, but the kernel may give it to another thread. So a wait wakes up this often.
 WAKE_S = 1.0
 CLOSE_S = 10.0  # seconds that the thread of a stream has to end
 DEADLINE_S = 1800.0  # seconds without any completion or grade after which a wait is given up

@@ -183,21 +183,21 @@ def make_parts(cfg: Any, ranks: Ranks) -> Parts:
         replay = Replay(cfg.replay, record(cfg), identity, problems, tokenizer)
     held_out = Usable(eval_task, fault=fault, bad=cfg.rollouts.bad_problems)
     return Parts(
-        cfg,
-        ranks,
-        hf_model,
-        meta_model,
-        trained,
-        precision,
-        tokenizer,
-        task,
-        eval_task,
-        loss,
-        sampling,
-        problems,
-        held_out,
-        canary,
-        replay,
+        cfg=cfg,
+        ranks=ranks,
+        hf_model=hf_model,
+        meta_model=meta_model,
+        trained=trained,
+        precision=precision,
+        tokenizer=tokenizer,
+        task=task,
+        eval_task=eval_task,
+        loss=loss,
+        sampling=sampling,
+        problems=problems,
+        held_out=held_out,
+        canary=canary,
+        replay=replay,
     )
 
 

@@ -179,7 +179,8 @@ class Agreement:
         precision: in words, for messages.
         canary: a canary follows each publication. In a replay there is none, since there is no engine.
         scored: log-probs with other weights and in another precision than the policy's (`streamed_logprobs`).
-        identity: asks for it. Where the two hold other weights, d goes with the reward, by which groups are chosen.
+        identity: whether the mean of exp(d) has to be 1, as it is where both hold the same weights. Where they do not, as in
+            mixed precision, d goes with the reward, by which groups are chosen, and the mean says nothing.
     """
 
     def __init__(
@@ -198,7 +199,7 @@ class Agreement:
         self._identity, self.scored = identity, scored
         # Of exp(d) - 1 over the tokens that the present version of each step has sampled.
         self._count, self._sum, self._squares = 0, 0.0, 0.0
-        self._told = not canary  # that no token was of the present version; without a canary there is nothing to tell
+        self._told = not canary  # whether the user knows that no token was of the present version; a replay has none
 
     @property
     def limit(self) -> float:

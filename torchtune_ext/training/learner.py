@@ -30,7 +30,7 @@ class Gradient:
 
     loss: float  # sum(weight * loss) over the labels of all ranks
     metrics: dict[str, float]  # "loss/...", over all ranks: means over labels, or the maximum for names in `_max`
-    # Per row of this rank, without gradient: under the proximal policy if the pass was told or is that of a first update.
+    # Per row of this rank, without gradient: under the proximal policy, given to the pass or, in a first update, its own.
     logprobs: list[LabelLogprobs]
 
 

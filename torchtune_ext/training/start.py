@@ -90,7 +90,7 @@ def training_gpus(ranks: int | None = None) -> list[str]:
     if visible is None:
         return [str(number) for number in numbers]
     names = [name.strip() for name in visible.split(",")]
-    # CUDA sees none of those behind the first that is none.
+    # CUDA sees no GPU behind the first name that is not one.
     end = next((i for i, name in enumerate(names) if name in ("", "-1")), len(names))
     return [names[number] for number in numbers if number < end]
 

@@ -101,7 +101,7 @@ class AllWeights:
     """Every weight is trained."""
 
     spec: AdapterSpec | None = None
-    way = "merged"  # as a model without adapters may be said to be sent
+    way = "merged"  # how `Adapters` send a whole model, too
 
     def __str__(self) -> str:
         return "all weights"
