@@ -1,6 +1,7 @@
 """What a run says of bad problems, of a grader that fails, and when it goes on: real recipe, real engine."""
 
 import json
+import shutil
 
 import pytest
 import recipe_runs as runs
@@ -137,8 +138,9 @@ def test_a_failing_grader_ends_the_run_and_keeps_its_checkpoint(workplace, faile
 
 def test_resume_says_where_it_goes_on_what_has_changed_and_that_nothing_is_to_do(workplace, served, failed):
     assert "resume_from_checkpoint: no checkpoint in failing, so the run begins at its first step" in failed
-    run_id = json.loads((workplace / "failing" / "run.json").read_text())["id"]
-    again = ["output_dir=failing", "evaluation.task=null", served, "resume_from_checkpoint=True"]
+    shutil.copytree(workplace / "failing", workplace / "going_on")
+    run_id = json.loads((workplace / "going_on" / "run.json").read_text())["id"]
+    again = ["output_dir=going_on", "evaluation.task=null", served, "resume_from_checkpoint=True"]
     said = runs.run(
         workplace, "grpo_full", *again, "max_steps=2", "optimizer.lr=1e-4", "seed=7", "preset=dapo", typed=True
     )
@@ -156,8 +158,8 @@ def test_resume_says_where_it_goes_on_what_has_changed_and_that_nothing_is_to_do
     for label in ("model", "device", "objective", "problems", "files", "engine", "done", "report", "longer"):
         assert f"\n{label + ':':<11}" in "\n" + said, label
     assert "engine:    ready after " in said
-    assert "model:     failing/checkpoints/step_000002, a model in Hugging Face's format\n" in said
-    process = json.loads((workplace / "failing" / "run.json").read_text())["process"]
+    assert "model:     going_on/checkpoints/step_000002, a model in Hugging Face's format\n" in said
+    process = json.loads((workplace / "going_on" / "run.json").read_text())["process"]
     assert process["recipe"]["name"] == "grpo_full" and process["recipe"]["file"].endswith("grpo.py")
     assert process["command"].endswith("preset=dapo") and process["folder"] == str(workplace)
     assert process["versions"]["torchtune"].startswith("0.6.1")
