@@ -258,8 +258,8 @@ class GRPORecipe:
             if last or self.step % cfg.evaluation.every == 0:
                 with watch("eval"):
                     values |= self.evaluate()
-            # The numbers of a step are written before its checkpoint, so that a run that goes on from there has them. Its
-            # seconds come last: saving takes some of them.
+            # The numbers of a step are written before its checkpoint, so that a run that goes on from there has them.
+            # Its seconds come last: saving takes some of them.
             self.log(values | summary.memory_metrics())
 
             # The ranks agree on whether to stop: SIGTERM does not reach all of them in the same step.
@@ -418,7 +418,7 @@ class GRPORecipe:
 @parse
 def recipe_main(cfg: DictConfig) -> None:
     cfg = load_config(Config, cfg)
-    # The process ends here, with status 0 if the run would start and fit, and with 2 otherwise. Only this needs a planner.
+    # The process ends here, with status 0 if the run would start and fit, and with 2 otherwise.
     if cfg.dry_run:
         from torchtune_ext.host.dry_run import dry_run
 
