@@ -117,7 +117,7 @@ class GRPORecipe:
         self.ranks = init_ranks(
             cfg.device,
             cfg.ranks,
-            engine_beside=cfg.staleness > 0 and not cfg.replay and not cfg.engine.address,
+            engine_beside=cfg.staleness > 0 and not cfg.replay,
             output_dir=cfg.output_dir,
             model_dir=cfg.model_dir,
         )

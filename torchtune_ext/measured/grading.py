@@ -109,7 +109,7 @@ class _Counts:
     seconds: float = 0.0  # of all stages of what was measured
     queue: float = 0.0  # programs that waited at most
 
-    def with_(self, more: "_Counts") -> "_Counts":
+    def joined(self, more: "_Counts") -> "_Counts":
         sums = [one + other for one, other in zip(astuple(self), astuple(more), strict=True)]
         return replace(_Counts(*sums), queue=max(self.queue, more.queue))
 
@@ -158,7 +158,7 @@ class BenchGrader:
         """Returns what has come since the last call, and in a refill also what that call returned: the seconds of work on
         programs, the most that waited at a time, and the shares that could not be timed, and that were known before."""
         with self._lock:
-            counts = self._step = self._step.with_(self._counts) if refill else self._counts
+            counts = self._step = self._step.joined(self._counts) if refill else self._counts
             self._counts = _Counts()
         programs = max(1, counts.programs)
         return {

@@ -119,7 +119,7 @@ def _example(needs: Needs, labels: int, top_k: int) -> Tokens:
     top_LK = torch.full((labels, top_k), -math.log(2 * top_k)) if top_k else None
     return Tokens(
         logprobs_L=logprobs_L.clone().requires_grad_(),
-        entropy_L=torch.ones(labels),
+        entropy_L=torch.ones(labels).requires_grad_(),
         old_logprobs_L=logprobs_L.clone() if needs.proximal else None,
         behavior_logprobs_L=logprobs_L.clone(),
         ref_logprobs_L=logprobs_L.clone() if needs.reference else None,

@@ -46,6 +46,10 @@ def test_the_loss_of_every_preset_passes(preset):
     checks.check_loss(instantiate(cfg.loss))
 
 
+def test_a_loss_may_learn_from_the_entropy_only():
+    checks.check_loss(lambda t: (-t.entropy_L, {}))
+
+
 def test_optimizers_pass():
     for name, settings in (
         ("AdamW", {"lr": 1e-3, "fused": True}),
