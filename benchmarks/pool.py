@@ -13,8 +13,7 @@ the memory that `--memory` says.
 
 "computed twice": of the prompt tokens that an engine may share among the samples of a group (whole blocks of the KV cache), the
 share that was computed once more, by the same engine or by another one. It is taken from what vLLM says of each request. The
-aim is 0: a group goes to one engine. It is not 0 where a prompt is thrown out of a full cache, or where what waits of a group
-moves.
+aim is 0: a group goes to one engine. It is not 0 where a prompt is thrown out of a full cache, or where an engine was lost.
 """
 
 import argparse

@@ -71,8 +71,9 @@ class Submission:
         self.seeds = group_seeds(sampling.seed, group, n)
         self.priority = priority
         self.cancelled = False
-        # The pool's: whether a request was sent, and the tokens that one is expected to cost, with its share of the prompt.
-        self.begun, self.share = False, 0.0
+        # The pool's: the engine that it is at, requests that have not ended, and the tokens that one is expected to cost, with
+        # its share of the prompt.
+        self.lane, self.left, self.share = None, n, 0.0
 
     def notify(self, sample: int, completion: Completion) -> Completion:
         """Hands a completion to the caller's function, if there is one, and returns it."""

@@ -12,7 +12,6 @@ import itertools
 import logging
 import os
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -33,20 +32,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ENDED = ("stop", "length", "early_stop")  # finish reasons that say how long completions are
-FAR = 2.0  # how many times the load, with the move, the other one has to be, for a group that has begun to move
 MEMORY = 256  # completions over which the mean length is taken, about
 LOOK_S = 0.2  # seconds between two looks at the other engines, while this one comes up
-
-
-@dataclass(slots=True, eq=False)
-class Request:
-    """Is one sample of a group, from its submission to its end."""
-
-    group: Submission
-    sample: int  # its index in the group
-    seed: int | None
-    lane: "Lane"  # where it is, or waits
-    load: float = 0.0  # tokens that are expected of it; 0 once it has ended
 
 
 class Lane:
@@ -70,7 +57,6 @@ class Lane:
         unique in the run; elsewhere: whether another engine serves now, so that nobody has to wait for this one."""
         self.number, self.name, self.config = number, name, config
         self.supervisor = Supervisor(config, partial(make_core, self), buffers, version, name, elsewhere)
-        self.load = 0.0  # tokens that are expected of the requests here; kept by the pool
         self.counts = dict.fromkeys(("queries", "hits", "preemptions", "completed", "tokens"), 0)
         self.max_usage = 0.0  # highest share of the KV cache in use
         self.last_step = Step(0.0, 0, 0, 0, 0, 0)
@@ -83,11 +69,6 @@ class Lane:
     def serves(self) -> bool:
         """Whether it may be given requests."""
         return self.supervisor.health.serves
-
-    @property
-    def has_room(self) -> bool:
-        """Whether a request would be sent at once."""
-        return not self.throttle.blocked and self.throttle.held < self.throttle.size
 
     @property
     def concurrency(self) -> int:
@@ -130,16 +111,14 @@ class Lane:
             self.controller.expect(core.cache_tokens, len(group.prompt), max_tokens, samples, core.block)
             self._resize()
 
-    async def draw(self, request: Request) -> Completion | None:
+    async def draw(self, group: Submission, sample: int) -> Completion | None:
         """Draws one completion, from as many lives of the engine as it takes.
 
-        Returns: it; or None when the request has to go to another engine: the pool has moved it while it waited for a place, or
-        this engine was lost, and another one serves. Raises EngineFailed, WeightsIncomplete, ValueError.
+        Returns: it; or None when the request has to go to another engine, since this one was lost and another one serves.
+        Raises EngineFailed, WeightsIncomplete, ValueError.
         """
-        group = request.group
-        if not await self.throttle.acquire(group.priority, request):
+        if not await self.throttle.acquire(group.priority):
             return None
-        group.begun = True
         try:
             while True:
                 core = await self.core()
@@ -149,7 +128,7 @@ class Lane:
                     nothing = np.zeros(0, np.int32)
                     return Completion(nothing, np.zeros(0, np.float32), nothing, "abort", 0)
                 name, version = f"{os.getpid()}-{next(self._ids)}", self._first_version
-                call = Call(name, group.prompt, group.sampling, request.seed, version, group.priority)
+                call = Call(name, group.prompt, group.sampling, group.seeds[sample], version, group.priority)
                 try:
                     completion = await core.generate(call)
                     break
@@ -207,7 +186,7 @@ class Pool:
             lane = Lane(number, name, each, make_core, buffers, version, ids, elsewhere)
             lane.supervisor.health.on_change = partial(self._changed, lane)
             self.lanes.append(lane)
-        self._homes: dict[Submission, Lane] = {}  # of each group under way, where its requests go from now on
+        self._groups: set[Submission] = set()  # under way
         self._lengths = Lengths()
         self._begun = False  # whether all have come up once
         self.servers: dict[str, dict[str, Any]] = {}  # what each server said of itself then
@@ -243,7 +222,7 @@ class Pool:
         return any(lane.serves for lane in self.lanes if lane.number != number)
 
     def _changed(self, lane: Lane) -> None:
-        """An engine is in another state. What waits for a lost one goes to others; one that is back is given of theirs."""
+        """An engine is in another state. What waits for a lost one goes to others."""
         state, others = lane.supervisor.health.state, self._others_serve(lane.number)
         if lane.supervisor.closed:
             return
@@ -252,16 +231,13 @@ class Pool:
             log.warning(
                 "%s is retired (%s); the run goes on with %d of %d", lane.name, why, len(self.left), len(self.lanes)
             )
-        elif state is State.DEAD and others and lane.load:
+        elif state is State.DEAD and others and self._load(lane):
             left = len(self.serving)
             log.warning(
                 "%s is lost; its requests go to %s meanwhile", lane.name, "the other" if left == 1 else f"{left} others"
             )
         if not lane.serves and others:
-            for group in list(dict.fromkeys(request.group for request in lane.throttle.waiting)):
-                self._move(group, lane, self._choose())
-        elif lane.serves:
-            self._level()
+            lane.throttle.withdraw()
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -318,45 +294,38 @@ class Pool:
                 f"sample: prompt {group.group} holds token ids from {min(prompt)} to {max(prompt)}, but the model has only "
                 f"the ids 0 to {core.vocabulary - 1}: tokenizer and model do not belong together"
             )
-        lane, samples = to or self._choose(), len(group.seeds)
-        group.share = self._lengths.expected(group.sampling.max_tokens) + len(prompt) / samples
-        lane.expect(group)
-        self._homes[group] = lane
-        requests = [Request(group, s, seed, lane, group.share) for s, seed in enumerate(group.seeds)]
-        lane.load += samples * group.share
-        tasks = [asyncio.create_task(self._one(request, to)) for request in requests]
+        group.share = self._lengths.expected(group.sampling.max_tokens) + len(prompt) / len(group.seeds)
+        self._send(group, to or self._choose())
+        self._groups.add(group)
+        tasks = [asyncio.create_task(self._one(group, sample, to)) for sample in range(len(group.seeds))]
         try:
             return await asyncio.gather(*tasks)
         finally:
-            del self._homes[group]
-            for request, task in zip(requests, tasks, strict=True):
+            self._groups.remove(group)
+            for task in tasks:
                 task.cancel()
-                self._unload(request)
 
-    async def _one(self, request: Request, to: Lane | None) -> Completion:
+    async def _one(self, group: Submission, sample: int, to: Lane | None) -> Completion:
         """Draws one completion, by as many engines as it takes."""
-        group = request.group
-        try:
-            while True:
-                lane = request.lane
-                try:
-                    completion = await lane.draw(request)
-                except EngineFailed:
-                    if lane.supervisor.closed or not self.left or to is not None:
-                        raise
-                    completion = None
-                if completion is not None:
-                    break
-                if to is not None:
-                    raise CoreLost(f"{to.name} was lost")
-                if request.lane is lane:
-                    self._relocate(request)
-        finally:
-            self._unload(request)
+        while True:
+            lane = group.lane
+            try:
+                completion = await lane.draw(group, sample)
+            except EngineFailed:
+                if lane.supervisor.closed or not self.left or to is not None:
+                    raise
+                completion = None
+            if completion is not None:
+                break
+            if to is not None:
+                raise CoreLost(f"{to.name} was lost")
+            # The first of its requests that learns of the loss finds the group another engine. The others follow it there.
+            if group.lane is lane:
+                self._send(group, self._choose())
+        group.left -= 1
         if group.priority is not Priority.CANARY and completion.finish_reason in ENDED:
             self._lengths.add(len(completion.tokens))
-        self._level()
-        return group.notify(request.sample, completion)
+        return group.notify(sample, completion)
 
     async def _any_core(self, lane: Lane | None) -> Core:
         """Waits for a life that can sample, of this engine or of any. Raises EngineFailed, WeightsIncomplete; CoreLost when
@@ -389,7 +358,7 @@ class Pool:
 
     def mark_cancelled(self) -> None:
         """Keeps all requests that wait from being sent: they end with nothing sampled."""
-        for group in list(self._homes):
+        for group in list(self._groups):
             group.cancelled = True
 
     # -- routing ------------------------------------------------------------------------------------------------------
@@ -398,53 +367,15 @@ class Pool:
         """Returns the engine of which the fewest tokens are expected: a healthy one, or else one that may become so."""
         healthy = [lane for lane in self.lanes if lane.supervisor.health.state is State.HEALTHY]
         lanes = healthy or self.serving or self.left or self.lanes
-        return lanes[least([lane.load for lane in lanes])]
+        return min(lanes, key=self._load)
 
-    def _move(self, group: Submission, source: Lane, target: Lane) -> None:
-        """Sends what waits of a group to another engine."""
-        if source is target:
-            return
-        self._homes[group] = target
-        for request in source.throttle.withdraw(lambda request: request.group is group):
-            self._hand_over(request, target)
-        target.expect(group)
+    def _load(self, lane: Lane) -> float:
+        """Returns the tokens that are expected of the requests at an engine."""
+        return sum(group.share * group.left for group in self._groups if group.lane is lane)
 
-    def _hand_over(self, request: Request, target: Lane) -> None:
-        request.lane.load -= request.load
-        request.lane = target
-        target.load += request.load
-
-    def _unload(self, request: Request) -> None:
-        """Takes a request that has ended out of the load. May be called twice."""
-        request.lane.load -= request.load
-        request.load = 0.0
-
-    def _relocate(self, request: Request) -> None:
-        """Finds another engine for a request that was lost with its own: where others of its group are, if there are any."""
-        home = self._homes[request.group]
-        if home is request.lane or home.supervisor.health.state is not State.HEALTHY:
-            home = self._homes[request.group] = self._choose()
-        self._hand_over(request, home)
-
-    def _level(self) -> None:
-        """Gives engines that have nothing to do what waits for others, where that pays."""
-        for target in self.lanes:
-            if not target.has_room or target.supervisor.health.state is not State.HEALTHY:
-                continue
-            for source in sorted(self.lanes, key=lambda lane: -lane.load):
-                if source is not target and source.throttle.blocked and (group := self._spare(source, target)):
-                    self._move(group, source, target)
-                    break
-
-    def _spare(self, source: Lane, target: Lane) -> Submission | None:
-        """The first group of those that wait that it pays to move."""
-        waiting: dict[Submission, int] = {}
-        for request in source.throttle.waiting:
-            waiting[request.group] = waiting.get(request.group, 0) + 1
-        for group, requests in waiting.items():
-            if pays(source.load, target.load, requests * group.share, len(group.prompt), group.begun):
-                return group
-        return None
+    def _send(self, group: Submission, lane: Lane) -> None:
+        group.lane = lane
+        lane.expect(group)
 
     # -- all engines --------------------------------------------------------------------------------------------------
 
@@ -559,9 +490,7 @@ class Pool:
 
 
 # A group goes as a whole to the engine of which the fewest tokens are expected, so that its prompt is computed once, by that
-# engine, and the others keep their caches for their own groups. It stays there. What still waits moves once an engine has
-# nothing to do, if it gains by it: a group that has not begun moves wherever that makes the longer of two queues shorter; the
-# rest of one that has begun costs its prompt a second time, and moves only when the loads are far apart.
+# engine, and the others keep their caches for their own groups. It stays there, unless that engine is lost.
 #
 # Hashing the prompt would look at no load: published runs with it had one engine whose cache fell from 98% to 5% hits while
 # three were idle.
@@ -579,19 +508,3 @@ class Lengths:
     def expected(self, max_tokens: int) -> float:
         """Returns the tokens that a completion of at most so many will have; the most, until one has finished."""
         return min(self._mean, max_tokens) if self._count else float(max_tokens)
-
-
-def least(loads: Sequence[float]) -> int:
-    """Returns the index of the smallest load; of equal ones the first."""
-    return min(range(len(loads)), key=loads.__getitem__)
-
-
-def pays(here: float, there: float, tokens: float, prompt: int, begun: bool) -> bool:
-    """Whether a group's waiting requests should move.
-
-    Args: here, there: tokens expected of this engine and of the other one; tokens: expected of what would move; prompt: tokens
-    of the prompt; begun: whether this engine has computed it already.
-    """
-    if begun:
-        return FAR * (there + tokens + prompt) < here
-    return there + tokens < here

@@ -20,8 +20,6 @@ soon.
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Any
 
 from torchtune_ext.sampling.records import Priority
 
@@ -150,8 +148,8 @@ class Throttle:
     def __init__(self, size: int):
         self.size = size
         self.held = 0
-        # Who waits: a future of whether a place was given, and who asked for it.
-        self._queues: dict[Priority, deque[tuple[asyncio.Future, Any]]] = {priority: deque() for priority in Priority}
+        # Those who wait: futures of whether a place was given.
+        self._queues: dict[Priority, deque[asyncio.Future[bool]]] = {priority: deque() for priority in Priority}
 
     @property
     def blocked(self) -> bool:
@@ -163,44 +161,30 @@ class Throttle:
         self.size = size
         self._admit()
 
-    @property
-    def waiting(self) -> Iterator[Any]:
-        """Those who wait, in the order in which they will be served."""
-        return (owner for queue in self._queues.values() for _, owner in queue)
-
-    async def acquire(self, priority: Priority, owner: Any = None) -> bool:
-        """Waits for a place, and returns whether there was one: False, once `withdraw` has taken the owner out of the queue.
-        The caller bounds the wait (every request in front has its own supervision)."""
+    async def acquire(self, priority: Priority) -> bool:
+        """Waits for a place, and returns whether there was one: False after `withdraw`. The caller bounds the wait (every
+        request in front has its own supervision)."""
         if priority is Priority.CANARY or (self.held < self.size and not self.blocked):
             self.held += 1
             return True
         turn, queue = asyncio.get_running_loop().create_future(), self._queues[priority]
-        entry = turn, owner
-        queue.append(entry)
+        queue.append(turn)
         try:
             return await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled() and turn.result():
                 self.release()  # the place was given in the same moment
-            elif entry in queue:
-                queue.remove(entry)
+            elif turn in queue:
+                queue.remove(turn)
             raise
 
-    def withdraw(self, owners: Callable[[Any], bool]) -> list[Any]:
-        """Takes those out of the queues for whom `owners` is true, and returns them in their order."""
-        found = []
+    def withdraw(self) -> None:
+        """Sends away all who wait."""
         for queue in self._queues.values():
-            left = []
-            for turn, owner in queue:
-                if turn.done() or not owners(owner):
-                    left.append((turn, owner))
-                else:
+            while queue:
+                turn = queue.popleft()
+                if not turn.done():
                     turn.set_result(False)
-                    found.append(owner)
-            if found:
-                queue.clear()
-                queue.extend(left)
-        return found
 
     def release(self) -> None:
         """Gives a place back."""
@@ -210,7 +194,7 @@ class Throttle:
     def _admit(self) -> None:
         for queue in self._queues.values():
             while queue and self.held < self.size:
-                turn, _ = queue.popleft()
+                turn = queue.popleft()
                 if not turn.done():
                     self.held += 1
                     turn.set_result(True)
