@@ -16,7 +16,7 @@ from torchtune_ext.grading import Grader, GraderConfig, open_graders, rehearse
 from torchtune_ext.host.opening import say_ready
 from torchtune_ext.host.plugin import parse
 from torchtune_ext.policy.hf_model import HFModel
-from torchtune_ext.rollout import in_order, sample_groups
+from torchtune_ext.rollout import sample_held_out
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.files import explained, write_atomic
 from torchtune_ext.run.folder import RunFolder
@@ -116,30 +116,25 @@ class EvaluateRecipe:
     def evaluate(self) -> None:
         """Samples and grades every problem, prints the table and writes it."""
         cfg = self.cfg
-        problems = self.problems
-        ways = {f"temperature {self.sampling.temperature:g}": (self.sampling, cfg.samples_per_problem)}
-        if cfg.greedy:
-            ways["greedy"] = (replace(self.sampling, temperature=0.0), 1)
-        found = {}
-        for i, (name, (sampling, n)) in enumerate(ways.items()):
-            with self.progress.sampling(len(problems) * n, name) as bar:
-                stream = sample_groups(
-                    problems,
-                    n,
-                    sampling,
-                    self.engine,
-                    self.tokenizer,
-                    self.grader,
-                    bar,
-                    deadline_s=cfg.rollouts.deadline_s,
-                )
-                groups = in_order(stream)
+        batches = sample_held_out(
+            self.problems,
+            cfg.samples_per_problem,
+            self.sampling,
+            self.engine,
+            self.tokenizer,
+            self.grader,
+            bars=self.progress.sampling,
+            deadline_s=cfg.rollouts.deadline_s,
+            greedy=cfg.greedy,
+        )
+        names, results = [f"temperature {self.sampling.temperature:g}", "greedy"], {}
+        for i, (name, groups) in enumerate(zip(names[: len(batches)], batches, strict=True)):
             self.store.write(i, groups)
-            found[name] = accuracy(groups, list(cfg.pass_at))
-        say(table(found))
+            results[name] = accuracy(groups, cfg.pass_at)
+        say(table(results))
         file = self.folder.path / "evaluation.json"
         result = {"model_dir": self.run.config["model_dir"], "skipped": self.skipped}
-        result |= {name: asdict(a) for name, a in found.items()}
+        result |= {name: asdict(a) for name, a in results.items()}
         with explained(f"cannot write {file}", "Free disk space; the table stands above"):
             write_atomic(file, json.dumps(result, indent=1).encode())
         self.written = file
@@ -153,9 +148,9 @@ class EvaluateRecipe:
         close_all(self.store, self.engine, self.grader, self.folder)
 
 
-def table(found: dict[str, Accuracy]) -> str:
-    ks = sorted({k for a in found.values() for k in a.pass_at})
-    partial = any(a.partly_right for a in found.values())
+def table(results: dict[str, Accuracy]) -> str:
+    ks = sorted({k for a in results.values() for k in a.pass_at})
+    partial = any(a.partly_right for a in results.values())
     head = ["sampling", "problems", "reward" if partial else "accuracy", "95% interval", *(f"pass@{k}" for k in ks)]
     rows = [
         [
@@ -165,7 +160,7 @@ def table(found: dict[str, Accuracy]) -> str:
             f"{a.low:.4f} - {a.high:.4f}",
             *(f"{a.pass_at[k]:.4f}" if k in a.pass_at else "-" for k in ks),
         ]
-        for name, a in found.items()
+        for name, a in results.items()
     ]
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     return "\n".join("  ".join(f"{cell:>{w}}" for cell, w in zip(row, widths, strict=True)) for row in [head, *rows])

@@ -280,7 +280,7 @@ class GroupStream:
         count = "1 group is" if len(missing) == 1 else f"{len(missing)} groups are"
         raise Late(
             f"no completion and no grade came for {silent:.0f} s (rollouts.deadline_s={deadline_s:g}), while {count} waited "
-            f"for: {listed}{more}. Look at engine.log, or raise rollouts.deadline_s"
+            f"for: {listed}{more}. Look at the engine's log, or raise rollouts.deadline_s"
         )
 
     def close(self) -> None:
@@ -417,30 +417,32 @@ def sample_held_out(
     watch: Callable[[str], AbstractContextManager] = nullcontext,
     times: GroupTimes | None = None,
     deadline_s: float = DEADLINE_S,
-) -> tuple[list[Group], list[Group]]:
+    greedy: bool = True,
+) -> list[list[Group]]:
     """Samples and grades every held-out problem before whatever else is queued: `samples_per_problem` times, and once greedily.
 
     Args:
         bars: makes the watcher of so many samples, with a title.
         watch, times, deadline_s: as in `sample_groups`.
+        greedy: False: not greedily, too.
 
     Returns:
-        The sampled groups and the greedy ones, each in the order of the problems.
+        The sampled groups, and the greedy ones, each in the order of the problems.
 
     Raises:
         What `sample_groups` raises.
     """
-    found = []
+    batches = []
     for title, kind, n, how in (
         ("evaluate", "evaluation", samples_per_problem, sampling),
         ("evaluate greedy", "greedy", 1, replace(sampling, temperature=0.0)),
-    ):
+    )[: 1 + greedy]:
         with bars(len(problems) * n, title) as bar:
             groups = sample_groups(
                 problems, n, how, engine, tokenizer, grader, bar, watch, Priority.EVALUATION, times, kind, deadline_s
             )
-            found.append(in_order(groups))
-    return found[0], found[1]
+            batches.append(in_order(groups))
+    return batches
 
 
 def in_order(stream: Iterable[tuple[int, Group]]) -> list[Group]:

@@ -191,7 +191,7 @@ def test_a_group_that_never_ends_is_named(ends):
     took = time.monotonic() - hung
     said = re.search(
         r"error: no completion and no grade came for (\d+) s \(rollouts\.deadline_s=10\), while 1 group is waited for: "
-        rf"group {number} \(version \d+\): submitted (\d+) s ago, 1 of 2 texts are not graded\. Look at engine.log",
+        rf"group {number} \(version \d+\): submitted (\d+) s ago, 1 of 2 texts are not graded\. Look at the engine's log",
         run.output(),
     )
     assert said, run.output()[-3000:]

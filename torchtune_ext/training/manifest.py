@@ -42,10 +42,9 @@ class DamagedCheckpoint(Mistake):
     """A checkpoint differs from what was written. The message names the folder, the file and what is wrong with it."""
 
 
-# Identifies what a checkpoint belongs to: a run, a model, and the weights that the run began with.
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Three short texts that a person can read. They are compared for equality."""
+    """Says what a checkpoint belongs to, in three short texts that a person can read. They are compared for equality."""
 
     run: str  # id of the run
     model: str  # architecture, and names and shapes of what is saved

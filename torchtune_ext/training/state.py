@@ -371,7 +371,7 @@ def _rng() -> dict[str, dict[str, Tensor]]:
     return {f"rng_{rank()}": rng}
 
 
-# Makes and removes folders so that each one is whole or absent, however the process ends.
+# -- folders that are whole or absent, however the process ends ------------------------------------------------------------
 def partial_of(folder: Path) -> Path:
     """Returns the path where a folder is written before it is renamed to its place."""
     return folder.with_name(PARTIAL + folder.name)
