@@ -190,17 +190,24 @@ def trainer_rows(
     # Below adapters, what is gathered has the dtype in which it is held, which may be NF4.
     gathered = sizes.outer + 2 * sizes.layer
     width = sizes.frozen_bytes / (sizes.total - sizes.trained) if sizes.frozen else size
-    return {
-        "frozen weights, as they are held": sizes.frozen_bytes // shards,
-        "weights, float32 master": 4 * sizes.trained // shards,
+    step = {
         "gradients, float32": 4 * sizes.trained // shards,
-        "state of the optimizer": int(optimizer_bytes * sizes.trained) // shards,
-        "table of RoPE, float32": sizes.rope_bytes,
-        f"gathered weights, {str(sizes.dtype)[6:]}": int(width * gathered) if sharded else 0,
         f"activations of a row of {row_tokens} tokens": int(kept),
         "logits of one chunk, with gradient": (16 if size < 4 else 14) * chunk,
         "gradients before they are shared out": _gradients_in_flight(sizes, sharded, shards, int(kept)),
+    }
+    # Between steps the gate scores a few rows in float32: one layer at a time beside the table of tokens, and one of its
+    # weights twice more while an adapter is merged into it (`streamed_logprobs`).
+    gate = 4 * (sizes.vocab * sizes.width + sizes.layer + 2 * sizes.width * sizes.mlp) + sizes.rope_bytes
+    return {
+        "frozen weights, as they are held": sizes.frozen_bytes // shards,
+        "weights, float32 master": 4 * sizes.trained // shards,
+        **step,
+        "state of the optimizer": int(optimizer_bytes * sizes.trained) // shards,
+        "table of RoPE, float32": sizes.rope_bytes,
+        f"gathered weights, {str(sizes.dtype)[6:]}": int(width * gathered) if sharded else 0,
         "largest NF4 weight while it is dequantized": (8 + size) * sizes.largest_nf4,
+        "the gate's pass in float32, beyond what a step takes": max(0, gate - sum(step.values())),
     }
 
 

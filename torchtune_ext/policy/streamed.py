@@ -71,6 +71,7 @@ def streamed_logprobs(
             for i, (row, mask) in enumerate(zip(rows, masks, strict=True)):
                 more = {} if owner == "norm" else {"mask": mask, "input_pos": row.positions_T[None]}
                 hidden[i] = functional_call(module, own, (hidden[i],), more)
+        del own  # else the next layer's weights would come beside it
     return [
         linear_logprob(h[0].index_select(0, row.sources_L), table_VD, row.labels_L, temperature)[0].cpu()
         for h, row in zip(hidden, rows, strict=True)
