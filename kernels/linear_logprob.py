@@ -76,45 +76,56 @@ def _upcast(x: Tensor) -> Tensor:
 
 
 def _chunks(num_labels: int, vocab: int) -> list[slice]:
+    """Returns at least one chunk, which is empty where there are no labels."""
     size = max(1, CHUNK_ELEMENTS // vocab)
-    return [slice(start, min(start + size, num_labels)) for start in range(0, num_labels, size)]
+    return [slice(start, min(start + size, num_labels)) for start in range(0, max(num_labels, 1), size)]
 
 
 class _LinearLogProb(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_LD: Tensor, weight_VD: Tensor, labels_L: Tensor, scale: float):
+        ctx.set_materialize_grads(False)
         accumulate = torch.float64 if hidden_LD.dtype == torch.float64 else torch.float32
         logprobs_L = torch.empty(labels_L.shape, dtype=accumulate, device=hidden_LD.device)
         entropy_L, lse_L = torch.empty_like(logprobs_L), torch.empty_like(logprobs_L)
         for c in _chunks(labels_L.numel(), weight_VD.shape[0]):
+            # Two arrays of the chunk's size are all that is needed, so what torch.logsumexp does is done here in place.
             z = _upcast(hidden_LD[c] @ weight_VD.T).mul_(scale)
-            lse = torch.logsumexp(z, dim=-1)
-            logprobs_L[c] = z.gather(1, labels_L[c, None])[:, 0] - lse
-            lse_L[c] = lse
-            p = torch.exp(z - lse[:, None])
-            entropy_L[c] = lse - p.mul_(z).sum(-1)
+            top = z.amax(dim=-1, keepdim=True)
+            z.sub_(top)
+            p = z.exp()
+            total = p.sum(-1)
+            logprobs_L[c] = z.gather(1, labels_L[c, None])[:, 0] - total.log()
+            entropy_L[c] = total.log() - p.mul_(z).sum(-1) / total
+            lse_L[c] = top[:, 0] + total.log()
+            del z, p
         ctx.save_for_backward(hidden_LD, weight_VD, labels_L, lse_L, entropy_L)
         ctx.scale = scale
         return logprobs_L, entropy_L
 
     @staticmethod
-    def backward(ctx, d_logprobs_L: Tensor, d_entropy_L: Tensor):
+    def backward(ctx, d_logprobs_L: Tensor | None, d_entropy_L: Tensor | None):
         hidden_LD, weight_VD, labels_L, lse_L, entropy_L = ctx.saved_tensors
+        d_logprobs_L = torch.zeros_like(lse_L) if d_logprobs_L is None else d_logprobs_L
         d_hidden_LD = torch.empty_like(hidden_LD)
         # With adapters the output projection is frozen and needs no gradient. That gradient would be as large as the
         # projection, and a third of the work.
         d_weight_VD = None
-        if ctx.needs_input_grad[1]:
-            d_weight_VD = torch.zeros(weight_VD.shape, dtype=lse_L.dtype, device=weight_VD.device)
         for c in _chunks(labels_L.numel(), weight_VD.shape[0]):
-            logp = _upcast(hidden_LD[c] @ weight_VD.T).mul_(ctx.scale).sub_(lse_L[c, None])
-            p = logp.exp()
             # The gradient is dz = d_logprob * (onehot - p) - d_entropy * p * (log p + H).
-            logp.add_(entropy_L[c, None]).mul_(d_entropy_L[c, None]).add_(d_logprobs_L[c, None])
-            dz = p.mul_(logp).neg_()
+            dz = _upcast(hidden_LD[c] @ weight_VD.T).mul_(ctx.scale).sub_(lse_L[c, None])
+            if d_entropy_L is None:
+                dz.exp_().mul_(-d_logprobs_L[c, None])
+            else:
+                p = dz.exp()
+                dz.add_(entropy_L[c, None]).mul_(d_entropy_L[c, None]).add_(d_logprobs_L[c, None]).mul_(p).neg_()
+                del p
             dz.scatter_add_(1, labels_L[c, None], d_logprobs_L[c, None])
             dz = dz.mul_(ctx.scale).to(weight_VD.dtype)
             d_hidden_LD[c] = dz @ weight_VD
-            if d_weight_VD is not None:
-                d_weight_VD += dz.T @ hidden_LD[c]
+            if ctx.needs_input_grad[1]:
+                product = dz.T @ hidden_LD[c]
+                # Chunks are summed up in float32. A single one is rounded once and needs no copy.
+                d_weight_VD = product if d_weight_VD is None else _upcast(d_weight_VD).add_(product)
+            del dz
         return d_hidden_LD, None if d_weight_VD is None else d_weight_VD.to(weight_VD.dtype), None, None

@@ -182,8 +182,7 @@ def trainer_rows(
         kept = sizes.layers * row_tokens * sizes.width * size + inside + around
     else:
         kept = sizes.layers * inside + around
-    # While a chunk of logits is on its way back, float32 logits, log-probs and probabilities are there, and those of the chunk
-    # before in part: 16 bytes a logit in bfloat16, 14 in float32.
+    # Of a chunk, logits and probabilities are there at a time, in float32: 8 bytes a logit.
     chunk = min(CHUNK_ELEMENTS, row_tokens * sizes.vocab)
     # On one device only the float32 masters of a whole model go through FSDP2; adapters are rounded where they are used.
     sharded = world_size > 1 or (size < 4 and not sizes.frozen)
@@ -193,7 +192,7 @@ def trainer_rows(
     step = {
         "gradients, float32": 4 * sizes.trained // shards,
         f"activations of a row of {row_tokens} tokens": int(kept),
-        "logits of one chunk, with gradient": (16 if size < 4 else 14) * chunk,
+        "logits of one chunk, with gradient": 8 * chunk,
         "gradients before they are shared out": _gradients_in_flight(sizes, sharded, shards, int(kept)),
     }
     # Between steps the gate scores a few rows in float32: one layer at a time beside the table of tokens, and one of its
