@@ -16,6 +16,7 @@ The computation depends on the device:
 Both are exact: they equal the dense mask up to rounding, in value and gradient.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,21 +73,24 @@ def _ordered(tiles: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """N completions of one prompt that are computed together."""
+    """N completions of one prompt that are computed together, each padded to R places."""
 
-    prompt: tuple[int, int]
-    index_NR: Tensor  # int64, places in the row; short completions are padded with their last place
-    valid_NR: Tensor  # bool, False on padding
+    prompt: int  # number of the prompt among those of the row
+    count: int  # N
     mask: Tensor  # [R, P + R] bool
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentMask:
-    """The plan by which the CPU computes a row. It is made once and used by every layer."""
+    """The plan by which the CPU computes a row. It is made once and used by every layer.
 
-    prompts: tuple[tuple[int, int], ...]
+    The row is put in the order in which it is computed, all prompts and then all stacks, and its parts are views of that.
+    """
+
+    order_S: Tensor  # int64, places in the row; a shorter completion of a stack is padded with its last place
+    sizes: tuple[int, ...]  # places of each prompt, and of each stack
     stacks: tuple[_Stack, ...]
-    order_T: Tensor  # int64, for each place of the row, its index in the concatenated results
+    back_T: Tensor  # int64, for each place of the row, its index in S; S itself on padding
 
 
 def packed_mask(row: Row) -> BlockMask | SegmentMask:
@@ -98,19 +102,26 @@ def packed_mask(row: Row) -> BlockMask | SegmentMask:
 
 def segment_mask(segments: tuple[Segment, ...], num_tokens: int) -> SegmentMask:
     """Makes the plan for the CPU: which completions are stacked, and how the results return to their places."""
-    stacks = tuple(stack for segment in segments for stack in _stacks(segment))
     places = [torch.arange(*segment.prompt) for segment in segments]
-    places += [stack.index_NR[stack.valid_NR] for stack in stacks]
-    used = torch.cat(places) if places else torch.empty(0, dtype=torch.int64)
-    # Padding gets the index of a zero that is appended to the results.
-    order = torch.full((num_tokens,), used.numel(), dtype=torch.int64)
-    order[used] = torch.arange(used.numel())
-    return SegmentMask(tuple(segment.prompt for segment in segments), stacks, order)
+    valid = [torch.ones_like(each, dtype=torch.bool) for each in places]
+    stacks = []
+    for prompt, segment in enumerate(segments):
+        for index_NR, valid_NR in _stacked(segment.completions):
+            (count, longest), shared = index_NR.shape, places[prompt].numel()
+            mask = torch.ones(longest, shared + longest, dtype=torch.bool).tril(shared)
+            stacks.append(_Stack(prompt, count, mask))
+            places.append(index_NR.flatten())
+            valid.append(valid_NR.flatten())
+    sizes = tuple(each.numel() for each in places)
+    order, valid = (torch.cat(each) if each else torch.empty(0, dtype=torch.int64) for each in (places, valid))
+    back = torch.full((num_tokens,), order.numel())
+    back[order[valid]] = torch.arange(order.numel())[valid]
+    return SegmentMask(order, sizes, tuple(stacks), back)
 
 
-def _stacks(segment: Segment) -> list[_Stack]:
-    spans = sorted((span for span in segment.completions if span[1] > span[0]), key=lambda span: span[0] - span[1])
-    stacks: list[_Stack] = []
+def _stacked(completions: Sequence[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields the places [N, R] of completions that are computed together, and whether each is one or padding."""
+    spans = sorted((span for span in completions if span[1] > span[0]), key=lambda span: span[0] - span[1])
     while spans:
         longest = spans[0][1] - spans[0][0]
         taken = [span for span in spans if span[1] - span[0] >= (1 - MAX_PADDING) * longest]
@@ -118,10 +129,7 @@ def _stacks(segment: Segment) -> list[_Stack]:
         start = torch.tensor([a for a, _ in taken])[:, None]
         stop = torch.tensor([b for _, b in taken])[:, None]
         index = start + torch.arange(longest)
-        mask = torch.ones(longest, segment.prompt[1] - segment.prompt[0] + longest, dtype=torch.bool)
-        mask = mask.tril(segment.prompt[1] - segment.prompt[0])
-        stacks.append(_Stack(segment.prompt, index.minimum(stop - 1), index < stop, mask))
-    return stacks
+        yield index.minimum(stop - 1), index < stop
 
 
 @torch.compiler.disable(recursive=False)
@@ -129,24 +137,22 @@ def _segment_attention(q: Tensor, k: Tensor, v: Tensor, mask: SegmentMask) -> Te
     """Computes attention on the CPU. q, k, v and the result are [1, H, T, D]; the result is zero on padding."""
     # In a row of padding alone every parameter must still get a gradient. Otherwise this rank would make fewer
     # collectives than the others.
-    if not mask.prompts:
+    if not mask.sizes:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    q, k, v = q[0], k[0], v[0]  # [H, T, D]
-    results = []
-    for a, b in mask.prompts:
-        results.append(
-            F.scaled_dot_product_attention(q[None, :, a:b], k[None, :, a:b], v[None, :, a:b], is_causal=True)[0]
-        )
-    for stack in mask.stacks:
-        a, b = stack.prompt
-        N, R = stack.index_NR.shape
-        own_q, own_k, own_v = (x[:, stack.index_NR].transpose(0, 1) for x in (q, k, v))  # [N, H, R, D]
-        keys = torch.cat([k[None, :, a:b].expand(N, -1, -1, -1), own_k], dim=2)
-        values = torch.cat([v[None, :, a:b].expand(N, -1, -1, -1), own_v], dim=2)
+    # Each slice of the row by itself would fill an array of the row's size with zeros in the backward.
+    q, k, v = (x[0].index_select(1, mask.order_S).split(mask.sizes, dim=1) for x in (q, k, v))  # [H, size, D] each
+    prompts = len(mask.sizes) - len(mask.stacks)
+    results = [
+        F.scaled_dot_product_attention(q[i][None], k[i][None], v[i][None], is_causal=True)[0] for i in range(prompts)
+    ]
+    for i, stack in enumerate(mask.stacks, start=prompts):
+        own_q, own_k, own_v = (x[i].unflatten(1, (stack.count, -1)).transpose(0, 1) for x in (q, k, v))  # [N, H, R, D]
+        prompt_k, prompt_v = (x[stack.prompt].expand(stack.count, -1, -1, -1) for x in (k, v))
+        keys, values = torch.cat([prompt_k, own_k], dim=2), torch.cat([prompt_v, own_v], dim=2)
         out = F.scaled_dot_product_attention(own_q, keys, values, attn_mask=stack.mask)
-        results.append(out.transpose(0, 1)[:, stack.valid_NR])
-    results.append(q.new_zeros(q.shape[0], 1, q.shape[2]))
-    return torch.cat(results, dim=1)[:, mask.order_T][None]
+        results.append(out.transpose(0, 1).flatten(1, 2))
+    results.append(results[0].new_zeros(results[0].shape[0], 1, results[0].shape[2]))
+    return torch.cat(results, dim=1).index_select(1, mask.back_T)[None]
 
 
 # It is compiled for each length of a row, with gradient and without. Beyond the limit, PyTorch would no longer compile it,
