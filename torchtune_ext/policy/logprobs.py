@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor, nn
 from torchtune.modules import TiedLinear, TransformerDecoder
 
@@ -84,13 +83,16 @@ class PackedPolicy:
         self.model.max_seq_len = max(self.max_positions, row.tokens_T.numel())
         self._row, self._temperature, self._top = row, temperature, top
         try:
-            found = self.model(row.tokens_T[None], mask=packed_mask(row), input_pos=row.positions_T[None])
-            return LabelLogprobs(found[0], found[1], *self._tops)
+            logprobs_L, entropy_L = self.model(
+                row.tokens_T[None], mask=packed_mask(row), input_pos=row.positions_T[None]
+            )
+            return LabelLogprobs(logprobs_L, entropy_L, *self._tops)
         finally:
             self._row, self._top, self._tops = None, 0, (None, None)
 
-    def _unembed(self, hidden_BTD: Tensor) -> Tensor:
-        """Maps [1, T, D] to [2, L] in place of `TransformerDecoder.unembed`, inside the forward, where weights are whole."""
+    def _unembed(self, hidden_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Maps [1, T, D] to log-probs and entropies, both [L], in place of `TransformerDecoder.unembed`: inside the forward,
+        where weights are whole."""
         output = self.model.output
         weight_VD = output.tied_module.weight if isinstance(output, TiedLinear) else effective_weight(output)
         # A prompt's last token is the source of every first label of its group. On a CPU the backward of `x[sources]` would add
@@ -101,4 +103,4 @@ class PackedPolicy:
             self._tops = linear_gather(*head, self._top, self._temperature), self._top
         elif self._top:
             self._tops = linear_top_k(*head, self._top, self._temperature)
-        return torch.stack(linear_logprob(*head, self._row.labels_L, self._temperature))
+        return linear_logprob(*head, self._row.labels_L, self._temperature)
