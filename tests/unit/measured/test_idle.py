@@ -7,6 +7,7 @@ import threading
 import time
 from contextlib import contextmanager
 
+import psutil
 import pytest
 
 from torchtune_ext.measured import machine
@@ -75,11 +76,13 @@ def test_the_workers_of_an_engine_count_and_its_starter_does_not(monkeypatch):
     starter.start()
     try:
         with engine(monkeypatch, "import time; time.sleep(600)"):
-            time.sleep(0.3)  # until it has started
             wait_until_idle([0], 60.0)
-        with engine(monkeypatch, burner), pytest.raises(TimeoutError):
-            time.sleep(0.5)
-            wait_until_idle([0], 1.0)
+        with engine(monkeypatch, burner) as process:
+            while not (workers := psutil.Process(process.pid).children()):
+                time.sleep(0.01)
+            wait_until_it_computes(workers[0].pid)
+            with pytest.raises(TimeoutError):
+                wait_until_idle([0], 1.0)
     finally:
         stop.set()
         starter.join()
