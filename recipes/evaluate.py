@@ -4,6 +4,7 @@ tune run evaluate --config eval/tiny model_dir=...
 """
 
 import json
+import math
 import sys
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from torchtune_ext.run.folder import RunFolder
 from torchtune_ext.run.output import labelled, say
 from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
-from torchtune_ext.sampling.server_command import on_cpu
+from torchtune_ext.sampling.server_command import engine_threads, on_cpu
 from torchtune_ext.settings.components import instantiate
 from torchtune_ext.settings.config import load_config, named_paths, record
 from torchtune_ext.source import RolloutConfig, prompt_fault
@@ -101,7 +102,9 @@ class EvaluateRecipe:
         self.sampling = cfg.sampling.stopping_at(self.tokenizer.stop_token_ids)
         if self.sampling.seed is None:
             self.sampling = replace(self.sampling, seed=cfg.seed)
-        engine = cfg.engine.following(chosen_dtype("auto", "cpu" if on_cpu() else "cuda"))
+        dtype = chosen_dtype("auto", "cpu" if on_cpu() else "cuda")
+        parameters = sum(math.prod(shape) for _, shape, _ in model.shapes())
+        engine = cfg.engine.following(dtype, engine_threads(cfg.engine, parameters, beside=False))
         check_task(self.task, "task", ends=True)
         check_engine(model, engine)
         check_tokenizer(self.tokenizer, model)

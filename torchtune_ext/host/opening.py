@@ -47,6 +47,7 @@ def say_opening(parts: Parts) -> None:
         engine = parts.precision.engine
         count, log = len(engine_configs(engine)), f"{output}/{log_name(engine)}"
         begun = f"starting, its log: {log}" if count == 1 else f"starting {count} of them, their logs: {log}"
+        begun += f"; {engine.threads} threads" if (engine.threads or 1) > 1 else ""
         lines.append(("engine", f"{f'connecting to {engine.address}' if engine.address else begun}{ahead}"))
     evaluated = parts.eval_task is not None and not parts.replay
     every, evaluates = cfg.checkpoints.every, cfg.evaluation.every

@@ -19,6 +19,7 @@ from torchtune_ext.replay import Replay
 from torchtune_ext.rollout import GroupStream
 from torchtune_ext.run.folder import RunFolder
 from torchtune_ext.sampling.engine import Engine, SamplingConfig
+from torchtune_ext.sampling.server_command import engine_threads
 from torchtune_ext.settings.components import instantiate
 from torchtune_ext.settings.config import named_paths, record
 from torchtune_ext.source import GroupSource, prompt_fault
@@ -216,12 +217,13 @@ def model_parts(
     source, model = HFModel(cfg.model_dir), on_meta(partial(instantiate, cfg.model))
     trained = trained_part(model, source, asked=cfg.model, adapters=cfg.adapters, shards=shards)
     dtype = chosen_dtype(cfg.dtype, device.type, cfg.precision.fp8)
+    threads = engine_threads(cfg.engine, sum(p.numel() for p in model.parameters()), beside=cfg.staleness > 0)
     precision = Precision(
         cfg.precision,
         model,
         source,
         dtype=dtype,
-        engine=trained.engine(cfg.engine.following(dtype)),
+        engine=trained.engine(cfg.engine.following(dtype, threads)),
         device=device,
         adapter=trained.spec,
         way=trained.way,

@@ -55,6 +55,8 @@ class EngineConfig:
     # inherited
     devices: str | None = None
     count: int | None = None  # engines on a CPU; None: as many as devices or address say, else one
+    # of each engine on a CPU; None: the trainer's, where it waits for the engine and the model is large enough, else one
+    threads: int | None = None
     # keys and values of requests in flight at a publication: "recompute" under the new weights, or "keep" the old ones
     kv_on_publish: str = "recompute"
     sleep: bool = False  # engine shares the trainer's GPU: give memory back between sampling and publishing
@@ -75,9 +77,9 @@ class EngineConfig:
     max_failures: int = 3  # failures in a row, without a finished request between, before giving up
     extra_args: dict[str, Any] = field(default_factory=dict)  # further arguments of vLLM's AsyncEngineArgs
 
-    def following(self, dtype: str) -> "EngineConfig":
-        """The same in the trainer's dtype, where no other is set."""
-        return replace(self, dtype=dtype) if self.dtype == "auto" else self
+    def following(self, dtype: str, threads: int | None = None) -> "EngineConfig":
+        """The same in the trainer's dtype and with so many threads, where nothing else is set."""
+        return replace(self, dtype=dtype if self.dtype == "auto" else self.dtype, threads=self.threads or threads)
 
     def __post_init__(self):
         if self.address is not None:
@@ -97,6 +99,7 @@ class EngineConfig:
                 raise Mistake(f"engine.{name} is {getattr(self, name)}: it has to be 1 or more")
         for name in (
             "count",
+            "threads",
             "kv_cache_bytes",
             "max_concurrency",
             "max_num_seqs",

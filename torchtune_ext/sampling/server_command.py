@@ -42,6 +42,7 @@ UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 LOADER = "torchtune_ext.sampling.worker.WeightLoader"
 CPU_KV_CACHE = 1 << 30  # bytes
 CPU_STEP = 4096  # tokens
+PARALLEL = 10_000_000  # parameters from which an engine on a CPU gains by threads (benchmarks/README.md)
 DEFAULT_MAX_NUM_SEQS = 256 if on_cpu() else 1024
 
 
@@ -244,11 +245,29 @@ def engine_args(model_dir: str, config: EngineConfig, transfer: str = "shm") -> 
     return args
 
 
+def engine_threads(config: EngineConfig, parameters: int, beside: bool) -> int | None:
+    """Returns in how many threads each engine computes on a CPU, None on GPUs.
+
+    They are the trainer's (`torch.get_num_threads`), which waits meanwhile. A small model is done with an operation before
+    threads have met for it.
+
+    Args:
+        parameters: of the model.
+        beside: the trainer computes while the engine does, so that a thread more would take a core from one of its own.
+    """
+    if not on_cpu():
+        return None
+    if beside or parameters < PARALLEL:
+        return 1
+    engines = max(config.count or 1, len(device_shares(config)))
+    return max(1, min(torch.get_num_threads(), len(os.sched_getaffinity(0))) // engines)
+
+
 def engine_environment(config: EngineConfig) -> dict[str, str]:
     """Returns the variables that vLLM's processes need, whoever starts them."""
     environ = {"VLLM_NO_USAGE_STATS": "1"}
     if on_cpu():
-        environ |= {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+        environ |= {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": str(config.threads or 1)}
     if config.quantization:
         # Else vLLM rounds the scales of published weights to powers of two, on Hopper, too.
         environ |= {"VLLM_USE_DEEP_GEMM_E8M0": "0", "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0"}
@@ -289,9 +308,16 @@ def engine_configs(config: EngineConfig) -> list[EngineConfig]:
     if config.address is not None:
         return [replace(config, address=each, devices=None, count=None) for each in config.addresses]
     size, shares = config.tensor_parallel_size, device_shares(config)
+    count, cores = config.count or len(shares) or 1, sorted(os.sched_getaffinity(0))
+    if config.threads and not on_cpu():
+        raise Mistake(f"engine.threads={config.threads} is for engines on a CPU; leave it null on GPUs")
+    if 1 < count * (config.threads or 1) > len(cores) >= count:
+        raise Mistake(
+            f"engine.threads={config.threads} of {count} engine{'s' * (count > 1)}: this process may use {len(cores)} cores; "
+            f"set engine.threads={len(cores) // count} or less"
+        )
     if len(shares) > 1:
         return [replace(config, devices=",".join(share), count=None) for share in shares]
-    count = config.count or 1
     if count == 1:
         return [config]
     if not on_cpu():
@@ -299,7 +325,6 @@ def engine_configs(config: EngineConfig) -> list[EngineConfig]:
             f"engine.count={count} without engine.devices: on GPUs name them instead, {size} for each engine, as in "
             f"engine.devices='{','.join(map(str, range(count * size)))}'"
         )
-    cores = sorted(os.sched_getaffinity(0))
     if count > len(cores):
         raise Mistake(
             f"engine.count={count}: this process may use {len(cores)} cores, and each engine needs one; set "

@@ -38,6 +38,37 @@ def test_the_engines_of_a_pool_share_the_cores(monkeypatch):
         server_command.engine_configs(EngineConfig(count=6))
 
 
+def test_an_engine_takes_the_threads_of_a_trainer_that_waits(monkeypatch):
+    monkeypatch.setattr(server_command, "on_cpu", lambda: True)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 3, 5, 7, 9})
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    threads, large = server_command.engine_threads, server_command.PARALLEL
+    assert threads(EngineConfig(), large, beside=False) == 4
+    assert threads(EngineConfig(), large - 1, beside=False) == threads(EngineConfig(), large, beside=True) == 1
+    assert threads(EngineConfig(count=2), large, beside=False) == 2
+    assert threads(EngineConfig(devices="1,3,5"), large, beside=False) == 1
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)  # OMP_NUM_THREADS of the user
+    assert threads(EngineConfig(), large, beside=False) == 5
+    assert (
+        EngineConfig().following("float32", 4).threads == 4
+        and EngineConfig(threads=3).following("float32", 4).threads == 3
+    )
+    for config in server_command.engine_configs(EngineConfig(count=2, threads=2)):
+        assert server_command.engine_environment(config)["OMP_NUM_THREADS"] == "2"
+    with pytest.raises(
+        ValueError, match="engine.threads=6 of 1 engine: this process may use 5 cores; set engine.threads=5"
+    ):
+        server_command.engine_configs(EngineConfig(threads=6))
+    with pytest.raises(ValueError, match="engine.threads=3 of 2 engines: .* set engine.threads=2 or less"):
+        server_command.engine_configs(EngineConfig(count=2, threads=3))
+    with pytest.raises(ValueError, match="engine.threads is 0"):
+        EngineConfig(threads=0)
+    monkeypatch.setattr(server_command, "on_cpu", lambda: False)
+    assert threads(EngineConfig(), large, beside=False) is None
+    with pytest.raises(ValueError, match="engine.threads=2 is for engines on a CPU; leave it null on GPUs"):
+        server_command.engine_configs(EngineConfig(threads=2))
+
+
 @every_row(
     "settings, message",
     [
