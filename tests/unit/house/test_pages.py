@@ -33,7 +33,7 @@ def first_run(repo_root):
     return repo_root / "docs" / "first_real_run.md"
 
 
-@pytest.mark.parametrize(("name", "least"), [("README.md", 2), ("docs/commands.md", 9), ("docs/first_real_run.md", 6)])
+@pytest.mark.parametrize(("name", "least"), [("README.md", 2), ("docs/README.md", 9), ("docs/first_real_run.md", 6)])
 def test_every_run_that_a_page_shows_is_one(repo_root, name, least):
     seen = 0
     for command in commands(repo_root / name):
@@ -123,7 +123,7 @@ def test_the_step_that_readme_shows_is_the_recipes(repo_root):
 
 
 def test_every_word_of_the_command_is_on_its_page(repo_root):
-    page = (repo_root / "docs" / "commands.md").read_text()
+    page = (repo_root / "docs" / "README.md").read_text()
     assert not [word for word in cli.OWN_WORDS if f"torchtune-ext {word}" not in page]
 
 

@@ -282,7 +282,7 @@ def test_the_first_number_of_gpus_that_fits_is_named(seven):
     number = next(int(words.split()[0]) for words in left if "GPUs that train" in words and "with" not in words)
     limit = plan.machine.gpu_bytes
     assert plan.total(number) <= limit < plan.total(number - 1)
-    assert any(words.startswith("adapters (docs/lora.md)") and not left[words] for words in left)
+    assert any(words.startswith("adapters (docs/training.md)") and not left[words] for words in left)
     assert "does NOT fit on 2 x 80 GB" in verdict(plan)
 
 

@@ -123,7 +123,7 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
                 yield f"{number} GPUs that train{ending} ({more.gpus} in all)", more
                 break
     if not made.sizes.frozen:
-        for title, nf4 in (("adapters (docs/lora.md)", False), ("adapters over NF4 (QLoRA)", True)):
+        for title, nf4 in (("adapters (docs/training.md)", False), ("adapters over NF4 (QLoRA)", True)):
             yield f"{title}{also}", _changed(lean, sizes=made.sizes.with_adapters(nf4), publishes_all=False)
 
 
