@@ -91,12 +91,12 @@ def mismatch(rows: Sequence[Row], said: Sequence[LabelLogprobs], version: int | 
 
 def _differences(rows: Sequence[Row], said: Sequence[LabelLogprobs], version: int | None) -> tuple[Tensor, Tensor]:
     """Returns d of all tokens of all ranks, and their buckets [2, tokens] of place and age. A collective."""
-    parts = [
-        torch.cat([(ours.logprobs_L.cpu().double() - row.logprobs_L.double())[None], buckets(row, version).double()])
-        for row, ours in zip(rows, said, strict=True)
-    ]
-    found = torch.cat(gathered(torch.cat(parts, dim=1) if parts else torch.empty(3, 0, dtype=torch.float64)), dim=1)
-    return found[0], found[1:].long()
+    here = torch.empty(3, 0, dtype=torch.float64)
+    if rows:
+        ours, theirs = (torch.cat([each.logprobs_L for each in many]).cpu().double() for many in (said, rows))
+        here = torch.cat([(ours - theirs)[None], torch.cat([buckets(row, version) for row in rows], dim=1).double()])
+    everywhere = torch.cat(gathered(here), dim=1)
+    return everywhere[0], everywhere[1:].long()
 
 
 def _measured(d: Tensor, where: Tensor) -> Mismatch:

@@ -42,19 +42,19 @@ def buckets(row: Row, version: int | None) -> Tensor:
 
 def bucket_means(values_L: Tensor, buckets_2L: Tensor) -> dict[str, float]:
     """Returns the mean of each bucket that has a label. Ages are left out if all labels are in one bucket of age."""
-    return _means("", *_sums(values_L, buckets_2L))
+    sums, counts = _sums(values_L, buckets_2L), _sums(torch.ones_like(values_L), buckets_2L)
+    return _means("", sums.tolist(), counts.tolist())
 
 
-def _sums(values_L: Tensor, buckets_2L: Tensor) -> tuple[Tensor, Tensor]:
-    flat, twice = buckets_2L.flatten().cpu(), values_L.detach().cpu().double().repeat(2)
-    size = torch.zeros(len(NAMES), dtype=torch.float64)
-    return size.index_add(0, flat, twice), size.index_add(0, flat, torch.ones_like(twice))
+def _sums(values_L: Tensor, buckets_2L: Tensor) -> Tensor:
+    size = torch.zeros(len(NAMES), dtype=torch.float64, device=values_L.device)
+    return size.index_add(0, buckets_2L.flatten(), values_L.double().repeat(2))
 
 
-def _means(prefix: str, sums: Tensor, counts: Tensor) -> dict[str, float]:
-    several_ages = int((counts[len(POSITIONS) :] > 0).sum()) > 1
+def _means(prefix: str, sums: Sequence[float], counts: Sequence[float]) -> dict[str, float]:
+    several_ages = sum(count > 0 for count in counts[len(POSITIONS) :]) > 1
     return {
-        f"{prefix}{name}": (sums[i] / counts[i]).item()
+        f"{prefix}{name}": sums[i] / counts[i]
         for i, name in enumerate(NAMES)
         if counts[i] > 0 and (several_ages or i < len(POSITIONS))
     }
@@ -65,30 +65,24 @@ class Breakdown:
 
     def __init__(self, names: Sequence[str]):
         self._names = names
-        self._seen: set[str] = set()
-        self._sums = {name: torch.zeros(len(NAMES), dtype=torch.float64) for name in names}
-        self._counts = torch.zeros(len(NAMES), dtype=torch.float64)
+        self._sums: dict[str, Tensor] = {}  # of each metric that the loss has, and under "" the counts
 
     def add(self, row: Row, metrics: Mapping[str, Tensor], version: int | None) -> None:
-        """Adds the metrics of the loss on a row, one value per label."""
+        """Adds the metrics of the loss on a row, one value per label, without gradient."""
         where = buckets(row, version)
-        for name in self._names:
-            sums, counts = _sums(metrics.get(name, torch.zeros_like(row.weights_L)), where)
-            self._sums[name] += sums
-        self._counts += counts
-        self._seen |= metrics.keys()
+        columns = {name: metrics[name] for name in self._names if name in metrics}
+        for name, values_L in (columns | {"": torch.ones_like(row.weights_L)}).items():
+            self._sums[name] = self._sums.get(name, 0.0) + _sums(values_L, where)
 
-    def sums(self) -> dict[str, float]:
-        """Returns the sums and counts of this rank, to be summed over all ranks. Metrics that the loss does not have are left
-        out."""
-        columns = {name: sums for name, sums in self._sums.items() if name in self._seen} | {"": self._counts}
-        return {f"{name}/{i}": float(v) for name, column in columns.items() for i, v in enumerate(column)}
+    def sums(self) -> dict[str, Tensor]:
+        """Returns the sums and counts of this rank as scalars on the device of the rows, to be summed over all ranks."""
+        return {f"{name}/{i}": value for name, column in self._sums.items() for i, value in enumerate(column)}
 
     def means(self, whole: Mapping[str, float]) -> dict[str, float]:
         """Returns the means, such as "loss/clip_fraction_at_0", of sums over all ranks."""
 
-        def column(name: str) -> Tensor:
-            return torch.tensor([whole[f"{name}/{i}"] for i in range(len(NAMES))])
+        def column(name: str) -> list[float]:
+            return [whole[f"{name}/{i}"] for i in range(len(NAMES))]
 
         found = {}
         for name in self._names:

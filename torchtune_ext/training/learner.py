@@ -127,7 +127,8 @@ class Learner:
         Raises:
             ValueError: the loss returned something else than one value for each label.
         """
-        device, total, values, said = self.ranks.device, 0.0, {}, []
+        device, said = self.ranks.device, []
+        values = {"total": torch.zeros((), dtype=torch.float64, device=device)}
         breakdown = Breakdown(("clip_fraction", "masked_fraction"))
         with self._watch("backward"):
             for i, cpu_row in enumerate(rows):
@@ -156,21 +157,23 @@ class Learner:
                     self.policy.model.set_requires_all_reduce(i == len(rows) - 1)
                 # FSDP averages gradients over ranks, but the weights of labels sum to one over all of them.
                 (row_loss * self.ranks.world_size).backward()
-                total += row_loss.item()
+                # All numbers stay on the device until the last row is on its way: a GPU is waited for once.
+                metrics = {name: values_L.detach() for name, values_L in metrics.items()}
+                sums = {f"loss/{name}": v.sum() for name, v in metrics.items() if not name.endswith("_max")}
+                for name, value in (sums | {"total": row_loss.detach()}).items():
+                    values[name] = values.get(name, 0.0) + value.double()
                 for name, values_L in metrics.items():
-                    key = f"loss/{name}"
-                    if name.endswith("_max"):
-                        highest = values_L.max().item() if values_L.numel() else -torch.inf
-                        values[key] = max(values.get(key, -torch.inf), highest)
-                    else:
-                        values[key] = values.get(key, 0.0) + values_L.sum().item()
+                    if name.endswith("_max") and values_L.numel():
+                        highest, key = values_L.max().double(), f"loss/{name}"
+                        values[key] = highest.maximum(values.get(key, highest))
                 breakdown.add(row, metrics, version)
                 said.append(before)
                 if on_row:
                     on_row(cpu_row)
         with self._watch("wait"):
-            values |= {"total": total, "labels": sum(row.num_labels for row in rows), **breakdown.sums()}
-            whole = reduce(values)
+            values |= breakdown.sums()
+            numbers = dict(zip(values, torch.stack([*values.values()]).tolist(), strict=True))
+            whole = reduce(numbers | {"labels": sum(row.num_labels for row in rows)})
             labels = whole["labels"] or 1.0
             metrics = {
                 name: value if name.endswith("_max") else value / labels
@@ -190,14 +193,14 @@ class Learner:
         """
         with self._watch("optimizer"):
             norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), self._max_grad_norm or torch.inf)
-            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-            if not (torch.isfinite(norm) and math.isfinite(gradient.loss)):
+            norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+            if not (math.isfinite(norm) and math.isfinite(gradient.loss)):
                 self.optimizer.zero_grad(set_to_none=True)
-                raise Failure(f"loss is {gradient.loss}, gradient norm {norm.item()}: {advice()}")
+                raise Failure(f"loss is {gradient.loss}, gradient norm {norm}: {advice()}")
             self.optimizer.step()
             self.schedule.step()
             self.optimizer.zero_grad(set_to_none=True)
-            return {"loss/total": gradient.loss, "optim/grad_norm": norm.item(), **gradient.metrics}
+            return {"loss/total": gradient.loss, "optim/grad_norm": norm, **gradient.metrics}
 
     @property
     def updates(self) -> int:

@@ -48,7 +48,7 @@ def planned(source, dtype="bfloat16", engine=None, device=CPU, make=make_model, 
 def test_bf16_changes_nothing(source):
     engine = EngineConfig(dtype="float32")
     found = planned(source, engine=engine)
-    assert found.trainer is None and found.sampler is None and found.engine is engine
+    assert found.trainer is None and found.sampler is None and found.engine == engine
     stream = iter([("a", torch.zeros(1))])
     assert found.published({torch.float32: stream}.get) is stream
     assert planned(source, engine=EngineConfig(dtype="auto")).engine_dtype == torch.bfloat16
