@@ -36,7 +36,6 @@ from torchtune_ext.training.checks import (
     check_prompts,
     check_task,
     check_tokenizer,
-    check_weights,
 )
 from torchtune_ext.training.life import close_all, run_recipe
 from torchtune_ext.training.settings import at_least, chosen_dtype
@@ -109,7 +108,7 @@ class EvaluateRecipe:
         check_engine(model, engine)
         check_tokenizer(self.tokenizer, model)
         check_prompts({"task": self.task}, self.tokenizer, self.sampling, engine)
-        check_weights(model)
+        model.require_readable()
         rehearse([self.task], cfg.grader, samples=cfg.samples_per_problem)
         fault = prompt_fault(self.tokenizer, engine.max_model_len, self.sampling.max_tokens)
         usable = Usable(self.task, fault, cfg.rollouts.bad_problems)

@@ -37,7 +37,7 @@ from torchtune_ext.tasks.task import Problem
 from torchtune_ext.telemetry.metrics import LoggingConfig, Metrics
 from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.telemetry.summary import Stopwatch, clock_metrics, memory_metrics
-from torchtune_ext.training.checks import check_optimizer, check_task, check_tokenizer, check_weights
+from torchtune_ext.training.checks import check_optimizer, check_task, check_tokenizer
 from torchtune_ext.training.distributed import init_ranks
 from torchtune_ext.training.export import save_model
 from torchtune_ext.training.learner import Learner, ScheduleConfig, make_schedule
@@ -155,7 +155,7 @@ class WarmupRecipe:
         else:
             source, model = HFModel(cfg.model_dir), on_meta(partial(instantiate, self.model_node(cfg.model_dir)))
             check_tokenizer(instantiate(cfg.tokenizer, path=cfg.model_dir), source, model.tok_embeddings.num_embeddings)
-            check_weights(source, model)
+            source.require_fits(model)
 
     def dtype_text(self) -> str:
         return f"{str(self.dtype)[6:]}{dtype_note(self.cfg.dtype, self.ranks.device.type)}"

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from operator import itemgetter
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -179,8 +178,9 @@ class GroupStream:
         self.last_sign = time.monotonic()
         self.times.begin(group.key, problem=problem.id)
         try:
-            arrived = partial(self._arrived, group)
-            drawing = self._engine.submit(group.prompt, samples, sampling, arrived, place, priority)
+            drawing = self._engine.submit(
+                group.prompt, samples, sampling, lambda *sampled: self._events.put((group, *sampled)), place, priority
+            )
         except BaseException:
             del self._groups[number]
             self.times.end(group.key, cancelled=True)
@@ -291,9 +291,6 @@ class GroupStream:
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
             log.warning("the thread that hands texts to the graders did not end within %g s", CLOSE_S)
-
-    def _arrived(self, group: Unfinished, sample: int, completion: Completion) -> None:
-        self._events.put((group, sample, completion))
 
     def _watcher_of(self, group: Unfinished) -> Watcher | None:
         """Returns who wants to see this group now. The watcher may be taken away at any moment."""

@@ -26,7 +26,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import yaml
@@ -225,23 +224,10 @@ def _terminal_width() -> int | None:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
-def offer_help(run: ModuleType) -> None:
-    """Lets `tune run RECIPE --help` list the knobs of a recipe, where torchtune would say that --config is missing.
-
-    Args:
-        run: the module `torchtune._cli.run`.
-    """
-    theirs = run.Run._run_cmd
-
-    @functools.wraps(theirs)
-    def ours(self: Any, args: argparse.Namespace) -> None:
-        if not ({"-h", "--help"} & set(args.recipe_args) and is_recipe(args.recipe)):
-            theirs(self, args)
-            return
-        print(f"usage: tune run [TORCHRUN-OPTIONS] {args.recipe} --config CONFIG [key=value ...]\n")
-        print(rendered([overview(args.recipe)], _terminal_width()))
-
-    run.Run._run_cmd = ours
+def print_help(recipe: str) -> None:
+    """Prints the knobs of a recipe: the answer to `tune run RECIPE --help`."""
+    print(f"usage: tune run [TORCHRUN-OPTIONS] {recipe} --config CONFIG [key=value ...]\n")
+    print(rendered([overview(recipe)], _terminal_width()))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -255,11 +241,7 @@ def main(args: argparse.Namespace) -> int:
     # A component may be in a module of the working directory.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    try:
-        print(rendered(listing(args.words), _terminal_width()), flush=True)
-    except BrokenPipeError:
-        # The reader has seen enough (`| head`). Python would complain again when it closes its output at the end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print(rendered(listing(args.words), _terminal_width()))
     return 0
 
 

@@ -21,10 +21,8 @@ from torchtune_ext.settings.config import load_preset
 from torchtune_ext.tasks.order import SHUFFLE_LIMIT
 from torchtune_ext.tasks.task import GradesItself, Task
 from torchtune_ext.training.distributed import Ranks
-from torchtune_ext.training.settings import dtype_note
+from torchtune_ext.training.settings import AGGREGATIONS, dtype_note
 from torchtune_ext.training.trained import Adapters, AllWeights
-
-AGGREGATIONS = {"token": "token mean", "sequence": "sequence mean", "constant": "sum over a constant"}
 
 
 def say_opening(parts: Parts) -> None:
@@ -116,7 +114,7 @@ def problems_text(cfg: Any, task: Task, held_out: Task | None) -> str:
 def objective_text(cfg: Any, loss: Any) -> str:
     """Returns what describes the objective: "clip 0.2/0.28 per token, TIS <= 2, advantage mean/group_std, token mean; preset
     clip_higher, overridden here: aggregation"."""
-    parts = [_text(loss), str(cfg.advantage), AGGREGATIONS.get(cfg.aggregation, cfg.aggregation)]
+    parts = [_text(loss), str(cfg.advantage), AGGREGATIONS[cfg.aggregation]]
     if cfg.refill_rounds:
         parts.append(f"up to {cfg.refill_rounds} refills")
     text = f"{', '.join(parts)}; {'no preset' if cfg.preset is None else f'preset {cfg.preset}'}"

@@ -15,6 +15,7 @@ from torchtune_ext.grading import Grader, open_graders, rehearse
 from torchtune_ext.policy.builder import on_meta
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import adapter_names
+from torchtune_ext.policy.streamed import streamed_logprobs
 from torchtune_ext.replay import Replay
 from torchtune_ext.rollout import GroupStream
 from torchtune_ext.run.folder import RunFolder
@@ -27,7 +28,7 @@ from torchtune_ext.tasks.order import ProblemStream, Usable
 from torchtune_ext.tasks.task import Task
 from torchtune_ext.telemetry.timeline import Timeline
 from torchtune_ext.training.agreement import Agreement
-from torchtune_ext.training.checks import check_parts, check_weights
+from torchtune_ext.training.checks import check_parts
 from torchtune_ext.training.distributed import Ranks
 from torchtune_ext.training.learner import Learner
 from torchtune_ext.training.manifest import Identity, identify
@@ -139,10 +140,15 @@ class Parts:
 
     def publisher(self, engine: Engine | None, learner: Learner) -> tuple[Agreement, Publisher | Replay]:
         """Returns the gate that compares trainer and engine, and what sends weights and lets a canary pass that gate."""
-        make_model = partial(instantiate, self.cfg.model)
-        agreement = self.precision.gate(learner, make_model, self.cfg.max_mismatch, replay=self.replay is not None)
+        scored = partial(
+            streamed_logprobs,
+            make_model=partial(instantiate, self.cfg.model),
+            device=self.ranks.device,
+            temperature=learner.temperature,
+        )
+        agreement = self.precision.gate(learner, scored, self.cfg.max_mismatch, replay=self.replay is not None)
         return agreement, self.replay or Publisher(
-            engine, learner, self.trained, self.precision, self.hf_model, agreement, self.canary, self.sampling
+            engine, learner, self.trained, self.precision, self.hf_model, agreement, scored, self.canary, self.sampling
         )
 
 
@@ -177,7 +183,7 @@ def make_parts(cfg: Any, ranks: Ranks) -> Parts:
     problems = ProblemStream(task, cfg.seed, fault=fault, bad=cfg.rollouts.bad_problems)
     # The canary's prompts are made before a checkpoint is loaded: a task that adapts would ask otherwise then.
     canary = canary_prompts(problems, tokenizer)
-    check_weights(hf_model, meta_model)
+    hf_model.require_fits(meta_model, new=adapter_names(meta_model))
     replay = None
     if cfg.replay:
         identity = identify("", hf_model, meta_model, trained.spec)

@@ -41,21 +41,24 @@ def begin(_torchtune) -> None:
 
 
 def guide(cli) -> None:
-    """Wraps `tune run` (the module `torchtune._cli.run`), so that mistakes in the words of the command are said in one line."""
-    from torchtune_ext.host.knobs import offer_help
+    """Wraps `tune run` (the module `torchtune._cli.run`): mistakes in the words of the command are said in one line, and --help
+    lists the knobs of a recipe, where torchtune would say that --config is missing."""
+    from torchtune_ext.host.knobs import is_recipe, print_help
     from torchtune_ext.run.errors import shown
     from torchtune_ext.settings.command_line import prepare, quiet_end
 
     run = cli.Run._run_cmd
 
     def guided(self, args):
+        if {"-h", "--help"} & set(args.recipe_args) and is_recipe(args.recipe):
+            print_help(args.recipe)
+            return
         with shown():
             prepare(args, cli.get_all_recipes())
         with quiet_end():
             run(self, args)
 
     cli.Run._run_cmd = guided
-    offer_help(cli)
 
 
 def copy_all(cli) -> None:

@@ -100,9 +100,7 @@ def main(args: argparse.Namespace) -> int:
     try:
         return _measure(args)
     except BrokenPipeError:
-        # Nobody reads on, as with `| head`. Python would complain once more when it empties its buffer at the end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 2
+        raise  # nobody reads on: the command ends
     except (ValueError, SandboxError, Wild, OSError, MemoryError) as error:
         print(f"torchtune-ext bench: {str(error).strip() or type(error).__name__}", file=sys.stderr)
         return 2

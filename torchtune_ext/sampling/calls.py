@@ -75,12 +75,6 @@ class Submission:
         # its share of the prompt.
         self.lane, self.left, self.share = None, n, 0.0
 
-    def notify(self, sample: int, completion: Completion) -> Completion:
-        """Hands a completion to the caller's function, if there is one, and returns it."""
-        if self.on_completion is not None:
-            self.on_completion(sample, completion)
-        return completion
-
 
 class CoreLost(Failure):
     """The engine is gone, does not answer, or holds half-loaded weights: this life of it is over."""

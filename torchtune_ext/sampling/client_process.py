@@ -44,8 +44,8 @@ BEAT_S = 1.0  # seconds between two messages which say that the client itself wo
 class Client:
     """Does what the trainer asks, and tells it what happens. The methods that it may ask for are those of `Core`."""
 
-    def __init__(self, end: socket.socket, model_dir: str, config: EngineConfig, temp_dir: str):
-        self.config, self.model_dir, self.temp_dir = config, model_dir, temp_dir
+    def __init__(self, end: socket.socket, model_dir: str, config: EngineConfig):
+        self.config, self.model_dir = config, model_dir
         self.calls: dict[str, Call] = {}
         self.socket = end
         self.process: Any = None  # of the engine
@@ -410,7 +410,7 @@ def main(descriptor: int, parent: int) -> None:
     die_with_parent(parent)
     logging.basicConfig(level=LOG_LEVEL, format=f"(client) {LOG_FORMAT}")
     end = socket.socket(fileno=descriptor)
-    model_dir, config, temp_dir = receive(end)
+    model_dir, config = receive(end)
     if on_cpu():
         # It would warn that there is no Triton, which nobody expects.
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
@@ -421,7 +421,7 @@ def main(descriptor: int, parent: int) -> None:
     import vllm.v1.engine.core  # noqa: F401
 
     print(f"engine {os.getpid()}: vLLM imported in {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
-    asyncio.run(Client(end, model_dir, config, temp_dir).serve())
+    asyncio.run(Client(end, model_dir, config).serve())
     # What is left of vLLM's threads and of the engine ends with this process.
     os._exit(0)
 

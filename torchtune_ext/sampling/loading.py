@@ -1,7 +1,7 @@
 """What happens to published weights inside vLLM's process, whichever way they came: checked, loaded layer by layer, noted."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -197,18 +197,13 @@ class CheckedTransfer(WeightTransferEngine):
                 finalize_layerwise_reload(self.model, self.model_config)
             initialize_layerwise_reload(self.model)
 
-    def load(
-        self,
-        names: Sequence[str],
-        dtypes: Sequence[str],
-        shapes: Sequence[Sequence[int]],
-        receive: Callable[[Callable[[Named], None]], None],
-    ) -> None:
-        """Loads what comes. Raises ValueError before that for what this model cannot take.
+    def receive_weights(self, update_info: Any) -> None:
+        """Loads what comes, which `receive` of the backend hands over part by part. Raises ValueError before
+        that for what this model cannot take.
 
-        Args: names, dtypes, shapes: of the tensors, torch's names of the dtypes; receive: hands each part of them, as (name,
-        tensor), to the function that it is called with.
+        Args: update_info: `names`, `dtype_names` (torch's) and `shapes` of the tensors.
         """
+        names, dtypes, shapes = update_info.names, update_info.dtype_names, update_info.shapes
         with without_lora(self.model), self.arrivals, disable_mtp_completeness_check():
             parameters = dict(self.model.named_parameters())
             packed = getattr(self.model, "packed_modules_mapping", {})
@@ -224,7 +219,7 @@ class CheckedTransfer(WeightTransferEngine):
             def take(named: Named) -> None:
                 loaded.update(self.model.load_weights(self.arrivals.watch(named)) or ())
 
-            receive(take)
+            self.receive(update_info, take)
         # Some models do not say what they have loaded.
         missing = sorted(expected - loaded) if loaded else []
         if missing:

@@ -12,7 +12,6 @@ import numpy as np
 from torchtune_ext.run.errors import Failure, Mistake
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM has room for these; a rank between is padded to the next
-FINISH_REASONS = ("stop", "length", "early_stop", "deadline", "abort")
 
 
 TRANSFERS = ("auto", "shm", "nccl", "gloo")
@@ -210,7 +209,7 @@ class Completion:
     tokens: np.ndarray  # [R] int32, ids as sampled, with the stop token when it was sampled
     logprobs: np.ndarray  # [R] float32, nats: of the sampled tokens under the sampling temperature
     versions: np.ndarray  # [R] int32, policy version that produced each token
-    finish_reason: str  # one of FINISH_REASONS
+    finish_reason: str  # "stop", "length", "early_stop", "deadline" or "abort"
     cached_prompt_tokens: int = 0  # prompt tokens that came out of the prefix cache
 
 

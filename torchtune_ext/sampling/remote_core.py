@@ -51,7 +51,7 @@ class RemoteCore:
         ours, theirs = socket.socketpair()
         with theirs:
             self._client = start_module(CLIENT, log_path, str(theirs.fileno()), environ=environ, keep=[theirs.fileno()])
-        ours.sendall(pack([model_dir, config, temp_dir]))
+        ours.sendall(pack([model_dir, config]))
         ours.setblocking(False)
         self._frames = Frames(self._receive, self._end)
         self._connected = self._loop.create_task(self._loop.create_connection(lambda: self._frames, sock=ours))

@@ -262,7 +262,7 @@ class ServerCore:
                 if self.config.kv_on_publish == "recompute":
                     answer = await self.quick("/reset_prefix_cache?reset_running_requests=true")
                     require_cleared(answer["success"])
-                else:  # as in LocalCore.load
+                else:  # as in Client.load
                     self._salt = f"{self._life}-{version}"
                 loading = time.monotonic()
                 for buffer in buffers:

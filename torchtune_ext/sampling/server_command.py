@@ -289,8 +289,8 @@ def device_shares(config: EngineConfig) -> list[list[str]]:
     if len(names) % size:
         below, above = len(names) // size * size, (len(names) // size + 1) * size
         raise Mistake(
-            f"engine.devices={config.devices!r} names {len(names)} GPUs, but engine.tensor_parallel_size={size} needs "
-            f"{size} for each engine: name {f'{below} or {above}' if below else above}"
+            f"engine.devices={config.devices!r} names {len(names)} GPU{'s' * (len(names) > 1)}, but "
+            f"engine.tensor_parallel_size={size} needs {size} for each engine: name {f'{below} or {above}' if below else above}"
         )
     return [names[start : start + size] for start in range(0, len(names), size)]
 

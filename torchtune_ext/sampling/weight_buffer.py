@@ -24,7 +24,7 @@ UNREADABLE = "cannot read the trainer's weights"  # in the engine's error when o
 ADAPTER_ID = 1  # by which vLLM knows the one adapter of a run
 ALIGNMENT = 64  # bytes; every tensor starts at a multiple
 TOKEN = 64  # bytes at the start of the file, by which the reader knows that it is ours
-MANIFEST = ("names", "dtypes", "shapes", "offsets")  # what the list of a buffer's tensors has of each
+MANIFEST = ("names", "dtype_names", "shapes", "offsets")  # what the list of a buffer's tensors has of each
 CHUNK = 1 << 30  # bytes of one write: the kernel takes at most 2 GiB at a time
 TICK_S = 0.02  # seconds between two tries of a coroutine to get the lock
 LINE = 1 << 12  # words of 32 bits that a checksum adds up at once
@@ -141,7 +141,7 @@ class WeightBuffer:
                 f"publish: named_tensors holds {double!r} twice; leave out tied copies such as lm_head.weight"
             )
         os.ftruncate(self._fd, end)
-        self.manifest = {"names": names, "dtypes": dtypes, "shapes": shapes, "offsets": offsets}
+        self.manifest = {"names": names, "dtype_names": dtypes, "shapes": shapes, "offsets": offsets}
         self.bytes, self.complete = size, True
         return time.monotonic() - started
 

@@ -7,7 +7,7 @@ make any vLLM server able to take our weights.
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,11 +20,9 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.platforms import current_platform
 
 from torchtune_ext.run.errors import Mistake
-from torchtune_ext.sampling.loading import TAKEN, CheckedTransfer
+from torchtune_ext.sampling.loading import TAKEN, CheckedTransfer, Named
 from torchtune_ext.sampling.transfer.received import GlooTransfer, NcclTransfer
 from torchtune_ext.sampling.weight_buffer import ADAPTER_ID, UNREADABLE, checksum
-
-BACKEND = "shm"
 
 
 @dataclass
@@ -40,14 +38,14 @@ class Manifest(WeightTransferUpdateInfo):
     """Says what lies there, tensor by tensor."""
 
     names: list[str]  # Hugging Face names
-    dtypes: list[str]  # torch's names of them: "bfloat16", ...
+    dtype_names: list[str]  # torch's names of them: "bfloat16", ...
     shapes: list[list[int]]
     offsets: list[int]  # bytes from the start of the file
 
 
 def tensors(path: str, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (name, tensor); the tensors are views of the shared memory, good until the generator is dropped."""
-    columns = (manifest.names, manifest.dtypes, manifest.shapes, manifest.offsets)
+    columns = (manifest.names, manifest.dtype_names, manifest.shapes, manifest.offsets)
     memory = torch.from_file(path, shared=True, size=os.stat(path).st_size, dtype=torch.uint8)
     for name, dtype, shape, offset in zip(*columns, strict=True):
         kind = getattr(torch, dtype)
@@ -79,9 +77,8 @@ class SharedMemoryTransfer(CheckedTransfer):
         check_memory(init_info.path, init_info.token)
         self.path = init_info.path
 
-    def receive_weights(self, update_info: Manifest) -> None:
-        update = update_info
-        self.load(update.names, update.dtypes, update.shapes, lambda take: take(list(tensors(self.path, update))))
+    def receive(self, update: Manifest, take: Callable[[Named], None]) -> None:
+        take(list(tensors(self.path, update)))
 
 
 def _register(name: str, backend: type[CheckedTransfer]) -> None:
@@ -90,7 +87,7 @@ def _register(name: str, backend: type[CheckedTransfer]) -> None:
     WeightTransferEngineFactory.register_engine(name, backend)
 
 
-_register(BACKEND, SharedMemoryTransfer)
+_register("shm", SharedMemoryTransfer)
 _register("gloo", GlooTransfer)
 _register("nccl", NcclTransfer)
 

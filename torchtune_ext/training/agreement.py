@@ -178,7 +178,6 @@ class Agreement:
         rounding: a function rows -> mean |d| between the coarser precision and float32, a collective.
         precision: in words, for messages.
         canary: a canary follows each publication. In a replay there is none, since there is no engine.
-        scored: log-probs with other weights and in another precision than the policy's (`streamed_logprobs`).
         identity: whether the mean of exp(d) has to be 1, as it is where both hold the same weights. Where they do not, as in
             mixed precision, d goes with the reward, by which groups are chosen, and the mean says nothing.
     """
@@ -192,11 +191,10 @@ class Agreement:
         precision: str = "float32",
         canary: bool = True,
         identity: bool = True,
-        scored: Callable[..., list[Tensor]] | None = None,
     ):
         self._logprobs, self._temperature, self._rounding, self._precision = logprobs, temperature, rounding, precision
         self._auto, self._limit = limit == "auto", 0.0 if limit == "auto" else limit
-        self._identity, self.scored = identity, scored
+        self._identity = identity
         # Of exp(d) - 1 over the tokens that the present version of each step has sampled.
         self._count, self._sum, self._squares = 0, 0.0, 0.0
         self._told = not canary  # whether the user knows that no token was of the present version; a replay has none

@@ -21,6 +21,7 @@ from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import adapter_names
 from torchtune_ext.run.errors import Mistake, blame
 from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
+from torchtune_ext.sampling.server_command import device_shares
 from torchtune_ext.tasks.order import SHUFFLE_LIMIT
 from torchtune_ext.tasks.task import GradesItself, Problem, Task
 
@@ -45,7 +46,7 @@ def check_parts(
     Args:
         make_optimizer: takes the parameters as `params`.
         tasks: by the keys of their nodes, the one to train on first; the others are used as a whole.
-        source: the model directory; its weights are not looked at (`check_weights`).
+        source: the model directory; its weights are not looked at (`HFModel.require_fits`).
         model: may lie on the meta device.
 
     Raises:
@@ -280,21 +281,6 @@ def _encoded(file: Path) -> list[int]:
         return Tokenizer.from_file(str(file)).encode(PROBE, add_special_tokens=False).ids
 
 
-def check_weights(source: HFModel, model: nn.Module | None = None) -> None:
-    """Reads the headers of the weights in model_dir.
-
-    Args:
-        model: what they have to fit; it may lie on the meta device. None: any weights will do, quantized ones, too.
-
-    Raises:
-        ValueError: a file is missing or damaged, or names or shapes differ.
-    """
-    if model is None:
-        source.require_readable()
-    else:
-        source.require_fits(model, new=adapter_names(model))
-
-
 def require_rows(row_tokens: int, engine: EngineConfig) -> None:
     """Raises ValueError if a row is too short for the longest sequence that the engine may return."""
     if row_tokens < engine.max_model_len:
@@ -319,12 +305,7 @@ def check_engine(source: HFModel, engine: EngineConfig, model: nn.Module | None 
         raise Mistake(
             f"engine.tensor_parallel_size={size} does not divide the model's {heads} attention heads; use one of {fits}"
         )
-    named = [each for each in str(engine.devices or "").split(",") if each.strip()]
-    if named and len(named) < size:
-        raise Mistake(
-            f"engine.devices={engine.devices!r} names {len(named)} GPU, but engine.tensor_parallel_size={size} needs {size}: "
-            f"name them all, as in engine.devices='{','.join(map(str, range(size)))}'"
-        )
+    device_shares(engine)
     longest, config = source.config.get("max_position_embeddings"), source.config
     # Where RoPE is scaled, the engine knows better how far.
     scaled = (

@@ -25,7 +25,6 @@ from torchtune_ext.policy.fp8.plan import Fp8Receipt, fp8_hf_tensors, plan
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.logprobs import PackedPolicy
 from torchtune_ext.policy.lora import AdapterSpec, adapter_names, merged_tensors
-from torchtune_ext.policy.streamed import streamed_logprobs
 from torchtune_ext.run.errors import Mistake, nearest
 from torchtune_ext.run.output import say
 from torchtune_ext.sampling.records import EngineConfig
@@ -182,16 +181,15 @@ class Precision:
         return self.dtype != self.engine_dtype or (self.sampler is not None and self.trainer is None)
 
     def gate(
-        self, learner: Learner, make_model: Callable[[], TransformerDecoder], limit: float | str, replay: bool
+        self, learner: Learner, scored: Callable[..., list[Tensor]], limit: float | str, replay: bool
     ) -> Agreement:
         """Returns what compares trainer and sampler in a run of this precision.
 
         Args:
-            make_model: the builder of the policy.
+            scored: `streamed_logprobs` with the model's builder, device and temperature.
             limit: `max_mismatch`.
             replay: nothing is sampled.
         """
-        scored = partial(streamed_logprobs, make_model=make_model, device=self.device, temperature=learner.temperature)
         return Agreement(
             learner.logprobs,
             learner.temperature,
@@ -200,14 +198,13 @@ class Precision:
             precision=self.coarsest_text,
             canary=not replay,
             identity=not replay and not self.mixed,
-            scored=scored,
         )
 
     def rounding(self, model: nn.Module, scored: Callable[..., list[Tensor]], rows: Sequence[Row]) -> float:
         """Mean |log-prob in the coarser of the two precisions - in float32| over the labels of all ranks, in nats: how far a
         right engine may be from a right trainer. Both are computed here, in the same way. A collective.
 
-        Args: scored: `streamed_logprobs` with the model's builder, device and temperature.
+        Args: scored: as `gate` takes it.
         """
         if self.coarsest == torch.float32:
             return 0.0

@@ -1,7 +1,7 @@
 """Weights to the sampler, in memory, and the proof that it samples with them."""
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
@@ -58,6 +58,7 @@ class Publisher:
         precision: in which weights are sent.
         source: names of the weights in the engine.
         agreement: the gate that the canary has to pass.
+        scored: log-probs with other weights and in another precision than the policy's (`streamed_logprobs`).
         canary_prompts: token ids.
         sampling: of the run; the canary's is the same but for its length and its seed.
     """
@@ -70,12 +71,13 @@ class Publisher:
         precision: Precision,
         source: HFModel,
         agreement: Agreement,
+        scored: Callable[..., list[Tensor]],
         canary_prompts: Sequence[list[int]],
         sampling: SamplingConfig,
     ):
         self._engine, self._learner, self._ranks = engine, learner, learner.ranks
         self._trained, self._precision, self._source = trained, precision, source
-        self._agreement, self._prompts = agreement, list(canary_prompts)
+        self._agreement, self._scored, self._prompts = agreement, scored, list(canary_prompts)
         tokens = min(CANARY_TOKENS, sampling.max_tokens)
         self._sampling = replace(sampling, max_tokens=tokens, seed=CANARY_SEED, early_stop_logprob=None)
         self._sent: dict[str, dict[str, int]] = {"model": {}, "adapter": {}}  # checksums by name, on rank 0
@@ -133,7 +135,7 @@ class Publisher:
             whose = when if len(answers) == 1 else f"{when}, {name}"
             said = self._learner.logprobs(rows)
             if self._rounded:
-                scored = partial(self._agreement.scored, dtype=torch.float32)
+                scored = partial(self._scored, dtype=torch.float32)
                 now = scored(rows, self._trained.as_sent(self._learner.policy.model, self._precision))
             else:
                 scored, now = None, [ours.logprobs_L for ours in said]

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -11,30 +11,10 @@ from torchtune_ext.advantages import AdvantageConfig
 from torchtune_ext.buffer import Ledger
 from torchtune_ext.objective.loss import Needs, PolicyLoss, needs_of
 from torchtune_ext.run.errors import Mistake, nearest
-from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
-from torchtune_ext.training.learner import ScheduleConfig
+from torchtune_ext.sampling.records import SamplingConfig
 
-AGGREGATIONS = ("token", "sequence", "constant")  # of packing.py: what the loss of an update is a mean over
-
-
-class Settings(Protocol):
-    """What is looked at of a GRPO recipe's `Config`."""
-
-    loss: Mapping[str, Any]
-    engine: EngineConfig
-    sampling: SamplingConfig
-    advantage: AdvantageConfig
-    schedule: ScheduleConfig
-    max_steps: int
-    prompts_per_step: int
-    samples_per_prompt: int
-    updates_per_step: int
-    refill_rounds: int
-    staleness: int
-    depth: int | None
-    aggregation: str
-    max_grad_norm: float | None
-    max_mismatch: Any
+# What the loss of an update is a mean over (packing.py), in words.
+AGGREGATIONS = {"token": "token mean", "sequence": "sequence mean", "constant": "sum over a constant"}
 
 
 def at_least(cfg: Any, **least: int) -> None:
@@ -80,7 +60,7 @@ def computes_in_bfloat16(device: str) -> bool:
     return any(f" {flag}" in flags for flag in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
-def check_settings(cfg: Settings, loss: Any) -> None:
+def check_settings(cfg: Any, loss: Any) -> None:
     """Raises ValueError for settings of a GRPO recipe that do not go together. Args: loss: what was built from `cfg.loss`."""
     at_least(cfg, max_steps=1, prompts_per_step=1, samples_per_prompt=2, updates_per_step=1, refill_rounds=0)
     check_needs(cfg.loss, needs_of(loss))
@@ -118,7 +98,7 @@ def check_sampling(sampling: SamplingConfig, samples_per_prompt: int, advantage:
         raise Mistake(f"sampling.seed={sampling.seed}: a run draws its own seeds for every step; set `seed`")
 
 
-def check_staleness(cfg: Settings, loss: Any) -> None:
+def check_staleness(cfg: Any, loss: Any) -> None:
     """Raises ValueError for settings that do not go together with samples of an older policy."""
     Ledger(cfg.prompts_per_step, cfg.max_steps, cfg.staleness, cfg.depth)
     if not cfg.staleness:

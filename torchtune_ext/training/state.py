@@ -3,13 +3,14 @@
 checkpoints/step_000040/
     config.json  model-00001-of-00001.safetensors  tokenizer files    a model directory that any tool can read
     (or adapter_config.json  adapter_model.safetensors  [merged/]     an adapter, and if wanted the merged model)
-    recipe.json                                                       cursor, step, policy version, throttle, accuracy
+    recipe.json                                                       step, version, cursor, task, throttle, accuracy
     state/                                                            float32 weights, optimizer (if saved), RNG: by DCP
     manifest.json                                                     what it belongs to; size and SHA-256 of every file
 
 A checkpoint is whole or absent. DCP (torch.distributed.checkpoint) can load `state/` on another number of ranks. Other
 folders beside the checkpoints: `.partial_*` is being written, `.pruned_*` is being deleted, `damaged_*` was damaged, so
-the run went on from an older one, and `old_*` was in the place where this run had to write.
+the run went on from an older one, `old_*` was in the place where this run had to write, and `.replaced_*` is what a
+new folder has taken the place of.
 """
 
 import json
@@ -313,7 +314,7 @@ def _glance(path: Path) -> Manifest | None:
         return None
 
 
-def _state(model: nn.Module, optimizer: torch.optim.Optimizer, with_optimizer: bool = True) -> dict[str, Any]:
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer, with_optimizer: bool) -> dict[str, Any]:
     if not with_optimizer:
         return {"model": get_model_state_dict(model, options=TRAINED_ONLY)}
     model_state, optimizer_state = get_state_dict(model, optimizer, options=TRAINED_ONLY)

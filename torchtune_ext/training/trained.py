@@ -149,7 +149,7 @@ class Adapters:
             raise Mistake(
                 "adapters.publish='adapter' with use_dora: vLLM applies no DoRA adapters; use adapters.publish=merged"
             )
-        self.spec, self._config, self._save_merged = spec, config, config.save_merged
+        self.spec, self._config = spec, config
         self.way = config.way(spec.dora, EngineConfig().dtype)  # until `engine` has said which dtype it is
         self._base_sent = False
 
@@ -204,5 +204,5 @@ class Adapters:
         return {"adapter": applied_share(rows, on, off, otherwise)}
 
     def export(self, model: nn.Module, source: HFModel, dtype: torch.dtype) -> Callable[..., None]:
-        merged = dtype if self._save_merged else None
+        merged = dtype if self._config.save_merged else None
         return partial(export_adapter, model=model, source=source, adapter=self.spec, merged=merged)

@@ -222,6 +222,6 @@ def test_an_error_over_the_counters_comes_out_of_sample(make_engine, monkeypatch
     try:
         core.on_step(Step(0.5, 1, 0, 0, 0, 0))
     except ZeroDivisionError as error:
-        core.broken = error  # as LocalCore's logger does
+        core.broken = error  # as the client's logger does
     sampler.join(10)
     assert isinstance(outcome[0], EngineFailed) and isinstance(outcome[0].__cause__, ZeroDivisionError)

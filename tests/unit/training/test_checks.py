@@ -16,6 +16,7 @@ from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import on_meta
 from torchtune_ext.policy.hf_model import HFModel
+from torchtune_ext.policy.lora import adapter_names
 from torchtune_ext.recipes import grpo
 from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
 from torchtune_ext.settings.components import instantiate
@@ -69,14 +70,15 @@ def test_an_optimizer_of_matrices_may_train_matrices():
 
 def test_weights_fit_their_model_and_no_other(model_dir):
     source, model = HFModel(model_dir), on_meta(partial(from_config, str(model_dir)))
-    checks.check_weights(source, model)
-    checks.check_weights(source, on_meta(partial(from_config, str(model_dir), lora_attn_modules=["q_proj"])))
+    source.require_fits(model)
+    adapted = on_meta(partial(from_config, str(model_dir), lora_attn_modules=["q_proj"]))
+    source.require_fits(adapted, new=adapter_names(adapted))
     found = {name: shape for name, shape, _ in source.shapes()}
     assert found == {name: tuple(param.shape) for name, param in model.named_parameters()}
     fewer = on_meta(partial(from_config, str(model_dir)))
     del fewer.layers[1]
     with pytest.raises(ValueError, match=r"model does not fit .*layers.1.* the built model has no such weight"):
-        checks.check_weights(source, fewer)
+        source.require_fits(fewer)
 
 
 def test_the_shapes_in_the_headers_are_those_of_the_converted_weights(model_dir, tmp_path):

@@ -18,6 +18,7 @@ from torchtune_ext.objective.loss import PolicyLoss  # noqa: E402
 from torchtune_ext.policy import from_config  # noqa: E402
 from torchtune_ext.policy.builder import build_policy, on_meta  # noqa: E402
 from torchtune_ext.policy.hf_model import HFModel  # noqa: E402
+from torchtune_ext.policy.streamed import streamed_logprobs  # noqa: E402
 from torchtune_ext.sampling.engine import Completion, EngineConfig, SamplingConfig  # noqa: E402
 from torchtune_ext.sampling.records import CanaryAnswer, PublishReport  # noqa: E402
 from torchtune_ext.sampling.weight_buffer import checksum  # noqa: E402
@@ -82,8 +83,11 @@ def played(source):
         model = on_meta(partial(from_config, str(source.path)))
         precision = Precision(PrecisionConfig(), model, source, "float32", config, device, None)
         learner, engine = alone(policy, PolicyLoss()), PlayedEngine()
-        gate = precision.gate(learner, partial(from_config, str(source.path)), limit, replay=False)
-        publisher = Publisher(engine, learner, AllWeights(), precision, source, gate, PROMPTS, SAMPLING)
+        scored = partial(
+            streamed_logprobs, make_model=partial(from_config, str(source.path)), device=device, temperature=1.0
+        )
+        gate = precision.gate(learner, scored, limit, replay=False)
+        publisher = Publisher(engine, learner, AllWeights(), precision, source, gate, scored, PROMPTS, SAMPLING)
         return engine, policy.model, publisher
 
     return make
@@ -121,7 +125,7 @@ def test_a_publication_that_arrives(played):
 def test_a_run_of_short_completions_has_a_short_canary(source, played):
     engine, _, publisher = played()
     short = Publisher(
-        engine, publisher._learner, AllWeights(), publisher._precision, source, publisher._agreement, PROMPTS,
+        engine, publisher._learner, AllWeights(), publisher._precision, source, publisher._agreement, publisher._scored, PROMPTS,
         dataclasses.replace(SAMPLING, max_tokens=3),
     )  # fmt: skip
     assert short.publish(1)["canary/mean_abs"] < 1e-5

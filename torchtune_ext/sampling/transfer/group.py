@@ -301,7 +301,7 @@ def chunks(update: Update, limit: int) -> Iterator[list[Place]]:
 
 def update_of(manifest: dict[str, list]) -> Update:
     """Returns the message for what lies in a `WeightBuffer`. Args: manifest: of the buffer."""
-    return Update(names=manifest["names"], dtype_names=manifest["dtypes"], shapes=manifest["shapes"])
+    return Update(names=manifest["names"], dtype_names=manifest["dtype_names"], shapes=manifest["shapes"])
 
 
 def check_layout(places: Sequence[Place], offsets: Sequence[int]) -> None:

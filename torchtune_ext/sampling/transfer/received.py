@@ -41,10 +41,6 @@ class GlooTransfer(CheckedTransfer):
             init_info.deadline_s,
         )
 
-    def receive_weights(self, update_info: Update) -> None:
-        update = update_info
-        self.load(update.names, update.dtype_names, update.shapes, lambda take: self.receive(update, take))
-
     def receive(self, update: Update, take: Callable[[Named], None]) -> None:
         """Takes what the sender broadcasts. Raises RuntimeError when it does not, and the group is over then."""
         if self.group is None:
@@ -82,10 +78,6 @@ class NcclTransfer(CheckedTransfer, NCCLWeightTransferEngine):
         self.shutdown()
         self.deadline_s = init_info.deadline_s
         NCCLWeightTransferEngine.init_transfer_engine(self, init_info)
-
-    def receive_weights(self, update_info: Update) -> None:
-        update = update_info
-        self.load(update.names, update.dtype_names, update.shapes, lambda take: self.receive(update, take))
 
     def receive(self, update: Update, take: Callable[[Named], None]) -> None:
         """As `GlooTransfer.receive`. NCCL itself would wait for ever: at the deadline the communicator is aborted."""

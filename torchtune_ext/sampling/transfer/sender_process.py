@@ -136,7 +136,7 @@ class _Source:
     def metadata(self) -> list[Any]:
         from vllm.distributed.weight_transfer.base import ParamMeta
 
-        columns = (self._manifest[name] for name in ("names", "dtypes", "shapes"))
+        columns = (self._manifest[name] for name in ("names", "dtype_names", "shapes"))
         return [ParamMeta(n, getattr(torch, d), tuple(s)) for n, d, s in zip(*columns, strict=True)]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
