@@ -13,7 +13,7 @@ Rank 0 owns the engine, the graders and the files; every rank trains on its shar
 """
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from torchtune_ext.settings.components import instantiate
 from torchtune_ext.settings.config import load_config
 from torchtune_ext.telemetry import summary
 from torchtune_ext.telemetry.metrics import Metrics
+from torchtune_ext.telemetry.profile import Profile
 from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.telemetry.rollouts import RolloutStore
 from torchtune_ext.telemetry.timeline import Timeline
@@ -90,6 +91,7 @@ class Config:
     resume_from_checkpoint: bool = False  # go on from the newest checkpoint in output_dir
     ranks: nodes.RanksConfig = nodes.RanksConfig()  # how ranks share the weights and watch each other
     logging: nodes.LoggingConfig = nodes.LoggingConfig()  # where metrics go besides the run's folder: W&B, TensorBoard
+    profile: list[int] = field(default_factory=list)  # steps whose work torch's profiler traces, as in [3, 4]
     dry_run: Any = False  # True: check the settings and say whether the run fits here; "4x80": 4 GPUs of 80 GB
 
 
@@ -122,6 +124,7 @@ class GRPORecipe:
             model_dir=cfg.model_dir,
         )
         # It tells the other ranks, too, who is at what.
+        self.profile = Profile(cfg.profile, cfg.output_dir, self.ranks.rank)
         self.watch = summary.Stopwatch(
             lambda phase: self.ranks.phase(phase, self.step), self.timeline if self.ranks.is_main else None
         )
@@ -230,6 +233,7 @@ class GRPORecipe:
         watch.lap()  # the seconds of the first step begin here
         while self.step < cfg.max_steps:
             self.step += 1
+            self.profile.begin(self.step)
             self.last_eval = None  # a checkpoint has the accuracy of its own weights only
 
             # Groups come finished and graded. With staleness 0 they were all sampled by the policy of this step,
@@ -267,6 +271,7 @@ class GRPORecipe:
             if last or stopping or self.step % cfg.checkpoints.every == 0:
                 self.save_checkpoint()
             self.log(summary.clock_metrics(values, watch.lap()))
+            self.profile.end()
             if stopping and not last:
                 self.stop.leave()
 

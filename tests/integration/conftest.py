@@ -47,8 +47,8 @@ def lora_served(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def kl_run(full_workplace, served):
-    """A run of two steps with a KL term, further sampling and several samples of each held-out problem."""
-    runs.run(full_workplace, "grpo_full", "output_dir=kl", "max_steps=2", *runs.KL, served)
+    """A run of two steps, the second profiled, with a KL term, further sampling and several samples of each held-out problem."""
+    runs.run(full_workplace, "grpo_full", "output_dir=kl", "max_steps=2", "profile=[2]", *runs.KL, served)
     return full_workplace / "kl"
 
 

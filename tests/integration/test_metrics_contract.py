@@ -1,5 +1,7 @@
 """What runs write, what the report draws and what docs/telemetry.md explains are the same names; and a step is all of its phases."""
 
+import gzip
+import json
 from itertools import pairwise
 
 import pytest
@@ -155,6 +157,14 @@ def test_the_wait_for_groups_is_two_details(all_runs, async_run):
             if ahead:
                 details = [line.get(f"time/sample/{part}", 0.0) for part in ("generate", "grade")]
                 assert line["time/wait_for_rollouts"] == pytest.approx(sum(details), abs=1e-12)
+
+
+def test_the_trace_of_a_profiled_step_has_its_phases_and_what_they_compute(kl_run):
+    (path,) = (kl_run / "profile").iterdir()
+    assert path.name == "step_000002_rank_0.json.gz"
+    with gzip.open(path, "rt") as file:
+        names = {event["name"] for event in json.load(file)["traceEvents"]}
+    assert {"sample", "sample/generate", "train", "train/backward", "train/optimizer", "publish", "aten::mm"} <= names
 
 
 HELD_OUT = {"evaluation", "greedy"}  # kinds of groups that no step takes

@@ -39,7 +39,8 @@ class Stopwatch:
         outer, begin = self._inside, time.monotonic()
         self._inside = f"{outer}/{name}" if outer else name
         try:
-            with nullcontext() if outer else self._told(name):
+            # The name stands in the traces of torch's profiler, too.
+            with nullcontext() if outer else self._told(name), torch.profiler.record_function(self._inside):
                 yield
                 if torch.cuda.is_initialized():
                     # What a phase gives a device to do is done in its own seconds.

@@ -73,6 +73,8 @@ def check_settings(cfg: Any, loss: Any) -> None:
         raise Mistake(f"max_grad_norm={cfg.max_grad_norm} must be more than 0")
     if cfg.max_mismatch != "auto" and not (isinstance(cfg.max_mismatch, float | int) and cfg.max_mismatch > 0):
         raise Mistake(f"max_mismatch={cfg.max_mismatch} must be more than 0, or auto")
+    if wrong := [step for step in cfg.profile if not 1 <= step <= cfg.max_steps]:
+        raise Mistake(f"profile={cfg.profile} names step {wrong[0]}, but the steps are 1 to max_steps={cfg.max_steps}")
     check_staleness(cfg, loss)
     cfg.schedule.require_fits(cfg.max_steps * cfg.updates_per_step)
 
