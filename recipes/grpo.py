@@ -8,7 +8,8 @@
 `tune` knows this one file by three names. What is trained, all weights or adapters, in which precision, and whether the engine
 samples ahead while the trainer works, says the config.
 
-The whole algorithm is in `train()`. To change it: `tune cp grpo_full my_grpo.py`, edit, `tune run my_grpo.py --config ...`.
+The whole algorithm is in `train()`, but for the loss, a class that `loss:` names and that may stand in this file. To change it:
+`tune cp -n grpo_full my_grpo.py`, edit, `tune run my_grpo.py --config ...`.
 Rank 0 owns the engine, the graders and the files; every rank trains on its share of the packed rows.
 """
 
@@ -36,10 +37,9 @@ from torchtune_ext.settings.components import instantiate
 from torchtune_ext.settings.config import load_config
 from torchtune_ext.telemetry import summary
 from torchtune_ext.telemetry.metrics import Metrics
-from torchtune_ext.telemetry.profile import Profile
 from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.telemetry.rollouts import RolloutStore
-from torchtune_ext.telemetry.timeline import Timeline
+from torchtune_ext.telemetry.timeline import Profile, Timeline
 from torchtune_ext.training.distributed import init_ranks
 from torchtune_ext.training.learner import Learner, make_schedule, over_updates
 from torchtune_ext.training.life import close_all, run_recipe, standing

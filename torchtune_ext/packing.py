@@ -72,6 +72,14 @@ class Row:
     def num_labels(self) -> int:
         return self.labels_L.numel()
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt with a completion."""
+        spans = [
+            (segment.prompt, completion) for segment in self.segments for completion in (*segment.completions, (0, 0))
+        ]
+        return max((stop - start + end - begin for (start, stop), (begin, end) in spans), default=0)
+
     def to(self, device: torch.device) -> "Row":
         """Returns the row with its tensors on `device`."""
         moved = {name: getattr(self, name).to(device, non_blocking=True) for name in _TENSORS}

@@ -4,7 +4,6 @@ It also runs recipes where another `tune` (the one of Ray) is first on PATH, or 
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -66,15 +65,8 @@ def run_own(word: str, rest: Sequence[str]) -> int:
         with shown():
             return module.main(arguments, more) or 0
     arguments = parser.parse_args(rest)
-    try:
-        with shown():
-            status = module.main(arguments) or 0
-        sys.stdout.flush()
-        return status
-    except BrokenPipeError:
-        # The reader has seen enough (`| head`). Python would complain again when it empties its output at the end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    with shown():
+        return module.main(arguments) or 0
 
 
 def run_tune(words: Sequence[str]) -> int:

@@ -384,7 +384,11 @@ def main(args: argparse.Namespace) -> int:
         print(f"{own_tune()} {'is now' if mend(own_tune()) else 'is'} torchtune's")
         return 0
     findings = diagnose(gather(args.deadline))
-    print(table(findings))
+    try:
+        print(table(findings), flush=True)
+    except BrokenPipeError:
+        # The reader has seen enough (`| head -1`). Python empties its buffer at its end, which has to succeed.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return int(any(finding.mark == FAIL for finding in findings))
 
 

@@ -170,7 +170,7 @@ def _keys(knob: Knob) -> list[Knob]:
 
 
 def _of_component(path: str) -> list[Section]:
-    from torchtune_ext.settings.components import by_path
+    from torchtune_ext.run.catalog import by_path
 
     found = by_path(path, path)
     if not callable(found):
@@ -241,7 +241,11 @@ def main(args: argparse.Namespace) -> int:
     # A component may be in a module of the working directory.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    print(rendered(listing(args.words), _terminal_width()))
+    try:
+        print(rendered(listing(args.words), _terminal_width()), flush=True)
+    except BrokenPipeError:
+        # The reader has seen enough (`| head`). Python would complain again when it closes its output at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

@@ -100,7 +100,9 @@ def main(args: argparse.Namespace) -> int:
     try:
         return _measure(args)
     except BrokenPipeError:
-        raise  # nobody reads on: the command ends
+        # Nobody reads on, as with `| head`. Python would complain once more when it empties its buffer at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 2
     except (ValueError, SandboxError, Wild, OSError, MemoryError) as error:
         print(f"torchtune-ext bench: {str(error).strip() or type(error).__name__}", file=sys.stderr)
         return 2

@@ -295,13 +295,15 @@ def make_constraint(name: str, settings: Mapping[str, Any]) -> Constraint:
     """
     options = {other: [field.name for field in fields(kind)] for other, kind in CONSTRAINTS.items()}
     own = options[name]
-    for option in dict.fromkeys(option for names in options.values() for option in names):
-        if option not in own and settings.get(option) is not None:
-            raise Mistake(
-                f"loss.{option}={settings[option]} contradicts loss.constraint={name!r}, whose options are "
-                f"{', '.join(own) or 'none'}; set it to null (it may come from `preset`), or use constraint="
-                + " or ".join(repr(other) for other, names in options.items() if option in names)
-            )
+    every = dict.fromkeys(option for names in options.values() for option in names)
+    wrong = [option for option in every if option not in own and settings.get(option) is not None]
+    if wrong:
+        raise Mistake(
+            f"{', '.join(f'loss.{option}={settings[option]}' for option in wrong)} contradict{'s' * (not wrong[1:])} "
+            f"loss.constraint={name!r}, whose options are {', '.join(own) or 'none'}; set {'them' if wrong[1:] else 'it'} to "
+            f"null (preset may have set {'them' if wrong[1:] else 'it'}), or use constraint="
+            + " or ".join(repr(other) for other, names in options.items() if wrong[0] in names)
+        )
     return CONSTRAINTS[name](**{option: settings[option] for option in own if settings.get(option) is not None})
 
 

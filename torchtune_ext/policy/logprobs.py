@@ -73,10 +73,9 @@ class PackedPolicy:
         Raises:
             ValueError: a sequence of the row is longer than the model's `max_seq_len`.
         """
-        longest = int(row.positions_T.max()) + 1
-        if longest > self.max_positions:
+        if row.longest > self.max_positions:
             raise Mistake(
-                f"model.max_seq_len={self.max_positions} is too short for a sequence of {longest} tokens; "
+                f"model.max_seq_len={self.max_positions} is too short for a sequence of {row.longest} tokens; "
                 "raise it, or lower max_tokens"
             )
         # torchtune compares the *row* with max_seq_len, but only positions index the RoPE cache.

@@ -1,4 +1,4 @@
-"""Finds the recipes and configs by looking into recipes/ and configs/. Nothing is listed by hand.
+"""Finds the recipes and configs by looking into recipes/ and configs/, and what a dotted path names. Nothing is listed by hand.
 
 A recipe is a file in recipes/. Its name is the name of the file, unless the file has a line
 `TUNE_NAMES = ("one", "two")`: then it has each of these names. A config is a YAML file below configs/. Its name is the path
@@ -6,11 +6,16 @@ without the ending, and says which recipe it is for: `FOLDER_RECIPES`, `ENDINGS`
 the line `SUPPORTS_DISTRIBUTED = False`.
 """
 
+import importlib
+import os
+import pkgutil
+import sys
 from ast import literal_eval
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.errors import Blamed, Mistake, nearest, text_of
 
 FOLDER_RECIPES = {"grpo": "grpo_full", "warmup": "warmup_sft", "eval": "evaluate"}
 ENDINGS = {"lora": "grpo_lora", "qlora": "grpo_lora", "async": "grpo_async"}  # grpo/tiny_lora is a config of grpo_lora
@@ -96,3 +101,48 @@ def config_path(given: str) -> str:
     if not near or given.endswith((".yaml", ".yml")):
         raise Mistake(f"--config {given}: no such file, seen from {Path.cwd()}, and no config of ours (`tune ls`)")
     raise Mistake(f"--config {given}: neither a file nor a config of ours; did you mean {', '.join(near)}? (`tune ls`)")
+
+
+def by_path(path: str, said: str) -> Any:
+    """Imports what a dotted path names: the longest part of it that is a module, and then attributes.
+
+    Args:
+        said: where it was named, for messages.
+
+    Raises:
+        ValueError: there is no such module or attribute, or the module cannot be imported.
+    """
+    # The component may be in a module of the working directory, which is not on the path when `tune` runs.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    parts = path.split(".")
+    found, depth = None, 0
+    for depth in range(1, len(parts)):
+        module = ".".join(parts[:depth])
+        try:
+            found = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name is None or not (module + ".").startswith(error.name + "."):
+                raise Blamed(f"{said}: importing {module} raised {text_of(error)}") from error
+            if found is None:
+                raise Mistake(f"{said}: {_no_module(parts[0])}") from None
+            depth -= 1
+            break
+        except Exception as error:
+            raise Blamed(f"{said}: importing {module} raised {text_of(error)}") from error
+    for i, part in enumerate(parts[depth:], depth):
+        if not hasattr(found, part):
+            inside = [module.name for module in pkgutil.iter_modules(getattr(found, "__path__", None) or [])]
+            near = nearest(part, [each for each in [*dir(found), *inside] if not each.startswith("_")])
+            hint = f"; did you mean {near!r}?" if near else ""
+            raise Mistake(f"{said}: {'.'.join(parts[:i])} has no {part!r}{hint}")
+        found = getattr(found, part)
+    return found
+
+
+def _no_module(name: str) -> str:
+    """Returns the message for a module that is not there."""
+    here = sorted(path.stem for path in Path.cwd().glob("*.py"))
+    near = nearest(name, here)
+    hint = f"; did you mean {near!r}?" if near else ""
+    return f"there is no module {name!r}, neither installed nor as {name}.py in {Path.cwd()}{hint}"

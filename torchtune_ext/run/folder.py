@@ -42,6 +42,7 @@ CONTENTS = (
     "rollouts",
     "checkpoints",
     "tensorboard",
+    "sinks",  # of those that are the user's own
     "engine.log",
     "grader.log",
     "fp8.txt",

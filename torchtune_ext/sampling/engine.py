@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from torchtune_ext.run.catalog import by_path
 from torchtune_ext.run.errors import Failure, Late, Mistake
 from torchtune_ext.sampling.calls import Core, OnCompletion, Step, Submission, check_prompt
 from torchtune_ext.sampling.cleanup import Cleanup
@@ -393,7 +394,11 @@ BACKENDS: dict[str, Backend] = {"vllm": vllm}
 
 
 def find_backend(name: str) -> Backend:
-    """Returns the backend of that name. Raises ValueError for a name that `BACKENDS` lacks."""
-    if name not in BACKENDS:
-        raise Mistake(f"engine.backend is {name!r}: use one of {', '.join(sorted(BACKENDS))}")
-    return BACKENDS[name]
+    """Returns the backend of that name, or that a dotted path names. Raises ValueError where there is none."""
+    if name in BACKENDS:
+        return BACKENDS[name]
+    if "." not in name:
+        raise Mistake(
+            f"engine.backend is {name!r}: use {', '.join(sorted(BACKENDS))}, or name a class of your own (my_module.MyCore)"
+        )
+    return by_path(name, f"engine.backend={name}")

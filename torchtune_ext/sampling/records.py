@@ -40,7 +40,7 @@ class EngineConfig:
     """Says how the engine is built. What changes from one call to the next is in `SamplingConfig`. Raises ValueError for a
     value that cannot be."""
 
-    backend: str = "vllm"  # what samples: a name in `engine.BACKENDS`
+    backend: str = "vllm"  # what samples: "vllm", or the dotted path of a class of your own
     dtype: str = "auto"  # of weights and KV cache inside the engine; "auto": the trainer's `dtype`
     max_model_len: int = 4096  # tokens, prompt + completion of one request
     kv_cache_bytes: int | None = None  # KV cache of each engine; None: 1 GiB on CPU, a share of the memory on GPU

@@ -165,6 +165,18 @@ class WeightBuffer:
             self._fd = -1
 
 
+def tensors(path: str, manifest: dict[str, list]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (name, tensor) from the memory of a `WeightBuffer`, as any process of this user on this machine can read it.
+
+    The tensors are views of the memory: who wants to keep them copies them.
+    Args: path: `WeightBuffer.address()["path"]`; manifest: `WeightBuffer.manifest`.
+    """
+    memory = torch.from_file(path, shared=True, size=os.stat(path).st_size, dtype=torch.uint8)
+    for name, dtype_name, shape, offset in zip(*(manifest[key] for key in MANIFEST), strict=True):
+        dtype = getattr(torch, dtype_name)
+        yield name, memory[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+
 def _checksums(fd: int, manifest: dict[str, list]) -> dict[str, int]:
     """Reads tensor after tensor out of the memory, and closes the descriptor."""
     sums = {}

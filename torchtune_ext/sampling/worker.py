@@ -5,9 +5,7 @@ registers the weight-transfer backends "shm" and "gloo", and puts our checks aro
 make any vLLM server able to take our weights.
 """
 
-import math
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +20,7 @@ from vllm.platforms import current_platform
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.sampling.loading import TAKEN, CheckedTransfer, Named
 from torchtune_ext.sampling.transfer.received import GlooTransfer, NcclTransfer
-from torchtune_ext.sampling.weight_buffer import ADAPTER_ID, UNREADABLE, checksum
+from torchtune_ext.sampling.weight_buffer import ADAPTER_ID, UNREADABLE, checksum, tensors
 
 
 @dataclass
@@ -41,15 +39,6 @@ class Manifest(WeightTransferUpdateInfo):
     dtype_names: list[str]  # torch's names of them: "bfloat16", ...
     shapes: list[list[int]]
     offsets: list[int]  # bytes from the start of the file
-
-
-def tensors(path: str, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, tensor); the tensors are views of the shared memory, good until the generator is dropped."""
-    columns = (manifest.names, manifest.dtype_names, manifest.shapes, manifest.offsets)
-    memory = torch.from_file(path, shared=True, size=os.stat(path).st_size, dtype=torch.uint8)
-    for name, dtype, shape, offset in zip(*columns, strict=True):
-        kind = getattr(torch, dtype)
-        yield name, memory[offset : offset + math.prod(shape) * kind.itemsize].view(kind).view(shape)
 
 
 def check_memory(path: str, token: str) -> None:
@@ -78,7 +67,7 @@ class SharedMemoryTransfer(CheckedTransfer):
         self.path = init_info.path
 
     def receive(self, update: Manifest, take: Callable[[Named], None]) -> None:
-        take(list(tensors(self.path, update)))
+        take(list(tensors(self.path, vars(update))))
 
 
 def _register(name: str, backend: type[CheckedTransfer]) -> None:
@@ -109,9 +98,7 @@ class WeightLoader:
         """
         self._require_lora()
         check_memory(**address)
-        self._use_adapter(
-            {name: tensor.clone() for name, tensor in tensors(address["path"], Manifest(**manifest))}, config
-        )
+        self._use_adapter({name: tensor.clone() for name, tensor in tensors(address["path"], manifest)}, config)
 
     def receive_adapter(self, update: dict[str, list], config: dict[str, Any]) -> None:
         """As `load_adapter`, out of the broadcast of the sender's group, which this call is a part of.

@@ -1,9 +1,6 @@
 """Builds what `_component_` names in a YAML file, and says what is wrong with a name or an argument."""
 
-import importlib
 import inspect
-import os
-import pkgutil
 import sys
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -14,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from torchtune_ext.run import errors
-from torchtune_ext.run.catalog import folder, recipe_files
+from torchtune_ext.run.catalog import by_path, folder, recipe_files
 from torchtune_ext.run.errors import Blamed, Mistake, nearest
 
 
@@ -65,7 +62,7 @@ def find_component(node: Mapping[str, Any], **extra: Any) -> tuple[Callable[...,
         raise Mistake(
             f"{where} _component_={path} is no dotted path; write my_task.Sums for the class Sums in my_task.py"
         )
-    component = _in_recipe(path) if "." not in path else by_path(path, where)
+    component = _in_recipe(path) if "." not in path else by_path(path, f"{where} _component_={path}")
     if component is None:
         raise Mistake(f"{where} the recipe that runs defines no {path!r}; give a dotted path, or define it there")
     if not callable(component):
@@ -94,7 +91,8 @@ def _require_arguments(component: Any, path: str, name: str, arguments: dict[str
         unknown = [key for key in arguments if key not in known]
         if unknown:
             near = nearest(str(unknown[0]), known)
-            hint = f"did you mean {near!r}?" if near else f"it takes {', '.join(known) or 'no arguments'}"
+            hint = f"it takes {', '.join(known) or 'no arguments'}; ~{name}.{unknown[0]} drops what a config has set"
+            hint = f"did you mean {near!r}?" if near else hint
             raise Mistake(f"unknown key '{name}.{unknown[0]}': {path} does not take it; {hint}") from None
         needed = [
             key
@@ -145,49 +143,6 @@ def takes(node: Mapping[str, Any]) -> list[str]:
         return list(_parameters(by_path(path, "") if "." in path else _in_recipe(path)))
     except Mistake:
         return []
-
-
-def by_path(path: str, where: str) -> Any:
-    """Imports what a dotted path names: the longest part of it that is a module, and then attributes.
-
-    Raises:
-        ValueError: there is no such module or attribute, or the module cannot be imported.
-    """
-    said = f"{where} _component_={path}"
-    # The component may be in a module of the working directory, which is not on the path when `tune` runs.
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    parts = path.split(".")
-    found, depth = None, 0
-    for depth in range(1, len(parts)):
-        module = ".".join(parts[:depth])
-        try:
-            found = importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            if error.name is None or not (module + ".").startswith(error.name + "."):
-                raise Blamed(f"{said}: importing {module} raised {errors.text_of(error)}") from error
-            if found is None:
-                raise Mistake(f"{said}: {_no_module(parts[0])}") from None
-            depth -= 1
-            break
-        except Exception as error:
-            raise Blamed(f"{said}: importing {module} raised {errors.text_of(error)}") from error
-    for i, part in enumerate(parts[depth:], depth):
-        if not hasattr(found, part):
-            inside = [module.name for module in pkgutil.iter_modules(getattr(found, "__path__", None) or [])]
-            near = nearest(part, [each for each in [*dir(found), *inside] if not each.startswith("_")])
-            hint = f"; did you mean {near!r}?" if near else ""
-            raise Mistake(f"{said}: {'.'.join(parts[:i])} has no {part!r}{hint}")
-        found = getattr(found, part)
-    return found
-
-
-def _no_module(name: str) -> str:
-    """Returns the message for a module that is not there."""
-    here = sorted(path.stem for path in Path.cwd().glob("*.py"))
-    near = nearest(name, here)
-    hint = f"; did you mean {near!r}?" if near else ""
-    return f"there is no module {name!r}, neither installed nor as {name}.py in {Path.cwd()}{hint}"
 
 
 def _in_recipe(name: str) -> Any:

@@ -14,7 +14,6 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 from torchtune_ext.groups import Group
@@ -24,7 +23,7 @@ from torchtune_ext.run.folder import Run
 from torchtune_ext.telemetry.sinks import LoggingConfig as LoggingConfig
 from torchtune_ext.telemetry.sinks import Opening, Sink
 from torchtune_ext.telemetry.sinks.samples import sample_rows
-from torchtune_ext.telemetry.sinks.settings import SINKS, RunTotals, state_of
+from torchtune_ext.telemetry.sinks.settings import RunTotals, sink_class, state_of
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +84,7 @@ class Metrics:
         opening = Opening(run_dir, run, resume_step, self._settings)
         for name in self._settings.to:
             try:
-                self._sinks[name] = resolve_name(SINKS[name])(opening)
+                self._sinks[name] = sink_class(name)(opening)
             except Exception as error:
                 # A setting or a login is wrong, which is said now, while nothing is lost.
                 if isinstance(error, ValueError):

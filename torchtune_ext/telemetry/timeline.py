@@ -34,6 +34,7 @@ from threading import Lock
 from typing import Any, BinaryIO
 
 import numpy as np
+import torch
 
 from torchtune_ext.groups import GroupKey, GroupTimes
 from torchtune_ext.run.errors import Mistake
@@ -338,3 +339,26 @@ def _bins_of(since: float, until: float, bins: int) -> tuple[int, int]:
 
 def _percent(shares: np.ndarray) -> list[int]:
     return np.rint(100 * np.clip(shares, 0.0, 1.0)).astype(int).tolist()
+
+
+class Profile:
+    """Writes what this process computes in the steps that the recipe's `profile` names: `profile/step_000003_rank_0.json.gz`,
+    which https://ui.perfetto.dev and chrome://tracing show. What is computed is the same; the step takes longer."""
+
+    def __init__(self, steps: Sequence[int], folder: str, rank: int):
+        self._steps, self._folder, self._rank = set(steps), Path(folder) / "profile", rank
+        self._open: tuple[torch.profiler.profile, int] | None = None
+
+    def begin(self, step: int) -> None:
+        if step in self._steps:
+            profiler = torch.profiler.profile()  # of all devices that torch was built for
+            profiler.start()
+            self._open = profiler, step
+
+    def end(self) -> None:
+        """Writes the trace of a step that has begun."""
+        if self._open is not None:
+            (profiler, step), self._open = self._open, None
+            profiler.stop()
+            self._folder.mkdir(exist_ok=True)
+            profiler.export_chrome_trace(str(self._folder / f"step_{step:06d}_rank_{self._rank}.json.gz"))

@@ -4,6 +4,7 @@ import importlib
 import inspect
 import subprocess
 import sys
+from argparse import Namespace
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +12,9 @@ from typing import Any
 import omegaconf
 import pytest
 from tables import every_row
+from torchtune import _recipe_registry
 
-from torchtune_ext.host import knobs
+from torchtune_ext.host import knobs, plugin
 from torchtune_ext.host.cli import main
 from torchtune_ext.host.knobs import NEEDED, as_yaml, fields_of, options_of
 from torchtune_ext.objective.constraints import CONSTRAINTS
@@ -235,8 +237,8 @@ def test_help_of_tune_run_lists_the_knobs_of_our_recipes(recipe, words, listed, 
         def _run_cmd(self, args):
             print("theirs")
 
-    knobs.offer_help(SimpleNamespace(Run=Run))
-    Run()._run_cmd(SimpleNamespace(recipe=recipe, recipe_args=words))
+    plugin.guide(SimpleNamespace(Run=Run, get_all_recipes=_recipe_registry.get_all_recipes))
+    Run()._run_cmd(Namespace(recipe=recipe, recipe_args=words, nnodes="1", nproc_per_node="1"))
     out = capsys.readouterr().out
     if listed:
         assert out.startswith(

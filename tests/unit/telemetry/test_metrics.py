@@ -5,13 +5,14 @@ import logging
 import math
 import os
 import sys
+import textwrap
 
 import numpy as np
 import pytest
 import torch
 from full_disk import full_disk
 
-from torchtune_ext.run.folder import RunFolder
+from torchtune_ext.run.folder import CONTENTS, RunFolder
 from torchtune_ext.telemetry import metrics as module
 from torchtune_ext.telemetry.metrics import CLOCK_PREFIXES, Metrics, cut_metrics, read_metrics
 from torchtune_ext.telemetry.report import build_report
@@ -151,6 +152,34 @@ def test_unknown_sink_and_missing_package(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
+def test_a_sink_of_ones_own_is_named_by_its_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "csv_sink.py").write_text(
+        textwrap.dedent("""
+            class Table:
+                def __init__(self, opening):
+                    (opening.run_dir / "sinks").mkdir(exist_ok=True)
+                    self.file = open(opening.run_dir / "sinks" / "reward.csv", "a")
+
+                def log(self, step, values):
+                    self.file.write(f"{step},{values.get('reward')}\\n")
+
+                def show(self, step, rows): ...
+                def summarize(self, facts): ...
+
+                def close(self, status):
+                    self.file.close()
+        """)
+    )
+    with pytest.raises(ValueError, match="logging.to=csv_sink.Tabel: csv_sink has no 'Tabel'; did you mean 'Table'"):
+        Metrics(tmp_path / "run", sinks=("csv_sink.Tabel",))
+    with Metrics(tmp_path / "run", sinks=("csv_sink.Table",)) as metrics:
+        metrics.log(1, {"reward": 0.5})
+    assert (tmp_path / "run" / "sinks" / "reward.csv").read_text() == "1,0.5\n"
+    assert "sinks" in CONTENTS  # what the next run sets aside, with all else of this one
+
+
 class FailingSink:
     """Raises in the method that a test names, and is not touched again."""
 
@@ -181,7 +210,7 @@ class FailingSink:
 
 @pytest.mark.parametrize("at", ["__init__", "log", "show", "summarize", "close"])
 def test_a_failing_sink_is_reported_once_and_dropped(tmp_path, monkeypatch, caplog, at):
-    monkeypatch.setattr(module, "resolve_name", lambda name: FailingSink)
+    monkeypatch.setattr(module, "sink_class", lambda name: FailingSink)
     monkeypatch.setattr(FailingSink, "at", at)
     with caplog.at_level(logging.WARNING), Metrics(tmp_path, sinks=("tensorboard",)) as metrics:
         for step in range(1, 5):
@@ -208,7 +237,7 @@ class RecordingSink(FailingSink):
 
 
 def test_a_sink_hears_of_the_whole_run_and_how_it_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "resolve_name", lambda name: RecordingSink)
+    monkeypatch.setattr(module, "sink_class", lambda name: RecordingSink)
     settings = LoggingConfig(to=("tensorboard",), samples=2, samples_every=3)
 
     def lines(metrics, steps):

@@ -34,14 +34,19 @@ def main(args: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         print(f"torchtune-ext archive: {_line(str(error))}", file=sys.stderr)
         return 2
-    filled = sum(cell.machine == machine for cell in archive.cells())
-    print(f"{filled} cells hold a program, timed on {_line(machine)}")
-    print(f"the fastest {args.best} of each kernel, by the lower end of the interval:")
-    for kernel, entries in fastest.items():
-        rows = [_cells(number, entry) for number, entry in enumerate(entries, 1)]
-        print(f"\n{_line(kernel)}\n{_table([HEAD, *rows])}")
-    if index is not None:
-        print(f"\n{index}: {sum(map(len, fastest.values()))} programs beside it")
+    try:
+        filled = sum(cell.machine == machine for cell in archive.cells())
+        print(f"{filled} cells hold a program, timed on {_line(machine)}")
+        print(f"the fastest {args.best} of each kernel, by the lower end of the interval:")
+        for kernel, entries in fastest.items():
+            rows = [_cells(number, entry) for number, entry in enumerate(entries, 1)]
+            print(f"\n{_line(kernel)}\n{_table([HEAD, *rows])}")
+        if index is not None:
+            print(f"\n{index}: {sum(map(len, fastest.values()))} programs beside it")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Nobody reads on, as with `| head`. Python would complain once more when it empties its buffer at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

@@ -11,7 +11,6 @@ another one.
 """
 
 import logging
-import math
 import os
 import secrets
 import socket
@@ -44,6 +43,7 @@ from torchtune_ext.sampling.transfer.group import (
     listen,
     update_of,
 )
+from torchtune_ext.sampling.weight_buffer import tensors
 
 log = logging.getLogger(__name__)
 
@@ -140,10 +140,8 @@ class _Source:
         return [ParamMeta(n, getattr(torch, d), tuple(s)) for n, d, s in zip(*columns, strict=True)]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        memory = memory_of(self._path)
-        for meta, offset in zip(self.metadata(), self._manifest["offsets"], strict=True):
-            size = math.prod(meta.shape) * meta.dtype.itemsize
-            yield meta.name, memory[offset : offset + size].to("cuda").view(meta.dtype).view(meta.shape)
+        for name, tensor in tensors(self._path, self._manifest):
+            yield name, tensor.to("cuda")
 
 
 SENDERS = {"gloo": GlooSender, "nccl": NcclSender}

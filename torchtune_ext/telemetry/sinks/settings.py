@@ -6,14 +6,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from torchtune_ext.run.catalog import by_path
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.folder import Run
 from torchtune_ext.telemetry.sinks.samples import SampleRow
 
-# Each is loaded only where it is asked for.
+# By the name of the package that each needs. They are loaded only where they are asked for.
 SINKS = {
-    "tensorboard": "torchtune_ext.telemetry.sinks.tensorboard_sink:TensorBoard",
-    "wandb": "torchtune_ext.telemetry.sinks.wandb_sink:WeightsAndBiases",
+    "tensorboard": "torchtune_ext.telemetry.sinks.tensorboard_sink.TensorBoard",
+    "wandb": "torchtune_ext.telemetry.sinks.wandb_sink.WeightsAndBiases",
 }
 ARTIFACTS = ("checkpoint", "report")
 MAX_TAG = 64  # characters, by W&B's rule
@@ -27,7 +28,8 @@ STOPPED = {130: "Ctrl-C", 143: "SIGTERM", 129: "SIGHUP"}  # the exit statuses of
 class LoggingConfig:
     """This is the node `logging:` of a recipe. All but `to` is for Weights & Biases, whose variables of the environment win."""
 
-    to: tuple[str, ...] = ()  # Metrics also go to these, "wandb" and "tensorboard".
+    # Metrics also go to these: "wandb", "tensorboard", or a class of your own (my_module.MySink).
+    to: tuple[str, ...] = ()
     project: str = "torchtune-ext"  # of W&B; the variable WANDB_PROJECT wins
     group: str | None = None  # runs that belong together, as the seeds of one setting; WANDB_RUN_GROUP wins
     tags: tuple[str, ...] = ()  # words to find the run by; WANDB_TAGS wins
@@ -71,11 +73,16 @@ class LoggingConfig:
 
 
 def check_sinks(names: Sequence[str]) -> None:
-    """Raises ValueError for an unknown sink, and ImportError for one whose package is missing."""
-    unknown = sorted(set(names) - set(SINKS))
-    if unknown:
-        raise Mistake(f"logging.to={list(names)}: nothing is called {unknown[0]!r}; choose from {list(SINKS)}")
+    """Raises ValueError for an unknown sink, and for one whose package is missing."""
     for name in names:
+        if name not in SINKS:
+            if "." not in name:
+                raise Mistake(
+                    f"logging.to={list(names)}: nothing is called {name!r}; choose from {list(SINKS)}, or name a class of your "
+                    "own (my_module.MySink)"
+                )
+            sink_class(name)
+            continue
         try:
             __import__(name)
         except ImportError as error:
@@ -85,11 +92,17 @@ def check_sinks(names: Sequence[str]) -> None:
             ) from error
 
 
+def sink_class(name: str) -> type["Sink"]:
+    """Returns the class of a sink, of ours by its name or of the user's by its dotted path. Raises ValueError where there is
+    none."""
+    return by_path(SINKS.get(name, name), f"logging.to={name}")
+
+
 @dataclass(frozen=True, slots=True)
 class Opening:
     """What a sink is opened with."""
 
-    run_dir: Path  # the folder of the run, which exists
+    run_dir: Path  # the folder of the run, which exists; files of a sink of your own go into its folder `sinks`
     run: Run | None = None  # its identity; None: the name of the folder is all that is known
     resume_step: int | None = None  # the first step that is logged again; None: a fresh run
     settings: LoggingConfig = field(default_factory=LoggingConfig)

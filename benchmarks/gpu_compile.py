@@ -1,0 +1,245 @@
+"""What can be said of a GPU without one: compiled, counted, never run.
+
+    PYTHONPATH=.venv/triton python benchmarks/gpu_compile.py    # `make test` fills that folder; with CUDA it is not needed
+
+1. The Triton kernels are compiled for Hopper (sm_90a), ahead of time. ptxas says how many registers and how much shared memory
+   a program takes, and whether registers are spilled; from that follows how many programs fit on a multiprocessor at once.
+2. The block masks of FlexAttention for rows of 16,384 tokens, as the shipped configs have them: tiles of 128 x 128 that are
+   computed, over those that the allowed pairs would fill; and tiles of a causal mask over those.
+3. The floating-point operations of forward and backward on such a row: the matrix products of the real model on torch's meta
+   device, counted by its FlopCounterMode, and attention by its tiles. Beside them the seconds that an H100 and an H200 need at
+   least, for the operations at their peak in bfloat16, and for the bytes of weights, gradients and AdamW at the bandwidth of
+   their memory, on one GPU that would hold it all.
+4. Every place where one update of a small model reads a number of the device (`item`, `tolist`, `cpu`, ...), for which a GPU
+   would be waited for.
+
+Where triton is missing, the first table is left out, and the script says so.
+"""
+
+import json
+import re
+import subprocess
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from unittest import mock
+
+import step
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from torchtune_ext.kernels.packed_attention import TILE, block_mask
+from torchtune_ext.objective.loss import PolicyLoss
+from torchtune_ext.packing import Layout, Row, pack
+from torchtune_ext.policy import from_config
+from torchtune_ext.policy.builder import build_policy, on_meta
+from torchtune_ext.policy.families import published_config
+from torchtune_ext.policy.hf_model import HFModel
+from torchtune_ext.policy.logprobs import PackedPolicy
+from torchtune_ext.training.distributed import Ranks
+from torchtune_ext.training.learner import Learner
+
+# Of a multiprocessor of Hopper: registers, bytes of shared memory, threads, programs.
+REGISTERS, SHARED, THREADS, PROGRAMS = 65536, 227 << 10, 2048, 32
+GPUS = {"H100": (989e12, 3.35e12), "H200": (989e12, 4.8e12)}  # operations/s in bfloat16 without sparsity, bytes/s
+# Tokens of prompt and completion.
+SHAPES = {"short": (300, 100), "long prompt": (1200, 150), "long answer": (200, 2000)}
+ROW_TOKENS = 16384
+# Bytes of a parameter in float32: its gradient is written and read, itself and both moments are read and written.
+ADAMW = 4 * (2 + 2 + 4)
+# The ways from a tensor to a number that wait for its device.
+READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
+
+
+def table(title: str, *rows: tuple) -> None:
+    print(f"\n### {title}\n")
+    for i, row in enumerate(rows):
+        print(f"| {' | '.join(map(str, row))} |" + (f"\n{'|---' * len(row)}|" if i == 0 else ""), flush=True)
+
+
+def compiled_kernels() -> Iterator[tuple]:
+    """One row for each variant of a kernel."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from torchtune_ext.kernels import fp8_quantize_triton as kernels
+
+    ptxas = next(Path(triton.__file__).parent.glob("backends/nvidia/bin/ptxas"))
+    pointers = {
+        "x_ptr": "*bf16",
+        "w_ptr": "*bf16",
+        "rows_ptr": "*fp8e4nv",
+        "columns_ptr": "*fp8e4nv",
+        "values_ptr": "*fp8e4nv",
+    }
+    scales = dict.fromkeys(("row_scales_ptr", "column_scales_ptr", "scales_ptr"), "*fp32")
+    types = pointers | scales | dict.fromkeys(("M", "K", "N", "padded_M", "stride_m", "stride_n"), "i32")
+    sides = {"rows": (True, False), "columns": (False, True), "both": (True, True)}
+    for kernel, side in [(kernels.activation_kernel, side) for side in sides] + [(kernels.weight_kernel, "")]:
+        for power_of_two in (False, True):
+            rows, columns = sides.get(side, (False, False))
+            constants = {"stride_k": 1, "WRITE_ROWS": rows, "WRITE_COLUMNS": columns, "POWER_OF_TWO": power_of_two}
+            constants |= {"FLOOR_BITS": kernels._bits(1e-12), "MAX": 448.0, "SIZE": kernels.BLOCK}
+            source = ASTSource(
+                kernel,
+                {name: types.get(name, "constexpr") for name in kernel.arg_names},
+                {name: value for name, value in constants.items() if name in kernel.arg_names},
+                {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in types},
+            )
+            program = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": kernels.NUM_WARPS})
+            with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+                file.write(program.asm["ptx"])
+                file.flush()
+                command = [ptxas, "-v", "--gpu-name", "sm_90a", file.name, "-o", "/dev/null"]
+                said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+            registers = int(re.search(r"Used (\d+) registers", said)[1])
+            spilled = sum(map(int, re.findall(r"(\d+) bytes spill", said)))
+            shared, threads = program.metadata.shared, 32 * kernels.NUM_WARPS
+            fit = min(REGISTERS // (registers * threads), SHARED // max(1, shared), THREADS // threads, PROGRAMS)
+            name = f"{kernel.__name__} {side}".strip()
+            scale = "powers of two" if power_of_two else "float32"
+            yield name, scale, registers, spilled, f"{shared / 1024:.1f}", fit, f"{fit * threads / THREADS:.0%}"
+
+
+def rows_of(prompt: int, completion: int) -> list[Row]:
+    groups = step.make_groups(prompt, completion, ROW_TOKENS)
+    return pack(groups, ROW_TOKENS, layout=Layout(tile=TILE))[0]
+
+
+def tiles(row: Row) -> int:
+    """Tiles that FlexAttention computes for a row."""
+    mask = block_mask(row.group_ids_T, row.parent_ids_T)
+    return int(mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum())
+
+
+def block_masks() -> Iterator[tuple]:
+    for name, (prompt, completion) in SHAPES.items():
+        (row, *_) = rows_of(prompt, completion)
+        tokens, computed = row.tokens_T.numel(), tiles(row)
+        needed = sum(
+            p * (p + 1) / 2 + sum(c * p + c * (c + 1) / 2 for c in completions)
+            for p, completions in (
+                (s.prompt[1] - s.prompt[0], [stop - start for start, stop in s.completions]) for s in row.segments
+            )
+        )
+        side = -(-tokens // TILE)
+        yield (
+            f"{name}, {prompt}/{completion} x {step.SAMPLES}", f"{tokens:,}", f"{computed:,}",
+            f"{computed * TILE**2 / needed:.2f}", f"{side * (side + 1) / 2 / computed:.1f}",
+        )  # fmt: skip
+
+
+def step_of(name: str, checkpointing: bool) -> Iterator[tuple]:
+    """Operations and bytes of forward and backward on one row, and of an update, on one GPU that holds the whole model."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(published_config(name)))
+        model = on_meta(partial(from_config, folder)).to(torch.bfloat16)
+    policy, parameters = PackedPolicy(model), sum(p.numel() for p in model.parameters())
+    # Operations of a pair of query and key in the forward.
+    attention = sum(4 * layer.attn.num_heads * layer.attn.head_dim for layer in model.layers)
+    for shape, (prompt, completion) in SHAPES.items():
+        row = rows_of(prompt, completion)[0]
+        mask = torch.ones(1, row.tokens_T.numel(), row.tokens_T.numel(), dtype=torch.bool, device="meta")
+        with (
+            mock.patch("torchtune_ext.policy.logprobs.packed_mask", lambda row, mask=mask: mask),
+            FlopCounterMode(display=False) as counter,
+        ):
+            said = policy(row.to(torch.device("meta")))
+            forward = products(counter)
+            said.logprobs_L.sum().backward()
+        again = forward if checkpointing else 0  # layers are computed once more; the head is not, and counts little
+        pairs = tiles(row) * TILE**2
+        operations = products(counter) + again + attention * pairs * (3.5 + checkpointing)
+        seconds = [f"{operations / peak:.2f}" for peak, _ in GPUS.values()]
+        moved = parameters * (2 * (2 + checkpointing) + ADAMW)
+        seconds += [f"{moved / bandwidth:.2f}" for _, bandwidth in GPUS.values()]
+        yield (
+            name + (", checkpointing" if checkpointing else ""), shape, f"{row.tokens_T.numel():,}", f"{operations / 1e12:.0f}",
+            f"{attention * pairs * (3.5 + checkpointing) / operations:.0%}", f"{moved / 1e9:.0f}", *seconds,
+        )  # fmt: skip
+
+
+def products(counter: FlopCounterMode) -> int:
+    """Operations of the linear layers. Those of attention, over a dense mask that stands in for the tiles, are batched."""
+    counts = counter.get_flop_counts()["Global"]
+    return counts[torch.ops.aten.mm] + counts.get(torch.ops.aten.addmm, 0)
+
+
+@contextmanager
+def counted(where: Counter) -> Iterator[None]:
+    """Inside, every read of a tensor's value is counted at the line of ours that asks for it."""
+
+    def watching(name: str):
+        theirs = getattr(Tensor, name)
+
+        def ours(tensor: Tensor, *args, **kwargs):
+            frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_stack()[:-1]]
+            mine = [frame for frame in frames if {"torchtune_ext", "kernels"} & set(frame[0].parts)]
+            if mine:
+                file, line = mine[-1]
+                where[f"{'/'.join(file.parts[-2:])}:{line} `{name}`"] += 1
+            return theirs(tensor, *args, **kwargs)
+
+        return mock.patch.object(Tensor, name, ours)
+
+    with ExitStack() as stack:
+        for name in READS:
+            stack.enter_context(watching(name))
+        yield
+
+
+def synchronisations() -> Iterator[tuple]:
+    """Where one update on three rows, clipped and stepped, reads numbers."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = HFModel(step.make_model(Path(folder), step.SMALL))
+        policy = build_policy(partial(from_config, folder), source, torch.device("cpu"), torch.float32)
+        optimizer = torch.optim.AdamW(policy.trainable(), lr=1e-5, fused=True)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 1.0)
+        learner = Learner(
+            policy,
+            PolicyLoss(),
+            Ranks(0, 1, torch.device("cpu")),
+            optimizer=optimizer,
+            schedule=schedule,
+            max_grad_norm=1.0,
+        )
+        rows = pack(step.make_groups(60, 40, 3000), 1000, layout=learner.layout)[0][:3]
+        where: Counter = Counter()
+        with counted(where):
+            learner.step(learner.forward_backward(rows), str)
+    yield from where.items()
+
+
+def main() -> None:
+    print("Compiled and counted, never run: no figure here is of a GPU at work.")
+    if find_spec("triton") is None:
+        print("\nThe kernels are left out: triton is not installed here; the opening of this script says where it is.")
+    else:
+        head = (
+            "kernel",
+            "scales",
+            "registers",
+            "spilled bytes",
+            "shared KiB",
+            "programs on a multiprocessor",
+            "of its threads",
+        )
+        table("Triton kernels for sm_90a", head, *compiled_kernels())
+    head = "rows of", "tokens", "tiles computed", "over what is allowed", "causal tiles over computed"
+    table(f"Block masks, tiles of {TILE} x {TILE}", head, *block_masks())
+    head = "model", "rows of", "tokens", "TFLOP", "of it attention", "GB moved"
+    head += tuple(f"{gpu}: s for {what}" for what in ("TFLOP", "GB") for gpu in GPUS)
+    steps = [row for name in ("Qwen2.5-7B", "Qwen3-8B") for again in (False, True) for row in step_of(name, again)]
+    table("A row forward and backward, and an update", head, *steps)
+    table("Reads of the device in an update on three rows", ("where", "times"), *synchronisations())
+
+
+if __name__ == "__main__":
+    main()
