@@ -106,6 +106,19 @@ def test_nobody_asks_a_proximal_policy_that_the_loss_does_not_need(options):
     assert first is not None and later is None
 
 
+@pytest.mark.parametrize("loss", [PolicyLoss(), PolicyLoss(importance="tis"), NLLLoss()])
+def test_a_device_is_waited_for_twice_in_an_update(loss, monkeypatch):
+    """For the numbers of all rows at once, and for the norm of the gradient; however many rows and metrics there are."""
+    its, packed, reads = learner(loss, max_grad_norm=1.0), rows() * 3, []
+    for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__"):
+        theirs = getattr(torch.Tensor, name)
+        monkeypatch.setattr(
+            torch.Tensor, name, lambda *args, name=name, theirs=theirs: reads.append(name) or theirs(*args)
+        )
+    its.step(its.forward_backward(packed), advice=str)
+    assert len(packed) > 2 and reads == ["tolist", "item"]
+
+
 def test_a_gradient_that_is_not_finite_changes_nothing():
     its = learner(Silent())
     before = [param.detach().clone() for param in its.policy.trainable()]
