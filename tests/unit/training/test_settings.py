@@ -33,6 +33,7 @@ def check(loss=None, **changed):
         "refill_rounds": 0,
         "aggregation": "token",
         "max_grad_norm": 1.0,
+        "profile": [],
         "max_mismatch": 0.05,
         "engine": EngineConfig(),
         "sampling": SamplingConfig(max_tokens=8),
