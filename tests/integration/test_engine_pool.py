@@ -22,6 +22,7 @@ from torchtune_ext.objective.loss import PolicyLoss  # noqa: E402
 from torchtune_ext.policy import from_config  # noqa: E402
 from torchtune_ext.policy.builder import build_policy, on_meta  # noqa: E402
 from torchtune_ext.policy.hf_model import HFModel  # noqa: E402
+from torchtune_ext.policy.streamed import streamed_logprobs  # noqa: E402
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig  # noqa: E402
 from torchtune_ext.sampling.server_command import on_cpu  # noqa: E402
 from torchtune_ext.sampling.weight_buffer import checksum  # noqa: E402
@@ -147,7 +148,8 @@ def test_one_that_was_not_told_stops_the_run(pool, model_dir, monkeypatch, fault
     learner = alone(policy, PolicyLoss())
     agreement = Agreement(learner.logprobs, 1.0, 0.05)
     sampling, prompts = SamplingConfig(max_tokens=12), [[1, 2, 3, 4], [5, 6, 7]]
-    publisher = Publisher(pool, learner, AllWeights(), precision, source, agreement, prompts, sampling)
+    scored = partial(streamed_logprobs, make_model=make, device=torch.device("cpu"), temperature=1.0)
+    publisher = Publisher(pool, learner, AllWeights(), precision, source, agreement, scored, prompts, sampling)
     publisher.publish(pool.version + 1)
     with torch.no_grad():
         for parameter in policy.model.parameters():

@@ -16,6 +16,7 @@ from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_policy, on_meta
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import adapted_modules
+from torchtune_ext.policy.streamed import streamed_logprobs
 from torchtune_ext.sampling import remote_core
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.sampling.supervisor import Supervisor
@@ -166,7 +167,8 @@ def test_the_canary_catches_an_engine_that_forgets_the_adapter(workplace, tmp_pa
         prompts = [[1, 2, 3, 4], [5, 6, 7]]
         precision = Precision(PrecisionConfig(), meta, source, "float32", config, torch.device("cpu"), trained.spec)
         agreement = Agreement(learner.logprobs, 1.0, limit)
-        publisher = Publisher(engine, learner, trained, precision, source, agreement, prompts, sampling)
+        scored = partial(streamed_logprobs, make_model=make, device=torch.device("cpu"), temperature=1.0)
+        publisher = Publisher(engine, learner, trained, precision, source, agreement, scored, prompts, sampling)
         first = publisher.publish(0)
         assert first["canary/adapter_applied"] == pytest.approx(1.0, abs=1e-2) and "canary/update_applied" not in first
 

@@ -399,6 +399,6 @@ def find_backend(name: str) -> Backend:
         return BACKENDS[name]
     if "." not in name:
         raise Mistake(
-            f"engine.backend is {name!r}: use {', '.join(sorted(BACKENDS))}, or name a class of your own (my_module.MyCore)"
+            f"engine.backend is {name!r}: use one of {', '.join(sorted(BACKENDS))}, or a class of your own (my_module.MyCore)"
         )
     return by_path(name, f"engine.backend={name}")

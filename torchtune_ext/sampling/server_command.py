@@ -288,9 +288,11 @@ def device_shares(config: EngineConfig) -> list[list[str]]:
     size, names = config.tensor_parallel_size, config.device_names
     if len(names) % size:
         below, above = len(names) // size * size, (len(names) // size + 1) * size
+        wanted = f"{size}: name them all, as in engine.devices='{','.join(map(str, range(size)))}'"
         raise Mistake(
             f"engine.devices={config.devices!r} names {len(names)} GPU{'s' * (len(names) > 1)}, but "
-            f"engine.tensor_parallel_size={size} needs {size} for each engine: name {f'{below} or {above}' if below else above}"
+            f"engine.tensor_parallel_size={size} needs "
+            + (f"{size} for each engine: name {below} or {above}" if below else wanted)
         )
     return [names[start : start + size] for start in range(0, len(names), size)]
 

@@ -112,7 +112,7 @@ def test_a_backend_of_ones_own_samples_is_published_to_and_is_started_again(engi
 
 
 def test_an_unknown_backend_is_refused_before_anything_starts(tmp_path):
-    with pytest.raises(ValueError, match="engine.backend is 'vlm': use .*vllm, or name a class"):
+    with pytest.raises(ValueError, match="engine.backend is 'vlm': use one of .*vllm, or a class"):
         Engine("the model", EngineConfig(backend="vlm"), str(tmp_path))
     with pytest.raises(ValueError, match="engine.backend=my_cores.Countdown: there is no module 'my_cores'"):
         Engine("the model", EngineConfig(backend="my_cores.Countdown"), str(tmp_path))

@@ -102,7 +102,7 @@ def test_a_pool_on_gpus_needs_their_names(monkeypatch):
         ValueError, match="names 3 GPUs, but engine.tensor_parallel_size=2 needs 2 for each engine: name 2 or 4"
     ):
         server_command.engine_configs(EngineConfig(devices="0,1,2", tensor_parallel_size=2))
-    with pytest.raises(ValueError, match="names 1 GPU, .* needs 4 for each engine: name 4$"):
+    with pytest.raises(ValueError, match="names 1 GPU, .* needs 4: name them all, as in engine.devices='0,1,2,3'$"):
         server_command.engine_configs(EngineConfig(devices="0", tensor_parallel_size=4))
 
 
