@@ -32,6 +32,7 @@ APART = (
     "dry_run",
     "checkpoints",
     "logging",
+    "profile",
     "grader",
     "task.bench",
 )

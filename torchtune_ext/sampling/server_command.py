@@ -42,7 +42,7 @@ UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 LOADER = "torchtune_ext.sampling.worker.WeightLoader"
 CPU_KV_CACHE = 1 << 30  # bytes
 CPU_STEP = 4096  # tokens
-PARALLEL = 5_000_000  # parameters from which an engine on a CPU gains by threads (benchmarks/README.md)
+PARALLEL = 5_000_000  # parameters from which an engine on a CPU gains by threads (benchmarks/engine_threads.py)
 DEFAULT_MAX_NUM_SEQS = 256 if on_cpu() else 1024
 
 

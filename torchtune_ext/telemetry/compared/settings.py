@@ -10,7 +10,7 @@ from torchtune_ext.telemetry.compared.runs import OneRun
 
 SEED = "seed"
 # They say where a run lies, how it was started and who else is told of it: two runs that differ in these alone are one setting.
-BESIDE = ("output_dir", "name", "id", "resume_from_checkpoint", "logging", "dry_run")
+BESIDE = ("output_dir", "name", "id", "resume_from_checkpoint", "logging", "profile", "dry_run")
 _HERE = "{output_dir}"  # stands for the folder of the run in paths below it
 _NAMED = 3  # A label says so many settings; where more differ, runs are told apart by their names.
 _LONGEST = 28  # characters of a value in a label
