@@ -313,7 +313,7 @@ def engine_configs(config: EngineConfig) -> list[EngineConfig]:
     count, cores = config.count or len(shares) or 1, sorted(os.sched_getaffinity(0))
     if config.threads and not on_cpu():
         raise Mistake(f"engine.threads={config.threads} is for engines on a CPU; leave it null on GPUs")
-    if 1 < count * (config.threads or 1) > len(cores) >= count:
+    if count <= len(cores) < count * (config.threads or 1):
         raise Mistake(
             f"engine.threads={config.threads} of {count} engine{'s' * (count > 1)}: this process may use {len(cores)} cores; "
             f"set engine.threads={len(cores) // count} or less"
