@@ -110,6 +110,7 @@ VALUES = {
     "optimizer.lr=-1": full("optimizer.lr=-1", r"optimizer.lr=-1: torch.optim.AdamW does not take it \(Invalid learning rate: -1\)"),
     "optimizer.betas=0.9": full("optimizer.betas=0.9", r"optimizer.betas=0.9: torch.optim.AdamW does not take it \(.*\); the default is \(0.9, 0.999\)"),
     "schedule.decay=cosin": full("schedule.decay=cosin", r"schedule.decay='cosin' is unknown; did you mean 'cosine'\?"),
+    "engine.threads=999": full("engine.threads=999", r"engine.threads=999 of 1 engine: this process may use \d+ cores; set engine.threads=\d+ or less", cpu_only=True),
     "profile=[0,1]": full("profile=[0,1]", r"profile=\[0, 1\] names step 0, but the steps are 1 to max_steps=3"),
     "schedule.warmup=99": full("schedule.warmup=99", r"schedule.warmup=99 must lie between 0 and the number of updates, 3; set a shorter warm-up"),
     "grader.workers=0": full("grader.workers=0", r"grader.workers=0 must be at least 1"),

@@ -39,6 +39,7 @@ CONTENTS = (
     RECORD,
     "metrics.jsonl",
     "trace.json",
+    "profile",
     "rollouts",
     "checkpoints",
     "tensorboard",

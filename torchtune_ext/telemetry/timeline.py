@@ -356,9 +356,12 @@ class Profile:
             self._open = profiler, step
 
     def end(self) -> None:
-        """Writes the trace of a step that has begun."""
+        """Writes the trace of a step that has begun. Where that cannot be done, as on a full disk, a warning says so."""
         if self._open is not None:
             (profiler, step), self._open = self._open, None
             profiler.stop()
-            self._folder.mkdir(exist_ok=True)
-            profiler.export_chrome_trace(str(self._folder / f"step_{step:06d}_rank_{self._rank}.json.gz"))
+            try:
+                self._folder.mkdir(exist_ok=True)
+                profiler.export_chrome_trace(str(self._folder / f"step_{step:06d}_rank_{self._rank}.json.gz"))
+            except (OSError, RuntimeError) as error:
+                log.warning("profile: the trace of step %d was not written, and the run goes on: %s", step, error)

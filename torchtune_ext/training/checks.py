@@ -21,7 +21,7 @@ from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import adapter_names
 from torchtune_ext.run.errors import Mistake, blame
 from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
-from torchtune_ext.sampling.server_command import device_shares
+from torchtune_ext.sampling.server_command import engine_configs
 from torchtune_ext.tasks.order import SHUFFLE_LIMIT
 from torchtune_ext.tasks.task import GradesItself, Problem, Task
 
@@ -305,7 +305,7 @@ def check_engine(source: HFModel, engine: EngineConfig, model: nn.Module | None 
         raise Mistake(
             f"engine.tensor_parallel_size={size} does not divide the model's {heads} attention heads; use one of {fits}"
         )
-    device_shares(engine)
+    engine_configs(engine)
     longest, config = source.config.get("max_position_embeddings"), source.config
     # Where RoPE is scaled, the engine knows better how far.
     scaled = (

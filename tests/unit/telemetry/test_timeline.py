@@ -16,6 +16,7 @@ from traces import as_chrome_reads, events_of, phases, require_valid, spans
 
 from torchtune_ext.grading import Grader
 from torchtune_ext.rollout import GroupStream, in_order, sample_groups
+from torchtune_ext.run.folder import CONTENTS
 from torchtune_ext.sampling.engine import SamplingConfig
 from torchtune_ext.tasks.task import Problem, Score
 from torchtune_ext.telemetry import summary, timeline
@@ -393,3 +394,13 @@ def test_phases_are_found_by_name(line, clock):
     line.phase("train", 100.0, 103.0)
     line.flush()
     assert phases(events_of(line.path), "train") == {7: [(BEGAN, BEGAN + 3.0)]}
+
+
+def test_a_trace_that_cannot_be_written_is_a_warning(tmp_path, caplog):
+    profile = timeline.Profile([2], str(tmp_path), rank=0)
+    (tmp_path / "profile").touch()  # where its folder would be
+    for step in (1, 2, 3):
+        profile.begin(step)
+        profile.end()
+    assert len(caplog.messages) == 1 and "the trace of step 2 was not written" in caplog.text
+    assert "profile" in CONTENTS  # what the next run in this folder sets aside
