@@ -33,6 +33,7 @@ import step
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
+from torchtune.modules import TransformerDecoder
 
 from torchtune_ext.kernels.packed_attention import TILE, block_mask
 from torchtune_ext.objective.loss import PolicyLoss
@@ -138,32 +139,43 @@ def block_masks() -> Iterator[tuple]:
 
 def step_of(name: str, checkpointing: bool) -> Iterator[tuple]:
     """Operations and bytes of forward and backward on one row, and of an update, on one GPU that holds the whole model."""
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(published_config(name)))
-        model = on_meta(partial(from_config, folder)).to(torch.bfloat16)
-    policy, parameters = PackedPolicy(model), sum(p.numel() for p in model.parameters())
-    # Operations of a pair of query and key in the forward.
-    attention = sum(4 * layer.attn.num_heads * layer.attn.head_dim for layer in model.layers)
+    model = meta_model(name)
+    parameters = sum(p.numel() for p in model.parameters())
     for shape, (prompt, completion) in SHAPES.items():
         row = rows_of(prompt, completion)[0]
-        mask = torch.ones(1, row.tokens_T.numel(), row.tokens_T.numel(), dtype=torch.bool, device="meta")
-        with (
-            mock.patch("torchtune_ext.policy.logprobs.packed_mask", lambda row, mask=mask: mask),
-            FlopCounterMode(display=False) as counter,
-        ):
-            said = policy(row.to(torch.device("meta")))
-            forward = products(counter)
-            said.logprobs_L.sum().backward()
-        again = forward if checkpointing else 0  # layers are computed once more; the head is not, and counts little
-        pairs = tiles(row) * TILE**2
-        operations = products(counter) + again + attention * pairs * (3.5 + checkpointing)
+        operations, attention = operations_of(model, row, checkpointing)
         seconds = [f"{operations / peak:.2f}" for peak, _ in GPUS.values()]
         moved = parameters * (2 * (2 + checkpointing) + ADAMW)
         seconds += [f"{moved / bandwidth:.2f}" for _, bandwidth in GPUS.values()]
         yield (
             name + (", checkpointing" if checkpointing else ""), shape, f"{row.tokens_T.numel():,}", f"{operations / 1e12:.0f}",
-            f"{attention * pairs * (3.5 + checkpointing) / operations:.0%}", f"{moved / 1e9:.0f}", *seconds,
+            f"{attention / operations:.0%}", f"{moved / 1e9:.0f}", *seconds,
         )  # fmt: skip
+
+
+def meta_model(name: str) -> TransformerDecoder:
+    """A published model in bfloat16, with shapes and no weights."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(published_config(name)))
+        return on_meta(partial(from_config, folder)).to(torch.bfloat16)
+
+
+def operations_of(model: TransformerDecoder, row: Row, checkpointing: bool = False) -> tuple[float, float]:
+    """Floating-point operations of forward and backward on a row: all, and those of attention."""
+    policy = PackedPolicy(model)
+    # Operations of a pair of query and key in the forward.
+    attention = sum(4 * layer.attn.num_heads * layer.attn.head_dim for layer in model.layers)
+    mask = torch.ones(1, row.tokens_T.numel(), row.tokens_T.numel(), dtype=torch.bool, device="meta")
+    with (
+        mock.patch("torchtune_ext.policy.logprobs.packed_mask", lambda row: mask),
+        FlopCounterMode(display=False) as counter,
+    ):
+        said = policy(row.to(torch.device("meta")))
+        forward = products(counter)
+        said.logprobs_L.sum().backward()
+    again = forward if checkpointing else 0  # layers are computed once more; the head is not, and counts little
+    pairs = tiles(row) * TILE**2 * attention * (3.5 + checkpointing)
+    return products(counter) + again + pairs, pairs
 
 
 def products(counter: FlopCounterMode) -> int:
