@@ -81,6 +81,37 @@ def _chunks(num_labels: int, vocab: int) -> list[slice]:
     return [slice(start, min(start + size, num_labels)) for start in range(0, max(num_labels, 1), size)]
 
 
+def _statistics(z_CV: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns of each row of logits: the highest, times `scale`; log-sum-exp of the rest below it; entropy."""
+    # Two arrays of the chunk's size are all that is needed, so what torch.logsumexp does is done here in place.
+    z_CV = _upcast(z_CV).mul_(scale)
+    top_C1 = z_CV.amax(dim=-1, keepdim=True)
+    z_CV.sub_(top_C1)
+    p_CV = z_CV.exp()
+    total_C = p_CV.sum(-1)
+    return top_C1[:, 0], total_C.log(), total_C.log() - p_CV.mul_(z_CV).sum(-1) / total_C
+
+
+def _gradient(
+    z_CV: Tensor, scale: float, lse_C1: Tensor, entropy_C1: Tensor, d_logprobs_C1: Tensor, d_entropy_C1: Tensor | None
+) -> Tensor:
+    """Returns -d_logprob * p - d_entropy * p * (log p + H): the gradient of the logits, but for the label's own share."""
+    z_CV = _upcast(z_CV).mul_(scale).sub_(lse_C1)
+    if d_entropy_C1 is None:
+        return z_CV.exp_().mul_(-d_logprobs_C1)
+    p_CV = z_CV.exp()
+    return z_CV.add_(entropy_C1).mul_(d_entropy_C1).add_(d_logprobs_C1).mul_(p_CV).neg_()
+
+
+def _rounded_gradient(z_CV: Tensor, scale: float, dtype: torch.dtype, *factors: Tensor | None) -> Tensor:
+    return _gradient(z_CV, scale, *factors).mul_(scale).to(dtype)
+
+
+# On a GPU each is one pass over the logits of a chunk, where a kernel for each operation would make seven.
+_fused_statistics = torch.compile(_statistics, dynamic=True)
+_fused_gradient = torch.compile(_rounded_gradient, dynamic=True)
+
+
 class _LinearLogProb(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_LD: Tensor, weight_VD: Tensor, labels_L: Tensor, scale: float):
@@ -88,17 +119,14 @@ class _LinearLogProb(torch.autograd.Function):
         accumulate = torch.float64 if hidden_LD.dtype == torch.float64 else torch.float32
         logprobs_L = torch.empty(labels_L.shape, dtype=accumulate, device=hidden_LD.device)
         entropy_L, lse_L = torch.empty_like(logprobs_L), torch.empty_like(logprobs_L)
+        statistics = _fused_statistics if hidden_LD.is_cuda else _statistics
         for c in _chunks(labels_L.numel(), weight_VD.shape[0]):
-            # Two arrays of the chunk's size are all that is needed, so what torch.logsumexp does is done here in place.
-            z = _upcast(hidden_LD[c] @ weight_VD.T).mul_(scale)
-            top = z.amax(dim=-1, keepdim=True)
-            z.sub_(top)
-            p = z.exp()
-            total = p.sum(-1)
-            logprobs_L[c] = z.gather(1, labels_L[c, None])[:, 0] - total.log()
-            entropy_L[c] = total.log() - p.mul_(z).sum(-1) / total
-            lse_L[c] = top[:, 0] + total.log()
-            del z, p
+            z_CV = hidden_LD[c] @ weight_VD.T
+            z_C = _upcast(z_CV.gather(1, labels_L[c, None])[:, 0]) * scale
+            top_C, rest_C, entropy_L[c] = statistics(z_CV, scale)
+            logprobs_L[c] = z_C - top_C - rest_C
+            lse_L[c] = top_C + rest_C
+            del z_CV
         ctx.save_for_backward(hidden_LD, weight_VD, labels_L, lse_L, entropy_L)
         ctx.scale = scale
         return logprobs_L, entropy_L
@@ -111,21 +139,18 @@ class _LinearLogProb(torch.autograd.Function):
         # With adapters the output projection is frozen and needs no gradient. That gradient would be as large as the
         # projection, and a third of the work.
         d_weight_VD = None
+        gradient = _fused_gradient if hidden_LD.is_cuda else _rounded_gradient
         for c in _chunks(labels_L.numel(), weight_VD.shape[0]):
             # The gradient is dz = d_logprob * (onehot - p) - d_entropy * p * (log p + H).
-            dz = _upcast(hidden_LD[c] @ weight_VD.T).mul_(ctx.scale).sub_(lse_L[c, None])
-            if d_entropy_L is None:
-                dz.exp_().mul_(-d_logprobs_L[c, None])
-            else:
-                p = dz.exp()
-                dz.add_(entropy_L[c, None]).mul_(d_entropy_L[c, None]).add_(d_logprobs_L[c, None]).mul_(p).neg_()
-                del p
-            dz.scatter_add_(1, labels_L[c, None], d_logprobs_L[c, None])
-            dz = dz.mul_(ctx.scale).to(weight_VD.dtype)
-            d_hidden_LD[c] = dz @ weight_VD
+            z_CV = hidden_LD[c] @ weight_VD.T
+            factors = [None if x is None else x[c, None] for x in (lse_L, entropy_L, d_logprobs_L, d_entropy_L)]
+            own_C1 = _gradient(z_CV.gather(1, labels_L[c, None]), ctx.scale, *factors) + d_logprobs_L[c, None]
+            dz_CV = gradient(z_CV, ctx.scale, weight_VD.dtype, *factors)
+            dz_CV.scatter_(1, labels_L[c, None], own_C1.mul_(ctx.scale).to(dz_CV.dtype))
+            d_hidden_LD[c] = dz_CV @ weight_VD
             if ctx.needs_input_grad[1]:
-                product = dz.T @ hidden_LD[c]
+                product = dz_CV.T @ hidden_LD[c]
                 # Chunks are summed up in float32. A single one is rounded once and needs no copy.
                 d_weight_VD = product if d_weight_VD is None else _upcast(d_weight_VD).add_(product)
-            del dz
+            del z_CV, dz_CV
         return d_hidden_LD, None if d_weight_VD is None else d_weight_VD.to(weight_VD.dtype), None, None

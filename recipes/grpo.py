@@ -105,7 +105,7 @@ class GRPORecipe:
         )
 
         # What rank 0 owns, and what a run that is stopped early may not have yet.
-        self.folder = self.engine = self.source = self.metrics = self.rollouts = self.checkpoints = None
+        self.folder = self.engine = self.source = self.metrics = self.rollouts = self.checkpoints = self.profile = None
         self.graders = []  # of the task, of the held-out task
 
         self.step = self.version = 0
@@ -271,7 +271,7 @@ class GRPORecipe:
             if last or stopping or self.step % cfg.checkpoints.every == 0:
                 self.save_checkpoint()
             self.log(summary.clock_metrics(values, watch.lap()))
-            self.profile.end()
+            self.profile.close()
             if stopping and not last:
                 self.stop.leave()
 
@@ -417,7 +417,8 @@ class GRPORecipe:
 
     def cleanup(self) -> None:
         # The lock of the folder goes last.
-        close_all(self.source, self.timeline, self.rollouts, self.metrics, self.engine, *self.graders, self.folder)
+        parts = self.source, self.timeline, self.rollouts, self.metrics, self.profile, self.engine, *self.graders
+        close_all(*parts, self.folder)
 
 
 @parse

@@ -93,7 +93,11 @@ def _mesh(device: torch.device, world_size: int, shards: int) -> DeviceMesh:
     # On one device in bfloat16, too, FSDP2 keeps the float32 masters, and wants a process group.
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group(
-            training.get_distributed_backend(device.type), store=torch.distributed.HashStore(), rank=0, world_size=1
+            training.get_distributed_backend(device.type),
+            store=torch.distributed.HashStore(),
+            rank=0,
+            world_size=1,
+            device_id=torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else None,
         )
     if shards == world_size:
         return init_device_mesh(device.type, (world_size,))

@@ -355,7 +355,7 @@ class Profile:
             profiler.start()
             self._open = profiler, step
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Writes the trace of a step that has begun. Where that cannot be done, as on a full disk, a warning says so."""
         if self._open is not None:
             (profiler, step), self._open = self._open, None

@@ -401,6 +401,6 @@ def test_a_trace_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     (tmp_path / "profile").touch()  # where its folder would be
     for step in (1, 2, 3):
         profile.begin(step)
-        profile.end()
+        profile.close()
     assert len(caplog.messages) == 1 and "the trace of step 2 was not written" in caplog.text
     assert "profile" in CONTENTS  # what the next run in this folder sets aside
