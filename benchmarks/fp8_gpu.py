@@ -55,7 +55,6 @@ from torchtune_ext.kernels.fp8_quantize import (
     Fp8Blocks,
     quantize_columns,
     quantize_rows,
-    quantize_rows_and_columns,
     quantize_weight,
 )
 from torchtune_ext.policy.fp8.linear import Fp8Config
@@ -203,7 +202,7 @@ def part_quantize(run: Run) -> None:
             (quantize, (tokens, width))
             for tokens in run.tokens
             for width in widths
-            for quantize in (quantize_rows, quantize_columns, quantize_rows_and_columns)
+            for quantize in (quantize_rows, quantize_columns)
         ]
         for quantize, shape in [*work, *((quantize_weight, shape) for shape in model.linears())]:
             what = quantize.__name__.removeprefix("quantize_").replace("_", " ")

@@ -73,20 +73,20 @@ def compiled_kernels() -> Iterator[tuple]:
     from torchtune_ext.kernels import fp8_quantize_triton as kernels
 
     ptxas = next(Path(triton.__file__).parent.glob("backends/nvidia/bin/ptxas"))
-    pointers = {
-        "x_ptr": "*bf16",
-        "w_ptr": "*bf16",
-        "rows_ptr": "*fp8e4nv",
-        "columns_ptr": "*fp8e4nv",
-        "values_ptr": "*fp8e4nv",
+    types = {"x_ptr": "*bf16", "w_ptr": "*bf16", "values_ptr": "*fp8e4nv", "scales_ptr": "*fp32"}
+    types |= dict.fromkeys(("M", "K", "N", "leading", "stride_m", "stride_n"), "i32")
+    forms = {
+        "rows": (kernels.activation_kernel, kernels.NUM_WARPS, {"COLUMNS": False, "WIDTH": kernels.BLOCK}),
+        "columns": (
+            kernels.activation_kernel,
+            kernels.COLUMNS_WARPS,
+            {"COLUMNS": True, "WIDTH": kernels.COLUMNS_WIDTH},
+        ),
+        "weight": (kernels.weight_kernel, kernels.NUM_WARPS, {}),
     }
-    scales = dict.fromkeys(("row_scales_ptr", "column_scales_ptr", "scales_ptr"), "*fp32")
-    types = pointers | scales | dict.fromkeys(("M", "K", "N", "padded_M", "stride_m", "stride_n"), "i32")
-    sides = {"rows": (True, False), "columns": (False, True), "both": (True, True)}
-    for kernel, side in [(kernels.activation_kernel, side) for side in sides] + [(kernels.weight_kernel, "")]:
+    for form, (kernel, warps, shape) in forms.items():
         for power_of_two in (False, True):
-            rows, columns = sides.get(side, (False, False))
-            constants = {"stride_k": 1, "WRITE_ROWS": rows, "WRITE_COLUMNS": columns, "POWER_OF_TWO": power_of_two}
+            constants = {"stride_k": 1, "POWER_OF_TWO": power_of_two} | shape
             constants |= {"FLOOR_BITS": kernels._bits(1e-12), "MAX": 448.0, "SIZE": kernels.BLOCK}
             source = ASTSource(
                 kernel,
@@ -94,7 +94,7 @@ def compiled_kernels() -> Iterator[tuple]:
                 {name: value for name, value in constants.items() if name in kernel.arg_names},
                 {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in types},
             )
-            program = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": kernels.NUM_WARPS})
+            program = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
             with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
                 file.write(program.asm["ptx"])
                 file.flush()
@@ -102,11 +102,10 @@ def compiled_kernels() -> Iterator[tuple]:
                 said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
             registers = int(re.search(r"Used (\d+) registers", said)[1])
             spilled = sum(map(int, re.findall(r"(\d+) bytes spill", said)))
-            shared, threads = program.metadata.shared, 32 * kernels.NUM_WARPS
+            shared, threads = program.metadata.shared, 32 * warps
             fit = min(REGISTERS // (registers * threads), SHARED // max(1, shared), THREADS // threads, PROGRAMS)
-            name = f"{kernel.__name__} {side}".strip()
             scale = "powers of two" if power_of_two else "float32"
-            yield name, scale, registers, spilled, f"{shared / 1024:.1f}", fit, f"{fit * threads / THREADS:.0%}"
+            yield form, scale, registers, spilled, f"{shared / 1024:.1f}", fit, f"{fit * threads / THREADS:.0%}"
 
 
 def rows_of(prompt: int, completion: int) -> list[Row]:

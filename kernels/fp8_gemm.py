@@ -212,6 +212,8 @@ def _against_scaled_mm(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> st
         return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm; install torch 2.10 or later"
     if torch.version.cuda is None or tuple(map(int, torch.version.cuda.split(".")[:2])) < (12, 9):
         return f"torch is built for CUDA {torch.version.cuda}; install one built for CUDA 12.9 or later"
+    if a.shape[0] == 1:
+        return "cuBLASLt has no such product of a single token; give it two"
     if out_dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"it cannot return {out_dtype}; ask for bfloat16 or float32"
     return None

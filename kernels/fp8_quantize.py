@@ -26,8 +26,7 @@ down to 1e-12 / 448 * 2^-6 = 3.5e-17.
 `power_of_two` rounds a scale up to a power of two (UE8M0, which has only an exponent), as Blackwell needs it. A block
 with a NaN or an infinity dequantizes to NaN as a whole, so that the failure stays visible.
 
-This file is the reference, in plain torch on any device. fp8_quantize_triton.py is the fast implementation on CUDA: one
-kernel reads the activation once and writes rows and columns.
+This file is the reference, in plain torch on any device. fp8_quantize_triton.py is the fast implementation on CUDA.
 """
 
 import importlib.util
@@ -81,7 +80,11 @@ def quantize_rows(x: Tensor, power_of_two: bool = False, backend: str = "auto") 
     """
     _check(x)
     if _use_triton(x, backend):
-        return _triton_activation(x, power_of_two, columns=False)[0]
+        from torchtune_ext.kernels.fp8_quantize_triton import (
+            quantize_rows as kernel,
+        )  # an environment for CPU lacks triton
+
+        return Fp8Blocks(*kernel(x, power_of_two, AMAX_FLOOR, FP8_MAX), ROWS, tuple(x.shape))
     return Fp8Blocks(*_quantize(x, ROWS, power_of_two), ROWS, tuple(x.shape))
 
 
@@ -93,23 +96,11 @@ def quantize_columns(x: Tensor, power_of_two: bool = False, backend: str = "auto
     """
     _check(x)
     if _use_triton(x, backend):
-        return _triton_activation(x, power_of_two, rows=False)[1]
+        from torchtune_ext.kernels.fp8_quantize_triton import quantize_columns as kernel
+
+        return Fp8Blocks(*kernel(x, power_of_two, AMAX_FLOOR, FP8_MAX), COLUMNS, tuple(x.shape))
     padded = F.pad(x, (0, 0, 0, -x.shape[0] % BLOCK))
     return Fp8Blocks(*_quantize(padded.T, ROWS, power_of_two), ROWS, tuple(x.T.shape)).T
-
-
-@torch.no_grad()
-def quantize_rows_and_columns(
-    x: Tensor, power_of_two: bool = False, backend: str = "auto"
-) -> tuple[Fp8Blocks, Fp8Blocks]:
-    """Returns an activation or a gradient in both forms, rows and columns. The Triton kernel reads x only once.
-
-    The arguments are those of `quantize_rows`.
-    """
-    _check(x)
-    if _use_triton(x, backend):
-        return _triton_activation(x, power_of_two)
-    return quantize_rows(x, power_of_two, "torch"), quantize_columns(x, power_of_two, "torch")
 
 
 @torch.no_grad()
@@ -202,17 +193,3 @@ def _use_triton(x: Tensor, backend: str) -> bool:
     if backend == "triton":
         raise Mistake(f"backend of the quantizer is 'triton', but {problem}, or take backend='torch'")
     return False
-
-
-def _triton_activation(
-    x: Tensor, power_of_two: bool, rows: bool = True, columns: bool = True
-) -> tuple[Fp8Blocks | None, Fp8Blocks | None]:
-    # The import comes late, because an environment for CPU lacks triton.
-    from torchtune_ext.kernels.fp8_quantize_triton import quantize_activation as kernel
-
-    shape = tuple(x.shape)
-    row_form, column_form = kernel(x, power_of_two, rows, columns, AMAX_FLOOR, FP8_MAX)
-    return (
-        Fp8Blocks(*row_form, ROWS, shape) if rows else None,
-        Fp8Blocks(*column_form, COLUMNS, shape) if columns else None,
-    )

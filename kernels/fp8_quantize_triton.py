@@ -1,8 +1,9 @@
 """The fast implementation of fp8_quantize.py: Triton kernels whose results have the same bits. It imports triton.
 
-One program holds one 128x128 tile in registers. The activation kernel reads the tile once and writes it twice, as 1x128
-rows and as 128x1 columns. The columns are written transposed, so that the tokens, which WGrad contracts, are
-contiguous.
+One program holds one tile in registers: 128x128, and for columns 128x64. Columns are written transposed, so that the
+tokens, which WGrad contracts, are contiguous. On the way values change places between threads, for which a tile of
+128x128 leaves too few registers for a second program on a multiprocessor: rows and columns from one reading of such a
+tile reached 36% of the bandwidth of a copy on an H100, rows by themselves 87% (benchmarks/README.md).
 
 Three things keep the bits equal to those of torch. The first is `div_rn`, because a plain `/` becomes `div.full`, which
 is wrong by up to two ulps. The second is amax as an integer maximum over the bits of |x|: integers have the same order
@@ -18,7 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 128
-NUM_WARPS = 16  # with 4 warps a thread has too few registers for its part of a tile and spills
+NUM_WARPS = 16  # of a tile of 128x128; with 4 warps a thread has too few registers for its part of a tile and spills
+COLUMNS_WIDTH, COLUMNS_WARPS = 64, 8
 
 
 @triton.jit
@@ -41,17 +43,15 @@ def _values(x, scale, MAX: tl.constexpr):
 @triton.jit
 def activation_kernel(
     x_ptr,  # [M, K] with strides (stride_m, stride_k)
-    rows_ptr,  # E4M3 [M, K]
-    row_scales_ptr,  # float32 [K / 128, M]
-    columns_ptr,  # E4M3 [K, padded_M]
-    column_scales_ptr,  # float32 [padded_M / 128, K]
+    values_ptr,  # E4M3: rows [M, K], or columns [K, leading]
+    scales_ptr,  # float32: of rows [K / 128, M], of columns [leading / 128, K]
     M,
     K,
-    padded_M,
+    leading,  # M rounded up to a multiple of 128
     stride_m,
     stride_k,
-    WRITE_ROWS: tl.constexpr,
-    WRITE_COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr,  # blocks of 128x1 instead of 1x128
+    WIDTH: tl.constexpr,  # features of a tile; of rows 128
     POWER_OF_TWO: tl.constexpr,
     FLOOR_BITS: tl.constexpr,  # bits of the smallest amax, as int32
     MAX: tl.constexpr,  # 448.0
@@ -60,23 +60,22 @@ def activation_kernel(
     # The offset of a tile needs 64 bits: 128k tokens of 27,648 features are more than 2^31 elements. The offset inside
     # a tile does not.
     tile_m, tile_k = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    m, k = tl.arange(0, SIZE), tl.arange(0, SIZE)
+    m, k = tl.arange(0, SIZE), tl.arange(0, WIDTH)
     real = m < M - tile_m * SIZE
-    x_ptr += tile_m * SIZE * stride_m + tile_k * SIZE * stride_k
+    x_ptr += tile_m * SIZE * stride_m + tile_k * WIDTH * stride_k
     x = tl.load(x_ptr + m[:, None] * stride_m + k[None, :] * stride_k, mask=real[:, None], other=0.0).to(tl.float32)
     bits = tl.abs(x).to(tl.int32, bitcast=True)
-    if WRITE_ROWS:
-        scale = _scale(tl.max(bits, axis=1), FLOOR_BITS, MAX, POWER_OF_TWO)
-        value = _values(x, tl.broadcast_to(scale[:, None], (SIZE, SIZE)), MAX)
-        tl.store(rows_ptr + (tile_m * K + tile_k) * SIZE + m[:, None] * K + k[None, :], value, mask=real[:, None])
-        tl.store(row_scales_ptr + tile_k * M + tile_m * SIZE + m, scale, mask=real)
-    if WRITE_COLUMNS:
+    if COLUMNS:
         scale = _scale(tl.max(bits, axis=0), FLOOR_BITS, MAX, POWER_OF_TWO)
-        value = _values(x, tl.broadcast_to(scale[None, :], (SIZE, SIZE)), MAX)
-        tl.store(
-            columns_ptr + (tile_k * padded_M + tile_m) * SIZE + k[:, None] * padded_M + m[None, :], tl.trans(value)
-        )
-        tl.store(column_scales_ptr + tile_m * K + tile_k * SIZE + k, scale)
+        value = _values(x, tl.broadcast_to(scale[None, :], (SIZE, WIDTH)), MAX)
+        values_ptr += tile_k * WIDTH * leading + tile_m * SIZE
+        tl.store(values_ptr + k[:, None] * leading + m[None, :], tl.trans(value))
+        tl.store(scales_ptr + tile_m * K + tile_k * WIDTH + k, scale)
+    else:
+        scale = _scale(tl.max(bits, axis=1), FLOOR_BITS, MAX, POWER_OF_TWO)
+        value = _values(x, tl.broadcast_to(scale[:, None], (SIZE, WIDTH)), MAX)
+        tl.store(values_ptr + (tile_m * K + tile_k) * SIZE + m[:, None] * K + k[None, :], value, mask=real[:, None])
+        tl.store(scales_ptr + tile_k * M + tile_m * SIZE + m, scale, mask=real)
 
 
 @triton.jit
@@ -109,22 +108,33 @@ def weight_kernel(
 Quantized = tuple[Tensor, Tensor]  # values and scales, in the layouts of fp8_quantize.Fp8Blocks
 
 
-def quantize_activation(
-    x: Tensor, power_of_two: bool, rows: bool, columns: bool, amax_floor: float, fp8_max: float
-) -> tuple[Quantized | None, Quantized | None]:
-    """Returns the rows and columns of x [M, K], where K is a multiple of 128, or None for a form that is not wanted."""
+def quantize_rows(x: Tensor, power_of_two: bool, amax_floor: float, fp8_max: float) -> Quantized:
+    """Returns the rows of x [M, K], where K is a multiple of 128."""
     M, K = x.shape
-    num_tiles = -(-M // BLOCK)
-    padded = num_tiles * BLOCK
-    row_values, row_scales = _outputs(x, (M, K), (K // BLOCK, M)) if rows else (None, None)
-    column_values, column_scales = _outputs(x, (K, padded), (num_tiles, K)) if columns else (None, None)
+    values, scales = _outputs(x, (M, K), (K // BLOCK, M))
+    _quantize_activation(x, values, scales, False, BLOCK, NUM_WARPS, power_of_two, amax_floor, fp8_max)
+    return values, scales.T
+
+
+def quantize_columns(x: Tensor, power_of_two: bool, amax_floor: float, fp8_max: float) -> Quantized:
+    """Returns the columns of x [M, K], where K is a multiple of 128."""
+    features, num_tiles = x.shape[1], -(-x.shape[0] // BLOCK)
+    values, scales = _outputs(x, (features, num_tiles * BLOCK), (num_tiles, features))
+    _quantize_activation(x, values, scales, True, COLUMNS_WIDTH, COLUMNS_WARPS, power_of_two, amax_floor, fp8_max)
+    return values.T, scales
+
+
+def _quantize_activation(
+    x: Tensor, values: Tensor, scales: Tensor, columns: bool, width: int, warps: int, power_of_two: bool, *limits: float
+) -> None:
+    (M, K), num_tiles = x.shape, -(-x.shape[0] // BLOCK)
+    amax_floor, fp8_max = limits
     if x.numel():
         with _on(x):
-            activation_kernel[(num_tiles, K // BLOCK)](
-                x, row_values, row_scales, column_values, column_scales, M, K, padded, *x.stride(),
-                rows, columns, power_of_two, _bits(amax_floor), fp8_max, BLOCK, num_warps=NUM_WARPS,
+            activation_kernel[(num_tiles, K // width)](
+                x, values, scales, M, K, num_tiles * BLOCK, *x.stride(),
+                columns, width, power_of_two, _bits(amax_floor), fp8_max, BLOCK, num_warps=warps,
             )  # fmt: skip
-    return (row_values, row_scales.T) if rows else None, (column_values.T, column_scales) if columns else None
 
 
 def quantize_weight(w: Tensor, power_of_two: bool, amax_floor: float, fp8_max: float) -> Quantized:

@@ -2,6 +2,7 @@
 
 import importlib.machinery
 import inspect
+import sys
 import types
 
 import numpy as np
@@ -19,7 +20,6 @@ from torchtune_ext.kernels.fp8_quantize import (
     dequantize,
     quantize_columns,
     quantize_rows,
-    quantize_rows_and_columns,
     quantize_weight,
 )
 
@@ -311,6 +311,7 @@ def test_a_deep_gemm_that_asserts_is_an_objection_and_imported_once(tmp_path, mo
     )
     (tmp_path / "deep_gemm" / "__init__.py").write_text(body)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "deep_gemm", raising=False)  # a real one, where it is installed
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     module._deep_gemm_module.cache_clear()
     try:
@@ -326,7 +327,7 @@ def test_a_deep_gemm_that_asserts_is_an_objection_and_imported_once(tmp_path, mo
 
 def test_refusals():
     _, (x, w), _ = operands("fprop", 128, 256, 384)
-    rows, columns = quantize_rows_and_columns(torch.zeros(128, 256))
+    rows, columns = quantize_rows(torch.zeros(128, 256)), quantize_columns(torch.zeros(128, 256))
     assert choose_backend("fprop", x, w, torch.bfloat16).backend == "reference"
     for backend in ("scaled_mm", "deep_gemm", "torchao"):
         with pytest.raises(ValueError, match=f"{backend}.*needs a CUDA device, the operands are on cpu"):
@@ -347,7 +348,7 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, w):
-        rows, columns = quantize_rows_and_columns(x)
+        rows, columns = quantize_rows(x), quantize_columns(x)
         tiles = quantize_weight(w)
         ctx.save_for_backward(columns.values, columns.scales, tiles.values, tiles.scales)
         ctx.meta = (columns.block, columns.shape), (tiles.block, tiles.shape)
@@ -357,8 +358,7 @@ class Linear(torch.autograd.Function):
     def backward(ctx, dy):
         saved = ctx.saved_tensors
         columns, tiles = Fp8Blocks(*saved[:2], *ctx.meta[0]), Fp8Blocks(*saved[2:], *ctx.meta[1])
-        dy_rows, dy_columns = quantize_rows_and_columns(dy)
-        return dgrad(dy_rows, tiles, dy.dtype), wgrad(dy_columns, columns)
+        return dgrad(quantize_rows(dy), tiles, dy.dtype), wgrad(quantize_columns(dy), columns)
 
 
 def test_a_layer_of_the_three_gemms_compiles_whole():

@@ -15,15 +15,15 @@ from torchtune_ext.kernels import fp8_gemm
 triton = pytest.importorskip("triton", reason="triton is not installed here: `make test` runs this file with it")
 
 ACTIVATION = {
-    "x_ptr": "*bf16", "rows_ptr": "*fp8e4nv", "row_scales_ptr": "*fp32", "columns_ptr": "*fp8e4nv",
-    "column_scales_ptr": "*fp32", "M": "i32", "K": "i32", "padded_M": "i32", "stride_m": "i32",
+    "x_ptr": "*bf16", "values_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "M": "i32", "K": "i32", "leading": "i32",
+    "stride_m": "i32",
 }  # fmt: skip
 WEIGHT = {"w_ptr": "*bf16", "values_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "N": "i32", "K": "i32", "stride_n": "i32"}
 
 
-@pytest.mark.parametrize("kernel", ["activation_kernel", "weight_kernel"])
+@pytest.mark.parametrize("form", ["rows", "columns", "weight"])
 @pytest.mark.parametrize("power_of_two", [False, True])
-def test_triton_kernels_compile_for_hopper(kernel, power_of_two, tmp_path, monkeypatch):
+def test_triton_kernels_compile_for_hopper(form, power_of_two, tmp_path, monkeypatch):
     """Ahead of time, for a GPU that need not be here; the steps that decide the bits are looked up in the PTX."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -31,8 +31,10 @@ def test_triton_kernels_compile_for_hopper(kernel, power_of_two, tmp_path, monke
     from torchtune_ext.kernels import fp8_quantize_triton as module
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    function, types = getattr(module, kernel), ACTIVATION if kernel == "activation_kernel" else WEIGHT
-    constants = {"stride_k": 1, "WRITE_ROWS": True, "WRITE_COLUMNS": True, "POWER_OF_TWO": power_of_two}
+    function, types = (module.weight_kernel, WEIGHT) if form == "weight" else (module.activation_kernel, ACTIVATION)
+    columns = form == "columns"
+    constants = {"stride_k": 1, "COLUMNS": columns, "WIDTH": module.COLUMNS_WIDTH if columns else 128}
+    constants |= {"POWER_OF_TWO": power_of_two}
     constants |= {"FLOOR_BITS": module._bits(1e-12), "MAX": 448.0, "SIZE": 128}
     source = ASTSource(
         function,
@@ -40,7 +42,7 @@ def test_triton_kernels_compile_for_hopper(kernel, power_of_two, tmp_path, monke
         {name: value for name, value in constants.items() if name in function.arg_names},
         {(i,): [["tt.divisibility", 16]] for i, name in enumerate(function.arg_names) if name in types},
     )
-    options = {"num_warps": module.NUM_WARPS}
+    options = {"num_warps": module.COLUMNS_WARPS if columns else module.NUM_WARPS}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     ptx = compiled.asm["ptx"]
     assert len(compiled.asm["cubin"]) > 0
@@ -53,7 +55,7 @@ def test_triton_kernels_compile_for_hopper(kernel, power_of_two, tmp_path, monke
 INTERPRETED = """
 import torch
 from torchtune_ext.kernels import fp8_quantize_triton as kernels
-from torchtune_ext.kernels.fp8_quantize import quantize_rows_and_columns, quantize_weight
+from torchtune_ext.kernels.fp8_quantize import quantize_columns, quantize_rows, quantize_weight
 
 def compare(got, want):
     values, scales = got
@@ -73,9 +75,8 @@ for dtype in (torch.bfloat16, torch.float32):
         x = (torch.randn(M, 256) * torch.logspace(-14, 3, M)[:, None]).to(dtype)
         x[:, :7] = 0
         strided = torch.full((2 * M, 520), 1e4, dtype=dtype)[::2, 5:517:2].copy_(x)
-        got = kernels.quantize_activation(strided, power_of_two, True, True, 1e-12, 448.0)
-        for one, other in zip(got, quantize_rows_and_columns(x, power_of_two)):
-            compare(one, other)
+        compare(kernels.quantize_rows(strided, power_of_two, 1e-12, 448.0), quantize_rows(x, power_of_two))
+        compare(kernels.quantize_columns(strided, power_of_two, 1e-12, 448.0), quantize_columns(x, power_of_two))
 w = torch.randn(256, 384)
 for power_of_two in (False, True):
     compare(kernels.quantize_weight(w.T, power_of_two, 1e-12, 448.0), quantize_weight(w.T, power_of_two))

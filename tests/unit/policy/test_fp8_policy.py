@@ -114,8 +114,8 @@ def test_what_is_kept_for_the_backward(source):
 
 
 def test_an_activation_is_quantized_once_for_the_layers_that_read_it(source, monkeypatch):
-    calls, quantize = [], fp8_linear.quantize_rows_and_columns
-    monkeypatch.setattr(fp8_linear, "quantize_rows_and_columns", lambda *a: (calls.append(a), quantize(*a))[1])
+    calls, quantize = [], fp8_linear.quantize_columns
+    monkeypatch.setattr(fp8_linear, "quantize_columns", lambda *a: (calls.append(a), quantize(*a))[1])
     policy = policy_of(source)
     scores = policy(some_rows()[0])
     assert len(calls) == 2 * 4
