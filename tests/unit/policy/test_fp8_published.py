@@ -54,9 +54,13 @@ def test_the_sampler_gets_the_bytes_that_the_forward_used(source, monkeypatch, p
     gradients(policy, some_rows())
     order = ["q", "k", "v", "o", "gate", "up", "down"]
     names = [f"model.layers.{i}.{'self_attn' if n in 'qkvo' else 'mlp'}.{n}_proj" for i in range(2) for n in order]
-    assert len(used) == 2 * len(names)  # DGrad again, from the last layer to the first
+    assert len(used) == 2 * len(names)
+    # DGrad again, from the last layer to the first, and turned
+    used[len(names) :] = [q.T for q in used[len(names) :]]
     sent = dict(fp8_hf_tensors(named_hf_tensors(policy.model, source, BF16), policy.fp8, F32))
-    calls = Counter((q.scales.numpy().tobytes(), q.values.view(torch.uint8).numpy().tobytes()) for q in used)
+    calls = Counter(
+        (q.scales.numpy().tobytes(), q.values.contiguous().view(torch.uint8).numpy().tobytes()) for q in used
+    )
     assert len(calls) == len(names) and set(calls.values()) == {2}
     for name, q in zip(names, used, strict=False):
         assert torch.equal(sent[f"{name}.weight"].view(torch.uint8), q.values.view(torch.uint8)), name
