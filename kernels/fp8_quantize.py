@@ -80,9 +80,8 @@ def quantize_rows(x: Tensor, power_of_two: bool = False, backend: str = "auto") 
     """
     _check(x)
     if _use_triton(x, backend):
-        from torchtune_ext.kernels.fp8_quantize_triton import (
-            quantize_rows as kernel,
-        )  # an environment for CPU lacks triton
+        # An environment for CPU lacks triton.
+        from torchtune_ext.kernels.fp8_quantize_triton import quantize_rows as kernel
 
         return Fp8Blocks(*kernel(x, power_of_two, AMAX_FLOOR, FP8_MAX), ROWS, tuple(x.shape))
     return Fp8Blocks(*_quantize(x, ROWS, power_of_two), ROWS, tuple(x.shape))
