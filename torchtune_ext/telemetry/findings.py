@@ -5,6 +5,7 @@ Curves of which nothing is found stay folded where they only matter then (`FOLDE
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from torchtune_ext.telemetry.heading import State
@@ -15,6 +16,9 @@ _MOST_SILENT = 0.5  # share of groups without a signal, above which it is said
 _MOST_CUT = 0.2  # share of samples at the token limit
 _LEAST_ESS = 0.9
 _RISEN = 0.05  # Of a reward, and as a share of what it was: above it the reward has risen.
+_SLOW = 3  # A step that takes so many times the median is far beyond it,
+_LOST = 0.05  # and said so where what such steps took beyond it is more than this share of all seconds.
+_PHASES = ("sample", "pack", "train", "publish")  # of every step; some also evaluate or save
 _FAR = 0.5  # The engine shows the last update less, or more, by so much of its effect.
 _ALIKE = 2 / 3  # Where so many of the groups without a signal are of one kind, that kind alone is named.
 
@@ -73,7 +77,7 @@ def findings(
         text = f"The run ended at step {state.step:,} of {state.total:,}: it crashed, or was stopped.{onward}"
         found.append(Finding(text, ""))
     found += _nonfinite(records, panels) + _learning(records, silent)
-    return found + _agreement(records, config) + _engine(records)
+    return found + _agreement(records, config) + _engine(records) + _slow_steps(records)
 
 
 def _nonfinite(records: Sequence[Mapping[str, Any]], panels: Sequence[Panel]) -> list[Finding]:
@@ -182,6 +186,29 @@ def _engine(records: Sequence[Mapping[str, Any]]) -> list[Finding]:
         found.append(Finding(f"{_count(int(more), 'request')} left the engine's cache in the latest steps and were done "
                              "again: it is short of memory for keys and values.", "Machine"))  # fmt: skip
     return found
+
+
+def _slow_steps(records: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """The first step compiles and fills caches, and counts for nothing."""
+    steps = [
+        (record.get("step"), {phase: record.get(f"time/{phase}") or 0.0 for phase in _PHASES}) for record in records
+    ]
+    steps = [(step, phases) for step, phases in steps if any(phases.values())][1:]
+    if not steps:
+        return []
+    usual = {phase: median(phases[phase] for _, phases in steps) for phase in _PHASES}
+    typical = median(sum(phases.values()) for _, phases in steps)
+    slow = [(step, phases) for step, phases in steps if sum(phases.values()) > _SLOW * typical]
+    lost = sum(sum(phases.values()) - typical for _, phases in slow)
+    if lost <= _LOST * sum(sum(phases.values()) for _, phases in steps):
+        return []
+    step, longest = max(slow, key=lambda each: sum(each[1].values()))
+    phase = max(_PHASES, key=lambda name: longest[name] - usual[name])
+    text = (
+        f"{_count(len(slow), 'step')} took more than {_SLOW} times the median of {typical:.1f} s, {lost:.0f} s beyond it in "
+        f"all. The longest is step {step:,}, {sum(longest.values()):.1f} s; most of what it took longer is in {phase}."
+    )
+    return [Finding(text, "Speed")]
 
 
 def _latest(records: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
