@@ -298,7 +298,7 @@ class Engine:
                 )
             buffer, copy_s = self._buffers.write(named_tensors, version, adapter, self.version)
             pause_s, load_s = self._call(self._pool.load(version))
-            return PublishReport(version, buffer.bytes, copy_s, pause_s, load_s)
+            return PublishReport(buffer.bytes, buffer.sums, copy_s, pause_s, load_s)
 
     def checksums(self) -> list[dict[str, int | None]]:
         """Proves which weights the engine has taken.

@@ -215,10 +215,10 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class PublishReport:
-    """Says what one publication of weights took."""
+    """Says what one publication of weights took, and what was sent."""
 
-    version: int  # version of the policy that the engine has from now on
     bytes: int  # size of the published tensors
+    sums: dict[str, int]  # checksum of each of them, by name
     copy_s: float  # seconds to copy them into shared memory; the engine goes on sampling meanwhile
     pause_s: float  # seconds in which the engine sampled nothing, with load_s in it
     load_s: float  # seconds the engine took to load them

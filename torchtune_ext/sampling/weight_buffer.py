@@ -87,9 +87,7 @@ def differences(sent: Mapping[str, int], taken: Mapping[str, int | None], engine
 async def wrong_tensors(published: "Sequence[WeightBuffer]", core: Core) -> str | None:
     """Compares what each worker of an engine says of its weights with what was published. Returns None when it is the same.
     Raises CoreLost. To be called by who keeps writers out."""
-    sent: dict[str, int] = {}
-    for buffer in published:
-        sent |= await buffer.checksums()
+    sent = {name: value for buffer in published for name, value in buffer.sums.items()}
     found = [differences(sent, taken, "it", worker) for worker, taken in enumerate(await core.checksums())]
     return next(filter(None, found), None)
 
@@ -106,7 +104,7 @@ class WeightBuffer:
         self.manifest: dict[str, list] | None = None  # None before the first publication
         self.bytes = 0  # size of the tensors in it
         self.complete = True  # False while a copy is under way or was cut short
-        self._sums: dict[str, int] | None = None  # checksums of what is in it, once somebody has asked
+        self.sums: dict[str, int] = {}  # checksum of every tensor in it, by name
 
     def address(self) -> dict[str, str]:
         """Says where another process of this user, on this machine, opens the memory, and by which token it knows that it is
@@ -120,11 +118,12 @@ class WeightBuffer:
         Returns: the seconds that it took. Raises ValueError when there are no tensors, or two of one name.
         """
         started = time.monotonic()
-        names, dtypes, shapes, offsets, end, size = [], [], [], [], TOKEN, 0
+        names, dtypes, shapes, offsets, sums, end, size = [], [], [], [], {}, TOKEN, 0
         self._write(memoryview(self._token), 0)
         for name, tensor in named_tensors:
             # From here on the last publication is overwritten.
-            self.complete, self._sums = False, None
+            self.complete = False
+            sums[name] = checksum(tensor)
             flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
             names.append(name)
             dtypes.append(str(tensor.dtype).removeprefix("torch."))
@@ -142,16 +141,8 @@ class WeightBuffer:
             )
         os.ftruncate(self._fd, end)
         self.manifest = {"names": names, "dtype_names": dtypes, "shapes": shapes, "offsets": offsets}
-        self.bytes, self.complete = size, True
+        self.bytes, self.sums, self.complete = size, sums, True
         return time.monotonic() - started
-
-    async def checksums(self) -> dict[str, int]:
-        """Returns the checksum of every tensor in the memory, by name. They are computed when an engine that comes back has to
-        prove what it holds: a publication does not wait for them. To be called by who keeps writers out (`Buffers.reading`)."""
-        if self._sums is None:
-            # The thread may outlive the wait, and the descriptor may not change its meaning before it ends.
-            self._sums = await asyncio.to_thread(_checksums, os.dup(self._fd), self.manifest)
-        return self._sums
 
     def _write(self, data: memoryview, offset: int) -> None:
         while data:
@@ -175,22 +166,6 @@ def tensors(path: str, manifest: dict[str, list]) -> Iterator[tuple[str, torch.T
     for name, dtype_name, shape, offset in zip(*(manifest[key] for key in MANIFEST), strict=True):
         dtype = getattr(torch, dtype_name)
         yield name, memory[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-
-
-def _checksums(fd: int, manifest: dict[str, list]) -> dict[str, int]:
-    """Reads tensor after tensor out of the memory, and closes the descriptor."""
-    sums = {}
-    try:
-        for name, dtype, shape, offset in zip(*(manifest[key] for key in MANIFEST), strict=True):
-            size = math.prod(shape) * getattr(torch, dtype).itemsize
-            data = bytearray(size)
-            done = 0
-            while done < size:
-                done += os.preadv(fd, [memoryview(data)[done : done + CHUNK]], offset + done)
-            sums[name] = checksum(torch.frombuffer(data, dtype=torch.uint8) if size else torch.empty(0))
-    finally:
-        os.close(fd)
-    return sums
 
 
 class Buffers:

@@ -16,7 +16,7 @@ from torchtune_ext.packing import Row, contexts, pack
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.sampling.engine import Completion, Engine, SamplingConfig
 from torchtune_ext.sampling.records import CANARY_REQUESTS, CanaryAnswer
-from torchtune_ext.sampling.weight_buffer import checksum, differences
+from torchtune_ext.sampling.weight_buffer import differences
 from torchtune_ext.tasks.order import ProblemStream
 from torchtune_ext.tasks.task import Problem
 from torchtune_ext.training.agreement import Agreement, Applied, Disagreement, applied_share
@@ -106,18 +106,29 @@ class Publisher:
         ranks, in the names and the precision of the engine), of copying them and of the engine's pause."""
         size = gather_s = copy_s = pause_s = 0.0
         values: dict[str, Tensor] = {}
+
+        def gathered_in_time(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+            nonlocal gather_s
+            began = perf_counter()
+            for name, tensor in tensors:
+                flat = tensor.detach().reshape(-1)
+                # Numbers of FP8 cannot be compared on a CPU, their bytes can.
+                some = flat[:: max(1, len(flat) // LOOKED_AT)].clone()
+                values[name] = (some.view(torch.uint8) if some.element_size() == 1 else some).cpu()
+                gather_s += perf_counter() - began
+                yield name, tensor
+                began = perf_counter()
+            gather_s += perf_counter() - began
+
         for tensors, adapter in self._trained.sent(self._learner.policy.model, self._source, self._precision):
-            if self._engine is not None:
-                sums = self._sent["model" if adapter is None else "adapter"] = {}
-                gathering = _Gathering(tensors, sums)
-                report = self._engine.publish(gathering, version, adapter)
-                values |= gathering.values
-                size, gather_s = size + report.bytes, gather_s + gathering.seconds
-                copy_s, pause_s = copy_s + report.copy_s - gathering.seconds, pause_s + report.pause_s
-            else:
+            if self._engine is None:
                 for _ in tensors:  # rank 0 gathers each weight: take part
                     pass
-        seconds = {"gather": gather_s, "copy": copy_s, "pause": pause_s}
+                continue
+            report = self._engine.publish(gathered_in_time(tensors), version, adapter)
+            self._sent["model" if adapter is None else "adapter"] = report.sums
+            size, copy_s, pause_s = size + report.bytes, copy_s + report.copy_s, pause_s + report.pause_s
+        seconds = {"gather": gather_s, "copy": copy_s - gather_s, "pause": pause_s}
         changed, self._values = self._changed_share(self._values, values), values
         return {"publish/bytes": size} | changed | {f"time/publish/{part}": value for part, value in seconds.items()}
 
@@ -211,28 +222,6 @@ class Publisher:
                 else "engine.dtype=float32, or dtype=bfloat16, in which both round alike",
             )
         return {"publish/changed_share": share}
-
-
-class _Gathering:
-    """Passes tensors on, keeps the checksum of each in `sums` and some of its bytes in `values`, and counts the seconds that
-    this takes."""
-
-    def __init__(self, tensors: Iterable[tuple[str, Tensor]], sums: dict[str, int]):
-        self._tensors, self._sums, self.seconds = tensors, sums, 0.0
-        self.values: dict[str, Tensor] = {}
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        began = perf_counter()
-        for name, tensor in self._tensors:
-            self._sums[name] = checksum(tensor)
-            flat = tensor.detach().reshape(-1)
-            # Numbers of FP8 cannot be compared on a CPU, their bytes can.
-            some = flat[:: max(1, len(flat) // LOOKED_AT)].clone()
-            self.values[name] = (some.view(torch.uint8) if some.element_size() == 1 else some).cpu()
-            self.seconds += perf_counter() - began
-            yield name, tensor
-            began = perf_counter()
-        self.seconds += perf_counter() - began
 
 
 def canary_prompts(problems: ProblemStream, tokenizer: ChatTokenizer) -> list[list[int]]:

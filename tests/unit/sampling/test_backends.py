@@ -47,7 +47,7 @@ class Countdown:
         self.loaded += [buffer.manifest["names"] for buffer in buffers]
         # A real engine sums up what it has taken; this one takes nothing, and says what it was offered.
         for buffer in buffers:
-            self.sums |= await buffer.checksums()
+            self.sums |= buffer.sums
         self.version = version
         return 0.0, 0.0
 

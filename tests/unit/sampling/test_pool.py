@@ -287,7 +287,7 @@ def test_the_canary_asks_every_engine_of_the_pool(monkeypatch):
         assert [answer.engine for answer in answers] == ["engine 0", "engine 1", "engine 2"]
         assert [core.drawn for core in bench.now] == [2, 2, 2]
         assert {int(v) for a in answers for group in a.completions for c in group for v in c.versions} == {1}
-        sums = await bench.buffers.model.checksums()
+        sums = bench.buffers.model.sums
         assert all(answer.checksums == [sums] for answer in answers)
         # One that is lost meanwhile is left out, and nobody waits for it.
         bench.prepare_core = lambda core, number: core.go_on.clear()
