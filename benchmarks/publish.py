@@ -4,8 +4,9 @@
 
 Random models in the shape of Qwen2, bfloat16, published into an engine that is idle and into one that is sampling.
 "copy" is the trainer's copy into shared memory, during which the engine samples on; "pause" is the time in which it
-does not, and holds "load". The checksums of what is sent are in "copy", the engine's of what it takes in "load". The first publication also pays for the pages of the shared memory. At the end the same model
-gets adapters of rank 8 on every linear layer, alternating with the whole model, in an engine with LoRA.
+does not, and holds "load". The checksums of what is sent are in "copy", the engine's of what it takes in "load". The
+first publication also pays for the pages of the shared memory. At the end the same model gets adapters of rank 8 on
+every linear layer, alternating with the whole model, in an engine with LoRA.
 
 With --transfer the weights go to servers instead, each started with that way of weights (`engine.transfer`): shm to one on this
 machine; gloo to one in namespaces of its own behind a virtual link (as root; else over loopback), which shares no memory; nccl

@@ -49,6 +49,7 @@ def load_config(schema: type[T], cfg: DictConfig) -> T:
             missing, a record refuses its values, or the preset is unknown. Records that refuse are all named, a line each.
     """
     defaults = {f.name: f.default for f in fields(schema)}
+    cfg = OmegaConf.create(_at_home(OmegaConf.to_container(cfg)))
     preset = cfg.get("preset", defaults.get("preset"))
     foreign = [str(key) for key in cfg if key not in defaults]
     if len(foreign) > MANY:
@@ -143,6 +144,15 @@ def _with_nodes(schema: type, cfg: DictConfig) -> DictConfig:
             raise Mistake(_no_mapping(node, value._value(), kind))
         cfg[node] = {bare: value._value()}
     return cfg
+
+
+def _at_home(value: Any) -> Any:
+    """Puts the user's folder in the place of ~ before a path: shells leave it as it is behind `output_dir=`."""
+    if isinstance(value, dict):
+        return {key: _at_home(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_at_home(each) for each in value]
+    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
 
 
 def _merged(schema: type, cfg: DictConfig) -> DictConfig:

@@ -81,6 +81,8 @@ def check_optimizer(make: Callable[..., Any], dims: Iterable[int] = (1, 2)) -> N
             f"optimizer: {type(optimizer).__name__} is no torch optimizer: it has no param_groups; name a class such as "
             "torch.optim.AdamW"
         )
+    if not any(group.get("lr", 1.0) for group in optimizer.param_groups):
+        raise Mistake("optimizer.lr=0 changes no weight, ever; set optimizer.lr=1e-5, for instance")
 
 
 def check_loss(loss: Any) -> None:

@@ -63,6 +63,11 @@ def computes_in_bfloat16(device: str) -> bool:
 def check_settings(cfg: Any, loss: Any) -> None:
     """Raises ValueError for settings of a GRPO recipe that do not go together. Args: loss: what was built from `cfg.loss`."""
     at_least(cfg, max_steps=1, prompts_per_step=1, samples_per_prompt=2, updates_per_step=1, refill_rounds=0)
+    if cfg.updates_per_step > cfg.prompts_per_step:
+        raise Mistake(
+            f"updates_per_step={cfg.updates_per_step} of prompts_per_step={cfg.prompts_per_step}: each update takes whole "
+            f"groups, so some would have none; set updates_per_step={cfg.prompts_per_step} or less"
+        )
     check_needs(cfg.loss, needs_of(loss))
     check_sampling(cfg.sampling, cfg.samples_per_prompt, cfg.advantage)
     if cfg.aggregation not in AGGREGATIONS:

@@ -191,6 +191,17 @@ def test_mistakes_are_named(change, message):
         load_config(module.Config, cfg)
 
 
+def test_paths_begin_at_home(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/she")
+    change = {"output_dir": "~/runs", "task": {"path": "~/rows.jsonl", "prompt": "~{question}"}}
+    cfg = load_config(grpo.Config, OmegaConf.create({**NEEDED, **change}))
+    assert (cfg.output_dir, cfg.task["path"], cfg.task["prompt"]) == (
+        "/home/she/runs",
+        "/home/she/rows.jsonl",
+        "~{question}",
+    )
+
+
 @every_row("name", ["grpo/tiny", "grpo/qwen2_5_7B_lora"])
 @every_row("preset", PRESETS)
 def test_every_preset_fits(preset, name):
