@@ -94,6 +94,7 @@ VALUES = {
     "engine=5": full("engine=5", r"engine=5 is no mapping; write engine\."),
     "max_steps=-3": full("max_steps=-3", r"max_steps=-3 must be at least 1"),
     "updates_per_step=0": full("updates_per_step=0", r"updates_per_step=0 must be at least 1"),
+    "held out what is trained": full("evaluation.task.count=8", r"evaluation.task has the 8 problems of `task`, so it would measure what was learned by heart; hold some out"),
     "more updates than groups": full("prompts_per_step=2 updates_per_step=3", r"updates_per_step=3 of prompts_per_step=2: each update takes whole groups, so some would have none; set updates_per_step=2 or less"),
     "prompts_per_step=0": full("prompts_per_step=0", r"prompts_per_step=0 must be at least 1"),
     "samples_per_prompt=1": full("samples_per_prompt=1", r"samples_per_prompt=1 must be at least 2"),

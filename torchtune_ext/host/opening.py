@@ -2,7 +2,7 @@
 together."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -34,7 +34,7 @@ def say_opening(parts: Parts) -> None:
         ("model", model_text(parts.hf_model, parts.meta_model, parts.trained)),
         ("device", f"{device_text(parts.ranks)}; {parts.precision}{dtype_note(cfg.dtype, parts.ranks.device.type)}"),
         ("objective", objective_text(cfg, parts.loss)),
-        ("problems", problems_text(cfg, parts.task, parts.eval_task)),
+        ("problems", problems_text(cfg, parts.task, parts.eval_task, parts.trained_too)),
         ("files", f"{output}; a checkpoint every {cfg.checkpoints.every} steps{printed}"),
     ]
     ledger = Ledger(cfg.prompts_per_step, cfg.max_steps, cfg.staleness, cfg.depth)
@@ -102,13 +102,15 @@ def copies_text(ranks: int, shards: int) -> str:
     return f"; {ranks // shards} copies of the weights, each on {shards} of them" if shards < ranks else ""
 
 
-def problems_text(cfg: Any, task: Task, held_out: Task | None) -> str:
+def problems_text(cfg: Any, task: Task, held_out: Task | None, trained_too: Sequence[str] = ()) -> str:
     """Returns what is asked: "Math, 7,473; each step takes 32 with 16 samples each; held out: ..."."""
     number = f"{len(task):,}" if len(task) <= SHUFFLE_LIMIT else "made without end"
     text = f"{type(task).__name__}, {number}; each step takes {cfg.prompts_per_step} with {cfg.samples_per_prompt} samples each"
+    text += ", so some more than once" if len(task) < cfg.prompts_per_step else ""
     if held_out is None:
         return f"{text}; none held out"
-    return f"{text}; held out: {type(held_out).__name__}, {len(held_out):,}, every {cfg.evaluation.every} steps"
+    shared = f", {len(trained_too):,} of them ALSO TRAINED ON ({trained_too[0]} for one)" if trained_too else ""
+    return f"{text}; held out: {type(held_out).__name__}, {len(held_out):,}{shared}, every {cfg.evaluation.every} steps"
 
 
 def objective_text(cfg: Any, loss: Any) -> str:

@@ -28,7 +28,7 @@ from torchtune_ext.tasks.order import ProblemStream, Usable
 from torchtune_ext.tasks.task import Task
 from torchtune_ext.telemetry.timeline import Timeline
 from torchtune_ext.training.agreement import Agreement
-from torchtune_ext.training.checks import check_parts
+from torchtune_ext.training.checks import check_parts, trained_too
 from torchtune_ext.training.distributed import Ranks
 from torchtune_ext.training.learner import Learner
 from torchtune_ext.training.manifest import Identity, identify
@@ -64,6 +64,7 @@ class Parts:
     sampling: SamplingConfig  # with the ends of a turn as stops
     problems: ProblemStream
     held_out: Usable
+    trained_too: list[str]  # ids of held-out problems that are also trained on
     canary: list[list[int]]  # token ids
     replay: Replay | None
 
@@ -178,6 +179,7 @@ def make_parts(cfg: Any, ranks: Ranks) -> Parts:
         precision.engine,
         cfg.row_tokens,
     )
+    both = [] if cfg.replay else trained_too(task, eval_task)
     # A problem whose prompt leaves no room for an answer is passed over, like one that the task cannot give.
     fault = prompt_fault(tokenizer, precision.engine.max_model_len, sampling.max_tokens)
     problems = ProblemStream(task, cfg.seed, fault=fault, bad=cfg.rollouts.bad_problems)
@@ -203,6 +205,7 @@ def make_parts(cfg: Any, ranks: Ranks) -> Parts:
         sampling=sampling,
         problems=problems,
         held_out=held_out,
+        trained_too=both,
         canary=canary,
         replay=replay,
     )

@@ -252,6 +252,40 @@ def check_prompts(
             )
 
 
+def trained_too(task: Task, held_out: Task | None) -> list[str]:
+    """Returns the ids of the held-out problems whose messages are also those of a problem that is trained on.
+
+    Tasks without end are not compared, and of others what `LOOK_S` seconds allow to make.
+
+    Raises:
+        ValueError: the two are the same problems.
+    """
+    if held_out is None or max(len(task), len(held_out)) > SHUFFLE_LIMIT:
+        return []
+    trained, asked = _asked(task), _asked(held_out)
+    both = [name for messages, name in asked.items() if messages in trained]
+    if len(both) == len(task) == len(held_out):
+        raise Mistake(
+            f"evaluation.task has the {len(both):,} problems of `task`, so it would measure what was learned by heart; hold "
+            "some out (first, count or split), or set evaluation.task=null"
+        )
+    return both
+
+
+def _asked(task: Task) -> dict[str, str]:
+    """Messages -> id of the problems of a task."""
+    asked, began = {}, time.monotonic()
+    for index in range(len(task)):
+        if time.monotonic() - began > LOOK_S:
+            break
+        try:
+            problem = task[index]
+            asked[str(list(problem.messages))] = problem.id
+        except Exception:
+            continue  # a broken row is named when its turn comes (`rollouts.bad_problems`)
+    return asked
+
+
 def check_tokenizer(tokenizer: ChatTokenizer, source: HFModel, width: int | None = None) -> None:
     """Compares a tokenizer with the model whose text it makes.
 

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from tables import every_row
 from torch import nn
 
-from torchtune_ext.host.opening import count, device_text, objective_text, say_opening, say_ready
+from torchtune_ext.host.opening import count, device_text, objective_text, problems_text, say_opening, say_ready
 from torchtune_ext.recipes import grpo
 from torchtune_ext.run.catalog import config_files, folder
 from torchtune_ext.sampling.records import EngineConfig
@@ -122,6 +122,7 @@ def opened(cfg, every=40, processes=1):
         ranks=Ranks(0, processes, torch.device("cpu")),
         task=instantiate(cfg.task),
         eval_task=task,
+        trained_too=[],
     )
 
 
@@ -162,6 +163,15 @@ def test_a_server_and_no_evaluation_are_said():
     said = lines(cfg)
     assert said[3].endswith("; none held out")
     assert said[5] == "engine:    connecting to http://there:8000"
+
+
+def test_problems_that_are_trained_on_or_come_again_are_told():
+    cfg = settings("grpo/tiny")
+    few, held_out = range(80), range(20)
+    assert problems_text(cfg, few, held_out, ["w-3", "w-9"]) == (
+        "range, 80; each step takes 128 with 8 samples each, so some more than once; held out: range, 20, 2 of them ALSO TRAINED "
+        "ON (w-3 for one), every 40 steps"
+    )
 
 
 def test_counts_have_few_digits():

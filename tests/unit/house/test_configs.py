@@ -191,15 +191,12 @@ def test_mistakes_are_named(change, message):
         load_config(module.Config, cfg)
 
 
-def test_paths_begin_at_home(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/she")
+def test_paths_begin_at_home(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
     change = {"output_dir": "~/runs", "task": {"path": "~/rows.jsonl", "prompt": "~{question}"}}
     cfg = load_config(grpo.Config, OmegaConf.create({**NEEDED, **change}))
-    assert (cfg.output_dir, cfg.task["path"], cfg.task["prompt"]) == (
-        "/home/she/runs",
-        "/home/she/rows.jsonl",
-        "~{question}",
-    )
+    assert cfg.output_dir == str(tmp_path / "runs") and cfg.task["path"] == str(tmp_path / "rows.jsonl")
+    assert cfg.task["prompt"] == "~{question}"
 
 
 @every_row("name", ["grpo/tiny", "grpo/qwen2_5_7B_lora"])

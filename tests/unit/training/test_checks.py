@@ -130,6 +130,29 @@ def test_a_broken_first_row_is_left_to_the_run():
         checks.prompt_lengths(Rows([0, 1]), tokenizer, "task")
 
 
+class Rows:
+    """Problems of these questions; None is a broken row."""
+
+    def __init__(self, *questions):
+        self.questions = questions
+
+    def __len__(self):
+        return len(self.questions)
+
+    def __getitem__(self, index):
+        return Problem(f"row-{index}", ({"role": "user", "content": self.questions[index] + "?"},), "4")
+
+
+def test_held_out_problems_that_are_trained_on_are_told(monkeypatch):
+    assert checks.trained_too(Rows("a", None, "b", "c"), Rows("d", "c", None, "a")) == ["row-1", "row-3"]
+    # A part of them is allowed: it shows what was learned by heart.
+    assert checks.trained_too(Rows("a", "b"), Rows("b")) == ["row-0"]
+    assert checks.trained_too(Rows("a"), None) == checks.trained_too(Rows("a"), Rows("b")) == []
+    assert checks.trained_too(Arithmetic(seed=0), Arithmetic(seed=0)) == []  # without end
+    with pytest.raises(ValueError, match="evaluation.task has the 2 problems of `task`"):
+        checks.trained_too(Rows("a", "b"), Rows("b", "a"))
+
+
 def test_a_task_of_which_some_prompts_fit_passes(model_dir):
     tokenizer, task = ChatTokenizer(model_dir), Arithmetic(level=[1, 10])
     lengths = checks.prompt_lengths(task, tokenizer, "task")
