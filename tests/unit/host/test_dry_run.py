@@ -49,7 +49,9 @@ OTHER_SIZES = [
 def place(tmp_path_factory):
     """A folder with data, models with it as they are asked for."""
     path = tmp_path_factory.mktemp("place")
-    write_jsonl(path / "puzzles.jsonl", generate(0, 64, Size(suspects=2, weapons=2, rooms=2)))
+    puzzles = list(generate(0, 128, Size(suspects=2, weapons=2, rooms=2)))
+    write_jsonl(path / "puzzles.jsonl", puzzles[:64])
+    write_jsonl(path / "held_out.jsonl", puzzles[64:])
     (path / "questions.jsonl").write_text(f"{json.dumps(QUESTION)}\n" * 4)
     with nf4_in_one_piece():
         yield path
@@ -72,9 +74,10 @@ def settings_in(place, name, model=None, words=(), **changes):
     path = place / (name if tiny else model or public)
     if not path.exists():
         path = write_tiny(path, cfg) if tiny else write_stand_in(place, path.name)
-    for node in (cfg.task, cfg.evaluation.get("task") if "evaluation" in cfg else None):
+    held_out = cfg.evaluation.get("task") if "evaluation" in cfg else None
+    for node, puzzles in (cfg.task, "puzzles.jsonl"), (held_out, "held_out.jsonl"):
         if node is not None and ("path" in node or node._component_.endswith((".Math", ".GSM8K"))):
-            node.path = str(place / ("puzzles.jsonl" if node._component_.endswith("Clue") else "questions.jsonl"))
+            node.path = str(place / (puzzles if node._component_.endswith("Clue") else "questions.jsonl"))
     cfg = OmegaConf.merge(cfg, OmegaConf.from_dotlist(list(words)), {"logging": {"to": []}}, changes)
     cfg.model_dir, cfg.output_dir = str(path), str(place / "runs")
     return cfg
