@@ -179,6 +179,7 @@ def test_groups_without_signal(workplace, served, entropy_coef):
         "schedule.decay=linear",
         "max_steps=2",
         "evaluation.task._component_=letters.Generous",
+        "evaluation.task.count=3",
     ]
     args += ["aggregation=constant"] + [f"loss.entropy_coef={entropy_coef}"] * (entropy_coef > 0)
     output = runs.run(workplace, "grpo_full", *args, served)
