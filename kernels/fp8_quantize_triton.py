@@ -125,10 +125,10 @@ def quantize_columns(x: Tensor, power_of_two: bool, amax_floor: float, fp8_max: 
 
 
 def _quantize_activation(
-    x: Tensor, values: Tensor, scales: Tensor, columns: bool, width: int, warps: int, power_of_two: bool, *limits: float
-) -> None:
+    x: Tensor, values: Tensor, scales: Tensor, columns: bool, width: int, warps: int,
+    power_of_two: bool, amax_floor: float, fp8_max: float,
+) -> None:  # fmt: skip
     (M, K), num_tiles = x.shape, -(-x.shape[0] // BLOCK)
-    amax_floor, fp8_max = limits
     if x.numel():
         with _on(x):
             activation_kernel[(num_tiles, K // width)](

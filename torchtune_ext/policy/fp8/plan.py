@@ -336,8 +336,7 @@ def _choice(gemm: str, layer: Fp8Layer, receipt: Fp8Receipt, device: torch.devic
         "dgrad": (blocks(0, out, ROWS), weight),
         "wgrad": (blocks(0, out, COLUMNS), blocks(0, features, COLUMNS)),
     }[gemm]
-    dtype = torch.float32 if gemm == "wgrad" else receipt.dtype
-    asked = receipt.config.backend
+    asked, dtype = receipt.config.backend, receipt.dtype
     if asked == "auto":
         choice = fp8_gemm.choose_backend(gemm, *operands, dtype)
         if device.type == "cuda" and choice.backend == "reference":
