@@ -15,7 +15,6 @@ from GPU to GPU. Beside the seconds stands the link's own speed: one TCP connect
 
 import argparse
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -125,18 +124,15 @@ def run(size: str, repeats: int, folder: Path) -> None:
         assert engine.checksums() == [sums]
         share = np.median(seconds) / np.median([report.copy_s + report.pause_s for report in idle])
         print(f"  checksums  {1e3 * np.median(seconds):7.1f} ms on each side, {share:.0%} of copy + pause", flush=True)
-        sampling = threading.Thread(
-            target=lambda: engine.sample([[1, 2, 3]] * 4, 8, SamplingConfig(max_tokens=2000, deadline_s=3.0 + repeats))
-        )
-        sampling.start()
+        groups = [engine.submit([1, 2, 3], 8, SamplingConfig(max_tokens=2000), group=g) for g in range(4)]
         time.sleep(0.5)
         reports = []
         for _ in range(repeats):
             reports.append(publish())
             time.sleep(0.2)
         show("sampling", reports)
-        engine.cancel()
-        sampling.join(60)
+        for group in groups:
+            group.cancel()
 
 
 def main() -> None:

@@ -22,6 +22,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,6 +38,7 @@ from torchtune_ext.sampling.weight_buffer import checksum
 
 VOCABULARY, PROMPT, TOKENS = 512, 24, 48
 CANARIES = 5
+SAMPLING = SamplingConfig(max_tokens=TOKENS, seed=1)
 WAIT_S = 120.0  # seconds; less than a test gives the whole of this
 
 
@@ -186,7 +189,7 @@ def run(publications: int, requests: int, kills: int, folder: Path) -> tuple[dic
     config = EngineConfig(dtype="float32", max_model_len=256, kv_cache_bytes=256 << 20)
     prompts = np.random.default_rng(0).integers(0, VOCABULARY, (requests // 4, PROMPT)).tolist()
     kinds: Counter[int] = Counter()
-    answered, failed = [], []
+    queued, answered, failed = [], [], []
     over = threading.Event()
 
     with Engine(str(folder / "model"), config, str(folder)) as engine:
@@ -197,9 +200,11 @@ def run(publications: int, requests: int, kills: int, folder: Path) -> tuple[dic
 
         def sample() -> None:
             try:
-                while not over.is_set():
-                    groups = engine.sample(prompts, 4, SamplingConfig(max_tokens=TOKENS, seed=1))
-                    answered.extend(completion for group in groups for completion in group)
+                with suppress(CancelledError):
+                    while not over.is_set():
+                        queued[:] = [engine.submit(prompt, 4, SAMPLING, group=p) for p, prompt in enumerate(prompts)]
+                        for group in queued:
+                            answered.extend(group.result())
             except Exception as error:
                 failed.append(repr(error))
 
@@ -217,13 +222,13 @@ def run(publications: int, requests: int, kills: int, folder: Path) -> tuple[dic
                 publisher.kill_and_copy_in_the_load()
         over.set()
         if len(answered) >= requests:  # else the first of all requests are still under way
-            engine.cancel()
+            for group in queued:
+                group.cancel()
         sampler.join(WAIT_S)
         seconds, stats = time.monotonic() - began, engine.stats()
         reports = list(publisher.reports)
         canaries = time_canaries(engine, publisher, prompts)
 
-    answered = [completion for completion in answered if completion.finish_reason != "abort"]
     for completion in answered:
         kinds[len(set(completion.versions.tolist()))] += len(completion.tokens)
     wrong = [version for version, found in LOG.loads if publisher.sent[version] != found]

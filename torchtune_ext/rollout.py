@@ -47,19 +47,20 @@ class Unfinished:
         self.key, self.problem, self._decode = key, problem, tokenizer.decode
         self.prompt = tokenizer.prompt_ids(list(problem.messages))
         self._opened = tokenizer.opened_thought(self.prompt)
-        self._completions: list[Completion | None] = [None] * samples
-        self.texts = [""] * samples
-        self.outcomes: list[Outcome | None] = [None] * samples
+        self.samples: list[Sample | None] = [None] * samples
         self.futures: list[Future] = []  # of the engine, of the grader
         self.submitted = time.monotonic()
         self.drawn = False  # the engine is done with it
         self.cancelled = False
 
-    def add(self, sample: int, completion: Completion) -> str:
+    def add(self, place: int, completion: Completion) -> str:
         """Takes a completion and returns its text."""
-        self._completions[sample] = completion
-        self.texts[sample] = self._opened + self._decode(completion.tokens.tolist())
-        return self.texts[sample]
+        sample = Sample(completion, text=self._opened + self._decode(completion.tokens.tolist()))
+        self.samples[place] = sample
+        return sample.text
+
+    def grade(self, place: int, outcome: Outcome) -> None:
+        self.samples[place] = replace(self.samples[place], outcome=outcome)
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -67,23 +68,19 @@ class Unfinished:
             future.cancel()
 
     @property
-    def arrived(self) -> bool:
-        """Tells whether all completions are there."""
-        return all(completion is not None for completion in self._completions)
+    def arrived(self) -> list[Sample]:
+        """The samples whose completions are there."""
+        return [sample for sample in self.samples if sample is not None]
 
     @property
-    def arrived_so_far(self) -> list[tuple[Completion | None, Outcome | None]]:
-        """The completion and the outcome of each sample, as far as they are there."""
-        return list(zip(self._completions, self.outcomes, strict=True))
-
-    @property
-    def graded(self) -> bool:
-        return all(outcome is not None for outcome in self.outcomes)
+    def ungraded(self) -> int:
+        """How many samples have no outcome yet."""
+        return len(self.samples) - sum(sample.outcome is not None for sample in self.arrived)
 
     @property
     def tokens(self) -> int:
         """The tokens of the completions that are there."""
-        return sum(len(completion.tokens) for completion in self._completions if completion is not None)
+        return sum(len(sample.completion.tokens) for sample in self.arrived)
 
     @property
     def number(self) -> int:
@@ -92,23 +89,18 @@ class Unfinished:
     @property
     def versions(self) -> list[int]:
         """The lowest and the highest version that sampled a token of the completions that are there."""
-        found = [completion.versions for completion in self._completions if completion is not None]
-        found = np.concatenate(found) if found else np.zeros(0)
-        return [int(found.min()), int(found.max())] if len(found) else []
+        versions = np.concatenate([np.zeros(0, int), *(sample.completion.versions for sample in self.arrived)])
+        return [int(versions.min()), int(versions.max())] if len(versions) else []
 
     @property
     def missing(self) -> str:
         since = f"submitted {time.monotonic() - self.submitted:.0f} s ago"
-        samples = len(self.outcomes)
-        undrawn, ungraded = self._completions.count(None), self.outcomes.count(None)
-        if undrawn:
-            return f"{since}, the engine has not ended {undrawn} of {samples} completions"
-        return f"{since}, {ungraded} of {samples} texts are not graded"
+        if undrawn := self.samples.count(None):
+            return f"{since}, the engine has not ended {undrawn} of {len(self.samples)} completions"
+        return f"{since}, {self.ungraded} of {len(self.samples)} texts are not graded"
 
     def finish(self) -> Group:
-        found = zip(self._completions, self.texts, self.outcomes, strict=True)
-        samples = tuple(Sample(completion, text=text, outcome=outcome) for completion, text, outcome in found)
-        return Group(self.problem, np.asarray(self.prompt, dtype=np.int32), samples)
+        return Group(self.problem, np.asarray(self.prompt, dtype=np.int32), tuple(self.samples))
 
 
 class GroupStream:
@@ -243,10 +235,10 @@ class GroupStream:
         if watcher is not None:
             for number, group in finished.items():
                 if number < below:
-                    tell(watcher, ((sample.completion, sample.outcome) for sample in group.samples))
+                    tell(watcher, group.samples)
             for number, group in self._groups.items():
                 if number < below:
-                    tell(watcher, group.arrived_so_far)
+                    tell(watcher, group.arrived)
             self._watched = watcher, below
         try:
             yield
@@ -308,7 +300,7 @@ class GroupStream:
             except Exception as error:
                 self._finished.put(error)
                 continue
-            if group.drawn and group.graded:
+            if group.drawn and not group.ungraded:
                 if group.key[0] in BUFFERED:
                     self.times.move(group.key, "buffer")
                 else:
@@ -321,24 +313,25 @@ class GroupStream:
             text = group.add(sample, what)
             if (watcher := self._watcher_of(group)) is not None:
                 watcher.add(1, len(what.tokens))
-            if group.arrived:
+            whole = None not in group.samples
+            if whole:
                 self.times.move(group.key, "graders", tokens=group.tokens, versions=group.versions)
             if not self._grader.compares:
                 self._when_graded(group, sample, self._grader.submit(group.problem, text))
-            elif group.arrived:
-                self._when_graded(group, 0, self._grader.submit_group(group.problem, group.texts))
+            elif whole:
+                self._when_graded(group, 0, self._grader.submit(group.problem, *(each.text for each in group.samples)))
         elif sample is None:
             try:
                 what.result()
             except CancelledError:  # another thread closed the engine
                 raise EngineFailed("the engine was closed") from None
             group.drawn = True
-            if not group.graded:
+            if group.ungraded:
                 self._finished.put(None)  # who waits learns that of this group only grades lack now
         else:
-            found, watcher = what.result(), self._watcher_of(group)
-            for place, outcome in enumerate(found if self._grader.compares else [found], start=sample):
-                group.outcomes[place] = outcome
+            watcher = self._watcher_of(group)
+            for place, outcome in enumerate(what.result(), start=sample):
+                group.grade(place, outcome)
                 if watcher is not None and outcome.score is not None:
                     watcher.add_reward(outcome.score.reward)
 
@@ -394,13 +387,12 @@ def sample_groups(
     log_failures(outcomes)
 
 
-def tell(watcher: Watcher, samples: Iterable[tuple[Completion | None, Outcome | None]]) -> None:
-    """Tells a watcher what has come of a group already: completions, and outcomes with a score."""
-    for completion, outcome in samples:
-        if completion is not None:
-            watcher.add(1, len(completion.tokens))
-        if outcome is not None and outcome.score is not None:
-            watcher.add_reward(outcome.score.reward)
+def tell(watcher: Watcher, samples: Iterable[Sample]) -> None:
+    """Tells a watcher what has come of a group already: completions, and their scores."""
+    for sample in samples:
+        watcher.add(1, len(sample.completion.tokens))
+        if sample.score is not None:
+            watcher.add_reward(sample.score.reward)
 
 
 def sample_held_out(

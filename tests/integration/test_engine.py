@@ -197,19 +197,6 @@ def test_callback_sees_every_completion_once(engine):
     assert [(len(c.tokens), c.finish_reason) for c in flat(after)] == [(4, "length")] * 2, "the engine goes on"
 
 
-def test_cancel_returns_partial_completions(engine):
-    result = []
-    sampling = SamplingConfig(max_tokens=1000, seed=3)
-    thread = threading.Thread(target=lambda: result.append(engine.sample(tiny_model.prompts(2, 20), 4, sampling)))
-    thread.start()
-    wait_until_running(engine, 8)
-    engine.cancel()
-    thread.join(60)
-    assert not thread.is_alive()
-    assert all(c.finish_reason == "abort" and len(c.tokens) < 1000 for c in flat(result[0]))
-    assert any(len(c.tokens) for c in flat(result[0]))
-
-
 def test_a_group_is_ended_alone(engine):
     """Who cancels it ends what is sampled for it, and nothing else."""
     sampling = SamplingConfig(max_tokens=900, temperature=1.0)
@@ -228,22 +215,23 @@ def test_a_group_is_ended_alone(engine):
 
 @pytest.fixture
 def seen(engine, monkeypatch):
-    """The engine's steps, and the priorities of its requests, as they begin."""
-    core, steps, begun = engine._pool.lanes[0].supervisor.core, [], []
+    """The engine's steps, the priorities of its requests, as they begin, and the groups that end with the test."""
+    core, steps, begun, groups = engine._pool.lanes[0].supervisor.core, [], [], []
     generate, on_step = core.generate, core.on_step
     monkeypatch.setattr(core, "generate", lambda call: begun.append(call.priority) or generate(call))
     monkeypatch.setattr(core, "on_step", lambda step: steps.append(step) or on_step(step))
-    yield steps, begun
-    engine.cancel()
+    yield steps, begun, groups
+    for group in groups:
+        group.cancel()
     engine.limit_concurrency(None)
 
 
 def test_the_canary_goes_before_every_queued_request(engine, seen):
     """The engine takes each of its requests into the next step, so none waits when a step is over."""
-    steps, begun = seen
+    steps, begun, groups = seen
     engine.limit_concurrency(16)
     for prompt in tiny_model.prompts(125, 100, seed=3):
-        engine.submit(prompt, 4, SamplingConfig(max_tokens=900))
+        groups.append(engine.submit(prompt, 4, SamplingConfig(max_tokens=900)))
     wait_until_running(engine, 16)
     canary = SamplingConfig(max_tokens=16, seed=0)
     engine.sample(tiny_model.prompts(4, 30), 8, canary, priority=Priority.CANARY)
@@ -254,10 +242,10 @@ def test_the_canary_goes_before_every_queued_request(engine, seen):
 
 def test_the_canary_goes_before_what_a_publication_makes_the_engine_compute_again(engine, models, seen, back_to_a):
     """200 requests of 300 tokens and more, of which a step takes 13 at most, are under way again after 16 steps."""
-    steps, left = seen[0], []
+    (steps, _, groups), left = seen, []
     engine.limit_concurrency(200)
     for prompt in tiny_model.prompts(200, 300, seed=3):
-        engine.submit(prompt, 1, SamplingConfig(max_tokens=700))
+        groups.append(engine.submit(prompt, 1, SamplingConfig(max_tokens=700)))
     wait_until_running(engine, 200)
     engine.publish(models[1].named_parameters(), engine.version + 1)
     canary = SamplingConfig(max_tokens=1, seed=0)

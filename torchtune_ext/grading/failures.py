@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from torchtune_ext.grading.grader import Outcome, log_failures
+from torchtune_ext.grading.calls import Outcome
+from torchtune_ext.grading.grader import log_failures
 from torchtune_ext.run.errors import Failure
 
 STEPS = 2  # steps in a row in which every text failed, after which the run ends

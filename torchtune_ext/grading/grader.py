@@ -26,25 +26,16 @@ from typing import Self
 
 import cloudpickle
 
-from torchtune_ext.grading.calls import Grading
+from torchtune_ext.grading.calls import Grading, Outcome
 from torchtune_ext.run.errors import Mistake
-from torchtune_ext.run.processes import Answer, Processes
-from torchtune_ext.tasks.task import Problem, Score, Task
+from torchtune_ext.run.processes import Processes
+from torchtune_ext.tasks.task import Problem, Task
 
 log = logging.getLogger(__name__)
 
 # The kernel may deliver a Ctrl-C to any thread, but Python acts on it only in the main thread. So a wait of the main
 # thread wakes up after this many seconds, and Python can act.
 WAKE_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The result of grading one text."""
-
-    kind: str  # "scored", "policy_failed", "infra_failed", "timed_out" or "noisy"
-    score: Score | None  # None when the infrastructure failed, timed out, or was disturbed
-    cause: str  # the error, for the log; "" when there is a score
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,27 +82,20 @@ class Grader:
         self._timeout_s, self._output = config.timeout_s, output
         self.processes = Processes(target, config.workers, "grading", "task", output=output)
 
-    def submit(self, problem: Problem, text: str) -> "Future[Outcome]":
-        """Hands in a text and returns at once. A slow text delays others only if no other worker is free.
+    def submit(self, problem: Problem, *texts: str) -> "Future[list[Outcome]]":
+        """Hands in a text, or, for a task that compares, all texts of a problem, and returns at once. A slow call delays others
+        only if no other worker is free. The result is one outcome for each text, in the same order."""
 
-        A task that compares gets it as a group of one.
-        """
-        return self.processes.submit((problem, (text,)), self._timeout_s, then=lambda answer: _outcomes(answer, 1)[0])
+        def otherwise(kind: str, cause: str) -> list[Outcome]:
+            cause = f"the grading process died: {cause}" if kind == "died" else cause
+            return [Outcome("timed_out" if kind == "late" else "infra_failed", None, cause)] * len(texts)
 
-    def submit_group(self, problem: Problem, texts: Sequence[str]) -> "Future[list[Outcome]]":
-        """Hands in all texts of a problem at once, for a task that compares, and returns at once.
-
-        The result is one outcome for each text, in the same order.
-        """
-        count = len(texts)
-        return self.processes.submit(
-            (problem, tuple(texts)), self._timeout_s, then=lambda answer: _outcomes(answer, count)
-        )
+        return self.processes.submit((problem, texts), self._timeout_s, otherwise)
 
     def grade(self, items: Sequence[tuple[Problem, str]]) -> list[Outcome]:
         """Returns one outcome for each (problem, text), in the same order."""
         futures = [self.submit(problem, text) for problem, text in items]
-        outcomes = results(futures)
+        outcomes = [outcome for each in results(futures) for outcome in each]
         log_failures(outcomes)
         return outcomes
 
@@ -152,15 +136,6 @@ def results(futures: Sequence[Future]) -> list:
     finally:
         for future in futures:
             future.cancel()
-
-
-def _outcomes(answer: Answer, count: int) -> list[Outcome]:
-    """Returns what an answer means for the `count` texts of a call."""
-    if answer.kind == "returned":
-        return [Outcome(*graded) for graded in answer.value]
-    kind = "timed_out" if answer.kind == "late" else "infra_failed"
-    cause = f"the grading process died: {answer.cause}" if answer.kind == "died" else answer.cause
-    return [Outcome(kind, None, cause)] * count
 
 
 def log_failures(outcomes: Sequence[Outcome]) -> None:

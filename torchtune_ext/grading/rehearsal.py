@@ -93,7 +93,7 @@ def _rehearse(task: Task, config: GraderConfig, key: str, texts: int = 1) -> Non
             outcomes = []
             for problem, text in zip(problems, solutions, strict=True):
                 group = [text if worked else NO_SOLUTION] + [NO_SOLUTION] * (texts - 1)
-                outcomes.append(grader.submit_group(problem, group).result()[0])
+                outcomes.append(grader.submit(problem, *group).result()[0])
                 if outcomes[-1].kind == "timed_out":
                     raise Mistake(
                         f"{key}: {name} took more than grader.timeout_s={config.timeout_s:g} to grade {what} of problem "
@@ -109,7 +109,7 @@ def _rehearse(task: Task, config: GraderConfig, key: str, texts: int = 1) -> Non
             # that compares says nothing of a single text, and a bare answer is no text that the user's function has to like.
             is_bare = "grade" in getattr(task, "__dict__", {}) and getattr(task, "worked", None) is None
             if worked and not any(rewards) and not grader.compares and not is_bare:
-                others = [grader.submit(problem, NO_SOLUTION).result() for problem in problems]
+                others = [grader.submit(problem, NO_SOLUTION).result()[0] for problem in problems]
                 if max(rewards) <= max(
                     (other.score.reward for other in others if other.score is not None), default=0.0
                 ):

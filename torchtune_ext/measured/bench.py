@@ -39,7 +39,7 @@ from torchtune_ext.measured.schedule import CHECK, Job, Schedule, kernel_key
 from torchtune_ext.measured.timing import LEAST_CALLS, MOST_LATE_CALLS
 from torchtune_ext.measured.version import version
 from torchtune_ext.run.errors import Mistake
-from torchtune_ext.run.processes import Answer, Processes, remove
+from torchtune_ext.run.processes import Processes, remove
 
 __all__ = ["Bench", "BenchConfig", "BenchError", "Result"]
 
@@ -278,10 +278,15 @@ class Bench:
             calls = MOST_LATE_CALLS + LEAST_CALLS
             timeout_s = START_S + d.load_s + settings.budget_s + calls * d.verify_s + OWN_S
             pool, what = "timing", (job.library,)
-        answer = self._pools[pool].submit((job.kernel_key, job.kernel, *what), timeout_s, wait_s)
+
+        def otherwise(kind: str, cause: str) -> Failed:
+            # An error that a kernel or our own code raises would come again. Processes do not end, or hang, by themselves.
+            return Failed(f"the {stage} process died: {cause}" if kind == "died" else cause, is_final=kind == "raised")
+
+        answer = self._pools[pool].submit((job.kernel_key, job.kernel, *what), timeout_s, otherwise, wait_s)
         answer.add_done_callback(lambda future: self._ends(stage, job, future))
 
-    def _ends(self, stage: str, job: Job, future: "Future[Answer]") -> None:
+    def _ends(self, stage: str, job: Job, future: Future) -> None:
         """Deals with what a process says, in the thread that serves it."""
         try:
             if (error := future.exception()) is not None:
@@ -291,19 +296,12 @@ class Bench:
             self._give_up(BenchError(f"the processes of the Bench have ended: {error}"))
         self._advance()
 
-    def _deal_with(self, stage: str, job: Job, answer: Answer) -> None:
-        found = answer.value
-        if answer.kind == "returned" and not isinstance(found, Failed):
+    def _deal_with(self, stage: str, job: Job, found: Any) -> None:
+        if not isinstance(found, Failed):
             self._take(stage, job, found)
             return
-        if answer.kind == "returned":
-            cause, is_final = found.cause, found.is_final
-        else:
-            # An error that a kernel or our own code raises would come again. Processes do not end, or hang, by themselves.
-            cause, is_final = answer.cause, answer.kind == "raised"
-            cause = f"the {stage} process died: {cause}" if answer.kind == "died" else cause
         job.attempts += 1
-        is_final = is_final or job.attempts > RETRIES
+        is_final = found.is_final or job.attempts > RETRIES
         with self._lock:
             self._schedule.ended(stage, job)
             self._counts["failed" if is_final else "retried"] += 1
@@ -311,10 +309,10 @@ class Bench:
                 self._schedule.add(stage, job, first=True)
         attempts = f" (attempt {job.attempts})" if job.attempts > 1 else ""
         if is_final:
-            message = f"the {stage} of a program for {job.kernel_name} failed{attempts}: {cause}"
+            message = f"the {stage} of a program for {job.kernel_name} failed{attempts}: {found.cause}"
             self._finish(job, lambda future: future.set_exception(BenchError(message)))
         else:
-            log.warning("bench: the %s of a program is repeated%s: %s", stage, attempts, cause)
+            log.warning("bench: the %s of a program is repeated%s: %s", stage, attempts, found.cause)
 
     def _take(self, stage: str, job: Job, found: Any) -> None:
         """Takes what became of a program in a stage."""

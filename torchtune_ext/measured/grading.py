@@ -12,8 +12,7 @@ from dataclasses import astuple, dataclass, fields, replace
 from threading import Lock
 from typing import Any
 
-from torchtune_ext.grading.calls import checked
-from torchtune_ext.grading.grader import Outcome
+from torchtune_ext.grading.calls import Outcome, checked
 from torchtune_ext.measured import service
 from torchtune_ext.measured.bench import Bench
 from torchtune_ext.measured.kernel import Kernel
@@ -140,9 +139,9 @@ class BenchGrader:
             else:
                 self._turns = tuple(cores)
 
-    def submit(self, problem: Problem, text: str) -> "Future[Outcome]":
+    def submit(self, problem: Problem, text: str) -> "Future[list[Outcome]]":
         """Hands in a text and returns at once. Nobody waits for a slower neighbor."""
-        outcome: Future[Outcome] = Future()
+        outcome: Future[list[Outcome]] = Future()
         measured = self.bench.submit(
             self._task.kernel(problem), text, group=problem.id, permitted=self._task.permitted(problem)
         )
@@ -180,14 +179,14 @@ class BenchGrader:
         self._off.close()
         self.bench.close()
 
-    def _finish(self, problem: Problem, measured: "Future[Result]", outcome: "Future[Outcome]") -> None:
+    def _finish(self, problem: Problem, measured: "Future[Result]", outcome: "Future[list[Outcome]]") -> None:
         """Runs in a thread of the service."""
         if not outcome.set_running_or_notify_cancel():
             return
         try:
-            outcome.set_result(self._outcome(problem, measured.result()))
+            outcome.set_result([self._outcome(problem, measured.result())])
         except (BenchError, CancelledError) as error:
-            outcome.set_result(Outcome("infra_failed", None, str(error) or "cancelled"))
+            outcome.set_result([Outcome("infra_failed", None, str(error) or "cancelled")])
         except Exception as error:  # noqa: BLE001 (the task's own code; who waits gets it)
             outcome.set_exception(error)
 
@@ -200,4 +199,4 @@ class BenchGrader:
                 self._counts.seconds += sum(value for name, value in result.seconds.items() if name != "wait")
         if result.outcome == NOISY:
             return Outcome(NOISY, None, result.note)
-        return Outcome(*checked(self._task.score(problem, result), self._task.score))
+        return checked(self._task.score(problem, result), self._task.score)

@@ -1,10 +1,9 @@
 """Calls an object in processes that can be killed at any moment, also inside C code that holds the interpreter lock.
 
-kind of an answer   what happened
-"returned"          the call returned a value
-"raised"            the call raised an error
-"died"              the process ended in the middle of the call
-"late"              the call was still busy after its deadline, and its process was killed
+kind of failure   what happened
+"raised"          the call raised an error
+"died"            the process ended in the middle of the call
+"late"            the call was still busy after its deadline, and its process was killed
 
 A process has one call at a time, so a process that dies loses no other call. It is replaced at once. A round trip takes about
 0.1 ms, so handing over several calls at once would gain little.
@@ -41,19 +40,6 @@ START_DEADLINE_S = 120.0  # seconds that a process has to unpickle the object, w
 MAX_START_FAILURES = 3  # processes that may fail to start, one after the other, before all is given up
 _LOST = (EOFError, OSError, pickle.UnpicklingError)  # the errors that this process sees when another one ends
 _REMOVALS = 20  # attempts to remove a folder into which something that was killed may still write
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What became of one call."""
-
-    kind: str  # "returned", "raised", "died" or "late"
-    value: Any = None  # what it returned
-    cause: str = ""  # the error, how the process ended, or how long it had; "" if it returned
-
-
-def itself(answer: Answer) -> Answer:
-    return answer
 
 
 class Processes:
@@ -102,25 +88,27 @@ class Processes:
         started.result(timeout=START_DEADLINE_S)
 
     def submit(
-        self, arguments: tuple, timeout_s: float, wait_s: float = 0.0, then: Callable[[Answer], Any] = itself
+        self, arguments: tuple, timeout_s: float, otherwise: Callable[[str, str], Any], wait_s: float = 0.0
     ) -> Future:
         """Hands in a call and returns at once. A slow call delays others only if no other process is free.
 
         Args:
             arguments: of the call. They are pickled here, so that an object that cannot be pickled raises here.
             timeout_s: seconds for the call, counted from when a process takes it.
+            otherwise: makes the result of a call that failed, from the kind of failure and its cause (the error, how the
+                process ended, or how long it had), in the thread that serves all processes.
             wait_s: if it is not 0, the call gets a function as its first argument. It calls that with BEGUN when it begins, and
                 the `timeout_s` are counted from then on. It may wait before that as long as it likes if it calls the function
                 with WAITING again and again: it is given up when it was silent for `wait_s` seconds.
-            then: makes the result of the future from the Answer, in the thread that serves all processes.
 
         Returns:
-            a future, which can be canceled until it is done. The process still finishes the call that it has.
+            a future of what the call returns, or of what `otherwise` makes of its failure. It can be canceled until it is done.
+            The process still finishes the call that it has.
 
         Raises:
             Exception: the reason why no calls are accepted any more. Futures that were waiting raise it, too.
         """
-        item = _Item(cloudpickle.dumps((wait_s > 0, arguments)), timeout_s, wait_s, then)
+        item = _Item(cloudpickle.dumps((wait_s > 0, arguments)), timeout_s, wait_s, otherwise)
         with self._lock:
             if self._ended is not None:
                 raise self._ended
@@ -224,11 +212,11 @@ class Processes:
             # The process may have answered after `wait` returned, so the connection is polled before the process is
             # blamed.
             elif worker in busy and time.monotonic() >= worker.deadline and not worker.connection.poll():
-                failure = Answer("late", cause=f"no answer within {worker.allowed_s:g} s; the process was killed")
+                failure = "late", f"no answer within {worker.allowed_s:g} s; the process was killed"
             if failure is not None:
-                self._fail(slot, failure)
+                self._fail(slot, *failure)
 
-    def _fail(self, slot: int, failure: Answer) -> None:
+    def _fail(self, slot: int, kind: str, cause: str) -> None:
         """Deals with a process that failed: replaces it, and gives the failure to the call that it had.
 
         Raises:
@@ -237,11 +225,11 @@ class Processes:
         worker = self._workers[slot]
         self._start_failures = 0 if worker.ready else self._start_failures + 1
         if worker.refused or self._start_failures == MAX_START_FAILURES:
-            cause = f"the {self._name} process died: {failure.cause}" if failure.kind == "died" else failure.cause
+            cause = f"the {self._name} process died: {cause}" if kind == "died" else cause
             raise Failure(f"a {self._name} process could not start with this {self._subject}: {cause}")
         self._replace(slot)
         if worker.item is not None:
-            worker.answer(failure)
+            worker.finish(kind, None, cause)
 
     def _replace(self, slot: int) -> None:
         self._workers[slot].connection.close()
@@ -256,14 +244,14 @@ class _Item:
     payload: bytes  # (waits, arguments)
     timeout_s: float
     wait_s: float
-    then: Callable[[Answer], Any]
+    otherwise: Callable[[str, str], Any]
     future: Future = field(default_factory=Future)
 
-    def finish(self, answer: Answer) -> None:
+    def finish(self, kind: str, value: Any, cause: str) -> None:
         if not self.future.set_running_or_notify_cancel():
             return
         try:
-            result = self.then(answer)
+            result = value if kind == "returned" else self.otherwise(kind, cause)
         except Exception as error:  # noqa: BLE001 (who waits for the result gets it)
             self.future.set_exception(error)
         else:
@@ -319,29 +307,29 @@ class _Worker:
         self._allow(item.wait_s or item.timeout_s)
         return True
 
-    def receive(self) -> Answer | None:
-        """Takes one message. Returns a failure instead when the process has died or cannot start, otherwise None."""
+    def receive(self) -> tuple[str, str] | None:
+        """Takes one message. Returns kind and cause of a process that has died or cannot start, otherwise None."""
         try:
             data = self.connection.recv_bytes()
         except _LOST as error:
-            return Answer("died", cause=self._epitaph(error))
+            return "died", self._epitaph(error)
         try:
             kind, value, cause = pickle.loads(data)
         except Exception as error:  # noqa: BLE001 (unpickling runs the code of classes)
             kind, value, cause = "raised", None, f"the answer cannot be read: {type(error).__name__}: {error}"
         if not self.ready:
             self.ready, self.refused = kind == "ready", kind == "failed"
-            return Answer("raised", cause=cause) if self.refused else None
+            return ("raised", cause) if self.refused else None
         if kind in (WAITING, BEGUN):
             self._allow(self.item.wait_s if kind == WAITING else self.item.timeout_s)
         else:
-            self.answer(Answer(kind, value, cause))
+            self.finish(kind, value, cause)
         return None
 
-    def answer(self, answer: Answer) -> None:
-        """Gives the answer to the call that the process has."""
+    def finish(self, kind: str, value: Any, cause: str) -> None:
+        """Ends the call that the process has."""
         item, self.item = self.item, None
-        item.finish(answer)
+        item.finish(kind, value, cause)
 
     def end(self, kill_at: float) -> None:
         """Waits for the end of the process until `kill_at` (on the monotonic clock). Then it kills the process and everything

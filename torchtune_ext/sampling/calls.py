@@ -70,7 +70,6 @@ class Submission:
         self.prompt, self.sampling, self.on_completion, self.group = prompt, sampling, on_completion, group
         self.seeds = group_seeds(sampling.seed, group, n)
         self.priority = priority
-        self.cancelled = False
         # The pool's: the engine that it is at, requests that have not ended, and the tokens that one is expected to cost, with
         # its share of the prompt.
         self.lane, self.left, self.share = None, n, 0.0

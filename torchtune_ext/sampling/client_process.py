@@ -173,12 +173,11 @@ class Client:
 
         return StepLogger()
 
-    async def generate(self, *arguments: Any) -> Completion:
-        """Runs one request to its end. Args: those of `Call`. Raises CoreLost, or ValueError when vLLM refuses it."""
+    async def generate(self, call: Call) -> Completion:
+        """Runs one request to its end. Raises CoreLost, or ValueError when vLLM refuses it."""
         from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        call = Call(*arguments)
         call.begin()
         self.calls[call.id] = call
         prompt = {"type": "token", "prompt_token_ids": call.prompt}

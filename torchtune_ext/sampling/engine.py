@@ -266,15 +266,6 @@ class Engine:
         future.add_done_callback(self._evaluation.discard)
         return future
 
-    def cancel(self) -> None:
-        """Ends all running calls of `sample` early: they return what they have, with finish reason "abort". While the engine is
-        being started again, they return once it is there."""
-        self._pool.mark_cancelled()  # from here, since the loop's thread stands still while an engine comes up
-        try:
-            self._call(self._pool.cancel(), timeout=30.0)
-        except TimeoutError:
-            log.warning("Engine.cancel: the engine is being started again; calls of sample end when it is there")
-
     def publish(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int, adapter: dict[str, Any] | None = None
     ) -> PublishReport:

@@ -15,8 +15,6 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-import numpy as np
-
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.sampling.alike import require_alike
 from torchtune_ext.sampling.calls import Call, Core, CoreLost, Step, Submission
@@ -124,9 +122,6 @@ class Lane:
                 core = await self.core()
                 if core is None:
                     return None
-                if group.cancelled:
-                    nothing = np.zeros(0, np.int32)
-                    return Completion(nothing, np.zeros(0, np.float32), nothing, "abort", 0)
                 name, version = f"{os.getpid()}-{next(self._ids)}", self._first_version
                 call = Call(name, group.prompt, group.sampling, group.seeds[sample], version, group.priority)
                 try:
@@ -344,24 +339,6 @@ class Pool:
                 return core
             if lane is not None:
                 raise CoreLost(f"{lane.name} was lost")
-
-    async def cancel(self) -> None:
-        """Ends all requests early, those that were sent with what they have."""
-        self.mark_cancelled()
-
-        async def end(core: Core) -> None:
-            try:
-                for call in list(core.calls.values()):
-                    await core.end(call, "abort")
-            except (CoreLost, ValueError):
-                pass  # the watch notices it, too, and a call that was cancelled is not repeated
-
-        await asyncio.gather(*map(end, self.cores))
-
-    def mark_cancelled(self) -> None:
-        """Keeps all requests that wait from being sent: they end with nothing sampled."""
-        for group in list(self._groups):
-            group.cancelled = True
 
     # -- routing ------------------------------------------------------------------------------------------------------
     #

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,9 +117,8 @@ class RemoteCore:
 
     async def generate(self, call: Call) -> Completion:
         """Runs one request to its end. Raises CoreLost, or ValueError when vLLM refuses the request."""
-        number, answer = self._ask(
-            "generate", call.id, call.prompt, call.sampling, call.seed, call.first_version, call.priority
-        )
+        # It leaves with the loop's next round, and the task that `begin` puts into it cannot be sent.
+        number, answer = self._ask("generate", replace(call))
         call.begin()
         self.calls[call.id] = call
         try:

@@ -194,7 +194,7 @@ def test_the_problems_of_our_tasks_take_a_function(folder, make):
 def test_a_judge_gets_all_texts_of_a_problem(folder):
     task = Jsonl(group_grader="mine.ranks", path="questions.jsonl")
     with Grader(task, workers=2) as grader:
-        futures = [grader.submit_group(task[n], texts) for n, texts in enumerate((["b", "a"], ["x", "y", "x"]))]
+        futures = [grader.submit(task[n], *texts) for n, texts in enumerate((["b", "a"], ["x", "y", "x"]))]
         (one, two) = ([outcome.score for outcome in future.result(timeout=60)] for future in futures)
     assert [score.reward for score in one] == [1.0, 0.0] and {score.note for score in one} == {"b|a"}
     assert [score.reward for score in two] == [0.0, 2.0, 0.0] and {score.note for score in two} == {"x|y|x"}
@@ -205,9 +205,9 @@ def test_a_judge_that_fails_gives_no_reward_to_its_group_and_takes_none_from_oth
     task = Jsonl(group_grader="mine.ranks", path="questions.jsonl")
     words = ["raises", "hangs", "dies", "array"]
     with Grader(task, workers=2, timeout_s=1.0) as grader:
-        bad = {word: grader.submit_group(task[0], ["a", word, "b"]) for word in words}
-        good = grader.submit_group(task[1], ["b", "a"])
-        partly = grader.submit_group(task[2], ["b", "odd", "a"])
+        bad = {word: grader.submit(task[0], "a", word, "b") for word in words}
+        good = grader.submit(task[1], "b", "a")
+        partly = grader.submit(task[2], "b", "odd", "a")
         found = {word: future.result(timeout=60) for word, future in bad.items()}
         assert [outcome.score.reward for outcome in good.result(timeout=60)] == [1.0, 0.0]
         kinds = [outcome.kind for outcome in partly.result(timeout=60)]

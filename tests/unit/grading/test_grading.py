@@ -120,8 +120,8 @@ class Judge(Scripted):
 def test_a_judge_sees_the_whole_group():
     with Grader(Judge(), workers=2, timeout_s=1.0) as grader:
         assert grader.compares
-        ranks = grader.submit_group(PROBLEM, ["b", "c", "a"])
-        bad = {word: grader.submit_group(PROBLEM, [word, "a"]) for word in ("hangs", "raises", "few")}
+        ranks = grader.submit(PROBLEM, "b", "c", "a")
+        bad = {word: grader.submit(PROBLEM, word, "a") for word in ("hangs", "raises", "few")}
         assert [outcome.score.reward for outcome in ranks.result(timeout=20)] == [1.0, 2.0, 0.0]
         kinds = {word: {outcome.kind for outcome in future.result(timeout=20)} for word, future in bad.items()}
         assert kinds == {"hangs": {"timed_out"}, "raises": {"infra_failed"}, "few": {"infra_failed"}}

@@ -83,7 +83,7 @@ def test_a_text_goes_to_the_service_and_its_result_to_the_task(grader, bench):
     outcome = grader.submit(PROBLEM, "a text")
     assert bench.asked == [("the kernel of p", "a text", "p", {"blocking"})] and not outcome.done()
     bench.futures[0].set_result(result())
-    found = outcome.result(5)
+    (found,) = outcome.result(5)
     assert (found.kind, found.score.reward, found.score.parts) == ("scored", 1.0, {"gflops": 3.0})
     assert found.score.facts == {"machine": "here"}
 
@@ -91,7 +91,7 @@ def test_a_text_goes_to_the_service_and_its_result_to_the_task(grader, bench):
 def test_nobody_waits_for_a_slower_neighbor(grader, bench):
     first, second = grader.submit(PROBLEM, "slow"), grader.submit(PROBLEM, "fast")
     bench.futures[1].set_result(result())
-    assert second.result(5).kind == "scored" and not first.done()
+    assert second.result(5)[0].kind == "scored" and not first.done()
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_nobody_waits_for_a_slower_neighbor(grader, bench):
 def test_what_the_machine_did_wrong_is_no_grade(grader, bench, end, kind, cause):
     outcome = grader.submit(PROBLEM, "a text")
     (bench.futures[0].set_exception if isinstance(end, BaseException) else bench.futures[0].set_result)(end)
-    found = outcome.result(5)
+    (found,) = outcome.result(5)
     line = Asked.score.__code__.co_firstlineno
     assert (found.kind, found.score, found.cause) == (kind, None, cause.format(line=line))
 

@@ -135,9 +135,9 @@ def test_a_process_that_waits_for_the_cores_may_wait_for_long_and_is_soon_replac
 ):
     given, submit = [], Processes.submit
 
-    def submit_with_little_patience(self, arguments, timeout_s, wait_s):
+    def submit_with_little_patience(self, arguments, timeout_s, otherwise, wait_s):
         given.append(wait_s)
-        return submit(self, arguments, timeout_s, 4.0 if len(given) == 4 else wait_s)
+        return submit(self, arguments, timeout_s, otherwise, 4.0 if len(given) == 4 else wait_s)
 
     monkeypatch.setattr(Processes, "submit", submit_with_little_patience)
     with quick_bench() as bench:

@@ -48,7 +48,7 @@ def test_groups_ahead_of_the_trainer_are_graded_when_they_are_whole(make, judge)
     call = engine.calls[0]
     call.say(1, completion("cc"))
     wait_until(lambda: "not ended 1 of 2" in source._stream.missing(0))
-    assert source._stream._groups[0].outcomes == [None, None]
+    assert [sample and sample.outcome for sample in source._stream._groups[0].samples] == [None, None]
     call.say(0, completion(""))
     call.future.set_result([])
     engine.calls[1].answer("x", "x")

@@ -84,7 +84,8 @@ def processes(tmp_path):
 
 
 def answer(processes, *arguments, timeout_s=20.0, **more):
-    return processes.submit(arguments, timeout_s, **more).result(timeout=60)
+    """What the call returned, or (kind of failure, cause)."""
+    return processes.submit(arguments, timeout_s, lambda *failure: failure, **more).result(timeout=60)
 
 
 def test_what_becomes_of_a_call_is_told_apart(processes):
@@ -95,49 +96,47 @@ def test_what_becomes_of_a_call_is_told_apart(processes):
         answer(processes, "sleeps", 60, timeout_s=0.2),
         answer(processes, "same", 6),
     ]
-    assert [each.kind for each in found] == ["returned", "raised", "died", "late", "returned"]
-    assert [each.value for each in found] == [5, None, None, None, 6]
-    assert "ValueError: no digits (test_processes.py:" in found[1].cause and found[2].cause == "signal SIGSEGV"
-    assert found[3].cause == "no answer within 0.2 s; the process was killed"
+    kind, cause = found.pop(1)
+    assert kind == "raised" and "ValueError: no digits (test_processes.py:" in cause
+    assert found == [5, ("died", "signal SIGSEGV"), ("late", "no answer within 0.2 s; the process was killed"), 6]
 
 
 def test_values_that_cannot_be_sent_or_read_are_errors_of_the_call(processes):
-    assert "pickle" in answer(processes, "function").cause.lower()
-    found = answer(processes, "hostile")
-    assert found.kind == "raised" and "the answer cannot be read: ValueError: invalid lit" in found.cause
+    assert "pickle" in answer(processes, "function")[1].lower()
+    kind, cause = answer(processes, "hostile")
+    assert kind == "raised" and "the answer cannot be read: ValueError: invalid lit" in cause
     with pytest.raises(TypeError, match="pickle"):
-        processes.submit(("same", (i for i in range(3))), 1.0)
-    assert answer(processes, "same", 7).value == 7
+        processes.submit(("same", (i for i in range(3))), 1.0, print)
+    assert answer(processes, "same", 7) == 7
 
 
 def test_what_a_call_waits_for_is_not_counted(processes):
-    assert answer(processes, "waits", 1.0, 0.0, timeout_s=0.5, wait_s=20.0).value == "done"
+    assert answer(processes, "waits", 1.0, 0.0, timeout_s=0.5, wait_s=20.0) == "done"
     late = answer(processes, "waits", 0.0, 60.0, timeout_s=0.3, wait_s=20.0)
-    assert (late.kind, late.cause) == ("late", "no answer within 0.3 s; the process was killed")
-    assert answer(processes, "waits", 60.0, 0.0, timeout_s=20.0, wait_s=0.2).kind == "late"
+    assert late == ("late", "no answer within 0.3 s; the process was killed")
+    assert answer(processes, "waits", 60.0, 0.0, timeout_s=20.0, wait_s=0.2)[0] == "late"
 
 
 def test_who_waits_may_wait_for_long_if_it_gives_signs_of_life(processes):
     begin = time.monotonic()
-    assert answer(processes, "signs", 40, 0.0, timeout_s=20.0, wait_s=3.0).value == "done"
+    assert answer(processes, "signs", 40, 0.0, timeout_s=20.0, wait_s=3.0) == "done"
     assert time.monotonic() - begin > 3.9
     silent = answer(processes, "signs", 3, 60.0, timeout_s=60.0, wait_s=1.0)
-    assert (silent.kind, silent.cause) == ("late", "no answer within 1 s; the process was killed")
+    assert silent == ("late", "no answer within 1 s; the process was killed")
 
 
-def test_then_makes_the_result(processes):
-    assert answer(processes, "same", 5, then=lambda found: found.value + 1) == 6
+def test_an_error_over_a_failure_reaches_who_waits(processes):
     with pytest.raises(ZeroDivisionError):
-        answer(processes, "same", 5, then=lambda found: 1 / 0)
-    assert answer(processes, "same", 5).value == 5
+        processes.submit(("raises",), 20.0, lambda kind, cause: 1 / 0).result(timeout=60)
+    assert answer(processes, "same", 5) == 5
 
 
 def test_folders_go_with_their_process_however_it_ends(processes, tmp_path):
-    first = answer(processes, "folder").value
+    first = answer(processes, "folder")
     assert first.exists() and first.parent.parent == tmp_path and first.parent.stat().st_mode & 0o777 == 0o711
     os.kill(processes.pids()[0], signal.SIGKILL)
     time.sleep(0.2)  # until it is gone: what it is given before that, it takes along
-    second = answer(processes, "folder").value
+    second = answer(processes, "folder")
     assert second.exists() and not first.parent.exists() and len(os.listdir(tmp_path)) == 1
 
 
@@ -148,13 +147,13 @@ def test_a_quiet_end_lets_processes_clean_up(tmp_path):
     processes.close(RuntimeError("closed"), grace_s=20.0)
     assert time.monotonic() - begin < 10 and (tmp_path / "a").read_text() == "ended"
     with pytest.raises(RuntimeError, match="closed"):
-        processes.submit(("same", 1), 1.0)
+        processes.submit(("same", 1), 1.0, print)
 
 
 def test_the_end_does_not_wait_for_a_call_that_hangs(tmp_path):
     processes = Processes(cloudpickle.dumps(Target()), 1, "testing", "target", tmp_path)
-    child = answer(processes, "starts_a_child").value
-    hanging = processes.submit(("sleeps", 600), 600.0)
+    child = answer(processes, "starts_a_child")
+    hanging = processes.submit(("sleeps", 600), 600.0, print)
     time.sleep(0.1)
     begin = time.monotonic()
     processes.close(RuntimeError("closed"), grace_s=0.5)

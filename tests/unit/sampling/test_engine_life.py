@@ -141,7 +141,7 @@ def test_the_engine_may_not_be_called_from_its_own_thread(make_engine, monkeypat
         return Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "length", 0)
 
     monkeypatch.setattr(SleepingCore, "generate", generate)
-    for method in (engine.close, engine.cancel, lambda: engine.publish(weights(1), 1)):
+    for method in (engine.close, lambda: engine.publish(weights(1), 1)):
         with pytest.raises(RuntimeError, match="on_completion may not call the engine"):
             engine.sample([[1]], 1, SamplingConfig(max_tokens=1), lambda p, s, c, method=method: method())
     assert len(engine.sample([[1]], 1, SamplingConfig(max_tokens=1))[0]) == 1  # it still runs
@@ -193,21 +193,18 @@ def test_an_evaluation_waits_for_a_publication_under_way(make_engine):
     assert engine.version == 1
 
 
-def test_cancel_while_an_engine_comes_up(make_engine):
+def test_a_group_is_cancelled_while_an_engine_comes_up(make_engine):
     engine = make_engine()
-    sampler, outcome = in_thread(lambda: engine.sample([[1, 2]], 3, SamplingConfig(max_tokens=4)))
-    engine_calls = SleepingCore.made[0].calls
-    wait_until(lambda: engine_calls)
+    cancelled = engine.submit([1, 2], 3, SamplingConfig(max_tokens=4))
+    wait_until(lambda: SleepingCore.made[0].calls)
     SleepingCore.come_up.clear()
     SleepingCore.made[0].kill()
     wait_until(lambda: len(SleepingCore.made) == 2 and SleepingCore.made[1].launched.is_set())
-    canceller, _ = in_thread(engine.cancel)
-    # `cancel` waits for the engine's thread, and so would anything that ran there.
-    time.sleep(0.05)
+    assert cancelled.cancel()
+    engine.submit([3], 1, SamplingConfig(max_tokens=4))
     SleepingCore.come_up.set()
-    canceller.join(10)
-    sampler.join(10)
-    assert [completion.finish_reason for completion in outcome[0][0]] == ["abort"] * 3
+    wait_until(lambda: SleepingCore.made[1].calls)
+    assert [call.prompt for call in SleepingCore.made[1].calls.values()] == [[3]]
 
 
 def test_an_error_over_the_counters_comes_out_of_sample(make_engine, monkeypatch):

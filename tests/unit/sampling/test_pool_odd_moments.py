@@ -93,28 +93,6 @@ def test_a_pool_with_an_engine_that_is_behind_answers_and_sleeps(monkeypatch):
     run(scenario, monkeypatch, 2)
 
 
-def test_an_engine_that_hangs_keeps_no_other_from_the_end_of_its_requests(monkeypatch):
-    async def scenario(bench):
-        told = []
-
-        async def hang(call, reason):
-            await asyncio.sleep(600)
-
-        async def end(call, reason):
-            told.append(reason)
-            raise ValueError("it refuses")
-
-        bench.now[0].end, bench.now[1].end = hang, end
-        drawing = [asyncio.create_task(bench.pool.draw(bench.group())) for _ in range(2)]
-        await until(lambda: all(core.calls for core in bench.now))
-        cancelling = asyncio.create_task(bench.pool.cancel())
-        await until(lambda: told)
-        for task in (cancelling, *drawing):
-            task.cancel()
-
-    run(scenario, monkeypatch, 2, length=lambda call: 100)
-
-
 def test_a_group_that_is_cancelled_before_it_begins_leaves_no_load(monkeypatch):
     async def scenario(bench):
         drawing = asyncio.create_task(bench.pool.draw(bench.group(n=8, max_tokens=1000)))

@@ -98,9 +98,9 @@ def test_a_judge_that_compares(folder, page):
     texts = [f"(1 2) {answer}", str(answer), str(answer), str(answer + 1), ""]
     with Grader(task, **cfg.grader) as judge, Grader(held_out) as alone:
         assert judge.compares and not alone.compares
-        outcomes = judge.submit_group(problem, texts).result(timeout=60)
+        outcomes = judge.submit(problem, *texts).result(timeout=60)
         assert [outcome.score.reward for outcome in outcomes] == [0.6, 1.0, 1.0, 0.4, 0.2]
-        assert judge.submit(problem, str(answer)).result(timeout=60).score.reward == 1.0
+        assert judge.submit(problem, str(answer)).result(timeout=60)[0].score.reward == 1.0
         assert alone.grade([(held_out[0], str(held_out[0].answer))])[0].score.reward == 1.0
 
 
@@ -142,9 +142,9 @@ def test_a_judge_behind_a_server(folder, server):
     (folder / "my_server_judge.py").write_text(text.replace("http://localhost:8000/v1/chat/completions", server))
     task = Arithmetic(group_grader="my_server_judge.ranked")
     with Grader(task, workers=2) as judge:
-        good = judge.submit_group(task[0], ["b", "c", "a"])
-        bad = judge.submit_group(task[0], ["b", "nonsense"])
-        one = judge.submit_group(task[0], ["b"])
+        good = judge.submit(task[0], "b", "c", "a")
+        bad = judge.submit(task[0], "b", "nonsense")
+        one = judge.submit(task[0], "b")
         assert [outcome.score.reward for outcome in good.result(timeout=60)] == [0.5, 0.0, 1.0]
         assert [outcome.score.reward for outcome in one.result(timeout=60)] == [1.0]
         for outcome in bad.result(timeout=60):
