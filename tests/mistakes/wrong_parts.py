@@ -36,6 +36,15 @@ LENGTH = "def __len__(self): return 4"
 GET = "def __getitem__(self, i): return Problem(str(i), ({'role': 'user', 'content': 'x'},), i)"
 GRADE = "def grade(self, problem, text): return Score(0.0, {})"
 
+
+def rows(path: str, says: str):
+    """A mistake in where rows come from, or in what their fields are called."""
+    chat = '{"messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}], "answer": "2"}\n'
+    files = {"mine.py": "def same(problem, text): return 1.0\n", "rows.jsonl": ROWS, "chat.jsonl": chat}
+    files |= {"rows.txt": "question,answer\n1+1=,2\n", "rows.csv": 'question,answer\n"1+1="x,2\n'}
+    return full(f"task._component_={JSONL} task.path={path} task.grader=mine.same", says, files=files)
+
+
 # fmt: off
 CLASSES = {
     "a class that is not there": full("task._component_=sums.Bas", r"`task:` _component_=sums.Bas: sums has no 'Bas'; did you mean 'Base'\?"),
@@ -93,6 +102,15 @@ CLASSES = {
     "rows that are not there": full(f"task._component_={JSONL} task.path=rows.jsonl task.grader=mine.same", r"task.path='rows.jsonl': no such file, seen from ", files={"mine.py": "def same(problem, text): return 1.0\n"}),
     "a row that is no JSON": full(f"task._component_={JSONL} task.path=rows.jsonl task.grader=mine.same", r"rows.jsonl:2: no JSON \(.*\); write one object a line", files={"mine.py": "def same(problem, text): return 1.0\n", "rows.jsonl": ROWS + "{oops\n"}),
     "a field that is not there": full(f"task._component_={JSONL} task.path=rows.jsonl task.question=prompt task.grader=mine.same", r"rows.jsonl:1: no field 'prompt'; there are: ", files={"mine.py": "def same(problem, text): return 1.0\n", "rows.jsonl": ROWS}),
+    "rows in a folder": rows("model", r"task.path='model': a folder; name a file in it"),
+    "rows behind a URL": rows("https://a.org/q.jsonl", r"task.path='https://a.org/q.jsonl': no file; download it first"),
+    "rows of the hub": rows("openai/gsm8k", r"task.path='openai/gsm8k': no such file, .*; a data set of the hub is named by hub: openai/gsm8k"),
+    "rows below $HOME": rows("'$HOME/q.jsonl'", r"task.path='\$HOME/q.jsonl': no such file; a variable of the environment is written \$\{oc.env:NAME\}"),
+    "rows of chat messages, not named": rows("chat.jsonl", r"chat.jsonl:1: no field 'question'; there are: messages, answer; say which of them it is: question=NAME"),
+    "chats that end with an answer": rows("chat.jsonl task.question=messages", r"chat.jsonl:1: the last message of 'messages' is of role 'assistant'; end a question with the user's message"),
+    "a field of answers that is not there": rows("rows.jsonl task.answer=completion", r"rows.jsonl:1: no field 'completion'; there are: .*; say which of them it is: answer=NAME"),
+    "CSV under another name": rows("rows.txt", r"rows.txt:1: no JSON \(.*\); write one object a line, or name a .csv or .parquet file"),
+    "broken CSV": rows("rows.csv", r"task.path='rows.csv': no CSV \(.*\); write commas between values, and quote texts"),
     "a grader that takes an answer": full(f"task._component_={JSONL} task.path=rows.jsonl task.grader=mine.same", r"takes an answer first, but it is given the problem", files={"mine.py": "def same(answer, text): return 1.0\n", "rows.jsonl": ROWS}),
     "a grader that is not there": full(f"task._component_={JSONL} task.path=rows.jsonl task.grader=mine.sam", r"mine.*sam", files={"mine.py": "def same(problem, text): return 1.0\n", "rows.jsonl": ROWS}),
 }

@@ -7,6 +7,7 @@ from tempfile import TemporaryDirectory
 
 from torchtune_ext.grading.grader import Grader, GraderConfig
 from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.output import labelled, say
 from torchtune_ext.tasks.task import GradesItself, Problem, Task
 
 OUTPUT = "grader.log"
@@ -108,11 +109,21 @@ def _rehearse(task: Task, config: GraderConfig, key: str, texts: int = 1) -> Non
             # A task may pay less than 0 for everything, but where a solution gets just nothing, something is wrong. A grader
             # that compares says nothing of a single text, and a bare answer is no text that the user's function has to like.
             is_bare = "grade" in getattr(task, "__dict__", {}) and getattr(task, "worked", None) is None
-            if worked and not any(rewards) and not grader.compares and not is_bare:
+            if worked and not any(rewards) and not grader.compares:
                 others = [grader.submit(problem, NO_SOLUTION).result()[0] for problem in problems]
                 if max(rewards) <= max(
                     (other.score.reward for other in others if other.score is not None), default=0.0
                 ):
+                    if is_bare:
+                        text = (
+                            f"{name} gives the first {len(problems)} answers the reward 0, as it gives {NO_SOLUTION!r}"
+                        )
+                        say(
+                            labelled(
+                                [("grader", f"{text}: is an answer by itself no right text? (docs/custom_reward.md)")]
+                            )
+                        )
+                        return
                     raise Mistake(
                         f"{key}: {name} gives its own solution of problem {problems[0].id!r} the reward {rewards[0]:g}, and "
                         f"{NO_SOLUTION!r} no less: `grade` and `solution` do not fit each other (docs/custom_reward.md)"

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 
 from torchtune_ext import __version__
 from torchtune_ext.host import plugin
+from torchtune_ext.run.catalog import config_path, folder, recipe_files
 from torchtune_ext.run.errors import nearest, shown
 
 # Each word has a module with add_arguments(parser) and main(args), and one line of help. The module is imported only
@@ -81,20 +82,13 @@ def run_tune(words: Sequence[str]) -> int:
     words = list(words)
     # The `tune validate` of torchtune accepts paths only, so names of configs are replaced by their paths.
     if words[0] == "validate":
-        words[1:] = [resolve(word) for word in words[1:]]
+        with shown():
+            words[1:] = [word if word.startswith("-") or "=" in word else config_path(word) for word in words[1:]]
     sys.argv = ["tune", *words]
     from torchtune._cli.tune import main as tune_main
 
     tune_main()
     return 0
-
-
-def resolve(word: str) -> str:
-    """Returns the path of our config with the name `word`, or `word` itself if there is no such config."""
-    from torchtune_ext.run.catalog import config_files, folder
-
-    path = config_files(folder("configs")).get(word)
-    return word if path is None else str(path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -111,8 +105,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run_own(word, rest)
     if word in TUNE_WORDS:
         return run_tune(argv)
-    near = nearest(word, [*OWN_WORDS, *TUNE_WORDS])
-    hint = f"; did you mean {near}?" if near else ""
+    recipes = [recipe.name for recipe in recipe_files(folder("recipes"), folder("configs"))]
+    near = nearest(word, [*OWN_WORDS, *TUNE_WORDS, *recipes])
+    hint = f"; did you mean {'run ' * (near in recipes)}{near}?" if near else ""
     print(f"torchtune-ext: no such word: {word}{hint}\n\n{usage()}", file=sys.stderr)
     return 2
 

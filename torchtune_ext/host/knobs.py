@@ -3,7 +3,7 @@
     torchtune-ext knobs                                the knobs of grpo_full
     torchtune-ext knobs warmup_sft                     those of another recipe, or of your copy of one: knobs my_grpo.py
     torchtune-ext knobs grpo_full engine               the keys of a node, or the arguments of what configs put there
-    torchtune-ext knobs max_tokens                     a key, whatever node it is in
+    torchtune-ext knobs max_tokens                     a key, whatever node it is in, or an argument (lr)
     torchtune-ext knobs torchtune_ext.tasks.math.Math  the arguments of any class or function
 
 A knob is a field of `Config` in a recipe. If its type is a dataclass, it is a node, and its keys are the fields of that. If it
@@ -136,7 +136,11 @@ def _of_word(recipe: str, word: str) -> list[Section]:
     if word in knobs:
         return _of_knob(recipe, knobs[word])
     keys = [key for knob in knobs.values() for key in _keys(knob)]
-    if asked := [key for key in keys if word in (key.name, key.name.rpartition(".")[2])]:
+    if not (asked := _named(word, keys)):
+        # To read components takes longer: they are imported.
+        keys += [key for knob in knobs.values() if is_component(knob) for key in _arguments(recipe, knob)]
+        asked = _named(word, keys)
+    if asked:
         return [Section(f"{recipe}, {word}:", asked)]
     if "." in word and word.partition(".")[0] not in knobs:
         return _of_component(word)
@@ -157,6 +161,16 @@ def _of_knob(recipe: str, knob: Knob) -> list[Section]:
         return [Section(f"{recipe}, {knob.name}:", [knob])]
     parts = [section for path in components(knob, recipe) for section in _of_component(path)]
     return [Section(title, None), *(replace(part, knobs=_below(knob, part.knobs)) for part in parts)]
+
+
+def _named(word: str, keys: Sequence[Knob]) -> list[Knob]:
+    """Returns the keys of that name, which may be dotted; several that say the same are one."""
+    return list({key.text: key for key in keys if word in (key.name, key.name.rpartition(".")[2])}.values())
+
+
+def _arguments(recipe: str, knob: Knob) -> list[Knob]:
+    """Returns the arguments of what configs put in the place of a component."""
+    return [key for section in _of_knob(recipe, knob)[1:] for key in section.knobs]
 
 
 def _below(node: Knob, keys: Sequence[Knob]) -> list[Knob]:

@@ -6,7 +6,8 @@ puts a finder on `sys.meta_path`. The finder acts only in a process that imports
     before `torchtune` is executed                   begin makes torchao 0.16 to 0.18 usable, and sets GOMP_SPINCOUNT
     after `torchtune._recipe_registry` is executed   register adds our recipes and configs, with absolute paths
     after `torchtune._cli.run` is executed           guide lets `tune run` say what is wrong with a name, and how to write it
-    after `torchtune._cli.cp` is executed            copy_all lets `tune cp` copy presets and sweeps, which no recipe owns
+    after `torchtune._cli.cp` is executed            copy_all lets `tune cp` copy presets and sweeps, which no recipe owns, and
+                                                     say which name is near an unknown one
 """
 
 import sys
@@ -18,10 +19,16 @@ def register(registry) -> None:
 
     entries = registry.get_all_recipes()
     known = {entry.name for entry in entries}
-    for recipe in recipe_files(folder("recipes"), folder("configs")):
-        if recipe.name not in known:
-            configs = [registry.Config(name=name, file_path=str(path)) for name, path in recipe.configs.items()]
-            entries.append(registry.Recipe(recipe.name, str(recipe.path), configs, recipe.supports_distributed))
+    ours = [each for each in recipe_files(folder("recipes"), folder("configs")) if each.name not in known]
+    entries[:0] = [
+        registry.Recipe(
+            recipe.name,
+            str(recipe.path),
+            [registry.Config(name=name, file_path=str(path)) for name, path in recipe.configs.items()],
+            recipe.supports_distributed,
+        )
+        for recipe in ours
+    ]
 
 
 def begin(_torchtune) -> None:
@@ -62,24 +69,34 @@ def guide(cli) -> None:
 
 
 def copy_all(cli) -> None:
-    """Wraps what `tune cp` (the module `torchtune._cli.cp`) knows: it also copies configs that belong to no recipe."""
+    """Wraps what `tune cp` (the module `torchtune._cli.cp`) knows: it also copies configs that belong to no recipe, presets by
+    their bare names, too."""
     from types import SimpleNamespace
 
     from torchtune_ext.run.catalog import config_files, folder
+    from torchtune_ext.run.errors import nearest
 
-    known = cli.get_all_recipes
+    known, copy = cli.get_all_recipes, cli.Copy._cp_cmd
 
     def with_others():
         entries = known()
         listed = {config.name for entry in entries for config in entry.configs}
         others = [
-            SimpleNamespace(name=name, file_path=str(path))
+            SimpleNamespace(name=short, file_path=str(path))
             for name, path in config_files(folder("configs")).items()
-            if name not in listed
+            for short in dict.fromkeys([name, name.removeprefix("presets/")])
+            if short not in listed
         ]
         return [*entries, SimpleNamespace(name="", configs=others)]
 
-    cli.get_all_recipes = with_others
+    def guided(self, args):
+        entries = with_others()
+        names = [name for entry in entries for name in (entry.name, *(config.name for config in entry.configs)) if name]
+        if args.file not in names and (near := nearest(args.file, names)):
+            self._parser.error(f"{args.file} is neither a recipe nor a config; did you mean {near}?")
+        copy(self, args)
+
+    cli.get_all_recipes, cli.Copy._cp_cmd = with_others, guided
 
 
 def say_interrupted(kind, error, trace) -> None:

@@ -301,6 +301,10 @@ def from_config(
         "quantize_base": quantize_base,
     }
     if lora_attn_modules:
+        numbers = dict(lora_rank=lora_rank, lora_alpha=lora_alpha, lora_dropout=lora_dropout)
+        for name, value in numbers.items():
+            if not isinstance(value, int if name == "lora_rank" else int | float):
+                raise Mistake(f"model.{name}={value} must be a {'whole ' * (name == 'lora_rank')}number")
         if lora_rank < 1:
             raise Mistake(f"model.lora_rank={lora_rank} must be at least 1")
         if apply_lora_to_output and arguments.get("tie_word_embeddings"):
@@ -308,7 +312,6 @@ def from_config(
                 "apply_lora_to_output=True, but this model has no output head of its own (tie_word_embeddings=True); set "
                 "apply_lora_to_output=False"
             )
-        numbers = dict(lora_rank=lora_rank, lora_alpha=lora_alpha, lora_dropout=lora_dropout)
         build = partial(family.build_adapted, **numbers, **arguments)
         if quantize_base:
             _require_nf4(build, list(lora_attn_modules), switches)

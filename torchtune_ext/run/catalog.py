@@ -97,8 +97,9 @@ def config_path(given: str) -> str:
         return str(known[given])
     from difflib import get_close_matches
 
-    near = get_close_matches(given, known, n=3, cutoff=0.5)
-    if not near or given.endswith((".yaml", ".yml")):
+    bare = given.removesuffix(".yaml")
+    near = [bare] if bare in known else get_close_matches(given, known, n=3, cutoff=0.5)
+    if not near or (given.endswith((".yaml", ".yml")) and bare not in known):
         raise Mistake(f"--config {given}: no such file, seen from {Path.cwd()}, and no config of ours (`tune ls`)")
     raise Mistake(f"--config {given}: neither a file nor a config of ours; did you mean {', '.join(near)}? (`tune ls`)")
 

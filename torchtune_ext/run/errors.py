@@ -59,6 +59,9 @@ THOUGHT = {
     "warmup_steps": "warmup",
     "path": "model_dir",
     "file": "path",
+    "n": "samples_per_prompt",
+    "stop": "stop_token_ids",
+    "stop_strings": "stop_token_ids",
 }
 
 
@@ -85,7 +88,8 @@ class Blamed(Mistake):
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """Returns the known name that the user most likely meant by `name`, or None. A known name may be dotted ("engine.dtype").
 
-    The last part of a dotted name counts, so that "learning_rate" finds "optimizer.lr".
+    The last part of a dotted name counts, so that "learning_rate" finds "optimizer.lr". A name that goes on as this one begins
+    is nearer than all others.
     """
     known = list(known)
     last = name.rpartition(".")[2]
@@ -93,7 +97,8 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     thought = THOUGHT.get(last)
     if thought in by_last:
         return by_last[thought]
-    near = get_close_matches(name, known, n=1, cutoff=0.7) or get_close_matches(last, by_last, n=1)
+    longer = [each for each in known if len(name) > 3 and each.startswith(name)]
+    near = longer or get_close_matches(name, known, n=1, cutoff=0.7) or get_close_matches(last, by_last, n=1)
     return by_last.get(near[0], near[0]) if near else None
 
 

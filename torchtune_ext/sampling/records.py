@@ -185,7 +185,9 @@ class SamplingConfig:
         if self.max_tokens < 1:
             raise Mistake(f"sampling.max_tokens is {self.max_tokens}: it has to be 1 or more")
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
-            raise Mistake(f"sampling.temperature is {self.temperature}: it has to be 0 (greedy) or more")
+            raise Mistake(
+                f"sampling.temperature is {self.temperature}: it has to be above 0, or 0 (greedy) where nothing is trained"
+            )
         if not 0 < self.top_p <= 1:
             raise Mistake(f"sampling.top_p is {self.top_p}: it is a probability in (0, 1], 1 is off")
         if self.top_k < 0:

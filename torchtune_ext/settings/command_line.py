@@ -1,6 +1,7 @@
 """Checks the words of `tune run RECIPE --config CONFIG key=value ...`, of which torchtune says little when they are wrong."""
 
 import os
+import re
 import signal
 import sys
 from argparse import Namespace
@@ -13,6 +14,23 @@ from typing import Any
 from torchtune_ext.run.catalog import config_files, config_name, config_path, folder, owner, recipe_files
 from torchtune_ext.run.errors import STATUS, Mistake, nearest
 from torchtune_ext.run.parent import how_it_ended
+
+# Words of torchrun that a run may need; `tune run` takes them before the recipe.
+TORCHRUN = (
+    "nproc_per_node",
+    "nnodes",
+    "node_rank",
+    "rdzv_endpoint",
+    "rdzv_backend",
+    "rdzv_id",
+    "master_addr",
+    "master_port",
+)
+# Recipes that are the same program as grpo_full: the setting that their name promises, and what a run does without it.
+PROMISED = {
+    "grpo_lora": ("model.lora_attn_modules", "all weights are trained"),
+    "grpo_async": ("staleness", "sampling and training take turns"),
+}
 
 
 def prepare(args: Namespace, recipes: Sequence[Any]) -> None:
@@ -35,6 +53,11 @@ def prepare(args: Namespace, recipes: Sequence[Any]) -> None:
     if args.recipe not in known:
         args.recipe = _own_recipe(str(args.recipe), list(known))
     elif not Path(known[args.recipe].file_path).is_absolute():
+        given = words[words.index("--config") + 1] if "--config" in words[:-1] else ""
+        if Path(given).is_file() and "samples_per_prompt" in Path(given).read_text(errors="replace"):
+            raise Mistake(
+                f"--config {given} is written for GRPO, and {args.recipe} is a recipe of torchtune; run grpo_full"
+            )
         return
     elif "--config" not in words[:-1] and not {"-h", "--help"} & set(words):
         examples = [config.name for config in known[args.recipe].configs]
@@ -52,7 +75,26 @@ def prepare(args: Namespace, recipes: Sequence[Any]) -> None:
                 f"--config {given} is a config of torchtune's {theirs[0]}; {args.recipe} takes {ours}, ... (`tune ls`), or a "
                 "YAML file of your own"
             )
+    if args.recipe in PROMISED and "--config" in words[:-1]:
+        _say_unkept(args.recipe, list(words))
+    if not re.fullmatch(r"\d+|auto|cpu|gpu|xpu", str(args.nproc_per_node)):
+        raise Mistake(
+            f"--nproc_per_node {args.nproc_per_node} must be a number of processes, one for each GPU that trains"
+        )
     require_rendezvous(args, sys.argv)
+
+
+def _say_unkept(recipe: str, words: list[str]) -> None:
+    """Says in a line that a config does not set what the name of the recipe promises."""
+    from omegaconf import OmegaConf
+
+    from torchtune_ext.settings.config import as_tune_reads
+
+    place = words.index("--config")
+    cfg = as_tune_reads(words[place + 1], words[:place] + words[place + 2 :])
+    key, then = PROMISED[recipe]
+    if not OmegaConf.select(cfg, key, default=None):
+        print(f"recipe:    {recipe}, but {key} is not set: {then}", flush=True)
 
 
 def require_rendezvous(args: Namespace, argv: Sequence[str]) -> None:
@@ -93,7 +135,7 @@ def _own_recipe(given: str, known: Sequence[str]) -> str:
     if path.suffix != ".py":
         if (here / f"{given.replace('.', '/')}.py").is_file() or _importable(given):
             return given
-        near = nearest(given, known)
+        near = nearest(given, sorted(known, key=len))
         hint = f"did you mean {near}?" if near else "`tune ls` lists them."
         raise Mistake(f"{given} is no recipe; {hint} A recipe of your own is written with its ending: my_grpo.py")
     if not path.is_file():
@@ -168,6 +210,11 @@ def _check_setting(word: str) -> None:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    option = word.lstrip("-").partition("=")[0].replace("-", "_")
+    if word.startswith("--") and option in TORCHRUN:
+        raise Mistake(
+            f"{word}: a word of torchrun stands before the recipe: tune run --{option} N grpo_full --config ..."
+        )
     if word.startswith("--"):
         raise Mistake(f"{word}: a setting is written key=value, without dashes: {word.lstrip('-') or 'max_steps=3'}")
     if word.startswith("~"):

@@ -33,6 +33,11 @@ _NO_READS = ("output_dir", "logging")  # keys whose values never name a file tha
 _RECORD = "_record"  # the attribute in which settings carry what `record` returns
 
 WANTED = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+# What to do in the place of a value of a wrong type.
+INSTEAD = {
+    "resume_from_checkpoint": "; true goes on from the newest checkpoint of output_dir; to begin anew from any: model_dir=PATH",
+    "evaluation.every": "; without held-out problems: evaluation.task=null",
+}
 MANY = 3  # with more unknown keys than that, a config is taken for one of another recipe
 
 
@@ -55,7 +60,7 @@ def load_config(schema: type[T], cfg: DictConfig) -> T:
     if len(foreign) > MANY:
         raise Mistake(
             f"this config has {len(foreign)} keys that the recipe does not know ({', '.join(foreign[:5])}, ...), so it is "
-            "written for another one; begin with a copy of one of ours: `tune cp` and a name that `tune ls` shows"
+            f"written for another one{_whose(cfg)}; begin with a copy of one of ours: `tune cp` and a name that `tune ls` shows"
         )
     if preset is not None:
         cfg = _over(load_preset(preset, list(defaults)), cfg)
@@ -210,7 +215,13 @@ def _unknown(key: str, schema: type, cfg: DictConfig) -> str:
     node, dot, _ = key.partition(".")
     nodes, names = _nodes(schema), [spec.name for spec in fields(schema)]
     if dot:
-        return unknown_key(key, [spec.name for spec in fields(nodes[node])], f"`{node}:`")
+        inside = [spec.name for spec in fields(nodes[node])]
+        said = unknown_key(key, names if key == "sampling.n" else inside, f"`{node}:`")
+        if key.startswith("sampling.stop"):
+            return f"{said} There are no stop strings: a completion ends with one of these token ids"
+        if node == "engine" and "did you mean" not in said:
+            return f"unknown key {key!r} in `engine:`; an argument of vLLM itself is engine.extra_args.{key.partition('.')[2]}"
+        return said
     below = [f"{node}.{spec.name}" for node, kind in nodes.items() for spec in fields(kind)]
     components = [(name, cfg[name]) for name in names if name not in nodes and isinstance(cfg.get(name), DictConfig)]
     arguments = [f"{name}.{argument}" for name, node in components for argument in takes(node)]
@@ -236,11 +247,24 @@ def _wrong_type(error: ValidationError, cfg: DictConfig, schema: type) -> str:
         node = node._get_node(part)
     value = node if OmegaConf.is_config(node) else node._value()
     kinds = [each for each in (get_args(kind) if isinstance(kind, UnionType) else [kind]) if each is not NoneType]
+    instead = INSTEAD.get(key, "")
+    if value is None:
+        return f"{key} has no value; set it, as in {key}=..., or leave it out{instead}"
     if get_origin(kinds[0]) in (list, tuple) and not isinstance(value, ListConfig):
         return f"{key}={value!r} must be a list: {key}=[{value}]"
+    if get_origin(kinds[0]) is dict:
+        return f"{key}={value!r} must be a mapping, as in {key}.NAME=VALUE; leave it out, where nothing is set"
     if kinds[0] not in WANTED:
         return f"{error.full_key}: {error.msg or error}".split("\n")[0]
-    return f"{key}={value} must be {WANTED[kinds[0]]}{', or null' if kind != kinds[0] else ''}"
+    return f"{key}={value} must be {WANTED[kinds[0]]}{', or null' if kind != kinds[0] else ''}{instead}"
+
+
+def _whose(cfg: DictConfig) -> str:
+    """Returns which recipe a config with such keys is for, as far as they tell."""
+    for key, recipe in (("samples_per_prompt", "grpo_full"), ("num_problems", "warmup_sft")):
+        if key in cfg:
+            return f", {recipe}"
+    return ""
 
 
 def _unresolved(error: OmegaConfBaseException) -> str:

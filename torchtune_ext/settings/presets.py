@@ -19,7 +19,11 @@ def preset_file(preset: str) -> Path:
     Raises:
         ValueError: there is no such preset. The message gives the nearest name.
     """
-    if str(preset).endswith((".yaml", ".yml")):
+    if not isinstance(preset, str):
+        raise Mistake(
+            f"preset={preset} must be one name or one path; what else it should change, the config says itself"
+        )
+    if preset.endswith((".yaml", ".yml")):
         if not Path(preset).is_file():
             raise Mistake(
                 f"preset={preset}: no such file; give the path of a YAML file, or the name of a preset of ours"
@@ -27,7 +31,7 @@ def preset_file(preset: str) -> Path:
         return Path(preset)
     known = preset_files()
     if preset not in known:
-        near = nearest(str(preset), known)
+        near = nearest(preset, known)
         hint = f" did you mean {near!r}?" if near else ""
         raise Mistake(f"preset={preset!r} is unknown;{hint} There are: {', '.join(known)}, or a path of your own")
     return known[preset]

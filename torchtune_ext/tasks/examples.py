@@ -1,8 +1,9 @@
-"""Reads the examples of a data set from a JSONL file, a parquet file or the Hugging Face hub.
+"""Reads the examples of a data set from a file (JSONL, CSV or parquet) or from the Hugging Face hub.
 
 Every error names the place and the fix.
 """
 
+import csv
 import difflib
 import json
 import re
@@ -19,30 +20,51 @@ _NAME = re.compile(r"\{([A-Za-z_][\w.]*)\}")  # a field in braces; the empty bra
 def read_examples(path: str, fields: set[str] | None) -> Iterator[tuple[str, Example]]:
     """Yields the place and the content of every example of a file.
 
-    A .parquet file is read as parquet, and only its `fields` (None: all). Any other file is read as JSONL, one object a line.
+    A .parquet file is read as parquet, and only its `fields` (None: all). A .csv file is read as CSV with names in its first
+    line; all its values are texts. Any other file is read as JSONL, one object a line.
 
     Raises:
         ValueError: the file does not exist, is not UTF-8 or no parquet, or a line is no JSON object (with its number).
     """
     if not Path(path).is_file():
-        raise Mistake(f"path={path!r}: no such file, seen from {Path.cwd()}")
+        raise Mistake(f"path={path!r}: {_no_file(path)}")
     if Path(path).suffix == ".parquet":
         yield from _parquet_examples(path, fields)
         return
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8", newline="") as file:
         try:
+            if Path(path).suffix == ".csv":
+                for number, row in enumerate(csv.DictReader(file, strict=True), start=1):
+                    yield f"{path}, row {number}", row
+                return
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield f"{path}:{number}", _json_object(f"{path}:{number}", line)
         except UnicodeDecodeError as error:
             raise Mistake(f"path={path!r}: not UTF-8 ({error.reason}); save the file as UTF-8") from error
+        except csv.Error as error:
+            raise Mistake(f"path={path!r}: no CSV ({error}); write commas between values, and quote texts") from error
+
+
+def _no_file(path: str) -> str:
+    """Returns why a path cannot be read as a file, and what to do."""
+    if Path(path).is_dir():
+        return "a folder; name a file in it"
+    if "://" in path:
+        return "no file; download it first"
+    if "$" in path:
+        return "no such file; a variable of the environment is written ${oc.env:NAME}"
+    said = f"no such file, seen from {Path.cwd()}"
+    return f"{said}; a data set of the hub is named by hub: {path}" if re.fullmatch(r"[\w.-]+/[\w-]+", path) else said
 
 
 def _json_object(where: str, line: str) -> Example:
     try:
         example = json.loads(line)
     except json.JSONDecodeError as error:
-        raise Mistake(f"{where}: no JSON ({error.msg}); write one object a line") from error
+        raise Mistake(
+            f"{where}: no JSON ({error.msg}); write one object a line, or name a .csv or .parquet file"
+        ) from error
     if not isinstance(example, dict):
         raise Mistake(f"{where}: a {type(example).__name__}, not an object; write one object a line")
     return example
@@ -95,18 +117,21 @@ def field_names(template: str) -> list[str]:
     return _NAME.findall(template) if "{" in template else [template]
 
 
-def fill(template: str, example: Example, where: str) -> Any:
+def fill(template: str, example: Example, where: str, knob: str = "") -> Any:
     """Returns the value of a field ("answer", "reward_model.ground_truth") or a filled template ("{Body} {Question}").
+
+    Args:
+        knob: that names the field, for messages.
 
     Raises:
         ValueError: the example has no such field.
     """
     if "{" not in template:
-        return value_of(template, example, where)
+        return value_of(template, example, where, knob)
     return _NAME.sub(lambda name: str(value_of(name[1], example, where)), template)
 
 
-def value_of(field: str, example: Example, where: str) -> Any:
+def value_of(field: str, example: Example, where: str, knob: str = "") -> Any:
     """Returns the value of a field of an example; "a.b.0" names a field below others.
 
     Raises:
@@ -122,5 +147,6 @@ def value_of(field: str, example: Example, where: str) -> Any:
             value = value[int(part)]
         else:
             near = difflib.get_close_matches(field, example, n=len(example), cutoff=0.0)
-            raise Mistake(f"{where}: no field {field!r}; there are: {', '.join(near)}")
+            fix = f"; say which of them it is: {knob}=NAME" if knob else ""
+            raise Mistake(f"{where}: no field {field!r}; there are: {', '.join(near)}{fix}")
     return value

@@ -1,6 +1,6 @@
 """A task whose questions and answers come from a file or from the Hugging Face hub, with any function as the grader."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -19,7 +19,7 @@ class Source:
     hub: str | None = None  # id of a data set of the hub, when there is no path
     config: str | None = None  # config of the data set of the hub
     split: str = "train"  # split of the data set of the hub
-    path: str | None = None  # a .parquet file, or any other file, which is read as JSONL
+    path: str | None = None  # a .parquet or .csv file, or any other file, which is read as JSONL
     question: str = "question"  # a field, "a.b.0" for a field below others, or a template "{Body} {Question}"
     answer: str | None = "answer"  # a field or a template, as in `question`; None: there are no answers
     solution: str | None = None  # a field with a worked solution
@@ -36,7 +36,7 @@ class Source:
             ValueError: there is neither a path nor a hub, or the examples cannot be read (see `examples.py`).
         """
         if self.path is None and self.hub is None:
-            raise Mistake("name where the questions come from: path: FILE (JSONL or parquet), or hub: OWNER/NAME")
+            raise Mistake("name where the questions come from: path: FILE (JSONL, CSV or parquet), or hub: OWNER/NAME")
         fields = None
         if also is not None:
             templates = [self.question, self.answer, self.solution, self.keep and self.keep[0]]
@@ -98,9 +98,10 @@ class Questions:
         if not 0 <= index < len(self.examples):
             raise IndexError(f"question {index} of {len(self.examples)}")
         question, answer, example = self.examples[index]
-        message = {"role": "user", "content": self.prompt.replace("{question}", question)}
+        if isinstance(question, str):
+            question = ({"role": "user", "content": self.prompt.replace("{question}", question)},)
         before = () if self.system is None else ({"role": "system", "content": self.system},)
-        return Problem(f"{self.name}-{self.first + index:06d}", (*before, message), answer, example)
+        return Problem(f"{self.name}-{self.first + index:06d}", (*before, *question), answer, example)
 
     def solution(self, problem: Problem) -> str:
         """Returns the worked solution, or the answer where there is none.
@@ -129,11 +130,12 @@ class Jsonl(Questions):
 
     Args:
         grader: dotted path of a function (problem, text) -> float or Score; in Python, the function itself.
-        path: a JSONL file (one object a line) or a .parquet file.
+        path: a JSONL file (one object a line), a .csv file (names in its first line) or a .parquet file.
         hub: id of a data set of the Hugging Face hub, in place of a path.
         config: config of the data set of the hub.
         split: split of the data set of the hub.
-        question: field of the question, "a.b.0" for a field below others, or a template: "{Body} {Question}".
+        question: field of the question, "a.b.0" for a field below others, or a template: "{Body} {Question}". It may hold chat
+            messages, a list of {"role": ..., "content": ...} whose last is the user's: they are the prompt as they are.
         answer: field of the answer. It may have any JSON type; the function gets it unchanged, as `problem.answer`. None:
             the questions have no answers, because the function needs none.
         solution: field of a text with reward 1.0, for the supervised warm-up. Without it the answer is used.
@@ -180,7 +182,7 @@ class Jsonl(Questions):
 
 
 def _answer(source: Source, example: Example, where: str) -> Any:
-    return None if source.answer is None else fill(source.answer, example, where)
+    return None if source.answer is None else fill(source.answer, example, where, "answer")
 
 
 def _chosen(fields: Sequence[str] | None, example: Example, where: str) -> Example:
@@ -188,8 +190,16 @@ def _chosen(fields: Sequence[str] | None, example: Example, where: str) -> Examp
     return example if fields is None else {name: value_of(name, example, where) for name in fields}
 
 
-def _question(source: Source, example: Example, where: str) -> str:
-    question = fill(source.question, example, where)
+def _question(source: Source, example: Example, where: str) -> str | tuple[Mapping[str, str], ...]:
+    question = fill(source.question, example, where, "question")
+    if isinstance(question, list) and question and all(isinstance(each, Mapping) for each in question):
+        last = question[-1].get("role")
+        if last != "user":
+            raise Mistake(
+                f"{where}: the last message of {source.question!r} is of role {last!r}; end a question with the user's "
+                "message, and keep what should be answered in a field of its own (answer)"
+            )
+        return tuple(question)
     if not isinstance(question, str) or not question.strip():
         raise Mistake(f"{where}: {source.question!r} is {question!r:.60}; write the text of the question")
     for text in source.remove:

@@ -120,6 +120,10 @@ def build_report(
     metrics_path = run_dir / "metrics.jsonl"
     records = read_metrics(metrics_path) if metrics_path.exists() else []
     if not records:
+        if (above := run_dir.absolute().parent / "metrics.jsonl").exists():
+            raise Mistake(f"{run_dir} is a folder of a run, not the run; name {above.parent}")
+        if not (run_dir / "run.json").exists():
+            raise Mistake(f"{run_dir} is no folder of a run: it has no run.json; name one, an output_dir")
         raise Mistake(f"{metrics_path}: no metrics yet; a run writes its first line at the end of a step")
     out = Path(out) if out is not None else run_dir / "report.html"
     paths, run = rollout_paths(run_dir), _record(run_dir)

@@ -67,11 +67,18 @@ def require_gpus(engine: EngineConfig) -> None:
         return
     # Physical numbers, which CUDA_VISIBLE_DEVICES of this process does not change.
     count = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    numbers = [int(each) for each in (engine.devices or "").split(",") if each.strip().isdigit()]
-    if count and numbers and max(numbers) >= count:
-        raise Mistake(
-            f"engine.devices={engine.devices!r} names GPU {max(numbers)}, but this machine has {count}, from 0 to {count - 1}"
-        )
+    if count and (problem := missing_device(engine, count, "this machine")):
+        raise Mistake(problem)
+
+
+def missing_device(engine: EngineConfig, count: int, machine: str) -> str | None:
+    """Returns the message for a device of an engine that is not among the GPUs of a machine, or None."""
+    numbers = [int(name) for name in engine.device_names if name.isdigit()]
+    if max(numbers, default=0) < count:
+        return None
+    last = ",".join(map(str, range(count - len(numbers), count)))
+    fix = f"; for the last: engine.devices={last}" if len(numbers) <= count else ""
+    return f"engine.devices={engine.devices} names GPU {max(numbers)}, but {machine} has {count}, from 0 to {count - 1}{fix}"
 
 
 def training_gpus(ranks: int | None = None) -> list[str]:
@@ -181,6 +188,8 @@ def require_disk(need: DiskNeed, output_dir: str) -> None:
     place = existing(output_dir)
     if not os.access(place, os.W_OK):
         raise Mistake(f"output_dir={output_dir}: {place} cannot be written by this user; choose another output_dir")
+    if not shutil.disk_usage(place).total:
+        raise Mistake(f"output_dir={output_dir}: {place} is no place for files; choose another output_dir")
     if need.free < need.one:
         raise Mistake(
             f"output_dir={output_dir}: a checkpoint takes {size_of(need.one)}, and {size_of(need.free)} are free there; "

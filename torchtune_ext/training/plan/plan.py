@@ -9,7 +9,7 @@ from torchtune_ext.sampling.records import CANARY_REQUESTS, EngineConfig
 from torchtune_ext.sampling.server_command import CPU_KV_CACHE, device_shares, transfer_of
 from torchtune_ext.training.export import SHARD_BYTES
 from torchtune_ext.training.plan.machine import Machine
-from torchtune_ext.training.start import DiskNeed, disk_need
+from torchtune_ext.training.start import DiskNeed, disk_need, missing_device
 from torchtune_ext.training.state import CheckpointConfig
 
 # PyTorch's allocator keeps blocks that are free but too small for what comes next, since rows differ in length.
@@ -373,13 +373,9 @@ def missing_devices(machine: Machine, settings: Settings) -> list[str]:
     """Returns what is wrong with the numbers of the engine's GPUs on a machine that is asked for; here the start looks."""
     if settings.engine_place != "own" or machine.here or not machine.gpus:
         return []
-    numbers = [int(name) for name in settings.engine.devices.split(",") if name.strip().isdigit()]
-    if max(numbers, default=0) < machine.gpus:
-        return []
-    return [
-        f"engine.devices={settings.engine.devices} names GPU {max(numbers)}, but {machine.name} has {machine.gpus}"
-        f"{' on a node' if machine.nodes > 1 else ''}, from 0 to {machine.gpus - 1}"
-    ]
+    name = f"each node of {machine.name}" if machine.nodes > 1 else machine.name
+    problem = missing_device(settings.engine, machine.gpus, name)
+    return [problem] if problem else []
 
 
 def file_in_memory(sizes: Sizes) -> int:
