@@ -5,8 +5,8 @@ The whole path, until the reward has risen: tests/learns/test_newcomer_learns.py
 
 import pytest
 from newcomer import typed, walk
-from own_files import working_in
-from tiny_runs import metrics
+from own_files import shown_commands, shown_files, working_in, write_files
+from tiny_runs import metrics, write_tiny_model
 
 from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
 
@@ -61,3 +61,14 @@ def test_a_judge_of_the_page_takes_its_place(folder):
     assert [[sample.score.reward for sample in group.samples] for group in groups(run)] == found
     assert len(found) >= 64 and all(line["groups/infra_failed"] == 0 for line in metrics(run)[1:])
     assert len({reward for rewards in found for reward in rewards}) > 2
+
+
+def test_the_path_with_rows_and_a_pretrained_model(page, tmp_path):
+    """As it is typed, but for its last, whole run; a tiny model lies where `make pretrained` puts SmolLM2."""
+    write_files(shown_files(page), tmp_path)
+    write_tiny_model(tmp_path / "models" / "SmolLM2-135M-Instruct")
+    *typed_words, _ = shown_commands(page, "python make_rows.py")
+    printed = [typed(tmp_path, *words) for words in typed_words]
+    assert "\nfits into the main memory" in printed[2] and "held out: Jsonl, 64, every 10 steps" in printed[3]
+    run = tmp_path / "runs" / "smollm2" / "jsonl"
+    assert [line["step"] for line in metrics(run)] == [0, 1, 2, 3] and (run / "report.html").exists()

@@ -62,6 +62,9 @@ def guide(cli) -> None:
             return
         with shown():
             prepare(args, cli.get_all_recipes())
+            from torchtune_ext.settings.config import say_unset
+
+            say_unset(args.recipe, args.recipe_args)
         with quiet_end():
             run(self, args)
 

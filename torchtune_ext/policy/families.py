@@ -302,11 +302,7 @@ def from_config(
     }
     if lora_attn_modules:
         numbers = dict(lora_rank=lora_rank, lora_alpha=lora_alpha, lora_dropout=lora_dropout)
-        for name, value in numbers.items():
-            if not isinstance(value, int if name == "lora_rank" else int | float):
-                raise Mistake(f"model.{name}={value} must be a {'whole ' * (name == 'lora_rank')}number")
-        if lora_rank < 1:
-            raise Mistake(f"model.lora_rank={lora_rank} must be at least 1")
+        _require_numbers(numbers)
         if apply_lora_to_output and arguments.get("tie_word_embeddings"):
             raise Mistake(
                 "apply_lora_to_output=True, but this model has no output head of its own (tie_word_embeddings=True); set "
@@ -322,6 +318,15 @@ def from_config(
             "lora_attn_modules=[q_proj, v_proj], for instance, or leave it out"
         )
     return family.build(**arguments)
+
+
+def _require_numbers(numbers: dict[str, Any]) -> None:
+    """Raises ValueError where rank, alpha or dropout of adapters cannot be."""
+    for name, value in numbers.items():
+        if not isinstance(value, int if name == "lora_rank" else int | float):
+            raise Mistake(f"model.{name}={value} must be a {'whole ' * (name == 'lora_rank')}number")
+    if numbers["lora_rank"] < 1:
+        raise Mistake(f"model.lora_rank={numbers['lora_rank']} must be at least 1")
 
 
 def _require_nf4(build: Callable[..., TransformerDecoder], asked: list[str], switches: dict[str, bool]) -> None:

@@ -26,11 +26,6 @@ TORCHRUN = (
     "master_addr",
     "master_port",
 )
-# Recipes that are the same program as grpo_full: the setting that their name promises, and what a run does without it.
-PROMISED = {
-    "grpo_lora": ("model.lora_attn_modules", "all weights are trained"),
-    "grpo_async": ("staleness", "sampling and training take turns"),
-}
 
 
 def prepare(args: Namespace, recipes: Sequence[Any]) -> None:
@@ -75,26 +70,11 @@ def prepare(args: Namespace, recipes: Sequence[Any]) -> None:
                 f"--config {given} is a config of torchtune's {theirs[0]}; {args.recipe} takes {ours}, ... (`tune ls`), or a "
                 "YAML file of your own"
             )
-    if args.recipe in PROMISED and "--config" in words[:-1]:
-        _say_unkept(args.recipe, list(words))
     if not re.fullmatch(r"\d+|auto|cpu|gpu|xpu", str(args.nproc_per_node)):
         raise Mistake(
             f"--nproc_per_node {args.nproc_per_node} must be a number of processes, one for each GPU that trains"
         )
     require_rendezvous(args, sys.argv)
-
-
-def _say_unkept(recipe: str, words: list[str]) -> None:
-    """Says in a line that a config does not set what the name of the recipe promises."""
-    from omegaconf import OmegaConf
-
-    from torchtune_ext.settings.config import as_tune_reads
-
-    place = words.index("--config")
-    cfg = as_tune_reads(words[place + 1], words[:place] + words[place + 2 :])
-    key, then = PROMISED[recipe]
-    if not OmegaConf.select(cfg, key, default=None):
-        print(f"recipe:    {recipe}, but {key} is not set: {then}", flush=True)
 
 
 def require_rendezvous(args: Namespace, argv: Sequence[str]) -> None:

@@ -18,6 +18,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationE
 from torchtune_ext.run.catalog import owner
 from torchtune_ext.run.errors import Mistake, nearest
 from torchtune_ext.run.folder import own_folder
+from torchtune_ext.run.output import labelled, say
 from torchtune_ext.settings.command_line import check_words
 from torchtune_ext.settings.components import Component, recipe_module, takes
 from torchtune_ext.settings.presets import preset_file
@@ -37,6 +38,11 @@ WANTED = {int: "a whole number", float: "a number", bool: "true or false", str: 
 INSTEAD = {
     "resume_from_checkpoint": "; true goes on from the newest checkpoint of output_dir; to begin anew from any: model_dir=PATH",
     "evaluation.every": "; without held-out problems: evaluation.task=null",
+}
+# Recipes that are the same program as grpo_full: the setting that their name promises, and what a run does without it.
+PROMISED = {
+    "grpo_lora": ("model.lora_attn_modules", "all weights are trained"),
+    "grpo_async": ("staleness", "sampling and training take turns"),
 }
 MANY = 3  # with more unknown keys than that, a config is taken for one of another recipe
 
@@ -131,6 +137,16 @@ def as_tune_reads(config: str, words: Sequence[str], recipe: str | None = None) 
     return _merge_yaml_and_cli_args(Namespace(**vars(parsed)), settings)
 
 
+def say_unset(recipe: str, words: Sequence[str]) -> None:
+    """Says in a line that a config does not set what the name of its recipe promises. Args: words: behind the recipe."""
+    if recipe in PROMISED and "--config" in words[:-1]:
+        key, then = PROMISED[recipe]
+        place = list(words).index("--config")
+        cfg = as_tune_reads(words[place + 1], [*words[:place], *words[place + 2 :]])
+        if not values_of(cfg, [key])[key]:
+            say(labelled([("recipe", f"{recipe}, but {key} is not set: {then}")]))
+
+
 def values_of(cfg: DictConfig, names: Iterable[str]) -> dict[str, Any]:
     """Returns the values of dotted names; None for those that are not there."""
     return {name: OmegaConf.select(cfg, name, default=None) for name in names}
@@ -212,20 +228,20 @@ def _made(kind: type, node: DictConfig, where: str, refused: list[str]) -> Any:
 
 def _unknown(key: str, schema: type, cfg: DictConfig) -> str:
     """Returns the message for an unknown key. One that stands at the top, but belongs into a node, is told its place."""
-    node, dot, _ = key.partition(".")
+    node, dot, below = key.partition(".")
     nodes, names = _nodes(schema), [spec.name for spec in fields(schema)]
     if dot:
         inside = [spec.name for spec in fields(nodes[node])]
-        said = unknown_key(key, names if key == "sampling.n" else inside, f"`{node}:`")
-        if key.startswith("sampling.stop"):
+        said = unknown_key(key, names if below == "n" else inside, f"`{node}:`")
+        if node == "sampling" and below.startswith("stop"):
             return f"{said} There are no stop strings: a completion ends with one of these token ids"
         if node == "engine" and "did you mean" not in said:
-            return f"unknown key {key!r} in `engine:`; an argument of vLLM itself is engine.extra_args.{key.partition('.')[2]}"
+            return f"unknown key {key!r} in `engine:`; an argument of vLLM itself is engine.extra_args.{below}"
         return said
-    below = [f"{node}.{spec.name}" for node, kind in nodes.items() for spec in fields(kind)]
+    inside = [f"{node}.{spec.name}" for node, kind in nodes.items() for spec in fields(kind)]
     components = [(name, cfg[name]) for name in names if name not in nodes and isinstance(cfg.get(name), DictConfig)]
     arguments = [f"{name}.{argument}" for name, node in components for argument in takes(node)]
-    return unknown_key(key, [*names, *below, *arguments])
+    return unknown_key(key, [*names, *inside, *arguments])
 
 
 def _no_mapping(node: str, value: Any, kind: type) -> str:

@@ -53,8 +53,14 @@ def place(tmp_path_factory):
     write_jsonl(path / "puzzles.jsonl", puzzles[:64])
     write_jsonl(path / "held_out.jsonl", puzzles[64:])
     (path / "questions.jsonl").write_text(f"{json.dumps(QUESTION)}\n" * 4)
+    (path / "others.jsonl").write_text(json.dumps(QUESTION | {"question": "What is 3 + 1?"}))
     with nf4_in_one_piece():
         yield path
+
+
+def same(problem, text):
+    """Stands for the reward of a user, whose rows and function no config brings."""
+    return float(text == problem.answer)
 
 
 def write_tiny(path, cfg):
@@ -78,6 +84,8 @@ def settings_in(place, name, model=None, words=(), **changes):
     for node, puzzles in (cfg.task, "puzzles.jsonl"), (held_out, "held_out.jsonl"):
         if node is not None and ("path" in node or node._component_.endswith((".Math", ".GSM8K"))):
             node.path = str(place / (puzzles if node._component_.endswith("Clue") else "questions.jsonl"))
+    if cfg.task._component_.endswith("Jsonl"):
+        cfg.task.grader, held_out.path = "test_dry_run.same", str(place / "others.jsonl")
     cfg = OmegaConf.merge(cfg, OmegaConf.from_dotlist(list(words)), {"logging": {"to": []}}, changes)
     cfg.model_dir, cfg.output_dir = str(path), str(place / "runs")
     return cfg

@@ -67,7 +67,7 @@ def test_a_recipe_may_have_several_names(house):
     assert list(full.configs) == ["grpo/deep/lora/er", "grpo/tiny"] and list(lora.configs) == ["grpo/tiny_lora"]
 
 
-def test_register_appends_once(house, monkeypatch):
+def test_register_adds_ours_before_theirs_once(house, monkeypatch):
     monkeypatch.setattr("torchtune_ext.run.catalog.folder", lambda name: house / name)
     entries = [SimpleNamespace(name="theirs")]
     registry = SimpleNamespace(
@@ -77,8 +77,8 @@ def test_register_appends_once(house, monkeypatch):
     )
     plugin.register(registry)
     plugin.register(registry)
-    assert [entry.name for entry in entries] == ["theirs", "grpo_full", "grpo_lora"]
-    assert entries[2].configs == [("grpo/tiny_lora", str(house / "configs/grpo/tiny_lora.yaml"))]
+    assert [entry.name for entry in entries] == ["grpo_full", "grpo_lora", "theirs"]
+    assert entries[1].configs == [("grpo/tiny_lora", str(house / "configs/grpo/tiny_lora.yaml"))]
 
 
 def test_installed_folders_are_those_of_the_package():
@@ -272,7 +272,7 @@ def test_tune_words_are_handed_over(tmp_path):
         from torchtune_ext.host import cli, plugin
         assert cli.main(["run", "--nproc_per_node", "2", "grpo_full", "--config", "grpo/tiny", "seed=1"]) == 0
         assert plugin.installed()
-        cli.resolve = lambda word: word.upper()
+        cli.config_path = lambda word: word.upper()
         assert cli.main(["validate", "grpo/tiny"]) == 0
     """
     done = python(code, tmp_path)

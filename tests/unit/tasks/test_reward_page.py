@@ -38,7 +38,8 @@ def rewards(task, items):
 
 
 def test_the_page_begins_with_a_function_and_a_whole_run(page):
-    assert list(shown_files(page))[:4] == ["my_reward.py", "my_run.yaml", "make_questions.py", "my_warmup.yaml"]
+    files = ["my_reward.py", "make_rows.py", "my_run.yaml", "make_questions.py", "my_warmup.yaml"]
+    assert list(shown_files(page))[:5] == files
     assert shown_commands(page, "python make_questions.py") == [
         ["python", "make_questions.py"],
         ["tune", "run", "warmup_sft", "--config", "my_warmup.yaml"],
@@ -54,21 +55,21 @@ def test_the_function_grades_what_a_policy_may_write(folder):
     asked = [{t[n].messages[0]["content"] for n in range(len(t))} for t in (task, held_out)]
     assert not asked[0] & asked[1], "no sum of the evaluation is trained on"
     problem = task[0]
-    texts = {str(problem.answer): 1.0, f"(1 2) {problem.answer + 1}": 0.5, str(problem.answer - 2): 0.0}
-    texts |= {
-        text: 0.0 for text in ("", " \n", "(", "12 3)", "seven", "--5", "9" * 5000, "\ud800", "١٢ x", "(7 12 21) 24.")
-    }
+    texts = {str(problem.answer): 1.0, f"(1 2) {problem.answer + 1}": 0.5, f"{problem.answer - 2}.": 1 / 3}
+    texts |= dict.fromkeys(("", " \n", "(", "seven", "\ud800"), 0.0)
     assert rewards(task, [(problem, text) for text in texts]) == list(texts.values())
+    odd = rewards(task, [(problem, text) for text in ("12 -3)", "--5", "9" * 5000, "١٢ x")])
+    assert all(0 < reward <= 1 for reward in odd)
 
 
 def test_what_the_warm_up_learns_gets_a_reward(folder):
-    """Half of its solutions are right, and of the guesses one in seven is, two are beside it."""
+    """Half of its solutions are right; the guesses are 0 to 3 away, on both sides."""
     task = instantiate(component(OmegaConf.load("my_warmup.yaml").task))
     assert len(task) >= OmegaConf.load("my_warmup.yaml").num_problems
     items = [(task[n], task.solution(task[n])) for n in range(2000)]
     found = rewards(task, items)
-    # 1/2 + 1/2 (1 + 2/2)/7 = 0.643; the standard deviation of a reward is below 1/2, so that of the mean below 0.0112.
-    assert sum(found) / len(found) == pytest.approx(0.643, abs=4 * 0.0112)
+    # 1/2 + 1/2 (1 + 2/2 + 2/3 + 2/4)/7 = 0.726; the standard deviation of a reward is below 1/2, so that of the mean below 0.0112.
+    assert sum(found) / len(found) == pytest.approx(0.726, abs=4 * 0.0112)
     assert {len(text.split()) for _, text in items} == {1, 3}
 
 

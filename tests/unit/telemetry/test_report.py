@@ -186,7 +186,8 @@ def test_command_line(tmp_path, capsys):
     assert "rollouts of 2 of 4 stored steps" in capsys.readouterr().out
     for words, message in (
         ((tmp_path / "nowhere",), "no such folder"),
-        ((tmp_path,), "no metrics yet"),
+        ((tmp_path,), "is no folder of a run: it has no run.json"),
+        ((run / "rollouts",), "is a folder of a run, not the run; name "),
         ((run, "--groups-per-step", 0), "groups_per_step=0"),
         ((run, "--tokenizer", tmp_path), "no tokenizer.json"),
     ):
