@@ -53,6 +53,29 @@ def strict(problem, text):
     return Score(float(text == problem.answer), {"exact": float(text == problem.answer)})
 
 
+def test_rows_of_chats_are_prompts_as_they_are(tmp_path):
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
+    path = jsonl(tmp_path, [{"messages": asked, "answer": 2}])
+    assert Jsonl(strict, path=path, question="messages")[0].messages == tuple(asked)
+    task = Jsonl(strict, path=path, question="messages", system="You add.", prompt="not used: {question}")
+    assert task[0].messages == ({"role": "system", "content": "You add."}, *asked) and task[0].answer == 2
+    with pytest.raises(ValueError, match="some.jsonl:1: the last message of 'messages' is of role 'assistant'"):
+        Jsonl(strict, path=jsonl(tmp_path, [{"messages": [*asked, {"role": "assistant"}]}]), question="messages")
+
+
+def test_rows_of_csv_are_texts(tmp_path):
+    (tmp_path / "some.csv").write_text('question,answer\r\n"1, or 2?",2\r\n"a ""word"" of\nlines",x\r\n', newline="")
+    task = Jsonl(strict, path=str(tmp_path / "some.csv"))
+    assert [(task[i].messages[0]["content"], task[i].answer) for i in (0, 1)] == [
+        ("1, or 2?", "2"),
+        ('a "word" of\nlines', "x"),
+    ]
+    with pytest.raises(
+        ValueError, match="some.csv, row 1: no field 'prompt'; there are: .*; say which of them it is: "
+    ):
+        Jsonl(strict, path=str(tmp_path / "some.csv"), question="prompt")
+
+
 def test_rows_become_problems(path):
     task = Math(path=path, solution="why")
     assert len(task) == 3 and [task[i].id for i in range(3)] == ["some-000000", "some-000001", "some-000002"]
