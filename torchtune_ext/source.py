@@ -16,7 +16,7 @@ from typing import Any
 
 from torchtune_ext.buffer import Ledger
 from torchtune_ext.chat import ChatTokenizer
-from torchtune_ext.grading.failures import GradingWatch
+from torchtune_ext.grading.grader import GradingWatch
 from torchtune_ext.groups import Group, group_json, group_of
 from torchtune_ext.rollout import WAKE_S, GroupStream, Watcher
 from torchtune_ext.run.errors import Failure, Mistake, text_of

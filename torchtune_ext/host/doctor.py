@@ -24,6 +24,7 @@ from torchtune_ext.host import plugin
 from torchtune_ext.measured.compiler import INSTALL, Compiler
 from torchtune_ext.measured.sandbox import Layer, SandboxError, layers_here
 from torchtune_ext.run.catalog import folder, recipe_files
+from torchtune_ext.run.terminal import RED, YELLOW, styled
 
 OK, WARN, FAIL = "ok", "WARN", "FAIL"
 
@@ -358,7 +359,9 @@ def table(findings: Sequence[Finding]) -> str:
     width = max(len(finding.name) for finding in findings)
     lines = []
     for finding in findings:
-        lines.append(f"{finding.mark:<4}  {finding.name:<{width}}  {finding.text}")
+        style = {FAIL: RED, WARN: YELLOW}.get(finding.mark)
+        mark = f"{finding.mark:<4}"
+        lines.append(f"{styled(mark, style, sys.stdout) if style else mark}  {finding.name:<{width}}  {finding.text}")
         if finding.fix:
             lines.append(f"{'':<4}  {'':<{width}}  -> {finding.fix}")
     marks = [finding.mark for finding in findings]

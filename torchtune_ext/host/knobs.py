@@ -19,7 +19,6 @@ import inspect
 import json
 import os
 import re
-import shutil
 import sys
 import textwrap
 from collections import Counter
@@ -32,6 +31,7 @@ import yaml
 
 from torchtune_ext.run.catalog import config_files, folder, recipe_files
 from torchtune_ext.run.errors import Mistake, nearest
+from torchtune_ext.run.terminal import width
 
 RECIPE = "grpo_full"  # the recipe of a word that is no recipe
 _LONGEST_DEFAULT = 24  # characters
@@ -234,14 +234,10 @@ def _short(default: str) -> str:
     return default if len(default) <= _LONGEST_DEFAULT else default[: _LONGEST_DEFAULT - 3] + "..."
 
 
-def _terminal_width() -> int | None:
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-
-
 def print_help(recipe: str) -> None:
     """Prints the knobs of a recipe: the answer to `tune run RECIPE --help`."""
     print(f"usage: tune run [TORCHRUN-OPTIONS] {recipe} --config CONFIG [key=value ...]\n")
-    print(rendered([overview(recipe)], _terminal_width()))
+    print(rendered([overview(recipe)], width(sys.stdout)))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -256,7 +252,7 @@ def main(args: argparse.Namespace) -> int:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        print(rendered(listing(args.words), _terminal_width()), flush=True)
+        print(rendered(listing(args.words), width(sys.stdout)), flush=True)
     except BrokenPipeError:
         # The reader has seen enough (`| head`). Python would complain again when it closes its output at the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

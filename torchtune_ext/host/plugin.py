@@ -173,8 +173,10 @@ def parse(recipe_main):
     from torchtune import config
 
     from torchtune_ext.run.errors import shown
+    from torchtune_ext.run.terminal import show_warnings
     from torchtune_ext.settings.command_line import check_words
 
+    show_warnings()
     parsed = config.parse(recipe_main)
 
     @functools.wraps(recipe_main)

@@ -23,6 +23,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
+from torchtune_ext.run.terminal import RED, styled
+
 STATUS = 2  # the exit status of a mistake
 WITH_TRACEBACK = "TORCHTUNE_EXT_TRACEBACK"  # set to 1, this variable of the environment shows the traceback, too
 # Seconds that another rank than 0 waits before it speaks. If rank 0 has the same mistake, torchrun ends the others meanwhile.
@@ -208,7 +210,8 @@ def _say(error: Exception, status: int, who: str) -> None:
         kind = "" if type(error) in (Failure, Late) else f"{type(error).__name__}: "
         text = message(error) if status == STATUS else f"{kind}{error}"
         # Notes say how the run stands now (`training.life`).
-        print("\n".join([f"error: {who}{text}", *getattr(error, "__notes__", ())]), file=sys.stderr)
+        label = styled("error:", RED, sys.stderr)
+        print("\n".join([f"{label} {who}{text}", *getattr(error, "__notes__", ())]), file=sys.stderr)
     sys.stderr.flush()
 
 

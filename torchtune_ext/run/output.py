@@ -2,12 +2,16 @@
 
 import atexit
 import logging
+import math
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 from tqdm import tqdm
+
+from torchtune_ext.run.terminal import width
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +40,18 @@ def say(text: str, file: TextIO | None = None) -> None:
 
 
 def labelled(lines: Sequence[tuple[str, str]]) -> str:
-    """Returns one line for each (label, text), the texts below each other."""
-    return "\n".join(f"{label + ':':<{LABEL}}{text}" for label, text in lines)
+    """Returns one line for each (label, text), the texts below each other, and wrapped where stdout is a terminal."""
+    room = (width(sys.stdout) or math.inf) - LABEL
+    wrapped = [
+        textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False)
+        if len(text) > room > LABEL
+        else [text]
+        for _, text in lines
+    ]
+    below = "\n" + " " * LABEL
+    return "\n".join(
+        f"{label + ':':<{LABEL}}{below.join(text)}" for (label, _), text in zip(lines, wrapped, strict=True)
+    )
 
 
 def attempt(stream: TextIO | None, write: Callable[[], Any]) -> bool:

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from torchtune_ext.run.folder import RUN_VARIABLE, SWEEP_VARIABLE, checkpoint_fo
 from torchtune_ext.run.output import say
 from torchtune_ext.run.parent import die_with_parent, environment
 from torchtune_ext.run.stop import NAMES
+from torchtune_ext.run.terminal import BOLD, styled
 from torchtune_ext.sweep.file import Sweep
 from torchtune_ext.sweep.record import SweepFolder, SweepRun, history
 from torchtune_ext.sweep.search import Tried, draw, suggest
@@ -352,6 +354,8 @@ def table(sweep: Sweep, runs: Sequence[SweepRun], usual: Mapping[str, Any]) -> s
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    if runs and ranked(sweep, runs)[0].value is not None:
+        lines[1] = styled(lines[1], BOLD, sys.stdout)
     if any(_usual(run, names, usual) for run in runs):
         lines.append("* as the config has it")
     lines += [f"{run.id}: {run.cause}" for run in runs if run.cause]

@@ -7,7 +7,6 @@ stays short and a stall still shows. Other ranks show nothing.
 
 import logging
 import math
-import os
 import sys
 import threading
 import time
@@ -18,6 +17,7 @@ from tqdm import tqdm
 
 from torchtune_ext.evaluation import partly_right
 from torchtune_ext.run.output import attempt, say
+from torchtune_ext.run.terminal import width
 
 log = logging.getLogger(__name__)
 
@@ -128,8 +128,9 @@ class Progress:
     def __init__(self, total_steps: int | None = None, rank: int = 0, bars: bool | None = None,
                  log_every_s: float = 30.0, file: TextIO | None = None):  # fmt: skip
         self._total, self._rank, self._log_every_s, self._file = total_steps, rank, log_every_s, file
-        self._bars = rank == 0 and sys.stderr is not None and (_is_terminal(sys.stderr) if bars is None else bars)
+        self._bars = rank == 0 and sys.stderr is not None and (width(sys.stderr) is not None if bars is None else bars)
         self._lines = 0
+        self._columns = _COLUMNS  # those that the terminal has room for
         self._idle = 0  # These are the steps without a signal since the last one with a signal.
         self._parts: dict[str, float] = {}  # These are metrics of a step that is not over.
 
@@ -150,14 +151,15 @@ class Progress:
         if self._parts:
             return
         if self._lines % _HEADER_EVERY == 0:
-            say("  ".join(f"{title:>{width}}" for title, width, *_ in _COLUMNS), self._file)
+            self._columns = _columns(width(self._file or sys.stdout))
+            say("  ".join(f"{title:>{room}}" for title, room, *_ in self._columns), self._file)
         self._lines += 1
         name = f"{step}" if self._total is None else f"{step}/{self._total}"
-        cells = [f"{name:>{_COLUMNS[0][1]}}"]
-        for _, width, text, names in _COLUMNS[1:]:
+        cells = [f"{name:>{self._columns[0][1]}}"]
+        for _, room, text, names in self._columns[1:]:
             value = next((values[name] for name in names if name in values), None)
             text = "{:.3f}" if names == _EVALUATION and partly_right(values) else text
-            cells.append(f"{'-' if value is None else text.format(value):>{width}}")
+            cells.append(f"{'-' if value is None else text.format(value):>{room}}")
         without_signal = values.get("groups/used") == 0
         if without_signal:
             cells.append(f"no signal: {_rewards_in_words(values)}")
@@ -173,12 +175,14 @@ class Progress:
         return Bar(label, total, unit, sys.stderr if self._bars else None, every)
 
 
-def _is_terminal(stream: TextIO) -> bool:
-    """Tells whether bars can be drawn: on a terminal without lines (a container's, sometimes) tqdm draws none."""
-    try:
-        return stream.isatty() and os.get_terminal_size(stream.fileno()).lines > 0
-    except (OSError, ValueError):
-        return False
+def _columns(room: int | None) -> tuple[tuple, ...]:
+    """Returns the columns that a line of so many characters holds; None: all."""
+    columns = _COLUMNS
+    for title in _FIRST_TO_GO:
+        if room is None or sum(column[1] + 2 for column in columns) - 2 <= room:
+            break
+        columns = tuple(column for column in columns if column[0] != title)
+    return columns
 
 
 def _rewards_in_words(values: Mapping[str, float]) -> str:
@@ -228,3 +232,5 @@ _COLUMNS = (
     ("train", 5, "{:.1f}", ("time/train",)),
     ("publish", 7, "{:.1f}", ("time/publish",)),
 )
+# What a narrow terminal does without, one after the other.
+_FIRST_TO_GO = ("rho", "publish", "train", "sample", "grad", "cut", "±", "tok/s", "length", "mismatch")

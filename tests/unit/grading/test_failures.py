@@ -5,7 +5,7 @@ from scripted_task import PROBLEM, Scripted
 from tables import every_row
 
 from torchtune_ext.grading import Grader, Outcome
-from torchtune_ext.grading.failures import GradingFailed, GradingWatch
+from torchtune_ext.grading.grader import GradingFailed, GradingWatch
 from torchtune_ext.tasks.task import Score
 
 GOOD = ("p-1", Outcome("scored", Score(0.0, {}), ""))

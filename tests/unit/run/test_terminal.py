@@ -1,0 +1,59 @@
+"""What a real terminal shows: a pseudo-terminal of so many columns."""
+
+import fcntl
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+
+from tables import every_row
+
+SCREEN = """
+import sys
+from torchtune_ext.run.errors import Mistake, shown
+from torchtune_ext.run.output import labelled, say
+from torchtune_ext.telemetry.progress import Progress
+progress = Progress(total_steps=3)
+progress.summary(1, {"reward/mean": 0.5, "mismatch/mean_abs": 1e-3, "time/step": 1.0})
+say(labelled([("objective", "a text of some twenty words " * 4), ("files", "runs/tiny")]))
+with shown():
+    raise Mistake("a mistake")
+"""
+
+
+def screen(columns, **variables):
+    """What a terminal of so many columns shows."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    env = {key: value for key, value in os.environ.items() if key != "NO_COLOR"} | {"TERM": "xterm"} | variables
+    with subprocess.Popen([sys.executable, "-c", SCREEN], stdout=theirs, stderr=theirs, env=env) as process:
+        os.close(theirs)
+        text = b""
+        try:
+            while part := os.read(ours, 4096):
+                text += part
+        except OSError:  # the terminal is closed with the process
+            pass
+        os.close(ours)
+    assert process.returncode == 2
+    return text.decode().replace("\r\n", "\n")
+
+
+@every_row("columns, titles", [(120, 14), (80, 9), (50, 5)])
+def test_lines_fit_the_terminal(columns, titles):
+    lines = screen(columns, NO_COLOR="1").splitlines()
+    assert all(len(line) <= columns for line in lines), lines
+    assert len(lines[0].split()) == titles and lines[0].split()[:2] == ["step", "reward"]
+    assert (
+        lines[2].startswith("objective: a text of")
+        and lines[3].startswith(" " * 11)
+        and lines[-1] == "error: a mistake"
+    )
+    assert "\x1b" not in "".join(lines)
+
+
+def test_an_error_stands_out_where_colour_is_wanted():
+    assert screen(80).splitlines()[-1] == "\x1b[1;31merror:\x1b[0m a mistake"
+    assert screen(80, TERM="dumb").splitlines()[-1] == "error: a mistake"
