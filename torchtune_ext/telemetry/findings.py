@@ -11,7 +11,7 @@ from typing import Any
 from torchtune_ext.telemetry.heading import State
 from torchtune_ext.telemetry.panels import Panel
 
-FOLDED = ("Agreement", "Machine")  # These headings are closed while no finding concerns them.
+FOLDED = ("Agreement", "Speed", "Machine")  # These headings are closed while no finding concerns them.
 _MOST_SILENT = 0.5  # share of groups without a signal, above which it is said
 _MOST_CUT = 0.2  # share of samples at the token limit
 _LEAST_ESS = 0.9

@@ -188,7 +188,7 @@ def _overview(
         "state": asdict(state),
         "facts": [asdict(fact) for fact in facts(run_dir, run, records)],
         "made": made_with(run),
-        "config": flat(config),
+        "config": [row for row in flat(config) if row[1] not in ("{}", "[]", "null")],  # what is not set
         "written": time.time(),
         "steps": steps,
         "series": series,

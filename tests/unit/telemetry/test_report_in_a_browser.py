@@ -107,8 +107,8 @@ def test_it_says_which_run_it_shows_and_what_to_look_at(shown):
         assert copy["state"] == "stopped at step 60 of 200"
         assert all(words in copy["about"] for words in ("Qwen2.5-7B-Instruct", "dapo", "2e-06", "5 min"))
         assert "The run ended at step 60 of 200" in copy["notices"] and "nats apart, from 0.01" in copy["notices"]
-        # A finding concerns the agreement, and none the machine.
-        assert copy["folded"] == ["section-machine"]
+        # A finding concerns the agreement, and none the speed or the machine.
+        assert copy["folded"] == ["section-speed", "section-machine"]
 
 
 def test_samples_stand_near_the_top_and_a_step_that_is_not_there_is_said(shown):

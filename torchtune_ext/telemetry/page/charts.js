@@ -156,7 +156,7 @@ class Chart {
     if (baseline != null) take(baseline);
     if (scale === "log") return low === high ? [low / 2, high * 2] : [low / 1.15, high * 1.15];
     if (zero) low = Math.min(0, low);
-    if (low === high) return zero ? [0, high || 1] : [low - (Math.abs(low) || 1) * 0.1, high + (Math.abs(high) || 1) * 0.1];
+    if (low === high) return zero || unit === "percent" ? [0, high || 1] : [low - (Math.abs(low) || 1) * 0.1, high + (Math.abs(high) || 1) * 0.1];
     const pad = 0.06 * (high - low), top = unit === "percent" && high <= 1 ? Math.min(1, high + pad) : high + pad;
     return [zero && low === 0 ? 0 : low - pad, top];
   }
@@ -248,8 +248,10 @@ class Chart {
   drawStack(add, first, last) {
     let below = this.steps.map(() => 0);
     const each = Math.max(1, Math.floor((last - first) / (2 * this.width)));
+    while (first < last && this.lines.every((line) => line.raw[first] == null)) first++; // step 0 has an evaluation only
     for (const line of this.lines) {
-      const own = smooth(line.raw.map((value) => value ?? 0), cursor.weight);
+      // What comes every few steps, as an evaluation, is not spread over the steps between.
+      const own = line.sparse ? line.raw.map((value) => value ?? 0) : smooth(line.raw, cursor.weight).map((value) => value ?? 0);
       const above = below.map((value, i) => value + own[i]), up = [], down = [];
       for (let i = first; i <= last; i += each) {
         const x = this.x(this.steps[i]).toFixed(1);

@@ -6,8 +6,10 @@ function head(overview) {
   badge.classList.add(state.kind);
   document.getElementById("about").append(...facts.map(({ label, value, note }) =>
     el("div", {}, el("dt", {}, label), el("dd", {}, value), note ? el("dd", { class: "note" }, note) : null)));
-  document.getElementById("notices").append(...overview.notices.map(({ text, section }) => el("li", {}, text,
-    section ? el("a", { href: `#${sectionId(section)}` }, section) : null)));
+  document.getElementById("notices").append(...overview.notices.map(({ text, section }) => {
+    const [, first, rest] = text.match(/^(.*?[.:](?= ))? ?(.*)$/s), link = section ? el("a", { href: `#${sectionId(section)}` }, section) : null;
+    return el("li", {}, ...(first ? [el("details", {}, el("summary", {}, first, link), rest)] : [rest, link]));
+  }));
 }
 
 function tiles(overview) {
@@ -39,6 +41,10 @@ function charts(overview) {
       const hint = `${closed ? "nothing unusual, " : ""}${number} ${number === 1 ? "curve" : "curves"}`;
       root.append(el("details", { class: "section", id: sectionId(panel.section), open: !closed }, el("summary", {}, el("h2", {}, panel.section), el("span", { class: "muted" }, hint)), grid));
       nav.append(el("a", { href: `#${sectionId(panel.section)}` }, panel.section));
+      if (!sections.size) {
+        root.append(document.getElementById("rollouts")); // behind what was learned
+        nav.append(el("a", { href: "#rollouts" }, "Rollouts"));
+      }
       sections.set(panel.section, grid);
       balance(grid, 400);
     }
@@ -49,7 +55,7 @@ function charts(overview) {
     cursor.charts.push(strip);
     sections.get("Speed").prepend(strip.node);
   }
-  for (const [id, label] of [["rollouts", "Rollouts"], ["configuration", "Configuration"]]) if (document.getElementById(id)) nav.append(el("a", { href: `#${id}` }, label));
+  if (document.getElementById("configuration")) nav.append(el("a", { href: "#configuration" }, "Configuration"));
   document.addEventListener("click", (event) => unfold(event.target.closest("a")?.getAttribute("href")));
   return sections;
 }

@@ -81,7 +81,7 @@ class Browser {
         this.heatKey),
       this.said, this.elsewhere, el("div", { class: "columns" }, this.side, this.pane)),
       el("p", { class: "muted", style: "font-size:12.5px;margin-top:8px" },
-        `Rollouts of ${this.index.length}${stored} steps are in this page; the rest lie in the folder rollouts/ of the run. Keys: ← → step, j k group, t text or log-probs.`));
+        `Rollouts of ${this.index.length}${stored} steps are in this page${stored && "; the rest lie in the folder rollouts/ of the run"}. Keys: ← → step, j k group, t text or log-probs.`));
     document.addEventListener("keydown", (event) => this.key(event));
   }
 
@@ -212,8 +212,8 @@ class Browser {
       also.length ? el("div", { class: "also" }, "same problem at step", ...also.slice(0, 30).map(([place, step]) => el("button", { onclick: () => this.go(place, group.id) }, step))) : null,
       el("details", { class: "box", open: true }, el("summary", {}, "prompt"), prompt),
       group.read ? el("details", { class: "box" }, el("summary", {}, "prompt, as the model read it"), el("pre", { class: "text" }, group.read)) : null,
-      el("details", { class: "box" }, el("summary", {}, "hidden answer"), el("pre", { class: "text" }, group.answer)),
-      ...group.samples.map((sample) => this.sample(sample, largest)),
+      el("details", { class: "box", open: group.answer.length < 400 }, el("summary", {}, "wanted answer"), el("pre", { class: "text" }, group.answer)),
+      ...this.folded(group.samples).map(([sample, count]) => this.sample(sample, largest, count)),
       hidden > 0 ? el("p", { class: "muted", style: "margin-top:10px" }, `${hidden} more samples of this group are in the run's folder.`) : null];
     this.pane.replaceChildren(...children.filter((child) => child != null));
     if (!this.marksPrompt(group)) clip(prompt, 200);
@@ -224,8 +224,18 @@ class Browser {
     return Boolean(this.query) && group.messages.some((m) => m.content.toLowerCase().includes(this.query.toLowerCase()));
   }
 
-  sample(sample, largest) {
-    return el("article", { class: sample.trained ? "sample" : "sample unused" }, bar(sample, largest),
+  // Equal texts with equal rewards are one, with their number; in the view of log-probs each stands for itself.
+  folded(samples) {
+    const of = new Map();
+    for (const sample of samples) {
+      const key = this.view === "text" ? JSON.stringify([sample.text, sample.reward, sample.finish, sample.outcome, sample.trained]) : of.size;
+      of.set(key, [of.get(key)?.[0] ?? sample, (of.get(key)?.[1] ?? 0) + 1]);
+    }
+    return [...of.values()];
+  }
+
+  sample(sample, largest, count) {
+    return el("article", { class: sample.trained ? "sample" : "sample unused" }, count > 1 ? el("div", { class: "verdict" }, `${count} ×`) : null, bar(sample, largest),
       this.view === "text" ? el("pre", { class: "text" }, ...this.marked(sample.text)) : this.tokens(sample));
   }
 

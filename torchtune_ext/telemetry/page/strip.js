@@ -124,7 +124,7 @@ class Strip extends Chart {
     }
     for (const [name, number] of this.shares) {
       const [mean] = this.columns(works[name] ?? phases[name], from, to, 1);
-      number.textContent = name in works ? `${format((mean / 100) * most[name], "")} of ${format(most[name], "int")} groups` : format(mean / 100, "percent");
+      number.textContent = name in works ? `${format((mean / 100) * most[name], "")} of ${format(most[name], "int")} groups` : mean && mean < 0.1 ? "<0.1%" : `${mean.toFixed(1)}%`;
     }
   }
 }
