@@ -182,13 +182,6 @@ TROUBLE = {
         "OSError: y",
         "torch==2.13.0+cpu",
     ),
-    "CUDA torch without a GPU": (
-        with_versions(torch="2.13.0", facts=replace(GOOD, torch_cuda="13.0")),
-        FAIL,
-        "devices",
-        "built for CUDA 13.0",
-        "torch==2.13.0+cpu",
-    ),
     "driver too old": (replace(GPU, devices=()), FAIL, "devices", "cannot use", "nvidia-smi"),
     "CPU torch on a GPU": (
         with_versions(torch="2.13.0+cpu", facts=replace(GPU, devices=(), torch_cuda="")),
