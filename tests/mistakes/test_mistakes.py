@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 from table import GROUPS, MISTAKES
 from tables import every_row
 from tiny_runs import environment
@@ -20,9 +19,10 @@ from trying import ENGINE_STARTED, Forks, Mistake, attempt, full, make_place
 
 from torchtune_ext.run.errors import WITH_TRACEBACK
 from torchtune_ext.run.folder import RunFolder
+from torchtune_ext.sampling.server_command import on_cpu
 
 LINES = 3  # of ours, at most
-HERE = [name for name, mistake in MISTAKES.items() if not mistake.cpu_only or torch.version.cuda is None]
+HERE = [name for name, mistake in MISTAKES.items() if not mistake.cpu_only or on_cpu()]
 # What is tried as a command, too; the first one of each group in every `make test`.
 REAL = [name for name, mistake in MISTAKES.items() if mistake.real]
 FIRST = list({name.partition(":")[0]: name for name in reversed(REAL)}.values())

