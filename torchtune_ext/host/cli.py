@@ -22,6 +22,7 @@ OWN_WORDS = {
     "archive": ("torchtune_ext.measured.matmul.cli", "print the fastest programs of a run, or write them as files"),
     "clue": ("torchtune_ext.tasks.temporal_clue.cli", "make and grade Temporal Clue puzzles"),
     "gguf": ("torchtune_ext.host.gguf", "make a GGUF file a model directory: gguf FILE OUT"),
+    "install-engine": ("torchtune_ext.host.engine_install", "install the vLLM of this machine beside this package"),
     "knobs": ("torchtune_ext.host.knobs", "list the knobs of a recipe: knobs [RECIPE] [NODE]"),
     "presets": ("torchtune_ext.settings.presets", "list the published methods, or print one: presets [NAME]"),
     "ray": ("torchtune_ext.host.on_ray", "start a run on an existing Ray cluster, with vLLM servers beside it"),
@@ -48,9 +49,9 @@ TUNE_WORDS = {
 def usage() -> str:
     """Returns the help text."""
     lines = ["usage: torchtune-ext WORD [ARGUMENTS ...]", "", "words of torchtune-ext:"]
-    lines += [f"  {word:<10}{text}" for word, (_, text) in OWN_WORDS.items()]
+    lines += [f"  {word:<15}{text}" for word, (_, text) in OWN_WORDS.items()]
     lines += ["", "words of torchtune's `tune`:"]
-    lines += [f"  {word:<10}{text}" for word, text in TUNE_WORDS.items()]
+    lines += [f"  {word:<15}{text}" for word, text in TUNE_WORDS.items()]
     lines += ["", "`torchtune-ext WORD --help` says more about one of them."]
     return "\n".join(lines)
 

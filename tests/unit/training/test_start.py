@@ -36,6 +36,13 @@ def test_gpus_that_are_not_there_are_refused(monkeypatch):
         start.require_gpus(EngineConfig(max_model_len=64, address="http://127.0.0.1:1"))
 
 
+def test_an_engine_that_is_not_installed_is_said_before_anything_is_made(monkeypatch):
+    monkeypatch.setattr(start, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="no vLLM is installed: `torchtune-ext install-engine`, or name a server"):
+        start.require_gpus(EngineConfig(max_model_len=64))
+    start.require_gpus(EngineConfig(max_model_len=64, backend="my_backend.MyCore"))
+
+
 def test_what_an_optimizer_keeps_is_counted():
     def kept(kind, **options):
         return start.optimizer_bytes(lambda params: kind(params, lr=1e-3, **options))

