@@ -22,7 +22,6 @@ from torchtune_ext.run.files import explained, write_atomic
 from torchtune_ext.run.folder import Run
 from torchtune_ext.telemetry.sinks import LoggingConfig as LoggingConfig
 from torchtune_ext.telemetry.sinks import Opening, Sink
-from torchtune_ext.telemetry.sinks.samples import sample_rows
 from torchtune_ext.telemetry.sinks.settings import RunTotals, sink_class, state_of
 
 log = logging.getLogger(__name__)
@@ -124,6 +123,9 @@ class Metrics:
     def show(self, step: int, groups: Sequence[Group]) -> None:
         """Shows a few samples of a step where a sink can and the settings ask for it. Groups have rewards and advantages."""
         if self._sinks and self._settings.shows(step):
+            # Most runs have no sink.
+            from torchtune_ext.telemetry.sinks.samples import sample_rows
+
             number, turn = self._settings.samples, step // self._settings.samples_every
             self._tell(lambda sink: sink.show(step, sample_rows(step, groups, number, turn, self._spell)))
 

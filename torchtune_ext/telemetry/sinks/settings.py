@@ -4,12 +4,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torchtune_ext.run.catalog import by_path
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.folder import Run
-from torchtune_ext.telemetry.sinks.samples import SampleRow
+
+if TYPE_CHECKING:
+    from torchtune_ext.telemetry.sinks.samples import SampleRow
 
 # By the name of the package that each needs. They are loaded only where they are asked for.
 SINKS = {
@@ -125,7 +127,7 @@ class Sink(Protocol):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Takes some scalars of a step, which may be NaN or infinite. Steps never go back, and one may come in parts."""
 
-    def show(self, step: int, rows: Sequence[SampleRow]) -> None:
+    def show(self, step: int, rows: "Sequence[SampleRow]") -> None:
         """Takes samples of a step, before the scalars of the step."""
 
     def summarize(self, facts: Mapping[str, Any]) -> None:
